@@ -1,0 +1,24 @@
+"""The global batch: split over microbatches, and each of them over the data shards."""
+
+from .mesh import MeshPlan, nearest
+from .problems import Problem, raise_if_any
+from .sharding import batch_axes
+from .spec import RunSpec
+
+
+def check_batch(spec: RunSpec, mesh: MeshPlan) -> None:
+    """Raise ConfigError where microbatches times data shards do not divide the global batch."""
+    axes = batch_axes(spec.sharding, mesh)
+    shards, microbatches = mesh.num_shards(axes), spec.num_microbatches
+    size, parts = spec.global_batch_size, shards * microbatches
+    if size % parts == 0:
+        return
+    split = " x ".join(f"{axis}={mesh.sizes[axis]}" for axis in axes)
+    by = f"{shards} data shards ({split})" if axes else "1 data shard"
+    by += f" x {microbatches} microbatches" if microbatches > 1 else ""
+    multiples = [n for n in (size // parts * parts, (size // parts + 1) * parts) if n]
+    fix = f"use global_batch_size={' or '.join(map(str, multiples))}"
+    if microbatches > 1 and size % shards == 0:
+        fitting = [n for n in range(1, size // shards + 1) if size // shards % n == 0]
+        fix += f", or num_microbatches={nearest(microbatches, fitting)}"
+    raise_if_any([Problem("global_batch_size", f"{size} sequences are not divisible by {by}", fix)])

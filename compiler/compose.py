@@ -1,0 +1,240 @@
+"""Hydra overrides -> RunSpec, and everything that is wrong with them at once.
+
+Hydra composes untyped YAML and stops at its first error; pydantic checks the whole tree against `RunSpec` and reports
+all errors. So overrides reach Hydra as `++key=value` (never refused for the key), and the typed spec is the one judge.
+docs/config.md says why.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from . import target_names
+from .problems import ConfigError, Problem, raise_if_any, use_one_of
+from .spec import RunSpec
+from .spec_errors import problems_of
+
+T = TypeVar("T")
+COMMAND_LINE = "command line"
+OPTIONAL = ("experiment",)  # groups of which nothing need be chosen
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for: overrides as typed, and where configs are found beside our own."""
+
+    overrides: tuple[str, ...]
+    config_name: str = "config"
+    config_path: str | None = None  # a directory that takes the place of our own `conf/`
+
+    def hydra_overrides(self) -> list[str]:
+        """The overrides in the form in which Hydra never refuses a key: the spec judges it, with all the others."""
+        return [_forced(parsed, text) for text in self.overrides if (parsed := _parse(text))]
+
+
+@contextmanager
+def hydra_session(request: Request) -> Iterator[None]:
+    """Hydra's global state, set up for composing and taken down again."""
+    target_names.register()
+    GlobalHydra.instance().clear()
+    if request.config_path is None:
+        session = initialize_config_module("meshloom.conf", version_base="1.3", job_name="meshloom")
+    else:
+        session = initialize_config_dir(str(Path(request.config_path).resolve()), version_base="1.3")
+    with session:
+        yield
+
+
+def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
+    """`then(RunSpec)` for a request that is right; else ConfigError with all problems.
+
+    What `then` finds wrong is in the same report as wrong keys and types, wherever it does not rest on them.
+    """
+    with hydra_session(request):
+        usable = {text: _problems_of_override(text) for text in request.overrides}
+        problems = list(chain.from_iterable(usable.values()))
+        kept = [text for text, found in usable.items() if not found]
+        spec, wrong = _validate(kept, request)
+        problems += wrong
+        if wrong:
+            kept = [text for text in kept if not any(_concerns(text, problem) for problem in wrong)]
+            spec, _ = _validate(kept, request)
+    if not problems:
+        assert spec is not None
+        return then(spec)
+    if spec is not None:
+        dropped = [text for text in request.overrides if text not in kept]
+        problems += _independent_problems(spec, then, dropped)
+    raise ConfigError(problems)
+
+
+def check_sweep(request: Request) -> None:
+    """Raise ConfigError for what is wrong with a sweep, whichever points it consists of: each value by itself."""
+    base: list[str] = []
+    alternatives: list[list[str]] = []
+    for text in request.overrides:
+        parsed = _parse(text)
+        if parsed and parsed.is_sweep_override() and not parsed.is_hydra_override():
+            values = [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+            alternatives.append(values)
+        else:
+            base.append(text)
+    first = [values[0] for values in alternatives]
+    points = [base + first]
+    points += [
+        base + first[:i] + [value] + first[i + 1 :] for i, values in enumerate(alternatives) for value in values[1:]
+    ]
+    problems: list[Problem] = []
+    for point in points:
+        try:
+            read_spec(Request(tuple(point), request.config_name, request.config_path), then=lambda spec: spec)
+        except ConfigError as error:
+            problems += error.problems
+    raise_if_any(problems)
+
+
+def config_groups() -> dict[str, list[str]]:
+    """Every group and its options, as Hydra sees them in the session at hand."""
+    loader = GlobalHydra.instance().config_loader()
+    groups = loader.get_group_options("", ObjectType.GROUP)
+    options = {group: loader.get_group_options(group, ObjectType.CONFIG) for group in groups if group != "hydra"}
+    return {group: [name for name in names if not name.startswith("_")] for group, names in options.items()}
+
+
+def _validate(overrides: Sequence[str], request: Request) -> tuple[RunSpec | None, list[Problem]]:
+    try:
+        composed = compose(request.config_name, overrides=[_forced(_parse(text), text) for text in overrides])
+        values = _without_missing(composed)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        return None, [_composition_problem(error)]
+    try:
+        return RunSpec.model_validate_json(json.dumps(values)), []
+    except ValidationError as error:
+        return None, problems_of(error, list(config_groups()))
+
+
+def _without_missing(composed: DictConfig) -> dict[str, Any]:
+    """Plain values with interpolations resolved; keys that are still `???` left out, so that they count as missing."""
+
+    def strip(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: strip(value) for key, value in node.items() if value != "???"}
+        return [strip(value) for value in node] if isinstance(node, list) else node
+
+    return strip(OmegaConf.to_container(composed, resolve=True))
+
+
+def _parse(text: str) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        return None
+
+
+def _forced(parsed: Override | None, text: str) -> str:
+    if parsed is None or parsed.is_delete() or parsed.is_hydra_override() or _is_choice(parsed):
+        return text
+    return "++" + text.lstrip("+")
+
+
+def _is_choice(parsed: Override) -> bool:
+    """`group=option`, as against `key=value`."""
+    group = parsed.key_or_group
+    return parsed.package is not None or "/" in group or group in config_groups()
+
+
+def _problems_of_override(text: str) -> list[Problem]:
+    """What can be said of one override before composing: its grammar, a sweep outside of one, its group's options."""
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = str(error).split("\n")[0]
+        return [Problem(COMMAND_LINE, f"'{text}' is no override: {reason}", "write key=value; quote values with spaces: 'key=\"a b\"'")]  # fmt: skip  # noqa: E501
+    if parsed.is_sweep_override():
+        fix = f"add -m to run once per value, or quote it to pass a list or text: '{parsed.key_or_group}=[...]'"
+        return [Problem(parsed.key_or_group, f"'{text}' names several values", fix)]
+    if not _is_choice(parsed) or parsed.is_delete() or (parsed.value() is None and parsed.key_or_group in OPTIONAL):
+        return []
+    options = GlobalHydra.instance().config_loader().get_group_options(parsed.key_or_group, ObjectType.CONFIG)
+    if parsed.key_or_group == "target":
+        return _problems_of_target(str(parsed.value()), options)
+    visible = [option for option in options if not option.startswith("_")]
+    if parsed.value() in visible:
+        return []
+    if not visible:
+        return [Problem(parsed.key_or_group, "there is no such group", use_one_of(parsed.key_or_group, config_groups()))]
+    what = f"there is no '{parsed.value()}' in this group"
+    return [Problem(parsed.key_or_group, what, use_one_of(parsed.value(), visible))]
+
+
+def _problems_of_target(name: str, options: list[str]) -> list[Problem]:
+    if target_names.is_sized(name) or (name in options and not name.startswith("_")):
+        return []
+    fix = f"use {' or '.join(target_names.TARGET_PATTERNS)}, with the number of devices for N, such as cpu-8"
+    return [Problem("target", f"there is no target '{name}'", fix)]
+
+
+def _composition_problem(error: Exception) -> Problem:
+    """One of Hydra's, OmegaConf's or YAML's errors in our words."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return Problem(f"{mark.name}:{mark.line + 1}", f"not YAML: {error.problem}", "mend the file")
+    text = str(error)
+    if match := re.search(r"Could not find '(?P<group>[^/']+)/(?P<option>[^']+)'", text):
+        group, option = match["group"], match["option"]
+        options = config_groups().get(group, [])
+        return Problem(group, f"there is no '{option}' in this group", f"choose {group}=...: {use_one_of(option, options)}")  # fmt: skip  # noqa: E501
+    key = re.search(r"full_key: (\S+)", text)
+    return Problem(key[1] if key else COMMAND_LINE, text.split("\n")[0], "see `meshloom train --help` and `--cfg job`")
+
+
+def _concerns(text: str, problem: Problem) -> bool:
+    """True where the override sets what the problem is about, or a part of it, or a node that holds it."""
+    parsed = _parse(text)
+    key = parsed.key_or_group if parsed else ""
+    return _is_within(problem.where, key) or _is_within(key, problem.where)
+
+
+def _is_within(inner: str, outer: str) -> bool:
+    return inner == outer or inner.startswith((f"{outer}.", f"{outer}["))
+
+
+# What a finding of a pass rests on beside its own key: it says nothing while one of these is wrong.
+_RESTS_ON = {"target": {"target"}, "mesh": {"mesh", "target", "sharding"}}
+_RESTS_ON_PLAN = {"mesh", "target", "sharding", "model", "experiment", "num_microbatches"}
+
+
+def _independent_problems(spec: RunSpec, then: Callable[[RunSpec], Any], dropped: Sequence[str]) -> list[Problem]:
+    """Problems that `then` finds in the spec without the dropped overrides, and would find with them too."""
+    try:
+        then(spec)
+    except ConfigError as error:
+        roots = {re.split(r"[.=@]", text.lstrip("+~"))[0] for text in dropped}
+        roots |= {near for root in roots for near in get_close_matches(root, RunSpec.model_fields, n=1)}
+        return [
+            problem
+            for problem in error.problems
+            if not roots & ({_root(problem)} | _RESTS_ON.get(_root(problem), _RESTS_ON_PLAN))
+        ]
+    return []
+
+
+def _root(problem: Problem) -> str:
+    return re.split(r"[.\[]", problem.where)[0]

@@ -1,0 +1,85 @@
+"""The mesh: how many devices along each axis."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from .problems import ConfigError, Problem
+from .spec import MeshSpec
+from .target import TargetPlan
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """Sizes of all mesh axes, slowest link first; an axis that is not used has size 1."""
+
+    sizes: Mapping[str, int]
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def num_shards(self, axes: tuple[str, ...]) -> int:
+        """Parts that a dimension over these axes is split in."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def abstract(self, axis_type: AxisType = AxisType.Auto) -> AbstractMesh:
+        """The mesh without devices, for planning."""
+        names = tuple(self.sizes)
+        return AbstractMesh(tuple(self.sizes.values()), names, axis_types=(axis_type,) * len(names))
+
+    def of_devices(self) -> Mesh:
+        """The mesh over the devices at hand."""
+        names = tuple(self.sizes)
+        return jax.make_mesh(tuple(self.sizes.values()), names, axis_types=(AxisType.Auto,) * len(names))
+
+    def __str__(self) -> str:
+        used = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]
+        return " x ".join(used) or "one device"
+
+
+def plan_mesh(spec: MeshSpec, target: TargetPlan) -> MeshPlan:
+    """Sizes with -1 filled in: {fsdp: -1, tensor: 2} over 8 devices -> {fsdp: 4, tensor: 2}.
+
+    Raises ConfigError where the product of the axes is not the number of devices.
+    """
+    sizes: dict[str, int] = spec.model_dump()
+    free = [axis for axis, size in sizes.items() if size == -1]
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "1"
+    devices = f"{target.num_devices} devices of target {target.name}"
+    if len(free) > 1:
+        raise ConfigError([Problem("mesh", f"{' and '.join(free)} are both -1", "leave one of them -1, give the others a size")])  # fmt: skip  # noqa: E501
+    if free and target.num_devices % fixed:
+        raise ConfigError([Problem("mesh", f"{shown}: {fixed} does not divide the {devices}", _fix(sizes, target))])
+    if free:
+        sizes[free[0]] = target.num_devices // fixed
+    elif fixed != target.num_devices:
+        raise ConfigError([Problem("mesh", f"{shown} is {fixed}, not the {devices}", _fix(sizes, target))])
+    return MeshPlan(MappingProxyType(sizes))
+
+
+def _fix(sizes: Mapping[str, int], target: TargetPlan) -> str:
+    """One axis changed such that the product is right, where that is possible."""
+    options = []
+    for axis, size in sizes.items():
+        if size in (1, -1):
+            continue
+        rest = math.prod(other for name, other in sizes.items() if name != axis and other != -1)
+        if target.num_devices % rest:
+            continue
+        largest = target.num_devices // rest
+        exact = -1 not in sizes.values()
+        fitting = [largest] if exact else [n for n in range(1, largest + 1) if largest % n == 0]
+        options.append(f"mesh.{axis}={nearest(size, fitting)}")
+    free = next((axis for axis, size in sizes.items() if size == -1), None) or "data"
+    return f"use {' or '.join(options)}" if options else f"set mesh.{free}=-1 and the others to a divisor of {target.num_devices}"  # fmt: skip  # noqa: E501
+
+
+def nearest(size: int, candidates: list[int]) -> int:
+    """The candidate closest to `size`; of two as close the larger."""
+    return min(candidates, key=lambda candidate: (abs(candidate - size), -candidate))

@@ -1,0 +1,296 @@
+"""Ordered logical axis rules -> a PartitionSpec and a reason for every array. Never replicated in silence.
+
+    array  layers/attention/query_EHD (4, 128, 8, 16), axes (layers, embed, heads, head_dim)
+    rules  [0] embed -> fsdp   [1] heads -> tensor   [2] layers, head_dim -> replicated
+    mesh   fsdp=4 tensor=2
+    ->     P(None, 'fsdp', 'tensor', None)
+           embed over fsdp by parameters[0]; heads over tensor by parameters[1]; layers, head_dim whole by [2]
+
+Rules are tried in order; each takes the dimensions that it names and that no earlier rule took. A rule whose mesh axes
+are taken in this array, or do not divide the dimension, passes it on to the next rule for that logical axis; where
+there is none, that is an error.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshloom.models import LOGICAL_AXES, Context, LogicalAxes, Model, is_logical_axes
+
+from .mesh import MeshPlan, nearest
+from .problems import Problem, raise_if_any, use_one_of
+from .spec import Rule, RunSpec, ShardingSpec
+from .trees import leaves_by_path
+
+Table = Literal["parameters", "optimizer", "activations"]
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of the program before it is laid out. `path`: its place in the tree, or its name."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    logical_axes: LogicalAxes
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class ArrayPlan:
+    """Where the shards of an array lie, and why."""
+
+    array: Array
+    spec: PartitionSpec
+    reason: str
+    bytes_per_device: int
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Layouts by table. `batch_axes`: the mesh axes (size > 1) that the batch is split over."""
+
+    parameters: tuple[ArrayPlan, ...]
+    optimizer: tuple[ArrayPlan, ...]  # parameter-shaped optimizer state, by the path of its parameter
+    activations: tuple[ArrayPlan, ...]
+    batch_axes: tuple[str, ...]
+
+
+def plan_sharding(spec: RunSpec, model: Model, mesh: MeshPlan) -> ShardingPlan:
+    """Lay out every parameter, its optimizer state and every named activation. Raises ConfigError with all conflicts."""
+    parameters = parameter_arrays(model, spec.precision.parameters)
+    activations = activation_arrays(model, spec)
+    rules = spec.sharding
+    problems: list[Problem] = []
+    planned = {
+        "parameters": _resolve_all(parameters, "parameters", rules.parameters, mesh, problems),
+        "optimizer": _resolve_all(parameters, "optimizer", rules.optimizer, mesh, problems),
+        "activations": _resolve_all(activations, "activations", rules.activations, mesh, problems),
+    }
+    for plan in planned["parameters"]:
+        problems += _check_layers_dimension(plan)
+    raise_if_any(_without_echoes(problems, rules))
+    return ShardingPlan(**planned, batch_axes=batch_axes(rules, mesh))
+
+
+def parameter_arrays(model: Model, dtype: str) -> tuple[Array, ...]:
+    """All parameters of the model by path, such as `layers/attention/query_EHD`."""
+    axes = leaves_by_path(model.logical_axes(), is_leaf=is_logical_axes)
+    return tuple(Array(path, x.shape, dtype, axes[path]) for path, x in leaves_by_path(model.abstract()).items())
+
+
+def activation_arrays(model: Model, spec: RunSpec) -> tuple[Array, ...]:
+    """All activations that the model names, at the size of one global microbatch, by tracing it abstractly."""
+    named: dict[str, Array] = {}
+
+    def record(name: str, x: jax.Array, *axes: str | None) -> jax.Array:
+        named[name] = Array(name, x.shape, spec.precision.compute, axes)
+        return x
+
+    trace_forward(model, spec, record)
+    return tuple(named.values())
+
+
+def trace_forward(model: Model, spec: RunSpec, activation: Callable[..., jax.Array]) -> Any:
+    """Shapes through embed, one layer of each stack and head, for one global microbatch. Allocates nothing."""
+    batch = max(1, spec.global_batch_size // spec.num_microbatches)
+    tokens_BT = jax.ShapeDtypeStruct((batch, spec.sequence_length), jnp.int32)
+    compute = jnp.dtype(spec.precision.compute)
+
+    def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
+        context = Context(jnp.arange(spec.sequence_length), activation)
+        x_BTE = model.embed.apply(params["embed"], tokens_BT, context)
+        for stack in model.stacks:
+            x_BTE = stack.layer.apply(params[stack.name], x_BTE, context)
+        return model.head.apply(params["head"], x_BTE, context)
+
+    pieces = {"embed": model.embed, "head": model.head, **{stack.name: stack.layer for stack in model.stacks}}
+    params = {
+        name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, compute), piece.abstract)
+        for name, piece in pieces.items()
+    }
+    return jax.eval_shape(forward, params, tokens_BT)
+
+
+def check_rules(spec: RunSpec, model: Model) -> None:
+    """Raise ConfigError for rules that name no logical axis, or match no dimension of any array. Needs no mesh."""
+    rules = spec.sharding
+    parameters, activations = parameter_arrays(model, spec.precision.parameters), activation_arrays(model, spec)
+    tables: dict[Table, tuple[tuple[Rule, ...], set[str]]] = {
+        "parameters": (rules.parameters, _names(parameters)),
+        "optimizer": (rules.optimizer, _names(parameters)),
+        "activations": (rules.activations, _names(activations)),
+    }
+    every_name = set(LOGICAL_AXES).union(*(names for _, names in tables.values()))
+    problems: list[Problem] = []
+    for table, (table_rules, names) in tables.items():
+        for index, rule in enumerate(table_rules):
+            key = f"sharding.{table}[{index}]"
+            unknown = [name for name in rule.logical if name not in every_name]
+            problems += [
+                Problem(key, f"there is no logical axis '{name}'", use_one_of(name, sorted(names))) for name in unknown
+            ]
+            if not unknown and not names & set(rule.logical):
+                what = f"matches nothing: no array has a dimension {' or '.join(rule.logical)}"
+                problems.append(Problem(key, what, f"remove it, or name one of {', '.join(sorted(names))}"))
+    raise_if_any(_without_echoes(problems, rules))
+
+
+def resolve(array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan) -> ArrayPlan | list["Refusal"]:
+    """Lay out one array; see the module's docstring."""
+    axes: list[tuple[str, ...] | None] = [None] * len(array.shape)  # None: not settled yet
+    reasons: list[str] = [""] * len(array.shape)
+    refusals: dict[int, Refusal] = {}
+    taken: dict[str, int] = {}
+    for dimension, name in enumerate(array.logical_axes):
+        if name is None:
+            axes[dimension], reasons[dimension] = (), "has no logical axis"
+    for index, rule in enumerate(rules):
+        wanted = tuple(axis for axis in rule.mesh if mesh.sizes[axis] > 1)
+        for dimension, name in enumerate(array.logical_axes):
+            if axes[dimension] is not None or name not in rule.logical:
+                continue
+            rule_name = f"{table}[{index}]"
+            if rival := next((axis for axis in wanted if axis in taken), None):
+                refusals[dimension] = Refusal(array, table, index, dimension, wanted, rival=(rival, taken[rival]))
+            elif array.shape[dimension] % mesh.num_shards(wanted):
+                refusals[dimension] = Refusal(array, table, index, dimension, wanted)
+            else:
+                axes[dimension], reasons[dimension] = wanted, _reason(name, rule, wanted, rule_name)
+                if dimension in refusals:
+                    reasons[dimension] += f" ({refusals.pop(dimension).why(mesh)})"
+                taken.update(dict.fromkeys(wanted, dimension))
+    for dimension, name in enumerate(array.logical_axes):
+        if axes[dimension] is None and dimension not in refusals:
+            refusals[dimension] = Refusal(array, table, None, dimension, ())
+    if refusals:
+        return list(refusals.values())
+    layout = [a if a else None for a in axes]
+    used = tuple(axis for dimension in axes if dimension for axis in dimension)
+    spec = PartitionSpec(*(a[0] if a and len(a) == 1 else a for a in layout))
+    return ArrayPlan(array, spec, "; ".join(reasons), array.num_bytes // mesh.num_shards(used))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A dimension that no rule could take. rule: the last that tried, None if none names it. rival: (mesh axis, the
+    dimension of this array that has it)."""
+
+    array: Array
+    table: Table
+    rule: int | None
+    dimension: int
+    axes: tuple[str, ...]
+    rival: tuple[str, int] | None = None
+
+    @property
+    def logical(self) -> str:
+        return str(self.array.logical_axes[self.dimension])
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Refusals of one kind are one problem, whichever arrays they are about."""
+        size = self.array.shape[self.dimension]
+        rival = self.rival and (self.rival[0], self.array.logical_axes[self.rival[1]])
+        return (self.table, self.rule, self.logical, size if not self.rival and self.rule is not None else None, rival)
+
+    def why(self, mesh: MeshPlan) -> str:
+        size = self.array.shape[self.dimension]
+        if self.rival:
+            axis, dimension = self.rival
+            return f"{axis} is taken by {self.array.logical_axes[dimension]}"
+        return f"{size} is not divisible by {_product(self.axes, mesh)}"
+
+    def problem(self, mesh: MeshPlan, num_others: int) -> Problem:
+        others = f" (and {num_others} more)" if num_others else ""
+        what = f"'{self.array.path}'{others}, dimension {self.dimension} ({self.logical})"
+        whole = f"{{logical: [{self.logical}], mesh: []}}"
+        if self.rule is None:
+            fix = f"add a rule: {whole} keeps it whole on every device"
+            return Problem(f"sharding.{self.table}", f"no rule names '{self.logical}', an axis of {what}", fix)
+        key = f"sharding.{self.table}[{self.rule}]"
+        size, shards = self.array.shape[self.dimension], mesh.num_shards(self.axes)
+        if self.rival:
+            axis, rival = self.rival
+            fix = f"use another mesh axis for one of them, or add {whole} behind it to keep {self.logical} whole"
+            rival_name = self.array.logical_axes[rival]
+            return Problem(key, f"{what}: mesh axis {axis} is taken already by dimension {rival} ({rival_name})", fix)
+        below, above = size // shards * shards, (size // shards + 1) * shards
+        sizes = f"{above}" if below == 0 else f"{below} or {above}"
+        fix = f"make {self.logical} {sizes}"
+        if len(self.axes) == 1:
+            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            fix += f", or mesh.{self.axes[0]} {nearest(shards, divisors)}"
+        fix += f", or add {whole} behind it to keep it whole"
+        return Problem(key, f"{what} has size {size}, not divisible by {_product(self.axes, mesh)}", fix)
+
+
+def _resolve_all(
+    arrays: Sequence[Array], table: Table, rules: Sequence[Rule], mesh: MeshPlan, problems: list[Problem]
+) -> tuple[ArrayPlan, ...]:
+    plans: list[ArrayPlan] = []
+    refusals: dict[tuple[Any, ...], list[Refusal]] = defaultdict(list)
+    for array in arrays:
+        result = resolve(array, table, rules, mesh)
+        if isinstance(result, ArrayPlan):
+            plans.append(result)
+            continue
+        for refusal in result:
+            refusals[refusal.kind].append(refusal)
+    for alike in refusals.values():
+        if not (table == "activations" and alike[0].logical == "batch" and alike[0].rule is not None):
+            problems.append(alike[0].problem(mesh, len({r.array.path for r in alike}) - 1))
+    return tuple(plans)  # a batch that does not divide is told once, in its own words: compiler/batch.py
+
+
+def _reason(name: str, rule: Rule, wanted: tuple[str, ...], rule_name: str) -> str:
+    if wanted:
+        return f"{name} over {', '.join(wanted)} by {rule_name}"
+    if rule.mesh:
+        return f"{name} whole: {', '.join(rule.mesh)} of size 1 in {rule_name}"
+    return f"{name} whole by {rule_name}"
+
+
+def batch_axes(rules: ShardingSpec, mesh: MeshPlan) -> tuple[str, ...]:
+    """The mesh axes of size > 1 that the batch is split over, by the first rule that names it."""
+    rule = next((rule for rule in rules.activations if "batch" in rule.logical), None)
+    return tuple(axis for axis in rule.mesh if mesh.sizes[axis] > 1) if rule else ()
+
+
+def _check_layers_dimension(plan: ArrayPlan) -> list[Problem]:
+    axes = plan.array.logical_axes
+    if "layers" not in axes or plan.spec[axes.index("layers")] is None:
+        return []
+    return [
+        Problem(
+            "sharding.parameters",
+            f"'{plan.array.path}': the layers of a stack are run one after the other, and cannot be sharded",
+            "give 'layers' a rule with mesh: [], and shard another dimension",
+        )
+    ]
+
+
+def _names(arrays: Iterable[Array]) -> set[str]:
+    return {name for array in arrays for name in array.logical_axes if name}
+
+
+def _product(axes: tuple[str, ...], mesh: MeshPlan) -> str:
+    return f"{mesh.num_shards(axes)} shards ({' x '.join(f'{axis}={mesh.sizes[axis]}' for axis in axes)})"
+
+
+def _without_echoes(problems: list[Problem], rules: ShardingSpec) -> list[Problem]:
+    """Optimizer rules that are those of the parameters repeat their problems: keep one of each."""
+    if rules.optimizer != rules.parameters:
+        return problems
+    told = {replace(problem, where="") for problem in problems if not problem.where.startswith("sharding.optimizer")}
+    return [p for p in problems if not (p.where.startswith("sharding.optimizer") and replace(p, where="") in told)]
+

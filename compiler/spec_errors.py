@@ -1,0 +1,87 @@
+"""pydantic's findings about a RunSpec, as Problems: the key as one types it, the value, what is allowed, a fix."""
+
+import re
+from collections.abc import Sequence
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from .problems import Problem, use_one_of
+from .spec import RunSpec
+
+_EXPECTED = {
+    "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing": "a whole number",
+    "float_type": "a number", "finite_number": "a finite number", "bool_type": "true or false", "string_type": "text",
+    "tuple_type": "a list", "list_type": "a list", "model_type": "a group of keys", "dict_type": "a group of keys",
+    "model_attributes_type": "a group of keys",
+}  # fmt: skip
+_BOUNDS = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at least"),
+           "less_than": ("lt", "less than"), "less_than_equal": ("le", "at most")}  # fmt: skip
+
+
+def problems_of(error: ValidationError, groups: Sequence[str]) -> list[Problem]:
+    """One Problem per finding. `groups`: names of config groups, for suggestions at the top level."""
+    return [_problem(detail, groups) for detail in error.errors(include_url=False)]
+
+
+def _problem(detail: ErrorDetails, groups: Sequence[str]) -> Problem:
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    node, path = _walk(detail["loc"])
+    key = _key(path)
+    if kind == "extra_forbidden":
+        known = dict.fromkeys([*node.model_fields, *(groups if node is RunSpec else ())]) if node else {}
+        return Problem(key, "there is no such key", use_one_of(path[-1], known))
+    if kind == "missing":
+        return Problem(key, "has no value", f"set {key}=...")
+    if kind in ("literal_error", "union_tag_invalid"):
+        allowed = re.findall(r"'([^']*)'", str(context.get("expected") or context.get("expected_tags")))
+        tag = context.get("tag")
+        return Problem(f"{key}.family" if tag else key, f"'{tag or value}' is not allowed", use_one_of(tag or value, allowed))  # fmt: skip  # noqa: E501
+    if kind == "union_tag_not_found":
+        return Problem(f"{key}.family", "has no value", f"set {key}.family=...")
+    if kind in _EXPECTED:
+        return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", f"give {_EXPECTED[kind]}")
+    if kind in _BOUNDS:
+        bound, words = _BOUNDS[kind]
+        return Problem(key, f"{_shown(value)} is out of range", f"give {words} {context[bound]}")
+    if kind == "too_short":
+        return Problem(key, "is empty", f"give at least {context['min_length']}")
+    where = f"{key}.{context['key']}" if "key" in context else key
+    return Problem(where, detail["msg"], str(context.get("fix", "see the file in conf/ that sets it")))
+
+
+def _walk(loc: tuple[int | str, ...]) -> tuple[type[BaseModel] | None, list[int | str]]:
+    """The config class that holds the last element of `loc`, and `loc` without the tags of unions."""
+    node: Any = RunSpec
+    holder: type[BaseModel] | None = RunSpec
+    path: list[int | str] = []
+    for element in loc:
+        members = get_args(node) if get_origin(node) in (Union, UnionType) else ()
+        tagged = [m for m in members if isinstance(m, type) and _family(m) == element]
+        if tagged:
+            node = tagged[0]
+            continue
+        path.append(element)
+        holder = node if isinstance(node, type) and issubclass(node, BaseModel) else None
+        if holder and element in holder.model_fields:
+            node = holder.model_fields[str(element)].annotation
+        else:
+            node = get_args(node)[0] if get_args(node) else None
+    return holder, path
+
+
+def _family(config: Any) -> str | None:
+    field = getattr(config, "model_fields", {}).get("family")
+    return get_args(field.annotation)[0] if field else None
+
+
+def _key(path: Sequence[int | str]) -> str:
+    text = "".join(f"[{element}]" if isinstance(element, int) else f".{element}" for element in path)
+    return text.removeprefix(".")
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,132 @@
+"""What a model is to the compiler: three pure pieces over parameters whose dimensions have names.
+
+A model is written with Flax NNX modules; `build_piece` turns a module into abstract parameters, their logical axes, an
+initialiser and a pure function. From there on nothing but plain nested dicts of arrays is passed around. The compiler
+owns the loop over layers, so a model never says how its layers are run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax
+import jax
+from flax import nnx
+from jax import Array
+
+# Logical axes are resolved by compiler/sharding.py; NNX must not look for a mesh when a Param is made.
+flax.config.update("flax_always_shard_variable", False)
+
+Params = dict[str, Any]  # nested dict of arrays
+LogicalAxes = tuple[str | None, ...]  # one name per dimension; None: a dimension that is never sharded
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the compiler hands to a piece beside its parameters and its input.
+
+    positions_T: int32 (length,), the position of each token in its sequence.
+    activation: `activation(name, x, *logical_axes)` returns `x` laid out by the activation rules. Name an activation
+        once in a model; the name is what tables and errors show.
+    """
+
+    positions_T: Array
+    activation: Callable[..., Array]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One pure function of a model and the parameters that it takes."""
+
+    abstract: Params  # nested dict of jax.ShapeDtypeStruct
+    logical_axes: Params  # the same tree, of LogicalAxes
+    init: Callable[[Array], Params]  # key -> parameters
+    apply: Callable[..., Array]  # (parameters, x, Context) -> x
+
+
+@dataclass(frozen=True)
+class Stack:
+    """`num_layers` equal layers, run one after the other; parameters are stacked along a first dimension `layers`."""
+
+    name: str
+    layer: Piece
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """embed: tokens_BT -> x_BTE; each stack's layer: x_BTE -> x_BTE; head: x_BTE -> logits_BTV."""
+
+    embed: Piece
+    stacks: tuple[Stack, ...]
+    head: Piece
+
+    def abstract(self) -> Params:
+        """Parameters as `jax.ShapeDtypeStruct`: nothing is allocated."""
+        stacked = {
+            stack.name: jax.tree.map(
+                lambda x, n=stack.num_layers: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), stack.layer.abstract
+            )
+            for stack in self.stacks
+        }
+        return {"embed": self.embed.abstract, **stacked, "head": self.head.abstract}
+
+    def logical_axes(self) -> Params:
+        """The logical axis of every dimension of every parameter, as a tree of tuples like `abstract()`."""
+        stacked = {
+            stack.name: jax.tree.map(lambda axes: ("layers", *axes), stack.layer.logical_axes, is_leaf=is_logical_axes)
+            for stack in self.stacks
+        }
+        return {"embed": self.embed.logical_axes, **stacked, "head": self.head.logical_axes}
+
+    def init(self, key: Array) -> Params:
+        """Fresh parameters. Pure, so it can be compiled with output shardings: every device makes its own shard."""
+        embed_key, head_key, *stack_keys = jax.random.split(key, 2 + len(self.stacks))
+        stacked = {
+            stack.name: jax.vmap(stack.layer.init)(jax.random.split(stack_key, stack.num_layers))
+            for stack, stack_key in zip(self.stacks, stack_keys, strict=True)
+        }
+        return {"embed": self.embed.init(embed_key), **stacked, "head": self.head.init(head_key)}
+
+
+def is_logical_axes(node: Any) -> bool:
+    """True for a leaf of a tree of logical axes (a tuple is a tree to JAX)."""
+    return isinstance(node, tuple)
+
+
+def build_piece(make: Callable[[nnx.Rngs], nnx.Module]) -> Piece:
+    """Turn an NNX module into a `Piece`.
+
+    `make(rngs)` builds the module; every `nnx.Param` in it carries `out_sharding=(logical axis, ...)`, one name (or
+    None) per dimension. Raises TypeError where a Param does not, or where the module holds state that is no Param.
+    """
+    module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
+    graphdef, params, other = nnx.split(module, nnx.Param, ...)
+    if jax.tree.leaves(other):
+        raise TypeError(f"{type(module).__name__} holds variables that are no nnx.Param: {other}")
+    names = [(path, _axes_of(path, variable)) for path, variable in nnx.to_flat_state(params)]
+    return Piece(
+        abstract=nnx.to_pure_dict(params),
+        logical_axes=_nested(names),
+        init=lambda key: nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), nnx.Param)),
+        apply=lambda params, *args: nnx.merge(graphdef, params)(*args),
+    )
+
+
+def _axes_of(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> LogicalAxes:
+    axes = variable.get_metadata("out_sharding", None)
+    shape = variable.get_value().shape
+    if axes is None or len(axes) != len(shape):
+        name = "/".join(map(str, path))
+        raise TypeError(f"parameter {name} of shape {shape} needs out_sharding with {len(shape)} names, has {axes}")
+    return tuple(axes)
+
+
+def _nested(items: list[tuple[tuple[Any, ...], LogicalAxes]]) -> Params:
+    tree: Params = {}
+    for path, value in items:
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree
