@@ -19,20 +19,18 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """How one parameter is stored, seen from inside a layer (without the dimension `layers`).
+    """How one parameter is stored.
 
-    gathered: (dimension, mesh axes) of each dimension whose shards are gathered for use. reduced: the batch axes over
-    which every device holds the same shard: its gradient is summed over them once per step. automatic: the part of its
-    layout that XLA keeps, over axes that do not split the batch.
+    gathered: (dimension as a layer sees it, mesh axes) of each dimension whose shards are gathered for use. reduced:
+    the batch axes over which every device holds the same shard: its gradient is summed over them once per step.
+    automatic, automatic_stored: the part of its layout that is over axes that do not split the batch, and is XLA's to
+    keep: as a layer sees it, and with the dimension `layers`. None where the mesh has no such axes.
     """
 
     gathered: tuple[tuple[int, Axes], ...]
     reduced: Axes
-    automatic: PartitionSpec
-
-    @property
-    def automatic_axes(self) -> set[str]:
-        return {axis for entry in self.automatic for axis in axes_of(entry)}
+    automatic: PartitionSpec | None
+    automatic_stored: PartitionSpec | None
 
 
 def axes_of(entry: Any) -> Axes:
@@ -42,17 +40,19 @@ def axes_of(entry: Any) -> Axes:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def plan_weight(spec: PartitionSpec, batch_axes: Axes, *, is_stacked: bool) -> WeightLayout:
-    """P(None, ('fsdp',), 'tensor') with batch over (data, fsdp), stacked -> gather dimension 0 over fsdp, reduce over
-    data, leave dimension 1 to tensor."""
-    entries = [axes_of(entry) for entry in spec][1 if is_stacked else 0 :]
-    manual = [tuple(axis for axis in axes if axis in batch_axes) for axes in entries]
-    gathered = tuple((dimension, axes) for dimension, axes in enumerate(manual) if axes)
+def plan_weight(spec: PartitionSpec, batch_axes: Axes, *, is_stacked: bool, has_automatic_axes: bool) -> WeightLayout:
+    """P(None, 'fsdp', 'tensor') with the batch over (data, fsdp), stacked -> gather dimension 0 over fsdp, reduce over
+    data, leave dimension 1 to XLA over tensor."""
+    manual = [tuple(axis for axis in axes_of(entry) if axis in batch_axes) for entry in spec]
+    # A dimension over both kinds of axes is left to XLA whole: its chunks interleave.
+    automatic = [entry if not axes else None for entry, axes in zip(spec, manual, strict=True)]
+    first = 1 if is_stacked else 0
+    gathered = tuple((dimension, axes) for dimension, axes in enumerate(manual[first:]) if axes)
     return WeightLayout(
         gathered=gathered,
         reduced=tuple(axis for axis in batch_axes if not any(axis in axes for _, axes in gathered)),
-        # A dimension over both kinds of axes is left to XLA whole: its chunks interleave.
-        automatic=PartitionSpec(*(axes if axes and not m else None for axes, m in zip(entries, manual, strict=True))),
+        automatic=PartitionSpec(*automatic[first:]) if has_automatic_axes else None,
+        automatic_stored=PartitionSpec(*automatic) if has_automatic_axes else None,
     )
 
 
@@ -81,14 +81,15 @@ def gather(master: Array, working: Array, layout: WeightLayout, reduction_dtype:
 
     @jax.custom_vjp
     def use(master: Array, working: Array) -> Array:
-        return _automatic_kept(whole, layout)(working)
+        return forward(master, working)[0]
 
     def forward(master: Array, working: Array) -> tuple[Array, None]:
-        return _automatic_kept(whole, layout)(working), None
+        return _pinned(_automatic_kept(whole, layout.automatic)(working), layout.automatic), None
 
     def backward(_: None, gradient: Array) -> tuple[Array, None]:
+        gradient = _pinned(gradient, layout.automatic)
         if layout.gathered:
-            gradient = _automatic_kept(scattered, layout)(gradient.astype(reduction_dtype))
+            gradient = _automatic_kept(scattered, layout.automatic)(gradient.astype(reduction_dtype))
         return gradient.astype(master.dtype), None
 
     use.defvjp(forward, backward)
@@ -96,21 +97,23 @@ def gather(master: Array, working: Array, layout: WeightLayout, reduction_dtype:
 
 
 def reduce_gradient(gradient: Array, layout: WeightLayout, reduction_dtype: Any) -> Array:
-    """Sum a parameter's gradient over the batch axes that its gather did not reduce: once per step."""
+    """Sum a stored parameter's gradient over the batch axes that its gather did not reduce: once per step."""
+    gradient = _pinned(gradient, layout.automatic_stored)
     if not layout.reduced:
         return gradient
-    total = _automatic_kept(lambda g: jax.lax.psum(g, layout.reduced), layout)(gradient.astype(reduction_dtype))
-    return total.astype(gradient.dtype)
+    add = _automatic_kept(lambda g: jax.lax.psum(g, layout.reduced), layout.automatic_stored)
+    return add(gradient.astype(reduction_dtype)).astype(gradient.dtype)
 
 
-def _automatic_kept(collective: Callable[[Array], Array], layout: WeightLayout) -> Callable[[Array], Array]:
+def _pinned(x: Array, automatic: PartitionSpec | None) -> Array:
+    """`x` laid out as planned over the automatic axes: XLA would choose another layout for a gradient that no one
+    constrains, and reshard it for the optimizer."""
+    return x if automatic is None else jax.lax.with_sharding_constraint(x, automatic)
+
+
+def _automatic_kept(collective: Callable[[Array], Array], automatic: PartitionSpec | None) -> Callable[[Array], Array]:
     """The collective on each shard of the automatic axes: without this XLA gathers those first."""
-    if not layout.automatic_axes:
+    axes = {axis for entry in automatic or () for axis in axes_of(entry)}
+    if not axes:
         return collective
-    return jax.shard_map(
-        collective,
-        in_specs=layout.automatic,
-        out_specs=layout.automatic,
-        axis_names=layout.automatic_axes,
-        check_vma=False,
-    )
+    return jax.shard_map(collective, in_specs=automatic, out_specs=automatic, axis_names=axes, check_vma=False)

@@ -131,20 +131,29 @@ def _forward(plan: Plan, layouts: Params, params: Params, working: Params, token
 
 def _activation_layout(plan: Plan) -> Callable[..., Array]:
     """Activation rules over the automatic mesh axes, as constraints; the batch axes are split already."""
-    automatic = tuple(axis for axis in plan.mesh.sizes if axis not in plan.sharding.batch_axes)
+    automatic = _automatic_axes(plan)
     specs = {planned.array.path: keep_axes(planned.spec, automatic) for planned in plan.sharding.activations}
-    is_needed = any(plan.mesh.sizes[axis] > 1 for axis in automatic)
 
     def activation(name: str, x: Array, *_: str | None) -> Array:
-        return jax.lax.with_sharding_constraint(x, specs[name]) if is_needed else x
+        return jax.lax.with_sharding_constraint(x, specs[name]) if automatic else x
 
     return activation
 
 
+def _automatic_axes(plan: Plan) -> tuple[str, ...]:
+    return tuple(axis for axis, size in plan.mesh.sizes.items() if size > 1 and axis not in plan.sharding.batch_axes)
+
+
 def _weight_layouts(plan: Plan) -> Params:
     stacked = {stack.name for stack in plan.model.stacks}
+    automatic = bool(_automatic_axes(plan))
     layouts: dict[str, WeightLayout] = {
-        path: plan_weight(spec, plan.sharding.batch_axes, is_stacked=path.split("/")[0] in stacked)
+        path: plan_weight(
+            spec,
+            plan.sharding.batch_axes,
+            is_stacked=path.split("/")[0] in stacked,
+            has_automatic_axes=automatic,
+        )
         for path, spec in leaves_by_path(plan.specs["params"], is_leaf=_is_spec).items()
     }
     return like(plan.abstract["params"], layouts)

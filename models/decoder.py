@@ -74,6 +74,7 @@ class Layer(nnx.Module):
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
         x_BTE = x_BTE + self.attention(self.attention_norm(x_BTE), context)
+        x_BTE = context.activation("attention_residual", x_BTE, "batch", "length", "embed")
         x_BTE = x_BTE + self.mlp(self.mlp_norm(x_BTE), context)
         return context.activation("residual", x_BTE, "batch", "length", "embed")
 
