@@ -44,10 +44,6 @@ class Request:
     config_name: str = "config"
     config_path: str | None = None  # a directory that takes the place of our own `conf/`
 
-    def hydra_overrides(self) -> list[str]:
-        """The overrides in the form in which Hydra never refuses a key: the spec judges it, with all the others."""
-        return [_forced(parsed, text) for text in self.overrides if (parsed := _parse(text))]
-
 
 @contextmanager
 def hydra_session(request: Request) -> Iterator[None]:
@@ -110,6 +106,26 @@ def check_sweep(request: Request) -> None:
     raise_if_any(problems)
 
 
+def hydra_arguments(request: Request) -> list[str]:
+    """The overrides in the form in which Hydra never refuses a key: the spec judges it, with all the others."""
+    with hydra_session(request):
+        return [_forced(_parse(text), text) for text in request.overrides]
+
+
+def search_path_override(overrides: Sequence[str], config_dir: str | None) -> list[str]:
+    """The overrides with one `hydra.searchpath` that holds the user's places, `config_dir` and our own."""
+    kept, places = [], [target_names.SEARCH_PATH]
+    for text in overrides:
+        parsed = _parse(text)
+        if parsed and parsed.key_or_group == "hydra.searchpath":
+            places += [str(place) for place in parsed.value()]  # type: ignore[union-attr]
+        else:
+            kept.append(text)
+    places += [f"file://{Path(config_dir).resolve()}"] if config_dir else []
+    quoted = ",".join("'" + place.replace("'", "\\'") + "'" for place in dict.fromkeys(places))
+    return [*kept, f"hydra.searchpath=[{quoted}]"]
+
+
 def config_groups() -> dict[str, list[str]]:
     """Every group and its options, as Hydra sees them in the session at hand."""
     loader = GlobalHydra.instance().config_loader()
@@ -123,7 +139,7 @@ def _validate(overrides: Sequence[str], request: Request) -> tuple[RunSpec | Non
         composed = compose(request.config_name, overrides=[_forced(_parse(text), text) for text in overrides])
         values = _without_missing(composed)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        return None, [_composition_problem(error)]
+        return None, [composition_problem(error)]
     try:
         return RunSpec.model_validate_json(json.dumps(values)), []
     except ValidationError as error:
@@ -191,7 +207,7 @@ def _problems_of_target(name: str, options: list[str]) -> list[Problem]:
     return [Problem("target", f"there is no target '{name}'", fix)]
 
 
-def _composition_problem(error: Exception) -> Problem:
+def composition_problem(error: Exception) -> Problem:
     """One of Hydra's, OmegaConf's or YAML's errors in our words."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark

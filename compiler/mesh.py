@@ -1,7 +1,7 @@
 """The mesh: how many devices along each axis."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -32,10 +32,11 @@ class MeshPlan:
         names = tuple(self.sizes)
         return AbstractMesh(tuple(self.sizes.values()), names, axis_types=(axis_type,) * len(names))
 
-    def of_devices(self) -> Mesh:
-        """The mesh over the devices at hand."""
+    def of_devices(self, devices: Sequence[jax.Device]) -> Mesh:
+        """The mesh over these devices."""
         names = tuple(self.sizes)
-        return jax.make_mesh(tuple(self.sizes.values()), names, axis_types=(AxisType.Auto,) * len(names))
+        auto = (AxisType.Auto,) * len(names)
+        return jax.make_mesh(tuple(self.sizes.values()), names, axis_types=auto, devices=devices)
 
     def __str__(self) -> str:
         used = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]

@@ -91,7 +91,7 @@ def plan_state_arrays(abstract: Any, specs: Any, parameters: tuple[ArrayPlan, ..
         owner = next((plan for plan in parameters if path.endswith(f"/{plan.array.path}")), None)
         same = owner is not None and owner.array.shape == x.shape
         axes = owner.array.logical_axes if owner and same else (None,) * len(x.shape)
-        reason = f"as {owner.array.path}: {owner.reason}" if owner else "by the optimizer's own computation"
+        reason = owner.reason if owner and same else "by the optimizer's own computation"
         array = Array(path, x.shape, str(x.dtype), axes)
         rows.append(ArrayPlan(array, layouts[path], reason, shard_bytes(x, layouts[path], mesh)))
     return tuple(rows)

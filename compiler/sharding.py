@@ -4,7 +4,7 @@
     rules  [0] embed -> fsdp   [1] heads -> tensor   [2] layers, head_dim -> replicated
     mesh   fsdp=4 tensor=2
     ->     P(None, 'fsdp', 'tensor', None)
-           embed over fsdp by parameters[0]; heads over tensor by parameters[1]; layers, head_dim whole by [2]
+           layers, head_dim whole by parameters[2]; embed over fsdp by parameters[0]; heads over tensor by parameters[1]
 
 Rules are tried in order; each takes the dimensions that it names and that no earlier rule took. A rule whose mesh axes
 are taken in this array, or do not divide the dimension, passes it on to the next rule for that logical axis; where
@@ -165,7 +165,7 @@ def resolve(array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan) -
             elif array.shape[dimension] % mesh.num_shards(wanted):
                 refusals[dimension] = Refusal(array, table, index, dimension, wanted)
             else:
-                axes[dimension], reasons[dimension] = wanted, _reason(name, rule, wanted, rule_name)
+                axes[dimension], reasons[dimension] = wanted, _reason(rule, wanted, rule_name)
                 if dimension in refusals:
                     reasons[dimension] += f" ({refusals.pop(dimension).why(mesh)})"
                 taken.update(dict.fromkeys(wanted, dimension))
@@ -177,7 +177,7 @@ def resolve(array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan) -
     layout = [a if a else None for a in axes]
     used = tuple(axis for dimension in axes if dimension for axis in dimension)
     spec = PartitionSpec(*(a[0] if a and len(a) == 1 else a for a in layout))
-    return ArrayPlan(array, spec, "; ".join(reasons), array.num_bytes // mesh.num_shards(used))
+    return ArrayPlan(array, spec, _joined(array.logical_axes, reasons), array.num_bytes // mesh.num_shards(used))
 
 
 @dataclass(frozen=True)
@@ -252,12 +252,18 @@ def _resolve_all(
     return tuple(plans)  # a batch that does not divide is told once, in its own words: compiler/batch.py
 
 
-def _reason(name: str, rule: Rule, wanted: tuple[str, ...], rule_name: str) -> str:
+def _reason(rule: Rule, wanted: tuple[str, ...], rule_name: str) -> str:
     if wanted:
-        return f"{name} over {', '.join(wanted)} by {rule_name}"
-    if rule.mesh:
-        return f"{name} whole: {', '.join(rule.mesh)} of size 1 in {rule_name}"
-    return f"{name} whole by {rule_name}"
+        return f"over {', '.join(wanted)} by {rule_name}"
+    return f"whole by {rule_name}" + (f", {', '.join(rule.mesh)} being of size 1" if rule.mesh else "")
+
+
+def _joined(names: LogicalAxes, reasons: Sequence[str]) -> str:
+    """(layers, embed, mlp), (whole by r[1], over fsdp by r[0], whole by r[1]) -> layers, mlp whole by r[1]; embed ..."""
+    dimensions: dict[str, list[str]] = {}
+    for name, reason in zip(names, reasons, strict=True):
+        dimensions.setdefault(reason, []).append(name or "a dimension")
+    return "; ".join(f"{', '.join(dict.fromkeys(of))} {reason}" for reason, of in dimensions.items())
 
 
 def batch_axes(rules: ShardingSpec, mesh: MeshPlan) -> tuple[str, ...]:

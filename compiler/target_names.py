@@ -11,6 +11,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
+SEARCH_PATH = "meshloom://targets"
 SIZED_KINDS = ("cpu",)
 TARGET_PATTERNS = (*(f"{kind}-N" for kind in SIZED_KINDS), "local")  # what `target=` takes, for messages
 

@@ -1,0 +1,74 @@
+"""The `meshloom` command. Nothing heavy is imported before it is known what is asked for."""
+
+import os
+import sys
+from difflib import get_close_matches
+from typing import NoReturn
+
+COMMANDS = {
+    "train": "compile for the devices at hand and run",
+    "explain": "the plan, in seconds, without compiling: shardings with reasons, memory, arithmetic",
+}
+
+USAGE = """\
+meshloom: a training run is declared, compiled ahead of time, and run.
+
+usage: meshloom COMMAND [group=option ...] [group.key=value ...]
+
+commands:
+{commands}
+
+examples:
+  meshloom train                                  a small model on eight simulated devices
+  meshloom train model=tiny sharding=fsdp_tensor  choose from a config group
+  meshloom train num_steps=50 optimizer.learning_rate=1e-3
+  meshloom train -m sharding=ddp,fsdp             once per value
+  meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096
+
+`meshloom COMMAND --help` lists the config groups, `--cfg job` prints the whole config, and the flags of Hydra work:
+-m, --config-dir, --info, hydra.run.dir=... For completion in bash: eval "$(meshloom train -sc install=bash)"
+"""
+
+
+def main() -> NoReturn:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(args: list[str]) -> int:
+    """Run one command line; returns the exit code: 0 done, 2 a mistake in what was asked, 128 + signal stopped."""
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(USAGE.format(commands="\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())), end="")
+        return 0
+    if args[0] == "--version":
+        from meshloom import __version__
+
+        print(f"meshloom {__version__}")
+        return 0
+    if args[0] in ("-sc", "--shell-completion"):
+        return _complete(args)
+    command, *rest = args
+    if command not in COMMANDS:
+        near = get_close_matches(command, COMMANDS, n=1)
+        print(f"error: there is no command '{command}'", file=sys.stderr)
+        print(f"  fix: use one of {', '.join(COMMANDS)}" + (f" (did you mean '{near[0]}'?)" if near else ""), file=sys.stderr)
+        return 2
+    from .app import run_command
+
+    return run_command(command, rest)
+
+
+def _complete(args: list[str]) -> int:
+    """Answer the shell, which knows of no commands: complete the command, then leave its overrides to Hydra."""
+    line = os.environ.get("COMP_LINE", "")
+    words = line.split()
+    if len(words) < 2 or (len(words) == 2 and not line.endswith(" ")):
+        print(" ".join(COMMANDS))
+        return 0
+    program, command = words[:2]
+    if command not in COMMANDS:
+        return 0
+    os.environ["COMP_LINE"] = program + line[line.index(command, len(program)) + len(command) :]
+    from .app import run_command
+
+    return run_command(command, args)

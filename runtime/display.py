@@ -1,0 +1,77 @@
+"""What a run says: a progress bar and a summary on a terminal, plain lines elsewhere."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from meshloom.compiler.plan import Plan
+
+from .metrics import Metrics
+
+
+class Display:
+    """Within the `with`, shows each step's metrics as they come."""
+
+    def __init__(self, console: Console, plan: Plan, *, first_step: int):
+        self.console, self.plan = console, plan
+        self.latest_eval_loss: float | None = None
+        self._bar = Progress(
+            TextColumn("[bold]step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=plan.spec.num_steps, completed=first_step, numbers="")
+
+    def __enter__(self) -> Self:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.__exit__(kind, error, trace)
+
+    def show(self, metrics: Metrics) -> None:
+        """One step: the bar moves; off a terminal, a line every `logging.every_num_steps`, and for an evaluation."""
+        numbers = f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s"
+        if metrics.mfu is not None:
+            numbers += f"  MFU {metrics.mfu:.1%}"
+        self._bar.update(self._task, completed=metrics.step, numbers=numbers)
+        spec = self.plan.spec
+        is_due = metrics.step % spec.logging.every_num_steps == 0 or metrics.step == spec.num_steps
+        if is_due and not self.console.is_terminal:
+            say(self.console, f"step {metrics.step}/{spec.num_steps}  {numbers}  grad_norm {metrics.grad_norm:.2f}  "
+                f"learning_rate {metrics.learning_rate:.1e}  {metrics.step_seconds * 1e3:.0f} ms")  # fmt: skip
+        if metrics.eval_loss is not None:
+            self.latest_eval_loss = metrics.eval_loss
+            say(self.console, f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f} nats per token")
+
+
+def say(console: Console, line: str) -> None:
+    """A line as it is: no wrapping, no markup, so that it can be searched and copied."""
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def show_header(console: Console, plan: Plan) -> None:
+    """What is about to run, in one line."""
+    say(console, f"meshloom train: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {plan.target.name}, "
+        f"{plan.spec.num_steps:,} steps of {plan.spec.tokens_per_step:,} tokens")  # fmt: skip
+
+
+def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
+    """Names and values, one a line."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        if console.is_terminal:
+            table.add_row(f"[bold]{name}", value)
+        else:
+            say(console, f"{name}: {value}")
+    if console.is_terminal:
+        console.print(table)

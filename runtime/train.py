@@ -1,0 +1,127 @@
+"""`meshloom train`: a plan and a run directory in; a trained, saved model and its metrics out."""
+
+import json
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+from rich.console import Console
+
+from meshloom.compiler.driver import Programs, build, lower, plan_run
+from meshloom.compiler.explain import plan_as_json
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.problems import all_of
+from meshloom.compiler.spec import RunSpec
+
+from . import checkpoint
+from .checkpoint import Checkpoints, check_restore
+from .data import Data, open_data
+from .devices import start_devices
+from .display import Display, say, show_header, show_summary
+from .loop import Loop
+from .metrics import Metrics, MetricsLog
+from .stop import StopRequest
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that was found to be right: its plan and its data."""
+
+    plan: Plan
+    data: Data
+
+
+def prepare(spec: RunSpec) -> Job:
+    """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError."""
+    start_devices(spec.target)
+    return Job(*all_of(lambda: plan_run(spec), lambda: open_data(spec), lambda: check_restore(spec))[:2])
+
+
+def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console) -> int:
+    """Run the job; continue where a run in the same directory stopped. Returns the exit code."""
+    plan, data, spec, started = job.plan, job.data, job.plan.spec, time.perf_counter()
+    show_header(console, plan)
+    with StopRequest() as stop, Checkpoints(run_dir, spec) as checkpoints:
+        programs = _compile(plan, console)
+        write_declaration(plan, run_dir)
+        batches = iter(data["train"])
+        state, first_step = _initial_state(plan, programs, batches, checkpoints, console)
+        display = Display(console, plan, first_step=first_step)
+        with MetricsLog(run_dir, first_step=first_step, tensorboard=spec.logging.tensorboard) as log, display:
+
+            def report(metrics: Metrics) -> None:
+                log.write(metrics)
+                display.show(metrics)
+
+            loop = Loop(
+                plan, programs, batches=batches, held_out=data["held_out"], checkpoints=checkpoints, report=report, stop=stop
+            )
+            done = loop.run(state, first_step)
+        checkpoints.wait()
+        saved = checkpoints.latest_step
+    again = shlex.join(["meshloom", "train", *_without_run_dir(overrides), f"hydra.run.dir={run_dir}"])
+    rows = [("run directory", f"{run_dir}"), ("metrics", f"{run_dir}/metrics.jsonl"), *_where(plan, run_dir, saved)]
+    if stop.signal:
+        at = f"stopped by {stop.signal.name} after step {done} of {spec.num_steps}"
+        resume = ("continue it", again) if saved else ("saved", "nothing: no step was done, or checkpoints are disabled")
+        show_summary(console, [("", at), *rows, resume])
+        return stop.exit_code
+    loss = f"{display.latest_eval_loss:.3f} nats per token" if display.latest_eval_loss is not None else "not evaluated"
+    show_summary(
+        console,
+        [
+            ("held-out loss", loss),
+            ("time", f"{time.perf_counter() - started:.0f} s, compile included"),
+            *rows,
+            ("try next", "meshloom explain model=llama3_8b target=cpu-64 global_batch_size=64"),
+            ("", "meshloom train sharding=fsdp_tensor mesh.tensor=4 num_microbatches=2 remat=full"),
+            ("", "meshloom train --help"),
+        ],
+    )
+    return 0
+
+
+def write_declaration(plan: Plan, run_dir: Path) -> None:
+    """spec.yaml, the resolved declaration; plan.json, what was decided from it."""
+    (run_dir / "spec.yaml").write_text(yaml.safe_dump(plan.spec.model_dump(mode="json"), sort_keys=False))
+    (run_dir / "plan.json").write_text(json.dumps(plan_as_json(plan), indent=1) + "\n")
+
+
+def _compile(plan: Plan, console: Console) -> Programs:
+    start = time.perf_counter()
+    with console.status("compiling the train step"):
+        mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
+        programs = build(lower(plan, mesh))
+    say(console, f"compiled in {time.perf_counter() - start:.1f} s")
+    return programs
+
+
+def _initial_state(
+    plan: Plan, programs: Programs, batches: Any, checkpoints: Checkpoints, console: Console
+) -> tuple[Any, int]:
+    """The state to start from and the steps it has behind it: this run's, another's, or a fresh one."""
+    restore_from = plan.spec.checkpoint.restore_from
+    if checkpoints.latest_step is not None:
+        state, step = checkpoints.restore(programs.state, batches)
+        say(console, f"continuing after step {step}, from {checkpoints.directory}")
+    elif restore_from is not None:
+        state, step = checkpoint.restore_from(Path(restore_from), plan.spec, programs.state, batches)
+        say(console, f"continuing after step {step}, from {restore_from}")
+    else:
+        state, step = programs.init(), 0
+    return state, step
+
+
+def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]]:
+    rows = [("checkpoint", f"{run_dir}/{checkpoint.FOLDER}/{saved}")] if saved is not None else []
+    if plan.spec.logging.tensorboard:
+        rows.append(("curves", f"tensorboard --logdir {run_dir}/tensorboard"))
+    return rows
+
+
+def _without_run_dir(overrides: tuple[str, ...]) -> list[str]:
+    return [text for text in overrides if not text.startswith("hydra.run.dir=")]
