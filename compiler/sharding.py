@@ -76,8 +76,7 @@ def plan_sharding(spec: RunSpec, model: Model, mesh: MeshPlan) -> ShardingPlan:
         "optimizer": _resolve_all(parameters, "optimizer", rules.optimizer, mesh, problems),
         "activations": _resolve_all(activations, "activations", rules.activations, mesh, problems),
     }
-    for plan in planned["parameters"]:
-        problems += _check_layers_dimension(plan)
+    problems += _check_layers_dimension(planned["parameters"])
     raise_if_any(_without_echoes(problems, rules))
     return ShardingPlan(**planned, batch_axes=batch_axes(rules, mesh))
 
@@ -228,8 +227,8 @@ class Refusal:
         sizes = f"{above}" if below == 0 else f"{below} or {above}"
         fix = f"make {self.logical} {sizes}"
         if len(self.axes) == 1:
-            divisors = [n for n in range(1, size + 1) if size % n == 0]
-            fix += f", or mesh.{self.axes[0]} {nearest(shards, divisors)}"
+            fitting = [n for n in range(1, mesh.num_devices + 1) if size % n == 0 and mesh.num_devices % n == 0]
+            fix += f", or mesh.{self.axes[0]} {nearest(shards, fitting)}"
         fix += f", or add {whole} behind it to keep it whole"
         return Problem(key, f"{what} has size {size}, not divisible by {_product(self.axes, mesh)}", fix)
 
@@ -272,17 +271,18 @@ def batch_axes(rules: ShardingSpec, mesh: MeshPlan) -> tuple[str, ...]:
     return tuple(axis for axis in rule.mesh if mesh.sizes[axis] > 1) if rule else ()
 
 
-def _check_layers_dimension(plan: ArrayPlan) -> list[Problem]:
-    axes = plan.array.logical_axes
-    if "layers" not in axes or plan.spec[axes.index("layers")] is None:
+def _check_layers_dimension(plans: Iterable[ArrayPlan]) -> list[Problem]:
+    sharded = [plan.array.path for plan in plans if _is_layers_dimension_sharded(plan)]
+    if not sharded:
         return []
-    return [
-        Problem(
-            "sharding.parameters",
-            f"'{plan.array.path}': the layers of a stack are run one after the other, and cannot be sharded",
-            "give 'layers' a rule with mesh: [], and shard another dimension",
-        )
-    ]
+    others = f" (and {len(sharded) - 1} more)" if len(sharded) > 1 else ""
+    what = f"'{sharded[0]}'{others}: the layers of a stack are run one after the other, and cannot be sharded"
+    return [Problem("sharding.parameters", what, "give 'layers' a rule with mesh: [], and shard another dimension")]
+
+
+def _is_layers_dimension_sharded(plan: ArrayPlan) -> bool:
+    axes = plan.array.logical_axes
+    return "layers" in axes and plan.spec[axes.index("layers")] is not None
 
 
 def _names(arrays: Iterable[Array]) -> set[str]:

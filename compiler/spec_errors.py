@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -23,7 +24,11 @@ _BOUNDS = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at
 
 def problems_of(error: ValidationError, groups: Sequence[str]) -> list[Problem]:
     """One Problem per finding. `groups`: names of config groups, for suggestions at the top level."""
-    return [_problem(detail, groups) for detail in error.errors(include_url=False)]
+    problems = [_problem(detail, groups) for detail in error.errors(include_url=False)]
+    # The optimizer's rules are those of the parameters unless they are set: what is wrong with both is told once.
+    originals = [p for p in problems if p.where.startswith("sharding.parameters")]
+    echoes = [replace(p, where=p.where.replace("parameters", "optimizer", 1)) for p in originals]
+    return [problem for problem in problems if problem not in echoes]
 
 
 def _problem(detail: ErrorDetails, groups: Sequence[str]) -> Problem:

@@ -35,7 +35,7 @@ def build_train_step(plan: Plan) -> TrainStep:
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         loss, grads = gradients(state["params"], batch)
         updates, optimizer_state = plan.optimizer.update(grads, state["optimizer"], state["params"])
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), "learning_rate": schedule(state["step"])}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": schedule(state["step"])}
         params = optax.apply_updates(state["params"], updates)
         return {"step": state["step"] + 1, "params": params, "optimizer": optimizer_state}, metrics
 

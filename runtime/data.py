@@ -9,6 +9,7 @@ import hashlib
 import random
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,12 +71,14 @@ def check_data(spec: RunSpec, num_sequences: dict[Split, int]) -> None:
     for split, count in num_sequences.items():
         if count < needed[split]:
             what = f"its {split} split has {count} sequences of {spec.sequence_length} tokens, {needed[split]} are needed"
-            fix = "lower sequence_length, global_batch_size or evaluation.num_batches, or raise data.held_out_fraction"
-            problems.append(Problem("data", what, fix))
+            fix = "lower sequence_length or global_batch_size"
+            more = ", evaluation.num_batches too, or raise data.held_out_fraction" if split == "held_out" else ""
+            problems.append(Problem("data", what, fix + more))
     if problems:
         raise ConfigError(problems)
 
 
+@cache
 def tokens_of_splits(spec: DataSpec) -> dict[Split, np.ndarray]:
     """uint16 tokens of each split. A document is held out by the hash of its name: the same ones on every machine."""
     splits: dict[Split, list[np.ndarray]] = {"train": [], "held_out": []}

@@ -38,7 +38,13 @@ class Job:
 def prepare(spec: RunSpec) -> Job:
     """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError."""
     start_devices(spec.target)
-    return Job(*all_of(lambda: plan_run(spec), lambda: open_data(spec), lambda: check_restore(spec))[:2])
+    return plan_and_check(spec)
+
+
+def plan_and_check(spec: RunSpec) -> Job:
+    """The plan and the data of a run, on whatever devices there are. Raises ConfigError with all that is wrong."""
+    plan, data, _ = all_of(lambda: plan_run(spec), lambda: open_data(spec), lambda: check_restore(spec))
+    return Job(plan, data)
 
 
 def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console) -> int:

@@ -1,0 +1,45 @@
+"""Eight simulated devices, and small declarations to test on."""
+
+import os
+from functools import cache
+
+# The suite compiles hundreds of programs and runs each for milliseconds: machine code need not be optimised. XLA's own
+# passes, which decide what crosses the network, are not touched by this.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+from meshloom.compiler.compose import Request, read_spec  # noqa: E402
+from meshloom.compiler.driver import plan_run  # noqa: E402
+from meshloom.compiler.plan import Plan  # noqa: E402
+from meshloom.compiler.spec import RunSpec  # noqa: E402
+
+# Wide enough for eight tensor shards, small enough to compile in a second or two.
+SMALL = (
+    "model.embed_dim=32", "model.num_layers=3", "model.num_heads=16", "model.num_kv_heads=8", "model.head_dim=4",
+    "model.mlp_dim=64", "model.initializer_stddev=0.2", "sequence_length=16", "global_batch_size=16", "num_steps=10",
+    "optimizer.num_warmup_steps=2", "data=synthetic",
+)  # fmt: skip
+
+
+@cache
+def spec_of(*overrides: str) -> RunSpec:
+    """The spec of a small run with these overrides."""
+    return read_spec(Request((*SMALL, *overrides)), then=lambda spec: spec)
+
+
+@cache
+def plan_of(*overrides: str) -> Plan:
+    """The plan of a small run with these overrides."""
+    return plan_run(spec_of(*overrides))
+
+
+@pytest.fixture(scope="session")
+def tokens() -> np.ndarray:
+    """Ten global batches of random tokens: (10, 16, 17)."""
+    return np.random.default_rng(0).integers(0, 257, (10, 16, 17), dtype=np.int32)

@@ -1,0 +1,108 @@
+"""What several tests share: a reference step on one device, and ways to run a plan."""
+
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshloom.compiler.driver import Programs, build, lower
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.spec import OptimizerSpec
+from meshloom.compiler.step import build_loss
+from meshloom.models import Context, Model
+
+
+def reference_loss(model: Model, params: Any, inputs: Array, targets: Array) -> Array:
+    """Mean cross-entropy on one device: layers unrolled, no scan, no remat, no sharding, by optax's own loss."""
+    context = Context(jnp.arange(inputs.shape[1]), lambda name, x, *axes: x)
+    x = model.embed.apply(params["embed"], inputs, context)
+    for stack in model.stacks:
+        for i in range(stack.num_layers):
+            x = stack.layer.apply(jax.tree.map(lambda w, i=i: w[i], params[stack.name]), x, context)
+    logits = model.head.apply(params["head"], x, context)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def reference_adamw(spec: OptimizerSpec, num_steps: int, params: Any, gradients: Any, moments: Any, step: int) -> Any:
+    """One step of clipped AdamW in NumPy, from the paper's formulas. `step` counts from 0. Updates in place."""
+    norm = math.sqrt(sum(float((np.asarray(g, np.float64) ** 2).sum()) for g in jax.tree.leaves(gradients)))
+    warmup = min(spec.num_warmup_steps, num_steps - 1)
+    if step < warmup:
+        rate = spec.learning_rate * step / warmup
+    else:
+        progress = (step - warmup) / (num_steps - warmup)
+        low = spec.learning_rate * spec.final_learning_rate_fraction
+        rate = low + (spec.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * progress))
+    flat, tree = jax.tree_util.tree_flatten_with_path(params)
+    updated = []
+    for (path, p), g, m, v in zip(flat, jax.tree.leaves(gradients), *map(jax.tree.leaves, moments), strict=True):
+        g = np.asarray(g, np.float64) * min(1.0, spec.max_grad_norm / norm)
+        m[...] = spec.b1 * m + (1 - spec.b1) * g
+        v[...] = spec.b2 * v + (1 - spec.b2) * g**2
+        direction = m / (1 - spec.b1 ** (step + 1)) / (np.sqrt(v / (1 - spec.b2 ** (step + 1))) + spec.epsilon)
+        decay = 0.0 if "scale_E" in str(path) else spec.weight_decay
+        updated.append(np.asarray(p, np.float64) - rate * (direction + decay * np.asarray(p, np.float64)))
+    return jax.tree.unflatten(tree, updated), norm, rate
+
+
+def programs_of(plan: Plan) -> Programs:
+    """The plan's compiled programs on the first devices."""
+    return build(lower(plan, plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])))
+
+
+def on_devices(programs: Programs, tokens: np.ndarray) -> dict[str, Array]:
+    """(batch, length + 1) tokens as a global batch."""
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    return {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
+
+
+def gradients_of(plan: Plan, params: Any, tokens: np.ndarray) -> tuple[float, Any]:
+    """Loss and gradients of the plan's sharded program."""
+    mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
+    specs = plan.specs["params"]
+    sharded = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
+    rows = NamedSharding(mesh, PartitionSpec(plan.sharding.batch_axes or None))
+    batch = {"inputs": jax.device_put(tokens[:, :-1], rows), "targets": jax.device_put(tokens[:, 1:], rows)}
+    with jax.set_mesh(mesh):
+        loss, grads = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch)
+    return float(loss), jax.tree.map(np.asarray, grads)
+
+
+_COLLECTIVE = re.compile(r" = (?P<type>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")  # fmt: skip  # noqa: E501
+_CALLED = re.compile(r"(?:body|condition|calls|to_apply|branch_computations)=\{?%?([\w.\-]+)")
+
+
+def collectives_per_step(hlo: str, *, at_least_elements: int = 2) -> Counter[str]:
+    """Collectives by kind that a compiled program runs, one for each array, loop bodies once per trip.
+
+    Scalars are left out: the loss and the squares of the gradient norm are summed whatever the layout.
+    """
+    computations = {m[1]: m[2] for m in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S)}
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.M)
+    assert entry
+    counts: Counter[str] = Counter()
+
+    def visit(name: str, trips: int) -> None:
+        for line in computations.get(name, "").splitlines():
+            if match := _COLLECTIVE.search(line):
+                shapes = re.findall(r"\w+\[([\d,]*)\]", match["type"])
+                sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
+                counts[match["kind"]] += trips * sum(size >= at_least_elements for size in sizes)
+                continue
+            inner = trips
+            if " while(" in line:
+                known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+                assert known, line
+                inner = trips * int(known[1])
+            for called in _CALLED.findall(line):
+                visit(called, inner)
+
+    visit(entry[1], 1)
+    return counts

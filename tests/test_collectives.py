@@ -1,0 +1,74 @@
+"""What crosses the network, counted in the compiled program with the trips of its loops."""
+
+import re
+
+import jax
+import pytest
+from conftest import plan_of
+from helpers import collectives_per_step
+
+from meshloom.compiler.driver import lower
+
+NUM_LAYERS, PER_LAYER, OUTSIDE = 3, 9, 3  # parameters of a small decoder: in a layer, in embed and head
+
+
+def _count(*overrides: str):
+    plan = plan_of(*overrides)
+    return +collectives_per_step(lower(plan, plan.mesh.of_devices(jax.devices())).train.compile().as_text())
+
+
+@pytest.fixture(scope="module")
+def fsdp():
+    return _count("sharding=fsdp")
+
+
+def test_ddp_is_one_all_reduce_per_parameter_and_nothing_else():
+    counts = _count("sharding=ddp")
+    assert counts == {"all-reduce": PER_LAYER + OUTSIDE}  # a stack's gradients are reduced as one array
+
+
+def test_ddp_reduces_once_per_step_whatever_the_microbatches():
+    batch = "global_batch_size=32"
+    assert _count("sharding=ddp", "num_microbatches=4", batch) == _count("sharding=ddp", batch)
+
+
+def test_fsdp_gathers_twice_and_reduce_scatters_once(fsdp):
+    # Forward and backward gather a layer; what embed and head gathered for the forward pass serves the backward too.
+    assert fsdp == {"all-gather": 2 * NUM_LAYERS * PER_LAYER + OUTSIDE, "reduce-scatter": NUM_LAYERS * PER_LAYER + OUTSIDE}
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+def test_fsdp_microbatches_add_nothing_but_their_own_gathers_and_scatters(fsdp, num_microbatches):
+    counts = _count("sharding=fsdp", f"num_microbatches={num_microbatches}", "global_batch_size=32")
+    assert set(counts) == set(fsdp)
+    assert counts["reduce-scatter"] == num_microbatches * fsdp["reduce-scatter"]
+    # XLA moves the gathers of embed and head out of the loop over microbatches: they are the same each time.
+    assert counts["all-gather"] in (num_microbatches * fsdp["all-gather"] - outside * OUTSIDE for outside in range(num_microbatches))
+
+
+def test_remat_full_gathers_no_more_than_remat_none(fsdp):
+    assert _count("sharding=fsdp", "remat=full") == fsdp
+
+
+def test_tensor_parallel_moves_activations_alone():
+    counts = _count("sharding=tensor", "mesh.data=1", "mesh.tensor=8")
+    # A layer: forward one all-reduce behind attention, one behind the MLP; backward one per matmul that reads the
+    # residual stream (3 + 2). Outside: embedding, the two halves of the softmax and the target's logit, head backward.
+    assert counts == {"all-reduce": NUM_LAYERS * (2 + 5) + 5}
+
+
+def test_fsdp_with_tensor_moves_weights_over_fsdp_and_activations_over_tensor(fsdp):
+    counts = _count("sharding=fsdp_tensor", "mesh.fsdp=4", "mesh.tensor=2")
+    assert counts["all-gather"] == fsdp["all-gather"]
+    assert counts["reduce-scatter"] == fsdp["reduce-scatter"]
+    assert counts["all-to-all"] == counts["collective-permute"] == 0
+
+
+def test_gathers_are_in_the_compute_type():
+    # Read from the program as lowered: the CPU compiler widens bfloat16 afterwards.
+    plan = plan_of("sharding=fsdp", "precision=bfloat16")
+    text = lower(plan, plan.mesh.of_devices(jax.devices())).train.as_text()
+    gathered = re.findall(r"all_gather.*?-> tensor<[\dx]*x(\w+)>", text)
+    scattered = re.findall(r"reduce_scatter.*?-> tensor<[\dx]*x(\w+)>", text, re.S)
+    assert set(gathered) == {"bf16"}
+    assert set(scattered) == {"f32"}

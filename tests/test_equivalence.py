@@ -1,0 +1,128 @@
+"""Every layout computes what one device computes in float32."""
+
+import jax
+import numpy as np
+import pytest
+from conftest import plan_of
+from helpers import gradients_of, on_devices, programs_of, reference_adamw, reference_loss
+
+from meshloom.compiler.driver import lower
+
+DDP, FSDP, TENSOR, BOTH = "sharding=ddp", "sharding=fsdp", "sharding=tensor", "sharding=fsdp_tensor"
+LAYOUTS = {
+    "ddp 8": (DDP,),
+    "ddp 4x2": (DDP, "mesh.replica=4", "mesh.data=2"),
+    "ddp 2x2x2 with a tensor axis": (TENSOR, "mesh.replica=2", "mesh.data=2", "mesh.tensor=2"),
+    "fsdp 8": (FSDP,),
+    "fsdp 4x2": (FSDP, "mesh.data=4", "mesh.fsdp=2"),
+    "fsdp 2x2x2": (FSDP, "mesh.replica=2", "mesh.data=2", "mesh.fsdp=2"),
+    "tensor 8": (TENSOR, "mesh.data=1", "mesh.tensor=8"),
+    "tensor 4x2": (TENSOR, "mesh.data=4", "mesh.tensor=2"),
+    "fsdp_tensor 8": (BOTH, "mesh.fsdp=8", "mesh.tensor=1"),
+    "fsdp_tensor 4x2": (BOTH, "mesh.fsdp=4", "mesh.tensor=2"),
+    "fsdp_tensor 2x2x2": (BOTH, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
+    "both axes on one dimension": (FSDP, "mesh.data=2", "mesh.fsdp=4", "sharding.parameters=[{logical:[embed],mesh:[data,fsdp]},{logical:[layers,vocab,mlp,heads,kv_heads,head_dim],mesh:[]}]"),  # noqa: E501
+    "a dimension over a batch axis and another": (BOTH, "mesh.fsdp=4", "mesh.tensor=2", "sharding.parameters=[{logical:[embed],mesh:[fsdp,tensor]},{logical:[layers,vocab,mlp,heads,kv_heads,head_dim],mesh:[]}]"),  # noqa: E501
+    "optimizer state sharded, parameters not": (DDP, "sharding.optimizer=[{logical:[embed],mesh:[data]},{logical:[layers,vocab,mlp,heads,kv_heads,head_dim],mesh:[]}]"),  # noqa: E501
+    "one device": ("target=cpu-1",),
+    "linear stack, fsdp 8": (FSDP, "model=linear_stack"),
+}
+PROGRAMS = {
+    "remat full": (FSDP, "remat=full"),
+    "remat save_dots": (FSDP, "remat=save_dots"),
+    "remat full, tensor": (BOTH, "remat=full"),
+    "2 microbatches": (FSDP, "num_microbatches=2"),
+    "2 microbatches, ddp": (DDP, "num_microbatches=2"),
+    "4 microbatches, fsdp_tensor, save_dots": (BOTH, "num_microbatches=4", "remat=save_dots"),
+}  # fmt: skip
+CASES = LAYOUTS | PROGRAMS
+LINEAR = ("model.num_heads", "model.num_kv_heads", "model.head_dim", "model.mlp_dim", "model.initializer_stddev")
+
+
+def _plan(case: tuple[str, ...]):
+    return plan_of(*case, *(f"~{key}" for key in LINEAR if "model=linear_stack" in case))
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """By model: parameters, and gradients of the first batch, on one device without any of our step."""
+    cache = {}
+
+    def get(plan, tokens):
+        key = plan.spec.model.family
+        if key not in cache:
+            params = jax.tree.map(np.asarray, plan.model.init(jax.random.key(plan.spec.seed)))
+            grad = jax.jit(jax.value_and_grad(lambda p, t: reference_loss(plan.model, p, t[:, :-1], t[:, 1:])))
+            moments = [jax.tree.map(lambda x: np.zeros(x.shape, np.float64), params) for _ in range(2)]
+            first, curve, now = None, [], params
+            for step, batch in enumerate(tokens):
+                loss, grads = grad(jax.tree.map(np.float32, now), batch)
+                first = first or (float(loss), jax.tree.map(np.asarray, grads))
+                now, norm, rate = reference_adamw(plan.spec.optimizer, plan.spec.num_steps, now, grads, moments, step)
+                curve.append((float(loss), norm, rate))
+            cache[key] = params, first, np.array(curve)
+        return cache[key]
+
+    return get
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_one_device(name, tokens, reference):
+    plan = _plan(CASES[name])
+    params, (loss, grads), _ = reference(plan, tokens)
+    our_loss, our_grads = gradients_of(plan, params, tokens[0])
+    assert our_loss == pytest.approx(loss, rel=1e-6)
+    for path, expected in jax.tree_util.tree_leaves_with_path(grads):
+        ours = our_grads
+        for key in path:
+            ours = ours[key.key]
+        np.testing.assert_allclose(ours, expected, atol=2e-6 * np.abs(expected).max() + 1e-9, rtol=2e-5, err_msg=str(path))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ten_steps_are_those_of_one_device(name, tokens, reference):
+    plan = _plan(CASES[name])
+    _, _, curve = reference(plan, tokens)
+    programs = lower(plan, plan.mesh.of_devices(jax.devices()[: plan.target.num_devices]))
+    train, state, ours = programs.train.compile(), programs.init.compile()(), []
+    for batch in tokens:
+        state, metrics = train(state, on_devices(programs, batch))
+        ours.append([float(metrics[key]) for key in ("loss", "grad_norm", "learning_rate")])
+    np.testing.assert_allclose(np.array(ours), curve, rtol=2e-4, atol=1e-7)
+    assert int(state["step"]) == len(tokens)
+    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, programs.state)
+
+
+def test_bfloat16_stays_near_float32(tokens, reference):
+    plan = plan_of("precision=bfloat16", BOTH)
+    params, (loss, grads), _ = reference(plan, tokens)
+    our_loss, our_grads = gradients_of(plan, params, tokens[0])
+    assert our_loss == pytest.approx(loss, rel=1e-2)
+    cosines = [
+        float((a * b).sum() / (np.linalg.norm(a) * np.linalg.norm(b)))
+        for a, b in zip(jax.tree.leaves(our_grads), jax.tree.leaves(grads), strict=True)
+    ]
+    assert min(cosines) > 0.99  # bfloat16 has 8 bits of precision
+    assert all(g.dtype == np.float32 for g in jax.tree.leaves(our_grads))
+
+
+def test_initial_values_are_the_same_on_every_mesh():
+    plans = [_plan(LAYOUTS[name]) for name in ("one device", "fsdp 8", "fsdp_tensor 2x2x2")]
+    states = [programs_of(plan).init() for plan in plans]
+    for path, expected in jax.tree_util.tree_leaves_with_path(jax.tree.map(np.asarray, states[0])):
+        for other in states[1:]:
+            ours = dict(jax.tree_util.tree_leaves_with_path(other))[path]
+            np.testing.assert_array_equal(np.asarray(ours), expected, err_msg=str(path))
+
+
+def test_the_seed_changes_the_values():
+    one, other = (programs_of(plan_of("target=cpu-1", f"seed={seed}")).init()["params"] for seed in (0, 1))
+    assert not np.array_equal(one["embed"]["table_VE"], other["embed"]["table_VE"])
+
+
+def test_evaluation_is_the_loss_before_a_step(tokens):
+    for case in ((FSDP,), (BOTH, "num_microbatches=2")):
+        programs = programs_of(plan_of(*case))
+        state, batch = programs.init(), on_devices(programs, tokens[0])
+        before = float(programs.evaluate(state["params"], batch))
+        assert before == pytest.approx(float(programs.train(state, batch)[1]["loss"]), rel=1e-6)
