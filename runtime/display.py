@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.spec import RunSpec
 
 from .metrics import Metrics
 
@@ -51,7 +52,12 @@ class Display:
                 f"learning_rate {metrics.learning_rate:.1e}  {metrics.step_seconds * 1e3:.0f} ms")  # fmt: skip
         if metrics.eval_loss is not None:
             self.latest_eval_loss = metrics.eval_loss
-            say(self.console, f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f} nats per token")
+            say(self.console, f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f} {loss_unit(spec)}")
+
+
+def loss_unit(spec: RunSpec) -> str:
+    """A token of the byte tokenizer is a byte."""
+    return "nats per byte" if spec.data.tokenizer == "bytes" else "nats per token"
 
 
 def say(console: Console, line: str) -> None:

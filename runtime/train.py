@@ -21,10 +21,17 @@ from . import checkpoint
 from .checkpoint import Checkpoints, check_restore
 from .data import Data, open_data
 from .devices import start_devices
-from .display import Display, say, show_header, show_summary
+from .display import Display, loss_unit, say, show_header, show_summary
 from .loop import Loop
 from .metrics import Metrics, MetricsLog
 from .stop import StopRequest
+
+
+TRY_NEXT = [
+    ("try: other layout", "meshloom train sharding=fsdp_tensor num_microbatches=2 remat=full"),
+    ("try: large model", "meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096"),
+    ("try: all options", "meshloom train --help"),
+]
 
 
 @dataclass(frozen=True)
@@ -69,25 +76,17 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
             done = loop.run(state, first_step)
         checkpoints.wait()
         saved = checkpoints.latest_step
-    again = shlex.join(["meshloom", "train", *_without_run_dir(overrides), f"hydra.run.dir={run_dir}"])
     rows = [("run directory", f"{run_dir}"), ("metrics", f"{run_dir}/metrics.jsonl"), *_where(plan, run_dir, saved)]
     if stop.signal:
-        at = f"stopped by {stop.signal.name} after step {done} of {spec.num_steps}"
-        resume = ("continue it", again) if saved else ("saved", "nothing: no step was done, or checkpoints are disabled")
-        show_summary(console, [("", at), *rows, resume])
+        stopped = ("stopped", f"by {stop.signal.name} after step {done} of {spec.num_steps}")
+        show_summary(console, [stopped, *rows, ("continue", _how_to_continue(overrides, run_dir, saved))])
         return stop.exit_code
-    loss = f"{display.latest_eval_loss:.3f} nats per token" if display.latest_eval_loss is not None else "not evaluated"
-    show_summary(
-        console,
-        [
-            ("held-out loss", loss),
-            ("time", f"{time.perf_counter() - started:.0f} s, compile included"),
-            *rows,
-            ("try next", "meshloom explain model=llama3_8b target=cpu-64 global_batch_size=64"),
-            ("", "meshloom train sharding=fsdp_tensor mesh.tensor=4 num_microbatches=2 remat=full"),
-            ("", "meshloom train --help"),
-        ],
-    )
+    if done == first_step:
+        rows.insert(0, ("nothing to do", f"{done} steps are done already, num_steps is {spec.num_steps}"))
+    else:
+        rows.insert(0, ("held-out loss", f"{display.latest_eval_loss:.3f} {loss_unit(spec)}"))
+        rows.insert(1, ("time", f"{time.perf_counter() - started:.0f} s, compile included"))
+    show_summary(console, rows + TRY_NEXT)
     return 0
 
 
@@ -129,5 +128,8 @@ def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]
     return rows
 
 
-def _without_run_dir(overrides: tuple[str, ...]) -> list[str]:
-    return [text for text in overrides if not text.startswith("hydra.run.dir=")]
+def _how_to_continue(overrides: tuple[str, ...], run_dir: Path, saved: int | None) -> str:
+    if saved is None:
+        return "not possible: nothing was saved (no step was done, or checkpoints are disabled)"
+    kept = [text for text in overrides if not text.startswith("hydra.run.dir=")]
+    return shlex.join(["meshloom", "train", *kept, f"hydra.run.dir={run_dir}"])
