@@ -45,9 +45,12 @@ class Request:
     config_path: str | None = None  # a directory that takes the place of our own `conf/`
 
 
+Groups = dict[str, list[str]]  # the options of each config group
+
+
 @contextmanager
-def hydra_session(request: Request) -> Iterator[None]:
-    """Hydra's global state, set up for composing and taken down again."""
+def hydra_session(request: Request) -> Iterator[Groups]:
+    """Hydra's global state, set up for composing and taken down again; gives the groups that the request can see."""
     target_names.register()
     GlobalHydra.instance().clear()
     if request.config_path is None:
@@ -55,7 +58,8 @@ def hydra_session(request: Request) -> Iterator[None]:
     else:
         session = initialize_config_dir(str(Path(request.config_path).resolve()), version_base="1.3")
     with session:
-        yield
+        yield {group: options for group in _options("", request, ObjectType.GROUP)
+               if group != "hydra" and (options := _options(group, request))}  # fmt: skip
 
 
 def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
@@ -63,15 +67,15 @@ def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
 
     What `then` finds wrong is in the same report as wrong keys and types, wherever it does not rest on them.
     """
-    with hydra_session(request):
-        usable = {text: _problems_of_override(text) for text in request.overrides}
+    with hydra_session(request) as groups:
+        usable = {text: _problems_of_override(text, request, groups) for text in request.overrides}
         problems = list(chain.from_iterable(usable.values()))
         kept = [text for text, found in usable.items() if not found]
-        spec, wrong = _validate(kept, request)
+        spec, wrong = _validate(kept, request, groups)
         problems += wrong
         if wrong:
             kept = [text for text in kept if not any(_concerns(text, problem) for problem in wrong)]
-            spec, _ = _validate(kept, request)
+            spec, _ = _validate(kept, request, groups)
     if not problems:
         assert spec is not None
         return then(spec)
@@ -108,8 +112,8 @@ def check_sweep(request: Request) -> None:
 
 def hydra_arguments(request: Request) -> list[str]:
     """The overrides in the form in which Hydra never refuses a key: the spec judges it, with all the others."""
-    with hydra_session(request):
-        return [_forced(_parse(text), text) for text in request.overrides]
+    with hydra_session(request) as groups:
+        return [_forced(text, groups) for text in request.overrides]
 
 
 def search_path_override(overrides: Sequence[str], config_dir: str | None) -> list[str]:
@@ -126,24 +130,26 @@ def search_path_override(overrides: Sequence[str], config_dir: str | None) -> li
     return [*kept, f"hydra.searchpath=[{quoted}]"]
 
 
-def config_groups() -> dict[str, list[str]]:
-    """Every group and its options, as Hydra sees them in the session at hand."""
+def _options(group: str, request: Request, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
+    """What a group offers, in all places that the request adds; names with a first `_` are parts of others."""
+    places = [text for text in request.overrides if text.startswith("hydra.searchpath=")]
     loader = GlobalHydra.instance().config_loader()
-    groups = loader.get_group_options("", ObjectType.GROUP)
-    options = {group: loader.get_group_options(group, ObjectType.CONFIG) for group in groups if group != "hydra"}
-    return {group: [name for name in names if not name.startswith("_")] for group, names in options.items()}
+    names = loader.get_group_options(group, kind, config_name=request.config_name, overrides=places)
+    return [name for name in names if not name.startswith("_")]
 
 
-def _validate(overrides: Sequence[str], request: Request) -> tuple[RunSpec | None, list[Problem]]:
+def _validate(
+    overrides: Sequence[str], request: Request, groups: Groups
+) -> tuple[RunSpec | None, list[Problem]]:
     try:
-        composed = compose(request.config_name, overrides=[_forced(_parse(text), text) for text in overrides])
+        composed = compose(request.config_name, overrides=[_forced(text, groups) for text in overrides])
         values = _without_missing(composed)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        return None, [composition_problem(error)]
+        return None, [composition_problem(error, groups)]
     try:
         return RunSpec.model_validate_json(json.dumps(values)), []
     except ValidationError as error:
-        return None, problems_of(error, list(config_groups()))
+        return None, problems_of(error, list(groups))
 
 
 def _without_missing(composed: DictConfig) -> dict[str, Any]:
@@ -164,59 +170,54 @@ def _parse(text: str) -> Override | None:
         return None
 
 
-def _forced(parsed: Override | None, text: str) -> str:
-    if parsed is None or parsed.is_delete() or parsed.is_hydra_override() or _is_choice(parsed):
+def _forced(text: str, groups: Groups) -> str:
+    """`key=value` as `++key=value`; a choice of a group, a deletion and Hydra's own settings as they are."""
+    parsed = _parse(text)
+    if parsed is None or parsed.is_delete() or parsed.is_hydra_override() or _is_choice(parsed, groups):
         return text
     return "++" + text.lstrip("+")
 
 
-def _is_choice(parsed: Override) -> bool:
+def _is_choice(parsed: Override, groups: Groups) -> bool:
     """`group=option`, as against `key=value`."""
-    group = parsed.key_or_group
-    return parsed.package is not None or "/" in group or group in config_groups()
+    return parsed.package is not None or "/" in parsed.key_or_group or parsed.key_or_group in groups
 
 
-def _problems_of_override(text: str) -> list[Problem]:
+def _problems_of_override(text: str, request: Request, groups: Groups) -> list[Problem]:
     """What can be said of one override before composing: its grammar, a sweep outside of one, its group's options."""
     try:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
-        reason = str(error).split("\n")[0]
-        return [Problem(COMMAND_LINE, f"'{text}' is no override: {reason}", "write key=value; quote values with spaces: 'key=\"a b\"'")]  # fmt: skip  # noqa: E501
+        what = f"'{text}' is no override: {str(error).splitlines()[0]}"
+        return [Problem(COMMAND_LINE, what, "write key=value; quote values with spaces: 'key=\"a b\"'")]
+    group = parsed.key_or_group
     if parsed.is_sweep_override():
-        fix = f"add -m to run once per value, or quote it to pass a list or text: '{parsed.key_or_group}=[...]'"
-        return [Problem(parsed.key_or_group, f"'{text}' names several values", fix)]
-    if not _is_choice(parsed) or parsed.is_delete() or (parsed.value() is None and parsed.key_or_group in OPTIONAL):
+        fix = f"add -m to run once per value, or quote it to pass a list or text: '{group}=[...]'"
+        return [Problem(group, f"'{text}' names several values", fix)]
+    if not _is_choice(parsed, groups) or parsed.is_delete() or (parsed.value() is None and group in OPTIONAL):
         return []
-    options = GlobalHydra.instance().config_loader().get_group_options(parsed.key_or_group, ObjectType.CONFIG)
-    if parsed.key_or_group == "target":
-        return _problems_of_target(str(parsed.value()), options)
-    visible = [option for option in options if not option.startswith("_")]
-    if parsed.value() in visible:
+    name = "null" if parsed.value() is None else str(parsed.value())
+    options = groups.get(group) or _options(group, request)
+    if name in options or (group == "target" and target_names.is_sized(name)):
         return []
-    if not visible:
-        return [Problem(parsed.key_or_group, "there is no such group", use_one_of(parsed.key_or_group, config_groups()))]
-    what = f"there is no '{parsed.value()}' in this group"
-    return [Problem(parsed.key_or_group, what, use_one_of(parsed.value(), visible))]
+    if not options:
+        return [Problem(group, "there is no such group", use_one_of(group, groups))]
+    fix = use_one_of(name, options)
+    if group == "target":
+        own = [option for option in options if not target_names.is_sized(option) and option != "local"]
+        fix = f"use one of {', '.join([*own, *target_names.TARGET_PATTERNS])}; N is a number of devices, as in cpu-8"
+    return [Problem(group, f"there is no '{name}' in this group", fix)]
 
 
-def _problems_of_target(name: str, options: list[str]) -> list[Problem]:
-    if target_names.is_sized(name) or (name in options and not name.startswith("_")):
-        return []
-    fix = f"use {' or '.join(target_names.TARGET_PATTERNS)}, with the number of devices for N, such as cpu-8"
-    return [Problem("target", f"there is no target '{name}'", fix)]
-
-
-def composition_problem(error: Exception) -> Problem:
+def composition_problem(error: Exception, groups: Groups) -> Problem:
     """One of Hydra's, OmegaConf's or YAML's errors in our words."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return Problem(f"{mark.name}:{mark.line + 1}", f"not YAML: {error.problem}", "mend the file")
     text = str(error)
     if match := re.search(r"Could not find '(?P<group>[^/']+)/(?P<option>[^']+)'", text):
-        group, option = match["group"], match["option"]
-        options = config_groups().get(group, [])
-        return Problem(group, f"there is no '{option}' in this group", f"choose {group}=...: {use_one_of(option, options)}")  # fmt: skip  # noqa: E501
+        fix = f"choose {match['group']}=...: {use_one_of(match['option'], groups.get(match['group'], []))}"
+        return Problem(match["group"], f"there is no '{match['option']}' in this group", fix)
     key = re.search(r"full_key: (\S+)", text)
     return Problem(key[1] if key else COMMAND_LINE, text.split("\n")[0], "see `meshloom train --help` and `--cfg job`")
 

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+from meshloom.compiler import target_names
 from meshloom.compiler.compose import (
     Request,
     check_sweep,
@@ -57,7 +58,7 @@ def run_command(command: str, args: list[str]) -> int:
     except ConfigError as error:
         return _show(error)
     except (HydraException, OmegaConfBaseException) as error:
-        return _show(ConfigError([composition_problem(error)]))
+        return _show(ConfigError([composition_problem(error, groups={})]))
     except OSError as error:
         where = str(error.filename or "disk")
         return _show(ConfigError([Problem(where, error.strerror or str(error), "choose another hydra.run.dir, or mend it")]))
@@ -73,7 +74,10 @@ def _train(request: Request, flags: argparse.Namespace) -> int:
     def task(_: DictConfig) -> None:
         run_dir = Path(HydraConfig.get().runtime.output_dir)
         shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-        exit_codes.append(train(job, shown, overrides=request.overrides, console=Console()))
+        try:
+            exit_codes.append(train(job, shown, overrides=request.overrides, console=Console()))
+        except ConfigError as error:  # Hydra would print a line of its own about it
+            exit_codes.append(_show(error))
 
     _hydra_app(request, flags, task)
     return exit_codes[0]
@@ -132,6 +136,7 @@ def _run_point(command: str, request: Request, points: list[Point], _: DictConfi
 def _hydra_app(request: Request, flags: argparse.Namespace, task: Task) -> None:
     """Run Hydra's main with the request's overrides; its errors come out as exceptions."""
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    target_names.register()
     kept = [f"--{name.replace('_', '-')}" for name in ("multirun", "resolve", "shell_completion", "hydra_help") if getattr(flags, name)]  # fmt: skip  # noqa: E501
     for name in ("cfg", "info", "package"):
         value = getattr(flags, name)

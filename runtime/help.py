@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from meshloom import conf
-from meshloom.compiler.compose import Request, config_groups, hydra_session
+from meshloom.compiler.compose import Request, hydra_session
 from meshloom.compiler.target_names import TARGET_PATTERNS
 
 from .cli import COMMANDS
@@ -15,9 +15,8 @@ def show_help(command: str, request: Request) -> None:
     """Print the command's groups as Hydra finds them, each option with the first line of its file."""
     print(f"meshloom {command}: {COMMANDS[command]}\n")
     print(f"usage: meshloom {command} [group=option ...] [group.key=value ...] [Hydra's flags: -m, --cfg job, ...]\n")
-    with hydra_session(request):
-        groups = config_groups()
-    chosen = _defaults()
+    with hydra_session(request) as groups:
+        chosen = _defaults()
     for group, options in groups.items():
         print(f"{group}=")
         names = TARGET_PATTERNS if group == "target" else options

@@ -1,0 +1,180 @@
+"""Whole runs, in processes of their own: what they leave behind, and that stopping them loses nothing."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from conftest import SMALL, plan_of, spec_of
+from helpers import on_devices, programs_of
+from orbax.checkpoint import v1 as ocp
+from test_cli import ENVIRONMENT, meshloom
+
+from meshloom.runtime.checkpoint import Checkpoints, restore_from
+from meshloom.runtime.data import open_data
+
+NUM_STEPS = 300
+RUN = (*SMALL, f"num_steps={NUM_STEPS}", "evaluation.every_num_steps=100", "evaluation.num_batches=2",
+       "checkpoint.every_num_steps=100")  # fmt: skip
+KEYS = ["step", "loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "mfu"]
+
+
+def _metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _state(run_dir: Path, step: int) -> dict:
+    with ocp.training.Checkpointer(run_dir.resolve() / "checkpoints") as checkpointer:
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])),
+            plan_of(*RUN[len(SMALL) :]).abstract,
+        )
+        return checkpointer.load_checkpointables(step, {"state": abstract})["state"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("finished")
+    done = meshloom("train", *RUN, "target.peak_flops_per_second=1e12", "hydra.run.dir=run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return folder / "run", done.stdout
+
+
+def test_a_run_leaves_its_contract_behind(finished):
+    run_dir, said = finished
+    metrics = _metrics(run_dir)
+    assert [m["step"] for m in metrics] == list(range(1, NUM_STEPS + 1))
+    assert all(list(m) == KEYS for m in metrics)
+    assert [m["step"] for m in metrics if m["eval_loss"] is not None] == [100, 200, 300]
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 1
+    flops = json.loads((run_dir / "plan.json").read_text())["program"]["model_flops_per_step"]
+    for m in metrics:
+        assert m["mfu"] == pytest.approx(flops / (m["step_seconds"] * 8e12))
+        assert m["tokens_per_second"] == pytest.approx(16 * 16 / m["step_seconds"])
+    assert yaml.safe_load((run_dir / "spec.yaml").read_text())["num_steps"] == NUM_STEPS
+    assert list((run_dir / "tensorboard").iterdir())
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["200", "300"]  # the last two
+    assert f"held-out loss: {metrics[-1]['eval_loss']:.3f} nats per byte" in said
+    assert "checkpoint: run/checkpoints/300" in said
+
+
+def _interrupt(folder: Path, with_signal: signal.Signals) -> tuple[int, str, str]:
+    line = [sys.executable, "-m", "meshloom", "train", *RUN, "target.peak_flops_per_second=1e12", "hydra.run.dir=run"]
+    process = subprocess.Popen(
+        line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    metrics = folder / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_text().count("\n") > 30):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(with_signal)
+    out, err = process.communicate(timeout=100)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(finished, tmp_path, with_signal):
+    code, out, err = _interrupt(tmp_path, with_signal)
+    assert code == 128 + with_signal, err
+    assert err == ""
+    stopped_at = _metrics(tmp_path / "run")[-1]["step"]
+    assert 30 < stopped_at < NUM_STEPS
+    assert f"stopped: by {with_signal.name} after step {stopped_at} of {NUM_STEPS}" in out
+    again = out.split("continue: meshloom train ")[1].splitlines()[0]
+    assert "hydra.run.dir=run" in again
+    done = meshloom("train", *RUN, "target.peak_flops_per_second=1e12", "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"continuing after step {stopped_at}" in done.stdout
+    undisturbed, continued = _metrics(finished[0]), _metrics(tmp_path / "run")
+    for key in ("step", "loss", "eval_loss", "grad_norm", "learning_rate"):
+        assert [m[key] for m in continued] == [m[key] for m in undisturbed], key
+    jax.tree.map(
+        np.testing.assert_array_equal, _state(tmp_path / "run", NUM_STEPS), _state(finished[0], NUM_STEPS)
+    )  # bit by bit
+
+
+def test_a_run_that_is_done_says_so(finished):
+    run_dir, _ = finished
+    done = meshloom("train", *RUN, "hydra.run.dir=run", cwd=run_dir.parent)
+    assert done.returncode == 0, done.stderr
+    assert f"nothing to do: {NUM_STEPS} steps are done already" in done.stdout
+    assert len(_metrics(run_dir)) == NUM_STEPS
+
+
+def test_another_run_is_continued_on_another_mesh(finished, tmp_path):
+    run_dir, _ = finished
+    more = (*RUN, "sharding=fsdp_tensor", f"num_steps={NUM_STEPS + 20}", f"checkpoint.restore_from={run_dir}")
+    done = meshloom("train", *more, "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    metrics = _metrics(tmp_path / "run")
+    assert [m["step"] for m in metrics] == list(range(NUM_STEPS + 1, NUM_STEPS + 21))
+    assert metrics[0]["loss"] == pytest.approx(_metrics(run_dir)[-1]["loss"], rel=0.2)
+
+
+def test_another_model_is_refused_with_what_differs(finished):
+    run_dir, _ = finished
+    done = meshloom("train", *RUN, "model.mlp_dim=128", "hydra.run.dir=run", cwd=run_dir.parent)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: model: ")
+    assert "is (3, 64, 32) there, (3, 128, 32) here" in done.stderr
+
+
+def _saved(tmp_path: Path, tokens: np.ndarray):
+    """A run directory with one checkpoint behind two steps on an fsdp mesh, and its values."""
+    plan = plan_of("sharding=fsdp")
+    programs = programs_of(plan)
+    batches = iter(open_data(plan.spec)["train"])
+    state = programs.init()
+    for batch in tokens[:2]:
+        state, _ = programs.train(state, on_devices(programs, batch))
+        next(batches)
+    with Checkpoints(tmp_path, plan.spec) as checkpoints:
+        checkpoints.save(2, state, batches)
+        values = jax.tree.map(np.asarray, state)
+        programs.train(state, on_devices(programs, tokens[2]))  # donates the buffers while they are being saved
+    return values, batches
+
+
+@pytest.mark.parametrize("overrides", [("sharding=tensor", "mesh.tensor=2"), ("sharding=fsdp", "mesh.data=2"), ("target=cpu-1",)])
+def test_a_checkpoint_comes_back_on_any_mesh(tmp_path, tokens, overrides):
+    values, batches = _saved(tmp_path, tokens)
+    plan = plan_of(*overrides)
+    programs = programs_of(plan)
+    restored_batches = iter(open_data(plan.spec)["train"])
+    state, step = restore_from(tmp_path, plan.spec, programs.state, restored_batches)
+    assert step == 2
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), values)
+    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, programs.state)
+    np.testing.assert_array_equal(next(restored_batches)["inputs"], next(batches)["inputs"])
+
+
+def test_other_data_starts_at_its_beginning(tmp_path, tokens):
+    _saved(tmp_path, tokens)
+    spec = spec_of("data.shuffle_seed=5")
+    programs = programs_of(plan_of("data.shuffle_seed=5"))
+    batches, fresh = (iter(open_data(spec)["train"]) for _ in range(2))
+    restore_from(tmp_path, spec, programs.state, batches)
+    np.testing.assert_array_equal(next(batches)["inputs"], next(fresh)["inputs"])
+
+
+def test_restoring_from_nothing_is_an_error(tmp_path):
+    done = meshloom("train", *SMALL, f"checkpoint.restore_from={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "checkpoint.restore_from" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_disabled_checkpoints_save_nothing(tmp_path):
+    done = meshloom("train", *SMALL, "checkpoint=disabled", "logging=quiet", "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.name != ".hydra") == ["metrics.jsonl", "plan.json", "spec.yaml"]  # noqa: E501
