@@ -138,9 +138,7 @@ def _options(group: str, request: Request, kind: ObjectType = ObjectType.CONFIG)
     return [name for name in names if not name.startswith("_")]
 
 
-def _validate(
-    overrides: Sequence[str], request: Request, groups: Groups
-) -> tuple[RunSpec | None, list[Problem]]:
+def _validate(overrides: Sequence[str], request: Request, groups: Groups) -> tuple[RunSpec | None, list[Problem]]:
     try:
         composed = compose(request.config_name, overrides=[_forced(text, groups) for text in overrides])
         values = _without_missing(composed)

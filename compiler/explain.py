@@ -81,7 +81,13 @@ def _row(plan: ArrayPlan) -> dict[str, Any]:
 
 def _table(title: str, arrays: Sequence[ArrayPlan]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name, justify in (("array", "left"), ("shape", "left"), ("type", "left"), ("spec", "left"), ("per device", "right")):
+    for name, justify in (
+        ("array", "left"),
+        ("shape", "left"),
+        ("type", "left"),
+        ("spec", "left"),
+        ("per device", "right"),
+    ):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("why", overflow="fold")
     for plan in arrays:

@@ -83,7 +83,7 @@ def gather(master: Array, working: Array, layout: WeightLayout, reduction_dtype:
     def use(master: Array, working: Array) -> Array:
         return forward(master, working)[0]
 
-    def forward(master: Array, working: Array) -> tuple[Array, None]:
+    def forward(_: Array, working: Array) -> tuple[Array, None]:
         return _pinned(_automatic_kept(whole, layout.automatic)(working), layout.automatic), None
 
     def backward(_: None, gradient: Array) -> tuple[Array, None]:

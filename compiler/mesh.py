@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -32,7 +33,7 @@ class MeshPlan:
         names = tuple(self.sizes)
         return AbstractMesh(tuple(self.sizes.values()), names, axis_types=(axis_type,) * len(names))
 
-    def of_devices(self, devices: Sequence[jax.Device]) -> Mesh:
+    def of_devices(self, devices: Sequence[Any]) -> Mesh:
         """The mesh over these devices."""
         names = tuple(self.sizes)
         auto = (AxisType.Auto,) * len(names)

@@ -60,9 +60,7 @@ def plan_memory(
     spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, optimizer_state: tuple[ArrayPlan, ...]
 ) -> MemoryPlan:
     """Bytes per device, from the shards of every array."""
-    elements = [
-        plan.bytes_per_device // jnp.dtype(spec.precision.parameters).itemsize for plan in sharding.parameters
-    ]
+    elements = [plan.bytes_per_device // jnp.dtype(spec.precision.parameters).itemsize for plan in sharding.parameters]
     compute = jnp.dtype(spec.precision.compute)
     is_cast = spec.precision.compute != spec.precision.parameters
     return MemoryPlan(
@@ -80,7 +78,9 @@ def shard_bytes(x: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: MeshPlan) ->
     return math.prod(x.shape) * x.dtype.itemsize // mesh.num_shards(used)
 
 
-def plan_state_arrays(abstract: Any, specs: Any, parameters: tuple[ArrayPlan, ...], mesh: MeshPlan) -> tuple[ArrayPlan, ...]:
+def plan_state_arrays(
+    abstract: Any, specs: Any, parameters: tuple[ArrayPlan, ...], mesh: MeshPlan
+) -> tuple[ArrayPlan, ...]:
     """Rows for the optimizer's state: each leaf is laid out as the parameter whose path ends its own."""
     leaves = leaves_by_path(abstract)
     layouts = leaves_by_path(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))

@@ -1,4 +1,4 @@
-"""What is wrong with a declaration: where, what, and what to do. Every user's mistake ends here, never in a traceback."""
+"""What is wrong with a declaration: where, what, what to do. A user's mistake ends here, never in a traceback."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

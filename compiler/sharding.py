@@ -66,7 +66,7 @@ class ShardingPlan:
 
 
 def plan_sharding(spec: RunSpec, model: Model, mesh: MeshPlan) -> ShardingPlan:
-    """Lay out every parameter, its optimizer state and every named activation. Raises ConfigError with all conflicts."""
+    """Lay out every parameter, its optimizer state and every named activation. Raises ConfigError."""
     parameters = parameter_arrays(model, spec.precision.parameters)
     activations = activation_arrays(model, spec)
     rules = spec.sharding
@@ -168,7 +168,7 @@ def resolve(array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan) -
                 if dimension in refusals:
                     reasons[dimension] += f" ({refusals.pop(dimension).why(mesh)})"
                 taken.update(dict.fromkeys(wanted, dimension))
-    for dimension, name in enumerate(array.logical_axes):
+    for dimension in range(len(array.shape)):
         if axes[dimension] is None and dimension not in refusals:
             refusals[dimension] = Refusal(array, table, None, dimension, ())
     if refusals:
@@ -258,7 +258,7 @@ def _reason(rule: Rule, wanted: tuple[str, ...], rule_name: str) -> str:
 
 
 def _joined(names: LogicalAxes, reasons: Sequence[str]) -> str:
-    """(layers, embed, mlp), (whole by r[1], over fsdp by r[0], whole by r[1]) -> layers, mlp whole by r[1]; embed ..."""
+    """(layers, embed, mlp), (whole, over fsdp, whole) -> 'layers, mlp whole; embed over fsdp'."""
     dimensions: dict[str, list[str]] = {}
     for name, reason in zip(names, reasons, strict=True):
         dimensions.setdefault(reason, []).append(name or "a dimension")
@@ -299,4 +299,3 @@ def _without_echoes(problems: list[Problem], rules: ShardingSpec) -> list[Proble
         return problems
     told = {replace(problem, where="") for problem in problems if not problem.where.startswith("sharding.optimizer")}
     return [p for p in problems if not (p.where.startswith("sharding.optimizer") and replace(p, where="") in told)]
-

@@ -14,7 +14,7 @@ import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models import Context, Model, Params
+from meshloom.models import Context, Params
 
 from .gather import WeightLayout, gather, keep_axes, plan_weight, reduce_gradient
 from .layers import scan_layers

@@ -61,12 +61,14 @@ def run_command(command: str, args: list[str]) -> int:
         return _show(ConfigError([composition_problem(error, groups={})]))
     except OSError as error:
         where = str(error.filename or "disk")
-        return _show(ConfigError([Problem(where, error.strerror or str(error), "choose another hydra.run.dir, or mend it")]))
+        return _show(
+            ConfigError([Problem(where, error.strerror or str(error), "choose another hydra.run.dir, or mend it")])
+        )
     return 0
 
 
 def _train(request: Request, flags: argparse.Namespace) -> int:
-    from .train import prepare, train  # noqa: PLC0415 (Orbax and Grain take a second to import; `explain` needs neither)
+    from .train import prepare, train
 
     job = read_spec(request, then=prepare)
     exit_codes: list[int] = []
@@ -84,10 +86,10 @@ def _train(request: Request, flags: argparse.Namespace) -> int:
 
 
 def _explain(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as _train)
-    from meshloom.compiler.driver import plan_run  # noqa: PLC0415
-    from meshloom.compiler.explain import explain  # noqa: PLC0415
+    from meshloom.compiler.driver import plan_run
+    from meshloom.compiler.explain import explain
 
-    from .devices import plan_without_devices  # noqa: PLC0415
+    from .devices import plan_without_devices
 
     def plan(spec: RunSpec) -> Any:
         plan_without_devices(spec.target)

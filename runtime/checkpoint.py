@@ -24,13 +24,17 @@ class Checkpoints:
         self.directory = run_dir.resolve() / FOLDER
         self.is_enabled = spec.checkpoint.every_num_steps is not None
         self._identity = data_identity(spec)
-        policy = training.preservation_policies.LatestN(spec.checkpoint.num_kept)
-        self._orbax = training.Checkpointer(self.directory, preservation_policy=policy) if self.is_enabled else None
+        policy: Any = training.preservation_policies.LatestN(spec.checkpoint.num_kept)
+        self._orbax = (
+            training.Checkpointer(str(self.directory), preservation_policy=policy) if self.is_enabled else None
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._orbax:
             self._orbax.close()
 
@@ -47,7 +51,8 @@ class Checkpoints:
 
     def restore(self, state: Any, batches: Any) -> tuple[Any, int]:
         """The newest state, laid out as the abstract `state` says, and its step; moves `batches` to its place."""
-        assert self._orbax and self.latest_step is not None
+        assert self._orbax
+        assert self.latest_step is not None
         return _load(self._orbax, self.directory, state, batches, self._identity), self.latest_step
 
     def wait(self) -> None:
@@ -59,7 +64,7 @@ class Checkpoints:
 def restore_from(run_dir: Path, spec: RunSpec, state: Any, batches: Any) -> tuple[Any, int]:
     """The newest state of another run, on any mesh, laid out as the abstract `state` says, and its step."""
     directory = run_dir.resolve() / FOLDER
-    with ocp.training.Checkpointer(directory) as orbax:
+    with ocp.training.Checkpointer(str(directory)) as orbax:
         assert orbax.latest is not None  # check_restore
         return _load(orbax, directory, state, batches, data_identity(spec)), orbax.latest.step
 
@@ -71,14 +76,18 @@ def check_restore(spec: RunSpec) -> None:
     key, directory = "checkpoint.restore_from", Path(spec.checkpoint.restore_from).resolve() / FOLDER
     if not directory.is_dir():
         raise ConfigError([Problem(key, f"there is no directory {directory}", "name the directory of a run")])
-    with ocp.training.Checkpointer(directory) as orbax:
+    with ocp.training.Checkpointer(str(directory)) as orbax:
         if orbax.latest is None:
             raise ConfigError([Problem(key, f"there is no finished checkpoint in {directory}", "name another run")])
 
 
 def data_identity(spec: RunSpec) -> dict[str, Any]:
     """What a position in the data means something for."""
-    return {**spec.data.model_dump(), "global_batch_size": spec.global_batch_size, "sequence_length": spec.sequence_length}
+    return {
+        **spec.data.model_dump(),
+        "global_batch_size": spec.global_batch_size,
+        "sequence_length": spec.sequence_length,
+    }
 
 
 def _load(orbax: Any, directory: Path, state: Any, batches: Any, identity: Mapping[str, Any]) -> Any:

@@ -51,7 +51,10 @@ def run(args: list[str]) -> int:
     if command not in COMMANDS:
         near = get_close_matches(command, COMMANDS, n=1)
         print(f"error: there is no command '{command}'", file=sys.stderr)
-        print(f"  fix: use one of {', '.join(COMMANDS)}" + (f" (did you mean '{near[0]}'?)" if near else ""), file=sys.stderr)
+        print(
+            f"  fix: use one of {', '.join(COMMANDS)}" + (f" (did you mean '{near[0]}'?)" if near else ""),
+            file=sys.stderr,
+        )
         return 2
     from .app import run_command
 

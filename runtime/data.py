@@ -17,7 +17,7 @@ import grain
 import numpy as np
 
 from meshloom.compiler.problems import ConfigError, Problem
-from meshloom.compiler.spec import DataSpec, RunSpec
+from meshloom.compiler.spec import RunSpec
 
 END_OF_DOCUMENT = 256  # behind the 256 bytes
 BYTES_VOCABULARY = 257
@@ -49,7 +49,8 @@ def open_data(spec: RunSpec) -> Data:
     Raises ConfigError where the vocabulary or the splits are too small for the run.
     """
     splits: dict[Split, TokenSequences] = {
-        split: TokenSequences(tokens, spec.sequence_length) for split, tokens in tokens_of_splits(spec.data).items()
+        split: TokenSequences(tokens, spec.sequence_length)
+        for split, tokens in tokens_of_splits(spec.data.source, spec.data.held_out_fraction).items()
     }
     check_data(spec, {split: len(sequences) for split, sequences in splits.items()})
     options = grain.ReadOptions(num_threads=spec.data.num_prefetch_threads, prefetch_buffer_size=4)
@@ -70,7 +71,9 @@ def check_data(spec: RunSpec, num_sequences: dict[Split, int]) -> None:
     needed = {"train": spec.global_batch_size, "held_out": spec.global_batch_size * spec.evaluation.num_batches}
     for split, count in num_sequences.items():
         if count < needed[split]:
-            what = f"its {split} split has {count} sequences of {spec.sequence_length} tokens, {needed[split]} are needed"
+            what = (
+                f"its {split} split has {count} sequences of {spec.sequence_length} tokens, {needed[split]} are needed"
+            )
             fix = "lower sequence_length or global_batch_size"
             more = ", evaluation.num_batches too, or raise data.held_out_fraction" if split == "held_out" else ""
             problems.append(Problem("data", what, fix + more))
@@ -79,12 +82,12 @@ def check_data(spec: RunSpec, num_sequences: dict[Split, int]) -> None:
 
 
 @cache
-def tokens_of_splits(spec: DataSpec) -> dict[Split, np.ndarray]:
+def tokens_of_splits(source: str, held_out_fraction: float) -> dict[Split, np.ndarray]:
     """uint16 tokens of each split. A document is held out by the hash of its name: the same ones on every machine."""
     splits: dict[Split, list[np.ndarray]] = {"train": [], "held_out": []}
-    for name, text in DOCUMENTS[spec.source]():
+    for name, text in DOCUMENTS[source]():
         fraction = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
-        split: Split = "held_out" if fraction < spec.held_out_fraction else "train"
+        split: Split = "held_out" if fraction < held_out_fraction else "train"
         splits[split].append(encode(text))
     empty = np.zeros(0, np.uint16)
     return {split: np.concatenate(documents or [empty]) for split, documents in splits.items()}

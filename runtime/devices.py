@@ -23,5 +23,5 @@ def start_devices(target: TargetSpec) -> None:
         what = f"{num_devices} simulated devices are too many to run on one machine"
         raise ConfigError([Problem("target", what, f"plan them with `meshloom explain`, run at most cpu-{MOST_SIMULATED}")])  # fmt: skip  # noqa: E501
     jax.config.update("jax_platforms", "cpu")
-    if jax.config.jax_num_cpu_devices != num_devices:
+    if jax.config.jax_num_cpu_devices != num_devices:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_num_cpu_devices", num_devices)

@@ -36,7 +36,9 @@ class Display:
         self._bar.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bar.__exit__(kind, error, trace)
 
     def show(self, metrics: Metrics) -> None:

@@ -26,7 +26,6 @@ from .loop import Loop
 from .metrics import Metrics, MetricsLog
 from .stop import StopRequest
 
-
 TRY_NEXT = [
     ("try: other layout", "meshloom train sharding=fsdp_tensor num_microbatches=2 remat=full"),
     ("try: large model", "meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096"),
@@ -71,7 +70,13 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
                 display.show(metrics)
 
             loop = Loop(
-                plan, programs, batches=batches, held_out=data["held_out"], checkpoints=checkpoints, report=report, stop=stop
+                plan,
+                programs,
+                batches=batches,
+                held_out=data["held_out"],
+                checkpoints=checkpoints,
+                report=report,
+                stop=stop,
             )
             done = loop.run(state, first_step)
         checkpoints.wait()

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import yaml
-from conftest import SMALL
 
+from conftest import SMALL
 from meshloom.runtime.cli import COMMANDS
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # those of the tests
@@ -16,7 +16,9 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA
 def meshloom(*args: str, cwd=None, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     line = [sys.executable, "-m", "meshloom", *args]
-    return subprocess.run(line, capture_output=True, text=True, cwd=cwd, env=ENVIRONMENT | env, timeout=300, check=False)
+    return subprocess.run(
+        line, capture_output=True, text=True, cwd=cwd, env=ENVIRONMENT | env, timeout=300, check=False
+    )
 
 
 def test_help_imports_nothing_heavy():
@@ -29,7 +31,9 @@ def test_help_imports_nothing_heavy():
 def test_an_unknown_command_is_one_error():
     done = meshloom("trian")
     assert done.returncode == 2
-    assert done.stderr == "error: there is no command 'trian'\n  fix: use one of train, explain (did you mean 'train'?)\n"
+    assert (
+        done.stderr == "error: there is no command 'trian'\n  fix: use one of train, explain (did you mean 'train'?)\n"
+    )
 
 
 def test_train_help_lists_every_group_and_option_a_line_each():
@@ -113,9 +117,14 @@ def test_a_failed_point_does_not_end_a_sweep(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [("meshloom tr", "train"), ("meshloom train remat=f", "remat=full"), ("meshloom train optimizer.le", "optimizer.learning_rate="),
-     ("meshloom explain sharding=fsdp model=llama3_4", "model=llama3_405b"), ("meshloom train target=", "target=cpu-8")],
-)  # fmt: skip
+    [
+        ("meshloom tr", "train"),
+        ("meshloom train remat=f", "remat=full"),
+        ("meshloom train optimizer.le", "optimizer.learning_rate="),
+        ("meshloom explain sharding=fsdp model=llama3_4", "model=llama3_405b"),
+        ("meshloom train target=", "target=cpu-8"),
+    ],
+)
 def test_the_shell_completes(line, expected):
     done = meshloom("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
     assert expected in done.stdout.split(), done.stderr

@@ -4,9 +4,9 @@ import re
 
 import jax
 import pytest
+
 from conftest import plan_of
 from helpers import collectives_per_step
-
 from meshloom.compiler.driver import lower
 
 NUM_LAYERS, PER_LAYER, OUTSIDE = 3, 9, 3  # parameters of a small decoder: in a layer, in embed and head
@@ -34,7 +34,10 @@ def test_ddp_reduces_once_per_step_whatever_the_microbatches():
 
 def test_fsdp_gathers_twice_and_reduce_scatters_once(fsdp):
     # Forward and backward gather a layer; what embed and head gathered for the forward pass serves the backward too.
-    assert fsdp == {"all-gather": 2 * NUM_LAYERS * PER_LAYER + OUTSIDE, "reduce-scatter": NUM_LAYERS * PER_LAYER + OUTSIDE}
+    assert fsdp == {
+        "all-gather": 2 * NUM_LAYERS * PER_LAYER + OUTSIDE,
+        "reduce-scatter": NUM_LAYERS * PER_LAYER + OUTSIDE,
+    }
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 4])
@@ -43,7 +46,9 @@ def test_fsdp_microbatches_add_nothing_but_their_own_gathers_and_scatters(fsdp, 
     assert set(counts) == set(fsdp)
     assert counts["reduce-scatter"] == num_microbatches * fsdp["reduce-scatter"]
     # XLA moves the gathers of embed and head out of the loop over microbatches: they are the same each time.
-    assert counts["all-gather"] in (num_microbatches * fsdp["all-gather"] - outside * OUTSIDE for outside in range(num_microbatches))
+    assert counts["all-gather"] in (
+        num_microbatches * fsdp["all-gather"] - outside * OUTSIDE for outside in range(num_microbatches)
+    )
 
 
 def test_remat_full_gathers_no_more_than_remat_none(fsdp):

@@ -2,10 +2,18 @@
 
 import numpy as np
 import pytest
-from conftest import spec_of
 
+from conftest import spec_of
 from meshloom.compiler.problems import ConfigError
-from meshloom.runtime.data import END_OF_DOCUMENT, TokenSequences, encode, open_data, python_stdlib, synthetic, tokens_of_splits
+from meshloom.runtime.data import (
+    END_OF_DOCUMENT,
+    TokenSequences,
+    encode,
+    open_data,
+    python_stdlib,
+    synthetic,
+    tokens_of_splits,
+)
 
 
 def test_targets_are_the_next_tokens_and_nothing_is_skipped():
@@ -26,7 +34,7 @@ def test_bytes_are_tokens_and_come_back():
 
 @pytest.mark.parametrize(("source", "documents"), [("synthetic", synthetic), ("python_stdlib", python_stdlib)])
 def test_splits_are_all_documents_and_each_once(source, documents):
-    splits = tokens_of_splits(spec_of(f"data={source}").data)
+    splits = tokens_of_splits(source, 0.05)
     total = sum(len(text) + 1 for _, text in documents())
     assert len(splits["train"]) + len(splits["held_out"]) == total
     assert 0.01 < len(splits["held_out"]) / total < 0.12
@@ -67,7 +75,7 @@ def test_a_restored_iterator_goes_on_where_it_was():
 
 def test_an_epoch_sees_every_sequence_once():
     spec = spec_of("sequence_length=512", "global_batch_size=8", "evaluation.num_batches=1")
-    source = TokenSequences(tokens_of_splits(spec.data)["train"], 512)
+    source = TokenSequences(tokens_of_splits("synthetic", spec.data.held_out_fraction)["train"], 512)
     batches = iter(open_data(spec)["train"])
     num_batches = len(source) // 8
     drawn = np.concatenate([next(batches)["inputs"] for _ in range(num_batches)])

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
+
 from conftest import plan_of
 from helpers import gradients_of, on_devices, programs_of, reference_adamw, reference_loss
-
 from meshloom.compiler.driver import lower
 
 DDP, FSDP, TENSOR, BOTH = "sharding=ddp", "sharding=fsdp", "sharding=tensor", "sharding=fsdp_tensor"
@@ -21,9 +21,22 @@ LAYOUTS = {
     "fsdp_tensor 8": (BOTH, "mesh.fsdp=8", "mesh.tensor=1"),
     "fsdp_tensor 4x2": (BOTH, "mesh.fsdp=4", "mesh.tensor=2"),
     "fsdp_tensor 2x2x2": (BOTH, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
-    "both axes on one dimension": (FSDP, "mesh.data=2", "mesh.fsdp=4", "sharding.parameters=[{logical:[embed],mesh:[data,fsdp]},{logical:[layers,vocab,mlp,heads,kv_heads,head_dim],mesh:[]}]"),  # noqa: E501
-    "a dimension over a batch axis and another": (BOTH, "mesh.fsdp=4", "mesh.tensor=2", "sharding.parameters=[{logical:[embed],mesh:[fsdp,tensor]},{logical:[layers,vocab,mlp,heads,kv_heads,head_dim],mesh:[]}]"),  # noqa: E501
-    "optimizer state sharded, parameters not": (DDP, "sharding.optimizer=[{logical:[embed],mesh:[data]},{logical:[layers,vocab,mlp,heads,kv_heads,head_dim],mesh:[]}]"),  # noqa: E501
+    "both axes on one dimension": (
+        FSDP,
+        "mesh.data=2",
+        "mesh.fsdp=4",
+        "sharding.parameters=[{logical:[embed],mesh:[data,fsdp]},{logical:[layers,vocab,mlp,heads,kv_heads,head_dim],mesh:[]}]",
+    ),
+    "a dimension over a batch axis and another": (
+        BOTH,
+        "mesh.fsdp=4",
+        "mesh.tensor=2",
+        "sharding.parameters=[{logical:[embed],mesh:[fsdp,tensor]},{logical:[layers,vocab,mlp,heads,kv_heads,head_dim],mesh:[]}]",
+    ),
+    "optimizer state sharded, parameters not": (
+        DDP,
+        "sharding.optimizer=[{logical:[embed],mesh:[data]},{logical:[layers,vocab,mlp,heads,kv_heads,head_dim],mesh:[]}]",
+    ),
     "one device": ("target=cpu-1",),
     "linear stack, fsdp 8": (FSDP, "model=linear_stack"),
 }
@@ -76,7 +89,9 @@ def test_gradients_are_those_of_one_device(name, tokens, reference):
         ours = our_grads
         for key in path:
             ours = ours[key.key]
-        np.testing.assert_allclose(ours, expected, atol=2e-6 * np.abs(expected).max() + 1e-9, rtol=2e-5, err_msg=str(path))
+        np.testing.assert_allclose(
+            ours, expected, atol=2e-6 * np.abs(expected).max() + 1e-9, rtol=2e-5, err_msg=str(path)
+        )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,13 +9,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+
 from conftest import plan_of
 from helpers import reference_loss
-
 from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.explain import human_bytes, plan_as_json
 from meshloom.compiler.flops import matmul_flops
+from meshloom.models import DecoderConfig
 
 # Meta, "The Llama 3 Herd of Models" (arXiv:2407.21783), and the released checkpoints' own totals.
 PUBLISHED = {"llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496, "llama3_405b": 405_853_388_800}
@@ -31,6 +32,7 @@ def test_parameter_counts_are_the_published_ones(model):
 def test_model_flops_are_the_textbook_formula(overrides):
     plan = plan_of(*overrides)
     c, s = plan.spec.model, plan.spec
+    assert isinstance(c, DecoderConfig)
     weights = c.num_layers * (
         c.embed_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.embed_dim * c.mlp_dim
     )
@@ -46,6 +48,7 @@ def test_counted_flops_are_those_of_xla():
     traced = loss.trace(plan.model.abstract(), tokens)
     ours = matmul_flops(traced.jaxpr.jaxpr)
     cost = traced.lower().compile().cost_analysis()
+    assert cost
     assert 0.75 < ours / cost["flops"] <= 1.0  # XLA counts the elementwise operations too
     assert 3 * ours == plan.model_flops_per_step
 
@@ -65,7 +68,12 @@ def test_memory_of_mixed_precision_adam():
     """16 bytes a parameter: float32 master, two moments and gradient, over the shards; and the bfloat16 copy."""
     memory = plan_of("precision=bfloat16", "sharding=fsdp").memory
     n = plan_of("precision=bfloat16", "sharding=fsdp").num_parameters // 8
-    assert (memory.parameters, memory.optimizer, memory.gradients, memory.working_parameters) == (4 * n, 8 * n, 4 * n, 2 * n)
+    assert (memory.parameters, memory.optimizer, memory.gradients, memory.working_parameters) == (
+        4 * n,
+        8 * n,
+        4 * n,
+        2 * n,
+    )
     assert memory.activations is None
 
 
@@ -87,7 +95,9 @@ def test_the_largest_model_is_planned_without_its_memory():
         "assert run(['explain', 'model=llama3_405b', 'target=cpu-4096', 'global_batch_size=4096']) == 0; "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "COLUMNS": "240"})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "COLUMNS": "240"}
+    )
     assert done.returncode == 0, done.stderr
     *lines, peak_kib = done.stdout.splitlines()
     assert int(peak_kib) * 1024 < 1e9

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+
 from conftest import plan_of
 from helpers import on_devices, programs_of
 

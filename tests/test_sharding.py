@@ -6,10 +6,10 @@ import random
 import jax
 import numpy as np
 import pytest
-from conftest import plan_of, spec_of
-from helpers import programs_of
 from jax.sharding import PartitionSpec
 
+from conftest import plan_of, spec_of
+from helpers import programs_of
 from meshloom.compiler.mesh import MeshPlan, plan_mesh
 from meshloom.compiler.problems import ConfigError
 from meshloom.compiler.sharding import Array, ArrayPlan, resolve
@@ -25,7 +25,7 @@ def _mesh(**sizes: int) -> MeshPlan:
 
 
 def _rules(*pairs: tuple[str, str]) -> tuple[Rule, ...]:
-    return tuple(Rule(logical=tuple(logical.split()), mesh=tuple(mesh.split())) for logical, mesh in pairs)
+    return tuple(Rule.model_validate({"logical": tuple(a.split()), "mesh": tuple(b.split())}) for a, b in pairs)
 
 
 def _spec(shape, names, mesh, *pairs):
@@ -93,7 +93,9 @@ def test_random_rules_give_legal_layouts_or_refusals():
     assert min(outcomes.values()) > 200
 
 
-@pytest.mark.parametrize("overrides", [("sharding=fsdp",), ("sharding=fsdp_tensor", "mesh.data=2"), ("sharding=tensor",)])
+@pytest.mark.parametrize(
+    "overrides", [("sharding=fsdp",), ("sharding=fsdp_tensor", "mesh.data=2"), ("sharding=tensor",)]
+)
 def test_planned_bytes_are_those_on_the_devices(overrides):
     plan = plan_of(*overrides)
     state = programs_of(plan).init()
@@ -113,7 +115,9 @@ def test_optimizer_state_follows_its_own_table():
     plan = plan_of("sharding=ddp", f"sharding.optimizer=[{{logical:[embed],mesh:[data]}},{whole}]")
     specs = leaves_by_path(plan.specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
     assert specs["params/embed/table_VE"] == PartitionSpec(None, None)
-    moments = [spec for path, spec in specs.items() if path.endswith("/embed/table_VE") and path.startswith("optimizer")]
+    moments = [
+        spec for path, spec in specs.items() if path.endswith("/embed/table_VE") and path.startswith("optimizer")
+    ]
     assert moments == [PartitionSpec(None, "data")] * 2
 
 

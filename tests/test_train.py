@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from orbax.checkpoint import v1 as ocp
+
 from conftest import SMALL, plan_of, spec_of
 from helpers import on_devices, programs_of
-from orbax.checkpoint import v1 as ocp
-from test_cli import ENVIRONMENT, meshloom
-
 from meshloom.runtime.checkpoint import Checkpoints, restore_from
 from meshloom.runtime.data import open_data
+from test_cli import ENVIRONMENT, meshloom
 
 NUM_STEPS = 300
 RUN = (*SMALL, f"num_steps={NUM_STEPS}", "evaluation.every_num_steps=100", "evaluation.num_batches=2",
@@ -30,9 +30,11 @@ def _metrics(run_dir: Path) -> list[dict]:
 
 
 def _state(run_dir: Path, step: int) -> dict:
-    with ocp.training.Checkpointer(run_dir.resolve() / "checkpoints") as checkpointer:
+    with ocp.training.Checkpointer(str(run_dir.resolve() / "checkpoints")) as checkpointer:
         abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])),
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            ),
             plan_of(*RUN[len(SMALL) :]).abstract,
         )
         return checkpointer.load_checkpointables(step, {"state": abstract})["state"]
@@ -145,7 +147,9 @@ def _saved(tmp_path: Path, tokens: np.ndarray):
     return values, batches
 
 
-@pytest.mark.parametrize("overrides", [("sharding=tensor", "mesh.tensor=2"), ("sharding=fsdp", "mesh.data=2"), ("target=cpu-1",)])
+@pytest.mark.parametrize(
+    "overrides", [("sharding=tensor", "mesh.tensor=2"), ("sharding=fsdp", "mesh.data=2"), ("target=cpu-1",)]
+)
 def test_a_checkpoint_comes_back_on_any_mesh(tmp_path, tokens, overrides):
     values, batches = _saved(tmp_path, tokens)
     plan = plan_of(*overrides)
@@ -177,4 +181,8 @@ def test_restoring_from_nothing_is_an_error(tmp_path):
 def test_disabled_checkpoints_save_nothing(tmp_path):
     done = meshloom("train", *SMALL, "checkpoint=disabled", "logging=quiet", "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.name != ".hydra") == ["metrics.jsonl", "plan.json", "spec.yaml"]  # noqa: E501
+    assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.name != ".hydra") == [
+        "metrics.jsonl",
+        "plan.json",
+        "spec.yaml",
+    ]
