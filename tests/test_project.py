@@ -1,0 +1,99 @@
+"""The repository keeps its own promises."""
+
+import inspect
+import re
+import shlex
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+import meshloom
+from meshloom.compiler.compose import Request, read_spec
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.spec import RunSpec
+from meshloom.models import DecoderConfig, LinearStackConfig
+from meshloom.models.config import Config
+from meshloom.runtime.train import plan_and_check
+
+ROOT = Path(__file__).parent.parent
+CONF = ROOT / "conf"
+OPTIONS = [(path.parent.name, path.stem) for path in sorted(CONF.glob("*/*.yaml")) if path.stem[0] != "_"]
+
+
+def test_ci_runs_the_two_commands_of_the_readme():
+    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    commands = re.findall(r"^    (pip install .*)$", readme, re.M)
+    assert commands == ["pip install -e . && meshloom train", "pip install -e '.[test]' && pytest"]
+    assert [line for line in ci.splitlines() if line in commands] == commands
+
+
+def test_every_command_of_the_readme_is_right():
+    readme = (ROOT / "README.md").read_text()
+    lines = [line.split("  ")[0] for line in re.findall(r"^    meshloom (?:train|explain) (.*)$", readme, re.M)]
+    assert len(lines) >= 5
+    for line in lines:
+        words = [word for word in shlex.split(line) if not word.startswith("-")]
+        if "-m" in line:
+            words = [re.sub(r"=([^,]*),.*", r"=\1", word) for word in words]
+        if "seed=x" in words:
+            with pytest.raises(ValueError, match="three"):
+                _count_problems(words)
+            continue
+        read_spec(Request(tuple(words)), then=plan_run)
+
+
+def _count_problems(words: list[str]) -> None:
+    try:
+        read_spec(Request(tuple(words)), then=plan_and_check)
+    except Exception as error:
+        raise ValueError({1: "one", 2: "two", 3: "three"}.get(str(error).count("error: "), "many")) from error
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_of_every_group_makes_a_run(group, option):
+    overrides = {
+        ("target", "local"): ("mesh.fsdp=8",),
+        ("mesh", "ddp"): ("sharding=ddp",),
+        ("mesh", "tensor"): ("sharding=tensor",),
+    }.get((group, option), ())
+    read_spec(Request((f"{group}={option}", *overrides)), then=plan_run)
+
+
+@pytest.mark.parametrize(("group", "option"), [*OPTIONS, ("target", "_cpu")])
+def test_every_option_says_what_it_is_and_holds_all_of_its_keys(group, option):
+    """A default is written once, in its file: none is missing there and none is in the code."""
+    text = (CONF / group / f"{option}.yaml").read_text()
+    assert re.match(r"(# @package.*\n)?# \w", text)
+    if group == "experiment":
+        return
+    keys = set(yaml.safe_load(text))
+    kind = {"decoder": DecoderConfig, "linear_stack": LinearStackConfig}[yaml.safe_load(text)["family"]] if group == "model" else typing.get_type_hints(RunSpec)[group]  # noqa: E501
+    assert keys == set(kind.model_fields)
+
+
+def test_no_spec_has_a_default_in_code():
+    def configs(node):
+        for sub in node.__subclasses__():
+            yield sub
+            yield from configs(sub)
+
+    assert len(list(configs(Config))) >= 14
+    for config in configs(Config):
+        assert all(field.is_required() for field in config.model_fields.values()), config
+
+
+def test_the_loop_is_short():
+    assert len((ROOT / "runtime" / "loop.py").read_text().splitlines()) < 150
+
+
+def test_tracebacks_name_the_real_files():
+    assert Path(inspect.getfile(plan_run)) == ROOT / "compiler" / "driver.py"
+    assert meshloom.__version__
+
+
+def test_links_of_the_readme_and_docs_lead_somewhere():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
