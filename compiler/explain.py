@@ -8,6 +8,7 @@ from rich.table import Table
 
 from .plan import Plan
 from .sharding import ArrayPlan
+from .spec import Rule
 
 SCHEMA_VERSION = 1
 ACTIVATIONS_UNKNOWN = "what the backward pass keeps is known from the compiled program"
@@ -23,14 +24,15 @@ def explain(plan: Plan, console: Console) -> None:
         f"the batch is split {plan.mesh.num_shards(plan.sharding.batch_axes):,} ways"
     )
     console.print(f"[bold]model[/] {plan.num_parameters:,} parameters, {plan.model_flops_per_step:.4g} FLOPs per step")
-    console.print()
-    for title, arrays in (
-        ("parameters", plan.sharding.parameters),
-        ("optimizer state", plan.optimizer_state),
-        ("activations of one microbatch", plan.sharding.activations),
+    for title, rules, arrays in (
+        ("parameters", spec.sharding.parameters, plan.sharding.parameters),
+        ("optimizer state", spec.sharding.optimizer, plan.optimizer_state),
+        ("activations of one microbatch", spec.sharding.activations, plan.sharding.activations),
     ):
-        console.print(_table(title, arrays))
         console.print()
+        console.print(f"[bold]{title}[/]  {_rules(rules)}", highlight=False)
+        console.print(_table(_shortened(arrays, plan.sharding.parameters)))
+    console.print()
     console.print(_memory(plan))
 
 
@@ -79,26 +81,46 @@ def _row(plan: ArrayPlan) -> dict[str, Any]:
     }
 
 
-def _table(title: str, arrays: Sequence[ArrayPlan]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name, justify in (
-        ("array", "left"),
-        ("shape", "left"),
-        ("type", "left"),
-        ("spec", "left"),
-        ("per device", "right"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("why", overflow="fold")
+def _rules(rules: Sequence[Rule]) -> str:
+    """The rules that the numbers in the table stand for."""
+    parts = (f"{', '.join(rule.logical)} -> {', '.join(rule.mesh) or 'whole'}" for rule in rules)
+    return "; ".join(f"\\[{index}] {part}" for index, part in enumerate(parts))
+
+
+def _shortened(arrays: Sequence[ArrayPlan], parameters: Sequence[ArrayPlan]) -> list[tuple[str, str, str]]:
+    """Rows of the table. A whole set of optimizer state that lies as the parameters do is one row."""
+    rows, paths = [], {plan.array.path: plan.spec for plan in parameters}
+    sets: dict[str, list[ArrayPlan]] = {}
     for plan in arrays:
-        shape = " x ".join(f"{size:,}" for size in plan.array.shape)
-        spec = ", ".join(_entry(entry) for entry in plan.spec)
-        table.add_row(plan.array.path, shape, plan.array.dtype, spec, human_bytes(plan.bytes_per_device), plan.reason)
+        owner = next((path for path in paths if plan.array.path.endswith(f"/{path}")), None)
+        if owner and plan.spec == paths[owner]:
+            sets.setdefault(plan.array.path.removesuffix(owner), []).append(plan)
+        else:
+            rows.append((plan.array.path, _dimensions(plan), human_bytes(plan.bytes_per_device)))
+    for prefix, plans in sets.items():
+        size = human_bytes(sum(plan.bytes_per_device for plan in plans))
+        rows.append((f"{prefix}*", f"{len(plans)} arrays, as the parameters", size))
+    return rows
+
+
+def _dimensions(plan: ArrayPlan) -> str:
+    """'layers 4 [1]  embed 128 fsdp [0]': logical axis, size, mesh axes, rule."""
+    parts = []
+    for d in plan.dimensions:
+        axes = f" [bold cyan]{'+'.join(d.axes)}[/]" if d.axes else ""
+        rule = f" [dim]\\[{d.rule}][/]" if d.rule is not None else ""
+        parts.append(f"{d.logical or ''} {d.size:,}{axes}{rule}" + (f" ({d.note})" if d.note else ""))
+    return "  ".join(part.strip() for part in parts)
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("array", no_wrap=True)
+    table.add_column("dimensions: logical axis, size, mesh axes \\[rule]", overflow="fold")
+    table.add_column("per device", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
-
-
-def _entry(entry: Any) -> str:
-    return "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
 
 
 def _memory_rows(plan: Plan) -> dict[str, int | None]:

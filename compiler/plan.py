@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
@@ -13,7 +12,7 @@ from meshloom.models import Model
 
 from .gather import axes_of
 from .mesh import MeshPlan
-from .sharding import Array, ArrayPlan, ShardingPlan
+from .sharding import Array, ArrayPlan, DimensionPlan, ShardingPlan
 from .spec import RunSpec
 from .target import TargetPlan
 from .trees import leaves_by_path
@@ -72,26 +71,27 @@ def plan_memory(
     )
 
 
-def shard_bytes(x: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: MeshPlan) -> int:
-    """Bytes of one device's shard."""
-    used = tuple(axis for entry in spec for axis in axes_of(entry))
-    return math.prod(x.shape) * x.dtype.itemsize // mesh.num_shards(used)
-
-
 def plan_state_arrays(
     abstract: Any, specs: Any, parameters: tuple[ArrayPlan, ...], mesh: MeshPlan
 ) -> tuple[ArrayPlan, ...]:
-    """Rows for the optimizer's state: each leaf is laid out as the parameter whose path ends its own."""
-    leaves = leaves_by_path(abstract)
+    """A row for each array of the optimizer's state. One that is shaped as a parameter lies as that parameter's state
+    was planned; any other where the optimizer's own computation puts it."""
     layouts = leaves_by_path(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
     rows = []
-    for path, x in leaves.items():
+    for path, x in leaves_by_path(abstract).items():
         if not x.shape:
             continue
         owner = next((plan for plan in parameters if path.endswith(f"/{plan.array.path}")), None)
-        same = owner is not None and owner.array.shape == x.shape
-        axes = owner.array.logical_axes if owner and same else (None,) * len(x.shape)
-        reason = owner.reason if owner and same else "by the optimizer's own computation"
-        array = Array(path, x.shape, str(x.dtype), axes)
-        rows.append(ArrayPlan(array, layouts[path], reason, shard_bytes(x, layouts[path], mesh)))
+        if owner and owner.array.shape == x.shape and owner.spec == layouts[path]:
+            dimensions, table = owner.dimensions, owner.table
+        else:
+            entries = (*layouts[path], *[None] * (len(x.shape) - len(layouts[path])))
+            table = None
+            dimensions = tuple(
+                DimensionPlan(None, size, axes_of(entry), None, "by the optimizer's own computation")
+                for size, entry in zip(x.shape, entries, strict=True)
+            )
+        array = Array(path, x.shape, str(x.dtype), tuple(d.logical for d in dimensions))
+        shards = mesh.num_shards(tuple(axis for d in dimensions for axis in d.axes))
+        rows.append(ArrayPlan(array, table, dimensions, array.num_bytes // shards))
     return tuple(rows)

@@ -46,13 +46,40 @@ class Array:
 
 
 @dataclass(frozen=True)
+class DimensionPlan:
+    """Where one dimension lies. axes: the mesh axes that it is split over. rule: the index of the rule that said so,
+    None where none was needed. note: what made this rule the one, where it is not the plain first."""
+
+    logical: str | None
+    size: int
+    axes: tuple[str, ...]
+    rule: int | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class ArrayPlan:
-    """Where the shards of an array lie, and why."""
+    """Where the shards of an array lie, and why. table: the rules that decided it."""
 
     array: Array
-    spec: PartitionSpec
-    reason: str
+    table: Table | None
+    dimensions: tuple[DimensionPlan, ...]
     bytes_per_device: int
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """One entry per dimension: None, the one mesh axis, or a tuple of several."""
+        return PartitionSpec(*(d.axes[0] if len(d.axes) == 1 else d.axes or None for d in self.dimensions))
+
+    @property
+    def reason(self) -> str:
+        """'layers, mlp whole by parameters[1]; embed over fsdp by parameters[0]'."""
+        alike: dict[str, list[str]] = {}
+        for d in self.dimensions:
+            where = f"over {', '.join(d.axes)}" if d.axes else "whole"
+            by = f" by {self.table}[{d.rule}]" if d.rule is not None else ""
+            alike.setdefault(where + by + (f" ({d.note})" if d.note else ""), []).append(d.logical or "a dimension")
+        return "; ".join(f"{', '.join(dict.fromkeys(names))} {why}" for why, names in alike.items())
 
 
 @dataclass(frozen=True)
@@ -146,37 +173,33 @@ def check_rules(spec: RunSpec, model: Model) -> None:
 
 def resolve(array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan) -> ArrayPlan | list["Refusal"]:
     """Lay out one array; see the module's docstring."""
-    axes: list[tuple[str, ...] | None] = [None] * len(array.shape)  # None: not settled yet
-    reasons: list[str] = [""] * len(array.shape)
+    settled: list[DimensionPlan | None] = [
+        None if name else DimensionPlan(None, size, (), None)
+        for name, size in zip(array.logical_axes, array.shape, strict=True)
+    ]
     refusals: dict[int, Refusal] = {}
     taken: dict[str, int] = {}
-    for dimension, name in enumerate(array.logical_axes):
-        if name is None:
-            axes[dimension], reasons[dimension] = (), "has no logical axis"
     for index, rule in enumerate(rules):
         wanted = tuple(axis for axis in rule.mesh if mesh.sizes[axis] > 1)
-        for dimension, name in enumerate(array.logical_axes):
-            if axes[dimension] is not None or name not in rule.logical:
+        for dimension, (name, size) in enumerate(zip(array.logical_axes, array.shape, strict=True)):
+            if settled[dimension] is not None or name not in rule.logical:
                 continue
-            rule_name = f"{table}[{index}]"
             if rival := next((axis for axis in wanted if axis in taken), None):
                 refusals[dimension] = Refusal(array, table, index, dimension, wanted, rival=(rival, taken[rival]))
-            elif array.shape[dimension] % mesh.num_shards(wanted):
+            elif size % mesh.num_shards(wanted):
                 refusals[dimension] = Refusal(array, table, index, dimension, wanted)
             else:
-                axes[dimension], reasons[dimension] = wanted, _reason(rule, wanted, rule_name)
+                note = f"{', '.join(rule.mesh)} being of size 1" if rule.mesh and not wanted else ""
                 if dimension in refusals:
-                    reasons[dimension] += f" ({refusals.pop(dimension).why(mesh)})"
+                    note = refusals.pop(dimension).why(mesh)
+                settled[dimension] = DimensionPlan(name, size, wanted, index, note)
                 taken.update(dict.fromkeys(wanted, dimension))
-    for dimension in range(len(array.shape)):
-        if axes[dimension] is None and dimension not in refusals:
-            refusals[dimension] = Refusal(array, table, None, dimension, ())
-    if refusals:
-        return list(refusals.values())
-    layout = [a if a else None for a in axes]
-    used = tuple(axis for dimension in axes if dimension for axis in dimension)
-    spec = PartitionSpec(*(a[0] if a and len(a) == 1 else a for a in layout))
-    return ArrayPlan(array, spec, _joined(array.logical_axes, reasons), array.num_bytes // mesh.num_shards(used))
+    dimensions = tuple(plan for plan in settled if plan is not None)
+    if len(dimensions) == len(settled):
+        used = tuple(axis for plan in dimensions for axis in plan.axes)
+        return ArrayPlan(array, table, dimensions, array.num_bytes // mesh.num_shards(used))
+    unsettled = [dimension for dimension, plan in enumerate(settled) if plan is None]
+    return [refusals.get(dimension) or Refusal(array, table, None, dimension, ()) for dimension in unsettled]
 
 
 @dataclass(frozen=True)
@@ -251,20 +274,6 @@ def _resolve_all(
     return tuple(plans)  # a batch that does not divide is told once, in its own words: compiler/batch.py
 
 
-def _reason(rule: Rule, wanted: tuple[str, ...], rule_name: str) -> str:
-    if wanted:
-        return f"over {', '.join(wanted)} by {rule_name}"
-    return f"whole by {rule_name}" + (f", {', '.join(rule.mesh)} being of size 1" if rule.mesh else "")
-
-
-def _joined(names: LogicalAxes, reasons: Sequence[str]) -> str:
-    """(layers, embed, mlp), (whole, over fsdp, whole) -> 'layers, mlp whole; embed over fsdp'."""
-    dimensions: dict[str, list[str]] = {}
-    for name, reason in zip(names, reasons, strict=True):
-        dimensions.setdefault(reason, []).append(name or "a dimension")
-    return "; ".join(f"{', '.join(dict.fromkeys(of))} {reason}" for reason, of in dimensions.items())
-
-
 def batch_axes(rules: ShardingSpec, mesh: MeshPlan) -> tuple[str, ...]:
     """The mesh axes of size > 1 that the batch is split over, by the first rule that names it."""
     rule = next((rule for rule in rules.activations if "batch" in rule.logical), None)
@@ -281,8 +290,7 @@ def _check_layers_dimension(plans: Iterable[ArrayPlan]) -> list[Problem]:
 
 
 def _is_layers_dimension_sharded(plan: ArrayPlan) -> bool:
-    axes = plan.array.logical_axes
-    return "layers" in axes and plan.spec[axes.index("layers")] is not None
+    return any(dimension.logical == "layers" and dimension.axes for dimension in plan.dimensions)
 
 
 def _names(arrays: Iterable[Array]) -> set[str]:

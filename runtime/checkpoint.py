@@ -1,7 +1,7 @@
 """Checkpoints, by Orbax: the train state, the position in the data, and what they belong to."""
 
 import logging
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,18 +16,30 @@ FOLDER = "checkpoints"
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of each of its own steps
 
 
+@dataclass(frozen=True)
+class Restored:
+    """state: laid out for this run. step: steps done in it. other_data: the keys in which this run's data are others
+    than those of the checkpoint; where there are any, the data start at their beginning."""
+
+    state: Any
+    step: int
+    other_data: tuple[str, ...]
+
+
 class Checkpoints:
-    """The checkpoints of one run directory. Saves are asynchronous; leaving the `with` waits for them."""
+    """The checkpoints of one run directory. Saves are asynchronous; leaving the `with` waits for them.
+
+    A run that saves none still finds those that are there.
+    """
 
     def __init__(self, run_dir: Path, spec: RunSpec):
-        training = ocp.training
         self.directory = run_dir.resolve() / FOLDER
-        self.is_enabled = spec.checkpoint.every_num_steps is not None
+        self._is_saving = spec.checkpoint.every_num_steps is not None
         self._identity = data_identity(spec)
-        policy: Any = training.preservation_policies.LatestN(spec.checkpoint.num_kept)
-        self._orbax = (
-            training.Checkpointer(str(self.directory), preservation_policy=policy) if self.is_enabled else None
-        )
+        self._last_saved: int | None = None
+        keep: Any = ocp.training.preservation_policies.LatestN(spec.checkpoint.num_kept)
+        is_needed = self._is_saving or self.directory.is_dir()
+        self._orbax = ocp.training.Checkpointer(str(self.directory), preservation_policy=keep) if is_needed else None
 
     def __enter__(self) -> Self:
         return self
@@ -44,16 +56,15 @@ class Checkpoints:
         return self._orbax.latest.step if self._orbax and self._orbax.latest else None
 
     def save(self, step: int, state: Any, batches: Any) -> None:
-        """Save what `step` steps made. The state may be donated to the next step at once."""
-        if self._orbax and self.latest_step != step:
+        """Save what `step` steps made, once. The state may be donated to the next step at once."""
+        if self._orbax and self._is_saving and step != self._last_saved:
             content = {"state": state, "data": batches, "identity": self._identity}
             self._orbax.save_checkpointables_async(step, content, force=True)
+            self._last_saved = step
 
-    def restore(self, state: Any, batches: Any) -> tuple[Any, int]:
-        """The newest state, laid out as the abstract `state` says, and its step; moves `batches` to its place."""
-        assert self._orbax
-        assert self.latest_step is not None
-        return _load(self._orbax, self.directory, state, batches, self._identity), self.latest_step
+    def restore(self, state: Any, batches: Any) -> Restored:
+        """The newest checkpoint, laid out as the abstract `state` says; moves `batches` to its place in the data."""
+        return _load(self._orbax, self.directory, state, batches, self._identity)
 
     def wait(self) -> None:
         """Until all saves are on disk."""
@@ -61,43 +72,40 @@ class Checkpoints:
             self._orbax.wait()
 
 
-def restore_from(run_dir: Path, spec: RunSpec, state: Any, batches: Any) -> tuple[Any, int]:
-    """The newest state of another run, on any mesh, laid out as the abstract `state` says, and its step."""
+def restore_from(run_dir: Path, spec: RunSpec, state: Any, batches: Any) -> Restored:
+    """The newest checkpoint of another run, on any mesh, laid out as the abstract `state` says."""
     directory = run_dir.resolve() / FOLDER
     with ocp.training.Checkpointer(str(directory)) as orbax:
-        assert orbax.latest is not None  # check_restore
-        return _load(orbax, directory, state, batches, data_identity(spec)), orbax.latest.step
+        return _load(orbax, directory, state, batches, data_identity(spec))
 
 
 def check_restore(spec: RunSpec) -> None:
     """Raise ConfigError where `checkpoint.restore_from` names no run with a finished checkpoint."""
-    if spec.checkpoint.restore_from is None:
+    run_dir = spec.checkpoint.restore_from
+    if run_dir is None:
         return
-    key, directory = "checkpoint.restore_from", Path(spec.checkpoint.restore_from).resolve() / FOLDER
-    if not directory.is_dir():
-        raise ConfigError([Problem(key, f"there is no directory {directory}", "name the directory of a run")])
-    with ocp.training.Checkpointer(str(directory)) as orbax:
-        if orbax.latest is None:
-            raise ConfigError([Problem(key, f"there is no finished checkpoint in {directory}", "name another run")])
+    directory = Path(run_dir).resolve() / FOLDER
+    if directory.is_dir():
+        with ocp.training.Checkpointer(str(directory)) as orbax:
+            if orbax.latest is not None:
+                return
+    what = f"there is no finished checkpoint in {Path(run_dir) / FOLDER}"
+    raise ConfigError([Problem("checkpoint.restore_from", what, "name the directory of a run that saved one")])
 
 
 def data_identity(spec: RunSpec) -> dict[str, Any]:
-    """What a position in the data means something for."""
-    return {
-        **spec.data.model_dump(),
-        "global_batch_size": spec.global_batch_size,
-        "sequence_length": spec.sequence_length,
-    }
+    """All that a position in the data rests on, by key."""
+    data = {f"data.{key}": value for key, value in spec.data.model_dump(exclude={"num_prefetch_threads"}).items()}
+    return {**data, "global_batch_size": spec.global_batch_size, "sequence_length": spec.sequence_length}
 
 
-def _load(orbax: Any, directory: Path, state: Any, batches: Any, identity: Mapping[str, Any]) -> Any:
-    saved = orbax.checkpointables_metadata().metadata["state"]
-    _check_same_tree(saved, state, directory)
-    loaded = orbax.load_checkpointables(None, {"identity": None})
-    content = {"state": state}
-    if {k: v for k, v in loaded["identity"].items() if v != identity.get(k) and k != "num_prefetch_threads"}:
-        return orbax.load_checkpointables(None, content)["state"]  # other data: it starts at its beginning
-    return orbax.load_checkpointables(None, {**content, "data": batches})["state"]
+def _load(orbax: Any, directory: Path, state: Any, batches: Any, identity: dict[str, Any]) -> Restored:
+    step = orbax.latest.step
+    _check_same_tree(orbax.checkpointables_metadata(step).metadata["state"], state, directory)
+    saved = orbax.load_checkpointables(step, {"identity": None})["identity"]
+    other_data = tuple(key for key in identity if identity[key] != saved.get(key))
+    content = {"state": state} if other_data else {"state": state, "data": batches}
+    return Restored(orbax.load_checkpointables(step, content)["state"], step, other_data)
 
 
 def _check_same_tree(saved: Any, wanted: Any, directory: Path) -> None:

@@ -114,22 +114,23 @@ def _initial_state(
     plan: Plan, programs: Programs, batches: Any, checkpoints: Checkpoints, console: Console
 ) -> tuple[Any, int]:
     """The state to start from and the steps it has behind it: this run's, another's, or a fresh one."""
-    restore_from = plan.spec.checkpoint.restore_from
+    other_run = plan.spec.checkpoint.restore_from
     if checkpoints.latest_step is not None:
-        state, step = checkpoints.restore(programs.state, batches)
-        say(console, f"continuing after step {step}, from {checkpoints.directory}")
-    elif restore_from is not None:
-        state, step = checkpoint.restore_from(Path(restore_from), plan.spec, programs.state, batches)
-        say(console, f"continuing after step {step}, from {restore_from}")
+        restored, place = checkpoints.restore(programs.state, batches), str(checkpoints.directory)
+    elif other_run is not None:
+        restored, place = checkpoint.restore_from(Path(other_run), plan.spec, programs.state, batches), other_run
     else:
-        state, step = programs.init(), 0
-    return state, step
+        return programs.init(), 0
+    say(console, f"continuing after step {restored.step}, from {place}")
+    if restored.other_data:
+        say(console, f"the data start at their beginning: not the same {', '.join(restored.other_data)}")
+    return restored.state, restored.step
 
 
 def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]]:
     rows = [("checkpoint", f"{run_dir}/{checkpoint.FOLDER}/{saved}")] if saved is not None else []
     if plan.spec.logging.tensorboard:
-        rows.append(("curves", f"tensorboard --logdir {run_dir}/tensorboard"))
+        rows.append(("curves", f"{run_dir}/tensorboard, for TensorBoard"))
     return rows
 
 

@@ -87,7 +87,7 @@ def test_a_users_own_configs_are_found(tmp_path):
     (own / "mine.yaml").write_text("# mine\ndefaults: [tiny, _self_]\nnum_layers: 5\n")
     done = meshloom("explain", "model=mine", "--config-dir", str(own.parent), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "5 x 128 x 384" in done.stdout
+    assert "layers 5 [1]  embed 128 fsdp [0]  mlp 384 [1]" in done.stdout
     done = meshloom("explain", "model=mien", "--config-dir", str(own.parent), cwd=tmp_path)
     assert "did you mean 'mine'?" in done.stderr
     (own / "mine.yaml").write_text("num_layers: [5\n")

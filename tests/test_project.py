@@ -69,7 +69,11 @@ def test_every_option_says_what_it_is_and_holds_all_of_its_keys(group, option):
     if group == "experiment":
         return
     keys = set(yaml.safe_load(text))
-    kind = {"decoder": DecoderConfig, "linear_stack": LinearStackConfig}[yaml.safe_load(text)["family"]] if group == "model" else typing.get_type_hints(RunSpec)[group]  # noqa: E501
+    kind = (
+        {"decoder": DecoderConfig, "linear_stack": LinearStackConfig}[yaml.safe_load(text)["family"]]
+        if group == "model"
+        else typing.get_type_hints(RunSpec)[group]
+    )
     assert keys == set(kind.model_fields)
 
 

@@ -107,7 +107,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(finished, tmp_path, with_s
 
 def test_a_run_that_is_done_says_so(finished):
     run_dir, _ = finished
-    done = meshloom("train", *RUN, "hydra.run.dir=run", cwd=run_dir.parent)
+    done = meshloom("train", *RUN, "checkpoint=disabled", "hydra.run.dir=run", cwd=run_dir.parent)
     assert done.returncode == 0, done.stderr
     assert f"nothing to do: {NUM_STEPS} steps are done already" in done.stdout
     assert len(_metrics(run_dir)) == NUM_STEPS
@@ -155,8 +155,9 @@ def test_a_checkpoint_comes_back_on_any_mesh(tmp_path, tokens, overrides):
     plan = plan_of(*overrides)
     programs = programs_of(plan)
     restored_batches = iter(open_data(plan.spec)["train"])
-    state, step = restore_from(tmp_path, plan.spec, programs.state, restored_batches)
-    assert step == 2
+    restored = restore_from(tmp_path, plan.spec, programs.state, restored_batches)
+    assert (restored.step, restored.other_data) == (2, ())
+    state = restored.state
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), values)
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, programs.state)
     np.testing.assert_array_equal(next(restored_batches)["inputs"], next(batches)["inputs"])
@@ -167,7 +168,8 @@ def test_other_data_starts_at_its_beginning(tmp_path, tokens):
     spec = spec_of("data.shuffle_seed=5")
     programs = programs_of(plan_of("data.shuffle_seed=5"))
     batches, fresh = (iter(open_data(spec)["train"]) for _ in range(2))
-    restore_from(tmp_path, spec, programs.state, batches)
+    restored = restore_from(tmp_path, spec, programs.state, batches)
+    assert restored.other_data == ("data.shuffle_seed",)
     np.testing.assert_array_equal(next(batches)["inputs"], next(fresh)["inputs"])
 
 
