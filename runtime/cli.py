@@ -1,6 +1,7 @@
 """The `meshloom` command. Nothing heavy is imported before it is known what is asked for."""
 
 import os
+import signal
 import sys
 from difflib import get_close_matches
 from typing import NoReturn
@@ -32,7 +33,11 @@ examples:
 
 def main() -> NoReturn:
     """Entry point of the console script."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except KeyboardInterrupt:  # before the run began, or asked for twice
+        print("\ninterrupted; nothing was saved since the last checkpoint", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def run(args: list[str]) -> int:

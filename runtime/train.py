@@ -59,9 +59,9 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
     show_header(console, plan)
     with StopRequest() as stop, Checkpoints(run_dir, spec) as checkpoints:
         programs = _compile(plan, console)
-        write_declaration(plan, run_dir)
         batches = iter(data["train"])
         state, first_step = _initial_state(plan, programs, batches, checkpoints, console)
+        write_declaration(plan, run_dir)
         display = Display(console, plan, first_step=first_step)
         with MetricsLog(run_dir, first_step=first_step, tensorboard=spec.logging.tensorboard) as log, display:
 
@@ -81,17 +81,17 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
             done = loop.run(state, first_step)
         checkpoints.wait()
         saved = checkpoints.latest_step
-    rows = [("run directory", f"{run_dir}"), ("metrics", f"{run_dir}/metrics.jsonl"), *_where(plan, run_dir, saved)]
-    if stop.signal:
+    where = _where(plan, run_dir, saved)
+    if stop.signal and done < spec.num_steps:
         stopped = ("stopped", f"by {stop.signal.name} after step {done} of {spec.num_steps}")
-        show_summary(console, [stopped, *rows, ("continue", _how_to_continue(overrides, run_dir, saved))])
+        show_summary(console, [stopped, *where, ("continue", _how_to_continue(overrides, run_dir, saved))])
         return stop.exit_code
     if done == first_step:
-        rows.insert(0, ("nothing to do", f"{done} steps are done already, num_steps is {spec.num_steps}"))
+        ended = [("nothing to do", f"{done} steps are done already, num_steps is {spec.num_steps}")]
     else:
-        rows.insert(0, ("held-out loss", f"{display.latest_eval_loss:.3f} {loss_unit(spec)}"))
-        rows.insert(1, ("time", f"{time.perf_counter() - started:.0f} s, compile included"))
-    show_summary(console, rows + TRY_NEXT)
+        loss = f"{display.latest_eval_loss:.3f} {loss_unit(spec)}"
+        ended = [("held-out loss", loss), ("time", f"{time.perf_counter() - started:.0f} s, compile included")]
+    show_summary(console, ended + where + TRY_NEXT)
     return 0
 
 
@@ -128,7 +128,9 @@ def _initial_state(
 
 
 def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]]:
-    rows = [("checkpoint", f"{run_dir}/{checkpoint.FOLDER}/{saved}")] if saved is not None else []
+    rows = [("run directory", f"{run_dir}"), ("metrics", f"{run_dir}/metrics.jsonl")]
+    if saved is not None:
+        rows.append(("checkpoint", f"{run_dir}/{checkpoint.FOLDER}/{saved}"))
     if plan.spec.logging.tensorboard:
         rows.append(("curves", f"{run_dir}/tensorboard, for TensorBoard"))
     return rows
