@@ -12,7 +12,7 @@ LayerFn = Callable[[Any, Array], Array]
 # Operations that move data and compute nothing. Their results are made again in the backward pass, never kept: to keep
 # a gathered weight would undo its sharding, and what is derived from one by moving it is as large.
 _MOVES = frozenset({
-    "all_gather", "broadcast_in_dim", "reshape", "sharding_constraint", "shard_map", "squeeze", "transpose",
+    "all_gather", "broadcast_in_dim", "reshape", "sharding_constraint", "squeeze", "transpose",
 })  # fmt: skip
 
 

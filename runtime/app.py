@@ -46,7 +46,7 @@ def run_command(command: str, args: list[str]) -> int:
         request = _request(flags)
         if flags.help:
             show_help(command, request)
-        elif flags.multirun:
+        elif flags.multirun or "hydra.mode=MULTIRUN" in request.overrides:
             return _sweep(command, request, flags)
         elif flags.cfg:
             read_spec(request, then=lambda spec: spec)
