@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models import Model
 
+from .arrays import Array
 from .gather import axes_of
 from .mesh import MeshPlan
-from .sharding import Array, ArrayPlan, DimensionPlan, ShardingPlan
+from .sharding import ArrayPlan, DimensionPlan, ShardingPlan
 from .spec import RunSpec
 from .target import TargetPlan
 from .trees import leaves_by_path

@@ -11,38 +11,21 @@ are taken in this array, or do not divide the dimension, passes it on to the nex
 there is none, that is an error.
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshloom.models import LOGICAL_AXES, Context, LogicalAxes, Model, is_logical_axes
+from meshloom.models import LOGICAL_AXES, Model
 
+from .arrays import Array, activation_arrays, parameter_arrays
 from .mesh import MeshPlan, nearest
 from .problems import Problem, raise_if_any, use_one_of
 from .spec import Rule, RunSpec, ShardingSpec
-from .trees import leaves_by_path
 
 Table = Literal["parameters", "optimizer", "activations"]
-
-
-@dataclass(frozen=True)
-class Array:
-    """An array of the program before it is laid out. `path`: its place in the tree, or its name."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    logical_axes: LogicalAxes
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -104,47 +87,9 @@ def plan_sharding(spec: RunSpec, model: Model, mesh: MeshPlan) -> ShardingPlan:
         "activations": _resolve_all(activations, "activations", rules.activations, mesh, problems),
     }
     problems += _check_layers_dimension(planned["parameters"])
+    problems += [] if problems else _check_idle_axes(planned["parameters"] + planned["activations"], mesh)
     raise_if_any(_without_echoes(problems, rules))
     return ShardingPlan(**planned, batch_axes=batch_axes(rules, mesh))
-
-
-def parameter_arrays(model: Model, dtype: str) -> tuple[Array, ...]:
-    """All parameters of the model by path, such as `layers/attention/query_EHD`."""
-    axes = leaves_by_path(model.logical_axes(), is_leaf=is_logical_axes)
-    return tuple(Array(path, x.shape, dtype, axes[path]) for path, x in leaves_by_path(model.abstract()).items())
-
-
-def activation_arrays(model: Model, spec: RunSpec) -> tuple[Array, ...]:
-    """All activations that the model names, at the size of one global microbatch, by tracing it abstractly."""
-    named: dict[str, Array] = {}
-
-    def record(name: str, x: jax.Array, *axes: str | None) -> jax.Array:
-        named[name] = Array(name, x.shape, spec.precision.compute, axes)
-        return x
-
-    trace_forward(model, spec, record)
-    return tuple(named.values())
-
-
-def trace_forward(model: Model, spec: RunSpec, activation: Callable[..., jax.Array]) -> Any:
-    """Shapes through embed, one layer of each stack and head, for one global microbatch. Allocates nothing."""
-    batch = max(1, spec.global_batch_size // spec.num_microbatches)
-    tokens_BT = jax.ShapeDtypeStruct((batch, spec.sequence_length), jnp.int32)
-    compute = jnp.dtype(spec.precision.compute)
-
-    def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
-        context = Context(jnp.arange(spec.sequence_length), activation)
-        x_BTE = model.embed.apply(params["embed"], tokens_BT, context)
-        for stack in model.stacks:
-            x_BTE = stack.layer.apply(params[stack.name], x_BTE, context)
-        return model.head.apply(params["head"], x_BTE, context)
-
-    pieces = {"embed": model.embed, "head": model.head, **{stack.name: stack.layer for stack in model.stacks}}
-    params = {
-        name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, compute), piece.abstract)
-        for name, piece in pieces.items()
-    }
-    return jax.eval_shape(forward, params, tokens_BT)
 
 
 def check_rules(spec: RunSpec, model: Model) -> None:
@@ -287,6 +232,20 @@ def _check_layers_dimension(plans: Iterable[ArrayPlan]) -> list[Problem]:
     others = f" (and {len(sharded) - 1} more)" if len(sharded) > 1 else ""
     what = f"'{sharded[0]}'{others}: the layers of a stack are run one after the other, and cannot be sharded"
     return [Problem("sharding.parameters", what, "give 'layers' a rule with mesh: [], and shard another dimension")]
+
+
+def _check_idle_axes(plans: Iterable[ArrayPlan], mesh: MeshPlan) -> list[Problem]:
+    """Devices along an axis that splits no array all do the same work."""
+    used = {axis for plan in plans for dimension in plan.dimensions for axis in dimension.axes}
+    return [
+        Problem(
+            f"mesh.{axis}",
+            f"no rule splits anything over {axis}: its {size} devices would all do the same work",
+            f"set mesh.{axis}=1, or choose a sharding that uses it",
+        )
+        for axis, size in mesh.sizes.items()
+        if size > 1 and axis not in used
+    ]
 
 
 def _is_layers_dimension_sharded(plan: ArrayPlan) -> bool:

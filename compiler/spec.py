@@ -23,6 +23,14 @@ def _axis_size(size: int) -> int:
     raise PydanticCustomError("axis_size", "{size} is no number of devices", {"size": size, "fix": "use 1 or more, or -1 for all that are left"})  # fmt: skip  # noqa: E501
 
 
+def _each_once(axes: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(axes)) == len(axes):
+        return axes
+    raise PydanticCustomError(
+        "twice", "{axes} names a mesh axis twice", {"axes": ", ".join(axes), "fix": "name it once"}
+    )
+
+
 AxisSize = Annotated[int, AfterValidator(_axis_size)]
 
 
@@ -52,7 +60,7 @@ class Rule(Config):
     """Dimensions with one of these logical axes are sharded over these mesh axes (none: replicated)."""
 
     logical: Annotated[tuple[str, ...], Field(min_length=1)]
-    mesh: tuple[MeshAxis, ...]
+    mesh: Annotated[tuple[MeshAxis, ...], AfterValidator(_each_once)]
 
 
 class ShardingSpec(Config):

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import yaml
+
 from meshloom import conf
 from meshloom.compiler.compose import Request, hydra_session
 from meshloom.compiler.target_names import TARGET_PATTERNS
@@ -15,14 +17,13 @@ def show_help(command: str, request: Request) -> None:
     """Print the command's groups as Hydra finds them, each option with the first line of its file."""
     print(f"meshloom {command}: {COMMANDS[command]}\n")
     print(f"usage: meshloom {command} [group=option ...] [group.key=value ...] [Hydra's flags: -m, --cfg job, ...]\n")
+    chosen = _defaults()
     with hydra_session(request) as groups:
-        chosen = _defaults()
-    for group, options in groups.items():
-        print(f"{group}=")
-        names = TARGET_PATTERNS if group == "target" else options
-        for name in names:
-            default = "  (default)" if chosen.get(group) == name else ""
-            print(f"  {name:<16}{_description(group, name)}{default}".rstrip())
+        for group, options in groups.items():
+            print(f"{group}=")
+            for name in TARGET_PATTERNS if group == "target" else options:
+                default = "  (default)" if chosen.get(group) == name else ""
+                print(f"  {name:<16}{_description(group, name)}{default}".rstrip())
     print("\nvalues: `--cfg job` prints all keys with their values; any of them is set as key=value")
 
 
@@ -38,6 +39,5 @@ def _description(group: str, name: str) -> str:
 
 
 def _defaults() -> dict[str, str]:
-    lines = (line.strip() for line in (CONF / "config.yaml").read_text().splitlines())
-    pairs = (line[2:].split("#")[0].split(":", 1) for line in lines if line.startswith("- ") and ":" in line)
-    return {group.strip(): option.strip() for group, option in pairs}
+    entries = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}

@@ -62,11 +62,16 @@ def test_tensor_parallel_moves_activations_alone():
     assert counts == {"all-reduce": NUM_LAYERS * (2 + 5) + 5}
 
 
-def test_fsdp_with_tensor_moves_weights_over_fsdp_and_activations_over_tensor(fsdp):
-    counts = _count("sharding=fsdp_tensor", "mesh.fsdp=4", "mesh.tensor=2")
+@pytest.mark.parametrize("mesh", [("mesh.fsdp=4", "mesh.tensor=2"), ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")])
+def test_fsdp_with_tensor_moves_weights_over_fsdp_and_activations_over_tensor(fsdp, mesh):
+    counts = _count("sharding=fsdp_tensor", *mesh)
     assert counts["all-gather"] == fsdp["all-gather"]
     assert counts["reduce-scatter"] == fsdp["reduce-scatter"]
-    assert counts["all-to-all"] == counts["collective-permute"] == 0
+    assert set(counts) == {"all-gather", "reduce-scatter", "all-reduce"}  # nothing is resharded
+
+
+def test_tensor_with_data_reduces_and_nothing_else():
+    assert set(_count("sharding=tensor", "mesh.data=4", "mesh.tensor=2")) == {"all-reduce"}
 
 
 def test_gathers_are_in_the_compute_type():

@@ -7,6 +7,7 @@ import pytest
 from conftest import plan_of
 from helpers import gradients_of, on_devices, programs_of, reference_adamw, reference_loss
 from meshloom.compiler.driver import lower
+from meshloom.compiler.step import build_loss
 
 DDP, FSDP, TENSOR, BOTH = "sharding=ddp", "sharding=fsdp", "sharding=tensor", "sharding=fsdp_tensor"
 LAYOUTS = {
@@ -46,6 +47,7 @@ PROGRAMS = {
     "remat full, tensor": (BOTH, "remat=full"),
     "2 microbatches": (FSDP, "num_microbatches=2"),
     "2 microbatches, ddp": (DDP, "num_microbatches=2"),
+    "4 microbatches, ddp 4 of 8": (TENSOR, "mesh.data=4", "mesh.tensor=2", "num_microbatches=4", "remat=full"),
     "4 microbatches, fsdp_tensor, save_dots": (BOTH, "num_microbatches=4", "remat=save_dots"),
 }  # fmt: skip
 CASES = LAYOUTS | PROGRAMS
@@ -119,6 +121,17 @@ def test_bfloat16_stays_near_float32(tokens, reference):
     ]
     assert min(cosines) > 0.99  # bfloat16 has 8 bits of precision
     assert all(g.dtype == np.float32 for g in jax.tree.leaves(our_grads))
+
+
+def test_gradients_are_accumulated_in_float32_whatever_the_parameters():
+    plan = plan_of("sharding=ddp", "precision=bfloat16", "precision.parameters=bfloat16", "num_microbatches=2")
+    batch = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("inputs", "targets")}
+    with jax.set_mesh(plan.mesh.of_devices(jax.devices())):
+        jaxpr = jax.make_jaxpr(build_loss(plan, with_gradients=True))(plan.abstract["params"], batch)
+    (body,) = (equation.params["jaxpr"] for equation in jaxpr.eqns if equation.primitive.name == "shard_map")
+    (loop,) = (e for e in body.eqns if e.primitive.name == "scan" and e.params["length"] == 2)
+    assert {str(x.aval.dtype) for x in loop.outvars} == {"float32"}
+    assert {str(x.dtype) for x in jaxpr.out_avals[1:]} == {"bfloat16"}
 
 
 def test_initial_values_are_the_same_on_every_mesh():

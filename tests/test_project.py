@@ -57,6 +57,7 @@ def test_every_option_of_every_group_makes_a_run(group, option):
         ("target", "local"): ("mesh.fsdp=8",),
         ("mesh", "ddp"): ("sharding=ddp",),
         ("mesh", "tensor"): ("sharding=tensor",),
+        ("mesh", "fsdp_tensor"): ("sharding=fsdp_tensor",),
     }.get((group, option), ())
     read_spec(Request((f"{group}={option}", *overrides)), then=plan_run)
 

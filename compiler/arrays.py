@@ -1,0 +1,64 @@
+"""The arrays of a program before they are laid out: parameters, and the activations that the model names."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshloom.models import Context, LogicalAxes, Model, is_logical_axes
+
+from .spec import RunSpec
+from .trees import leaves_by_path
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of the program before it is laid out. `path`: its place in the tree, or its name."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    logical_axes: LogicalAxes
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+def parameter_arrays(model: Model, dtype: str) -> tuple[Array, ...]:
+    """All parameters of the model by path, such as `layers/attention/query_EHD`."""
+    axes = leaves_by_path(model.logical_axes(), is_leaf=is_logical_axes)
+    return tuple(Array(path, x.shape, dtype, axes[path]) for path, x in leaves_by_path(model.abstract()).items())
+
+
+def activation_arrays(model: Model, spec: RunSpec) -> tuple[Array, ...]:
+    """All activations that the model names, at the size of one global microbatch.
+
+    Found by tracing embed, one layer of each stack and head; nothing is allocated.
+    """
+    named: dict[str, Array] = {}
+
+    def record(name: str, x: jax.Array, *axes: str | None) -> jax.Array:
+        named[name] = Array(name, x.shape, spec.precision.compute, axes)
+        return x
+
+    batch = max(1, spec.global_batch_size // spec.num_microbatches)
+    tokens_BT = jax.ShapeDtypeStruct((batch, spec.sequence_length), jnp.int32)
+    compute = jnp.dtype(spec.precision.compute)
+
+    def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
+        context = Context(jnp.arange(spec.sequence_length), record)
+        x_BTE = model.embed.apply(params["embed"], tokens_BT, context)
+        for stack in model.stacks:
+            x_BTE = stack.layer.apply(params[stack.name], x_BTE, context)
+        return model.head.apply(params["head"], x_BTE, context)
+
+    pieces = {"embed": model.embed, "head": model.head, **{stack.name: stack.layer for stack in model.stacks}}
+    params = {
+        name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, compute), piece.abstract)
+        for name, piece in pieces.items()
+    }
+    jax.eval_shape(forward, params, tokens_BT)
+    return tuple(named.values())
