@@ -24,13 +24,13 @@ class WeightLayout:
     gathered: (dimension as a layer sees it, mesh axes) of each dimension whose shards are gathered for use. reduced:
     the batch axes over which every device holds the same shard: its gradient is summed over them once per step.
     automatic, automatic_stored: the part of its layout that is over axes that do not split the batch, and is XLA's to
-    keep: as a layer sees it, and with the dimension `layers`. None where the mesh has no such axes.
+    keep: as a layer sees it, and with the dimension `layers`.
     """
 
     gathered: tuple[tuple[int, Axes], ...]
     reduced: Axes
-    automatic: PartitionSpec | None
-    automatic_stored: PartitionSpec | None
+    automatic: PartitionSpec
+    automatic_stored: PartitionSpec
 
 
 def axes_of(entry: Any) -> Axes:
@@ -40,7 +40,7 @@ def axes_of(entry: Any) -> Axes:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def plan_weight(spec: PartitionSpec, batch_axes: Axes, *, is_stacked: bool, has_automatic_axes: bool) -> WeightLayout:
+def plan_weight(spec: PartitionSpec, batch_axes: Axes, *, is_stacked: bool) -> WeightLayout:
     """P(None, 'fsdp', 'tensor') with the batch over (data, fsdp), stacked -> gather dimension 0 over fsdp, reduce over
     data, leave dimension 1 to XLA over tensor."""
     manual = [tuple(axis for axis in axes_of(entry) if axis in batch_axes) for entry in spec]
@@ -51,8 +51,8 @@ def plan_weight(spec: PartitionSpec, batch_axes: Axes, *, is_stacked: bool, has_
     return WeightLayout(
         gathered=gathered,
         reduced=tuple(axis for axis in batch_axes if not any(axis in axes for _, axes in gathered)),
-        automatic=PartitionSpec(*automatic[first:]) if has_automatic_axes else None,
-        automatic_stored=PartitionSpec(*automatic) if has_automatic_axes else None,
+        automatic=PartitionSpec(*automatic[first:]),
+        automatic_stored=PartitionSpec(*automatic),
     )
 
 
@@ -84,10 +84,9 @@ def gather(master: Array, working: Array, layout: WeightLayout, reduction_dtype:
         return forward(master, working)[0]
 
     def forward(_: Array, working: Array) -> tuple[Array, None]:
-        return _pinned(_automatic_kept(whole, layout.automatic)(working), layout.automatic), None
+        return _automatic_kept(whole, layout.automatic)(working), None
 
     def backward(_: None, gradient: Array) -> tuple[Array, None]:
-        gradient = _pinned(gradient, layout.automatic)
         if layout.gathered:
             gradient = _automatic_kept(scattered, layout.automatic)(gradient.astype(reduction_dtype))
         return gradient.astype(master.dtype), None
@@ -98,22 +97,15 @@ def gather(master: Array, working: Array, layout: WeightLayout, reduction_dtype:
 
 def reduce_gradient(gradient: Array, layout: WeightLayout, reduction_dtype: Any) -> Array:
     """Sum a stored parameter's gradient over the batch axes that its gather did not reduce: once per step."""
-    gradient = _pinned(gradient, layout.automatic_stored)
     if not layout.reduced:
         return gradient
     add = _automatic_kept(lambda g: jax.lax.psum(g, layout.reduced), layout.automatic_stored)
     return add(gradient.astype(reduction_dtype)).astype(gradient.dtype)
 
 
-def _pinned(x: Array, automatic: PartitionSpec | None) -> Array:
-    """`x` laid out as planned over the automatic axes: XLA would choose another layout for a gradient that no one
-    constrains, and reshard it for the optimizer."""
-    return x if automatic is None else jax.lax.with_sharding_constraint(x, automatic)
-
-
-def _automatic_kept(collective: Callable[[Array], Array], automatic: PartitionSpec | None) -> Callable[[Array], Array]:
+def _automatic_kept(collective: Callable[[Array], Array], automatic: PartitionSpec) -> Callable[[Array], Array]:
     """The collective on each shard of the automatic axes: without this XLA gathers those first."""
-    axes = {axis for entry in automatic or () for axis in axes_of(entry)}
+    axes = {axis for entry in automatic for axis in axes_of(entry)}
     if not axes:
         return collective
     return jax.shard_map(collective, in_specs=automatic, out_specs=automatic, axis_names=axes, check_vma=False)

@@ -131,7 +131,7 @@ def _forward(plan: Plan, layouts: Params, params: Params, working: Params, token
 
 def _activation_layout(plan: Plan) -> Callable[..., Array]:
     """Activation rules over the automatic mesh axes, as constraints; the batch axes are split already."""
-    automatic = _automatic_axes(plan)
+    automatic = tuple(axis for axis, n in plan.mesh.sizes.items() if n > 1 and axis not in plan.sharding.batch_axes)
     specs = {planned.array.path: keep_axes(planned.spec, automatic) for planned in plan.sharding.activations}
 
     def activation(name: str, x: Array, *_: str | None) -> Array:
@@ -140,20 +140,10 @@ def _activation_layout(plan: Plan) -> Callable[..., Array]:
     return activation
 
 
-def _automatic_axes(plan: Plan) -> tuple[str, ...]:
-    return tuple(axis for axis, size in plan.mesh.sizes.items() if size > 1 and axis not in plan.sharding.batch_axes)
-
-
 def _weight_layouts(plan: Plan) -> Params:
     stacked = {stack.name for stack in plan.model.stacks}
-    automatic = bool(_automatic_axes(plan))
     layouts: dict[str, WeightLayout] = {
-        path: plan_weight(
-            spec,
-            plan.sharding.batch_axes,
-            is_stacked=path.split("/")[0] in stacked,
-            has_automatic_axes=automatic,
-        )
+        path: plan_weight(spec, plan.sharding.batch_axes, is_stacked=path.split("/")[0] in stacked)
         for path, spec in leaves_by_path(plan.specs["params"], is_leaf=_is_spec).items()
     }
     return like(plan.abstract["params"], layouts)
