@@ -143,9 +143,14 @@ def test_initial_values_are_the_same_on_every_mesh():
             np.testing.assert_array_equal(np.asarray(ours), expected, err_msg=str(path))
 
 
-def test_the_seed_changes_the_values():
+def test_every_matrix_of_every_layer_is_drawn_anew():
     one, other = (programs_of(plan_of("target=cpu-1", f"seed={seed}")).init()["params"] for seed in (0, 1))
-    assert not np.array_equal(one["embed"]["table_VE"], other["embed"]["table_VE"])
+    drawn = [np.asarray(x) for tree in (one, other) for x in jax.tree.leaves(tree["layers"]) if x.ndim > 2]
+    slices = [layer.tobytes() for x in drawn for layer in x]  # a matrix in one layer
+    assert len(set(slices)) == len(slices) == 2 * 7 * 3
+    for piece in ("embed", "head"):
+        for a, b in zip(jax.tree.leaves(one[piece]), jax.tree.leaves(other[piece]), strict=True):
+            assert a.ndim == 1 or not np.array_equal(a, b)
 
 
 def test_evaluation_is_the_loss_before_a_step(tokens):
