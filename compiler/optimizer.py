@@ -12,12 +12,15 @@ from .spec import OptimizerSpec
 
 
 def build_schedule(spec: OptimizerSpec, num_steps: int) -> optax.Schedule:
-    """Linear from 0 to the peak over the warm-up, then a cosine down to the final fraction at the last step."""
+    """Linear from 0 to the peak over the warm-up, then a cosine down to the final fraction at the last step.
+
+    A run that is shorter than its warm-up ends on the way up.
+    """
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=spec.learning_rate,
-        warmup_steps=min(spec.num_warmup_steps, num_steps - 1),
-        decay_steps=num_steps,
+        warmup_steps=spec.num_warmup_steps,
+        decay_steps=max(num_steps, spec.num_warmup_steps + 1),
         end_value=spec.learning_rate * spec.final_learning_rate_fraction,
     )
 

@@ -62,7 +62,15 @@ def run_command(command: str, args: list[str]) -> int:
     except OSError as error:
         where = str(error.filename or "disk")
         return _show(
-            ConfigError([Problem(where, error.strerror or str(error), "choose another hydra.run.dir, or mend it")])
+            ConfigError(
+                [
+                    Problem(
+                        where,
+                        error.strerror or str(error),
+                        "give this process access to it, or choose another hydra.run.dir",
+                    )
+                ]
+            )
         )
     return 0
 

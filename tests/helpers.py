@@ -33,7 +33,7 @@ def reference_loss(model: Model, params: Any, inputs: Array, targets: Array) -> 
 def reference_adamw(spec: OptimizerSpec, num_steps: int, params: Any, gradients: Any, moments: Any, step: int) -> Any:
     """One step of clipped AdamW in NumPy, from the paper's formulas. `step` counts from 0. Updates in place."""
     norm = math.sqrt(sum(float((np.asarray(g, np.float64) ** 2).sum()) for g in jax.tree.leaves(gradients)))
-    warmup = min(spec.num_warmup_steps, num_steps - 1)
+    warmup = spec.num_warmup_steps
     if step < warmup:
         rate = spec.learning_rate * step / warmup
     else:

@@ -59,7 +59,8 @@ def test_every_option_of_every_group_makes_a_run(group, option):
         ("mesh", "tensor"): ("sharding=tensor",),
         ("mesh", "fsdp_tensor"): ("sharding=fsdp_tensor",),
     }.get((group, option), ())
-    read_spec(Request((f"{group}={option}", *overrides)), then=plan_run)
+    plan = read_spec(Request((f"{group}={option}", *overrides)), then=plan_run)
+    assert plan.mesh.num_devices == plan.target.num_devices == 8
 
 
 @pytest.mark.parametrize(("group", "option"), [*OPTIONS, ("target", "_cpu")])
