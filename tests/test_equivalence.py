@@ -130,7 +130,7 @@ def test_gradients_are_accumulated_in_float32_whatever_the_parameters():
         jaxpr = jax.make_jaxpr(build_loss(plan, with_gradients=True))(plan.abstract["params"], batch)
     (body,) = (equation.params["jaxpr"] for equation in jaxpr.eqns if equation.primitive.name == "shard_map")
     (loop,) = (e for e in body.eqns if e.primitive.name == "scan" and e.params["length"] == 2)
-    assert {str(x.aval.dtype) for x in loop.outvars} == {"float32"}
+    assert {str(x.aval).split("[")[0] for x in loop.outvars} == {"float32"}
     assert {str(x.dtype) for x in jaxpr.out_avals[1:]} == {"bfloat16"}
 
 
