@@ -131,7 +131,7 @@ def test_gradients_are_accumulated_in_float32_whatever_the_parameters():
     (body,) = (equation.params["jaxpr"] for equation in jaxpr.eqns if equation.primitive.name == "shard_map")
     (loop,) = (e for e in body.eqns if e.primitive.name == "scan" and e.params["length"] == 2)
     assert {str(x.aval).split("[")[0] for x in loop.outvars} == {"float32"}
-    assert {str(x.dtype) for x in jaxpr.out_avals[1:]} == {"bfloat16"}
+    assert {str(x).split("[")[0] for x in jaxpr.out_avals[1:]} == {"bfloat16"}
 
 
 def test_initial_values_are_the_same_on_every_mesh():
