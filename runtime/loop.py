@@ -63,7 +63,7 @@ class Loop:
         """Wait for a step, evaluate its state where that is due, and report. No evaluation counts as step time."""
         if running is None:
             return
-        step, metrics = running[0], {name: float(value) for name, value in running[1].items()}
+        step, metrics = running[0], {name: float(value) for name, value in jax.device_get(running[1]).items()}
         finish = time.perf_counter()
         seconds, self._last_finish = finish - self._last_finish, finish
         self.report(
