@@ -55,6 +55,11 @@ class Checkpoints:
         """Steps done in the newest finished checkpoint."""
         return self._orbax.latest.step if self._orbax and self._orbax.latest else None
 
+    def check(self, state: Any) -> None:
+        """Raise ConfigError where the newest checkpoint is not one of the abstract `state`; reads no array."""
+        if self._orbax and self.latest_step is not None:
+            _check_same_tree(self._orbax.checkpointables_metadata(self.latest_step), state, self.directory)
+
     def save(self, step: int, state: Any, batches: Any) -> None:
         """Save what `step` steps made, once. The state may be donated to the next step at once."""
         if self._orbax and self._is_saving and step != self._last_saved:
@@ -101,16 +106,16 @@ def data_identity(spec: RunSpec) -> dict[str, Any]:
 
 def _load(orbax: Any, directory: Path, state: Any, batches: Any, identity: dict[str, Any]) -> Restored:
     step = orbax.latest.step
-    _check_same_tree(orbax.checkpointables_metadata(step).metadata["state"], state, directory)
+    _check_same_tree(orbax.checkpointables_metadata(step), state, directory)
     saved = orbax.load_checkpointables(step, {"identity": None})["identity"]
     other_data = tuple(key for key in identity if identity[key] != saved.get(key))
     content = {"state": state} if other_data else {"state": state, "data": batches}
     return Restored(orbax.load_checkpointables(step, content)["state"], step, other_data)
 
 
-def _check_same_tree(saved: Any, wanted: Any, directory: Path) -> None:
+def _check_same_tree(checkpoint: Any, wanted: Any, directory: Path) -> None:
     """Raise ConfigError with the arrays that differ; Orbax's own message would not name them."""
-    there = {path: tuple(x.shape) for path, x in leaves_by_path(saved).items()}
+    there = {path: tuple(x.shape) for path, x in leaves_by_path(checkpoint.metadata["state"]).items()}
     here = {path: tuple(x.shape) for path, x in leaves_by_path(wanted).items()}
     differences = [f"{path} is {there.get(path, 'missing')} there, {here.get(path, 'missing')} here"
                    for path in sorted(there.keys() | here.keys()) if there.get(path) != here.get(path)]  # fmt: skip

@@ -55,7 +55,7 @@ def open_data(spec: RunSpec) -> Data:
     check_data(spec, {split: len(sequences) for split, sequences in splits.items()})
     options = grain.ReadOptions(num_threads=spec.data.num_prefetch_threads, prefetch_buffer_size=4)
     train = grain.MapDataset.source(splits["train"]).seed(spec.data.shuffle_seed).shuffle().repeat()
-    held_out = grain.MapDataset.source(splits["held_out"]).seed(spec.data.shuffle_seed).shuffle()
+    held_out = grain.MapDataset.source(splits["held_out"]).seed(0).shuffle()  # the same batches for every run
     return {
         "train": train.batch(spec.global_batch_size).to_iter_dataset(options),
         "held_out": held_out.batch(spec.global_batch_size)[: spec.evaluation.num_batches].to_iter_dataset(options),

@@ -58,6 +58,11 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
     plan, data, spec, started = job.plan, job.data, job.plan.spec, time.perf_counter()
     show_header(console, plan)
     with StopRequest() as stop, Checkpoints(run_dir, spec) as checkpoints:
+        checkpoints.check(plan.abstract)
+        if (checkpoints.latest_step or 0) >= spec.num_steps:
+            enough = f"{checkpoints.latest_step} steps are done already, num_steps is {spec.num_steps}"
+            show_summary(console, [("nothing to do", enough), *_where(plan, run_dir, checkpoints.latest_step)])
+            return 0
         programs = _compile(plan, console)
         batches = iter(data["train"])
         state, first_step = _initial_state(plan, programs, batches, checkpoints, console)
@@ -86,11 +91,8 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
         stopped = ("stopped", f"by {stop.signal.name} after step {done} of {spec.num_steps}")
         show_summary(console, [stopped, *where, ("continue", _how_to_continue(overrides, run_dir, saved))])
         return stop.exit_code
-    if done == first_step:
-        ended = [("nothing to do", f"{done} steps are done already, num_steps is {spec.num_steps}")]
-    else:
-        loss = f"{display.latest_eval_loss:.3f} {loss_unit(spec)}"
-        ended = [("held-out loss", loss), ("time", f"{time.perf_counter() - started:.0f} s, compile included")]
+    loss = f"{display.latest_eval_loss:.3f} {loss_unit(spec)}" if done > first_step else "no step was left to do"
+    ended = [("held-out loss", loss), ("time", f"{time.perf_counter() - started:.0f} s, compile included")]
     show_summary(console, ended + where + TRY_NEXT)
     return 0
 

@@ -87,6 +87,8 @@ def test_held_out_batches_are_the_same_each_time():
     one, other = list(held_out), list(held_out)
     assert len(one) == len(other) == 2
     np.testing.assert_array_equal(one[1]["inputs"], other[1]["inputs"])
+    another_seed = list(open_data(spec_of("evaluation.num_batches=2", "data.shuffle_seed=1"))["held_out"])
+    np.testing.assert_array_equal(one[1]["inputs"], another_seed[1]["inputs"])
 
 
 def test_too_little_data_is_an_error():

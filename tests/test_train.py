@@ -110,6 +110,7 @@ def test_a_run_that_is_done_says_so(finished):
     done = meshloom("train", *RUN, "checkpoint=disabled", "hydra.run.dir=run", cwd=run_dir.parent)
     assert done.returncode == 0, done.stderr
     assert f"nothing to do: {NUM_STEPS} steps are done already" in done.stdout
+    assert "compiled" not in done.stdout
     assert len(_metrics(run_dir)) == NUM_STEPS
 
 
@@ -128,6 +129,7 @@ def test_another_model_is_refused_with_what_differs(finished):
     done = meshloom("train", *RUN, "model.mlp_dim=128", "hydra.run.dir=run", cwd=run_dir.parent)
     assert done.returncode == 2
     assert done.stderr.startswith("error: model: ")
+    assert "compiled" not in done.stdout
     assert "is (3, 64, 32) there, (3, 128, 32) here" in done.stderr
 
 
