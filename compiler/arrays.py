@@ -27,17 +27,27 @@ class Array:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
-def parameter_arrays(model: Model, dtype: str) -> tuple[Array, ...]:
+@dataclass(frozen=True)
+class Arrays:
+    """What rules are about. parameters: all of them, by path; activations: those that the model names."""
+
+    parameters: tuple[Array, ...]
+    activations: tuple[Array, ...]
+
+
+def find_arrays(spec: RunSpec, model: Model) -> Arrays:
+    """The arrays of a run, by tracing the model once; nothing is allocated."""
+    return Arrays(_parameters(model, spec.precision.parameters), _activations(model, spec))
+
+
+def _parameters(model: Model, dtype: str) -> tuple[Array, ...]:
     """All parameters of the model by path, such as `layers/attention/query_EHD`."""
     axes = leaves_by_path(model.logical_axes(), is_leaf=is_logical_axes)
     return tuple(Array(path, x.shape, dtype, axes[path]) for path, x in leaves_by_path(model.abstract()).items())
 
 
-def activation_arrays(model: Model, spec: RunSpec) -> tuple[Array, ...]:
-    """All activations that the model names, at the size of one global microbatch.
-
-    Found by tracing embed, one layer of each stack and head; nothing is allocated.
-    """
+def _activations(model: Model, spec: RunSpec) -> tuple[Array, ...]:
+    """Named activations of embed, one layer of each stack and head, at the size of one global microbatch."""
     named: dict[str, Array] = {}
 
     def record(name: str, x: jax.Array, *axes: str | None) -> jax.Array:

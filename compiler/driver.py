@@ -1,15 +1,15 @@
 """The straight line: RunSpec -> Plan -> Lowered -> Compiled. One line per pass; a decision belongs inside its pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.stages import Compiled, Lowered
 
 from meshloom.models import build_model
 
+from .arrays import find_arrays
 from .batch import check_batch
 from .flops import model_flops_per_step
 from .mesh import plan_mesh
@@ -27,8 +27,9 @@ def plan_run(spec: RunSpec) -> Plan:
     """Decide everything that can be decided without a compiler. Raises ConfigError with all that cannot run."""
     model = build_model(spec.model)
     target = plan_target(spec.target)
-    mesh, _ = all_of(lambda: plan_mesh(spec.mesh, target), lambda: check_rules(spec, model))
-    sharding, _ = all_of(lambda: plan_sharding(spec, model, mesh), lambda: check_batch(spec, mesh))
+    arrays = find_arrays(spec, model)
+    mesh, _ = all_of(lambda: plan_mesh(spec.mesh, target), lambda: check_rules(spec.sharding, arrays))
+    sharding, _ = all_of(lambda: plan_sharding(spec.sharding, arrays, mesh), lambda: check_batch(spec, mesh))
     optimizer = build_optimizer(spec.optimizer, spec.num_steps)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, spec.precision.parameters), model.abstract())
     params_specs = like(params, {plan.array.path: plan.spec for plan in sharding.parameters})
@@ -79,13 +80,9 @@ def lower(plan: Plan, mesh: Mesh) -> Programs:
 
 def build(lowered: Programs) -> Programs:
     """Compile each lowered program for its devices."""
-    return Programs(
-        _compiled(lowered.init), _compiled(lowered.train), _compiled(lowered.evaluate), lowered.state, lowered.batch
+    return replace(
+        lowered, init=lowered.init.compile(), train=lowered.train.compile(), evaluate=lowered.evaluate.compile()
     )
-
-
-def _compiled(lowered: Lowered) -> Compiled:
-    return lowered.compile()
 
 
 def _on(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -1,6 +1,7 @@
 """The plan in words: what lies where and why, bytes per device, parameters, arithmetic. For people and as JSON."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -51,7 +52,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "tokens_per_step": plan.spec.tokens_per_step,
             "model_flops_per_step": plan.model_flops_per_step,
         },
-        "memory_bytes_per_device": _memory_rows(plan) | {"activations_reason": ACTIVATIONS_UNKNOWN},
+        "memory_bytes_per_device": asdict(plan.memory) | {"activations_reason": ACTIVATIONS_UNKNOWN},
         "arrays": {
             "parameters": [_row(array) for array in plan.sharding.parameters],
             "optimizer": [_row(array) for array in plan.optimizer_state],
@@ -123,23 +124,11 @@ def _table(rows: Sequence[tuple[str, str, str]]) -> Table:
     return table
 
 
-def _memory_rows(plan: Plan) -> dict[str, int | None]:
-    memory = plan.memory
-    return {
-        "parameters": memory.parameters,
-        "optimizer": memory.optimizer,
-        "gradients": memory.gradients,
-        "working_parameters": memory.working_parameters,
-        "batch": memory.batch,
-        "activations": memory.activations,
-    }
-
-
 def _memory(plan: Plan) -> Table:
     table = Table(title="memory per device", title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("class", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
-    for name, count in _memory_rows(plan).items():
+    for name, count in asdict(plan.memory).items():
         shown = human_bytes(count) if count is not None else "unknown"
         table.add_row(name.replace("_", " "), shown, "" if count is not None else ACTIVATIONS_UNKNOWN)
     table.add_row("[bold]known", f"[bold]{human_bytes(plan.memory.known_bytes)}")

@@ -13,17 +13,17 @@ there is none, that is an error.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from meshloom.models import LOGICAL_AXES, Model
+from meshloom.models import LOGICAL_AXES
 
-from .arrays import Array, activation_arrays, parameter_arrays
+from .arrays import Array, Arrays
 from .mesh import MeshPlan, nearest
 from .problems import Problem, raise_if_any, use_one_of
-from .spec import Rule, RunSpec, ShardingSpec
+from .spec import Rule, ShardingSpec
 
 Table = Literal["parameters", "optimizer", "activations"]
 
@@ -75,35 +75,32 @@ class ShardingPlan:
     batch_axes: tuple[str, ...]
 
 
-def plan_sharding(spec: RunSpec, model: Model, mesh: MeshPlan) -> ShardingPlan:
+def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan) -> ShardingPlan:
     """Lay out every parameter, its optimizer state and every named activation. Raises ConfigError."""
-    parameters = parameter_arrays(model, spec.precision.parameters)
-    activations = activation_arrays(model, spec)
-    rules = spec.sharding
     problems: list[Problem] = []
-    planned = {
-        "parameters": _resolve_all(parameters, "parameters", rules.parameters, mesh, problems),
-        "optimizer": _resolve_all(parameters, "optimizer", rules.optimizer, mesh, problems),
-        "activations": _resolve_all(activations, "activations", rules.activations, mesh, problems),
-    }
-    problems += _check_layers_dimension(planned["parameters"])
-    problems += [] if problems else _check_idle_axes(planned["parameters"] + planned["activations"], mesh)
-    raise_if_any(_without_echoes(problems, rules))
-    return ShardingPlan(**planned, batch_axes=batch_axes(rules, mesh))
+    # Rules that the optimizer has from the parameters refuse the same dimensions: that is told once.
+    optimizer_problems = [] if rules.optimizer == rules.parameters else problems
+    parameters = _resolve_all(arrays.parameters, "parameters", rules.parameters, mesh, problems)
+    optimizer = _resolve_all(arrays.parameters, "optimizer", rules.optimizer, mesh, optimizer_problems)
+    activations = _resolve_all(arrays.activations, "activations", rules.activations, mesh, problems)
+    problems += _check_layers_dimension(parameters)
+    problems += [] if problems else _check_idle_axes(parameters + activations, mesh)
+    raise_if_any(problems)
+    return ShardingPlan(parameters, optimizer, activations, batch_axes(rules, mesh))
 
 
-def check_rules(spec: RunSpec, model: Model) -> None:
+def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:
     """Raise ConfigError for rules that name no logical axis, or match no dimension of any array. Needs no mesh."""
-    rules = spec.sharding
-    parameters, activations = parameter_arrays(model, spec.precision.parameters), activation_arrays(model, spec)
-    tables: dict[Table, tuple[tuple[Rule, ...], set[str]]] = {
-        "parameters": (rules.parameters, _names(parameters)),
-        "optimizer": (rules.optimizer, _names(parameters)),
-        "activations": (rules.activations, _names(activations)),
-    }
-    every_name = set(LOGICAL_AXES).union(*(names for _, names in tables.values()))
+    parameters, activations = _names(arrays.parameters), _names(arrays.activations)
+    tables: list[tuple[Table, tuple[Rule, ...], set[str]]] = [
+        ("parameters", rules.parameters, parameters),
+        ("activations", rules.activations, activations),
+    ]
+    if rules.optimizer != rules.parameters:
+        tables.insert(1, ("optimizer", rules.optimizer, parameters))
+    every_name = parameters | activations | set(LOGICAL_AXES)
     problems: list[Problem] = []
-    for table, (table_rules, names) in tables.items():
+    for table, table_rules, names in tables:
         for index, rule in enumerate(table_rules):
             key = f"sharding.{table}[{index}]"
             unknown = [name for name in rule.logical if name not in every_name]
@@ -113,7 +110,7 @@ def check_rules(spec: RunSpec, model: Model) -> None:
             if not unknown and not names & set(rule.logical):
                 what = f"matches nothing: no array has a dimension {' or '.join(rule.logical)}"
                 problems.append(Problem(key, what, f"remove it, or name one of {', '.join(sorted(names))}"))
-    raise_if_any(_without_echoes(problems, rules))
+    raise_if_any(problems)
 
 
 def resolve(array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan) -> ArrayPlan | list["Refusal"]:
@@ -258,11 +255,3 @@ def _names(arrays: Iterable[Array]) -> set[str]:
 
 def _product(axes: tuple[str, ...], mesh: MeshPlan) -> str:
     return f"{mesh.num_shards(axes)} shards ({' x '.join(f'{axis}={mesh.sizes[axis]}' for axis in axes)})"
-
-
-def _without_echoes(problems: list[Problem], rules: ShardingSpec) -> list[Problem]:
-    """Optimizer rules that are those of the parameters repeat their problems: keep one of each."""
-    if rules.optimizer != rules.parameters:
-        return problems
-    told = {replace(problem, where="") for problem in problems if not problem.where.startswith("sharding.optimizer")}
-    return [p for p in problems if not (p.where.startswith("sharding.optimizer") and replace(p, where="") in told)]

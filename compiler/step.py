@@ -67,31 +67,27 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[[Params, Batch],
     layouts = _weight_layouts(plan)
     reduction = jnp.dtype(spec.precision.gradient_reduction)
 
-    def local_loss(params: Params, working: Params, inputs_BT: Array, targets_BT: Array) -> Array:
+    def local_loss(params: Params, working: Params, part: Batch) -> Array:
         """This device's part of the mean loss over all tokens of the global batch."""
-        logits_BTV = _forward(plan, layouts, params, working, inputs_BT)
-        return sum_cross_entropy(logits_BTV, targets_BT) / spec.tokens_per_step
+        logits_BTV = _forward(plan, layouts, params, working, part["inputs"])
+        return sum_cross_entropy(logits_BTV, part["targets"]) / spec.tokens_per_step
 
-    def local_gradients(params: Params, batch: Batch) -> tuple[Array, Params]:
+    def local(params: Params, batch: Batch) -> Any:
         working = _cast(params, spec.precision.compute)
 
-        def one(inputs_BT: Array, targets_BT: Array) -> tuple[Array, Params]:
-            loss, grads = jax.value_and_grad(local_loss)(params, working, inputs_BT, targets_BT)
+        def one(part: Batch) -> tuple[Array, Params | None]:
+            if not with_gradients:
+                return local_loss(params, working, part), None
+            loss, grads = jax.value_and_grad(local_loss)(params, working, part)
             return loss, _cast(grads, "float32")
 
         loss, grads = _sum_over_microbatches(one, batch, spec.num_microbatches)
+        loss = jax.lax.psum(loss, batch_axes) if batch_axes else loss
+        if not with_gradients:
+            return loss
         grads = jax.tree.map(lambda g, layout: reduce_gradient(g, layout, reduction), grads, layouts)
-        return _total(loss, batch_axes), jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
+        return loss, jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
 
-    def local_loss_alone(params: Params, batch: Batch) -> Array:
-        working = _cast(params, spec.precision.compute)
-
-        def one(inputs_BT: Array, targets_BT: Array) -> Array:
-            return local_loss(params, working, inputs_BT, targets_BT)
-
-        return _total(_sum_over_microbatches(one, batch, spec.num_microbatches), batch_axes)
-
-    local = local_gradients if with_gradients else local_loss_alone
     if not batch_axes:
         return local
     params_specs = jax.tree.map(lambda p: keep_axes(p, batch_axes), plan.specs["params"], is_leaf=_is_spec)
@@ -149,24 +145,18 @@ def _weight_layouts(plan: Plan) -> Params:
     return like(plan.abstract["params"], layouts)
 
 
-def _sum_over_microbatches(one: Callable[[Array, Array], Any], batch: Batch, num_microbatches: int) -> Any:
+def _sum_over_microbatches(one: Callable[[Batch], Any], batch: Batch, num_microbatches: int) -> Any:
     """`one` on each microbatch of this device, in turn; results are added."""
     if num_microbatches == 1:
-        return one(batch["inputs"], batch["targets"])
+        return one(batch)
     parts = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
 
     def add(total: Any, part: Batch) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, one(part["inputs"], part["targets"])), None
+        return jax.tree.map(jnp.add, total, one(part)), None
 
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype),
-        jax.eval_shape(lambda part: one(part["inputs"], part["targets"]), jax.tree.map(lambda x: x[0], parts)),
-    )
+    result = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result)
     return jax.lax.scan(add, zeros, parts)[0]
-
-
-def _total(loss: Array, batch_axes: tuple[str, ...]) -> Array:
-    return jax.lax.psum(loss, batch_axes) if batch_axes else loss
 
 
 def _cast(params: Params, dtype: str) -> Params:

@@ -12,7 +12,6 @@ class TargetPlan:
     """name: as the user says it. peak_flops_per_second, hbm_bytes: of one device, None where unknown."""
 
     name: str
-    platform: str
     num_devices: int
     peak_flops_per_second: float | None
     hbm_bytes_per_device: int | None
@@ -23,7 +22,6 @@ def plan_target(spec: TargetSpec) -> TargetPlan:
     attached = jax.devices() if spec.num_devices is None else None
     return TargetPlan(
         name=spec.name,
-        platform=attached[0].platform if attached else "cpu",
         num_devices=len(attached) if attached else int(spec.num_devices or 0),
         peak_flops_per_second=spec.peak_flops_per_second,
         hbm_bytes_per_device=spec.hbm_bytes_per_device,

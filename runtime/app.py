@@ -60,18 +60,8 @@ def run_command(command: str, args: list[str]) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         return _show(ConfigError([composition_problem(error, groups={})]))
     except OSError as error:
-        where = str(error.filename or "disk")
-        return _show(
-            ConfigError(
-                [
-                    Problem(
-                        where,
-                        error.strerror or str(error),
-                        "give this process access to it, or choose another hydra.run.dir",
-                    )
-                ]
-            )
-        )
+        fix = "give this process access to it, or choose another hydra.run.dir"
+        return _show(ConfigError([Problem(str(error.filename or "disk"), error.strerror or str(error), fix)]))
     return 0
 
 
@@ -147,7 +137,8 @@ def _hydra_app(request: Request, flags: argparse.Namespace, task: Task) -> None:
     """Run Hydra's main with the request's overrides; its errors come out as exceptions."""
     os.environ["HYDRA_FULL_ERROR"] = "1"
     target_names.register()
-    kept = [f"--{name.replace('_', '-')}" for name in ("multirun", "resolve", "shell_completion", "hydra_help") if getattr(flags, name)]  # fmt: skip  # noqa: E501
+    switches = ("multirun", "resolve", "shell_completion", "hydra_help")
+    kept = [f"--{name.replace('_', '-')}" for name in switches if getattr(flags, name)]
     for name in ("cfg", "info", "package"):
         value = getattr(flags, name)
         kept += [f"--{name}", value] if value else []
@@ -171,7 +162,8 @@ def _request(flags: argparse.Namespace) -> Request:
     overrides = list(flags.overrides)
     if flags.config_dir or any(text.startswith("hydra.searchpath=") for text in overrides):
         if flags.config_dir and not Path(flags.config_dir).is_dir():
-            raise ConfigError([Problem("--config-dir", f"there is no directory {flags.config_dir}", "name a folder that holds groups, such as model/mine.yaml")])  # fmt: skip  # noqa: E501
+            what, fix = f"there is no directory {flags.config_dir}", "name a folder with groups in it: model/mine.yaml"
+            raise ConfigError([Problem("--config-dir", what, fix)])
         overrides = search_path_override(overrides, flags.config_dir)
     path = str(Path(flags.config_path).resolve()) if flags.config_path else None
     return Request(tuple(overrides), flags.config_name or "config", path)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import grain
 import numpy as np
 
-from meshloom.compiler.problems import ConfigError, Problem
+from meshloom.compiler.problems import Problem, raise_if_any
 from meshloom.compiler.spec import RunSpec
 
 END_OF_DOCUMENT = 256  # behind the 256 bytes
@@ -77,8 +77,7 @@ def check_data(spec: RunSpec, num_sequences: dict[Split, int]) -> None:
             fix = "lower sequence_length or global_batch_size"
             more = ", evaluation.num_batches too, or raise data.held_out_fraction" if split == "held_out" else ""
             problems.append(Problem("data", what, fix + more))
-    if problems:
-        raise ConfigError(problems)
+    raise_if_any(problems)
 
 
 @cache
