@@ -84,6 +84,7 @@ def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan) -> Shardi
     optimizer = _resolve_all(arrays.parameters, "optimizer", rules.optimizer, mesh, optimizer_problems)
     activations = _resolve_all(arrays.activations, "activations", rules.activations, mesh, problems)
     problems += _check_layers_dimension(parameters)
+    problems += _check_batch_dimension(activations, batch_axes(rules, mesh))
     problems += [] if problems else _check_idle_axes(parameters + activations, mesh)
     raise_if_any(problems)
     return ShardingPlan(parameters, optimizer, activations, batch_axes(rules, mesh))
@@ -229,6 +230,17 @@ def _check_layers_dimension(plans: Iterable[ArrayPlan]) -> list[Problem]:
     others = f" (and {len(sharded) - 1} more)" if len(sharded) > 1 else ""
     what = f"'{sharded[0]}'{others}: the layers of a stack are run one after the other, and cannot be sharded"
     return [Problem("sharding.parameters", what, "give 'layers' a rule with mesh: [], and shard another dimension")]
+
+
+def _check_batch_dimension(activations: Iterable[ArrayPlan], split: tuple[str, ...]) -> list[Problem]:
+    """The step is split over the axes of the first rule for the batch; an activation cannot lie otherwise."""
+    for plan in activations:
+        for dimension in plan.dimensions:
+            if dimension.logical == "batch" and dimension.axes != split:
+                what = f"'{plan.array.path}' has its batch {', '.join(dimension.axes) or 'whole'} ({dimension.note})"
+                what += f", and the step splits the batch over {', '.join(split)}"
+                return [Problem("sharding.activations", what, "put the rule for batch first")]
+    return []
 
 
 def _check_idle_axes(plans: Iterable[ArrayPlan], mesh: MeshPlan) -> list[Problem]:
