@@ -59,11 +59,11 @@ def _activations(model: Model, spec: RunSpec) -> tuple[Array, ...]:
     compute = jnp.dtype(spec.precision.compute)
 
     def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
-        context = Context(jnp.arange(spec.sequence_length), record)
+        context = Context(jnp.arange(spec.sequence_length)[None], record)
         x_BTE = model.embed.apply(params["embed"], tokens_BT, context)
         for stack in model.stacks:
             x_BTE = stack.layer.apply(params[stack.name], x_BTE, context)
-        return model.head.apply(params["head"], x_BTE, context)
+        return model.head.apply(model.head_params(params["head"], params["embed"]), x_BTE, context)
 
     pieces = {"embed": model.embed, "head": model.head, **{stack.name: stack.layer for stack in model.stacks}}
     params = {

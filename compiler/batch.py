@@ -1,5 +1,7 @@
 """The global batch: split over microbatches, and each of them over the data shards."""
 
+from meshloom.models import Model
+
 from .mesh import MeshPlan, nearest
 from .problems import Problem, raise_if_any
 from .sharding import batch_axes
@@ -22,3 +24,11 @@ def check_batch(spec: RunSpec, mesh: MeshPlan) -> None:
         fitting = [n for n in range(1, size // shards + 1) if size // shards % n == 0]
         fix += f", or num_microbatches={nearest(microbatches, fitting)}"
     raise_if_any([Problem("global_batch_size", f"{size} sequences are not divisible by {by}", fix)])
+
+
+def check_length(spec: RunSpec, model: Model) -> None:
+    """Raise ConfigError where sequences are longer than the model can read."""
+    if model.max_length is not None and spec.sequence_length > model.max_length:
+        what = f"{spec.sequence_length} tokens are more than the {model.max_length} that the model has positions for"
+        fix = f"use {model.max_length} or less, or model.num_positions={spec.sequence_length}"
+        raise_if_any([Problem("sequence_length", what, fix)])

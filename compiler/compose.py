@@ -68,9 +68,9 @@ def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
     What `then` finds wrong is in the same report as wrong keys and types, wherever it does not rest on them.
     """
     with hydra_session(request) as groups:
-        usable = {text: _problems_of_override(text, request, groups) for text in request.overrides}
-        problems = list(chain.from_iterable(usable.values()))
-        kept = [text for text, found in usable.items() if not found]
+        judged = [(text, _problems_of_override(text, request, groups)) for text in request.overrides]
+        problems = list(chain.from_iterable(found for _, found in judged))
+        kept = [text for text, found in judged if not found]
         spec, wrong = _validate(kept, request, groups)
         problems += wrong
         if wrong:

@@ -10,8 +10,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshloom.models import build_model
 
 from .arrays import find_arrays
-from .batch import check_batch
+from .attention import plan_attention
+from .batch import check_batch, check_length
 from .flops import model_flops_per_step
+from .loss import plan_loss_blocks
 from .mesh import plan_mesh
 from .optimizer import build_optimizer, plan_optimizer_state
 from .plan import Plan, plan_memory, plan_state_arrays
@@ -29,7 +31,12 @@ def plan_run(spec: RunSpec) -> Plan:
     target = plan_target(spec.target)
     arrays = find_arrays(spec, model)
     mesh, _ = all_of(lambda: plan_mesh(spec.mesh, target), lambda: check_rules(spec.sharding, arrays))
-    sharding, _ = all_of(lambda: plan_sharding(spec.sharding, arrays, mesh), lambda: check_batch(spec, mesh))
+    sharding, attention, *_ = all_of(
+        lambda: plan_sharding(spec.sharding, arrays, mesh),
+        lambda: plan_attention(spec, target),
+        lambda: check_batch(spec, mesh),
+        lambda: check_length(spec, model),
+    )
     optimizer = build_optimizer(spec.optimizer, spec.num_steps)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, spec.precision.parameters), model.abstract())
     params_specs = like(params, {plan.array.path: plan.spec for plan in sharding.parameters})
@@ -46,6 +53,8 @@ def plan_run(spec: RunSpec) -> Plan:
         optimizer_state=state_arrays,
         abstract={"step": jax.ShapeDtypeStruct((), jnp.int32), "params": params, "optimizer": state},
         specs={"step": PartitionSpec(), "params": params_specs, "optimizer": state_specs},
+        attention=attention,
+        num_loss_blocks=plan_loss_blocks(spec, sharding, mesh),
         memory=plan_memory(spec, mesh, sharding, state_arrays),
         model_flops_per_step=model_flops_per_step(model, spec),
     )
@@ -54,7 +63,7 @@ def plan_run(spec: RunSpec) -> Plan:
 @dataclass(frozen=True)
 class Programs:
     """What a run executes. init: () -> state. train: (state, batch) -> (state, metrics), the state donated.
-    evaluate: (params, batch) -> loss. state, batch: what they take, as ShapeDtypeStructs with shardings."""
+    evaluate: (params, batch) -> [summed loss, number of targets]. state, batch: what they take, as ShapeDtypeStructs with shardings."""
 
     init: Any
     train: Any

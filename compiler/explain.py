@@ -25,6 +25,8 @@ def explain(plan: Plan, console: Console) -> None:
         f"the batch is split {plan.mesh.num_shards(plan.sharding.batch_axes):,} ways"
     )
     console.print(f"[bold]model[/] {plan.num_parameters:,} parameters, {plan.model_flops_per_step:.4g} FLOPs per step")
+    blocks = f"in {plan.num_loss_blocks} blocks of tokens" if plan.num_loss_blocks > 1 else "of all tokens at once"
+    console.print(f"[bold]attention[/] by {plan.attention.implementation}: {plan.attention.reason}; logits {blocks}")
     for title, rules, arrays in (
         ("parameters", spec.sharding.parameters, plan.sharding.parameters),
         ("optimizer state", spec.sharding.optimizer, plan.optimizer_state),
@@ -51,6 +53,8 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "num_parameters": plan.num_parameters,
             "tokens_per_step": plan.spec.tokens_per_step,
             "model_flops_per_step": plan.model_flops_per_step,
+            "attention": asdict(plan.attention),
+            "num_loss_blocks": plan.num_loss_blocks,
         },
         "memory_bytes_per_device": asdict(plan.memory) | {"activations_reason": ACTIVATIONS_UNKNOWN},
         "arrays": {

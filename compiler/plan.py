@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from meshloom.models import Model
 
 from .arrays import Array
+from .attention import AttentionPlan
 from .gather import axes_of
 from .mesh import MeshPlan
 from .sharding import ArrayPlan, DimensionPlan, ShardingPlan
@@ -48,6 +49,8 @@ class Plan:
     optimizer_state: tuple[ArrayPlan, ...]  # every leaf that is no scalar
     abstract: dict[str, Any]
     specs: dict[str, Any]
+    attention: AttentionPlan
+    num_loss_blocks: int  # parts that a microbatch's tokens are run through the head in
     memory: MemoryPlan
     model_flops_per_step: int
 

@@ -83,6 +83,19 @@ class RematSpec(Config):
     policy: Literal["none", "full", "save_dots"]
 
 
+class LossSpec(Config):
+    """Mean cross-entropy per target, in float32."""
+
+    z_loss_weight: NonNegativeFloat  # of log(z)^2, which keeps logits from drifting (PaLM: 1e-4); 0: none
+    max_logits_bytes: PositiveInt  # float32 logits held at once, per device: the head is run on as few tokens at a time
+
+
+class KernelsSpec(Config):
+    """Which implementation of an operation is called, where there are several."""
+
+    attention: Literal["auto", "xla", "cudnn", "splash"]
+
+
 class OptimizerSpec(Config):
     """AdamW (arXiv:1711.05101) behind clipping by global norm, with linear warm-up and cosine decay."""
 
@@ -130,6 +143,8 @@ class RunSpec(Config):
     sharding: ShardingSpec
     precision: PrecisionSpec
     remat: RematSpec
+    loss: LossSpec
+    kernels: KernelsSpec
     optimizer: OptimizerSpec
     data: DataSpec
     checkpoint: CheckpointSpec

@@ -6,6 +6,8 @@ how matmuls are split.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,10 +16,12 @@ import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models import Context, Params
+from meshloom.models import IGNORED_TARGET, Context, Params
 
-from .gather import WeightLayout, gather, keep_axes, plan_weight, reduce_gradient
+from .attention import build_attend
+from .gather import Axes, WeightLayout, gather, keep_axes, plan_weight, reduce_gradient
 from .layers import scan_layers
+from .loss import sum_losses
 from .optimizer import build_schedule
 from .plan import Plan
 from .trees import leaves_by_path, like
@@ -33,9 +37,14 @@ def build_train_step(plan: Plan) -> TrainStep:
     schedule = build_schedule(plan.spec.optimizer, plan.spec.num_steps)
 
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        loss, grads = gradients(state["params"], batch)
+        dropout_key = jax.random.fold_in(jax.random.key(plan.spec.seed), state["step"])
+        (loss, num_targets), grads = gradients(state["params"], batch, dropout_key)
         updates, optimizer_state = plan.optimizer.update(grads, state["optimizer"], state["params"])
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": schedule(state["step"])}
+        metrics = {
+            "loss": loss / num_targets,
+            "grad_norm": optax.tree.norm(grads),
+            "learning_rate": schedule(state["step"]),
+        }
         params = optax.apply_updates(state["params"], updates)
         return {"step": state["step"] + 1, "params": params, "optimizer": optimizer_state}, metrics
 
@@ -43,7 +52,7 @@ def build_train_step(plan: Plan) -> TrainStep:
 
 
 def build_eval_step(plan: Plan) -> Callable[[Params, Batch], Array]:
-    """Mean loss of one global batch, in nats per token."""
+    """(params, batch) -> float32 [summed cross-entropy in nats, number of targets] of one global batch."""
     return build_loss(plan, with_gradients=False)
 
 
@@ -58,76 +67,116 @@ def build_init(plan: Plan) -> Callable[[], State]:
     return init
 
 
-def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[[Params, Batch], Any]:
-    """(params, batch) -> mean loss per token, with `with_gradients` also its gradient, in the parameters' layout.
+def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
+    """(params, batch, dropout_key) -> sums over the targets of a global batch: [cross-entropy, number of targets]; with
+    `with_gradients` also the gradient of the mean objective, in the parameters' layout.
 
-    Gradients are accumulated in float32 over the microbatches, which run one after the other.
+    dropout_key: None for no dropout. Gradients are accumulated in float32 over the microbatches, which run one after
+    the other.
     """
     spec, batch_axes = plan.spec, plan.sharding.batch_axes
     layouts = _weight_layouts(plan)
     reduction = jnp.dtype(spec.precision.gradient_reduction)
+    over_batch = partial(jax.lax.psum, axis_name=batch_axes) if batch_axes else lambda x: x
 
-    def local_loss(params: Params, working: Params, part: Batch) -> Array:
-        """This device's part of the mean loss over all tokens of the global batch."""
-        logits_BTV = _forward(plan, layouts, params, working, part["inputs"])
-        return sum_cross_entropy(logits_BTV, part["targets"]) / spec.tokens_per_step
-
-    def local(params: Params, batch: Batch) -> Any:
+    def local(params: Params, batch: Batch, dropout_key: Array | None) -> Any:
         working = _cast(params, spec.precision.compute)
+        num_targets = over_batch(jnp.sum(batch["targets"] != IGNORED_TARGET))
+
+        def objective(params: Params, part: Batch) -> tuple[Array, Array]:
+            """This device's part of the mean objective over all targets of the global batch, and of the summed loss."""
+            objective, loss = _losses(plan, layouts, params, working, part, dropout_key)
+            return objective / jnp.maximum(num_targets, 1), loss
 
         def one(part: Batch) -> tuple[Array, Params | None]:
             if not with_gradients:
-                return local_loss(params, working, part), None
-            loss, grads = jax.value_and_grad(local_loss)(params, working, part)
+                return objective(params, part)[1], None
+            (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(params, part)
             return loss, _cast(grads, "float32")
 
         loss, grads = _sum_over_microbatches(one, batch, spec.num_microbatches)
-        loss = jax.lax.psum(loss, batch_axes) if batch_axes else loss
+        sums = jnp.stack([over_batch(loss), num_targets.astype(jnp.float32)])
         if not with_gradients:
-            return loss
+            return sums
         grads = jax.tree.map(lambda g, layout: reduce_gradient(g, layout, reduction), grads, layouts)
-        return loss, jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
+        return sums, jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
 
-    if not batch_axes:
-        return local
-    params_specs = jax.tree.map(lambda p: keep_axes(p, batch_axes), plan.specs["params"], is_leaf=_is_spec)
-    return jax.shard_map(
-        local,
-        in_specs=(params_specs, PartitionSpec(batch_axes)),
-        out_specs=(PartitionSpec(), params_specs) if with_gradients else PartitionSpec(),
-        axis_names=set(batch_axes),
-        check_vma=False,  # the reductions are all written out, and tested against one device
-    )
+    def over_the_mesh(params: Params, batch: Batch, dropout_key: Array | None = None) -> Any:
+        batch = batch | {"row": jnp.arange(spec.global_batch_size)}
+        if not batch_axes:
+            return local(params, batch, dropout_key)
+        params_specs = jax.tree.map(lambda p: keep_axes(p, batch_axes), plan.specs["params"], is_leaf=_is_spec)
+        return jax.shard_map(
+            local,
+            in_specs=(params_specs, PartitionSpec(batch_axes), PartitionSpec()),
+            out_specs=(PartitionSpec(), params_specs) if with_gradients else PartitionSpec(),
+            axis_names=set(batch_axes),
+            check_vma=False,  # the reductions are all written out, and tested against one device
+        )(params, batch, dropout_key)
 
-
-def sum_cross_entropy(logits_BTV: Array, targets_BT: Array) -> Array:
-    """Sum over tokens of -log softmax(logits)[target], in float32. Splits over a sharded vocabulary."""
-    logits_BTV = logits_BTV.astype(jnp.float32)
-    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
-    target_logit_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
-    return jnp.sum(jax.nn.logsumexp(logits_BTV, axis=-1) - target_logit_BT)
+    return over_the_mesh
 
 
-def _forward(plan: Plan, layouts: Params, params: Params, working: Params, tokens_BT: Array) -> Array:
-    model, context = plan.model, Context(jnp.arange(tokens_BT.shape[1]), _activation_layout(plan))
+def _losses(
+    plan: Plan, layouts: Params, params: Params, working: Params, part: Batch, dropout_key: Array | None
+) -> Array:
+    """The forward pass of one microbatch of this device: (objective, cross-entropy), summed over its targets."""
+    model, context = plan.model, _context(plan, part)
     reduction = jnp.dtype(plan.spec.precision.gradient_reduction)
+    keys_B = None if dropout_key is None else jax.vmap(partial(jax.random.fold_in, dropout_key))(part["row"])
 
     def gathered(name: str, params: Params, working: Params) -> Params:
         return jax.tree.map(lambda p, w, layout: gather(p, w, layout, reduction), params, working, layouts[name])
 
-    x_BTE = model.embed.apply(gathered("embed", params["embed"], working["embed"]), tokens_BT, context)
+    def with_keys(index: Array | int) -> Context:
+        """index: 0 for the embedding, from 1 on for the layers."""
+        if keys_B is None:
+            return context
+        return replace(context, dropout_keys_B=jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B))
+
+    embed = gathered("embed", params["embed"], working["embed"])
+    x_BTE = model.embed.apply(embed, part["inputs"], with_keys(0))
+    num_before = 1
     for stack in model.stacks:
 
-        def layer(stored: tuple[Params, Params], x_BTE: Array, stack=stack) -> Array:
-            return stack.layer.apply(gathered(stack.name, *stored), x_BTE, context)
+        def layer(stored: tuple[Params, Params, Array], x_BTE: Array, stack=stack) -> Array:
+            params, working, index = stored
+            return stack.layer.apply(gathered(stack.name, params, working), x_BTE, with_keys(index))
 
-        x_BTE = scan_layers(layer, (params[stack.name], working[stack.name]), x_BTE, remat=plan.spec.remat.policy)
-    return model.head.apply(gathered("head", params["head"], working["head"]), x_BTE, context)
+        indices = num_before + jnp.arange(stack.num_layers)
+        stored = (params[stack.name], working[stack.name], indices)
+        x_BTE = scan_layers(layer, stored, x_BTE, remat=plan.spec.remat.policy)
+        num_before += stack.num_layers
+    return sum_losses(
+        lambda params, x_BTE: model.head.apply(params, x_BTE, context),
+        model.head_params(gathered("head", params["head"], working["head"]), embed),
+        x_BTE,
+        part["targets"],
+        z_loss_weight=plan.spec.loss.z_loss_weight,
+        num_blocks=plan.num_loss_blocks,
+    )
+
+
+def _context(plan: Plan, part: Batch) -> Context:
+    positions_BT = part["positions"] if "positions" in part else jnp.arange(part["inputs"].shape[1])[None]
+    attend = build_attend(plan.attention.implementation, _heads_layout(plan))
+    return Context(positions_BT, _activation_layout(plan), attend, part.get("segment_ids"))
+
+
+def _heads_layout(plan: Plan) -> PartitionSpec:
+    """Queries (batch, length, heads, head_dim) over the automatic mesh axes."""
+    dimensions = (d for planned in plan.sharding.activations for d in planned.dimensions if d.logical == "heads")
+    axes = next((d.axes for d in dimensions), ())
+    return keep_axes(PartitionSpec(None, None, axes, None), _automatic_axes(plan))
+
+
+def _automatic_axes(plan: Plan) -> Axes:
+    return tuple(axis for axis, n in plan.mesh.sizes.items() if n > 1 and axis not in plan.sharding.batch_axes)
 
 
 def _activation_layout(plan: Plan) -> Callable[..., Array]:
     """Activation rules over the automatic mesh axes, as constraints; the batch axes are split already."""
-    automatic = tuple(axis for axis, n in plan.mesh.sizes.items() if n > 1 and axis not in plan.sharding.batch_axes)
+    automatic = _automatic_axes(plan)
     specs = {planned.array.path: keep_axes(planned.spec, automatic) for planned in plan.sharding.activations}
 
     def activation(name: str, x: Array, *_: str | None) -> Array:

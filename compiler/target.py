@@ -1,6 +1,7 @@
 """Which devices the step is for: their number and what is known of one."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 
@@ -12,6 +13,7 @@ class TargetPlan:
     """name: as the user says it. peak_flops_per_second, hbm_bytes: of one device, None where unknown."""
 
     name: str
+    platform: Literal["cpu", "gpu", "tpu"]
     num_devices: int
     peak_flops_per_second: float | None
     hbm_bytes_per_device: int | None
@@ -22,6 +24,7 @@ def plan_target(spec: TargetSpec) -> TargetPlan:
     attached = jax.devices() if spec.num_devices is None else None
     return TargetPlan(
         name=spec.name,
+        platform=jax.default_backend() if spec.kind == "local" else "cpu",
         num_devices=len(attached) if attached else int(spec.num_devices or 0),
         peak_flops_per_second=spec.peak_flops_per_second,
         hbm_bytes_per_device=spec.hbm_bytes_per_device,

@@ -5,19 +5,23 @@ initialiser and a pure function. From there on nothing but plain nested dicts of
 owns the loop over layers, so a model never says how its layers are run.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import flax
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+
+from .attention import attend
 
 # Logical axes are resolved by compiler/sharding.py; NNX must not look for a mesh when a Param is made.
 flax.config.update("flax_always_shard_variable", False)
 
 Params = dict[str, Any]  # nested dict of arrays
+IGNORED_TARGET = -1  # a target that the loss leaves out: padding, or the end of a document
 LogicalAxes = tuple[str | None, ...]  # one name per dimension; None: a dimension that is never sharded
 
 
@@ -25,13 +29,29 @@ LogicalAxes = tuple[str | None, ...]  # one name per dimension; None: a dimensio
 class Context:
     """What the compiler hands to a piece beside its parameters and its input.
 
-    positions_T: int32 (length,), the position of each token in its sequence.
-    activation: `activation(name, x, *logical_axes)` returns `x` laid out by the activation rules. Name an activation
-        once in a model; the name is what tables and errors show.
+    positions_BT: int32 (batch or 1, length), the position of each token in its document.
+    segment_ids_BT: int32 (batch, length), the document of each token within its sequence, 0 for padding; tokens attend
+        within their document only. None: a sequence is one document.
+    activation: `activation(name, x, *logical_axes)` returns `x` laid out by the activation rules. The name is what
+        tables, errors and remat policies show; in all places of a model it stands for the same dimensions.
+    attend: causal attention by the implementation that the plan chose; called as `models.attention.attend`.
+    dropout_keys_B: a key for each sequence, of this piece alone. None: nothing is dropped.
     """
 
-    positions_T: Array
+    positions_BT: Array
     activation: Callable[..., Array]
+    attend: Callable[..., Array] = attend
+    segment_ids_BT: Array | None = None
+    dropout_keys_B: Array | None = None
+
+    def dropout(self, x: Array, rate: float, *, site: int) -> Array:
+        """`x` (batch, ...) with a share `rate` of it set to zero, and the rest scaled up. site: tells the calls within
+        a piece apart. What is dropped depends on the sequence alone: not on how the batch is split over devices."""
+        if self.dropout_keys_B is None or rate == 0:
+            return x
+        keys_B = jax.vmap(lambda key: jax.random.fold_in(key, site))(self.dropout_keys_B)
+        is_kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys_B)
+        return jnp.where(is_kept, x / (1 - rate), 0).astype(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -40,6 +60,7 @@ class Piece:
 
     abstract: Params  # nested dict of jax.ShapeDtypeStruct
     logical_axes: Params  # the same tree, of LogicalAxes
+    is_matrix: Params  # the same tree, of bool
     init: Callable[[Array], Params]  # key -> parameters
     apply: Callable[..., Array]  # (parameters, x, Context) -> x
 
@@ -55,11 +76,18 @@ class Stack:
 
 @dataclass(frozen=True)
 class Model:
-    """embed: tokens_BT -> x_BTE; each stack's layer: x_BTE -> x_BTE; head: x_BTE -> logits_BTV."""
+    """embed: tokens_BT -> x_BTE; each stack's layer: x_BTE -> x_BTE; head: x_BTE -> logits_BTV.
+
+    The head is pointwise along the length: the compiler may run it on some tokens at a time. tied: parameters of the
+    head that are those of the embedding, by name: {"table_VE": "table_VE"}. max_length: the longest sequence that it can
+    read; None: any.
+    """
 
     embed: Piece
     stacks: tuple[Stack, ...]
     head: Piece
+    tied: Mapping[str, str] = field(default_factory=dict)
+    max_length: int | None = None
 
     def abstract(self) -> Params:
         """Parameters as `jax.ShapeDtypeStruct`: nothing is allocated."""
@@ -69,7 +97,7 @@ class Model:
             )
             for stack in self.stacks
         }
-        return {"embed": self.embed.abstract, **stacked, "head": self.head.abstract}
+        return {"embed": self.embed.abstract, **stacked, "head": self._own(self.head.abstract)}
 
     def logical_axes(self) -> Params:
         """The logical axis of every dimension of every parameter, as a tree of tuples like `abstract()`."""
@@ -77,7 +105,12 @@ class Model:
             stack.name: jax.tree.map(lambda axes: ("layers", *axes), stack.layer.logical_axes, is_leaf=is_logical_axes)
             for stack in self.stacks
         }
-        return {"embed": self.embed.logical_axes, **stacked, "head": self.head.logical_axes}
+        return {"embed": self.embed.logical_axes, **stacked, "head": self._own(self.head.logical_axes)}
+
+    def is_matrix(self) -> Params:
+        """True for each parameter that multiplies activations as a matrix, as against scales and biases."""
+        pieces = {"embed": self.embed, **{stack.name: stack.layer for stack in self.stacks}}
+        return {name: piece.is_matrix for name, piece in pieces.items()} | {"head": self._own(self.head.is_matrix)}
 
     def init(self, key: Array) -> Params:
         """Fresh parameters. Pure, so it can be compiled with output shardings: every device makes its own shard."""
@@ -86,7 +119,14 @@ class Model:
             stack.name: jax.vmap(stack.layer.init)(jax.random.split(stack_key, stack.num_layers))
             for stack, stack_key in zip(self.stacks, stack_keys, strict=True)
         }
-        return {"embed": self.embed.init(embed_key), **stacked, "head": self.head.init(head_key)}
+        return {"embed": self.embed.init(embed_key), **stacked, "head": self._own(self.head.init(head_key))}
+
+    def head_params(self, head: Params, embed: Params) -> Params:
+        """All that the head's `apply` takes: its own parameters and those that it shares with the embedding."""
+        return head | {name: embed[original] for name, original in self.tied.items()}
+
+    def _own(self, head: Params) -> Params:
+        return {name: node for name, node in head.items() if name not in self.tied}
 
 
 def is_logical_axes(node: Any) -> bool:
@@ -98,16 +138,18 @@ def build_piece(make: Callable[[nnx.Rngs], nnx.Module]) -> Piece:
     """Turn an NNX module into a `Piece`.
 
     `make(rngs)` builds the module; every `nnx.Param` in it carries `out_sharding=(logical axis, ...)`, one name (or
-    None) per dimension. Raises TypeError where a Param does not, or where the module holds state that is no Param.
+    None) per dimension. A Param of two or more dimensions is a matrix, unless it carries `is_matrix=False` (a bias per
+    head is none). Raises TypeError where axes are missing, or where the module holds state that is no Param.
     """
     module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
     graphdef, params, other = nnx.split(module, nnx.Param, ...)
     if jax.tree.leaves(other):
         raise TypeError(f"{type(module).__name__} holds variables that are no nnx.Param: {other}")
-    names = [(path, _axes_of(path, variable)) for path, variable in nnx.to_flat_state(params)]
+    variables = nnx.to_flat_state(params)
     return Piece(
         abstract=nnx.to_pure_dict(params),
-        logical_axes=_nested(names),
+        logical_axes=_nested([(path, _axes_of(path, variable)) for path, variable in variables]),
+        is_matrix=_nested([(path, _is_matrix(variable)) for path, variable in variables]),
         init=lambda key: nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), nnx.Param)),
         apply=lambda params, *args: nnx.merge(graphdef, params)(*args),
     )
@@ -122,7 +164,11 @@ def _axes_of(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> LogicalAxes:
     return tuple(axes)
 
 
-def _nested(items: list[tuple[tuple[Any, ...], LogicalAxes]]) -> Params:
+def _is_matrix(variable: nnx.Variable[Any]) -> bool:
+    return variable.get_metadata("is_matrix", True) and len(variable.get_value().shape) > 1
+
+
+def _nested(items: list[tuple[tuple[Any, ...], Any]]) -> Params:
     tree: Params = {}
     for path, value in items:
         node = tree

@@ -1,20 +1,28 @@
-"""A Llama-style decoder: grouped-query attention, rotary positions, RMSNorm, gated MLP, untied head.
+"""The decoder family: Llama, GPT-2, Qwen 3, Gemma 2 and what lies between them, told apart by their configs alone.
 
 Shapes end in their dimensions:
-B batch, T length, E embed, H heads, K kv_heads, D head_dim, M mlp, V vocab.
+B batch, T length, E embed, H heads, K kv_heads, D head_dim, M mlp, V vocab, P positions.
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from .config import Config
 from .contract import Context, Model, Stack, build_piece
+from .parts import Norm, NormKind, RopeScaling, bias, matrix, rotate
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
 
 
 class DecoderConfig(Config):
@@ -26,142 +34,235 @@ class DecoderConfig(Config):
     num_kv_heads: PositiveInt  # heads that share one key and value: num_heads / num_kv_heads
     head_dim: PositiveInt
     mlp_dim: PositiveInt
-    rope_theta: PositiveFloat  # base of the rotary wavelengths
+    mlp: Literal["gated", "plain"]  # gated: (f(x gate) * (x up)) down; plain: f(x up) down
+    mlp_activation: Literal["silu", "gelu", "gelu_tanh", "relu"]
+    positions: Literal["rope", "learned"]
+    rope_theta: PositiveFloat | None  # base of the rotary wavelengths
+    rope_scaling: RopeScaling | None
+    num_positions: PositiveInt | None  # rows of the table of learned positions: the longest sequence
+    norm: NormKind
+    norm_placement: Literal["before", "before_and_after"]  # of attention and MLP
     norm_epsilon: PositiveFloat
+    qk_norm: Literal["none", "rms"]  # of each head's queries and keys, before they are turned
+    attention_scale: PositiveFloat | None  # of scores; None: 1 / sqrt(head_dim)
+    attention_windows: Annotated[tuple[PositiveInt | None, ...], Field(min_length=1)]  # in turn; None: all before
+    attention_soft_cap: PositiveFloat | None
+    logit_soft_cap: PositiveFloat | None
+    biases: Literal["none", "qkv", "all"]  # of matrices, but that of the head
+    embeddings: Literal["separate", "tied"]  # tied: the head multiplies with the embedding's table
+    embedding_scale: Literal["one", "sqrt_embed_dim"]
+    dropout_rate: Annotated[float, Field(ge=0, lt=1)]  # of the embeddings and of what is added to the residual stream
     initializer_stddev: PositiveFloat  # of every matrix; the two that write to the residual stream: / sqrt(2 layers)
 
     @model_validator(mode="after")
-    def _check_heads(self) -> Self:
+    def _check(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            raise PydanticCustomError(
-                "heads",
-                "num_heads={heads} is no multiple of num_kv_heads={kv_heads}",
-                {"heads": self.num_heads, "kv_heads": self.num_kv_heads, "key": "num_kv_heads",
-                 "fix": f"use one of {_divisors(self.num_heads)}"},
-            )  # fmt: skip
-        if self.head_dim % 2:
-            raise PydanticCustomError(
-                "head_dim",
-                "head_dim={head_dim} is odd, and rotary positions turn pairs of dimensions",
-                {"head_dim": self.head_dim, "key": "head_dim", "fix": f"use {self.head_dim + 1}"},
-            )
+            raise _problem("num_kv_heads", f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}",
+                           f"use one of {_divisors(self.num_heads)}")  # fmt: skip
+        if self.num_layers % len(self.attention_windows):
+            raise _problem("num_layers", f"{self.num_layers} layers are no whole number of rounds through the "
+                           f"{len(self.attention_windows)} attention_windows",
+                           f"use a multiple of {len(self.attention_windows)}")  # fmt: skip
+        return self._check_positions()
+
+    def _check_positions(self) -> Self:
+        rope = {"rope_theta": self.rope_theta, "rope_scaling": self.rope_scaling}
+        learned = {"num_positions": self.num_positions}
+        used, unused = (rope, learned) if self.positions == "rope" else (learned, rope)
+        first = next(iter(used))
+        if used[first] is None:
+            raise _problem(first, f"positions={self.positions} needs it", f"set model.{first}=...")
+        for key, value in unused.items():
+            if value is not None:
+                raise _problem(key, f"positions={self.positions} does not use it", f"set model.{key}=null")
+        if self.positions == "rope" and self.head_dim % 2:
+            raise _problem("head_dim", f"head_dim={self.head_dim} is odd, and rotary positions turn pairs of dimensions",
+                           f"use {self.head_dim + 1}")  # fmt: skip
         return self
 
 
 def build_decoder(config: DecoderConfig) -> Model:
-    """The three pieces of the decoder that `config` describes."""
+    """The three pieces of the decoder that `config` describes. A layer of its stack is one round through the windows."""
+    num_rounds = config.num_layers // len(config.attention_windows)
     return Model(
         embed=build_piece(lambda rngs: Embed(config, rngs)),
-        stacks=(Stack("layers", build_piece(lambda rngs: Layer(config, rngs)), config.num_layers),),
+        stacks=(Stack("layers", build_piece(lambda rngs: _layer(config, rngs)), num_rounds),),
         head=build_piece(lambda rngs: Head(config, rngs)),
+        tied={"table_VE": "table_VE"} if config.embeddings == "tied" else {},
+        max_length=config.num_positions,
     )
 
 
 class Embed(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.table_VE = _matrix(config, rngs, ("vocab", "embed"), (config.vocab_size, config.embed_dim))
+        self.config, E = config, config.embed_dim
+        self.table_VE = matrix(rngs, ("vocab", "embed"), (config.vocab_size, E), stddev=config.initializer_stddev)
+        if config.num_positions is not None:
+            shape = (config.num_positions, E)
+            self.positions_PE = matrix(rngs, (None, "embed"), shape, stddev=config.initializer_stddev)
 
     def __call__(self, tokens_BT: Array, context: Context) -> Array:
-        return context.activation("embedded", self.table_VE[tokens_BT], "batch", "length", "embed")
+        x_BTE = self.table_VE[tokens_BT]
+        if self.config.embedding_scale == "sqrt_embed_dim":
+            x_BTE *= jnp.asarray(self.config.embed_dim**0.5, x_BTE.dtype)
+        if self.config.num_positions is not None:
+            x_BTE += self.positions_PE[context.positions_BT]
+        x_BTE = context.dropout(x_BTE, self.config.dropout_rate, site=0)
+        return context.activation("embedded", x_BTE, "batch", "length", "embed")
+
+
+class Round(nnx.Module):
+    """Layers with different windows, one after the other: what repeats is all of them together."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.num_layers = len(config.attention_windows)
+        for i in range(self.num_layers):
+            setattr(self, f"layer_{i}", Layer(config, rngs, index=i))
+
+    def __call__(self, x_BTE: Array, context: Context) -> Array:
+        for i in range(self.num_layers):
+            x_BTE = getattr(self, f"layer_{i}")(x_BTE, context)
+        return x_BTE
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config)
-        self.attention = Attention(config, rngs)
-        self.mlp_norm = RMSNorm(config)
-        self.mlp = GatedMLP(config, rngs)
+    """index: of its window among `attention_windows`."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, index: int):
+        self.config, self.index = config, index
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config, rngs, window=config.attention_windows[index])
+        self.mlp_norm = _norm(config)
+        self.mlp = MLP(config, rngs)
+        if config.norm_placement == "before_and_after":
+            self.attention_out_norm = _norm(config)
+            self.mlp_out_norm = _norm(config)
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
-        x_BTE = x_BTE + self.attention(self.attention_norm(x_BTE), context)
+        rate, is_normed = self.config.dropout_rate, self.config.norm_placement == "before_and_after"
+        y_BTE = self.attention(self.attention_norm(x_BTE), context)
+        y_BTE = self.attention_out_norm(y_BTE) if is_normed else y_BTE
+        x_BTE = x_BTE + context.dropout(y_BTE, rate, site=2 * self.index)
         x_BTE = context.activation("attention_residual", x_BTE, "batch", "length", "embed")
-        x_BTE = x_BTE + self.mlp(self.mlp_norm(x_BTE), context)
+        y_BTE = self.mlp(self.mlp_norm(x_BTE), context)
+        y_BTE = self.mlp_out_norm(y_BTE) if is_normed else y_BTE
+        x_BTE = x_BTE + context.dropout(y_BTE, rate, site=2 * self.index + 1)
         return context.activation("residual", x_BTE, "batch", "length", "embed")
 
 
 class Head(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.norm = RMSNorm(config)
-        self.kernel_EV = _matrix(config, rngs, ("embed", "vocab"), (config.embed_dim, config.vocab_size))
+        self.config, E, V = config, config.embed_dim, config.vocab_size
+        self.norm = _norm(config)
+        if config.embeddings == "tied":
+            self.table_VE = matrix(rngs, ("vocab", "embed"), (V, E), stddev=config.initializer_stddev)
+        else:
+            self.kernel_EV = matrix(rngs, ("embed", "vocab"), (E, V), stddev=config.initializer_stddev)
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
-        logits_BTV = jnp.einsum("bte,ev->btv", self.norm(x_BTE), self.kernel_EV[...])
+        x_BTE = self.norm(x_BTE)
+        if self.config.embeddings == "tied":
+            logits_BTV = jnp.einsum("bte,ve->btv", x_BTE, self.table_VE[...])
+        else:
+            logits_BTV = jnp.einsum("bte,ev->btv", x_BTE, self.kernel_EV[...])
+        if (cap := self.config.logit_soft_cap) is not None:
+            logits_BTV = cap * jnp.tanh(logits_BTV.astype(jnp.float32) / cap)
         return context.activation("logits", logits_BTV, "batch", "length", "vocab")
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    """Each head's queries meet the keys of its kv_head: num_kv_heads = num_heads is plain multi-head attention
+    (Vaswani et al. 2017), 1 multi-query (Shazeer 2019), between them grouped-query (Ainslie et al. 2023)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, window: int | None):
+        self.config, self.window = config, window
         E, H, K, D = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
-        self.rope_theta = config.rope_theta
-        self.query_EHD = _matrix(config, rngs, ("embed", "heads", "head_dim"), (E, H, D))
-        self.key_EKD = _matrix(config, rngs, ("embed", "kv_heads", "head_dim"), (E, K, D))
-        self.value_EKD = _matrix(config, rngs, ("embed", "kv_heads", "head_dim"), (E, K, D))
-        self.out_HDE = _matrix(config, rngs, ("heads", "head_dim", "embed"), (H, D, E), writes_residual=True)
+        stddev = config.initializer_stddev
+        self.query_EHD = matrix(rngs, ("embed", "heads", "head_dim"), (E, H, D), stddev=stddev)
+        self.key_EKD = matrix(rngs, ("embed", "kv_heads", "head_dim"), (E, K, D), stddev=stddev)
+        self.value_EKD = matrix(rngs, ("embed", "kv_heads", "head_dim"), (E, K, D), stddev=stddev)
+        self.out_HDE = matrix(rngs, ("heads", "head_dim", "embed"), (H, D, E), stddev=_residual_stddev(config))
+        if config.biases != "none":
+            self.query_bias_HD = bias(("heads", "head_dim"), (H, D))
+            self.key_bias_KD = bias(("kv_heads", "head_dim"), (K, D))
+            self.value_bias_KD = bias(("kv_heads", "head_dim"), (K, D))
+        if config.biases == "all":
+            self.out_bias_E = bias(("embed",), (E,))
+        if config.qk_norm == "rms":
+            self.query_norm = Norm("rms", D, axis="head_dim", epsilon=config.norm_epsilon)
+            self.key_norm = Norm("rms", D, axis="head_dim", epsilon=config.norm_epsilon)
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
-        q_BTHD = jnp.einsum("bte,ehd->bthd", x_BTE, self.query_EHD[...])
-        k_BTKD = jnp.einsum("bte,ekd->btkd", x_BTE, self.key_EKD[...])
-        v_BTKD = jnp.einsum("bte,ekd->btkd", x_BTE, self.value_EKD[...])
+        config = self.config
+        q_BTHD, k_BTKD, v_BTKD = self._queries_keys_values(x_BTE)
         q_BTHD = context.activation("queries", q_BTHD, "batch", "length", "heads", "head_dim")
         k_BTKD = context.activation("keys", k_BTKD, "batch", "length", "kv_heads", "head_dim")
         v_BTKD = context.activation("values", v_BTKD, "batch", "length", "kv_heads", "head_dim")
-        q_BTHD = rotate(q_BTHD, context.positions_T, self.rope_theta)
-        k_BTKD = rotate(k_BTKD, context.positions_T, self.rope_theta)
-        a_BTHD = jax.nn.dot_product_attention(q_BTHD, k_BTKD, v_BTKD, is_causal=True, implementation="xla")
+        if config.qk_norm == "rms":
+            q_BTHD, k_BTKD = self.query_norm(q_BTHD), self.key_norm(k_BTKD)
+        if config.rope_theta is not None:
+            q_BTHD = rotate(q_BTHD, context.positions_BT, theta=config.rope_theta, scaling=config.rope_scaling)
+            k_BTKD = rotate(k_BTKD, context.positions_BT, theta=config.rope_theta, scaling=config.rope_scaling)
+        scale = config.attention_scale or config.head_dim**-0.5
+        a_BTHD = context.attend(q_BTHD, k_BTKD, v_BTKD, context.segment_ids_BT, scale=scale, window=self.window,
+                                soft_cap=config.attention_soft_cap)  # fmt: skip
         a_BTHD = context.activation("attended", a_BTHD, "batch", "length", "heads", "head_dim")
-        return jnp.einsum("bthd,hde->bte", a_BTHD, self.out_HDE[...])
+        out_BTE = jnp.einsum("bthd,hde->bte", a_BTHD, self.out_HDE[...])
+        return out_BTE + self.out_bias_E[...] if config.biases == "all" else out_BTE
+
+    def _queries_keys_values(self, x_BTE: Array) -> tuple[Array, Array, Array]:
+        q_BTHD = jnp.einsum("bte,ehd->bthd", x_BTE, self.query_EHD[...])
+        k_BTKD = jnp.einsum("bte,ekd->btkd", x_BTE, self.key_EKD[...])
+        v_BTKD = jnp.einsum("bte,ekd->btkd", x_BTE, self.value_EKD[...])
+        if self.config.biases == "none":
+            return q_BTHD, k_BTKD, v_BTKD
+        return q_BTHD + self.query_bias_HD[...], k_BTKD + self.key_bias_KD[...], v_BTKD + self.value_bias_KD[...]
 
 
-class GatedMLP(nnx.Module):
-    """SwiGLU: (silu(x gate) * (x up)) down. Shazeer 2020, arXiv:2002.05202."""
+class MLP(nnx.Module):
+    """Gated: Shazeer 2020, arXiv:2002.05202."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        E, M = config.embed_dim, config.mlp_dim
-        self.gate_EM = _matrix(config, rngs, ("embed", "mlp"), (E, M))
-        self.up_EM = _matrix(config, rngs, ("embed", "mlp"), (E, M))
-        self.down_ME = _matrix(config, rngs, ("mlp", "embed"), (M, E), writes_residual=True)
+        self.config, E, M = config, config.embed_dim, config.mlp_dim
+        if config.mlp == "gated":
+            self.gate_EM = matrix(rngs, ("embed", "mlp"), (E, M), stddev=config.initializer_stddev)
+        self.up_EM = matrix(rngs, ("embed", "mlp"), (E, M), stddev=config.initializer_stddev)
+        self.down_ME = matrix(rngs, ("mlp", "embed"), (M, E), stddev=_residual_stddev(config))
+        if config.biases == "all":
+            if config.mlp == "gated":
+                self.gate_bias_M = bias(("mlp",), (M,))
+            self.up_bias_M = bias(("mlp",), (M,))
+            self.down_bias_E = bias(("embed",), (E,))
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
-        hidden_BTM = jax.nn.silu(x_BTE @ self.gate_EM[...]) * (x_BTE @ self.up_EM[...])
-        return context.activation("hidden", hidden_BTM, "batch", "length", "mlp") @ self.down_ME[...]
+        activation, has_bias = ACTIVATIONS[self.config.mlp_activation], self.config.biases == "all"
+        hidden_BTM = x_BTE @ self.up_EM[...]
+        hidden_BTM = hidden_BTM + self.up_bias_M[...] if has_bias else hidden_BTM
+        if self.config.mlp == "gated":
+            gate_BTM = x_BTE @ self.gate_EM[...]
+            gate_BTM = gate_BTM + self.gate_bias_M[...] if has_bias else gate_BTM
+            hidden_BTM = activation(gate_BTM) * hidden_BTM
+        else:
+            hidden_BTM = activation(hidden_BTM)
+        out_BTE = context.activation("hidden", hidden_BTM, "batch", "length", "mlp") @ self.down_ME[...]
+        return out_BTE + self.down_bias_E[...] if has_bias else out_BTE
 
 
-class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + epsilon) * scale, in float32. Zhang and Sennrich 2019, arXiv:1910.07467."""
-
-    def __init__(self, config: DecoderConfig):
-        self.epsilon = config.norm_epsilon
-        self.scale_E = nnx.Param(jnp.ones(config.embed_dim), out_sharding=("embed",))
-
-    def __call__(self, x_BTE: Array) -> Array:
-        x32_BTE = x_BTE.astype(jnp.float32)
-        mean_square_BT1 = jnp.mean(jnp.square(x32_BTE), axis=-1, keepdims=True)
-        normed_BTE = x32_BTE * jax.lax.rsqrt(mean_square_BT1 + self.epsilon) * self.scale_E[...].astype(jnp.float32)
-        return normed_BTE.astype(x_BTE.dtype)
+def _layer(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
+    return Layer(config, rngs, index=0) if len(config.attention_windows) == 1 else Round(config, rngs)
 
 
-def rotate(x_BTHD: Array, positions_T: Array, theta: float) -> Array:
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864): dimension i turns with dimension i + D/2, in float32."""
-    half = x_BTHD.shape[-1] // 2
-    wavelengths_D = theta ** (jnp.arange(half, dtype=jnp.float32) / half)
-    angles_T1D = positions_T[:, None, None] / wavelengths_D
-    cos, sin = jnp.cos(angles_T1D), jnp.sin(angles_T1D)
-    left, right = jnp.split(x_BTHD.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x_BTHD.dtype)
+def _norm(config: DecoderConfig) -> Norm:
+    return Norm(config.norm, config.embed_dim, axis="embed", epsilon=config.norm_epsilon)
 
 
-def _matrix(
-    config: DecoderConfig,
-    rngs: nnx.Rngs,
-    axes: tuple[str, ...],
-    shape: tuple[int, ...],
-    *,
-    writes_residual: bool = False,
-) -> nnx.Param[Array]:
-    # Layers that write to the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
-    scale = (2 * config.num_layers) ** -0.5 if writes_residual else 1.0
-    value = config.initializer_stddev * scale * jax.random.normal(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value, out_sharding=axes)
+def _residual_stddev(config: DecoderConfig) -> float:
+    """Layers that write to the residual stream start smaller, so that its variance does not grow with depth (GPT-2)."""
+    return config.initializer_stddev * (2 * config.num_layers) ** -0.5
+
+
+def _problem(key: str, what: str, fix: str) -> PydanticCustomError:
+    return PydanticCustomError("decoder", "{what}", {"what": what, "key": key, "fix": fix})
 
 
 def _divisors(n: int) -> str:

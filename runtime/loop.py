@@ -81,8 +81,9 @@ class Loop:
 
     def _evaluate(self, state: Any) -> float:
         """Mean loss over the held-out batches, in nats per token."""
-        losses = [self.programs.evaluate(state["params"], self._to_devices(batch)) for batch in self.held_out]
-        return sum(map(float, losses)) / len(losses)
+        sums = [self.programs.evaluate(state["params"], self._to_devices(batch)) for batch in self.held_out]
+        loss, num_targets = sum(jax.device_get(sums))
+        return float(loss / num_targets)
 
     def _to_devices(self, batch: HostBatch) -> dict[str, jax.Array]:
         return {

@@ -19,14 +19,19 @@ from meshloom.compiler.step import build_loss
 from meshloom.models import Context, Model
 
 
-def reference_loss(model: Model, params: Any, inputs: Array, targets: Array) -> Array:
-    """Mean cross-entropy on one device: layers unrolled, no scan, no remat, no sharding, by optax's own loss."""
-    context = Context(jnp.arange(inputs.shape[1]), lambda name, x, *axes: x)
+def forward(model: Model, params: Any, inputs: Array, segment_ids: Array | None = None) -> Array:
+    """Logits on one device: layers unrolled, no scan, no remat, no sharding."""
+    context = Context(jnp.arange(inputs.shape[1])[None], lambda name, x, *axes: x, segment_ids_BT=segment_ids)
     x = model.embed.apply(params["embed"], inputs, context)
     for stack in model.stacks:
         for i in range(stack.num_layers):
             x = stack.layer.apply(jax.tree.map(lambda w, i=i: w[i], params[stack.name]), x, context)
-    logits = model.head.apply(params["head"], x, context)
+    return model.head.apply(model.head_params(params["head"], params["embed"]), x, context)
+
+
+def reference_loss(model: Model, params: Any, inputs: Array, targets: Array) -> Array:
+    """Mean cross-entropy on one device, by optax's own loss."""
+    logits = forward(model, params, inputs)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
@@ -63,6 +68,12 @@ def on_devices(programs: Programs, tokens: np.ndarray) -> dict[str, Array]:
     return {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
 
 
+def evaluate(programs: Programs, params: Any, tokens: np.ndarray) -> float:
+    """Mean loss over the tokens of a batch."""
+    loss, num_targets = programs.evaluate(params, on_devices(programs, tokens))
+    return float(loss / num_targets)
+
+
 def gradients_of(plan: Plan, params: Any, tokens: np.ndarray) -> tuple[float, Any]:
     """Loss and gradients of the plan's sharded program."""
     mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
@@ -71,8 +82,8 @@ def gradients_of(plan: Plan, params: Any, tokens: np.ndarray) -> tuple[float, An
     rows = NamedSharding(mesh, PartitionSpec(plan.sharding.batch_axes or None))
     batch = {"inputs": jax.device_put(tokens[:, :-1], rows), "targets": jax.device_put(tokens[:, 1:], rows)}
     with jax.set_mesh(mesh):
-        loss, grads = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch)
-    return float(loss), jax.tree.map(np.asarray, grads)
+        (loss, num_targets), grads = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch)
+    return float(loss / num_targets), jax.tree.map(np.asarray, grads)
 
 
 _COLLECTIVE = re.compile(r" = (?P<type>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")  # fmt: skip  # noqa: E501

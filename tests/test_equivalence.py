@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from conftest import plan_of
-from helpers import gradients_of, on_devices, programs_of, reference_adamw, reference_loss
+from helpers import evaluate, gradients_of, on_devices, programs_of, reference_adamw, reference_loss
 from meshloom.compiler.driver import lower
 from meshloom.compiler.step import build_loss
 
@@ -157,5 +157,5 @@ def test_evaluation_is_the_loss_before_a_step(tokens):
     for case in ((FSDP,), (BOTH, "num_microbatches=2")):
         programs = programs_of(plan_of(*case))
         state, batch = programs.init(), on_devices(programs, tokens[0])
-        before = float(programs.evaluate(state["params"], batch))
+        before = evaluate(programs, state["params"], tokens[0])
         assert before == pytest.approx(float(programs.train(state, batch)[1]["loss"]), rel=1e-6)

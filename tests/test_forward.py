@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from conftest import plan_of
-from helpers import on_devices, programs_of
+from helpers import evaluate, programs_of
 
 
 def _norm(x, scale, epsilon):
@@ -61,5 +61,5 @@ def test_loss_is_that_of_a_float64_forward_pass(sharding, tokens):
     norm = state["params"]["layers"]["attention_norm"]
     norm["scale_E"] = jax.device_put(scale.astype(np.float32), norm["scale_E"].sharding)  # scales other than one
     expected = numpy_loss(state["params"], tokens[0, :, :-1], tokens[0, :, 1:], plan.spec.model)
-    ours = float(programs.evaluate(state["params"], on_devices(programs, tokens[0])))
+    ours = evaluate(programs, state["params"], tokens[0])
     assert ours == pytest.approx(expected, rel=2e-6)

@@ -63,6 +63,12 @@ def test_every_option_of_every_group_makes_a_run(group, option):
     assert plan.mesh.num_devices == plan.target.num_devices == 8
 
 
+def _with_base(group, values):
+    """The keys of a file and of the files that it starts from."""
+    bases = [name for name in values.pop("defaults", []) if name != "_self_"]
+    return {k: v for base in bases for k, v in yaml.safe_load((CONF / group / f"{base}.yaml").read_text()).items()} | values
+
+
 @pytest.mark.parametrize(("group", "option"), [*OPTIONS, ("target", "_cpu")])
 def test_every_option_says_what_it_is_and_holds_all_of_its_keys(group, option):
     """A default is written once, in its file: none is missing there and none is in the code."""
@@ -70,9 +76,10 @@ def test_every_option_says_what_it_is_and_holds_all_of_its_keys(group, option):
     assert re.match(r"(# @package.*\n)?# \w", text)
     if group == "experiment":
         return
-    keys = set(yaml.safe_load(text))
+    values = _with_base(group, yaml.safe_load(text))
+    keys = set(values)
     kind = (
-        {"decoder": DecoderConfig, "linear_stack": LinearStackConfig}[yaml.safe_load(text)["family"]]
+        {"decoder": DecoderConfig, "linear_stack": LinearStackConfig}[values["family"]]
         if group == "model"
         else typing.get_type_hints(RunSpec)[group]
     )

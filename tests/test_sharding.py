@@ -136,7 +136,7 @@ def test_every_array_has_a_reason():
      ({"data": 2, "fsdp": 2, "tensor": 2}, 8, {"data": 2, "fsdp": 2, "tensor": 2})],
 )  # fmt: skip
 def test_mesh_fills_in_what_is_left(sizes, devices, expected):
-    target = TargetPlan("cpu", devices, None, None)
+    target = TargetPlan("cpu", "cpu", devices, None, None)
     mesh = plan_mesh(MeshSpec(**{axis: sizes.get(axis, 1) for axis in AXES}), target)
     assert dict(mesh.sizes) == {axis: expected.get(axis, 1) for axis in AXES}
     assert mesh.num_devices == devices
@@ -145,7 +145,7 @@ def test_mesh_fills_in_what_is_left(sizes, devices, expected):
 def test_mesh_of_another_product_is_refused():
     for sizes in ({"fsdp": 3}, {"fsdp": -1, "data": -1}, {"fsdp": -1, "tensor": 3}, {"data": 16}):
         with pytest.raises(ConfigError):
-            plan_mesh(MeshSpec(**{axis: sizes.get(axis, 1) for axis in AXES}), TargetPlan("cpu", 8, None, None))
+            plan_mesh(MeshSpec(**{axis: sizes.get(axis, 1) for axis in AXES}), TargetPlan("cpu", "cpu", 8, None, None))
 
 
 def test_trees_by_path_and_back():

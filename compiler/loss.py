@@ -1,0 +1,94 @@
+"""Cross-entropy from the output of the last layer, never holding more float32 logits than the declaration allows.
+
+The head is run on a part of the tokens at a time, forward and again backward: logits are not kept. Its weights'
+gradient is added up in float32 over the parts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from meshloom.models import IGNORED_TARGET, Params
+
+from .mesh import MeshPlan
+from .sharding import ShardingPlan
+from .spec import RunSpec
+
+Head = Callable[[Params, Array], Array]  # (parameters, x_BTE) -> logits_BTV, pointwise along the length
+FLOAT32_BYTES = 4
+
+
+def plan_loss_blocks(spec: RunSpec, sharding: ShardingPlan, mesh: MeshPlan) -> int:
+    """Parts that the tokens of a microbatch are run through the head in: the fewest whose float32 logits are within
+    `loss.max_logits_bytes` per device; at most one part per token of a sequence."""
+    sequences = spec.global_batch_size // spec.num_microbatches // mesh.num_shards(sharding.batch_axes)
+    split = next((d.axes for plan in sharding.activations for d in plan.dimensions if d.logical == "vocab"), ())
+    per_token = sequences * spec.model.vocab_size * FLOAT32_BYTES // mesh.num_shards(split)
+    divisors = [n for n in range(1, spec.sequence_length + 1) if spec.sequence_length % n == 0]
+    fitting = (n for n in divisors if spec.sequence_length // n * per_token <= spec.loss.max_logits_bytes)
+    return next(fitting, spec.sequence_length)
+
+
+def sum_losses(
+    head: Head, params: Params, x_BTE: Array, targets_BT: Array, *, z_loss_weight: float, num_blocks: int
+) -> Array:
+    """(objective, cross-entropy): each summed over all targets that are not ignored, float32 (2,)."""
+
+    def of_block(params: Params, x_BTE: Array, targets_BT: Array) -> Array:
+        return cross_entropy_sums(head(params, x_BTE), targets_BT, z_loss_weight=z_loss_weight)
+
+    if num_blocks == 1:
+        return of_block(params, x_BTE, targets_BT)
+    return _blocked(of_block)(params, _blocks(x_BTE, num_blocks), _blocks(targets_BT, num_blocks))
+
+
+def cross_entropy_sums(logits_BTV: Array, targets_BT: Array, *, z_loss_weight: float) -> Array:
+    """(objective, cross-entropy), each a sum over tokens: -log softmax(logits)[target] in float32, and for the
+    objective z_loss_weight log(z)^2 more (PaLM, arXiv:2204.02311, section 5). Splits over a sharded vocabulary."""
+    logits_BTV = logits_BTV.astype(jnp.float32)
+    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
+    target_logit_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
+    log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+    is_counted_BT = targets_BT != IGNORED_TARGET
+    cross_entropy = jnp.sum(jnp.where(is_counted_BT, log_z_BT - target_logit_BT, 0.0))
+    z_loss = z_loss_weight * jnp.sum(jnp.where(is_counted_BT, jnp.square(log_z_BT), 0.0))
+    return jnp.stack([cross_entropy + z_loss, cross_entropy])
+
+
+def _blocked(of_block: Callable[[Params, Array, Array], Array]) -> Callable[[Params, Array, Array], Array]:
+    """The sum of `of_block` over the first dimension of x and targets, logits made again in the backward pass."""
+
+    @jax.custom_vjp
+    def total(params: Params, x: Array, targets: Array) -> Array:
+        def add(sums: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
+            return sums + of_block(params, *block), None
+
+        return jax.lax.scan(add, jnp.zeros(2), (x, targets))[0]
+
+    def forward(params: Params, x: Array, targets: Array) -> tuple[Array, Any]:
+        return total(params, x, targets), (params, x, targets)
+
+    def backward(kept: Any, cotangent: Array) -> tuple[Params, Array, None]:
+        params, x, targets = kept
+
+        def add(gradient: Params, block: tuple[Array, Array]) -> tuple[Params, Array]:
+            _, vjp = jax.vjp(lambda params, x: of_block(params, x, block[1]), params, block[0])
+            of_params, of_x = vjp(cotangent)
+            return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradient, of_params), of_x
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        gradient, of_x = jax.lax.scan(add, zeros, (x, targets))
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params), of_x, None
+
+    total.defvjp(forward, backward)
+    return total
+
+
+def _blocks(x_BT: Array, num_blocks: int) -> Array:
+    """(batch, length, ...) -> (blocks, batch, length / blocks, ...). A block takes every num_blocks-th token, so that
+    a sharded length stays sharded."""
+    split = x_BT.reshape(x_BT.shape[0], -1, num_blocks, *x_BT.shape[2:])
+    return jnp.moveaxis(split, 2, 0)

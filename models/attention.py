@@ -1,0 +1,47 @@
+"""Causal attention: what every implementation computes, as plain operations.
+
+Shapes: B batch, T and S length (of queries, of keys), H heads, K kv_heads, G heads per kv_head, D head_dim.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def attend(
+    q_BTHD: Array,
+    k_BSKD: Array,
+    v_BSKD: Array,
+    segment_ids_BT: Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Array:
+    """softmax(scores) v -> (B, T, H, D), scores = scale q k over the tokens up to each token's own.
+
+    window: a token sees this many tokens, itself included. soft_cap: scores become soft_cap tanh(scores / soft_cap)
+    (Gemma 2, arXiv:2408.00118). segment_ids_BT: a token sees tokens with its own id alone. Scores and softmax are in
+    float32; all of them are in memory at once: B H T S of them.
+    """
+    B, T, H, D = q_BTHD.shape
+    q_BTKGD = q_BTHD.reshape(B, T, k_BSKD.shape[2], -1, D)
+    scores = scale * jnp.einsum("btkgd,bskd->bkgts", q_BTKGD, k_BSKD, preferred_element_type=jnp.float32)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    is_seen = sees(T, window, segment_ids_BT)
+    weights = jax.nn.softmax(jnp.where(is_seen, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    attended = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v_BSKD.dtype), v_BSKD)
+    return attended.reshape(B, T, H, D)
+
+
+def sees(length: int, window: int | None, segment_ids_BT: Array | None) -> Array:
+    """(B or 1, 1, 1, T, S): True where the query at T sees the key at S."""
+    distance_TS = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+    is_seen = distance_TS >= 0
+    if window is not None:
+        is_seen &= distance_TS < window
+    is_seen = is_seen[None]
+    if segment_ids_BT is not None:
+        is_seen &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+    return is_seen[:, None, None]
