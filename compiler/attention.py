@@ -12,7 +12,7 @@ cannot run is an error, never another implementation.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,14 +46,14 @@ def plan_attention(spec: RunSpec, target: TargetPlan) -> AttentionPlan:
     """Settle `kernels.attention` for the target. Raises ConfigError where it cannot run there."""
     wanted, platform = spec.kernels.attention, target.platform
     if wanted == "auto":
-        kernel = KERNEL_OF[platform]
+        kernel = KERNEL_OF.get(platform, "xla")
         why_not = _obstacle(kernel, spec)
         if why_not is None:
             return AttentionPlan(kernel, f"the one for {platform}")
         return AttentionPlan("xla", f"{kernel} is not used: {why_not}")
     if wanted != "xla" and PLATFORM_OF[wanted] != platform:
         what = f"{wanted} does not run on {platform} (target {target.name})"
-        raise ConfigError([Problem("kernels.attention", what, f"use auto, xla or {KERNEL_OF[platform]}")])
+        raise ConfigError([Problem("kernels.attention", what, "use auto, or xla")])
     if why_not := _obstacle(wanted, spec):
         raise ConfigError([Problem("kernels.attention", f"{wanted} cannot be used: {why_not}", "use auto or xla")])
     return AttentionPlan(wanted, "by kernels.attention")
@@ -88,7 +88,7 @@ def attend_cudnn(
     q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, *, scale: float, window: int | None,
     soft_cap: float | None,
 ) -> Array:  # fmt: skip
-    """By `jax.nn.dot_product_attention`. Segments are a boolean mask: one byte for each pair of tokens of a sequence."""
+    """By `jax.nn.dot_product_attention`. Segments are a mask: a byte for each pair of tokens of a sequence."""
     assert soft_cap is None  # `plan_attention` refuses it
     is_same = None
     if segment_ids_BT is not None:
@@ -117,6 +117,7 @@ def attend_splash(
         head_shards=1, q_seq_shards=1, attn_logits_soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BSKD, v_BSKD))
+    attended: Any
     if segment_ids_BT is None:
         attended = jax.vmap(kernel)(q, k, v)
     else:

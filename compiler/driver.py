@@ -62,8 +62,8 @@ def plan_run(spec: RunSpec) -> Plan:
 
 @dataclass(frozen=True)
 class Programs:
-    """What a run executes. init: () -> state. train: (state, batch) -> (state, metrics), the state donated.
-    evaluate: (params, batch) -> [summed loss, number of targets]. state, batch: what they take, as ShapeDtypeStructs with shardings."""
+    """What a run executes. init: () -> state. train: (state, batch) -> (state, metrics), the state donated. evaluate:
+    (params, batch) -> [summed loss, number of targets]. state, batch: what they take, as sharded ShapeDtypeStructs."""
 
     init: Any
     train: Any

@@ -54,6 +54,8 @@ def cross_entropy_sums(logits_BTV: Array, targets_BT: Array, *, z_loss_weight: f
     log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     is_counted_BT = targets_BT != IGNORED_TARGET
     cross_entropy = jnp.sum(jnp.where(is_counted_BT, log_z_BT - target_logit_BT, 0.0))
+    if z_loss_weight == 0:  # 0 x infinity would be no number
+        return jnp.stack([cross_entropy, cross_entropy])
     z_loss = z_loss_weight * jnp.sum(jnp.where(is_counted_BT, jnp.square(log_z_BT), 0.0))
     return jnp.stack([cross_entropy + z_loss, cross_entropy])
 

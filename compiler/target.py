@@ -1,7 +1,6 @@
 """Which devices the step is for: their number and what is known of one."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 
@@ -13,7 +12,7 @@ class TargetPlan:
     """name: as the user says it. peak_flops_per_second, hbm_bytes: of one device, None where unknown."""
 
     name: str
-    platform: Literal["cpu", "gpu", "tpu"]
+    platform: str  # as JAX says it: cpu, gpu, tpu
     num_devices: int
     peak_flops_per_second: float | None
     hbm_bytes_per_device: int | None

@@ -24,6 +24,6 @@ def build_model(config: DecoderConfig | LinearStackConfig) -> Model:
 
 
 __all__ = [
-    "IGNORED_TARGET", "LOGICAL_AXES", "Context", "DecoderConfig", "LinearStackConfig", "LogicalAxes", "Model", "ModelConfig", "Params",
-    "Piece", "Stack", "build_model", "build_piece", "is_logical_axes",
+    "IGNORED_TARGET", "LOGICAL_AXES", "Context", "DecoderConfig", "LinearStackConfig", "LogicalAxes", "Model",
+    "ModelConfig", "Params", "Piece", "Stack", "build_model", "build_piece", "is_logical_axes",
 ]  # fmt: skip

@@ -57,12 +57,12 @@ class DecoderConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            raise _problem("num_kv_heads", f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}",
-                           f"use one of {_divisors(self.num_heads)}")  # fmt: skip
+            what = f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}"
+            raise _problem("num_kv_heads", what, f"use one of {_divisors(self.num_heads)}")
         if self.num_layers % len(self.attention_windows):
-            raise _problem("num_layers", f"{self.num_layers} layers are no whole number of rounds through the "
-                           f"{len(self.attention_windows)} attention_windows",
-                           f"use a multiple of {len(self.attention_windows)}")  # fmt: skip
+            windows = len(self.attention_windows)
+            what = f"{self.num_layers} layers are no whole number of rounds through the {windows} attention_windows"
+            raise _problem("num_layers", what, f"use a multiple of {windows}")
         return self._check_positions()
 
     def _check_positions(self) -> Self:
@@ -76,13 +76,13 @@ class DecoderConfig(Config):
             if value is not None:
                 raise _problem(key, f"positions={self.positions} does not use it", f"set model.{key}=null")
         if self.positions == "rope" and self.head_dim % 2:
-            raise _problem("head_dim", f"head_dim={self.head_dim} is odd, and rotary positions turn pairs of dimensions",
-                           f"use {self.head_dim + 1}")  # fmt: skip
+            what = f"head_dim={self.head_dim} is odd, and rotary positions turn pairs of dimensions"
+            raise _problem("head_dim", what, f"use {self.head_dim + 1}")
         return self
 
 
 def build_decoder(config: DecoderConfig) -> Model:
-    """The three pieces of the decoder that `config` describes. A layer of its stack is one round through the windows."""
+    """The three pieces of the decoder. A layer of its stack is one round through the windows."""
     num_rounds = config.num_layers // len(config.attention_windows)
     return Model(
         embed=build_piece(lambda rngs: Embed(config, rngs)),

@@ -44,7 +44,7 @@ class Norm(nnx.Module):
     """Normalises the last dimension, in float32.
 
     rms: x / sqrt(mean(x^2) + epsilon) scale (Zhang and Sennrich 2019, arXiv:1910.07467). rms_zero_centered: the same
-    with 1 + scale (Gemma). layer: (x - mean) / sqrt(variance + epsilon) scale + bias (Ba et al. 2016, arXiv:1607.06450).
+    with 1 + scale (Gemma). layer: (x - mean) / sqrt(variance + epsilon) scale + bias (Ba et al., arXiv:1607.06450).
     """
 
     def __init__(self, kind: NormKind, size: int, *, axis: str, epsilon: float):

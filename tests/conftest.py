@@ -7,6 +7,10 @@ from functools import cache
 # passes, which decide what crosses the network, are not touched by this.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
+# Where libtpu is installed, it compiles for TPUs that are not there, in several processes at once, and says nothing.
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",
+               "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # fmt: skip
+
 import jax
 import numpy as np
 import pytest

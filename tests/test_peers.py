@@ -103,13 +103,16 @@ def gpt2_weights(ours: dict, layer, c: DecoderConfig) -> dict:
     for i in range(c.num_layers):
         there = f"transformer.h.{i}"
         qkv = [layer(f"attention/{name}", i).reshape(E, -1) for name in ("query_EHD", "key_EKD", "value_EKD")]
-        biases = [layer(f"attention/{name}", i).reshape(-1) for name in ("query_bias_HD", "key_bias_KD", "value_bias_KD")]
+        biases = [
+            layer(f"attention/{name}", i).reshape(-1) for name in ("query_bias_HD", "key_bias_KD", "value_bias_KD")
+        ]
         weights |= {
             f"{there}.attn.c_attn.weight": np.concatenate(qkv, 1), f"{there}.attn.c_attn.bias": np.concatenate(biases),
             f"{there}.attn.c_proj.weight": layer("attention/out_HDE", i).reshape(-1, E),
             f"{there}.attn.c_proj.bias": layer("attention/out_bias_E", i),
             f"{there}.mlp.c_fc.weight": layer("mlp/up_EM", i), f"{there}.mlp.c_fc.bias": layer("mlp/up_bias_M", i),
-            f"{there}.mlp.c_proj.weight": layer("mlp/down_ME", i), f"{there}.mlp.c_proj.bias": layer("mlp/down_bias_E", i),
+            f"{there}.mlp.c_proj.weight": layer("mlp/down_ME", i),
+            f"{there}.mlp.c_proj.bias": layer("mlp/down_bias_E", i),
         }  # fmt: skip
         for theirs, mine in {"ln_1": "attention_norm", "ln_2": "mlp_norm"}.items():
             weights[f"{there}.{theirs}.weight"] = layer(f"{mine}/scale_E", i)
@@ -128,6 +131,7 @@ def random_params(plan) -> dict:
 def test_logits_are_those_of_transformers(name):
     plan = plan_of(f"model={name}", *SIZES, *SHAPES[name], "mesh.fsdp=1", "target=cpu-1")
     config, params = plan.spec.model, random_params(plan)
+    assert isinstance(config, DecoderConfig)
     peer = transformers.AutoModelForCausalLM.from_config(peer_config(name, config)).eval()
     weights = {path: torch.tensor(np.ascontiguousarray(x)) for path, x in peer_weights(name, params, config).items()}
     missing = peer.load_state_dict(weights, strict=False)
@@ -144,6 +148,7 @@ def test_logits_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", [*SHAPES, "llama2_70b", "llama3_70b"])
 def test_parameters_are_as_many_as_in_transformers(name):
     plan = read_spec(Request((f"model={name}",)), then=plan_run)
+    assert isinstance(plan.spec.model, DecoderConfig)
     with torch.device("meta"):
         peer = transformers.AutoModelForCausalLM.from_config(peer_config(name, plan.spec.model))
     assert plan.num_parameters == sum(p.numel() for p in peer.parameters())

@@ -66,7 +66,9 @@ def test_every_option_of_every_group_makes_a_run(group, option):
 def _with_base(group, values):
     """The keys of a file and of the files that it starts from."""
     bases = [name for name in values.pop("defaults", []) if name != "_self_"]
-    return {k: v for base in bases for k, v in yaml.safe_load((CONF / group / f"{base}.yaml").read_text()).items()} | values
+    return {
+        k: v for base in bases for k, v in yaml.safe_load((CONF / group / f"{base}.yaml").read_text()).items()
+    } | values
 
 
 @pytest.mark.parametrize(("group", "option"), [*OPTIONS, ("target", "_cpu")])

@@ -1,0 +1,144 @@
+"""The loss: blocks, ignored targets and z-loss against optax and float64; dropout the same on every layout."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from conftest import plan_of
+from helpers import gradients_of, programs_of
+from meshloom.compiler.loss import cross_entropy_sums, sum_losses
+from meshloom.models import IGNORED_TARGET, Context
+
+
+def head(params, x):
+    return jnp.tanh(x) @ params["kernel"] + params["bias"]
+
+
+def problem(dtype=jnp.float32):
+    draw = np.random.default_rng(0).normal
+    params = {"kernel": jnp.asarray(draw(size=(8, 30)), dtype), "bias": jnp.asarray(draw(size=30), dtype)}
+    targets = np.random.default_rng(1).integers(0, 30, (3, 12))
+    targets[0, 4:7], targets[2] = IGNORED_TARGET, IGNORED_TARGET
+    return params, jnp.asarray(draw(size=(3, 12, 8)), dtype), jnp.asarray(targets)
+
+
+def by_optax(params, x, targets, z_loss_weight):
+    logits = head(params, x).astype(jnp.float32)
+    each = optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
+    log_z = jnp.log(jnp.sum(jnp.exp(logits), -1))
+    counted = targets != IGNORED_TARGET
+    cross_entropy = jnp.where(counted, each, 0).sum()
+    return cross_entropy + z_loss_weight * jnp.where(counted, log_z**2, 0).sum(), cross_entropy
+
+
+@pytest.mark.parametrize("z_loss_weight", [0.0, 0.1])
+@pytest.mark.parametrize("num_blocks", [1, 2, 12])
+def test_loss_and_gradients_in_blocks_are_those_of_optax(num_blocks, z_loss_weight):
+    params, x, targets = problem()
+
+    def ours(params, x):
+        return tuple(sum_losses(head, params, x, targets, z_loss_weight=z_loss_weight, num_blocks=num_blocks))
+
+    expected, of_optax = jax.value_and_grad(lambda p, x: by_optax(p, x, targets, z_loss_weight), (0, 1), has_aux=True)(params, x)  # fmt: skip  # noqa: E501
+    got, gradients = jax.value_and_grad(ours, (0, 1), has_aux=True)(params, x)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, of_optax)
+
+
+def test_a_heads_gradient_is_added_up_in_float32_over_the_blocks():
+    """In bfloat16 each of 12 additions would round; here one rounding remains."""
+    params, x, targets = problem(jnp.bfloat16)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, x))
+
+    def gradient(params, x, num_blocks):
+        return jax.grad(lambda p: sum_losses(head, p, x, targets, z_loss_weight=0.0, num_blocks=num_blocks)[0])(params)
+
+    errors = {}
+    for num_blocks in (1, 12):
+        ours, exact = gradient(params, x, num_blocks)["kernel"], gradient(wide[0], wide[1], 1)["kernel"]
+        errors[num_blocks] = float(jnp.linalg.norm(ours.astype(jnp.float32) - exact) / jnp.linalg.norm(exact))
+    assert errors[12] < 1.3 * errors[1]
+
+
+def test_logits_that_are_huge_do_not_overflow():
+    for largest, accuracy in ((1e3, 1e-3), (3e38, 2)):
+        loss = cross_entropy_sums(jnp.full((1, 1, 4), largest), jnp.zeros((1, 1), int), z_loss_weight=0.0)
+        assert float(loss[0]) == pytest.approx(np.log(4), abs=accuracy)
+
+
+@pytest.mark.parametrize("layout", [("sharding=fsdp",), ("sharding=fsdp_tensor", "num_microbatches=2")])
+def test_the_declared_bound_holds_for_the_logits_of_the_compiled_step(layout, tokens):
+    """No float32 array of the program is as large as the logits of the whole microbatch; loss and gradients stay."""
+    whole, blocked = plan_of(*layout, "model.vocab_size=1024"), plan_of(*layout, "model.vocab_size=1024", "loss.max_logits_bytes=16384")  # fmt: skip  # noqa: E501
+    assert whole.num_loss_blocks == 1
+    assert blocked.num_loss_blocks > 1
+    shards = whole.mesh.num_shards(whole.sharding.batch_axes)
+    vocab = 1024 // whole.mesh.sizes["tensor"]
+    sequences = 16 // shards // whole.spec.num_microbatches
+    params = whole.model.init(jax.random.key(0))
+    for plan, is_there in ((whole, True), (blocked, False)):
+        sizes = [int(np.prod([int(n) for n in shape.split(",")])) for shape in
+                 re.findall(r"f32\[([\d,]+)\]", programs_of(plan).train.as_text()) if str(vocab) in shape.split(",")
+                 and "32" not in shape.split(",")]  # 32: the embed dimension of a weight  # fmt: skip
+        assert (max(sizes) >= sequences * 16 * vocab) == is_there
+    losses, gradients = zip(*(gradients_of(plan, params, tokens[0]) for plan in (whole, blocked)), strict=True)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *gradients)
+
+
+def losses_of(*overrides, batches):
+    programs = programs_of(plan_of(*overrides))
+    state, losses = programs.init(), []
+    for batch in batches:
+        arrays = {"inputs": batch[:, :-1], "targets": batch[:, 1:]}
+        state, metrics = programs.train(
+            state, {n: jax.device_put(arrays[n], x.sharding) for n, x in programs.batch.items()}
+        )
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def test_dropout_is_the_same_on_every_layout_and_other_in_every_step(tokens):
+    """What is dropped belongs to the step, the sequence and the layer: not to the devices that compute them."""
+    same = [tokens[0]] * 4
+    rate = ("model.dropout_rate=0.3", "optimizer.learning_rate=1e-12")
+    one = losses_of("target=cpu-1", *rate, batches=same)
+    assert len(set(one)) == 4
+    for layout in (
+        ("sharding=fsdp",),
+        ("sharding=fsdp_tensor", "num_microbatches=2", "remat=full"),
+        ("sharding=tensor",),
+    ):
+        np.testing.assert_allclose(losses_of(*layout, *rate, batches=same), one, rtol=1e-6)
+    assert losses_of("target=cpu-1", *rate, "seed=1", batches=same)[0] != pytest.approx(one[0], rel=1e-6)
+
+
+def test_dropout_keeps_the_declared_share_and_the_mean():
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(64))
+    context = Context(jnp.arange(16)[None], lambda name, x, *axes: x, dropout_keys_B=keys)
+    dropped = context.dropout(jnp.ones((64, 16, 32)), 0.25, site=0)
+    assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=0.01)
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
+    assert not np.array_equal(dropped, context.dropout(jnp.ones((64, 16, 32)), 0.25, site=1))
+
+
+def test_ignored_targets_do_not_count(tokens):
+    """The loss is the mean over the targets that count, wherever they lie: uneven over devices and microbatches."""
+    batch = np.array(tokens[0])
+    arrays = {"inputs": batch[:, :-1], "targets": batch[:, 1:].copy()}
+    arrays["targets"][3:11, 2:] = IGNORED_TARGET
+    results = []
+    for layout in (("target=cpu-1",), ("sharding=fsdp", "num_microbatches=2"), ("sharding=fsdp_tensor",)):
+        programs = programs_of(plan_of(*layout))
+        state = programs.init()
+        on_mesh = {n: jax.device_put(arrays[n], x.sharding) for n, x in programs.batch.items()}
+        loss, num_targets = programs.evaluate(state["params"], on_mesh)
+        metrics = programs.train(state, on_mesh)[1]
+        assert int(num_targets) == 16 * 16 - 8 * 14
+        assert float(metrics["loss"]) == pytest.approx(float(loss / num_targets), rel=1e-6)
+        results.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    np.testing.assert_allclose(results, [results[0]] * 3, rtol=1e-5)
