@@ -11,6 +11,7 @@ from meshloom.models import Context, LogicalAxes, Model, is_logical_axes
 
 from .spec import RunSpec
 from .trees import leaves_by_path
+from .user_code import blamed_on_user
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,17 @@ class Arrays:
     activations: tuple[Array, ...]
 
 
+def build_model(spec: RunSpec) -> Model:
+    """The model that the spec declares; allocates nothing. Raises ConfigError where a user's model cannot be built."""
+    with blamed_on_user("model.family", f"building {spec.model.family}"):
+        return spec.model.build()
+
+
 def find_arrays(spec: RunSpec, model: Model) -> Arrays:
-    """The arrays of a run, by tracing the model once; nothing is allocated."""
-    return Arrays(_parameters(model, spec.precision.parameters), _activations(model, spec))
+    """The arrays of a run, by tracing the model once; nothing is allocated. Raises ConfigError where that fails in a
+    user's model."""
+    with blamed_on_user("model.family", f"tracing {spec.model.family}"):
+        return Arrays(_parameters(model, spec.precision.parameters), _activations(model, spec))
 
 
 def _parameters(model: Model, dtype: str) -> tuple[Array, ...]:

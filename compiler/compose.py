@@ -30,6 +30,7 @@ from . import target_names
 from .problems import ConfigError, Problem, raise_if_any, use_one_of
 from .spec import RunSpec
 from .spec_errors import problems_of
+from .user_code import spec_class
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
@@ -144,10 +145,12 @@ def _validate(overrides: Sequence[str], request: Request, groups: Groups) -> tup
         values = _without_missing(composed)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         return None, [composition_problem(error, groups)]
+    spec_type, problems = spec_class(values)
     try:
-        return RunSpec.model_validate_json(json.dumps(values)), []
+        spec = spec_type.model_validate_json(json.dumps(values))
+        return (None if problems else spec), problems
     except ValidationError as error:
-        return None, problems_of(error, list(groups))
+        return None, problems + problems_of(error, spec_type, list(groups))
 
 
 def _without_missing(composed: DictConfig) -> dict[str, Any]:

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshloom.models import build_model
-
-from .arrays import find_arrays
+from .arrays import build_model, find_arrays
 from .attention import plan_attention
 from .batch import check_batch, check_length
 from .flops import model_flops_per_step
@@ -27,7 +25,7 @@ from .trees import like
 
 def plan_run(spec: RunSpec) -> Plan:
     """Decide everything that can be decided without a compiler. Raises ConfigError with all that cannot run."""
-    model = build_model(spec.model)
+    model = build_model(spec)
     target = plan_target(spec.target)
     arrays = find_arrays(spec, model)
     mesh, _ = all_of(lambda: plan_mesh(spec.mesh, target), lambda: check_rules(spec.sharding, arrays))

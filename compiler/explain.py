@@ -27,6 +27,8 @@ def explain(plan: Plan, console: Console) -> None:
     console.print(f"[bold]model[/] {plan.num_parameters:,} parameters, {plan.model_flops_per_step:.4g} FLOPs per step")
     blocks = f"in {plan.num_loss_blocks} blocks of tokens" if plan.num_loss_blocks > 1 else "of all tokens at once"
     console.print(f"[bold]attention[/] by {plan.attention.implementation}: {plan.attention.reason}; logits {blocks}")
+    for warning in plan.sharding.warnings:
+        console.print(warning.as_warning(), style="yellow", markup=False, highlight=False, soft_wrap=True)
     for title, rules, arrays in (
         ("parameters", spec.sharding.parameters, plan.sharding.parameters),
         ("optimizer state", spec.sharding.optimizer, plan.optimizer_state),
@@ -49,6 +51,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "hbm_bytes_per_device": plan.target.hbm_bytes_per_device,
         },
         "mesh": dict(plan.mesh.sizes),
+        "warnings": [asdict(warning) for warning in plan.sharding.warnings],
         "program": {
             "num_parameters": plan.num_parameters,
             "tokens_per_step": plan.spec.tokens_per_step,

@@ -17,6 +17,10 @@ class Problem:
     def __str__(self) -> str:
         return f"error: {self.where}: {self.what}\n  fix: {self.fix}"
 
+    def as_warning(self) -> str:
+        """The same words about something that runs all the same."""
+        return str(self).replace("error:", "warning:", 1)
+
 
 class ConfigError(Exception):
     """A declaration that cannot be run, with all that is wrong with it."""

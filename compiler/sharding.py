@@ -73,6 +73,7 @@ class ShardingPlan:
     optimizer: tuple[ArrayPlan, ...]  # parameter-shaped optimizer state, by the path of its parameter
     activations: tuple[ArrayPlan, ...]
     batch_axes: tuple[str, ...]
+    warnings: tuple[Problem, ...]
 
 
 def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan) -> ShardingPlan:
@@ -83,11 +84,14 @@ def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan) -> Shardi
     parameters = _resolve_all(arrays.parameters, "parameters", rules.parameters, mesh, problems)
     optimizer = _resolve_all(arrays.parameters, "optimizer", rules.optimizer, mesh, optimizer_problems)
     activations = _resolve_all(arrays.activations, "activations", rules.activations, mesh, problems)
+    whole = _check_replicated(rules, parameters, optimizer, mesh)
+    problems += whole if rules.on_replicated == "error" else []
     problems += _check_layers_dimension(parameters)
     problems += _check_batch_dimension(activations, batch_axes(rules, mesh))
-    problems += [] if problems else _check_idle_axes(parameters + activations, mesh)
+    problems += [] if problems else _check_idle_axes(parameters, activations, mesh)
     raise_if_any(problems)
-    return ShardingPlan(parameters, optimizer, activations, batch_axes(rules, mesh))
+    warnings = tuple(whole) if rules.on_replicated == "warn" else ()
+    return ShardingPlan(parameters, optimizer, activations, batch_axes(rules, mesh), warnings)
 
 
 def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:
@@ -243,18 +247,47 @@ def _check_batch_dimension(activations: Iterable[ArrayPlan], split: tuple[str, .
     return []
 
 
-def _check_idle_axes(plans: Iterable[ArrayPlan], mesh: MeshPlan) -> list[Problem]:
-    """Devices along an axis that splits no array all do the same work."""
-    used = {axis for plan in plans for dimension in plan.dimensions for axis in dimension.axes}
-    return [
-        Problem(
-            f"mesh.{axis}",
-            f"no rule splits anything over {axis}: its {size} devices would all do the same work",
-            f"set mesh.{axis}=1, or choose a sharding that uses it",
-        )
-        for axis, size in mesh.sizes.items()
-        if size > 1 and axis not in used
-    ]
+def _check_idle_axes(
+    parameters: Iterable[ArrayPlan], activations: Iterable[ArrayPlan], mesh: MeshPlan
+) -> list[Problem]:
+    """Devices along an axis that splits no activation all compute the same, whatever they store."""
+    computing, storing = _axes_in_use(activations), _axes_in_use(parameters)
+    problems = []
+    for axis, size in mesh.sizes.items():
+        if size == 1 or axis in computing:
+            continue
+        if axis in storing:
+            what = f"parameters are split over {axis} and no activation is: its {size} devices would do the same work"
+            problems.append(Problem("sharding.activations", what, f"add {axis} to the rule for batch"))
+        else:
+            what = f"no rule splits anything over {axis}: its {size} devices would all do the same work"
+            problems.append(Problem(f"mesh.{axis}", what, f"set mesh.{axis}=1, or choose a sharding that uses it"))
+    return problems
+
+
+def _check_replicated(
+    rules: ShardingSpec, parameters: Sequence[ArrayPlan], optimizer: Sequence[ArrayPlan], mesh: MeshPlan
+) -> list[Problem]:
+    """Large arrays that every device holds whole: one problem for each table of rules, about its largest."""
+    if mesh.num_devices == 1:
+        return []
+    limit, problems = rules.replicated_bytes_threshold, []
+    tables = [("parameters", parameters), ("optimizer", optimizer if rules.optimizer != rules.parameters else ())]
+    for table, plans in tables:
+        whole = [p for p in plans if p.array.num_bytes > limit and not any(d.axes for d in p.dimensions)]
+        if whole:
+            largest = max(whole, key=lambda plan: plan.array.num_bytes)
+            others = f" (and {len(whole) - 1} more)" if len(whole) > 1 else ""
+            what = f"'{largest.array.path}'{others} is whole on every device, with {largest.array.num_bytes:,} bytes"
+            what += f", more than replicated_bytes_threshold={limit:,}"
+            names = [d.logical for d in largest.dimensions if d.logical not in (None, "layers")]
+            fix = f"add a rule that splits {' or '.join(map(str, names))}"
+            problems.append(Problem(f"sharding.{table}", what, f"{fix}, or set sharding.on_replicated=allow"))
+    return problems
+
+
+def _axes_in_use(plans: Iterable[ArrayPlan]) -> set[str]:
+    return {axis for plan in plans for dimension in plan.dimensions for axis in dimension.axes}
 
 
 def _is_layers_dimension_sharded(plan: ArrayPlan) -> bool:

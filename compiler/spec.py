@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from meshloom.models import ModelConfig
+from meshloom.models import AnyModelConfig
 from meshloom.models.config import Config
 
 # Slowest link first: replicas across slices, tensor shards side by side.
@@ -69,6 +69,8 @@ class ShardingSpec(Config):
     parameters: tuple[Rule, ...]
     optimizer: tuple[Rule, ...]
     activations: tuple[Rule, ...]
+    replicated_bytes_threshold: PositiveInt  # of a parameter, or its state, that every device holds whole
+    on_replicated: Literal["error", "warn", "allow"]  # where one is larger
 
 
 class PrecisionSpec(Config):
@@ -137,7 +139,7 @@ class EvaluationSpec(Config):
 class RunSpec(Config):
     """A whole run. `global_batch_size` is in sequences, over all devices and microbatches."""
 
-    model: ModelConfig
+    model: AnyModelConfig
     target: TargetSpec
     mesh: MeshSpec
     sharding: ShardingSpec

@@ -22,21 +22,21 @@ _BOUNDS = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at
            "less_than": ("lt", "less than"), "less_than_equal": ("le", "at most")}  # fmt: skip
 
 
-def problems_of(error: ValidationError, groups: Sequence[str]) -> list[Problem]:
-    """One Problem per finding. `groups`: names of config groups, for suggestions at the top level."""
-    problems = [_problem(detail, groups) for detail in error.errors(include_url=False)]
+def problems_of(error: ValidationError, spec_type: type[RunSpec], groups: Sequence[str]) -> list[Problem]:
+    """One Problem per finding about a `spec_type`. groups: names of config groups, for suggestions at the top."""
+    problems = [_problem(detail, spec_type, groups) for detail in error.errors(include_url=False)]
     # The optimizer's rules are those of the parameters unless they are set: what is wrong with both is told once.
     originals = [p for p in problems if p.where.startswith("sharding.parameters")]
     echoes = [replace(p, where=p.where.replace("parameters", "optimizer", 1)) for p in originals]
     return [problem for problem in problems if problem not in echoes]
 
 
-def _problem(detail: ErrorDetails, groups: Sequence[str]) -> Problem:
+def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[str]) -> Problem:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    node, path = _walk(detail["loc"])
+    node, path = _walk(detail["loc"], spec_type)
     key = _key(path)
     if kind == "extra_forbidden":
-        known = dict.fromkeys([*node.model_fields, *(groups if node is RunSpec else ())]) if node else {}
+        known = dict.fromkeys([*node.model_fields, *(groups if node is spec_type else ())]) if node else {}
         return Problem(key, "there is no such key", use_one_of(path[-1], known))
     if kind == "missing":
         return Problem(key, "has no value", f"set {key}=...")
@@ -57,10 +57,10 @@ def _problem(detail: ErrorDetails, groups: Sequence[str]) -> Problem:
     return Problem(where, detail["msg"], str(context.get("fix", "see the file in conf/ that sets it")))
 
 
-def _walk(loc: tuple[int | str, ...]) -> tuple[type[BaseModel] | None, list[int | str]]:
+def _walk(loc: tuple[int | str, ...], spec_type: type[RunSpec]) -> tuple[type[BaseModel] | None, list[int | str]]:
     """The config class that holds the last element of `loc`, and `loc` without the tags of unions."""
-    node: Any = RunSpec
-    holder: type[BaseModel] | None = RunSpec
+    node: Any = spec_type
+    holder: type[BaseModel] | None = spec_type
     path: list[int | str] = []
     for element in loc:
         members = get_args(node) if get_origin(node) in (Union, UnionType) else ()

@@ -13,7 +13,7 @@ from jax import Array
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from .config import Config
+from .config import ModelConfig
 from .contract import Context, Model, Stack, build_piece
 from .parts import Norm, NormKind, RopeScaling, bias, matrix, rotate
 
@@ -25,9 +25,8 @@ ACTIVATIONS = {
 }
 
 
-class DecoderConfig(Config):
+class DecoderConfig(ModelConfig):
     family: Literal["decoder"]
-    vocab_size: PositiveInt
     embed_dim: PositiveInt
     num_layers: PositiveInt
     num_heads: PositiveInt
@@ -53,6 +52,9 @@ class DecoderConfig(Config):
     embedding_scale: Literal["one", "sqrt_embed_dim"]
     dropout_rate: Annotated[float, Field(ge=0, lt=1)]  # of the embeddings and of what is added to the residual stream
     initializer_stddev: PositiveFloat  # of every matrix; the two that write to the residual stream: / sqrt(2 layers)
+
+    def build(self) -> Model:
+        return build_decoder(self)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

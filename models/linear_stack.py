@@ -11,15 +11,17 @@ from flax import nnx
 from jax import Array
 from pydantic import PositiveInt
 
-from .config import Config
+from .config import ModelConfig
 from .contract import Context, Model, Stack, build_piece
 
 
-class LinearStackConfig(Config):
+class LinearStackConfig(ModelConfig):
     family: Literal["linear_stack"]
-    vocab_size: PositiveInt
     embed_dim: PositiveInt
     num_layers: PositiveInt
+
+    def build(self) -> Model:
+        return build_linear_stack(self)
 
 
 def build_linear_stack(config: LinearStackConfig) -> Model:

@@ -71,6 +71,8 @@ def show_header(console: Console, plan: Plan) -> None:
     """What is about to run, in one line."""
     say(console, f"meshloom train: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {plan.target.name}, "
         f"{plan.spec.num_steps:,} steps of {plan.spec.tokens_per_step:,} tokens")  # fmt: skip
+    for warning in plan.sharding.warnings:
+        say(console, warning.as_warning())
 
 
 def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
