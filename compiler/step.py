@@ -10,34 +10,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from meshloom.models import Context, Params
 
-from .gather import WeightLayout, gather, keep_axes, plan_weight, reduce_gradient
+from .gather import WeightLayout, gather, gradient_slot, keep_axes, plan_weight, reduce_gradient
 from .layers import scan_layers
-from .optimizer import build_schedule
 from .plan import Plan
-from .trees import leaves_by_path, like
+from .remat import build_policy, marked
+from .state import State, initial_loss_scale
+from .trees import like
+from .update import build_update, update_specs_of
 
-State = dict[str, Any]  # step: int32; params: Params; optimizer: the state of optax
 Batch = dict[str, Array]  # inputs, targets: int32 (global_batch_size, sequence_length)
 TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 
 
 def build_train_step(plan: Plan) -> TrainStep:
-    """The step as a function of global arrays; metrics: loss (nats per token), grad_norm, learning_rate."""
+    """The step as a function of global arrays; metrics: those of the update (update.py)."""
     gradients = build_loss(plan, with_gradients=True)
-    schedule = build_schedule(plan.spec.optimizer, plan.spec.num_steps)
+    update = build_update(plan, weight_layouts(plan))
 
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        loss, grads = gradients(state["params"], batch)
-        updates, optimizer_state = plan.optimizer.update(grads, state["optimizer"], state["params"])
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": schedule(state["step"])}
-        params = optax.apply_updates(state["params"], updates)
-        return {"step": state["step"] + 1, "params": params, "optimizer": optimizer_state}, metrics
+        scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
+        return update(state, *gradients(state["params"], batch, scale))
 
     return train_step
 
@@ -50,21 +47,26 @@ def build_eval_step(plan: Plan) -> Callable[[Params, Batch], Array]:
 def build_init(plan: Plan) -> Callable[[], State]:
     """The state before the first step. Compile with output shardings: every device makes its own shards."""
 
+    precision = plan.spec.precision
+
     def init() -> State:
-        params = plan.model.init(jax.random.key(plan.spec.seed))
-        params = jax.tree.map(lambda x: x.astype(plan.spec.precision.parameters), params)
-        return {"step": jnp.zeros((), jnp.int32), "params": params, "optimizer": plan.optimizer.init(params)}
+        drawn = plan.model.init(jax.random.key(plan.spec.seed))
+        params = _cast(drawn, precision.parameters)
+        state = {"step": jnp.zeros((), jnp.int32), "params": params, "optimizer": plan.optimizer.init(drawn)}
+        state |= {"master": drawn} if precision.master is not None else {}
+        return state | ({"loss_scale": initial_loss_scale(plan.spec)} if precision.loss_scale is not None else {})
 
     return init
 
 
-def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[[Params, Batch], Any]:
-    """(params, batch) -> mean loss per token, with `with_gradients` also its gradient, in the parameters' layout.
+def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
+    """(params, batch) -> mean loss per token; with `with_gradients` (params, batch, scale=1) -> that loss, and the
+    gradient of scale times it, in the layout of the update.
 
-    Gradients are accumulated in float32 over the microbatches, which run one after the other.
+    Gradients are accumulated in `precision.gradients` over the microbatches, which run one after the other.
     """
     spec, batch_axes = plan.spec, plan.sharding.batch_axes
-    layouts = _weight_layouts(plan)
+    layouts = weight_layouts(plan)
     reduction = jnp.dtype(spec.precision.gradient_reduction)
 
     def local_loss(params: Params, working: Params, part: Batch) -> Array:
@@ -72,32 +74,38 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[[Params, Batch],
         logits_BTV = _forward(plan, layouts, params, working, part["inputs"])
         return sum_cross_entropy(logits_BTV, part["targets"]) / spec.tokens_per_step
 
-    def local(params: Params, batch: Batch) -> Any:
+    def local(params: Params, batch: Batch, scale: Array) -> Any:
         working = _cast(params, spec.precision.compute)
+        slots = jax.tree.map(
+            lambda x, layout: gradient_slot(x, layout, spec.precision.gradients, plan.mesh.num_shards), params, layouts
+        )
 
         def one(part: Batch) -> tuple[Array, Params | None]:
             if not with_gradients:
-                return local_loss(params, working, part), None
-            loss, grads = jax.value_and_grad(local_loss)(params, working, part)
-            return loss, _cast(grads, "float32")
+                return local_loss(slots, working, part), None
+            loss, pull_back = jax.vjp(lambda slots: local_loss(slots, working, part), slots)
+            return loss, pull_back(scale)[0]
 
         loss, grads = _sum_over_microbatches(one, batch, spec.num_microbatches)
         loss = jax.lax.psum(loss, batch_axes) if batch_axes else loss
         if not with_gradients:
             return loss
-        grads = jax.tree.map(lambda g, layout: reduce_gradient(g, layout, reduction), grads, layouts)
-        return loss, jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
+        return loss, jax.tree.map(lambda g, layout: reduce_gradient(g, layout, reduction), grads, layouts)
 
-    if not batch_axes:
-        return local
-    params_specs = jax.tree.map(lambda p: keep_axes(p, batch_axes), plan.specs["params"], is_leaf=_is_spec)
-    return jax.shard_map(
-        local,
-        in_specs=(params_specs, PartitionSpec(batch_axes)),
-        out_specs=(PartitionSpec(), params_specs) if with_gradients else PartitionSpec(),
-        axis_names=set(batch_axes),
-        check_vma=False,  # the reductions are all written out, and tested against one device
-    )
+    split = local
+    if batch_axes:
+        params_specs, update_specs = (
+            jax.tree.map(lambda p: keep_axes(p, batch_axes), specs, is_leaf=_is_spec)
+            for specs in (plan.specs["params"], update_specs_of(plan))
+        )
+        split = jax.shard_map(
+            local,
+            in_specs=(params_specs, PartitionSpec(batch_axes), PartitionSpec()),
+            out_specs=(PartitionSpec(), update_specs) if with_gradients else PartitionSpec(),
+            axis_names=set(batch_axes),
+            check_vma=False,  # the reductions are all written out, and tested against one device
+        )
+    return lambda params, batch, scale=1.0: split(params, batch, jnp.asarray(scale, jnp.float32))
 
 
 def sum_cross_entropy(logits_BTV: Array, targets_BT: Array) -> Array:
@@ -121,26 +129,33 @@ def _forward(plan: Plan, layouts: Params, params: Params, working: Params, token
         def layer(stored: tuple[Params, Params], x_BTE: Array, stack=stack) -> Array:
             return stack.layer.apply(gathered(stack.name, *stored), x_BTE, context)
 
-        x_BTE = scan_layers(layer, (params[stack.name], working[stack.name]), x_BTE, remat=plan.spec.remat.policy)
+        policy = build_policy(plan.spec.remat, stack.name)
+        x_BTE = scan_layers(layer, (params[stack.name], working[stack.name]), x_BTE, policy=policy)
     return model.head.apply(gathered("head", params["head"], working["head"]), x_BTE, context)
 
 
 def _activation_layout(plan: Plan) -> Callable[..., Array]:
-    """Activation rules over the automatic mesh axes, as constraints; the batch axes are split already."""
+    """Activation rules over the automatic mesh axes, as constraints; the batch axes are split already. Each activation
+    is marked with its name, for remat."""
     automatic = tuple(axis for axis, n in plan.mesh.sizes.items() if n > 1 and axis not in plan.sharding.batch_axes)
     specs = {planned.array.path: keep_axes(planned.spec, automatic) for planned in plan.sharding.activations}
 
     def activation(name: str, x: Array, *_: str | None) -> Array:
-        return jax.lax.with_sharding_constraint(x, specs[name]) if automatic else x
+        return marked(name, jax.lax.with_sharding_constraint(x, specs[name]) if automatic else x)
 
     return activation
 
 
-def _weight_layouts(plan: Plan) -> Params:
+def weight_layouts(plan: Plan) -> Params:
+    """A WeightLayout for every parameter, as a tree like them."""
     stacked = {stack.name for stack in plan.model.stacks}
+    stored, updated = plan.sharding.parameters, plan.sharding.optimizer
+    accumulated = stored if plan.spec.sharding.gradients == "parameters" else updated
     layouts: dict[str, WeightLayout] = {
-        path: plan_weight(spec, plan.sharding.batch_axes, is_stacked=path.split("/")[0] in stacked)
-        for path, spec in leaves_by_path(plan.specs["params"], is_leaf=_is_spec).items()
+        p.array.path: plan_weight(
+            p.spec, g.spec, u.spec, plan.sharding.batch_axes, is_stacked=p.array.path.split("/")[0] in stacked
+        )
+        for p, g, u in zip(stored, accumulated, updated, strict=True)
     }
     return like(plan.abstract["params"], layouts)
 
