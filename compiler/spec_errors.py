@@ -65,7 +65,7 @@ def _walk(loc: tuple[int | str, ...]) -> tuple[type[BaseModel] | None, list[int 
     holder: type[BaseModel] | None = RunSpec
     path: list[int | str] = []
     for element in loc:
-        members = get_args(node) if get_origin(node) in (Union, UnionType) else ()
+        members: tuple[Any, ...] = get_args(node) if get_origin(node) in (Union, UnionType) else ()
         tagged = [m for m in members if element in _tags(m)]
         if tagged:
             node = tagged[0]

@@ -26,6 +26,10 @@ SMALL = (
     "schedule.num_warmup_steps=2", "data=synthetic", "precision=float32",
 )  # fmt: skip
 
+# The same with one matmul per layer: it has no attention.
+LINEAR_STACK = ("model=linear_stack", "~model.num_heads", "~model.num_kv_heads", "~model.head_dim", "~model.mlp_dim",
+                "~model.initializer_stddev")  # fmt: skip
+
 
 @cache
 def spec_of(*overrides: str) -> RunSpec:
