@@ -1,6 +1,7 @@
 """The arrays of a program before they are laid out: parameters, and the activations that the model names."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +31,12 @@ class Array:
 
 @dataclass(frozen=True)
 class Arrays:
-    """What rules are about. parameters: all of them, by path; activations: those that the model names."""
+    """What rules are about. parameters: all of them, by path; activations: those that the model names; in_layers: the
+    names of those that are in the layers of each stack, by stack."""
 
     parameters: tuple[Array, ...]
     activations: tuple[Array, ...]
+    in_layers: Mapping[str, tuple[str, ...]]
 
 
 def build_model(spec: RunSpec) -> Model:
@@ -46,7 +49,7 @@ def find_arrays(spec: RunSpec, model: Model) -> Arrays:
     """The arrays of a run, by tracing the model once; nothing is allocated. Raises ConfigError where that fails in a
     user's model."""
     with blamed_on_user("model.family", f"tracing {spec.model.family}"):
-        return Arrays(_parameters(model, spec.precision.parameters), _activations(model, spec))
+        return Arrays(_parameters(model, spec.precision.parameters), *_activations(model, spec))
 
 
 def _parameters(model: Model, dtype: str) -> tuple[Array, ...]:
@@ -55,11 +58,15 @@ def _parameters(model: Model, dtype: str) -> tuple[Array, ...]:
     return tuple(Array(path, x.shape, dtype, axes[path]) for path, x in leaves_by_path(model.abstract()).items())
 
 
-def _activations(model: Model, spec: RunSpec) -> tuple[Array, ...]:
-    """Named activations of embed, one layer of each stack and head, at the size of one global microbatch."""
+def _activations(model: Model, spec: RunSpec) -> tuple[tuple[Array, ...], dict[str, tuple[str, ...]]]:
+    """Named activations of embed, one layer of each stack and head, at the size of one global microbatch; and those
+    names by stack."""
     named: dict[str, Array] = {}
+    order: list[str] = []
+    in_layers: dict[str, tuple[str, ...]] = {}
 
     def record(name: str, x: jax.Array, *axes: str | None) -> jax.Array:
+        order.append(name)
         named[name] = Array(name, x.shape, spec.precision.compute, axes)
         return x
 
@@ -71,7 +78,9 @@ def _activations(model: Model, spec: RunSpec) -> tuple[Array, ...]:
         context = Context(jnp.arange(spec.sequence_length)[None], record)
         x_BTE = model.embed.apply(params["embed"], tokens_BT, context)
         for stack in model.stacks:
+            first = len(order)
             x_BTE = stack.layer.apply(params[stack.name], x_BTE, context)
+            in_layers[stack.name] = tuple(dict.fromkeys(order[first:]))
         return model.head.apply(model.head_params(params["head"], params["embed"]), x_BTE, context)
 
     pieces = {"embed": model.embed, "head": model.head, **{stack.name: stack.layer for stack in model.stacks}}
@@ -80,4 +89,4 @@ def _activations(model: Model, spec: RunSpec) -> tuple[Array, ...]:
         for name, piece in pieces.items()
     }
     jax.eval_shape(forward, params, tokens_BT)
-    return tuple(named.values())
+    return tuple(named.values()), in_layers

@@ -13,14 +13,15 @@ from .batch import check_batch, check_length
 from .flops import model_flops_per_step
 from .loss import plan_loss_blocks
 from .mesh import plan_mesh
-from .optimizer import build_optimizer, plan_optimizer_state
+from .optimizer import build_optimizer, check_schedule
 from .plan import Plan, plan_memory, plan_state_arrays
 from .problems import all_of
+from .remat import check_remat
 from .sharding import check_rules, plan_sharding
 from .spec import RunSpec
+from .state import plan_state
 from .step import build_eval_step, build_init, build_train_step
 from .target import plan_target
-from .trees import like
 
 
 def plan_run(spec: RunSpec) -> Plan:
@@ -28,19 +29,20 @@ def plan_run(spec: RunSpec) -> Plan:
     model = build_model(spec)
     target = plan_target(spec.target)
     arrays = find_arrays(spec, model)
-    mesh, _ = all_of(lambda: plan_mesh(spec.mesh, target), lambda: check_rules(spec.sharding, arrays))
+    mesh, *_ = all_of(
+        lambda: plan_mesh(spec.mesh, target),
+        lambda: check_rules(spec.sharding, arrays),
+        lambda: check_schedule(spec),
+        lambda: check_remat(spec.remat, arrays),
+    )
     sharding, attention, *_ = all_of(
         lambda: plan_sharding(spec.sharding, arrays, mesh),
         lambda: plan_attention(spec, target),
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
     )
-    optimizer = build_optimizer(spec.optimizer, spec.num_steps)
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, spec.precision.parameters), model.abstract())
-    params_specs = like(params, {plan.array.path: plan.spec for plan in sharding.parameters})
-    moments_specs = like(params, {plan.array.path: plan.spec for plan in sharding.optimizer})
-    state, state_specs = plan_optimizer_state(optimizer, params, moments_specs, mesh)
-    state_arrays = plan_state_arrays(state, state_specs, sharding.optimizer, mesh)
+    optimizer = build_optimizer(spec, model)
+    abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
     return Plan(
         spec=spec,
         target=target,
@@ -48,12 +50,12 @@ def plan_run(spec: RunSpec) -> Plan:
         model=model,
         optimizer=optimizer,
         sharding=sharding,
-        optimizer_state=state_arrays,
-        abstract={"step": jax.ShapeDtypeStruct((), jnp.int32), "params": params, "optimizer": state},
-        specs={"step": PartitionSpec(), "params": params_specs, "optimizer": state_specs},
+        optimizer_state=plan_state_arrays(abstract, specs, sharding.optimizer, mesh),
+        abstract=abstract,
+        specs=specs,
         attention=attention,
         num_loss_blocks=plan_loss_blocks(spec, sharding, mesh),
-        memory=plan_memory(spec, mesh, sharding, state_arrays),
+        memory=plan_memory(spec, mesh, sharding, abstract, specs),
         model_flops_per_step=model_flops_per_step(model, spec),
     )
 

@@ -29,14 +29,14 @@ def explain(plan: Plan, console: Console) -> None:
     console.print(f"[bold]attention[/] by {plan.attention.implementation}: {plan.attention.reason}; logits {blocks}")
     for warning in plan.sharding.warnings:
         console.print(warning.as_warning(), style="yellow", markup=False, highlight=False, soft_wrap=True)
-    for title, rules, arrays in (
-        ("parameters", spec.sharding.parameters, plan.sharding.parameters),
-        ("optimizer state", spec.sharding.optimizer, plan.optimizer_state),
-        ("activations of one microbatch", spec.sharding.activations, plan.sharding.activations),
+    for title, rules, rows in (
+        ("parameters", spec.sharding.parameters, map(_array_row, plan.sharding.parameters)),
+        ("optimizer state", spec.sharding.optimizer, _state_rows(plan)),
+        ("activations of one microbatch", spec.sharding.activations, map(_array_row, plan.sharding.activations)),
     ):
         console.print()
         console.print(f"[bold]{title}[/]  {_rules(rules)}", highlight=False)
-        console.print(_table(_shortened(arrays, plan.sharding.parameters)))
+        console.print(_table(list(rows)))
     console.print()
     console.print(_memory(plan))
 
@@ -95,30 +95,45 @@ def _rules(rules: Sequence[Rule]) -> str:
     return "; ".join(f"\\[{index}] {part}" for index, part in enumerate(parts))
 
 
-def _shortened(arrays: Sequence[ArrayPlan], parameters: Sequence[ArrayPlan]) -> list[tuple[str, str, str]]:
-    """Rows of the table. A whole set of optimizer state that lies as the parameters do is one row."""
-    rows, paths = [], {plan.array.path: plan.spec for plan in parameters}
+def _shortened(arrays: Sequence[ArrayPlan], alike: Sequence[ArrayPlan]) -> list[tuple[str, str, str]]:
+    """Rows of the table. A set of optimizer state that lies as the arrays `alike` do is one row."""
+    rows, paths = [], {plan.array.path: plan.spec for plan in alike}
     sets: dict[str, list[ArrayPlan]] = {}
     for plan in arrays:
         owner = next((path for path in paths if plan.array.path.endswith(f"/{path}")), None)
         if owner and plan.spec == paths[owner]:
             sets.setdefault(plan.array.path.removesuffix(owner), []).append(plan)
         else:
-            rows.append((plan.array.path, _dimensions(plan), human_bytes(plan.bytes_per_device)))
-    for prefix, plans in sets.items():
-        size = human_bytes(sum(plan.bytes_per_device for plan in plans))
-        rows.append((f"{prefix}*", f"{len(plans)} arrays, as the parameters", size))
-    return rows
+            rows.append(_array_row(plan))
+    return rows + [
+        (f"{prefix}*", f"{len(plans)} arrays, as the parameters", human_bytes(sum(p.bytes_per_device for p in plans)))
+        for prefix, plans in sets.items()
+    ]
+
+
+def _state_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """The optimizer's state. Where its rules are not those of the parameters, one set shows what they say."""
+    if plan.spec.sharding.optimizer == plan.spec.sharding.parameters:
+        return _shortened(plan.optimizer_state, plan.sharding.parameters)
+    rows = _shortened(plan.optimizer_state, plan.sharding.optimizer)
+    rows = [(name, text.replace("as the parameters", "each as its parameter below"), size) for name, text, size in rows]
+    return rows + [(name, text, "") for name, text, _ in map(_array_row, plan.sharding.optimizer)]
+
+
+def _array_row(plan: ArrayPlan) -> tuple[str, str, str]:
+    return plan.array.path, _dimensions(plan), human_bytes(plan.bytes_per_device)
 
 
 def _dimensions(plan: ArrayPlan) -> str:
     """'layers 4 [1]  embed 128 fsdp [0]': logical axis, size, mesh axes, rule."""
     parts = []
+    notes = {d.note for d in plan.dimensions}
+    shared = notes.pop() if len(notes) == 1 else ""  # said once, behind all dimensions
     for d in plan.dimensions:
         axes = f" [bold cyan]{'+'.join(d.axes)}[/]" if d.axes else ""
         rule = f" [dim]\\[{d.rule}][/]" if d.rule is not None else ""
-        parts.append(f"{d.logical or ''} {d.size:,}{axes}{rule}" + (f" ({d.note})" if d.note else ""))
-    return "  ".join(part.strip() for part in parts)
+        parts.append(f"{d.logical or ''} {d.size:,}{axes}{rule}" + (f" ({d.note})" if d.note and not shared else ""))
+    return "  ".join(part.strip() for part in parts) + (f"  ({shared})" if shared else "")
 
 
 def _table(rows: Sequence[tuple[str, str, str]]) -> Table:

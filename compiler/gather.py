@@ -1,4 +1,5 @@
-"""From a parameter's shard to the weights that a layer multiplies with, and from their gradient back to the shard's.
+"""From a parameter's shard to the weights that a layer multiplies with, from their gradient to the shard that is
+updated, and from there back to the one that is stored.
 
 The step is manual over the mesh axes that split the batch (`shard_map`) and automatic over the others. So what crosses
 the network for a weight is written here, and is not left to the partitioner: for a dimension sharded over a batch axis
@@ -6,28 +7,38 @@ an all-gather in the compute type, and for its gradient a *reduce-scatter*. (Lef
 of the whole gradient for large groups on TPU, and always on CPU: twice the bytes.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
 Axes = tuple[str, ...]
 
 
+Parts = tuple[tuple[int, Axes], ...]  # (dimension, the mesh axes that it is split over), for each that is
+
+
 @dataclass(frozen=True)
 class WeightLayout:
-    """How one parameter is stored.
+    """How one parameter is stored, how its gradient is accumulated, and how it is updated, over the batch axes.
 
-    gathered: (dimension as a layer sees it, mesh axes) of each dimension whose shards are gathered for use. reduced:
-    the batch axes over which every device holds the same shard: its gradient is summed over them once per step.
+    gathered: dimensions whose shards are gathered for use. scattered: dimensions over which a gradient is
+    reduce-scattered as soon as it is made. Both as a layer sees them; what follows is with the dimension `layers`.
+    split_early: what `scattered` splits more than `gathered` gathers. split_late: what the update splits more than
+    that, reduce-scattered once per step. reduced: the batch axes over which every device updates the same shard: its
+    gradient is summed over them once per step.
     automatic, automatic_stored: the part of its layout that is over axes that do not split the batch, and is XLA's to
     keep: as a layer sees it, and with the dimension `layers`.
     """
 
-    gathered: tuple[tuple[int, Axes], ...]
+    gathered: Parts
+    scattered: Parts
+    split_early: Parts
+    split_late: Parts
     reduced: Axes
     automatic: PartitionSpec
     automatic_stored: PartitionSpec
@@ -40,20 +51,39 @@ def axes_of(entry: Any) -> Axes:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def plan_weight(spec: PartitionSpec, batch_axes: Axes, *, is_stacked: bool) -> WeightLayout:
-    """P(None, 'fsdp', 'tensor') with the batch over (data, fsdp), stacked -> gather dimension 0 over fsdp, reduce over
-    data, leave dimension 1 to XLA over tensor."""
-    manual = [tuple(axis for axis in axes_of(entry) if axis in batch_axes) for entry in spec]
+def plan_weight(
+    stored: PartitionSpec, accumulated: PartitionSpec, updated: PartitionSpec, batch_axes: Axes, *, is_stacked: bool
+) -> WeightLayout:
+    """All three P(None, 'fsdp', 'tensor') with the batch over (data, fsdp), stacked -> gather and scatter dimension 0
+    over fsdp, reduce over data, leave dimension 1 to XLA over tensor.
+
+    Each layout splits every dimension over what the one before it does, and maybe more behind that (sharding.py).
+    """
+    manual = [
+        [tuple(axis for axis in axes_of(entry) if axis in batch_axes) for entry in spec]
+        for spec in (stored, accumulated, updated)
+    ]
     # A dimension over both kinds of axes is left to XLA whole: its chunks interleave.
-    automatic = [entry if not axes else None for entry, axes in zip(spec, manual, strict=True)]
+    automatic = [None if axes else entry for entry, axes in zip(stored, manual[2], strict=True)]
     first = 1 if is_stacked else 0
-    gathered = tuple((dimension, axes) for dimension, axes in enumerate(manual[first:]) if axes)
+    used = {axis for axes in manual[2] for axis in axes}
     return WeightLayout(
-        gathered=gathered,
-        reduced=tuple(axis for axis in batch_axes if not any(axis in axes for _, axes in gathered)),
+        gathered=_parts(manual[0][first:]),
+        scattered=_parts(manual[1][first:]),
+        split_early=_added(manual[0], manual[1]),
+        split_late=_added(manual[1], manual[2]),
+        reduced=tuple(axis for axis in batch_axes if axis not in used),
         automatic=PartitionSpec(*automatic[first:]),
         automatic_stored=PartitionSpec(*automatic),
     )
+
+
+def _parts(entries: Sequence[Axes]) -> Parts:
+    return tuple((dimension, axes) for dimension, axes in enumerate(entries) if axes)
+
+
+def _added(before: Sequence[Axes], after: Sequence[Axes]) -> Parts:
+    return _parts([longer[len(shorter) :] for shorter, longer in zip(before, after, strict=True)])
 
 
 def keep_axes(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
@@ -62,45 +92,73 @@ def keep_axes(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*(entry or None for entry in kept))
 
 
-def gather(master: Array, working: Array, layout: WeightLayout, reduction_dtype: Any) -> Array:
+def gather(slot: Array, working: Array, layout: WeightLayout, reduction_dtype: Any) -> Array:
     """The whole weight in the compute type.
 
-    master: this device's shard in the parameter type; gradients flow to it. working: the same shard in the compute
-    type, cast once per step. The gradient crosses the network in `reduction_dtype` and arrives in the master's type.
+    slot: of the shape and type in which the gradient is accumulated; its values are not looked at, the gradient flows
+    to it. working: this device's shard in the compute type, cast once per step. The gradient crosses the network in
+    `reduction_dtype`.
     """
 
-    def whole(working: Array) -> Array:
-        for dimension, axes in layout.gathered:
-            working = jax.lax.all_gather(working, axes, axis=dimension, tiled=True)
-        return working
-
-    def scattered(gradient: Array) -> Array:
-        for dimension, axes in reversed(layout.gathered):
-            gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True)
-        return gradient
-
     @jax.custom_vjp
-    def use(master: Array, working: Array) -> Array:
-        return forward(master, working)[0]
+    def use(slot: Array, working: Array) -> Array:
+        return forward(slot, working)[0]
 
     def forward(_: Array, working: Array) -> tuple[Array, None]:
-        return _automatic_kept(whole, layout.automatic)(working), None
+        return _automatic_kept(lambda w: _all_gather(w, layout.gathered), layout.automatic)(working), None
 
     def backward(_: None, gradient: Array) -> tuple[Array, None]:
-        if layout.gathered:
-            gradient = _automatic_kept(scattered, layout.automatic)(gradient.astype(reduction_dtype))
-        return gradient.astype(master.dtype), None
+        if layout.scattered:
+            scatter = _automatic_kept(lambda g: _reduce_scatter(g, layout.scattered), layout.automatic)
+            gradient = scatter(gradient.astype(reduction_dtype))
+        return gradient.astype(slot.dtype), None
 
     use.defvjp(forward, backward)
-    return use(master, working)
+    return use(slot, working)
+
+
+def gradient_slot(shard: Array, layout: WeightLayout, dtype: Any, num_shards: Callable[[Axes], int]) -> Array:
+    """The slot that the gradient of a stored parameter's shard is accumulated in. The compiler drops its values."""
+    shape = list(shard.shape)
+    for dimension, axes in layout.split_early:
+        shape[dimension] //= num_shards(axes)
+    return jnp.zeros(shape, dtype)
 
 
 def reduce_gradient(gradient: Array, layout: WeightLayout, reduction_dtype: Any) -> Array:
-    """Sum a stored parameter's gradient over the batch axes that its gather did not reduce: once per step."""
-    if not layout.reduced:
+    """An accumulated gradient, summed over the batch axes that its use did not sum it over, in the layout of the
+    update: once per step."""
+    if not (layout.reduced or layout.split_late):
         return gradient
-    add = _automatic_kept(lambda g: jax.lax.psum(g, layout.reduced), layout.automatic_stored)
-    return add(gradient.astype(reduction_dtype)).astype(gradient.dtype)
+
+    def reduce(g: Array) -> Array:
+        g = _reduce_scatter(g, layout.split_late)
+        return jax.lax.psum(g, layout.reduced) if layout.reduced else g
+
+    return _automatic_kept(reduce, layout.automatic_stored)(gradient.astype(reduction_dtype)).astype(gradient.dtype)
+
+
+def assemble(updated: Array, layout: WeightLayout) -> Array:
+    """An updated parameter, from the layout of the update to the one that it is stored in."""
+    parts = layout.split_late + layout.split_early  # the last split is undone first
+    return _automatic_kept(lambda x: _all_gather(x, parts), layout.automatic_stored)(updated)
+
+
+def is_assembled(layout: WeightLayout) -> bool:
+    """True where a parameter is updated in smaller shards than it is stored in."""
+    return bool(layout.split_early or layout.split_late)
+
+
+def _all_gather(x: Array, parts: Parts) -> Array:
+    for dimension, axes in parts:
+        x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
+    return x
+
+
+def _reduce_scatter(x: Array, parts: Parts) -> Array:
+    for dimension, axes in reversed(parts):
+        x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+    return x
 
 
 def _automatic_kept(collective: Callable[[Array], Array], automatic: PartitionSpec) -> Callable[[Array], Array]:

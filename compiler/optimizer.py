@@ -1,4 +1,4 @@
-"""The optimizer, its schedule and the layout of its state."""
+"""The optimizer of a run: the chosen one behind clipping, in float32, and the layout of its state."""
 
 from typing import Any
 
@@ -7,37 +7,33 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from meshloom.models import Model
+
 from .mesh import MeshPlan
-from .spec import OptimizerSpec
+from .optimizers import Setting
+from .parameter_kinds import parameter_kinds
+from .problems import raise_if_any
+from .spec import RunSpec
+from .user_code import blamed_on_user
 
 
-def build_schedule(spec: OptimizerSpec, num_steps: int) -> optax.Schedule:
-    """Linear from 0 to the peak over the warm-up, then a cosine down to the final fraction at the last step.
-
-    A run that is shorter than its warm-up ends on the way up.
-    """
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=spec.learning_rate,
-        warmup_steps=spec.num_warmup_steps,
-        decay_steps=max(num_steps, spec.num_warmup_steps + 1),
-        end_value=spec.learning_rate * spec.final_learning_rate_fraction,
-    )
+def check_schedule(spec: RunSpec) -> None:
+    """Raise ConfigError where the schedule does not fit in the run."""
+    raise_if_any(spec.schedule.problems(spec.num_steps))
 
 
-def build_optimizer(spec: OptimizerSpec, num_steps: int) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW. Weight decay is on matrices alone: not on norm scales."""
-    return optax.chain(
-        optax.clip_by_global_norm(spec.max_grad_norm),
-        optax.adamw(
-            build_schedule(spec, num_steps),
-            b1=spec.b1,
-            b2=spec.b2,
-            eps=spec.epsilon,
-            weight_decay=spec.weight_decay,
-            mask=_is_matrix,
-        ),
-    )
+def build_schedule(spec: RunSpec) -> optax.Schedule:
+    """Updates made -> learning rate of the next."""
+    return spec.schedule.build(spec.optimizer.learning_rate, spec.num_steps)
+
+
+def build_optimizer(spec: RunSpec, model: Model) -> optax.GradientTransformation:
+    """Clipping by global norm, then the optimizer. It computes in float32, whatever the parameters are stored in."""
+    with blamed_on_user("optimizer.name", f"building {spec.optimizer.name}"):
+        chosen = spec.optimizer.build(Setting(build_schedule(spec), parameter_kinds(model)))
+    limit = spec.optimizer.max_grad_norm
+    clip = optax.identity() if limit is None else optax.clip_by_global_norm(limit)
+    return optax.chain(clip, chosen)
 
 
 def plan_optimizer_state(optimizer: optax.GradientTransformation, params: Any, specs: Any, mesh: MeshPlan) -> Any:
@@ -49,18 +45,11 @@ def plan_optimizer_state(optimizer: optax.GradientTransformation, params: Any, s
     """
     explicit = mesh.abstract(AxisType.Explicit)
     sharded = jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(explicit, spec)), params, specs
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=NamedSharding(explicit, spec)),
+        params,
+        specs,
     )
     with jax.sharding.use_abstract_mesh(explicit):
         state = jax.eval_shape(optimizer.init, sharded)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     return abstract, jax.tree.map(lambda x: x.sharding.spec if x.sharding is not None else PartitionSpec(), state)
-
-
-def _is_matrix(params: Any) -> Any:
-    """True for leaves that multiply activations. A norm scale has one dimension, or two when stacked over layers."""
-    stacked = {name for name in params if name not in ("embed", "head")}
-    return {
-        name: jax.tree.map(lambda x: jnp.ndim(x) - (name in stacked) > 1, tree)  # noqa: B023 (used at once)
-        for name, tree in params.items()
-    }

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
@@ -16,8 +17,9 @@ from .gather import axes_of
 from .mesh import MeshPlan
 from .sharding import ArrayPlan, DimensionPlan, ShardingPlan
 from .spec import RunSpec
+from .state import State, bytes_per_device
 from .target import TargetPlan
-from .trees import leaves_by_path
+from .trees import leaves_by_path, like
 
 
 @dataclass(frozen=True)
@@ -25,20 +27,27 @@ class MemoryPlan:
     """Bytes per device of each class of arrays. None: not known before compiling."""
 
     parameters: int
+    master: int  # float32 weights that are updated, where the parameters are stored in another type
     optimizer: int
-    gradients: int  # accumulated in float32
+    scalars: int  # of the state: counts of steps, the loss scale
+    gradients: int  # accumulated over microbatches
     working_parameters: int  # the copy in the compute type, where that is another type
     batch: int
     activations: None = None
 
     @property
+    def state_bytes(self) -> int:
+        """What a step takes and gives back."""
+        return self.parameters + self.master + self.optimizer + self.scalars
+
+    @property
     def known_bytes(self) -> int:
-        return self.parameters + self.optimizer + self.gradients + self.working_parameters + self.batch
+        return self.state_bytes + self.gradients + self.working_parameters + self.batch
 
 
 @dataclass(frozen=True)
 class Plan:
-    """abstract, specs: the state {step, params, optimizer} as trees of ShapeDtypeStruct and of PartitionSpec."""
+    """abstract, specs: the state (state.py) as trees of ShapeDtypeStruct and of PartitionSpec."""
 
     spec: RunSpec
     target: TargetPlan
@@ -46,7 +55,7 @@ class Plan:
     model: Model
     optimizer: optax.GradientTransformation
     sharding: ShardingPlan
-    optimizer_state: tuple[ArrayPlan, ...]  # every leaf that is no scalar
+    optimizer_state: tuple[ArrayPlan, ...]  # every leaf that is no scalar, and the master weights
     abstract: dict[str, Any]
     specs: dict[str, Any]
     attention: AttentionPlan
@@ -59,27 +68,39 @@ class Plan:
         return sum(math.prod(plan.array.shape) for plan in self.sharding.parameters)
 
 
-def plan_memory(
-    spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, optimizer_state: tuple[ArrayPlan, ...]
-) -> MemoryPlan:
-    """Bytes per device, from the shards of every array."""
-    elements = [plan.bytes_per_device // jnp.dtype(spec.precision.parameters).itemsize for plan in sharding.parameters]
-    compute = jnp.dtype(spec.precision.compute)
-    is_cast = spec.precision.compute != spec.precision.parameters
+def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract: State, specs: State) -> MemoryPlan:
+    """Bytes per device, from the shards of every array. abstract, specs: the state."""
+
+    def size(abstract: Any, specs: Any) -> int:
+        return bytes_per_device(abstract, specs, mesh)
+
+    precision, params = spec.precision, abstract["params"]
+    scalars = sum(x.dtype.itemsize for x in jax.tree.leaves(abstract) if not x.shape)
+    scalars_of_optimizer = sum(x.dtype.itemsize for x in jax.tree.leaves(abstract["optimizer"]) if not x.shape)
+    accumulated = sharding.parameters if spec.sharding.gradients == "parameters" else sharding.optimizer
+    gradients_specs = like(params, {plan.array.path: plan.spec for plan in accumulated})
+    is_cast = precision.compute != precision.parameters
     return MemoryPlan(
-        parameters=sum(plan.bytes_per_device for plan in sharding.parameters),
-        optimizer=sum(plan.bytes_per_device for plan in optimizer_state),
-        gradients=sum(elements) * jnp.dtype(jnp.float32).itemsize,
-        working_parameters=sum(elements) * compute.itemsize if is_cast else 0,
+        parameters=size(params, specs["params"]),
+        master=size(abstract["master"], specs["master"]) if "master" in abstract else 0,
+        optimizer=size(abstract["optimizer"], specs["optimizer"]) - scalars_of_optimizer,
+        scalars=scalars,
+        gradients=size(_typed(params, precision.gradients), gradients_specs),
+        working_parameters=size(_typed(params, precision.compute), specs["params"]) if is_cast else 0,
         batch=2 * spec.tokens_per_step * jnp.dtype(jnp.int32).itemsize // mesh.num_shards(sharding.batch_axes),
     )
 
 
+def _typed(params: Any, dtype: str) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
+
+
 def plan_state_arrays(
-    abstract: Any, specs: Any, parameters: tuple[ArrayPlan, ...], mesh: MeshPlan
+    abstract: State, specs: State, parameters: tuple[ArrayPlan, ...], mesh: MeshPlan
 ) -> tuple[ArrayPlan, ...]:
-    """A row for each array of the optimizer's state. One that is shaped as a parameter lies as that parameter's state
-    was planned; any other where the optimizer's own computation puts it."""
+    """A row for each array of the optimizer's state, and each master weight. One that is shaped as a parameter lies as
+    that parameter's state was planned; any other where the optimizer's own computation puts it."""
+    abstract = {key: abstract[key] for key in ("master", "optimizer") if key in abstract}
     layouts = leaves_by_path(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
     rows = []
     for path, x in leaves_by_path(abstract).items():

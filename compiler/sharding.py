@@ -87,6 +87,7 @@ def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan) -> Shardi
     whole = _check_replicated(rules, parameters, optimizer, mesh)
     problems += whole if rules.on_replicated == "error" else []
     problems += _check_layers_dimension(parameters)
+    problems += _check_update_layout(parameters, optimizer, batch_axes(rules, mesh))
     problems += _check_batch_dimension(activations, batch_axes(rules, mesh))
     problems += [] if problems else _check_idle_axes(parameters, activations, mesh)
     raise_if_any(problems)
@@ -234,6 +235,25 @@ def _check_layers_dimension(plans: Iterable[ArrayPlan]) -> list[Problem]:
     others = f" (and {len(sharded) - 1} more)" if len(sharded) > 1 else ""
     what = f"'{sharded[0]}'{others}: the layers of a stack are run one after the other, and cannot be sharded"
     return [Problem("sharding.parameters", what, "give 'layers' a rule with mesh: [], and shard another dimension")]
+
+
+def _check_update_layout(
+    parameters: Sequence[ArrayPlan], optimizer: Sequence[ArrayPlan], batch: tuple[str, ...]
+) -> list[Problem]:
+    """A parameter's state is split as the parameter, or further: then its gradient is reduce-scattered to it, and the
+    updated shards are gathered. Axes that do not split the batch are XLA's to arrange."""
+    by_path = {plan.array.path: plan for plan in parameters}
+    for plan in optimizer:
+        stored = by_path.get(plan.array.path)
+        for d, own in zip(stored.dimensions if stored else (), plan.dimensions, strict=False):
+            first, then = (tuple(axis for axis in x.axes if axis in batch) for x in (d, own))
+            if then[: len(first)] != first:
+                what = f"'{plan.array.path}' has its {d.logical} over {', '.join(d.axes)} as a parameter, and "
+                what += f"{'over ' + ', '.join(own.axes) if own.axes else 'whole'} in the optimizer's state"
+                axes = ", ".join(dict.fromkeys([*d.axes, *own.axes]))
+                fix = f"begin with the parameter's mesh axes: {{logical: [{d.logical}], mesh: [{axes}]}}"
+                return [Problem("sharding.optimizer", what, fix)]
+    return []
 
 
 def _check_batch_dimension(activations: Iterable[ArrayPlan], split: tuple[str, ...]) -> list[Problem]:

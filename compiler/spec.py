@@ -3,18 +3,29 @@
 Quantities end in their unit, counts start with `num_`, batch sizes are global unless they say otherwise.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from meshloom.models import AnyModelConfig
 from meshloom.models.config import Config
 
+from .config_types import FloatType
+from .optimizers import OptimizerSpec
+from .schedules import ScheduleSpec
+
 # Slowest link first: replicas across slices, tensor shards side by side.
 MeshAxis = Literal["replica", "data", "fsdp", "stage", "context", "expert", "tensor"]
-FloatType = Literal["float32", "bfloat16"]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+RematPolicy = Literal["none", "full", "save_dots", "save_names", "offload"]
 
 
 def _axis_size(size: int) -> int:
@@ -64,25 +75,69 @@ class Rule(Config):
 
 
 class ShardingSpec(Config):
-    """Ordered rules per kind of array: for each dimension the first rule that is free takes it."""
+    """Ordered rules per kind of array: for each dimension the first rule that is free takes it.
+
+    gradients: which of the two tables gradients lie by while they are accumulated. Where the optimizer's splits more
+    than the parameters', `parameters` sums whole gradients and splits them once per step (ZeRO-1), `optimizer` splits
+    each gradient as soon as it is made (ZeRO-2).
+    """
 
     parameters: tuple[Rule, ...]
-    optimizer: tuple[Rule, ...]
+    gradients: Literal["parameters", "optimizer"]
+    optimizer: tuple[Rule, ...]  # the optimizer's state and the master weights; never split less than the parameters
     activations: tuple[Rule, ...]
     replicated_bytes_threshold: PositiveInt  # of a parameter, or its state, that every device holds whole
     on_replicated: Literal["error", "warn", "allow"]  # where one is larger
 
 
+class LossScaleSpec(Config):
+    """Dynamic loss scaling, Micikevicius et al. 2018, arXiv:1710.03740. Gradients are those of the loss times a scale,
+    so that small ones are not lost in float16; where one overflows, the update is skipped and the scale is lowered."""
+
+    initial: PositiveFloat
+    growth_factor: Annotated[float, Field(ge=1)]
+    growth_interval: PositiveInt  # updates without an overflow until the scale grows
+    backoff_factor: Annotated[float, Field(gt=0, lt=1)]
+
+
 class PrecisionSpec(Config):
-    parameters: FloatType  # as stored, updated and saved
-    compute: FloatType  # parameters are cast to it once per step, and gathered in it
-    gradient_reduction: FloatType  # gradients cross the network in it; they are accumulated in float32 always
+    parameters: FloatType  # as stored and saved, and read by the forward pass
+    master: Literal["float32"] | None  # what is updated, where not the parameters; lies as optimizer state
+    compute: Literal["float32", "bfloat16", "float16"]  # parameters are cast to it once per step, and gathered in it
+    gradients: FloatType  # they are accumulated in it over layers' uses and microbatches
+    gradient_reduction: FloatType  # gradients cross the network in it
+    loss_scale: LossScaleSpec | None  # for float16 alone
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.master == self.parameters:
+            raise _mistake("master", "parameters are float32 already, and need no master", "set precision.master=null")
+        if self.compute == "float16" and self.loss_scale is None:
+            what = "float16 loses small gradients without a loss scale"
+            raise _mistake("loss_scale", what, "choose precision=float16, or precision.compute=bfloat16")
+        if self.compute != "float16" and self.loss_scale is not None:
+            what = f"a loss scale is for float16, and compute is {self.compute}"
+            raise _mistake("loss_scale", what, "set precision.loss_scale=null, or precision.compute=float16")
+        return self
 
 
 class RematSpec(Config):
     """What of a layer's forward pass is kept for the backward pass; the rest is computed again."""
 
-    policy: Literal["none", "full", "save_dots"]
+    policy: RematPolicy  # of every stack of layers
+    stacks: dict[str, RematPolicy]  # of single stacks, by name
+    names: tuple[str, ...]  # of the activations that save_names keeps and offload moves to the host's memory
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        used = [policy for policy in (self.policy, *self.stacks.values()) if policy in ("save_names", "offload")]
+        if used and not self.names:
+            what = f"{used[0]} keeps activations by name, and no name is given"
+            raise _mistake("names", what, "set remat.names=[...], such as [attended, hidden]")
+        if self.names and not used:
+            what = f"{', '.join(self.names)} given, and policy {self.policy} keeps none by name"
+            raise _mistake("names", what, "set remat.names=[], or choose remat=save_names or remat=offload")
+        return self
 
 
 class LossSpec(Config):
@@ -96,20 +151,6 @@ class KernelsSpec(Config):
     """Which implementation of an operation is called, where there are several."""
 
     attention: Literal["auto", "xla", "cudnn", "splash"]
-
-
-class OptimizerSpec(Config):
-    """AdamW (arXiv:1711.05101) behind clipping by global norm, with linear warm-up and cosine decay."""
-
-    name: Literal["adamw"]
-    learning_rate: PositiveFloat  # its peak
-    num_warmup_steps: NonNegativeInt
-    final_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)]  # of the peak, reached at the last step
-    b1: Fraction
-    b2: Fraction
-    epsilon: PositiveFloat
-    weight_decay: NonNegativeFloat
-    max_grad_norm: PositiveFloat  # gradients with a larger global norm are scaled down to it
 
 
 class DataSpec(Config):
@@ -148,6 +189,7 @@ class RunSpec(Config):
     loss: LossSpec
     kernels: KernelsSpec
     optimizer: OptimizerSpec
+    schedule: ScheduleSpec
     data: DataSpec
     checkpoint: CheckpointSpec
     logging: LoggingSpec
@@ -157,7 +199,13 @@ class RunSpec(Config):
     global_batch_size: PositiveInt
     sequence_length: PositiveInt
     num_microbatches: PositiveInt
+    # A step whose loss or gradient is no finite number ends the run, or is left out: all of its update, moments too.
+    on_nonfinite: Literal["stop", "skip"]
 
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.sequence_length
+
+
+def _mistake(key: str, what: str, fix: str) -> PydanticCustomError:
+    return PydanticCustomError("choice", "{what}", {"what": what, "key": key, "fix": fix})

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from types import UnionType
+from itertools import chain
+from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -43,9 +44,10 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
     if kind in ("literal_error", "union_tag_invalid"):
         allowed = re.findall(r"'([^']*)'", str(context.get("expected") or context.get("expected_tags")))
         tag = context.get("tag")
-        return Problem(f"{key}.family" if tag else key, f"'{tag or value}' is not allowed", use_one_of(tag or value, allowed))  # fmt: skip  # noqa: E501
+        return Problem(f"{key}.{_discriminator(context)}" if tag else key, f"'{tag or value}' is not allowed", use_one_of(tag or value, allowed))  # fmt: skip  # noqa: E501
     if kind == "union_tag_not_found":
-        return Problem(f"{key}.family", "has no value", f"set {key}.family=...")
+        key = f"{key}.{_discriminator(context)}"
+        return Problem(key, "has no value", f"set {key}=...")
     if kind in _EXPECTED:
         return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", f"give {_EXPECTED[kind]}")
     if kind in _BOUNDS:
@@ -63,11 +65,13 @@ def _walk(loc: tuple[int | str, ...], spec_type: type[RunSpec]) -> tuple[type[Ba
     holder: type[BaseModel] | None = spec_type
     path: list[int | str] = []
     for element in loc:
-        members = get_args(node) if get_origin(node) in (Union, UnionType) else ()
-        tagged = [m for m in members if isinstance(m, type) and _family(m) == element]
+        members: tuple[Any, ...] = get_args(node) if get_origin(node) in (Union, UnionType) else ()
+        tagged = [m for m in members if element in _tags(m)]
         if tagged:
             node = tagged[0]
             continue
+        if NoneType in members:
+            node = members[0]
         path.append(element)
         holder = node if isinstance(node, type) and issubclass(node, BaseModel) else None
         if holder and element in holder.model_fields:
@@ -77,9 +81,14 @@ def _walk(loc: tuple[int | str, ...], spec_type: type[RunSpec]) -> tuple[type[Ba
     return holder, path
 
 
-def _family(config: Any) -> str | None:
-    field = getattr(config, "model_fields", {}).get("family")
-    return get_args(field.annotation)[0] if field else None
+def _tags(config: Any) -> set[Any]:
+    """The values that may tell this class from the others of a union: those of its fields of one value."""
+    tags = (get_args(field.annotation) for field in getattr(config, "model_fields", {}).values())
+    return set(chain.from_iterable(values for values in tags if len(values) == 1))
+
+
+def _discriminator(context: dict[str, Any]) -> str:
+    return str(context["discriminator"]).strip("'")
 
 
 def _key(path: Sequence[int | str]) -> str:

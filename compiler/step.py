@@ -12,41 +12,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from meshloom.models import IGNORED_TARGET, Context, Params
 
 from .attention import build_attend
-from .gather import Axes, WeightLayout, gather, keep_axes, plan_weight, reduce_gradient
+from .gather import Axes, WeightLayout, gather, gradient_slot, keep_axes, plan_weight, reduce_gradient
 from .layers import scan_layers
 from .loss import sum_losses
-from .optimizer import build_schedule
 from .plan import Plan
-from .trees import leaves_by_path, like
+from .remat import build_policy, marked
+from .state import State, initial_loss_scale
+from .trees import like
+from .update import build_update, update_specs_of
 
-State = dict[str, Any]  # step: int32; params: Params; optimizer: the state of optax
 Batch = dict[str, Array]  # inputs, targets: int32 (global_batch_size, sequence_length)
 TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 
 
 def build_train_step(plan: Plan) -> TrainStep:
-    """The step as a function of global arrays; metrics: loss (nats per token), grad_norm, learning_rate."""
+    """The step as a function of global arrays; metrics: those of the update (update.py)."""
     gradients = build_loss(plan, with_gradients=True)
-    schedule = build_schedule(plan.spec.optimizer, plan.spec.num_steps)
+    update = build_update(plan, weight_layouts(plan))
 
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
+        scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         dropout_key = jax.random.fold_in(jax.random.key(plan.spec.seed), state["step"])
-        (loss, num_targets), grads = gradients(state["params"], batch, dropout_key)
-        updates, optimizer_state = plan.optimizer.update(grads, state["optimizer"], state["params"])
-        metrics = {
-            "loss": loss / num_targets,
-            "grad_norm": optax.tree.norm(grads),
-            "learning_rate": schedule(state["step"]),
-        }
-        params = optax.apply_updates(state["params"], updates)
-        return {"step": state["step"] + 1, "params": params, "optimizer": optimizer_state}, metrics
+        (loss, num_targets), grads = gradients(state["params"], batch, dropout_key, scale)
+        return update(state, loss / num_targets, grads)
 
     return train_step
 
@@ -59,74 +53,85 @@ def build_eval_step(plan: Plan) -> Callable[[Params, Batch], Array]:
 def build_init(plan: Plan) -> Callable[[], State]:
     """The state before the first step. Compile with output shardings: every device makes its own shards."""
 
+    precision = plan.spec.precision
+
     def init() -> State:
-        params = plan.model.init(jax.random.key(plan.spec.seed))
-        params = jax.tree.map(lambda x: x.astype(plan.spec.precision.parameters), params)
-        return {"step": jnp.zeros((), jnp.int32), "params": params, "optimizer": plan.optimizer.init(params)}
+        drawn = plan.model.init(jax.random.key(plan.spec.seed))
+        params = _cast(drawn, precision.parameters)
+        state = {"step": jnp.zeros((), jnp.int32), "params": params, "optimizer": plan.optimizer.init(drawn)}
+        state |= {"master": drawn} if precision.master is not None else {}
+        return state | ({"loss_scale": initial_loss_scale(plan.spec)} if precision.loss_scale is not None else {})
 
     return init
 
 
 def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
-    """(params, batch, dropout_key) -> sums over the targets of a global batch: [cross-entropy, number of targets]; with
-    `with_gradients` also the gradient of the mean objective, in the parameters' layout.
+    """(params, batch, dropout_key, scale) -> sums over the targets of a global batch, [cross-entropy, number of them];
+    with `with_gradients` also the gradient of scale times the mean objective, in the layout of the update.
 
-    dropout_key: None for no dropout. Gradients are accumulated in float32 over the microbatches, which run one after
-    the other.
+    dropout_key: None for no dropout. Gradients are accumulated in `precision.gradients` over the microbatches, which
+    run one after the other.
     """
     spec, batch_axes = plan.spec, plan.sharding.batch_axes
-    layouts = _weight_layouts(plan)
+    layouts = weight_layouts(plan)
     reduction = jnp.dtype(spec.precision.gradient_reduction)
     over_batch = partial(jax.lax.psum, axis_name=batch_axes) if batch_axes else lambda x: x
 
-    def local(params: Params, batch: Batch, dropout_key: Array | None) -> Any:
+    def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
         working = _cast(params, spec.precision.compute)
         num_targets = over_batch(jnp.sum(batch["targets"] != IGNORED_TARGET))
+        slots = jax.tree.map(
+            lambda x, layout: gradient_slot(x, layout, spec.precision.gradients, plan.mesh.num_shards), params, layouts
+        )
 
-        def objective(params: Params, part: Batch) -> tuple[Array, Array]:
+        def objective(slots: Params, part: Batch) -> tuple[Array, Array]:
             """This device's part of the mean objective over all targets of the global batch, and of the summed loss."""
-            objective, loss = _losses(plan, layouts, params, working, part, dropout_key)
+            objective, loss = _losses(plan, layouts, slots, working, part, dropout_key)
             return objective / jnp.maximum(num_targets, 1), loss
 
         def one(part: Batch) -> tuple[Array, Params | None]:
             if not with_gradients:
-                return objective(params, part)[1], None
-            (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(params, part)
-            return loss, _cast(grads, "float32")
+                return objective(slots, part)[1], None
+            _, pull_back, loss = jax.vjp(lambda slots: objective(slots, part), slots, has_aux=True)
+            return loss, pull_back(scale)[0]
 
         loss, grads = _sum_over_microbatches(one, batch, spec.num_microbatches)
         sums = jnp.stack([over_batch(loss), num_targets.astype(jnp.float32)])
         if not with_gradients:
             return sums
-        grads = jax.tree.map(lambda g, layout: reduce_gradient(g, layout, reduction), grads, layouts)
-        return sums, jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
+        return sums, jax.tree.map(lambda g, layout: reduce_gradient(g, layout, reduction), grads, layouts)
 
-    def over_the_mesh(params: Params, batch: Batch, dropout_key: Array | None = None) -> Any:
-        batch = batch | {"row": jnp.arange(spec.global_batch_size)}
-        if not batch_axes:
-            return local(params, batch, dropout_key)
-        params_specs = jax.tree.map(lambda p: keep_axes(p, batch_axes), plan.specs["params"], is_leaf=_is_spec)
-        return jax.shard_map(
+    split = local
+    if batch_axes:
+        params_specs, update_specs = (
+            jax.tree.map(lambda p: keep_axes(p, batch_axes), specs, is_leaf=_is_spec)
+            for specs in (plan.specs["params"], update_specs_of(plan))
+        )
+        split = jax.shard_map(
             local,
-            in_specs=(params_specs, PartitionSpec(batch_axes), PartitionSpec()),
-            out_specs=(PartitionSpec(), params_specs) if with_gradients else PartitionSpec(),
+            in_specs=(params_specs, PartitionSpec(batch_axes), PartitionSpec(), PartitionSpec()),
+            out_specs=(PartitionSpec(), update_specs) if with_gradients else PartitionSpec(),
             axis_names=set(batch_axes),
             check_vma=False,  # the reductions are all written out, and tested against one device
-        )(params, batch, dropout_key)
+        )
+
+    def over_the_mesh(params: Params, batch: Batch, dropout_key: Array | None = None, scale: Any = 1.0) -> Any:
+        rows = {"row": jnp.arange(spec.global_batch_size)}  # a sequence's number, whichever device has it
+        return split(params, batch | rows, dropout_key, jnp.asarray(scale, jnp.float32))
 
     return over_the_mesh
 
 
 def _losses(
-    plan: Plan, layouts: Params, params: Params, working: Params, part: Batch, dropout_key: Array | None
+    plan: Plan, layouts: Params, slots: Params, working: Params, part: Batch, dropout_key: Array | None
 ) -> Array:
     """The forward pass of one microbatch of this device: (objective, cross-entropy), summed over its targets."""
     model, context = plan.model, _context(plan, part)
     reduction = jnp.dtype(plan.spec.precision.gradient_reduction)
     keys_B = None if dropout_key is None else jax.vmap(partial(jax.random.fold_in, dropout_key))(part["row"])
 
-    def gathered(name: str, params: Params, working: Params) -> Params:
-        return jax.tree.map(lambda p, w, layout: gather(p, w, layout, reduction), params, working, layouts[name])
+    def gathered(name: str, slots: Params, working: Params) -> Params:
+        return jax.tree.map(lambda s, w, layout: gather(s, w, layout, reduction), slots, working, layouts[name])
 
     def with_keys(index: Array | int) -> Context:
         """index: 0 for the embedding, from 1 on for the layers."""
@@ -134,22 +139,22 @@ def _losses(
             return context
         return replace(context, dropout_keys_B=jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B))
 
-    embed = gathered("embed", params["embed"], working["embed"])
+    embed = gathered("embed", slots["embed"], working["embed"])
     x_BTE = model.embed.apply(embed, part["inputs"], with_keys(0))
     num_before = 1
     for stack in model.stacks:
 
         def layer(stored: tuple[Params, Params, Array], x_BTE: Array, stack=stack) -> Array:
-            params, working, index = stored
-            return stack.layer.apply(gathered(stack.name, params, working), x_BTE, with_keys(index))
+            slots, working, index = stored
+            return stack.layer.apply(gathered(stack.name, slots, working), x_BTE, with_keys(index))
 
         indices = num_before + jnp.arange(stack.num_layers)
-        stored = (params[stack.name], working[stack.name], indices)
-        x_BTE = scan_layers(layer, stored, x_BTE, remat=plan.spec.remat.policy)
+        stored = (slots[stack.name], working[stack.name], indices)
+        x_BTE = scan_layers(layer, stored, x_BTE, policy=build_policy(plan.spec.remat, stack.name))
         num_before += stack.num_layers
     return sum_losses(
         lambda params, x_BTE: model.head.apply(params, x_BTE, context),
-        model.head_params(gathered("head", params["head"], working["head"]), embed),
+        model.head_params(gathered("head", slots["head"], working["head"]), embed),
         x_BTE,
         part["targets"],
         z_loss_weight=plan.spec.loss.z_loss_weight,
@@ -175,21 +180,27 @@ def _automatic_axes(plan: Plan) -> Axes:
 
 
 def _activation_layout(plan: Plan) -> Callable[..., Array]:
-    """Activation rules over the automatic mesh axes, as constraints; the batch axes are split already."""
+    """Activation rules over the automatic mesh axes, as constraints; the batch axes are split already. Each activation
+    is marked with its name, for remat."""
     automatic = _automatic_axes(plan)
     specs = {planned.array.path: keep_axes(planned.spec, automatic) for planned in plan.sharding.activations}
 
     def activation(name: str, x: Array, *_: str | None) -> Array:
-        return jax.lax.with_sharding_constraint(x, specs[name]) if automatic else x
+        return marked(name, jax.lax.with_sharding_constraint(x, specs[name]) if automatic else x)
 
     return activation
 
 
-def _weight_layouts(plan: Plan) -> Params:
+def weight_layouts(plan: Plan) -> Params:
+    """A WeightLayout for every parameter, as a tree like them."""
     stacked = {stack.name for stack in plan.model.stacks}
+    stored, updated = plan.sharding.parameters, plan.sharding.optimizer
+    accumulated = stored if plan.spec.sharding.gradients == "parameters" else updated
     layouts: dict[str, WeightLayout] = {
-        path: plan_weight(spec, plan.sharding.batch_axes, is_stacked=path.split("/")[0] in stacked)
-        for path, spec in leaves_by_path(plan.specs["params"], is_leaf=_is_spec).items()
+        p.array.path: plan_weight(
+            p.spec, g.spec, u.spec, plan.sharding.batch_axes, is_stacked=p.array.path.split("/")[0] in stacked
+        )
+        for p, g, u in zip(stored, accumulated, updated, strict=True)
     }
     return like(plan.abstract["params"], layouts)
 

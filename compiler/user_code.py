@@ -20,7 +20,9 @@ from pydantic import Field, create_model
 from meshloom.models import ModelConfig
 from meshloom.models.config import Config
 
+from .optimizers import OptimizerConfig
 from .problems import ConfigError, Problem, use_one_of
+from .schedules import ScheduleConfig
 from .spec import RunSpec
 
 NUM_FRAMES = 3  # of a user's traceback that are shown
@@ -40,7 +42,11 @@ class ExtensionPoint:
         return f"{self.node}.{self.key}"
 
 
-EXTENSION_POINTS = (ExtensionPoint("model", "family", ModelConfig),)
+EXTENSION_POINTS = (
+    ExtensionPoint("model", "family", ModelConfig),
+    ExtensionPoint("optimizer", "name", OptimizerConfig),
+    ExtensionPoint("schedule", "kind", ScheduleConfig),
+)
 
 
 def spec_class(values: Mapping[str, Any]) -> tuple[type[RunSpec], list[Problem]]:

@@ -60,7 +60,6 @@ class Piece:
 
     abstract: Params  # nested dict of jax.ShapeDtypeStruct
     logical_axes: Params  # the same tree, of LogicalAxes
-    is_matrix: Params  # the same tree, of bool
     init: Callable[[Array], Params]  # key -> parameters
     apply: Callable[..., Array]  # (parameters, x, Context) -> x
 
@@ -107,11 +106,6 @@ class Model:
         }
         return {"embed": self.embed.logical_axes, **stacked, "head": self._own(self.head.logical_axes)}
 
-    def is_matrix(self) -> Params:
-        """True for each parameter that multiplies activations as a matrix, as against scales and biases."""
-        pieces = {"embed": self.embed, **{stack.name: stack.layer for stack in self.stacks}}
-        return {name: piece.is_matrix for name, piece in pieces.items()} | {"head": self._own(self.head.is_matrix)}
-
     def init(self, key: Array) -> Params:
         """Fresh parameters. Pure, so it can be compiled with output shardings: every device makes its own shard."""
         embed_key, head_key, *stack_keys = jax.random.split(key, 2 + len(self.stacks))
@@ -138,8 +132,7 @@ def build_piece(make: Callable[[nnx.Rngs], nnx.Module]) -> Piece:
     """Turn an NNX module into a `Piece`.
 
     `make(rngs)` builds the module; every `nnx.Param` in it carries `out_sharding=(logical axis, ...)`, one name (or
-    None) per dimension. A Param of two or more dimensions is a matrix, unless it carries `is_matrix=False` (a bias per
-    head is none). Raises TypeError where axes are missing, or where the module holds state that is no Param.
+    None) per dimension. Raises TypeError where a Param does not, or where the module holds state that is no Param.
     """
     module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
     graphdef, params, other = nnx.split(module, nnx.Param, ...)
@@ -149,7 +142,6 @@ def build_piece(make: Callable[[nnx.Rngs], nnx.Module]) -> Piece:
     return Piece(
         abstract=nnx.to_pure_dict(params),
         logical_axes=_nested([(path, _axes_of(path, variable)) for path, variable in variables]),
-        is_matrix=_nested([(path, _is_matrix(variable)) for path, variable in variables]),
         init=lambda key: nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), nnx.Param)),
         apply=lambda params, *args: nnx.merge(graphdef, params)(*args),
     )
@@ -162,10 +154,6 @@ def _axes_of(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> LogicalAxes:
         name = "/".join(map(str, path))
         raise TypeError(f"parameter {name} of shape {shape} needs out_sharding with {len(shape)} names, has {axes}")
     return tuple(axes)
-
-
-def _is_matrix(variable: nnx.Variable[Any]) -> bool:
-    return variable.get_metadata("is_matrix", True) and len(variable.get_value().shape) > 1
 
 
 def _nested(items: list[tuple[tuple[Any, ...], Any]]) -> Params:

@@ -36,8 +36,8 @@ def matrix(rngs: nnx.Rngs, axes: tuple[str | None, ...], shape: tuple[int, ...],
 
 
 def bias(axes: tuple[str, ...], shape: tuple[int, ...]) -> nnx.Param[Array]:
-    """Zeros that are added to activations: no matrix, however many dimensions."""
-    return nnx.Param(jnp.zeros(shape), out_sharding=axes, is_matrix=False)
+    """Zeros, to be added to activations."""
+    return nnx.Param(jnp.zeros(shape), out_sharding=axes)
 
 
 class Norm(nnx.Module):

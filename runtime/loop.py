@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshloom.compiler.driver import Programs
 from meshloom.compiler.plan import Plan
@@ -82,7 +83,7 @@ class Loop:
     def _evaluate(self, state: Any) -> float:
         """Mean loss over the held-out batches, in nats per token."""
         sums = [self.programs.evaluate(state["params"], self._to_devices(batch)) for batch in self.held_out]
-        loss, num_targets = sum(jax.device_get(sums))
+        loss, num_targets = np.sum(jax.device_get(sums), axis=0)
         return float(loss / num_targets)
 
     def _to_devices(self, batch: HostBatch) -> dict[str, jax.Array]:

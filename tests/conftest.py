@@ -27,8 +27,12 @@ from meshloom.compiler.spec import RunSpec  # noqa: E402
 SMALL = (
     "model.embed_dim=32", "model.num_layers=3", "model.num_heads=16", "model.num_kv_heads=8", "model.head_dim=4",
     "model.mlp_dim=64", "model.initializer_stddev=0.2", "sequence_length=16", "global_batch_size=16", "num_steps=10",
-    "optimizer.num_warmup_steps=2", "data=synthetic", "precision=float32",
+    "schedule.num_warmup_steps=2", "data=synthetic", "precision=float32",
 )  # fmt: skip
+
+# The same with one matmul per layer: it has no attention.
+LINEAR_STACK = ("model=linear_stack", "~model.num_heads", "~model.num_kv_heads", "~model.head_dim", "~model.mlp_dim",
+                "~model.initializer_stddev")  # fmt: skip
 
 
 @cache

@@ -13,8 +13,10 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshloom.compiler.driver import Programs, build, lower
+from meshloom.compiler.optimizers import AdamWConfig
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.spec import OptimizerSpec
+from meshloom.compiler.schedules import CosineSchedule
+from meshloom.compiler.spec import RunSpec
 from meshloom.compiler.step import build_loss
 from meshloom.models import Context, Model
 
@@ -35,15 +37,19 @@ def reference_loss(model: Model, params: Any, inputs: Array, targets: Array) -> 
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def reference_adamw(spec: OptimizerSpec, num_steps: int, params: Any, gradients: Any, moments: Any, step: int) -> Any:
+def reference_adamw(run: RunSpec, params: Any, gradients: Any, moments: Any, step: int) -> Any:
     """One step of clipped AdamW in NumPy, from the paper's formulas. `step` counts from 0. Updates in place."""
+    spec, schedule, num_steps = run.optimizer, run.schedule, run.num_steps
+    assert isinstance(spec, AdamWConfig)
+    assert isinstance(schedule, CosineSchedule)
+    assert spec.max_grad_norm is not None
     norm = math.sqrt(sum(float((np.asarray(g, np.float64) ** 2).sum()) for g in jax.tree.leaves(gradients)))
-    warmup = spec.num_warmup_steps
+    warmup = schedule.num_warmup_steps
     if step < warmup:
         rate = spec.learning_rate * step / warmup
     else:
         progress = (step - warmup) / (num_steps - warmup)
-        low = spec.learning_rate * spec.final_learning_rate_fraction
+        low = spec.learning_rate * schedule.final_learning_rate_fraction
         rate = low + (spec.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * progress))
     flat, tree = jax.tree_util.tree_flatten_with_path(params)
     updated = []

@@ -40,8 +40,11 @@ def test_train_help_lists_every_group_and_option_a_line_each():
     lines = meshloom("train", "--help").stdout.splitlines()
     for group, options in {
         "model": ["tiny", "llama3_8b", "llama3_70b", "llama3_405b", "linear_stack"], "target": ["cpu-N", "local"],
-        "mesh": ["ddp", "fsdp", "tensor", "fsdp_tensor"], "sharding": ["ddp", "fsdp", "tensor", "fsdp_tensor"],
-        "precision": ["float32", "bfloat16"], "remat": ["none", "full", "save_dots"], "optimizer": ["adamw"],
+        "mesh": ["ddp", "fsdp", "tensor", "fsdp_tensor", "zero1", "zero2", "hsdp"],
+        "sharding": ["ddp", "fsdp", "tensor", "fsdp_tensor", "zero1", "zero2", "hsdp"],
+        "precision": ["float32", "bfloat16", "bfloat16_params", "bfloat16_pure", "float16"],
+        "remat": ["none", "full", "save_dots", "save_names", "offload"],
+        "optimizer": ["adamw", "adafactor", "lion", "muon", "sgd"], "schedule": ["constant", "cosine", "linear", "wsd"],
         "data": ["python_stdlib", "synthetic"], "checkpoint": ["every_100", "disabled"],
         "logging": ["default", "quiet"], "experiment": ["smoke"],
     }.items():  # fmt: skip
@@ -76,7 +79,7 @@ def test_cfg_prints_the_whole_config(tmp_path):
     assert config["optimizer"]["learning_rate"] == 1e-4
     assert config["mesh"]["tensor"] == 2
     part = meshloom("train", "--cfg", "job", "-p", "remat", cwd=tmp_path).stdout
-    assert yaml.safe_load(part) == {"policy": "none"}
+    assert yaml.safe_load(part) == {"policy": "none", "stacks": {}, "names": []}
     assert meshloom("train", "--cfg", "job", "seedd=1", cwd=tmp_path).returncode == 2
     assert list(tmp_path.iterdir()) == []
 

@@ -40,6 +40,32 @@ def test_fsdp_gathers_twice_and_reduce_scatters_once(fsdp):
     }
 
 
+def test_zero1_scatters_and_gathers_each_parameter_once_per_step():
+    for num_microbatches in (1, 2):
+        counts = _count("sharding=zero1", f"num_microbatches={num_microbatches}")
+        assert counts == {"reduce-scatter": PER_LAYER + OUTSIDE, "all-gather": PER_LAYER + OUTSIDE}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_zero2_scatters_each_gradient_as_it_is_made(num_microbatches):
+    counts = _count("sharding=zero2", f"num_microbatches={num_microbatches}")
+    assert counts == {
+        "reduce-scatter": num_microbatches * (NUM_LAYERS * PER_LAYER + OUTSIDE),
+        "all-gather": PER_LAYER + OUTSIDE,  # of updated parameters, a stack's as one array
+    }
+
+
+def test_hsdp_is_fsdp_and_one_all_reduce_of_shards_per_parameter(fsdp):
+    assert _count("sharding=hsdp") == fsdp | {"all-reduce": PER_LAYER + OUTSIDE}
+
+
+def test_a_master_is_gathered_in_the_type_of_its_parameter():
+    plan = plan_of("sharding=zero2", "precision=bfloat16_params")
+    text = lower(plan, plan.mesh.of_devices(jax.devices())).train.as_text()
+    assert re.findall(r"all_gather.*?-> tensor<[\dx]*x(\w+)>", text) == ["bf16"] * (PER_LAYER + OUTSIDE)
+    assert set(re.findall(r"reduce_scatter.*?-> tensor<[\dx]*x(\w+)>", text, re.S)) == {"bf16"}
+
+
 @pytest.mark.parametrize("num_microbatches", [2, 4])
 def test_fsdp_microbatches_add_nothing_but_their_own_gathers_and_scatters(fsdp, num_microbatches):
     counts = _count("sharding=fsdp", f"num_microbatches={num_microbatches}", "global_batch_size=32")

@@ -13,7 +13,6 @@ import meshloom
 from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.spec import RunSpec
-from meshloom.models import DecoderConfig, LinearStackConfig
 from meshloom.models.config import Config
 from meshloom.runtime.train import plan_and_check
 
@@ -58,6 +57,9 @@ def test_every_option_of_every_group_makes_a_run(group, option):
         ("mesh", "ddp"): ("sharding=ddp",),
         ("mesh", "tensor"): ("sharding=tensor",),
         ("mesh", "fsdp_tensor"): ("sharding=fsdp_tensor",),
+        ("mesh", "hsdp"): ("sharding=hsdp",),
+        ("mesh", "zero1"): ("sharding=zero1",),
+        ("mesh", "zero2"): ("sharding=zero2",),
     }.get((group, option), ())
     plan = read_spec(Request((f"{group}={option}", *overrides)), then=plan_run)
     assert plan.mesh.num_devices == plan.target.num_devices == 8
@@ -79,13 +81,21 @@ def test_every_option_says_what_it_is_and_holds_all_of_its_keys(group, option):
     if group == "experiment":
         return
     values = _with_base(group, yaml.safe_load(text))
-    keys = set(values)
-    kind = (
-        {"decoder": DecoderConfig, "linear_stack": LinearStackConfig}[values["family"]]
-        if group == "model"
-        else typing.get_type_hints(RunSpec)[group]
+    assert set(values) == set(_class_of(group, values).model_fields)
+
+
+def _class_of(group: str, values: dict[str, typing.Any]) -> type[Config]:
+    """The config class of a group; of a union the one whose tag (`family: decoder`) is among the values."""
+    kind = typing.get_type_hints(RunSpec)[group]
+    if isinstance(kind, type):
+        return kind
+    tag = str(RunSpec.model_fields[group].discriminator)
+    (chosen,) = (
+        member
+        for member in typing.get_args(kind)
+        if typing.get_args(member.model_fields[tag].annotation) == (values[tag],)
     )
-    assert keys == set(kind.model_fields)
+    return chosen
 
 
 def test_no_spec_has_a_default_in_code():

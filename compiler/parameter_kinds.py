@@ -1,0 +1,52 @@
+"""What an optimizer may want to know of a parameter beside its shape: which of its dimensions make a matrix.
+
+layers/attention/query_EHD  (layers, embed, heads, head_dim)  ->  per layer a matrix embed x (heads head_dim)
+layers/mlp/down_ME          (layers, mlp, embed)              ->  per layer a matrix mlp x embed
+layers/mlp_norm/scale_E     (layers, embed)                   ->  per layer a vector
+"""
+
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import jax
+
+from meshloom.models import LogicalAxes, Model, is_logical_axes
+
+_COPIES = ("layers", "experts")  # leading dimensions along which a parameter holds copies of one thing
+
+
+@dataclass(frozen=True)
+class ParameterKind:
+    """groups: the dimensions of one copy, those that act as one together (a head's number and what is in a head).
+    is_in_stack: a parameter of a layer, with a first dimension `layers`."""
+
+    groups: tuple[tuple[int, ...], ...]
+    is_in_stack: bool
+
+    @property
+    def is_matrix(self) -> bool:
+        """True for what multiplies activations; False for norm scales and biases."""
+        return len(self.groups) > 1
+
+
+def parameter_kinds(model: Model) -> Any:
+    """A `ParameterKind` for every parameter, as a tree like them."""
+    stacks = {stack.name for stack in model.stacks}
+    return {
+        piece: jax.tree.map(lambda axes: kind_of(axes, is_in_stack=piece in stacks), tree, is_leaf=is_logical_axes)  # noqa: B023 (used at once)
+        for piece, tree in model.logical_axes().items()
+    }
+
+
+def kind_of(axes: LogicalAxes, *, is_in_stack: bool) -> ParameterKind:
+    """('layers', 'embed', 'heads', 'head_dim') -> groups ((1,), (2, 3))."""
+    num_copies = len(list(takewhile(lambda name: name in _COPIES, axes)))
+    groups: list[tuple[int, ...]] = []
+    for dimension in range(num_copies, len(axes)):
+        is_within_head = axes[dimension] == "head_dim" and axes[dimension - 1] in ("heads", "kv_heads")
+        if is_within_head and groups:
+            groups[-1] = (*groups[-1], dimension)
+        else:
+            groups.append((dimension,))
+    return ParameterKind(tuple(groups), is_in_stack)
