@@ -36,7 +36,7 @@ def plan_run(spec: RunSpec) -> Plan:
         lambda: check_remat(spec.remat, arrays),
     )
     sharding, _ = all_of(lambda: plan_sharding(spec.sharding, arrays, mesh), lambda: check_batch(spec, mesh))
-    optimizer = build_optimizer(spec, model)
+    optimizer = build_optimizer(spec, model, mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
     return Plan(
         spec=spec,
