@@ -41,7 +41,7 @@ def plan_run(spec: RunSpec) -> Plan:
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
     )
-    optimizer = build_optimizer(spec, model)
+    optimizer = build_optimizer(spec, model, mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
     return Plan(
         spec=spec,

@@ -32,7 +32,7 @@ class WeightLayout:
     that, reduce-scattered once per step. reduced: the batch axes over which every device updates the same shard: its
     gradient is summed over them once per step.
     automatic, automatic_stored: the part of its layout that is over axes that do not split the batch, and is XLA's to
-    keep: as a layer sees it, and with the dimension `layers`.
+    keep: as a layer sees it, and with the dimension `layers`. automatic_axes: all of those axes.
     """
 
     gathered: Parts
@@ -42,6 +42,7 @@ class WeightLayout:
     reduced: Axes
     automatic: PartitionSpec
     automatic_stored: PartitionSpec
+    automatic_axes: Axes
 
 
 def axes_of(entry: Any) -> Axes:
@@ -52,7 +53,13 @@ def axes_of(entry: Any) -> Axes:
 
 
 def plan_weight(
-    stored: PartitionSpec, accumulated: PartitionSpec, updated: PartitionSpec, batch_axes: Axes, *, is_stacked: bool
+    stored: PartitionSpec,
+    accumulated: PartitionSpec,
+    updated: PartitionSpec,
+    batch_axes: Axes,
+    automatic_axes: Axes,
+    *,
+    is_stacked: bool,
 ) -> WeightLayout:
     """All three P(None, 'fsdp', 'tensor') with the batch over (data, fsdp), stacked -> gather and scatter dimension 0
     over fsdp, reduce over data, leave dimension 1 to XLA over tensor.
@@ -75,6 +82,7 @@ def plan_weight(
         reduced=tuple(axis for axis in batch_axes if axis not in used),
         automatic=PartitionSpec(*automatic[first:]),
         automatic_stored=PartitionSpec(*automatic),
+        automatic_axes=automatic_axes,
     )
 
 
@@ -105,11 +113,11 @@ def gather(slot: Array, working: Array, layout: WeightLayout, reduction_dtype: A
         return forward(slot, working)[0]
 
     def forward(_: Array, working: Array) -> tuple[Array, None]:
-        return _automatic_kept(lambda w: _all_gather(w, layout.gathered), layout.automatic)(working), None
+        return _moved(lambda w: _all_gather(w, layout.gathered), layout.automatic)(working), None
 
     def backward(_: None, gradient: Array) -> tuple[Array, None]:
         if layout.scattered:
-            scatter = _automatic_kept(lambda g: _reduce_scatter(g, layout.scattered), layout.automatic)
+            scatter = _reduced(lambda g: _reduce_scatter(g, layout.scattered), layout.automatic, layout)
             gradient = scatter(gradient.astype(reduction_dtype))
         return gradient.astype(slot.dtype), None
 
@@ -135,13 +143,13 @@ def reduce_gradient(gradient: Array, layout: WeightLayout, reduction_dtype: Any)
         g = _reduce_scatter(g, layout.split_late)
         return jax.lax.psum(g, layout.reduced) if layout.reduced else g
 
-    return _automatic_kept(reduce, layout.automatic_stored)(gradient.astype(reduction_dtype)).astype(gradient.dtype)
+    return _reduced(reduce, layout.automatic_stored, layout)(gradient.astype(reduction_dtype)).astype(gradient.dtype)
 
 
 def assemble(updated: Array, layout: WeightLayout) -> Array:
     """An updated parameter, from the layout of the update to the one that it is stored in."""
     parts = layout.split_late + layout.split_early  # the last split is undone first
-    return _automatic_kept(lambda x: _all_gather(x, parts), layout.automatic_stored)(updated)
+    return _moved(lambda x: _all_gather(x, parts), layout.automatic_stored)(updated)
 
 
 def is_assembled(layout: WeightLayout) -> bool:
@@ -161,9 +169,21 @@ def _reduce_scatter(x: Array, parts: Parts) -> Array:
     return x
 
 
-def _automatic_kept(collective: Callable[[Array], Array], automatic: PartitionSpec) -> Callable[[Array], Array]:
-    """The collective on each shard of the automatic axes: without this XLA gathers those first."""
-    axes = {axis for entry in automatic for axis in axes_of(entry)}
+def _moved(collective: Callable[[Array], Array], automatic: PartitionSpec) -> Callable[[Array], Array]:
+    """A collective that moves, on each shard of the automatic axes: without this XLA gathers those first."""
+    return _within(collective, automatic, tuple(axis for entry in automatic for axis in axes_of(entry)))
+
+
+def _reduced(
+    collective: Callable[[Array], Array], automatic: PartitionSpec, layout: WeightLayout
+) -> Callable[[Array], Array]:
+    """A collective that adds, likewise; and with every axis of the mesh manual. XLA's CPU compiler aborts the process
+    at a reduction of bfloat16 in a program that is manual over some axes only (jaxlib 0.10.2: `Invalid binary
+    instruction opcode copy`)."""
+    return _within(collective, automatic, layout.automatic_axes)
+
+
+def _within(collective: Callable[[Array], Array], spec: PartitionSpec, axes: Axes) -> Callable[[Array], Array]:
     if not axes:
         return collective
-    return jax.shard_map(collective, in_specs=automatic, out_specs=automatic, axis_names=axes, check_vma=False)
+    return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False)

@@ -5,13 +5,13 @@ alike (compiler/optimizer.py): clipping by global norm before it, float32 arithm
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import jax
-import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from meshloom.models.config import Config
 
 from .config_types import FloatType, Fraction
+from .transforms import each_layer, stored_in
 
 DecayOn = Literal["matrices", "all"]
 
@@ -29,10 +30,11 @@ _SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
 @dataclass(frozen=True)
 class Setting:
     """What an optimizer is built for. schedule: step -> learning rate. kinds: a ParameterKind for every parameter, as
-    a tree like them."""
+    a tree like them. mesh: devices along each mesh axis."""
 
     schedule: optax.Schedule
     kinds: Any
+    mesh: Mapping[str, int]
 
     def decay_mask(self, weight_decay_on: DecayOn) -> Any:
         """True where weight decay acts. `matrices`: not on norm scales and biases."""
@@ -165,67 +167,43 @@ class MuonConfig(OptimizerConfig):
 
     def build(self, setting: Setting) -> optax.GradientTransformation:
         views = jax.tree.map(_matrix_view, setting.kinds)
-        labels = jax.tree.map(lambda view: "adamw" if view is None else "muon", views, is_leaf=_is_view)
-        masked = jax.tree.map(lambda view: optax.MaskedNode() if view is None else view, views, is_leaf=_is_view)
-        muon = optax.chain(
-            scale_by_muon(
-                ns_steps=self.num_newton_schulz_steps,
-                beta=self.momentum,
-                nesterov=self.nesterov,
-                mu_dtype=self.moment_dtype,
-                weight_dimension_numbers=lambda _: masked,
-            ),
-            optax.stateless(lambda updates, _: jax.tree.map(self._to_rms, updates, masked)),
-        )
+        labels = jax.tree.map(lambda kind: "muon" if _is_in_muon(kind) else "adamw", setting.kinds)
+
+        def orthogonal(momenta: Any, _: Any) -> Any:
+            return jax.tree.map(lambda x, view: self._orthogonal(x, view, setting.mesh), momenta, views)
+
+        momentum = stored_in(optax.trace(self.momentum, nesterov=self.nesterov), self.moment_dtype)
         adam = stored_in(optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.epsilon), self.moment_dtype)
         return optax.chain(
-            optax.partition({"muon": muon, "adamw": adam}, labels),
+            optax.partition({"muon": optax.chain(momentum, optax.stateless(orthogonal)), "adamw": adam}, labels),
             *_decay_and_rate(self.weight_decay, setting, self.weight_decay_on),
         )
 
-    def _to_rms(self, orthogonal: jax.Array, view: MuonDimensionNumbers) -> jax.Array:
-        """An orthogonal n x m matrix has a root mean square of 1 / sqrt(max(n, m))."""
-        sides: Any = view
-        longest = max(math.prod(orthogonal.shape[d] for d in side) for side in sides)
-        return orthogonal * (self.update_rms * longest**0.5)
+    def _orthogonal(self, stacked: jax.Array, view: MuonDimensionNumbers, mesh: Mapping[str, int]) -> jax.Array:
+        """The orthogonal factor of each layer's matrix, scaled to `update_rms`.
+
+        Whole layers go to devices, as many as there are for both: one change of layout there and one back. Left to the
+        partitioner, each of the 15 matmuls of five steps would gather a factor.
+        """
+        newton_schulz = scale_by_muon(
+            ns_steps=self.num_newton_schulz_steps, beta=0.0, nesterov=False, weight_dimension_numbers=view
+        )
+
+        def of_layers(x: jax.Array) -> jax.Array:
+            sides: Any = view
+            longest = max(math.prod(x.shape[d] for d in side) for side in sides)
+            # An orthogonal n x m matrix has a root mean square of 1 / sqrt(max(n, m)).
+            return newton_schulz.update(x, newton_schulz.init(x))[0] * (self.update_rms * longest**0.5)
+
+        if math.prod(mesh.values()) == 1:
+            return of_layers(stacked)
+        spec = PartitionSpec(spread_axes(stacked.shape[0], mesh) or None)
+        return jax.shard_map(of_layers, in_specs=spec, out_specs=spec, axis_names=set(mesh), check_vma=False)(stacked)
 
 
 OptimizerSpec = Annotated[
     AdamWConfig | AdafactorConfig | LionConfig | MuonConfig | SgdConfig, Field(discriminator="name")
 ]
-
-
-def stored_in(moments: optax.GradientTransformation, dtype: FloatType) -> optax.GradientTransformation:
-    """The transformation with the arrays of its state kept in `dtype` between steps, and computed with in float32."""
-
-    def cast(state: Any, dtype: Any) -> Any:
-        is_moment = lambda x: jnp.ndim(x) > 0 and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-        return jax.tree.map(lambda x: x.astype(dtype) if is_moment(x) else x, state)
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, state = moments.update(updates, cast(state, jnp.float32), params)
-        return updates, cast(state, dtype)
-
-    return optax.GradientTransformation(lambda params: cast(moments.init(params), dtype), update)
-
-
-def each_layer(whole: optax.GradientTransformation, kinds: Any) -> optax.GradientTransformation:
-    """The transformation on each layer of a stack by itself: what it finds largest, or takes a mean over, is within a
-    layer. State: by piece of the model."""
-    stacked = {piece: jax.tree.leaves(tree)[0].is_in_stack for piece, tree in kinds.items()}
-
-    def run(piece: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.vmap(function) if stacked[piece] else function
-
-    def init(params: Any) -> Any:
-        return {piece: run(piece, whole.init)(part) for piece, part in params.items()}
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        assert params is not None
-        done = {p: run(p, whole.update)(part, state[p], params[p]) for p, part in updates.items()}
-        return {p: updates for p, (updates, _) in done.items()}, {p: state for p, (_, state) in done.items()}
-
-    return optax.GradientTransformation(init, update)
 
 
 def _decay_and_rate(weight_decay: float, setting: Setting, weight_decay_on: DecayOn) -> list[Any]:
@@ -234,16 +212,23 @@ def _decay_and_rate(weight_decay: float, setting: Setting, weight_decay_on: Deca
     return [decay, optax.scale_by_learning_rate(setting.schedule)]
 
 
-def _matrix_view(kind: Any) -> MuonDimensionNumbers | None:
-    """The two sides of a layer's matrix, None for what is none. Dimensions that are on neither side are copies."""
-    if not (kind.is_in_stack and len(kind.groups) == 2):
-        return None
-    reduction, output = kind.groups
-    return MuonDimensionNumbers(reduction, output)
+def spread_axes(num_copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes over which copies can be spread evenly: 8 over {fsdp: 4, tensor: 4} -> fsdp. Taken in order."""
+    axes: list[str] = []
+    for axis, size in mesh.items():
+        if size > 1 and num_copies % size == 0:
+            axes.append(axis)
+            num_copies //= size
+    return tuple(axes)
 
 
-def _is_view(node: Any) -> bool:
-    return node is None or isinstance(node, MuonDimensionNumbers)
+def _is_in_muon(kind: Any) -> bool:
+    return kind.is_in_stack and len(kind.groups) == 2
+
+
+def _matrix_view(kind: Any) -> MuonDimensionNumbers | optax.MaskedNode:
+    """The two sides of a layer's matrix. Dimensions that are on neither side are copies."""
+    return MuonDimensionNumbers(*kind.groups) if _is_in_muon(kind) else optax.MaskedNode()
 
 
 def _check_moments_move(config: Any, **decays: float) -> Any:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from meshloom.models import IGNORED_TARGET, Context, Params
 
 from .attention import build_attend
-from .gather import Axes, WeightLayout, gather, gradient_slot, keep_axes, plan_weight, reduce_gradient
+from .gather import WeightLayout, gather, gradient_slot, keep_axes, plan_weight, reduce_gradient
 from .layers import scan_layers
 from .loss import sum_losses
 from .plan import Plan
@@ -111,7 +111,7 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
             local,
             in_specs=(params_specs, PartitionSpec(batch_axes), PartitionSpec(), PartitionSpec()),
             out_specs=(PartitionSpec(), update_specs) if with_gradients else PartitionSpec(),
-            axis_names=set(batch_axes),
+            axis_names=set(plan.mesh.sizes) - set(automatic_axes(plan)),
             check_vma=False,  # the reductions are all written out, and tested against one device
         )
 
@@ -172,23 +172,24 @@ def _heads_layout(plan: Plan) -> PartitionSpec:
     """Queries (batch, length, heads, head_dim) over the automatic mesh axes."""
     dimensions = (d for planned in plan.sharding.activations for d in planned.dimensions if d.logical == "heads")
     axes = next((d.axes for d in dimensions), ())
-    return keep_axes(PartitionSpec(None, None, axes, None), _automatic_axes(plan))
-
-
-def _automatic_axes(plan: Plan) -> Axes:
-    return tuple(axis for axis, n in plan.mesh.sizes.items() if n > 1 and axis not in plan.sharding.batch_axes)
+    return keep_axes(PartitionSpec(None, None, axes, None), automatic_axes(plan))
 
 
 def _activation_layout(plan: Plan) -> Callable[..., Array]:
     """Activation rules over the automatic mesh axes, as constraints; the batch axes are split already. Each activation
     is marked with its name, for remat."""
-    automatic = _automatic_axes(plan)
+    automatic = automatic_axes(plan)
     specs = {planned.array.path: keep_axes(planned.spec, automatic) for planned in plan.sharding.activations}
 
     def activation(name: str, x: Array, *_: str | None) -> Array:
         return marked(name, jax.lax.with_sharding_constraint(x, specs[name]) if automatic else x)
 
     return activation
+
+
+def automatic_axes(plan: Plan) -> tuple[str, ...]:
+    """The mesh axes that split matmuls and not the batch: XLA's to arrange. (One of size 1 is as good as manual.)"""
+    return tuple(axis for axis, n in plan.mesh.sizes.items() if n > 1 and axis not in plan.sharding.batch_axes)
 
 
 def weight_layouts(plan: Plan) -> Params:
@@ -198,7 +199,12 @@ def weight_layouts(plan: Plan) -> Params:
     accumulated = stored if plan.spec.sharding.gradients == "parameters" else updated
     layouts: dict[str, WeightLayout] = {
         p.array.path: plan_weight(
-            p.spec, g.spec, u.spec, plan.sharding.batch_axes, is_stacked=p.array.path.split("/")[0] in stacked
+            p.spec,
+            g.spec,
+            u.spec,
+            plan.sharding.batch_axes,
+            automatic_axes(plan),
+            is_stacked=p.array.path.split("/")[0] in stacked,
         )
         for p, g, u in zip(stored, accumulated, updated, strict=True)
     }

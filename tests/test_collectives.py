@@ -5,7 +5,7 @@ import re
 import jax
 import pytest
 
-from conftest import plan_of
+from conftest import LINEAR_STACK, plan_of
 from helpers import collectives_per_step
 from meshloom.compiler.driver import lower
 
@@ -57,6 +57,18 @@ def test_zero2_scatters_each_gradient_as_it_is_made(num_microbatches):
 
 def test_hsdp_is_fsdp_and_one_all_reduce_of_shards_per_parameter(fsdp):
     assert _count("sharding=hsdp") == fsdp | {"all-reduce": PER_LAYER + OUTSIDE}
+
+
+def test_muon_gathers_each_momentum_once_where_layers_cannot_be_spread(fsdp):
+    counts = _count("sharding=fsdp", "optimizer=muon")  # three layers, eight devices
+    assert counts == fsdp | {"all-gather": fsdp["all-gather"] + 7}  # matrices of a layer
+
+
+def test_muon_sends_whole_layers_to_devices_where_it_can():
+    counts = _count("sharding=fsdp", "optimizer=muon", "model.num_layers=8", *LINEAR_STACK)
+    gathers = 2 * 8 + 2  # one matrix in each of the layers; embed and head
+    # The momentum to the layers' devices and the update back, each in eight parts.
+    assert counts == {"all-gather": gathers, "reduce-scatter": 8 + 2, "all-to-all": 2 * 8}
 
 
 def test_a_master_is_gathered_in_the_type_of_its_parameter():

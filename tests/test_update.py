@@ -123,6 +123,23 @@ def test_a_master_moves_where_bfloat16_cannot():
             assert _bits(rounded) == _bits(state["params"])
 
 
+@pytest.mark.parametrize(
+    "layout", [("sharding=ddp",), ("sharding=zero2",), ("sharding=fsdp_tensor", "mesh.data=2", "mesh.fsdp=2")]
+)
+def test_bfloat16_gradients_cross_the_network(layout, tokens):
+    """All-reduced, reduce-scattered, beside a tensor axis: XLA's CPU compiler dies of each where it is told wrongly."""
+    losses, metrics = [], {}
+    for precision in ("bfloat16_params", "float32"):
+        programs = programs_of(plan_of(*LINEAR_STACK, *layout, f"precision={precision}"))
+        state = programs.init()
+        for batch in tokens[:3]:
+            state, metrics = programs.train(state, on_devices(programs, batch))
+        losses.append(float(metrics["loss"]))
+        if "master" in state:
+            assert _bits(jax.tree.map(lambda x: x.astype(jnp.bfloat16), state["master"])) == _bits(state["params"])
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
 MESHES = {
     "adafactor": ("optimizer=adafactor", "optimizer.min_dim_size_to_factor=8", "optimizer.weight_decay=0.1"),
     "muon": ("optimizer=muon",),
