@@ -26,9 +26,10 @@ def build_schedule(spec: RunSpec) -> optax.Schedule:
     return spec.schedule.build(spec.optimizer.learning_rate, spec.num_steps)
 
 
-def build_optimizer(spec: RunSpec, model: Model, mesh: MeshPlan) -> optax.GradientTransformation:
-    """Clipping by global norm, then the optimizer. It computes in float32, whatever the parameters are stored in."""
-    chosen = spec.optimizer.build(Setting(build_schedule(spec), parameter_kinds(model), mesh.sizes))
+def build_optimizer(spec: RunSpec, model: Model, layouts: Any, mesh: MeshPlan) -> optax.GradientTransformation:
+    """Clipping by global norm, then the optimizer. It computes in float32, whatever the parameters are stored in.
+    layouts: the PartitionSpec in which each parameter is updated."""
+    chosen = spec.optimizer.build(Setting(build_schedule(spec), parameter_kinds(model), layouts, mesh.sizes))
     limit = spec.optimizer.max_grad_norm
     clip = optax.identity() if limit is None else optax.clip_by_global_norm(limit)
     return optax.chain(clip, chosen)
