@@ -19,7 +19,7 @@ from .problems import all_of
 from .remat import check_remat
 from .sharding import check_rules, plan_sharding
 from .spec import RunSpec
-from .state import plan_state
+from .state import plan_state, update_layouts
 from .step import build_eval_step, build_init, build_train_step
 from .target import plan_target
 
@@ -41,7 +41,7 @@ def plan_run(spec: RunSpec) -> Plan:
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
     )
-    optimizer = build_optimizer(spec, model, mesh)
+    optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
     return Plan(
         spec=spec,

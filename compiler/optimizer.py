@@ -27,10 +27,11 @@ def build_schedule(spec: RunSpec) -> optax.Schedule:
     return spec.schedule.build(spec.optimizer.learning_rate, spec.num_steps)
 
 
-def build_optimizer(spec: RunSpec, model: Model, mesh: MeshPlan) -> optax.GradientTransformation:
-    """Clipping by global norm, then the optimizer. It computes in float32, whatever the parameters are stored in."""
+def build_optimizer(spec: RunSpec, model: Model, layouts: Any, mesh: MeshPlan) -> optax.GradientTransformation:
+    """Clipping by global norm, then the optimizer. It computes in float32, whatever the parameters are stored in.
+    layouts: the PartitionSpec in which each parameter is updated."""
     with blamed_on_user("optimizer.name", f"building {spec.optimizer.name}"):
-        chosen = spec.optimizer.build(Setting(build_schedule(spec), parameter_kinds(model), mesh.sizes))
+        chosen = spec.optimizer.build(Setting(build_schedule(spec), parameter_kinds(model), layouts, mesh.sizes))
     limit = spec.optimizer.max_grad_norm
     clip = optax.identity() if limit is None else optax.clip_by_global_norm(limit)
     return optax.chain(clip, chosen)

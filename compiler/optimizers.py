@@ -7,6 +7,7 @@ alike (compiler/optimizer.py): clipping by global norm before it, float32 arithm
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 import jax
@@ -19,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from meshloom.models.config import Config
 
 from .config_types import FloatType, Fraction
+from .parameter_kinds import Groups
 from .transforms import each_layer, stored_in
 
 DecayOn = Literal["matrices", "all"]
@@ -30,10 +32,11 @@ _SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
 @dataclass(frozen=True)
 class Setting:
     """What an optimizer is built for. schedule: step -> learning rate. kinds: a ParameterKind for every parameter, as
-    a tree like them. mesh: devices along each mesh axis."""
+    a tree like them. layouts: the PartitionSpec in which each is updated. mesh: devices along each mesh axis."""
 
     schedule: optax.Schedule
     kinds: Any
+    layouts: Any
     mesh: Mapping[str, int]
 
     def decay_mask(self, weight_decay_on: DecayOn) -> Any:
@@ -166,11 +169,16 @@ class MuonConfig(OptimizerConfig):
         return _check_moments_move(self, momentum=self.momentum, b1=self.b1, b2=self.b2)
 
     def build(self, setting: Setting) -> optax.GradientTransformation:
-        views = jax.tree.map(_matrix_view, setting.kinds)
+        chosen = jax.tree.map(
+            lambda kind, layout: (kind.groups, layout) if _is_in_muon(kind) else optax.MaskedNode(),
+            setting.kinds,
+            setting.layouts,
+        )
         labels = jax.tree.map(lambda kind: "muon" if _is_in_muon(kind) else "adamw", setting.kinds)
 
         def orthogonal(momenta: Any, _: Any) -> Any:
-            return jax.tree.map(lambda x, view: self._orthogonal(x, view, setting.mesh), momenta, views)
+            one = lambda x, how: self._orthogonal(x, sides=how[0], layout=how[1], mesh=setting.mesh)  # noqa: E731
+            return jax.tree.map(one, momenta, chosen)
 
         momentum = stored_in(optax.trace(self.momentum, nesterov=self.nesterov), self.moment_dtype)
         adam = stored_in(optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.epsilon), self.moment_dtype)
@@ -179,18 +187,22 @@ class MuonConfig(OptimizerConfig):
             *_decay_and_rate(self.weight_decay, setting, self.weight_decay_on),
         )
 
-    def _orthogonal(self, stacked: jax.Array, view: MuonDimensionNumbers, mesh: Mapping[str, int]) -> jax.Array:
+    def _orthogonal(
+        self, stacked: jax.Array, *, sides: Groups, layout: PartitionSpec, mesh: Mapping[str, int]
+    ) -> jax.Array:
         """The orthogonal factor of each layer's matrix, scaled to `update_rms`.
 
         Whole layers go to devices, as many as there are for both: one change of layout there and one back. Left to the
         partitioner, each of the 15 matmuls of five steps would gather a factor.
         """
         newton_schulz = scale_by_muon(
-            ns_steps=self.num_newton_schulz_steps, beta=0.0, nesterov=False, weight_dimension_numbers=view
+            ns_steps=self.num_newton_schulz_steps,
+            beta=0.0,
+            nesterov=False,
+            weight_dimension_numbers=MuonDimensionNumbers(*sides),  # all other dimensions hold copies
         )
 
         def of_layers(x: jax.Array) -> jax.Array:
-            sides: Any = view
             longest = max(math.prod(x.shape[d] for d in side) for side in sides)
             # An orthogonal n x m matrix has a root mean square of 1 / sqrt(max(n, m)).
             return newton_schulz.update(x, newton_schulz.init(x))[0] * (self.update_rms * longest**0.5)
@@ -198,7 +210,10 @@ class MuonConfig(OptimizerConfig):
         if math.prod(mesh.values()) == 1:
             return of_layers(stacked)
         spec = PartitionSpec(spread_axes(stacked.shape[0], mesh) or None)
-        return jax.shard_map(of_layers, in_specs=spec, out_specs=spec, axis_names=set(mesh), check_vma=False)(stacked)
+        spread = jax.shard_map(of_layers, in_specs=spec, out_specs=spec, axis_names=set(mesh), check_vma=False)
+        # Laid out on both sides: else what it is the sum of, or is added to, would be sent as well.
+        here = partial(jax.lax.with_sharding_constraint, shardings=layout)
+        return here(spread(here(stacked)))
 
 
 OptimizerSpec = Annotated[
@@ -224,11 +239,6 @@ def spread_axes(num_copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 def _is_in_muon(kind: Any) -> bool:
     return kind.is_in_stack and len(kind.groups) == 2
-
-
-def _matrix_view(kind: Any) -> MuonDimensionNumbers | optax.MaskedNode:
-    """The two sides of a layer's matrix. Dimensions that are on neither side are copies."""
-    return MuonDimensionNumbers(*kind.groups) if _is_in_muon(kind) else optax.MaskedNode()
 
 
 def _check_moments_move(config: Any, **decays: float) -> Any:

@@ -13,6 +13,8 @@ import jax
 
 from meshloom.models import LogicalAxes, Model, is_logical_axes
 
+Groups = tuple[tuple[int, ...], ...]  # dimensions, in groups
+
 _COPIES = ("layers", "experts")  # leading dimensions along which a parameter holds copies of one thing
 
 
@@ -21,7 +23,7 @@ class ParameterKind:
     """groups: the dimensions of one copy, those that act as one together (a head's number and what is in a head).
     is_in_stack: a parameter of a layer, with a first dimension `layers`."""
 
-    groups: tuple[tuple[int, ...], ...]
+    groups: Groups
     is_in_stack: bool
 
     @property

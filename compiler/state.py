@@ -37,7 +37,7 @@ def plan_state(
 
     params = typed(spec.precision.parameters)
     params_specs = like(params, {plan.array.path: plan.spec for plan in sharding.parameters})
-    update_specs = like(params, {plan.array.path: plan.spec for plan in sharding.optimizer})
+    update_specs = update_layouts(model, sharding)
     state, state_specs = plan_optimizer_state(optimizer, params, update_specs, mesh)
     abstract: State = {"step": jax.ShapeDtypeStruct((), jnp.int32), "params": params, "optimizer": state}
     specs: State = {"step": PartitionSpec(), "params": params_specs, "optimizer": state_specs}
@@ -47,6 +47,11 @@ def plan_state(
         abstract["loss_scale"] = jax.eval_shape(lambda: initial_loss_scale(spec))
         specs["loss_scale"] = jax.tree.map(lambda _: PartitionSpec(), abstract["loss_scale"])
     return abstract, specs
+
+
+def update_layouts(model: Model, sharding: ShardingPlan) -> Any:
+    """The PartitionSpec in which each parameter is updated, as a tree like them."""
+    return like(model.abstract(), {plan.array.path: plan.spec for plan in sharding.optimizer})
 
 
 def initial_loss_scale(spec: RunSpec) -> dict[str, jax.Array]:

@@ -23,9 +23,9 @@ from .layers import scan_layers
 from .loss import sum_losses
 from .plan import Plan
 from .remat import build_policy, marked
-from .state import State, initial_loss_scale
+from .state import State, initial_loss_scale, update_layouts
 from .trees import like
-from .update import build_update, update_specs_of
+from .update import build_update
 
 Batch = dict[str, Array]  # inputs, targets: int32 (global_batch_size, sequence_length)
 TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
@@ -105,7 +105,7 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     if batch_axes:
         params_specs, update_specs = (
             jax.tree.map(lambda p: keep_axes(p, batch_axes), specs, is_leaf=_is_spec)
-            for specs in (plan.specs["params"], update_specs_of(plan))
+            for specs in (plan.specs["params"], update_layouts(plan.model, plan.sharding))
         )
         split = jax.shard_map(
             local,

@@ -21,8 +21,7 @@ from .gather import assemble, is_assembled, keep_axes
 from .optimizer import build_schedule
 from .plan import Plan
 from .spec import LossScaleSpec
-from .state import State
-from .trees import like
+from .state import State, update_layouts
 
 Update = Callable[[State, Array, Any], tuple[State, dict[str, Array]]]
 
@@ -78,7 +77,7 @@ def _split(plan: Plan, layouts: Any, params: Any) -> Any:
         x = jax.lax.with_sharding_constraint(x, spec) if is_assembled(layout) else x
         return x.astype(jnp.float32)
 
-    return jax.tree.map(split, params, layouts, update_specs_of(plan))
+    return jax.tree.map(split, params, layouts, update_layouts(plan.model, plan.sharding))
 
 
 def _assembled(plan: Plan, layouts: Any, params: Any) -> Any:
@@ -97,9 +96,4 @@ def _assembled(plan: Plan, layouts: Any, params: Any) -> Any:
         )
         return gather(x)
 
-    return jax.tree.map(assembled, params, layouts, update_specs_of(plan), plan.specs["params"])
-
-
-def update_specs_of(plan: Plan) -> Any:
-    """The layout in which each parameter is updated, as a tree of PartitionSpec."""
-    return like(plan.abstract["params"], {planned.array.path: planned.spec for planned in plan.sharding.optimizer})
+    return jax.tree.map(assembled, params, layouts, update_layouts(plan.model, plan.sharding), plan.specs["params"])
