@@ -66,6 +66,7 @@ def run_command(command: str, args: list[str]) -> int:
 
 
 def _train(request: Request, flags: argparse.Namespace) -> int:
+    from .failures import RunFailed
     from .train import prepare, train
 
     job = read_spec(request, then=prepare)
@@ -78,6 +79,9 @@ def _train(request: Request, flags: argparse.Namespace) -> int:
             exit_codes.append(train(job, shown, overrides=request.overrides, console=Console()))
         except ConfigError as error:  # Hydra would print a line of its own about it
             exit_codes.append(_show(error))
+        except RunFailed as error:
+            _show(ConfigError([error.problem]))
+            exit_codes.append(error.exit_code)
 
     _hydra_app(request, flags, task)
     return exit_codes[0]

@@ -1,11 +1,18 @@
 """Eight simulated devices, and small declarations to test on."""
 
 import os
+import tempfile
 from functools import cache
 
 # The suite compiles hundreds of programs and runs each for milliseconds: machine code need not be optimised. XLA's own
 # passes, which decide what crosses the network, are not touched by this.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
+# Commands that tests run keep their compiled programs here, all of them, and not in the user's home.
+if "MESHLOOM_TEST_CACHE" not in os.environ:
+    CACHE = tempfile.TemporaryDirectory(prefix="meshloom-cache-")  # removed when this process ends; workers share it
+    os.environ["MESHLOOM_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"] = CACHE.name
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 import jax
 import numpy as np
