@@ -19,7 +19,7 @@ from orbax.checkpoint import v1 as ocp
 from meshloom.compiler.problems import Problem
 from meshloom.compiler.spec import CheckpointSpec, RunSpec
 
-from .checkpoint_start import FOLDER, Start, finished
+from .checkpoint_start import CONTEXT, FOLDER, Start, finished
 from .failures import STORAGE, RunFailed, storage_reason
 from .manifest import write_manifest
 
@@ -83,15 +83,11 @@ class Checkpoints:
                 self._orbax.wait()
 
     def _open(self, spec: CheckpointSpec) -> Any:
-        registry = ocp.handlers.local_registry().add(ocp.handlers.JsonHandler, checkpointable_name="data")
-        context = ocp.Context(
-            checkpointables_options=ocp.options.CheckpointablesOptions(registry=registry),
-            # A function: Orbax copies its options, and a bound method would take a copy of this object along.
-            async_options=ocp.options.AsyncOptions(post_finalization_callback=lambda: self._before_rename()),
-        )
+        # A function: Orbax copies its options, and a bound method would take a copy of this object along.
+        options = ocp.options.AsyncOptions(post_finalization_callback=lambda: self._before_rename())
         return ocp.training.Checkpointer(
             str(self.directory),
-            context=context,
+            context=ocp.Context(CONTEXT, async_options=options),
             preservation_policy=_preservation_policy(spec),
             cleanup_tmp_directories=True,  # what killed saves left
         )
@@ -123,7 +119,8 @@ class Checkpoints:
 
 def restore(start: Start, spec: RunSpec, state: Any, batches: Any) -> Restored:
     """A checkpoint, laid out as the abstract `state` says, on any mesh; moves `batches` to its place in the data."""
-    content = ocp.load_checkpointables(str(start.path), {"state": state, "data": None})
+    with CONTEXT:
+        content = ocp.load_checkpointables(str(start.path), {"state": state, "data": None})
     saved, wanted = content["data"], data_identity(spec)
     other_data = tuple(key for key in wanted if wanted[key] != saved["identity"].get(key))
     if not other_data:

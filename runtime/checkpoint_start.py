@@ -7,7 +7,7 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from meshloom.compiler.problems import ConfigError, Problem
+from meshloom.compiler.problems import ConfigError, Problem, all_of
 from meshloom.compiler.spec import RunSpec
 
 from .failures import STORAGE, RunFailed
@@ -15,6 +15,12 @@ from .manifest import damage_in
 from .tree_diff import shown, tree_differences
 
 FOLDER = "checkpoints"
+# Which item is of which kind is said here, and not left to a file of the checkpoint that has no hash.
+CONTEXT = ocp.Context(
+    checkpointables_options=ocp.options.CheckpointablesOptions(
+        registry=ocp.handlers.local_registry().add(ocp.handlers.JsonHandler, checkpointable_name="data")
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,20 @@ def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
     return start
 
 
-def check_restore(spec: RunSpec) -> None:
-    """Raise ConfigError where `checkpoint.restore_from` names no finished checkpoint."""
+def check_checkpoint(spec: RunSpec) -> None:
+    """Raise ConfigError where `checkpoint.restore_from` names no finished checkpoint, or the best ones cannot be told."""
+    all_of(lambda: _check_best(spec), lambda: _check_restore(spec))
+
+
+def _check_best(spec: RunSpec) -> None:
+    saves, evaluations = spec.checkpoint.every_num_steps, spec.evaluation.every_num_steps
+    if spec.checkpoint.num_best_kept and (saves is None or saves % evaluations):
+        what = f"checkpoints are saved every {saves} steps, held-out losses are known every {evaluations}"
+        fix = f"set checkpoint.every_num_steps to a multiple of {evaluations}"
+        raise ConfigError([Problem("checkpoint.num_best_kept", what, fix)])
+
+
+def _check_restore(spec: RunSpec) -> None:
     if spec.checkpoint.restore_from is None:
         return
     directory, step = parse_place(spec.checkpoint.restore_from)
@@ -63,7 +81,7 @@ def check_restore(spec: RunSpec) -> None:
 
 def parse_place(text: str) -> tuple[Path, int | None]:
     """RUN_DIR or RUN_DIR/checkpoints -> (RUN_DIR/checkpoints, None); RUN_DIR/checkpoints/STEP -> (.., STEP)."""
-    path = Path(text).expanduser().resolve()
+    path = Path(text).expanduser()
     if path.parent.name == FOLDER and path.name.isdecimal():
         return path.parent, int(path.name)
     return (path if path.name == FOLDER else path / FOLDER), None
@@ -85,7 +103,7 @@ def _newest_good(directory: Path, paths: list[Path], *, is_own: bool) -> Start:
     for path in paths:
         what = damage_in(path)
         if what is None:
-            return Start(path, int(path.name), is_own, damaged)
+            return Start(path.resolve(), int(path.name), is_own, damaged)
         damaged[path] = what
     fix = "bring back a copy of one, or start anew in another hydra.run.dir; nothing was changed"
     if not is_own:
@@ -95,7 +113,8 @@ def _newest_good(directory: Path, paths: list[Path], *, is_own: bool) -> Start:
 
 def _check_same_tree(path: Path, state: Any) -> None:
     """Raise ConfigError with the arrays that differ; Orbax's own message would not name them."""
-    metadata: Any = ocp.checkpointables_metadata(str(path)).metadata
+    with CONTEXT:
+        metadata: Any = ocp.checkpointables_metadata(str(path)).metadata
     if differences := tree_differences(metadata["state"], state):
         what = f"{path} holds another model or optimizer:{shown(differences)}"
         fix = "choose the model and optimizer that were saved, or another hydra.run.dir"

@@ -18,7 +18,7 @@ from meshloom.compiler.problems import all_of
 from meshloom.compiler.spec import RunSpec
 
 from .checkpoint import Checkpoints, restore, set_aside
-from .checkpoint_start import FOLDER, Start, check_restore, describe, find_start
+from .checkpoint_start import FOLDER, Start, check_checkpoint, describe, find_start
 from .compile_cache import cached_compilation
 from .data import Data, open_data
 from .devices import start_devices
@@ -53,7 +53,7 @@ def prepare(spec: RunSpec) -> Job:
 
 def plan_and_check(spec: RunSpec) -> Job:
     """The plan and the data of a run, on whatever devices there are. Raises ConfigError with all that is wrong."""
-    plan, data, _ = all_of(lambda: plan_run(spec), lambda: open_data(spec), lambda: check_restore(spec))
+    plan, data, _ = all_of(lambda: plan_run(spec), lambda: open_data(spec), lambda: check_checkpoint(spec))
     return Job(plan, data)
 
 
