@@ -83,11 +83,12 @@ class Checkpoints:
                 self._orbax.wait()
 
     def _open(self, spec: CheckpointSpec) -> Any:
+        context = ocp.Context(CONTEXT)
         # A function: Orbax copies its options, and a bound method would take a copy of this object along.
-        options = ocp.options.AsyncOptions(post_finalization_callback=lambda: self._before_rename())
+        context.asynchronous.post_finalization_callback = lambda: self._before_rename()
         return ocp.training.Checkpointer(
             str(self.directory),
-            context=ocp.Context(CONTEXT, async_options=options),
+            context=context,
             preservation_policy=_preservation_policy(spec),
             cleanup_tmp_directories=True,  # what killed saves left
         )

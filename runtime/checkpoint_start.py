@@ -15,11 +15,11 @@ from .manifest import damage_in
 from .tree_diff import shown, tree_differences
 
 FOLDER = "checkpoints"
+
 # Which item is of which kind is said here, and not left to a file of the checkpoint that has no hash.
-CONTEXT = ocp.Context(
-    checkpointables_options=ocp.options.CheckpointablesOptions(
-        registry=ocp.handlers.local_registry().add(ocp.handlers.JsonHandler, checkpointable_name="data")
-    )
+CONTEXT = ocp.Context()
+CONTEXT.checkpointables.registry = ocp.handlers.local_registry().add(
+    ocp.handlers.JsonHandler, checkpointable_name="data"
 )
 
 
@@ -54,7 +54,7 @@ def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
 
 
 def check_checkpoint(spec: RunSpec) -> None:
-    """Raise ConfigError where `checkpoint.restore_from` names no finished checkpoint, or the best ones cannot be told."""
+    """Raise ConfigError where `checkpoint.restore_from` names no finished checkpoint, or no best ones can be told."""
     all_of(lambda: _check_best(spec), lambda: _check_restore(spec))
 
 

@@ -98,7 +98,7 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint_or_the_one_that_is_named(
     assert step_from(other / FOLDER / "1") == 1
     _flip(other / FOLDER / "2" / "data" / "data.json")
     assert step_from(other) == 1
-    with pytest.raises(RunFailed, match="checkpoint 2: the content of data/data.json has changed"):
+    with pytest.raises(RunFailed, match=r"checkpoint 2: the content of data/data\.json has changed"):
         step_from(other / FOLDER / "2")
     assert sorted(path.name for path in (other / FOLDER).iterdir()) == ["1", "2"]  # another run's are left alone
     (other / FOLDER / "1" / FILE).unlink()
