@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from tensorboardX import SummaryWriter
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue] (made at run time)
 
 from meshloom.compiler.plan import Plan
 
@@ -62,10 +63,10 @@ class MetricsLog:
     def write(self, metrics: Metrics) -> None:
         values = {name: _finite(value) for name, value in asdict(metrics).items()}
         self._file.write(json.dumps(values) + "\n")
-        if self._board:
-            for name, value in values.items():
-                if name != "step" and value is not None:
-                    self._board.add_scalar(name, value, metrics.step)
+        if self._board and self._board.file_writer:
+            points = [Summary.Value(tag=name, simple_value=float(value))
+                      for name, value in values.items() if name != "step" and value is not None]  # fmt: skip
+            self._board.file_writer.add_summary(Summary(value=points), metrics.step)  # one event a step, not eight
 
 
 def _finite(value: float | None) -> float | None:

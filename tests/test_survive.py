@@ -103,6 +103,14 @@ def finished(tmp_path_factory):
     return folder
 
 
+def test_checkpoints_are_saved_by_the_clock_too(finished):
+    by_clock = ("checkpoint=disabled", "checkpoint.every_num_minutes=1e-9", "checkpoint.num_kept=9")
+    folder, run = finished, (*QUICK, "num_steps=6", *by_clock, "hydra.run.dir=by-clock")
+    done = meshloom("train", *run, f"compilation_cache={finished}/cache", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert finished_steps(folder / "by-clock") == [1, 2, 3, 4, 5, 6]
+
+
 def test_without_a_good_checkpoint_nothing_is_overwritten(finished, tmp_path):
     shutil.copytree(finished / "run", tmp_path / "run")
     for step in (2, 4):

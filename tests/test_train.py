@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from orbax.checkpoint import v1 as ocp
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] (made at run time)
 
 from conftest import SMALL, plan_of, spec_of
 from helpers import on_devices, programs_of
@@ -29,6 +30,20 @@ KEYS = ["step", "loss", "eval_loss", "grad_norm", "learning_rate", "skipped", "t
 
 def _metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _curves(run_dir: Path) -> dict[str, list[float]]:
+    """What TensorBoard would show: its files are records of (length, checksum, protocol buffer, checksum)."""
+    curves: dict[str, list[float]] = {}
+    for path in (run_dir / "tensorboard").iterdir():
+        content, at = path.read_bytes(), 0
+        while at < len(content):
+            size = int.from_bytes(content[at : at + 8], "little")
+            event = Event.FromString(content[at + 12 : at + 12 + size])
+            at += 16 + size
+            for value in event.summary.value:
+                curves.setdefault(value.tag, []).append(value.simple_value)
+    return curves
 
 
 def _state(run_dir: Path, step: int) -> dict:
@@ -61,7 +76,8 @@ def test_a_run_leaves_its_contract_behind(finished):
         assert m["mfu"] == pytest.approx(flops / (m["step_seconds"] * 8e12))
         assert m["tokens_per_second"] == pytest.approx(16 * 16 / m["step_seconds"])
     assert yaml.safe_load((run_dir / "spec.yaml").read_text())["num_steps"] == NUM_STEPS
-    assert list((run_dir / "tensorboard").iterdir())
+    assert _curves(run_dir)["loss"] == [np.float32(m["loss"]) for m in metrics]
+    assert set(_curves(run_dir)) == {*KEYS} - {"step"}
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["200", "300"]  # the last two
     assert f"held-out loss: {metrics[-1]['eval_loss']:.3f} nats per byte" in said
     assert "checkpoint: run/checkpoints/300" in said
