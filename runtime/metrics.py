@@ -1,17 +1,18 @@
 """Metrics of each step: computed once, written to `metrics.jsonl` and TensorBoard, shown by a display."""
 
 import json
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tensorboardX import SummaryWriter
-from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue] (made at run time)
-
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.problems import Problem
 
+from .curves import Curves
+from .failures import STORAGE, RunFailed
 from .files import replace_text
 
 
@@ -48,7 +49,7 @@ class MetricsLog:
         kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= first_step]
         replace_text(self.path, "".join(kept))
         self._file = self.path.open("a", buffering=1)
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1) if tensorboard else None
+        self._curves = Curves(run_dir / "tensorboard", first_step=first_step) if tensorboard else None
 
     def __enter__(self) -> Self:
         return self
@@ -56,17 +57,22 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        if self._board:
-            self._board.close()
+        for log in filter(None, (self._file, self._curves)):
+            with suppress(OSError) if isinstance(error, RunFailed) else nullcontext():  # it would be told twice
+                log.close()
 
     def write(self, metrics: Metrics) -> None:
+        """Append one step. Raises RunFailed where the disk refuses it."""
         values = {name: _finite(value) for name, value in asdict(metrics).items()}
-        self._file.write(json.dumps(values) + "\n")
-        if self._board and self._board.file_writer:
-            points = [Summary.Value(tag=name, simple_value=float(value))
-                      for name, value in values.items() if name != "step" and value is not None]  # fmt: skip
-            self._board.file_writer.add_summary(Summary(value=points), metrics.step)  # one event a step, not eight
+        try:
+            self._file.write(json.dumps(values) + "\n")
+            if self._curves:
+                known = {name: value for name, value in values.items() if name != "step" and value is not None}
+                self._curves.add(metrics.step, known)
+        except OSError as error:
+            what = f"the metrics of step {metrics.step} could not be written: {error.strerror}"
+            fix = "make room, and start the same command again"
+            raise RunFailed(Problem(str(self.path.parent), what, fix), STORAGE) from error
 
 
 def _finite(value: float | None) -> float | None:

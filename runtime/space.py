@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from meshloom.compiler.explain import human_bytes
 from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.compiler.spec import RunSpec
 
@@ -19,7 +20,9 @@ def check_space(run_dir: Path, spec: RunSpec, state: Any) -> str | None:
         return None
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     free_bytes = shutil.disk_usage(_existing(run_dir)).free
-    has = f"{gigabytes(free_bytes)} are free on the disk of {run_dir}, and a checkpoint has {gigabytes(state_bytes)}"
+    has = (
+        f"{human_bytes(free_bytes)} are free on the disk of {run_dir}, and a checkpoint has {human_bytes(state_bytes)}"
+    )
     if free_bytes < LEAST_COMPRESSED * state_bytes:
         fix = "make room, choose another hydra.run.dir, or save nothing with checkpoint=disabled"
         raise ConfigError([Problem("hydra.run.dir", has, fix)])
@@ -27,11 +30,6 @@ def check_space(run_dir: Path, spec: RunSpec, state: Any) -> str | None:
     if free_bytes < num_at_once * state_bytes:
         return f"{has}: too little for the {num_at_once} that there will be at once"
     return None
-
-
-def gigabytes(num_bytes: float) -> str:
-    """`1.234 GB`: decimal, with three digits behind the point."""
-    return f"{num_bytes / 1e9:,.3f} GB"
 
 
 def _existing(path: Path) -> Path:

@@ -24,6 +24,7 @@ from .data import Data, open_data
 from .devices import start_devices
 from .display import Display, loss_unit, say, show_header, show_summary
 from .files import replace_text
+from .lock import only_run_in
 from .loop import Loop
 from .metrics import Metrics, MetricsLog
 from .nonfinite import NonFinite
@@ -62,6 +63,11 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
 
     Raises RunFailed where it cannot be done to its end, ConfigError where a checkpoint is not of this model.
     """
+    with only_run_in(run_dir):
+        return _train(job, run_dir, overrides=overrides, console=console)
+
+
+def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console) -> int:
     plan, data, spec, started = job.plan, job.data, job.plan.spec, time.perf_counter()
     show_header(console, plan)
     start = _start(plan, run_dir, console)
@@ -118,7 +124,7 @@ def _start(plan: Plan, run_dir: Path, console: Console) -> Start | None:
     if start and start.damaged:
         kept = f"; kept as {FOLDER}/STEP.damaged" if start.is_own else ""
         say(console, f"warning: damaged, so an older one is used: {describe(start.damaged)}{kept}")
-        if start.is_own:
+        if start.is_own and jax.process_index() == 0:
             set_aside(start.damaged)
     return start
 

@@ -1,5 +1,6 @@
 """Runs survive kill -9, a full disk, NaN, a damaged cache of programs. Real processes, really killed."""
 
+import fcntl
 import json
 import random
 import shlex
@@ -109,6 +110,16 @@ def test_checkpoints_are_saved_by_the_clock_too(finished):
     done = meshloom("train", *run, f"compilation_cache={finished}/cache", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert finished_steps(folder / "by-clock") == [1, 2, 3, 4, 5, 6]
+
+
+def test_two_runs_in_one_directory_are_refused(finished, tmp_path):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    with (tmp_path / "run" / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        done = meshloom("train", *QUICK, "num_steps=6", *SAVING, "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "another run is going on in run" in done.stderr
+    assert finished_steps(tmp_path / "run") == [2, 4]
 
 
 def test_without_a_good_checkpoint_nothing_is_overwritten(finished, tmp_path):
