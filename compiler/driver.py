@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .arrays import build_model, find_arrays
 from .attention import plan_attention
 from .batch import check_batch, check_length
+from .finite import is_finite
 from .flops import model_flops_per_step
 from .loss import plan_loss_blocks
 from .mesh import plan_mesh
@@ -63,11 +64,13 @@ def plan_run(spec: RunSpec) -> Plan:
 @dataclass(frozen=True)
 class Programs:
     """What a run executes. init: () -> state. train: (state, batch) -> (state, metrics), the state donated. evaluate:
-    (params, batch) -> [summed loss, number of targets]. state, batch: what they take, as sharded ShapeDtypeStructs."""
+    (params, batch) -> [summed loss, number of targets]. is_finite: state -> boolean. state, batch: what they take, as
+    sharded ShapeDtypeStructs."""
 
     init: Any
     train: Any
     evaluate: Any
+    is_finite: Any
     state: Any
     batch: Any
 
@@ -84,14 +87,21 @@ def lower(plan: Plan, mesh: Mesh) -> Programs:
         init = jax.jit(build_init(plan), out_shardings=shardings).lower()
         train = jax.jit(build_train_step(plan), donate_argnums=0, out_shardings=(shardings, replicated))
         evaluate = jax.jit(build_eval_step(plan), out_shardings=replicated)
-        return Programs(init, train.lower(state, batch), evaluate.lower(state["params"], batch), state, batch)
+        check = jax.jit(is_finite, out_shardings=replicated)
+        return Programs(
+            init=init,
+            train=train.lower(state, batch),
+            evaluate=evaluate.lower(state["params"], batch),
+            is_finite=check.lower(state),
+            state=state,
+            batch=batch,
+        )
 
 
 def build(lowered: Programs) -> Programs:
     """Compile each lowered program for its devices."""
-    return replace(
-        lowered, init=lowered.init.compile(), train=lowered.train.compile(), evaluate=lowered.evaluate.compile()
-    )
+    programs = ("init", "train", "evaluate", "is_finite")
+    return replace(lowered, **{name: getattr(lowered, name).compile() for name in programs})
 
 
 def _on(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -162,9 +162,21 @@ class DataSpec(Config):
 
 
 class CheckpointSpec(Config):
-    every_num_steps: PositiveInt | None  # None: no checkpoints at all, not at the end either
+    """What is saved when, and which checkpoints stay: those that any of the three keys about keeping wants.
+
+    Without an interval, neither of steps nor of minutes, nothing is saved, not at the end either.
+    """
+
+    every_num_steps: PositiveInt | None
+    every_num_minutes: PositiveFloat | None  # whenever the last one is that old
     num_kept: PositiveInt  # the last ones
-    restore_from: str | None  # the directory of another run; its latest checkpoint is the start of this one
+    num_best_kept: NonNegativeInt  # those with the lowest held-out loss
+    keep_every_num_steps: PositiveInt | None  # those of steps that this divides
+    restore_from: str | None  # RUN_DIR or RUN_DIR/checkpoints/STEP: another run's checkpoint is the start of this one
+
+    @property
+    def is_saving(self) -> bool:
+        return self.every_num_steps is not None or self.every_num_minutes is not None
 
 
 class LoggingSpec(Config):
@@ -194,13 +206,19 @@ class RunSpec(Config):
     checkpoint: CheckpointSpec
     logging: LoggingSpec
     evaluation: EvaluationSpec
+    on_nonfinite: Literal["stop", "skip"]  # a step whose loss or gradient norm is no finite number; skip: no update
+    num_skips_allowed: NonNegativeInt  # one after the other, where such steps are skipped
+    compilation_cache: str | None  # directory of compiled programs; None: compile at each start
     seed: NonNegativeInt
     num_steps: PositiveInt
     global_batch_size: PositiveInt
     sequence_length: PositiveInt
     num_microbatches: PositiveInt
-    # A step whose loss or gradient is no finite number ends the run, or is left out: all of its update, moments too.
-    on_nonfinite: Literal["stop", "skip"]
+
+    @property
+    def may_skip(self) -> bool:
+        """True where a step that is not finite is left out; a loss scale finds its size by such steps."""
+        return self.on_nonfinite == "skip" or self.precision.loss_scale is not None
 
     @property
     def tokens_per_step(self) -> int:

@@ -31,7 +31,6 @@ def build_update(plan: Plan, layouts: Any) -> Update:
     the loss scale, where there is one. Metrics: loss in nats per token, grad_norm before clipping, learning_rate,
     skipped (1 where the update was left out), and loss_scale."""
     precision, schedule = plan.spec.precision, build_schedule(plan.spec)
-    may_skip = plan.spec.on_nonfinite == "skip" or precision.loss_scale is not None
 
     def update(state: State, loss: Array, gradients: Any) -> tuple[State, dict[str, Array]]:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
@@ -44,10 +43,10 @@ def build_update(plan: Plan, layouts: Any) -> Update:
         new = state | {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         new |= {"master": masters} if "master" in state else {}
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        if may_skip:
+        if plan.spec.may_skip:
             new = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state["step"])}
-        metrics["skipped"] = jnp.where(is_finite, 0.0, 1.0) if may_skip else jnp.zeros(())
+        metrics["skipped"] = jnp.where(is_finite, 0.0, 1.0) if plan.spec.may_skip else jnp.zeros(())
         if precision.loss_scale is not None:
             metrics["loss_scale"] = scale
             new["loss_scale"] = next_loss_scale(precision.loss_scale, state["loss_scale"], is_finite)

@@ -60,12 +60,12 @@ def run_command(command: str, args: list[str]) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         return _show(ConfigError([composition_problem(error, groups={})]))
     except OSError as error:
-        fix = "give this process access to it, or choose another hydra.run.dir"
-        return _show(ConfigError([Problem(str(error.filename or "disk"), error.strerror or str(error), fix)]))
+        return _show(_not_writable(error))
     return 0
 
 
 def _train(request: Request, flags: argparse.Namespace) -> int:
+    from .failures import RunFailed
     from .train import prepare, train
 
     job = read_spec(request, then=prepare)
@@ -78,6 +78,11 @@ def _train(request: Request, flags: argparse.Namespace) -> int:
             exit_codes.append(train(job, shown, overrides=request.overrides, console=Console()))
         except ConfigError as error:  # Hydra would print a line of its own about it
             exit_codes.append(_show(error))
+        except RunFailed as error:
+            _show(ConfigError([error.problem]))
+            exit_codes.append(error.exit_code)
+        except OSError as error:
+            exit_codes.append(_show(_not_writable(error)))
 
     _hydra_app(request, flags, task)
     return exit_codes[0]
@@ -167,6 +172,11 @@ def _request(flags: argparse.Namespace) -> Request:
         overrides = search_path_override(overrides, flags.config_dir)
     path = str(Path(flags.config_path).resolve()) if flags.config_path else None
     return Request(tuple(overrides), flags.config_name or "config", path)
+
+
+def _not_writable(error: OSError) -> ConfigError:
+    fix = "make room there or give this process access to it, or choose another hydra.run.dir"
+    return ConfigError([Problem(str(error.filename or "disk"), error.strerror or str(error), fix)])
 
 
 def _show(error: ConfigError) -> int:

@@ -1,6 +1,14 @@
-"""Checkpoints, by Orbax: the train state, the position in the data, and what they belong to."""
+"""Checkpoints, by Orbax: the train state, the position in the data, and what that position belongs to.
+
+A save is written to a temporary directory, gets its manifest there, and is finished by one rename: kill -9 at any
+moment leaves the last finished checkpoint as it was. docs/checkpoints.md shows what was done to prove it.
+"""
 
 import logging
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -8,12 +16,14 @@ from typing import Any, Self
 
 from orbax.checkpoint import v1 as ocp
 
-from meshloom.compiler.problems import ConfigError, Problem
-from meshloom.compiler.spec import RunSpec
-from meshloom.compiler.trees import leaves_by_path
+from meshloom.compiler.problems import Problem
+from meshloom.compiler.spec import CheckpointSpec, RunSpec
 
-FOLDER = "checkpoints"
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of each of its own steps
+from .checkpoint_start import CONTEXT, FOLDER, Start, finished
+from .failures import STORAGE, RunFailed, storage_reason
+from .manifest import write_manifest
+
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs each step of its own, and what it raises too
 
 
 @dataclass(frozen=True)
@@ -27,19 +37,13 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory. Saves are asynchronous; leaving the `with` waits for them.
-
-    A run that saves none still finds those that are there.
-    """
+    """Saves the checkpoints of one run directory, asynchronously; leaving the `with` waits for them."""
 
     def __init__(self, run_dir: Path, spec: RunSpec):
         self.directory = run_dir.resolve() / FOLDER
-        self._is_saving = spec.checkpoint.every_num_steps is not None
         self._identity = data_identity(spec)
         self._last_saved: int | None = None
-        keep: Any = ocp.training.preservation_policies.LatestN(spec.checkpoint.num_kept)
-        is_needed = self._is_saving or self.directory.is_dir()
-        self._orbax = ocp.training.Checkpointer(str(self.directory), preservation_policy=keep) if is_needed else None
+        self._orbax = self._open(spec.checkpoint) if spec.checkpoint.is_saving else None
 
     def __enter__(self) -> Self:
         return self
@@ -48,78 +52,112 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._orbax:
-            self._orbax.close()
+            with self._told():
+                self._orbax.close()
 
     @property
     def latest_step(self) -> int | None:
         """Steps done in the newest finished checkpoint."""
-        return self._orbax.latest.step if self._orbax and self._orbax.latest else None
+        newest = next(finished(self.directory), None)
+        return int(newest.name) if newest else None
 
-    def check(self, state: Any) -> None:
-        """Raise ConfigError where the newest checkpoint is not one of the abstract `state`; reads no array."""
-        if self._orbax and self.latest_step is not None:
-            _check_same_tree(self._orbax.checkpointables_metadata(self.latest_step), state, self.directory)
+    def save(self, step: int, state: Any, position: dict[str, Any], *, eval_loss: float | None) -> None:
+        """Save what `step` steps made, once. The state may be donated to the next step at once.
 
-    def save(self, step: int, state: Any, batches: Any) -> None:
-        """Save what `step` steps made, once. The state may be donated to the next step at once."""
-        if self._orbax and self._is_saving and step != self._last_saved:
-            content = {"state": state, "data": batches, "identity": self._identity}
-            self._orbax.save_checkpointables_async(step, content, force=True)
+        position: the state of the iterator over batches, which any number of processes can go on from. Raises RunFailed
+        where this save or the one before it cannot be written.
+        """
+        if self._orbax is None or step == self._last_saved:
+            return
+        metrics = {"eval_loss": eval_loss} if eval_loss is not None and math.isfinite(eval_loss) else None
+        content = {"state": state, "data": {"position": position, "identity": self._identity}}
+        with self._told():
+            self._orbax.wait()
             self._last_saved = step
-
-    def restore(self, state: Any, batches: Any) -> Restored:
-        """The newest checkpoint, laid out as the abstract `state` says; moves `batches` to its place in the data."""
-        return _load(self._orbax, self.directory, state, batches, self._identity)
+            self._orbax.save_checkpointables_async(step, content, force=True, metrics=metrics)
 
     def wait(self) -> None:
-        """Until all saves are on disk."""
+        """Until all saves are on disk. Raises RunFailed where one cannot be written."""
         if self._orbax:
-            self._orbax.wait()
+            with self._told():
+                self._orbax.wait()
+
+    def _open(self, spec: CheckpointSpec) -> Any:
+        context = ocp.Context(CONTEXT)
+        # A function: Orbax copies its options, and a bound method would take a copy of this object along.
+        context.asynchronous.post_finalization_callback = lambda: self._before_rename()
+        return ocp.training.Checkpointer(
+            str(self.directory),
+            context=context,
+            preservation_policy=_preservation_policy(spec),
+            cleanup_tmp_directories=True,  # what killed saves left
+        )
+
+    def _before_rename(self) -> None:
+        """Orbax calls it when all files of a save are written, and before it gives their directory its final name."""
+        for directory in self._unfinished():
+            write_manifest(directory)
+
+    def _unfinished(self) -> list[Path]:
+        return list(self.directory.glob(f"{self._last_saved}.orbax-checkpoint-tmp*"))
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """A save that the disk refuses ends the run; what was written of it is removed, to give the space back."""
+        try:
+            yield
+        except Exception as error:
+            reason = storage_reason(error)
+            if reason is None:
+                raise
+            for directory in self._unfinished():
+                shutil.rmtree(directory, ignore_errors=True)
+            what = f"the checkpoint of step {self._last_saved} could not be saved: {reason}"
+            good = "none was saved before" if self.latest_step is None else f"the last good one is {self.latest_step}"
+            fix = "make room, and start the same command again" if self.latest_step else "make room, or write elsewhere"
+            raise RunFailed(Problem(str(self.directory), f"{what}; {good}", fix), STORAGE) from error
 
 
-def restore_from(run_dir: Path, spec: RunSpec, state: Any, batches: Any) -> Restored:
-    """The newest checkpoint of another run, on any mesh, laid out as the abstract `state` says."""
-    directory = run_dir.resolve() / FOLDER
-    with ocp.training.Checkpointer(str(directory)) as orbax:
-        return _load(orbax, directory, state, batches, data_identity(spec))
+def restore(start: Start, spec: RunSpec, state: Any, batches: Any) -> Restored:
+    """A checkpoint, laid out as the abstract `state` says, on any mesh; moves `batches` to its place in the data."""
+    with CONTEXT:
+        content = ocp.load_checkpointables(str(start.path), {"state": state, "data": None})
+    saved, wanted = content["data"], data_identity(spec)
+    other_data = tuple(key for key in wanted if wanted[key] != saved["identity"].get(key))
+    if not other_data:
+        batches.set_state(saved["position"])
+    return Restored(content["state"], start.step, other_data)
 
 
-def check_restore(spec: RunSpec) -> None:
-    """Raise ConfigError where `checkpoint.restore_from` names no run with a finished checkpoint."""
-    run_dir = spec.checkpoint.restore_from
-    if run_dir is None:
-        return
-    directory = Path(run_dir).resolve() / FOLDER
-    if directory.is_dir():
-        with ocp.training.Checkpointer(str(directory)) as orbax:
-            if orbax.latest is not None:
-                return
-    what = f"there is no finished checkpoint in {Path(run_dir) / FOLDER}"
-    raise ConfigError([Problem("checkpoint.restore_from", what, "name the directory of a run that saved one")])
+def set_aside(damaged: dict[Path, str]) -> None:
+    """Rename damaged checkpoints to `STEP.damaged`, so that their steps can be saved again and nothing is lost."""
+    for path in damaged:
+        others = len(list(path.parent.glob(f"{path.name}.damaged*")))
+        path.rename(path.with_name(f"{path.name}.damaged{others or ''}"))
 
 
 def data_identity(spec: RunSpec) -> dict[str, Any]:
     """All that a position in the data rests on, by key."""
-    data = {f"data.{key}": value for key, value in spec.data.model_dump(exclude={"num_prefetch_threads"}).items()}
+    data = {
+        f"data.{key}": value
+        for key, value in spec.data.model_dump(mode="json", exclude={"num_prefetch_threads"}).items()
+    }
     return {**data, "global_batch_size": spec.global_batch_size, "sequence_length": spec.sequence_length}
 
 
-def _load(orbax: Any, directory: Path, state: Any, batches: Any, identity: dict[str, Any]) -> Restored:
-    step = orbax.latest.step
-    _check_same_tree(orbax.checkpointables_metadata(step), state, directory)
-    saved = orbax.load_checkpointables(step, {"identity": None})["identity"]
-    other_data = tuple(key for key in identity if identity[key] != saved.get(key))
-    content = {"state": state} if other_data else {"state": state, "data": batches}
-    return Restored(orbax.load_checkpointables(step, content)["state"], step, other_data)
-
-
-def _check_same_tree(checkpoint: Any, wanted: Any, directory: Path) -> None:
-    """Raise ConfigError with the arrays that differ; Orbax's own message would not name them."""
-    there = {path: tuple(x.shape) for path, x in leaves_by_path(checkpoint.metadata["state"]).items()}
-    here = {path: tuple(x.shape) for path, x in leaves_by_path(wanted).items()}
-    differences = [f"{path} is {there.get(path, 'missing')} there, {here.get(path, 'missing')} here"
-                   for path in sorted(there.keys() | here.keys()) if there.get(path) != here.get(path)]  # fmt: skip
-    if differences:
-        shown = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
-        what = f"{directory} holds another model: {shown}"
-        raise ConfigError([Problem("model", what, "choose the model that was saved, or another hydra.run.dir")])
+def _preservation_policy(spec: CheckpointSpec) -> Any:
+    """A checkpoint stays as long as one of these wants it. Orbax asks when the next one is finished."""
+    policies = ocp.training.preservation_policies
+    wanted: list[Any] = [policies.LatestN(spec.num_kept)]
+    if spec.num_best_kept:
+        wanted.append(
+            policies.BestN(
+                get_metric_fn=lambda metrics: metrics["eval_loss"],
+                reverse=True,  # the lowest is the best
+                n=spec.num_best_kept,
+                keep_checkpoints_without_metrics=False,
+            )
+        )
+    if spec.keep_every_num_steps:
+        wanted.append(policies.EveryNSteps(spec.keep_every_num_steps))
+    return policies.AnyPreservationPolicy(wanted)

@@ -41,7 +41,8 @@ def main() -> NoReturn:
 
 
 def run(args: list[str]) -> int:
-    """Run one command line; returns the exit code: 0 done, 2 a mistake in what was asked, 128 + signal stopped."""
+    """Run one command line; returns the exit code: 0 done, 2 a mistake in what was asked, 128 + signal stopped, or one
+    of failures.py where a run had to end."""
     if not args or args[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())), end="")
         return 0

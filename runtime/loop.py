@@ -4,7 +4,9 @@ Steps are dispatched ahead: while step n runs, the host reads the metrics of ste
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import jax
@@ -15,21 +17,31 @@ from meshloom.compiler.plan import Plan
 
 from .checkpoint import Checkpoints
 from .metrics import Metrics, mfu
+from .nonfinite import NonFinite, SkipCounter
 from .stop import StopRequest
 
 HostBatch = dict[str, Any]  # this process's part of a global batch, as NumPy arrays
-Running = tuple[int, dict[str, jax.Array]]  # a step that was dispatched, and its metrics to come
+
+
+@dataclass(frozen=True)
+class Running:
+    """A step that was dispatched, its metrics to come, and where in the data its batch lies."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    position: dict[str, Any]
 
 
 class Loop:
-    """One run of compiled programs over batches. held_out: the same batches each time it is iterated."""
+    """One run of compiled programs over batches: an iterator with `get_state`. held_out: the same batches each time it
+    is iterated."""
 
     def __init__(
         self,
         plan: Plan,
         programs: Programs,
         *,
-        batches: Iterator[HostBatch],
+        batches: Any,
         held_out: Iterable[HostBatch],
         checkpoints: Checkpoints,
         report: Callable[[Metrics], None],
@@ -38,53 +50,72 @@ class Loop:
         self.plan, self.spec, self.programs = plan, plan.spec, programs
         self.batches, self.held_out = batches, held_out
         self.checkpoints, self.report, self.stop = checkpoints, report, stop
-        self._last_finish = 0.0
+        self._skips = SkipCounter(plan.spec)
+        self._last_finish = self._last_save = 0.0
 
     def run(self, state: Any, first_step: int) -> int:
-        """Train from `first_step` steps done until all are, or a stop is asked for. Returns the steps done."""
-        running, done = None, first_step
-        self._last_finish = time.perf_counter()
+        """Train from `first_step` steps done until all are, or a stop is asked for. Returns the steps done.
+
+        Raises NonFinite, and saves nothing more, where training cannot go on.
+        """
+        running, done, eval_loss = None, first_step, None
+        self._last_finish = self._last_save = time.perf_counter()
         while done < self.spec.num_steps and self.stop.signal is None:
+            position = self.batches.get_state()
             state, metrics = self.programs.train(state, self._to_devices(next(self.batches)))
-            done += 1
+            done, eval_loss = done + 1, None
             self._finish(running)
-            running = (done, metrics)
+            running = Running(done, metrics, position)
             if self._is_evaluation_due(done) or self._is_save_due(done):
-                self._finish(running, state)
+                eval_loss = self._finish(running, state)
                 running = None
                 if self._is_save_due(done):
-                    self.checkpoints.save(done, state, self.batches)
+                    self._save(done, state, eval_loss)
                 self._last_finish = time.perf_counter()
         self._finish(running)
         if done > first_step:
-            self.checkpoints.save(done, state, self.batches)
+            self._save(done, state, eval_loss)
         return done
 
-    def _finish(self, running: Running | None, state: Any = None) -> None:
-        """Wait for a step, evaluate its state where that is due, and report. No evaluation counts as step time."""
+    def _finish(self, running: Running | None, state: Any = None) -> float | None:
+        """Wait for a step, evaluate its state where that is due, and report; returns the held-out loss.
+
+        No evaluation counts as step time.
+        """
         if running is None:
-            return
-        step, metrics = running[0], {name: float(value) for name, value in jax.device_get(running[1]).items()}
+            return None
+        step, metrics = running.step, {name: float(value) for name, value in jax.device_get(running.metrics).items()}
         finish = time.perf_counter()
         seconds, self._last_finish = finish - self._last_finish, finish
-        self.report(
-            Metrics(
-                step=step,
-                loss=metrics["loss"],
-                eval_loss=self._evaluate(state) if state is not None and self._is_evaluation_due(step) else None,
-                grad_norm=metrics["grad_norm"],
-                learning_rate=metrics["learning_rate"],
-                tokens_per_second=self.spec.tokens_per_step / seconds,
-                step_seconds=seconds,
-                mfu=mfu(self.plan, seconds),
-            )
+        is_finite = isfinite(metrics["loss"]) and isfinite(metrics["grad_norm"])
+        is_evaluated = state is not None and self._is_evaluation_due(step)
+        told = Metrics(
+            step=step,
+            loss=metrics["loss"],
+            eval_loss=self._evaluate(state) if is_evaluated else None,
+            grad_norm=metrics["grad_norm"],
+            learning_rate=metrics["learning_rate"],
+            skipped=bool(metrics["skipped"]),
+            tokens_per_second=self.spec.tokens_per_step / seconds,
+            step_seconds=seconds,
+            mfu=mfu(self.plan, seconds),
         )
+        self.report(told)
+        self._skips.count(told, running.position, is_finite=is_finite)
+        return told.eval_loss
 
     def _evaluate(self, state: Any) -> float:
         """Mean loss over the held-out batches, in nats per token."""
         sums = [self.programs.evaluate(state["params"], self._to_devices(batch)) for batch in self.held_out]
         loss, num_targets = np.sum(jax.device_get(sums), axis=0)
         return float(loss / num_targets)
+
+    def _save(self, step: int, state: Any, eval_loss: float | None) -> None:
+        """Save a state that is finite; loss and gradients of its step say nothing of what the update made of it."""
+        if self.spec.checkpoint.is_saving and not self.programs.is_finite(state):
+            raise NonFinite(step, "the state behind it holds NaN or infinity, though its loss does not", None)
+        self.checkpoints.save(step, state, self.batches.get_state(), eval_loss=eval_loss)
+        self._last_save = time.perf_counter()
 
     def _to_devices(self, batch: HostBatch) -> dict[str, jax.Array]:
         return {
@@ -96,5 +127,8 @@ class Loop:
         return step % self.spec.evaluation.every_num_steps == 0 or step == self.spec.num_steps
 
     def _is_save_due(self, step: int) -> bool:
-        interval = self.spec.checkpoint.every_num_steps
-        return interval is not None and step % interval == 0
+        checkpoint = self.spec.checkpoint
+        if checkpoint.every_num_steps is not None and step % checkpoint.every_num_steps == 0:
+            return True
+        minutes = (time.perf_counter() - self._last_save) / 60
+        return checkpoint.every_num_minutes is not None and minutes >= checkpoint.every_num_minutes

@@ -17,13 +17,18 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import all_of
 from meshloom.compiler.spec import RunSpec
 
-from . import checkpoint
-from .checkpoint import Checkpoints, check_restore
+from .checkpoint import Checkpoints, restore, set_aside
+from .checkpoint_start import FOLDER, Start, check_checkpoint, describe, find_start
+from .compile_cache import cached_compilation
 from .data import Data, open_data
 from .devices import start_devices
 from .display import Display, loss_unit, say, show_header, show_summary
+from .files import replace_text
+from .lock import only_run_in
 from .loop import Loop
 from .metrics import Metrics, MetricsLog
+from .nonfinite import NonFinite
+from .space import check_space
 from .stop import StopRequest
 
 TRY_NEXT = [
@@ -49,24 +54,32 @@ def prepare(spec: RunSpec) -> Job:
 
 def plan_and_check(spec: RunSpec) -> Job:
     """The plan and the data of a run, on whatever devices there are. Raises ConfigError with all that is wrong."""
-    plan, data, _ = all_of(lambda: plan_run(spec), lambda: open_data(spec), lambda: check_restore(spec))
+    plan, data, _ = all_of(lambda: plan_run(spec), lambda: open_data(spec), lambda: check_checkpoint(spec))
     return Job(plan, data)
 
 
 def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console) -> int:
-    """Run the job; continue where a run in the same directory stopped. Returns the exit code."""
+    """Run the job; continue where a run in the same directory stopped. Returns the exit code.
+
+    Raises RunFailed where it cannot be done to its end, ConfigError where a checkpoint is not of this model.
+    """
+    with only_run_in(run_dir):
+        return _train(job, run_dir, overrides=overrides, console=console)
+
+
+def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console) -> int:
     plan, data, spec, started = job.plan, job.data, job.plan.spec, time.perf_counter()
     show_header(console, plan)
+    start = _start(plan, run_dir, console)
+    if start and start.is_own and start.step >= spec.num_steps:
+        enough = f"{start.step} steps are done already, num_steps is {spec.num_steps}"
+        show_summary(console, [("nothing to do", enough), *_where(plan, run_dir, start.step)])
+        return 0
+    write_declaration(plan, run_dir)
     with StopRequest() as stop, Checkpoints(run_dir, spec) as checkpoints:
-        checkpoints.check(plan.abstract)
-        if (checkpoints.latest_step or 0) >= spec.num_steps:
-            enough = f"{checkpoints.latest_step} steps are done already, num_steps is {spec.num_steps}"
-            show_summary(console, [("nothing to do", enough), *_where(plan, run_dir, checkpoints.latest_step)])
-            return 0
         programs = _compile(plan, console)
         batches = iter(data["train"])
-        state, first_step = _initial_state(plan, programs, batches, checkpoints, console)
-        write_declaration(plan, run_dir)
+        state, first_step = _initial_state(start, plan, programs, batches, console)
         display = Display(console, plan, first_step=first_step)
         with MetricsLog(run_dir, first_step=first_step, tensorboard=spec.logging.tensorboard) as log, display:
 
@@ -83,7 +96,7 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
                 report=report,
                 stop=stop,
             )
-            done = loop.run(state, first_step)
+            done = _run(loop, state, first_step, checkpoints)
         checkpoints.wait()
         saved = checkpoints.latest_step
     where = _where(plan, run_dir, saved)
@@ -99,31 +112,51 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
 
 def write_declaration(plan: Plan, run_dir: Path) -> None:
     """spec.yaml, the resolved declaration; plan.json, what was decided from it."""
-    (run_dir / "spec.yaml").write_text(yaml.safe_dump(plan.spec.model_dump(mode="json"), sort_keys=False))
-    (run_dir / "plan.json").write_text(json.dumps(plan_as_json(plan), indent=1) + "\n")
+    replace_text(run_dir / "spec.yaml", yaml.safe_dump(plan.spec.model_dump(mode="json"), sort_keys=False))
+    replace_text(run_dir / "plan.json", json.dumps(plan_as_json(plan), indent=1) + "\n")
+
+
+def _start(plan: Plan, run_dir: Path, console: Console) -> Start | None:
+    """The checkpoint to go on from, found whole and of this model; what stands in the way of saving is told."""
+    start = find_start(run_dir, plan.spec, plan.abstract)
+    if warning := check_space(run_dir, plan.spec, plan.abstract):
+        say(console, f"warning: {warning}")
+    if start and start.damaged:
+        kept = f"; kept as {FOLDER}/STEP.damaged" if start.is_own else ""
+        say(console, f"warning: damaged, so an older one is used: {describe(start.damaged)}{kept}")
+        if start.is_own and jax.process_index() == 0:
+            set_aside(start.damaged)
+    return start
+
+
+def _run(loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints) -> int:
+    """The loop; where training cannot go on, the end is told with the checkpoint that is left."""
+    try:
+        return loop.run(state, first_step)
+    except NonFinite as error:
+        checkpoints.wait()
+        raise error.failure(checkpoints.latest_step) from error
 
 
 def _compile(plan: Plan, console: Console) -> Programs:
     start = time.perf_counter()
-    with console.status("compiling the train step"):
+    with console.status("compiling the train step"), cached_compilation(plan.spec.compilation_cache) as cache:
         mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
         programs = build(lower(plan, mesh))
-    say(console, f"compiled in {time.perf_counter() - start:.1f} s")
+    say(console, cache.describe(time.perf_counter() - start))
+    for warning in cache.warnings:
+        say(console, f"warning: {warning}")
     return programs
 
 
 def _initial_state(
-    plan: Plan, programs: Programs, batches: Any, checkpoints: Checkpoints, console: Console
+    start: Start | None, plan: Plan, programs: Programs, batches: Any, console: Console
 ) -> tuple[Any, int]:
     """The state to start from and the steps it has behind it: this run's, another's, or a fresh one."""
-    other_run = plan.spec.checkpoint.restore_from
-    if checkpoints.latest_step is not None:
-        restored, place = checkpoints.restore(programs.state, batches), str(checkpoints.directory)
-    elif other_run is not None:
-        restored, place = checkpoint.restore_from(Path(other_run), plan.spec, programs.state, batches), other_run
-    else:
+    if start is None:
         return programs.init(), 0
-    say(console, f"continuing after step {restored.step}, from {place}")
+    restored = restore(start, plan.spec, programs.state, batches)
+    say(console, f"continuing after step {restored.step}, from {start.path}")
     if restored.other_data:
         say(console, f"the data start at their beginning: not the same {', '.join(restored.other_data)}")
     return restored.state, restored.step
@@ -132,7 +165,7 @@ def _initial_state(
 def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]]:
     rows = [("run directory", f"{run_dir}"), ("metrics", f"{run_dir}/metrics.jsonl")]
     if saved is not None:
-        rows.append(("checkpoint", f"{run_dir}/{checkpoint.FOLDER}/{saved}"))
+        rows.append(("checkpoint", f"{run_dir}/{FOLDER}/{saved}"))
     if plan.spec.logging.tensorboard:
         rows.append(("curves", f"{run_dir}/tensorboard, for TensorBoard"))
     return rows

@@ -1,6 +1,7 @@
 """Eight simulated devices, and small declarations to test on."""
 
 import os
+import tempfile
 from functools import cache
 
 # The suite compiles hundreds of programs and runs each for milliseconds: machine code need not be optimised. XLA's own
@@ -10,6 +11,12 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 # Where libtpu is installed, it compiles for TPUs that are not there, in several processes at once, and says nothing.
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",
                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # fmt: skip
+
+# Commands that tests run keep their compiled programs here, all of them, and not in the user's home.
+if "MESHLOOM_TEST_CACHE" not in os.environ:
+    CACHE = tempfile.TemporaryDirectory(prefix="meshloom-cache-")  # removed when this process ends; workers share it
+    os.environ["MESHLOOM_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"] = CACHE.name
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 import jax
 import numpy as np

@@ -41,7 +41,9 @@ def rules(first):
     )
     return st.builds(
         lambda usual, random, has_end: usual + random + ([ALL_WHOLE] if has_end else []),
-        st.sampled_from([[], *first]), st.lists(one, max_size=2), st.sampled_from([True, True, True, False]),
+        st.sampled_from(first),
+        st.one_of(st.just([]), st.just([]), st.lists(one, min_size=1, max_size=2)),
+        st.sampled_from([True] * 9 + [False]),
     )  # fmt: skip
 
 
@@ -57,14 +59,14 @@ def declarations(draw):
     values = json.loads(plan_of(*BASE).spec.model_dump_json())
     sizes = dict(zip(AXES, map(int, draw(st.sampled_from(MESHES))), strict=True))
     values["mesh"] |= sizes
-    parameters = draw(rules([BY_EMBED, BY_TENSOR, BY_TENSOR]))
+    parameters = draw(rules([BY_TENSOR, BY_TENSOR, BY_EMBED, []]))
     values["sharding"] |= {
         "parameters": parameters,
         "optimizer": parameters,
-        "activations": draw(rules([BATCH, BATCH_AND_TENSOR, BATCH_AND_TENSOR])),
+        "activations": draw(rules([BATCH_AND_TENSOR, BATCH_AND_TENSOR, BATCH, []])),
     }
-    values["global_batch_size"] = draw(st.sampled_from([8, 8, 16, 12]))
-    values["num_microbatches"] = draw(st.sampled_from([1, 1, 2, 3]))
+    values["global_batch_size"] = draw(st.sampled_from([8, 16, 16, 12]))
+    values["num_microbatches"] = draw(st.sampled_from([1, 1, 2, 2, 3]))
     values["remat"]["policy"] = draw(st.sampled_from(["none", "full", "save_dots"]))
     values["precision"]["compute"] = draw(st.sampled_from(["float32", "bfloat16"]))
     values["model"]["mlp_dim"] = draw(st.sampled_from([24, 16]))
@@ -117,7 +119,7 @@ def why_it_could_not_run(values: dict) -> str | None:
                 return f"{array.path} has a dimension that no rule names: silently whole"
             try:
                 NamedSharding(mesh, layout).shard_shape(array.shape)
-            except ValueError as error:
+            except Exception as error:  # its own kinds, some of them private
                 return f"JAX refuses {array.path}: {error}"
             used = {axis for entry in layout for axis in axes_of(entry) if mesh.shape[axis] > 1}
             computing |= used if table == "activations" else set()
@@ -147,7 +149,7 @@ def accepted(values: dict) -> Plan | str:
 
 @pytest.mark.slow
 @settings(max_examples=60, derandomize=True, deadline=None, phases=(Phase.generate, Phase.shrink),
-          suppress_health_check=list(HealthCheck))  # fmt: skip
+          suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
 @given(declarations())
 def test_what_is_accepted_runs_and_what_is_rejected_could_not(values):
     plan = accepted(values)

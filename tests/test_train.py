@@ -12,32 +12,46 @@ import numpy as np
 import pytest
 import yaml
 from orbax.checkpoint import v1 as ocp
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] (made at run time)
 
 from conftest import SMALL, plan_of, spec_of
 from helpers import on_devices, programs_of
-from meshloom.runtime.checkpoint import Checkpoints, restore_from
+from meshloom.runtime.checkpoint import Checkpoints, restore
+from meshloom.runtime.checkpoint_start import Start
 from meshloom.runtime.data import open_data
 from test_cli import ENVIRONMENT, meshloom
 
 NUM_STEPS = 300
 RUN = (*SMALL, f"num_steps={NUM_STEPS}", "evaluation.every_num_steps=100", "evaluation.num_batches=2",
        "checkpoint.every_num_steps=100")  # fmt: skip
-KEYS = ["step", "loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "mfu"]
+KEYS = ["step", "loss", "eval_loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second",
+        "step_seconds", "mfu"]  # fmt: skip
 
 
 def _metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def _curves(run_dir: Path) -> dict[str, list[float]]:
+    """What TensorBoard would show: its files are records of (length, checksum, protocol buffer, checksum)."""
+    curves: dict[str, list[float]] = {}
+    for path in (run_dir / "tensorboard").iterdir():
+        content, at = path.read_bytes(), 0
+        while at < len(content):
+            size = int.from_bytes(content[at : at + 8], "little")
+            event = Event.FromString(content[at + 12 : at + 12 + size])
+            at += 16 + size
+            for value in event.summary.value:
+                curves.setdefault(value.tag, []).append(value.simple_value)
+    return curves
+
+
 def _state(run_dir: Path, step: int) -> dict:
-    with ocp.training.Checkpointer(str(run_dir.resolve() / "checkpoints")) as checkpointer:
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            ),
-            plan_of(*RUN[len(SMALL) :]).abstract,
-        )
-        return checkpointer.load_checkpointables(step, {"state": abstract})["state"]
+    one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one_device), plan_of(*RUN[len(SMALL) :]).abstract
+    )
+    return ocp.load_checkpointables(f"{run_dir.resolve()}/checkpoints/{step}", {"state": abstract})["state"]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +76,8 @@ def test_a_run_leaves_its_contract_behind(finished):
         assert m["mfu"] == pytest.approx(flops / (m["step_seconds"] * 8e12))
         assert m["tokens_per_second"] == pytest.approx(16 * 16 / m["step_seconds"])
     assert yaml.safe_load((run_dir / "spec.yaml").read_text())["num_steps"] == NUM_STEPS
-    assert list((run_dir / "tensorboard").iterdir())
+    assert _curves(run_dir)["loss"] == [np.float32(m["loss"]) for m in metrics]
+    assert set(_curves(run_dir)) == {*KEYS} - {"step"}
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["200", "300"]  # the last two
     assert f"held-out loss: {metrics[-1]['eval_loss']:.3f} nats per byte" in said
     assert "checkpoint: run/checkpoints/300" in said
@@ -130,7 +145,7 @@ def test_another_model_is_refused_with_what_differs(finished):
     assert done.returncode == 2
     assert done.stderr.startswith("error: model: ")
     assert "compiled" not in done.stdout
-    assert "is (3, 64, 32) there, (3, 128, 32) here" in done.stderr
+    assert "is float32[3,64,32] there, float32[3,128,32] here" in done.stderr
 
 
 def _saved(tmp_path: Path, tokens: np.ndarray):
@@ -143,10 +158,14 @@ def _saved(tmp_path: Path, tokens: np.ndarray):
         state, _ = programs.train(state, on_devices(programs, batch))
         next(batches)
     with Checkpoints(tmp_path, plan.spec) as checkpoints:
-        checkpoints.save(2, state, batches)
+        checkpoints.save(2, state, batches.get_state(), eval_loss=None)
         values = jax.tree.map(np.asarray, state)
         programs.train(state, on_devices(programs, tokens[2]))  # donates the buffers while they are being saved
     return values, batches
+
+
+def _start(run_dir: Path) -> Start:
+    return Start(run_dir / "checkpoints" / "2", 2, is_own=False, damaged={})
 
 
 @pytest.mark.parametrize(
@@ -157,7 +176,7 @@ def test_a_checkpoint_comes_back_on_any_mesh(tmp_path, tokens, overrides):
     plan = plan_of(*overrides)
     programs = programs_of(plan)
     restored_batches = iter(open_data(plan.spec)["train"])
-    restored = restore_from(tmp_path, plan.spec, programs.state, restored_batches)
+    restored = restore(_start(tmp_path), plan.spec, programs.state, restored_batches)
     assert (restored.step, restored.other_data) == (2, ())
     state = restored.state
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), values)
@@ -170,7 +189,7 @@ def test_other_data_starts_at_its_beginning(tmp_path, tokens):
     spec = spec_of("data.shuffle_seed=5")
     programs = programs_of(plan_of("data.shuffle_seed=5"))
     batches, fresh = (iter(open_data(spec)["train"]) for _ in range(2))
-    restored = restore_from(tmp_path, spec, programs.state, batches)
+    restored = restore(_start(tmp_path), spec, programs.state, batches)
     assert restored.other_data == ("data.shuffle_seed",)
     np.testing.assert_array_equal(next(batches)["inputs"], next(fresh)["inputs"])
 
@@ -185,7 +204,7 @@ def test_restoring_from_nothing_is_an_error(tmp_path):
 def test_disabled_checkpoints_save_nothing(tmp_path):
     done = meshloom("train", *SMALL, "checkpoint=disabled", "logging=quiet", "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.name != ".hydra") == [
+    assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.name[0] != ".") == [
         "metrics.jsonl",
         "plan.json",
         "spec.yaml",

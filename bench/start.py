@@ -1,0 +1,77 @@
+"""From the command to the first step, in parts: the first start of a declaration, and the second. Medians.
+
+    python bench/start.py [repeats] [override ...]
+
+Each start is a process of its own. A first start finds an empty cache of compiled programs, a second what it left.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+PARTS = ("python", "import", "compose and plan", "data", "trace and lower", "compile or load", "first step")
+
+
+def start(began: float, cache: str, overrides: list[str]) -> dict[str, float]:
+    """Do what `meshloom train` does, up to the first step; seconds of each part."""
+    seconds, last = {}, began
+
+    def done(part: str) -> None:
+        nonlocal last
+        now = time.time()
+        seconds[part], last = now - last, now
+
+    done("python")
+    import jax
+
+    from meshloom.compiler.compose import Request, read_spec
+    from meshloom.compiler.driver import build, lower, plan_run
+    from meshloom.runtime.compile_cache import cached_compilation
+    from meshloom.runtime.data import open_data
+    from meshloom.runtime.devices import start_devices
+
+    done("import")
+    spec = read_spec(Request(tuple(overrides)), then=lambda spec: spec)
+    start_devices(spec.target)
+    plan = plan_run(spec)
+    done("compose and plan")
+    batches = iter(open_data(spec)["train"])
+    done("data")
+    with cached_compilation(cache):
+        lowered = lower(plan, plan.mesh.of_devices(jax.devices()[: plan.target.num_devices]))
+        done("trace and lower")
+        programs = build(lowered)
+        done("compile or load")
+    batch = {name: jax.device_put(x, programs.batch[name].sharding) for name, x in next(batches).items()}
+    jax.block_until_ready(programs.train(programs.init(), batch))
+    done("first step")
+    return seconds
+
+
+def measure(cache: str, overrides: list[str]) -> dict[str, float]:
+    line = [sys.executable, __file__, "--one", str(time.time()), cache, *overrides]
+    return json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
+def main() -> None:
+    repeats, overrides = int(sys.argv[1]) if len(sys.argv) > 1 else 5, sys.argv[2:]
+    starts: dict[str, list[dict[str, float]]] = {"first": [], "second": []}
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as cache:
+            for kind in starts:
+                starts[kind].append(measure(cache, overrides))
+    print(f"{'seconds, medians of ' + str(repeats):24}{'first start':>14}{'second start':>14}")
+    for part in (*PARTS, "all"):
+        of = {kind: [sum(one.values()) if part == "all" else one[part] for one in starts[kind]] for kind in starts}
+        first, second = (statistics.median(of[kind]) for kind in starts)
+        print(f"{part:24}{first:14.2f}{second:14.2f}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        print(json.dumps(start(float(sys.argv[2]), sys.argv[3], sys.argv[4:])))
+    else:
+        main()

@@ -1,0 +1,121 @@
+"""Where a run starts from: the newest checkpoint of its own directory, or one of another run, whose files are whole."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orbax.checkpoint import v1 as ocp
+
+from meshloom.compiler.problems import ConfigError, Problem, all_of
+from meshloom.compiler.spec import RunSpec
+
+from .failures import STORAGE, RunFailed
+from .manifest import damage_in
+from .tree_diff import shown, tree_differences
+
+FOLDER = "checkpoints"
+
+# Which item is of which kind is said here, and not left to a file of the checkpoint that has no hash.
+CONTEXT = ocp.Context()
+CONTEXT.checkpointables.registry = ocp.handlers.local_registry().add(
+    ocp.handlers.JsonHandler, checkpointable_name="data"
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint that is as it was saved. is_own: of this run's directory. damaged: newer ones that are not, by path,
+    with what is wrong with each."""
+
+    path: Path
+    step: int
+    is_own: bool
+    damaged: dict[Path, str]
+
+
+def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
+    """The checkpoint to go on from, None for a fresh start. Reads every byte of it, and loads nothing.
+
+    Raises RunFailed where there are checkpoints and none of them is good, ConfigError where the good one does not hold
+    what the abstract `state` does.
+    """
+    own = run_dir.resolve() / FOLDER
+    if next(finished(own), None):
+        start = _newest_good(own, list(finished(own)), is_own=True)
+    elif spec.checkpoint.restore_from is not None:
+        directory, step = parse_place(spec.checkpoint.restore_from)
+        paths = [directory / str(step)] if step is not None else list(finished(directory))
+        start = _newest_good(directory, paths, is_own=False)
+    else:
+        return None
+    _check_same_tree(start.path, state)
+    return start
+
+
+def check_checkpoint(spec: RunSpec) -> None:
+    """Raise ConfigError where `checkpoint.restore_from` names no finished checkpoint, or no best ones can be told."""
+    all_of(lambda: _check_best(spec), lambda: _check_restore(spec))
+
+
+def _check_best(spec: RunSpec) -> None:
+    saves, evaluations = spec.checkpoint.every_num_steps, spec.evaluation.every_num_steps
+    if spec.checkpoint.num_best_kept and (saves is None or saves % evaluations):
+        what = f"checkpoints are saved every {saves} steps, held-out losses are known every {evaluations}"
+        fix = f"set checkpoint.every_num_steps to a multiple of {evaluations}"
+        raise ConfigError([Problem("checkpoint.num_best_kept", what, fix)])
+
+
+def _check_restore(spec: RunSpec) -> None:
+    if spec.checkpoint.restore_from is None:
+        return
+    directory, step = parse_place(spec.checkpoint.restore_from)
+    steps = [int(path.name) for path in finished(directory)]
+    if step is None and not steps:
+        fix = "name the directory of a run that saved one, or one checkpoint in it: RUN_DIR/checkpoints/STEP"
+        raise ConfigError([Problem("checkpoint.restore_from", f"there is no finished checkpoint in {directory}", fix)])
+    if step is not None and step not in steps:
+        there = f"use one of {', '.join(map(str, sorted(steps)))}" if steps else "name the directory of a run with some"
+        raise ConfigError([Problem("checkpoint.restore_from", f"there is no checkpoint {step} in {directory}", there)])
+
+
+def parse_place(text: str) -> tuple[Path, int | None]:
+    """RUN_DIR or RUN_DIR/checkpoints -> (RUN_DIR/checkpoints, None); RUN_DIR/checkpoints/STEP -> (.., STEP)."""
+    path = Path(text).expanduser()
+    if path.parent.name == FOLDER and path.name.isdecimal():
+        return path.parent, int(path.name)
+    return (path if path.name == FOLDER else path / FOLDER), None
+
+
+def finished(directory: Path) -> Iterator[Path]:
+    """The finished checkpoints of a run, newest first. A save that was cut off has another name."""
+    steps = [path for path in directory.iterdir() if path.name.isdecimal()] if directory.is_dir() else []
+    yield from sorted(steps, key=lambda path: int(path.name), reverse=True)
+
+
+def describe(damaged: dict[Path, str]) -> str:
+    """`checkpoint 300: what is wrong with it; checkpoint 200: ...`"""
+    return "; ".join(f"checkpoint {path.name}: {what}" for path, what in damaged.items())
+
+
+def _newest_good(directory: Path, paths: list[Path], *, is_own: bool) -> Start:
+    damaged: dict[Path, str] = {}
+    for path in paths:
+        what = damage_in(path)
+        if what is None:
+            return Start(path.resolve(), int(path.name), is_own, damaged)
+        damaged[path] = what
+    fix = "bring back a copy of one, or start anew in another hydra.run.dir; nothing was changed"
+    if not is_own:
+        fix = "choose another checkpoint with checkpoint.restore_from=RUN_DIR/checkpoints/STEP"
+    raise RunFailed(Problem(str(directory), f"no checkpoint can be used: {describe(damaged)}", fix), STORAGE)
+
+
+def _check_same_tree(path: Path, state: Any) -> None:
+    """Raise ConfigError with the arrays that differ; Orbax's own message would not name them."""
+    with CONTEXT:
+        metadata: Any = ocp.checkpointables_metadata(str(path)).metadata
+    if differences := tree_differences(metadata["state"], state):
+        what = f"{path} holds another model or optimizer:{shown(differences)}"
+        fix = "choose the model and optimizer that were saved, or another hydra.run.dir"
+        raise ConfigError([Problem("model", what, fix)])

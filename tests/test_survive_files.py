@@ -1,0 +1,163 @@
+"""Damage in any file of a checkpoint is found or harmless; what is kept is what was asked for."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from conftest import plan_of, spec_of
+from helpers import programs_of
+from meshloom.compiler.problems import ConfigError
+from meshloom.runtime.checkpoint import Checkpoints, restore, set_aside
+from meshloom.runtime.checkpoint_start import FOLDER, find_start, parse_place
+from meshloom.runtime.data import open_data
+from meshloom.runtime.failures import RunFailed
+from meshloom.runtime.manifest import FILE
+from meshloom.runtime.tree_diff import tree_differences
+
+SMALLEST = ("target=cpu-2", "model.num_layers=1", "sharding=fsdp")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run with checkpoints behind one step and behind two, the programs, and the values of both."""
+    run_dir, plan = tmp_path_factory.mktemp("saved"), plan_of(*SMALLEST)
+    programs, batches, values = programs_of(plan), iter(open_data(plan.spec)["train"]), {}
+    state = programs.init()
+    with Checkpoints(run_dir, plan.spec) as checkpoints:
+        for step in (1, 2):
+            batch = next(batches)
+            placed = {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
+            state, _ = programs.train(state, placed)
+            values[step] = jax.tree.map(np.asarray, state)
+            checkpoints.save(step, state, batches.get_state(), eval_loss=None)
+    return run_dir, plan, programs, values
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [_flip, _truncate, _empty, _remove])
+def test_damage_in_any_file_is_found_or_harmless(saved, tmp_path, damage):
+    run_dir, plan, programs, values = saved
+    newest = run_dir / FOLDER / "2"
+    names = [path.relative_to(newest) for path in sorted(newest.rglob("*")) if path.is_file()]
+    assert len(names) >= 12
+    for number, name in enumerate(names):
+        copy = tmp_path / str(number)
+        shutil.copytree(run_dir, copy)
+        damage(copy / FOLDER / "2" / name)
+        start = find_start(copy, plan.spec, plan.abstract)
+        assert start
+        if start.step == 2:
+            assert len(name.parts) == 1, f"{name} is watched"
+        else:
+            assert start.step == 1
+            assert any(str(name) in what or "manifest.json" in what for what in start.damaged.values())
+        batches = iter(open_data(plan.spec)["train"])
+        restored = restore(start, plan.spec, programs.state, batches)
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, restored.state), values[start.step])
+        assert batches.get_state() == {"next_index": start.step}
+        set_aside(start.damaged)
+        with Checkpoints(copy, plan.spec) as checkpoints:
+            assert checkpoints.latest_step == start.step
+            checkpoints.save(3, restored.state, batches.get_state(), eval_loss=None)
+        again = find_start(copy, plan.spec, plan.abstract)
+        assert (again.step, again.damaged) == (3, {})  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_a_run_goes_on_from_the_newest_good_checkpoint_or_the_one_that_is_named(saved, tmp_path):
+    run_dir, plan, _, _ = saved
+    other = tmp_path / "other"
+    shutil.copytree(run_dir, other)
+
+    def step_from(place: object) -> int:
+        start = find_start(tmp_path / "new", spec_of(*SMALLEST, f"checkpoint.restore_from={place}"), plan.abstract)
+        assert start
+        assert not start.is_own
+        return start.step
+
+    assert step_from(other) == step_from(other / FOLDER) == step_from(other / FOLDER / "2") == 2
+    assert step_from(other / FOLDER / "1") == 1
+    _flip(other / FOLDER / "2" / "data" / "data.json")
+    assert step_from(other) == 1
+    with pytest.raises(RunFailed, match=r"checkpoint 2: the content of data/data\.json has changed"):
+        step_from(other / FOLDER / "2")
+    assert sorted(path.name for path in (other / FOLDER).iterdir()) == ["1", "2"]  # another run's are left alone
+    (other / FOLDER / "1" / FILE).unlink()
+    with pytest.raises(RunFailed, match=r"checkpoint 1: it has no manifest\.json"):
+        step_from(other)
+
+
+def test_a_place_is_a_run_or_one_of_its_checkpoints():
+    assert parse_place("a/run") == (Path("a/run/checkpoints"), None)
+    assert parse_place("a/run/checkpoints/") == (Path("a/run/checkpoints"), None)
+    assert parse_place("a/run/checkpoints/200") == (Path("a/run/checkpoints"), 200)
+    assert parse_place("outputs/200") == (Path("outputs/200/checkpoints"), None)
+
+
+def _kept(folder: Path, losses: list[float | None], *overrides: str, reopen: bool = False) -> list[int]:
+    """Save a checkpoint for each held-out loss, at steps 10, 20, ..; the steps that stay."""
+    spec = spec_of(*SMALLEST, "checkpoint.every_num_steps=10", "evaluation.every_num_steps=10", *overrides)
+    state = {"x": jax.numpy.ones(3)}
+    checkpoints = Checkpoints(folder, spec)
+    for number, loss in enumerate(losses):
+        checkpoints.save(10 * (number + 1), state, {}, eval_loss=loss)
+        checkpoints.wait()
+        if reopen:
+            checkpoints = Checkpoints(folder, spec)
+    return sorted(int(path.name) for path in (folder / FOLDER).iterdir())
+
+
+@pytest.mark.parametrize("reopen", [False, True])
+def test_what_is_kept_is_what_was_asked_for(tmp_path, reopen):
+    losses = [3.0, 1.0, 2.0, None, 4.0, float("nan")]
+    for number, (overrides, kept) in enumerate(
+        [
+            (["checkpoint.num_kept=2"], [50, 60]),
+            (["checkpoint.num_kept=1", "checkpoint.num_best_kept=1"], [20, 60]),
+            (["checkpoint.num_kept=1", "checkpoint.num_best_kept=2"], [20, 30, 60]),
+            (["checkpoint.num_kept=1", "checkpoint.keep_every_num_steps=20"], [20, 40, 60]),
+            (["checkpoint.num_kept=2", "checkpoint.num_best_kept=1", "checkpoint.keep_every_num_steps=40"], [20, 40, 50, 60]),  # noqa: E501
+        ]
+    ):  # fmt: skip
+        assert _kept(tmp_path / str(number), losses, *overrides, reopen=reopen) == kept, overrides
+
+
+def test_trees_differ_in_lines_that_name_each_array():
+    def tree(**leaves: tuple[tuple[int, ...], str]):
+        return {name: {"w": jax.ShapeDtypeStruct(*leaf)} for name, leaf in leaves.items()}
+
+    there = tree(same=((2,), "float32"), gone=((2,), "float32"), shape=((2, 3), "float32"), type=((2,), "float32"))
+    here = tree(same=((2,), "float32"), new=((), "int32"), shape=((3, 2), "float32"), type=((2,), "bfloat16"))
+    assert tree_differences({"params": there}, {"params": here}) == [
+        "params/gone/w float32[2] is there, not here",
+        "params/new/w int32[] is not there, but here",
+        "params/shape/w is float32[2,3] there, float32[3,2] here",
+        "params/type/w is float32[2] there, bfloat16[2] here",
+    ]
+    assert tree_differences(there, there) == []
+
+
+def test_a_checkpoint_of_other_types_is_refused(saved):
+    run_dir, plan, _, _ = saved
+    halves = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), plan.abstract)
+    with pytest.raises(ConfigError, match=r"is float32\[264,32\] there, bfloat16\[264,32\] here"):
+        find_start(run_dir, plan.spec, halves)
