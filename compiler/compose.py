@@ -58,8 +58,9 @@ def hydra_session(request: Request) -> Iterator[Groups]:
     else:
         session = initialize_config_dir(str(Path(request.config_path).resolve()), version_base="1.3")
     with session:
-        yield {group: options for group in _options("", request, ObjectType.GROUP)
-               if group != "hydra" and (options := _options(group, request))}  # fmt: skip
+        outer = [group for group in _options("", request, ObjectType.GROUP) if group != "hydra"]
+        inner = [f"{group}/{part}" for group in outer for part in _options(group, request, ObjectType.GROUP)]
+        yield {group: options for group in sorted(outer + inner) if (options := _options(group, request))}
 
 
 def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
@@ -147,7 +148,7 @@ def _validate(overrides: Sequence[str], request: Request, groups: Groups) -> tup
     try:
         return RunSpec.model_validate_json(json.dumps(values)), []
     except ValidationError as error:
-        return None, problems_of(error, list(groups))
+        return None, problems_of(error, [group for group in groups if "/" not in group])
 
 
 def _without_missing(composed: DictConfig) -> dict[str, Any]:

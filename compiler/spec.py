@@ -11,6 +11,8 @@ from pydantic_core import PydanticCustomError
 from meshloom.models import ModelConfig
 from meshloom.models.config import Config
 
+from .data_spec import DataSpec, ShardsSpec
+
 # Slowest link first: replicas across slices, tensor shards side by side.
 MeshAxis = Literal["replica", "data", "fsdp", "stage", "context", "expert", "tensor"]
 FloatType = Literal["float32", "bfloat16"]
@@ -97,14 +99,6 @@ class OptimizerSpec(Config):
     max_grad_norm: PositiveFloat  # gradients with a larger global norm are scaled down to it
 
 
-class DataSpec(Config):
-    source: Literal["python_stdlib", "synthetic"]
-    tokenizer: Literal["bytes"]
-    held_out_fraction: Annotated[float, Field(gt=0, lt=1)]  # of the documents
-    shuffle_seed: NonNegativeInt
-    num_prefetch_threads: PositiveInt
-
-
 class CheckpointSpec(Config):
     every_num_steps: PositiveInt | None  # None: no checkpoints at all, not at the end either
     num_kept: PositiveInt  # the last ones
@@ -132,6 +126,7 @@ class RunSpec(Config):
     remat: RematSpec
     optimizer: OptimizerSpec
     data: DataSpec
+    shards: ShardsSpec
     checkpoint: CheckpointSpec
     logging: LoggingSpec
     evaluation: EvaluationSpec

@@ -14,7 +14,7 @@ import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models import Context, Params
+from meshloom.models import IGNORED_TARGET, Context, Params
 
 from .gather import WeightLayout, gather, keep_axes, plan_weight, reduce_gradient
 from .layers import scan_layers
@@ -23,7 +23,7 @@ from .plan import Plan
 from .trees import leaves_by_path, like
 
 State = dict[str, Any]  # step: int32; params: Params; optimizer: the state of optax
-Batch = dict[str, Array]  # inputs, targets: int32 (global_batch_size, sequence_length)
+Batch = dict[str, Array]  # int32 (global_batch_size, sequence_length), by the names of batch_arrays
 TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 
 
@@ -101,11 +101,13 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[[Params, Batch],
 
 
 def sum_cross_entropy(logits_BTV: Array, targets_BT: Array) -> Array:
-    """Sum over tokens of -log softmax(logits)[target], in float32. Splits over a sharded vocabulary."""
+    """Sum over tokens of -log softmax(logits)[target], in float32, but for IGNORED_TARGET. Splits over a sharded
+    vocabulary."""
     logits_BTV = logits_BTV.astype(jnp.float32)
     is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
     target_logit_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
-    return jnp.sum(jax.nn.logsumexp(logits_BTV, axis=-1) - target_logit_BT)
+    loss_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - target_logit_BT
+    return jnp.sum(jnp.where(targets_BT == IGNORED_TARGET, 0.0, loss_BT))
 
 
 def _forward(plan: Plan, layouts: Params, params: Params, working: Params, tokens_BT: Array) -> Array:

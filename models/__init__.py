@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from .contract import Context, LogicalAxes, Model, Params, Piece, Stack, build_piece, is_logical_axes
+from .contract import IGNORED_TARGET, Context, LogicalAxes, Model, Params, Piece, Stack, build_piece, is_logical_axes
 from .decoder import DecoderConfig, build_decoder
 from .linear_stack import LinearStackConfig, build_linear_stack
 
@@ -24,6 +24,6 @@ def build_model(config: DecoderConfig | LinearStackConfig) -> Model:
 
 
 __all__ = [
-    "LOGICAL_AXES", "Context", "DecoderConfig", "LinearStackConfig", "LogicalAxes", "Model", "ModelConfig", "Params",
-    "Piece", "Stack", "build_model", "build_piece", "is_logical_axes",
+    "IGNORED_TARGET", "LOGICAL_AXES", "Context", "DecoderConfig", "LinearStackConfig", "LogicalAxes", "Model",
+    "ModelConfig", "Params", "Piece", "Stack", "build_model", "build_piece", "is_logical_axes",
 ]  # fmt: skip

@@ -48,9 +48,12 @@ def open_data(spec: RunSpec) -> Data:
 
     Raises ConfigError where the vocabulary or the splits are too small for the run.
     """
+    if spec.data.source.kind not in DOCUMENTS:
+        what, fix = f"'{spec.data.source.kind}' cannot be read yet", f"use one of {', '.join(DOCUMENTS)}"
+        raise_if_any([Problem("data.source.kind", what, fix)])
     splits: dict[Split, TokenSequences] = {
         split: TokenSequences(tokens, spec.sequence_length)
-        for split, tokens in tokens_of_splits(spec.data.source, spec.data.held_out_fraction).items()
+        for split, tokens in tokens_of_splits(spec.data.source.kind, spec.data.held_out_fraction).items()
     }
     check_data(spec, {split: len(sequences) for split, sequences in splits.items()})
     options = grain.ReadOptions(num_threads=spec.data.num_prefetch_threads, prefetch_buffer_size=4)

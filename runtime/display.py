@@ -59,7 +59,7 @@ class Display:
 
 def loss_unit(spec: RunSpec) -> str:
     """A token of the byte tokenizer is a byte."""
-    return "nats per byte" if spec.data.tokenizer == "bytes" else "nats per token"
+    return "nats per byte" if spec.data.tokenizer and spec.data.tokenizer.kind == "bytes" else "nats per token"
 
 
 def say(console: Console, line: str) -> None:

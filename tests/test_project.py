@@ -11,15 +11,17 @@ import yaml
 
 import meshloom
 from meshloom.compiler.compose import Request, read_spec
+from meshloom.compiler.data_spec import Source, TokenizerSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.spec import RunSpec
-from meshloom.models import DecoderConfig, LinearStackConfig
+from meshloom.models import ModelConfig
 from meshloom.models.config import Config
 from meshloom.runtime.train import plan_and_check
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
-OPTIONS = [(path.parent.name, path.stem) for path in sorted(CONF.glob("*/*.yaml")) if path.stem[0] != "_"]
+OPTIONS = [(path.parent.relative_to(CONF).as_posix(), path.stem)
+           for path in sorted(CONF.glob("*/**/*.yaml")) if path.stem[0] != "_"]  # fmt: skip
 
 
 def test_ci_runs_the_two_commands_of_the_readme():
@@ -58,6 +60,15 @@ def test_every_option_of_every_group_makes_a_run(group, option):
         ("mesh", "ddp"): ("sharding=ddp",),
         ("mesh", "tensor"): ("sharding=tensor",),
         ("mesh", "fsdp_tensor"): ("sharding=fsdp_tensor",),
+        ("data", "text_files"): ("data.source.paths=[x]",),
+        ("data", "jsonl"): ("data.source.paths=[x]",),
+        ("data", "parquet"): ("data.source.paths=[x]",),
+        ("data", "array_record"): ("data.source.paths=[x]",),
+        ("data", "tokens"): ("data.source.directory=x",),
+        ("data", "python"): ("data.source.object=a:b",),
+        ("data", "mixture"): ("data.source.parts={a:{weight:1,source:{kind:synthetic}}}",),
+        ("data/tokenizer", "huggingface"): ("data.tokenizer.path=x",),
+        ("data/tokenizer", "sentencepiece"): ("data.tokenizer.path=x",),
     }.get((group, option), ())
     plan = read_spec(Request((f"{group}={option}", *overrides)), then=plan_run)
     assert plan.mesh.num_devices == plan.target.num_devices == 8
@@ -70,13 +81,26 @@ def test_every_option_says_what_it_is_and_holds_all_of_its_keys(group, option):
     assert re.match(r"(# @package.*\n)?# \w", text)
     if group == "experiment":
         return
-    keys = set(yaml.safe_load(text))
-    kind = (
-        {"decoder": DecoderConfig, "linear_stack": LinearStackConfig}[yaml.safe_load(text)["family"]]
-        if group == "model"
-        else typing.get_type_hints(RunSpec)[group]
-    )
-    assert keys == set(kind.model_fields)
+    kind = typing.get_type_hints(RunSpec).get(group)
+    values = yaml.safe_load(text)
+    if group == "model":
+        kind = _class_of({"family": values["family"]}, ModelConfig)
+    elif group == "data":
+        values |= yaml.safe_load((CONF / "data" / "_base.yaml").read_text())
+        values = {("tokenizer" if key == "defaults" else key): value for key, value in values.items()}
+        source = values["source"]
+        assert set(source) == set(_class_of({"kind": source["kind"]}, Source).model_fields)
+    elif group == "data/tokenizer":
+        kind = _class_of({"kind": values["kind"]}, TokenizerSpec)
+    assert kind
+    assert set(values) == set(kind.model_fields)
+
+
+def _class_of(tag, union):
+    """The class of a tagged union that a tag belongs to."""
+    (key, value) = next(iter(tag.items()))
+    members = typing.get_args(typing.get_args(union)[0])
+    return next(member for member in members if typing.get_args(member.model_fields[key].annotation) == (value,))
 
 
 def test_no_spec_has_a_default_in_code():
