@@ -12,6 +12,8 @@ from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.compiler.spec import RunSpec
 from meshloom.compiler.trees import leaves_by_path
 
+from .data import BatchIterator
+
 FOLDER = "checkpoints"
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of each of its own steps
 
@@ -35,7 +37,6 @@ class Checkpoints:
     def __init__(self, run_dir: Path, spec: RunSpec):
         self.directory = run_dir.resolve() / FOLDER
         self._is_saving = spec.checkpoint.every_num_steps is not None
-        self._identity = data_identity(spec)
         self._last_saved: int | None = None
         keep: Any = ocp.training.preservation_policies.LatestN(spec.checkpoint.num_kept)
         is_needed = self._is_saving or self.directory.is_dir()
@@ -60,16 +61,16 @@ class Checkpoints:
         if self._orbax and self.latest_step is not None:
             _check_same_tree(self._orbax.checkpointables_metadata(self.latest_step), state, self.directory)
 
-    def save(self, step: int, state: Any, batches: Any) -> None:
+    def save(self, step: int, state: Any, batches: BatchIterator) -> None:
         """Save what `step` steps made, once. The state may be donated to the next step at once."""
         if self._orbax and self._is_saving and step != self._last_saved:
-            content = {"state": state, "data": batches, "identity": self._identity}
+            content = {"state": state, "data": batches.get_state(), "identity": batches.identity}
             self._orbax.save_checkpointables_async(step, content, force=True)
             self._last_saved = step
 
-    def restore(self, state: Any, batches: Any) -> Restored:
+    def restore(self, state: Any, batches: BatchIterator) -> Restored:
         """The newest checkpoint, laid out as the abstract `state` says; moves `batches` to its place in the data."""
-        return _load(self._orbax, self.directory, state, batches, self._identity)
+        return _load(self._orbax, self.directory, state, batches)
 
     def wait(self) -> None:
         """Until all saves are on disk."""
@@ -77,11 +78,11 @@ class Checkpoints:
             self._orbax.wait()
 
 
-def restore_from(run_dir: Path, spec: RunSpec, state: Any, batches: Any) -> Restored:
+def restore_from(run_dir: Path, state: Any, batches: BatchIterator) -> Restored:
     """The newest checkpoint of another run, on any mesh, laid out as the abstract `state` says."""
     directory = run_dir.resolve() / FOLDER
     with ocp.training.Checkpointer(str(directory)) as orbax:
-        return _load(orbax, directory, state, batches, data_identity(spec))
+        return _load(orbax, directory, state, batches)
 
 
 def check_restore(spec: RunSpec) -> None:
@@ -98,19 +99,15 @@ def check_restore(spec: RunSpec) -> None:
     raise ConfigError([Problem("checkpoint.restore_from", what, "name the directory of a run that saved one")])
 
 
-def data_identity(spec: RunSpec) -> dict[str, Any]:
-    """All that a position in the data rests on, by key."""
-    data = {f"data.{key}": value for key, value in spec.data.model_dump(exclude={"num_prefetch_threads"}).items()}
-    return {**data, "global_batch_size": spec.global_batch_size, "sequence_length": spec.sequence_length}
-
-
-def _load(orbax: Any, directory: Path, state: Any, batches: Any, identity: dict[str, Any]) -> Restored:
+def _load(orbax: Any, directory: Path, state: Any, batches: BatchIterator) -> Restored:
     step = orbax.latest.step
     _check_same_tree(orbax.checkpointables_metadata(step), state, directory)
-    saved = orbax.load_checkpointables(step, {"identity": None})["identity"]
-    other_data = tuple(key for key in identity if identity[key] != saved.get(key))
-    content = {"state": state} if other_data else {"state": state, "data": batches}
-    return Restored(orbax.load_checkpointables(step, content)["state"], step, other_data)
+    saved = orbax.load_checkpointables(step, {"state": state, "data": None, "identity": None})
+    here, there = batches.identity, saved["identity"]
+    other_data = tuple(key for key in {**here, **there} if key not in here or here[key] != there.get(key))
+    if not other_data:
+        batches.set_state(saved["data"])
+    return Restored(saved["state"], step, other_data)
 
 
 def _check_same_tree(checkpoint: Any, wanted: Any, directory: Path) -> None:

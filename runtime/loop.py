@@ -4,7 +4,7 @@ Steps are dispatched ahead: while step n runs, the host reads the metrics of ste
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,11 +13,11 @@ from meshloom.compiler.driver import Programs
 from meshloom.compiler.plan import Plan
 
 from .checkpoint import Checkpoints
+from .data import BatchIterator, HostBatch
 from .metrics import Metrics, mfu
 from .stop import StopRequest
 
-HostBatch = dict[str, Any]  # this process's part of a global batch, as NumPy arrays
-Running = tuple[int, dict[str, jax.Array]]  # a step that was dispatched, and its metrics to come
+Running = tuple[int, dict[str, jax.Array], float]  # a step that was dispatched, its metrics to come, its input_seconds
 
 
 class Loop:
@@ -28,7 +28,7 @@ class Loop:
         plan: Plan,
         programs: Programs,
         *,
-        batches: Iterator[HostBatch],
+        batches: BatchIterator,
         held_out: Iterable[HostBatch],
         checkpoints: Checkpoints,
         report: Callable[[Metrics], None],
@@ -44,10 +44,13 @@ class Loop:
         running, done = None, first_step
         self._last_finish = time.perf_counter()
         while done < self.spec.num_steps and self.stop.signal is None:
-            state, metrics = self.programs.train(state, self._to_devices(next(self.batches)))
+            start = time.perf_counter()
+            batch = self._to_devices(next(self.batches))
+            input_seconds = time.perf_counter() - start
+            state, metrics = self.programs.train(state, batch)
             done += 1
             self._finish(running)
-            running = (done, metrics)
+            running = (done, metrics, input_seconds)
             if self._is_evaluation_due(done) or self._is_save_due(done):
                 self._finish(running, state)
                 running = None
@@ -63,7 +66,8 @@ class Loop:
         """Wait for a step, evaluate its state where that is due, and report. No evaluation counts as step time."""
         if running is None:
             return
-        step, metrics = running[0], {name: float(value) for name, value in jax.device_get(running[1]).items()}
+        step, pending, input_seconds = running
+        metrics = {name: float(value) for name, value in jax.device_get(pending).items()}
         finish = time.perf_counter()
         seconds, self._last_finish = finish - self._last_finish, finish
         self.report(
@@ -75,6 +79,7 @@ class Loop:
                 learning_rate=metrics["learning_rate"],
                 tokens_per_second=self.spec.tokens_per_step / seconds,
                 step_seconds=seconds,
+                input_seconds=input_seconds,
                 mfu=mfu(self.plan, seconds),
             )
         )

@@ -13,8 +13,9 @@ from meshloom.compiler.plan import Plan
 
 @dataclass(frozen=True)
 class Metrics:
-    """step: steps done. loss, eval_loss: nats per token; eval_loss is None where no evaluation was due. mfu: model
-    FLOPs / (time x peak), None where the peak is unknown."""
+    """step: steps done. loss, eval_loss: nats per token; eval_loss is None where no evaluation was due.
+    input_seconds: that the host waited for the batch and its transfer, behind the step before it as long as that runs.
+    mfu: model FLOPs / (time x peak), None where the peak is unknown."""
 
     step: int
     loss: float
@@ -23,6 +24,7 @@ class Metrics:
     learning_rate: float
     tokens_per_second: float
     step_seconds: float
+    input_seconds: float
     mfu: float | None
 
 

@@ -21,7 +21,7 @@ from . import checkpoint
 from .checkpoint import Checkpoints, check_restore
 from .data import Data, open_data
 from .devices import start_devices
-from .display import Display, loss_unit, say, show_header, show_summary
+from .display import Display, say, show_header, show_summary
 from .loop import Loop
 from .metrics import Metrics, MetricsLog
 from .stop import StopRequest
@@ -57,6 +57,7 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
     """Run the job; continue where a run in the same directory stopped. Returns the exit code."""
     plan, data, spec, started = job.plan, job.data, job.plan.spec, time.perf_counter()
     show_header(console, plan)
+    say(console, data.summary)
     with StopRequest() as stop, Checkpoints(run_dir, spec) as checkpoints:
         checkpoints.check(plan.abstract)
         if (checkpoints.latest_step or 0) >= spec.num_steps:
@@ -67,7 +68,7 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
         batches = iter(data["train"])
         state, first_step = _initial_state(plan, programs, batches, checkpoints, console)
         write_declaration(plan, run_dir)
-        display = Display(console, plan, first_step=first_step)
+        display = Display(console, plan, first_step=first_step, token_unit=data.token_unit)
         with MetricsLog(run_dir, first_step=first_step, tensorboard=spec.logging.tensorboard) as log, display:
 
             def report(metrics: Metrics) -> None:
@@ -91,7 +92,9 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
         stopped = ("stopped", f"by {stop.signal.name} after step {done} of {spec.num_steps}")
         show_summary(console, [stopped, *where, ("continue", _how_to_continue(overrides, run_dir, saved))])
         return stop.exit_code
-    loss = f"{display.latest_eval_loss:.3f} {loss_unit(spec)}" if done > first_step else "no step was left to do"
+    loss = (
+        f"{display.latest_eval_loss:.3f} nats per {data.token_unit}" if done > first_step else "no step was left to do"
+    )
     ended = [("held-out loss", loss), ("time", f"{time.perf_counter() - started:.0f} s, compile included")]
     show_summary(console, ended + where + TRY_NEXT)
     return 0
@@ -120,7 +123,7 @@ def _initial_state(
     if checkpoints.latest_step is not None:
         restored, place = checkpoints.restore(programs.state, batches), str(checkpoints.directory)
     elif other_run is not None:
-        restored, place = checkpoint.restore_from(Path(other_run), plan.spec, programs.state, batches), other_run
+        restored, place = checkpoint.restore_from(Path(other_run), programs.state, batches), other_run
     else:
         return programs.init(), 0
     say(console, f"continuing after step {restored.step}, from {place}")

@@ -22,7 +22,8 @@ from test_cli import ENVIRONMENT, meshloom
 NUM_STEPS = 300
 RUN = (*SMALL, f"num_steps={NUM_STEPS}", "evaluation.every_num_steps=100", "evaluation.num_batches=2",
        "checkpoint.every_num_steps=100")  # fmt: skip
-KEYS = ["step", "loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "mfu"]
+KEYS = ["step", "loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds",
+        "input_seconds", "mfu"]  # fmt: skip
 
 
 def _metrics(run_dir: Path) -> list[dict]:
@@ -157,7 +158,7 @@ def test_a_checkpoint_comes_back_on_any_mesh(tmp_path, tokens, overrides):
     plan = plan_of(*overrides)
     programs = programs_of(plan)
     restored_batches = iter(open_data(plan.spec)["train"])
-    restored = restore_from(tmp_path, plan.spec, programs.state, restored_batches)
+    restored = restore_from(tmp_path, programs.state, restored_batches)
     assert (restored.step, restored.other_data) == (2, ())
     state = restored.state
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), values)
@@ -170,7 +171,7 @@ def test_other_data_starts_at_its_beginning(tmp_path, tokens):
     spec = spec_of("data.shuffle_seed=5")
     programs = programs_of(plan_of("data.shuffle_seed=5"))
     batches, fresh = (iter(open_data(spec)["train"]) for _ in range(2))
-    restored = restore_from(tmp_path, spec, programs.state, batches)
+    restored = restore_from(tmp_path, programs.state, batches)
     assert restored.other_data == ("data.shuffle_seed",)
     np.testing.assert_array_equal(next(batches)["inputs"], next(fresh)["inputs"])
 
