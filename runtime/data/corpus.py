@@ -118,20 +118,20 @@ def _check_size(num_bytes: int, data: DataSpec, source: OneSource, where: str) -
 def overrides_of(source: OneSource, data: DataSpec) -> list[str]:
     """What one types for this source and tokenizer."""
     words = [f"data={source.kind}"]
-    words += [f"data.source.{key}={_typed(value)}" for key, value in source.model_dump(exclude={"kind"}).items()]
+    words += [f"data.source.{key}={typed(value)}" for key, value in source.model_dump(exclude={"kind"}).items()]
     if data.tokenizer and data.tokenizer.kind != "bytes":
         values = data.tokenizer.model_dump(exclude={"kind"})
         words += [f"data/tokenizer={data.tokenizer.kind}"]
-        words += [f"data.tokenizer.{key}={_typed(value)}" for key, value in values.items() if value is not None]
+        words += [f"data.tokenizer.{key}={typed(value)}" for key, value in values.items() if value is not None]
     return words
 
 
-def _typed(value: Any) -> str:
+def typed(value: Any) -> str:
     """A value in Hydra's grammar."""
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_typed, value))}]"
+        return f"[{','.join(map(typed, value))}]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_typed(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{typed(item)}" for key, item in value.items()) + "}"
     if isinstance(value, str) and not re.fullmatch(r"[\w./*-]+", value):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     return value if isinstance(value, str) else json.dumps(value)

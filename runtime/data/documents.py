@@ -70,17 +70,17 @@ def parts_of(source: OneSource, where: str) -> list[Part]:
 
 def find_files(patterns: Sequence[str], where: str) -> list[tuple[str, Path]]:
     """Names and paths of the files that match, each once, by name. Raises ConfigError for a pattern without any."""
-    found: dict[Path, str] = {}
+    found: dict[Path, tuple[str, Path]] = {}  # by what a file really is, so that none is taken twice
     problems = []
     for i, pattern in enumerate(patterns):
         root = _root_of(pattern)
         matches = [Path(match) for match in glob(pattern, recursive=True) if Path(match).is_file()]
         for path in matches:
-            found.setdefault(path.resolve(), path.relative_to(root).as_posix())
+            found.setdefault(path.resolve(), (path.relative_to(root).as_posix(), path))
         if not matches:
-            problems.append(Problem(f"{where}[{i}]", f"no file matches '{pattern}' in {Path.cwd()}", _nearest_folder(pattern)))  # fmt: skip  # noqa: E501
+            problems.append(Problem(f"{where}[{i}]", f"no file matches '{pattern}'", _what_is_there(root)))
     raise_if_any(problems)
-    return sorted(((name, path) for path, name in found.items()), key=lambda file: (file[0], str(file[1])))
+    return sorted(found.values(), key=lambda file: (file[0], str(file[1])))
 
 
 def _root_of(pattern: str) -> Path:
@@ -93,13 +93,12 @@ def _root_of(pattern: str) -> Path:
     return Path(*fixed)
 
 
-def _nearest_folder(pattern: str) -> str:
-    root = _root_of(pattern)
-    if root.is_dir():
-        names = sorted(path.name for path in root.iterdir())[:5]
-        return f"{root}/ holds {', '.join(names)}" if names else f"{root}/ is empty"
-    there = next(folder for folder in [*root.parents, Path()] if folder.is_dir())
-    return f"there is no folder {root}; the nearest that exists is {there.resolve()}"
+def _what_is_there(root: Path) -> str:
+    there = next(folder for folder in [root, *root.parents, Path()] if folder.is_dir())
+    names = sorted(path.name + "/" * path.is_dir() for path in there.iterdir())
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
+    missing = f"there is no folder {root}; " if there != root else ""
+    return f"{missing}{'the working directory' if there == Path() else there} holds {shown}"
 
 
 def _is_plain(source: OneSource, path: Path) -> bool:

@@ -3,6 +3,7 @@
 import gzip
 import importlib
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def jsonl(path: Path, text_key: str, where: str, first: int) -> Iterator[bytes |
                 number += 1
                 if number > first:
                     yield _text_of_line(line, f"{path}:{line_number}", text_key, where)
-        except (gzip.BadGzipFile, EOFError) as error:
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             yield Problem(str(path), f"is no whole gzip file: {error}", "write it again")
 
 
@@ -42,7 +43,8 @@ def _text_of_line(line: bytes, place: str, text_key: str, where: str) -> bytes |
     try:
         value = json.loads(line)
     except ValueError as error:
-        return Problem(place, f"is not JSON: {error}", "write one JSON object a line")
+        why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        return Problem(place, f"is not JSON: {why}", "write one JSON object a line")
     if not isinstance(value, dict):
         return Problem(place, f"is no JSON object but {type(value).__name__}", "write one JSON object a line")
     if text_key not in value:
@@ -96,14 +98,16 @@ def _texts_of_rows(file: Any, text_column: str, first: int) -> Iterator[bytes]:
 def array_record(path: Path, where: str, first: int) -> Iterator[bytes | Problem]:
     """The bytes of each record."""
     records = require("array_record.python.array_record_module", where, "an ArrayRecord file")
-    reader = records.ArrayRecordReader(str(path))
-    num_records = reader.num_records()  # 0 also for a file of another kind
+    reader = None
     try:
+        reader = records.ArrayRecordReader(str(path))
+        num_records = reader.num_records()  # 0 also for most files of another kind
         if num_records == 0:
             yield Problem(str(path), "holds no ArrayRecord records", "name ArrayRecord files with records in them")
         for start in range(first, num_records, ROWS_AT_ONCE):
             yield from reader.read(start, min(start + ROWS_AT_ONCE, num_records))
     except RuntimeError as error:
-        yield Problem(str(path), f"is damaged: {str(error).splitlines()[0]}", "write it again")
+        yield Problem(str(path), f"is no whole ArrayRecord file: {str(error).splitlines()[0]}", "write it again")
     finally:
-        reader.close()
+        if reader is not None and reader.ok():  # closing one that is not raises what was told already
+            reader.close()

@@ -28,7 +28,8 @@ class TextProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._is_shown:
+            self._bar.stop()
 
     def advance(self, num_bytes: int) -> None:
         """So many more bytes are done."""

@@ -8,11 +8,12 @@ tokenizer.json    the tokenizer's file, if it has one
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import NonNegativeInt, PositiveInt, ValidationError
+from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError
 
 from meshloom.compiler.problems import ConfigError, Problem, raise_if_any
 from meshloom.models.config import Config
@@ -21,6 +22,7 @@ from .store import Shard, TokenStore
 from .tokenizers import TokenizerIdentity
 
 INDEX = "index.json"
+PROGRESS = "progress.json"  # of shards that are not finished
 AGAIN = "write the shards again with `meshloom data`"
 
 
@@ -52,12 +54,13 @@ class Index(Config):
     num_documents: NonNegativeInt
     largest_token: int  # -1 where there is none
     shards: tuple[ShardFiles, ...]
+    corpus: dict[str, JsonValue]  # what they were made from, for people and for `meshloom data`
 
 
 def open_shards(directory: str, where: str) -> TokenStore:
     """The shards of a directory. Raises ConfigError for whatever index and files do not agree on."""
     folder = Path(directory)
-    index = _read_index(folder, where)
+    index = read_index(folder, where)
     size = np.dtype(index.dtype).itemsize
     problems = [problem for shard in index.shards for problem in _check_files(folder, shard, index.dtype, size, where)]
     for name in ("num_tokens", "num_documents"):
@@ -71,12 +74,12 @@ def open_shards(directory: str, where: str) -> TokenStore:
     return TokenStore(shards, TokenizerIdentity(**index.tokenizer.model_dump()), content, index.largest_token)
 
 
-def _read_index(folder: Path, where: str) -> Index:
+def read_index(folder: Path, where: str) -> Index:
     path = folder / INDEX
     try:
         return Index.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
-        unfinished = (folder / "progress.json").exists()
+        unfinished = (folder / PROGRESS).exists()
         what = f"{folder} holds no {INDEX}" + (": `meshloom data` has not finished there" if unfinished else "")
         fix = "give the same `meshloom data` line again: it goes on" if unfinished else "name a directory that `meshloom data` wrote"  # fmt: skip  # noqa: E501
         raise ConfigError([Problem(where, what, fix)]) from error
@@ -119,5 +122,8 @@ def _mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file at once: a reader, or a process that is killed, sees the old one or the new one whole."""
     partial = path.with_name(path.name + ".tmp")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
+    with partial.open("w") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(path)

@@ -13,7 +13,7 @@ from .store import Shard, TokenStore, name_hash
 from .tokenizers import Tokenizer
 
 BATCH_BYTES = 2**21
-MOST_PROBLEMS = 10  # of a corpus, in one report
+MOST_PROBLEMS = 5  # of a corpus, in one report
 EMPTY_DOCUMENTS = np.zeros((0, 2), "<u8")
 
 
@@ -66,7 +66,10 @@ def tokens_in_memory(
             advance(sum(map(_size, batch)))
         if len(problems) >= MOST_PROBLEMS:
             break
-    raise_if_any(problems[:MOST_PROBLEMS])
+    if len(problems) >= MOST_PROBLEMS:
+        more = Problem(where, "there may be more: reading stopped here", "mend these first")
+        problems = [*problems[:MOST_PROBLEMS], more]
+    raise_if_any(problems)
     tokens = np.concatenate(arrays or [np.zeros(0, tokenizer.identity.dtype)])
     documents = np.concatenate(tables)
     documents[:, 0] = np.cumsum(documents[:, 0])

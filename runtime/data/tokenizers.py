@@ -15,6 +15,7 @@ from meshloom.compiler.problems import ConfigError, Problem, use_one_of
 from .formats import require
 
 WHERE = "data.tokenizer"
+END_OF_DOCUMENT = "<|endoftext|>"  # of a BPE that is trained here
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class HuggingFace(Tokenizer):
         try:
             self._tokenizer = library.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises nothing narrower
-            raise _broken(spec.path, "tokenizer of the tokenizers library", error) from error
+            raise _broken(spec.path, "tokenizer of the tokenizers library", f": {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -94,7 +95,7 @@ class HuggingFace(Tokenizer):
         if len(special) == 1:
             return next(iter(special.values()))
         what = f"{spec.path} has {len(special)} special tokens, and does not say which one ends a document"
-        raise ConfigError([Problem(f"{WHERE}.end_of_document", what, use_one_of("<|endoftext|>", list(special)[:8]))])
+        raise ConfigError([Problem(f"{WHERE}.end_of_document", what, use_one_of(END_OF_DOCUMENT, list(special)[:8]))])
 
     def encode_texts(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         decoded = [text.decode() for text in texts]
@@ -112,7 +113,7 @@ class SentencePiece(Tokenizer):
         try:
             self._processor: Any = library.SentencePieceProcessor(model_proto=data)
         except Exception as error:  # the library raises nothing narrower
-            raise _broken(spec.path, "SentencePiece model", error) from error
+            raise _broken(spec.path, "SentencePiece model", "") from error
         self.identity = TokenizerIdentity(
             "sentencepiece", _sha256(data), self._processor.vocab_size(), self._end_of_document(spec)
         )
@@ -142,7 +143,7 @@ def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[bytes], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE on texts and write its JSON file; `<|endoftext|>` is its one special token.
+    """Train a byte-level BPE on texts and write its JSON file; END_OF_DOCUMENT is its one special token.
 
     Raises ConfigError where the vocabulary is smaller than the bytes and that token.
     """
@@ -155,9 +156,9 @@ def train_bpe(texts: Iterable[bytes], vocab_size: int, path: Path) -> None:
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=sorted(alphabet), show_progress=False
     )
-    tokenizer.train_from_iterator((text.decode() for text in texts), trainer)
+    tokenizer.train_from_iterator((text.decode(errors="replace") for text in texts), trainer)
     partial = path.with_name(path.name + ".tmp")
     partial.write_text(tokenizer.to_str(pretty=True))
     partial.replace(path)
@@ -171,9 +172,8 @@ def _read(path: Path) -> bytes:
         raise ConfigError([Problem(f"{WHERE}.path", what, "name a tokenizer's file")]) from error
 
 
-def _broken(path: str, kind: str, error: Exception) -> ConfigError:
-    what = f"{path} is no {kind}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-    return ConfigError([Problem(f"{WHERE}.path", what, "name another file, or choose another data/tokenizer")])
+def _broken(path: str, kind: str, why: str) -> ConfigError:
+    return ConfigError([Problem(f"{WHERE}.path", f"{path} is no {kind}{why}", "name another file, or choose another data/tokenizer")])  # fmt: skip  # noqa: E501
 
 
 def _token(found: int | None, token: str, path: str, known: Iterable[str]) -> int:

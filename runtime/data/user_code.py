@@ -104,8 +104,8 @@ def _find(name: str, where: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError([_told(where, f"importing {module_name}", error)]) from error
-        what, fix = f"there is no module '{error.name}'", f"install its package, or start where it lies, not in {os.getcwd()}"  # fmt: skip  # noqa: E501
-        raise ConfigError([Problem(where, what, fix)]) from error
+        what = f"there is no module '{error.name}', neither installed nor in the working directory"
+        raise ConfigError([Problem(where, what, "install its package, or start where it lies")]) from error
     except Exception as error:
         raise ConfigError([_told(where, f"importing {module_name}", error)]) from error
     found = getattr(module, attribute, None)
