@@ -21,12 +21,13 @@ from meshloom.compiler.spec import RunSpec
 from .data.corpus import typed
 from .data.documents import Part, num_text_bytes, parts_of
 from .data.progress import TextProgress
-from .data.shards import INDEX, PROGRESS, Index, StoredTokenizer, read_index
+from .data.shards import INDEX, PROGRESS, Index, StoredTokenizer, read_index, write_json
 from .data.store import name_hash
 from .data.tokenize import encode_corpus
 from .data.tokenizers import END_OF_DOCUMENT, Tokenizer, open_tokenizer, train_bpe
 from .data.write import Progress, ShardWriter
 from .display import say, show_summary
+from .exclusive import alone, noted_signals
 
 WHERE = "shards.directory"
 BPE_FILE = "tokenizer.json"
@@ -69,17 +70,24 @@ def prepare_corpus(spec: RunSpec) -> CorpusJob:
 def tokenize_corpus(job: CorpusJob, console: Console) -> int:
     """Write the shards, from where they were left. Returns the exit code. Raises ConfigError for texts that cannot be
     read or encoded; what was written before them stays."""
-    if job.done:
-        show_summary(console, [("nothing to do", f"{job.folder} is finished"), *_rows(job, job.done)])
-        return 0
     start = time.perf_counter()
-    try:
-        index = _write(job, console)
-    except KeyboardInterrupt:
-        print("\nstopped; the same line goes on from here", file=sys.stderr)
-        return 128 + signal.SIGINT
-    show_summary(console, [("time", f"{time.perf_counter() - start:.0f} s"), *_rows(job, index)])
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with alone(job.folder, WHERE), noted_signals() as noted:
+        job = prepare_corpus(job.spec)  # another process may have written until now
+        if job.done:
+            _show(job, job.done, console, ("nothing to do", f"{job.folder} is finished"))
+            return 0
+        try:
+            index = _write(job, console, noted)
+        except _StoppedError:
+            print(f"stopped by {noted[0].name}; the same line goes on from here", file=sys.stderr)
+            return 128 + noted[0]
+    _show(job, index, console, ("time", f"{time.perf_counter() - start:.0f} s"))
     return 0
+
+
+class _StoppedError(Exception):
+    """A signal asked to stop, and what was done is on disk."""
 
 
 def _text_source(spec: RunSpec) -> tuple[OneSource, list[Part]]:
@@ -121,22 +129,23 @@ def _read_progress(path: Path) -> Progress:
         raise ConfigError([Problem(WHERE, what, "delete the directory, or name another one")]) from error
 
 
-def _write(job: CorpusJob, console: Console) -> Index:
-    job.folder.mkdir(parents=True, exist_ok=True)
+def _write(job: CorpusJob, console: Console, noted: list[signal.Signals]) -> Index:
     progress = job.started or Progress(
         corpus=job.corpus, tokenizer=None, shards=(), num_tokens=0, num_documents=0, largest_token=-1,
         num_text_bytes=0, part=0, document=0,
     )  # fmt: skip
     if job.started and progress.total_documents:
         say(console, f"going on after {progress.total_documents:,} documents, {progress.total_tokens:,} tokens")
-    tokenizer = job.tokenizer or _trained_bpe(job, console)
+    if not job.started:
+        write_json(job.folder / PROGRESS, progress.model_dump())
+    tokenizer = job.tokenizer or _trained_bpe(job, console, noted)
     identity = tokenizer.identity
     progress = progress.model_copy(update={"tokenizer": StoredTokenizer(**asdict(identity))})
     limit = job.spec.shards.num_tokens_per_shard
     with ShardWriter(job.folder, progress, identity.dtype, num_tokens_per_shard=limit) as writer:
         writer.commit()
-        if tokenizer.file and not (copy := job.folder / f"tokenizer{tokenizer.file.suffix}").exists():
-            shutil.copyfile(tokenizer.file, copy)
+        if tokenizer.file and tokenizer.file.parent.resolve() != job.folder.resolve():
+            shutil.copyfile(tokenizer.file, job.folder / f"tokenizer{tokenizer.file.suffix}")
         encoded = encode_corpus(
             job.parts, tokenizer, part=progress.part, document=progress.document, where="data.source"
         )
@@ -145,31 +154,38 @@ def _write(job: CorpusJob, console: Console) -> Index:
             for batch in encoded:
                 writer.add(batch)
                 shown.advance(batch.num_text_bytes)
+                if noted:
+                    writer.commit()
+                    raise _StoppedError
         if writer.done.total_documents == 0:
             raise ConfigError([Problem("data.source", "has no documents", "name files with text in them")])
         return writer.finish()
 
 
-def _trained_bpe(job: CorpusJob, console: Console) -> Tokenizer:
+def _trained_bpe(job: CorpusJob, console: Console, noted: list[signal.Signals]) -> Tokenizer:
     """The BPE of this corpus: trained now, or before this was stopped."""
     path, vocab_size = job.folder / BPE_FILE, job.spec.shards.bpe_vocab_size
     assert vocab_size
     if not path.exists():
         problems: list[Problem] = []
         with TextProgress(console, "reading for the BPE", total=job.spec.shards.bpe_text_bytes) as shown:
-            train_bpe(_texts_for_bpe(job, shown, problems), vocab_size, path)
-            raise_if_any(problems)
+            train_bpe(_texts_for_bpe(job, shown, problems, noted), vocab_size, path)
+        raise_if_any(problems)
         say(console, f"trained a BPE of {vocab_size:,} tokens: {path}")
     return open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=str(path), end_of_document=END_OF_DOCUMENT))
 
 
-def _texts_for_bpe(job: CorpusJob, shown: TextProgress, problems: list[Problem]) -> Iterator[bytes]:
+def _texts_for_bpe(
+    job: CorpusJob, shown: TextProgress, problems: list[Problem], noted: list[signal.Signals]
+) -> Iterator[bytes]:
     """About `shards.bpe_text_bytes` of the corpus: documents from all over it, by the hashes of their names."""
     wanted = job.spec.shards.bpe_text_bytes
     share = min(1.0, wanted / max(1, sum(part.num_bytes for part in job.parts)))
     num_bytes = 0
     for part in job.parts:
         for document in part.read(0):
+            if noted:
+                raise _StoppedError
             if isinstance(document, Problem):
                 problems.append(document)
                 return
@@ -185,17 +201,13 @@ def _texts_for_bpe(job: CorpusJob, shown: TextProgress, problems: list[Problem])
                     return
 
 
-def _rows(job: CorpusJob, index: Index) -> list[tuple[str, str]]:
-    tokenizer = index.tokenizer
-    counts = f"{index.num_documents:,} documents, {index.num_tokens:,} tokens of {index.dtype}"
-    words = [
-        "data=tokens",
-        f"data.source.directory={typed(str(job.folder))}",
-        f"model.vocab_size={tokenizer.vocab_size}",
-    ]
-    return [
-        ("written", f"{counts} in {len(index.shards)} shards"),
-        ("tokenizer", f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens"),
-        ("directory", str(job.folder)),
-        ("train on it", shlex.join(["meshloom", "train", *words])),
-    ]
+def _show(job: CorpusJob, index: Index, console: Console, first: tuple[str, str]) -> None:
+    """What there is now, and the line that trains on it."""
+    size = index.tokenizer.vocab_size
+    counts = (
+        f"{index.num_documents:,} documents, {index.num_tokens:,} tokens of {index.dtype}, {len(index.shards)} shards"
+    )
+    tokenizer = f"{index.tokenizer.kind}, {size:,} tokens"
+    show_summary(console, [first, ("written", counts), ("tokenizer", tokenizer), ("directory", str(job.folder))])
+    words = ["data=tokens", f"data.source.directory={typed(str(job.folder))}", f"model.vocab_size={size}"]
+    say(console, f"train on it: {shlex.join(['meshloom', 'train', *words])}")

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +17,12 @@ from rich.console import Console
 
 from conftest import spec_of
 from meshloom.compiler.problems import ConfigError
+from meshloom.runtime import tokenize_corpus as command
 from meshloom.runtime.data import open_data, write
 from meshloom.runtime.data import tokenize as tokenize_module
 from meshloom.runtime.data.corpus import open_store
 from meshloom.runtime.data.shards import open_shards
+from meshloom.runtime.exclusive import alone
 from meshloom.runtime.tokenize_corpus import prepare_corpus, tokenize_corpus
 from test_cli import ENVIRONMENT, meshloom
 
@@ -197,7 +201,7 @@ def test_a_bpe_is_trained_once_and_used(corpus, tmp_path):
     store = open_shards(str(directory), "")
     tokens = np.concatenate([shard.tokens for shard in store.shards])
     documents = np.split(tokens, np.flatnonzero(tokens == library.token_to_id("<|endoftext|>")) + 1)[:-1]
-    assert [library.decode(document[:-1]) for document in documents] == _texts(corpus)
+    assert [library.decode(document[:-1].tolist()) for document in documents] == _texts(corpus)
     assert len(tokens) < 0.6 * sum(map(len, _texts(corpus)))
     # Killed after the training: the same tokenizer is used again, and again the bytes are the same.
     again = tmp_path / "again"
@@ -226,8 +230,8 @@ def test_tokens_of_more_than_16_bits(corpus, tmp_path):
     assert store.shards[0].tokens.dtype == np.dtype("<u4")
     assert store.shards[0].tokens[:4].tolist() == [70_000, 0, 70_000, 0]
     assert store.largest_token == 70_000
-    spec = spec_of("data=tokens", f"data.source.directory={tmp_path}/tokens", *chosen)
-    assert open_store(spec.data, spec.data.source, "", None).tokenizer.vocab_size == 70_001
+    data: Any = spec_of("data=tokens", f"data.source.directory={tmp_path}/tokens", *chosen).data
+    assert open_store(data, data.source, "", None).tokenizer.vocab_size == 70_001
 
 
 def _told(*overrides):
@@ -262,3 +266,40 @@ def test_a_document_that_cannot_be_read_stops_it_and_can_be_mended(corpus, tmp_p
     assert done.returncode == 2
     assert "error: corpus/2.jsonl:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_one_process_at_a_time_writes_into_a_directory(corpus, tmp_path):
+    job = prepare_corpus(spec_of(*_declared(corpus, tmp_path / "tokens")))
+    job.folder.mkdir()
+    with alone(job.folder, "shards.directory"), pytest.raises(ConfigError, match="another process"):
+        tokenize_corpus(job, Console(quiet=True))
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("bpe", [False, True])
+def test_a_signal_stops_it_in_order_and_it_goes_on(corpus, written, tmp_path, monkeypatch, capsys, with_signal, bpe):
+    """In the middle of the corpus; with a BPE, in its training."""
+    monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 50_000)
+    chosen = ("shards.bpe_vocab_size=300",) if bpe else ()
+    spec = spec_of(*_declared(corpus, tmp_path / "tokens", *chosen))
+    job = prepare_corpus(spec)
+    slow = [replace(part, read=_signalling(part.read, with_signal)) for part in job.parts]
+    monkeypatch.setattr(command, "parts_of", lambda source, where: slow)
+    assert tokenize_corpus(job, Console(quiet=True)) == 128 + with_signal
+    assert f"stopped by {with_signal.name}" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert 0 < _tokens_done(tmp_path / "tokens") < 1_500_000 or bpe
+    assert tokenize_corpus(prepare_corpus(spec), Console(quiet=True)) == 0
+    assert bpe or _bytes(tmp_path / "tokens") == _bytes(written)
+
+
+def _signalling(read, with_signal):
+    """A reader that is hit by a signal at its 200th document."""
+
+    def documents(first):
+        for number, document in enumerate(read(first)):
+            if number == 200:
+                signal.raise_signal(with_signal)
+            yield document
+
+    return documents

@@ -5,6 +5,7 @@ import gzip
 import importlib
 import json
 import sys
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -74,7 +75,7 @@ KINDS = {
 
 
 def _store(*overrides):
-    data = spec_of(*overrides).data
+    data: Any = spec_of(*overrides).data
     return open_store(data, data.source, "data.source", open_tokenizer(data.tokenizer) if data.tokenizer else None)
 
 
@@ -94,7 +95,8 @@ def test_every_format_gives_the_texts_that_were_written(corpus, kind):  # noqa: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_is_read_from_any_document_on(corpus, kind):  # noqa: ARG001
-    part = parts_of(spec_of(*KINDS[kind]).data.source, "data.source")[-1]
+    source: Any = spec_of(*KINDS[kind]).data.source
+    part = parts_of(source, "data.source")[-1]
     every = list(part.read(0))
     for first in {0, 1, 29, 30, 31, 150, len(every)}:
         assert list(part.read(first)) == every[first:]
@@ -125,7 +127,8 @@ def test_a_file_that_two_patterns_match_is_taken_once(corpus):  # noqa: ARG001
 
 
 def test_the_stdlib_is_real_text_and_only_the_stdlib():
-    names = [part.name for part in parts_of(spec_of("data=python_stdlib").data.source, "data.source")]
+    source: Any = spec_of("data=python_stdlib").data.source
+    names = [part.name for part in parts_of(source, "data.source")]
     assert len(names) > 500
     assert "argparse.py" in names
     assert not [name for name in names if "site-packages" in name]
