@@ -242,14 +242,17 @@ def _independent_problems(spec: RunSpec, then: Callable[[RunSpec], Any], dropped
     try:
         then(spec)
     except ConfigError as error:
-        roots = {re.split(r"[.=@]", text.lstrip("+~"))[0] for text in dropped}
+        roots = {re.split(r"[.=@/]", text.lstrip("+~"))[0] for text in dropped}
         roots |= {near for root in roots for near in get_close_matches(root, RunSpec.model_fields, n=1)}
-        return [
-            problem
-            for problem in error.problems
-            if not roots & ({_root(problem)} | _RESTS_ON.get(_root(problem), _RESTS_ON_PLAN))
-        ]
+        return [problem for problem in error.problems if not roots & _rests_on(problem)]
     return []
+
+
+def _rests_on(problem: Problem) -> set[str]:
+    """The top-level keys without which a pass would not have found it; a place that is no key is a file of the data."""
+    root = _root(problem)
+    data = set() if root in RunSpec.model_fields else {"data"}
+    return {root} | data | _RESTS_ON.get(root, _RESTS_ON_PLAN)
 
 
 def _root(problem: Problem) -> str:

@@ -31,8 +31,8 @@ def noted_signals() -> Iterator[list[signal.Signals]]:
 
 @contextmanager
 def alone(folder: Path, where: str) -> Iterator[None]:
-    """Hold the folder for this process, as long as it lives. Raises ConfigError where another one does; `where`: the key
-    of the folder."""
+    """Hold the folder for this process, as long as it lives. Raises ConfigError where another one does. `where`: its
+    key."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         _lock(handle, folder, where)

@@ -51,8 +51,9 @@ def test_a_stream_is_its_documents_end_to_end(num_shards):
         np.testing.assert_array_equal(stream.read(int(start), int(stop)), tokens[start:stop])
 
 
-def test_splits_are_all_documents_and_each_once_by_the_hash_of_the_name():
-    store, documents = _store([3] * 4000, num_shards=7)
+@pytest.mark.parametrize("num_shards", [7, 2000])
+def test_splits_are_all_documents_and_each_once_by_the_hash_of_the_name(num_shards):
+    store, documents = _store([3] * 4000, num_shards=num_shards)
     held_out, train = (TokenStream(store, split, 0.1) for split in ("held_out", "train"))
     drawn = [tuple(s.read(3 * i, 3 * i + 3)) for s in (held_out, train) for i in range(len(s) // 3)]
     assert Counter(drawn) == Counter(map(tuple, documents))
@@ -311,3 +312,9 @@ def test_identity_differs_by_what_the_order_rests_on(overrides, keys):
     here, there = open_data(spec_of()).identity, open_data(spec_of(*overrides)).identity
     assert tuple(key for key in here if here[key] != there.get(key)) == keys
     assert json.loads(json.dumps(here)) == here
+
+
+def test_identity_of_a_mixture_has_every_part_and_weight():
+    here, there = open_data(_mixture(3, 1)).identity, open_data(_mixture(2, 1)).identity
+    assert [key for key in here if here[key] != there[key]] == ["data.source.parts.a.weight"]
+    assert here["data.source.parts.b.source.kind"] == "python_stdlib"

@@ -76,6 +76,7 @@ def test_shards_hold_the_tokens_of_the_texts(corpus, written):
     ends = [np.fromfile(path, "<u8").reshape(-1, 2)[:, 0] for path in sorted(written.glob("*.documents"))]
     lengths = np.concatenate([np.diff(e.astype(int), prepend=0) for e in ends])
     np.testing.assert_array_equal(lengths, [len(text) + 1 for text in texts])
+    assert all(e[-2] < 700_000 <= e[-1] for e in ends[:-1])  # a shard ends with the document that fills it
     index = json.loads((written / "index.json").read_text())
     assert (index["num_tokens"], index["num_documents"]) == (len(tokens), NUM_DOCUMENTS)
     assert index["largest_token"] == tokens.max() == 256
@@ -232,6 +233,17 @@ def test_tokens_of_more_than_16_bits(corpus, tmp_path):
     assert store.largest_token == 70_000
     data: Any = spec_of("data=tokens", f"data.source.directory={tmp_path}/tokens", *chosen).data
     assert open_store(data, data.source, "", None).tokenizer.vocab_size == 70_001
+
+
+def test_shards_of_another_tokenizer_are_an_error(written, tmp_path):
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|endoftext|>": 0, "[UNK]": 1}, "[UNK]"))
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(tmp_path / "other.json"))
+    chosen = ("data/tokenizer=huggingface", f"data.tokenizer.path={tmp_path}/other.json")
+    with pytest.raises(ConfigError, match=r"holds tokens of another tokenizer \(bytes.*\) than data.tokenizer"):
+        open_data(spec_of("data=tokens", f"data.source.directory={written}", *chosen))
+    parts = f"a:{{weight:1,source:{{kind:tokens,directory:{written}}}}},b:{{weight:1,source:{{kind:synthetic}}}}"
+    assert open_data(spec_of("data=mixture", f"data.source.parts={{{parts}}}")).token_unit == "byte"
 
 
 def _told(*overrides):

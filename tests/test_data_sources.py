@@ -209,6 +209,11 @@ def test_text_that_is_no_utf8_is_an_error_that_names_the_file_and_byte(wrong, bp
     assert _store(*chosen).num_tokens == 31  # bytes are bytes
 
 
+def test_a_file_that_cannot_be_read_is_an_error():
+    problem = _problem("data=text_files", "data.source.paths=[/proc/self/mem]")  # it is there, and reading it fails
+    assert (problem.where, problem.what) == ("/proc/self/mem", "Input/output error")
+
+
 def test_a_wrong_parquet_column_is_an_error(corpus):  # noqa: ARG001
     problem = _problem("data=parquet", "data.source.paths=[a.parquet]", "data.source.text_column=bdy")
     assert problem.what == "has no column 'bdy'"
