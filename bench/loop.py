@@ -61,7 +61,7 @@ def main() -> None:
             StopRequest() as stop,
             Checkpoints(Path(folder), plan.spec) as checkpoints,
             MetricsLog(Path(folder), first_step=0, tensorboard=plan.spec.logging.tensorboard) as log,
-            Display(console, plan, first_step=0) as display,
+            Display(console, plan, first_step=0, token_unit="byte") as display,
         ):
 
             def report(metrics: Metrics) -> None:

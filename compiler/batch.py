@@ -1,4 +1,4 @@
-"""The global batch: split over microbatches, and each of them over the data shards."""
+"""The global batch: which arrays it has, and its split over microbatches and data shards."""
 
 from meshloom.models import Model
 
@@ -6,6 +6,16 @@ from .mesh import MeshPlan, nearest
 from .problems import Problem, raise_if_any
 from .sharding import batch_axes
 from .spec import RunSpec
+
+
+def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
+    """Names of the arrays of a batch, each int32 (global_batch_size, sequence_length).
+
+    targets: IGNORED_TARGET (models/contract.py) where there is no loss. positions: of each token in its document,
+    from 0. segment_ids: of the documents of a sequence, from 1; 0 for padding.
+    """
+    documents = ("positions", "segment_ids") if spec.data.isolate_documents else ()
+    return ("inputs", "targets", *documents)
 
 
 def check_batch(spec: RunSpec, mesh: MeshPlan) -> None:

@@ -59,8 +59,9 @@ def hydra_session(request: Request) -> Iterator[Groups]:
     else:
         session = initialize_config_dir(str(Path(request.config_path).resolve()), version_base="1.3")
     with session:
-        yield {group: options for group in _options("", request, ObjectType.GROUP)
-               if group != "hydra" and (options := _options(group, request))}  # fmt: skip
+        outer = [group for group in _options("", request, ObjectType.GROUP) if group != "hydra"]
+        inner = [f"{group}/{part}" for group in outer for part in _options(group, request, ObjectType.GROUP)]
+        yield {group: options for group in sorted(outer + inner) if (options := _options(group, request))}
 
 
 def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
@@ -150,7 +151,8 @@ def _validate(overrides: Sequence[str], request: Request, groups: Groups) -> tup
         spec = spec_type.model_validate_json(json.dumps(values))
         return (None if problems else spec), problems
     except ValidationError as error:
-        return None, problems + problems_of(error, spec_type, list(groups))
+        own_groups = [group for group in groups if "/" not in group]
+        return None, problems + problems_of(error, spec_type, own_groups)
 
 
 def _without_missing(composed: DictConfig) -> dict[str, Any]:
@@ -244,14 +246,17 @@ def _independent_problems(spec: RunSpec, then: Callable[[RunSpec], Any], dropped
     try:
         then(spec)
     except ConfigError as error:
-        roots = {re.split(r"[.=@]", text.lstrip("+~"))[0] for text in dropped}
+        roots = {re.split(r"[.=@/]", text.lstrip("+~"))[0] for text in dropped}
         roots |= {near for root in roots for near in get_close_matches(root, RunSpec.model_fields, n=1)}
-        return [
-            problem
-            for problem in error.problems
-            if not roots & ({_root(problem)} | _RESTS_ON.get(_root(problem), _RESTS_ON_PLAN))
-        ]
+        return [problem for problem in error.problems if not roots & _rests_on(problem)]
     return []
+
+
+def _rests_on(problem: Problem) -> set[str]:
+    """The top-level keys without which a pass would not have found it; a place that is no key is a file of the data."""
+    root = _root(problem)
+    data = set() if root in RunSpec.model_fields else {"data"}
+    return {root} | data | _RESTS_ON.get(root, _RESTS_ON_PLAN)
 
 
 def _root(problem: Problem) -> str:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .arrays import build_model, find_arrays
 from .attention import plan_attention
-from .batch import check_batch, check_length
+from .batch import batch_arrays, check_batch, check_length
 from .finite import is_finite
 from .flops import model_flops_per_step
 from .loss import plan_loss_blocks
@@ -80,7 +80,7 @@ def lower(plan: Plan, mesh: Mesh) -> Programs:
     state = jax.tree.map(lambda x, spec: _on(mesh, x.shape, x.dtype, spec), plan.abstract, plan.specs)
     tokens_shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
     tokens = _on(mesh, tokens_shape, jnp.int32, PartitionSpec(plan.sharding.batch_axes or None))
-    batch = {"inputs": tokens, "targets": tokens}
+    batch = dict.fromkeys(batch_arrays(plan.spec), tokens)
     shardings = jax.tree.map(lambda x: x.sharding, state)
     replicated = NamedSharding(mesh, PartitionSpec())
     with jax.set_mesh(mesh):

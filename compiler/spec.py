@@ -20,6 +20,7 @@ from meshloom.models import AnyModelConfig
 from meshloom.models.config import Config
 
 from .config_types import FloatType
+from .data_spec import DataSpec, ShardsSpec
 from .optimizers import OptimizerSpec
 from .schedules import ScheduleSpec
 
@@ -153,14 +154,6 @@ class KernelsSpec(Config):
     attention: Literal["auto", "xla", "cudnn", "splash"]
 
 
-class DataSpec(Config):
-    source: Literal["python_stdlib", "synthetic"]
-    tokenizer: Literal["bytes"]
-    held_out_fraction: Annotated[float, Field(gt=0, lt=1)]  # of the documents
-    shuffle_seed: NonNegativeInt
-    num_prefetch_threads: PositiveInt
-
-
 class CheckpointSpec(Config):
     """What is saved when, and which checkpoints stay: those that any of the three keys about keeping wants.
 
@@ -203,6 +196,7 @@ class RunSpec(Config):
     optimizer: OptimizerSpec
     schedule: ScheduleSpec
     data: DataSpec
+    shards: ShardsSpec
     checkpoint: CheckpointSpec
     logging: LoggingSpec
     evaluation: EvaluationSpec

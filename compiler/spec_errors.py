@@ -3,9 +3,8 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -41,13 +40,16 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
         return Problem(key, "there is no such key", use_one_of(path[-1], known))
     if kind == "missing":
         return Problem(key, "has no value", f"set {key}=...")
-    if kind in ("literal_error", "union_tag_invalid"):
-        allowed = re.findall(r"'([^']*)'", str(context.get("expected") or context.get("expected_tags")))
-        tag = context.get("tag")
-        return Problem(f"{key}.{_discriminator(context)}" if tag else key, f"'{tag or value}' is not allowed", use_one_of(tag or value, allowed))  # fmt: skip  # noqa: E501
-    if kind == "union_tag_not_found":
-        key = f"{key}.{_discriminator(context)}"
-        return Problem(key, "has no value", f"set {key}=...")
+    if kind == "literal_error":
+        return Problem(key, f"'{value}' is not allowed", use_one_of(value, _quoted(context["expected"])))
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        key = f"{key}.{_quoted(context['discriminator'])[0]}"
+        if kind == "union_tag_not_found":
+            return Problem(key, "has no value", f"set {key}=...")
+        tag = context["tag"]
+        return Problem(key, f"'{tag}' is not allowed", use_one_of(tag, _quoted(context["expected_tags"])))
+    if kind in _EXPECTED and (choices := _choices(node, path[-1])):
+        return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", f"set {key}.{choices}")
     if kind in _EXPECTED:
         return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", f"give {_EXPECTED[kind]}")
     if kind in _BOUNDS:
@@ -65,30 +67,48 @@ def _walk(loc: tuple[int | str, ...], spec_type: type[RunSpec]) -> tuple[type[Ba
     holder: type[BaseModel] | None = spec_type
     path: list[int | str] = []
     for element in loc:
-        members: tuple[Any, ...] = get_args(node) if get_origin(node) in (Union, UnionType) else ()
-        tagged = [m for m in members if element in _tags(m)]
+        tagged = [member for member in _members(node) if element in _tags(member)]
         if tagged:
             node = tagged[0]
             continue
-        if NoneType in members:
-            node = members[0]
+        one, *others = [member for member in _members(node) if member is not NoneType]
+        node = node if others else one
         path.append(element)
         holder = node if isinstance(node, type) and issubclass(node, BaseModel) else None
         if holder and element in holder.model_fields:
             node = holder.model_fields[str(element)].annotation
-        else:
-            node = get_args(node)[0] if get_args(node) else None
+        else:  # of a list its elements, of a dict its values
+            values = [argument for argument in get_args(node) if argument is not Ellipsis]
+            node = values[-1] if values else None
     return holder, path
 
 
-def _tags(config: Any) -> set[Any]:
-    """The values that may tell this class from the others of a union: those of its fields of one value."""
-    tags = (get_args(field.annotation) for field in getattr(config, "model_fields", {}).values())
-    return set(chain.from_iterable(values for values in tags if len(values) == 1))
+def _members(node: Any) -> list[Any]:
+    """The classes of a union, `None` and annotations taken off."""
+    if get_origin(node) is Annotated:
+        return _members(get_args(node)[0])
+    if get_origin(node) in (Union, UnionType):
+        return [member for argument in get_args(node) for member in _members(argument)]
+    return [node]
 
 
-def _discriminator(context: dict[str, Any]) -> str:
-    return str(context["discriminator"]).strip("'")
+def _tags(config: Any) -> list[object]:
+    """What tells a class from the others of its union: fields of one allowed value."""
+    literals = [field.annotation for field in getattr(config, "model_fields", {}).values()]
+    return [get_args(kind)[0] for kind in literals if get_origin(kind) is Literal and len(get_args(kind)) == 1]
+
+
+def _choices(holder: type[BaseModel] | None, name: int | str) -> str | None:
+    """`kind=` one of those that a field with a tagged union allows; None for any other field."""
+    field = holder.model_fields.get(str(name)) if holder else None
+    members = [member for member in _members(field.annotation) if _tags(member)] if field else []
+    if len(members) < 2 or not field or not field.discriminator:
+        return None
+    return f"{field.discriminator}=... to one of {', '.join(str(_tags(member)[0]) for member in members)}"
+
+
+def _quoted(text: object) -> list[str]:
+    return re.findall(r"'([^']*)'", str(text))
 
 
 def _key(path: Sequence[int | str]) -> str:

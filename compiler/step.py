@@ -27,7 +27,7 @@ from .state import State, initial_loss_scale, update_layouts
 from .trees import like
 from .update import build_update
 
-Batch = dict[str, Array]  # inputs, targets: int32 (global_batch_size, sequence_length)
+Batch = dict[str, Array]  # int32 (global_batch_size, sequence_length), by the names of batch_arrays
 TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 
 

@@ -21,7 +21,7 @@ from .attention import attend
 flax.config.update("flax_always_shard_variable", False)
 
 Params = dict[str, Any]  # nested dict of arrays
-IGNORED_TARGET = -1  # a target that the loss leaves out: padding, or the end of a document
+IGNORED_TARGET = -1  # a target without loss: padding, the end of a document that is kept apart from the next
 LogicalAxes = tuple[str | None, ...]  # one name per dimension; None: a dimension that is never sharded
 
 

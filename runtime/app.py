@@ -54,7 +54,7 @@ def run_command(command: str, args: list[str]) -> int:
         elif flags.info or flags.shell_completion or flags.hydra_help:
             _hydra_app(request, flags, task=_nothing)
         else:
-            return {"train": _train, "explain": _explain}[command](request, flags)
+            return {"train": _train, "explain": _explain, "data": _data}[command](request, flags)
     except ConfigError as error:
         return _show(error)
     except (HydraException, OmegaConfBaseException) as error:
@@ -101,6 +101,12 @@ def _explain(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG00
     console = Console()
     explain(read_spec(request, then=plan), console if console.is_terminal else Console(width=240))
     return 0
+
+
+def _data(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as _train)
+    from .tokenize_corpus import prepare_corpus, tokenize_corpus
+
+    return tokenize_corpus(read_spec(request, then=prepare_corpus), Console())
 
 
 @dataclass(frozen=True)

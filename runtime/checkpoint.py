@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from orbax.checkpoint import v1 as ocp
 
@@ -24,6 +24,15 @@ from .failures import STORAGE, RunFailed, storage_reason
 from .manifest import write_manifest
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs each step of its own, and what it raises too
+
+
+class Placed(Protocol):
+    """An iterator over batches, as far as checkpoints go: a place in the data, and what that place rests on."""
+
+    identity: dict[str, Any]
+
+    def get_state(self) -> dict[str, int]: ...
+    def set_state(self, state: dict[str, int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,6 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, spec: RunSpec):
         self.directory = run_dir.resolve() / FOLDER
-        self._identity = data_identity(spec)
         self._last_saved: int | None = None
         self._orbax = self._open(spec.checkpoint) if spec.checkpoint.is_saving else None
 
@@ -61,16 +69,16 @@ class Checkpoints:
         newest = next(finished(self.directory), None)
         return int(newest.name) if newest else None
 
-    def save(self, step: int, state: Any, position: dict[str, Any], *, eval_loss: float | None) -> None:
+    def save(self, step: int, state: Any, batches: Placed, *, eval_loss: float | None) -> None:
         """Save what `step` steps made, once. The state may be donated to the next step at once.
 
-        position: the state of the iterator over batches, which any number of processes can go on from. Raises RunFailed
-        where this save or the one before it cannot be written.
+        With it goes the position in the data, which any number of processes can go on from. Raises RunFailed where this
+        save or the one before it cannot be written.
         """
         if self._orbax is None or step == self._last_saved:
             return
         metrics = {"eval_loss": eval_loss} if eval_loss is not None and math.isfinite(eval_loss) else None
-        content = {"state": state, "data": {"position": position, "identity": self._identity}}
+        content = {"state": state, "data": {"position": batches.get_state(), "identity": batches.identity}}
         with self._told():
             self._orbax.wait()
             self._last_saved = step
@@ -118,14 +126,14 @@ class Checkpoints:
             raise RunFailed(Problem(str(self.directory), f"{what}; {good}", fix), STORAGE) from error
 
 
-def restore(start: Start, spec: RunSpec, state: Any, batches: Any) -> Restored:
+def restore(start: Start, state: Any, batches: Placed) -> Restored:
     """A checkpoint, laid out as the abstract `state` says, on any mesh; moves `batches` to its place in the data."""
     with CONTEXT:
         content = ocp.load_checkpointables(str(start.path), {"state": state, "data": None})
-    saved, wanted = content["data"], data_identity(spec)
-    other_data = tuple(key for key in wanted if wanted[key] != saved["identity"].get(key))
+    here, there = batches.identity, content["data"]["identity"]
+    other_data = tuple(key for key in {**here, **there} if key not in here or here[key] != there.get(key))
     if not other_data:
-        batches.set_state(saved["position"])
+        batches.set_state(content["data"]["position"])
     return Restored(content["state"], start.step, other_data)
 
 
@@ -134,15 +142,6 @@ def set_aside(damaged: dict[Path, str]) -> None:
     for path in damaged:
         others = len(list(path.parent.glob(f"{path.name}.damaged*")))
         path.rename(path.with_name(f"{path.name}.damaged{others or ''}"))
-
-
-def data_identity(spec: RunSpec) -> dict[str, Any]:
-    """All that a position in the data rests on, by key."""
-    data = {
-        f"data.{key}": value
-        for key, value in spec.data.model_dump(mode="json", exclude={"num_prefetch_threads"}).items()
-    }
-    return {**data, "global_batch_size": spec.global_batch_size, "sequence_length": spec.sequence_length}
 
 
 def _preservation_policy(spec: CheckpointSpec) -> Any:

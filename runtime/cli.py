@@ -9,6 +9,7 @@ from typing import NoReturn
 COMMANDS = {
     "train": "compile for the devices at hand and run",
     "explain": "the plan, in seconds, without compiling: shardings with reasons, memory, arithmetic",
+    "data": "tokenise a corpus of any size into shards, once, for data=tokens to read",
 }
 
 USAGE = """\
@@ -25,6 +26,7 @@ examples:
   meshloom train num_steps=50 optimizer.learning_rate=1e-3
   meshloom train -m sharding=ddp,fsdp             once per value
   meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096
+  meshloom data data=jsonl data.source.paths=[corpus/*.jsonl] shards.directory=tokens
 
 `meshloom COMMAND --help` lists the config groups, `--cfg job` prints the whole config, and the flags of Hydra work:
 -m, --config-dir, --info, hydra.run.dir=... For completion in bash: eval "$(meshloom train -sc install=bash)"

@@ -8,7 +8,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.spec import RunSpec
 
 from .metrics import Metrics
 
@@ -16,8 +15,8 @@ from .metrics import Metrics
 class Display:
     """Within the `with`, shows each step's metrics as they come."""
 
-    def __init__(self, console: Console, plan: Plan, *, first_step: int):
-        self.console, self.plan = console, plan
+    def __init__(self, console: Console, plan: Plan, *, first_step: int, token_unit: str):
+        self.console, self.plan, self.token_unit = console, plan, token_unit
         self.latest_eval_loss: float | None = None
         self._bar = Progress(
             TextColumn("[bold]step"),
@@ -54,12 +53,7 @@ class Display:
                 f"learning_rate {metrics.learning_rate:.1e}  {metrics.step_seconds * 1e3:.0f} ms")  # fmt: skip
         if metrics.eval_loss is not None:
             self.latest_eval_loss = metrics.eval_loss
-            say(self.console, f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f} {loss_unit(spec)}")
-
-
-def loss_unit(spec: RunSpec) -> str:
-    """A token of the byte tokenizer is a byte."""
-    return "nats per byte" if spec.data.tokenizer == "bytes" else "nats per token"
+            say(self.console, f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f} nats per {self.token_unit}")
 
 
 def say(console: Console, line: str) -> None:

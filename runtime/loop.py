@@ -16,20 +16,20 @@ from meshloom.compiler.driver import Programs
 from meshloom.compiler.plan import Plan
 
 from .checkpoint import Checkpoints
+from .data import BatchIterator, HostBatch
 from .metrics import Metrics, mfu
 from .nonfinite import NonFinite, SkipCounter
 from .stop import StopRequest
 
-HostBatch = dict[str, Any]  # this process's part of a global batch, as NumPy arrays
-
 
 @dataclass(frozen=True)
 class Running:
-    """A step that was dispatched, its metrics to come, and where in the data its batch lies."""
+    """A step that was dispatched: its metrics to come, where in the data its batch lies, how long that took to come."""
 
     step: int
     metrics: dict[str, jax.Array]
     position: dict[str, Any]
+    input_seconds: float
 
 
 class Loop:
@@ -41,7 +41,7 @@ class Loop:
         plan: Plan,
         programs: Programs,
         *,
-        batches: Any,
+        batches: BatchIterator,
         held_out: Iterable[HostBatch],
         checkpoints: Checkpoints,
         report: Callable[[Metrics], None],
@@ -61,11 +61,13 @@ class Loop:
         running, done, eval_loss = None, first_step, None
         self._last_finish = self._last_save = time.perf_counter()
         while done < self.spec.num_steps and self.stop.signal is None:
-            position = self.batches.get_state()
-            state, metrics = self.programs.train(state, self._to_devices(next(self.batches)))
+            position, start = self.batches.get_state(), time.perf_counter()
+            batch = self._to_devices(next(self.batches))
+            input_seconds = time.perf_counter() - start
+            state, metrics = self.programs.train(state, batch)
             done, eval_loss = done + 1, None
             self._finish(running)
-            running = Running(done, metrics, position)
+            running = Running(done, metrics, position, input_seconds)
             if self._is_evaluation_due(done) or self._is_save_due(done):
                 eval_loss = self._finish(running, state)
                 running = None
@@ -98,6 +100,7 @@ class Loop:
             skipped=bool(metrics["skipped"]),
             tokens_per_second=self.spec.tokens_per_step / seconds,
             step_seconds=seconds,
+            input_seconds=running.input_seconds,
             mfu=mfu(self.plan, seconds),
         )
         self.report(told)
@@ -114,7 +117,7 @@ class Loop:
         """Save a state that is finite; loss and gradients of its step say nothing of what the update made of it."""
         if self.spec.checkpoint.is_saving and not self.programs.is_finite(state):
             raise NonFinite(step, "the state behind it holds NaN or infinity, though its loss does not", None)
-        self.checkpoints.save(step, state, self.batches.get_state(), eval_loss=eval_loss)
+        self.checkpoints.save(step, state, self.batches, eval_loss=eval_loss)
         self._last_save = time.perf_counter()
 
     def _to_devices(self, batch: HostBatch) -> dict[str, jax.Array]:

@@ -18,8 +18,9 @@ from .files import replace_text
 
 @dataclass(frozen=True)
 class Metrics:
-    """step: steps done. loss, eval_loss: nats per token; eval_loss is None where no evaluation was due. mfu: model
-    FLOPs / (time x peak), None where the peak is unknown. skipped: the step had NaN or infinity and changed nothing."""
+    """step: steps done. loss, eval_loss: nats per token; eval_loss is None where no evaluation was due. skipped: the
+    step had NaN or infinity and changed nothing. input_seconds: that the host waited for the batch and its transfer,
+    behind the step before it as long as that runs. mfu: model FLOPs / (time x peak), None where the peak is unknown."""
 
     step: int
     loss: float
@@ -29,6 +30,7 @@ class Metrics:
     skipped: bool
     tokens_per_second: float
     step_seconds: float
+    input_seconds: float
     mfu: float | None
 
 

@@ -20,9 +20,9 @@ from meshloom.compiler.spec import RunSpec
 from .checkpoint import Checkpoints, restore, set_aside
 from .checkpoint_start import FOLDER, Start, check_checkpoint, describe, find_start
 from .compile_cache import cached_compilation
-from .data import Data, open_data
+from .data import BatchIterator, Data, open_data
 from .devices import start_devices
-from .display import Display, loss_unit, say, show_header, show_summary
+from .display import Display, say, show_header, show_summary
 from .files import replace_text
 from .lock import only_run_in
 from .loop import Loop
@@ -70,6 +70,7 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
 def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console) -> int:
     plan, data, spec, started = job.plan, job.data, job.plan.spec, time.perf_counter()
     show_header(console, plan)
+    say(console, data.summary)
     start = _start(plan, run_dir, console)
     if start and start.is_own and start.step >= spec.num_steps:
         enough = f"{start.step} steps are done already, num_steps is {spec.num_steps}"
@@ -79,8 +80,8 @@ def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Cons
     with StopRequest() as stop, Checkpoints(run_dir, spec) as checkpoints:
         programs = _compile(plan, console)
         batches = iter(data["train"])
-        state, first_step = _initial_state(start, plan, programs, batches, console)
-        display = Display(console, plan, first_step=first_step)
+        state, first_step = _initial_state(start, programs, batches, console)
+        display = Display(console, plan, first_step=first_step, token_unit=data.token_unit)
         with MetricsLog(run_dir, first_step=first_step, tensorboard=spec.logging.tensorboard) as log, display:
 
             def report(metrics: Metrics) -> None:
@@ -104,7 +105,9 @@ def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Cons
         stopped = ("stopped", f"by {stop.signal.name} after step {done} of {spec.num_steps}")
         show_summary(console, [stopped, *where, ("continue", _how_to_continue(overrides, run_dir, saved))])
         return stop.exit_code
-    loss = f"{display.latest_eval_loss:.3f} {loss_unit(spec)}" if done > first_step else "no step was left to do"
+    loss = (
+        f"{display.latest_eval_loss:.3f} nats per {data.token_unit}" if done > first_step else "no step was left to do"
+    )
     ended = [("held-out loss", loss), ("time", f"{time.perf_counter() - started:.0f} s, compile included")]
     show_summary(console, ended + where + TRY_NEXT)
     return 0
@@ -150,12 +153,12 @@ def _compile(plan: Plan, console: Console) -> Programs:
 
 
 def _initial_state(
-    start: Start | None, plan: Plan, programs: Programs, batches: Any, console: Console
+    start: Start | None, programs: Programs, batches: BatchIterator, console: Console
 ) -> tuple[Any, int]:
     """The state to start from and the steps it has behind it: this run's, another's, or a fresh one."""
     if start is None:
         return programs.init(), 0
-    restored = restore(start, plan.spec, programs.state, batches)
+    restored = restore(start, programs.state, batches)
     say(console, f"continuing after step {restored.step}, from {start.path}")
     if restored.other_data:
         say(console, f"the data start at their beginning: not the same {', '.join(restored.other_data)}")

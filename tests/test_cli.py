@@ -32,7 +32,8 @@ def test_an_unknown_command_is_one_error():
     done = meshloom("trian")
     assert done.returncode == 2
     assert (
-        done.stderr == "error: there is no command 'trian'\n  fix: use one of train, explain (did you mean 'train'?)\n"
+        done.stderr
+        == "error: there is no command 'trian'\n  fix: use one of train, explain, data (did you mean 'train'?)\n"
     )
 
 

@@ -3,6 +3,7 @@
 To take over new texts after a change: `MESHLOOM_UPDATE=1 pytest tests/test_config_errors.py -n0`, then read the diff.
 """
 
+import contextlib
 import os
 import re
 import shlex
@@ -13,9 +14,18 @@ import pytest
 from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.problems import ConfigError
 from meshloom.runtime.train import plan_and_check
+from wrong_data import write_wrong_data
 
 FILE = Path(__file__).parent / "config_errors.txt"
 CASES = dict(re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", FILE.read_text(), re.M))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_a_folder_of_wrong_data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wrong")
+    write_wrong_data(folder)
+    with contextlib.chdir(folder):
+        yield
 
 
 def _told(line: str) -> str:

@@ -11,6 +11,7 @@ import yaml
 
 import meshloom
 from meshloom.compiler.compose import Request, read_spec
+from meshloom.compiler.data_spec import Source, TokenizerSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.spec import RunSpec
 from meshloom.models.config import Config
@@ -18,7 +19,8 @@ from meshloom.runtime.train import plan_and_check
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
-OPTIONS = [(path.parent.name, path.stem) for path in sorted(CONF.glob("*/*.yaml")) if path.stem[0] != "_"]
+OPTIONS = [(path.parent.relative_to(CONF).as_posix(), path.stem)
+           for path in sorted(CONF.glob("*/**/*.yaml")) if path.stem[0] != "_"]  # fmt: skip
 
 
 def test_ci_runs_the_two_commands_of_the_readme():
@@ -31,7 +33,8 @@ def test_ci_runs_the_two_commands_of_the_readme():
 def test_every_command_of_the_readme_is_right():
     readme = (ROOT / "README.md").read_text()
     lines = [line.split("  ")[0] for line in re.findall(r"^    meshloom (?:train|explain) (.*)$", readme, re.M)]
-    assert len(lines) >= 5
+    lines += [line.split("  ")[0] for line in re.findall(r"^    meshloom data (.*)$", readme, re.M)]
+    assert len(lines) >= 8
     for line in lines:
         words = [word for word in shlex.split(line) if not word.startswith("-")]
         if "-m" in line:
@@ -60,6 +63,15 @@ def test_every_option_of_every_group_makes_a_run(group, option):
         ("mesh", "hsdp"): ("sharding=hsdp",),
         ("mesh", "zero1"): ("sharding=zero1",),
         ("mesh", "zero2"): ("sharding=zero2",),
+        ("data", "text_files"): ("data.source.paths=[x]",),
+        ("data", "jsonl"): ("data.source.paths=[x]",),
+        ("data", "parquet"): ("data.source.paths=[x]",),
+        ("data", "array_record"): ("data.source.paths=[x]",),
+        ("data", "tokens"): ("data.source.directory=x",),
+        ("data", "python"): ("data.source.object=a:b",),
+        ("data", "mixture"): ("data.source.parts={a:{weight:1,source:{kind:synthetic}}}",),
+        ("data/tokenizer", "huggingface"): ("data.tokenizer.path=x",),
+        ("data/tokenizer", "sentencepiece"): ("data.tokenizer.path=x",),
     }.get((group, option), ())
     plan = read_spec(Request((f"{group}={option}", *overrides)), then=plan_run)
     assert plan.mesh.num_devices == plan.target.num_devices == 8
@@ -67,7 +79,7 @@ def test_every_option_of_every_group_makes_a_run(group, option):
 
 def _with_base(group, values):
     """The keys of a file and of the files that it starts from."""
-    bases = [name for name in values.pop("defaults", []) if name != "_self_"]
+    bases = [name for name in values.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
     return {
         k: v for base in bases for k, v in yaml.safe_load((CONF / group / f"{base}.yaml").read_text()).items()
     } | values
@@ -80,22 +92,23 @@ def test_every_option_says_what_it_is_and_holds_all_of_its_keys(group, option):
     assert re.match(r"(# @package.*\n)?# \w", text)
     if group == "experiment":
         return
+    base, _, node = group.partition("/")
     values = _with_base(group, yaml.safe_load(text))
-    assert set(values) == set(_class_of(group, values).model_fields)
+    if group == "data":
+        source = values["source"]
+        assert set(source) == set(_member_of(Source, source).model_fields)
+    kind = _member_of(TokenizerSpec, values) if node else _member_of(RunSpec.model_fields[base].annotation, values)
+    assert set(values) == set(kind.model_fields)
 
 
-def _class_of(group: str, values: dict[str, typing.Any]) -> type[Config]:
-    """The config class of a group; of a union the one whose tag (`family: decoder`) is among the values."""
-    kind = typing.get_type_hints(RunSpec)[group]
+def _member_of(kind: typing.Any, values: dict[str, typing.Any]) -> type[Config]:
+    """A class itself; of a tagged union (`family: decoder`) the one whose tag is among the values."""
     if isinstance(kind, type):
         return kind
-    tag = str(RunSpec.model_fields[group].discriminator)
-    (chosen,) = (
-        member
-        for member in typing.get_args(kind)
-        if typing.get_args(member.model_fields[tag].annotation) == (values[tag],)
-    )
-    return chosen
+    members = typing.get_args(kind)
+    members = typing.get_args(members[0]) if typing.get_origin(kind) is typing.Annotated else members
+    tagged = [(m, key, typing.get_args(field.annotation)) for m in members for key, field in m.model_fields.items()]
+    return next(m for m, key, allowed in tagged if len(allowed) == 1 and allowed[0] == values.get(key))
 
 
 def test_no_spec_has_a_default_in_code():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import plan_of, spec_of
-from helpers import programs_of
+from helpers import NoData, programs_of
 from meshloom.compiler.problems import ConfigError
 from meshloom.runtime.checkpoint import Checkpoints, restore, set_aside
 from meshloom.runtime.checkpoint_start import FOLDER, find_start, parse_place
@@ -32,7 +32,7 @@ def saved(tmp_path_factory):
             placed = {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
             state, _ = programs.train(state, placed)
             values[step] = jax.tree.map(np.asarray, state)
-            checkpoints.save(step, state, batches.get_state(), eval_loss=None)
+            checkpoints.save(step, state, batches, eval_loss=None)
     return run_dir, plan, programs, values
 
 
@@ -72,13 +72,13 @@ def test_damage_in_any_file_is_found_or_harmless(saved, tmp_path, damage):
             assert start.step == 1
             assert any(str(name) in what or "manifest.json" in what for what in start.damaged.values())
         batches = iter(open_data(plan.spec)["train"])
-        restored = restore(start, plan.spec, programs.state, batches)
+        restored = restore(start, programs.state, batches)
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, restored.state), values[start.step])
-        assert batches.get_state() == {"next_index": start.step}
+        assert batches.get_state() == {"next_batch": start.step}
         set_aside(start.damaged)
         with Checkpoints(copy, plan.spec) as checkpoints:
             assert checkpoints.latest_step == start.step
-            checkpoints.save(3, restored.state, batches.get_state(), eval_loss=None)
+            checkpoints.save(3, restored.state, batches, eval_loss=None)
         again = find_start(copy, plan.spec, plan.abstract)
         assert (again.step, again.damaged) == (3, {})  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -119,7 +119,7 @@ def _kept(folder: Path, losses: list[float | None], *overrides: str, reopen: boo
     state = {"x": jax.numpy.ones(3)}
     checkpoints = Checkpoints(folder, spec)
     for number, loss in enumerate(losses):
-        checkpoints.save(10 * (number + 1), state, {}, eval_loss=loss)
+        checkpoints.save(10 * (number + 1), state, NoData(), eval_loss=loss)
         checkpoints.wait()
         if reopen:
             checkpoints = Checkpoints(folder, spec)

@@ -25,7 +25,7 @@ NUM_STEPS = 300
 RUN = (*SMALL, f"num_steps={NUM_STEPS}", "evaluation.every_num_steps=100", "evaluation.num_batches=2",
        "checkpoint.every_num_steps=100")  # fmt: skip
 KEYS = ["step", "loss", "eval_loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second",
-        "step_seconds", "mfu"]  # fmt: skip
+        "step_seconds", "input_seconds", "mfu"]  # fmt: skip
 
 
 def _metrics(run_dir: Path) -> list[dict]:
@@ -158,7 +158,7 @@ def _saved(tmp_path: Path, tokens: np.ndarray):
         state, _ = programs.train(state, on_devices(programs, batch))
         next(batches)
     with Checkpoints(tmp_path, plan.spec) as checkpoints:
-        checkpoints.save(2, state, batches.get_state(), eval_loss=None)
+        checkpoints.save(2, state, batches, eval_loss=None)
         values = jax.tree.map(np.asarray, state)
         programs.train(state, on_devices(programs, tokens[2]))  # donates the buffers while they are being saved
     return values, batches
@@ -176,7 +176,7 @@ def test_a_checkpoint_comes_back_on_any_mesh(tmp_path, tokens, overrides):
     plan = plan_of(*overrides)
     programs = programs_of(plan)
     restored_batches = iter(open_data(plan.spec)["train"])
-    restored = restore(_start(tmp_path), plan.spec, programs.state, restored_batches)
+    restored = restore(_start(tmp_path), programs.state, restored_batches)
     assert (restored.step, restored.other_data) == (2, ())
     state = restored.state
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), values)
@@ -189,7 +189,7 @@ def test_other_data_starts_at_its_beginning(tmp_path, tokens):
     spec = spec_of("data.shuffle_seed=5")
     programs = programs_of(plan_of("data.shuffle_seed=5"))
     batches, fresh = (iter(open_data(spec)["train"]) for _ in range(2))
-    restored = restore(_start(tmp_path), spec, programs.state, batches)
+    restored = restore(_start(tmp_path), programs.state, batches)
     assert restored.other_data == ("data.shuffle_seed",)
     np.testing.assert_array_equal(next(batches)["inputs"], next(fresh)["inputs"])
 

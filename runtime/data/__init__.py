@@ -1,0 +1,16 @@
+"""Data: documents -> tokens -> sequences -> global batches. `open_data(spec)` is the door; docs/data.md says how.
+
+documents.py, formats.py, user_code.py    what a source holds, document by document
+tokenizers.py, tokenize.py                documents as tokens
+store.py, shards.py                       tokens with a table of documents, in memory or memory-mapped
+packing.py, user_sequences.py             tokens as sequences, each made by its index
+batches.py                                sequences in an order, global batches, iterators
+corpus.py, splits.py                      all of it for a declared run, and every check
+write.py                                  `meshloom data`: a corpus of any size into shards
+"""
+
+from .batches import Batches, BatchIterator, HostBatch
+from .splits import Data, open_data
+from .store import Split
+
+__all__ = ["BatchIterator", "Batches", "Data", "HostBatch", "Split", "open_data"]

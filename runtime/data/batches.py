@@ -1,0 +1,93 @@
+"""Global batches: batch b holds sequences b*B to b*B + B - 1 of an order that the seed fixes, whoever reads it.
+
+So the state of an iterator is the number of the next batch: the same on all processes, for any number of them and of
+threads. Grain shuffles, repeats, mixes, and reads ahead in threads.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import grain
+import numpy as np
+
+from meshloom.compiler.problems import ConfigError, Problem
+
+HostBatch = dict[str, np.ndarray]  # rows of a global batch, int32 (rows, length), by the names of batch_arrays
+NEXT_BATCH = "next_batch"
+
+
+class BatchIterator(Iterator[HostBatch]):
+    """Batches in order. identity: of the data, to be kept beside the state."""
+
+    def __init__(self, batches: Any, identity: dict[str, Any]):
+        self._batches, self.identity = batches, identity
+
+    def __next__(self) -> HostBatch:
+        return next(self._batches)
+
+    def get_state(self) -> dict[str, int]:
+        """The place in the data; JSON."""
+        return {NEXT_BATCH: self._batches.get_state()["next_index"]}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Go on from a state of `get_state`."""
+        self._batches.set_state({"next_index": state[NEXT_BATCH]})
+
+
+class Batches:
+    """The global batches of a split, or some rows of each; each iterator starts at the first."""
+
+    def __init__(self, source: "BatchSource", options: grain.ReadOptions, identity: dict[str, Any]):
+        self._source, self._options, self._identity = source, options, identity
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __iter__(self) -> BatchIterator:
+        batches = grain.MapDataset.source(self._source).to_iter_dataset(self._options)
+        return BatchIterator(iter(batches), self._identity)
+
+    def of_rows(self, rows: Sequence[int]) -> Self:
+        """The same batches with these rows of the global batch alone, in this order: what one process needs."""
+        return type(self)(self._source.of_rows(rows), self._options, self._identity)
+
+
+class BatchSource:
+    """Batches by number. sequences: of an order without end, or with one."""
+
+    def __init__(self, sequences: Any, *, batch_size: int, num_batches: int, rows: Sequence[int], vocab_size: int):
+        self._sequences, self._batch_size, self._num_batches = sequences, batch_size, num_batches
+        self._rows, self._vocab_size = tuple(rows), vocab_size
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __getitem__(self, index: Any) -> HostBatch:
+        first = int(index) * self._batch_size
+        rows = [self._sequences[first + row] for row in self._rows]
+        batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        largest = max(int(batch["inputs"].max()), int(batch["targets"].max()))
+        if largest >= self._vocab_size:
+            what = f"global batch {index} holds token {largest}; the model has tokens 0 to {self._vocab_size - 1}"
+            raise ConfigError([Problem("data.source", what, f"use model.vocab_size={largest + 1} or more, or other data")])  # fmt: skip  # noqa: E501
+        return batch
+
+    def __repr__(self) -> str:  # Grain puts it in its errors
+        return f"BatchSource({len(self)} x {len(self._rows)})"
+
+    def of_rows(self, rows: Sequence[int]) -> "BatchSource":
+        """The same batches with some of their rows."""
+        return BatchSource(
+            self._sequences,
+            batch_size=self._batch_size,
+            num_batches=self._num_batches,
+            rows=rows,
+            vocab_size=self._vocab_size,
+        )
+
+
+def shuffled(parts: Sequence[Any], weights: Sequence[float], *, seed: int, num_epochs: int | None) -> Any:
+    """An order of sequences as a `grain.MapDataset`: each part shuffled anew in each epoch, the parts drawn from in
+    turn so that each has its share of any stretch of the order. It ends where the first part has no more."""
+    orders = [grain.MapDataset.source(part).seed(seed).shuffle().repeat(num_epochs) for part in parts]
+    return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, weights)

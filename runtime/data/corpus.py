@@ -1,0 +1,142 @@
+"""A declared source -> sequences of both splits, and what they rest on."""
+
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from rich.console import Console
+
+from meshloom.compiler.batch import batch_arrays
+from meshloom.compiler.data_spec import DataSpec, OneSource, PythonStdlibSource, SyntheticSource
+from meshloom.compiler.problems import ConfigError, Problem
+from meshloom.compiler.spec import RunSpec
+
+from .documents import Part, num_text_bytes, parts_of
+from .packing import ConcatenatedSequences, PackedSequences
+from .progress import TextProgress
+from .shards import open_shards
+from .store import Split, TokenStore, TokenStream
+from .tokenize import tokens_in_memory
+from .tokenizers import Bytes, Tokenizer, TokenizerIdentity
+from .user_sequences import UserSequences, open_user_sequences
+
+Sequences = ConcatenatedSequences | PackedSequences | UserSequences
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One source, opened. where: its key. tokenizer: None where the user's class gives sequences. content: what tells
+    it from any other, by key. counts: for people."""
+
+    where: str
+    sequences: dict[Split, Sequences]
+    tokenizer: TokenizerIdentity | None
+    largest_token: int
+    content: dict[str, Any]
+    counts: str
+
+
+def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokenizer | None) -> Corpus:
+    """The sequences of a source. Raises ConfigError with what is wrong with its files, texts or code."""
+    data = spec.data
+    if source.kind == "python" and source.items == "sequences":
+        names = batch_arrays(spec)
+        user = open_user_sequences(source, where, spec.sequence_length, names, data.held_out_fraction)
+        num_items = sum(map(len, user.values()))
+        content = {"object": source.object, "arguments": json.dumps(source.arguments, sort_keys=True), "num_items": num_items}  # fmt: skip  # noqa: E501
+        return Corpus(where, {**user}, None, -1, {"kind": "python", **content}, f"{num_items:,} sequences")
+    store = open_store(data, source, where, tokenizer)
+    pack = ConcatenatedSequences if data.packing == "concatenate" else PackedSequences
+    sequences: dict[Split, Sequences] = {
+        split: pack(
+            TokenStream(store, split, data.held_out_fraction),
+            spec.sequence_length,
+            isolate_documents=data.isolate_documents,
+        )
+        for split in SPLITS
+    }
+    content = {"kind": source.kind, "num_tokens": store.num_tokens, "content": store.content}
+    counts = f"{store.num_documents:,} documents, {store.num_tokens:,} tokens"
+    return Corpus(where, sequences, store.tokenizer, store.largest_token, content, counts)
+
+
+def open_store(data: DataSpec, source: OneSource, where: str, tokenizer: Tokenizer | None) -> TokenStore:
+    """The tokens of a source: those of shards as they lie, those of text made now."""
+    if source.kind == "tokens":
+        store = open_shards(source.directory, f"{where}.directory")
+        if tokenizer and tokenizer.identity != store.tokenizer:
+            what = f"{source.directory} holds tokens of another tokenizer ({_named(store.tokenizer)}) than data.tokenizer ({_named(tokenizer.identity)})"  # fmt: skip  # noqa: E501
+            raise ConfigError([Problem(f"{where}.directory", what, "set data.tokenizer=null to use that of the shards")])  # fmt: skip  # noqa: E501
+        return store
+    if tokenizer is None:
+        what = f"source '{source.kind}' is text, and there is no tokenizer"
+        raise ConfigError([Problem("data.tokenizer", what, "choose one: data/tokenizer=bytes")])
+    if isinstance(source, PythonStdlibSource | SyntheticSource) and isinstance(tokenizer, Bytes):
+        return _built_in(source.kind)
+    parts = parts_of(source, where)
+    _check_size(sum(part.num_bytes for part in parts), data, source, where)
+    return _tokenized(parts, tokenizer, data, source, where)
+
+
+def _tokenized(parts: list[Part], tokenizer: Tokenizer, data: DataSpec, source: OneSource, where: str) -> TokenStore:
+    total = 0
+    with TextProgress(Console(), "tokenising", total=num_text_bytes(parts)) as progress:
+
+        def advance(num_bytes: int) -> None:
+            nonlocal total
+            total += num_bytes
+            _check_size(total, data, source, where)
+            progress.advance(num_bytes)
+
+        store = tokens_in_memory(parts, tokenizer, where, advance)
+    if store.num_documents == 0:
+        raise ConfigError([Problem(where, "has no documents", "name files with text in them")])
+    return store
+
+
+@cache
+def _built_in(kind: str) -> TokenStore:
+    """These never change while a process runs."""
+    is_stdlib = kind == "python_stdlib"
+    source = PythonStdlibSource(kind="python_stdlib") if is_stdlib else SyntheticSource(kind="synthetic")
+    return tokens_in_memory(parts_of(source, ""), Bytes(), "", advance=lambda _: None)
+
+
+def _check_size(num_bytes: int, data: DataSpec, source: OneSource, where: str) -> None:
+    if num_bytes <= data.max_text_bytes:
+        return
+    what = f"has more than data.max_text_bytes={data.max_text_bytes:,} bytes of text to tokenise at the start of each run"  # fmt: skip  # noqa: E501
+    line = shlex.join(["meshloom", "data", *overrides_of(source, data), "shards.directory=tokens"])
+    fix = f"tokenise it once: {line}, then train with data=tokens data.source.directory=tokens"
+    raise ConfigError([Problem(where, what, fix)])
+
+
+def overrides_of(source: OneSource, data: DataSpec) -> list[str]:
+    """What one types for this source and tokenizer."""
+    words = [f"data={source.kind}"]
+    words += [f"data.source.{key}={typed(value)}" for key, value in source.model_dump(exclude={"kind"}).items()]
+    if data.tokenizer and data.tokenizer.kind != "bytes":
+        values = data.tokenizer.model_dump(exclude={"kind"})
+        words += [f"data/tokenizer={data.tokenizer.kind}"]
+        words += [f"data.tokenizer.{key}={typed(value)}" for key, value in values.items() if value is not None]
+    return words
+
+
+def typed(value: Any) -> str:
+    """A value in Hydra's grammar."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(typed, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{typed(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, str) and not re.fullmatch(r"[\w./*-]+", value):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _named(tokenizer: TokenizerIdentity) -> str:
+    file = f", file {tokenizer.sha256[:12]}" if tokenizer.sha256 else ""
+    return f"{tokenizer.kind}{file}, end of document {tokenizer.end_of_document}"

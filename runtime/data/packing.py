@@ -1,0 +1,153 @@
+"""Which tokens of a stream go into which sequence. A plan rests on document lengths alone, so any sequence is made by
+its index: nothing is read in order.
+
+    lengths 5 9 2 3, sequences of 8 tokens    (9 is split: 8 + 1)
+    concatenate   55555999 | 99999922 | (333 are left over)
+    first_fit     55555922 | 99999999 | 333.....
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshloom.models import IGNORED_TARGET
+
+from .store import TokenStream
+
+Row = dict[str, np.ndarray]  # the arrays of one sequence, int32 (length,), by the names of compiler/batch.py
+PADDING = 0  # any token: it has no loss, and no token that has one sees it
+
+
+class ConcatenatedSequences:
+    """The stream cut into sequences; the last tokens, too few for a sequence and what follows it, are left."""
+
+    def __init__(self, stream: TokenStream, length: int, *, isolate_documents: bool):
+        self._stream, self._length, self._isolate = stream, length, isolate_documents
+
+    def __len__(self) -> int:
+        return max(0, (len(self._stream) - 1) // self._length)
+
+    def __getitem__(self, index: int) -> Row:
+        first = index * self._length
+        window = self._stream.read(first, first + self._length + 1)
+        row = {"inputs": window[:-1], "targets": window[1:]}
+        if not self._isolate:
+            return row
+        ends = self._stream.document_ends
+        ends = ends[np.searchsorted(ends, first, "right") : np.searchsorted(ends, first + self._length, "right")]
+        lengths = np.diff(ends - first, prepend=0, append=self._length)
+        row["targets"] = row["targets"].copy()  # it shares its memory with the inputs
+        row["targets"][ends - first - 1] = IGNORED_TARGET
+        return row | _documents(lengths[lengths > 0], self._length)
+
+    @property
+    def fill(self) -> float:
+        """The share of positions that hold a token."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """Pieces of documents as places in the stream, those of sequence i from `firsts[i]` to before `firsts[i + 1]`."""
+
+    starts: np.ndarray
+    stops: np.ndarray
+    firsts: np.ndarray
+
+
+class PackedSequences:
+    """Whole documents, and pieces of those that are too long, first-fit, with padding behind them."""
+
+    def __init__(self, stream: TokenStream, length: int, *, isolate_documents: bool):
+        self._stream, self._length, self._isolate = stream, length, isolate_documents
+        self._plan = plan_first_fit(stream.document_ends, length)
+
+    def __len__(self) -> int:
+        return len(self._plan.firsts) - 1
+
+    def __getitem__(self, index: int) -> Row:
+        pieces = slice(self._plan.firsts[index], self._plan.firsts[index + 1])
+        starts, stops = self._plan.starts[pieces], self._plan.stops[pieces]
+        inputs, targets = np.full(self._length, PADDING, np.int32), np.full(self._length, IGNORED_TARGET, np.int32)
+        is_cut = ~self._stream.is_document_end(stops)  # the document goes on elsewhere, so its next token is known
+        ends = np.cumsum(stops - starts)
+        for start, stop, more, end in zip(starts.tolist(), stops.tolist(), is_cut.tolist(), ends.tolist(), strict=True):
+            tokens, begin = self._stream.read(start, stop + more), end - (stop - start)
+            inputs[begin:end] = tokens[: stop - start]
+            targets[begin : begin + len(tokens) - 1] = tokens[1:]
+        row = {"inputs": inputs, "targets": targets}
+        if self._isolate:
+            return row | _documents(stops - starts, self._length)
+        targets[ends[:-1] - 1] = inputs[ends[:-1]]  # a document's end predicts how the next one begins
+        return row
+
+    @property
+    def fill(self) -> float:
+        """The share of positions that hold a token."""
+        return len(self._stream) / (len(self) * self._length) if len(self) else 0.0
+
+
+def plan_first_fit(document_ends: np.ndarray, length: int) -> PackingPlan:
+    """Documents in order, cut to pieces of at most `length`, each put into the first sequence that has room for it.
+
+    document_ends: int64, places in the stream. Takes O(log n) for each piece.
+    """
+    starts, stops = _cut(document_ends, length)
+    row_of = _first_fit((stops - starts).tolist(), length)
+    order = np.argsort(row_of, kind="stable")
+    num_rows = int(row_of.max()) + 1 if len(row_of) else 0
+    firsts = np.searchsorted(row_of[order], np.arange(num_rows + 1))
+    return PackingPlan(starts[order], stops[order], firsts)
+
+
+def _cut(document_ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Start and stop of each piece: documents of up to `length` tokens whole, longer ones in pieces of `length`."""
+    sizes = np.diff(document_ends, prepend=0)
+    num_pieces = -(-sizes // length)
+    begins = np.repeat(document_ends - sizes, num_pieces)
+    number = np.arange(len(begins)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    starts = begins + number * length
+    return starts, np.minimum(starts + length, np.repeat(document_ends, num_pieces))
+
+
+def _first_fit(sizes: list[int], capacity: int) -> np.ndarray:
+    """The row of each piece. Room is kept in a binary tree of maxima over the rows, so the first row with enough is
+    found by going down it; a full tree is doubled."""
+    leaves = 1024
+    room = [capacity] * (2 * leaves)
+    rows = np.empty(len(sizes), np.int64)
+    for i, size in enumerate(sizes):
+        if room[1] < size:
+            room, leaves = _doubled(room, leaves, capacity), 2 * leaves
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < size:
+                node += 1
+        rows[i] = node - leaves
+        room[node] -= size
+        node //= 2
+        while node and room[node] != (largest := max(room[2 * node], room[2 * node + 1])):
+            room[node] = largest
+            node //= 2
+    return rows
+
+
+def _doubled(room: list[int], leaves: int, capacity: int) -> list[int]:
+    """A tree of twice the leaves, the new ones empty."""
+    doubled = [capacity] * (4 * leaves)
+    width = 1
+    while width <= leaves:
+        doubled[2 * width : 3 * width] = room[width : 2 * width]
+        width *= 2
+    return doubled
+
+
+def _documents(lengths: np.ndarray, length: int) -> Row:
+    """positions from 0 in each document and segment_ids from 1, of documents side by side; 0 for padding."""
+    positions, segment_ids = np.zeros(length, np.int32), np.zeros(length, np.int32)
+    filled = int(lengths.sum())
+    begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    positions[:filled] = np.arange(filled) - begins
+    segment_ids[:filled] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    return {"positions": positions, "segment_ids": segment_ids}

@@ -1,0 +1,47 @@
+"""How far reading a corpus is: a bar on a terminal, a line now and then elsewhere, and nothing where it is quick."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+QUICK_SECONDS = 2.0
+SECONDS_PER_LINE = 30.0
+
+
+class TextProgress:
+    """Within the `with`, shows how many bytes of text are done of `total` (0: unknown)."""
+
+    def __init__(self, console: Console, doing: str, *, total: int, completed: int = 0):
+        self._console, self._doing, self._total, self._completed = console, doing, total, completed
+        self._start = self._last_line = time.monotonic()
+        columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._task = self._bar.add_task("", total=total or None, completed=completed)
+        self._is_shown = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_shown:
+            self._bar.stop()
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more bytes are done."""
+        self._completed += num_bytes
+        now = time.monotonic()
+        if self._console.is_terminal:
+            if not self._is_shown and now - self._start > QUICK_SECONDS:
+                self._bar.start()
+                self._is_shown = True
+            self._bar.update(self._task, completed=self._completed)
+        elif now - self._last_line > SECONDS_PER_LINE:
+            self._last_line = now
+            of = f" of {self._total / 1e6:,.0f}" if self._total else ""
+            line = f"{self._doing}: {self._completed / 1e6:,.0f}{of} MB"
+            self._console.print(line, soft_wrap=True, markup=False, highlight=False)

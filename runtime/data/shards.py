@@ -1,0 +1,129 @@
+"""Token shards on disk, memory-mapped. `write.py` writes them; the format is docs/data.md's, and others may write it.
+
+index.json        what all shards are: dtype, tokenizer, counts, and each shard's files and hashes
+00000.tokens      tokens, little-endian, documents end to end, each closed by its end
+00000.documents   uint64 little-endian, two for each document: where it ends in the shard, the hash of its name
+tokenizer.json    the tokenizer's file, if it has one
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError
+
+from meshloom.compiler.problems import ConfigError, Problem, raise_if_any
+from meshloom.models.config import Config
+
+from .store import Shard, TokenStore
+from .tokenizers import TokenizerIdentity
+
+INDEX = "index.json"
+PROGRESS = "progress.json"  # of shards that are not finished
+AGAIN = "write the shards again with `meshloom data`"
+
+
+class ShardFiles(Config):
+    """One shard: the names of its files and what is in them."""
+
+    tokens: str
+    documents: str
+    num_tokens: NonNegativeInt
+    num_documents: NonNegativeInt
+    sha256: str  # of both files, one after the other
+
+
+class StoredTokenizer(Config):
+    kind: str
+    sha256: str
+    vocab_size: PositiveInt
+    end_of_document: NonNegativeInt
+
+
+class Index(Config):
+    """`index.json`."""
+
+    format: Literal["meshloom-tokens"]
+    version: Literal[1]
+    dtype: Literal["uint16", "uint32"]
+    tokenizer: StoredTokenizer
+    num_tokens: NonNegativeInt
+    num_documents: NonNegativeInt
+    largest_token: int  # -1 where there is none
+    shards: tuple[ShardFiles, ...]
+    corpus: dict[str, JsonValue]  # what they were made from, for people and for `meshloom data`
+
+
+def open_shards(directory: str, where: str) -> TokenStore:
+    """The shards of a directory. Raises ConfigError for whatever index and files do not agree on."""
+    folder = Path(directory)
+    index = read_index(folder, where)
+    size = np.dtype(index.dtype).itemsize
+    problems = [problem for shard in index.shards for problem in _check_files(folder, shard, index.dtype, size, where)]
+    for name in ("num_tokens", "num_documents"):
+        total = sum(getattr(shard, name) for shard in index.shards)
+        if total != getattr(index, name):
+            what = f"{folder / INDEX}: {name} is {getattr(index, name)}, its shards have {total}"
+            problems.append(Problem(where, what, AGAIN))
+    raise_if_any(problems)
+    shards = tuple(_open_shard(folder, shard, index.dtype) for shard in index.shards)
+    content = hashlib.sha256("".join(shard.sha256 for shard in index.shards).encode()).hexdigest()
+    return TokenStore(shards, TokenizerIdentity(**index.tokenizer.model_dump()), content, index.largest_token)
+
+
+def read_index(folder: Path, where: str) -> Index:
+    path = folder / INDEX
+    try:
+        return Index.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        unfinished = (folder / PROGRESS).exists()
+        what = f"{folder} holds no {INDEX}" + (": `meshloom data` has not finished there" if unfinished else "")
+        fix = "give the same `meshloom data` line again: it goes on" if unfinished else "name a directory that `meshloom data` wrote"  # fmt: skip  # noqa: E501
+        raise ConfigError([Problem(where, what, fix)]) from error
+    except OSError as error:
+        raise ConfigError([Problem(where, f"cannot read {path}: {error.strerror}", "give this process access to it")]) from error  # fmt: skip  # noqa: E501
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        what = f"{path} is damaged: {key + ': ' if key else ''}{first['msg']}"
+        raise ConfigError([Problem(where, what, AGAIN)]) from error
+
+
+def _check_files(folder: Path, shard: ShardFiles, dtype: str, size: int, where: str) -> list[Problem]:
+    """Files that are not there, or not as large as the index says."""
+    problems = []
+    expected = {shard.tokens: (shard.num_tokens, size, f"tokens of {dtype}"), shard.documents: (shard.num_documents, 16, "documents")}  # fmt: skip  # noqa: E501
+    for name, (count, each, unit) in expected.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(Problem(where, f"{path} is missing", AGAIN))
+        elif (there := path.stat().st_size) != count * each:
+            what = f"{path} has {there:,} bytes; {count:,} {unit} are {count * each:,}"
+            problems.append(Problem(where, what, AGAIN))
+    return problems
+
+
+def _open_shard(folder: Path, shard: ShardFiles, dtype: str) -> Shard:
+    little_endian = np.dtype(dtype).newbyteorder("<")
+    return Shard(
+        _mapped(folder / shard.tokens, little_endian, (shard.num_tokens,)),
+        _mapped(folder / shard.documents, np.dtype("<u8"), (shard.num_documents, 2)),
+    )
+
+
+def _mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """A file as an array, read when it is used. An empty file cannot be mapped."""
+    return np.memmap(path, dtype, "r", shape=shape) if shape[0] else np.zeros(shape, dtype)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file at once: a reader, or a process that is killed, sees the old one or the new one whole."""
+    partial = path.with_name(path.name + ".tmp")
+    with partial.open("w") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

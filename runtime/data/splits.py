@@ -1,0 +1,182 @@
+"""The data of a run: both splits as global batches, checked against what the run will draw from them."""
+
+import math
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import grain
+
+from meshloom.compiler.data_spec import MixtureSource, OneSource
+from meshloom.compiler.problems import ConfigError, Problem, all_of, raise_if_any
+from meshloom.compiler.spec import RunSpec
+
+from .batches import Batches, BatchSource, shuffled
+from .corpus import SPLITS, Corpus, open_corpus
+from .documents import parts_of
+from .store import Split
+from .tokenizers import TokenizerIdentity, open_tokenizer
+
+MOST_SEQUENCES = 2**32  # that Grain shuffles
+
+
+@dataclass(frozen=True)
+class Data:
+    """splits: train, shuffled, and held_out, the same batches for every run. identity: all that a place in the data
+    rests on, by key; flat, JSON. token_unit: what a token is. summary: for people."""
+
+    splits: dict[Split, Batches]
+    identity: dict[str, Any]
+    token_unit: str
+    summary: str
+
+    def __getitem__(self, split: Split) -> Batches:
+        return self.splits[split]
+
+
+def open_data(spec: RunSpec) -> Data:
+    """Open, tokenise and check the data of a run. Raises ConfigError with all that is wrong with them."""
+    sources = _sources(spec)
+    corpora = _open_corpora(spec, sources)
+    tokenizers = list(dict.fromkeys(corpus.tokenizer for corpus in corpora if corpus.tokenizer))
+    all_of(
+        lambda: _check_one_tokenizer(tokenizers, corpora),
+        lambda: _check_vocabulary(spec, corpora),
+        lambda: _check_lengths(spec, corpora, sources),
+    )
+    identity = _identity(spec, corpora, sources, tokenizers)
+    is_bytes = bool(tokenizers) and tokenizers[0].kind == "bytes"
+    splits: dict[Split, Batches] = {split: _batches(spec, split, corpora, sources, identity) for split in SPLITS}
+    return Data(splits, identity, "byte" if is_bytes else "token", _summary(spec, corpora))
+
+
+@dataclass(frozen=True)
+class WeightedSource:
+    """A source of the run. where: its key. weight: its share of the sequences, of all weights together."""
+
+    source: OneSource
+    where: str
+    weight: float
+
+
+def _sources(spec: RunSpec) -> list[WeightedSource]:
+    source = spec.data.source
+    if not isinstance(source, MixtureSource):
+        return [WeightedSource(source, "data.source", 1.0)]
+    return [
+        WeightedSource(part.source, f"data.source.parts.{name}.source", part.weight)
+        for name, part in source.parts.items()
+    ]
+
+
+def _open_corpora(spec: RunSpec, sources: list[WeightedSource]) -> list[Corpus]:
+    """Every source, tokenised where it is text; without a tokenizer, at least what is wrong with their files."""
+    declared = spec.data.tokenizer
+    try:
+        tokenizer = open_tokenizer(declared) if declared else None
+    except ConfigError as error:
+        of_text = [s for s in sources if s.source.kind not in ("tokens", "python")]
+        all_of(partial(_raise, error), *(partial(parts_of, s.source, s.where) for s in of_text))
+        raise
+    return list(all_of(*(partial(open_corpus, spec, s.source, s.where, tokenizer) for s in sources)))
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _check_one_tokenizer(tokenizers: list[TokenizerIdentity], corpora: list[Corpus]) -> None:
+    if len(tokenizers) > 1:
+        named = ", ".join(f"{corpus.where}: {corpus.tokenizer.kind}" for corpus in corpora if corpus.tokenizer)
+        what = f"its parts are in tokens of {len(tokenizers)} tokenizers ({named})"
+        raise ConfigError([Problem("data.source.parts", what, "write them all with the same tokenizer")])
+
+
+def _check_vocabulary(spec: RunSpec, corpora: list[Corpus]) -> None:
+    """Raise ConfigError where the model lacks tokens that the tokenizer has, or the shards."""
+    size, problems = spec.model.vocab_size, []
+    for tokenizer in dict.fromkeys(corpus.tokenizer for corpus in corpora if corpus.tokenizer):
+        if size < tokenizer.vocab_size:
+            what = f"{size} is less than the {tokenizer.vocab_size} tokens of tokenizer '{tokenizer.kind}'"
+            problems.append(Problem("model.vocab_size", what, f"use {tokenizer.vocab_size} or more"))
+    for corpus in corpora:
+        if corpus.tokenizer and corpus.largest_token >= corpus.tokenizer.vocab_size:
+            what = f"holds token {corpus.largest_token}; its tokenizer has {corpus.tokenizer.vocab_size}"
+            problems.append(Problem(corpus.where, what, "write the shards again with `meshloom data`"))
+    raise_if_any(problems)
+
+
+def _check_lengths(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource]) -> None:
+    """Raise ConfigError where a split has fewer sequences than the run draws from it."""
+    data, batch, length = spec.data, spec.global_batch_size, spec.sequence_length
+    needed: dict[Split, int] = {"train": batch, "held_out": batch * spec.evaluation.num_batches}
+    total_weight = sum(source.weight for source in sources)
+    problems = []
+    for corpus, source in zip(corpora, sources, strict=True):
+        share = source.weight / total_weight
+        for split, sequences in corpus.sequences.items():
+            least = max(1, math.ceil(needed[split] * share - 1e-6))
+            if len(sequences) < least:
+                what = f"its {split} split has {len(sequences):,} sequences of {length:,} tokens, {least:,} are needed"
+                more = ", evaluation.num_batches too, or raise data.held_out_fraction" if split == "held_out" else ""
+                where = "data" if len(corpora) == 1 else corpus.where
+                problems.append(Problem(where, what, f"lower sequence_length or global_batch_size{more}"))
+            elif len(sequences) > MOST_SEQUENCES:
+                what = f"its {split} split has {len(sequences):,} sequences, more than the {MOST_SEQUENCES:,} that can be shuffled"  # fmt: skip  # noqa: E501
+                problems.append(Problem(corpus.where, what, "raise sequence_length"))
+    raise_if_any(problems)
+    num_batches = len(_train_order(spec, corpora, sources)) // batch
+    if num_batches < spec.num_steps:
+        per_epoch = max(1, num_batches // (data.num_epochs or 1))
+        what = f"the data end after {num_batches:,} global batches, num_steps is {spec.num_steps:,}"
+        fix = f"use data.num_epochs={-(-spec.num_steps // per_epoch)} or null (no end), or num_steps={num_batches}"
+        raise ConfigError([Problem("data.num_epochs", what, fix)])
+
+
+def _train_order(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource]) -> Any:
+    parts, weights = [corpus.sequences["train"] for corpus in corpora], [source.weight for source in sources]
+    return shuffled(parts, weights, seed=spec.data.shuffle_seed, num_epochs=spec.data.num_epochs)
+
+
+def _batches(
+    spec: RunSpec, split: Split, corpora: list[Corpus], sources: list[WeightedSource], identity: dict[str, Any]
+) -> Batches:
+    size = spec.global_batch_size
+    if split == "train":
+        order = _train_order(spec, corpora, sources)
+        num_batches = len(order) // size
+    else:  # the same for every run: no seed of the run's
+        parts, weights = [corpus.sequences[split] for corpus in corpora], [source.weight for source in sources]
+        order = shuffled(parts, weights, seed=0, num_epochs=None)
+        num_batches = spec.evaluation.num_batches
+    source = BatchSource(
+        order, batch_size=size, num_batches=num_batches, rows=range(size), vocab_size=spec.model.vocab_size
+    )
+    threads, buffer = spec.data.num_prefetch_threads, spec.data.num_prefetch_batches
+    return Batches(source, grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer), identity)
+
+
+def _identity(
+    spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource], tokenizers: list[TokenizerIdentity]
+) -> dict[str, Any]:
+    """What the sequences and their order are made from: contents, not where they lie or how they are read."""
+    kept = ("packing", "isolate_documents", "held_out_fraction", "shuffle_seed")
+    identity: dict[str, Any] = {f"data.{key}": getattr(spec.data, key) for key in kept}
+    if tokenizers:
+        identity |= {f"data.tokenizer.{key}": value for key, value in asdict(tokenizers[0]).items()}
+    for corpus, source in zip(corpora, sources, strict=True):
+        identity |= {f"{corpus.where}.{key}": value for key, value in corpus.content.items()}
+        if len(sources) > 1:
+            identity[f"{corpus.where.removesuffix('.source')}.weight"] = source.weight
+    return identity | {"global_batch_size": spec.global_batch_size, "sequence_length": spec.sequence_length}
+
+
+def _summary(spec: RunSpec, corpora: list[Corpus]) -> str:
+    """What there is to train on, in a line for each source."""
+    lines = []
+    for corpus in corpora:
+        train, held_out = corpus.sequences["train"], corpus.sequences["held_out"]
+        fill = f", {train.fill:.1%} filled" if spec.data.packing != "concatenate" else ""
+        name = "data" if len(corpora) == 1 else corpus.where
+        lines.append(f"{name}: {corpus.counts}; {len(train):,} sequences to train on{fill}, {len(held_out):,} held out")
+    return "\n".join(lines)

@@ -1,0 +1,94 @@
+"""Tokens of a corpus with the table of its documents, and the stream of those documents that are in a split."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from .tokenizers import TokenizerIdentity
+
+Split = Literal["train", "held_out"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """tokens: uint16 or uint32, in memory or memory-mapped, each document closed by its end. documents: uint64
+    (num_documents, 2): where each document ends in `tokens`, and the hash of its name."""
+
+    tokens: np.ndarray
+    documents: np.ndarray
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """A corpus in tokens. content: a hash of it all. largest_token: -1 where there is none."""
+
+    shards: tuple[Shard, ...]
+    tokenizer: TokenizerIdentity
+    content: str
+    largest_token: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(shard.tokens) for shard in self.shards)
+
+    @property
+    def num_documents(self) -> int:
+        return sum(len(shard.documents) for shard in self.shards)
+
+
+def name_hash(name: str) -> int:
+    """64 bits of a document's name: the same ones on every machine."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
+
+
+def in_split(name_hashes: np.ndarray, split: Split, held_out_fraction: float) -> np.ndarray:
+    """Which documents are in the split: held out are those whose hash is in the first part of its range."""
+    is_held_out = name_hashes < np.uint64(min(int(held_out_fraction * 2**64), 2**64 - 1))
+    return is_held_out if split == "held_out" else ~is_held_out
+
+
+class TokenStream:
+    """The documents of a split, end to end, read by place in the stream; nothing is copied before it is read."""
+
+    def __init__(self, store: TokenStore, split: Split, held_out_fraction: float):
+        self._shards = [shard.tokens for shard in store.shards]
+        tables = [_spans(shard, split, held_out_fraction) for shard in store.shards]
+        shard_of = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+        starts, stops = np.concatenate([np.zeros((0, 2), np.int64), *tables]).T
+        self.document_ends = np.cumsum(stops - starts)  # places in the stream
+        # Documents that lie side by side in the store are read as one.
+        is_new = np.ones(len(starts), bool)
+        is_new[1:] = (starts[1:] != stops[:-1]) | (shard_of[1:] != shard_of[:-1])
+        first = np.flatnonzero(is_new)
+        last = np.append(first[1:], len(starts)) - 1 if len(first) else first
+        self._run_shards, self._run_starts, self._run_ends = shard_of[first], starts[first], self.document_ends[last]
+
+    def __len__(self) -> int:
+        return int(self.document_ends[-1]) if len(self.document_ends) else 0
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens from `start` to before `stop`, as int32."""
+        tokens = np.empty(stop - start, np.int32)
+        run, at = int(np.searchsorted(self._run_ends, start, "right")), start
+        while at < stop:
+            begin = int(self._run_ends[run - 1]) if run else 0
+            until = min(stop, int(self._run_ends[run]))
+            offset = int(self._run_starts[run]) - begin
+            tokens[at - start : until - start] = self._shards[self._run_shards[run]][offset + at : offset + until]
+            run, at = run + 1, until
+        return tokens
+
+    def is_document_end(self, places: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Whether a document ends right before each place."""
+        found = np.searchsorted(self.document_ends, places)
+        return self.document_ends[np.minimum(found, len(self.document_ends) - 1)] == places
+
+
+def _spans(shard: Shard, split: Split, held_out_fraction: float) -> np.ndarray:
+    """int64 (num_documents, 2): start and stop in the shard of each document in the split."""
+    ends = shard.documents[:, 0].astype(np.int64)
+    spans = np.stack([np.concatenate([[0], ends[:-1]]) if len(ends) else ends, ends], axis=1)
+    return spans[in_split(shard.documents[:, 1], split, held_out_fraction)]

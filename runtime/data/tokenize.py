@@ -1,0 +1,126 @@
+"""Documents -> tokens, in batches, so that the tokenizers' own threads have work and memory stays bounded."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshloom.compiler.problems import ConfigError, Problem, raise_if_any
+
+from .documents import Document, Part
+from .store import Shard, TokenStore, name_hash
+from .tokenizers import Tokenizer
+
+BATCH_BYTES = 2**21
+MOST_PROBLEMS = 5  # of a corpus, in one report
+EMPTY_DOCUMENTS = np.zeros((0, 2), "<u8")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Documents as tokens: documents (n, 2) as in a `Shard` but for lengths in place of ends. part, next_document:
+    where the corpus goes on behind them."""
+
+    tokens: np.ndarray
+    documents: np.ndarray
+    num_text_bytes: int
+    part: int
+    next_document: int
+
+
+def encode_corpus(
+    parts: Sequence[Part], tokenizer: Tokenizer, *, part: int = 0, document: int = 0, where: str
+) -> Iterator[Encoded]:
+    """The corpus from a document of a part on, in order, about BATCH_BYTES of text at a time.
+
+    Raises ConfigError for documents that cannot be read or encoded.
+    """
+    for number in range(part, len(parts)):
+        first = document if number == part else 0
+        for batch, problems in _batches(parts[number].read(first)):
+            raise_if_any(problems)
+            first += len(batch)
+            tokens, table = _encode(batch, tokenizer, where)
+            yield Encoded(tokens, table, sum(map(_size, batch)), number, first)
+
+
+def tokens_in_memory(
+    parts: Sequence[Part], tokenizer: Tokenizer, where: str, advance: Callable[[int], None]
+) -> TokenStore:
+    """A whole corpus. `advance` is told of the bytes of text as they are done. Raises ConfigError with all of the
+    first documents that are wrong."""
+    arrays, tables, problems = [], [EMPTY_DOCUMENTS], []
+    for part in parts:
+        for batch, found in _batches(part.read(0)):
+            problems += found
+            if len(problems) >= MOST_PROBLEMS:
+                break
+            try:
+                tokens, table = _encode(batch, tokenizer, where)
+            except ConfigError as error:
+                problems += error.problems
+                continue
+            arrays.append(tokens)
+            tables.append(table)
+            advance(sum(map(_size, batch)))
+        if len(problems) >= MOST_PROBLEMS:
+            break
+    if len(problems) >= MOST_PROBLEMS:
+        more = Problem(where, "there may be more: reading stopped here", "mend these first")
+        problems = [*problems[:MOST_PROBLEMS], more]
+    raise_if_any(problems)
+    tokens = np.concatenate(arrays or [np.zeros(0, tokenizer.identity.dtype)])
+    documents = np.concatenate(tables)
+    documents[:, 0] = np.cumsum(documents[:, 0])
+    largest = int(tokens.max()) if len(tokens) else -1
+    content = hashlib.sha256(tokens.data)
+    content.update(documents.data)
+    return TokenStore((Shard(tokens, documents),), tokenizer.identity, content.hexdigest(), largest)
+
+
+def _batches(documents: Iterator[Document | Problem]) -> Iterator[tuple[list[Document], list[Problem]]]:
+    batch: list[Document] = []
+    problems: list[Problem] = []
+    num_bytes = 0
+    for document in documents:
+        if isinstance(document, Problem):
+            problems.append(document)
+            if len(problems) >= MOST_PROBLEMS:
+                break
+            continue
+        batch.append(document)
+        num_bytes += _size(document) + 64  # so that batches of empty documents end too
+        if num_bytes >= BATCH_BYTES:
+            yield batch, problems
+            batch, problems, num_bytes = [], [], 0
+    if batch or problems:
+        yield batch, problems
+
+
+def _size(document: Document) -> int:
+    return len(document.content) if isinstance(document.content, bytes) else document.content.nbytes
+
+
+def _encode(batch: list[Document], tokenizer: Tokenizer, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of a batch and the lengths and name hashes of its documents. Raises ConfigError with all wrong ones."""
+    try:
+        encoded = tokenizer.encode([document.content for document in batch])
+    except (UnicodeDecodeError, OverflowError) as error:
+        raise ConfigError(_problems_of_each(batch, tokenizer, where)) from error
+    table = np.array([(len(tokens), name_hash(d.name)) for tokens, d in zip(encoded, batch, strict=True)], "<u8")
+    empty = np.zeros(0, tokenizer.identity.dtype)
+    return np.concatenate([empty, *encoded]), table.reshape(-1, 2)
+
+
+def _problems_of_each(batch: list[Document], tokenizer: Tokenizer, where: str) -> list[Problem]:
+    problems = []
+    for document in batch:
+        try:
+            tokenizer.encode([document.content])
+        except UnicodeDecodeError as error:
+            what = f"document '{document.name}' is no UTF-8 at byte {error.start}"
+            problems.append(Problem(where, what, "convert it, or use data/tokenizer=bytes, which takes any bytes"))
+        except OverflowError as error:
+            problems.append(Problem(where, f"document '{document.name}': {error}", "give tokens of the tokenizer's"))
+    return problems

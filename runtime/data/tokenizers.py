@@ -1,0 +1,187 @@
+"""Text -> tokens. A tokenizer's identity is the hash of its file: shards and checkpoints are held to it."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshloom.compiler.data_spec import HuggingFaceTokenizer, SentencePieceTokenizer, TokenizerSpec
+from meshloom.compiler.problems import ConfigError, Problem, use_one_of
+
+from .formats import require
+
+WHERE = "data.tokenizer"
+END_OF_DOCUMENT = "<|endoftext|>"  # of a BPE that is trained here
+
+
+@dataclass(frozen=True)
+class TokenizerIdentity:
+    """What tokens mean. sha256: of the tokenizer's file; of nothing for bytes. end_of_document: a token."""
+
+    kind: str
+    sha256: str
+    vocab_size: int
+    end_of_document: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest type that tokens are stored in, little-endian."""
+        return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
+
+
+class Tokenizer(ABC):
+    """Texts to tokens. file: what it was read from, if anything."""
+
+    identity: TokenizerIdentity
+    file: Path | None
+
+    @abstractmethod
+    def encode_texts(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """The tokens of each text in UTF-8, without ends. Raises UnicodeDecodeError."""
+
+    def encode(self, contents: Sequence[bytes | np.ndarray]) -> list[np.ndarray]:
+        """The tokens of each document with its end, in the identity's dtype. Arrays are tokens already.
+
+        Raises UnicodeDecodeError for text that is no UTF-8, OverflowError for a token that the tokenizer lacks.
+        """
+        texts = iter(self.encode_texts([content for content in contents if isinstance(content, bytes)]))
+        documents = [next(texts) if isinstance(content, bytes) else content for content in contents]
+        return [self._ended(tokens) for tokens in documents]
+
+    def _ended(self, tokens: np.ndarray) -> np.ndarray:
+        if tokens.size and int(tokens.max()) >= self.identity.vocab_size:
+            raise OverflowError(f"token {tokens.max()} is not among the {self.identity.vocab_size} of the tokenizer")
+        ended = np.empty(tokens.size + 1, self.identity.dtype)
+        ended[:-1], ended[-1] = tokens, self.identity.end_of_document
+        return ended
+
+
+class Bytes(Tokenizer):
+    """A byte is a token; 256 ends a document."""
+
+    identity = TokenizerIdentity("bytes", "", 257, 256)
+    file = None
+
+    def encode_texts(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(text, np.uint8) for text in texts]
+
+
+class HuggingFace(Tokenizer):
+    """A JSON file of the `tokenizers` library. What looks like a special token in a text is text."""
+
+    def __init__(self, spec: HuggingFaceTokenizer):
+        self.file = Path(spec.path)
+        data = _read(self.file)
+        library = require("tokenizers", WHERE, "a tokenizer of kind huggingface")
+        try:
+            self._tokenizer = library.Tokenizer.from_str(data.decode())
+        except Exception as error:  # the library raises nothing narrower
+            raise _broken(spec.path, "tokenizer of the tokenizers library", f": {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab()  # its numbers can have gaps
+        end = self._end_of_document(spec)
+        self.identity = TokenizerIdentity("huggingface", _sha256(data), max(vocabulary.values()) + 1, end)
+
+    def _end_of_document(self, spec: HuggingFaceTokenizer) -> int:
+        special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        if spec.end_of_document is not None:
+            return _token(self._tokenizer.token_to_id(spec.end_of_document), spec.end_of_document, spec.path, special)
+        if len(special) == 1:
+            return next(iter(special.values()))
+        what = f"{spec.path} has {len(special)} special tokens, and does not say which one ends a document"
+        raise ConfigError([Problem(f"{WHERE}.end_of_document", what, use_one_of(END_OF_DOCUMENT, list(special)[:8]))])
+
+    def encode_texts(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        decoded = [text.decode() for text in texts]
+        encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+
+class SentencePiece(Tokenizer):
+    """A `.model` file of SentencePiece."""
+
+    def __init__(self, spec: SentencePieceTokenizer):
+        self.file = Path(spec.path)
+        data = _read(self.file)
+        library = require("sentencepiece", WHERE, "a tokenizer of kind sentencepiece")
+        try:
+            self._processor: Any = library.SentencePieceProcessor(model_proto=data)
+        except Exception as error:  # the library raises nothing narrower
+            raise _broken(spec.path, "SentencePiece model", "") from error
+        self.identity = TokenizerIdentity(
+            "sentencepiece", _sha256(data), self._processor.vocab_size(), self._end_of_document(spec)
+        )
+
+    def _end_of_document(self, spec: SentencePieceTokenizer) -> int:
+        processor = self._processor
+        controls = [processor.id_to_piece(i) for i in range(processor.vocab_size()) if processor.is_control(i)]
+        if spec.end_of_document is not None:
+            found = processor.piece_to_id(spec.end_of_document)
+            known = None if processor.is_unknown(found) else found
+            return _token(known, spec.end_of_document, spec.path, controls)
+        if processor.eos_id() >= 0:
+            return processor.eos_id()
+        what = f"{spec.path} has no end-of-sentence token"
+        raise ConfigError([Problem(f"{WHERE}.end_of_document", what, use_one_of("</s>", controls))])
+
+    def encode_texts(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        tokens = self._processor.encode([text.decode() for text in texts], add_bos=False, add_eos=False)
+        return [np.array(one, np.uint32) for one in tokens]
+
+
+def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
+    """The tokenizer that is declared. Raises ConfigError for a file that is not there or not one."""
+    if spec.kind == "bytes":
+        return Bytes()
+    return HuggingFace(spec) if spec.kind == "huggingface" else SentencePiece(spec)
+
+
+def train_bpe(texts: Iterable[bytes], vocab_size: int, path: Path) -> None:
+    """Train a byte-level BPE on texts and write its JSON file; END_OF_DOCUMENT is its one special token.
+
+    Raises ConfigError where the vocabulary is smaller than the bytes and that token.
+    """
+    library = require("tokenizers", "shards.bpe_vocab_size", "training a BPE")
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        what = f"{vocab_size} is less than the {len(alphabet)} bytes and the end of a document"
+        raise ConfigError([Problem("shards.bpe_vocab_size", what, f"use {len(alphabet) + 1} or more")])
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator((text.decode(errors="replace") for text in texts), trainer)
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(tokenizer.to_str(pretty=True))
+    partial.replace(path)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        what = f"cannot read {path}: {error.strerror}"
+        raise ConfigError([Problem(f"{WHERE}.path", what, "name a tokenizer's file")]) from error
+
+
+def _broken(path: str, kind: str, why: str) -> ConfigError:
+    return ConfigError([Problem(f"{WHERE}.path", f"{path} is no {kind}{why}", "name another file, or choose another data/tokenizer")])  # fmt: skip  # noqa: E501
+
+
+def _token(found: int | None, token: str, path: str, known: Iterable[str]) -> int:
+    if found is None:
+        what = f"{path} has no token '{token}'"
+        raise ConfigError([Problem(f"{WHERE}.end_of_document", what, use_one_of(token, list(known)[:8]))])
+    return found
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

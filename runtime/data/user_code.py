@@ -1,0 +1,154 @@
+"""A class of the user's own as a source: found by name, its arguments checked, its mistakes told with the place."""
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshloom.compiler.data_spec import PythonSource
+from meshloom.compiler.problems import ConfigError, Problem, raise_if_any, use_one_of
+
+OWN_FOLDER = Path(__file__).parent
+FRAMES_SHOWN = 3
+
+
+class UserItems:
+    """The user's object, behind checks. Reading raises ConfigError with the index and the place in the user's code."""
+
+    def __init__(self, items: Any, source: PythonSource, where: str):
+        self._items, self._source, self._where = items, source, where
+        self._length = _call(lambda: len(items), f"{where}.object", f"len() of {source.object}")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return _call(lambda: self._items[index], f"{self._where}.object", f"{self._source.object}[{index}]")
+
+    def problem(self, index: int, what: str, fix: str) -> Problem:
+        """What is wrong with an item."""
+        return Problem(f"{self._where}.object", f"{self._source.object}[{index}] {what}", fix)
+
+
+def load_items(source: PythonSource, where: str) -> UserItems:
+    """An instance of the user's class. Raises ConfigError for whatever is wrong with class, arguments or code."""
+    cls = _find(source.object, f"{where}.object")
+    raise_if_any(_problems_of_arguments(cls, source, f"{where}.arguments"))
+    items = _call(lambda: cls(**source.arguments), f"{where}.object", f"{source.object}(...)")
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(type(items), name)]
+    if missing:
+        what = f"{source.object} gives a {type(items).__name__} without {' and '.join(missing)}"
+        raise ConfigError([Problem(f"{where}.object", what, "give it both: a source is read by index")])
+    return UserItems(items, source, where)
+
+
+class UserDocuments:
+    """The user's items as documents: text (str, or bytes in UTF-8), or an array of tokens."""
+
+    def __init__(self, items: UserItems):
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def document(self, index: int) -> bytes | np.ndarray | Problem:
+        """Document number `index`, or what is wrong with it."""
+        try:
+            item = self._items[index]
+        except ConfigError as error:
+            return error.problems[0]
+        if isinstance(item, bytes | str):
+            return item if isinstance(item, bytes) else item.encode()
+        tokens = as_tokens(item)
+        if tokens is None:
+            what, fix = f"is a {type(item).__name__}", "return text (str or bytes), or a sequence of token numbers"
+            return self._items.problem(index, what, fix)
+        return tokens
+
+
+def load_documents(source: PythonSource, where: str) -> UserDocuments:
+    """The user's documents. Raises ConfigError as `load_items`, and where the items are declared as sequences."""
+    if source.items != "documents":
+        what = "sequences are ready as they are; only documents are tokenised and packed"
+        raise ConfigError([Problem(f"{where}.items", what, f"set {where}.items=documents")])
+    return UserDocuments(load_items(source, where))
+
+
+def as_tokens(item: Any) -> np.ndarray | None:
+    """An item as a one-dimensional int64 array of numbers from 0; None where it is none."""
+    if isinstance(item, str | bytes | dict):
+        return None
+    try:
+        tokens = np.asarray(item)
+    except (TypeError, ValueError):
+        return None
+    is_right = tokens.ndim == 1 and (tokens.size == 0 or (tokens.dtype.kind in "iu" and tokens.min() >= 0))
+    return tokens.astype(np.int64) if is_right else None
+
+
+def _find(name: str, where: str) -> Callable[..., Any]:
+    """What `package.module:Class` names, with the working directory among the places where packages are found."""
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise ConfigError([Problem(where, f"'{name}' names no class", "write module:Class, as my_package.data:Documents")])  # fmt: skip  # noqa: E501
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError([_told(where, f"importing {module_name}", error)]) from error
+        what = f"there is no module '{error.name}', neither installed nor in the working directory"
+        raise ConfigError([Problem(where, what, "install its package, or start where it lies")]) from error
+    except Exception as error:
+        raise ConfigError([_told(where, f"importing {module_name}", error)]) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        classes = [key for key, value in vars(module).items() if inspect.isclass(value) and key[0] != "_"]
+        raise ConfigError([Problem(where, f"{module_name} has no class '{attribute}'", use_one_of(attribute, classes))])
+    return found
+
+
+def _problems_of_arguments(cls: Callable[..., Any], source: PythonSource, where: str) -> list[Problem]:
+    """Arguments that the constructor does not know, and those that it needs and that are not given."""
+    parameters = inspect.signature(cls).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        known = None
+    else:
+        known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = [name for name in source.arguments if known is not None and name not in known]
+    fixes = use_one_of if known else lambda *_: f"{source.object} takes none"
+    problems = [Problem(f"{where}.{name}", f"{source.object} has no such argument", fixes(name, known or ())) for name in unknown]  # fmt: skip  # noqa: E501
+    needed = [
+        name for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in source.arguments
+    ]  # fmt: skip
+    return problems + [Problem(f"{where}.{name}", f"{source.object} needs it", f"set {where}.{name}=...") for name in needed]  # fmt: skip  # noqa: E501
+
+
+def _call(call: Callable[[], Any], where: str, what: str) -> Any:
+    """The result of a call of user code; its exception as a ConfigError that names the place."""
+    try:
+        return call()
+    except Exception as error:
+        raise ConfigError([_told(where, what, error)]) from error
+
+
+def _told(where: str, what: str, error: Exception) -> Problem:
+    """An exception of user code in one sentence, with the last frames of it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename and Path(f.filename).parent != OWN_FOLDER]  # fmt: skip  # noqa: E501
+    shown = ", ".join(f"{_short(frame.filename)}:{frame.lineno} in {frame.name}" for frame in frames[-FRAMES_SHOWN:])
+    text = " ".join(str(error).split())
+    told = f"{what} raised {type(error).__name__}" + (f": {text}" if text else "")
+    return Problem(where, told + (f" ({shown})" if shown else ""), "mend it there")
+
+
+def _short(filename: str) -> str:
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename

@@ -1,0 +1,88 @@
+"""Sequences that a class of the user's gives ready, read when a batch needs them."""
+
+from typing import Any
+
+import numpy as np
+
+from meshloom.compiler.data_spec import PythonSource
+from meshloom.compiler.problems import ConfigError
+from meshloom.models import IGNORED_TARGET
+
+from .packing import PADDING, Row
+from .store import Split, in_split
+from .user_code import UserItems, as_tokens, load_items
+
+
+class UserSequences:
+    """The items of a split. An item is an array of up to length + 1 tokens, or a dict of the batch's arrays."""
+
+    fill = 1.0
+
+    def __init__(self, items: UserItems, indices: np.ndarray, length: int, names: tuple[str, ...]):
+        self._items, self._indices, self._length, self._names = items, indices, length, names
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, number: int) -> Row:
+        index = int(self._indices[number])
+        item = self._items[index]
+        return self._arrays(index, item) if isinstance(item, dict) else self._tokens(index, item)
+
+    def _tokens(self, index: int, item: Any) -> Row:
+        tokens = as_tokens(item)
+        if tokens is None or not 2 <= len(tokens) <= self._length + 1:
+            has = f"is a {type(item).__name__}" if tokens is None else f"has {len(tokens)} tokens"
+            fix = f"return 2 to {self._length + 1} token numbers (sequence_length and the one that follows), or a dict of {', '.join(self._names)}"  # fmt: skip  # noqa: E501
+            raise ConfigError([self._items.problem(index, has, fix)])
+        count = len(tokens) - 1
+        row = {
+            "inputs": _padded(tokens[:-1], self._length, PADDING),
+            "targets": _padded(tokens[1:], self._length, IGNORED_TARGET),
+        }
+        if "positions" in self._names:
+            row["positions"] = _padded(np.arange(count), self._length, 0)
+            row["segment_ids"] = _padded(np.ones(count), self._length, 0)
+        return row
+
+    def _arrays(self, index: int, item: dict[str, Any]) -> Row:
+        fix = f"return int arrays of {self._length} numbers for {', '.join(self._names)}"
+        if set(item) != set(self._names):
+            raise ConfigError([self._items.problem(index, f"has the keys {', '.join(map(str, item))}", fix)])
+        row = {}
+        for name in self._names:
+            array = np.asarray(item[name])
+            if array.shape != (self._length,) or array.dtype.kind not in "iu":
+                what = f"has '{name}' of shape {array.shape} and type {array.dtype}"
+                raise ConfigError([self._items.problem(index, what, fix)])
+            if array.min() < (IGNORED_TARGET if name == "targets" else 0):
+                raise ConfigError([self._items.problem(index, f"has {array.min()} in '{name}'", fix)])
+            row[name] = array.astype(np.int32)
+        return row
+
+
+def open_user_sequences(
+    source: PythonSource, where: str, length: int, names: tuple[str, ...], held_out_fraction: float
+) -> dict[Split, UserSequences]:
+    """Both splits of the user's items, by the hash of their numbers. Raises ConfigError for wrong user code."""
+    items = load_items(source, where)
+    hashes = _hashes_of_numbers(len(items))
+    splits: tuple[Split, ...] = ("train", "held_out")
+    return {
+        split: UserSequences(items, np.flatnonzero(in_split(hashes, split, held_out_fraction)), length, names)
+        for split in splits
+    }
+
+
+def _hashes_of_numbers(count: int) -> np.ndarray:
+    """uint64: 0, 1, 2, ... through the finaliser of splitmix64 (Steele, Lea, Flood 2014), all at once."""
+    x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _padded(values: np.ndarray, length: int, padding: int) -> np.ndarray:
+    row = np.full(length, padding, np.int32)
+    row[: len(values)] = values
+    return row

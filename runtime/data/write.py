@@ -1,0 +1,170 @@
+"""A corpus of any size -> token shards, in bounded memory, to be gone on with wherever it was killed.
+
+Documents are written in the corpus's order, and where a shard ends depends on them alone. Every few seconds the files
+are brought to disk, and then `progress.json` says how much of them counts; what lies behind that is cut off and made
+again. So the bytes are the same however often it was stopped.
+"""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import numpy as np
+from pydantic import JsonValue, NonNegativeInt
+
+from meshloom.models.config import Config
+
+from .shards import INDEX, PROGRESS, Index, ShardFiles, StoredTokenizer, write_json
+from .tokenize import Encoded
+
+COMMIT_SECONDS = 5.0
+
+
+class Progress(Config):
+    """How much is done: shards that are finished, and tokens and documents of the one that is not; where the corpus
+    goes on. corpus: what is written, to be held to when it goes on."""
+
+    corpus: dict[str, JsonValue]
+    tokenizer: StoredTokenizer | None  # None: not trained yet
+    shards: tuple[ShardFiles, ...]
+    num_tokens: NonNegativeInt
+    num_documents: NonNegativeInt
+    largest_token: int
+    num_text_bytes: NonNegativeInt
+    part: NonNegativeInt
+    document: NonNegativeInt
+
+    @property
+    def total_tokens(self) -> int:
+        return self.num_tokens + sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def total_documents(self) -> int:
+        return self.num_documents + sum(shard.num_documents for shard in self.shards)
+
+
+class ShardWriter:
+    """Appends documents to the shards of a folder, from `progress` on; within a `with`."""
+
+    def __init__(self, folder: Path, progress: Progress, dtype: np.dtype, *, num_tokens_per_shard: int):
+        self._folder, self._dtype, self._limit = folder, dtype, num_tokens_per_shard
+        self._done = progress
+        self._last_commit = time.monotonic()
+        self._files: tuple[BinaryIO, BinaryIO] | None = None
+        if progress.num_documents:
+            self._files = self._open("r+b")
+            for file, size in zip(self._files, (progress.num_tokens * dtype.itemsize, progress.num_documents * 16), strict=True):  # fmt: skip  # noqa: E501
+                file.truncate(size)
+                file.seek(size)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files or ():
+            file.close()
+
+    @property
+    def done(self) -> Progress:
+        """What was added so far."""
+        return self._done
+
+    def add(self, encoded: Encoded) -> None:
+        """Append a batch; from time to time, see to it that it counts."""
+        lengths = encoded.documents[:, 0].astype(np.int64)
+        ends = np.cumsum(lengths)
+        first = 0
+        while first < len(lengths):
+            begin = int(ends[first] - lengths[first])
+            room = self._limit - self._done.num_tokens
+            last = min(int(np.searchsorted(ends, begin + room)), len(lengths) - 1)  # the one that fills the shard
+            self._append(encoded.tokens[begin : ends[last]], ends[first : last + 1] - begin, encoded.documents[first : last + 1, 1])  # fmt: skip  # noqa: E501
+            if self._done.num_tokens >= self._limit:
+                self._close_shard()
+            first = last + 1
+        self._update(
+            part=encoded.part,
+            document=encoded.next_document,
+            num_text_bytes=self._done.num_text_bytes + encoded.num_text_bytes,
+        )
+        if time.monotonic() - self._last_commit > COMMIT_SECONDS:
+            self.commit()
+
+    def commit(self) -> None:
+        """What was added counts from here on, whatever happens to this process."""
+        for file in self._files or ():
+            file.flush()
+            os.fsync(file.fileno())
+        write_json(self._folder / PROGRESS, self._done.model_dump())
+        self._last_commit = time.monotonic()
+
+    def finish(self) -> Index:
+        """Close the last shard and write the index: with it the shards are whole."""
+        if self._done.num_documents:
+            self._close_shard()
+        self.commit()
+        done = self._done
+        index = Index(
+            format="meshloom-tokens",
+            version=1,
+            dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
+            tokenizer=done.tokenizer,  # pyright: ignore[reportArgumentType]
+            num_tokens=done.total_tokens,
+            num_documents=done.total_documents,
+            largest_token=done.largest_token,
+            shards=done.shards,
+            corpus=done.corpus,
+        )
+        write_json(self._folder / INDEX, index.model_dump())
+        (self._folder / PROGRESS).unlink()
+        return index
+
+    def _names(self) -> tuple[str, str]:
+        number = len(self._done.shards)
+        return f"{number:05}.tokens", f"{number:05}.documents"
+
+    def _open(self, mode: str) -> tuple[BinaryIO, BinaryIO]:
+        tokens, documents = ((self._folder / name).open(mode) for name in self._names())
+        return tokens, documents  # pyright: ignore[reportReturnType] (binary, by the mode)
+
+    def _append(self, tokens: np.ndarray, ends: np.ndarray, hashes: np.ndarray) -> None:
+        self._files = self._files or self._open("wb")
+        table = np.stack([(ends + self._done.num_tokens).astype("<u8"), hashes], axis=1)
+        self._files[0].write(tokens.astype(self._dtype, copy=False).tobytes())
+        self._files[1].write(table.astype("<u8", copy=False).tobytes())
+        self._update(
+            num_tokens=self._done.num_tokens + len(tokens),
+            num_documents=self._done.num_documents + len(ends),
+            largest_token=max(self._done.largest_token, int(tokens.max())),
+        )
+
+    def _close_shard(self) -> None:
+        assert self._files
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        tokens, documents = self._names()
+        shard = ShardFiles(
+            tokens=tokens,
+            documents=documents,
+            num_tokens=self._done.num_tokens,
+            num_documents=self._done.num_documents,
+            sha256=_sha256(self._folder / tokens, self._folder / documents),
+        )
+        self._files = None
+        self._update(shards=(*self._done.shards, shard), num_tokens=0, num_documents=0)
+
+    def _update(self, **changes: object) -> None:
+        self._done = self._done.model_copy(update=changes)
+
+
+def _sha256(*paths: Path) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    return digest.hexdigest()
