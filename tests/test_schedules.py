@@ -2,6 +2,7 @@
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,7 +35,7 @@ def test_each_kind_follows_its_formula(kind, shape):
     keys += [f"schedule.num_decay_steps={D}", f"schedule.decay_shape={shape}"] if kind == "wsd" else []
     schedule = build_schedule(spec_of(f"schedule={kind}", *keys, f"optimizer.learning_rate={PEAK}", f"num_steps={N}"))
     for step in (0, 1, W - 1, W, W + 1, 20, N - D - 1, N - D, N - D + 1, N - 1, N):
-        assert float(schedule(step)) == pytest.approx(_expected(kind, shape, step), rel=1e-5), step
+        assert float(jnp.asarray(schedule(step))) == pytest.approx(_expected(kind, shape, step), rel=1e-5), step
 
 
 @pytest.mark.parametrize("kind", ["constant", "cosine", "linear"])
