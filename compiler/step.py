@@ -56,7 +56,7 @@ def build_init(plan: Plan) -> Callable[[], State]:
     precision = plan.spec.precision
 
     def init() -> State:
-        drawn = plan.model.init(jax.random.key(plan.spec.seed))
+        drawn = _cast(plan.model.init(jax.random.key(plan.spec.seed)), "float32")
         params = _cast(drawn, precision.parameters)
         state = {"step": jnp.zeros((), jnp.int32), "params": params, "optimizer": plan.optimizer.init(drawn)}
         state |= {"master": drawn} if precision.master is not None else {}

@@ -10,11 +10,14 @@ import pytest
 
 from conftest import LINEAR_STACK, plan_of
 from helpers import on_devices, programs_of
+from meshloom.compiler.driver import lower
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.spec import LossScaleSpec
 from meshloom.compiler.step import build_init, weight_layouts
 from meshloom.compiler.trees import leaves_by_path
 from meshloom.compiler.update import build_update, next_loss_scale
+from meshloom.runtime.checkpoint import Checkpoints, restore_from
+from meshloom.runtime.data import open_data
 
 ONE = "target=cpu-1"
 
@@ -126,18 +129,23 @@ def test_a_master_moves_where_bfloat16_cannot():
 @pytest.mark.parametrize(
     "layout", [("sharding=ddp",), ("sharding=zero2",), ("sharding=fsdp_tensor", "mesh.data=2", "mesh.fsdp=2")]
 )
-def test_bfloat16_gradients_cross_the_network(layout, tokens):
+def test_bfloat16_gradients_cross_the_network(layout):
     """All-reduced, reduce-scattered, beside a tensor axis: XLA's CPU compiler dies of each where it is told wrongly."""
-    losses, metrics = [], {}
-    for precision in ("bfloat16_params", "float32"):
-        programs = programs_of(plan_of(*LINEAR_STACK, *layout, f"precision={precision}"))
-        state = programs.init()
-        for batch in tokens[:3]:
-            state, metrics = programs.train(state, on_devices(programs, batch))
-        losses.append(float(metrics["loss"]))
-        if "master" in state:
-            assert _bits(jax.tree.map(lambda x: x.astype(jnp.bfloat16), state["master"])) == _bits(state["params"])
-    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+    exact, _ = _third_loss("sharding=ddp", "precision=float32")
+    loss, state = _third_loss(*layout, "precision=bfloat16_params")
+    assert loss == pytest.approx(exact, rel=2e-2, abs=1e-6)
+    assert _bits(jax.tree.map(lambda x: x.astype(jnp.bfloat16), state["master"])) == _bits(state["params"])
+
+
+@cache
+def _third_loss(*overrides: str) -> tuple[float, Any]:
+    """Loss of the third step, and the state behind it."""
+    tokens = np.random.default_rng(1).integers(0, 257, (3, 16, 17), dtype=np.int32)
+    programs, metrics = programs_of(plan_of(*LINEAR_STACK, *overrides)), {}
+    state = programs.init()
+    for batch in tokens:
+        state, metrics = programs.train(state, on_devices(programs, batch))
+    return float(metrics["loss"]), state
 
 
 MESHES = {
@@ -146,6 +154,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", MESHES)
 def test_state_over_two_mesh_axes_steps_as_on_one_device(optimizer, tokens):
     """What takes means and products over whole matrices is not changed by how they lie."""
@@ -179,6 +188,28 @@ def test_the_planned_state_is_what_the_program_takes(float16):
     plan, programs = float16
     assert plan.memory.scalars == 4 * 5  # steps made, of Adam, of its schedule; scale, steps since it changed
     assert _argument_bytes(programs) == plan.memory.state_bytes + plan.memory.batch
+
+
+def test_every_part_of_the_state_goes_on_from_a_checkpoint_bit_by_bit(tmp_path, tokens):
+    """Masters, a partitioned optimizer's moments, the loss scale: restored as they were, on this layout and another."""
+    keys = (*LINEAR_STACK, "optimizer=muon", "precision=float16", "precision.parameters=bfloat16",
+            "precision.master=float32", "precision.loss_scale.growth_interval=2")  # fmt: skip
+    plan = plan_of("sharding=zero1", *keys)
+    programs, other = programs_of(plan), plan_of("sharding=fsdp", *keys)
+    state, batches = programs.init(), iter(open_data(plan.spec)["train"])
+    for batch in tokens[:2]:
+        state, _ = programs.train(state, on_devices(programs, batch))
+    with Checkpoints(tmp_path, plan.spec) as checkpoints:
+        checkpoints.save(2, state, batches)
+    saved = jax.tree.map(np.asarray, state)
+    undisturbed, _ = programs.train(state, on_devices(programs, tokens[2]))
+    restored = restore_from(tmp_path, plan.spec, programs.state, batches).state
+    assert _bits(restored) == _bits(saved)
+    again, metrics = programs.train(restored, on_devices(programs, tokens[2]))
+    assert _bits(again) == _bits(undisturbed)
+    assert float(metrics["loss_scale"]) == 2 * 65536
+    elsewhere = lower(other, other.mesh.of_devices(jax.devices())).state
+    assert _bits(restore_from(tmp_path, other.spec, elsewhere, batches).state) == _bits(saved)
 
 
 # Bytes per parameter: parameters, master, moments, gradients. K = 12 of them are split by ZeRO-1, 14 by ZeRO-2.
