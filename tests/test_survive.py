@@ -30,7 +30,7 @@ QUICK = (
 )  # fmt: skip
 SAVING = ("checkpoint.every_num_steps=2",)
 NUM_KILLS = 20
-KILLED = (*QUICK, "num_steps=500", "checkpoint.every_num_steps=5", "evaluation.every_num_steps=50")
+KILLED = (*QUICK, "num_steps=300", "checkpoint.every_num_steps=5", "evaluation.every_num_steps=50")
 
 
 def metrics_of(run_dir: Path) -> list[dict]:
@@ -60,7 +60,7 @@ def _kill_at_random(process: subprocess.Popen[str], run_dir: Path, chance: rando
     if chance.random() < 0.25:
         time.sleep(chance.uniform(0, start_seconds))
     else:
-        done, more = len(metrics_of(run_dir)), chance.randint(1, 30)
+        done, more = len(metrics_of(run_dir)), chance.randint(1, 15)
         while process.poll() is None and not done < len(metrics_of(run_dir)) - more:
             done = min(done, len(metrics_of(run_dir)))  # the lines of steps that were lost are dropped at the start
             time.sleep(0.001)
