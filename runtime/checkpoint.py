@@ -103,8 +103,8 @@ class Checkpoints:
 
     def _before_rename(self) -> None:
         """Orbax calls it when all files of a save are written, and before it gives their directory its final name."""
-        for directory in self._unfinished():
-            write_manifest(directory)
+        (directory,) = self._unfinished()
+        write_manifest(directory)
 
     def _unfinished(self) -> list[Path]:
         return list(self.directory.glob(f"{self._last_saved}.orbax-checkpoint-tmp*"))
