@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import jax
 from orbax.checkpoint import v1 as ocp
 
 from meshloom.compiler.problems import ConfigError, Problem
@@ -47,7 +48,8 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._orbax:
+        is_crash = error is not None and not isinstance(error, ConfigError)
+        if self._orbax and not (is_crash and jax.process_count() > 1):  # the others may never come to its barriers
             self._orbax.close()
 
     @property
@@ -63,7 +65,7 @@ class Checkpoints:
     def save(self, step: int, state: Any, batches: Any) -> None:
         """Save what `step` steps made, once. The state may be donated to the next step at once."""
         if self._orbax and self._is_saving and step != self._last_saved:
-            content = {"state": state, "data": batches, "identity": self._identity}
+            content = {"state": state, "data": batches.get_state(), "identity": self._identity}
             self._orbax.save_checkpointables_async(step, content, force=True)
             self._last_saved = step
 
@@ -109,8 +111,10 @@ def _load(orbax: Any, directory: Path, state: Any, batches: Any, identity: dict[
     _check_same_tree(orbax.checkpointables_metadata(step), state, directory)
     saved = orbax.load_checkpointables(step, {"identity": None})["identity"]
     other_data = tuple(key for key in identity if identity[key] != saved.get(key))
-    content = {"state": state} if other_data else {"state": state, "data": batches}
-    return Restored(orbax.load_checkpointables(step, content)["state"], step, other_data)
+    content = orbax.load_checkpointables(step, {"state": state, "data": None})
+    if not other_data:
+        batches.set_state(content["data"])
+    return Restored(content["state"], step, other_data)
 
 
 def _check_same_tree(checkpoint: Any, wanted: Any, directory: Path) -> None:

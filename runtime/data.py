@@ -8,7 +8,8 @@ read any part of any batch.
 import hashlib
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from meshloom.compiler.spec import RunSpec
 END_OF_DOCUMENT = 256  # behind the 256 bytes
 BYTES_VOCABULARY = 257
 Split = Literal["train", "held_out"]
-Data = dict[Split, grain.IterDataset[dict[str, np.ndarray]]]  # global batches: inputs, targets (batch, length)
+HostBatch = dict[str, np.ndarray]  # inputs, targets: int32 (rows, length)
 
 
 class TokenSequences:
@@ -43,6 +44,45 @@ class TokenSequences:
         return f"TokenSequences({len(self)} x {self._length})"
 
 
+class RowsOfBatches:
+    """A random-access source of some rows of each global batch, without reading the others."""
+
+    def __init__(self, sequences: Any, batch_size: int, rows: Sequence[int]):
+        self._sequences, self._batch_size, self._rows = sequences, batch_size, rows
+
+    def __len__(self) -> int:
+        return len(self._sequences) // self._batch_size * len(self._rows)
+
+    def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
+        batch, row = divmod(int(index), len(self._rows))
+        return self._sequences[batch * self._batch_size + self._rows[row]]
+
+    def __repr__(self) -> str:
+        return f"RowsOfBatches({self._rows} of {self._batch_size})"
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The global batches of a split; iterated, whole ones. num_batches: None where they are endless."""
+
+    sequences: grain.MapDataset[dict[str, np.ndarray]]
+    batch_size: int
+    num_batches: int | None
+    options: grain.ReadOptions
+
+    def of_rows(self, rows: Sequence[int]) -> grain.IterDataset[HostBatch]:
+        """These rows of each batch. An iterator's state is the number of batches drawn, whatever the rows."""
+        source = RowsOfBatches(self.sequences, self.batch_size, rows)
+        batches = grain.MapDataset.source(source).batch(len(rows))
+        return batches[: self.num_batches].to_iter_dataset(self.options)
+
+    def __iter__(self) -> Any:
+        return iter(self.of_rows(range(self.batch_size)))
+
+
+Data = dict[Split, Batches]
+
+
 def open_data(spec: RunSpec) -> Data:
     """The global batches of both splits: `train` shuffled and endless, `held_out` in a fixed order, once.
 
@@ -56,9 +96,10 @@ def open_data(spec: RunSpec) -> Data:
     options = grain.ReadOptions(num_threads=spec.data.num_prefetch_threads, prefetch_buffer_size=4)
     train = grain.MapDataset.source(splits["train"]).seed(spec.data.shuffle_seed).shuffle().repeat()
     held_out = grain.MapDataset.source(splits["held_out"]).seed(0).shuffle()  # the same batches for every run
+    size, num_held_out = spec.global_batch_size, spec.evaluation.num_batches
     return {
-        "train": train.batch(spec.global_batch_size).to_iter_dataset(options),
-        "held_out": held_out.batch(spec.global_batch_size)[: spec.evaluation.num_batches].to_iter_dataset(options),
+        "train": Batches(train, size, None, options),
+        "held_out": Batches(held_out, size, num_held_out, options),
     }
 
 

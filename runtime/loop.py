@@ -13,15 +13,17 @@ from meshloom.compiler.driver import Programs
 from meshloom.compiler.plan import Plan
 
 from .checkpoint import Checkpoints
+from .data import HostBatch
 from .metrics import Metrics, mfu
+from .rows import local_rows, to_devices
 from .stop import StopRequest
 
-HostBatch = dict[str, Any]  # this process's part of a global batch, as NumPy arrays
 Running = tuple[int, dict[str, jax.Array]]  # a step that was dispatched, and its metrics to come
 
 
 class Loop:
-    """One run of compiled programs over batches. held_out: the same batches each time it is iterated."""
+    """One run of compiled programs over batches, of which this process reads its rows. held_out: the same batches each
+    time it is iterated."""
 
     def __init__(
         self,
@@ -37,13 +39,14 @@ class Loop:
         self.plan, self.spec, self.programs = plan, plan.spec, programs
         self.batches, self.held_out = batches, held_out
         self.checkpoints, self.report, self.stop = checkpoints, report, stop
+        self._rows = local_rows(programs.batch)
         self._last_finish = 0.0
 
     def run(self, state: Any, first_step: int) -> int:
         """Train from `first_step` steps done until all are, or a stop is asked for. Returns the steps done."""
         running, done = None, first_step
         self._last_finish = time.perf_counter()
-        while done < self.spec.num_steps and self.stop.signal is None:
+        while done < self.spec.num_steps and not self.stop.is_due(done):
             state, metrics = self.programs.train(state, self._to_devices(next(self.batches)))
             done += 1
             self._finish(running)
@@ -85,10 +88,7 @@ class Loop:
         return sum(map(float, losses)) / len(losses)
 
     def _to_devices(self, batch: HostBatch) -> dict[str, jax.Array]:
-        return {
-            name: jax.make_array_from_process_local_data(x.sharding, batch[name], x.shape)
-            for name, x in self.programs.batch.items()
-        }
+        return to_devices(self.programs.batch, self._rows, batch)
 
     def _is_evaluation_due(self, step: int) -> bool:
         return step % self.spec.evaluation.every_num_steps == 0 or step == self.spec.num_steps

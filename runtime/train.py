@@ -1,8 +1,10 @@
 """`meshloom train`: a plan and a run directory in; a trained, saved model and its metrics out."""
 
 import json
+import os
 import shlex
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,20 @@ from rich.console import Console
 from meshloom.compiler.driver import Programs, build, lower, plan_run
 from meshloom.compiler.explain import plan_as_json
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.problems import all_of
+from meshloom.compiler.problems import ConfigError, all_of
 from meshloom.compiler.spec import RunSpec
 
 from . import checkpoint
+from .agreement import check_same_checkpoint, check_same_declaration, check_same_program
 from .checkpoint import Checkpoints, check_restore
+from .cluster import plan_start
 from .data import Data, open_data
 from .devices import start_devices
 from .display import Display, loss_unit, say, show_header, show_summary
+from .distributed import Processes, join
 from .loop import Loop
 from .metrics import Metrics, MetricsLog
+from .rows import local_rows
 from .stop import StopRequest
 
 TRY_NEXT = [
@@ -43,42 +49,55 @@ class Job:
 
 def prepare(spec: RunSpec) -> Job:
     """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError."""
-    start_devices(spec.target)
+    try:
+        processes = join(spec)
+    except ConfigError:
+        plan_and_check(spec)  # raises the same, with all else that is wrong
+        raise
+    check_same_declaration(spec, processes)
+    start_devices(spec.target, processes)
     return plan_and_check(spec)
 
 
 def plan_and_check(spec: RunSpec) -> Job:
     """The plan and the data of a run, on whatever devices there are. Raises ConfigError with all that is wrong."""
-    plan, data, _ = all_of(lambda: plan_run(spec), lambda: open_data(spec), lambda: check_restore(spec))
+    plan, data, *_ = all_of(
+        lambda: plan_run(spec),
+        lambda: open_data(spec),
+        lambda: check_restore(spec),
+        lambda: plan_start(spec.distributed, spec.target, os.environ),
+    )
     return Job(plan, data)
 
 
-def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console) -> int:
-    """Run the job; continue where a run in the same directory stopped. Returns the exit code."""
+def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console, processes: Processes) -> int:
+    """Run the job; continue where a run in the same directory stopped. Returns the exit code, the same in all."""
     plan, data, spec, started = job.plan, job.data, job.plan.spec, time.perf_counter()
     show_header(console, plan)
-    with StopRequest() as stop, Checkpoints(run_dir, spec) as checkpoints:
+    with StopRequest(processes) as stop, Checkpoints(run_dir, spec) as checkpoints:
+        check_same_checkpoint(checkpoints.latest_step, processes)
         checkpoints.check(plan.abstract)
         if (checkpoints.latest_step or 0) >= spec.num_steps:
             enough = f"{checkpoints.latest_step} steps are done already, num_steps is {spec.num_steps}"
             show_summary(console, [("nothing to do", enough), *_where(plan, run_dir, checkpoints.latest_step)])
             return 0
-        programs = _compile(plan, console)
-        batches = iter(data["train"])
+        programs = _compile(plan, console, processes)
+        rows = local_rows(programs.batch)
+        batches = iter(data["train"].of_rows(rows))
         state, first_step = _initial_state(plan, programs, batches, checkpoints, console)
-        write_declaration(plan, run_dir)
         display = Display(console, plan, first_step=first_step)
-        with MetricsLog(run_dir, first_step=first_step, tensorboard=spec.logging.tensorboard) as log, display:
+        with _metrics_log(plan, run_dir, first_step, processes) as log, display:
 
             def report(metrics: Metrics) -> None:
-                log.write(metrics)
+                if log:
+                    log.write(metrics)
                 display.show(metrics)
 
             loop = Loop(
                 plan,
                 programs,
                 batches=batches,
-                held_out=data["held_out"],
+                held_out=data["held_out"].of_rows(rows),
                 checkpoints=checkpoints,
                 report=report,
                 stop=stop,
@@ -103,11 +122,23 @@ def write_declaration(plan: Plan, run_dir: Path) -> None:
     (run_dir / "plan.json").write_text(json.dumps(plan_as_json(plan), indent=1) + "\n")
 
 
-def _compile(plan: Plan, console: Console) -> Programs:
+def _metrics_log(
+    plan: Plan, run_dir: Path, first_step: int, processes: Processes
+) -> AbstractContextManager[MetricsLog | None]:
+    """Process 0 writes what there is one of: the declaration and the metrics, which are the same in all."""
+    if not processes.is_first:
+        return nullcontext()
+    write_declaration(plan, run_dir)
+    return MetricsLog(run_dir, first_step=first_step, tensorboard=plan.spec.logging.tensorboard)
+
+
+def _compile(plan: Plan, console: Console, processes: Processes) -> Programs:
     start = time.perf_counter()
     with console.status("compiling the train step"):
         mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
-        programs = build(lower(plan, mesh))
+        lowered = lower(plan, mesh)
+        check_same_program(lowered, processes)
+        programs = build(lowered)
     say(console, f"compiled in {time.perf_counter() - start:.1f} s")
     return programs
 
@@ -141,5 +172,5 @@ def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]
 def _how_to_continue(overrides: tuple[str, ...], run_dir: Path, saved: int | None) -> str:
     if saved is None:
         return "not possible: nothing was saved (no step was done, or checkpoints are disabled)"
-    kept = [text for text in overrides if not text.startswith("hydra.run.dir=")]
+    kept = [text for text in overrides if not text.startswith(("hydra.run.dir=", "distributed."))]  # in any processes
     return shlex.join(["meshloom", "train", *kept, f"hydra.run.dir={run_dir}"])

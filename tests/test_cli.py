@@ -43,7 +43,7 @@ def test_train_help_lists_every_group_and_option_a_line_each():
         "mesh": ["ddp", "fsdp", "tensor", "fsdp_tensor"], "sharding": ["ddp", "fsdp", "tensor", "fsdp_tensor"],
         "precision": ["float32", "bfloat16"], "remat": ["none", "full", "save_dots"], "optimizer": ["adamw"],
         "data": ["python_stdlib", "synthetic"], "checkpoint": ["every_100", "disabled"],
-        "logging": ["default", "quiet"], "experiment": ["smoke"],
+        "distributed": ["auto", "alone"], "logging": ["default", "quiet"], "experiment": ["smoke"],
     }.items():  # fmt: skip
         at = lines.index(f"{group}=")
         listed = [line for line in lines[at + 1 : at + 12] if line.startswith("  ")]
