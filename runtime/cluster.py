@@ -35,6 +35,7 @@ LAUNCHERS = (
     Launcher("slurm", "SLURM_NTASKS", "SLURM_PROCID", ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID")),
     Launcher("mpiexec", "PMI_SIZE", "PMI_RANK", ("",)),
 )
+TPU_CLUSTERS = {"gketpu": GkeTpuCluster, "gcetpu": GceTpuCluster}  # the second asks the network, on a TPU host alone
 
 
 def plan_start(spec: DistributedSpec, target: TargetSpec, environment: Mapping[str, str]) -> Arguments | None:
@@ -44,9 +45,8 @@ def plan_start(spec: DistributedSpec, target: TargetSpec, environment: Mapping[s
     """
     keys = _keys(spec, environment)
     extra = {} if spec.local_device_ids is None else {"local_device_ids": list(spec.local_device_ids)}
-    if spec.cluster == "mpi4py" and not find_spec("mpi4py"):
-        raise ConfigError([Problem("distributed.cluster", "package mpi4py is not installed", "pip install mpi4py")])
     if spec.cluster not in ("auto", "none"):
+        _check_started_by(spec.cluster, environment)
         return {"cluster_detection_method": spec.cluster, **keys, **extra}
     launcher = None if spec.cluster == "none" else _launcher(environment)
     found = _launched(launcher, keys, environment) if launcher else _found(spec, target, keys, environment)
@@ -66,6 +66,23 @@ def _keys(spec: DistributedSpec, environment: Mapping[str, str]) -> Arguments:
     raise_if_any(problems)
     keys = {"coordinator_address": address, "num_processes": spec.num_processes, "process_id": spec.process_id}
     return {name: value for name, value in keys.items() if value is not None}
+
+
+def _check_started_by(cluster: str, environment: Mapping[str, str]) -> None:
+    """Raise ConfigError where this process cannot be one of the cluster that the declaration names."""
+    reason = None
+    if cluster == "mpi4py":
+        reason = None if find_spec("mpi4py") else "package mpi4py is not installed"
+    elif cluster in TPU_CLUSTERS:
+        reason = None if TPU_CLUSTERS[cluster].is_env_present() else "this is no host of a TPU slice"
+    else:
+        launcher = next(launcher for launcher in LAUNCHERS if launcher.name == cluster)
+        needed = (*launcher.needs, launcher.num_processes, launcher.process_id)
+        missing = [name for name in needed if name not in environment]
+        reason = f"{', '.join(missing)} not set" if missing else None
+    if reason:
+        what = f"'{cluster}' did not start this process: {reason}"
+        raise ConfigError([Problem("distributed.cluster", what, "use auto, or start it there")])
 
 
 def _launcher(environment: Mapping[str, str]) -> Launcher | None:
@@ -102,9 +119,9 @@ def _found(
     if len(keys) == 3:
         return {"cluster_detection_method": "deactivate", **keys}
     if spec.cluster == "auto" and target.kind != "cpu":  # simulated devices have no slice
-        for cluster in (GkeTpuCluster, GceTpuCluster):
+        for name, cluster in TPU_CLUSTERS.items():
             if cluster.is_env_present():
-                return {"cluster_detection_method": cluster.name, **keys}
+                return {"cluster_detection_method": name, **keys}
     if spec.cluster == "auto" and "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
         if find_spec("kubernetes"):
             return keys

@@ -40,6 +40,7 @@ class Processes:
     index: int = 0
     count: int = 1
     timeout_seconds: int = 0  # how long they wait for each other
+    client: Any = None  # of JAX's coordination service
 
     @property
     def is_first(self) -> bool:
@@ -53,25 +54,23 @@ class Processes:
         """
         if self.count == 1:
             return [text]
-        client: Any = jax_distributed.global_state.client
-        client.key_value_set(f"meshloom/{name}/{self.index:06}", text)
+        self.client.key_value_set(f"meshloom/{name}/{self.index:06}", text)
         try:
-            client.wait_at_barrier(f"meshloom/{name}", self.timeout_seconds * 1000)
+            self.client.wait_at_barrier(f"meshloom/{name}", self.timeout_seconds * 1000)
         except jax.errors.JaxRuntimeError as error:
-            came = {int(key.rsplit("/", 1)[1]) for key, _ in client.key_value_dir_get(f"meshloom/{name}/")}
+            came = {int(key.rsplit("/", 1)[1]) for key, _ in self.client.key_value_dir_get(f"meshloom/{name}/")}
             raise self._not_come(name, sorted(set(range(self.count)) - came)) from error
-        return [value for _, value in sorted(client.key_value_dir_get(f"meshloom/{name}/"))]
+        return [value for _, value in sorted(self.client.key_value_dir_get(f"meshloom/{name}/"))]
 
     def from_first(self, name: str, text: str | None = None) -> str:
         """The text of process 0, which gives it and does not wait. A name is used once."""
-        client: Any = jax_distributed.global_state.client
         if self.count == 1 or self.is_first:
             assert text is not None
             if self.count > 1:
-                client.key_value_set(f"meshloom/{name}", text)
+                self.client.key_value_set(f"meshloom/{name}", text)
             return text
         try:
-            return client.blocking_key_value_get(f"meshloom/{name}", self.timeout_seconds * 1000)
+            return self.client.blocking_key_value_get(f"meshloom/{name}", self.timeout_seconds * 1000)
         except jax.errors.JaxRuntimeError as error:
             raise self._not_come(name, [0]) from error
 
@@ -108,14 +107,20 @@ def join(spec: RunSpec) -> Processes:
             heartbeat_timeout_seconds=timeouts.heartbeat_timeout_seconds,
             shutdown_timeout_seconds=timeouts.shutdown_timeout_seconds,
         )
-    except (ValueError, KeyError, RuntimeError) as error:  # what the cluster says of itself is not enough
+    except (
+        ValueError,
+        KeyError,
+        RuntimeError,
+        ImportError,
+        OSError,
+    ) as error:  # what the cluster says of itself is not enough
         what = f"JAX could not start: {type(error).__name__}: {error}"
         fix = "set distributed.coordinator_address, num_processes and process_id, or choose distributed=alone"
         raise ConfigError([Problem("distributed", what, fix)]) from error
     finally:
         note.cancel()
     state = jax_distributed.global_state
-    _joined = Processes(state.process_id, state.num_processes, timeouts.initialization_timeout_seconds)
+    _joined = Processes(state.process_id, state.num_processes, timeouts.initialization_timeout_seconds, state.client)
     return _joined
 
 

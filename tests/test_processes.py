@@ -8,17 +8,32 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax._src.lib import (
+    _jax,  # pyright: ignore[reportPrivateImportUsage]  # what jax.distributed.initialize starts
+)
 from jax.sharding import NamedSharding, PartitionSpec
 
 from conftest import plan_of, spec_of
+from meshloom.compiler.driver import lower
 from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.compiler.spec import DistributedSpec
-from meshloom.runtime.agreement import OF_ONE_PROCESS, differences, environment_of_program
+from meshloom.runtime.agreement import (
+    OF_ONE_PROCESS,
+    check_same_checkpoint,
+    check_same_declaration,
+    check_same_program,
+    differences,
+    environment_of_program,
+)
 from meshloom.runtime.cluster import plan_start
 from meshloom.runtime.data import open_data
 from meshloom.runtime.distributed import Processes
@@ -330,6 +345,61 @@ def test_only_what_is_of_one_process_may_differ():
     """A new key of the group is compared, unless it is said to be of one process."""
     assert {"distributed": {"process_id", "local_device_ids"}} == OF_ONE_PROCESS
     assert OF_ONE_PROCESS["distributed"] < set(DistributedSpec.model_fields)
+
+
+@pytest.fixture
+def two_processes() -> Iterator[list[Processes]]:
+    """What two processes share before they have devices: a real coordination service, here with both clients."""
+    port = _free_port()
+    service = _jax.get_distributed_runtime_service(f"[::]:{port}", 2, heartbeat_timeout=10, shutdown_timeout=10)
+    clients = [_jax.get_distributed_runtime_client(f"127.0.0.1:{port}", i, init_timeout=30) for i in (0, 1)]
+    _in_both(lambda i: clients[i].connect())
+    yield [Processes(i, 2, 10, client) for i, client in enumerate(clients)]
+    _in_both(lambda i: clients[i].shutdown())
+    service.shutdown()
+
+
+def _in_both(call: Callable[[int], Any]) -> list[Any]:
+    """`call(0)` and `call(1)` at the same time: result or error of each."""
+
+    def caught(index: int) -> Any:
+        try:
+            return call(index)
+        except ConfigError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(caught, (0, 1)))
+
+
+def test_processes_hear_each_other(two_processes):
+    assert _in_both(lambda i: two_processes[i].gather("names", f"I am {i}")) == [["I am 0", "I am 1"]] * 2
+    assert _in_both(lambda i: two_processes[i].from_first("first", f"I am {i}")) == ["I am 0"] * 2
+
+
+def test_one_that_does_not_come_is_named(two_processes):
+    waiting = [replace(each, timeout_seconds=1) for each in two_processes]
+    told = _in_both(lambda i: waiting[i].gather("names", "") if i == 0 else None)
+    assert str(told[0]).startswith("error: distributed: process 1 did not come to 'names' within 1 s")
+    told = _in_both(lambda i: waiting[i].from_first("first") if i == 1 else None)
+    assert str(told[1]).startswith("error: distributed: process 0 did not come to 'first' within 1 s")
+
+
+def test_another_declaration_program_or_checkpoint_is_found_before_the_first_step(two_processes):
+    specs = [spec_of(), spec_of("distributed.process_id=1")]
+    assert _in_both(lambda i: check_same_declaration(specs[i], two_processes[i])) == [None, None]
+    plans = [plan_of(), plan_of("precision.compute=bfloat16")]
+    programs = [lower(plan, plan.mesh.of_devices(jax.devices())) for plan in plans]
+    assert _in_both(lambda i: check_same_checkpoint(3, two_processes[i])) == [None, None]
+    told = _in_both(lambda i: check_same_program(programs[i], two_processes[i]))
+    assert str(told[0]) == str(told[1])
+    assert "error: the lowered train program: " in str(told[0])
+    assert "the lowered init program" not in str(told[0])
+
+
+def test_checkpoints_that_not_all_see_are_found(two_processes):
+    told = _in_both(lambda i: check_same_checkpoint(7 if i else None, two_processes[i]))
+    assert all("error: the newest checkpoint: None in process 0, 7 in process 1" in str(error) for error in told)
 
 
 def test_a_process_alone_waits_for_nobody():
