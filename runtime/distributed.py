@@ -155,7 +155,7 @@ def _say_waiting(timeout_seconds: int) -> None:
 def leave() -> None:
     """Part from the other processes in order: wait until all are done."""
     global _joined
-    if _joined.count > 1:
+    if _joined.client is not None:
         jax.distributed.shutdown()
         _joined = Processes()
 

@@ -1,6 +1,7 @@
 """Several processes are one run: the same losses, the same checkpoint, one voice, and an odd one is named."""
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -37,6 +38,7 @@ from meshloom.runtime.agreement import (
 from meshloom.runtime.cluster import plan_start
 from meshloom.runtime.data import open_data
 from meshloom.runtime.distributed import Processes
+from meshloom.runtime.process_log import process_log
 from meshloom.runtime.rows import local_rows, rows_held, to_devices
 
 NUM_STEPS = 40
@@ -400,6 +402,19 @@ def test_another_declaration_program_or_checkpoint_is_found_before_the_first_ste
 def test_checkpoints_that_not_all_see_are_found(two_processes):
     told = _in_both(lambda i: check_same_checkpoint(7 if i else None, two_processes[i]))
     assert all("error: the newest checkpoint: None in process 0, 7 in process 1" in str(error) for error in told)
+
+
+def test_each_process_has_a_log_and_the_first_one_warns_on_the_terminal_too(tmp_path, capsys):
+    for processes in (Processes(0, 2), Processes(1, 2)):
+        with process_log(tmp_path, processes):
+            logging.getLogger("meshloom").info("step 1")
+            logging.getLogger("meshloom").error("said on the terminal by itself")
+            logging.getLogger("a.library").warning("deprecated")
+        log = (tmp_path / "logs" / f"process-{processes.index}.log").read_text()
+        lines = [line.split(" ", 2)[2] for line in log.splitlines()]
+        assert lines[0].startswith("INFO meshloom")
+        assert lines[1:] == ["INFO step 1", "ERROR said on the terminal by itself", "WARNING deprecated"]
+    assert capsys.readouterr().err == "deprecated\n"
 
 
 def test_a_process_alone_waits_for_nobody():
