@@ -42,10 +42,8 @@ def check_same_declaration(spec: RunSpec, processes: Processes) -> None:
 
 def check_same_checkpoint(latest_step: int | None, processes: Processes) -> None:
     """Raise Disagreement where processes do not find the same newest checkpoint to go on from."""
-    found = _all_if_different("checkpoint", json.dumps({"the newest checkpoint": str(latest_step)}), processes)
-    if found:
-        fix = "name a hydra.run.dir that all hosts share"
-        raise Disagreement(differences([json.loads(text) for text in found], fix=fix))
+    values = {"the newest checkpoint": str(latest_step)}
+    _check_same("checkpoint", values, processes, fix="name a hydra.run.dir that all hosts share")
 
 
 def check_same_program(lowered: Programs, processes: Processes) -> None:
@@ -54,10 +52,8 @@ def check_same_program(lowered: Programs, processes: Processes) -> None:
         return
     programs = {"init": lowered.init, "train": lowered.train, "evaluate": lowered.evaluate}
     hashes = {f"the lowered {name} program": _hash(program.as_text()) for name, program in programs.items()}
-    found = _all_if_different("program", json.dumps(hashes), processes)
-    if found:
-        fix = "look for code of the model that depends on the process, on time or on the order of a set"
-        raise Disagreement(differences([json.loads(text) for text in found], fix=fix))
+    fix = "look for code of the model that depends on the process, on time or on the order of a set"
+    _check_same("program", hashes, processes, fix=fix)
 
 
 def environment_of_program() -> dict[str, str]:
@@ -82,6 +78,12 @@ def differences(values: Sequence[Mapping[str, str]], *, fix: str) -> list[Proble
             shown = [f"{value} in {name_processes(indices, len(values))}" for value, indices in groups]
             problems.append(Problem(key, ", ".join(shown), fix))
     return problems
+
+
+def _check_same(name: str, values: Mapping[str, str], processes: Processes, *, fix: str) -> None:
+    found = _all_if_different(name, json.dumps(values), processes)
+    if found:
+        raise Disagreement(differences([json.loads(text) for text in found], fix=fix))
 
 
 def _all_if_different(name: str, text: str, processes: Processes) -> list[str]:

@@ -1,11 +1,10 @@
 """One run directory for all processes: Hydra's is named by the clock, and clocks differ."""
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from meshloom.compiler.compose import MISTAKES, Request, as_config_error, hydra_run_dir
+from meshloom.compiler.compose import Request, hydra_run_dir
 from meshloom.compiler.problems import ConfigError, Problem
 
 from .distributed import Processes, together
@@ -28,19 +27,17 @@ def in_shared_run_dir(request: Request, processes: Processes) -> Request:
 
 
 def _made_by_first(request: Request, processes: Processes) -> Path:
-    if processes.is_first:
-        made, error = None, None
-        try:
-            made = hydra_run_dir(request)
-            made.mkdir(parents=True, exist_ok=True)
-        except MISTAKES as raised:
-            error = as_config_error(raised)
-        processes.from_first("run_dir", json.dumps(None if error else str(made)))
-        if error or made is None:
-            raise error or AssertionError
-        return made
-    told = json.loads(processes.from_first("run_dir"))
-    return _seen(Path(told), processes) if told else Path()
+    if not processes.is_first:
+        told = processes.from_first("run_dir")
+        return _seen(Path(told), processes) if told else Path()
+    made = ""  # told in any case: the others wait for it
+    try:
+        run_dir = hydra_run_dir(request)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        made = str(run_dir)
+        return run_dir
+    finally:
+        processes.from_first("run_dir", made)
 
 
 def _seen(run_dir: Path, processes: Processes) -> Path:
