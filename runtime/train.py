@@ -26,7 +26,7 @@ from .cluster import plan_start
 from .data import Data, open_data
 from .devices import start_devices
 from .display import Display, loss_unit, say, show_header, show_summary
-from .distributed import Processes, join
+from .distributed import Processes, join, together
 from .loop import Loop
 from .metrics import Metrics, MetricsLog
 from .rows import local_rows
@@ -76,7 +76,7 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
     show_header(console, plan)
     with StopRequest(processes) as stop, Checkpoints(run_dir, spec) as checkpoints:
         check_same_checkpoint(checkpoints.latest_step, processes)
-        checkpoints.check(plan.abstract)
+        together("check of the checkpoint", lambda: checkpoints.check(plan.abstract))
         if (checkpoints.latest_step or 0) >= spec.num_steps:
             enough = f"{checkpoints.latest_step} steps are done already, num_steps is {spec.num_steps}"
             show_summary(console, [("nothing to do", enough), *_where(plan, run_dir, checkpoints.latest_step)])
