@@ -27,6 +27,13 @@ from .cluster import plan_start
 
 T = TypeVar("T")
 SECONDS_UNTIL_NOTE = 20  # of waiting for the others
+TOO_LITTLE_KNOWN = (
+    ValueError,
+    LookupError,
+    RuntimeError,
+    ImportError,
+    OSError,
+)  # JAX's errors where a cluster says less
 
 
 class Disagreement(ConfigError):
@@ -107,13 +114,7 @@ def join(spec: RunSpec) -> Processes:
             heartbeat_timeout_seconds=timeouts.heartbeat_timeout_seconds,
             shutdown_timeout_seconds=timeouts.shutdown_timeout_seconds,
         )
-    except (
-        ValueError,
-        KeyError,
-        RuntimeError,
-        ImportError,
-        OSError,
-    ) as error:  # what the cluster says of itself is not enough
+    except TOO_LITTLE_KNOWN as error:
         what = f"JAX could not start: {type(error).__name__}: {error}"
         fix = "set distributed.coordinator_address, num_processes and process_id, or choose distributed=alone"
         raise ConfigError([Problem("distributed", what, fix)]) from error
@@ -167,7 +168,9 @@ def crash(error: BaseException, run_dir: Path | None = None) -> None:
     """
     if _joined.count == 1:
         return
-    if _joined.is_first:
+    if isinstance(error, KeyboardInterrupt):
+        print(f"process {_joined.index}: interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
+    elif _joined.is_first:
         traceback.print_exception(error)
     else:
         last = traceback.format_exception_only(error)[-1].strip()
