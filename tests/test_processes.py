@@ -35,9 +35,10 @@ from meshloom.runtime.agreement import (
     differences,
     environment_of_program,
 )
+from meshloom.runtime.cli import run
 from meshloom.runtime.cluster import plan_start
 from meshloom.runtime.data import open_data
-from meshloom.runtime.distributed import Processes
+from meshloom.runtime.distributed import Processes, current
 from meshloom.runtime.process_log import process_log
 from meshloom.runtime.rows import local_rows, rows_held, to_devices
 
@@ -416,6 +417,15 @@ def test_each_process_has_a_log_and_the_first_one_warns_on_the_terminal_too(tmp_
         assert lines[0].startswith("INFO meshloom")
         assert lines[1:] == ["INFO step 1", "ERROR said on the terminal by itself", "WARNING deprecated"]
     assert capsys.readouterr().err == "deprecated\n"
+
+
+def test_explaining_joins_nobody(monkeypatch, capsys):
+    for name, value in _slurm(2, _free_port())[1].items():
+        monkeypatch.setenv(name, value)
+    assert run(["explain", "model=linear_stack"]) == 0
+    assert "fsdp=8" in capsys.readouterr().out
+    assert current() == Processes()
+    assert not jax.distributed.is_initialized()
 
 
 def test_a_process_alone_waits_for_nobody():
