@@ -4,6 +4,7 @@ The global batch does not depend on the number of processes. A process holds the
 neighbours, and not its alone where a mesh axis that does not split the batch runs across processes.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def to_devices(
     def place(name: str, x: jax.ShapeDtypeStruct) -> jax.Array:
         def part(index: tuple[slice, ...]) -> np.ndarray:
             start, stop, _ = index[0].indices(x.shape[0])
-            first = int(np.searchsorted(rows, start))
+            first = bisect_left(rows, start)
             return local[name][first : first + stop - start][:, *index[1:]]
 
         return jax.make_array_from_callback(x.shape, x.sharding, part)  # type: ignore[arg-type]
