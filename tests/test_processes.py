@@ -234,10 +234,10 @@ def test_a_crash_in_one_process_ends_all_and_is_in_its_log(tmp_path):
     (code_0, _, err_0), (code_1, out_1, err_1) = ended
     assert (code_1, out_1) == (1, "")
     assert err_1 == "process 1: OSError: the disk is gone (run/logs/process-1.log)\n"
-    assert code_0 != 0
-    assert "Traceback" in err_0
-    for index in (0, 1):
-        assert "Traceback" in (tmp_path / "run" / "logs" / f"process-{index}.log").read_text()
+    assert "Traceback" in (tmp_path / "run" / "logs" / "process-1.log").read_text()
+    # The first one's collective fails at once, or JAX ends it by SIGABRT when the second is not heard of any more.
+    where_it_was = {1: "Traceback", -signal.SIGABRT: "Fatal Python error: Aborted"}[code_0]
+    assert where_it_was in (tmp_path / "run" / "logs" / "process-0.log").read_text(), err_0
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
