@@ -21,6 +21,7 @@ from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.driver import build, lower
 from meshloom.runtime.checkpoint import Checkpoints
 from meshloom.runtime.display import Display
+from meshloom.runtime.distributed import Processes
 from meshloom.runtime.loop import Loop
 from meshloom.runtime.metrics import Metrics, MetricsLog
 from meshloom.runtime.stop import StopRequest
@@ -58,7 +59,7 @@ def main() -> None:
     def ours() -> None:
         with (
             tempfile.TemporaryDirectory() as folder,
-            StopRequest() as stop,
+            StopRequest(Processes()) as stop,
             Checkpoints(Path(folder), plan.spec) as checkpoints,
             MetricsLog(Path(folder), first_step=0, tensorboard=plan.spec.logging.tensorboard) as log,
             Display(console, plan, first_step=0, token_unit="byte") as display,

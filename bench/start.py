@@ -32,10 +32,11 @@ def start(began: float, cache: str, overrides: list[str]) -> dict[str, float]:
     from meshloom.runtime.compile_cache import cached_compilation
     from meshloom.runtime.data import open_data
     from meshloom.runtime.devices import start_devices
+    from meshloom.runtime.distributed import Processes
 
     done("import")
     spec = read_spec(Request(tuple(overrides)), then=lambda spec: spec)
-    start_devices(spec.target)
+    start_devices(spec.target, Processes())
     plan = plan_run(spec)
     done("compose and plan")
     batches = iter(open_data(spec)["train"])

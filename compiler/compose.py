@@ -34,6 +34,7 @@ from .user_code import spec_class
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
+MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, OSError)  # what a user can set right
 OPTIONAL = ("experiment",)  # groups of which nothing need be chosen
 
 
@@ -116,6 +117,14 @@ def hydra_arguments(request: Request) -> list[str]:
     """The overrides in the form in which Hydra never refuses a key: the spec judges it, with all the others."""
     with hydra_session(request) as groups:
         return [_forced(text, groups) for text in request.overrides]
+
+
+def hydra_run_dir(request: Request) -> Path:
+    """The run directory that Hydra will make for the request, with today's date and time in it; makes nothing."""
+    with hydra_session(request) as groups:
+        overrides = [_forced(text, groups) for text in request.overrides]
+        composed = compose(request.config_name, overrides=overrides, return_hydra_config=True)
+        return Path(str(OmegaConf.select(composed, "hydra.run.dir"))).resolve()
 
 
 def search_path_override(overrides: Sequence[str], config_dir: str | None) -> list[str]:
@@ -223,6 +232,16 @@ def composition_problem(error: Exception, groups: Groups) -> Problem:
         return Problem(match["group"], f"there is no '{match['option']}' in this group", fix)
     key = re.search(r"full_key: (\S+)", text)
     return Problem(key[1] if key else COMMAND_LINE, text.split("\n")[0], "see `meshloom train --help` and `--cfg job`")
+
+
+def as_config_error(error: Exception) -> ConfigError:
+    """One of the MISTAKES as what it is to the user."""
+    if isinstance(error, ConfigError):
+        return error
+    if isinstance(error, OSError):
+        fix = "make room there or give this process access to it, or choose another hydra.run.dir"
+        return ConfigError([Problem(str(error.filename or "disk"), error.strerror or str(error), fix)])
+    return ConfigError([composition_problem(error, groups={})])
 
 
 def _concerns(text: str, problem: Problem) -> bool:

@@ -25,6 +25,8 @@ class Problem:
 class ConfigError(Exception):
     """A declaration that cannot be run, with all that is wrong with it."""
 
+    exit_code = 2
+
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(dict.fromkeys(problems))
         super().__init__("\n".join(map(str, self.problems)))

@@ -172,6 +172,19 @@ class CheckpointSpec(Config):
         return self.every_num_steps is not None or self.every_num_minutes is not None
 
 
+class DistributedSpec(Config):
+    """The processes that run this together, each with its part of the devices, and how they find each other."""
+
+    cluster: Literal["auto", "none", "slurm", "ompi", "mpi4py", "gketpu", "gcetpu"]  # who started them; names of JAX
+    coordinator_address: str | None  # host:port that process 0 opens for the others; None: as the cluster says
+    num_processes: PositiveInt | None
+    process_id: NonNegativeInt | None  # of this process
+    local_device_ids: tuple[NonNegativeInt, ...] | None  # GPUs of this process; None: all, or one under SLURM, Open MPI
+    initialization_timeout_seconds: PositiveInt  # until all have come
+    heartbeat_timeout_seconds: PositiveInt  # after which one that is not heard of counts as dead
+    shutdown_timeout_seconds: PositiveInt  # until all have finished
+
+
 class LoggingSpec(Config):
     every_num_steps: PositiveInt  # of plain lines where there is no terminal; every step goes to metrics.jsonl
     tensorboard: bool
@@ -198,6 +211,7 @@ class RunSpec(Config):
     data: DataSpec
     shards: ShardsSpec
     checkpoint: CheckpointSpec
+    distributed: DistributedSpec
     logging: LoggingSpec
     evaluation: EvaluationSpec
     on_nonfinite: Literal["stop", "skip"]  # a step whose loss or gradient norm is no finite number; skip: no update

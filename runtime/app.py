@@ -5,6 +5,7 @@ value by value, then runs each point in a process of its own: devices, compiler 
 """
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -17,16 +18,15 @@ from typing import Any
 import hydra
 from hydra._internal.utils import get_args_parser  # private: the flags that every Hydra app has (pinned <1.4)
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from meshloom.compiler import target_names
 from meshloom.compiler.compose import (
+    MISTAKES,
     Request,
+    as_config_error,
     check_sweep,
-    composition_problem,
     hydra_arguments,
     read_spec,
     search_path_override,
@@ -36,6 +36,7 @@ from meshloom.compiler.spec import RunSpec
 
 from .help import show_help
 
+LOG = logging.getLogger("meshloom")
 Task = Callable[[DictConfig], Any]
 
 
@@ -55,36 +56,62 @@ def run_command(command: str, args: list[str]) -> int:
             _hydra_app(request, flags, task=_nothing)
         else:
             return {"train": _train, "explain": _explain, "data": _data}[command](request, flags)
-    except ConfigError as error:
-        return _show(error)
-    except (HydraException, OmegaConfBaseException) as error:
-        return _show(ConfigError([composition_problem(error, groups={})]))
-    except OSError as error:
-        return _show(_not_writable(error))
+    except MISTAKES as error:
+        return _show(as_config_error(error))
     return 0
 
 
 def _train(request: Request, flags: argparse.Namespace) -> int:
-    from .failures import RunFailed
-    from .train import prepare, train
+    """The same in every process of a run: a mistake that one of them finds ends all of them."""
+    from . import distributed
 
-    job = read_spec(request, then=prepare)
-    exit_codes: list[int] = []
+    try:
+        exit_code = _train_together(request, flags)
+    except MISTAKES as error:
+        exit_code = _show(as_config_error(error))
+    except BaseException as error:
+        distributed.crash(error)
+        raise
+    distributed.leave()
+    return exit_code
+
+
+def _train_together(request: Request, flags: argparse.Namespace) -> int:
+    from . import distributed
+    from .failures import is_of_one_process
+    from .process_log import process_log
+    from .run_dir import in_shared_run_dir
+    from .train import Job, prepare, train
+
+    declared: Job | distributed.Disagreement
+    try:
+        declared = distributed.together("declaration", lambda: read_spec(request, then=prepare))
+    except distributed.Disagreement as error:  # to be named in the log of each process
+        declared = error
+    processes, exit_codes = distributed.current(), [2]
 
     def task(_: DictConfig) -> None:
         run_dir = Path(HydraConfig.get().runtime.output_dir)
         shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-        try:
-            exit_codes.append(train(job, shown, overrides=request.overrides, console=Console()))
-        except ConfigError as error:  # Hydra would print a line of its own about it
-            exit_codes.append(_show(error))
-        except RunFailed as error:
-            _show(ConfigError([error.problem]))
-            exit_codes.append(error.exit_code)
-        except OSError as error:
-            exit_codes.append(_show(_not_writable(error)))
+        with process_log(run_dir, processes):
+            try:
+                if isinstance(declared, distributed.Disagreement):
+                    raise declared
+                console = Console(quiet=not processes.is_first)
+                exit_codes[0] = train(
+                    declared, shown, overrides=request.overrides, console=console, processes=processes
+                )
+            except MISTAKES as error:  # Hydra would print a line of its own about it
+                LOG.error(error)
+                if is_of_one_process(error) and processes.count > 1:
+                    distributed.crash(error, shown)
+                exit_codes[0] = _show(as_config_error(error))
+            except BaseException as error:
+                LOG.error("crashed", exc_info=True)
+                distributed.crash(error, shown)
+                raise
 
-    _hydra_app(request, flags, task)
+    _hydra_app(in_shared_run_dir(request, processes), flags, task)
     return exit_codes[0]
 
 
@@ -180,11 +207,10 @@ def _request(flags: argparse.Namespace) -> Request:
     return Request(tuple(overrides), flags.config_name or "config", path)
 
 
-def _not_writable(error: OSError) -> ConfigError:
-    fix = "make room there or give this process access to it, or choose another hydra.run.dir"
-    return ConfigError([Problem(str(error.filename or "disk"), error.strerror or str(error), fix)])
-
-
 def _show(error: ConfigError) -> int:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(str(error), markup=False)
-    return 2
+    """Say it, once for all processes."""
+    from .distributed import current
+
+    if current().is_first:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(str(error), markup=False)
+    return error.exit_code

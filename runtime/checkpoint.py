@@ -14,13 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import jax
 from orbax.checkpoint import v1 as ocp
 
-from meshloom.compiler.problems import Problem
+from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.compiler.spec import CheckpointSpec, RunSpec
 
 from .checkpoint_start import CONTEXT, FOLDER, Start, finished
-from .failures import STORAGE, RunFailed, storage_reason
+from .failures import STORAGE, RunFailed, is_of_one_process, storage_reason
 from .manifest import write_manifest
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs each step of its own, and what it raises too
@@ -59,7 +60,9 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._orbax:
+        # After a crash the others may never come to its barriers.
+        is_waited_for = error is None or not (jax.process_count() > 1 and _is_crash(error))
+        if self._orbax and is_waited_for:
             with self._told():
                 self._orbax.close()
 
@@ -103,6 +106,8 @@ class Checkpoints:
 
     def _before_rename(self) -> None:
         """Orbax calls it when all files of a save are written, and before it gives their directory its final name."""
+        if jax.process_index() != 0:
+            return
         (directory,) = self._unfinished()
         write_manifest(directory)
 
@@ -142,6 +147,10 @@ def set_aside(damaged: dict[Path, str]) -> None:
     for path in damaged:
         others = len(list(path.parent.glob(f"{path.name}.damaged*")))
         path.rename(path.with_name(f"{path.name}.damaged{others or ''}"))
+
+
+def _is_crash(error: BaseException) -> bool:
+    return is_of_one_process(error) or not isinstance(error, ConfigError)
 
 
 def _preservation_policy(spec: CheckpointSpec) -> Any:

@@ -10,6 +10,7 @@ from orbax.checkpoint import v1 as ocp
 from meshloom.compiler.problems import ConfigError, Problem, all_of
 from meshloom.compiler.spec import RunSpec
 
+from .distributed import current
 from .failures import STORAGE, RunFailed
 from .manifest import damage_in
 from .tree_diff import shown, tree_differences
@@ -54,8 +55,9 @@ def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
 
 
 def check_checkpoint(spec: RunSpec) -> None:
-    """Raise ConfigError where `checkpoint.restore_from` names no finished checkpoint, or no best ones can be told."""
-    all_of(lambda: _check_best(spec), lambda: _check_restore(spec))
+    """Raise ConfigError where `checkpoint.restore_from` names no finished checkpoint, no best ones can be told, or several
+    processes would each save by their own clock."""
+    all_of(lambda: _check_best(spec), lambda: _check_restore(spec), lambda: _check_clock(spec))
 
 
 def _check_best(spec: RunSpec) -> None:
@@ -64,6 +66,13 @@ def _check_best(spec: RunSpec) -> None:
         what = f"checkpoints are saved every {saves} steps, held-out losses are known every {evaluations}"
         fix = f"set checkpoint.every_num_steps to a multiple of {evaluations}"
         raise ConfigError([Problem("checkpoint.num_best_kept", what, fix)])
+
+
+def _check_clock(spec: RunSpec) -> None:
+    if spec.checkpoint.every_num_minutes is not None and current().count > 1:
+        what = f"{current().count} processes save together, and their clocks differ"
+        fix = "set checkpoint.every_num_minutes=null, and checkpoint.every_num_steps to a number of steps"
+        raise ConfigError([Problem("checkpoint.every_num_minutes", what, fix)])
 
 
 def _check_restore(spec: RunSpec) -> None:

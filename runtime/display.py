@@ -1,5 +1,6 @@
 """What a run says: a progress bar and a summary on a terminal, plain lines elsewhere."""
 
+import logging
 from types import TracebackType
 from typing import Self
 
@@ -10,6 +11,8 @@ from rich.table import Table
 from meshloom.compiler.plan import Plan
 
 from .metrics import Metrics
+
+LOG = logging.getLogger("meshloom")  # runtime/process_log.py gives it a file
 
 
 class Display:
@@ -48,17 +51,20 @@ class Display:
         self._bar.update(self._task, completed=metrics.step, numbers=numbers)
         spec = self.plan.spec
         is_due = metrics.step % spec.logging.every_num_steps == 0 or metrics.step == spec.num_steps
-        if is_due and not self.console.is_terminal:
-            say(self.console, f"step {metrics.step}/{spec.num_steps}  {numbers}  grad_norm {metrics.grad_norm:.2f}  "
-                f"learning_rate {metrics.learning_rate:.1e}  {metrics.step_seconds * 1e3:.0f} ms")  # fmt: skip
+        if is_due:
+            more = f"grad_norm {metrics.grad_norm:.2f}  learning_rate {metrics.learning_rate:.1e}"
+            line = f"step {metrics.step}/{spec.num_steps}  {numbers}  {more}  {metrics.step_seconds * 1e3:.0f} ms"
+            say(self.console, line, is_shown=not self.console.is_terminal)
         if metrics.eval_loss is not None:
             self.latest_eval_loss = metrics.eval_loss
             say(self.console, f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f} nats per {self.token_unit}")
 
 
-def say(console: Console, line: str) -> None:
-    """A line as it is: no wrapping, no markup, so that it can be searched and copied."""
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
+def say(console: Console, line: str, *, is_shown: bool = True) -> None:
+    """A line as it is, to the terminal and the log: no wrapping, no markup, so that it can be searched and copied."""
+    LOG.info(line)
+    if is_shown:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def show_header(console: Console, plan: Plan) -> None:
@@ -73,9 +79,7 @@ def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
     """Names and values, one a line."""
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
-        if console.is_terminal:
-            table.add_row(f"[bold]{name}", value)
-        else:
-            say(console, f"{name}: {value}")
+        table.add_row(f"[bold]{name}", value)
+        say(console, f"{name}: {value}", is_shown=not console.is_terminal)
     if console.is_terminal:
         console.print(table)

@@ -3,18 +3,23 @@
 import os
 import re
 
-from meshloom.compiler.problems import Problem
+from meshloom.compiler.problems import ConfigError, Problem
 
 NONFINITE = 3  # NaN or infinity where training cannot go on
 STORAGE = 4  # a checkpoint or a metric cannot be written, or no checkpoint can be read
 
 
-class RunFailed(Exception):
-    """The run ended early. A problem for its user, and the exit code that tells a scheduler what kind it is."""
+class RunFailed(ConfigError):
+    """The run ended early. Told as a mistake is, with an exit code that tells a scheduler what kind it is."""
 
     def __init__(self, problem: Problem, exit_code: int):
-        self.problem, self.exit_code = problem, exit_code
-        super().__init__(str(problem))
+        super().__init__([problem])
+        self.exit_code = exit_code
+
+
+def is_of_one_process(error: BaseException) -> bool:
+    """True for what one of several processes may meet alone, while the others go on: what its disk refuses."""
+    return isinstance(error, OSError) or (isinstance(error, RunFailed) and error.exit_code == STORAGE)
 
 
 def storage_reason(error: BaseException) -> str | None:

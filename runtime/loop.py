@@ -19,6 +19,7 @@ from .checkpoint import Checkpoints
 from .data import BatchIterator, HostBatch
 from .metrics import Metrics, mfu
 from .nonfinite import NonFinite, SkipCounter
+from .rows import local_rows, to_devices
 from .stop import StopRequest
 
 
@@ -33,8 +34,8 @@ class Running:
 
 
 class Loop:
-    """One run of compiled programs over batches: an iterator with `get_state`. held_out: the same batches each time it
-    is iterated."""
+    """One run of compiled programs over batches, of which this process reads its rows. held_out: the same batches each
+    time it is iterated."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Loop:
         self.plan, self.spec, self.programs = plan, plan.spec, programs
         self.batches, self.held_out = batches, held_out
         self.checkpoints, self.report, self.stop = checkpoints, report, stop
+        self._rows = local_rows(programs.batch)
         self._skips = SkipCounter(plan.spec)
         self._last_finish = self._last_save = 0.0
 
@@ -60,7 +62,7 @@ class Loop:
         """
         running, done, eval_loss = None, first_step, None
         self._last_finish = self._last_save = time.perf_counter()
-        while done < self.spec.num_steps and self.stop.signal is None:
+        while done < self.spec.num_steps and not self.stop.is_due(done):
             position, start = self.batches.get_state(), time.perf_counter()
             batch = self._to_devices(next(self.batches))
             input_seconds = time.perf_counter() - start
@@ -121,10 +123,7 @@ class Loop:
         self._last_save = time.perf_counter()
 
     def _to_devices(self, batch: HostBatch) -> dict[str, jax.Array]:
-        return {
-            name: jax.make_array_from_process_local_data(x.sharding, batch[name], x.shape)
-            for name, x in self.programs.batch.items()
-        }
+        return to_devices(self.programs.batch, self._rows, batch)
 
     def _is_evaluation_due(self, step: int) -> bool:
         return step % self.spec.evaluation.every_num_steps == 0 or step == self.spec.num_steps

@@ -1,8 +1,10 @@
 """`meshloom train`: a plan and a run directory in; a trained, saved model and its metrics out."""
 
 import json
+import os
 import shlex
 import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +16,25 @@ from rich.console import Console
 from meshloom.compiler.driver import Programs, build, lower, plan_run
 from meshloom.compiler.explain import plan_as_json
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.problems import all_of
+from meshloom.compiler.problems import ConfigError, all_of
 from meshloom.compiler.spec import RunSpec
 
-from .checkpoint import Checkpoints, restore, set_aside
-from .checkpoint_start import FOLDER, Start, check_checkpoint, describe, find_start
+from .agreement import check_same_declaration, check_same_program
+from .checkpoint import Checkpoints, restore
+from .checkpoint_start import FOLDER, Start, check_checkpoint
+from .cluster import plan_start
 from .compile_cache import cached_compilation
 from .data import BatchIterator, Data, open_data
 from .devices import start_devices
 from .display import Display, say, show_header, show_summary
+from .distributed import Processes, join, together
 from .files import replace_text
 from .lock import only_run_in
 from .loop import Loop
 from .metrics import Metrics, MetricsLog
 from .nonfinite import NonFinite
-from .space import check_space
+from .rows import local_rows
+from .shared_start import find_shared_start
 from .stop import StopRequest
 
 TRY_NEXT = [
@@ -48,51 +54,64 @@ class Job:
 
 def prepare(spec: RunSpec) -> Job:
     """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError."""
-    start_devices(spec.target)
+    try:
+        processes = join(spec)
+    except ConfigError:
+        plan_and_check(spec)  # raises the same, with all else that is wrong
+        raise
+    check_same_declaration(spec, processes)
+    start_devices(spec.target, processes)
     return plan_and_check(spec)
 
 
 def plan_and_check(spec: RunSpec) -> Job:
     """The plan and the data of a run, on whatever devices there are. Raises ConfigError with all that is wrong."""
-    plan, data, _ = all_of(lambda: plan_run(spec), lambda: open_data(spec), lambda: check_checkpoint(spec))
+    plan, data, *_ = all_of(
+        lambda: plan_run(spec),
+        lambda: open_data(spec),
+        lambda: check_checkpoint(spec),
+        lambda: plan_start(spec.distributed, spec.target, os.environ),
+    )
     return Job(plan, data)
 
 
-def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console) -> int:
-    """Run the job; continue where a run in the same directory stopped. Returns the exit code.
+def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console, processes: Processes) -> int:
+    """Run the job; continue where a run in the same directory stopped. Returns the exit code, the same in all.
 
     Raises RunFailed where it cannot be done to its end, ConfigError where a checkpoint is not of this model.
     """
-    with only_run_in(run_dir):
-        return _train(job, run_dir, overrides=overrides, console=console)
+    with ExitStack() as held:
+        together("lock of the run directory", lambda: held.enter_context(only_run_in(run_dir)))
+        return _train(job, run_dir, overrides=overrides, console=console, processes=processes)
 
 
-def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console) -> int:
+def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console, processes: Processes) -> int:
     plan, data, spec, started = job.plan, job.data, job.plan.spec, time.perf_counter()
     show_header(console, plan)
     say(console, data.summary)
-    start = _start(plan, run_dir, console)
+    start = find_shared_start(run_dir, plan, console, processes)
     if start and start.is_own and start.step >= spec.num_steps:
         enough = f"{start.step} steps are done already, num_steps is {spec.num_steps}"
         show_summary(console, [("nothing to do", enough), *_where(plan, run_dir, start.step)])
         return 0
-    write_declaration(plan, run_dir)
-    with StopRequest() as stop, Checkpoints(run_dir, spec) as checkpoints:
-        programs = _compile(plan, console)
-        batches = iter(data["train"])
+    with StopRequest(processes) as stop, Checkpoints(run_dir, spec) as checkpoints:
+        programs = _compile(plan, console, processes)
+        rows = local_rows(programs.batch)
+        batches = iter(data["train"].of_rows(rows))
         state, first_step = _initial_state(start, programs, batches, console)
         display = Display(console, plan, first_step=first_step, token_unit=data.token_unit)
-        with MetricsLog(run_dir, first_step=first_step, tensorboard=spec.logging.tensorboard) as log, display:
+        with _metrics_log(plan, run_dir, first_step, processes) as log, display:
 
             def report(metrics: Metrics) -> None:
-                log.write(metrics)
+                if log:
+                    log.write(metrics)
                 display.show(metrics)
 
             loop = Loop(
                 plan,
                 programs,
                 batches=batches,
-                held_out=data["held_out"],
+                held_out=data["held_out"].of_rows(rows),
                 checkpoints=checkpoints,
                 report=report,
                 stop=stop,
@@ -119,19 +138,6 @@ def write_declaration(plan: Plan, run_dir: Path) -> None:
     replace_text(run_dir / "plan.json", json.dumps(plan_as_json(plan), indent=1) + "\n")
 
 
-def _start(plan: Plan, run_dir: Path, console: Console) -> Start | None:
-    """The checkpoint to go on from, found whole and of this model; what stands in the way of saving is told."""
-    start = find_start(run_dir, plan.spec, plan.abstract)
-    if warning := check_space(run_dir, plan.spec, plan.abstract):
-        say(console, f"warning: {warning}")
-    if start and start.damaged:
-        kept = f"; kept as {FOLDER}/STEP.damaged" if start.is_own else ""
-        say(console, f"warning: damaged, so an older one is used: {describe(start.damaged)}{kept}")
-        if start.is_own and jax.process_index() == 0:
-            set_aside(start.damaged)
-    return start
-
-
 def _run(loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints) -> int:
     """The loop; where training cannot go on, the end is told with the checkpoint that is left."""
     try:
@@ -141,11 +147,23 @@ def _run(loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints) -> i
         raise error.failure(checkpoints.latest_step) from error
 
 
-def _compile(plan: Plan, console: Console) -> Programs:
+def _metrics_log(
+    plan: Plan, run_dir: Path, first_step: int, processes: Processes
+) -> AbstractContextManager[MetricsLog | None]:
+    """Process 0 writes what there is one of: the declaration and the metrics, which are the same in all."""
+    if not processes.is_first:
+        return nullcontext()
+    write_declaration(plan, run_dir)
+    return MetricsLog(run_dir, first_step=first_step, tensorboard=plan.spec.logging.tensorboard)
+
+
+def _compile(plan: Plan, console: Console, processes: Processes) -> Programs:
     start = time.perf_counter()
     with console.status("compiling the train step"), cached_compilation(plan.spec.compilation_cache) as cache:
         mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
-        programs = build(lower(plan, mesh))
+        lowered = lower(plan, mesh)
+        check_same_program(lowered, processes)
+        programs = build(lowered)
     say(console, cache.describe(time.perf_counter() - start))
     for warning in cache.warnings:
         say(console, f"warning: {warning}")
@@ -177,5 +195,5 @@ def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]
 def _how_to_continue(overrides: tuple[str, ...], run_dir: Path, saved: int | None) -> str:
     if saved is None:
         return "not possible: nothing was saved (no step was done, or checkpoints are disabled)"
-    kept = [text for text in overrides if not text.startswith("hydra.run.dir=")]
+    kept = [text for text in overrides if not text.startswith(("hydra.run.dir=", "distributed."))]  # in any processes
     return shlex.join(["meshloom", "train", *kept, f"hydra.run.dir={run_dir}"])

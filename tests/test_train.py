@@ -205,6 +205,7 @@ def test_disabled_checkpoints_save_nothing(tmp_path):
     done = meshloom("train", *SMALL, "checkpoint=disabled", "logging=quiet", "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.name[0] != ".") == [
+        "logs",
         "metrics.jsonl",
         "plan.json",
         "spec.yaml",

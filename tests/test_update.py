@@ -16,7 +16,8 @@ from meshloom.compiler.spec import LossScaleSpec
 from meshloom.compiler.step import build_init, weight_layouts
 from meshloom.compiler.trees import leaves_by_path
 from meshloom.compiler.update import build_update, next_loss_scale
-from meshloom.runtime.checkpoint import Checkpoints, restore_from
+from meshloom.runtime.checkpoint import Checkpoints, restore
+from meshloom.runtime.checkpoint_start import Start
 from meshloom.runtime.data import open_data
 
 ONE = "target=cpu-1"
@@ -200,16 +201,17 @@ def test_every_part_of_the_state_goes_on_from_a_checkpoint_bit_by_bit(tmp_path, 
     for batch in tokens[:2]:
         state, _ = programs.train(state, on_devices(programs, batch))
     with Checkpoints(tmp_path, plan.spec) as checkpoints:
-        checkpoints.save(2, state, batches)
+        checkpoints.save(2, state, batches, eval_loss=None)
+    start = Start(tmp_path / "checkpoints" / "2", 2, is_own=False, damaged={})
     saved = jax.tree.map(np.asarray, state)
     undisturbed, _ = programs.train(state, on_devices(programs, tokens[2]))
-    restored = restore_from(tmp_path, plan.spec, programs.state, batches).state
+    restored = restore(start, programs.state, batches).state
     assert _bits(restored) == _bits(saved)
     again, metrics = programs.train(restored, on_devices(programs, tokens[2]))
     assert _bits(again) == _bits(undisturbed)
     assert float(metrics["loss_scale"]) == 2 * 65536
     elsewhere = lower(other, other.mesh.of_devices(jax.devices())).state
-    assert _bits(restore_from(tmp_path, other.spec, elsewhere, batches).state) == _bits(saved)
+    assert _bits(restore(start, elsewhere, batches).state) == _bits(saved)
 
 
 # Bytes per parameter: parameters, master, moments, gradients. K = 12 of them are split by ZeRO-1, 14 by ZeRO-2.

@@ -1,0 +1,105 @@
+"""Before the first step all processes compare what they are about to run; a difference is named, with who has it.
+
+Devices would not notice: processes with other programs wait for each other for ever, and with another seed or learning
+rate they train on and diverge. Compared are hashes; only where they differ do the processes show each other the rest.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from meshloom import __version__
+from meshloom.compiler.driver import Programs
+from meshloom.compiler.problems import Problem
+from meshloom.compiler.spec import RunSpec
+
+from .distributed import Disagreement, Processes, name_processes
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # they change the compiled program, not the lowered one
+OF_ONE_PROCESS = {"distributed": {"process_id", "local_device_ids"}}  # of the spec; all else is the same in all
+UNSET = "not set"
+
+
+def check_same_declaration(spec: RunSpec, processes: Processes) -> None:
+    """Raise Disagreement, in all processes alike, where one of them has another spec, version or compiler flag."""
+    declaration = {
+        "spec": dict(_flat(spec.model_dump(mode="json", exclude=OF_ONE_PROCESS))),  # type: ignore[arg-type]
+        "environment": environment_of_program(),
+    }
+    found = _all_if_different("spec", json.dumps(declaration, sort_keys=True), processes)
+    if found:
+        declarations = [json.loads(text) for text in found]
+        keys = differences([each["spec"] for each in declarations], fix="give all processes the same overrides")
+        fix = "give all processes the same packages and environment variables"
+        raise Disagreement(keys + differences([each["environment"] for each in declarations], fix=fix))
+
+
+def check_same_checkpoint(latest_step: int | None, processes: Processes) -> None:
+    """Raise Disagreement where processes do not find the same newest checkpoint to go on from."""
+    values = {"the newest checkpoint": str(latest_step)}
+    _check_same("checkpoint", values, processes, fix="name a hydra.run.dir that all hosts share")
+
+
+def check_same_program(lowered: Programs, processes: Processes) -> None:
+    """Raise Disagreement where a process has lowered another program from the same declaration."""
+    if processes.count == 1:
+        return
+    programs = {"init": lowered.init, "train": lowered.train, "evaluate": lowered.evaluate}
+    hashes = {f"the lowered {name} program": _hash(program.as_text()) for name, program in programs.items()}
+    fix = "look for code of the model that depends on the process, on time or on the order of a set"
+    _check_same("program", hashes, processes, fix=fix)
+
+
+def environment_of_program() -> dict[str, str]:
+    """All beside the spec that decides what is compiled: versions, and flags of the compiler."""
+    versions = {name: version(name) for name in PACKAGES}
+    flags = {name: os.environ.get(name, UNSET) for name in COMPILER_FLAGS}
+    return {"python": platform.python_version(), "meshloom": __version__, **versions, **flags}
+
+
+def differences(values: Sequence[Mapping[str, str]], *, fix: str) -> list[Problem]:
+    """One Problem for each key whose value is not the same in all processes, the rarest value first.
+
+    [{"seed": "0"}, {"seed": "0"}, {"seed": "1"}] -> "seed: 1 in process 2, 0 in processes 0, 1"
+    """
+    problems = []
+    for key in dict.fromkeys(key for each in values for key in each):
+        owners: dict[str, list[int]] = defaultdict(list)
+        for index, each in enumerate(values):
+            owners[each.get(key, UNSET)].append(index)
+        if len(owners) > 1:
+            groups = sorted(owners.items(), key=lambda group: (len(group[1]), group[1]))
+            shown = [f"{value} in {name_processes(indices, len(values))}" for value, indices in groups]
+            problems.append(Problem(key, ", ".join(shown), fix))
+    return problems
+
+
+def _check_same(name: str, values: Mapping[str, str], processes: Processes, *, fix: str) -> None:
+    found = _all_if_different(name, json.dumps(values), processes)
+    if found:
+        raise Disagreement(differences([json.loads(text) for text in found], fix=fix))
+
+
+def _all_if_different(name: str, text: str, processes: Processes) -> list[str]:
+    """Every process's text, where they differ; else nothing. Texts travel only then."""
+    hashes = processes.gather(f"{name}/hash", _hash(text))
+    return processes.gather(f"{name}/text", text) if len(set(hashes)) > 1 else []
+
+
+def _flat(node: Any, path: str = "") -> Iterable[tuple[str, str]]:
+    """{"optimizer": {"b1": 0.9}} -> ("optimizer.b1", "0.9"); lists are values."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _flat(value, f"{path}.{key}" if path else key)
+    else:
+        yield path, json.dumps(node)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,199 @@
+"""The processes of a run: joining them, and what they tell each other without a device.
+
+Texts go through the key-value store of JAX's coordination service, which process 0 runs: it works before there is any
+program, and tells who said what. docs/processes.md says when processes meet.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+from jax._src import distributed as jax_distributed  # private: the one way to the key-value store
+
+from meshloom.compiler.compose import MISTAKES, as_config_error
+from meshloom.compiler.problems import ConfigError, Problem
+from meshloom.compiler.spec import RunSpec
+
+from .cluster import plan_start
+
+T = TypeVar("T")
+SECONDS_UNTIL_NOTE = 20  # of waiting for the others
+TOO_LITTLE_KNOWN = (
+    ValueError,
+    LookupError,
+    RuntimeError,
+    ImportError,
+    OSError,
+)  # JAX's errors where a cluster says less
+
+
+class Disagreement(ConfigError):
+    """Processes of one run that are about to run different things; all of them find the same."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of this run, and which of them this is; alone without `jax.distributed`."""
+
+    index: int = 0
+    count: int = 1
+    timeout_seconds: int = 0  # how long they wait for each other
+    client: Any = None  # of JAX's coordination service
+
+    @property
+    def is_first(self) -> bool:
+        """True in the one process that speaks on the terminal and writes what is written once."""
+        return self.index == 0
+
+    def gather(self, name: str, text: str) -> list[str]:
+        """Every process's text, in their order; waits until all have given theirs. A name is used once.
+
+        Raises ConfigError with those that did not come.
+        """
+        if self.count == 1:
+            return [text]
+        self.client.key_value_set(f"meshloom/{name}/{self.index:06}", text)
+        try:
+            self.client.wait_at_barrier(f"meshloom/{name}", self.timeout_seconds * 1000)
+        except jax.errors.JaxRuntimeError as error:
+            came = {int(key.rsplit("/", 1)[1]) for key, _ in self.client.key_value_dir_get(f"meshloom/{name}/")}
+            raise self._not_come(name, sorted(set(range(self.count)) - came)) from error
+        return [value for _, value in sorted(self.client.key_value_dir_get(f"meshloom/{name}/"))]
+
+    def from_first(self, name: str, text: str | None = None) -> str:
+        """The text of process 0, which gives it and does not wait. A name is used once."""
+        if self.count == 1 or self.is_first:
+            assert text is not None
+            if self.count > 1:
+                self.client.key_value_set(f"meshloom/{name}", text)
+            return text
+        try:
+            return self.client.blocking_key_value_get(f"meshloom/{name}", self.timeout_seconds * 1000)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._not_come(name, [0]) from error
+
+    def _not_come(self, name: str, missing: list[int]) -> ConfigError:
+        """What is left to say where a wait ended without all the others."""
+        who = f"{name_processes(missing, self.count)} did not come" if missing else "a process was lost"
+        what = f"{who} to '{name}' within {self.timeout_seconds} s"
+        fix = "see their logs and terminals; raise distributed.initialization_timeout_seconds where they are slow"
+        return ConfigError([Problem("distributed", what, fix)])
+
+
+_joined = Processes()  # as JAX's own state: one per process of the operating system
+
+
+def current() -> Processes:
+    """The processes that this one has joined; itself alone before `join`."""
+    return _joined
+
+
+def join(spec: RunSpec) -> Processes:
+    """Meet the other processes of the run, if there are any. Raises ConfigError where they cannot be found."""
+    global _joined
+    arguments = plan_start(spec.distributed, spec.target, os.environ)
+    if arguments is None:
+        return _joined
+    timeouts = spec.distributed
+    note = threading.Timer(SECONDS_UNTIL_NOTE, _say_waiting, [timeouts.initialization_timeout_seconds])
+    note.daemon = True
+    note.start()
+    try:
+        jax.distributed.initialize(
+            **arguments,
+            initialization_timeout=timeouts.initialization_timeout_seconds,
+            heartbeat_timeout_seconds=timeouts.heartbeat_timeout_seconds,
+            shutdown_timeout_seconds=timeouts.shutdown_timeout_seconds,
+        )
+    except TOO_LITTLE_KNOWN as error:
+        what = f"JAX could not start: {type(error).__name__}: {error}"
+        fix = "set distributed.coordinator_address, num_processes and process_id, or choose distributed=alone"
+        raise ConfigError([Problem("distributed", what, fix)]) from error
+    finally:
+        note.cancel()
+    state = jax_distributed.global_state
+    _joined = Processes(state.process_id, state.num_processes, timeouts.initialization_timeout_seconds, state.client)
+    return _joined
+
+
+def together(name: str, step: Callable[[], T]) -> T:
+    """The result of a step that all processes take; where it fails in any, it fails in all, with the same problems."""
+    result, error = None, None
+    try:
+        result = step()
+    except MISTAKES as raised:
+        error = as_config_error(raised)
+    told = {
+        "is_disagreement": isinstance(error, Disagreement),
+        "problems": list(map(astuple, error.problems if error else ())),
+    }
+    everyone = [json.loads(text) for text in current().gather(name, json.dumps(told))]
+    if error and all(each["is_disagreement"] for each in everyone):
+        raise error
+    # What one process finds wrong with its own declaration explains why it is not that of the others.
+    found = [[] if each["is_disagreement"] else [Problem(*fields) for fields in each["problems"]] for each in everyone]
+    if any(found):
+        raise ConfigError(_whose(problem, found) for problems in found for problem in problems)
+    return result  # type: ignore[return-value]
+
+
+def _say_waiting(timeout_seconds: int) -> None:
+    """JAX waits in silence, and ends the process when the time is up."""
+    state = jax_distributed.global_state
+    where = f"process {state.process_id}: waiting for the others at {state.coordinator_address}"
+    print(f"{where}, at most {timeout_seconds} s", file=sys.stderr, flush=True)
+
+
+def leave() -> None:
+    """Part from the other processes in order: wait until all are done."""
+    global _joined
+    if _joined.client is not None:
+        jax.distributed.shutdown()
+        _joined = Processes()
+
+
+def crash(error: BaseException, run_dir: Path | None = None) -> None:
+    """End one of several processes at once: the others may be waiting for it, and it must not wait for them.
+
+    Process 0 shows where it was; of the others their last line is enough, and their logs hold the rest.
+    """
+    if _joined.count == 1:
+        return
+    if isinstance(error, KeyboardInterrupt):
+        print(f"process {_joined.index}: interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
+    elif _joined.is_first:
+        traceback.print_exception(error)
+    else:
+        last = traceback.format_exception_only(error)[-1].strip()
+        log = f" ({run_dir}/logs/process-{_joined.index}.log)" if run_dir else ""
+        print(f"process {_joined.index}: {last}{log}", file=sys.stderr)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def name_processes(indices: list[int], count: int) -> str:
+    """[1] -> "process 1"; [0, 2, 3] of 4 -> "processes 0, 2, 3"; most of very many -> "the other 63"."""
+    if len(indices) == 1:
+        return f"process {indices[0]}"
+    if len(indices) > 4 and 2 * len(indices) > count:
+        return f"the other {len(indices)}"
+    return f"processes {', '.join(map(str, indices))}"
+
+
+def _whose(problem: Problem, found: list[list[Problem]]) -> Problem:
+    """The problem as it is where all processes found it; else with the ones that did."""
+    owners = [index for index, problems in enumerate(found) if problem in problems]
+    if len(owners) == len(found):
+        return problem
+    return Problem(f"{problem.where} ({name_processes(owners, len(found))})", problem.what, problem.fix)

@@ -1,0 +1,48 @@
+"""Which rows of a global batch this process reads, and the batch made of them.
+
+The global batch does not depend on the number of processes. A process holds the rows of its devices: not always
+neighbours, and not its alone where a mesh axis that does not split the batch runs across processes.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+
+def rows_held(sharding: Sharding, num_rows: int, devices: Iterable[Any] | None = None) -> tuple[int, ...]:
+    """The rows of an array of `num_rows` that these devices hold (default: those of this process), in order."""
+    held = sharding.addressable_devices if devices is None else set(devices)
+    slices = [index[0] for device, index in sharding.devices_indices_map((num_rows,)).items() if device in held]
+    return tuple(sorted({row for part in slices for row in range(*part.indices(num_rows))}))
+
+
+def local_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[int, ...]:
+    """The rows of the global batch that this process reads."""
+    first = next(iter(batch.values()))
+    assert first.sharding is not None
+    return rows_held(_of_rows(first.sharding), first.shape[0])
+
+
+def to_devices(
+    batch: Mapping[str, jax.ShapeDtypeStruct], rows: Sequence[int], local: Mapping[str, np.ndarray]
+) -> dict[str, jax.Array]:
+    """The global batch on the devices. local: the `rows` of it, in that order, as `local_rows` names them."""
+
+    def place(name: str, x: jax.ShapeDtypeStruct) -> jax.Array:
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[0].indices(x.shape[0])
+            first = bisect_left(rows, start)
+            return local[name][first : first + stop - start][:, *index[1:]]
+
+        return jax.make_array_from_callback(x.shape, x.sharding, part)  # type: ignore[arg-type]
+
+    return {name: place(name, x) for name, x in batch.items()}
+
+
+def _of_rows(sharding: Any) -> Sharding:
+    """The same over the first dimension alone."""
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:1]))
