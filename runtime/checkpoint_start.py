@@ -55,8 +55,8 @@ def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
 
 
 def check_checkpoint(spec: RunSpec) -> None:
-    """Raise ConfigError where `checkpoint.restore_from` names no finished checkpoint, where no best ones can be told, or
-    where several processes would each save by their own clock."""
+    """Raise ConfigError where `checkpoint.restore_from` names no finished checkpoint, no best ones can be told, or each
+    of several processes would save by a clock of its own."""
     all_of(lambda: _check_best(spec), lambda: _check_restore(spec), lambda: _check_clock(spec))
 
 

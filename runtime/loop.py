@@ -113,7 +113,7 @@ class Loop:
         """Mean loss over the held-out batches, in nats per token."""
         sums = np.zeros(2)
         for batch in self.held_out:
-            # One at a time: XLA:CPU holds 32 programs in flight, and processes that fill them in other orders never end.
+            # One at a time: with many programs in flight on CPU, several processes have been seen to hang.
             sums += jax.device_get(self.programs.evaluate(state["params"], self._to_devices(batch)))
         loss, num_targets = sums
         return float(loss / num_targets)
