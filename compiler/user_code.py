@@ -7,12 +7,14 @@ What goes wrong in their code is told with the last lines of their traceback.
 """
 
 import importlib
+import os
+import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Literal, Union, get_args
 
 from pydantic import Field, create_model
@@ -27,6 +29,8 @@ from .spec import RunSpec
 
 NUM_FRAMES = 3  # of a user's traceback that are shown
 OURS = Path(__file__).resolve().parents[1]
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+LIBRARIES = {"flax", "grain", "jax", "jaxlib", "numpy", "optax", "pydantic"}
 
 
 @dataclass(frozen=True)
@@ -72,35 +76,49 @@ def spec_class(values: Mapping[str, Any]) -> tuple[type[RunSpec], list[Problem]]
 
 
 def load_object(path: str, where: str) -> Any:
-    """What `my_package.module:name` names. Raises ConfigError at `where` where there is none, or its import fails."""
+    """What `my_package.module:name` names, in an installed package or in the working directory.
+
+    Raises ConfigError at `where` where there is none, or its import fails.
+    """
     module_name, _, name = path.partition(":")
+    if not (module_name and name):
+        raise ConfigError([Problem(where, f"'{path}' names no class", "write module:Class, as my_package.module:Name")])
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
-        with blamed_on_user(where, f"importing {module_name}"):
-            module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        fix = "install its package (pip install -e .), or add its folder to PYTHONPATH"
-        raise ConfigError([Problem(where, f"there is no module '{error.name}'", fix)]) from None
+        if not f"{module_name}.".startswith(f"{error.name}."):  # theirs imports it
+            raise ConfigError([problem_in_user_code(where, f"importing {module_name}", error)]) from error
+        what = f"there is no module '{error.name}', neither installed nor in the working directory"
+        raise ConfigError([Problem(where, what, "install its package, or start where it lies")]) from error
+    except Exception as error:
+        raise ConfigError([problem_in_user_code(where, f"importing {module_name}", error)]) from error
     if not hasattr(module, name):
-        public = [n for n in vars(module) if not n.startswith("_")]
-        raise ConfigError([Problem(where, f"module '{module_name}' has no '{name}'", use_one_of(name, public))])
+        classes = [key for key, value in vars(module).items() if isinstance(value, type) and key[0] != "_"]
+        raise ConfigError([Problem(where, f"module '{module_name}' has no '{name}'", use_one_of(name, classes))])
     return getattr(module, name)
 
 
 @contextmanager
 def blamed_on_user(where: str, doing: str) -> Iterator[None]:
-    """Turn an exception from a user's code into a ConfigError at `where`, with the last frames that are theirs; one in
-    which no frame is theirs passes."""
+    """Turn an exception from a user's code into a ConfigError at `where`; one in which no frame is theirs passes."""
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        frames = _their_frames(error.__traceback__)
-        if not frames:
+        if not _their_frames(error):
             raise
-        lines = "".join(f"\n    {frame.filename}:{frame.lineno}: {frame.line}" for frame in frames[-NUM_FRAMES:])
-        what = f"{doing} failed: {type(error).__name__}: {error}{lines}"
-        raise ConfigError([Problem(where, what, "mend the code there")]) from error
+        raise ConfigError([problem_in_user_code(where, doing, error)]) from error
+
+
+def problem_in_user_code(where: str, doing: str, error: Exception) -> Problem:
+    """An exception in a sentence, with the last frames that are the user's."""
+    text = " ".join(str(error).split())
+    lines = "".join(f"\n    {_short(f.filename)}:{f.lineno}: {f.line}" for f in _their_frames(error)[-NUM_FRAMES:])
+    told = f"{doing} failed: {type(error).__name__}" + (f": {text}" if text else "")
+    return Problem(where, told + lines, "mend it there")
 
 
 def _load_class(path: str, point: ExtensionPoint) -> type[Config]:
@@ -111,15 +129,19 @@ def _load_class(path: str, point: ExtensionPoint) -> type[Config]:
     raise ConfigError([Problem(point.where, f"'{path}' is no {point.base.__name__}", f"derive it from {base}")])
 
 
-def _their_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
-    """Frames outside of our code, the libraries that are installed, and Python's own."""
-    frames = traceback.extract_tb(trace)
-    return [frame for frame in frames if not _is_library(Path(frame.filename))]
+def _their_frames(error: Exception) -> list[traceback.FrameSummary]:
+    """Frames outside of our code, of Python's own, and of the libraries that we or they call through."""
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(Path(frame.filename))]
 
 
-def _is_library(path: Path) -> bool:
-    return path.is_relative_to(OURS) or "site-packages" in path.parts or str(path).startswith("<") or _is_stdlib(path)
+def _is_theirs(path: Path) -> bool:
+    if str(path).startswith("<") or path.is_relative_to(OURS):
+        return False
+    if "site-packages" in path.parts:
+        return path.parts[path.parts.index("site-packages") + 1] not in LIBRARIES
+    return not path.is_relative_to(STDLIB)
 
 
-def _is_stdlib(path: Path) -> bool:
-    return path.is_relative_to(Path(importlib.__file__).resolve().parents[1])
+def _short(filename: str) -> str:
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename

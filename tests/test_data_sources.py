@@ -289,8 +289,8 @@ def test_a_users_exception_in_a_run_names_index_and_place(my_code):  # noqa: ARG
     with pytest.raises(ConfigError) as error:
         list(zip(range(30), batches, strict=False))
     (problem,) = error.value.problems
-    assert problem.what.startswith("my_code:Sequences[3] raised KeyError: 'a key' (my_code.py:")
-    assert "in _look_up)" in problem.what
+    assert problem.what.startswith("my_code:Sequences[3] failed: KeyError: 'a key'\n    my_code.py:")
+    assert "_look_up" in problem.what
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,14 @@
 """A class of the user's own as a source: found by name, its arguments checked, its mistakes told with the place."""
 
-import importlib
 import inspect
-import os
-import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from meshloom.compiler.data_spec import PythonSource
 from meshloom.compiler.problems import ConfigError, Problem, raise_if_any, use_one_of
-
-OWN_FOLDER = Path(__file__).parent
-FRAMES_SHOWN = 3
+from meshloom.compiler.user_code import load_object, problem_in_user_code
 
 
 class UserItems:
@@ -38,7 +31,7 @@ class UserItems:
 
 def load_items(source: PythonSource, where: str) -> UserItems:
     """An instance of the user's class. Raises ConfigError for whatever is wrong with class, arguments or code."""
-    cls = _find(source.object, f"{where}.object")
+    cls = _find(source, f"{where}.object")
     raise_if_any(_problems_of_arguments(cls, source, f"{where}.arguments"))
     items = _call(lambda: cls(**source.arguments), f"{where}.object", f"{source.object}(...)")
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(type(items), name)]
@@ -92,26 +85,10 @@ def as_tokens(item: Any) -> np.ndarray | None:
     return tokens.astype(np.int64) if is_right else None
 
 
-def _find(name: str, where: str) -> Callable[..., Any]:
-    """What `package.module:Class` names, with the working directory among the places where packages are found."""
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        raise ConfigError([Problem(where, f"'{name}' names no class", "write module:Class, as my_package.data:Documents")])  # fmt: skip  # noqa: E501
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError([_told(where, f"importing {module_name}", error)]) from error
-        what = f"there is no module '{error.name}', neither installed nor in the working directory"
-        raise ConfigError([Problem(where, what, "install its package, or start where it lies")]) from error
-    except Exception as error:
-        raise ConfigError([_told(where, f"importing {module_name}", error)]) from error
-    found = getattr(module, attribute, None)
+def _find(source: PythonSource, where: str) -> Callable[..., Any]:
+    found = load_object(source.object, where)
     if not callable(found):
-        classes = [key for key, value in vars(module).items() if inspect.isclass(value) and key[0] != "_"]
-        raise ConfigError([Problem(where, f"{module_name} has no class '{attribute}'", use_one_of(attribute, classes))])
+        raise ConfigError([Problem(where, f"'{source.object}' is no class", "name a class, or a function that makes one's instance")])  # fmt: skip  # noqa: E501
     return found
 
 
@@ -137,18 +114,4 @@ def _call(call: Callable[[], Any], where: str, what: str) -> Any:
     try:
         return call()
     except Exception as error:
-        raise ConfigError([_told(where, what, error)]) from error
-
-
-def _told(where: str, what: str, error: Exception) -> Problem:
-    """An exception of user code in one sentence, with the last frames of it."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename and Path(f.filename).parent != OWN_FOLDER]  # fmt: skip  # noqa: E501
-    shown = ", ".join(f"{_short(frame.filename)}:{frame.lineno} in {frame.name}" for frame in frames[-FRAMES_SHOWN:])
-    text = " ".join(str(error).split())
-    told = f"{what} raised {type(error).__name__}" + (f": {text}" if text else "")
-    return Problem(where, told + (f" ({shown})" if shown else ""), "mend it there")
-
-
-def _short(filename: str) -> str:
-    path = Path(filename)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
+        raise ConfigError([problem_in_user_code(where, what, error)]) from error
