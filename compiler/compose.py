@@ -206,8 +206,10 @@ def _problems_of_override(text: str, request: Request, groups: Groups) -> list[P
     if parsed.is_sweep_override():
         fix = f"add -m to run once per value, or quote it to pass a list or text: '{group}=[...]'"
         return [Problem(group, f"'{text}' names several values", fix)]
-    if not _is_choice(parsed, groups) or parsed.is_delete() or (parsed.value() is None and group in OPTIONAL):
+    if not _is_choice(parsed, groups) or parsed.is_delete():
         return []
+    if parsed.value() is None and group in OPTIONAL:
+        return [Problem(group, "null chooses nothing, as it is without", "leave it out")]
     name = "null" if parsed.value() is None else str(parsed.value())
     options = groups.get(group) or _options(group, request)
     if name in options or (group == "target" and target_names.is_sized(name)):

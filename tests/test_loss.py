@@ -9,9 +9,10 @@ import optax
 import pytest
 
 from conftest import plan_of
-from helpers import gradients_of, programs_of
+from helpers import forward, gradients_of, programs_of
 from meshloom.compiler.loss import cross_entropy_sums, sum_losses
 from meshloom.models import IGNORED_TARGET, Context
+from meshloom.runtime.data import open_data
 
 
 def head(params, x):
@@ -142,3 +143,33 @@ def test_ignored_targets_do_not_count(tokens):
         assert float(metrics["loss"]) == pytest.approx(float(loss / num_targets), rel=1e-6)
         results.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     np.testing.assert_allclose(results, [results[0]] * 3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [("sharding=fsdp", "num_microbatches=2"), ("sharding=fsdp_tensor", "remat=full")])
+def test_packed_documents_train_as_if_each_were_alone(layout):
+    """Real batches with segment ids and positions: the loss is that of every document in a sequence of its own."""
+    plan = plan_of(*layout, "data.isolate_documents=true", "data.packing=first_fit", "sequence_length=64",
+                   "model.positions=learned", "model.rope_theta=null", "model.num_positions=64")  # fmt: skip
+    programs, batch = programs_of(plan), next(iter(open_data(plan.spec)["train"]))
+    assert set(programs.batch) == {"inputs", "targets", "positions", "segment_ids"}
+    params = programs.init()["params"]
+    on_mesh = {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
+    loss, num_targets = programs.evaluate(params, on_mesh)
+    whole = jax.tree.map(jnp.asarray, jax.device_get(params))
+    expected, count = 0.0, 0
+    for row in range(2, 16, 5):  # of some sequences only, against the same sequences with all others ignored
+        for document in set(batch["segment_ids"][row]) - {0}:
+            where = np.flatnonzero(batch["segment_ids"][row] == document)
+            targets = batch["targets"][row, where]
+            logits = forward(plan.model, whole, jnp.asarray(batch["inputs"][row : row + 1, where]))[0]
+            each = optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
+            expected += float(jnp.where(targets != IGNORED_TARGET, each, 0).sum())
+            count += int((targets != IGNORED_TARGET).sum())
+    others = np.setdiff1d(np.arange(16), np.arange(2, 16, 5))
+    batch["targets"] = batch["targets"].copy()
+    batch["targets"][others] = IGNORED_TARGET
+    on_mesh["targets"] = jax.device_put(batch["targets"], programs.batch["targets"].sharding)
+    part, num_part = programs.evaluate(params, on_mesh)
+    assert int(num_part) == count < int(num_targets)
+    assert float(part) == pytest.approx(expected, rel=1e-5)
+    assert float(loss) > float(part)
