@@ -102,7 +102,7 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
                     declared, shown, overrides=request.overrides, console=console, processes=processes
                 )
             except MISTAKES as error:  # Hydra would print a line of its own about it
-                LOG.error(error)
+                LOG.error(error, exc_info=isinstance(error, OSError))
                 if is_of_one_process(error) and processes.count > 1:
                     distributed.crash(error, shown)
                 exit_codes[0] = _show(as_config_error(error))

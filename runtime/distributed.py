@@ -135,6 +135,7 @@ def together(name: str, step: Callable[[], T]) -> T:
     told = {
         "is_disagreement": isinstance(error, Disagreement),
         "problems": list(map(astuple, error.problems if error else ())),
+        "exit_code": error.exit_code if error else 0,
     }
     everyone = [json.loads(text) for text in current().gather(name, json.dumps(told))]
     if error and all(each["is_disagreement"] for each in everyone):
@@ -142,7 +143,9 @@ def together(name: str, step: Callable[[], T]) -> T:
     # What one process finds wrong with its own declaration explains why it is not that of the others.
     found = [[] if each["is_disagreement"] else [Problem(*fields) for fields in each["problems"]] for each in everyone]
     if any(found):
-        raise ConfigError(_whose(problem, found) for problems in found for problem in problems)
+        failure = ConfigError(_whose(problem, found) for problems in found for problem in problems)
+        failure.exit_code = max(each["exit_code"] for each in everyone)
+        raise failure
     return result  # type: ignore[return-value]
 
 
@@ -170,6 +173,8 @@ def crash(error: BaseException, run_dir: Path | None = None) -> None:
         return
     if isinstance(error, KeyboardInterrupt):
         print(f"process {_joined.index}: interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
+    elif isinstance(error, ConfigError):
+        print(f"process {_joined.index}: {error}", file=sys.stderr)
     elif _joined.is_first:
         traceback.print_exception(error)
     else:
@@ -179,7 +184,9 @@ def crash(error: BaseException, run_dir: Path | None = None) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+    if isinstance(error, KeyboardInterrupt):
+        os._exit(128 + signal.SIGINT)
+    os._exit(error.exit_code if isinstance(error, ConfigError) else 1)
 
 
 def name_processes(indices: list[int], count: int) -> str:

@@ -24,7 +24,7 @@ class NonFinite(Exception):
         """The end of the run, whose last good checkpoint is `saved`."""
         batch = f"; its batch lies at {json.dumps(self.position)} in the data" if self.position is not None else ""
         good = "no checkpoint was saved" if saved is None else f"the last good checkpoint is {saved}"
-        fix = "lower optimizer.learning_rate, raise optimizer.num_warmup_steps, or try on_nonfinite=skip or precision=float32"  # noqa: E501
+        fix = "lower optimizer.learning_rate, raise schedule.num_warmup_steps, or try on_nonfinite=skip or precision=float32"  # noqa: E501
         return RunFailed(Problem(f"step {self.step}", f"{self.what}{batch}; {good}", fix), NONFINITE)
 
 

@@ -25,7 +25,7 @@ from test_cli import ENVIRONMENT, meshloom
 
 QUICK = (
     "model=linear_stack", "model.embed_dim=32", "model.num_layers=2", "target=cpu-2", "sharding=fsdp", "data=synthetic",
-    "global_batch_size=4", "sequence_length=16", "evaluation.num_batches=1", "optimizer.num_warmup_steps=2",
+    "global_batch_size=4", "sequence_length=16", "evaluation.num_batches=1", "schedule.num_warmup_steps=2",
     "logging=quiet",
 )  # fmt: skip
 SAVING = ("checkpoint.every_num_steps=2",)
@@ -136,7 +136,7 @@ def test_without_a_good_checkpoint_nothing_is_overwritten(finished, tmp_path):
         assert f"checkpoint {step}: data/data.json has 2 bytes" in done.stderr
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert before.keys() == after.keys()
-    assert {path.parent.name for path in before if before[path] != after[path]} <= {".hydra"}  # Hydra's own record
+    assert {path.parent.name for path in before if before[path] != after[path]} <= {".hydra", "logs"}
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_nan_stops_the_run_and_is_never_saved(tmp_path):
     assert not last["skipped"]
     steps, bad = finished_steps(tmp_path / "run"), last["step"]
     assert f"error: step {bad}: the loss is nan, the norm of the gradients nan; its batch lies at" in done.stderr
-    assert f'{{"next_index": {bad - 1}}} in the data; the last good checkpoint is {steps[-1]}' in done.stderr
+    assert f'{{"next_batch": {bad - 1}}} in the data; the last good checkpoint is {steps[-1]}' in done.stderr
     assert steps == list(range(1, bad))
     for step in steps:
         for path, x in leaves_by_path(_state(tmp_path / "run" / FOLDER / str(step))).items():
@@ -209,7 +209,7 @@ def test_nan_stops_the_run_and_is_never_saved(tmp_path):
 
 def test_a_state_that_overflowed_behind_a_finite_loss_is_not_saved(tmp_path):
     """The first update makes infinite parameters; only the second step's loss would show it."""
-    run = (*QUICK, "num_steps=9", "checkpoint.every_num_steps=1", "optimizer.num_warmup_steps=0")
+    run = (*QUICK, "num_steps=9", "checkpoint.every_num_steps=1", "schedule.num_warmup_steps=0")
     done = meshloom("train", *run, "optimizer.learning_rate=1e39", "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == NONFINITE
     assert "error: step 1: the state behind it holds NaN or infinity" in done.stderr
