@@ -27,7 +27,7 @@ from meshloom.runtime.metrics import Metrics, MetricsLog
 from meshloom.runtime.stop import StopRequest
 from meshloom.runtime.train import prepare
 
-NUM_STEPS = 60
+NUM_STEPS = 200
 OVERRIDES = (
     "target=cpu-1", "sharding=ddp", "model.num_layers=2", "global_batch_size=4", "sequence_length=128",
     "data=synthetic", "checkpoint=disabled", f"num_steps={NUM_STEPS}", "evaluation.every_num_steps=1000000",

@@ -2,7 +2,7 @@
 
 import json
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
@@ -65,7 +65,7 @@ class MetricsLog:
 
     def write(self, metrics: Metrics) -> None:
         """Append one step. Raises RunFailed where the disk refuses it."""
-        values = {name: _finite(value) for name, value in asdict(metrics).items()}
+        values = {name: _finite(value) for name, value in vars(metrics).items()}
         try:
             self._file.write(json.dumps(values) + "\n")
             if self._curves:
