@@ -1,8 +1,8 @@
-"""How long `meshloom explain` takes for the largest model, and how much memory, against the time to import JAX alone.
+"""How long `meshloom --help` and `explain` of the largest model take, and how much memory, against importing JAX alone.
 
     python bench/explain.py [repeats]
 
-Runs both, interleaved, in fresh processes; prints medians and spread.
+Runs all, interleaved, in fresh processes; prints medians and spread.
 """
 
 import os
@@ -12,7 +12,12 @@ import sys
 import time
 
 EXPLAIN = "from meshloom.runtime.cli import run; run(['explain', 'model=llama3_405b', 'target=cpu-4096', 'global_batch_size=4096'])"  # noqa: E501
-CASES = {"import jax, flax": "import jax, flax.nnx", "explain llama3_405b, 4,096 devices": EXPLAIN}
+HELP = "from meshloom.runtime.cli import run; run(['--help'])"
+CASES = {
+    "meshloom --help": HELP,
+    "import jax, flax": "import jax, flax.nnx",
+    "explain llama3_405b, 4,096 devices": EXPLAIN,
+}
 
 
 def measure(code: str) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from conftest import plan_of
+from conftest import LINEAR_STACK, plan_of
 from helpers import forward, gradients_of, programs_of
 from meshloom.compiler.loss import cross_entropy_sums, sum_losses
 from meshloom.models import IGNORED_TARGET, Context
@@ -173,3 +173,11 @@ def test_packed_documents_train_as_if_each_were_alone(layout):
     assert int(num_part) == count < int(num_targets)
     assert float(part) == pytest.approx(expected, rel=1e-5)
     assert float(loss) > float(part)
+
+
+def test_each_layer_drops_by_a_key_of_its_own():
+    """Of two layers that drop half: half of the elements are kept by one of them, none if both drop the same."""
+    model = (*LINEAR_STACK, "model.family=dropping:DroppingConfig", "model.num_layers=2", "~model.embed_dim")
+    programs = programs_of(plan_of("target=cpu-1", *model))
+    batch = {name: jnp.zeros(x.shape, jnp.int32) for name, x in programs.batch.items()}
+    assert float(programs.train(programs.init(), batch)[1]["loss"]) < 1e-6
