@@ -40,12 +40,6 @@ def check_same_declaration(spec: RunSpec, processes: Processes) -> None:
         raise Disagreement(keys + differences([each["environment"] for each in declarations], fix=fix))
 
 
-def check_same_checkpoint(latest_step: int | None, processes: Processes) -> None:
-    """Raise Disagreement where processes do not find the same newest checkpoint to go on from."""
-    values = {"the newest checkpoint": str(latest_step)}
-    _check_same("checkpoint", values, processes, fix="name a hydra.run.dir that all hosts share")
-
-
 def check_same_program(lowered: Programs, processes: Processes) -> None:
     """Raise Disagreement where a process has lowered another program from the same declaration."""
     if processes.count == 1:

@@ -22,11 +22,11 @@ def find_shared_start(run_dir: Path, plan: Plan, console: Console, processes: Pr
 
     Raises in all processes what `find_start` and `check_space` do, and where one of them does not see the checkpoint.
     """
-    found = together("checkpoint to start from", lambda: _found_by_first(run_dir, plan, console, processes))
-    return together("sight of the checkpoint", lambda: _seen(found, processes))
+    found = together("checkpoint to start from", lambda: found_by_first(run_dir, plan, console, processes))
+    return together("sight of the checkpoint", lambda: seen(found, processes))
 
 
-def _found_by_first(run_dir: Path, plan: Plan, console: Console, processes: Processes) -> Start | None:
+def found_by_first(run_dir: Path, plan: Plan, console: Console, processes: Processes) -> Start | None:
     if not processes.is_first:
         told = json.loads(processes.from_first("start"))
         return Start(Path(told["path"]), told["step"], told["is_own"], {}) if told else None
@@ -51,7 +51,7 @@ def _find(run_dir: Path, plan: Plan, console: Console) -> Start | None:
     return start and replace(start, path=start.path.resolve())
 
 
-def _seen(start: Start | None, processes: Processes) -> Start | None:
+def seen(start: Start | None, processes: Processes) -> Start | None:
     if start and not start.path.is_dir():
         what = f"process {processes.index} does not see {start.path}, which process 0 found"
         raise ConfigError([Problem("hydra.run.dir", what, "name a directory that all hosts share")])

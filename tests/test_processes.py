@@ -22,25 +22,28 @@ from jax._src.lib import (
     _jax,  # pyright: ignore[reportPrivateImportUsage]  # what jax.distributed.initialize starts
 )
 from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
 
 from conftest import plan_of, spec_of
+from helpers import NoData, programs_of
 from meshloom.compiler.driver import lower
 from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.compiler.spec import DistributedSpec
 from meshloom.runtime.agreement import (
     OF_ONE_PROCESS,
-    check_same_checkpoint,
     check_same_declaration,
     check_same_program,
     differences,
     environment_of_program,
 )
+from meshloom.runtime.checkpoint import Checkpoints
 from meshloom.runtime.cli import run
 from meshloom.runtime.cluster import plan_start
 from meshloom.runtime.data import open_data
 from meshloom.runtime.distributed import Processes, current
 from meshloom.runtime.process_log import process_log
 from meshloom.runtime.rows import local_rows, rows_held, to_devices
+from meshloom.runtime.shared_start import found_by_first, seen
 
 NUM_STEPS = 40
 RUN = ("model=linear_stack", "model.embed_dim=32", "model.num_layers=2", "sequence_length=16", "global_batch_size=16",
@@ -389,21 +392,29 @@ def test_one_that_does_not_come_is_named(two_processes):
     assert str(told[1]).startswith("error: distributed: process 0 did not come to 'first' within 1 s")
 
 
-def test_another_declaration_program_or_checkpoint_is_found_before_the_first_step(two_processes):
+def test_another_declaration_or_program_is_found_before_the_first_step(two_processes):
     specs = [spec_of(), spec_of("distributed.process_id=1")]
     assert _in_both(lambda i: check_same_declaration(specs[i], two_processes[i])) == [None, None]
     plans = [plan_of(), plan_of("precision.compute=bfloat16")]
     programs = [lower(plan, plan.mesh.of_devices(jax.devices())) for plan in plans]
-    assert _in_both(lambda i: check_same_checkpoint(3, two_processes[i])) == [None, None]
     told = _in_both(lambda i: check_same_program(programs[i], two_processes[i]))
     assert str(told[0]) == str(told[1])
     assert "error: the lowered train program: " in str(told[0])
     assert "the lowered init program" not in str(told[0])
 
 
-def test_checkpoints_that_not_all_see_are_found(two_processes):
-    told = _in_both(lambda i: check_same_checkpoint(7 if i else None, two_processes[i]))
-    assert all("error: the newest checkpoint: None in process 0, 7 in process 1" in str(error) for error in told)
+def test_process_0_finds_the_checkpoint_for_all(two_processes, tmp_path):
+    plan, console = plan_of("data=synthetic"), Console(quiet=True)
+    with Checkpoints(tmp_path, plan.spec) as checkpoints:
+        checkpoints.save(2, programs_of(plan).init(), NoData(), eval_loss=None)
+    places = [tmp_path, tmp_path / "elsewhere"]
+    found = _in_both(lambda i: found_by_first(places[i], plan, console, two_processes[i]))
+    assert [(start.path, start.step, start.is_own) for start in found] == [
+        (tmp_path / "checkpoints" / "2", 2, True)
+    ] * 2
+    assert seen(found[1], two_processes[1]) is found[1]
+    with pytest.raises(ConfigError, match="process 1 does not see"):
+        seen(replace(found[1], path=tmp_path / "gone"), two_processes[1])
 
 
 def test_each_process_has_a_log_and_the_first_one_warns_on_the_terminal_too(tmp_path, capsys):
