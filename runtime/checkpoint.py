@@ -62,9 +62,13 @@ class Checkpoints:
     ) -> None:
         # After a crash the others may never come to its barriers.
         is_waited_for = error is None or not (jax.process_count() > 1 and _is_crash(error))
-        if self._orbax and is_waited_for:
-            with self._told():
-                self._orbax.close()
+        try:
+            if self._orbax and is_waited_for:
+                with self._told():
+                    self._orbax.close()
+        finally:
+            if isinstance(error, RunFailed):  # once more: what still wrote when the save failed has ended now
+                self._remove_unfinished()
 
     @property
     def latest_step(self) -> int | None:
@@ -114,6 +118,10 @@ class Checkpoints:
     def _unfinished(self) -> list[Path]:
         return list(self.directory.glob(f"{self._last_saved}.orbax-checkpoint-tmp*"))
 
+    def _remove_unfinished(self) -> None:
+        for directory in self._unfinished():
+            shutil.rmtree(directory, ignore_errors=True)
+
     @contextmanager
     def _told(self) -> Iterator[None]:
         """A save that the disk refuses ends the run; what was written of it is removed, to give the space back."""
@@ -123,8 +131,7 @@ class Checkpoints:
             reason = storage_reason(error)
             if reason is None:
                 raise
-            for directory in self._unfinished():
-                shutil.rmtree(directory, ignore_errors=True)
+            self._remove_unfinished()
             what = f"the checkpoint of step {self._last_saved} could not be saved: {reason}"
             good = "none was saved before" if self.latest_step is None else f"the last good one is {self.latest_step}"
             fix = "make room, and start the same command again" if self.latest_step else "make room, or write elsewhere"
