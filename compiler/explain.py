@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .array_layout import ArrayPlan
 from .plan import Plan
-from .sharding import ArrayPlan
 from .spec import Rule
 
 SCHEMA_VERSION = 1

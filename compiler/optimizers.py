@@ -55,70 +55,90 @@ class OptimizerConfig(Config):
         raise NotImplementedError
 
 
-class AdamWConfig(OptimizerConfig):
-    """Loshchilov and Hutter 2019, arXiv:1711.05101; decay is multiplied with the learning rate."""
+class _MomentsConfig(OptimizerConfig):
+    """What all of ours have: moments, and decay that is multiplied with the learning rate alone (decoupled)."""
+
+    weight_decay: NonNegativeFloat
+    weight_decay_on: DecayOn
+    moment_dtype: FloatType  # in which moments are kept from step to step
+
+    def _stepped(self, *directions: optax.GradientTransformation, setting: Setting) -> optax.GradientTransformation:
+        """The transformations, then weight decay, then the learning rate with the sign of a descent."""
+        decay = optax.add_decayed_weights(self.weight_decay, mask=setting.decay_mask(self.weight_decay_on))
+        return optax.chain(*directions, decay, optax.scale_by_learning_rate(setting.schedule))
+
+    def _check_moments_move(self, **decays: float) -> Self:
+        for key, decay in decays.items():
+            if self.moment_dtype == "bfloat16" and decay > _SLOWEST_BFLOAT16_DECAY:
+                what = f"{decay} moves a moment by less than bfloat16 can hold"
+                most = int(_SLOWEST_BFLOAT16_DECAY * 1000) / 1000
+                fix = f"set optimizer.moment_dtype=float32, or optimizer.{key}={most} or less"
+                raise _mistake(key, what, fix)
+        return self
+
+    def _check_momentum(self, momentum: float | None) -> Self:
+        if momentum is not None:
+            return self._check_moments_move(momentum=momentum)
+        if self.moment_dtype != "float32":
+            what = f"{self.moment_dtype} moments, and without a momentum there are none"
+            raise _mistake("moment_dtype", what, "set optimizer.moment_dtype=float32, or optimizer.momentum=0.9")
+        return self
+
+
+class AdamWConfig(_MomentsConfig):
+    """Loshchilov and Hutter 2019, arXiv:1711.05101."""
 
     name: Literal["adamw"]
     b1: Fraction
     b2: Fraction
     epsilon: PositiveFloat
-    weight_decay: NonNegativeFloat
-    weight_decay_on: DecayOn
-    moment_dtype: FloatType
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        return _check_moments_move(self, b1=self.b1, b2=self.b2)
+        return self._check_moments_move(b1=self.b1, b2=self.b2)
 
     def build(self, setting: Setting) -> optax.GradientTransformation:
         adam = stored_in(optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.epsilon), self.moment_dtype)
-        return optax.chain(adam, *_decay_and_rate(self.weight_decay, setting, self.weight_decay_on))
+        return self._stepped(adam, setting=setting)
 
 
-class LionConfig(OptimizerConfig):
+class LionConfig(_MomentsConfig):
     """Chen et al. 2023, arXiv:2302.06675: the sign of a mean of gradients, so all entries move alike."""
 
     name: Literal["lion"]
     b1: Fraction  # of the mean whose sign is the update
     b2: Fraction  # of the mean that is kept
-    weight_decay: NonNegativeFloat
-    weight_decay_on: DecayOn
-    moment_dtype: FloatType
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        return _check_moments_move(self, b2=self.b2)
+        return self._check_moments_move(b2=self.b2)
 
     def build(self, setting: Setting) -> optax.GradientTransformation:
         lion = stored_in(optax.scale_by_lion(b1=self.b1, b2=self.b2), self.moment_dtype)
-        return optax.chain(lion, *_decay_and_rate(self.weight_decay, setting, self.weight_decay_on))
+        return self._stepped(lion, setting=setting)
 
 
-class SgdConfig(OptimizerConfig):
+class SgdConfig(_MomentsConfig):
     """Sutskever et al. 2013: v <- momentum v + g; the update is v, or g + momentum v with Nesterov."""
 
     name: Literal["sgd"]
     momentum: Fraction | None
     nesterov: bool
-    weight_decay: NonNegativeFloat
-    weight_decay_on: DecayOn
-    moment_dtype: FloatType
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.momentum is None and self.nesterov:
             raise _mistake("nesterov", "nesterov needs a momentum", "set optimizer.nesterov=false, or optimizer.momentum=0.9")  # fmt: skip  # noqa: E501
-        return _check_has_moments(self, self.momentum)
+        return self._check_momentum(self.momentum)
 
     def build(self, setting: Setting) -> optax.GradientTransformation:
         trace = optax.trace(self.momentum, nesterov=self.nesterov) if self.momentum is not None else optax.identity()
-        momentum = stored_in(trace, self.moment_dtype)
-        return optax.chain(momentum, *_decay_and_rate(self.weight_decay, setting, self.weight_decay_on))
+        return self._stepped(stored_in(trace, self.moment_dtype), setting=setting)
 
 
-class AdafactorConfig(OptimizerConfig):
+class AdafactorConfig(_MomentsConfig):
     """Shazeer and Stern 2018, arXiv:1804.04235: second moments as a row and a column of the two largest dimensions of
-    each layer's array. It divides by no first moment, unless `momentum` is set."""
+    each layer's array, small and float32 always. There is a first moment only where `momentum` is set."""
 
     name: Literal["adafactor"]
     decay_rate: Annotated[float, Field(gt=0, lt=1)]  # c of the second moment's decay 1 - step^-c
@@ -126,13 +146,10 @@ class AdafactorConfig(OptimizerConfig):
     clipping_threshold: Annotated[float, Field(ge=1)] | None  # of the root mean square of an array's update
     multiply_by_parameter_scale: bool  # learning_rate is relative to the root mean square of each array
     momentum: Fraction | None
-    weight_decay: NonNegativeFloat
-    weight_decay_on: DecayOn
-    moment_dtype: FloatType  # of the momentum; factored moments are small, and float32 always
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        return _check_has_moments(self, self.momentum)
+        return self._check_momentum(self.momentum)
 
     def build(self, setting: Setting) -> optax.GradientTransformation:
         parts = [
@@ -141,14 +158,11 @@ class AdafactorConfig(OptimizerConfig):
         parts += [optax.clip_by_block_rms(self.clipping_threshold)] if self.clipping_threshold is not None else []
         parts += [optax.scale_by_param_block_rms()] if self.multiply_by_parameter_scale else []
         mean = optax.ema(self.momentum, debias=False) if self.momentum is not None else optax.identity()
-        return optax.chain(
-            each_layer(optax.chain(*parts), setting.kinds),
-            stored_in(mean, self.moment_dtype),
-            *_decay_and_rate(self.weight_decay, setting, self.weight_decay_on),
-        )
+        factored = each_layer(optax.chain(*parts), setting.kinds)
+        return self._stepped(factored, stored_in(mean, self.moment_dtype), setting=setting)
 
 
-class MuonConfig(OptimizerConfig):
+class MuonConfig(_MomentsConfig):
     """Jordan 2024 (github.com/KellerJordan/Muon), as scaled by Liu et al. 2025, arXiv:2502.16982: the momentum of each
     matrix of a layer is made orthogonal. AdamW for the rest: embedding, head, norm scales, biases."""
 
@@ -160,13 +174,10 @@ class MuonConfig(OptimizerConfig):
     b1: Fraction  # of AdamW, with the next two
     b2: Fraction
     epsilon: PositiveFloat
-    weight_decay: NonNegativeFloat
-    weight_decay_on: DecayOn
-    moment_dtype: FloatType
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        return _check_moments_move(self, momentum=self.momentum, b1=self.b1, b2=self.b2)
+        return self._check_moments_move(momentum=self.momentum, b1=self.b1, b2=self.b2)
 
     def build(self, setting: Setting) -> optax.GradientTransformation:
         chosen = jax.tree.map(
@@ -182,10 +193,8 @@ class MuonConfig(OptimizerConfig):
 
         momentum = stored_in(optax.trace(self.momentum, nesterov=self.nesterov), self.moment_dtype)
         adam = stored_in(optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.epsilon), self.moment_dtype)
-        return optax.chain(
-            optax.partition({"muon": optax.chain(momentum, optax.stateless(orthogonal)), "adamw": adam}, labels),
-            *_decay_and_rate(self.weight_decay, setting, self.weight_decay_on),
-        )
+        muon = optax.chain(momentum, optax.stateless(orthogonal))
+        return self._stepped(optax.partition({"muon": muon, "adamw": adam}, labels), setting=setting)
 
     def _orthogonal(
         self, stacked: jax.Array, *, sides: Groups, layout: PartitionSpec, mesh: Mapping[str, int]
@@ -221,12 +230,6 @@ OptimizerSpec = Annotated[
 ]
 
 
-def _decay_and_rate(weight_decay: float, setting: Setting, weight_decay_on: DecayOn) -> list[Any]:
-    """Decoupled weight decay, then the learning rate with the sign of a descent."""
-    decay = optax.add_decayed_weights(weight_decay, mask=setting.decay_mask(weight_decay_on))
-    return [decay, optax.scale_by_learning_rate(setting.schedule)]
-
-
 def spread_axes(num_copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The mesh axes over which copies can be spread evenly: 8 over {fsdp: 4, tensor: 4} -> fsdp. Taken in order."""
     axes: list[str] = []
@@ -239,22 +242,6 @@ def spread_axes(num_copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 def _is_in_muon(kind: Any) -> bool:
     return kind.is_in_stack and len(kind.groups) == 2
-
-
-def _check_moments_move(config: Any, **decays: float) -> Any:
-    for key, decay in decays.items():
-        if config.moment_dtype == "bfloat16" and decay > _SLOWEST_BFLOAT16_DECAY:
-            what = f"{decay} moves a moment by less than bfloat16 can hold"
-            fix = f"set optimizer.moment_dtype=float32, or optimizer.{key}={int(_SLOWEST_BFLOAT16_DECAY * 1000) / 1000} or less"  # noqa: E501
-            raise _mistake(key, what, fix)
-    return config
-
-
-def _check_has_moments(config: Any, momentum: float | None) -> Any:
-    if momentum is None and config.moment_dtype != "float32":
-        what = f"{config.moment_dtype} moments, and without a momentum there are none"
-        raise _mistake("moment_dtype", what, "set optimizer.moment_dtype=float32, or optimizer.momentum=0.9")
-    return _check_moments_move(config, **({} if momentum is None else {"momentum": momentum}))
 
 
 def _mistake(key: str, what: str, fix: str) -> PydanticCustomError:

@@ -5,17 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
 from meshloom.models import Model
 
+from .array_layout import ArrayPlan, DimensionPlan
 from .arrays import Array
 from .attention import AttentionPlan
+from .batch import batch_arrays
 from .gather import axes_of
 from .mesh import MeshPlan
-from .sharding import ArrayPlan, DimensionPlan, ShardingPlan
+from .sharding import ShardingPlan
 from .spec import RunSpec
 from .state import State, bytes_per_device
 from .target import TargetPlan
@@ -87,7 +88,7 @@ def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract:
         scalars=scalars,
         gradients=size(_typed(params, precision.gradients), gradients_specs),
         working_parameters=size(_typed(params, precision.compute), specs["params"]) if is_cast else 0,
-        batch=2 * spec.tokens_per_step * jnp.dtype(jnp.int32).itemsize // mesh.num_shards(sharding.batch_axes),
+        batch=len(batch_arrays(spec)) * spec.tokens_per_step * 4 // mesh.num_shards(sharding.batch_axes),  # int32
     )
 
 

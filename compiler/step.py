@@ -6,7 +6,6 @@ how matmuls are split.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,19 +14,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models import IGNORED_TARGET, Context, Params
+from meshloom.models import IGNORED_TARGET, Params
 
-from .attention import build_attend
-from .gather import WeightLayout, gather, gradient_slot, keep_axes, plan_weight, reduce_gradient
-from .layers import scan_layers
-from .loss import sum_losses
+from .forward import Batch, automatic_axes, forward, weight_layouts
+from .gather import gradient_slot, keep_axes, reduce_gradient
 from .plan import Plan
-from .remat import build_policy, marked
 from .state import State, initial_loss_scale, update_layouts
-from .trees import like
 from .update import build_update
 
-Batch = dict[str, Array]  # int32 (global_batch_size, sequence_length), by the names of batch_arrays
 TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 
 
@@ -86,7 +80,7 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
 
         def objective(slots: Params, part: Batch) -> tuple[Array, Array]:
             """This device's part of the mean objective over all targets of the global batch, and of the summed loss."""
-            objective, loss = _losses(plan, layouts, slots, working, part, dropout_key)
+            objective, loss = forward(plan, layouts, slots, working, part, dropout_key)
             return objective / jnp.maximum(num_targets, 1), loss
 
         def one(part: Batch) -> tuple[Array, Params | None]:
@@ -120,95 +114,6 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
         return split(params, batch | rows, dropout_key, jnp.asarray(scale, jnp.float32))
 
     return over_the_mesh
-
-
-def _losses(
-    plan: Plan, layouts: Params, slots: Params, working: Params, part: Batch, dropout_key: Array | None
-) -> Array:
-    """The forward pass of one microbatch of this device: (objective, cross-entropy), summed over its targets."""
-    model, context = plan.model, _context(plan, part)
-    reduction = jnp.dtype(plan.spec.precision.gradient_reduction)
-    keys_B = None if dropout_key is None else jax.vmap(partial(jax.random.fold_in, dropout_key))(part["row"])
-
-    def gathered(name: str, slots: Params, working: Params) -> Params:
-        return jax.tree.map(lambda s, w, layout: gather(s, w, layout, reduction), slots, working, layouts[name])
-
-    def with_keys(index: Array | int) -> Context:
-        """index: 0 for the embedding, from 1 on for the layers."""
-        if keys_B is None:
-            return context
-        return replace(context, dropout_keys_B=jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B))
-
-    embed = gathered("embed", slots["embed"], working["embed"])
-    x_BTE = model.embed.apply(embed, part["inputs"], with_keys(0))
-    num_before = 1
-    for stack in model.stacks:
-
-        def layer(stored: tuple[Params, Params, Array], x_BTE: Array, stack=stack) -> Array:
-            slots, working, index = stored
-            return stack.layer.apply(gathered(stack.name, slots, working), x_BTE, with_keys(index))
-
-        indices = num_before + jnp.arange(stack.num_layers)
-        stored = (slots[stack.name], working[stack.name], indices)
-        x_BTE = scan_layers(layer, stored, x_BTE, policy=build_policy(plan.spec.remat, stack.name))
-        num_before += stack.num_layers
-    return sum_losses(
-        lambda params, x_BTE: model.head.apply(params, x_BTE, context),
-        model.head_params(gathered("head", slots["head"], working["head"]), embed),
-        x_BTE,
-        part["targets"],
-        z_loss_weight=plan.spec.loss.z_loss_weight,
-        num_blocks=plan.num_loss_blocks,
-    )
-
-
-def _context(plan: Plan, part: Batch) -> Context:
-    positions_BT = part["positions"] if "positions" in part else jnp.arange(part["inputs"].shape[1])[None]
-    attend = build_attend(plan.attention.implementation, _heads_layout(plan))
-    return Context(positions_BT, _activation_layout(plan), attend, part.get("segment_ids"))
-
-
-def _heads_layout(plan: Plan) -> PartitionSpec:
-    """Queries (batch, length, heads, head_dim) over the automatic mesh axes."""
-    dimensions = (d for planned in plan.sharding.activations for d in planned.dimensions if d.logical == "heads")
-    axes = next((d.axes for d in dimensions), ())
-    return keep_axes(PartitionSpec(None, None, axes, None), automatic_axes(plan))
-
-
-def _activation_layout(plan: Plan) -> Callable[..., Array]:
-    """Activation rules over the automatic mesh axes, as constraints; the batch axes are split already. Each activation
-    is marked with its name, for remat."""
-    automatic = automatic_axes(plan)
-    specs = {planned.array.path: keep_axes(planned.spec, automatic) for planned in plan.sharding.activations}
-
-    def activation(name: str, x: Array, *_: str | None) -> Array:
-        return marked(name, jax.lax.with_sharding_constraint(x, specs[name]) if automatic else x)
-
-    return activation
-
-
-def automatic_axes(plan: Plan) -> tuple[str, ...]:
-    """The mesh axes that split matmuls and not the batch: XLA's to arrange. (One of size 1 is as good as manual.)"""
-    return tuple(axis for axis, n in plan.mesh.sizes.items() if n > 1 and axis not in plan.sharding.batch_axes)
-
-
-def weight_layouts(plan: Plan) -> Params:
-    """A WeightLayout for every parameter, as a tree like them."""
-    stacked = {stack.name for stack in plan.model.stacks}
-    stored, updated = plan.sharding.parameters, plan.sharding.optimizer
-    accumulated = stored if plan.spec.sharding.gradients == "parameters" else updated
-    layouts: dict[str, WeightLayout] = {
-        p.array.path: plan_weight(
-            p.spec,
-            g.spec,
-            u.spec,
-            plan.sharding.batch_axes,
-            automatic_axes(plan),
-            is_stacked=p.array.path.split("/")[0] in stacked,
-        )
-        for p, g, u in zip(stored, accumulated, updated, strict=True)
-    }
-    return like(plan.abstract["params"], layouts)
 
 
 def _sum_over_microbatches(one: Callable[[Batch], Any], batch: Batch, num_microbatches: int) -> Any:

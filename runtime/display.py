@@ -21,6 +21,7 @@ class Display:
     def __init__(self, console: Console, plan: Plan, *, first_step: int, token_unit: str):
         self.console, self.plan, self.token_unit = console, plan, token_unit
         self.latest_eval_loss: float | None = None
+        self._seconds = self._input_wait_seconds = 0.0
         self._bar = Progress(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
@@ -45,6 +46,8 @@ class Display:
 
     def show(self, metrics: Metrics) -> None:
         """One step: the bar moves; off a terminal, a line every `logging.every_num_steps`, and for an evaluation."""
+        self._seconds += metrics.step_seconds
+        self._input_wait_seconds += metrics.input_wait_seconds
         numbers = f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s"
         if metrics.mfu is not None:
             numbers += f"  MFU {metrics.mfu:.1%}"
@@ -58,6 +61,11 @@ class Display:
         if metrics.eval_loss is not None:
             self.latest_eval_loss = metrics.eval_loss
             say(self.console, f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f} nats per {self.token_unit}")
+
+    @property
+    def input_wait_share(self) -> float:
+        """Of the time of all steps shown, how much the devices may have stood still for their batches."""
+        return self._input_wait_seconds / self._seconds if self._seconds else 0.0
 
 
 def say(console: Console, line: str, *, is_shown: bool = True) -> None:

@@ -25,12 +25,12 @@ from .stop import StopRequest
 
 @dataclass(frozen=True)
 class Running:
-    """A step that was dispatched: its metrics to come, where in the data its batch lies, how long that took to come."""
+    """A step that was dispatched: its metrics to come, where in the data its batch lies, how long it was waited for."""
 
     step: int
     metrics: dict[str, jax.Array]
     position: dict[str, Any]
-    input_seconds: float
+    input_wait_seconds: float
 
 
 class Loop:
@@ -63,13 +63,12 @@ class Loop:
         running, done, eval_loss = None, first_step, None
         self._last_finish = self._last_save = time.perf_counter()
         while done < self.spec.num_steps and not self.stop.is_due(done):
-            position, start = self.batches.get_state(), time.perf_counter()
-            batch = self._to_devices(next(self.batches))
-            input_seconds = time.perf_counter() - start
+            position = self.batches.get_state()
+            batch, input_wait_seconds = self._next_batch(behind=running)
             state, metrics = self.programs.train(state, batch)
             done, eval_loss = done + 1, None
             self._finish(running)
-            running = Running(done, metrics, position, input_seconds)
+            running = Running(done, metrics, position, input_wait_seconds)
             if self._is_evaluation_due(done) or self._is_save_due(done):
                 eval_loss = self._finish(running, state)
                 running = None
@@ -80,6 +79,15 @@ class Loop:
         if done > first_step:
             self._save(done, state, eval_loss)
         return done
+
+    def _next_batch(self, behind: Running | None) -> tuple[dict[str, jax.Array], float]:
+        """The next batch on the devices, and how long they stood still for it: not at all where the step before it
+        still runs, else at most as long as this took."""
+        start = time.perf_counter()
+        batch = self._to_devices(next(self.batches))
+        seconds = time.perf_counter() - start
+        is_running = behind is not None and not behind.metrics["loss"].is_ready()  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
+        return batch, 0.0 if is_running else seconds
 
     def _finish(self, running: Running | None, state: Any = None) -> float | None:
         """Wait for a step, evaluate its state where that is due, and report; returns the held-out loss.
@@ -102,7 +110,7 @@ class Loop:
             skipped=bool(metrics["skipped"]),
             tokens_per_second=self.spec.tokens_per_step / seconds,
             step_seconds=seconds,
-            input_seconds=running.input_seconds,
+            input_wait_seconds=running.input_wait_seconds,
             mfu=mfu(self.plan, seconds),
         )
         self.report(told)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from .files import replace_json
+
 FILE = "manifest.json"
 WRITTEN_LAST = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # by Orbax, behind the manifest; no array rests on them
 
@@ -23,7 +25,7 @@ def write_manifest(checkpoint: Path) -> None:
         path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
         for path, digest in zip(paths, hashes, strict=True)
     }
-    (checkpoint / FILE).write_text(json.dumps(files, indent=1) + "\n")
+    replace_json(checkpoint / FILE, files)
 
 
 def damage_in(checkpoint: Path) -> str | None:

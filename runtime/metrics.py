@@ -19,8 +19,8 @@ from .files import replace_text
 @dataclass(frozen=True)
 class Metrics:
     """step: steps done. loss, eval_loss: nats per token; eval_loss is None where no evaluation was due. skipped: the
-    step had NaN or infinity and changed nothing. input_seconds: that the host waited for the batch and its transfer,
-    behind the step before it as long as that runs. mfu: model FLOPs / (time x peak), None where the peak is unknown."""
+    step had NaN or infinity and changed nothing. input_wait_seconds: that devices may have stood still for the batch, 0
+    where it came while the step before it ran. mfu: model FLOPs / (time x peak), None where the peak is unknown."""
 
     step: int
     loss: float
@@ -30,7 +30,7 @@ class Metrics:
     skipped: bool
     tokens_per_second: float
     step_seconds: float
-    input_seconds: float
+    input_wait_seconds: float
     mfu: float | None
 
 

@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C ask the loop to stop after the step at hand; it saves and leaves in order.
+"""SIGTERM and Ctrl-C ask long work to stop at its next good place; it saves and leaves in order. They are noted: a
+KeyboardInterrupt would be lost where it hits a callback of C++, as XLA has one in the garbage collector.
 
 Several processes have to stop after the same step, whichever of them was asked. JAX's preemption service settles which:
 it tells all of a SIGTERM to one, and the step that follows the furthest step of any.

@@ -3,7 +3,6 @@
 import hashlib
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -21,13 +20,16 @@ from meshloom.compiler.spec import RunSpec
 from .data.corpus import typed
 from .data.documents import Part, num_text_bytes, parts_of
 from .data.progress import TextProgress
-from .data.shards import INDEX, PROGRESS, Index, StoredTokenizer, read_index, write_json
+from .data.shards import INDEX, PROGRESS, Index, StoredTokenizer, read_index
 from .data.store import name_hash
 from .data.tokenize import encode_corpus
 from .data.tokenizers import END_OF_DOCUMENT, Tokenizer, open_tokenizer, train_bpe
 from .data.write import Progress, ShardWriter
 from .display import say, show_summary
-from .exclusive import alone, noted_signals
+from .distributed import Processes
+from .exclusive import LOCK, alone
+from .files import replace_json
+from .stop import StopRequest
 
 WHERE = "shards.directory"
 BPE_FILE = "tokenizer.json"
@@ -61,7 +63,7 @@ def prepare_corpus(spec: RunSpec) -> CorpusJob:
         different = [key for key in {**corpus, **found.corpus} if corpus.get(key) != found.corpus.get(key)]
         what = f"{folder} holds shards of something else: not the same {', '.join(different)}"
         raise_if_any([Problem(WHERE, what, "name another directory, or delete this one")] if different else [])
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())):
         what = f"{folder} holds other files" if folder.is_dir() else f"{folder} is a file"
         raise ConfigError([Problem(WHERE, what, "name a directory that is empty, or not there yet")])
     return CorpusJob(spec, parts, tokenizer, corpus, done, started)
@@ -72,16 +74,18 @@ def tokenize_corpus(job: CorpusJob, console: Console) -> int:
     read or encoded; what was written before them stays."""
     start = time.perf_counter()
     job.folder.mkdir(parents=True, exist_ok=True)
-    with alone(job.folder, WHERE), noted_signals() as noted:
+    busy = Problem(WHERE, f"another process writes into {job.folder}", "wait for it, or name another directory")
+    with alone(job.folder, busy), StopRequest(Processes()) as stop:
         job = prepare_corpus(job.spec)  # another process may have written until now
         if job.done:
             _show(job, job.done, console, ("nothing to do", f"{job.folder} is finished"))
             return 0
         try:
-            index = _write(job, console, noted)
+            index = _write(job, console, stop)
         except _StoppedError:
-            print(f"stopped by {noted[0].name}; the same line goes on from here", file=sys.stderr)
-            return 128 + noted[0]
+            assert stop.signal
+            print(f"stopped by {stop.signal.name}; the same line goes on from here", file=sys.stderr)
+            return stop.exit_code
     _show(job, index, console, ("time", f"{time.perf_counter() - start:.0f} s"))
     return 0
 
@@ -129,7 +133,7 @@ def _read_progress(path: Path) -> Progress:
         raise ConfigError([Problem(WHERE, what, "delete the directory, or name another one")]) from error
 
 
-def _write(job: CorpusJob, console: Console, noted: list[signal.Signals]) -> Index:
+def _write(job: CorpusJob, console: Console, stop: StopRequest) -> Index:
     progress = job.started or Progress(
         corpus=job.corpus, tokenizer=None, shards=(), num_tokens=0, num_documents=0, largest_token=-1,
         num_text_bytes=0, part=0, document=0,
@@ -137,8 +141,8 @@ def _write(job: CorpusJob, console: Console, noted: list[signal.Signals]) -> Ind
     if job.started and progress.total_documents:
         say(console, f"going on after {progress.total_documents:,} documents, {progress.total_tokens:,} tokens")
     if not job.started:
-        write_json(job.folder / PROGRESS, progress.model_dump())
-    tokenizer = job.tokenizer or _trained_bpe(job, console, noted)
+        replace_json(job.folder / PROGRESS, progress.model_dump())
+    tokenizer = job.tokenizer or _trained_bpe(job, console, stop)
     identity = tokenizer.identity
     progress = progress.model_copy(update={"tokenizer": StoredTokenizer(**asdict(identity))})
     limit = job.spec.shards.num_tokens_per_shard
@@ -154,7 +158,7 @@ def _write(job: CorpusJob, console: Console, noted: list[signal.Signals]) -> Ind
             for batch in encoded:
                 writer.add(batch)
                 shown.advance(batch.num_text_bytes)
-                if noted:
+                if stop.signal:
                     writer.commit()
                     raise _StoppedError
         if writer.done.total_documents == 0:
@@ -162,29 +166,27 @@ def _write(job: CorpusJob, console: Console, noted: list[signal.Signals]) -> Ind
         return writer.finish()
 
 
-def _trained_bpe(job: CorpusJob, console: Console, noted: list[signal.Signals]) -> Tokenizer:
+def _trained_bpe(job: CorpusJob, console: Console, stop: StopRequest) -> Tokenizer:
     """The BPE of this corpus: trained now, or before this was stopped."""
     path, vocab_size = job.folder / BPE_FILE, job.spec.shards.bpe_vocab_size
     assert vocab_size
     if not path.exists():
         problems: list[Problem] = []
         with TextProgress(console, "reading for the BPE", total=job.spec.shards.bpe_text_bytes) as shown:
-            train_bpe(_texts_for_bpe(job, shown, problems, noted), vocab_size, path)
+            train_bpe(_texts_for_bpe(job, shown, problems, stop), vocab_size, path)
         raise_if_any(problems)
         say(console, f"trained a BPE of {vocab_size:,} tokens: {path}")
     return open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=str(path), end_of_document=END_OF_DOCUMENT))
 
 
-def _texts_for_bpe(
-    job: CorpusJob, shown: TextProgress, problems: list[Problem], noted: list[signal.Signals]
-) -> Iterator[bytes]:
+def _texts_for_bpe(job: CorpusJob, shown: TextProgress, problems: list[Problem], stop: StopRequest) -> Iterator[bytes]:
     """About `shards.bpe_text_bytes` of the corpus: documents from all over it, by the hashes of their names."""
     wanted = job.spec.shards.bpe_text_bytes
     share = min(1.0, wanted / max(1, sum(part.num_bytes for part in job.parts)))
     num_bytes = 0
     for part in job.parts:
         for document in part.read(0):
-            if noted:
+            if stop.signal:
                 raise _StoppedError
             if isinstance(document, Problem):
                 problems.append(document)

@@ -1,6 +1,5 @@
 """`meshloom train`: a plan and a run directory in; a trained, saved model and its metrics out."""
 
-import json
 import os
 import shlex
 import time
@@ -28,8 +27,8 @@ from .data import BatchIterator, Data, open_data
 from .devices import start_devices
 from .display import Display, say, show_header, show_summary
 from .distributed import Processes, join, together
-from .files import replace_text
-from .lock import only_run_in
+from .exclusive import only_run_in
+from .files import replace_json, replace_text
 from .loop import Loop
 from .metrics import Metrics, MetricsLog
 from .nonfinite import NonFinite
@@ -128,6 +127,7 @@ def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Cons
         f"{display.latest_eval_loss:.3f} nats per {data.token_unit}" if done > first_step else "no step was left to do"
     )
     ended = [("held-out loss", loss), ("time", f"{time.perf_counter() - started:.0f} s, compile included")]
+    ended += [("waiting for input", f"{display.input_wait_share:.1%} of the steps")]
     show_summary(console, ended + where + TRY_NEXT)
     return 0
 
@@ -135,7 +135,7 @@ def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Cons
 def write_declaration(plan: Plan, run_dir: Path) -> None:
     """spec.yaml, the resolved declaration; plan.json, what was decided from it."""
     replace_text(run_dir / "spec.yaml", yaml.safe_dump(plan.spec.model_dump(mode="json"), sort_keys=False))
-    replace_text(run_dir / "plan.json", json.dumps(plan_as_json(plan), indent=1) + "\n")
+    replace_json(run_dir / "plan.json", plan_as_json(plan))
 
 
 def _run(loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints) -> int:

@@ -51,6 +51,8 @@ BY_EMBED = [{"logical": ["embed"], "mesh": ["fsdp"]}]
 BY_TENSOR = [*BY_EMBED, {"logical": ["vocab", "mlp", "heads", "kv_heads"], "mesh": ["tensor"]}]
 BATCH = [{"logical": ["batch"], "mesh": ["replica", "data", "fsdp"]}]
 BATCH_AND_TENSOR = [*BATCH, {"logical": ["vocab", "mlp", "heads", "kv_heads"], "mesh": ["tensor"]}]
+OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
+PRECISIONS = ("float32", "bfloat16", "bfloat16_params", "bfloat16_pure", "float16")
 MESHES = [sizes for sizes in np.ndindex(9, 9, 9, 9) if math.prod(sizes) == 8]
 
 
@@ -68,9 +70,15 @@ def declarations(draw):
     values["global_batch_size"] = draw(st.sampled_from([8, 16, 16, 12]))
     values["num_microbatches"] = draw(st.sampled_from([1, 1, 2, 2, 3]))
     values["remat"]["policy"] = draw(st.sampled_from(["none", "full", "save_dots"]))
-    values["precision"]["compute"] = draw(st.sampled_from(["float32", "bfloat16"]))
+    values |= {"precision": option("precision", draw(st.sampled_from(PRECISIONS))),
+               "optimizer": option("optimizer", draw(st.sampled_from(OPTIMIZERS)))}  # fmt: skip
     values["model"]["mlp_dim"] = draw(st.sampled_from([24, 16]))
     return values
+
+
+@cache
+def option(group: str, name: str) -> dict:
+    return json.loads(getattr(plan_of(*BASE, f"{group}={name}").spec, group).model_dump_json())
 
 
 @cache

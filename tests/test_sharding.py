@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec
 
 from conftest import plan_of, spec_of
 from helpers import programs_of
+from meshloom.compiler.array_layout import ArrayPlan, resolve
 from meshloom.compiler.arrays import Array
 from meshloom.compiler.mesh import MeshPlan, plan_mesh
 from meshloom.compiler.problems import ConfigError
-from meshloom.compiler.sharding import ArrayPlan, resolve
 from meshloom.compiler.spec import MeshSpec, Rule
 from meshloom.compiler.target import TargetPlan
 from meshloom.compiler.trees import leaves_by_path, like

@@ -238,12 +238,13 @@ def test_programs_are_compiled_once_and_compute_the_same_when_loaded(finished, t
         return done.stdout
 
     assert "\ncompiled before: loaded in " in said("second")
-    entry = next(cache.glob("jit_train_step-*-cache"))
-    entry.write_bytes(entry.read_bytes()[:-100])  # as a kill leaves it
+    entries = list(cache.glob("jit_train_step-*-cache"))  # one, or more where other tests were here before
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[:-100])  # as a kill leaves it
     told = said("third")
     assert "\ncompiled in " in told
     assert "warning: jit_train_step was damaged in compilation_cache" in told
-    assert not entry.exists()
+    assert not any(entry.exists() for entry in entries)
 
 
 def test_a_cache_that_cannot_be_used_is_a_warning(tmp_path):

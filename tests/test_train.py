@@ -25,7 +25,7 @@ NUM_STEPS = 300
 RUN = (*SMALL, f"num_steps={NUM_STEPS}", "evaluation.every_num_steps=100", "evaluation.num_batches=2",
        "checkpoint.every_num_steps=100")  # fmt: skip
 KEYS = ["step", "loss", "eval_loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second",
-        "step_seconds", "input_seconds", "mfu"]  # fmt: skip
+        "step_seconds", "input_wait_seconds", "mfu"]  # fmt: skip
 
 
 def _metrics(run_dir: Path) -> list[dict]:

@@ -11,9 +11,10 @@ import pytest
 from conftest import LINEAR_STACK, plan_of
 from helpers import on_devices, programs_of
 from meshloom.compiler.driver import lower
+from meshloom.compiler.forward import weight_layouts
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.spec import LossScaleSpec
-from meshloom.compiler.step import build_init, weight_layouts
+from meshloom.compiler.step import build_init
 from meshloom.compiler.trees import leaves_by_path
 from meshloom.compiler.update import build_update, next_loss_scale
 from meshloom.runtime.checkpoint import Checkpoints, restore

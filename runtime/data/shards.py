@@ -7,8 +7,6 @@ tokenizer.json    the tokenizer's file, if it has one
 """
 
 import hashlib
-import json
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,13 +115,3 @@ def _open_shard(folder: Path, shard: ShardFiles, dtype: str) -> Shard:
 def _mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
     """A file as an array, read when it is used. An empty file cannot be mapped."""
     return np.memmap(path, dtype, "r", shape=shape) if shape[0] else np.zeros(shape, dtype)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file at once: a reader, or a process that is killed, sees the old one or the new one whole."""
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("w") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

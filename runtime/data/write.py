@@ -16,7 +16,8 @@ from pydantic import JsonValue, NonNegativeInt
 
 from meshloom.models.config import Config
 
-from .shards import INDEX, PROGRESS, Index, ShardFiles, StoredTokenizer, write_json
+from ..files import replace_json
+from .shards import INDEX, PROGRESS, Index, ShardFiles, StoredTokenizer
 from .tokenize import Encoded
 
 COMMIT_SECONDS = 5.0
@@ -97,7 +98,7 @@ class ShardWriter:
         for file in self._files or ():
             file.flush()
             os.fsync(file.fileno())
-        write_json(self._folder / PROGRESS, self._done.model_dump())
+        replace_json(self._folder / PROGRESS, self._done.model_dump())
         self._last_commit = time.monotonic()
 
     def finish(self) -> Index:
@@ -117,7 +118,7 @@ class ShardWriter:
             shards=done.shards,
             corpus=done.corpus,
         )
-        write_json(self._folder / INDEX, index.model_dump())
+        replace_json(self._folder / INDEX, index.model_dump())
         (self._folder / PROGRESS).unlink()
         return index
 
