@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+# Exit codes of all commands, beside 0 and 128 + signal; runtime/failures.py has those of runs, 5 and 6.
+MISTAKE = 2
+DOES_NOT_FIT = 3  # the compiled program needs more memory than a chip has
+EXPOSED = 4  # more communication is exposed than the declaration allows
+
 
 @dataclass(frozen=True, order=True)
 class Problem:
@@ -25,7 +30,7 @@ class Problem:
 class ConfigError(Exception):
     """A declaration that cannot be run, with all that is wrong with it."""
 
-    exit_code = 2
+    exit_code = MISTAKE
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(dict.fromkeys(problems))

@@ -5,8 +5,8 @@ import re
 
 from meshloom.compiler.problems import ConfigError, Problem
 
-NONFINITE = 3  # NaN or infinity where training cannot go on
-STORAGE = 4  # a checkpoint or a metric cannot be written, or no checkpoint can be read
+NONFINITE = 5  # NaN or infinity where training cannot go on
+STORAGE = 6  # a checkpoint or a metric cannot be written, or no checkpoint can be read
 
 
 class RunFailed(ConfigError):

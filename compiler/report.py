@@ -1,0 +1,151 @@
+"""The report of a compiled step: what `report.json` holds, and all views are made from.
+
+Seconds are of one step, bytes of one chip unless a name says otherwise. What cannot be known is None; `unknown` says
+why, by the path of the value: {"step.predicted_mfu": "the chip's peak is not known"}.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from meshloom.models.config import Config
+
+SCHEMA_VERSION = 2  # of report.json and plan.json
+
+CollectiveKind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
+]  # fmt: skip
+Link = Literal["ICI", "DCN", "NVLink", "NIC", "memory"]  # memory: simulated devices of one host
+ComputeKind = Literal["matmul", "attention", "other"]
+Fraction = Annotated[float, Field(ge=0)]
+
+
+class TargetReport(Config):
+    name: str
+    chip: str
+    num_chips: PositiveInt
+    num_devices: PositiveInt  # of JAX
+    num_slices: PositiveInt
+    hbm_bytes_per_chip: PositiveInt | None
+    placement: dict[str, str]  # mesh axis -> where it lies: "fsdp": "ICI x (16, wraps) x ICI y (16, wraps)"
+
+
+class ProgramReport(Config):
+    model: str
+    num_parameters: NonNegativeInt
+    num_active_parameters: NonNegativeInt  # that a token meets
+    tokens_per_step: PositiveInt
+    model_flops_per_step: NonNegativeInt
+
+
+class Change(Config):
+    """A change of the declaration that saves memory. overrides: as one types them."""
+
+    overrides: tuple[str, ...]
+    saved_bytes: int
+    fits: bool  # by itself
+    cost: str  # "a third more arithmetic"
+
+
+class MemoryReport(Config):
+    """breakdown: parameters, master, optimizer, gradients, activations, temporaries, code, reserved, by the compiled
+    program where it tells them apart. fits: None where the chip's memory is unknown."""
+
+    peak_bytes_per_chip: NonNegativeInt | None
+    limit_bytes_per_chip: NonNegativeInt | None  # what a program may take: the chip's memory without what is reserved
+    fits: bool | None
+    breakdown: dict[str, NonNegativeInt | None]
+    estimate_bytes_per_chip: NonNegativeInt | None  # without XLA
+    changes: tuple[Change, ...]  # the cheapest first; empty where it fits
+
+
+class CollectiveReport(Config):
+    """All collectives of a step that are alike: the same place in the program, once per trip of its loops."""
+
+    kind: CollectiveKind
+    mesh_axes: tuple[str, ...]
+    group_size: PositiveInt
+    link: Link
+    bytes: NonNegativeInt  # of the full array, in all executions
+    dtype: str
+    count: PositiveInt  # executions in a step
+    alone_seconds: NonNegativeFloat | None
+    hidden_seconds: NonNegativeFloat | None
+    exposed_seconds: NonNegativeFloat | None
+    hidden_behind: tuple[str, ...]  # names of what runs meanwhile, the longest first
+    is_async: bool
+    form: str  # how the program says it: "all-gather-start", "collective fusion", "SparseCore call", "synchronous"
+    source: str  # "layers/attention/query_EHD, forward" or the op_name that the compiler keeps
+    where: str  # computation or loop: "while body, 32 trips"
+    confidence: Literal["high", "low"]  # low: size, group or bandwidth is not certain
+    name: str  # of the instruction
+
+
+class StepReport(Config):
+    compute_seconds: NonNegativeFloat | None
+    compute_seconds_by_kind: dict[ComputeKind, NonNegativeFloat]
+    exposed_seconds: NonNegativeFloat | None
+    exposed_fraction: Fraction | None  # of predicted_seconds
+    predicted_seconds: NonNegativeFloat | None
+    predicted_mfu: Fraction | None
+    roofline_seconds: NonNegativeFloat | None
+    num_unpriced: NonNegativeInt  # instructions whose time is not known, and counts as none
+
+
+class RooflinePart(Config):
+    """A part of the step with the bound of each resource: FLOPs over peak, bytes over bandwidth."""
+
+    name: str  # "layers (x32)", "attention", "head", "optimizer"
+    flops: NonNegativeInt
+    hbm_bytes: NonNegativeInt
+    link_bytes: NonNegativeInt
+    flops_seconds: NonNegativeFloat | None
+    hbm_seconds: NonNegativeFloat | None
+    link_seconds: NonNegativeFloat | None
+    bound: Literal["flops", "hbm", "link"] | None  # the longest
+
+
+class Finding(Config):
+    """One finding of the lint of the compiled program."""
+
+    rule: str  # "unplanned-collective"
+    severity: Literal["warning", "note"]
+    what: str
+    where: str  # instruction, source op and config key, as far as known
+    fix: str
+
+
+class BuildReport(Config):
+    lower_seconds: NonNegativeFloat
+    compile_seconds: NonNegativeFloat
+    cache: Literal["hit", "miss", "off"]
+    jax: str
+    jaxlib: str
+    plugin: str | None  # "libtpu 0.0.42.1"
+    compiler_options: dict[str, str | bool | int | float]
+    fingerprint: str
+
+
+class Event(Config):
+    """A stretch of the predicted step on one track. Loops show their trips one after the other, or the first few."""
+
+    track: str  # "compute", "ICI x", "DCN"
+    name: str
+    kind: str  # a ComputeKind, a CollectiveKind, or "exposed"
+    start_seconds: NonNegativeFloat
+    seconds: NonNegativeFloat
+    arguments: dict[str, Any]
+
+
+class Report(Config):
+    schema_version: Literal[2]
+    target: TargetReport
+    program: ProgramReport
+    memory: MemoryReport
+    collectives: tuple[CollectiveReport, ...]
+    step: StepReport
+    roofline: tuple[RooflinePart, ...]
+    findings: tuple[Finding, ...]
+    build: BuildReport
+    overrides: tuple[str, ...]  # as typed
+    unknown: dict[str, str]  # path of a None -> why
