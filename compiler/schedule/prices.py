@@ -115,7 +115,7 @@ def _matmul_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> 
 
 def _attention_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> tuple[float | None, str]:
     """A causal attention kernel: queries (B, H, T, D) or (B, T, H, D), the first operand of four dimensions. Forward
-    two matmuls of T x T x D each, for keys and values four, for queries three; blocks above the diagonal are skipped."""
+    two matmuls of T x T x D each, for keys and values four, for queries three; half of the square is skipped."""
     name = f"{instruction.name} {instruction.attribute('custom_call_target')}".lower()
     queries = next((array for array in operands if len(array.shape) == 4), None)
     if queries is None or not re.search(r"splash|attention|fmha", name):
