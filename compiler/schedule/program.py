@@ -31,7 +31,8 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "send": "send",
 }
 _KIND_IN_NAME = re.compile("|".join(COLLECTIVES).replace("|send", ""))
-_ASYNC = {"async-start", "async-update", "async-done"}
+_STARTS, _UPDATES, _DONES = (frozenset({f"async-{part}", f"call-{part}"}) for part in ("start", "update", "done"))
+_ASYNC = _STARTS | _UPDATES | _DONES
 
 
 @dataclass(frozen=True)
@@ -109,16 +110,13 @@ class _Reader:
         inner = self._inside(chain[0])
         named = _KIND_IN_NAME.search(chain[0].name)
         if inner is None and named is None:
-            if instruction.opcode != "async-start":
+            if instruction.opcode not in _STARTS:
                 return []
             called = [self.module.computations[name] for name in instruction.called]
             return [step for computation in called for step in self.steps_of(computation) if isinstance(step, Compute)]
-        if instruction.opcode == "async-done":
+        if instruction.opcode in _DONES:
             return [Done(chain[-2].name)]
-        has_update = any(
-            each.opcode == "async-update" and each.operands[0] == instruction.name for each in around.instructions
-        )
-        if instruction.opcode == "async-start" and has_update:
+        if any(each.opcode in _UPDATES and each.operands[0] == instruction.name for each in around.instructions):
             return []
         unit = chain[0].attribute("async_execution_thread")
         form = f"{unit} call" if unit else "async-start"
@@ -130,7 +128,7 @@ class _Reader:
     def _chain(self, instruction: Instruction, around: Computation) -> list[Instruction]:
         """From the start on, up to the instruction."""
         chain = [instruction]
-        while chain[0].opcode != "async-start":
+        while chain[0].opcode not in _STARTS:
             before = around.by_name.get(chain[0].operands[0])
             if before is None or before.opcode not in (*_ASYNC, "get-tuple-element"):
                 break
