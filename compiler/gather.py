@@ -29,8 +29,8 @@ class WeightLayout:
     path: of the parameter. gathered: dimensions whose shards are gathered for use. scattered: dimensions over which a
     gradient is reduce-scattered as soon as it is made. Both as a layer sees them; what follows is with the dimension
     `layers`. split_early: what `scattered` splits more than `gathered` gathers. split_late: what the update splits more
-    than that, reduce-scattered once per step. reduced: the batch axes over which every device updates the same shard: its
-    gradient is summed over them once per step.
+    than that, reduce-scattered once per step. reduced: the batch axes over which every device updates the same shard:
+    its gradient is summed over them once per step.
     automatic, automatic_stored: the part of its layout that is over axes that do not split the batch, and is XLA's to
     keep: as a layer sees it, and with the dimension `layers`. automatic_axes: all of those axes.
     """

@@ -69,12 +69,14 @@ def test_what_runs_between_start_and_done_hides_it(between, exposed):
     assert result.compute_seconds == {"other": pytest.approx((between + 10) / 1000)}
 
 
-def test_collectives_share_a_link_one_after_the_other_and_two_links_at_once():
+def test_collectives_under_way_share_a_link_evenly():
     lines = [f"  %s1 = {START}", f"  %s2 = {START}", compute("a", 100), "  %d1 = bf16[32]{0} all-gather-done(%s1)",
              "  ROOT %d2 = bf16[32]{0} all-gather-done(%s2)"]  # fmt: skip
     shared = simulated(module(*lines))
     assert shared.seconds == pytest.approx(0.128)
-    assert totals(shared) == {"s1": (1, 0.064, 0.0), "s2": (1, 0.064, 0.028)}
+    assert totals(shared) == {"s1": (1, 0.064, 0.028), "s2": (1, 0.064, 0.0)}, "both come after 128 ms"
+    tracks = {each.track for each in shared.segments}
+    assert tracks == {"compute", "link", "link (2)"}, "what overlaps is shown side by side"
     apart = simulated(module(*lines), price=lambda c: Priced(c.num_bytes / 1000, (c.name,)))
     assert apart.seconds == pytest.approx(0.1)
     assert apart.exposed_seconds == 0

@@ -1,22 +1,24 @@
-"""The steps of a program in time: one compute unit, and links that collectives take one after the other.
+"""The steps of a program in time: one compute unit, and links that the collectives under way share evenly.
 
-An asynchronous collective begins when it is started and its links are free, and runs beside the compute that follows;
-where its end is waited for before it has come, the wait is *exposed*. Of a loop the first two trips are simulated, and
-the second stands for all that follow: what the first left on the links is gone by then.
+An asynchronous collective begins when it is started, and runs beside the compute that follows; where its end is waited
+for before it has come, the wait is *exposed*. Of a loop the first two trips are simulated, and the second stands for
+all that follow.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 
 from .steps import Branches, Collective, Compute, ComputeKind, Done, Loop, Start, Step
 
+SMALLEST_SECONDS = 1e-12  # what is left of a collective below it is rounding
 Loops = tuple[tuple[str, int | None], ...]  # names and trips of those around a step, the outermost first
 
 
 @dataclass(frozen=True)
 class Priced:
-    """alone_seconds: of a collective that has its links for itself; None where it is not known. links: the names of
-    those that it takes."""
+    """alone_seconds: of a collective that has its links for itself; None where it is not known, and it counts as none.
+    links: the names of those that it takes."""
 
     alone_seconds: float | None
     links: tuple[str, ...]
@@ -77,17 +79,21 @@ def simulate(steps: tuple[Step, ...], price: Callable[[Collective], Priced]) -> 
 
 @dataclass
 class _InFlight:
+    """left_seconds: of its time with the links for itself; None: it has come. lanes: by link, for the timeline."""
+
     collective: Collective
     totals: CollectiveTotals
     weight: int
-    start: float
-    end: float
+    links: tuple[str, ...]
+    began: float
+    left_seconds: float | None
+    lanes: dict[str, int]
+    is_shown: bool
 
 
 class _Clock:
     def __init__(self, price: Callable[[Collective], Priced]):
         self.now, self.result, self._price = 0.0, Simulation(), price
-        self._free: dict[str, float] = {}  # when each link is free again
         self._flying: dict[str, _InFlight] = {}
 
     def run(self, steps: tuple[Step, ...], *, weight: int, loops: Loops, is_shown: bool) -> None:
@@ -115,38 +121,82 @@ class _Clock:
         if step.seconds is None:
             result.unpriced.append(step.name)
             return
-        begin, self.now = self.now, self.now + step.seconds
+        begin = self.now
+        for flying, seconds in self._pass(step.seconds).items():
+            behind = self._flying[flying].totals.hidden_behind
+            behind[step.name] = behind.get(step.name, 0.0) + self._flying[flying].weight * seconds
         result.compute_seconds[step.kind] = result.compute_seconds.get(step.kind, 0.0) + weight * step.seconds
-        for flying in self._flying.values():
-            together = min(flying.end, self.now) - max(flying.start, begin)
-            if together > 0:
-                behind = flying.totals.hidden_behind
-                behind[step.name] = behind.get(step.name, 0.0) + flying.weight * together
         if is_shown:
             result.segments.append(Segment("compute", step.name, step.kind, begin, step.seconds))
 
     def _start(self, collective: Collective, weight: int, loops: Loops, is_shown: bool) -> None:
         priced = self._price(collective)
         totals = self.result.collectives.setdefault(collective.name, CollectiveTotals(collective, loops=loops))
-        totals.add(weight, alone := priced.alone_seconds)
-        start = max([self.now, *(self._free.get(link, 0.0) for link in priced.links)])
-        end = start + (alone or 0.0)
-        self._free.update(dict.fromkeys(priced.links, end))
-        self._flying[collective.name] = _InFlight(collective, totals, weight, start, end)
-        if is_shown and alone:
-            for link in priced.links:
-                self.result.segments.append(Segment(link, collective.name, collective.kind, start, alone))
+        totals.add(weight, priced.alone_seconds)
+        active = [each for each in self._flying.values() if each.left_seconds is not None]
+        taken = {link: {each.lanes[link] for each in active if link in each.lanes} for link in priced.links}
+        lanes = {link: next(lane for lane in count(1) if lane not in lanes) for link, lanes in taken.items()}
+        self._flying[collective.name] = _InFlight(
+            collective, totals, weight, priced.links, self.now, priced.alone_seconds or None, lanes, is_shown
+        )
 
     def _done(self, name: str, is_shown: bool) -> None:
-        flying = self._flying.pop(name, None)
-        if flying is None or flying.end <= self.now:
+        if name not in self._flying:
             return
-        wait = flying.end - self.now
+        begin, flying = self.now, self._flying[name]
+        while flying.left_seconds is not None:
+            self._pass(self._until_next())
+        wait = self.now - begin
+        del self._flying[name]
         flying.totals.exposed_seconds += flying.weight * wait
         self.result.exposed_seconds += flying.weight * wait
-        if is_shown:
-            self.result.segments.append(Segment("compute", f"waits for {name}", "exposed", self.now, wait))
-        self.now = flying.end
+        if is_shown and wait:
+            self.result.segments.append(Segment("compute", f"waits for {name}", "exposed", begin, wait))
+
+    def _pass(self, seconds: float) -> dict[str, float]:
+        """Time goes on; how long each collective was on its way meanwhile."""
+        under_way: dict[str, float] = {}
+        end = self.now + seconds
+        while (rates := self._rates()) and self.now < end:
+            part = min(end - self.now, self._until_next())
+            for name, rate in rates.items():
+                under_way[name] = under_way.get(name, 0.0) + part
+                flying = self._flying[name]
+                assert flying.left_seconds is not None
+                flying.left_seconds -= part * rate
+            self.now += part
+            self._land()
+        self.now = end
+        return under_way
+
+    def _until_next(self) -> float:
+        """Seconds until the next collective has come, if nothing starts meanwhile."""
+        left = ((self._flying[name].left_seconds or 0.0) / rate for name, rate in self._rates().items())
+        return min(left)
+
+    def _rates(self) -> dict[str, float]:
+        """The share of its links that each collective under way has: that of the busiest of them."""
+        active = {name: each for name, each in self._flying.items() if each.left_seconds is not None}
+        users: dict[str, int] = {}
+        for each in active.values():
+            for link in each.links:
+                users[link] = users.get(link, 0) + 1
+        return {name: 1 / max([1, *(users[link] for link in each.links)]) for name, each in active.items()}
+
+    def _land(self) -> None:
+        for each in self._flying.values():
+            if each.left_seconds is not None and each.left_seconds <= SMALLEST_SECONDS:
+                each.left_seconds = None
+                if each.is_shown:
+                    self._show(each)
+
+    def _show(self, flying: _InFlight) -> None:
+        for link, lane in flying.lanes.items():
+            track = link if lane == 1 else f"{link} ({lane})"
+            segment = Segment(
+                track, flying.collective.name, flying.collective.kind, flying.began, self.now - flying.began
+            )
+            self.result.segments.append(segment)
 
     def _loop(self, loop: Loop, weight: int, loops: Loops, is_shown: bool) -> None:
         if loop.num_trips is None:
@@ -160,13 +210,11 @@ class _Clock:
             return
         begin = self.now
         self.run(loop.body, weight=weight * (trips - 1), loops=within, is_shown=is_shown)
-        rest = (self.now - begin) * (trips - 2)
-        if is_shown and rest > 0:
-            self.result.segments.append(
-                Segment("compute", f"{loop.name}: {trips - 2} more trips", "loop", self.now, rest)
-            )
-        self.now += rest
-        self._free = {link: time + rest for link, time in self._free.items()}
+        rest, begin = (self.now - begin) * (trips - 2), self.now
+        self._pass(rest)
+        if is_shown and rest:
+            segment = Segment("compute", f"{loop.name}: {trips - 2} more trips", "loop", begin, rest)
+            self.result.segments.append(segment)
 
     def _longest(self, step: Branches, weight: int, loops: Loops, is_shown: bool) -> None:
         """Which branch runs is not known before: the one that takes the longest by itself."""
