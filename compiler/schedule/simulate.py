@@ -7,7 +7,6 @@ all that follow.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 
 from .steps import Branches, Collective, Compute, ComputeKind, Done, Loop, Start, Step
 
@@ -44,7 +43,7 @@ class CollectiveTotals:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of time on one track."""
+    """A stretch of time on one track; collectives that share a link overlap."""
 
     track: str
     name: str
@@ -79,7 +78,7 @@ def simulate(steps: tuple[Step, ...], price: Callable[[Collective], Priced]) -> 
 
 @dataclass
 class _InFlight:
-    """left_seconds: of its time with the links for itself; None: it has come. lanes: by link, for the timeline."""
+    """left_seconds: of its time with the links for itself; None: it has come."""
 
     collective: Collective
     totals: CollectiveTotals
@@ -87,7 +86,6 @@ class _InFlight:
     links: tuple[str, ...]
     began: float
     left_seconds: float | None
-    lanes: dict[str, int]
     is_shown: bool
 
 
@@ -133,12 +131,8 @@ class _Clock:
         priced = self._price(collective)
         totals = self.result.collectives.setdefault(collective.name, CollectiveTotals(collective, loops=loops))
         totals.add(weight, priced.alone_seconds)
-        active = [each for each in self._flying.values() if each.left_seconds is not None]
-        taken = {link: {each.lanes[link] for each in active if link in each.lanes} for link in priced.links}
-        lanes = {link: next(lane for lane in count(1) if lane not in lanes) for link, lanes in taken.items()}
-        self._flying[collective.name] = _InFlight(
-            collective, totals, weight, priced.links, self.now, priced.alone_seconds or None, lanes, is_shown
-        )
+        left = priced.alone_seconds or None
+        self._flying[collective.name] = _InFlight(collective, totals, weight, priced.links, self.now, left, is_shown)
 
     def _done(self, name: str, is_shown: bool) -> None:
         if name not in self._flying:
@@ -191,12 +185,9 @@ class _Clock:
                     self._show(each)
 
     def _show(self, flying: _InFlight) -> None:
-        for link, lane in flying.lanes.items():
-            track = link if lane == 1 else f"{link} ({lane})"
-            segment = Segment(
-                track, flying.collective.name, flying.collective.kind, flying.began, self.now - flying.began
-            )
-            self.result.segments.append(segment)
+        for link in flying.links:
+            name, kind = flying.collective.name, flying.collective.kind
+            self.result.segments.append(Segment(link, name, kind, flying.began, self.now - flying.began))
 
     def _loop(self, loop: Loop, weight: int, loops: Loops, is_shown: bool) -> None:
         if loop.num_trips is None:
