@@ -134,10 +134,15 @@ def test_types():
         ("mesh['a'=2,'b'=4] {'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
         ("mesh['a'=2,'b'=4] {'a'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
         ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['a'=2,'b'=2], device_ids=(0,2,3,1) {'b'}", ((0, 2), (3, 1))),
     ],
 )
 def test_groups(text, groups):
     assert parse_groups(text, 8) == groups
+    line = f"HloModule m\n\nENTRY %m (x: f32[]) -> f32[] {{\n  ROOT %r = f32[] all-reduce(%x), replica_groups={text}, to_apply=%f\n}}\n"
+    assert parse_module(line).entry_computation.root.attribute("replica_groups") == text
 
 
 @pytest.mark.parametrize("axes", [("data",), ("fsdp",), ("data", "tensor"), ("data", "fsdp", "tensor")])

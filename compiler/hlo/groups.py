@@ -3,7 +3,8 @@
 {{0,1},{2,3}}                          listed
 [2,4]<=[8]                             eight devices in order, two groups of four
 [4,2]<=[2,4]T(1,0)                     the devices 0..7 as a 2 x 4 array, transposed, then four groups of two
-mesh['a'=2,'b'=4] {'b'}                over an axis of a mesh
+mesh['a'=2,'b'=4] {'b'}                over an axis of a mesh of the devices in order
+mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}    in another order, of numbers or as above
 """
 
 import itertools
@@ -14,9 +15,10 @@ from functools import cache
 Groups = tuple[tuple[int, ...], ...]
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"mesh\[(.*?)\]\s*\{(.*?)\}", re.S)
+_MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))?\s+\{(.*?)\}")
+_AXIS_NAME = re.compile(r"'([^']+)'")
 _MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
-_DEVICE_ORDER = re.compile(r"device_ids=\(([\d,]+)\)")
+_TRANSPOSED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 @cache
@@ -29,9 +31,9 @@ def parse_groups(text: str, num_devices: int) -> Groups:
     if iota := _IOTA.match(text):
         return _of_iota(_numbers(iota[1]), _numbers(iota[2]), _numbers(iota[3]) if iota[3] else None)
     if mesh := _MESH.match(text):
-        return _of_mesh(
-            [(name, int(size)) for name, size in _MESH_AXIS.findall(mesh[1])], re.findall(r"'([^']+)'", mesh[2])
-        )
+        axes = [(name, int(size)) for name, size in _MESH_AXIS.findall(mesh[1])]
+        order = _order(mesh[2]) if mesh[2] else range(num_devices)
+        return tuple(tuple(order[place] for place in group) for group in _of_mesh(axes, _AXIS_NAME.findall(mesh[3])))
     if text.startswith("{"):
         inner = re.findall(r"\{([\d,\s]+)\}", text[1:-1])
         return tuple(_numbers(group) for group in inner) or (tuple(range(num_devices)),)
@@ -45,6 +47,16 @@ def _of_iota(shape: tuple[int, ...], dimensions: tuple[int, ...], order: tuple[i
     devices = [sum(i * strides[d] for i, d in zip(index, order, strict=True)) for index in itertools.product(*ranges)]
     size = shape[-1]
     return tuple(tuple(devices[start : start + size]) for start in range(0, len(devices), size))
+
+
+def _order(text: str) -> tuple[int, ...]:
+    """The devices in the order of a mesh: listed, or those in order as an array that is transposed."""
+    transposed = _TRANSPOSED.fullmatch(text)
+    if not transposed:
+        return _numbers(text)
+    dimensions = _numbers(transposed[1])
+    order = _numbers(transposed[2]) if transposed[2] else None
+    return _of_iota((math.prod(dimensions),), dimensions, order)[0]
 
 
 def _of_mesh(axes: list[tuple[str, int]], over: list[str]) -> Groups:

@@ -28,6 +28,7 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_LIST = re.compile(r"\b(called_computations|branch_computations)=\{([^}]*)\}")
+_MESH_VALUE = re.compile(r"mesh\[[^\]]*\](?:, device_ids=\(.*?\))?(?= \{) \{[^}]*\}")  # commas within, and no brackets
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**63 - 1  # what the TPU compiler writes where it has no estimate
@@ -204,6 +205,8 @@ def _closing(line: str, start: int) -> int:
 
 def _value(text: str, start: int) -> str:
     """The value of an attribute: up to the comma or space behind it, brackets and quotes whole."""
+    if mesh := _MESH_VALUE.match(text, start):
+        return mesh[0]
     if text.startswith('"', start):
         return text[start + 1 : text.index('"', start + 1)]
     depth = 0
