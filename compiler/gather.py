@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 Axes = tuple[str, ...]
-WEIGHT_SCOPE = "weight:"  # before a parameter's path, in the names of the operations that move it or its gradient
+WEIGHT_SCOPE = "weight="  # before a parameter's path, in the names of the operations that move it or its gradient
 
 Parts = tuple[tuple[int, Axes], ...]  # (dimension, the mesh axes that it is split over), for each that is
 
