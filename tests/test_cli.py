@@ -33,7 +33,7 @@ def test_an_unknown_command_is_one_error():
     assert done.returncode == 2
     assert (
         done.stderr
-        == "error: there is no command 'trian'\n  fix: use one of train, explain, data (did you mean 'train'?)\n"
+        == "error: there is no command 'trian'\n  fix: use one of train, explain, diff, data (did you mean 'train'?)\n"
     )
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..explain import human_bytes
-from ..report import Report, RooflinePart
-from .facts import total
+from ..report import Report, RooflinePart, total
 from .quantities import human_count, human_seconds, human_share
 
 MEMORY_COLOURS = {"parameters": 1, "master": 2, "optimizer": 3, "gradients": 4, "activations": 5, "temporaries": 6,

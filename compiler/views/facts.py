@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..explain import human_bytes
-from ..report import CollectiveReport, Report
+from ..report import CollectiveReport, Report, total
 from .quantities import human_seconds, human_share
 
 NO_REASON = "no reason is given"
@@ -134,9 +134,3 @@ def sums(collectives: Iterable[CollectiveReport]) -> tuple[CollectiveSum, ...]:
         for key, group in groups.items()
     ]  # fmt: skip
     return tuple(sorted(rows, key=lambda row: (-_or_inf(row.exposed_seconds), -row.bytes)))
-
-
-def total(values: Iterable[float | None]) -> float | None:
-    """The sum, in whatever order the values come; None where one of them is."""
-    known = list(values)
-    return None if None in known else math.fsum(v for v in known if v is not None)
