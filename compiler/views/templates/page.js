@@ -27,7 +27,7 @@ function sortBy(table, heading) {
   });
   keyed.sort((a, b) => {
     if (a.value === undefined || b.value === undefined) return (a.value === undefined) - (b.value === undefined);
-    return sign * (isNumber ? a.value - b.value : a.value.localeCompare(b.value, "en", { numeric: true }));
+    return sign * (Number(a.value > b.value) - Number(a.value < b.value));
   });
   table.tBodies[0].append(...keyed.map((one) => one.row));
 }
