@@ -11,6 +11,7 @@ from .report import (
     BuildReport,
     Change,
     CollectiveReport,
+    Event,
     Finding,
     MemoryReport,
     ProgramReport,
@@ -25,12 +26,13 @@ WITHIN_TEMPORARIES = "part of the temporaries: the compiled program does not tel
 
 @dataclass(frozen=True)
 class ScheduleAnalysis:
-    """What is read from the scheduled text of a step. unknown: as in Report."""
+    """What is read from the scheduled text of a step. events: its timeline. unknown: as in Report."""
 
     collectives: tuple[CollectiveReport, ...]
     step: StepReport
     roofline: tuple[RooflinePart, ...]
     findings: tuple[Finding, ...]
+    events: tuple[Event, ...]
     unknown: dict[str, str]
 
 
@@ -83,7 +85,7 @@ def _unanalysed(why: str) -> ScheduleAnalysis:
     names = [name for name in StepReport.model_fields if name.endswith(("_seconds", "_fraction", "_mfu"))]
     step: Any = dict.fromkeys(names)
     unknown: dict[str, str] = dict.fromkeys(("step", "collectives", "roofline", "findings"), why)
-    return ScheduleAnalysis((), StepReport(**step, compute_seconds_by_kind={}, num_unpriced=0), (), (), unknown)
+    return ScheduleAnalysis((), StepReport(**step, compute_seconds_by_kind={}, num_unpriced=0), (), (), (), unknown)
 
 
 def _memory(

@@ -5,6 +5,8 @@ What cannot be known is None; `unknown` says why, by the path of the value ("ste
 elements ("collectives[*].alone_seconds"), or of what holds it ("step").
 """
 
+import math
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -152,3 +154,9 @@ class Report(Config):
     build: BuildReport
     overrides: tuple[str, ...]  # as typed
     unknown: dict[str, str]  # path of a None -> why
+
+
+def total(values: Iterable[float | None]) -> float | None:
+    """The sum, the same in whatever order the values come; None where one of them is."""
+    known = list(values)
+    return None if None in known else math.fsum(v for v in known if v is not None)

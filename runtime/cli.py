@@ -10,6 +10,7 @@ COMMANDS = {
     "train": "compile for the devices at hand and run",
     "explain": "the plan, in seconds, without compiling: shardings with reasons, memory, arithmetic",
     "compile": "ahead of time, for hardware that need not be there: does it fit; a report and an artifact",
+    "diff": "what changed between two runs: config, predicted step, memory, collectives, layouts",
     "data": "tokenise a corpus of any size into shards, once, for data=tokens to read",
 }
 
@@ -17,6 +18,7 @@ USAGE = """\
 meshloom: a training run is declared, compiled ahead of time, and run.
 
 usage: meshloom COMMAND [group=option ...] [group.key=value ...]
+       meshloom diff RUN_A RUN_B [--json]
 
 commands:
 {commands}
@@ -67,6 +69,10 @@ def run(args: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    if command == "diff":  # of runs that are there already: it takes no overrides
+        from .diff import diff_command
+
+        return diff_command(rest)
     from .app import run_command
 
     return run_command(command, rest)
@@ -80,7 +86,7 @@ def _complete(args: list[str]) -> int:
         print(" ".join(COMMANDS))
         return 0
     program, command = words[:2]
-    if command not in COMMANDS:
+    if command not in COMMANDS or command == "diff":  # the shell itself completes directories
         return 0
     os.environ["COMP_LINE"] = program + line[line.index(command, len(program)) + len(command) :]
     from .app import run_command

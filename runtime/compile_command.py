@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from meshloom.compiler.aot import REMATERIALIZATION, STEP, Built, check_compiler_options, compile_ahead
-from meshloom.compiler.build_report import BuildFacts, build_report
+from meshloom.compiler.build_report import BuildFacts, ScheduleAnalysis, build_report
 from meshloom.compiler.driver import PROGRAMS, Programs, lower, plan_run
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.plan import Plan
@@ -34,12 +34,11 @@ from .declaration import write_declaration
 from .devices import plan_without_devices, start_devices
 from .display import say
 from .distributed import Processes
-from .files import replace_json
 from .interruptible import interruptibly
+from .report_files import write_report
 
 LOG = logging.getLogger("meshloom")
 COMPILER_LOG = Path("logs/compiler.log")
-REPORT = "report.json"
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def compile_step(job: CompileJob, run_dir: Path, *, overrides: tuple[str, ...], 
     with captured_stderr(run_dir / COMPILER_LOG) as captured, cached_compilation(None):
         mesh = plan.mesh.of_devices(job.devices)
         start = time.perf_counter()
-        lowered = _lowered(plan, mesh)
+        lowered = lower_for_target(plan, mesh)
         lower_seconds = time.perf_counter() - start
         fingerprint = fingerprint_of(plan, lowered, mesh)
         store = store_of(plan.spec, fingerprint)
@@ -84,19 +83,20 @@ def compile_step(job: CompileJob, run_dir: Path, *, overrides: tuple[str, ...], 
     if not is_found:
         built = replace(built, notes=tuple(line for line in captured.lines if REMATERIALIZATION in line))
     facts = BuildFacts(fingerprint, lower_seconds, "hit" if is_found else "miss" if store else "off", overrides)
-    report = build_report(plan, built, facts, schedule=None)
+    schedule: ScheduleAnalysis | None = None  # of built.text and built.notes
+    report = build_report(plan, built, facts, schedule)
     write_declaration(plan, run_dir)
-    replace_json(run_dir / REPORT, report.model_dump(mode="json"))
+    files = write_report(report, plan, run_dir, events=schedule.events if schedule else ())
     if artifact is None:
         artifact = _stored(store, fingerprint, built, overrides, console)
     does_fit = report.memory.fits is not False
     if does_fit:
         _place(artifact, run_dir / FOLDER, fingerprint, built, overrides)
-    _show_result(console, report, artifact if is_found else None, run_dir, overrides)
+    _show_result(console, report, files, artifact if is_found else None, run_dir)
     return 0 if does_fit else DOES_NOT_FIT
 
 
-def _lowered(plan: Plan, mesh: Mesh) -> Programs:
+def lower_for_target(plan: Plan, mesh: Mesh) -> Programs:
     """All programs; for chips that are not there the train step alone: where it runs, the others take seconds."""
     lowered = lower(plan, mesh, PROGRAMS if plan.target.is_attached else (STEP,))
     return replace(lowered, compiler_options=options_without_device(plan.target) | dict(lowered.compiler_options))
@@ -170,17 +170,15 @@ def _show_header(console: Console, job: CompileJob) -> None:
 
 
 def _show_result(
-    console: Console, report: Report, found: Artifact | None, run_dir: Path, overrides: tuple[str, ...]
+    console: Console, report: Report, files: tuple[Path, ...], found: Artifact | None, run_dir: Path
 ) -> None:
-    build, files = report.build, [run_dir / REPORT]
+    build, fits = report.build, report.memory.fits is not False
     if found:
         say(console, f"compiled before, nothing to do: {found.place} is of the same program, devices and versions")
     else:
         by = f"jax {build.jax}" + (f", {build.plugin}" if build.plugin else "")
         say(console, f"compiled in {build.compile_seconds:.1f} s, lowered in {build.lower_seconds:.1f} s, by {by}")
-    if report.memory.fits is not False:
-        files.append(run_dir / FOLDER)
-    show_report(report, console, files=files)
-    if report.memory.fits is not False:
-        kept = [text for text in overrides if not text.startswith("hydra.")]
+    show_report(report, console, files=[*files, *([run_dir / FOLDER] if fits else [])])
+    if fits:
+        kept = [text for text in report.overrides if not text.startswith("hydra.")]
         say(console, f"train it: {shlex.join(['meshloom', 'train', *kept, f'artifact={run_dir}'])}")

@@ -1,16 +1,17 @@
 """Geometry of the page's charts, in per cent of their width and height; the template draws them."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..explain import human_bytes
-from ..report import Report, RooflinePart
-from .facts import total
+from ..report import Report, RooflinePart, total
 from .quantities import human_count, human_seconds, human_share
 
 MEMORY_COLOURS = {"parameters": 1, "master": 2, "optimizer": 3, "gradients": 4, "activations": 5, "temporaries": 6,
                   "code": 7, "reserved": 8}  # fmt: skip
+LEAST_INTENSITY = 0.01  # FLOPs per byte: what computes less moves data, and would only stretch the plot
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,16 @@ def communication_bar(report: Report) -> Bar:
     """All collectives' time: hidden, exposed."""
     hidden, exposed = (total(getattr(c, name) for c in report.collectives) for name in
                        ("hidden_seconds", "exposed_seconds"))  # fmt: skip
-    if hidden is None or exposed is None:
+    if hidden is None or exposed is None or hidden + exposed == 0:  # a step without communication has no bar
         return Bar((), (), ())
     return _bar([("hidden behind compute", hidden, "hidden"), ("exposed", exposed, "exposed")], human_seconds, [], ())
 
 
 def _bar(
-    parts: Sequence[tuple[str, float, str]], human, marks: Iterable[tuple[str, float]], missing: tuple[str, ...]
+    parts: Sequence[tuple[str, float, str]],
+    human: Callable[[Any], str],
+    marks: Iterable[tuple[str, float]],
+    missing: tuple[str, ...],
 ) -> Bar:
     marks = list(marks)
     filled = sum(value for _, value, _ in parts)
@@ -90,7 +94,8 @@ def _bar(
 
 @dataclass(frozen=True)
 class Point:
-    """A part of the step on the roofline plot. y_roof: where the roof is above it. shape: by what bounds it."""
+    """A part of the step on the roofline plot. y_roof: where the roof is above it. shape: by what bounds it.
+    is_label_above: every other one, so that neighbours' labels do not meet."""
 
     label: str
     name: str
@@ -100,6 +105,7 @@ class Point:
     shape: str
     intensity: str
     rate: str
+    is_label_above: bool
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,8 @@ def roofline_plot(report: Report) -> RooflinePlot | None:
     if report.step.predicted_seconds and known:
         known.append(("S", "the whole step, as predicted", sum(p.flops for p in report.roofline),
                       sum(p.hbm_bytes for p in report.roofline), report.step.predicted_seconds, "step"))  # fmt: skip
-    known = [row for row in known if row[2] and row[3]]
+    known = [row for row in known if row[3] and row[2] / row[3] >= LEAST_INTENSITY]
+    known.sort(key=lambda row: (row[-1] == "step", row[2] / row[3]))
     if not peak or not bandwidth or not known:
         return None
     ridge = peak / bandwidth
@@ -139,8 +146,8 @@ def roofline_plot(report: Report) -> RooflinePlot | None:
     points = [
         Point(label, name, across.at(flops / size), 100 - upwards.at(flops / seconds),
               100 - upwards.at(min(peak, bandwidth * flops / size)), shape,
-              f"{human_count(flops / size, '')}".strip(), human_count(flops / seconds, "FLOP/s"))
-        for label, name, flops, size, seconds, shape in known
+              human_count(flops / size, "").strip(), human_count(flops / seconds, "FLOP/s"), index % 2 == 0)
+        for index, (label, name, flops, size, seconds, shape) in enumerate(known)
     ]  # fmt: skip
     return RooflinePlot(
         tuple(points), across.at(ridge), 100 - upwards.at(peak), 100 - upwards.at(10**across.low * bandwidth),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..explain import human_bytes
-from ..report import CollectiveReport, Report
+from ..report import CollectiveReport, Report, total
 from .quantities import human_seconds, human_share
 
 NO_REASON = "no reason is given"
@@ -59,7 +59,7 @@ def _fit(report: Report) -> Fact:
     if peak is None:
         return Fact("memory", "unknown", "", "unknown", "memory.peak_bytes_per_chip")
     if memory.fits is None or limit is None:
-        return Fact("memory", human_bytes(peak), "the chip's is not known", "unknown", "memory.fits")
+        return Fact("memory", human_bytes(peak), "its limit is", "unknown", "memory.fits")
     detail = f"{human_bytes(peak)} of {human_bytes(limit)}"
     if memory.fits:
         return Fact("memory", "fits", f"{detail}, {human_bytes(limit - peak)} left", "good", "memory.fits")
@@ -68,7 +68,7 @@ def _fit(report: Report) -> Fact:
 
 def _fact(name: str, value: float | None, human: Any, detail: str, path: str) -> Fact:
     if value is None:
-        return Fact(name, "unknown", detail, "unknown", path)
+        return Fact(name, "unknown", "", "unknown", path)
     return Fact(name, human(value), detail, "plain", path)
 
 
@@ -114,7 +114,7 @@ def why_exposed(collective: CollectiveReport) -> str:
     if not collective.exposed_seconds:
         return ""
     if not collective.is_async:
-        return "synchronous: compute waits for all of it"
+        return "synchronous: compute waits" if collective.form != "synchronous" else "compute waits for all of it"
     if not collective.hidden_seconds:
         return "nothing runs between its start and its end"
     behind = ", ".join(collective.hidden_behind[:2])
@@ -134,9 +134,3 @@ def sums(collectives: Iterable[CollectiveReport]) -> tuple[CollectiveSum, ...]:
         for key, group in groups.items()
     ]  # fmt: skip
     return tuple(sorted(rows, key=lambda row: (-_or_inf(row.exposed_seconds), -row.bytes)))
-
-
-def total(values: Iterable[float | None]) -> float | None:
-    """The sum, in whatever order the values come; None where one of them is."""
-    known = list(values)
-    return None if None in known else math.fsum(v for v in known if v is not None)

@@ -6,7 +6,6 @@ hash and nothing else, from nowhere, so text from a config can do nothing there.
 
 import base64
 import hashlib
-import json
 import shlex
 from collections.abc import Sequence
 from functools import cache
@@ -21,7 +20,7 @@ from ..plan import Plan
 from ..report import CollectiveReport, Event, Report
 from . import charts
 from .facts import by_exposed, sums, unknown_values, verdict, why_exposed, why_unknown
-from .quantities import human_count, human_seconds, human_share, three_digits
+from .quantities import human_count, human_seconds, human_share, milliseconds
 from .timeline import hidden_behind, lay_out
 
 NUM_EVENTS = 4000  # on the page, the longest ones; timeline.json has all
@@ -163,9 +162,8 @@ def _environment() -> jinja2.Environment:
         "human_seconds": human_seconds,
         "human_share": human_share,
         "human_count": human_count,
-        "milliseconds": lambda seconds: three_digits(1e3 * seconds),
+        "milliseconds": milliseconds,
         "percent": lambda value: f"{value:.3f}%",
-        "as_json": lambda value: json.dumps(value),
     }
     return environment
 

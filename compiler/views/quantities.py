@@ -1,5 +1,7 @@
 """Numbers as people read them: three digits and a unit."""
 
+import math
+
 SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
@@ -26,9 +28,16 @@ def human_share(share: float) -> str:
     return f"{share:.1%}".replace("%", " %")
 
 
+def milliseconds(seconds: float) -> str:
+    """For columns: 0.0164 -> '16.40'; what is there is not told as nothing."""
+    if 0 < seconds < 5e-6:
+        return "< 0.01"
+    return f"{1e3 * seconds:,.2f}" if seconds else "0"
+
+
 def three_digits(value: float) -> str:
-    """1234.5 -> '1,234'; 12.345 -> '12.3'; 1.2 -> '1.20'; never an exponent."""
-    digits = max(0, 2 - (len(f"{abs(value):.0f}") - 1))
-    if abs(value) < 1 and value:
-        return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.5f}"
-    return f"{value:,.{digits}f}"
+    """1234.5 -> '1,234'; 12.345 -> '12.3'; 1.2 -> '1.20'; 0.01234 -> '0.0123'."""
+    if not value:
+        return "0"
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.{max(0, 2 - math.floor(math.log10(abs(rounded))))}f}"

@@ -39,13 +39,17 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
                 console.print(renderable, width=WIDTH)
     if files:
         told = "  ".join(escape(str(path)) for path in files)
-        console.print(f"[bold]files[/]    {told}", soft_wrap=True, highlight=False)  # never broken: they are copied
+        console.print(
+            f"[bold]files[/]    {told}", soft_wrap=True, highlight=False, emoji=False
+        )  # never broken: they are copied
 
 
 def _line(console: Console, text: str) -> None:
     """One line and no more: what does not fit ends in an ellipsis, but on a screen that is wider."""
     width = max(WIDTH, console.width)
-    console.print(Text.from_markup(text), overflow="ellipsis", no_wrap=True, width=width, crop=False, highlight=False)
+    console.print(
+        Text.from_markup(text, emoji=False), overflow="ellipsis", no_wrap=True, width=width, crop=False, highlight=False
+    )
 
 
 def _fact(fact: Fact) -> str:
@@ -134,7 +138,7 @@ def _collectives(report: Report) -> Iterable[Table | str]:
     table.add_column("why", no_wrap=True, ratio=1)
     for c in worst[:NUM_COLLECTIVES]:
         name = f"{c.kind} of {c.source}"
-        table.add_row(human_seconds(c.exposed_seconds or 0), escape(name), escape(why_exposed(c)))
+        table.add_row(human_seconds(c.exposed_seconds or 0), Text(name), Text(why_exposed(c)))
     yield table
     if len(worst) > NUM_COLLECTIVES:
         rest = sum(c.exposed_seconds or 0 for c in worst[NUM_COLLECTIVES:])
