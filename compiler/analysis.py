@@ -161,8 +161,9 @@ def _step(result: Simulation, plan: Plan) -> StepReport:
             predicted_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=0,
         )  # fmt: skip
     peak = plan.target.peak_flops_per_second
-    is_known = peak is not None and result.seconds > 0
-    mfu = plan.model_flops_per_step / (result.seconds * peak * plan.target.num_devices) if is_known else None
+    mfu = None
+    if peak and result.seconds:
+        mfu = plan.model_flops_per_step / (result.seconds * peak * plan.target.num_devices)
     return StepReport(
         compute_seconds=sum(result.compute_seconds.values()),
         compute_seconds_by_kind=dict(result.compute_seconds),

@@ -1,12 +1,15 @@
 """The report of a compiled step: what `report.json` holds, and all views are made from.
 
-Seconds are of one step, bytes of one chip unless a name says otherwise. What cannot be known is None; `unknown` says
-why, by the path of the value: {"step.predicted_mfu": "the chip's peak is not known"}.
+Seconds are of one step; bytes and FLOPs of one chip unless a name says otherwise, those of the program of all chips.
+What cannot be known is None; `unknown` says why, by the path of the value ("step.predicted_mfu"), of that value in all
+elements ("collectives[*].alone_seconds"), or of what holds it ("step").
 """
 
+import math
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshloom.models.config import Config
 
@@ -27,6 +30,8 @@ class TargetReport(Config):
     num_devices: PositiveInt  # of JAX
     num_slices: PositiveInt
     hbm_bytes_per_chip: PositiveInt | None
+    hbm_bytes_per_second: PositiveFloat | None  # of one chip
+    peak_flops_per_second: PositiveFloat | None  # of one chip, in the compute type
     placement: dict[str, str]  # mesh axis -> where it lies: "fsdp": "ICI x (16, wraps) x ICI y (16, wraps)"
 
 
@@ -131,7 +136,7 @@ class Event(Config):
 
     track: str  # "compute", "ICI x", "DCN"
     name: str
-    kind: str  # a ComputeKind, a CollectiveKind, or "exposed"
+    kind: str  # a ComputeKind, a CollectiveKind, or "exposed": compute stands still for a collective
     start_seconds: NonNegativeFloat
     seconds: NonNegativeFloat
     arguments: dict[str, Any]
@@ -149,3 +154,9 @@ class Report(Config):
     build: BuildReport
     overrides: tuple[str, ...]  # as typed
     unknown: dict[str, str]  # path of a None -> why
+
+
+def total(values: Iterable[float | None]) -> float | None:
+    """The sum, the same in whatever order the values come; None where one of them is."""
+    known = list(values)
+    return None if None in known else math.fsum(v for v in known if v is not None)

@@ -27,6 +27,7 @@ from .target_spec import TargetSpec
 
 # Slowest link first: replicas across slices, tensor shards side by side.
 MeshAxis = Literal["replica", "data", "fsdp", "stage", "context", "expert", "tensor"]
+CompilerOption = bool | int | float | str
 RematPolicy = Literal["none", "full", "save_dots", "save_names", "offload"]
 
 
@@ -208,6 +209,8 @@ class RunSpec(Config):
     on_nonfinite: Literal["stop", "skip"]  # a step whose loss or gradient norm is no finite number; skip: no update
     num_skips_allowed: NonNegativeInt  # one after the other, where such steps are skipped
     compilation_cache: str | None  # directory of compiled programs; None: compile at each start
+    compiler_options: dict[str, CompilerOption]  # by XLA's own names
+    artifact: str | None  # a compiled train step to load in the place of compiling
     seed: NonNegativeInt
     num_steps: PositiveInt
     global_batch_size: PositiveInt

@@ -9,6 +9,8 @@ from typing import NoReturn
 COMMANDS = {
     "train": "compile for the devices at hand and run",
     "explain": "the plan, in seconds, without compiling: shardings with reasons, memory, arithmetic",
+    "compile": "ahead of time, for hardware that need not be there: does it fit; a report and an artifact",
+    "diff": "what changed between two runs: config, predicted step, memory, collectives, layouts",
     "data": "tokenise a corpus of any size into shards, once, for data=tokens to read",
 }
 
@@ -16,6 +18,7 @@ USAGE = """\
 meshloom: a training run is declared, compiled ahead of time, and run.
 
 usage: meshloom COMMAND [group=option ...] [group.key=value ...]
+       meshloom diff RUN_A RUN_B [--json]
 
 commands:
 {commands}
@@ -26,6 +29,7 @@ examples:
   meshloom train num_steps=50 optimizer.learning_rate=1e-3
   meshloom train -m sharding=ddp,fsdp             once per value
   meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096
+  meshloom compile model=llama2_7b target=v5e-256 global_batch_size=256 sequence_length=4096 remat=full
   meshloom data data=jsonl data.source.paths=[corpus/*.jsonl] shards.directory=tokens
 
 `meshloom COMMAND --help` lists the config groups, `--cfg job` prints the whole config, and the flags of Hydra work:
@@ -38,7 +42,8 @@ def main() -> NoReturn:
     try:
         sys.exit(run(sys.argv[1:]))
     except KeyboardInterrupt:  # before the run began, or asked for twice
-        print("\ninterrupted; nothing was saved since the last checkpoint", file=sys.stderr)
+        saved = "; nothing was saved since the last checkpoint" if sys.argv[1:2] == ["train"] else ""
+        print(f"\ninterrupted{saved}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 
@@ -64,6 +69,10 @@ def run(args: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    if command == "diff":  # of runs that are there already: it takes no overrides
+        from .diff import diff_command
+
+        return diff_command(rest)
     from .app import run_command
 
     return run_command(command, rest)
@@ -77,7 +86,7 @@ def _complete(args: list[str]) -> int:
         print(" ".join(COMMANDS))
         return 0
     program, command = words[:2]
-    if command not in COMMANDS:
+    if command not in COMMANDS or command == "diff":  # the shell itself completes directories
         return 0
     os.environ["COMP_LINE"] = program + line[line.index(command, len(program)) + len(command) :]
     from .app import run_command

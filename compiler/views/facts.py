@@ -1,0 +1,136 @@
+"""What all views say of a report, worked out once: the verdict, why a collective is exposed, why a value is unknown."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..explain import human_bytes
+from ..report import CollectiveReport, Report, total
+from .quantities import human_seconds, human_share
+
+NO_REASON = "no reason is given"
+Tone = Literal["good", "bad", "plain", "unknown"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that the verdict says. path: of the value in the report."""
+
+    name: str
+    value: str
+    detail: str
+    tone: Tone
+    path: str
+
+
+@dataclass(frozen=True)
+class CollectiveSum:
+    """Collectives of one kind over the same mesh axes and link. Seconds are None where those of one of them are."""
+
+    kind: str
+    mesh_axes: tuple[str, ...]
+    link: str
+    count: int
+    bytes: int
+    alone_seconds: float | None
+    hidden_seconds: float | None
+    exposed_seconds: float | None
+
+
+def verdict(report: Report) -> tuple[Fact, ...]:
+    """Does it fit, how long is a step, how much of the peak is used, how much communication is exposed."""
+    step = report.step
+    roofline = f"roofline {human_seconds(step.roofline_seconds)}" if step.roofline_seconds is not None else ""
+    exposed = human_seconds(step.exposed_seconds) if step.exposed_seconds is not None else None
+    return (
+        _fit(report),
+        _fact("predicted step", step.predicted_seconds, human_seconds, roofline, "step.predicted_seconds"),
+        _fact("predicted MFU", step.predicted_mfu, human_share, "remat excluded", "step.predicted_mfu"),
+        _fact("exposed", step.exposed_fraction, human_share, f"{exposed} of communication" if exposed else "",
+              "step.exposed_fraction"),
+    )  # fmt: skip
+
+
+def _fit(report: Report) -> Fact:
+    memory = report.memory
+    peak, limit = memory.peak_bytes_per_chip, memory.limit_bytes_per_chip
+    if peak is None:
+        return Fact("memory", "unknown", "", "unknown", "memory.peak_bytes_per_chip")
+    if memory.fits is None or limit is None:
+        return Fact("memory", human_bytes(peak), "its limit is", "unknown", "memory.fits")
+    detail = f"{human_bytes(peak)} of {human_bytes(limit)}"
+    if memory.fits:
+        return Fact("memory", "fits", f"{detail}, {human_bytes(limit - peak)} left", "good", "memory.fits")
+    return Fact("memory", "does not fit", f"{detail}, {human_bytes(peak - limit)} too much", "bad", "memory.fits")
+
+
+def _fact(name: str, value: float | None, human: Any, detail: str, path: str) -> Fact:
+    if value is None:
+        return Fact(name, "unknown", "", "unknown", path)
+    return Fact(name, human(value), detail, "plain", path)
+
+
+def why_unknown(report: Report, path: str) -> str:
+    """The reason for a None: that of its own path, of `[*]` in place of its index, or of what holds it."""
+    while path:
+        for known in (path, re.sub(r"\[\d+\]", "[*]", path)):
+            if known in report.unknown:
+                return report.unknown[known]
+        path = path.rpartition(".")[0] or (path[: path.index("[")] if "[" in path else "")
+    return NO_REASON
+
+
+def unknown_values(report: Report) -> Iterator[tuple[str, str]]:
+    """(path, reason) of each None that stands for something unknown, in the order of the report."""
+    for path in _nones(report.model_dump(exclude={"unknown"}), ""):
+        if path != "build.plugin" and not path.endswith(".bound"):  # none is needed; follows from what is unknown
+            yield path, why_unknown(report, path)
+
+
+def _nones(node: Any, path: str) -> Iterator[str]:
+    if node is None:
+        yield path
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from _nones(value, f"{path}.{key}" if path else key)
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield from _nones(value, f"{path}[{index}]")
+
+
+def by_exposed(collectives: Iterable[CollectiveReport]) -> list[CollectiveReport]:
+    """The most exposed first; those of which it is not known before all others."""
+    return sorted(collectives, key=lambda c: (-_or_inf(c.exposed_seconds), -_or_inf(c.alone_seconds), -c.bytes))
+
+
+def _or_inf(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds
+
+
+def why_exposed(collective: CollectiveReport) -> str:
+    """One clause: what compute waits for. Empty where nothing is exposed or it is not known."""
+    if not collective.exposed_seconds:
+        return ""
+    if not collective.is_async:
+        return "synchronous: compute waits" if collective.form != "synchronous" else "compute waits for all of it"
+    if not collective.hidden_seconds:
+        return "nothing runs between its start and its end"
+    behind = ", ".join(collective.hidden_behind[:2])
+    more = f" and {len(collective.hidden_behind) - 2} more" if len(collective.hidden_behind) > 2 else ""
+    return f"outlasts {behind}{more}" if behind else "outlasts what runs meanwhile"
+
+
+def sums(collectives: Iterable[CollectiveReport]) -> tuple[CollectiveSum, ...]:
+    """By kind, mesh axes and link; the most exposed first."""
+    groups: dict[tuple[str, tuple[str, ...], str], list[CollectiveReport]] = {}
+    for c in collectives:
+        groups.setdefault((c.kind, c.mesh_axes, c.link), []).append(c)
+    rows = [
+        CollectiveSum(*key, sum(c.count for c in group), sum(c.bytes for c in group),
+                      total(c.alone_seconds for c in group), total(c.hidden_seconds for c in group),
+                      total(c.exposed_seconds for c in group))
+        for key, group in groups.items()
+    ]  # fmt: skip
+    return tuple(sorted(rows, key=lambda row: (-_or_inf(row.exposed_seconds), -row.bytes)))

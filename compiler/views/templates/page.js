@@ -1,0 +1,267 @@
+"use strict";
+// Sorting and filtering of tables, and the timeline. The rest of the page needs no script.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function make(name, attributes, text) {
+  const node = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+
+// ---- tables: a click on a heading sorts, numbers largest first; what is unknown stays last
+
+function sortBy(table, heading) {
+  const column = [...heading.parentNode.children].indexOf(heading);
+  const isNumber = heading.classList.contains("num");
+  const first = isNumber ? "descending" : "ascending";
+  const other = isNumber ? "ascending" : "descending";
+  const order = heading.getAttribute("aria-sort") === first ? other : first;
+  const sign = order === "ascending" ? 1 : -1;
+  for (const th of heading.parentNode.children) th.removeAttribute("aria-sort");
+  heading.setAttribute("aria-sort", order);
+  const keyed = [...table.tBodies[0].rows].map((row) => {
+    const value = row.cells[column].dataset.value;
+    return { row, value: isNumber && value !== undefined ? Number(value) : value };
+  });
+  keyed.sort((a, b) => {
+    if (a.value === undefined || b.value === undefined) return (a.value === undefined) - (b.value === undefined);
+    return sign * (Number(a.value > b.value) - Number(a.value < b.value));
+  });
+  table.tBodies[0].append(...keyed.map((one) => one.row));
+}
+
+for (const table of document.querySelectorAll("table.sortable")) {
+  for (const button of table.querySelectorAll("th button")) {
+    button.addEventListener("click", () => sortBy(table, button.parentNode));
+  }
+}
+
+function filterCollectives() {
+  const words = document.getElementById("filter").value.toLowerCase().split(/\s+/);
+  const onlyExposed = document.getElementById("only-exposed").checked;
+  const rows = [...document.getElementById("collectives-table").tBodies[0].rows];
+  for (const row of rows) {
+    const isFound = words.every((word) => row.dataset.search.includes(word));
+    row.hidden = !isFound || (onlyExposed && !row.classList.contains("is-exposed"));
+  }
+  document.getElementById("shown").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length}`;
+}
+
+document.getElementById("filter").addEventListener("input", filterCollectives);
+document.getElementById("only-exposed").addEventListener("change", filterCollectives);
+
+// ---- timeline
+
+const LANE = 34, GAP = 6, TOP = 24, LABEL = 96, LEAST_NS = 50;
+const LIGHT = new Set(["attention", "other", "reduce-scatter", "collective-permute", "send"]);
+
+function readableTime(ns) {
+  if (ns === 0) return "0";
+  for (const [unit, scale] of [["s", 1e9], ["ms", 1e6], ["µs", 1e3]]) {
+    if (ns >= 0.9995 * scale) return `${Number((ns / scale).toPrecision(4))} ${unit}`;
+  }
+  return `${Math.round(ns)} ns`;
+}
+
+class Timeline {
+  constructor(chart, detail, data) {
+    this.chart = chart;
+    this.detail = detail;
+    this.lanes = data.lanes;
+    this.events = data.rows.map(([lane, start, length, name, kind, told, hidden], index) => ({
+      index, lane, start, end: start + length, name: data.names[name], kind: data.kinds[kind],
+      told: data.arguments[told], hidden,
+    }));
+    this.byLane = this.lanes.map((_, lane) => this.events.filter((event) => event.lane === lane));
+    this.end = Math.max(1, ...this.events.map((event) => event.end));
+    this.from = 0;
+    this.to = this.end;
+    this.selected = null;
+    this.isDue = false;
+    this.listen();
+    new ResizeObserver(() => this.redraw()).observe(chart);
+    this.draw();
+  }
+
+  redraw() {
+    if (this.isDue) return;
+    this.isDue = true;
+    requestAnimationFrame(() => { this.isDue = false; this.draw(); });
+  }
+
+  get width() { return Math.max(240, this.chart.clientWidth || 1000); }
+  x(ns) { return LABEL + ((ns - this.from) / (this.to - this.from)) * (this.width - LABEL); }
+  ns(x) { return this.from + ((x - LABEL) / (this.width - LABEL)) * (this.to - this.from); }
+
+  show(from, to) {
+    const length = Math.min(this.end, Math.max(LEAST_NS, to - from));
+    this.from = Math.max(0, Math.min(from, this.end - length));
+    this.to = this.from + length;
+    this.redraw();
+  }
+
+  zoom(factor, at = (this.from + this.to) / 2) {
+    this.show(at - (at - this.from) * factor, at + (this.to - at) * factor);
+  }
+
+  move(share) {
+    const by = share * (this.to - this.from);
+    this.show(this.from + by, this.to + by);
+  }
+
+  select(event, isInView) {
+    this.selected = event;
+    const hidden = event.hidden < 0 ? "" : `, ${readableTime(event.hidden)} of it hidden`;
+    const text = `${event.kind} on ${this.lanes[event.lane]}, from ${readableTime(event.start)}, for ` +
+      `${readableTime(event.end - event.start)}${hidden}${event.told ? ` · ${event.told}` : ""}`;
+    const name = document.createElement("b");
+    name.textContent = event.name;
+    this.detail.replaceChildren(name, ` ${text}`);
+    if (isInView) {
+      const length = Math.min(this.to - this.from, Math.max(40 * (event.end - event.start), LEAST_NS));
+      const middle = (event.start + event.end) / 2;
+      const isSeen = event.start >= this.from && event.end <= this.to && this.x(event.end) - this.x(event.start) >= 3;
+      if (!isSeen) this.show(middle - length / 2, middle + length / 2);
+    }
+    this.redraw();
+  }
+
+  step(by) {
+    const lane = this.byLane[this.selected ? this.selected.lane : 0];
+    const at = this.selected ? lane.indexOf(this.selected) + by : 0;
+    if (lane[at]) this.select(lane[at], true);
+  }
+
+  nextExposed() {
+    const exposed = this.events.filter((event) => event.kind === "exposed").sort((a, b) => a.start - b.start);
+    const after = this.selected ? this.selected.start : -1;
+    const next = exposed.find((event) => event.start > after) || exposed[0];
+    if (next) this.select(next, true);
+    else this.detail.textContent = "No event of this step is exposed.";
+  }
+
+  listen() {
+    const keys = {
+      ArrowLeft: () => this.move(-0.2), ArrowRight: () => this.move(0.2), "+": () => this.zoom(0.5),
+      "=": () => this.zoom(0.5), "-": () => this.zoom(2), 0: () => this.show(0, this.end),
+      Home: () => this.show(0, this.end), n: () => this.step(1), p: () => this.step(-1), e: () => this.nextExposed(),
+    };
+    this.chart.addEventListener("keydown", (press) => {
+      if (!keys[press.key] || press.ctrlKey || press.metaKey || press.altKey) return;
+      press.preventDefault();
+      keys[press.key]();
+    });
+    const buttons = {
+      "zoom-in": () => this.zoom(0.5), "zoom-out": () => this.zoom(2), "zoom-all": () => this.show(0, this.end),
+      "next-exposed": () => this.nextExposed(),
+    };
+    for (const [id, act] of Object.entries(buttons)) document.getElementById(id).addEventListener("click", act);
+    const left = () => this.chart.getBoundingClientRect().left;
+    this.chart.addEventListener("wheel", (turn) => {
+      const isAcross = Math.abs(turn.deltaX) > Math.abs(turn.deltaY);
+      if (!turn.ctrlKey && !isAcross) return; // the page scrolls
+      turn.preventDefault();
+      if (isAcross) this.move(turn.deltaX / this.width);
+      else this.zoom(Math.exp(turn.deltaY / 200), this.ns(turn.clientX - left()));
+    }, { passive: false });
+    this.chart.addEventListener("dblclick", (click) => this.zoom(0.4, this.ns(click.clientX - left())));
+    this.listenToDrags();
+  }
+
+  listenToDrags() {
+    let held = null;
+    this.chart.addEventListener("pointerdown", (press) => { held = { x: press.clientX, from: this.from, to: this.to }; });
+    window.addEventListener("pointermove", (move) => {
+      if (!held || Math.abs(move.clientX - held.x) < 3) return;
+      this.chart.classList.add("is-dragged");
+      const by = ((held.x - move.clientX) / (this.width - LABEL)) * (held.to - held.from);
+      this.show(held.from + by, held.to + by);
+    });
+    for (const end of ["pointerup", "pointercancel"]) {
+      window.addEventListener(end, () => { held = null; this.chart.classList.remove("is-dragged"); });
+    }
+    for (const kind of ["pointerover", "click"]) {
+      this.chart.addEventListener(kind, (over) => {
+        const index = over.target.dataset && over.target.dataset.index;
+        if (index !== undefined && !held) this.select(this.events[Number(index)], false);
+      });
+    }
+  }
+
+  draw() {
+    const height = TOP + this.lanes.length * (LANE + GAP);
+    const svg = make("svg", { viewBox: `0 0 ${this.width} ${height}`, height, "aria-hidden": "true" });
+    this.drawTicks(svg, height);
+    this.lanes.forEach((_, lane) => this.drawLane(svg, lane));
+    svg.append(make("rect", { class: "margin", x: 0, y: 0, width: LABEL - 2, height, fill: "var(--card)" }));
+    this.lanes.forEach((name, lane) => {
+      svg.append(make("text", { x: 0, y: TOP + lane * (LANE + GAP) + LANE / 2 + 4 }, name));
+    });
+    this.chart.replaceChildren(svg);
+  }
+
+  drawTicks(svg, height) {
+    const target = (this.to - this.from) / Math.max(2, (this.width - LABEL) / 110);
+    const power = 10 ** Math.floor(Math.log10(target));
+    const every = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= target);
+    for (let at = Math.ceil(this.from / every) * every; at <= this.to; at += every) {
+      svg.append(make("line", { class: "grid", x1: this.x(at), x2: this.x(at), y1: TOP - 6, y2: height }));
+      svg.append(make("text", { x: this.x(at) + 3, y: 13 }, readableTime(at)));
+    }
+  }
+
+  drawLane(svg, lane) {
+    const y = TOP + lane * (LANE + GAP);
+    svg.append(make("rect", { class: "lane", x: LABEL, y, width: this.width - LABEL, height: LANE }));
+    const drawnTo = new Map(); // by kind: what falls on the same pixel is drawn once
+    const isExposed = (event) => Number(event.kind === "exposed"); // drawn last: it is looked for
+    for (const event of [...this.byLane[lane]].sort((a, b) => isExposed(a) - isExposed(b))) {
+      if (event.end < this.from || event.start > this.to) continue;
+      const right = this.x(event.end);
+      if (event !== this.selected && right - (drawnTo.get(event.kind) ?? -1) < 0.4) continue;
+      drawnTo.set(event.kind, right);
+      this.drawEvent(svg, event, y, Math.max(LABEL, this.x(event.start)), Math.min(right, this.width));
+    }
+  }
+
+  drawEvent(svg, event, y, left, right) {
+    const width = Math.max(event.kind === "exposed" ? 1 : 0.6, right - left - (right - left > 4 ? 1 : 0));
+    const place = { x: left, y, width, height: LANE };
+    const selected = event === this.selected ? " selected" : "";
+    svg.append(make("rect", { ...place, class: event.kind + selected, "data-index": event.index }));
+    if (event.kind === "exposed" && width > 3) {
+      svg.append(make("rect", { ...place, fill: "url(#hatch)", "pointer-events": "none" }));
+    }
+    const fits = Math.floor((width - 8) / 6.4);
+    if (fits < 4 || event.kind === "exposed") return;
+    const text = event.name.length <= fits ? event.name : `${event.name.slice(0, fits - 1)}…`;
+    const tone = LIGHT.has(event.kind) ? "inside on-light" : "inside";
+    svg.append(make("text", { class: tone, x: left + 4, y: y + LANE / 2 + 4 }, text));
+  }
+}
+
+function listKinds(list, events) {
+  for (const kind of new Set(events.map((event) => event.kind))) {
+    const item = document.createElement("li");
+    const box = make("svg", { width: 12, height: 12, "aria-hidden": "true" });
+    box.append(make("rect", { class: kind, width: 12, height: 12, rx: 2 }));
+    if (kind === "exposed") box.append(make("rect", { width: 12, height: 12, fill: "url(#hatch)" }));
+    item.append(box, ` ${kind === "exposed" ? "exposed: compute waits" : kind}`);
+    list.append(item);
+  }
+}
+
+const data = JSON.parse(document.getElementById("events").textContent);
+if (data.rows.length) {
+  const timeline = new Timeline(document.getElementById("chart"), document.getElementById("detail"), data);
+  listKinds(document.getElementById("keys"), timeline.events);
+}
+
+let opened = []; // on paper all is open
+window.addEventListener("beforeprint", () => {
+  opened = [...document.querySelectorAll("details:not([open])")];
+  for (const part of opened) part.open = true;
+});
+window.addEventListener("afterprint", () => { for (const part of opened) part.open = false; });
