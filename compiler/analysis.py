@@ -46,9 +46,9 @@ class Crossing:
     alone_seconds: float | None
 
 
-def analyse_schedule(text: str, plan: Plan, placement: Placement) -> ScheduleAnalysis:
+def analyse_schedule(text: str, plan: Plan) -> ScheduleAnalysis:
     """Read a scheduled program back. Raises HloError for a text that is none."""
-    chip = _chip(plan)
+    chip, placement = _chip(plan), plan.mesh.placement
     crossings: dict[str, Crossing] = {}
 
     def price(collective: Collective) -> Priced:

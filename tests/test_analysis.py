@@ -5,7 +5,6 @@ import pytest
 from conftest import plan_of
 from helpers import programs_of
 from meshloom.compiler.analysis import ScheduleAnalysis, analyse_schedule, direction_of, source_of
-from meshloom.compiler.placement import plan_placement
 from meshloom.compiler.plan import Plan
 from test_schedule import GROUPS, START, compute, loop, module
 
@@ -32,7 +31,7 @@ def test_a_collective_is_named_by_what_it_moves(op_name, source):
 
 def analysed(text: str, *overrides: str) -> tuple[ScheduleAnalysis, Plan]:
     plan = plan_of(*overrides)
-    return analyse_schedule(text, plan, plan_placement(plan.mesh.sizes, plan.target)), plan
+    return analyse_schedule(text, plan), plan
 
 
 V5E = ("target=v5e-4", "mesh.fsdp=4", "precision=bfloat16", "sharding.on_replicated=allow")
@@ -45,7 +44,7 @@ def test_times_are_those_of_the_chip_and_its_links():
              compute("b", 15_000), "  ROOT %d = bf16[2097152]{0} all-gather-done(%s)"]  # fmt: skip
     analysis, plan = analysed(module(*lines), *V5E)
     (found,) = analysis.collectives
-    assert plan_placement(plan.mesh.sizes, plan.target).describe() == {"fsdp": "ICI x (2) x ICI y (2)"}
+    assert plan.mesh.placement.describe() == {"fsdp": "ICI x (2) x ICI y (2)"}
     alone = 4 * 2**20 * 3 / 4 / 90e9 + 2e-6  # and a hop along each axis
     assert (found.kind, found.mesh_axes, found.link, found.bytes) == ("all-gather", ("fsdp",), "ICI", 4 * 2**20)
     assert found.alone_seconds == pytest.approx(alone, rel=1e-6)
@@ -83,7 +82,7 @@ def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
     """In a program of the CPU's compiler, whose collectives keep their names."""
     plan = plan_of(f"sharding={sharding}")
     text = programs_of(plan).train.as_text()
-    analysis = analyse_schedule(text, plan, plan_placement(plan.mesh.sizes, plan.target))
+    analysis = analyse_schedule(text, plan)
     paths = [array.array.path for array in plan.sharding.parameters]
     split = {array.array.path for array in plan.sharding.parameters if "fsdp" in str(array.spec)}
     kinds = {(each.kind, path) for each in analysis.collectives for path in paths if each.source.startswith(f"{path},")}
