@@ -17,7 +17,7 @@ from .layers import scan_layers
 from .loss import sum_losses
 from .plan import Plan
 from .remat import build_policy, marked
-from .trees import like
+from .trees import like, map_by_path
 
 Batch = dict[str, Array]  # int32 (sequences, sequence_length), by the names of batch_arrays
 
@@ -34,7 +34,8 @@ def forward(
     keys_B = None if dropout_key is None else jax.vmap(partial(jax.random.fold_in, dropout_key))(part["row"])
 
     def gathered(name: str, slots: Params, working: Params) -> Params:
-        return jax.tree.map(lambda s, w, layout: gather(s, w, layout, reduction), slots, working, layouts[name])
+        use = partial(gather, reduction_dtype=reduction)
+        return map_by_path(use, name, slots, working, layouts[name])
 
     def with_keys(index: Array | int) -> Context:
         """index: 0 for the embedding, from 1 on for the layers."""
@@ -42,8 +43,9 @@ def forward(
             return context
         return replace(context, dropout_keys_B=jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B))
 
-    embed = gathered("embed", slots["embed"], working["embed"])
-    x_BTE = model.embed.apply(embed, part["inputs"], with_keys(0))
+    with jax.named_scope("embed"):
+        embed = gathered("embed", slots["embed"], working["embed"])
+        x_BTE = model.embed.apply(embed, part["inputs"], with_keys(0))
     num_before = 1
     for stack in model.stacks:
 
@@ -53,21 +55,23 @@ def forward(
 
         indices = num_before + jnp.arange(stack.num_layers)
         stored = (slots[stack.name], working[stack.name], indices)
-        x_BTE = scan_layers(layer, stored, x_BTE, policy=build_policy(plan.spec.remat, stack.name))
+        with jax.named_scope(stack.name):
+            x_BTE = scan_layers(layer, stored, x_BTE, policy=build_policy(plan.spec.remat, stack.name))
         num_before += stack.num_layers
-    return sum_losses(
-        lambda params, x_BTE: model.head.apply(params, x_BTE, context),
-        model.head_params(gathered("head", slots["head"], working["head"]), embed),
-        x_BTE,
-        part["targets"],
-        z_loss_weight=plan.spec.loss.z_loss_weight,
-        num_blocks=plan.num_loss_blocks,
-    )
+    with jax.named_scope("head"):
+        return sum_losses(
+            lambda params, x_BTE: model.head.apply(params, x_BTE, context),
+            model.head_params(gathered("head", slots["head"], working["head"]), embed),
+            x_BTE,
+            part["targets"],
+            z_loss_weight=plan.spec.loss.z_loss_weight,
+            num_blocks=plan.num_loss_blocks,
+        )
 
 
 def _context(plan: Plan, part: Batch) -> Context:
     positions_BT = part["positions"] if "positions" in part else jnp.arange(part["inputs"].shape[1])[None]
-    attend = build_attend(plan.attention.implementation, _heads_layout(plan))
+    attend = jax.named_call(build_attend(plan.attention.implementation, _heads_layout(plan)), name="attention")
     return Context(positions_BT, _activation_layout(plan), attend, part.get("segment_ids"))
 
 

@@ -20,6 +20,7 @@ from .forward import Batch, automatic_axes, forward, weight_layouts
 from .gather import gradient_slot, keep_axes, reduce_gradient
 from .plan import Plan
 from .state import State, initial_loss_scale, update_layouts
+from .trees import map_by_path
 from .update import build_update
 
 TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
@@ -34,7 +35,8 @@ def build_train_step(plan: Plan) -> TrainStep:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         dropout_key = jax.random.fold_in(jax.random.key(plan.spec.seed), state["step"])
         (loss, num_targets), grads = gradients(state["params"], batch, dropout_key, scale)
-        return update(state, loss / num_targets, grads)
+        with jax.named_scope("optimizer"):
+            return update(state, loss / num_targets, grads)
 
     return train_step
 
@@ -72,7 +74,8 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     over_batch = partial(jax.lax.psum, axis_name=batch_axes) if batch_axes else lambda x: x
 
     def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
-        working = _cast(params, spec.precision.compute)
+        with jax.named_scope("working_parameters"):
+            working = _cast(params, spec.precision.compute)
         num_targets = over_batch(jnp.sum(batch["targets"] != IGNORED_TARGET))
         slots = jax.tree.map(
             lambda x, layout: gradient_slot(x, layout, spec.precision.gradients, plan.mesh.num_shards), params, layouts
@@ -93,7 +96,7 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
         sums = jnp.stack([over_batch(loss), num_targets.astype(jnp.float32)])
         if not with_gradients:
             return sums
-        return sums, jax.tree.map(lambda g, layout: reduce_gradient(g, layout, reduction), grads, layouts)
+        return sums, map_by_path(partial(reduce_gradient, reduction_dtype=reduction), "", grads, layouts)
 
     split = local
     if batch_axes:

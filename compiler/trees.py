@@ -18,3 +18,14 @@ def like(tree: Any, leaves: Mapping[str, Any]) -> Any:
 
 def _path(keys: Any) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def map_by_path(function: Callable[..., Any], prefix: str, tree: Any, *others: Any) -> Any:
+    """`function` on the leaves of trees that are alike, each within a `jax.named_scope` that says its path: what the
+    traced and the compiled program tell of it is told by that name. prefix: the path of the trees themselves."""
+
+    def named(keys: Any, *leaves: Any) -> Any:
+        with jax.named_scope("/".join(filter(None, (prefix, _path(keys))))):
+            return function(*leaves)
+
+    return jax.tree_util.tree_map_with_path(named, tree, *others)

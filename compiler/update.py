@@ -22,6 +22,7 @@ from .optimizer import build_schedule
 from .plan import Plan
 from .spec import LossScaleSpec
 from .state import State, update_layouts
+from .trees import map_by_path
 
 Update = Callable[[State, Array, Any], tuple[State, dict[str, Array]]]
 
@@ -95,4 +96,4 @@ def _assembled(plan: Plan, layouts: Any, params: Any) -> Any:
         )
         return gather(x)
 
-    return jax.tree.map(assembled, params, layouts, update_layouts(plan.model, plan.sharding), plan.specs["params"])
+    return map_by_path(assembled, "", params, layouts, update_layouts(plan.model, plan.sharding), plan.specs["params"])
