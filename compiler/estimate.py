@@ -24,7 +24,7 @@ class Peak:
 
 def find_peak(program: Program) -> Peak:
     """The peak of a step beside its arguments. Its results take the place of donated arguments."""
-    fused = fuse(program)
+    fused = fuse(program, is_loop=False)
     free = set(program.inputs) | {i for i in fused.outputs if i is not None}
     return _walk(fused, unowned=free, reusable=set(program.inputs))
 
@@ -74,7 +74,7 @@ def _overwritten(step: Step, dying: list[int], sizes: tuple[int, ...], owned: se
 def _inside(loop: Operation) -> Peak:
     """The peak of a loop's body. What it reads lives outside; a stacked result is written where it will be."""
     assert loop.body is not None
-    fused = fuse(loop.body)
+    fused = fuse(loop.body, is_loop=True)
     carried = set(loop.body.inputs[len(loop.inputs) - len(loop.body.inputs) :])
     direct = {i for step in fused.steps if step.operation.kind in ("pointwise", "matmul") for i in step.writes}
     stacked = {i for i in fused.outputs[loop.num_carried :] if i is not None}

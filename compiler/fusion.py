@@ -4,9 +4,10 @@ What XLA does on accelerators, as rules:
 
 1. Pointwise operations are fused into one another, and into a reduction that reads them. Their results are in memory
    where a matmul, a kernel, a collective, a loop or the program's end takes them; else each reader computes them again.
-2. The conversion of a matmul's result, where nothing else reads it, is done by the matmul.
+2. A matmul's result that one chain of pointwise operations reads is written as the end of that chain.
 3. What changes shape alone is the same array.
-4. A collective runs when its result is read: gathers just before, reductions of gradients at the end of their loop.
+4. A collective runs when its result is read; in a loop the next gather has begun by then. So gradients are reduced at
+   the end of their loop.
 5. A pointwise result takes the place of an operand of its size that nothing reads any more; so does what a loop
    hands on to what it was handed.
 
@@ -42,8 +43,8 @@ class Fused:
     outputs: tuple[int | None, ...]
 
 
-def fuse(program: Program) -> Fused:
-    """Apply the rules above."""
+def fuse(program: Program, *, is_loop: bool) -> Fused:
+    """Apply the rules above to a step, or to the body of a loop."""
     operations = _needed(program)
     same = _same_array(operations)
     readers: dict[int, list[Operation]] = defaultdict(list)
@@ -54,6 +55,7 @@ def fuse(program: Program) -> Fused:
     outputs = {same.get(i, i) for i in program.outputs}
     roots: dict[int, tuple[int, ...]] = {i: (i,) for i in program.inputs}
     steps, done = [], set[int]()
+    made = {i for operation in operations for i in operation.outputs}
 
     def read_by(values: Iterable[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(root for i in values for root in roots.get(same.get(i, i), ())))
@@ -61,20 +63,25 @@ def fuse(program: Program) -> Fused:
     for operation in operations:
         if operation.kind == "move" or operation.outputs[0] in done:
             continue
-        writes = operation.outputs
-        reads = read_by(_inputs(operation))
-        if operation.kind == "pointwise" and not _is_array(operation, readers, outputs, same):
+        writes, reads = operation.outputs, read_by(_inputs(operation))
+        is_constant = operation.kind == "pointwise" and not reads
+        if is_constant or (operation.kind == "pointwise" and not _is_array(operation, readers, outputs, same)):
             for i in writes:
                 roots[i] = reads
             continue
-        if operation.kind == "matmul" and (after := _converted(operation, readers, outputs, same)):
-            writes = after.outputs
-            done.add(after.outputs[0])
+        if operation.kind == "matmul":
+            roots[writes[0]] = ()
+            chain = _chain(operation, readers, outputs, same)
+            others = [same.get(i, i) for link in chain for i in link.inputs]
+            inside = {same.get(i, i) for link in (operation, *chain) for i in link.outputs}
+            if chain and all(i in roots or i in inside or i not in made for i in others):
+                writes, reads = chain[-1].outputs, tuple(dict.fromkeys((*reads, *read_by(set(others) - inside))))
+                done.update(i for link in chain for i in link.outputs)
         for i in writes:
             roots[i] = (i,)
         steps.append(Step(operation, reads, writes, operation.kind in _FUSED))
     given = tuple(next(iter(read_by([i])), None) for i in program.outputs)
-    return Fused(program, _late_collectives(steps), given)
+    return Fused(program, _late_collectives(steps, is_ahead=is_loop), given)
 
 
 def _needed(program: Program) -> list[Operation]:
@@ -113,30 +120,37 @@ def _is_array(
     return any(i in outputs or any(reader.kind not in _FUSED for reader in readers[i]) for i in places)
 
 
-def _converted(
+def _chain(
     operation: Operation, readers: dict[int, list[Operation]], outputs: set[int], same: dict[int, int]
-) -> Operation | None:
-    """The one operation that reads a matmul's result, where it is a conversion that is an array."""
+) -> list[Operation]:
+    """The pointwise operations that read a matmul's result, each the only reader of the one before, up to an array."""
+    chain: list[Operation] = []
     result = operation.outputs[0]
-    if result in outputs or len(readers[result]) != 1:
-        return None
-    reader = readers[result][0]
-    is_one = reader.name == "convert_element_type" and _is_array(reader, readers, outputs, same)
-    return reader if is_one else None
+    while result not in outputs and len(readers[result]) == 1 and readers[result][0].kind == "pointwise":
+        chain.append(readers[result][0])
+        if len(chain[-1].outputs) > 1:
+            return []
+        if _is_array(chain[-1], readers, outputs, same):
+            return chain
+        result = chain[-1].outputs[0]
+    return []
 
 
-def _late_collectives(steps: Iterable[Step]) -> tuple[Step, ...]:
-    """Each collective just before the first step that reads its result."""
+def _late_collectives(steps: Iterable[Step], *, is_ahead: bool) -> tuple[Step, ...]:
+    """Each collective just before the first step that reads its result. is_ahead: a gather together with the one
+    before it."""
     ordered: list[Step] = []
     waiting: dict[int, Step] = {}
+
+    def take(step: Step) -> None:
+        for written in step.writes:
+            waiting.pop(written, None)
+        run(step)
 
     def run(step: Step) -> None:
         for i in step.reads:
             if i in waiting:
-                first = waiting[i]
-                for written in first.writes:
-                    waiting.pop(written, None)
-                run(first)
+                take(waiting[i])
         ordered.append(step)
 
     for step in steps:
@@ -145,8 +159,19 @@ def _late_collectives(steps: Iterable[Step]) -> tuple[Step, ...]:
         else:
             run(step)
     while waiting:
-        step = next(iter(waiting.values()))
-        for written in step.writes:
-            waiting.pop(written, None)
-        run(step)
-    return tuple(ordered)
+        take(next(iter(waiting.values())))
+    return tuple(_one_ahead(ordered) if is_ahead else ordered)
+
+
+def _one_ahead(steps: list[Step]) -> list[Step]:
+    gathers = [n for n, step in enumerate(steps) if step.operation.name == "all_gather"]
+    following = dict(zip(gathers, gathers[1:], strict=False))
+    moved = set(gathers[1:])
+    ordered = []
+    for n, step in enumerate(steps):
+        if n not in moved:
+            ordered.append(step)
+        after = following.get(n)
+        if after is not None:
+            ordered.append(steps[after])
+    return ordered

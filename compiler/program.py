@@ -237,8 +237,7 @@ class _Reader:
         layouts = [self.layouts[i] for i in operands]
         first = consts + carried
         inside = [*layouts[:first], *(layout[1:] for layout in layouts[first:])]
-        body = _Reader(self.mesh_sizes)
-        program = body.read(params["jaxpr"].jaxpr, inside, scope)
+        body, program = self.loop_body(params["jaxpr"].jaxpr, inside, range(consts, first), scope)
         results = []
         for place, (x, i) in enumerate(zip(equation.outvars, program.outputs, strict=True)):
             layout = body.layouts[i] if place < carried else ((), *body.layouts[i])
@@ -249,12 +248,29 @@ class _Reader:
         )  # fmt: skip
         return results
 
+    def loop_body(
+        self, jaxpr: Jaxpr, layouts: list[Layout], carried: range, scope: str
+    ) -> tuple["_Reader", Program]:
+        """What a loop carries lies at the start as at the end of a trip: zeros that sums begin with are split too."""
+        while True:
+            body = _Reader(self.mesh_sizes)
+            program = body.read(jaxpr, layouts, scope)
+            ends = [body.layouts[i] for i in program.outputs[: len(carried)]]
+            split = [
+                tuple(end or start for start, end in zip(layouts[place], layout, strict=True))
+                for place, layout in zip(carried, ends, strict=True)
+            ]
+            if split == layouts[carried.start : carried.stop]:
+                return body, program
+            layouts = [*layouts[: carried.start], *split, *layouts[carried.stop :]]
+
     def while_loop(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """Its number of trips is not known before it runs: one."""
         params = equation.params
         inside = operands[params["cond_nconsts"] :]
-        body = _Reader(self.mesh_sizes)
-        program = body.read(params["body_jaxpr"].jaxpr, [self.layouts[i] for i in inside], scope)
+        consts, num = params["body_nconsts"], len(inside)
+        layouts = [self.layouts[i] for i in inside]
+        body, program = self.loop_body(params["body_jaxpr"].jaxpr, layouts, range(consts, num), scope)
         results = [self.value(x.aval, body.layouts[i]) for x, i in zip(equation.outvars, program.outputs, strict=True)]
         self.operations.append(
             Operation("loop", "while", scope, tuple(inside), tuple(results), body=program, num_carried=len(results))
