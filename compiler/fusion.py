@@ -45,7 +45,7 @@ class Fused:
 
 def fuse(program: Program, *, is_loop: bool) -> Fused:
     """Apply the rules above to a step, or to the body of a loop."""
-    operations = _needed(program)
+    operations = needed(program)
     same = _same_array(operations)
     readers: dict[int, list[Operation]] = defaultdict(list)
     for operation in operations:
@@ -84,7 +84,7 @@ def fuse(program: Program, *, is_loop: bool) -> Fused:
     return Fused(program, _late_collectives(steps, is_ahead=is_loop), given)
 
 
-def _needed(program: Program) -> list[Operation]:
+def needed(program: Program) -> list[Operation]:
     """The operations whose results are used."""
     wanted, kept = set(program.outputs), []
     for operation in reversed(program.operations):
@@ -99,7 +99,7 @@ def _inputs(operation: Operation) -> tuple[int, ...]:
     if operation.body is None:
         return operation.inputs
     body = operation.body
-    used = set(body.outputs) | {i for inner in _needed(body) for i in _inputs(inner)}
+    used = set(body.outputs) | {i for inner in needed(body) for i in _inputs(inner)}
     return tuple(i for i, inside in zip(operation.inputs, body.inputs, strict=True) if inside in used)
 
 

@@ -160,6 +160,7 @@ class _Reader:
         reduced: Axes = ()
         if name == "sharding_constraint":
             found = [layout_of(equation.params["sharding"].spec, len(layouts[0]))]
+            operands = self.resharded(equation, operands, found[0], scope)
         elif kind in ("kernel", "collective") or len(equation.outvars) > 1:
             found = [_like_operands(x, equation, layouts) for x in equation.outvars]
         else:
@@ -172,6 +173,24 @@ class _Reader:
         if reduced := tuple(axis for axis in reduced if self.mesh_sizes[axis] > 1):
             return self.all_reduced(equation, results[0], reduced, scope)
         return results
+
+    def resharded(self, equation: Any, operands: list[int], wanted: Layout, scope: str) -> list[int]:
+        """The operand with an all-to-all in front where a constraint moves mesh axes from one dimension to another, an
+        all-gather where it wants them gone."""
+        before = self.layouts[operands[0]]
+        lost = [axis for old, new in zip(before, wanted, strict=True) for axis in old if axis not in new]
+        axes = tuple(axis for axis in lost if self.mesh_sizes[axis] > 1)
+        if not axes:
+            return operands
+        is_moved = any(axis in new for new in wanted for axis in axes)
+        kept = tuple(tuple(axis for axis in old if axis not in axes) for old in before)
+        result = self.value(equation.invars[0].aval, wanted if is_moved else kept)
+        full = self.sizes[operands[0]] * self.num_shards(axes)
+        collective = Collective("all-to-all" if is_moved else "all-gather", axes, full, self.dtypes[result])
+        self.operations.append(
+            Operation("collective", equation.primitive.name, scope, (operands[0],), (result,), 0, collective)
+        )
+        return [result]
 
     def all_reduced(self, equation: Any, partial: int, axes: Axes, scope: str) -> list[int]:
         result = self.value(equation.outvars[0].aval, self.layouts[partial])

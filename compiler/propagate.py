@@ -34,6 +34,8 @@ def propagate(equation: Any, layouts: Sequence[Layout], num_shards: Callable[[Ax
         result = _reshape(shapes[0], out, layouts[0], num_shards)
     elif name == "gather":
         result = _gather(params, shapes, out, layouts)
+        collapsed = params["dimension_numbers"].collapsed_slice_dims
+        reduced = tuple(axis for d in collapsed for axis in layouts[0][d])  # each device has some of the rows
     else:
         result = _alike(shapes, out, layouts)
     used: set[str] = set()
