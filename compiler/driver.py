@@ -28,7 +28,7 @@ from .target import plan_target
 def plan_run(spec: RunSpec) -> Plan:
     """Decide everything that can be decided without a compiler. Raises ConfigError with all that cannot run."""
     model = build_model(spec)
-    target = plan_target(spec.target)
+    target = plan_target(spec.target, spec.precision.compute)
     arrays = find_arrays(spec, model)
     mesh, *_ = all_of(
         lambda: plan_mesh(spec.mesh, target),

@@ -23,6 +23,7 @@ from .config_types import FloatType
 from .data_spec import DataSpec, ShardsSpec
 from .optimizers import OptimizerSpec
 from .schedules import ScheduleSpec
+from .target_spec import TargetSpec
 
 # Slowest link first: replicas across slices, tensor shards side by side.
 MeshAxis = Literal["replica", "data", "fsdp", "stage", "context", "expert", "tensor"]
@@ -44,16 +45,6 @@ def _each_once(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 AxisSize = Annotated[int, AfterValidator(_axis_size)]
-
-
-class TargetSpec(Config):
-    """The hardware that the step is compiled for."""
-
-    name: str  # as its users say it: cpu-8
-    kind: Literal["cpu", "local"]  # cpu: simulated devices; local: what is attached
-    num_devices: PositiveInt | None  # None: as many as are attached
-    peak_flops_per_second: PositiveFloat | None  # per device, in the compute type; None: unknown, and so is MFU
-    hbm_bytes_per_device: PositiveInt | None  # None: unknown
 
 
 class MeshSpec(Config):
