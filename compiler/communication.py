@@ -13,7 +13,7 @@ from typing import Literal
 
 from .fusion import needed
 from .plan import Plan
-from .program import Operation, Program
+from .program import Collective, Operation, Program
 from .propagate import Axes
 
 Pass = Literal["forward", "backward", "update"]
@@ -73,6 +73,13 @@ def run_operations(program: Program, num_trips: int = 1) -> Iterator[tuple[Opera
             yield operation, num_trips
         else:
             yield from run_operations(operation.body, num_trips * operation.num_trips)
+
+
+def link_bytes(crossing: Collective, group_size: int) -> int:
+    """What a device sends, and receives, for one collective: all but its own part of the full array; both ways of it
+    where the sum goes back to all."""
+    others = crossing.full_bytes * (group_size - 1) // group_size
+    return {"all-reduce": 2 * others, "all-to-all": others // group_size}.get(crossing.kind, others)
 
 
 def _counted(one: PlannedCollective, count: int) -> PlannedCollective:

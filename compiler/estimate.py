@@ -1,90 +1,63 @@
-"""Bytes of a device at the peak of a step, without a compiler: a walk over the fused program that counts what lives."""
+"""What can be said of a step without a compiler: memory at its peak, communication, and the bound of each part."""
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .fusion import Fused, Step, fuse
-from .program import Operation, Program
-
-Class = str  # activations, gradients, working_parameters, temporaries
+from .communication import PlannedCollective, plan_communication
+from .liveness import Class, find_peak
+from .plan import Plan
+from .program import read_step
+from .report import RooflinePart
+from .roofline import plan_roofline
 
 
 @dataclass(frozen=True)
-class Peak:
-    """Bytes that live at the worst moment, by class, beside the program's arguments. at: the operation's scope."""
+class MemoryEstimate:
+    """Bytes per device at the peak of a step. state_bytes, batch_bytes: exact, there all the time. The others: what
+    lives at the worst moment beside them, so a class that is at its largest at another moment is less here. part:
+    where that moment is."""
 
-    num_bytes: Mapping[Class, int]
-    at: str
+    state_bytes: int
+    batch_bytes: int
+    working_parameters: int
+    gathered_weights: int
+    gradients: int
+    activations: int
+    temporaries: int
+    part: str
+    limit_bytes: int | None  # what a program may take; None: unknown
 
     @property
-    def total(self) -> int:
-        return sum(self.num_bytes.values())
+    def peak_bytes(self) -> int:
+        moving = self.working_parameters + self.gathered_weights + self.gradients + self.activations + self.temporaries
+        return self.state_bytes + self.batch_bytes + moving
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
 
 
-def find_peak(program: Program) -> Peak:
-    """The peak of a step beside its arguments. Its results take the place of donated arguments."""
-    fused = fuse(program, is_loop=False)
-    free = set(program.inputs) | {i for i in fused.outputs if i is not None}
-    return _walk(fused, unowned=free, reusable=set(program.inputs))
+@dataclass(frozen=True)
+class StepEstimate:
+    memory: MemoryEstimate
+    communication: tuple[PlannedCollective, ...]
+    roofline: tuple[RooflinePart, ...]
 
 
-def _walk(fused: Fused, *, unowned: set[int], reusable: set[int]) -> Peak:
-    """unowned: arrays that are counted by someone else. reusable: those of them that may be overwritten."""
-    sizes = fused.program.sizes
-    last_read = {i: n for n, step in enumerate(fused.steps) for i in step.reads}
-    for i in fused.outputs:
-        if i is not None:
-            last_read[i] = len(fused.steps)
-    live: dict[int, tuple[Class, int]] = {}
-    peak = Peak({}, "")
-    for n, step in enumerate(fused.steps):
-        dying = [i for i in step.reads if last_read[i] == n]
-        overwritten = _overwritten(step, dying, sizes, set(live) | reusable)
-        inner = _inside(step.operation) if step.operation.body else Peak({}, "")
-        for i in step.writes:
-            old = overwritten.get(i)
-            if i in unowned or (old is not None and old not in live):
-                continue
-            if old is not None:
-                live.pop(old)
-            live[i] = (_class_of(step.operation, i), sizes[i])
-        total = Counter(inner.num_bytes)
-        for name, size in live.values():
-            total[name] += size
-        if total.total() > peak.total:
-            peak = Peak(dict(total), step.operation.scope + (f" > {inner.at}" if inner.at else ""))
-        for i in [*dying, *(i for i in step.writes if i not in last_read)]:
-            live.pop(i, None)
-    return peak
-
-
-def _overwritten(step: Step, dying: list[int], sizes: tuple[int, ...], owned: set[int]) -> dict[int, int]:
-    """Which array takes the place of which."""
-    may = step.writes if step.is_fused else step.writes[: step.operation.num_carried]
-    candidates, places = [i for i in dying if i in owned], {}
-    for i in may:
-        old = next((j for j in candidates if sizes[j] == sizes[i]), None)
-        if old is not None:
-            candidates.remove(old)
-            places[i] = old
-    return places
-
-
-def _inside(loop: Operation) -> Peak:
-    """The peak of a loop's body. What it reads lives outside; a stacked result is written where it will be."""
-    assert loop.body is not None
-    fused = fuse(loop.body, is_loop=True)
-    carried = set(loop.body.inputs[len(loop.inputs) - len(loop.body.inputs) :])
-    direct = {i for step in fused.steps if step.operation.kind in ("pointwise", "matmul") for i in step.writes}
-    stacked = {i for i in fused.outputs[loop.num_carried :] if i is not None}
-    return _walk(fused, unowned=set(loop.body.inputs) | (stacked & direct), reusable=carried)
-
-
-def _class_of(operation: Operation, value: int) -> Class:
-    scope = operation.scope
-    if "working_parameters" in scope:
-        return "working_parameters"
-    if operation.kind == "loop" and value in operation.outputs[operation.num_carried :]:
-        return "gradients" if "transpose(" in scope else "activations"
-    return "temporaries"
+def estimate_step(plan: Plan) -> StepEstimate:
+    """Trace the step and read it; a second or two, no devices."""
+    program = read_step(plan)
+    chip = plan.target.chip
+    bandwidth = chip.hbm_bytes_per_second / chip.num_devices if chip else None
+    peak = find_peak(program)
+    classes: tuple[Class, ...] = (
+        "working_parameters", "gathered_weights", "gradients", "activations", "temporaries",
+    )  # fmt: skip
+    memory = MemoryEstimate(
+        plan.memory.state_bytes,
+        plan.memory.batch,
+        *(peak.num_bytes.get(name, 0) for name in classes),
+        part=peak.at,
+        limit_bytes=plan.target.hbm_bytes_per_device,
+    )
+    roofline = plan_roofline(plan, program, hbm_bytes_per_second=bandwidth, link_seconds=None)
+    return StepEstimate(memory, plan_communication(plan, program), roofline)

@@ -57,6 +57,7 @@ class Operation:
     body: "Program | None" = None
     num_trips: int = 1
     num_carried: int = 0  # of a loop: its first results, which each trip hands to the next; the others are stacked
+    num_blocks: int = 0  # of a kernel of causal attention: blocks along the keys
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,10 @@ class _Reader:
         results = [self.value(x.aval, layout) for x, layout in zip(equation.outvars, found, strict=True)]
         collective = self.collective(equation, operands, results) if kind == "collective" else None
         flops = self.flops(equation, kind, operands, results)
-        self.operations.append(Operation(kind, name, scope, tuple(operands), tuple(results), flops, collective))
+        blocks = _causal_blocks(equation) if name == "pallas_call" else 0
+        self.operations.append(
+            Operation(kind, name, scope, tuple(operands), tuple(results), flops, collective, num_blocks=blocks)
+        )
         if reduced := tuple(axis for axis in reduced if self.mesh_sizes[axis] > 1):
             return self.all_reduced(equation, results[0], reduced, scope)
         return results
@@ -328,3 +332,10 @@ def _like_operands(out: Any, equation: Any, layouts: Sequence[Layout]) -> Layout
         if len(x.aval.shape) == len(shape) and any(layout):
             return layout
     return ((),) * len(shape)
+
+
+def _causal_blocks(kernel: Any) -> int:
+    """Blocks along the last axis of splash attention's grid; 0 of another kernel."""
+    name = str(getattr(kernel.params.get("jaxpr"), "debug_info", ""))
+    grid = kernel.params["grid_mapping"].grid
+    return grid[-1] if "splash" in name and isinstance(grid[-1], int) else 0
