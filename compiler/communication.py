@@ -75,6 +75,12 @@ def run_operations(program: Program, num_trips: int = 1) -> Iterator[tuple[Opera
             yield from run_operations(operation.body, num_trips * operation.num_trips)
 
 
+def sent_bytes(planned: PlannedCollective) -> int:
+    """What a device sends for all executions of one in a step."""
+    crossing = Collective(planned.kind, planned.mesh_axes, planned.bytes_each, planned.dtype)
+    return planned.count * link_bytes(crossing, planned.group_size)
+
+
 def link_bytes(crossing: Collective, group_size: int) -> int:
     """What a device sends, and receives, for one collective: all but its own part of the full array; both ways of it
     where the sum goes back to all."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from meshloom.compiler.explain import human_bytes
+from meshloom.compiler.units import human_bytes
 from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.compiler.spec import RunSpec
 
