@@ -29,6 +29,7 @@ _COLLECTIVES = {
     "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "psum": "all-reduce", "psum_invariant": "all-reduce",
     "pmax": "all-reduce", "pmin": "all-reduce", "all_to_all": "all-to-all", "ppermute": "collective-permute",
 }  # fmt: skip
+LANES = 128  # of a row of a TPU's registers, which arrays in memory are tiled by
 _OTHERS = {"gather", "scatter", "scatter-add", "sort", "top_k", "dynamic_update_slice", "cholesky", "triangular_solve"}
 _KERNELS = ("pallas_call", "dot_product_attention_fwd", "dot_product_attention_bwd", "custom_call", "ffi_call")
 
@@ -101,10 +102,12 @@ class _Reader:
     sizes: list[int] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)  # of each value's last dimension
 
     def read(self, jaxpr: Jaxpr, layouts: Sequence[Layout], scope: str) -> Program:
         inputs = [self.value(x.aval, layout) for x, layout in zip(jaxpr.invars, layouts, strict=True)]
         outputs = self.inline(jaxpr, inputs, scope)
+        self.pad()
         return Program(tuple(self.operations), tuple(self.sizes), tuple(self.dtypes), tuple(inputs), tuple(outputs))
 
     def value(self, aval: Any, layout: Layout) -> int:
@@ -113,10 +116,30 @@ class _Reader:
         shape = getattr(aval, "shape", ())
         layout = tuple(tuple(axis for axis in axes if self.mesh_sizes[axis] > 1) for axes in layout)
         shards = self.num_shards(tuple(axis for axes in layout for axis in axes))
-        self.sizes.append(math.prod(shape) * itemsize // shards)
+        is_elsewhere = getattr(aval, "memory_space", None) == jax.memory.Space.Host
+        self.sizes.append(0 if is_elsewhere else math.prod(shape) * itemsize // shards)
+        self.widths.append(shape[-1] if shape else 0)
         self.dtypes.append(str(dtype))
         self.layouts.append(layout)
         return len(self.sizes) - 1
+
+    def pad(self) -> None:
+        """Arrays that a TPU kernel takes or gives have its layout: a last dimension of less than 128 fills whole rows
+        of 128. So does what pointwise operations make of them, or them of."""
+        padded: dict[int, int] = {}
+        for operation in self.operations:
+            if operation.name == "pallas_call":
+                ends = (*operation.inputs, *operation.outputs)
+                padded |= {i: self.sizes[i] * LANES // self.widths[i] for i in ends if 1 < self.widths[i] < LANES}
+        found = -1
+        while padded and found != len(padded):
+            found = len(padded)
+            for operation in self.operations:
+                ends = [i for i in (*operation.inputs, *operation.outputs) if operation.kind in ("move", "pointwise")]
+                known = {self.sizes[i]: padded[i] for i in ends if i in padded}
+                padded |= {i: known[self.sizes[i]] for i in ends if self.sizes[i] in known}
+        for i, size in padded.items():
+            self.sizes[i] = size
 
     def num_shards(self, axes: Axes) -> int:
         return math.prod(self.mesh_sizes[axis] for axis in axes)
@@ -265,6 +288,8 @@ class _Reader:
         for place, (x, i) in enumerate(zip(equation.outvars, program.outputs, strict=True)):
             layout = body.layouts[i] if place < carried else ((), *body.layouts[i])
             results.append(self.value(x.aval, layout))
+            if place >= carried:  # as it lies in the body
+                self.sizes[results[-1]] = params["length"] * program.sizes[i]
         self.operations.append(
             Operation("loop", "scan", scope, tuple(operands), tuple(results), body=program,
                       num_trips=params["length"], num_carried=carried)
