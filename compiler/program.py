@@ -84,7 +84,12 @@ def read_step(plan: Plan) -> Program:
     layouts = [
         layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)
     ]
-    return _Reader(plan.mesh.sizes).read(traced.jaxpr, layouts, "")
+    return read_jaxpr(traced.jaxpr, layouts, plan.mesh.sizes)
+
+
+def read_jaxpr(jaxpr: Jaxpr, layouts: Sequence[Layout], mesh_sizes: Mapping[str, int]) -> Program:
+    """Any jaxpr, with its arguments laid out so."""
+    return _Reader(mesh_sizes).read(jaxpr, layouts, "")
 
 
 def layout_of(spec: Any, rank: int) -> Layout:
