@@ -216,11 +216,9 @@ def _problems_of_override(text: str, request: Request, groups: Groups) -> list[P
         return []
     if not options:
         return [Problem(group, "there is no such group", use_one_of(group, groups))]
-    fix = use_one_of(name, options)
     if group == "target":
-        own = [option for option in options if not target_names.is_sized(option) and option != "local"]
-        fix = f"use one of {', '.join([*own, *target_names.TARGET_PATTERNS])}; N is a number of devices, as in cpu-8"
-    return [Problem(group, f"there is no '{name}' in this group", fix)]
+        return [target_names.problem_of(name, options)]
+    return [Problem(group, f"there is no '{name}' in this group", use_one_of(name, options))]
 
 
 def composition_problem(error: Exception, groups: Groups) -> Problem:
@@ -230,6 +228,8 @@ def composition_problem(error: Exception, groups: Groups) -> Problem:
         return Problem(f"{mark.name}:{mark.line + 1}", f"not YAML: {error.problem}", "mend the file")
     text = str(error)
     if match := re.search(r"Could not find '(?P<group>[^/']+)/(?P<option>[^']+)'", text):
+        if match["group"] == "target":
+            return target_names.problem_of(match["option"], groups.get("target", []))
         fix = f"choose {match['group']}=...: {use_one_of(match['option'], groups.get(match['group'], []))}"
         return Problem(match["group"], f"there is no '{match['option']}' in this group", fix)
     key = re.search(r"full_key: (\S+)", text)

@@ -1,5 +1,6 @@
 """The straight line: RunSpec -> Plan -> Lowered -> Compiled. One line per pass; a decision belongs inside its pass."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from .plan import Plan, plan_memory, plan_state_arrays
 from .problems import all_of
 from .remat import check_remat
 from .sharding import check_rules, plan_sharding
-from .spec import RunSpec
+from .spec import CompilerOption, RunSpec
 from .state import plan_state, update_layouts
 from .step import build_eval_step, build_init, build_train_step
 from .target import plan_target
@@ -28,7 +29,7 @@ from .target import plan_target
 def plan_run(spec: RunSpec) -> Plan:
     """Decide everything that can be decided without a compiler. Raises ConfigError with all that cannot run."""
     model = build_model(spec)
-    target = plan_target(spec.target)
+    target = plan_target(spec.target, spec.precision.compute)
     arrays = find_arrays(spec, model)
     mesh, *_ = all_of(
         lambda: plan_mesh(spec.mesh, target),
@@ -61,11 +62,14 @@ def plan_run(spec: RunSpec) -> Plan:
     )
 
 
+PROGRAMS = ("init", "train", "evaluate", "is_finite")
+
+
 @dataclass(frozen=True)
 class Programs:
     """What a run executes. init: () -> state. train: (state, batch) -> (state, metrics), the state donated. evaluate:
     (params, batch) -> [summed loss, number of targets]. is_finite: state -> boolean. state, batch: what they take, as
-    sharded ShapeDtypeStructs."""
+    sharded ShapeDtypeStructs. compiler_options: those of all. None: a program that was not asked for."""
 
     init: Any
     train: Any
@@ -73,9 +77,14 @@ class Programs:
     is_finite: Any
     state: Any
     batch: Any
+    compiler_options: Mapping[str, CompilerOption]
+
+    def named(self) -> dict[str, Any]:
+        """The programs that were asked for, by name."""
+        return {name: program for name in PROGRAMS if (program := getattr(self, name)) is not None}
 
 
-def lower(plan: Plan, mesh: Mesh) -> Programs:
+def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs:
     """Trace the plan's programs for a mesh of devices; each is a `jax.stages.Lowered`."""
     state = jax.tree.map(lambda x, spec: _on(mesh, x.shape, x.dtype, spec), plan.abstract, plan.specs)
     tokens_shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
@@ -83,25 +92,22 @@ def lower(plan: Plan, mesh: Mesh) -> Programs:
     batch = dict.fromkeys(batch_arrays(plan.spec), tokens)
     shardings = jax.tree.map(lambda x: x.sharding, state)
     replicated = NamedSharding(mesh, PartitionSpec())
+    train = jax.jit(build_train_step(plan), donate_argnums=0, out_shardings=(shardings, replicated))
+    traced = {
+        "init": lambda: jax.jit(build_init(plan), out_shardings=shardings).lower(),
+        "train": lambda: train.lower(state, batch),
+        "evaluate": lambda: jax.jit(build_eval_step(plan), out_shardings=replicated).lower(state["params"], batch),
+        "is_finite": lambda: jax.jit(is_finite, out_shardings=replicated).lower(state),
+    }
     with jax.set_mesh(mesh):
-        init = jax.jit(build_init(plan), out_shardings=shardings).lower()
-        train = jax.jit(build_train_step(plan), donate_argnums=0, out_shardings=(shardings, replicated))
-        evaluate = jax.jit(build_eval_step(plan), out_shardings=replicated)
-        check = jax.jit(is_finite, out_shardings=replicated)
-        return Programs(
-            init=init,
-            train=train.lower(state, batch),
-            evaluate=evaluate.lower(state["params"], batch),
-            is_finite=check.lower(state),
-            state=state,
-            batch=batch,
-        )
+        programs = {name: traced[name]() if name in names else None for name in PROGRAMS}
+    return Programs(**programs, state=state, batch=batch, compiler_options=plan.spec.compiler_options)
 
 
 def build(lowered: Programs) -> Programs:
     """Compile each lowered program for its devices."""
-    programs = ("init", "train", "evaluate", "is_finite")
-    return replace(lowered, **{name: getattr(lowered, name).compile() for name in programs})
+    options = dict(lowered.compiler_options) or None
+    return replace(lowered, **{name: p.compile(compiler_options=options) for name, p in lowered.named().items()})
 
 
 def _on(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

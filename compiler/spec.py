@@ -23,9 +23,11 @@ from .config_types import FloatType
 from .data_spec import DataSpec, ShardsSpec
 from .optimizers import OptimizerSpec
 from .schedules import ScheduleSpec
+from .target_spec import TargetSpec
 
 # Slowest link first: replicas across slices, tensor shards side by side.
 MeshAxis = Literal["replica", "data", "fsdp", "stage", "context", "expert", "tensor"]
+CompilerOption = bool | int | float | str
 RematPolicy = Literal["none", "full", "save_dots", "save_names", "offload"]
 
 
@@ -44,16 +46,6 @@ def _each_once(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 AxisSize = Annotated[int, AfterValidator(_axis_size)]
-
-
-class TargetSpec(Config):
-    """The hardware that the step is compiled for."""
-
-    name: str  # as its users say it: cpu-8
-    kind: Literal["cpu", "local"]  # cpu: simulated devices; local: what is attached
-    num_devices: PositiveInt | None  # None: as many as are attached
-    peak_flops_per_second: PositiveFloat | None  # per device, in the compute type; None: unknown, and so is MFU
-    hbm_bytes_per_device: PositiveInt | None  # None: unknown
 
 
 class MeshSpec(Config):
@@ -217,6 +209,8 @@ class RunSpec(Config):
     on_nonfinite: Literal["stop", "skip"]  # a step whose loss or gradient norm is no finite number; skip: no update
     num_skips_allowed: NonNegativeInt  # one after the other, where such steps are skipped
     compilation_cache: str | None  # directory of compiled programs; None: compile at each start
+    compiler_options: dict[str, CompilerOption]  # by XLA's own names
+    artifact: str | None  # a compiled train step to load in the place of compiling
     seed: NonNegativeInt
     num_steps: PositiveInt
     global_batch_size: PositiveInt

@@ -9,12 +9,12 @@ import json
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
 
 from meshloom import __version__
 from meshloom.compiler.driver import Programs
+from meshloom.compiler.fingerprint import flat
 from meshloom.compiler.problems import Problem
 from meshloom.compiler.spec import RunSpec
 
@@ -29,7 +29,7 @@ UNSET = "not set"
 def check_same_declaration(spec: RunSpec, processes: Processes) -> None:
     """Raise Disagreement, in all processes alike, where one of them has another spec, version or compiler flag."""
     declaration = {
-        "spec": dict(_flat(spec.model_dump(mode="json", exclude=OF_ONE_PROCESS))),  # type: ignore[arg-type]
+        "spec": dict(flat(spec.model_dump(mode="json", exclude=OF_ONE_PROCESS))),  # type: ignore[arg-type]
         "environment": environment_of_program(),
     }
     found = _all_if_different("spec", json.dumps(declaration, sort_keys=True), processes)
@@ -84,15 +84,6 @@ def _all_if_different(name: str, text: str, processes: Processes) -> list[str]:
     """Every process's text, where they differ; else nothing. Texts travel only then."""
     hashes = processes.gather(f"{name}/hash", _hash(text))
     return processes.gather(f"{name}/text", text) if len(set(hashes)) > 1 else []
-
-
-def _flat(node: Any, path: str = "") -> Iterable[tuple[str, str]]:
-    """{"optimizer": {"b1": 0.9}} -> ("optimizer.b1", "0.9"); lists are values."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from _flat(value, f"{path}.{key}" if path else key)
-    else:
-        yield path, json.dumps(node)
 
 
 def _hash(text: str) -> str:

@@ -55,7 +55,7 @@ def run_command(command: str, args: list[str]) -> int:
         elif flags.info or flags.shell_completion or flags.hydra_help:
             _hydra_app(request, flags, task=_nothing)
         else:
-            return {"train": _train, "explain": _explain, "data": _data}[command](request, flags)
+            return {"train": _train, "explain": _explain, "compile": _compile, "data": _data}[command](request, flags)
     except MISTAKES as error:
         return _show(as_config_error(error))
     return 0
@@ -92,7 +92,7 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
 
     def task(_: DictConfig) -> None:
         run_dir = Path(HydraConfig.get().runtime.output_dir)
-        shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+        shown = _shown(run_dir)
         with process_log(run_dir, processes):
             try:
                 if isinstance(declared, distributed.Disagreement):
@@ -128,6 +128,31 @@ def _explain(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG00
     console = Console()
     explain(read_spec(request, then=plan), console if console.is_terminal else Console(width=240))
     return 0
+
+
+def _compile(request: Request, flags: argparse.Namespace) -> int:
+    from .compile_command import compile_step, prepare_compile
+    from .distributed import Processes
+    from .process_log import process_log
+
+    job, exit_codes = read_spec(request, then=prepare_compile), [2]
+
+    def task(_: DictConfig) -> None:
+        run_dir = _shown(Path(HydraConfig.get().runtime.output_dir))
+        with process_log(run_dir, Processes()):
+            try:
+                exit_codes[0] = compile_step(job, run_dir, overrides=request.overrides, console=Console())
+            except MISTAKES as error:  # Hydra would print a line of its own about it
+                LOG.error(error, exc_info=isinstance(error, OSError))
+                exit_codes[0] = _show(as_config_error(error))
+
+    _hydra_app(request, flags, task)
+    return exit_codes[0]
+
+
+def _shown(run_dir: Path) -> Path:
+    """A run directory as one types it from here."""
+    return run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
 
 
 def _data(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as _train)

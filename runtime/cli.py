@@ -9,6 +9,7 @@ from typing import NoReturn
 COMMANDS = {
     "train": "compile for the devices at hand and run",
     "explain": "the plan, in seconds, without compiling: shardings with reasons, memory, arithmetic",
+    "compile": "ahead of time, for hardware that need not be there: does it fit; a report and an artifact",
     "diff": "what changed between two runs: config, predicted step, memory, collectives, layouts",
     "data": "tokenise a corpus of any size into shards, once, for data=tokens to read",
 }
@@ -28,6 +29,7 @@ examples:
   meshloom train num_steps=50 optimizer.learning_rate=1e-3
   meshloom train -m sharding=ddp,fsdp             once per value
   meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096
+  meshloom compile model=llama2_7b target=v5e-256 global_batch_size=256 sequence_length=4096 remat=full
   meshloom data data=jsonl data.source.paths=[corpus/*.jsonl] shards.directory=tokens
 
 `meshloom COMMAND --help` lists the config groups, `--cfg job` prints the whole config, and the flags of Hydra work:
@@ -40,7 +42,8 @@ def main() -> NoReturn:
     try:
         sys.exit(run(sys.argv[1:]))
     except KeyboardInterrupt:  # before the run began, or asked for twice
-        print("\ninterrupted; nothing was saved since the last checkpoint", file=sys.stderr)
+        saved = "; nothing was saved since the last checkpoint" if sys.argv[1:2] == ["train"] else ""
+        print(f"\ninterrupted{saved}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 

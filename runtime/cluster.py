@@ -12,7 +12,8 @@ from typing import Any
 from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # private: JAX has no public question "which cluster?"
 
 from meshloom.compiler.problems import ConfigError, Problem, raise_if_any
-from meshloom.compiler.spec import DistributedSpec, TargetSpec
+from meshloom.compiler.spec import DistributedSpec
+from meshloom.compiler.target_spec import TargetSpec
 
 ALONE = "or choose distributed=alone"
 Arguments = dict[str, Any]  # of jax.distributed.initialize, without its timeouts

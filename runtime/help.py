@@ -6,7 +6,7 @@ import yaml
 
 from meshloom import conf
 from meshloom.compiler.compose import Request, hydra_session
-from meshloom.compiler.target_names import TARGET_PATTERNS
+from meshloom.compiler.target_names import patterns
 
 from .cli import COMMANDS
 
@@ -21,7 +21,7 @@ def show_help(command: str, request: Request) -> None:
     with hydra_session(request) as groups:
         for group, options in groups.items():
             print(f"{group}=")
-            for name in TARGET_PATTERNS if group == "target" else options:
+            for name in patterns() if group == "target" else options:
                 default = "  (default)" if chosen.get(group) == name else ""
                 print(f"  {name:<16}{_description(group, name)}{default}".rstrip())
     print("\nvalues: `--cfg job` prints all keys with their values; any of them is set as key=value")

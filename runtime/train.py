@@ -4,31 +4,32 @@ import os
 import shlex
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
+from jax.sharding import Mesh
 from rich.console import Console
 
 from meshloom.compiler.driver import Programs, build, lower, plan_run
-from meshloom.compiler.explain import plan_as_json
+from meshloom.compiler.fingerprint import fingerprint_of
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import ConfigError, all_of
 from meshloom.compiler.spec import RunSpec
 
 from .agreement import check_same_declaration, check_same_program
+from .artifact import Artifact, check_artifact, load_programs, read_artifact
 from .checkpoint import Checkpoints, restore
 from .checkpoint_start import FOLDER, Start, check_checkpoint
 from .cluster import plan_start
 from .compile_cache import cached_compilation
 from .data import BatchIterator, Data, open_data
+from .declaration import write_declaration
 from .devices import start_devices
 from .display import Display, say, show_header, show_summary
 from .distributed import Processes, join, together
 from .exclusive import only_run_in
-from .files import replace_json, replace_text
 from .loop import Loop
 from .metrics import Metrics, MetricsLog
 from .nonfinite import NonFinite
@@ -44,11 +45,20 @@ TRY_NEXT = [
 
 
 @dataclass(frozen=True)
+class Precompiled:
+    """An artifact, and the programs that it is of."""
+
+    artifact: Artifact
+    lowered: Programs
+
+
+@dataclass(frozen=True)
 class Job:
-    """A run that was found to be right: its plan and its data."""
+    """A run that was found to be right: its plan, its data, and what is loaded in the place of compiling."""
 
     plan: Plan
     data: Data
+    precompiled: Precompiled | None = None
 
 
 def prepare(spec: RunSpec) -> Job:
@@ -60,7 +70,8 @@ def prepare(spec: RunSpec) -> Job:
         raise
     check_same_declaration(spec, processes)
     start_devices(spec.target, processes)
-    return plan_and_check(spec)
+    job = plan_and_check(spec)
+    return replace(job, precompiled=find_precompiled(job.plan, Path(spec.artifact))) if spec.artifact else job
 
 
 def plan_and_check(spec: RunSpec) -> Job:
@@ -70,6 +81,7 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: open_data(spec),
         lambda: check_checkpoint(spec),
         lambda: plan_start(spec.distributed, spec.target, os.environ),
+        lambda: read_artifact(Path(spec.artifact)) if spec.artifact else None,
     )
     return Job(plan, data)
 
@@ -94,7 +106,7 @@ def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Cons
         show_summary(console, [("nothing to do", enough), *_where(plan, run_dir, start.step)])
         return 0
     with StopRequest(processes) as stop, Checkpoints(run_dir, spec) as checkpoints:
-        programs = _compile(plan, console, processes)
+        programs = _compile(job, console, processes)
         rows = local_rows(programs.batch)
         batches = iter(data["train"].of_rows(rows))
         state, first_step = _initial_state(start, programs, batches, console)
@@ -132,12 +144,6 @@ def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Cons
     return 0
 
 
-def write_declaration(plan: Plan, run_dir: Path) -> None:
-    """spec.yaml, the resolved declaration; plan.json, what was decided from it."""
-    replace_text(run_dir / "spec.yaml", yaml.safe_dump(plan.spec.model_dump(mode="json"), sort_keys=False))
-    replace_json(run_dir / "plan.json", plan_as_json(plan))
-
-
 def _run(loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints) -> int:
     """The loop; where training cannot go on, the end is told with the checkpoint that is left."""
     try:
@@ -157,17 +163,34 @@ def _metrics_log(
     return MetricsLog(run_dir, first_step=first_step, tensorboard=plan.spec.logging.tensorboard)
 
 
-def _compile(plan: Plan, console: Console, processes: Processes) -> Programs:
-    start = time.perf_counter()
+def _compile(job: Job, console: Console, processes: Processes) -> Programs:
+    start, plan, precompiled = time.perf_counter(), job.plan, job.precompiled
     with console.status("compiling the train step"), cached_compilation(plan.spec.compilation_cache) as cache:
-        mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
-        lowered = lower(plan, mesh)
+        mesh = _mesh(plan)
+        lowered = precompiled.lowered if precompiled else lower(plan, mesh)
         check_same_program(lowered, processes)
-        programs = build(lowered)
-    say(console, cache.describe(time.perf_counter() - start))
+        programs = load_programs(precompiled.artifact, lowered, mesh) if precompiled else build(lowered)
+    seconds = time.perf_counter() - start
+    if precompiled:
+        loaded = ", ".join(precompiled.artifact.built.executables)
+        say(console, f"compiled before: {loaded} loaded from {precompiled.artifact.place}, ready in {seconds:.1f} s")
+    else:
+        say(console, cache.describe(seconds))
     for warning in cache.warnings:
         say(console, f"warning: {warning}")
     return programs
+
+
+def find_precompiled(plan: Plan, named: Path) -> Precompiled:
+    """The artifact, found to be of this plan on these devices. Raises ConfigError with all that differs."""
+    artifact, mesh = read_artifact(named), _mesh(plan)
+    lowered = lower(plan, mesh)
+    check_artifact(artifact, fingerprint_of(plan, lowered, mesh))
+    return Precompiled(artifact, lowered)
+
+
+def _mesh(plan: Plan) -> Mesh:
+    return plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
 
 
 def _initial_state(

@@ -12,12 +12,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from conftest import plan_of, spec_of
-from helpers import forward
+from helpers import forward, target_of
 from meshloom.compiler.attention import attend_splash, build_attend, plan_attention
 from meshloom.compiler.problems import ConfigError
-from meshloom.compiler.target import TargetPlan
 from meshloom.models.attention import attend
 
+HERE = {"cpu": "cpu-8", "gpu": "h100-8", "tpu": "v5e-8"}
 CASES = {
     "causal": (None, None, False),
     "window": (5, None, False),
@@ -126,7 +126,7 @@ def test_splash_compiles_for_tpu_with_no_scores_in_memory_and_no_collectives():
     ],
 )
 def test_auto_takes_the_platforms_kernel_where_it_can_run(overrides, platform, expected):
-    plan = plan_attention(spec_of(*overrides), TargetPlan("here", platform, 8, None, None))
+    plan = plan_attention(spec_of(*overrides), target_of(HERE[platform]))
     assert plan.implementation == expected
     assert plan.reason
 
@@ -142,7 +142,7 @@ def test_auto_takes_the_platforms_kernel_where_it_can_run(overrides, platform, e
 )
 def test_a_kernel_that_cannot_run_is_refused(overrides, platform):
     with pytest.raises(ConfigError, match=r"kernels\.attention"):
-        plan_attention(spec_of(*overrides), TargetPlan("here", platform, 8, None, None))
+        plan_attention(spec_of(*overrides), target_of(HERE[platform]))
 
 
 @pytest.mark.parametrize(

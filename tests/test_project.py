@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
 OPTIONS = [(path.parent.relative_to(CONF).as_posix(), path.stem)
            for path in sorted(CONF.glob("*/**/*.yaml")) if path.stem[0] != "_"]  # fmt: skip
+TARGETS = [("target", path.stem) for path in sorted(CONF.glob("target/_*.yaml"))]
 
 
 def test_ci_runs_the_two_commands_of_the_readme():
@@ -85,7 +86,7 @@ def _with_base(group, values):
     } | values
 
 
-@pytest.mark.parametrize(("group", "option"), [*OPTIONS, ("target", "_cpu")])
+@pytest.mark.parametrize(("group", "option"), [*OPTIONS, *TARGETS])
 def test_every_option_says_what_it_is_and_holds_all_of_its_keys(group, option):
     """A default is written once, in its file: none is missing there and none is in the code."""
     text = (CONF / group / f"{option}.yaml").read_text()

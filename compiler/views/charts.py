@@ -70,7 +70,7 @@ def communication_bar(report: Report) -> Bar:
     """All collectives' time: hidden, exposed."""
     hidden, exposed = (total(getattr(c, name) for c in report.collectives) for name in
                        ("hidden_seconds", "exposed_seconds"))  # fmt: skip
-    if hidden is None or exposed is None:
+    if hidden is None or exposed is None or hidden + exposed == 0:  # a step without communication has no bar
         return Bar((), (), ())
     return _bar([("hidden behind compute", hidden, "hidden"), ("exposed", exposed, "exposed")], human_seconds, [], ())
 

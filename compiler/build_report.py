@@ -1,0 +1,181 @@
+"""A compiled program as a Report. What its schedule says comes from outside, as a ScheduleAnalysis, or is unknown."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .analysis import ScheduleAnalysis
+from .aot import Built
+from .fingerprint import Fingerprint
+from .plan import Plan
+from .report import (
+    SCHEMA_VERSION,
+    BuildReport,
+    Change,
+    Finding,
+    MemoryReport,
+    ProgramReport,
+    Report,
+    RooflinePart,
+    StepReport,
+    TargetReport,
+)
+
+WITHIN_TEMPORARIES = "part of the temporaries: the compiled program does not tell them apart"
+
+
+@dataclass(frozen=True)
+class BuildFacts:
+    """How the program came to be. cache: whether it was compiled before."""
+
+    fingerprint: Fingerprint
+    lower_seconds: float
+    cache: Literal["hit", "miss", "off"]
+    overrides: tuple[str, ...]
+
+
+def build_report(
+    plan: Plan,
+    built: Built,
+    facts: BuildFacts,
+    schedule: ScheduleAnalysis | None,
+    *,
+    roofline: tuple[RooflinePart, ...] = (),
+    findings: tuple[Finding, ...] = (),
+    estimate_bytes_per_chip: int | None = None,
+    changes: tuple[Change, ...] = (),
+) -> Report:
+    """The report. schedule: None where the step does not fit, or was not analysed.
+
+    estimate_bytes_per_chip, changes: of the memory that was planned without XLA.
+    """
+    target, unknown = _target(plan), dict[str, str]()
+    figures = ("hbm_bytes_per_chip", "hbm_bytes_per_second", "peak_flops_per_second")
+    unknown |= {f"target.{name}": "the chip is not known" for name in figures if getattr(target, name) is None}
+    memory = _memory(plan, built, unknown, estimate_bytes_per_chip, changes)
+    if schedule is None:
+        why = "the step was not compiled: it does not fit" if built.text is None else "the schedule was not analysed"
+        schedule = _unanalysed(why)
+    return Report(
+        schema_version=SCHEMA_VERSION,
+        target=target,
+        program=_program(plan),
+        memory=memory,
+        collectives=schedule.collectives,
+        step=schedule.step,
+        roofline=roofline,
+        findings=findings,
+        build=_build(built, facts),
+        overrides=facts.overrides,
+        unknown=unknown | schedule.unknown,
+    )
+
+
+def _unanalysed(why: str) -> ScheduleAnalysis:
+    names = [name for name in StepReport.model_fields if name.endswith(("_seconds", "_fraction", "_mfu"))]
+    step: Any = dict.fromkeys(names)
+    unknown: dict[str, str] = dict.fromkeys(("step", "collectives"), why)
+    return ScheduleAnalysis((), StepReport(**step, compute_seconds_by_kind={}, num_unpriced=0), (), unknown)
+
+
+def _memory(
+    plan: Plan, built: Built, unknown: dict[str, str], estimate: int | None, changes: tuple[Change, ...]
+) -> MemoryReport:
+    """Of the compiled program; where it was refused, what the compiler said that it needs."""
+    limit, taken, per_chip = limit_bytes(plan), taken_bytes(built), _devices_per_chip(plan)
+    planned = plan.memory
+    known = {"parameters": planned.parameters, "master": planned.master, "optimizer": planned.optimizer,
+             "scalars": planned.scalars, "batch": planned.batch}  # fmt: skip
+    rest, code = None, None
+    if built.memory is not None:
+        code = built.memory.code_bytes
+        outputs = built.memory.outputs_bytes - built.memory.aliased_bytes
+        rest = max(0, built.memory.taken_bytes - code - built.memory.arguments_bytes - outputs)
+        known["outputs"] = outputs
+    elif taken is not None:
+        rest = max(0, taken - sum(known.values()))
+    breakdown = {name: count * per_chip for name, count in known.items()} | {
+        "gradients": None,
+        "activations": None,
+        "temporaries": rest * per_chip if rest is not None else None,
+        "code": code * per_chip if code is not None else None,
+        "reserved": plan.target.hbm_bytes_per_chip - limit if limit and plan.target.hbm_bytes_per_chip else None,
+    }
+    unknown |= {f"memory.breakdown.{name}": WITHIN_TEMPORARIES for name in ("gradients", "activations")}
+    if taken is None:
+        unknown["memory.peak_bytes_per_chip"] = "the compiler refused the program and did not say what it needs"
+    if estimate is None:
+        unknown["memory.estimate_bytes_per_chip"] = "not estimated"
+    if limit is None:
+        unknown |= dict.fromkeys(("memory.limit_bytes_per_chip", "memory.fits"), "the chip's memory is not known")
+    return MemoryReport(
+        peak_bytes_per_chip=taken * per_chip if taken is not None else None,
+        limit_bytes_per_chip=limit,
+        fits=does_fit(plan, built),
+        breakdown=breakdown,
+        estimate_bytes_per_chip=estimate,
+        changes=changes,
+    )
+
+
+def limit_bytes(plan: Plan) -> int | None:
+    """What a program may take of a chip."""
+    per_device = plan.target.hbm_bytes_per_device
+    return per_device and per_device * _devices_per_chip(plan)
+
+
+def taken_bytes(built: Built) -> int | None:
+    """What the step takes of a device, or would; None where the compiler refused it without a number."""
+    if built.memory is not None:
+        return built.memory.taken_bytes
+    return built.out_of_memory.needed_bytes if built.out_of_memory else None
+
+
+def does_fit(plan: Plan, built: Built) -> bool | None:
+    """The verdict: the compiler's own where it refuses, as for TPUs, else by what the program takes. None: unknown."""
+    if built.memory is None:
+        return False
+    per_device = plan.target.hbm_bytes_per_device
+    return None if per_device is None else built.memory.taken_bytes <= per_device
+
+
+def _target(plan: Plan) -> TargetReport:
+    target, peak = plan.target, plan.target.peak_flops_per_second
+    return TargetReport(
+        name=target.name,
+        chip=target.chip.name if target.chip else target.platform,
+        num_chips=target.num_chips,
+        num_devices=target.num_devices,
+        num_slices=target.num_slices,
+        hbm_bytes_per_chip=target.hbm_bytes_per_chip,
+        hbm_bytes_per_second=target.chip.hbm_bytes_per_second if target.chip else None,
+        peak_flops_per_second=peak * _devices_per_chip(plan) if peak else None,
+        placement=plan.mesh.placement.describe(),
+    )
+
+
+def _program(plan: Plan) -> ProgramReport:
+    return ProgramReport(
+        model=plan.spec.model.family,
+        num_parameters=plan.num_parameters,
+        num_active_parameters=plan.num_parameters,
+        tokens_per_step=plan.spec.tokens_per_step,
+        model_flops_per_step=plan.model_flops_per_step,
+    )
+
+
+def _build(built: Built, facts: BuildFacts) -> BuildReport:
+    environment = facts.fingerprint.environment
+    return BuildReport(
+        lower_seconds=facts.lower_seconds,
+        compile_seconds=built.compile_seconds,
+        cache=facts.cache,
+        jax=environment["jax"],
+        jaxlib=environment["jaxlib"],
+        plugin=environment.get("plugin"),
+        compiler_options={**facts.fingerprint.options_without_device, **facts.fingerprint.compiler_options},
+        fingerprint=facts.fingerprint.digest,
+    )
+
+
+def _devices_per_chip(plan: Plan) -> int:
+    return max(1, plan.target.num_devices // plan.target.num_chips)

@@ -1,0 +1,40 @@
+"""What compilers and drivers print by themselves, in C++, kept off the terminal."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+STDERR = 2
+
+
+@dataclass
+class Captured:
+    """lines: what was printed, once the `with` is left."""
+
+    lines: tuple[str, ...] = field(default=())
+
+
+@contextmanager
+def captured_stderr(path: Path | None = None) -> Iterator[Captured]:
+    """Within the `with`, what this process writes to stderr, at whatever level, goes to a file.
+
+    path: appended to, so that what is said before an abort is kept; None: a file that is gone afterwards.
+    """
+    captured = Captured()
+    sys.stderr.flush()
+    with path.open("a+b") if path else tempfile.TemporaryFile() as file:
+        start = file.seek(0, os.SEEK_END)
+        kept = os.dup(STDERR)
+        os.dup2(file.fileno(), STDERR)
+        try:
+            yield captured
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, STDERR)
+            os.close(kept)
+            file.seek(start)
+            captured.lines = tuple(file.read().decode(errors="replace").splitlines())

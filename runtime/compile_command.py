@@ -1,0 +1,185 @@
+"""`meshloom compile`: the train step, compiled for a target that need not be there; verdict, report, artifact."""
+
+import logging
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+from rich.console import Console
+
+from meshloom.compiler.analysis import analyse_schedule
+from meshloom.compiler.aot import REMATERIALIZATION, STEP, Built, check_compiler_options, compile_ahead
+from meshloom.compiler.build_report import BuildFacts, build_report
+from meshloom.compiler.driver import PROGRAMS, Programs, lower, plan_run
+from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.problems import DOES_NOT_FIT, ConfigError, Problem, all_of
+from meshloom.compiler.quiet import captured_stderr
+from meshloom.compiler.report import Report
+from meshloom.compiler.spec import RunSpec
+from meshloom.compiler.target import plan_target
+from meshloom.compiler.topology import find_devices, options_without_device
+from meshloom.compiler.views.summary import show_summary as show_report
+
+from .artifact import FOLDER, Artifact, find_artifact, write_artifact
+from .compile_cache import cached_compilation
+from .declaration import write_declaration
+from .devices import plan_without_devices, start_devices
+from .display import say
+from .distributed import Processes
+from .interruptible import interruptibly
+from .report_files import write_report
+
+LOG = logging.getLogger("meshloom")
+COMPILER_LOG = Path("logs/compiler.log")
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """A step that can be compiled: its plan, the devices that it is for, and what looking for them printed."""
+
+    plan: Plan
+    devices: Sequence[Any]
+    said: tuple[str, ...] = ()
+
+
+def prepare_compile(spec: RunSpec) -> CompileJob:
+    """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError."""
+    with captured_stderr() as captured:
+        if spec.target.kind == "cpu":
+            start_devices(spec.target, Processes())
+        else:
+            plan_without_devices(spec.target)
+        plan, devices, *_ = all_of(
+            lambda: plan_run(spec),
+            lambda: find_devices(spec.target, plan_target(spec.target, spec.precision.compute)),
+            lambda: _check_makes_artifact(spec),
+        )
+        check_compiler_options(spec.compiler_options, devices[0])
+    return CompileJob(plan, devices, captured.lines)
+
+
+def compile_step(job: CompileJob, run_dir: Path, *, overrides: tuple[str, ...], console: Console) -> int:
+    """Compile, or find what was compiled before; write the report. Returns the exit code: 0, or DOES_NOT_FIT."""
+    plan = job.plan
+    _show_header(console, job)
+    with captured_stderr(run_dir / COMPILER_LOG) as captured, cached_compilation(None):
+        mesh = plan.mesh.of_devices(job.devices)
+        start = time.perf_counter()
+        lowered = lower_for_target(plan, mesh)
+        lower_seconds = time.perf_counter() - start
+        fingerprint = fingerprint_of(plan, lowered, mesh)
+        store = store_of(plan.spec, fingerprint)
+        artifact = find_artifact(fingerprint, (run_dir / FOLDER, *([store] if store else [])))
+        is_found = artifact is not None
+        built = artifact.built if artifact else _compiled(lowered, console)
+    if not is_found:
+        built = replace(built, notes=tuple(line for line in captured.lines if REMATERIALIZATION in line))
+    facts = BuildFacts(fingerprint, lower_seconds, "hit" if is_found else "miss" if store else "off", overrides)
+    schedule = analyse_schedule(built.text, plan) if built.text is not None else None
+    report = build_report(plan, built, facts, schedule)
+    write_declaration(plan, run_dir)
+    files = write_report(report, plan, run_dir, events=schedule.events if schedule else ())
+    if artifact is None:
+        artifact = _stored(store, fingerprint, built, overrides, console)
+    does_fit = report.memory.fits is not False
+    if does_fit:
+        _place(artifact, run_dir / FOLDER, fingerprint, built, overrides)
+    _show_result(console, report, files, artifact if is_found else None, run_dir)
+    return 0 if does_fit else DOES_NOT_FIT
+
+
+def lower_for_target(plan: Plan, mesh: Mesh) -> Programs:
+    """All programs; for chips that are not there the train step alone: where it runs, the others take seconds."""
+    lowered = lower(plan, mesh, PROGRAMS if plan.target.is_attached else (STEP,))
+    return replace(lowered, compiler_options=options_without_device(plan.target) | dict(lowered.compiler_options))
+
+
+def store_of(spec: RunSpec, fingerprint: Fingerprint) -> Path | None:
+    """Where what is compiled is kept between runs; None where nothing is."""
+    if spec.compilation_cache is None:
+        return None
+    return Path(spec.compilation_cache).expanduser().absolute() / "artifacts" / fingerprint.digest
+
+
+def _check_makes_artifact(spec: RunSpec) -> None:
+    if spec.artifact is not None:
+        what = f"compile makes an artifact and takes none, and artifact={spec.artifact}"
+        raise ConfigError([Problem("artifact", what, "leave it out; hydra.run.dir= says where the new one goes")])
+
+
+def _compiled(lowered: Programs, console: Console) -> Built:
+    try:
+        with console.status("compiling the train step"):
+            return interruptibly(lambda: compile_ahead(lowered))
+    except KeyboardInterrupt:
+        console.print("interrupted while compiling; no report was written", highlight=False)
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)
+
+
+def _stored(
+    store: Path | None, fingerprint: Fingerprint, built: Built, overrides: tuple[str, ...], console: Console
+) -> Artifact | None:
+    """What was compiled, kept for other runs; a place that cannot be written is a warning."""
+    if store is None:
+        return None
+    try:
+        return write_artifact(store, fingerprint, built, overrides)
+    except OSError as error:
+        say(console, f"warning: not kept in compilation_cache {store.parent}: {error.strerror}")
+        return None
+
+
+def _place(
+    artifact: Artifact | None, place: Path, fingerprint: Fingerprint, built: Built, overrides: tuple[str, ...]
+) -> None:
+    """The artifact in the run directory, its files shared with the store where that is on the same disk."""
+    if artifact is None:
+        write_artifact(place, fingerprint, built, overrides)
+    elif artifact.place != place:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(artifact.place, place, copy_function=_linked)
+
+
+def _linked(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target
+
+
+def _show_header(console: Console, job: CompileJob) -> None:
+    plan, target = job.plan, job.plan.target
+    for line in job.said:
+        LOG.info(line)
+    say(console, f"meshloom compile: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {target.name}, "
+        f"{plan.spec.tokens_per_step:,} tokens per step")  # fmt: skip
+    if plan.spec.target.kind == "local" and target.platform == "cpu":
+        say(console, "warning: no accelerator is attached: compiled for this machine's processor")
+    for warning in plan.sharding.warnings:
+        say(console, warning.as_warning())
+
+
+def _show_result(
+    console: Console, report: Report, files: tuple[Path, ...], found: Artifact | None, run_dir: Path
+) -> None:
+    build, fits = report.build, report.memory.fits is not False
+    if found:
+        say(console, f"compiled before, nothing to do: {found.place} is of the same program, devices and versions")
+    else:
+        by = f"jax {build.jax}" + (f", {build.plugin}" if build.plugin else "")
+        say(console, f"compiled in {build.compile_seconds:.1f} s, lowered in {build.lower_seconds:.1f} s, by {by}")
+    show_report(report, console, files=[*files, *([run_dir / FOLDER] if fits else [])])
+    if fits:
+        kept = [text for text in report.overrides if not text.startswith("hydra.")]
+        say(console, f"train it: {shlex.join(['meshloom', 'train', *kept, f'artifact={run_dir}'])}")
