@@ -96,7 +96,7 @@ def direction_of(op_name: str) -> str:
         return "forward again"
     if "transpose(" in op_name:
         return "backward"
-    return "update" if "/update/" in op_name else "forward"
+    return "update" if "/optimizer/" in op_name else "forward"
 
 
 def _chip(plan: Plan) -> Chip:

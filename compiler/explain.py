@@ -8,15 +8,16 @@ from rich.console import Console
 from rich.table import Table
 
 from .array_layout import ArrayPlan
+from .estimate import estimate_step
+from .explain_estimate import estimate_as_json, print_estimate
 from .plan import Plan
 from .report import SCHEMA_VERSION
 from .spec import Rule
-
-ACTIVATIONS_UNKNOWN = "what the backward pass keeps is known from the compiled program"
+from .units import human_bytes
 
 
 def explain(plan: Plan, console: Console) -> None:
-    """Print the plan: mesh, arrays with reasons, memory by class, parameters and FLOPs."""
+    """Print the plan: mesh, arrays with reasons, parameters and FLOPs; memory, communication and bounds of a step."""
     spec = plan.spec
     console.print(f"[bold]mesh[/]  {plan.mesh}, {plan.target.num_devices:,} devices of target {plan.target.name}")
     for axis, where in plan.mesh.placement.describe().items():
@@ -41,7 +42,7 @@ def explain(plan: Plan, console: Console) -> None:
         console.print(f"[bold]{title}[/]  {_rules(rules)}", highlight=False)
         console.print(_table(list(rows)))
     console.print()
-    console.print(_memory(plan))
+    print_estimate(plan, estimate_step(plan), console)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -69,21 +70,14 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "attention": asdict(plan.attention),
             "num_loss_blocks": plan.num_loss_blocks,
         },
-        "memory_bytes_per_device": asdict(plan.memory) | {"activations_reason": ACTIVATIONS_UNKNOWN},
+        "memory_bytes_per_device": asdict(plan.memory),
+        "estimate": estimate_as_json(estimate_step(plan)),
         "arrays": {
             "parameters": [_row(array) for array in plan.sharding.parameters],
             "optimizer": [_row(array) for array in plan.optimizer_state],
             "activations": [_row(array) for array in plan.sharding.activations],
         },
     }
-
-
-def human_bytes(count: int) -> str:
-    """1536 -> '1.5 KiB'."""
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def _bandwidth(plan: Plan, axis: str) -> str:
@@ -171,15 +165,4 @@ def _table(rows: Sequence[tuple[str, str, str]]) -> Table:
     table.add_column("per device", justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    return table
-
-
-def _memory(plan: Plan) -> Table:
-    table = Table(title="memory per device", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("class", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    for name, count in asdict(plan.memory).items():
-        shown = human_bytes(count) if count is not None else "unknown"
-        table.add_row(name.replace("_", " "), shown, "" if count is not None else ACTIVATIONS_UNKNOWN)
-    table.add_row("[bold]known", f"[bold]{human_bytes(plan.memory.known_bytes)}")
     return table

@@ -50,12 +50,12 @@ def forward(
 
         def layer(stored: tuple[Params, Params, Array], x_BTE: Array, stack=stack) -> Array:
             slots, working, index = stored
-            with jax.named_scope(stack.name):
-                return stack.layer.apply(gathered(stack.name, slots, working), x_BTE, with_keys(index))
+            return stack.layer.apply(gathered(stack.name, slots, working), x_BTE, with_keys(index))
 
         indices = num_before + jnp.arange(stack.num_layers)
         stored = (slots[stack.name], working[stack.name], indices)
-        x_BTE = scan_layers(layer, stored, x_BTE, policy=build_policy(plan.spec.remat, stack.name))
+        with jax.named_scope(stack.name):
+            x_BTE = scan_layers(layer, stored, x_BTE, policy=build_policy(plan.spec.remat, stack.name))
         num_before += stack.num_layers
     with jax.named_scope("head"):
         return sum_losses(

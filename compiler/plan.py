@@ -25,7 +25,7 @@ from .trees import leaves_by_path, like
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes per device of each class of arrays. None: not known before compiling."""
+    """Bytes per device of the arrays that are planned one by one. What lives beside them: estimate.py."""
 
     parameters: int
     master: int  # float32 weights that are updated, where the parameters are stored in another type
@@ -34,16 +34,11 @@ class MemoryPlan:
     gradients: int  # accumulated over microbatches
     working_parameters: int  # the copy in the compute type, where that is another type
     batch: int
-    activations: None = None
 
     @property
     def state_bytes(self) -> int:
         """What a step takes and gives back."""
         return self.parameters + self.master + self.optimizer + self.scalars
-
-    @property
-    def known_bytes(self) -> int:
-        return self.state_bytes + self.gradients + self.working_parameters + self.batch
 
 
 @dataclass(frozen=True)

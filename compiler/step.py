@@ -34,7 +34,7 @@ def build_train_step(plan: Plan) -> TrainStep:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         dropout_key = jax.random.fold_in(jax.random.key(plan.spec.seed), state["step"])
         (loss, num_targets), grads = gradients(state["params"], batch, dropout_key, scale)
-        with jax.named_scope("update"):
+        with jax.named_scope("optimizer"):
             return update(state, loss / num_targets, grads)
 
     return train_step
@@ -73,7 +73,8 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     over_batch = partial(jax.lax.psum, axis_name=batch_axes) if batch_axes else lambda x: x
 
     def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
-        working = _cast(params, spec.precision.compute)
+        with jax.named_scope("working_parameters"):
+            working = _cast(params, spec.precision.compute)
         num_targets = over_batch(jnp.sum(batch["targets"] != IGNORED_TARGET))
         slots = jax.tree.map(
             lambda x, layout: gradient_slot(x, layout, spec.precision.gradients, plan.mesh.num_shards), params, layouts

@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -122,17 +123,31 @@ def collectives_per_step(hlo: str, *, at_least_elements: int = 2) -> Counter[str
 
     Scalars are left out: the loss and the squares of the gradient norm are summed whatever the layout.
     """
+    counts: Counter[str] = Counter()
+    for kind, sizes, trips in _each_collective(hlo):
+        counts[kind] += trips * sum(size >= at_least_elements for size in sizes)
+    return counts
+
+
+def collective_elements_per_step(hlo: str) -> Counter[str]:
+    """Elements of their results, by kind, likewise."""
+    elements: Counter[str] = Counter()
+    for kind, sizes, trips in _each_collective(hlo):
+        elements[kind] += trips * sum(size for size in sizes if size > 1)
+    return elements
+
+
+def _each_collective(hlo: str) -> Iterator[tuple[str, list[int], int]]:
+    """(kind, elements of each array of its result, times that it is run)."""
     computations = {m[1]: m[2] for m in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S)}
     entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.M)
     assert entry
-    counts: Counter[str] = Counter()
 
-    def visit(name: str, trips: int) -> None:
+    def visit(name: str, trips: int) -> Iterator[tuple[str, list[int], int]]:
         for line in computations.get(name, "").splitlines():
             if match := _COLLECTIVE.search(line):
                 shapes = re.findall(r"\w+\[([\d,]*)\]", match["type"])
-                sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
-                counts[match["kind"]] += trips * sum(size >= at_least_elements for size in sizes)
+                yield match["kind"], [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes], trips
                 continue
             inner = trips
             if " while(" in line:
@@ -140,7 +155,6 @@ def collectives_per_step(hlo: str, *, at_least_elements: int = 2) -> Counter[str
                 assert known, line
                 inner = trips * int(known[1])
             for called in _CALLED.findall(line):
-                visit(called, inner)
+                yield from visit(called, inner)
 
-    visit(entry[1], 1)
-    return counts
+    yield from visit(entry[1], 1)

@@ -21,7 +21,7 @@ BACKWARD = "jit(train_step)/shard_map/transpose(jvp())/while/body/closed_call/ch
          "layers/attention/key_EKD and 1 more, forward"),
         ("jit(f)/(weight=head/kernel_EV:weight=layers/mlp/up_EM)/psum", "head/kernel_EV and 1 more, forward"),
         (f"{BACKWARD}/layers/bte,ekd->btkd/dot_general", "bte,ekd->btkd/dot_general, backward"),
-        ("jit(train_step)/update/reduce_sum", "update/reduce_sum, update"),
+        ("jit(train_step)/optimizer/reduce_sum", "optimizer/reduce_sum, update"),
         ("", "made by the compiler"),
     ],
 )  # fmt: skip
@@ -98,5 +98,5 @@ def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
 def test_directions():
     assert direction_of(f"{BACKWARD}/x") == "backward"
     assert direction_of(f"{BACKWARD}/rematted_computation/x") == "forward again"
-    assert direction_of("jit(f)/update/x") == "update"
+    assert direction_of("jit(f)/optimizer/x") == "update"
     assert direction_of("jit(f)/x") == "forward"

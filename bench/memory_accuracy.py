@@ -1,0 +1,111 @@
+"""Peak memory as estimated without XLA, against XLA's own, of steps compiled for TPUs that are not there.
+
+    pip install -e '.[tpu]' && python bench/memory_accuracy.py [FILE]
+
+Real widths; few layers, since memory grows by the same amount with each, and in the last rows whole models. A row takes 30 s and more to compile; what is
+measured is kept in FILE (bench/memory_accuracy.jsonl), a line each, and not compiled again. Prints a table in Markdown.
+peak: `memory_analysis().peak_memory_in_bytes`, the arguments included. reserved: argument + output - alias + temp.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+               "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # fmt: skip
+
+from jax.experimental import topologies
+
+from meshloom.compiler.compose import Request, read_spec
+from meshloom.compiler.driver import lower, plan_run
+from meshloom.compiler.estimate import estimate_step
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.target import topology_arguments
+from meshloom.compiler.target_spec import TpuTarget
+
+KEPT = Path(__file__).with_suffix(".jsonl")
+TENSOR_2, TENSOR_4 = "mesh.tensor=2", "mesh.tensor=4"
+
+# model, layers, sequences, length, target, sharding, remat, other overrides
+ROWS: tuple[tuple[Any, ...], ...] = (
+    ("llama2_7b", 4, 8, 4096, "v5e-8", "fsdp", "full"),
+    ("llama2_7b", 4, 8, 4096, "v5e-8", "fsdp", "none"),
+    ("llama2_7b", 4, 16, 4096, "v6e-8", "fsdp", "save_dots"),
+    ("llama2_7b", 4, 16, 4096, "v5p-16", "hsdp", "save_names", "num_microbatches=2"),
+    ("llama3_8b", 4, 8, 8192, "v5p-16", "fsdp_tensor", "save_names", TENSOR_2),
+    ("llama3_8b", 4, 16, 4096, "v5p-16", "fsdp", "none", "precision=bfloat16_params"),
+    ("llama3_8b", 6, 16, 8192, "v5e-16", "fsdp_tensor", "full", TENSOR_4),
+    ("gpt2_124m", 12, 64, 1024, "v5e-8", "ddp", "none"),
+    ("gpt2_124m", 12, 128, 1024, "v5e-8", "zero1", "save_names"),
+    ("qwen3_0_6b", 8, 16, 4096, "v5e-8", "ddp", "save_dots"),
+    ("qwen3_0_6b", 8, 32, 4096, "v6e-8", "zero1", "full"),
+    ("gemma2_9b", 4, 8, 8192, "v5p-16", "fsdp", "full"),
+    ("gemma2_9b", 4, 8, 4096, "v6e-8", "fsdp_tensor", "save_dots", TENSOR_2),
+    ("llama2_7b", 4, 8, 2048, "v5p-16", "fsdp", "full", "kernels.attention=xla"),
+    ("gpt2_124m", 12, 64, 1024, "v6e-8", "zero2", "save_dots"),
+    ("qwen3_8b", 36, 64, 4096, "v5e-64", "fsdp", "save_names"),
+    ("llama3_8b", 32, 128, 8192, "v5p-128", "fsdp", "full"),
+    ("gemma2_9b", 42, 64, 4096, "v6e-64", "hsdp", "full"),
+    ("llama3_70b", 80, 256, 4096, "v6e-256", "fsdp_tensor", "full", TENSOR_4),
+)
+
+
+def plan_of(row: tuple[Any, ...]) -> Plan:
+    model, layers, sequences, length, target, sharding, remat, *others = row
+    overrides = (
+        f"model={model}", f"model.num_layers={layers}", f"global_batch_size={sequences}", f"sequence_length={length}",
+        f"target={target}", f"sharding={sharding}", f"remat={remat}", "data=synthetic", *others,
+    )  # fmt: skip
+    return read_spec(Request(overrides), then=plan_run)
+
+
+def compile_row(plan: Plan) -> dict[str, Any]:
+    """Bytes as XLA counts them, per device."""
+    start = time.perf_counter()
+    assert isinstance(plan.spec.target, TpuTarget)
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name=plan.target.topology_name, **topology_arguments(plan.spec.target)
+    )
+    memory = lower(plan, plan.mesh.of_devices(topology.devices)).train.compile().memory_analysis()
+    counts = {name: getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
+    return counts | {
+        "code": memory.generated_code_size_in_bytes,
+        "peak": memory.peak_memory_in_bytes,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def read_kept(path: Path) -> dict[str, dict[str, Any]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {" ".join(map(str, row["row"])): row for row in map(json.loads, lines)}
+
+
+def main() -> None:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else KEPT
+    for number, row in enumerate(ROWS):
+        if " ".join(map(str, row)) in read_kept(path):
+            continue
+        print(f"compiling {number + 1} of {len(ROWS)}: {' '.join(map(str, row))}", file=sys.stderr, flush=True)
+        measured = compile_row(plan_of(row))
+        with path.open("a") as file:
+            file.write(json.dumps({"row": row} | measured) + "\n")
+    kept = read_kept(path)
+    print(
+        "| model, layers | batch | target | sharding | remat | | estimate GiB | XLA's peak GiB | off | reserved GiB |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for row in ROWS:
+        model, layers, sequences, length, target, sharding, remat, *others = row
+        xla = kept[" ".join(map(str, row))]
+        estimate, reserved = estimate_step(plan_of(row)).memory.peak_bytes, xla["argument"] + xla["temp"]
+        reserved += xla["output"] - xla["alias"]
+        print(f"| {model}, {layers} | {sequences} x {length} | {target} | {sharding} | {remat} | {' '.join(others)} "
+              f"| {estimate / 2**30:.2f} | {xla['peak'] / 2**30:.2f} | {estimate / xla['peak'] - 1:+.1%} "
+              f"| {reserved / 2**30:.2f} |", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

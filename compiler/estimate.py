@@ -1,0 +1,63 @@
+"""What can be said of a step without a compiler: memory at its peak, communication, and the bound of each part."""
+
+from dataclasses import dataclass
+
+from .communication import PlannedCollective, plan_communication
+from .liveness import Class, find_peak
+from .plan import Plan
+from .program import read_step
+from .report import RooflinePart
+from .roofline import plan_roofline
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes per device at the peak of a step. state_bytes, batch_bytes: exact, there all the time. The others: what
+    lives at the worst moment beside them, so a class that is at its largest at another moment is less here. part:
+    where that moment is."""
+
+    state_bytes: int
+    batch_bytes: int
+    working_parameters: int
+    gathered_weights: int
+    gradients: int
+    activations: int
+    temporaries: int
+    part: str
+    limit_bytes: int | None  # what a program may take; None: unknown
+
+    @property
+    def peak_bytes(self) -> int:
+        moving = self.working_parameters + self.gathered_weights + self.gradients + self.activations + self.temporaries
+        return self.state_bytes + self.batch_bytes + moving
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    memory: MemoryEstimate
+    communication: tuple[PlannedCollective, ...]
+    roofline: tuple[RooflinePart, ...]
+
+
+def estimate_step(plan: Plan) -> StepEstimate:
+    """Trace the step and read it; a second or two, no devices."""
+    program = read_step(plan)
+    chip = plan.target.chip
+    bandwidth = chip.hbm_bytes_per_second / chip.num_devices if chip else None
+    peak = find_peak(program)
+    classes: tuple[Class, ...] = (
+        "working_parameters", "gathered_weights", "gradients", "activations", "temporaries",
+    )  # fmt: skip
+    memory = MemoryEstimate(
+        plan.memory.state_bytes,
+        plan.memory.batch,
+        *(peak.num_bytes.get(name, 0) for name in classes),
+        part=peak.at,
+        limit_bytes=plan.target.hbm_bytes_per_device,
+    )
+    roofline = plan_roofline(plan, program, hbm_bytes_per_second=bandwidth, link_seconds=None)
+    return StepEstimate(memory, plan_communication(plan, program), roofline)

@@ -1,0 +1,114 @@
+"""The estimate of a step in words: memory at its peak, what crosses the network, which resource bounds each part."""
+
+from collections import defaultdict
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .communication import PlannedCollective, sent_bytes
+from .estimate import StepEstimate
+from .plan import Plan
+from .report import RooflinePart
+from .roofline import roofline_seconds
+from .units import human_bytes, human_count, human_seconds
+
+RATES_UNKNOWN = "the target says nothing of its peak FLOP/s and bandwidths"
+SCALAR_BYTES = 8
+LINKS_UNKNOWN = "how mesh axes lie on links is not planned"
+
+
+def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None:
+    """Three tables."""
+    console.print(_memory(plan, estimate))
+    console.print()
+    if estimate.communication:
+        console.print(_communication(estimate.communication))
+        console.print()
+    console.print(_roofline(estimate.roofline))
+    seconds = roofline_seconds(estimate.roofline)
+    if seconds is not None:
+        console.print(f"no step is shorter than {human_seconds(seconds)}: each part by its own bound")
+
+
+def estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
+    """For `plan.json`. Unknown is null; `unknown` says why."""
+    memory = estimate.memory
+    rates = {"roofline": RATES_UNKNOWN} if any(part.flops_seconds is None for part in estimate.roofline) else {}
+    links = {"roofline.link_seconds": LINKS_UNKNOWN} if any(p.link_seconds is None for p in estimate.roofline) else {}
+    return {
+        "peak_memory_bytes_per_device": asdict(memory) | {"peak_bytes": memory.peak_bytes, "fits": memory.fits},
+        "communication": [asdict(one) | {"bytes": one.num_bytes} for one in estimate.communication],
+        "roofline": [part.model_dump() for part in estimate.roofline],
+        "roofline_seconds": roofline_seconds(estimate.roofline),
+        "unknown": rates | links,
+    }
+
+
+def _memory(plan: Plan, estimate: StepEstimate) -> Table:
+    known, peak = plan.memory, estimate.memory
+    table = _titled("memory per device at the peak of a step", "class", "bytes", "")
+    rows: tuple[tuple[str, int, str], ...] = (
+        ("parameters", known.parameters, "exact"),
+        ("master", known.master, "exact"),
+        ("optimizer", known.optimizer, "exact"),
+        ("scalars, batch", known.scalars + known.batch, "exact"),
+        ("working parameters", peak.working_parameters, "shards in the compute type"),
+        ("gathered weights", peak.gathered_weights, "whole, for use"),
+        ("gradients", peak.gradients, f"of {human_bytes(known.gradients)} that are accumulated by the end of the step"),
+        ("activations", peak.activations, "kept for the backward pass"),
+        ("temporaries", peak.temporaries, "of the operation at hand"),
+    )
+    for name, count, note in rows:
+        table.add_row(name, human_bytes(count), note)
+    limit = peak.limit_bytes
+    room = "" if limit is None else f"{'fits' if peak.fits else 'does not fit'} in {human_bytes(limit)}"
+    table.add_row("[bold]peak, estimated[/]", f"[bold]{human_bytes(peak.peak_bytes)}[/]", room)
+    return table
+
+
+def _communication(collectives: tuple[PlannedCollective, ...]) -> Table:
+    """A line for each kind, mesh axes and rule; scalars are left out."""
+    alike: dict[tuple[str, str, str], list[PlannedCollective]] = defaultdict(list)
+    for one in collectives:
+        if one.bytes_each > SCALAR_BYTES:
+            alike[one.kind, "+".join(one.mesh_axes), one.rule or ""].append(one)
+    table = _titled(
+        "communication per step, but of scalars",
+        "collective",
+        "mesh axes",
+        "times",
+        "sent per device",
+        "most of it",
+        "rule",
+    )
+    for (kind, axes, rule), ones in alike.items():
+        most = max(ones, key=lambda one: one.num_bytes)
+        table.add_row(
+            kind, axes, f"{sum(one.count for one in ones):,}", human_bytes(sum(map(sent_bytes, ones))),
+            f"{most.source}, {most.direction}", rule,
+        )  # fmt: skip
+    return table
+
+
+def _roofline(parts: tuple[RooflinePart, ...]) -> Table:
+    columns = ("part", "FLOPs", "memory traffic", "sent", "seconds", "bound by")
+    table = _titled("the least that each part takes, per device", *columns)
+    names = {"flops": "FLOPs", "hbm": "memory", "link": "links", None: "unknown"}
+    for part in parts:
+        known = [x for x in (part.flops_seconds, part.hbm_seconds, part.link_seconds) if x is not None]
+        least = human_seconds(max(known)) if part.flops_seconds is not None else "unknown"
+        table.add_row(
+            part.name, human_count(part.flops), human_bytes(part.hbm_bytes), human_bytes(part.link_bytes), least,
+            names[part.bound],
+        )  # fmt: skip
+    return table
+
+
+def _titled(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        is_number = column in ("bytes", "times", "sent per device", "FLOPs", "memory traffic", "sent", "seconds")
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
+    return table

@@ -1,0 +1,177 @@
+"""Which values of a program are arrays in memory, and when: the model of fusion and of order behind every estimate.
+
+What XLA does on accelerators, as rules:
+
+1. Pointwise operations are fused into one another, and into a reduction that reads them. Their results are in memory
+   where a matmul, a kernel, a collective, a loop or the program's end takes them; else each reader computes them again.
+2. A matmul's result that one chain of pointwise operations reads is written as the end of that chain.
+3. What changes shape alone is the same array.
+4. A collective runs when its result is read; in a loop the next gather has begun by then. So gradients are reduced at
+   the end of their loop.
+5. A pointwise result takes the place of an operand of its size that nothing reads any more; so does what a loop
+   hands on to what it was handed.
+
+The rest is in the order of the traced program.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .program import Operation, Program
+
+_FUSED = ("pointwise", "reduce")
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation with the arrays that it reads and writes, by the index of their value. May write in place of one
+    that it reads, where `is_fused`."""
+
+    operation: Operation
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    is_fused: bool
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The steps of a program in order. outputs: the arrays that it gives back, None where one is no array."""
+
+    program: Program
+    steps: tuple[Step, ...]
+    outputs: tuple[int | None, ...]
+
+
+def fuse(program: Program, *, is_loop: bool) -> Fused:
+    """Apply the rules above to a step, or to the body of a loop."""
+    operations = needed(program)
+    same = _same_array(operations)
+    readers: dict[int, list[Operation]] = defaultdict(list)
+    for operation in operations:
+        if operation.kind != "move":
+            for i in dict.fromkeys(same.get(i, i) for i in _inputs(operation)):
+                readers[i].append(operation)
+    outputs = {same.get(i, i) for i in program.outputs}
+    roots: dict[int, tuple[int, ...]] = {i: (i,) for i in program.inputs}
+    steps, done = [], set[int]()
+    made = {i for operation in operations for i in operation.outputs}
+
+    def read_by(values: Iterable[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(root for i in values for root in roots.get(same.get(i, i), ())))
+
+    for operation in operations:
+        if operation.kind == "move" or operation.outputs[0] in done:
+            continue
+        writes, reads = operation.outputs, read_by(_inputs(operation))
+        is_constant = operation.kind == "pointwise" and not reads
+        if is_constant or (operation.kind == "pointwise" and not _is_array(operation, readers, outputs, same)):
+            for i in writes:
+                roots[i] = reads
+            continue
+        if operation.kind == "matmul":
+            roots[writes[0]] = ()
+            chain = _chain(operation, readers, outputs, same)
+            others = [same.get(i, i) for link in chain for i in link.inputs]
+            inside = {same.get(i, i) for link in (operation, *chain) for i in link.outputs}
+            if chain and all(i in roots or i in inside or i not in made for i in others):
+                writes, reads = chain[-1].outputs, tuple(dict.fromkeys((*reads, *read_by(set(others) - inside))))
+                done.update(i for link in chain for i in link.outputs)
+        for i in writes:
+            roots[i] = (i,)
+        steps.append(Step(operation, reads, writes, operation.kind in _FUSED))
+    given = tuple(next(iter(read_by([i])), None) for i in program.outputs)
+    return Fused(program, _late_collectives(steps, is_ahead=is_loop), given)
+
+
+def needed(program: Program) -> list[Operation]:
+    """The operations whose results are used."""
+    wanted, kept = set(program.outputs), []
+    for operation in reversed(program.operations):
+        if wanted.intersection(operation.outputs):
+            wanted.update(_inputs(operation))
+            kept.append(operation)
+    return kept[::-1]
+
+
+def _inputs(operation: Operation) -> tuple[int, ...]:
+    """The operands that are used: those of a loop that its body uses."""
+    if operation.body is None:
+        return operation.inputs
+    body = operation.body
+    used = set(body.outputs) | {i for inner in needed(body) for i in _inputs(inner)}
+    return tuple(i for i, inside in zip(operation.inputs, body.inputs, strict=True) if inside in used)
+
+
+def _same_array(operations: Iterable[Operation]) -> dict[int, int]:
+    """What only changes the shape of a value -> that value."""
+    same: dict[int, int] = {}
+    for operation in operations:
+        if operation.kind == "move":
+            origin = operation.inputs[0]
+            same.update(dict.fromkeys(operation.outputs, same.get(origin, origin)))
+    return same
+
+
+def _is_array(
+    operation: Operation, readers: dict[int, list[Operation]], outputs: set[int], same: dict[int, int]
+) -> bool:
+    places = [same.get(i, i) for i in operation.outputs]
+    return any(i in outputs or any(reader.kind not in _FUSED for reader in readers[i]) for i in places)
+
+
+def _chain(
+    operation: Operation, readers: dict[int, list[Operation]], outputs: set[int], same: dict[int, int]
+) -> list[Operation]:
+    """The pointwise operations that read a matmul's result, each the only reader of the one before, up to an array."""
+    chain: list[Operation] = []
+    result = operation.outputs[0]
+    while result not in outputs and len(readers[result]) == 1 and readers[result][0].kind == "pointwise":
+        chain.append(readers[result][0])
+        if len(chain[-1].outputs) > 1:
+            return []
+        if _is_array(chain[-1], readers, outputs, same):
+            return chain
+        result = chain[-1].outputs[0]
+    return []
+
+
+def _late_collectives(steps: Iterable[Step], *, is_ahead: bool) -> tuple[Step, ...]:
+    """Each collective just before the first step that reads its result. is_ahead: a gather together with the one
+    before it."""
+    ordered: list[Step] = []
+    waiting: dict[int, Step] = {}
+
+    def take(step: Step) -> None:
+        for written in step.writes:
+            waiting.pop(written, None)
+        run(step)
+
+    def run(step: Step) -> None:
+        for i in step.reads:
+            if i in waiting:
+                take(waiting[i])
+        ordered.append(step)
+
+    for step in steps:
+        if step.operation.kind == "collective":
+            waiting.update(dict.fromkeys(step.writes, step))
+        else:
+            run(step)
+    while waiting:
+        take(next(iter(waiting.values())))
+    return tuple(_one_ahead(ordered) if is_ahead else ordered)
+
+
+def _one_ahead(steps: list[Step]) -> list[Step]:
+    gathers = [n for n, step in enumerate(steps) if step.operation.name == "all_gather"]
+    following = dict(zip(gathers, gathers[1:], strict=False))
+    moved = set(gathers[1:])
+    ordered = []
+    for n, step in enumerate(steps):
+        if n not in moved:
+            ordered.append(step)
+        after = following.get(n)
+        if after is not None:
+            ordered.append(steps[after])
+    return ordered

@@ -1,0 +1,111 @@
+"""How the result of one operation lies over the mesh, from how its operands lie: what XLA's partitioner will do.
+
+    dot_general  x (8, 64, 128) P(None, None, 'tensor') @ w (128, 32) P('tensor', None)
+    ->           (8, 64, 32) P(None, None, None), a sum over tensor
+
+Forward only: activation rules pin the places that matter with constraints, and what lies between two of them follows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Axes = tuple[str, ...]
+Layout = tuple[Axes, ...]  # the mesh axes of each dimension
+_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
+
+
+def propagate(equation: Any, layouts: Sequence[Layout], num_shards: Callable[[Axes], int]) -> tuple[Layout, Axes]:
+    """(layout of each result, mesh axes over which the partial results must be reduced)."""
+    name, params = equation.primitive.name, equation.params
+    shapes = [tuple(x.aval.shape) for x in equation.invars]
+    out = tuple(equation.outvars[0].aval.shape)
+    reduced: Axes = ()
+    if name == "dot_general":
+        result, reduced = _dot(params["dimension_numbers"], *layouts[:2])
+    elif name in _REDUCTIONS:
+        gone = params["axes"]
+        result = tuple(axes for d, axes in enumerate(layouts[0]) if d not in gone)
+        reduced = tuple(axis for d in gone for axis in layouts[0][d])
+    elif name == "transpose":
+        result = tuple(layouts[0][d] for d in params["permutation"])
+    elif name == "broadcast_in_dim":
+        result = _broadcast(params["broadcast_dimensions"], shapes[0], out, layouts[0])
+    elif name in ("reshape", "squeeze", "expand_dims"):
+        result = _reshape(shapes[0], out, layouts[0], num_shards)
+    elif name == "gather":
+        result = _gather(params, shapes, out, layouts)
+        collapsed = params["dimension_numbers"].collapsed_slice_dims
+        reduced = tuple(axis for d in collapsed for axis in layouts[0][d])  # each device has some of the rows
+    else:
+        result = _alike(shapes, out, layouts)
+    used: set[str] = set()
+    return tuple(_first_time(axes, used) for axes in result), tuple(dict.fromkeys(reduced))
+
+
+def _dot(numbers: Any, left: Layout, right: Layout) -> tuple[Layout, Axes]:
+    (contracted_l, contracted_r), (batch_l, batch_r) = numbers
+    batch = tuple(left[i] or right[j] for i, j in zip(batch_l, batch_r, strict=True))
+    free_l = tuple(axes for d, axes in enumerate(left) if d not in (*contracted_l, *batch_l))
+    free_r = tuple(axes for d, axes in enumerate(right) if d not in (*contracted_r, *batch_r))
+    reduced = tuple(
+        axis for i, j in zip(contracted_l, contracted_r, strict=True) for axis in dict.fromkeys(left[i] + right[j])
+    )
+    return batch + free_l + free_r, reduced
+
+
+def _broadcast(places: Sequence[int], shape: Sequence[int], out: Sequence[int], layout: Layout) -> Layout:
+    result: list[Axes] = [()] * len(out)
+    for d, place in enumerate(places):
+        if shape[d] == out[place]:
+            result[place] = layout[d]
+    return tuple(result)
+
+
+def _reshape(shape: Sequence[int], out: Sequence[int], layout: Layout, num_shards: Callable[[Axes], int]) -> Layout:
+    """A dimension that is split or merged keeps its axes on the outermost part that they divide."""
+    result: list[Axes] = [()] * len(out)
+    i = j = 0
+    while i < len(shape) and j < len(out):
+        first_i, first_j, left, right = i, j, shape[i], out[j]
+        while left != right:
+            if left < right:
+                i += 1
+                left *= shape[i]
+            else:
+                j += 1
+                right *= out[j]
+        axes = next((layout[d] for d in range(first_i, i + 1) if shape[d] > 1), ())
+        place = next((d for d in range(first_j, j + 1) if out[d] > 1), first_j)
+        if axes and out[place] % num_shards(axes) == 0:
+            result[place] = axes
+        i, j = i + 1, j + 1
+    return tuple(result)
+
+
+def _gather(params: Any, shapes: Sequence[tuple[int, ...]], out: Sequence[int], layouts: Sequence[Layout]) -> Layout:
+    """Rows of a table: the dimensions of the table that are taken whole, and those of the indices."""
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    kept = [d for d in range(len(shapes[0])) if d not in numbers.collapsed_slice_dims]
+    result: list[Axes] = [()] * len(out)
+    for place, d in zip(numbers.offset_dims, kept, strict=False):
+        if sizes[d] == shapes[0][d]:
+            result[place] = layouts[0][d]
+    others = [place for place in range(len(out)) if place not in numbers.offset_dims]
+    for place, axes in zip(others, layouts[1], strict=False):
+        result[place] = axes
+    return tuple(result)
+
+
+def _alike(shapes: Sequence[tuple[int, ...]], out: Sequence[int], layouts: Sequence[Layout]) -> Layout:
+    """Each dimension as in the first operand of the same rank that has it whole in length and split."""
+    same_rank = [(shape, layout) for shape, layout in zip(shapes, layouts, strict=True) if len(shape) == len(out)]
+    return tuple(
+        next((layout[d] for shape, layout in same_rank if layout[d] and shape[d] == size), ())
+        for d, size in enumerate(out)
+    )
+
+
+def _first_time(axes: Axes, used: set[str]) -> Axes:
+    fresh = tuple(axis for axis in axes if axis not in used)
+    used.update(fresh)
+    return fresh
