@@ -136,7 +136,7 @@ class Event(Config):
 
     track: str  # "compute", "ICI x", "DCN"
     name: str
-    kind: str  # a ComputeKind, a CollectiveKind, or "exposed": compute stands still for a collective
+    kind: str  # ComputeKind, CollectiveKind, "exposed": compute stands still for a collective, "loop": trips left out
     start_seconds: NonNegativeFloat
     seconds: NonNegativeFloat
     arguments: dict[str, Any]

@@ -35,7 +35,7 @@ class Page:
                 self.call(f"{domain}.enable")
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
                   mobile=width < 640)  # fmt: skip
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call("Emulation.setEmulatedMedia", media="", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.errors, self.requests = [], []
         self.call("Page.navigate", url=path.resolve().as_uri())
         until = time.monotonic() + 60

@@ -184,7 +184,7 @@ def test_the_command_tells_each_kind_of_change(runs, capsys, monkeypatch):
     text = capsys.readouterr().out
     for words in (
         "mesh.tensor                      1 → 8", "peak_bytes_per_chip   7.2 GiB → 52.0 GiB  +622.3 %",
-        "grown     all-gather over fsdp of layers/mlp/gate_EM, backward: exposed 0 s → 58.2 ms",
+        "grown     all-gather over fsdp, layers/mlp/gate_EM, backward: exposed 0 s → 58.2 ms",
         "predicted_mfu     61.3 % → 46.9 %", "matmul     2.38 s → 2.05 s  -14.0 %",
         "parameters.embed/table_VE                                 (whole, fsdp) → (tensor, fsdp)",
         "target.chip                   v5e → h100",

@@ -295,14 +295,25 @@ def test_the_policy_of_the_page_lets_nothing_in_or_out(browser, pages):
     assert len(browser.errors) >= 2
 
 
+PAPER_WIDTH = 718  # of A4 without margins, in CSS pixels
+
+
 @needs_chromium
-def test_on_paper_all_is_open(page):
-    assert page.js("document.querySelectorAll('details:not([open])').length") > 5
-    page.js("window.seen = -1, addEventListener('beforeprint', () => setTimeout(() => {}, 0)), "
-            "addEventListener('beforeprint', () => { window.seen = document.querySelectorAll('details:not([open])').length })")  # fmt: skip  # noqa: E501
-    assert page.pdf().startswith(b"%PDF")
-    assert page.js("window.seen") == 0
-    assert page.js("document.querySelectorAll('details:not([open])').length") > 5
+@pytest.mark.parametrize("case", reports.CASES)
+def test_on_paper_all_is_open_light_and_within_the_margins(browser, pages, case):
+    browser.open(pages[case], width=PAPER_WIDTH, scheme="dark")
+    folded = browser.js("document.querySelectorAll('details:not([open])').length")
+    assert folded > 5
+    browser.js("""addEventListener('beforeprint', () => {
+      window.folded = document.querySelectorAll('details:not([open])').length })""")
+    assert browser.pdf().startswith(b"%PDF")
+    assert browser.js("window.folded") == 0
+    assert browser.js("document.querySelectorAll('details:not([open])').length") == folded
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    browser.js("for (const part of document.querySelectorAll('details')) part.open = true")
+    browser.drawn()
+    assert browser.js("document.documentElement.scrollWidth") <= PAPER_WIDTH
+    assert browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
 
 
 @needs_chromium

@@ -58,6 +58,21 @@ def test_the_summary_is_one_screen_whatever_there_is_to_say():
     assert any("more" in line for line in lines)
 
 
+def test_collectives_of_one_source_and_reason_are_one_line():
+    report = reports.fits()[0]
+    alike = {"source": "made by the compiler", "is_async": False, "form": "synchronous", "exposed_seconds": 0.01}
+    collectives = tuple(c.model_copy(update=alike | {"kind": "all-reduce"}) for c in report.collectives[:7])
+    text = _summary(report.model_copy(update={"collectives": collectives}))
+    assert re.search(r"70\.0 ms +all-reduce: made by the compiler \(7 places\) +compute waits for all of it", text)
+
+
+def test_a_file_has_lines_of_full_width():
+    out = Console(width=80, color_system=None)
+    with out.capture() as captured:
+        show_summary(reports.fits()[0], out, files=())
+    assert captured.get() == _summary(reports.fits()[0])
+
+
 def test_the_verdict_comes_first():
     first = {case: _summary(make()[0]).splitlines()[0] for case, make in reports.CASES.items()}
     assert first["fits"] == "fits: 7.2 GiB of 15.8 GiB · step 2.95 s · MFU 61.3 % · exposed 3.5 %"
@@ -72,7 +87,7 @@ def test_a_summary_shows_names_as_they_are():
         c.model_copy(update={"source": "[red]rules[0]"}) for c in report.collectives)})  # fmt: skip
     text = _summary(report)
     assert "[bold]x[/] and [/y] :smile:" in text
-    assert "of [red]rules[0]" in text
+    assert ": [red]rules[0]" in text
 
 
 def test_unknown_values_tell_why():
@@ -92,6 +107,12 @@ def test_each_exposed_collective_says_why():
     for make in reports.CASES.values():
         for c in make()[0].collectives:
             assert bool(why_exposed(c)) == bool(c.exposed_seconds)
+    nearly = (
+        reports.fits()[0]
+        .collectives[0]
+        .model_copy(update={"is_async": True, "hidden_seconds": 4e-17, "exposed_seconds": 1e-3, "hidden_behind": ()})
+    )
+    assert why_exposed(nearly) == "nothing runs between its start and its end", "what rounding leaves hides nothing"
     worst = by_exposed(reports.fits()[0].collectives)
     assert worst[0].exposed_seconds == max(c.exposed_seconds or 0 for c in worst)
     assert by_exposed(reports.unknowns()[0].collectives)[0].exposed_seconds is None
@@ -111,6 +132,7 @@ def test_sums_lose_nothing():
     [
         (human_seconds(0), "0 s"), (human_seconds(2.9482), "2.95 s"), (human_seconds(0.9999), "1.00 s"),
         (human_seconds(0.0321), "32.1 ms"), (human_seconds(1.6e-5), "16.0 µs"), (human_seconds(2e-9), "2.00 ns"),
+        (human_seconds(4e-16), "0 s"),
         (human_seconds(1234.5), "1,230 s"), (human_share(0.0405), "4.0 %"), (human_share(1e-5), "< 0.1 %"),
         (human_share(0), "0.0 %"), (human_count(197e12, "FLOP/s"), "197 TFLOP/s"), (human_count(0.002, ""), "0.00200 "),
         (three_digits(99.96), "100"), (three_digits(9.996), "10.0"), (milliseconds(0.01651), "16.51"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..explain import human_bytes
 from ..report import Report, RooflinePart, total
+from .facts import compute_by_kind
 from .quantities import human_count, human_seconds, human_share
 
 MEMORY_COLOURS = {"parameters": 1, "master": 2, "optimizer": 3, "gradients": 4, "activations": 5, "temporaries": 6,
@@ -59,7 +60,7 @@ def memory_bar(report: Report) -> Bar:
 def step_bar(report: Report) -> Bar:
     """The predicted step: compute by kind, then what is exposed; and the roofline."""
     step = report.step
-    parts = [(str(kind), seconds, str(kind)) for kind, seconds in step.compute_seconds_by_kind.items() if seconds]
+    parts = [(kind, seconds, kind) for kind, seconds in compute_by_kind(report)]
     if step.exposed_seconds:
         parts.append(("exposed communication", step.exposed_seconds, "exposed"))
     marks = [("roofline", step.roofline_seconds)] if step.roofline_seconds else []

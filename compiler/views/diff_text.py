@@ -81,7 +81,7 @@ def _row(change: Change, section: str) -> tuple[str, str]:
 
 
 def _collective(change: CollectiveChange) -> tuple[Text, str]:
-    name = f"{change.kind} over {'+'.join(change.mesh_axes)} of {change.source}"
+    name = f"{change.kind} over {'+'.join(change.mesh_axes)}, {change.source}"
     a, b = change.before, change.after
     told = [_totals(side) for side in (a, b) if side] if a is None or b is None else list(_differences(a, b))
     return Text(change.way, style=WAYS[change.way]), f"{name}: {', '.join(told)}"

@@ -4,11 +4,11 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..explain import human_bytes
-from ..report import CollectiveReport, Report, total
-from .quantities import human_seconds, human_share
+from ..report import CollectiveReport, ComputeKind, Report, total
+from .quantities import LEAST_SECONDS, human_seconds, human_share
 
 NO_REASON = "no reason is given"
 Tone = Literal["good", "bad", "plain", "unknown"]
@@ -100,6 +100,12 @@ def _nones(node: Any, path: str) -> Iterator[str]:
             yield from _nones(value, f"{path}[{index}]")
 
 
+def compute_by_kind(report: Report) -> list[tuple[str, float]]:
+    """Kinds that take time, always in the same order."""
+    seconds = report.step.compute_seconds_by_kind
+    return [(str(kind), seconds[kind]) for kind in get_args(ComputeKind) if seconds.get(kind)]
+
+
 def by_exposed(collectives: Iterable[CollectiveReport]) -> list[CollectiveReport]:
     """The most exposed first; those of which it is not known before all others."""
     return sorted(collectives, key=lambda c: (-_or_inf(c.exposed_seconds), -_or_inf(c.alone_seconds), -c.bytes))
@@ -115,7 +121,7 @@ def why_exposed(collective: CollectiveReport) -> str:
         return ""
     if not collective.is_async:
         return "synchronous: compute waits" if collective.form != "synchronous" else "compute waits for all of it"
-    if not collective.hidden_seconds:
+    if (collective.hidden_seconds or 0) < LEAST_SECONDS:
         return "nothing runs between its start and its end"
     behind = ", ".join(collective.hidden_behind[:2])
     more = f" and {len(collective.hidden_behind) - 2} more" if len(collective.hidden_behind) > 2 else ""

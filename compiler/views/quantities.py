@@ -4,13 +4,15 @@ import math
 
 SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
+LEAST_SECONDS = 1e-9  # below it is what rounding leaves
+
 
 def human_seconds(seconds: float) -> str:
     """0.1784 -> '178 ms'."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= 0.9995 * scale:
             return f"{three_digits(seconds / scale)} {unit}"
-    return f"{three_digits(seconds * 1e9)} ns" if seconds else "0 s"
+    return f"{three_digits(seconds * 1e9)} ns" if seconds >= LEAST_SECONDS else "0 s"
 
 
 def human_count(count: float, unit: str) -> str:
@@ -30,9 +32,9 @@ def human_share(share: float) -> str:
 
 def milliseconds(seconds: float) -> str:
     """For columns: 0.0164 -> '16.40'; what is there is not told as nothing."""
-    if 0 < seconds < 5e-6:
+    if LEAST_SECONDS <= seconds < 5e-6:
         return "< 0.01"
-    return f"{1e3 * seconds:,.2f}" if seconds else "0"
+    return f"{1e3 * seconds:,.2f}" if seconds >= LEAST_SECONDS else "0"
 
 
 def three_digits(value: float) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..explain import human_bytes
 from ..report import MemoryReport, Report
-from .facts import Fact, by_exposed, sums, unknown_values, verdict, why_exposed
+from .facts import Fact, by_exposed, compute_by_kind, sums, unknown_values, verdict, why_exposed
 from .quantities import human_seconds, human_share
 
 WIDTH = 100
@@ -25,7 +25,12 @@ FILLS = "█▓▒░"  # neighbours differ without colours too
 
 
 def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> None:
-    """Print the verdict, memory, the step's time, the worst exposed collectives, findings, and where the files are."""
+    """Print the verdict, memory, the step's time, the worst exposed collectives, findings, and where the files are.
+
+    In a file lines have their full width; a narrower terminal cuts them.
+    """
+    if not console.is_terminal:
+        console.width = max(WIDTH, console.width)
     target, program = report.target, report.program
     slices = f" in {target.num_slices} slices" if target.num_slices > 1 else ""
     _line(console, " · ".join(_fact(fact) for fact in verdict(report)))
@@ -92,7 +97,7 @@ def _limit(memory: MemoryReport) -> str:
 
 def _step(report: Report) -> Iterable[str]:
     step = report.step
-    parts = [(str(kind), seconds) for kind, seconds in step.compute_seconds_by_kind.items()]
+    parts = compute_by_kind(report)
     if step.exposed_seconds is not None:
         parts.append(("exposed", step.exposed_seconds))
     whole = sum(seconds for _, seconds in parts)
@@ -125,23 +130,27 @@ def _legend(entries: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _collectives(report: Report) -> Iterable[Table | str]:
-    worst = [c for c in by_exposed(report.collectives) if c.exposed_seconds]
     yield ""
     for row in sums(report.collectives)[:3]:
         yield (f"[bold]{row.kind}[/] over {'+'.join(row.mesh_axes)} on {row.link}: {row.count:,} times, "
                f"{human_bytes(row.bytes)}" + _split(row.hidden_seconds, row.exposed_seconds))  # fmt: skip
+    alike: dict[tuple[str, str], list[float]] = {}
+    for c in by_exposed(report.collectives):
+        if c.exposed_seconds:
+            alike.setdefault((f"{c.kind}: {c.source}", why_exposed(c)), []).append(c.exposed_seconds)
+    worst = sorted(alike.items(), key=lambda row: -sum(row[1]))
     if not worst:
         return
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("exposed", justify="right", no_wrap=True, min_width=7)
     table.add_column("collective", no_wrap=True, max_width=48)
     table.add_column("why", no_wrap=True, ratio=1)
-    for c in worst[:NUM_COLLECTIVES]:
-        name = f"{c.kind} of {c.source}"
-        table.add_row(human_seconds(c.exposed_seconds or 0), Text(name), Text(why_exposed(c)))
+    for (name, why), seconds in worst[:NUM_COLLECTIVES]:
+        places = f" ({len(seconds)} places)" if len(seconds) > 1 else ""
+        table.add_row(human_seconds(sum(seconds)), Text(name + places), Text(why))
     yield table
     if len(worst) > NUM_COLLECTIVES:
-        rest = sum(c.exposed_seconds or 0 for c in worst[NUM_COLLECTIVES:])
+        rest = sum(sum(seconds) for _, seconds in worst[NUM_COLLECTIVES:])
         yield f"[dim]and {len(worst) - NUM_COLLECTIVES} more, {human_seconds(rest)} exposed[/]"
 
 

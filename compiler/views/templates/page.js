@@ -55,7 +55,6 @@ document.getElementById("only-exposed").addEventListener("change", filterCollect
 // ---- timeline
 
 const LANE = 34, GAP = 6, TOP = 24, LABEL = 96, LEAST_NS = 50;
-const LIGHT = new Set(["attention", "other", "reduce-scatter", "collective-permute", "send"]);
 
 function readableTime(ns) {
   if (ns === 0) return "0";
@@ -237,7 +236,7 @@ class Timeline {
     const fits = Math.floor((width - 8) / 6.4);
     if (fits < 4 || event.kind === "exposed") return;
     const text = event.name.length <= fits ? event.name : `${event.name.slice(0, fits - 1)}…`;
-    const tone = LIGHT.has(event.kind) ? "inside on-light" : "inside";
+    const tone = event.kind === "matmul" ? "inside" : "inside on-light";
     svg.append(make("text", { class: tone, x: left + 4, y: y + LANE / 2 + 4 }, text));
   }
 }
