@@ -77,11 +77,17 @@ def build_attend(implementation: Implementation, heads: PartitionSpec) -> Callab
 
     heads: how queries (batch, length, heads, head_dim) lie over the mesh axes that the step leaves automatic.
     """
-    if implementation == "cudnn":
-        return attend_cudnn
-    if implementation == "splash":
-        return partial(_on_shards, partial(attend_splash, interpret=False), heads)
-    return attend
+    chosen: Callable[..., Array] = {
+        "cudnn": attend_cudnn,
+        "splash": partial(_on_shards, partial(attend_splash, interpret=False), heads),
+        "xla": attend,
+    }[implementation]
+
+    def named(*args: Any, **options: Any) -> Array:
+        with jax.named_scope("attend"):  # by which the schedule's report knows it
+            return chosen(*args, **options)
+
+    return named
 
 
 def attend_cudnn(

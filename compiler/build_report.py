@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .analysis import ScheduleAnalysis
 from .aot import Built
 from .fingerprint import Fingerprint
 from .plan import Plan
@@ -10,8 +11,6 @@ from .report import (
     SCHEMA_VERSION,
     BuildReport,
     Change,
-    CollectiveReport,
-    Event,
     Finding,
     MemoryReport,
     ProgramReport,
@@ -22,18 +21,6 @@ from .report import (
 )
 
 WITHIN_TEMPORARIES = "part of the temporaries: the compiled program does not tell them apart"
-
-
-@dataclass(frozen=True)
-class ScheduleAnalysis:
-    """What is read from the scheduled text of a step. events: its timeline. unknown: as in Report."""
-
-    collectives: tuple[CollectiveReport, ...]
-    step: StepReport
-    roofline: tuple[RooflinePart, ...]
-    findings: tuple[Finding, ...]
-    events: tuple[Event, ...]
-    unknown: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -52,6 +39,8 @@ def build_report(
     facts: BuildFacts,
     schedule: ScheduleAnalysis | None,
     *,
+    roofline: tuple[RooflinePart, ...] = (),
+    findings: tuple[Finding, ...] = (),
     estimate_bytes_per_chip: int | None = None,
     changes: tuple[Change, ...] = (),
 ) -> Report:
@@ -73,8 +62,8 @@ def build_report(
         memory=memory,
         collectives=schedule.collectives,
         step=schedule.step,
-        roofline=schedule.roofline,
-        findings=schedule.findings,
+        roofline=roofline,
+        findings=findings,
         build=_build(built, facts),
         overrides=facts.overrides,
         unknown=unknown | schedule.unknown,
@@ -84,8 +73,8 @@ def build_report(
 def _unanalysed(why: str) -> ScheduleAnalysis:
     names = [name for name in StepReport.model_fields if name.endswith(("_seconds", "_fraction", "_mfu"))]
     step: Any = dict.fromkeys(names)
-    unknown: dict[str, str] = dict.fromkeys(("step", "collectives", "roofline", "findings"), why)
-    return ScheduleAnalysis((), StepReport(**step, compute_seconds_by_kind={}, num_unpriced=0), (), (), (), unknown)
+    unknown: dict[str, str] = dict.fromkeys(("step", "collectives"), why)
+    return ScheduleAnalysis((), StepReport(**step, compute_seconds_by_kind={}, num_unpriced=0), (), unknown)
 
 
 def _memory(
@@ -161,7 +150,7 @@ def _target(plan: Plan) -> TargetReport:
         hbm_bytes_per_chip=target.hbm_bytes_per_chip,
         hbm_bytes_per_second=target.chip.hbm_bytes_per_second if target.chip else None,
         peak_flops_per_second=peak * _devices_per_chip(plan) if peak else None,
-        placement={},
+        placement=plan.mesh.placement.describe(),
     )
 
 

@@ -42,27 +42,30 @@ def forward(
             return context
         return replace(context, dropout_keys_B=jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B))
 
-    embed = gathered("embed", slots["embed"], working["embed"])
-    x_BTE = model.embed.apply(embed, part["inputs"], with_keys(0))
+    with jax.named_scope("embed"):
+        embed = gathered("embed", slots["embed"], working["embed"])
+        x_BTE = model.embed.apply(embed, part["inputs"], with_keys(0))
     num_before = 1
     for stack in model.stacks:
 
         def layer(stored: tuple[Params, Params, Array], x_BTE: Array, stack=stack) -> Array:
             slots, working, index = stored
-            return stack.layer.apply(gathered(stack.name, slots, working), x_BTE, with_keys(index))
+            with jax.named_scope(stack.name):
+                return stack.layer.apply(gathered(stack.name, slots, working), x_BTE, with_keys(index))
 
         indices = num_before + jnp.arange(stack.num_layers)
         stored = (slots[stack.name], working[stack.name], indices)
         x_BTE = scan_layers(layer, stored, x_BTE, policy=build_policy(plan.spec.remat, stack.name))
         num_before += stack.num_layers
-    return sum_losses(
-        lambda params, x_BTE: model.head.apply(params, x_BTE, context),
-        model.head_params(gathered("head", slots["head"], working["head"]), embed),
-        x_BTE,
-        part["targets"],
-        z_loss_weight=plan.spec.loss.z_loss_weight,
-        num_blocks=plan.num_loss_blocks,
-    )
+    with jax.named_scope("head"):
+        return sum_losses(
+            lambda params, x_BTE: model.head.apply(params, x_BTE, context),
+            model.head_params(gathered("head", slots["head"], working["head"]), embed),
+            x_BTE,
+            part["targets"],
+            z_loss_weight=plan.spec.loss.z_loss_weight,
+            num_blocks=plan.num_loss_blocks,
+        )
 
 
 def _context(plan: Plan, part: Batch) -> Context:
@@ -102,6 +105,7 @@ def weight_layouts(plan: Plan) -> Params:
     accumulated = stored if plan.spec.sharding.gradients == "parameters" else updated
     layouts: dict[str, WeightLayout] = {
         p.array.path: plan_weight(
+            p.array.path,
             p.spec,
             g.spec,
             u.spec,

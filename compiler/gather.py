@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 Axes = tuple[str, ...]
-
+WEIGHT_SCOPE = "weight="  # before a parameter's path, in the names of the operations that move it or its gradient
 
 Parts = tuple[tuple[int, Axes], ...]  # (dimension, the mesh axes that it is split over), for each that is
 
@@ -26,15 +26,16 @@ Parts = tuple[tuple[int, Axes], ...]  # (dimension, the mesh axes that it is spl
 class WeightLayout:
     """How one parameter is stored, how its gradient is accumulated, and how it is updated, over the batch axes.
 
-    gathered: dimensions whose shards are gathered for use. scattered: dimensions over which a gradient is
-    reduce-scattered as soon as it is made. Both as a layer sees them; what follows is with the dimension `layers`.
-    split_early: what `scattered` splits more than `gathered` gathers. split_late: what the update splits more than
-    that, reduce-scattered once per step. reduced: the batch axes over which every device updates the same shard: its
-    gradient is summed over them once per step.
+    path: of the parameter. gathered: dimensions whose shards are gathered for use. scattered: dimensions over which a
+    gradient is reduce-scattered as soon as it is made. Both as a layer sees them; what follows is with the dimension
+    `layers`. split_early: what `scattered` splits more than `gathered` gathers. split_late: what the update splits more
+    than that, reduce-scattered once per step. reduced: the batch axes over which every device updates the same shard:
+    its gradient is summed over them once per step.
     automatic, automatic_stored: the part of its layout that is over axes that do not split the batch, and is XLA's to
     keep: as a layer sees it, and with the dimension `layers`. automatic_axes: all of those axes.
     """
 
+    path: str
     gathered: Parts
     scattered: Parts
     split_early: Parts
@@ -43,6 +44,11 @@ class WeightLayout:
     automatic: PartitionSpec
     automatic_stored: PartitionSpec
     automatic_axes: Axes
+
+    @property
+    def scope(self) -> Any:
+        """Within the `with`, operations carry the parameter's path: the schedule's report reads it off them."""
+        return jax.named_scope(f"{WEIGHT_SCOPE}{self.path}")
 
 
 def axes_of(entry: Any) -> Axes:
@@ -53,6 +59,7 @@ def axes_of(entry: Any) -> Axes:
 
 
 def plan_weight(
+    path: str,
     stored: PartitionSpec,
     accumulated: PartitionSpec,
     updated: PartitionSpec,
@@ -75,6 +82,7 @@ def plan_weight(
     first = 1 if is_stacked else 0
     used = {axis for axes in manual[2] for axis in axes}
     return WeightLayout(
+        path=path,
         gathered=_parts(manual[0][first:]),
         scattered=_parts(manual[1][first:]),
         split_early=_added(manual[0], manual[1]),
@@ -113,12 +121,14 @@ def gather(slot: Array, working: Array, layout: WeightLayout, reduction_dtype: A
         return forward(slot, working)[0]
 
     def forward(_: Array, working: Array) -> tuple[Array, None]:
-        return _moved(lambda w: _all_gather(w, layout.gathered), layout.automatic)(working), None
+        with layout.scope:
+            return _moved(lambda w: _all_gather(w, layout.gathered), layout.automatic)(working), None
 
     def backward(_: None, gradient: Array) -> tuple[Array, None]:
         if layout.scattered:
             scatter = _reduced(lambda g: _reduce_scatter(g, layout.scattered), layout.automatic, layout)
-            gradient = scatter(gradient.astype(reduction_dtype))
+            with layout.scope:
+                gradient = scatter(gradient.astype(reduction_dtype))
         return gradient.astype(slot.dtype), None
 
     use.defvjp(forward, backward)
@@ -143,13 +153,16 @@ def reduce_gradient(gradient: Array, layout: WeightLayout, reduction_dtype: Any)
         g = _reduce_scatter(g, layout.split_late)
         return jax.lax.psum(g, layout.reduced) if layout.reduced else g
 
-    return _reduced(reduce, layout.automatic_stored, layout)(gradient.astype(reduction_dtype)).astype(gradient.dtype)
+    with layout.scope:
+        reduced = _reduced(reduce, layout.automatic_stored, layout)(gradient.astype(reduction_dtype))
+    return reduced.astype(gradient.dtype)
 
 
 def assemble(updated: Array, layout: WeightLayout) -> Array:
     """An updated parameter, from the layout of the update to the one that it is stored in."""
     parts = layout.split_late + layout.split_early  # the last split is undone first
-    return _moved(lambda x: _all_gather(x, parts), layout.automatic_stored)(updated)
+    with layout.scope:
+        return _moved(lambda x: _all_gather(x, parts), layout.automatic_stored)(updated)
 
 
 def is_assembled(layout: WeightLayout) -> bool:

@@ -34,7 +34,8 @@ def build_train_step(plan: Plan) -> TrainStep:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         dropout_key = jax.random.fold_in(jax.random.key(plan.spec.seed), state["step"])
         (loss, num_targets), grads = gradients(state["params"], batch, dropout_key, scale)
-        return update(state, loss / num_targets, grads)
+        with jax.named_scope("update"):
+            return update(state, loss / num_targets, grads)
 
     return train_step
 

@@ -15,8 +15,9 @@ from typing import Any
 from jax.sharding import Mesh
 from rich.console import Console
 
+from meshloom.compiler.analysis import analyse_schedule
 from meshloom.compiler.aot import REMATERIALIZATION, STEP, Built, check_compiler_options, compile_ahead
-from meshloom.compiler.build_report import BuildFacts, ScheduleAnalysis, build_report
+from meshloom.compiler.build_report import BuildFacts, build_report
 from meshloom.compiler.driver import PROGRAMS, Programs, lower, plan_run
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.plan import Plan
@@ -83,7 +84,7 @@ def compile_step(job: CompileJob, run_dir: Path, *, overrides: tuple[str, ...], 
     if not is_found:
         built = replace(built, notes=tuple(line for line in captured.lines if REMATERIALIZATION in line))
     facts = BuildFacts(fingerprint, lower_seconds, "hit" if is_found else "miss" if store else "off", overrides)
-    schedule: ScheduleAnalysis | None = None  # of built.text and built.notes
+    schedule = analyse_schedule(built.text, plan) if built.text is not None else None
     report = build_report(plan, built, facts, schedule)
     write_declaration(plan, run_dir)
     files = write_report(report, plan, run_dir, events=schedule.events if schedule else ())

@@ -368,7 +368,7 @@ def test_only_what_is_of_one_process_may_differ():
 def two_processes() -> Iterator[list[Processes]]:
     """What two processes share before they have devices: a real coordination service, here with both clients."""
     port = _free_port()
-    service = _jax.get_distributed_runtime_service(f"[::]:{port}", 2, heartbeat_timeout=10, shutdown_timeout=10)
+    service = _jax.get_distributed_runtime_service(f"[::]:{port}", 2, heartbeat_timeout=300, shutdown_timeout=60)
     clients = [_jax.get_distributed_runtime_client(f"127.0.0.1:{port}", i, init_timeout=30) for i in (0, 1)]
     _in_both(lambda i: clients[i].connect())
     yield [Processes(i, 2, 10, client) for i, client in enumerate(clients)]

@@ -1,0 +1,202 @@
+"""The text of a compiled step -> what its schedule says: each collective with what hides it, and the time of a step.
+
+What `compiler/schedule/` finds in the text is joined here with what the plan knows: which mesh axes a group of devices
+is, which links those use, which parameter an operation moves.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .gather import WEIGHT_SCOPE
+from .hlo import parse_module
+from .links import Link, collective_seconds
+from .placement import Placement
+from .plan import Plan
+from .report import CollectiveReport, Event, StepReport
+from .schedule import Simulation, simulate
+from .schedule.prices import Chip
+from .schedule.program import read_steps
+from .schedule.simulate import CollectiveTotals, Priced
+from .schedule.steps import Collective
+
+NUM_SHOWN_BEHIND = 3
+NO_CHIP = "the target's chip is not known: simulated devices have no links and no clock of their own"
+_WEIGHT = re.compile(rf"{WEIGHT_SCOPE}([\w/.]+)")
+_JOINED = re.compile(r"\(([^()]*:[^()]*)\)")
+
+
+@dataclass(frozen=True)
+class ScheduleAnalysis:
+    """unknown: as in Report."""
+
+    collectives: tuple[CollectiveReport, ...]
+    step: StepReport
+    events: tuple[Event, ...]
+    unknown: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Where a collective goes. mesh_axes: along which its groups lie, empty where the program does not say.
+    alone_seconds: as if its group were all devices along them."""
+
+    mesh_axes: tuple[str, ...]
+    link: Link
+    alone_seconds: float | None
+
+
+def analyse_schedule(text: str, plan: Plan) -> ScheduleAnalysis:
+    """Read a scheduled program back. Raises HloError for a text that is none."""
+    chip, placement = _chip(plan), plan.mesh.placement
+    crossings: dict[str, Crossing] = {}
+
+    def price(collective: Collective) -> Priced:
+        crossing = crossings[collective.name] = _crossing(collective, placement)
+        tracks = [(level.kind, line.name) for level in crossing.link.levels for line in level.lines]
+        names = tuple(kind if kind == name else f"{kind} {name}" for kind, name in tracks)
+        return Priced(crossing.alone_seconds, names or (crossing.link.kind,))
+
+    result = simulate(read_steps(parse_module(text), chip), price)
+    paths = [array.array.path for array in plan.sharding.parameters]
+    collectives = tuple(
+        _collective(each, crossings[each.collective.name], paths, is_timed=plan.target.chip is not None)
+        for each in result.collectives.values()
+    )
+    return ScheduleAnalysis(collectives, _step(result, plan), _events(result, plan), _unknown(result, plan))
+
+
+def source_of(op_name: str, paths: Sequence[str]) -> str:
+    """'jit(step)/transpose(jvp(head))/weight=head/kernel_EV/reduce_scatter' -> 'head/kernel_EV, backward'.
+
+    Where the compiler joined several, the first of them and how many more. paths: of all parameters.
+    """
+    if not op_name:
+        return "made by the compiler"
+    names = _separated(op_name)
+    known = (_WEIGHT.search(name) for name in names)
+    found = [path for match in known for path in paths if match and f"{match[1]}/".startswith(f"{path}/")]
+    first = found[0] if found else "/".join(names[0].split("/")[-2:])
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"{first}{more}, {direction_of(op_name)}"
+
+
+def _separated(op_name: str) -> list[str]:
+    """XLA joins names by their common parts: 'a/(b/x:c/x)' -> ['a/b/x', 'a/c/x']."""
+    joined = _JOINED.search(op_name)
+    if not joined:
+        return op_name.split(":")
+    before, after = op_name[: joined.start()], op_name[joined.end() :]
+    return [f"{before}{part}{after}" for part in joined[1].split(":")]
+
+
+def direction_of(op_name: str) -> str:
+    """Which part of the step an operation is in."""
+    if "rematted_computation" in op_name:
+        return "forward again"
+    if "transpose(" in op_name:
+        return "backward"
+    return "update" if "/update/" in op_name else "forward"
+
+
+def _chip(plan: Plan) -> Chip:
+    """Figures of one device."""
+    target = plan.target
+    if target.chip is None:
+        return Chip(target.platform, None, {}, float("inf"))
+    share = 1 / target.chip.num_devices
+    peaks = {name: peak * share for name, peak in target.chip.peak_flops_per_second.model_dump().items() if peak}
+    clock = target.chip.clock_hz if target.platform == "tpu" else None
+    return Chip(target.platform, clock, peaks, target.chip.hbm_bytes_per_second * share)
+
+
+def _crossing(collective: Collective, placement: Placement) -> Crossing:
+    axes = placement.axes_of(collective.groups[0]) if collective.groups else ()
+    link = placement.link_of(axes)
+    if not collective.groups or not placement.is_known:
+        return Crossing(axes, link, None)
+    seconds = collective_seconds(collective.kind, collective.num_bytes, link.group_size, link)
+    return Crossing(axes, link, seconds)
+
+
+def _collective(
+    totals: CollectiveTotals, crossing: Crossing, paths: Sequence[str], *, is_timed: bool
+) -> CollectiveReport:
+    found, alone = totals.collective, totals.alone_seconds
+    is_whole = found.kind in ("collective-permute", "send") or found.group_size == crossing.link.group_size
+    is_certain = found.is_certain and is_whole and None not in [trips for _, trips in totals.loops]
+    exposed = totals.exposed_seconds if is_timed and alone is not None else None
+    behind = sorted(totals.hidden_behind.items(), key=lambda item: -item[1])
+    return CollectiveReport(
+        kind=found.kind,
+        mesh_axes=crossing.mesh_axes,
+        group_size=max(1, found.group_size),
+        link=crossing.link.kind,
+        bytes=found.num_bytes * totals.count,
+        dtype=found.dtype,
+        count=totals.count,
+        alone_seconds=alone,
+        hidden_seconds=None if exposed is None or alone is None else max(0.0, alone - exposed),
+        exposed_seconds=exposed,
+        hidden_behind=tuple(name for name, _ in behind[:NUM_SHOWN_BEHIND]),
+        is_async=found.is_async,
+        form=found.form,
+        source=source_of(found.op_name, paths),
+        where=_where(totals),
+        confidence="high" if is_certain else "low",
+        name=found.name,
+    )
+
+
+def _where(totals: CollectiveTotals) -> str:
+    """'in a loop of 32 trips'; 'once'."""
+    trips = [str(trips) if trips is not None else "an unknown number of" for _, trips in totals.loops]
+    return "once" if not trips else f"in a loop of {' x '.join(trips)} trips"
+
+
+def _step(result: Simulation, plan: Plan) -> StepReport:
+    if plan.target.chip is None:
+        return StepReport(
+            compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
+            predicted_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=0,
+        )  # fmt: skip
+    peak = plan.target.peak_flops_per_second
+    mfu = None
+    if peak and result.seconds:
+        mfu = plan.model_flops_per_step / (result.seconds * peak * plan.target.num_devices)
+    return StepReport(
+        compute_seconds=sum(result.compute_seconds.values()),
+        compute_seconds_by_kind=dict(result.compute_seconds),
+        exposed_seconds=result.exposed_seconds,
+        exposed_fraction=result.exposed_seconds / result.seconds if result.seconds else 0.0,
+        predicted_seconds=result.seconds,
+        predicted_mfu=mfu,
+        roofline_seconds=None,
+        num_unpriced=len(result.unpriced),
+    )
+
+
+def _events(result: Simulation, plan: Plan) -> tuple[Event, ...]:
+    if plan.target.chip is None:
+        return ()
+    return tuple(
+        Event(
+            track=each.track, name=each.name, kind=each.kind, start_seconds=each.start_seconds, seconds=each.seconds,
+            arguments={},
+        )
+        for each in result.segments
+    )  # fmt: skip
+
+
+def _unknown(result: Simulation, plan: Plan) -> dict[str, str]:
+    if plan.target.chip is None:
+        times = ("alone_seconds", "hidden_seconds", "exposed_seconds")
+        return {"step": NO_CHIP} | {f"collectives[*].{name}": NO_CHIP for name in times}
+    unknown = {"step.roofline_seconds": "not computed"}
+    if plan.target.peak_flops_per_second is None:
+        unknown["step.predicted_mfu"] = "the chip's peak in the compute type is not known"
+    for index, totals in enumerate(result.collectives.values()):
+        if totals.alone_seconds is None:
+            why = "the program does not say which devices it is among"
+            unknown |= {f"collectives[{index}].{name}_seconds": why for name in ("alone", "hidden", "exposed")}
+    return unknown

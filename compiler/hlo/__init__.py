@@ -1,0 +1,11 @@
+"""Scheduled programs of XLA, read back from their text. No JAX here: text in, frozen values out.
+
+parse.py     the text, as a module of computations of instructions
+types.py     types of values: bytes of arrays and tuples
+groups.py    replica groups, as lists of devices
+sources.py   which line of the program an instruction comes from
+"""
+
+from .parse import Computation, HloError, Instruction, Module, parse_module
+
+__all__ = ["Computation", "HloError", "Instruction", "Module", "parse_module"]

@@ -1,0 +1,70 @@
+"""Replica groups -> lists of devices, in each form that XLA writes.
+
+{{0,1},{2,3}}                          listed
+[2,4]<=[8]                             eight devices in order, two groups of four
+[4,2]<=[2,4]T(1,0)                     the devices 0..7 as a 2 x 4 array, transposed, then four groups of two
+mesh['a'=2,'b'=4] {'b'}                over an axis of a mesh of the devices in order
+mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}    in another order, of numbers or as above
+"""
+
+import itertools
+import math
+import re
+from functools import cache
+
+Groups = tuple[tuple[int, ...], ...]
+
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))?\s+\{(.*?)\}")
+_AXIS_NAME = re.compile(r"'([^']+)'")
+_MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
+_TRANSPOSED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+@cache
+def parse_groups(text: str, num_devices: int) -> Groups:
+    """The groups of a `replica_groups` or `source_target_pairs` attribute. Empty braces: all devices in one group.
+
+    Raises ValueError for a form that is not known.
+    """
+    text = text.strip()
+    if iota := _IOTA.match(text):
+        return _of_iota(_numbers(iota[1]), _numbers(iota[2]), _numbers(iota[3]) if iota[3] else None)
+    if mesh := _MESH.match(text):
+        axes = [(name, int(size)) for name, size in _MESH_AXIS.findall(mesh[1])]
+        order = _order(mesh[2]) if mesh[2] else range(num_devices)
+        return tuple(tuple(order[place] for place in group) for group in _of_mesh(axes, _AXIS_NAME.findall(mesh[3])))
+    if text.startswith("{"):
+        inner = re.findall(r"\{([\d,\s]+)\}", text[1:-1])
+        return tuple(_numbers(group) for group in inner) or (tuple(range(num_devices)),)
+    raise ValueError(f"replica groups of an unknown form: {text[:60]}")
+
+
+def _of_iota(shape: tuple[int, ...], dimensions: tuple[int, ...], order: tuple[int, ...] | None) -> Groups:
+    order = order or tuple(range(len(dimensions)))
+    strides = [math.prod(dimensions[d + 1 :]) for d in range(len(dimensions))]
+    ranges = [range(dimensions[d]) for d in order]
+    devices = [sum(i * strides[d] for i, d in zip(index, order, strict=True)) for index in itertools.product(*ranges)]
+    size = shape[-1]
+    return tuple(tuple(devices[start : start + size]) for start in range(0, len(devices), size))
+
+
+def _order(text: str) -> tuple[int, ...]:
+    """The devices in the order of a mesh: listed, or those in order as an array that is transposed."""
+    transposed = _TRANSPOSED.fullmatch(text)
+    if not transposed:
+        return _numbers(text)
+    dimensions = _numbers(transposed[1])
+    order = _numbers(transposed[2]) if transposed[2] else None
+    return _of_iota((math.prod(dimensions),), dimensions, order)[0]
+
+
+def _of_mesh(axes: list[tuple[str, int]], over: list[str]) -> Groups:
+    kept = [d for d, (name, _) in enumerate(axes) if name not in over]
+    inner = [next(d for d, (axis, _) in enumerate(axes) if axis == name) for name in over]
+    sizes = tuple(size for _, size in axes)
+    return _of_iota((math.prod(sizes[d] for d in inner),), sizes, (*kept, *inner))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number.strip())

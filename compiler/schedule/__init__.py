@@ -1,0 +1,13 @@
+"""A scheduled program -> which of its communication is exposed, and how long its step takes. No JAX here.
+
+steps.py         what a program does, one thing after the other: compute, collectives that start and end, loops
+program.py       the module's text as such steps: every form in which a compiler writes a collective
+trips.py         how often a loop runs
+prices.py        how long compute takes: by the compiler's estimate, by its arithmetic, by the bytes that it moves
+simulate.py      the steps in time, on one compute unit and the links
+"""
+
+from .simulate import CollectiveTotals, Simulation, simulate
+from .steps import Collective
+
+__all__ = ["Collective", "CollectiveTotals", "Simulation", "simulate"]

@@ -1,0 +1,244 @@
+"""A scheduled module -> the steps of one device: every form in which a compiler writes a collective, seen as one.
+
+all-gather                           synchronous
+all-gather-start, all-gather-done    asynchronous (GPU)
+fusion around AsyncCollectiveStart   asynchronous (TPU): chunks are sent from within the matmuls that follow
+fusion around an all-reduce and a dynamic-slice    a reduce-scatter (TPU), synchronous
+async-start, -update, -done          asynchronous, on another unit (TPU: SparseCore) where what they call is a
+                                     collective; else a copy between memories, which is none
+send, recv                           across slices
+"""
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..hlo import Computation, Instruction, Module
+from ..hlo.groups import Groups, parse_groups
+from ..hlo.types import parse_type
+from .prices import Chip, price
+from .steps import Branches, Collective, CollectiveKind, Compute, Done, Loop, Start, Step
+from .trips import num_trips
+
+COLLECTIVES: dict[str, CollectiveKind] = {
+    "all-gather": "all-gather",
+    "all-reduce": "all-reduce",
+    "all-to-all": "all-to-all",
+    "collective-broadcast": "collective-broadcast",
+    "collective-permute": "collective-permute",
+    "ragged-all-to-all": "all-to-all",
+    "reduce-scatter": "reduce-scatter",
+    "send": "send",
+}
+_KIND_IN_NAME = re.compile("|".join(COLLECTIVES).replace("|send", ""))
+_STARTS, _UPDATES, _DONES = (frozenset({f"async-{part}", f"call-{part}"}) for part in ("start", "update", "done"))
+_ASYNC = _STARTS | _UPDATES | _DONES
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A collective that an instruction holds, and the computation that it is in."""
+
+    instruction: Instruction
+    computation: Computation
+
+
+def read_steps(module: Module, chip: Chip) -> tuple[Step, ...]:
+    """What one device does in a step. Raises ValueError for a form of replica groups that is not known."""
+    return _Reader(module, chip).steps_of(module.entry_computation)
+
+
+@dataclass
+class _Reader:
+    module: Module
+    chip: Chip
+    _read: dict[str, tuple[Step, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def num_devices(self) -> int:
+        found = {key: re.search(rf"{key}=(\d+)", self.module.header) for key in ("num_partitions", "replica_count")}
+        return max((int(match[1]) for match in found.values() if match), default=1)
+
+    def steps_of(self, computation: Computation) -> tuple[Step, ...]:
+        if computation.name not in self._read:
+            found = [step for each in computation.instructions for step in self._steps(each, computation)]
+            self._read[computation.name] = tuple(found)
+        return self._read[computation.name]
+
+    def _steps(self, instruction: Instruction, around: Computation) -> list[Step]:
+        opcode = instruction.opcode
+        base = opcode.removesuffix("-start").removesuffix("-done")
+        if opcode == "while":
+            body = self.module.computations[(instruction.attribute("body") or "").lstrip("%")]
+            return [Loop(instruction.name, num_trips(instruction, around, self.module), self.steps_of(body))]
+        if opcode == "conditional":
+            branches = [self.module.computations[name] for name in instruction.called]
+            return [Branches(instruction.name, tuple(map(self.steps_of, branches)))]
+        if opcode == "call":
+            return [step for name in instruction.called for step in self.steps_of(self.module.computations[name])]
+        if opcode in ("recv", "recv-done"):
+            return []  # the other half of a send
+        if opcode in COLLECTIVES and opcode != "send":
+            return self._at_once(Inner(instruction, around), instruction, form="synchronous")
+        if base in COLLECTIVES:
+            if opcode.endswith("-done"):
+                return [Done(instruction.operands[0])]
+            return [Start(self._collective(Inner(instruction, around), instruction, around, opcode, is_async=True))]
+        if opcode in _ASYNC:
+            return self._asynchronous(instruction, around)
+        if opcode == "fusion":
+            return self._fusion(instruction, around)
+        return self._computed(instruction, around)
+
+    def _fusion(self, instruction: Instruction, around: Computation) -> list[Step]:
+        inner = self._inside(instruction)
+        if inner is None:
+            return self._computed(instruction, around)
+        targets = {each.attribute("custom_call_target") for each in inner.computation.instructions}
+        if "AsyncCollectiveStart" in targets:
+            form = "collective fusion"
+            return [Start(self._collective(inner, instruction, around, form, is_async=True))]
+        if "AsyncCollectiveDone" in targets:
+            return [Done(self._started_by(instruction, around))]
+        if self._is_chunk(inner, instruction, around):
+            return self._computed(instruction, around)
+        return self._at_once(inner, instruction, form="synchronous, fused") + self._computed(instruction, around)
+
+    def _asynchronous(self, instruction: Instruction, around: Computation) -> list[Step]:
+        """Of a chain start, update, done the last before `done` is where the transfer begins."""
+        chain = self._chain(instruction, around)
+        inner = self._inside(chain[0])
+        named = _KIND_IN_NAME.search(chain[0].name)
+        if inner is None and named is None:
+            if instruction.opcode not in _STARTS:
+                return []
+            called = [self.module.computations[name] for name in instruction.called]
+            return [step for computation in called for step in self.steps_of(computation) if isinstance(step, Compute)]
+        if instruction.opcode in _DONES:
+            return [Done(chain[-2].name)]
+        if any(each.opcode in _UPDATES and each.operands[0] == instruction.name for each in around.instructions):
+            return []
+        unit = chain[0].attribute("async_execution_thread")
+        form = f"{unit} call" if unit else "async-start"
+        if inner is not None:
+            return [Start(self._collective(inner, instruction, around, form, is_async=True))]
+        assert named is not None
+        return [Start(self._guessed(COLLECTIVES[named[0]], instruction, chain[0], around, form))]
+
+    def _chain(self, instruction: Instruction, around: Computation) -> list[Instruction]:
+        """From the start on, up to the instruction."""
+        chain = [instruction]
+        while chain[0].opcode not in _STARTS:
+            before = around.by_name.get(chain[0].operands[0])
+            if before is None or before.opcode not in (*_ASYNC, "get-tuple-element"):
+                break
+            chain.insert(0, before)
+        return [each for each in chain if each.opcode in _ASYNC]
+
+    def _at_once(self, inner: Inner, instruction: Instruction, *, form: str) -> list[Step]:
+        collective = self._collective(inner, instruction, inner.computation, form, is_async=False)
+        return [Start(collective), Done(collective.name)]
+
+    def _computed(self, instruction: Instruction, around: Computation) -> list[Step]:
+        compute = price(instruction, around, self.module, self.chip)
+        return [compute] if compute is not None else []
+
+    def _collective(
+        self, inner: Inner, instruction: Instruction, around: Computation, form: str, *, is_async: bool
+    ) -> Collective:
+        """The collective in `inner`, named by the instruction that starts it."""
+        within, kind = inner.instruction, COLLECTIVES[inner.instruction.opcode.removesuffix("-start")]
+        groups = self._groups(within)
+        operands = [inner.computation.by_name[name] for name in within.operands if name in inner.computation.by_name]
+        arrays = [array for each in operands for array in parse_type(each.type_text)]
+        num_bytes = sum(array.num_bytes for array in arrays)
+        is_sliced = kind == "all-reduce" and within is not instruction and _is_scattered(inner)
+        if kind == "all-gather":
+            num_bytes *= len(groups[0]) if groups else 1
+        return Collective(
+            name=instruction.name,
+            kind="reduce-scatter" if is_sliced else kind,
+            num_bytes=num_bytes,
+            dtype=arrays[0].dtype if arrays else "",
+            groups=groups,
+            is_async=is_async,
+            form=form,
+            op_name=within.op_name or instruction.op_name,
+            computation=around.name,
+            is_certain=bool(groups and arrays),
+        )
+
+    def _guessed(
+        self, kind: CollectiveKind, instruction: Instruction, start: Instruction, around: Computation, form: str
+    ) -> Collective:
+        """A collective that is hidden behind a call: its kind by its name, its size by its largest array."""
+        arrays = parse_type(instruction.type_text) or parse_type(start.type_text)
+        largest = max(arrays, key=lambda array: array.num_bytes)
+        candidates = [start, *(each for name in start.called for each in self.module.all_within(name))]
+        groups = next((found for each in candidates if (found := self._groups(each))), ())
+        return Collective(
+            instruction.name, kind, largest.num_bytes, largest.dtype, groups, True, form,
+            instruction.op_name or start.op_name, around.name, is_certain=False,
+        )  # fmt: skip
+
+    def _groups(self, instruction: Instruction) -> Groups:
+        text = instruction.attribute("replica_groups") or instruction.attribute("source_target_pairs")
+        return parse_groups(text, self.num_devices) if text else ()
+
+    def _inside(self, instruction: Instruction) -> Inner | None:
+        """The collective that an instruction's computations hold."""
+        for name in instruction.called:
+            computation = self.module.computations.get(name)
+            for each in computation.instructions if computation else ():
+                if each.opcode.removesuffix("-start") in COLLECTIVES and computation:
+                    return Inner(each, computation)
+                if each.opcode in ("fusion", "call") and (found := self._inside(each)):
+                    return found
+        return None
+
+    def _started_by(self, done: Instruction, around: Computation) -> str:
+        """The instruction that started what a fused done ends: the first that its operands lead back to."""
+        seen, names = set(), list(done.operands)
+        while names:
+            name = names.pop(0)
+            each = around.by_name.get(name)
+            if each is None or name in seen:
+                continue
+            seen.add(name)
+            if each.opcode == "fusion" and self._targets(each) & {"AsyncCollectiveStart"}:
+                return name
+            if each.opcode in ("get-tuple-element", "bitcast", "copy", "tuple") or self._inside_fusion(each):
+                names += each.operands
+        return done.name
+
+    def _inside_fusion(self, instruction: Instruction) -> bool:
+        return instruction.opcode == "fusion" and self._inside(instruction) is not None
+
+    def _targets(self, instruction: Instruction) -> set[str | None]:
+        computations = [self.module.computations[name] for name in instruction.called]
+        return {each.attribute("custom_call_target") for c in computations for each in c.instructions}
+
+    def _is_chunk(self, inner: Inner, instruction: Instruction, around: Computation) -> bool:
+        """True for compute from within which the chunks of a collective are sent that was started before it."""
+        channel = inner.instruction.attribute("channel_id")
+        for each in around.instructions:
+            if each.name == instruction.name:
+                return False
+            if each.opcode == "fusion" and "AsyncCollectiveStart" in self._targets(each):
+                started = self._inside(each)
+                if started and started.instruction.attribute("channel_id") == channel:
+                    return True
+        return False
+
+
+def _is_scattered(inner: Inner) -> bool:
+    """True where only a slice of the result leaves the fusion that the collective is in."""
+    handed_on = {"bitcast", "convert", "copy", "reshape", "transpose"}
+    users = _users({inner.instruction.name}, inner.computation)
+    while users and all(each.opcode in handed_on for each in users):
+        users = _users({each.name for each in users}, inner.computation)
+    return bool(users) and all(each.opcode in ("dynamic-slice", "slice") for each in users)
+
+
+def _users(names: set[str], computation: Computation) -> list[Instruction]:
+    return [each for each in computation.instructions if names & set(each.operands)]

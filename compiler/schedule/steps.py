@@ -1,0 +1,103 @@
+"""What a scheduled program does on one device, one thing after the other."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+CollectiveKind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send"
+]
+ComputeKind = Literal["matmul", "attention", "other"]
+PricedBy = Literal["cycles", "flops", "bytes", "nothing"]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One operation on the compute unit. seconds: None where nothing is known of its time."""
+
+    name: str
+    kind: ComputeKind
+    seconds: float | None
+    priced_by: PricedBy
+    op_name: str
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation, named by the instruction that starts it.
+
+    num_bytes: of the full array (before a reduce-scatter, after an all-gather), of all arrays that it takes together.
+    groups: positions in the mesh's order of devices; empty where they are not known. form: how the program says it.
+    """
+
+    name: str
+    kind: CollectiveKind
+    num_bytes: int
+    dtype: str
+    groups: tuple[tuple[int, ...], ...]
+    is_async: bool
+    form: str
+    op_name: str
+    computation: str
+    is_certain: bool = True
+
+    @property
+    def group_size(self) -> int:
+        return len(self.groups[0]) if self.groups else 1
+
+
+@dataclass(frozen=True)
+class Start:
+    """The collective begins; what follows runs meanwhile."""
+
+    collective: Collective
+
+
+@dataclass(frozen=True)
+class Done:
+    """What follows needs the result of the collective of that name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Loop:
+    """num_trips: None where it cannot be read from the program; then it counts once."""
+
+    name: str
+    num_trips: int | None
+    body: tuple["Step", ...]
+
+
+@dataclass(frozen=True)
+class Branches:
+    """One of them runs."""
+
+    name: str
+    branches: tuple[tuple["Step", ...], ...]
+
+
+Step = Compute | Start | Done | Loop | Branches
+
+
+def collectives_of(steps: tuple[Step, ...]) -> Iterator[Collective]:
+    """Every collective of a program, once."""
+    for step in steps:
+        if isinstance(step, Start):
+            yield step.collective
+        elif isinstance(step, Loop):
+            yield from collectives_of(step.body)
+        elif isinstance(step, Branches):
+            for branch in step.branches:
+                yield from collectives_of(branch)
+
+
+def loops_of(steps: tuple[Step, ...]) -> Iterator[Loop]:
+    """Every loop of a program, the outer ones first."""
+    for step in steps:
+        if isinstance(step, Loop):
+            yield step
+            yield from loops_of(step.body)
+        elif isinstance(step, Branches):
+            for branch in step.branches:
+                yield from loops_of(branch)

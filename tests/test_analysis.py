@@ -1,0 +1,102 @@
+"""The schedule of compiled programs, joined with the plan."""
+
+import pytest
+
+from conftest import plan_of
+from helpers import programs_of
+from meshloom.compiler.analysis import ScheduleAnalysis, analyse_schedule, direction_of, source_of
+from meshloom.compiler.plan import Plan
+from test_schedule import GROUPS, START, compute, loop, module
+
+PATHS = ("layers/attention/key_EKD", "layers/mlp/up_EM", "head/kernel_EV")
+BACKWARD = "jit(train_step)/shard_map/transpose(jvp())/while/body/closed_call/checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("op_name", "source"),
+    [
+        ("jit(train_step)/transpose(jvp(head))/weight=head/kernel_EV/reduce_scatter", "head/kernel_EV, backward"),
+        (f"{BACKWARD}/rematted_computation/weight=layers/mlp/up_EM/all_gather", "layers/mlp/up_EM, forward again"),
+        ("jit(f)/jvp()/weight=layers/(attention/key_EKD/all_gather:mlp/up_EM/all_gather)",
+         "layers/attention/key_EKD and 1 more, forward"),
+        ("jit(f)/(weight=head/kernel_EV:weight=layers/mlp/up_EM)/psum", "head/kernel_EV and 1 more, forward"),
+        (f"{BACKWARD}/layers/bte,ekd->btkd/dot_general", "bte,ekd->btkd/dot_general, backward"),
+        ("jit(train_step)/update/reduce_sum", "update/reduce_sum, update"),
+        ("", "made by the compiler"),
+    ],
+)  # fmt: skip
+def test_a_collective_is_named_by_what_it_moves(op_name, source):
+    assert source_of(op_name, PATHS) == source
+
+
+def analysed(text: str, *overrides: str) -> tuple[ScheduleAnalysis, Plan]:
+    plan = plan_of(*overrides)
+    return analyse_schedule(text, plan), plan
+
+
+V5E = ("target=v5e-4", "mesh.fsdp=4", "precision=bfloat16", "sharding.on_replicated=allow")
+
+
+def test_times_are_those_of_the_chip_and_its_links():
+    """1.5e6 cycles are a millisecond. 4 MiB over lines of two chips, x and y at once, 45 GB/s each."""
+    big = START.replace("[8]", "[524288]").replace("[32]", "[2097152]").replace("(%x)", "(%y)")
+    lines = ["  %y = bf16[524288]{0} parameter(1)", compute("a", 1_500_000), f"  %s = {big}",
+             compute("b", 15_000), "  ROOT %d = bf16[2097152]{0} all-gather-done(%s)"]  # fmt: skip
+    analysis, plan = analysed(module(*lines), *V5E)
+    (found,) = analysis.collectives
+    assert plan.mesh.placement.describe() == {"fsdp": "ICI x (2) x ICI y (2)"}
+    alone = 4 * 2**20 * 3 / 4 / 90e9 + 2e-6  # and a hop along each axis
+    assert (found.kind, found.mesh_axes, found.link, found.bytes) == ("all-gather", ("fsdp",), "ICI", 4 * 2**20)
+    assert found.alone_seconds == pytest.approx(alone, rel=1e-6)
+    assert found.exposed_seconds == pytest.approx(alone - 1e-5, rel=1e-6)
+    assert found.hidden_seconds == pytest.approx(1e-5)
+    assert found.hidden_behind == ("b",)
+    assert analysis.step.compute_seconds == pytest.approx(1.01e-3)
+    assert analysis.step.predicted_seconds == pytest.approx(1.01e-3 + alone - 1e-5)
+    assert analysis.step.exposed_fraction == pytest.approx((alone - 1e-5) / (1e-3 + alone))
+    mfu = plan.model_flops_per_step / (analysis.step.predicted_seconds or 0) / (4 * 197e12)
+    assert analysis.step.predicted_mfu == pytest.approx(mfu)
+    assert {event.track for event in analysis.events} == {"compute", "ICI x", "ICI y"}
+
+
+def test_loops_are_said_and_add_up():
+    computations, run = loop(compute("a", 1500), f"  %g = {START}", "  %d = bf16[32]{0} all-gather-done(%g)", trips=32)
+    analysis, _ = analysed(module(run, before=computations), *V5E)
+    (found,) = analysis.collectives
+    assert (found.count, found.where, found.bytes) == (32, "in a loop of 32 trips", 32 * 64)
+    assert analysis.step.predicted_seconds == pytest.approx(
+        (analysis.step.compute_seconds or 0) + (analysis.step.exposed_seconds or 0)
+    )
+
+
+def test_a_collective_of_unknown_devices_has_unknown_times():
+    lines = ["  ROOT %g = bf16[32]{0} all-gather(%x), dimensions={0}"]
+    analysis, _ = analysed(module(*lines).replace(GROUPS, ""), *V5E)
+    (found,) = analysis.collectives
+    assert (found.alone_seconds, found.exposed_seconds, found.confidence) == (None, None, "low")
+    assert analysis.unknown["collectives[0].alone_seconds"] == "the program does not say which devices it is among"
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "fsdp_tensor"])
+def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
+    """In a program of the CPU's compiler, whose collectives keep their names."""
+    plan = plan_of(f"sharding={sharding}")
+    text = programs_of(plan).train.as_text()
+    analysis = analyse_schedule(text, plan)
+    paths = [array.array.path for array in plan.sharding.parameters]
+    split = {array.array.path for array in plan.sharding.parameters if "fsdp" in str(array.spec)}
+    kinds = {(each.kind, path) for each in analysis.collectives for path in paths if each.source.startswith(f"{path},")}
+    assert {path for kind, path in kinds if kind == "all-gather"} == split
+    assert {path for kind, path in kinds if kind == "reduce-scatter"} == split
+    axes = {each.mesh_axes for each in analysis.collectives}
+    expected = {"ddp": {("data",)}, "fsdp": {("fsdp",)}, "fsdp_tensor": {("fsdp",), ("tensor",), ("fsdp", "tensor")}}
+    assert axes <= expected[sharding]
+    assert analysis.step.predicted_seconds is None
+    assert "simulated devices" in analysis.unknown["step"]
+
+
+def test_directions():
+    assert direction_of(f"{BACKWARD}/x") == "backward"
+    assert direction_of(f"{BACKWARD}/rematted_computation/x") == "forward again"
+    assert direction_of("jit(f)/update/x") == "update"
+    assert direction_of("jit(f)/x") == "forward"

@@ -1,0 +1,353 @@
+"""Small schedules made by hand, whose times one can add up in one's head: a clock of 1 kHz, a link of 1 kB/s."""
+
+import pytest
+
+from meshloom.compiler.hlo import parse_module
+from meshloom.compiler.schedule.prices import Chip
+from meshloom.compiler.schedule.program import read_steps
+from meshloom.compiler.schedule.simulate import Priced, Simulation, simulate
+from meshloom.compiler.schedule.steps import Collective, Compute, Step, collectives_of, loops_of
+
+TPU = Chip("tpu", clock_hz=1000.0, peak_flops_per_second={"bfloat16": 1e3, "float32": 1e3}, hbm_bytes_per_second=1e6)
+GPU = Chip("gpu", clock_hz=None, peak_flops_per_second={"bfloat16": 1e9, "float32": 1e9}, hbm_bytes_per_second=1e6)
+GROUPS = "replica_groups={{0,1,2,3}}"
+
+
+def compute(name: str, milliseconds: int, operands: str = "%x") -> str:
+    return f'  %{name} = bf16[8]{{0}} fusion({operands}), kind=kLoop, calls=%work, backend_config={{"estimated_cycles":"{milliseconds}"}}'
+
+
+def module(*lines: str, before: str = "") -> str:
+    return "\n".join(
+        ["HloModule step, is_scheduled=true, num_partitions=4", "",
+         "%work (p: bf16[8]) -> bf16[8] {", "  ROOT %p = bf16[8]{0} parameter(0)", "}", "", before,
+         "ENTRY %main (x: bf16[8]) -> bf16[8] {", "  %x = bf16[8]{0} parameter(0)", *lines, "}", ""]
+    )  # fmt: skip
+
+
+def one_link(collective: Collective) -> Priced:
+    return Priced(collective.num_bytes / 1000, ("link",))
+
+
+def simulated(text: str, price=one_link, chip: Chip = TPU) -> Simulation:
+    return simulate(read_steps(parse_module(text), chip), price)
+
+
+def totals(result: Simulation) -> dict[str, tuple[int, float | None, float]]:
+    return {
+        name: (each.count, None if each.alone_seconds is None else round(each.alone_seconds, 6), round(each.exposed_seconds, 6))
+        for name, each in result.collectives.items()
+    }  # fmt: skip
+
+
+def computed(steps: tuple[Step, ...]) -> dict[str, Compute]:
+    return {step.name: step for step in steps if isinstance(step, Compute)}
+
+
+# 64 bytes gathered: 64 ms.
+GATHER = f"bf16[32]{{0}} all-gather(%x), {GROUPS}, dimensions={{0}}"
+START = f"(bf16[8]{{0}}, bf16[32]{{0}}) all-gather-start(%x), {GROUPS}, dimensions={{0}}"
+
+
+def test_a_synchronous_collective_is_exposed_whole():
+    result = simulated(module(compute("a", 100), f"  %g = {GATHER}", f"  ROOT {compute('b', 50).strip()}"))
+    assert result.seconds == pytest.approx(0.214)
+    assert totals(result) == {"g": (1, 0.064, 0.064)}
+    (found,) = collectives_of(read_steps(parse_module(module(f"  ROOT %g = {GATHER}")), TPU))
+    assert (found.kind, found.num_bytes, found.group_size, found.is_async) == ("all-gather", 64, 4, False)
+
+
+@pytest.mark.parametrize(("between", "exposed"), [(100, 0.0), (64, 0.0), (40, 0.024), (0, 0.064)])
+def test_what_runs_between_start_and_done_hides_it(between, exposed):
+    lines = [f"  %s = {START}", *([compute("a", between)] if between else []),
+             "  %d = bf16[32]{0} all-gather-done(%s)", f"  ROOT {compute('b', 10, '%x').strip()}"]  # fmt: skip
+    result = simulated(module(*lines))
+    assert result.seconds == pytest.approx(0.010 + max(between / 1000, 0.064))
+    assert result.collectives["s"].exposed_seconds == pytest.approx(exposed)
+    behind = result.collectives["s"].hidden_behind
+    assert behind == ({} if not between else {"a": pytest.approx(min(between, 64) / 1000)})
+    assert result.compute_seconds == {"other": pytest.approx((between + 10) / 1000)}
+
+
+def test_collectives_under_way_share_a_link_evenly():
+    lines = [f"  %s1 = {START}", f"  %s2 = {START}", compute("a", 100), "  %d1 = bf16[32]{0} all-gather-done(%s1)",
+             "  ROOT %d2 = bf16[32]{0} all-gather-done(%s2)"]  # fmt: skip
+    shared = simulated(module(*lines))
+    assert shared.seconds == pytest.approx(0.128)
+    assert totals(shared) == {"s1": (1, 0.064, 0.028), "s2": (1, 0.064, 0.0)}, "both come after 128 ms"
+    tracks = {each.track for each in shared.segments}
+    assert tracks == {"compute", "link", "link (2)"}, "what overlaps is shown side by side"
+    apart = simulated(module(*lines), price=lambda c: Priced(c.num_bytes / 1000, (c.name,)))
+    assert apart.seconds == pytest.approx(0.1)
+    assert apart.exposed_seconds == 0
+
+
+def loop(*body: str, trips: int, condition: str | None = None) -> tuple[str, str]:
+    """Computations of a loop, and the lines that run it: its state is a counter and an array."""
+    default = f"  %n = s32[] constant({trips})\n  ROOT %lt = pred[] compare(%i, %n), direction=LT"
+    inner = "\n".join(body)
+    computations = f"""\
+%cond (c: (s32[], bf16[8], s32[])) -> pred[] {{
+  %c = (s32[], bf16[8]{{0}}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+{condition or default}
+}}
+
+%body (s: (s32[], bf16[8], s32[])) -> (s32[], bf16[8], s32[]) {{
+  %s = (s32[], bf16[8]{{0}}, s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%s), index=0
+  %x = bf16[8]{{0}} get-tuple-element(%s), index=1
+  %m = s32[] get-tuple-element(%s), index=2
+  %one = s32[] constant(1)
+{inner}
+  %next = s32[] add(%j, %one)
+  ROOT %t = (s32[], bf16[8]{{0}}, s32[]) tuple(%next, %x, %m)
+}}
+"""
+    run = f"""\
+  %zero = s32[] constant(0)
+  %bound = s32[] constant({trips})
+  %copied = s32[] copy(%bound)
+  %init = (s32[], bf16[8]{{0}}, s32[]) tuple(%zero, %x, %copied)
+  ROOT %loop = (s32[], bf16[8]{{0}}, s32[]) while(%init), condition=%cond, body=%body"""
+    return computations, run
+
+
+def test_a_loop_counts_all_its_trips():
+    computations, run = loop(compute("a", 100), f"  %g = {GATHER}", trips=7)
+    result = simulated(module(run, before=computations))
+    assert result.seconds == pytest.approx(7 * 0.164)
+    assert totals(result) == {"g": (7, 0.448, 0.448)}
+    assert result.collectives["g"].loops == (("loop", 7),)
+    assert result.compute_seconds == {"other": pytest.approx(0.7)}
+    on_compute = [each for each in result.segments if each.track == "compute"]
+    ends = [each.start_seconds + each.seconds for each in on_compute]
+    assert ends[-1] == pytest.approx(result.seconds), "the timeline is as long as the step"
+    assert all(a <= b.start_seconds + 1e-9 for a, b in zip(ends, on_compute[1:], strict=False)), "and overlaps nowhere"
+
+
+def test_nested_loops_multiply():
+    inner, run_inner = loop(compute("a", 10), trips=3)
+    inner = inner.replace("%cond", "%cond2").replace("%body", "%body2")
+    lines = (
+        run_inner.replace("ROOT ", "").replace("%cond", "%cond2").replace("%body", "%body2").replace("%loop", "%loop2")
+    )
+    outer, run = loop(lines, f"  %g = {GATHER}", trips=5)
+    result = simulated(module(run, before=inner + "\n" + outer))
+    assert result.seconds == pytest.approx(5 * (0.03 + 0.064))
+    assert totals(result) == {"g": (5, 0.32, 0.32)}
+
+
+@pytest.mark.parametrize(
+    ("condition", "trips"),
+    [
+        ("  %b = s32[] get-tuple-element(%c), index=2\n  ROOT %lt = pred[] compare(%i, %b), direction=LT", 6),
+        ("  %n = s32[] constant(6)\n  ROOT %lt = pred[] compare(%n, %i), direction=GT", 6),
+        ("  %n = s32[] constant(6)\n  ROOT %lt = pred[] compare(%i, %n), direction=LE", 7),
+        ("  %n = s32[] constant(6)\n  ROOT %lt = pred[] compare(%i, %n), direction=NE", 6),
+        ("  ROOT %lt = pred[] custom-call(%i), custom_call_target=\"unknown\"", None),
+    ],
+)  # fmt: skip
+def test_trips_are_read_from_the_condition(condition, trips):
+    computations, run = loop(compute("a", 10), trips=6, condition=condition)
+    text = module(run, before=computations)
+    assert [each.num_trips for each in loops_of(read_steps(parse_module(text), TPU))] == [trips]
+    assert simulated(text).unknown_loops == ([] if trips else ["loop"])
+    known = run + ', backend_config={"known_trip_count":{"n":"9"}}'
+    text = module(known, before=computations)
+    assert [each.num_trips for each in loops_of(read_steps(parse_module(text), TPU))] == [9]
+
+
+FUSED = f"""\
+%begin (p: bf16[8]) -> (bf16[8], bf16[32], u32[]) {{
+  %p = bf16[8]{{0}} parameter(0)
+  %ag.1 = bf16[32]{{0}} all-gather(%p), channel_id=5, {GROUPS}, dimensions={{0}}, metadata={{op_name="gathered"}}
+  ROOT %cs = (bf16[8]{{0}}, bf16[32]{{0}}, u32[]) custom-call(%ag.1), custom_call_target="AsyncCollectiveStart"
+}}
+
+%async_collective_fusion.1 (p: bf16[8], q: bf16[32]) -> (bf16[8], bf16[32]) {{
+  %p = bf16[8]{{0}} parameter(0)
+  %q = bf16[32]{{0}} parameter(1)
+  %ag.2 = bf16[32]{{0}} all-gather(%p), channel_id=5, {GROUPS}, dimensions={{0}}
+  %dot = bf16[8]{{0}} convolution(%p, %p), dim_labels=bf_io->bf
+  ROOT %t = (bf16[8]{{0}}, bf16[32]{{0}}) tuple(%dot, %ag.2)
+}}
+
+%finish (p: bf16[8], q: bf16[32]) -> bf16[32] {{
+  %p = bf16[8]{{0}} parameter(0)
+  %q = bf16[32]{{0}} parameter(1)
+  %ag.3 = bf16[32]{{0}} all-gather(%p), channel_id=5, {GROUPS}, dimensions={{0}}
+  ROOT %cd = bf16[32]{{0}} custom-call(%p, %ag.3, %q), custom_call_target="AsyncCollectiveDone"
+}}
+"""
+
+
+def test_a_collective_that_is_fused_with_matmuls_counts_once():
+    lines = [
+        "  %start = (bf16[8]{0}, bf16[32]{0}, u32[]) fusion(%x), kind=kCustom, calls=%begin",
+        "  %g0 = bf16[8]{0} get-tuple-element(%start), index=0",
+        "  %g1 = bf16[32]{0} get-tuple-element(%start), index=1",
+        '  %mm = (bf16[8]{0}, bf16[32]{0}) fusion(%g0, %g1), kind=kOutput, calls=%async_collective_fusion.1, backend_config={"estimated_cycles":"50"}',
+        "  %h0 = bf16[8]{0} get-tuple-element(%mm), index=0",
+        "  %h1 = bf16[32]{0} get-tuple-element(%mm), index=1",
+        "  %done = bf16[32]{0} fusion(%h0, %h1), kind=kCustom, calls=%finish",
+        f"  ROOT {compute('b', 10).strip()}",
+    ]
+    result = simulated(module(*lines, before=FUSED))
+    assert totals(result) == {"start": (1, 0.064, 0.014)}
+    found = result.collectives["start"].collective
+    assert (found.kind, found.form, found.op_name, found.num_bytes) == (
+        "all-gather",
+        "collective fusion",
+        "gathered",
+        64,
+    )
+    assert result.compute_seconds == {"matmul": pytest.approx(0.05), "other": pytest.approx(0.01)}
+
+
+def test_an_all_reduce_of_which_a_slice_is_kept_is_a_reduce_scatter():
+    scatter = f"""\
+%all-reduce-scatter (p: f32[32], i: s32[]) -> f32[8] {{
+  %p = f32[32]{{0}} parameter(0)
+  %i = s32[] parameter(1)
+  %ar = f32[32]{{0}} all-reduce(%p), channel_id=7, {GROUPS}, to_apply=%sum
+  %b = f32[32]{{0}} bitcast(%ar)
+  ROOT %ds = f32[8]{{0}} dynamic-slice(%b, %i), dynamic_slice_sizes={{8}}
+}}
+"""
+    big = "  %y = f32[32]{0} broadcast(%x)\n  %i = s32[] constant(0)"
+    call = "  ROOT %rs = f32[8]{0} fusion(%y, %i), kind=kCustom, calls=%all-reduce-scatter"
+    result = simulated(module(big, call, before=scatter))
+    (found,) = (each.collective for each in result.collectives.values())
+    assert (found.name, found.kind, found.num_bytes, found.dtype) == ("rs", "reduce-scatter", 128, "f32")
+    assert result.exposed_seconds == pytest.approx(0.128)
+    whole = scatter.replace(
+        "ROOT %ds = f32[8]{0} dynamic-slice(%b, %i), dynamic_slice_sizes={8}", "ROOT %ds = f32[32]{0} add(%b, %b)"
+    )
+    result = simulated(module(big, call, before=whole))
+    assert [each.collective.kind for each in result.collectives.values()] == ["all-reduce"]
+
+
+def test_a_call_to_another_unit_is_the_collective_that_it_calls():
+    called = f"""\
+%gather_on_sc (p: bf16[8], t: token[]) -> bf16[32] {{
+  %p = bf16[8]{{0}} parameter(0)
+  %t = token[] parameter(1)
+  ROOT %ag = bf16[32]{{0}} all-gather(%p), channel_id=3, {GROUPS}, dimensions={{0}}
+}}, execution_thread="sparsecore"
+"""
+    lines = [
+        '  %prepared = s32[]{:S(2)} custom-call(), custom_call_target="PrepareAsyncCallStart"',
+        '  %token = token[] custom-call(%prepared), custom_call_target="PrepareAsyncCallDone"',
+        '  %g.call-start = ((bf16[8]{0}, token[]), bf16[32]{0}) call-start(%x, %token), async_execution_thread="sparsecore", to_apply=%gather_on_sc',
+        compute("a", 40),
+        "  ROOT %g.call-done = bf16[32]{0} call-done(%g.call-start)",
+    ]
+    result = simulated(module(*lines, before=called))
+    assert totals(result) == {"g.call-start": (1, 0.064, 0.024)}
+    (found,) = (each.collective for each in result.collectives.values())
+    assert (found.kind, found.form, found.num_bytes, found.is_certain) == ("all-gather", "sparsecore call", 64, True)
+
+
+def test_a_call_that_hides_its_collective_is_known_by_its_name():
+    """The transfer begins at the update; what is called hides the collective behind a custom call."""
+    called = """\
+%gather_on_sc (p: bf16[8]) -> bf16[32] {
+  %p = bf16[8]{0} parameter(0)
+  ROOT %c = bf16[32]{0} custom-call(%p), custom_call_target="SparseCoreCall", replica_groups={{0,1,2,3}}
+}, execution_thread="sparsecore"
+
+%moved (p: bf16[8]) -> bf16[8] {
+  ROOT %p = bf16[8]{0:S(1)} parameter(0)
+}, execution_thread="sparsecore"
+"""
+    lines = [
+        '  %all-gather.7.call-start = ((bf16[8]{0}), bf16[32]{0}, u32[]) async-start(%x), async_execution_thread="sparsecore", calls=%gather_on_sc',
+        compute("a", 1000),
+        "  %all-gather.7.call-update = ((bf16[8]{0}), bf16[32]{0}, u32[]) async-update(%all-gather.7.call-start)",
+        compute("b", 40),
+        "  %all-gather.7.call-done = bf16[32]{0} async-done(%all-gather.7.call-update)",
+        '  %move.call-start = ((bf16[8]{0}), bf16[8]{0}, u32[]) async-start(%x), async_execution_thread="sparsecore", calls=%moved',
+        "  ROOT %move.call-done = bf16[8]{0} async-done(%move.call-start)",
+    ]
+    result = simulated(module(*lines, before=called))
+    assert totals(result) == {"all-gather.7.call-update": (1, 0.064, 0.024)}
+    (found,) = (each.collective for each in result.collectives.values())
+    assert (found.kind, found.form, found.group_size, found.is_certain) == ("all-gather", "sparsecore call", 4, False)
+
+
+def test_of_two_branches_the_longer_one_counts():
+    branches = f"""\
+%short (p: bf16[8]) -> bf16[8] {{
+  %x = bf16[8]{{0}} parameter(0)
+  ROOT {compute("a", 10).strip()}
+}}
+
+%long (p: bf16[8]) -> bf16[8] {{
+  %x = bf16[8]{{0}} parameter(0)
+  %g = {GATHER}
+  ROOT {compute("b", 30).strip()}
+}}
+"""
+    run = (
+        "  %i = s32[] constant(0)\n  ROOT %c = bf16[8]{0} conditional(%i, %x, %x), branch_computations={%short, %long}"
+    )
+    result = simulated(module(run, before=branches))
+    assert result.seconds == pytest.approx(0.094)
+    assert totals(result) == {"g": (1, 0.064, 0.064)}
+
+
+def test_matmuls_of_gpus_are_priced_from_their_shapes():
+    """(64, 128) x (128, 32) at 80 % of 1 GFLOP/s, against bytes at 90 % of 1 MB/s."""
+    before = "%sum (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n  ROOT %b = f32[] parameter(1)\n}"
+    lines = [
+        "  %l = bf16[64,128]{1,0} broadcast(%x)",
+        "  %r = bf16[128,32]{1,0} broadcast(%x)",
+        '  ROOT %mm = (bf16[64,32]{1,0}, s8[100]{0}) custom-call(%l, %r), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[]}}}',
+    ]
+    slow = Chip("gpu", None, {"bfloat16": 1e6}, hbm_bytes_per_second=1e12)
+    steps = read_steps(parse_module(module(*lines, before=before)), slow)
+    matmul = computed(steps)["mm"]
+    assert matmul.kind == "matmul"
+    assert matmul.priced_by == "flops"
+    assert matmul.seconds == pytest.approx(2 * 64 * 128 * 32 / 0.8e6)
+    fast = Chip("gpu", None, {"bfloat16": 1e15}, hbm_bytes_per_second=1e6)
+    matmul = computed(read_steps(parse_module(module(*lines)), fast))["mm"]
+    assert matmul.priced_by == "bytes"
+    assert matmul.seconds == pytest.approx((64 * 128 * 2 + 128 * 32 * 2 + 64 * 32 * 2 + 100) / 0.9e6)
+
+
+def test_only_what_is_touched_of_an_array_counts_as_moved():
+    """A slice of a large operand is read, an update of one is written; the operand itself is neither."""
+    sliced = """\
+%slice (p: f32[1000], i: s32[]) -> f32[10] {
+  %p = f32[1000]{0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %ds = f32[10]{0} dynamic-slice(%p, %i), dynamic_slice_sizes={10}
+}
+
+%write (p: f32[1000], u: f32[10], i: s32[]) -> f32[1000] {
+  %p = f32[1000]{0} parameter(0)
+  %u = f32[10]{0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %dus = f32[1000]{0} dynamic-update-slice(%p, %u, %i)
+}
+"""
+    lines = ["  %big = f32[1000]{0} broadcast(%x)", "  %i = s32[] constant(0)",
+             "  %some = f32[10]{0} fusion(%big, %i), kind=kLoop, calls=%slice",
+             "  ROOT %all = f32[1000]{0} fusion(%big, %some, %i), kind=kLoop, calls=%write"]  # fmt: skip
+    steps = computed(read_steps(parse_module(module(*lines, before=sliced)), GPU))
+    assert steps["some"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6)
+    assert steps["all"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6)
+
+
+def test_a_kernel_that_is_not_known_is_counted_and_takes_no_time():
+    line = '  ROOT %k = bf16[8]{0} custom-call(%x), custom_call_target="tpu_custom_call"'
+    result = simulated(module(line))
+    assert result.unpriced == ["k"]
+    assert result.seconds == 0
+
+
+def test_a_collective_whose_time_is_not_known_has_none():
+    result = simulated(module(f"  ROOT %g = {GATHER}"), price=lambda _: Priced(None, ()))
+    assert totals(result) == {"g": (1, None, 0.0)}
