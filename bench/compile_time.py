@@ -62,9 +62,9 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     mesh = plan.mesh.of_devices(devices)
     done("devices")
 
-    def count(event: str, duration: float, **_: str | int) -> None:
+    def count(event: str, duration_secs: float, **_: str | int) -> None:
         if part := EVENTS.get(event):
-            seconds[part] += duration
+            seconds[part] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(count)
     lowered = lower_for_target(plan, mesh)

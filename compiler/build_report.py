@@ -87,10 +87,8 @@ def _memory(
              "scalars": planned.scalars, "batch": planned.batch}  # fmt: skip
     rest, code = None, None
     if built.memory is not None:
-        code = built.memory.code_bytes
-        outputs = built.memory.outputs_bytes - built.memory.aliased_bytes
-        rest = max(0, built.memory.taken_bytes - code - built.memory.arguments_bytes - outputs)
-        known["outputs"] = outputs
+        code, rest = built.memory.code_bytes, built.memory.temporaries_bytes
+        known["outputs"] = built.memory.outputs_bytes - built.memory.aliased_bytes
     elif taken is not None:
         rest = max(0, taken - sum(known.values()))
     breakdown = {name: count * per_chip for name, count in known.items()} | {
@@ -131,9 +129,12 @@ def taken_bytes(built: Built) -> int | None:
 
 
 def does_fit(plan: Plan, built: Built) -> bool | None:
-    """The verdict: the compiler's own where it refuses, as for TPUs, else by what the program takes. None: unknown."""
+    """The verdict: for TPUs the compiler's, which refuses what does not fit; else by what the program takes, as
+    compilers for GPUs refuse nothing. None: unknown."""
     if built.memory is None:
         return False
+    if plan.target.platform == "tpu":
+        return True
     per_device = plan.target.hbm_bytes_per_device
     return None if per_device is None else built.memory.taken_bytes <= per_device
 
