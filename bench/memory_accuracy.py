@@ -93,7 +93,9 @@ def main() -> None:
         with path.open("a") as file:
             file.write(json.dumps({"row": row} | measured) + "\n")
     kept = read_kept(path)
-    print("| model, layers | batch | target | sharding | remat | | estimate GiB | XLA's peak GiB | off | reserved GiB |")
+    print(
+        "| model, layers | batch | target | sharding | remat | | estimate GiB | XLA's peak GiB | off | reserved GiB |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for row in ROWS:
         model, layers, sequences, length, target, sharding, remat, *others = row

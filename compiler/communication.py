@@ -100,7 +100,9 @@ def _direction(scope: str, *, is_gradient: bool) -> Pass:
 
 def _operation_name(operation: Operation) -> str:
     part = next((name for name in operation.scope.split("/") if name), "step")
-    return f"{part.removeprefix('transpose(').removeprefix('jvp(').rstrip(')')}: {operation.name} over a split dimension"
+    return (
+        f"{part.removeprefix('transpose(').removeprefix('jvp(').rstrip(')')}: {operation.name} over a split dimension"
+    )
 
 
 def _rule(plan: Plan, kind: str, axes: Axes, path: str | None) -> str | None:

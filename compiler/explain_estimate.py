@@ -74,7 +74,15 @@ def _communication(collectives: tuple[PlannedCollective, ...]) -> Table:
     for one in collectives:
         if one.bytes_each > SCALAR_BYTES:
             alike[one.kind, "+".join(one.mesh_axes), one.rule or ""].append(one)
-    table = _titled("communication per step, but of scalars", "collective", "mesh axes", "times", "sent per device", "most of it", "rule")
+    table = _titled(
+        "communication per step, but of scalars",
+        "collective",
+        "mesh axes",
+        "times",
+        "sent per device",
+        "most of it",
+        "rule",
+    )
     for (kind, axes, rule), ones in alike.items():
         most = max(ones, key=lambda one: one.num_bytes)
         table.add_row(

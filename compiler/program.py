@@ -81,9 +81,7 @@ def read_step(plan: Plan) -> Program:
     is_spec = lambda node: isinstance(node, jax.sharding.PartitionSpec)  # noqa: E731
     specs = jax.tree.leaves(plan.specs, is_leaf=is_spec)
     specs += [jax.sharding.PartitionSpec(plan.sharding.batch_axes or None)] * len(batch)
-    layouts = [
-        layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)
-    ]
+    layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
     return read_jaxpr(traced.jaxpr, layouts, plan.mesh.sizes)
 
 
@@ -301,9 +299,7 @@ class _Reader:
         )  # fmt: skip
         return results
 
-    def loop_body(
-        self, jaxpr: Jaxpr, layouts: list[Layout], carried: range, scope: str
-    ) -> tuple["_Reader", Program]:
+    def loop_body(self, jaxpr: Jaxpr, layouts: list[Layout], carried: range, scope: str) -> tuple["_Reader", Program]:
         """What a loop carries lies at the start as at the end of a trip: zeros that sums begin with are split too."""
         while True:
             body = _Reader(self.mesh_sizes)

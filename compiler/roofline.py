@@ -82,7 +82,7 @@ def roofline_seconds(parts: tuple[RooflinePart, ...]) -> float | None:
 def _operations(program: Program, *, is_loop: bool, num_trips: int = 1) -> Iterator[tuple[Operation, int, int]]:
     """(operation, HBM bytes, times run) of each step of the fused program, loops' bodies in their place."""
     fused = fuse(program, is_loop=is_loop)
-    read_already: set[int] = set()  # by pointwise operations: those that read the same array run together
+    read_already: set[int] = set()  # by pointwise operations: those of the same arrays run together
     for step in fused.steps:
         if step.operation.body is not None:
             inner = num_trips * step.operation.num_trips
@@ -90,7 +90,7 @@ def _operations(program: Program, *, is_loop: bool, num_trips: int = 1) -> Itera
             continue
         yield step.operation, _traffic(step, program.sizes, read_already), num_trips
         if step.is_fused:
-            read_already.update(step.reads)
+            read_already.update((*step.reads, *step.writes))
 
 
 def _traffic(step: Step, sizes: tuple[int, ...], read_already: set[int]) -> int:
