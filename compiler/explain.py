@@ -11,16 +11,19 @@ from .array_layout import ArrayPlan
 from .estimate import estimate_step
 from .explain_estimate import estimate_as_json, print_estimate
 from .plan import Plan
+from .report import SCHEMA_VERSION
 from .spec import Rule
 from .units import human_bytes
 
-SCHEMA_VERSION = 1
 
 
 def explain(plan: Plan, console: Console) -> None:
     """Print the plan: mesh, arrays with reasons, parameters and FLOPs; memory, communication and bounds of a step."""
     spec = plan.spec
     console.print(f"[bold]mesh[/]  {plan.mesh}, {plan.target.num_devices:,} devices of target {plan.target.name}")
+    for axis, where in plan.mesh.placement.describe().items():
+        if plan.mesh.placement.is_known:
+            console.print(f"      [bold cyan]{axis}[/] {where}{_bandwidth(plan, axis)}", highlight=False)
     console.print(
         f"[bold]step[/]  {spec.tokens_per_step:,} tokens: {spec.global_batch_size:,} sequences of "
         f"{spec.sequence_length:,}, {spec.num_microbatches} microbatch{'es' if spec.num_microbatches > 1 else ''}; "
@@ -45,14 +48,21 @@ def explain(plan: Plan, console: Console) -> None:
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """`plan.json`: the same facts for tools. Unknown is null, with a reason."""
+    target = plan.target
     return {
         "schema_version": SCHEMA_VERSION,
         "target": {
-            "name": plan.target.name,
-            "num_devices": plan.target.num_devices,
-            "hbm_bytes_per_device": plan.target.hbm_bytes_per_device,
+            "name": target.name,
+            "chip": target.chip.name if target.chip else None,
+            "num_chips": target.num_chips,
+            "num_devices": target.num_devices,
+            "num_slices": target.num_slices,
+            "shape": list(target.shape) if target.shape else None,
+            "peak_flops_per_second_per_device": target.peak_flops_per_second,
+            "hbm_bytes_per_device": target.hbm_bytes_per_device,
         },
         "mesh": dict(plan.mesh.sizes),
+        "placement": {axis: _placed(plan, axis) for axis in plan.mesh.placement.describe()},
         "warnings": [asdict(warning) for warning in plan.sharding.warnings],
         "program": {
             "num_parameters": plan.num_parameters,
@@ -68,6 +78,24 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "optimizer": [_row(array) for array in plan.optimizer_state],
             "activations": [_row(array) for array in plan.sharding.activations],
         },
+    }
+
+
+def _bandwidth(plan: Plan, axis: str) -> str:
+    link = plan.mesh.placement.link_of([axis])
+    return f": {link.bytes_per_second / 1e9:,.4g} GB/s per device" if link.bytes_per_second else ""
+
+
+def _placed(plan: Plan, axis: str) -> dict[str, Any]:
+    placement = plan.mesh.placement
+    link = placement.link_of([axis])
+    return {
+        "where": placement.describe()[axis],
+        "parts": [asdict(part) for part in placement.parts.get(axis, ())],
+        "link": link.kind,
+        "bytes_per_second_per_device": link.bytes_per_second,
+        "latency_seconds": link.latency_seconds if link.levels else None,
+        **({} if link.levels else {"reason": link.note}),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from .placement import Placement, plan_placement
 from .problems import ConfigError, Problem
 from .spec import MeshSpec
 from .target import TargetPlan
@@ -16,9 +17,11 @@ from .target import TargetPlan
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Sizes of all mesh axes, slowest link first; an axis that is not used has size 1."""
+    """Sizes of all mesh axes, slowest link first; an axis that is not used has size 1. placement: on which links each
+    of them lies."""
 
     sizes: Mapping[str, int]
+    placement: Placement
 
     @property
     def num_devices(self) -> int:
@@ -34,9 +37,11 @@ class MeshPlan:
         return AbstractMesh(tuple(self.sizes.values()), names, axis_types=(axis_type,) * len(names))
 
     def of_devices(self, devices: Sequence[Any]) -> Mesh:
-        """The mesh over these devices."""
+        """The mesh over these devices, laid as the placement says; JAX orders devices of no known links."""
         names = tuple(self.sizes)
         auto = (AxisType.Auto,) * len(names)
+        if self.placement.is_known:
+            return Mesh(self.placement.ordered(devices), names, axis_types=auto)
         return jax.make_mesh(tuple(self.sizes.values()), names, axis_types=auto, devices=devices)
 
     def __str__(self) -> str:
@@ -47,7 +52,7 @@ class MeshPlan:
 def plan_mesh(spec: MeshSpec, target: TargetPlan) -> MeshPlan:
     """Sizes with -1 filled in: {fsdp: -1, tensor: 2} over 8 devices -> {fsdp: 4, tensor: 2}.
 
-    Raises ConfigError where the product of the axes is not the number of devices.
+    Raises ConfigError where the product of the axes is not the number of devices, or no axis can cross its slices.
     """
     sizes: dict[str, int] = spec.model_dump()
     free = [axis for axis, size in sizes.items() if size == -1]
@@ -62,7 +67,7 @@ def plan_mesh(spec: MeshSpec, target: TargetPlan) -> MeshPlan:
         sizes[free[0]] = target.num_devices // fixed
     elif fixed != target.num_devices:
         raise ConfigError([Problem("mesh", f"{shown} is {fixed}, not the {devices}", _fix(sizes, target))])
-    return MeshPlan(MappingProxyType(sizes))
+    return MeshPlan(MappingProxyType(sizes), plan_placement(sizes, target))
 
 
 def _fix(sizes: Mapping[str, int], target: TargetPlan) -> str:

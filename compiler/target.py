@@ -1,6 +1,7 @@
 """Which devices the step is for: how many, how they are connected, and what one of them can do."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -120,16 +121,34 @@ def _plain(name: str, platform: str, num_devices: int) -> TargetPlan:
 
 def _local(spec: LocalTarget, compute: ComputeType) -> TargetPlan:
     """What is attached; a chip that has a file is known by its kind of device."""
-    devices = jax.devices()
-    num_devices = spec.num_devices or len(devices)
-    found = (chip_file(kind) for kind in kinds() if kind != "cpu")
-    chip = next((chip for chip, _ in found if chip.device_kind == devices[0].device_kind), None)
-    plan = _plain(spec.name, jax.default_backend(), num_devices)
+    attached = jax.devices()
+    devices = attached[: spec.num_devices or len(attached)]
+    plan = _plain(spec.name, jax.default_backend(), spec.num_devices or len(attached))
+    files = (chip_file(kind) for kind in kinds() if kind != "cpu")
+    known = next((file for file in files if file[0].device_kind == devices[0].device_kind), None)
     peak, hbm = spec.peak_flops_per_second, spec.hbm_bytes_per_device
-    if chip:
+    if known:
+        chip, network = known
         peak, hbm = peak or _peak(chip, compute), hbm or chip.compiler_hbm_bytes // chip.num_devices
-        plan = replace(plan, chip=chip, num_chips=max(1, num_devices // chip.num_devices))
+        num_slices, shape = _attached_shape(devices, chip, network)
+        num_chips = max(1, plan.num_devices // chip.num_devices)
+        plan = replace(plan, chip=chip, network=network, num_chips=num_chips, num_slices=num_slices, shape=shape)
     return replace(plan, peak_flops_per_second=peak, hbm_bytes_per_device=hbm)
+
+
+def _attached_shape(
+    devices: Sequence[Any], chip: ChipSpec, network: TorusSpec | SwitchSpec
+) -> tuple[int, Shape | None]:
+    """(slices, shape of one) of attached devices; no shape where they fill none, as a part of a slice may not."""
+    groups = {getattr(device, "slice_index", 0) or 0 for device in devices}  # of GPUs: what shares NVLink
+    if isinstance(network, SwitchSpec):
+        num_nodes, rest = len(groups), len(devices) % len(groups)
+        return 1, None if rest else (num_nodes, len(devices) // num_nodes)
+    num_axes = len(network.chips_per_host)
+    along = [{device.coords[i] for device in devices} for i in range(num_axes)]
+    shape = tuple(max(places) - min(places) + 1 for places in along)
+    fills = math.prod(shape) * chip.num_devices * len(groups) == len(devices)
+    return len(groups), shape if fills else None
 
 
 def _peak(chip: ChipSpec, compute: ComputeType) -> float | None:

@@ -47,6 +47,7 @@ class TorusSpec(Config):
     kind: Literal["torus"]
     link_bytes_per_second: PositiveFloat  # one way
     hop_seconds: PositiveFloat
+    core_bytes_per_second: PositiveFloat | None  # between two devices of a chip, one way; None: it has one
     wrapped_size: PositiveInt | None  # an axis of this size is a ring
     cube_size: PositiveInt | None  # slices of whole cubes: all axes are rings
     most_chips: PositiveInt  # of one slice

@@ -13,12 +13,14 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.driver import Programs, build, lower
 from meshloom.compiler.optimizers import AdamWConfig
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.schedules import CosineSchedule
 from meshloom.compiler.spec import RunSpec
 from meshloom.compiler.step import build_loss
+from meshloom.compiler.target import TargetPlan, plan_target
 from meshloom.models import Context, Model
 
 
@@ -62,6 +64,12 @@ def reference_adamw(run: RunSpec, params: Any, gradients: Any, moments: Any, ste
         decay = 0.0 if "scale_E" in str(path) else spec.weight_decay
         updated.append(np.asarray(p, np.float64) - rate * (direction + decay * np.asarray(p, np.float64)))
     return jax.tree.unflatten(tree, updated), norm, rate
+
+
+def target_of(name: str, *, num_slices: int = 1) -> TargetPlan:
+    """The plan of a target by its name, computing in bfloat16."""
+    chosen = (f"target={name}", *(() if num_slices == 1 else (f"target.num_slices={num_slices}",)))
+    return plan_target(read_spec(Request(chosen), then=lambda spec: spec.target), "bfloat16")
 
 
 def programs_of(plan: Plan) -> Programs:

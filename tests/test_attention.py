@@ -12,14 +12,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from conftest import plan_of, spec_of
-from helpers import forward
+from helpers import forward, target_of
 from meshloom.compiler.attention import attend_splash, build_attend, plan_attention
 from meshloom.compiler.problems import ConfigError
-from meshloom.compiler.target import TargetPlan, plan_target
-from meshloom.compiler.target_names import chip_file
-from meshloom.compiler.target_spec import CpuTarget, GpuTarget, TpuTarget
 from meshloom.models.attention import attend
 
+HERE = {"cpu": "cpu-8", "gpu": "h100-8", "tpu": "v5e-8"}
 CASES = {
     "causal": (None, None, False),
     "window": (5, None, False),
@@ -116,20 +114,6 @@ def test_splash_compiles_for_tpu_with_no_scores_in_memory_and_no_collectives():
     assert temporary["splash"] < temporary["xla"] / 20
 
 
-def target_on(platform: str) -> TargetPlan:
-    specs = {
-        "cpu": lambda: CpuTarget(kind="cpu", num_devices=8),
-        "tpu": lambda: _of("tpu", TpuTarget, "v5e", (2, 4), num_slices=1),
-        "gpu": lambda: _of("gpu", GpuTarget, "h100", (1, 8)),
-    }
-    return plan_target(specs[platform](), "bfloat16")
-
-
-def _of(kind, target, chip, shape, **more):
-    chip, network = chip_file(chip)
-    return target(kind=kind, shape=shape, chip=chip, network=network, **more)
-
-
 @pytest.mark.parametrize(
     ("overrides", "platform", "expected"),
     [
@@ -142,7 +126,7 @@ def _of(kind, target, chip, shape, **more):
     ],
 )
 def test_auto_takes_the_platforms_kernel_where_it_can_run(overrides, platform, expected):
-    plan = plan_attention(spec_of(*overrides), target_on(platform))
+    plan = plan_attention(spec_of(*overrides), target_of(HERE[platform]))
     assert plan.implementation == expected
     assert plan.reason
 
@@ -158,7 +142,7 @@ def test_auto_takes_the_platforms_kernel_where_it_can_run(overrides, platform, e
 )
 def test_a_kernel_that_cannot_run_is_refused(overrides, platform):
     with pytest.raises(ConfigError, match=r"kernels\.attention"):
-        plan_attention(spec_of(*overrides), target_on(platform))
+        plan_attention(spec_of(*overrides), target_of(HERE[platform]))
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def naive_spec(array: Array, table: list[dict]) -> PartitionSpec | None:
 def why_it_could_not_run(values: dict) -> str | None:
     """Found without our planner's checks: by JAX's own sharding types and by counting."""
     spec = RunSpec.model_validate_json(json.dumps(values))
-    mesh = plan_mesh(spec.mesh, plan_target(spec.target)).of_devices(jax.devices())
+    mesh = plan_mesh(spec.mesh, plan_target(spec.target, spec.precision.compute)).of_devices(jax.devices())
     arrays = find_arrays(spec, spec.model.build())
     computing = set()
     for table, of_table in (("parameters", arrays.parameters), ("activations", arrays.activations)):

@@ -15,14 +15,22 @@ from meshloom.compiler.arrays import Array
 from meshloom.compiler.mesh import MeshPlan, plan_mesh
 from meshloom.compiler.problems import ConfigError
 from meshloom.compiler.spec import MeshSpec, Rule
-from meshloom.compiler.target import TargetPlan
+from meshloom.compiler.target import TargetPlan, plan_target
+from meshloom.compiler.target_spec import CpuTarget
 from meshloom.compiler.trees import leaves_by_path, like
 
 AXES = ("replica", "data", "fsdp", "stage", "context", "expert", "tensor")
 
 
 def _mesh(**sizes: int) -> MeshPlan:
-    return MeshPlan({axis: sizes.get(axis, 1) for axis in AXES})
+    return plan_mesh(
+        MeshSpec.model_validate({axis: sizes.get(axis, 1) for axis in AXES}),
+        _simulated(math.prod(sizes.values())),
+    )
+
+
+def _simulated(num_devices: int) -> TargetPlan:
+    return plan_target(CpuTarget(kind="cpu", num_devices=num_devices), "float32")
 
 
 def _rules(*pairs: tuple[str, str]) -> tuple[Rule, ...]:
@@ -136,7 +144,7 @@ def test_every_array_has_a_reason():
      ({"data": 2, "fsdp": 2, "tensor": 2}, 8, {"data": 2, "fsdp": 2, "tensor": 2})],
 )  # fmt: skip
 def test_mesh_fills_in_what_is_left(sizes, devices, expected):
-    target = TargetPlan("cpu", "cpu", devices, None, None)
+    target = _simulated(devices)
     mesh = plan_mesh(MeshSpec(**{axis: sizes.get(axis, 1) for axis in AXES}), target)
     assert dict(mesh.sizes) == {axis: expected.get(axis, 1) for axis in AXES}
     assert mesh.num_devices == devices
@@ -145,7 +153,7 @@ def test_mesh_fills_in_what_is_left(sizes, devices, expected):
 def test_mesh_of_another_product_is_refused():
     for sizes in ({"fsdp": 3}, {"fsdp": -1, "data": -1}, {"fsdp": -1, "tensor": 3}, {"data": 16}):
         with pytest.raises(ConfigError):
-            plan_mesh(MeshSpec(**{axis: sizes.get(axis, 1) for axis in AXES}), TargetPlan("cpu", "cpu", 8, None, None))
+            plan_mesh(MeshSpec(**{axis: sizes.get(axis, 1) for axis in AXES}), _simulated(8))
 
 
 def test_trees_by_path_and_back():
