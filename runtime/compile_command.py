@@ -20,6 +20,7 @@ from meshloom.compiler.analysis import analyse_schedule
 from meshloom.compiler.aot import REMATERIALIZATION, STEP, Built, check_compiler_options, compile_ahead
 from meshloom.compiler.build_report import BuildFacts, build_report, does_fit
 from meshloom.compiler.driver import PROGRAMS, Programs, lower, plan_run
+from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import DOES_NOT_FIT, ConfigError, Problem, all_of
@@ -92,7 +93,7 @@ def compile_step(job: CompileJob, run_dir: Path, *, overrides: tuple[str, ...], 
     write_declaration(plan, run_dir)
     schedule = analyse_schedule(built.text, plan) if built.text is not None else None
     facts = BuildFacts(fingerprint, lower_seconds, "hit" if found else "miss" if store else "off", overrides)
-    report = build_report(plan, built, facts, schedule)
+    report = build_report(plan, built, facts, estimate_step(plan), schedule)
     files = write_report(report, plan, run_dir, events=schedule.events if schedule else ())
     _show_result(console, report, files, found, run_dir)
     return DOES_NOT_FIT if fits is False else 0
