@@ -66,10 +66,11 @@ def analyse_schedule(text: str, plan: Plan) -> ScheduleAnalysis:
     return ScheduleAnalysis(collectives, _step(result, plan), _events(result, plan), _unknown(result, plan))
 
 
-def source_of(op_name: str, paths: Sequence[str]) -> str:
+def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:
     """'jit(step)/transpose(jvp(head))/weight=head/kernel_EV/reduce_scatter' -> 'head/kernel_EV, backward'.
 
-    Where the compiler joined several, the first of them and how many more. paths: of all parameters.
+    Where the compiler joined several, the first of them and how many more. kind: of the collective; what reduces a
+    weight moves its gradient. paths: of all parameters.
     """
     if not op_name:
         return "made by the compiler"
@@ -78,7 +79,9 @@ def source_of(op_name: str, paths: Sequence[str]) -> str:
     found = [path for match in known for path in paths if match and f"{match[1]}/".startswith(f"{path}/")]
     first = found[0] if found else "/".join(names[0].split("/")[-2:])
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return f"{first}{more}, {direction_of(op_name)}"
+    direction = direction_of(op_name)
+    is_gradient = bool(found) and kind != "all-gather" and direction == "forward"
+    return f"{first}{more}, {'backward' if is_gradient else direction}"
 
 
 def _separated(op_name: str) -> list[str]:
@@ -141,7 +144,7 @@ def _collective(
         hidden_behind=tuple(name for name, _ in behind[:NUM_SHOWN_BEHIND]),
         is_async=found.is_async,
         form=found.form,
-        source=source_of(found.op_name, paths),
+        source=source_of(found.op_name, found.kind, paths),
         where=_where(totals),
         confidence="high" if is_certain else "low",
         name=found.name,

@@ -141,7 +141,7 @@ def _compile(request: Request, flags: argparse.Namespace) -> int:
         run_dir = _shown(Path(HydraConfig.get().runtime.output_dir))
         with process_log(run_dir, Processes()):
             try:
-                exit_codes[0] = compile_step(job, run_dir, overrides=request.overrides, console=Console())
+                exit_codes[0] = compile_step(job, run_dir, request=request, console=Console())
             except MISTAKES as error:  # Hydra would print a line of its own about it
                 LOG.error(error, exc_info=isinstance(error, OSError))
                 exit_codes[0] = _show(as_config_error(error))

@@ -18,14 +18,16 @@ from rich.console import Console
 
 from meshloom.compiler.analysis import analyse_schedule
 from meshloom.compiler.aot import REMATERIALIZATION, STEP, Built, check_compiler_options, compile_ahead
-from meshloom.compiler.build_report import BuildFacts, build_report, does_fit
+from meshloom.compiler.build_report import BuildFacts, build_report, does_fit, taken_bytes
+from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.driver import PROGRAMS, Programs, lower, plan_run
 from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import DOES_NOT_FIT, ConfigError, Problem, all_of
 from meshloom.compiler.quiet import captured_stderr
-from meshloom.compiler.report import Report
+from meshloom.compiler.report import Change, Report
+from meshloom.compiler.savings import find_savings
 from meshloom.compiler.spec import RunSpec
 from meshloom.compiler.target import plan_target
 from meshloom.compiler.topology import find_devices, options_without_device
@@ -70,12 +72,12 @@ def prepare_compile(spec: RunSpec) -> CompileJob:
     return CompileJob(plan, devices, captured.lines)
 
 
-def compile_step(job: CompileJob, run_dir: Path, *, overrides: tuple[str, ...], console: Console) -> int:
+def compile_step(job: CompileJob, run_dir: Path, *, request: Request, console: Console) -> int:
     """Compile, or find what was compiled before; write the report. Returns the exit code: 0, or DOES_NOT_FIT.
 
     Raises ConfigError for compiler options that are wrong, RunFailed where the compiler fails.
     """
-    plan = job.plan
+    plan, overrides = job.plan, request.overrides
     _show_header(console, job)
     with captured_stderr(run_dir / COMPILER_LOG) as captured, cached_compilation(None):
         mesh = plan.mesh.of_devices(job.devices)
@@ -93,10 +95,23 @@ def compile_step(job: CompileJob, run_dir: Path, *, overrides: tuple[str, ...], 
     write_declaration(plan, run_dir)
     schedule = analyse_schedule(built.text, plan) if built.text is not None else None
     facts = BuildFacts(fingerprint, lower_seconds, "hit" if found else "miss" if store else "off", overrides)
-    report = build_report(plan, built, facts, estimate_step(plan), schedule)
+    changes = _savings(plan, built, request) if fits is False else ()
+    report = build_report(plan, built, facts, estimate_step(plan), schedule, changes=changes)
     files = write_report(report, plan, run_dir, events=schedule.events if schedule else ())
     _show_result(console, report, files, found, run_dir)
     return DOES_NOT_FIT if fits is False else 0
+
+
+def _savings(plan: Plan, built: Built, request: Request) -> tuple[Change, ...]:
+    """What would make it fit, where it is known how much it lacks."""
+    needed, limit = taken_bytes(built), plan.target.hbm_bytes_per_device
+    if needed is None or limit is None:
+        return ()
+
+    def replan(more: tuple[str, ...]) -> Plan:
+        return read_spec(replace(request, overrides=(*request.overrides, *more)), then=plan_run)
+
+    return find_savings(plan, needed, limit, replan)
 
 
 def lower_for_target(plan: Plan, mesh: Mesh) -> Programs:
