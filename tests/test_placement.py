@@ -1,6 +1,8 @@
 """The mesh on the links: hand-computed bandwidths, a simulated torus, real topologies of libtpu."""
 
 import math
+import subprocess
+import sys
 from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
@@ -53,6 +55,11 @@ def placed(name: str, num_slices: int = 1, **sizes: int) -> Placement:
 def test_bandwidth_of_a_group(name, sizes, axes, gigabytes_per_second):
     link = placed(name, **sizes).link_of(axes)
     assert link.bytes_per_second == pytest.approx(gigabytes_per_second * 1e9)
+
+
+def test_the_arithmetic_of_links_needs_no_jax():
+    code = "import sys, meshloom.compiler.links; print('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_an_all_gather_over_both_axes_of_a_v5e_pod_takes_what_is_computed_by_hand():
