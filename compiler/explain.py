@@ -16,7 +16,6 @@ from .spec import Rule
 from .units import human_bytes
 
 
-
 def explain(plan: Plan, console: Console) -> None:
     """Print the plan: mesh, arrays with reasons, parameters and FLOPs; memory, communication and bounds of a step."""
     spec = plan.spec

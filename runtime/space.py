@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from meshloom.compiler.units import human_bytes
 from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.compiler.spec import RunSpec
+from meshloom.compiler.units import human_bytes
 
 LEAST_COMPRESSED = 0.5  # Orbax compresses arrays with zstd; trained float32 shrinks by a tenth, and never to a half
 
