@@ -134,7 +134,7 @@ def _chain(
         chain.append(link)
         if _is_array(link, readers, outputs, same):
             return chain
-        result = link.outputs[-1]
+        result = next(iter(link.outputs))
     return []
 
 
