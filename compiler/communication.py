@@ -22,9 +22,11 @@ Pass = Literal["forward", "backward", "update"]
 
 @dataclass(frozen=True)
 class PlannedCollective:
-    """All collectives of a step that are alike. bytes_each: of the full array of one of them, on the shards of the other
-    mesh axes that a device has. source: path of the parameter, or the operation whose partial results are added.
-    rule: the key of the rule that brings it about, None for sums over the batch that any split needs."""
+    """All collectives of a step that are alike.
+
+    bytes_each: of the full array of one of them, within the shards of the other mesh axes. source: path of the
+    parameter, or the operation whose partial results are added. rule: the key of the rule that brings it about.
+    """
 
     kind: CollectiveKind
     mesh_axes: Axes
@@ -68,7 +70,7 @@ def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective,
 
 
 def run_operations(program: Program, num_trips: int = 1) -> Iterator[tuple[Operation, int]]:
-    """Each operation whose result is used, with the times that a step runs it; those of loops' bodies in their place."""
+    """Each operation whose result is used, with the times that a step runs it; of loops, those of their bodies."""
     for operation in needed(program):
         if operation.body is None:
             yield operation, num_trips

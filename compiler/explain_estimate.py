@@ -56,7 +56,7 @@ def _memory(plan: Plan, estimate: StepEstimate) -> Table:
         ("scalars, batch", known.scalars + known.batch, "exact"),
         ("working parameters", peak.working_parameters, "shards in the compute type"),
         ("gathered weights", peak.gathered_weights, "whole, for use"),
-        ("gradients", peak.gradients, f"of {human_bytes(known.gradients)} that are accumulated by the end of the step"),
+        ("gradients", peak.gradients, f"{human_bytes(known.gradients)} accumulated in the end"),
         ("activations", peak.activations, "kept for the backward pass"),
         ("temporaries", peak.temporaries, "of the operation at hand"),
     )

@@ -1,7 +1,7 @@
 """Arithmetic of a traced program, counted from its matmuls."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ def matmul_flops(jaxpr: Jaxpr) -> int:
             (contracted, _), _ = equation.params["dimension_numbers"]
             left = equation.invars[0].aval.shape  # type: ignore[attr-defined]
             total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[d] for d in contracted)  # type: ignore[attr-defined]
-        inner = [matmul_flops(sub) for sub in _subprograms(equation.params)]
+        inner = [matmul_flops(sub) for sub in subprograms(equation.params)]
         if equation.primitive.name == "cond":
             total += max(inner)
         else:
@@ -50,7 +50,8 @@ def matmul_flops(jaxpr: Jaxpr) -> int:
     return total
 
 
-def _subprograms(params: dict[str, Any]) -> Iterator[Jaxpr]:
+def subprograms(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
+    """The jaxprs that an equation calls."""
     for value in params.values():
         for item in value if isinstance(value, (tuple, list)) else [value]:
             jaxpr = getattr(item, "jaxpr", item)

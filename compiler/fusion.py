@@ -17,6 +17,7 @@ The rest is in the order of the traced program.
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .program import Operation, Program
 
@@ -125,14 +126,15 @@ def _chain(
 ) -> list[Operation]:
     """The pointwise operations that read a matmul's result, each the only reader of the one before, up to an array."""
     chain: list[Operation] = []
-    result = operation.outputs[0]
+    result = operation.outputs[-1]
     while result not in outputs and len(readers[result]) == 1 and readers[result][0].kind == "pointwise":
-        chain.append(readers[result][0])
-        if len(chain[-1].outputs) > 1:
+        link = readers[result][0]
+        if len(link.outputs) > 1:
             return []
-        if _is_array(chain[-1], readers, outputs, same):
+        chain.append(link)
+        if _is_array(link, readers, outputs, same):
             return chain
-        result = chain[-1].outputs[0]
+        result = next(iter(link.outputs))
     return []
 
 
@@ -165,7 +167,7 @@ def _late_collectives(steps: Iterable[Step], *, is_ahead: bool) -> tuple[Step, .
 
 def _one_ahead(steps: list[Step]) -> list[Step]:
     gathers = [n for n, step in enumerate(steps) if step.operation.name == "all_gather"]
-    following = dict(zip(gathers, gathers[1:], strict=False))
+    following = dict(pairwise(gathers))
     moved = set(gathers[1:])
     ordered = []
     for n, step in enumerate(steps):

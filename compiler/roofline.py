@@ -1,5 +1,5 @@
-"""The least time that each part of a step can take: its arithmetic, its memory traffic and its communication alone, each
-at the full rate of the hardware. The largest of the three binds.
+"""The least time that each part of a step can take: its arithmetic, its memory traffic, its communication, each alone
+and at the full rate of the hardware. The largest of the three binds.
 
 FLOPs are those that are run: remat's included, of kernels the blocks that a causal mask leaves. HBM bytes are those
 that the fused program reads and writes (fusion.py), each operation's operands once, however it tiles them. Link bytes
@@ -112,6 +112,6 @@ def _part(scope: str, stacks: dict[str, str]) -> str:
 
 
 def _share(operation: Operation) -> float:
-    """Of a kernel's blocks, those that are computed: a causal mask leaves the n (n + 1) / 2 of n x n that it touches."""
+    """Of a kernel's n x n blocks, those that are computed: a causal mask leaves n (n + 1) / 2."""
     n = operation.num_blocks
     return (n + 1) / (2 * n) if n else 1.0

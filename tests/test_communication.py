@@ -9,7 +9,8 @@ from conftest import plan_of
 from helpers import collective_elements_per_step, collectives_per_step
 from meshloom.compiler.communication import link_bytes, plan_communication
 from meshloom.compiler.driver import lower
-from meshloom.compiler.program import Collective, read_step
+from meshloom.compiler.program import Collective
+from meshloom.compiler.read_program import read_step
 
 TENSOR_8 = ("sharding=tensor", "mesh.data=1", "mesh.tensor=8")
 
@@ -51,8 +52,10 @@ def test_each_weight_is_gathered_forward_and_backward_by_the_rule_that_splits_it
     facts = {(one.kind, one.direction, one.count, one.rule) for one in rows}
     rule = "sharding.parameters[0]"
     assert facts == {
-        ("all-gather", "forward", 3, rule), ("all-gather", "backward", 3, rule), ("reduce-scatter", "backward", 3, rule),
-    }  # fmt: skip
+        ("all-gather", "forward", 3, rule),
+        ("all-gather", "backward", 3, rule),
+        ("reduce-scatter", "backward", 3, rule),
+    }
     assert {one.mesh_axes for one in rows} == {("fsdp",)}
     assert {one.bytes_each for one in rows} == {4 * 32 * 64}
     assert {one.source for one in _planned("sharding=fsdp")} >= {p.array.path for p in plan.sharding.parameters}

@@ -1,0 +1,289 @@
+"""The train step as it is traced, read without a compiler: operations in order, bytes on a device of each value.
+
+The step is traced over the abstract mesh, by the same function that is compiled later (step.py), so nothing here can
+tell of another program. Calls are inlined, loops stay loops. Values that are split over automatic mesh axes are
+followed through the operations (propagate.py); an operation that contracts a split dimension brings an all-reduce.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+from jax.extend.core import Literal as Constant
+
+from .batch import batch_arrays
+from .flops import matmul_flops, subprograms
+from .gather import axes_of
+from .operation_kinds import COLLECTIVES, KERNELS, LANES, OTHERS, causal_blocks, kind_of
+from .plan import Plan
+from .program import Collective, Kind, Operation, Program
+from .propagate import Axes, Layout, propagate
+from .step import build_train_step
+
+
+def read_step(plan: Plan) -> Program:
+    """Trace the plan's train step and read it. Inputs: the leaves of the state, then those of the batch."""
+    shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in batch_arrays(plan.spec)}
+    with jax.sharding.use_abstract_mesh(plan.mesh.abstract()):
+        traced = jax.make_jaxpr(build_train_step(plan))(plan.abstract, batch)
+    is_spec = lambda node: isinstance(node, jax.sharding.PartitionSpec)  # noqa: E731
+    specs = jax.tree.leaves(plan.specs, is_leaf=is_spec)
+    specs += [jax.sharding.PartitionSpec(plan.sharding.batch_axes or None)] * len(batch)
+    layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
+    return read_jaxpr(traced.jaxpr, layouts, plan.mesh.sizes)
+
+
+def read_jaxpr(jaxpr: Jaxpr, layouts: Sequence[Layout], mesh_sizes: Mapping[str, int]) -> Program:
+    """Any jaxpr, with its arguments laid out so."""
+    return _Reader(mesh_sizes).read(jaxpr, layouts, "")
+
+
+def layout_of(spec: Any, rank: int) -> Layout:
+    """A PartitionSpec with an entry for each dimension."""
+    entries = [axes_of(entry) for entry in spec]
+    return (*entries, *[()] * (rank - len(entries)))
+
+
+@dataclass
+class _Reader:
+    """Reads one jaxpr; a reader of its own for each loop's body."""
+
+    mesh_sizes: Mapping[str, int]
+    operations: list[Operation] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)  # of each value's last dimension
+
+    def read(self, jaxpr: Jaxpr, layouts: Sequence[Layout], scope: str) -> Program:
+        inputs = [self.value(x.aval, layout) for x, layout in zip(jaxpr.invars, layouts, strict=True)]
+        outputs = self.inline(jaxpr, inputs, scope)
+        self.pad()
+        return Program(tuple(self.operations), tuple(self.sizes), tuple(self.dtypes), tuple(inputs), tuple(outputs))
+
+    def value(self, aval: Any, layout: Layout) -> int:
+        dtype = getattr(aval, "dtype", None)
+        itemsize = getattr(dtype, "itemsize", 0) or 0
+        shape = getattr(aval, "shape", ())
+        layout = tuple(tuple(axis for axis in axes if self.mesh_sizes[axis] > 1) for axes in layout)
+        shards = self.num_shards(tuple(axis for axes in layout for axis in axes))
+        is_elsewhere = getattr(aval, "memory_space", None) == jax.memory.Space.Host
+        self.sizes.append(0 if is_elsewhere else math.prod(shape) * itemsize // shards)
+        self.widths.append(shape[-1] if shape else 0)
+        self.dtypes.append(str(dtype))
+        self.layouts.append(layout)
+        return len(self.sizes) - 1
+
+    def pad(self) -> None:
+        """Arrays that a TPU kernel takes or gives have its layout: a last dimension of less than 128 fills whole rows
+        of 128. So does what pointwise operations make of them, or them of."""
+        padded: dict[int, int] = {}
+        for operation in self.operations:
+            if operation.name == "pallas_call":
+                ends = (*operation.inputs, *operation.outputs)
+                padded |= {i: self.sizes[i] * LANES // self.widths[i] for i in ends if 1 < self.widths[i] < LANES}
+        found = -1
+        while padded and found != len(padded):
+            found = len(padded)
+            for operation in self.operations:
+                ends = [i for i in (*operation.inputs, *operation.outputs) if operation.kind in ("move", "pointwise")]
+                known = {self.sizes[i]: padded[i] for i in ends if i in padded}
+                padded |= {i: known[self.sizes[i]] for i in ends if self.sizes[i] in known}
+        for i, size in padded.items():
+            self.sizes[i] = size
+
+    def num_shards(self, axes: Axes) -> int:
+        return math.prod(self.mesh_sizes[axis] for axis in axes)
+
+    def inline(self, jaxpr: Jaxpr, inputs: Sequence[int], scope: str) -> list[int]:
+        """Append the operations of a jaxpr whose arguments are these values; gives those of its results."""
+        known: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def index(x: Any) -> int:
+            if isinstance(x, Constant) or x not in known:  # a literal, or a value that is dropped
+                return self.value(x.aval, ((),) * getattr(x.aval, "ndim", 0))
+            return known[x]
+
+        for equation in jaxpr.eqns:
+            operands = [index(x) for x in equation.invars]
+            inner = "/".join(filter(None, (scope, str(equation.source_info.name_stack))))
+            results = self.equation(equation, operands, inner)
+            known.update(zip(equation.outvars, results, strict=True))
+        return [index(x) for x in jaxpr.outvars]
+
+    def equation(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        name, params = equation.primitive.name, equation.params
+        if name == "shard_map":
+            return self.shard_map(equation, operands, scope)
+        if name == "scan":
+            return self.scan(equation, operands, scope)
+        if name == "while":
+            return self.while_loop(equation, operands, scope)
+        if name == "cond":
+            branches = [branch.jaxpr for branch in params["branches"]]
+            return self.inline(max(branches, key=matmul_flops), operands[1:], scope)
+        called = None if name.startswith(KERNELS) or name in OTHERS else next(subprograms(params), None)
+        if called is not None and len(called.invars) == len(operands):
+            return self.inline(called, operands, scope)
+        return self.single(equation, operands, scope)
+
+    def single(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        """An operation that calls nothing."""
+        name = equation.primitive.name
+        kind = kind_of(equation)
+        layouts = [self.layouts[i] for i in operands]
+        reduced: Axes = ()
+        if name == "sharding_constraint":
+            found = [layout_of(equation.params["sharding"].spec, len(layouts[0]))]
+            operands = self.resharded(equation, operands, found[0], scope)
+        elif kind in ("kernel", "collective") or len(equation.outvars) > 1:
+            found = [_like_operands(x, equation, layouts) for x in equation.outvars]
+        else:
+            layout, reduced = propagate(equation, layouts, self.num_shards)
+            found = [layout]
+        results = [self.value(x.aval, layout) for x, layout in zip(equation.outvars, found, strict=True)]
+        collective = self.collective(equation, operands, results) if kind == "collective" else None
+        flops = self.flops(equation, kind, operands, results)
+        blocks = causal_blocks(equation) if name == "pallas_call" else 0
+        self.operations.append(
+            Operation(kind, name, scope, tuple(operands), tuple(results), flops, collective, num_blocks=blocks)
+        )
+        if reduced := tuple(axis for axis in reduced if self.mesh_sizes[axis] > 1):
+            return self.all_reduced(equation, results[0], reduced, scope)
+        return results
+
+    def resharded(self, equation: Any, operands: list[int], wanted: Layout, scope: str) -> list[int]:
+        """The operand with an all-to-all in front where a constraint moves mesh axes from one dimension to another, an
+        all-gather where it wants them gone."""
+        before = self.layouts[operands[0]]
+        lost = [axis for old, new in zip(before, wanted, strict=True) for axis in old if axis not in new]
+        axes = tuple(axis for axis in lost if self.mesh_sizes[axis] > 1)
+        if not axes:
+            return operands
+        is_moved = any(axis in new for new in wanted for axis in axes)
+        kept = tuple(tuple(axis for axis in old if axis not in axes) for old in before)
+        result = self.value(equation.invars[0].aval, wanted if is_moved else kept)
+        full = self.sizes[operands[0]] * self.num_shards(axes)
+        collective = Collective("all-to-all" if is_moved else "all-gather", axes, full, self.dtypes[result])
+        self.operations.append(
+            Operation("collective", equation.primitive.name, scope, (operands[0],), (result,), 0, collective)
+        )
+        return [result]
+
+    def all_reduced(self, equation: Any, partial: int, axes: Axes, scope: str) -> list[int]:
+        result = self.value(equation.outvars[0].aval, self.layouts[partial])
+        collective = Collective("all-reduce", axes, self.sizes[partial], self.dtypes[partial])
+        self.operations.append(
+            Operation("collective", equation.primitive.name, scope, (partial,), (result,), 0, collective)
+        )
+        return [result]
+
+    def collective(self, equation: Any, operands: list[int], results: list[int]) -> Collective:
+        name, params = equation.primitive.name, equation.params
+        axes = params.get("axis_name", params.get("axes", ()))
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        axes = tuple(axis for axis in axes if isinstance(axis, str) and self.mesh_sizes[axis] > 1)
+        full = max(sum(self.sizes[i] for i in operands), sum(self.sizes[i] for i in results))
+        return Collective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]])
+
+    def flops(self, equation: Any, kind: Kind, operands: list[int], results: list[int]) -> int:
+        """Of this device, matmuls alone. Of a kernel: its blocks' matmuls, once for each step of its grid."""
+        if kind == "matmul":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left, layout = equation.invars[0].aval.shape, self.layouts[operands[0]]
+            length = math.prod(left[d] // self.num_shards(layout[d]) for d in contracted)
+            out = equation.outvars[0].aval
+            return 2 * length * self.sizes[results[0]] // out.dtype.itemsize
+        if equation.primitive.name == "pallas_call":
+            grid = math.prod(n for n in equation.params["grid_mapping"].grid if isinstance(n, int))
+            return grid * sum(matmul_flops(inner) for inner in subprograms(equation.params))
+        return 0
+
+    def shard_map(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        """Inside, what was split over its manual axes has the shape of a shard."""
+        params = equation.params
+        manual = set(params.get("newly_manual_axes", params.get("manual_axes")))
+        for i, (operand, spec) in enumerate(zip(operands, params["in_specs"], strict=True)):
+            layout, wanted = self.layouts[operand], layout_of(spec, len(self.layouts[operand]))
+            inside = tuple(tuple(axis for axis in axes if axis not in manual) for axes in layout)
+            outside = tuple(w + tuple(axis for axis in n if axis not in w) for w, n in zip(wanted, inside, strict=True))
+            if outside != layout:  # moved to where it is wanted
+                operands[i] = self.moved(equation.invars[i].aval, operand, outside, scope)
+        inner = [self.entered(i, x.aval, manual, scope) for i, x in zip(operands, params["jaxpr"].invars, strict=True)]
+        results = self.inline(params["jaxpr"], inner, scope)
+        found = []
+        for i, x, spec in zip(results, equation.outvars, params["out_specs"], strict=True):
+            rest = self.layouts[i]
+            layout = tuple(w + r for w, r in zip(layout_of(spec, len(rest)), rest, strict=True))
+            found.append(self.moved(x.aval, i, layout, scope))
+        return found
+
+    def entered(self, operand: int, aval: Any, manual: set[str], scope: str) -> int:
+        layout = tuple(tuple(axis for axis in axes if axis not in manual) for axes in self.layouts[operand])
+        return self.moved(aval, operand, layout, scope)
+
+    def moved(self, aval: Any, operand: int, layout: Layout, scope: str) -> int:
+        result = self.value(aval, layout)
+        kind: Kind = "move" if self.sizes[result] == self.sizes[operand] else "pointwise"
+        self.operations.append(Operation(kind, "shard_map", scope, (operand,), (result,)))
+        return result
+
+    def scan(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        params = equation.params
+        consts, carried = params["num_consts"], params["num_carry"]
+        layouts = [self.layouts[i] for i in operands]
+        first = consts + carried
+        inside = [*layouts[:first], *(layout[1:] for layout in layouts[first:])]
+        body, program = self.loop_body(params["jaxpr"].jaxpr, inside, range(consts, first), scope)
+        results = []
+        for place, (x, i) in enumerate(zip(equation.outvars, program.outputs, strict=True)):
+            layout = body.layouts[i] if place < carried else ((), *body.layouts[i])
+            results.append(self.value(x.aval, layout))
+            if place >= carried:  # as it lies in the body
+                self.sizes[results[-1]] = params["length"] * program.sizes[i]
+        self.operations.append(
+            Operation("loop", "scan", scope, tuple(operands), tuple(results), body=program,
+                      num_trips=params["length"], num_carried=carried)
+        )  # fmt: skip
+        return results
+
+    def loop_body(self, jaxpr: Jaxpr, layouts: list[Layout], carried: range, scope: str) -> tuple["_Reader", Program]:
+        """What a loop carries lies at the start as at the end of a trip: zeros that sums begin with are split too."""
+        while True:
+            body = _Reader(self.mesh_sizes)
+            program = body.read(jaxpr, layouts, scope)
+            ends = [body.layouts[i] for i in program.outputs[: len(carried)]]
+            split = [
+                tuple(end or start for start, end in zip(layouts[place], layout, strict=True))
+                for place, layout in zip(carried, ends, strict=True)
+            ]
+            if split == layouts[carried.start : carried.stop]:
+                return body, program
+            layouts = [*layouts[: carried.start], *split, *layouts[carried.stop :]]
+
+    def while_loop(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        """Its number of trips is not known before it runs: one."""
+        params = equation.params
+        inside = operands[params["cond_nconsts"] :]
+        consts, num = params["body_nconsts"], len(inside)
+        layouts = [self.layouts[i] for i in inside]
+        body, program = self.loop_body(params["body_jaxpr"].jaxpr, layouts, range(consts, num), scope)
+        results = [self.value(x.aval, body.layouts[i]) for x, i in zip(equation.outvars, program.outputs, strict=True)]
+        self.operations.append(
+            Operation("loop", "while", scope, tuple(inside), tuple(results), body=program, num_carried=len(results))
+        )
+        return results
+
+
+def _like_operands(out: Any, equation: Any, layouts: Sequence[Layout]) -> Layout:
+    """An operation with several results, or one that says nothing of layouts: each as the first operand of its rank."""
+    shape = getattr(out.aval, "shape", ())
+    for x, layout in zip(equation.invars, layouts, strict=True):
+        if len(x.aval.shape) == len(shape) and any(layout):
+            return layout
+    return ((),) * len(shape)
