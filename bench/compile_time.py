@@ -15,7 +15,8 @@ import tempfile
 import time
 from collections import defaultdict
 
-PARTS = ("python", "import", "config", "plan", "devices", "trace", "lower", "compile", "serialise, read back", "report")
+PARTS = ("python", "import", "config", "plan", "devices", "trace", "lower", "compile", "serialise, as text",
+         "parse and simulate", "report")  # fmt: skip
 EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
     "/jax/core/compile/backend_compile_duration": "compile",
@@ -38,6 +39,7 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
 
     import jax
 
+    from meshloom.compiler.analysis import analyse_schedule
     from meshloom.compiler.aot import compile_ahead
     from meshloom.compiler.build_report import BuildFacts, build_report
     from meshloom.compiler.compose import Request, read_spec
@@ -71,10 +73,13 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     seconds["lower"] = 0.0  # with what is done beside JAX's own events
     done("lower", without=seconds["trace"])
     built = compile_ahead(lowered)
-    done("serialise, read back", without=seconds["compile"])
+    done("serialise, as text", without=seconds["compile"])
+    schedule = analyse_schedule(built.text, plan) if built.text is not None else None
+    done("parse and simulate")
     facts = BuildFacts(fingerprint_of(plan, lowered, mesh), 0.0, "off", tuple(overrides))
+    events = schedule.events if schedule else ()
     with tempfile.TemporaryDirectory() as folder:
-        write_report(build_report(plan, built, facts, None), plan, Path(folder), events=())
+        write_report(build_report(plan, built, facts, schedule), plan, Path(folder), events=events)
     done("report")
     return {**seconds, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
