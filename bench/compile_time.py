@@ -15,20 +15,8 @@ import tempfile
 import time
 from collections import defaultdict
 
-PARTS = (
-    "python",
-    "import",
-    "config",
-    "plan",
-    "devices",
-    "trace",
-    "lower",
-    "compile",
-    "serialise, read back",
-    "estimate",
-    "parse and simulate",
-    "report",
-)
+PARTS = ("python", "import", "config", "plan", "devices", "trace", "lower", "compile", "serialise, as text",
+         "parse and simulate", "report")  # fmt: skip
 EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
     "/jax/core/compile/backend_compile_duration": "compile",
@@ -86,15 +74,15 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     seconds["lower"] = 0.0  # with what is done beside JAX's own events
     done("lower", without=seconds["trace"])
     built = compile_ahead(lowered)
-    done("serialise, read back", without=seconds["compile"])
+    done("serialise, as text", without=seconds["compile"])
     estimate = estimate_step(plan)
     done("estimate")
-    schedule = analyse_schedule(built.text, plan) if built.text else None
+    schedule = analyse_schedule(built.text, plan) if built.text is not None else None
     done("parse and simulate")
     facts = BuildFacts(fingerprint_of(plan, lowered, mesh), 0.0, "off", tuple(overrides))
+    events = schedule.events if schedule else ()
     with tempfile.TemporaryDirectory() as folder:
-        report = build_report(plan, built, facts, estimate, schedule)
-        write_report(report, plan, Path(folder), events=schedule.events if schedule else ())
+        write_report(build_report(plan, built, facts, estimate, schedule), plan, Path(folder), events=events)
     done("report")
     return {**seconds, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 

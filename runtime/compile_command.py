@@ -37,11 +37,11 @@ from .artifact import FOLDER, Artifact, find_artifact, write_artifact
 from .compile_cache import cached_compilation
 from .declaration import write_declaration
 from .devices import plan_without_devices, start_devices
-from .display import say
 from .distributed import Processes
 from .failures import RunFailed
 from .interruptible import interruptibly
 from .report_files import write_report
+from .say import say
 
 LOG = logging.getLogger("meshloom")
 COMPILER_LOG = Path("logs/compiler.log")

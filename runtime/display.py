@@ -1,6 +1,5 @@
 """What a run says: a progress bar and a summary on a terminal, plain lines elsewhere."""
 
-import logging
 from types import TracebackType
 from typing import Self
 
@@ -11,8 +10,7 @@ from rich.table import Table
 from meshloom.compiler.plan import Plan
 
 from .metrics import Metrics
-
-LOG = logging.getLogger("meshloom")  # runtime/process_log.py gives it a file
+from .say import say
 
 
 class Display:
@@ -66,13 +64,6 @@ class Display:
     def input_wait_share(self) -> float:
         """Of the time of all steps shown, how much the devices may have stood still for their batches."""
         return self._input_wait_seconds / self._seconds if self._seconds else 0.0
-
-
-def say(console: Console, line: str, *, is_shown: bool = True) -> None:
-    """A line as it is, to the terminal and the log: no wrapping, no markup, so that it can be searched and copied."""
-    LOG.info(line)
-    if is_shown:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def show_header(console: Console, plan: Plan) -> None:

@@ -11,8 +11,8 @@ from meshloom.compiler.problems import ConfigError, Problem
 
 from .checkpoint import set_aside
 from .checkpoint_start import FOLDER, Start, describe, find_start
-from .display import say
 from .distributed import Processes, together
+from .say import say
 from .space import check_space
 
 

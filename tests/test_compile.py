@@ -277,6 +277,7 @@ def test_another_run_directory_takes_over_what_was_compiled(compiled):
     assert ours.built == theirs.built
 
 
+@pytest.mark.slow
 def test_train_loads_the_artifact(compiled):
     done = meshloom("train", *LINE, "artifact=run", "hydra.run.dir=trained", cwd=compiled)
     assert done.returncode == 0, done.stderr
@@ -293,7 +294,7 @@ def test_train_refuses_another_declaration_and_writes_nothing(compiled):
 
 @pytest.mark.slow
 def test_a_sweep_compiles_for_several_targets(tmp_path):
-    done = meshloom("compile", *LINE, "-m", "target=cpu-2,cpu-4", cwd=tmp_path)
+    done = meshloom("compile", "-m", *LINE, "target=cpu-2,cpu-4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "2 of 2 runs done" in done.stdout
     reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("multirun/*/*/*/report.json"))]
@@ -331,6 +332,7 @@ def test_a_missing_compiler_is_named_with_what_to_install():
     ]
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_a_compile_ends_it_and_leaves_no_report(tmp_path):
     line = [sys.executable, "-u", "-m", "meshloom", "compile", *SMALL, "model.num_layers=40", "hydra.run.dir=run",
             "compilation_cache=null"]  # fmt: skip
