@@ -10,10 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..explain import human_bytes
 from ..report import MemoryReport, Report
+from ..units import human_bytes, human_seconds, human_share
 from .facts import Fact, by_exposed, compute_by_kind, sums, unknown_values, verdict, why_exposed
-from .quantities import human_seconds, human_share
 
 WIDTH = 100
 BAR_WIDTH = 60
