@@ -15,7 +15,20 @@ import tempfile
 import time
 from collections import defaultdict
 
-PARTS = ("python", "import", "config", "plan", "devices", "trace", "lower", "compile", "serialise, read back", "report")
+PARTS = (
+    "python",
+    "import",
+    "config",
+    "plan",
+    "devices",
+    "trace",
+    "lower",
+    "compile",
+    "serialise, read back",
+    "estimate",
+    "parse and simulate",
+    "report",
+)
 EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
     "/jax/core/compile/backend_compile_duration": "compile",
@@ -38,10 +51,12 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
 
     import jax
 
+    from meshloom.compiler.analysis import analyse_schedule
     from meshloom.compiler.aot import compile_ahead
     from meshloom.compiler.build_report import BuildFacts, build_report
     from meshloom.compiler.compose import Request, read_spec
     from meshloom.compiler.driver import plan_run
+    from meshloom.compiler.estimate import estimate_step
     from meshloom.compiler.fingerprint import fingerprint_of
     from meshloom.compiler.topology import find_devices
     from meshloom.runtime.compile_command import lower_for_target
@@ -62,9 +77,9 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     mesh = plan.mesh.of_devices(devices)
     done("devices")
 
-    def count(event: str, duration: float, **_: str | int) -> None:
+    def count(event: str, duration_secs: float, **_: str | int) -> None:
         if part := EVENTS.get(event):
-            seconds[part] += duration
+            seconds[part] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(count)
     lowered = lower_for_target(plan, mesh)
@@ -72,9 +87,14 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     done("lower", without=seconds["trace"])
     built = compile_ahead(lowered)
     done("serialise, read back", without=seconds["compile"])
+    estimate = estimate_step(plan)
+    done("estimate")
+    schedule = analyse_schedule(built.text, plan) if built.text else None
+    done("parse and simulate")
     facts = BuildFacts(fingerprint_of(plan, lowered, mesh), 0.0, "off", tuple(overrides))
     with tempfile.TemporaryDirectory() as folder:
-        write_report(build_report(plan, built, facts, None), plan, Path(folder), events=())
+        report = build_report(plan, built, facts, estimate, schedule)
+        write_report(report, plan, Path(folder), events=schedule.events if schedule else ())
     done("report")
     return {**seconds, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 

@@ -17,7 +17,7 @@ from .report import CollectiveReport, Event, StepReport
 from .schedule import Simulation, simulate
 from .schedule.prices import Chip
 from .schedule.program import read_steps
-from .schedule.simulate import CollectiveTotals, Priced
+from .schedule.simulate import SMALLEST_SECONDS, CollectiveTotals, Priced
 from .schedule.steps import Collective
 
 NUM_SHOWN_BEHIND = 3
@@ -28,7 +28,7 @@ _JOINED = re.compile(r"\(([^()]*:[^()]*)\)")
 
 @dataclass(frozen=True)
 class ScheduleAnalysis:
-    """unknown: as in Report."""
+    """step: without the bound of its roofline, which is none of the schedule's. unknown: as in Report."""
 
     collectives: tuple[CollectiveReport, ...]
     step: StepReport
@@ -136,7 +136,7 @@ def _collective(
         dtype=found.dtype,
         count=totals.count,
         alone_seconds=alone,
-        hidden_seconds=None if exposed is None or alone is None else max(0.0, alone - exposed),
+        hidden_seconds=None if exposed is None or alone is None else _positive(alone - exposed),
         exposed_seconds=exposed,
         hidden_behind=tuple(name for name, _ in behind[:NUM_SHOWN_BEHIND]),
         is_async=found.is_async,
@@ -146,6 +146,11 @@ def _collective(
         confidence="high" if is_certain else "low",
         name=found.name,
     )
+
+
+def _positive(seconds: float) -> float:
+    """Without what rounding leaves of nothing."""
+    return seconds if seconds > SMALLEST_SECONDS else 0.0
 
 
 def _where(totals: CollectiveTotals) -> str:
@@ -190,9 +195,11 @@ def _events(result: Simulation, plan: Plan) -> tuple[Event, ...]:
 
 def _unknown(result: Simulation, plan: Plan) -> dict[str, str]:
     if plan.target.chip is None:
-        times = ("alone_seconds", "hidden_seconds", "exposed_seconds")
-        return {"step": NO_CHIP} | {f"collectives[*].{name}": NO_CHIP for name in times}
-    unknown = {"step.roofline_seconds": "not computed"}
+        of_each = ("alone_seconds", "hidden_seconds", "exposed_seconds")
+        of_step = ("compute_seconds", "exposed_seconds", "exposed_fraction", "predicted_seconds", "predicted_mfu")
+        names = [f"step.{name}" for name in of_step] + [f"collectives[*].{name}" for name in of_each]
+        return dict.fromkeys(names, NO_CHIP)
+    unknown: dict[str, str] = {}
     if plan.target.peak_flops_per_second is None:
         unknown["step.predicted_mfu"] = "the chip's peak in the compute type is not known"
     for index, totals in enumerate(result.collectives.values()):

@@ -5,20 +5,21 @@ from typing import Any, Literal
 
 from .analysis import ScheduleAnalysis
 from .aot import Built
+from .estimate import StepEstimate
 from .fingerprint import Fingerprint
+from .lint import lint
 from .plan import Plan
 from .report import (
     SCHEMA_VERSION,
     BuildReport,
     Change,
-    Finding,
     MemoryReport,
     ProgramReport,
     Report,
-    RooflinePart,
     StepReport,
     TargetReport,
 )
+from .roofline import roofline_seconds
 
 WITHIN_TEMPORARIES = "part of the temporaries: the compiled program does not tell them apart"
 
@@ -37,33 +38,31 @@ def build_report(
     plan: Plan,
     built: Built,
     facts: BuildFacts,
+    estimate: StepEstimate,
     schedule: ScheduleAnalysis | None,
     *,
-    roofline: tuple[RooflinePart, ...] = (),
-    findings: tuple[Finding, ...] = (),
-    estimate_bytes_per_chip: int | None = None,
     changes: tuple[Change, ...] = (),
 ) -> Report:
-    """The report. schedule: None where the step does not fit, or was not analysed.
-
-    estimate_bytes_per_chip, changes: of the memory that was planned without XLA.
-    """
+    """The report. estimate: what was planned without XLA. schedule: None where the step does not fit. changes: that
+    would make it fit."""
     target, unknown = _target(plan), dict[str, str]()
     figures = ("hbm_bytes_per_chip", "hbm_bytes_per_second", "peak_flops_per_second")
     unknown |= {f"target.{name}": "the chip is not known" for name in figures if getattr(target, name) is None}
-    memory = _memory(plan, built, unknown, estimate_bytes_per_chip, changes)
+    memory = _memory(plan, built, unknown, estimate.memory.peak_bytes * _devices_per_chip(plan), changes)
     if schedule is None:
-        why = "the step was not compiled: it does not fit" if built.text is None else "the schedule was not analysed"
-        schedule = _unanalysed(why)
+        schedule = _unanalysed("the step was not compiled: it does not fit")
+    bound = roofline_seconds(estimate.roofline)
+    if bound is None:
+        unknown["step.roofline_seconds"] = "the target's peak or bandwidths are not known"
     return Report(
         schema_version=SCHEMA_VERSION,
         target=target,
         program=_program(plan),
         memory=memory,
         collectives=schedule.collectives,
-        step=schedule.step,
-        roofline=roofline,
-        findings=findings,
+        step=schedule.step.model_copy(update={"roofline_seconds": bound}),
+        roofline=estimate.roofline,
+        findings=lint(plan, schedule.collectives, estimate.communication, built.notes),
         build=_build(built, facts),
         overrides=facts.overrides,
         unknown=unknown | schedule.unknown,
@@ -78,7 +77,7 @@ def _unanalysed(why: str) -> ScheduleAnalysis:
 
 
 def _memory(
-    plan: Plan, built: Built, unknown: dict[str, str], estimate: int | None, changes: tuple[Change, ...]
+    plan: Plan, built: Built, unknown: dict[str, str], estimate: int, changes: tuple[Change, ...]
 ) -> MemoryReport:
     """Of the compiled program; where it was refused, what the compiler said that it needs."""
     limit, taken, per_chip = limit_bytes(plan), taken_bytes(built), _devices_per_chip(plan)
@@ -87,10 +86,8 @@ def _memory(
              "scalars": planned.scalars, "batch": planned.batch}  # fmt: skip
     rest, code = None, None
     if built.memory is not None:
-        code = built.memory.code_bytes
-        outputs = built.memory.outputs_bytes - built.memory.aliased_bytes
-        rest = max(0, built.memory.taken_bytes - code - built.memory.arguments_bytes - outputs)
-        known["outputs"] = outputs
+        code, rest = built.memory.code_bytes, built.memory.temporaries_bytes
+        known["outputs"] = built.memory.outputs_bytes - built.memory.aliased_bytes
     elif taken is not None:
         rest = max(0, taken - sum(known.values()))
     breakdown = {name: count * per_chip for name, count in known.items()} | {
@@ -103,8 +100,6 @@ def _memory(
     unknown |= {f"memory.breakdown.{name}": WITHIN_TEMPORARIES for name in ("gradients", "activations")}
     if taken is None:
         unknown["memory.peak_bytes_per_chip"] = "the compiler refused the program and did not say what it needs"
-    if estimate is None:
-        unknown["memory.estimate_bytes_per_chip"] = "not estimated"
     if limit is None:
         unknown |= dict.fromkeys(("memory.limit_bytes_per_chip", "memory.fits"), "the chip's memory is not known")
     return MemoryReport(
@@ -131,9 +126,12 @@ def taken_bytes(built: Built) -> int | None:
 
 
 def does_fit(plan: Plan, built: Built) -> bool | None:
-    """The verdict: the compiler's own where it refuses, as for TPUs, else by what the program takes. None: unknown."""
+    """The verdict: for TPUs the compiler's, which refuses what does not fit; else by what the program takes, as
+    compilers for GPUs refuse nothing. None: unknown."""
     if built.memory is None:
         return False
+    if plan.target.platform == "tpu":
+        return True
     per_device = plan.target.hbm_bytes_per_device
     return None if per_device is None else built.memory.taken_bytes <= per_device
 

@@ -15,6 +15,7 @@ from .fusion import needed
 from .plan import Plan
 from .program import Collective, Operation, Program
 from .propagate import Axes
+from .report import CollectiveKind
 
 Pass = Literal["forward", "backward", "update"]
 
@@ -25,7 +26,7 @@ class PlannedCollective:
     mesh axes that a device has. source: path of the parameter, or the operation whose partial results are added.
     rule: the key of the rule that brings it about, None for sums over the batch that any split needs."""
 
-    kind: str
+    kind: CollectiveKind
     mesh_axes: Axes
     group_size: int
     bytes_each: int

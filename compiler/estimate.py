@@ -46,8 +46,6 @@ class StepEstimate:
 def estimate_step(plan: Plan) -> StepEstimate:
     """Trace the step and read it; a second or two, no devices."""
     program = read_step(plan)
-    chip = plan.target.chip
-    bandwidth = chip.hbm_bytes_per_second / chip.num_devices if chip else None
     peak = find_peak(program)
     classes: tuple[Class, ...] = (
         "working_parameters", "gathered_weights", "gradients", "activations", "temporaries",
@@ -59,5 +57,4 @@ def estimate_step(plan: Plan) -> StepEstimate:
         part=peak.at,
         limit_bytes=plan.target.hbm_bytes_per_device,
     )
-    roofline = plan_roofline(plan, program, hbm_bytes_per_second=bandwidth, link_seconds=None)
-    return StepEstimate(memory, plan_communication(plan, program), roofline)
+    return StepEstimate(memory, plan_communication(plan, program), plan_roofline(plan, program))

@@ -16,7 +16,7 @@ from .units import human_bytes, human_count, human_seconds
 
 RATES_UNKNOWN = "the target says nothing of its peak FLOP/s and bandwidths"
 SCALAR_BYTES = 8
-LINKS_UNKNOWN = "how mesh axes lie on links is not planned"
+LINKS_UNKNOWN = "simulated devices, or of unknown links"
 
 
 def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None:

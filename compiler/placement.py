@@ -202,7 +202,7 @@ def _physical_sizes(target: TargetPlan) -> dict[str, int]:
     """Sizes of the physical axes, slowest first."""
     shape = target.shape or ()
     if isinstance(target.network, SwitchSpec):
-        return {"NIC": shape[0], "NVLink": shape[1]}
+        return dict(zip(("NIC", "NVLink"), shape, strict=True))
     torus = dict(zip(_TORUS_AXES, shape, strict=False))
     return {"DCN": target.num_slices, **torus, "core": target.chip.num_devices if target.chip else 1}
 

@@ -20,13 +20,14 @@ from .flops import matmul_flops
 from .gather import axes_of
 from .plan import Plan
 from .propagate import Axes, Layout, propagate
+from .report import CollectiveKind
 from .step import build_train_step
 
 # move: the same bytes under another shape. pointwise: fused with its neighbours. reduce: fused with what it reads.
 Kind = Literal["matmul", "kernel", "collective", "loop", "move", "pointwise", "reduce", "other"]
 
 _MOVES = {"reshape", "squeeze", "expand_dims", "transpose", "name", "sharding_constraint", "copy", "copy_p", "optimization_barrier"}  # fmt: skip  # noqa: E501
-_COLLECTIVES = {
+_COLLECTIVES: dict[str, CollectiveKind] = {
     "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "psum": "all-reduce", "psum_invariant": "all-reduce",
     "pmax": "all-reduce", "pmin": "all-reduce", "all_to_all": "all-to-all", "ppermute": "collective-permute",
 }  # fmt: skip
@@ -39,7 +40,7 @@ _KERNELS = ("pallas_call", "dot_product_attention_fwd", "dot_product_attention_b
 class Collective:
     """full_bytes: of the whole array on one side of it, that which every device of the group has a part of, or all."""
 
-    kind: str
+    kind: CollectiveKind
     axes: Axes
     full_bytes: int
     dtype: str

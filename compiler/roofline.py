@@ -7,16 +7,15 @@ are what a device sends (communication.py).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from .communication import link_bytes
 from .fusion import Step, fuse
+from .links import collective_seconds
 from .plan import Plan
 from .program import Collective, Operation, Program
 from .report import RooflinePart
-
-LinkSeconds = Callable[[Collective], float | None]  # of one collective alone
 
 
 @dataclass
@@ -24,16 +23,13 @@ class _Sums:
     flops: int = 0
     hbm_bytes: int = 0
     link_bytes: int = 0
-    link_seconds: float | None = 0.0
+    link_seconds: list[float | None] = field(default_factory=list)  # of each collective; None: unknown
 
 
-def plan_roofline(
-    plan: Plan, program: Program, *, hbm_bytes_per_second: float | None, link_seconds: LinkSeconds | None
-) -> tuple[RooflinePart, ...]:
-    """A row for embed, each stack of layers without its attention, attention, head and optimizer, of one device.
-
-    link_seconds: None where the links are not known.
-    """
+def plan_roofline(plan: Plan, program: Program) -> tuple[RooflinePart, ...]:
+    """A row for embed, each stack of layers without its attention, attention, head and optimizer, of one device."""
+    chip = plan.target.chip
+    bandwidth = chip.hbm_bytes_per_second / chip.num_devices if chip else None
     sums: dict[str, _Sums] = defaultdict(_Sums)
     names = {stack.name: f"{stack.name} (x{stack.num_layers})" for stack in plan.model.stacks}
     parts = ["embed", *names, "attention", "head", "optimizer"]
@@ -43,21 +39,25 @@ def plan_roofline(
         total.hbm_bytes += num_trips * hbm
         if (crossing := operation.collective) is not None and crossing.axes:
             total.link_bytes += num_trips * link_bytes(crossing, plan.mesh.num_shards(crossing.axes))
-            seconds = link_seconds(crossing) if link_seconds else None
-            known = total.link_seconds is not None and seconds is not None
-            total.link_seconds = total.link_seconds + num_trips * seconds if known else None  # type: ignore[operator]
+            total.link_seconds.append(_alone_seconds(plan, crossing, num_trips))
     return tuple(
-        _row(names.get(part, part), sums[part], plan.target.peak_flops_per_second, hbm_bytes_per_second)
+        _row(names.get(part, part), sums[part], plan.target.peak_flops_per_second, bandwidth)
         for part in parts
         if part in sums
     )
+
+
+def _alone_seconds(plan: Plan, crossing: Collective, count: int) -> float | None:
+    link, group = plan.mesh.placement.link_of(crossing.axes), plan.mesh.num_shards(crossing.axes)
+    seconds = collective_seconds(crossing.kind, crossing.full_bytes, group, link)
+    return None if seconds is None else count * seconds
 
 
 def _row(name: str, sums: _Sums, peak: float | None, bandwidth: float | None) -> RooflinePart:
     seconds = {
         "flops": sums.flops / peak if peak else None,
         "hbm": sums.hbm_bytes / bandwidth if bandwidth else None,
-        "link": sums.link_seconds if sums.link_bytes else 0.0,
+        "link": None if None in sums.link_seconds else sum(x for x in sums.link_seconds if x is not None),
     }
     known = {resource: value for resource, value in seconds.items() if value is not None}
     return RooflinePart(
@@ -82,7 +82,7 @@ def roofline_seconds(parts: tuple[RooflinePart, ...]) -> float | None:
 def _operations(program: Program, *, is_loop: bool, num_trips: int = 1) -> Iterator[tuple[Operation, int, int]]:
     """(operation, HBM bytes, times run) of each step of the fused program, loops' bodies in their place."""
     fused = fuse(program, is_loop=is_loop)
-    read_already: set[int] = set()  # by pointwise operations: those that read the same array run together
+    read_already: set[int] = set()  # by pointwise operations: those of the same arrays run together
     for step in fused.steps:
         if step.operation.body is not None:
             inner = num_trips * step.operation.num_trips
@@ -90,7 +90,7 @@ def _operations(program: Program, *, is_loop: bool, num_trips: int = 1) -> Itera
             continue
         yield step.operation, _traffic(step, program.sizes, read_already), num_trips
         if step.is_fused:
-            read_already.update(step.reads)
+            read_already.update((*step.reads, *step.writes))
 
 
 def _traffic(step: Step, sizes: tuple[int, ...], read_already: set[int]) -> int:

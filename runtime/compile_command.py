@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
 from meshloom.compiler.analysis import analyse_schedule
 from meshloom.compiler.aot import REMATERIALIZATION, STEP, Built, check_compiler_options, compile_ahead
-from meshloom.compiler.build_report import BuildFacts, build_report
+from meshloom.compiler.build_report import BuildFacts, build_report, does_fit
 from meshloom.compiler.driver import PROGRAMS, Programs, lower, plan_run
+from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import DOES_NOT_FIT, ConfigError, Problem, all_of
@@ -35,6 +37,7 @@ from .declaration import write_declaration
 from .devices import plan_without_devices, start_devices
 from .display import say
 from .distributed import Processes
+from .failures import RunFailed
 from .interruptible import interruptibly
 from .report_files import write_report
 
@@ -68,7 +71,10 @@ def prepare_compile(spec: RunSpec) -> CompileJob:
 
 
 def compile_step(job: CompileJob, run_dir: Path, *, overrides: tuple[str, ...], console: Console) -> int:
-    """Compile, or find what was compiled before; write the report. Returns the exit code: 0, or DOES_NOT_FIT."""
+    """Compile, or find what was compiled before; write the report. Returns the exit code: 0, or DOES_NOT_FIT.
+
+    Raises ConfigError for compiler options that are wrong, RunFailed where the compiler fails.
+    """
     plan = job.plan
     _show_header(console, job)
     with captured_stderr(run_dir / COMPILER_LOG) as captured, cached_compilation(None):
@@ -78,23 +84,19 @@ def compile_step(job: CompileJob, run_dir: Path, *, overrides: tuple[str, ...], 
         lower_seconds = time.perf_counter() - start
         fingerprint = fingerprint_of(plan, lowered, mesh)
         store = store_of(plan.spec, fingerprint)
-        artifact = find_artifact(fingerprint, (run_dir / FOLDER, *([store] if store else [])))
-        is_found = artifact is not None
-        built = artifact.built if artifact else _compiled(lowered, console)
-    if not is_found:
+        found = find_artifact(fingerprint, (run_dir / FOLDER, *([store] if store else [])))
+        built = found.built if found else _compiled(lowered, console, run_dir)
+    if not found:
         built = replace(built, notes=tuple(line for line in captured.lines if REMATERIALIZATION in line))
-    facts = BuildFacts(fingerprint, lower_seconds, "hit" if is_found else "miss" if store else "off", overrides)
-    schedule = analyse_schedule(built.text, plan) if built.text is not None else None
-    report = build_report(plan, built, facts, schedule)
+    fits = does_fit(plan, built)
+    _keep(found, run_dir / FOLDER if fits is not False else None, store, (fingerprint, built, overrides), console)
     write_declaration(plan, run_dir)
+    schedule = analyse_schedule(built.text, plan) if built.text is not None else None
+    facts = BuildFacts(fingerprint, lower_seconds, "hit" if found else "miss" if store else "off", overrides)
+    report = build_report(plan, built, facts, estimate_step(plan), schedule)
     files = write_report(report, plan, run_dir, events=schedule.events if schedule else ())
-    if artifact is None:
-        artifact = _stored(store, fingerprint, built, overrides, console)
-    does_fit = report.memory.fits is not False
-    if does_fit:
-        _place(artifact, run_dir / FOLDER, fingerprint, built, overrides)
-    _show_result(console, report, files, artifact if is_found else None, run_dir)
-    return 0 if does_fit else DOES_NOT_FIT
+    _show_result(console, report, files, found, run_dir)
+    return DOES_NOT_FIT if fits is False else 0
 
 
 def lower_for_target(plan: Plan, mesh: Mesh) -> Programs:
@@ -116,38 +118,43 @@ def _check_makes_artifact(spec: RunSpec) -> None:
         raise ConfigError([Problem("artifact", what, "leave it out; hydra.run.dir= says where the new one goes")])
 
 
-def _compiled(lowered: Programs, console: Console) -> Built:
+def _compiled(lowered: Programs, console: Console, run_dir: Path) -> Built:
     try:
         with console.status("compiling the train step"):
             return interruptibly(lambda: compile_ahead(lowered))
+    except jax.errors.JaxRuntimeError as error:
+        what = f"failed, and not for memory: {str(error).splitlines()[0]}"
+        fix = f"see {run_dir / COMPILER_LOG}; other compiler_options or another version of it may do"
+        raise RunFailed(Problem("the compiler", what, fix), exit_code=1) from error
     except KeyboardInterrupt:
         console.print("interrupted while compiling; no report was written", highlight=False)
         sys.stdout.flush()
         os._exit(128 + signal.SIGINT)
 
 
-def _stored(
-    store: Path | None, fingerprint: Fingerprint, built: Built, overrides: tuple[str, ...], console: Console
-) -> Artifact | None:
-    """What was compiled, kept for other runs; a place that cannot be written is a warning."""
-    if store is None:
-        return None
-    try:
-        return write_artifact(store, fingerprint, built, overrides)
-    except OSError as error:
-        say(console, f"warning: not kept in compilation_cache {store.parent}: {error.strerror}")
-        return None
-
-
-def _place(
-    artifact: Artifact | None, place: Path, fingerprint: Fingerprint, built: Built, overrides: tuple[str, ...]
+def _keep(
+    found: Artifact | None,
+    place: Path | None,
+    store: Path | None,
+    new: tuple[Fingerprint, Built, tuple[str, ...]],
+    console: Console,
 ) -> None:
-    """The artifact in the run directory, its files shared with the store where that is on the same disk."""
-    if artifact is None:
-        write_artifact(place, fingerprint, built, overrides)
-    elif artifact.place != place:
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(artifact.place, place, copy_function=_linked)
+    """What was found or is new, in the store for other runs, and at its place in the run directory.
+
+    A store that cannot be written is a warning. The two share files where they are on the same disk.
+    """
+    if store and not found:
+        try:
+            found = write_artifact(store, *new)
+        except OSError as error:
+            say(console, f"warning: not kept in {store.parent}: {error.strerror}")
+    if place is None or (found and found.place == place):
+        return
+    if found is None:
+        write_artifact(place, *new)
+        return
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(found.place, place, copy_function=_linked)
 
 
 def _linked(source: str, target: str) -> str:

@@ -166,9 +166,10 @@ def _topology(target: TargetPlan):
     ]
 
 
-def _sizes(target, draw):
+def _sizes(target: TargetPlan, draw) -> dict[str, int]:
     """A random mesh of as many devices."""
-    left, sizes = target.num_devices, dict.fromkeys(AXES, 1)
+    left = target.num_devices
+    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     primes = [p for p in (2, 3) for _ in range(20) if left % p == 0]
     for p in primes:
         if left % p == 0:

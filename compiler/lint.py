@@ -1,0 +1,131 @@
+"""What the compiled program does that the plan did not ask for: found by comparing both, never by a guess.
+
+unplanned-collective        a transfer that no rule of the plan brings about
+whole-gradient              an all-reduce where the plan has a reduce-scatter: twice the bytes
+wide-collective             float32 crosses where the plan has a narrower type
+repeated-gather             what does not change from one microbatch to the next crosses once for each
+attention-fallback          the kernel of the platform was not used
+gathered-whole              the compiler itself says that it gathers a whole array
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .communication import PlannedCollective
+from .plan import Plan
+from .report import CollectiveReport, Finding
+
+LEAST_BYTES = 2**20  # of one execution; what is smaller costs latency alone
+WIDTHS = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
+NARROW = {"bfloat16": "bf16", "float16": "f16"}
+
+
+def lint(
+    plan: Plan, collectives: Sequence[CollectiveReport], planned: Sequence[PlannedCollective], notes: Sequence[str]
+) -> tuple[Finding, ...]:
+    """All findings, the ones that cost most first. notes: lines of the compiler about arrays that it gathers whole."""
+    large = [each for each in collectives if each.bytes // each.count >= LEAST_BYTES]
+    found = [finding for each in large for finding in _of_collective(plan, each, planned)]
+    found.sort(key=lambda costly: -costly.cost)
+    return (*(each.finding for each in found), *_attention(plan), *map(_gathered_whole, notes))
+
+
+@dataclass(frozen=True)
+class Costly:
+    """cost: bytes that would not have to cross."""
+
+    cost: int
+    finding: Finding
+
+
+def _of_collective(plan: Plan, each: CollectiveReport, planned: Sequence[PlannedCollective]) -> list[Costly]:
+    if scattered := _planned_scatter(each, planned):
+        return [_whole_gradient(each, scattered)]
+    match = _planned(each, planned)
+    if match is None:
+        return [_unplanned(plan, each)]
+    findings = []
+    if each.dtype == "f32" and (narrow := NARROW.get(match.dtype)):
+        findings.append(_wide(each, narrow))
+    if each.kind == "all-gather" and plan.spec.num_microbatches > 1 and each.count > match.count:
+        findings.append(_repeated(plan, each, match))
+    return findings
+
+
+def _planned(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> PlannedCollective | None:
+    """What the plan has of this kind over these axes; of several the one whose size is closest."""
+    alike = [p for p in planned if p.kind == each.kind and set(p.mesh_axes) == set(each.mesh_axes)]
+    return min(alike, key=lambda p: abs(p.num_bytes - each.bytes), default=None)
+
+
+def _planned_scatter(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> PlannedCollective | None:
+    """The reduce-scatter of the plan that was compiled as this all-reduce: same axes, same size of each."""
+    if each.kind != "all-reduce":
+        return None
+    one, width = each.bytes // each.count, WIDTHS.get(each.dtype, 4)
+    for p in planned:
+        elements = p.bytes_each // WIDTHS.get(_short(p.dtype), 4)
+        if p.kind == "reduce-scatter" and set(p.mesh_axes) == set(each.mesh_axes) and elements == one // width:
+            return p
+    return None
+
+
+def _whole_gradient(each: CollectiveReport, planned: PlannedCollective) -> Costly:
+    what = f"an all-reduce of {_size(each)} where the plan has a reduce-scatter: half of it crosses in vain"
+    fix = "choose another overlap or target, or split the group: sharding=hsdp"
+    return _costly(each, each.bytes // 2, "whole-gradient", what, f"{planned.source}, {planned.rule}", fix)
+
+
+def _unplanned(plan: Plan, each: CollectiveReport) -> Costly:
+    what = (
+        f"an {each.kind} of {_size(each)} over {', '.join(each.mesh_axes) or 'all devices'} that the plan does not have"
+    )
+    tables = ("parameters", "activations")
+    rules = [
+        f"sharding.{table}[{index}]"
+        for table in tables
+        for index, rule in enumerate(getattr(plan.spec.sharding, table))
+        if set(rule.mesh) & set(each.mesh_axes)
+    ]
+    by = f"; rules over these axes: {', '.join(rules)}" if rules else ""
+    fix = "name the activation where it comes from, so that a rule can lay it out, or change one of these rules"
+    return _costly(each, each.bytes, "unplanned-collective", what, f"{each.source}{by}", fix)
+
+
+def _wide(each: CollectiveReport, narrow: str) -> Costly:
+    what = f"an {each.kind} of {_size(each)} in f32 where the plan has {narrow}"
+    return _costly(each, each.bytes // 2, "wide-collective", what, each.source, "report it: the step casts before it")
+
+
+def _repeated(plan: Plan, each: CollectiveReport, planned: PlannedCollective) -> Costly:
+    what = f"an {each.kind} of {_size(each)} runs {each.count} times, once for each of {plan.spec.num_microbatches}"
+    what += f" microbatches; {planned.count} would do"
+    cost = each.bytes * (each.count - planned.count) // each.count
+    fix = "lower num_microbatches, or use remat=full with larger microbatches"
+    return _costly(each, cost, "repeated-gather", what, each.source, fix)
+
+
+def _attention(plan: Plan) -> list[Finding]:
+    if plan.attention.implementation != "xla" or "is not used" not in plan.attention.reason:
+        return []
+    what = f"attention keeps all scores in memory: {plan.attention.reason}"
+    fix = "change what it names; kernels.attention=xla says that it is meant"
+    return [Finding(rule="attention-fallback", severity="warning", what=what, where="kernels.attention", fix=fix)]
+
+
+def _gathered_whole(note: str) -> Finding:
+    fix = "give the activations around it a rule over the same mesh axes"
+    return Finding(rule="gathered-whole", severity="warning", what=note, where="compiler", fix=fix)
+
+
+def _costly(each: CollectiveReport, cost: int, rule: str, what: str, where: str, fix: str) -> Costly:
+    place = f"{where} ({each.name}, {each.where})"
+    return Costly(cost, Finding(rule=rule, severity="warning", what=what, where=place, fix=fix))
+
+
+def _size(each: CollectiveReport) -> str:
+    return f"{each.bytes / each.count / 2**20:,.1f} MiB"
+
+
+def _short(dtype: str) -> str:
+    return {"float32": "f32", **NARROW}.get(dtype, dtype)

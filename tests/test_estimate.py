@@ -1,0 +1,182 @@
+"""Memory and bounds of a step without XLA, against sums by hand and published formulas."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+
+from conftest import LINEAR_STACK, plan_of
+from meshloom.compiler.driver import lower
+from meshloom.compiler.estimate import estimate_step
+from meshloom.compiler.fusion import fuse
+from meshloom.compiler.liveness import find_peak
+from meshloom.compiler.program import read_jaxpr, read_step
+from meshloom.models import DecoderConfig
+
+ONE_DEVICE = "target=cpu-1"
+
+
+def _program(function, *shapes):
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return read_jaxpr(jax.make_jaxpr(function)(*arguments).jaxpr, [((),) * len(shape) for shape in shapes], {})
+
+
+def _written(program):
+    """Bytes of each array that the fused program writes, in order."""
+    return [[program.sizes[i] for i in step.writes] for step in fuse(program, is_loop=False).steps]
+
+
+def test_a_chain_of_pointwise_operations_is_one_array():
+    assert _written(_program(lambda x: jnp.tanh(jnp.exp(x) * 2) + x, (8, 16))) == [[512]]
+
+
+def test_what_a_matmul_reads_is_an_array_and_its_result_is_written_behind_what_follows():
+    program = _program(lambda x, w: jnp.tanh(jnp.exp(x) @ w).astype(jnp.bfloat16), (8, 16), (16, 32))
+    assert _written(program) == [[8 * 16 * 4], [8 * 32 * 2]]
+
+
+def test_a_sum_needs_no_array_of_its_terms():
+    assert _written(_program(lambda x: jnp.sum(jnp.square(x)), (8, 16))) == [[4]]
+
+
+def test_the_peak_of_two_matmuls():
+    """The first result and the second are there at once; the third takes the place of the first."""
+    peak = find_peak(_program(lambda x, w: jnp.sum(x @ w @ w @ w), (64, 64), (64, 64)))
+    assert peak.total == 2 * 64 * 64 * 4
+
+
+def test_a_loop_counts_its_bodys_peak_once_and_what_it_stacks_in_all():
+    def program(x, w):
+        x, rows = jax.lax.scan(lambda x, _: (x @ w, x @ w @ w), x, None, length=5)
+        return jnp.sum(rows @ w) + jnp.sum(x @ w)
+
+    square = 64 * 64 * 4
+    peak = find_peak(_program(program, (64, 64), (64, 64)))
+    assert peak.total == (5 + 5) * square  # rows, and rows @ w; the last x is where the first one was
+
+
+def test_linear_stack_by_hand():
+    """Float32, one device, AdamW, remat=full: at the last layer's backward pass there are the gradients of the stack
+    and of the head, the inputs of the layers, the gradient of the residual stream twice (read and written), and the
+    gradient of one matrix."""
+    plan = plan_of(ONE_DEVICE, *LINEAR_STACK, "remat=full", "model.embed_dim=512", "model.vocab_size=64")
+    layers, embed, vocab, tokens = 3, 512, 64, 16 * 16
+    memory = estimate_step(plan).memory
+    assert memory.state_bytes == 3 * 4 * (layers * embed**2 + 2 * vocab * embed) + 3 * 4
+    assert memory.activations == 4 * layers * tokens * embed
+    assert memory.gradients >= 4 * layers * embed**2
+    stream = 4 * tokens * embed
+    beside = memory.peak_bytes - memory.state_bytes - memory.batch_bytes
+    assert beside - 4 * layers * embed**2 - memory.activations <= 4 * vocab * embed + 3 * stream
+
+
+@pytest.mark.parametrize("batch", [16, 32])
+def test_activations_of_a_plain_decoder_layer_by_the_published_formula(batch):
+    """Korthikanti et al. 2022, arXiv:2205.05198, section 4, of matmul results alone, in 16 bits: s b h each for a
+    layer's input, queries, keys, values and attention's output, and 4 s b h for the MLP's, times 2 bytes."""
+    plan = plan_of(
+        ONE_DEVICE, "remat=save_dots", "precision=bfloat16", f"global_batch_size={batch}", "model.mlp=plain",
+        "model.num_kv_heads=16", "model.head_dim=2", "model.mlp_dim=128",
+    )  # fmt: skip
+    model = plan.spec.model
+    assert isinstance(model, DecoderConfig)
+    per_layer = 2 * plan.spec.tokens_per_step * model.embed_dim * (1 + 3 + 1 + 4)
+    assert estimate_step(plan).memory.activations == model.num_layers * per_layer
+
+
+def test_policies_that_keep_less_take_less():
+    kept = [estimate_step(plan_of(ONE_DEVICE, f"remat={policy}")).memory for policy in
+            ("full", "save_names", "save_dots", "none")]  # fmt: skip
+    assert [m.activations for m in kept] == sorted(m.activations for m in kept)
+    assert len({m.activations for m in kept}) == 4
+    assert kept[0].peak_bytes < kept[-1].peak_bytes
+
+
+def test_offloaded_activations_are_not_on_the_device():
+    offload, full = (estimate_step(plan_of(ONE_DEVICE, f"remat={policy}")).memory for policy in ("offload", "full"))
+    assert offload.activations == full.activations
+
+
+def test_memory_grows_by_the_same_with_each_layer():
+    peaks = [estimate_step(plan_of(ONE_DEVICE, "remat=none", f"model.num_layers={n}")).memory.peak_bytes
+             for n in (4, 6, 8)]  # fmt: skip
+    assert peaks[2] - peaks[1] == peaks[1] - peaks[0] > 0
+
+
+@pytest.mark.parametrize(("sharding", "axis"), [("fsdp", "batch"), ("fsdp_tensor", "tensor")])
+def test_activations_are_divided_by_the_axes_that_split_them(sharding, axis):
+    """Eight devices: the batch in eight, or in four with the MLP's hidden layer in two."""
+    names = ("remat=save_names", "remat.names=[hidden]")
+    one = estimate_step(plan_of(ONE_DEVICE, *names)).memory.activations
+    stream = 4 * 3 * 16 * 16 * 32  # the layers' inputs
+    hidden = one - stream
+    split = estimate_step(plan_of(f"sharding={sharding}", *names)).memory.activations
+    assert split == {"batch": one // 8, "tensor": stream // 4 + hidden // 8}[axis]
+
+
+@pytest.mark.parametrize("overrides", [("sharding=ddp",), ("sharding=fsdp",), ("sharding=fsdp_tensor",)])
+def test_flops_of_all_parts_are_the_models(overrides):
+    plan = plan_of(*overrides, "remat=none")
+    parts = estimate_step(plan).roofline
+    assert [part.name for part in parts] == ["embed", "layers (x3)", "attention", "head", "optimizer"]
+    assert sum(part.flops for part in parts) * plan.mesh.num_devices == plan.model_flops_per_step
+
+
+def test_flops_of_remat_are_run_and_not_the_models():
+    flops = [sum(part.flops for part in estimate_step(plan_of(ONE_DEVICE, f"remat={policy}")).roofline)
+             for policy in ("none", "save_dots", "full")]  # fmt: skip
+    assert flops == sorted(set(flops))
+    assert flops[0] == plan_of(ONE_DEVICE).model_flops_per_step
+
+
+def test_the_optimizer_reads_and_writes_each_array_once():
+    """AdamW without clipping: parameter, gradient and two moments in, three of them out: 7 float32 each, and the
+    gradient's own norm is of the same read."""
+    plan = plan_of(ONE_DEVICE, *LINEAR_STACK, "optimizer.max_grad_norm=null")
+    optimizer = estimate_step(plan).roofline[-1]
+    assert 28 * plan.num_parameters <= optimizer.hbm_bytes < 28.5 * plan.num_parameters + 1000
+
+
+def test_link_bytes_of_fully_sharded_layers():
+    """A layer's weights cross three times, in float32: gathered forward and backward, scattered backward."""
+    plan = plan_of("sharding=fsdp", *LINEAR_STACK)
+    layers = next(part for part in estimate_step(plan).roofline if part.name.startswith("layers"))
+    assert layers.link_bytes == 3 * 3 * (4 * 32 * 32) * 7 // 8
+
+
+def test_bounds_by_the_targets_figures():
+    overrides = ("target=v5e-8", "sharding=ddp", "sequence_length=128", "remat=full", "precision=bfloat16")
+    estimate = estimate_step(plan_of(*overrides))
+    chip = plan_of(*overrides).target.chip
+    assert chip is not None
+    for part in estimate.roofline:
+        assert part.hbm_seconds == part.hbm_bytes / chip.hbm_bytes_per_second
+        assert part.flops_seconds == part.flops / 197e12
+    assert estimate.memory.fits is True
+    attention = next(part for part in estimate.roofline if part.name == "attention")
+    assert attention.bound in ("flops", "hbm")
+
+
+def test_it_does_not_fit_where_the_limit_is_below():
+    huge = ("target=v5e-8", "model.embed_dim=65536", "model.mlp_dim=65536", "remat=full")
+    memory = estimate_step(plan_of(*huge)).memory
+    assert memory.fits is False
+    assert memory.limit_bytes is not None
+    assert memory.peak_bytes > memory.limit_bytes
+
+
+@pytest.mark.tpu
+@pytest.mark.slow
+def test_the_peak_is_near_xlas_own():
+    pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
+    plan = plan_of("target=v5e-4", *LINEAR_STACK, "remat=full", "model.embed_dim=2048", "sequence_length=512")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    compiled = lower(plan, plan.mesh.of_devices(topology.devices)).train.compile()
+    assert estimate_step(plan).memory.peak_bytes == pytest.approx(
+        compiled.memory_analysis().peak_memory_in_bytes, rel=0.1
+    )
+
+
+def test_every_optimizer_and_precision_is_read():
+    for override in ("optimizer=muon", "optimizer=adafactor", "precision=float16", "data.isolate_documents=true"):
+        assert read_step(plan_of("sharding=fsdp", override)).operations

@@ -1,0 +1,95 @@
+"""Findings in collectives made by hand, against what the plan has; and none in what is compiled as planned."""
+
+from dataclasses import replace
+
+import pytest
+
+from conftest import plan_of
+from helpers import programs_of
+from meshloom.compiler.analysis import analyse_schedule
+from meshloom.compiler.attention import AttentionPlan
+from meshloom.compiler.communication import PlannedCollective
+from meshloom.compiler.estimate import estimate_step
+from meshloom.compiler.lint import lint
+from meshloom.compiler.report import CollectiveReport
+
+MIB = 2**20
+PLANNED = PlannedCollective(
+    kind="all-gather", mesh_axes=("fsdp",), group_size=8, bytes_each=64 * MIB, count=4, dtype="bfloat16",
+    source="layers/mlp/up_EM", direction="forward", rule="sharding.parameters[0]",
+)  # fmt: skip
+SCATTER = replace(PLANNED, kind="reduce-scatter", bytes_each=128 * MIB, dtype="float32", direction="backward")
+
+
+def found(**changes) -> CollectiveReport:
+    values = {
+        "kind": "all-gather", "mesh_axes": ("fsdp",), "group_size": 8, "link": "ICI", "bytes": 4 * 64 * MIB,
+        "dtype": "bf16", "count": 4, "alone_seconds": None, "hidden_seconds": None, "exposed_seconds": None,
+        "hidden_behind": (), "is_async": False, "form": "synchronous", "source": "layers/mlp/up_EM, forward",
+        "where": "in a loop of 4 trips", "confidence": "high", "name": "all-gather.1",
+    }  # fmt: skip
+    return CollectiveReport(**(values | changes))
+
+
+def rules_of(*collectives: CollectiveReport, overrides: tuple[str, ...] = (), notes: tuple[str, ...] = ()) -> list[str]:
+    return [finding.rule for finding in lint(plan_of(*overrides), collectives, (PLANNED, SCATTER), notes)]
+
+
+def test_what_is_as_planned_is_no_finding():
+    assert rules_of(found(), found(kind="reduce-scatter", bytes=4 * 128 * MIB, dtype="f32")) == []
+
+
+def test_small_ones_are_none():
+    assert rules_of(found(kind="all-to-all", bytes=1000)) == []
+
+
+def test_a_transfer_that_the_plan_does_not_have():
+    (finding,) = lint(plan_of(), [found(kind="all-to-all")], (PLANNED,), ())
+    assert finding.rule == "unplanned-collective"
+    assert "all-to-all of 64.0 MiB over fsdp" in finding.what
+    assert "sharding.parameters[0]" in finding.where
+    assert rules_of(found(mesh_axes=("tensor",))) == ["unplanned-collective"]
+
+
+def test_an_all_reduce_in_place_of_a_reduce_scatter():
+    """Also in a narrower type: the elements are what is compared."""
+    for width, dtype in ((4, "f32"), (2, "bf16")):
+        whole = found(kind="all-reduce", bytes=4 * 32 * MIB * width, dtype=dtype)
+        (finding,) = lint(plan_of(), [whole], (PLANNED, SCATTER), ())
+        assert finding.rule == "whole-gradient"
+        assert "layers/mlp/up_EM, sharding.parameters[0]" in finding.where
+
+
+def test_float32_where_bfloat16_was_meant():
+    assert rules_of(found(dtype="f32", bytes=4 * 128 * MIB)) == ["wide-collective"]
+
+
+def test_a_gather_in_the_loop_of_microbatches():
+    more = found(count=8, bytes=8 * 64 * MIB)
+    assert rules_of(more, overrides=("num_microbatches=2",)) == ["repeated-gather"]
+    assert rules_of(more) == [], "without microbatches it is remat that gathers again"
+
+
+def test_the_kernel_that_was_not_used():
+    plan = plan_of()
+    fallen = replace(plan, attention=AttentionPlan("xla", "splash is not used: sequence_length=8"))
+    assert [finding.rule for finding in lint(fallen, (), (), ())] == ["attention-fallback"]
+    meant = replace(plan, attention=AttentionPlan("xla", "by kernels.attention"))
+    assert lint(meant, (), (), ()) == ()
+
+
+def test_what_the_compiler_says_itself_and_the_costly_ones_first():
+    cheap, dear = found(kind="all-to-all", bytes=4 * MIB), found(kind="all-to-all", bytes=400 * MIB, name="dear")
+    findings = lint(plan_of(), [cheap, dear], (PLANNED,), ("Involuntary full rematerialization of x",))
+    assert [finding.rule for finding in findings] == ["unplanned-collective", "unplanned-collective", "gathered-whole"]
+    assert "dear" in findings[0].where
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "fsdp_tensor", "zero1"])
+def test_real_programs_cross_what_the_plan_says(monkeypatch, sharding):
+    """However small: every collective of the compiled program has its like in the plan, but for sums of scalars."""
+    monkeypatch.setattr("meshloom.compiler.lint.LEAST_BYTES", 1024)
+    plan = plan_of(f"sharding={sharding}", f"mesh={sharding}")
+    analysis = analyse_schedule(programs_of(plan).train.as_text(), plan)
+    findings = lint(plan, analysis.collectives, estimate_step(plan).communication, ())
+    assert [finding.rule for finding in findings if finding.rule == "unplanned-collective"] == []
