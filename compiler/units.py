@@ -31,6 +31,11 @@ def human_count(count: float, unit: str = "") -> str:
     return f"{three_digits(count)} {unit}".strip()
 
 
+def human_parameters(count: int) -> str:
+    """6_738_415_616 -> '6.74 B'; billions, as models are named."""
+    return human_count(count).replace(" G", " B")
+
+
 def human_share(share: float) -> str:
     """0.0744 -> '7.4 %'; what is there is not told as nothing."""
     if 0 < share < 0.0005:

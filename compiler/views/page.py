@@ -17,7 +17,7 @@ import yaml
 from ..array_layout import ArrayPlan
 from ..plan import Plan
 from ..report import CollectiveReport, Event, Report
-from ..units import human_bytes, human_count, human_seconds, human_share, milliseconds
+from ..units import human_bytes, human_count, human_parameters, human_seconds, human_share, milliseconds
 from . import charts
 from .facts import by_exposed, sums, unknown_values, verdict, why_exposed, why_unknown
 from .timeline import hidden_behind, lay_out
@@ -161,6 +161,7 @@ def _environment() -> jinja2.Environment:
         "human_seconds": human_seconds,
         "human_share": human_share,
         "human_count": human_count,
+        "human_parameters": human_parameters,
         "milliseconds": milliseconds,
         "percent": lambda value: f"{value:.3f}%",
     }
