@@ -20,7 +20,7 @@ from .report import CollectiveReport, Finding, Report, total
 SCHEMA_VERSION = 1
 SAME_WITHIN = 1e-3  # of the larger of two times
 NOT_OF_THE_STEP = {"lower_seconds", "compile_seconds", "cache", "fingerprint"}  # of how it was built this time
-TOLD_BY_REPORT = ("target", "program", "memory", "collectives", "roofline")  # in plan.json as estimates
+TOLD_BY_REPORT = ("target", "program", "memory", "estimate")  # keys of plan.json; the report knows better
 Way = Literal["appeared", "gone", "changed"]
 Grown = Literal["appeared", "gone", "grown", "shrunk", "changed"]
 

@@ -1,4 +1,10 @@
-"""Quantities as people read them."""
+"""Quantities as people read them: three digits and a unit."""
+
+import math
+
+SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+
+LEAST_SECONDS = 1e-9  # below it is what rounding leaves
 
 
 def human_bytes(count: int) -> str:
@@ -9,17 +15,44 @@ def human_bytes(count: int) -> str:
     return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
-def human_count(count: float) -> str:
-    """3.1e12 -> '3.1 T'."""
-    value, units = float(count), ["", "k", "M", "G", "T", "P", "E"]
-    while value >= 1000 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{value:.3g} {units[0]}".strip()
-
-
 def human_seconds(seconds: float) -> str:
-    """0.0123 -> '12.3 ms'."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+    """0.1784 -> '178 ms'."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= 0.9995 * scale:
+            return f"{three_digits(seconds / scale)} {unit}"
+    return f"{three_digits(seconds * 1e9)} ns" if seconds >= LEAST_SECONDS else "0 s"
+
+
+def human_count(count: float, unit: str = "") -> str:
+    """(1.234e15, 'FLOPs') -> '1.23 PFLOPs'; powers of ten, as FLOP/s and link bandwidths are told."""
+    for scale, prefix in SI:
+        if abs(count) >= 0.9995 * scale:
+            return f"{three_digits(count / scale)} {prefix}{unit}".strip()
+    return f"{three_digits(count)} {unit}".strip()
+
+
+def human_parameters(count: int) -> str:
+    """6_738_415_616 -> '6.74 B'; billions, as models are named."""
+    return human_count(count).replace(" G", " B")
+
+
+def human_share(share: float) -> str:
+    """0.0744 -> '7.4 %'; what is there is not told as nothing."""
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
+    return f"{share:.1%}".replace("%", " %")
+
+
+def milliseconds(seconds: float) -> str:
+    """For columns: 0.0164 -> '16.40'; what is there is not told as nothing."""
+    if LEAST_SECONDS <= seconds < 5e-6:
+        return "< 0.01"
+    return f"{1e3 * seconds:,.2f}" if seconds >= LEAST_SECONDS else "0"
+
+
+def three_digits(value: float) -> str:
+    """1234.5 -> '1,234'; 12.345 -> '12.3'; 1.2 -> '1.20'; 0.01234 -> '0.0123'."""
+    if not value:
+        return "0"
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.{max(0, 2 - math.floor(math.log10(abs(rounded))))}f}"

@@ -10,8 +10,15 @@ from rich.console import Console
 
 import reports
 from meshloom.compiler.report import Event, Report
+from meshloom.compiler.units import (
+    human_count,
+    human_parameters,
+    human_seconds,
+    human_share,
+    milliseconds,
+    three_digits,
+)
 from meshloom.compiler.views.facts import by_exposed, sums, unknown_values, verdict, why_exposed, why_unknown
-from meshloom.compiler.views.quantities import human_count, human_seconds, human_share, milliseconds, three_digits
 from meshloom.compiler.views.summary import show_summary
 from meshloom.compiler.views.timeline import chrome_trace
 from meshloom.runtime.report_files import write_report
@@ -134,7 +141,8 @@ def test_sums_lose_nothing():
         (human_seconds(0.0321), "32.1 ms"), (human_seconds(1.6e-5), "16.0 µs"), (human_seconds(2e-9), "2.00 ns"),
         (human_seconds(4e-16), "0 s"),
         (human_seconds(1234.5), "1,230 s"), (human_share(0.0405), "4.0 %"), (human_share(1e-5), "< 0.1 %"),
-        (human_share(0), "0.0 %"), (human_count(197e12, "FLOP/s"), "197 TFLOP/s"), (human_count(0.002, ""), "0.00200 "),
+        (human_share(0), "0.0 %"), (human_count(197e12, "FLOP/s"), "197 TFLOP/s"), (human_count(0.002), "0.00200"),
+        (human_parameters(6_738_415_616), "6.74 B"), (human_parameters(923_000), "923 k"),
         (three_digits(99.96), "100"), (three_digits(9.996), "10.0"), (milliseconds(0.01651), "16.51"),
         (milliseconds(1e-9), "< 0.01"), (milliseconds(0), "0"),
     ],

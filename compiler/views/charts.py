@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..explain import human_bytes
 from ..report import Report, RooflinePart, total
+from ..units import human_bytes, human_count, human_seconds, human_share
 from .facts import compute_by_kind
-from .quantities import human_count, human_seconds, human_share
 
 MEMORY_COLOURS = {"parameters": 1, "master": 2, "optimizer": 3, "gradients": 4, "activations": 5, "temporaries": 6,
                   "code": 7, "reserved": 8}  # fmt: skip

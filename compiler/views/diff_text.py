@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..diff import Change, CollectiveChange, CollectiveTotals, Diff, is_same
-from ..explain import human_bytes
-from .quantities import human_count, human_seconds, human_share
+from ..units import human_bytes, human_count, human_seconds, human_share
 
 ABSENT = "nothing"
 LONGEST = 60  # of a value from the config

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..explain import human_bytes
 from ..report import CollectiveReport, ComputeKind, Report, total
-from .quantities import LEAST_SECONDS, human_seconds, human_share
+from ..units import LEAST_SECONDS, human_bytes, human_seconds, human_share
 
 NO_REASON = "no reason is given"
 Tone = Literal["good", "bad", "plain", "unknown"]

@@ -15,12 +15,11 @@ import jinja2
 import yaml
 
 from ..array_layout import ArrayPlan
-from ..explain import human_bytes
 from ..plan import Plan
 from ..report import CollectiveReport, Event, Report
+from ..units import human_bytes, human_count, human_parameters, human_seconds, human_share, milliseconds
 from . import charts
 from .facts import by_exposed, sums, unknown_values, verdict, why_exposed, why_unknown
-from .quantities import human_count, human_seconds, human_share, milliseconds
 from .timeline import hidden_behind, lay_out
 
 NUM_EVENTS = 4000  # on the page, the longest ones; timeline.json has all
@@ -162,6 +161,7 @@ def _environment() -> jinja2.Environment:
         "human_seconds": human_seconds,
         "human_share": human_share,
         "human_count": human_count,
+        "human_parameters": human_parameters,
         "milliseconds": milliseconds,
         "percent": lambda value: f"{value:.3f}%",
     }

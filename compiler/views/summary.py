@@ -10,10 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..explain import human_bytes
 from ..report import MemoryReport, Report
+from ..units import human_bytes, human_parameters, human_seconds, human_share
 from .facts import Fact, by_exposed, compute_by_kind, sums, unknown_values, verdict, why_exposed
-from .quantities import human_seconds, human_share
 
 WIDTH = 100
 BAR_WIDTH = 60
@@ -34,7 +33,7 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
     target, program = report.target, report.program
     slices = f" in {target.num_slices} slices" if target.num_slices > 1 else ""
     _line(console, " · ".join(_fact(fact) for fact in verdict(report)))
-    size = f"{program.num_parameters / 1e9:,.2f} B parameters, {program.tokens_per_step:,} tokens per step"
+    size = f"{human_parameters(program.num_parameters)} parameters, {program.tokens_per_step:,} tokens per step"
     _line(console, f"{escape(program.model)} on {escape(target.name)}: {target.num_chips:,} chips{slices}, {size}")
     for part in (_memory, _step, _collectives, _roofline, _findings, _unknown):
         for renderable in part(report):
