@@ -56,9 +56,11 @@ def _state(run_dir: Path, step: int) -> dict:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run that nothing disturbed."""
+    """A run that nothing disturbed, on devices that are told to be attached: those have a peak, hence an MFU."""
     folder = tmp_path_factory.mktemp("finished")
-    done = meshloom("train", *RUN, "target.peak_flops_per_second=1e12", "hydra.run.dir=run", cwd=folder)
+    devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    attached = ("target=local", "target.peak_flops_per_second=1e12")
+    done = meshloom("train", *RUN, *attached, "hydra.run.dir=run", cwd=folder, **devices)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return folder / "run", done.stdout
@@ -84,7 +86,7 @@ def test_a_run_leaves_its_contract_behind(finished):
 
 
 def _interrupt(folder: Path, with_signal: signal.Signals) -> tuple[int, str, str]:
-    line = [sys.executable, "-m", "meshloom", "train", *RUN, "target.peak_flops_per_second=1e12", "hydra.run.dir=run"]
+    line = [sys.executable, "-m", "meshloom", "train", *RUN, "hydra.run.dir=run"]
     process = subprocess.Popen(
         line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     )
@@ -109,7 +111,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(finished, tmp_path, with_s
     assert f"stopped: by {with_signal.name} after step {stopped_at} of {NUM_STEPS}" in out
     again = out.split("continue: meshloom train ")[1].splitlines()[0]
     assert "hydra.run.dir=run" in again
-    done = meshloom("train", *RUN, "target.peak_flops_per_second=1e12", "hydra.run.dir=run", cwd=tmp_path)
+    done = meshloom("train", *RUN, "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"continuing after step {stopped_at}" in done.stdout
     undisturbed, continued = _metrics(finished[0]), _metrics(tmp_path / "run")
