@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import defaultdict
 
-PARTS = ("python", "import", "config", "plan", "devices", "trace", "lower", "compile", "serialise, as text",
+PARTS = ("python", "import", "config", "plan", "devices", "trace", "lower", "compile", "serialise, as text", "estimate",
          "parse and simulate", "report")  # fmt: skip
 EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
