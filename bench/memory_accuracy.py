@@ -1,6 +1,6 @@
 """Peak memory as estimated without XLA, against XLA's own, of steps compiled for TPUs that are not there.
 
-    pip install -e '.[tpu]' && python bench/memory_accuracy.py [FILE]
+    pip install -e '.[test]' && python bench/memory_accuracy.py [FILE]
 
 Real widths; few layers, since memory grows by the same amount with each, and in the last rows whole models. A row
 takes half a minute and more to compile; what is measured is kept in FILE (bench/memory_accuracy.jsonl), a line for
