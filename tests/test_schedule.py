@@ -69,17 +69,26 @@ def test_what_runs_between_start_and_done_hides_it(between, exposed):
     assert result.compute_seconds == {"other": pytest.approx((between + 10) / 1000)}
 
 
-def test_collectives_under_way_share_a_link_evenly():
-    lines = [f"  %s1 = {START}", f"  %s2 = {START}", compute("a", 100), "  %d1 = bf16[32]{0} all-gather-done(%s1)",
-             "  ROOT %d2 = bf16[32]{0} all-gather-done(%s2)"]  # fmt: skip
+def test_a_link_serves_what_it_is_given_in_order():
+    lines = [f"  %s1 = {START}", f"  %s2 = {START}", compute("a", 100), "  %d2 = bf16[32]{0} all-gather-done(%s2)",
+             "  ROOT %d1 = bf16[32]{0} all-gather-done(%s1)"]  # fmt: skip
     shared = simulated(module(*lines))
     assert shared.seconds == pytest.approx(0.128)
-    assert totals(shared) == {"s1": (1, 0.064, 0.028), "s2": (1, 0.064, 0.0)}, "both come after 128 ms"
+    assert totals(shared) == {"s1": (1, 0.064, 0.0), "s2": (1, 0.064, 0.028)}, "the first had come"
     on_link = [(each.name, each.start_seconds, each.seconds) for each in shared.segments if each.track == "link"]
-    assert on_link == [("s1", 0.0, pytest.approx(0.128)), ("s2", 0.0, pytest.approx(0.128))]
+    assert on_link == [("s1", 0.0, pytest.approx(0.064)), ("s2", pytest.approx(0.064), pytest.approx(0.064))]
     apart = simulated(module(*lines), price=lambda c: Priced(c.num_bytes / 1000, (c.name,)))
     assert apart.seconds == pytest.approx(0.1)
     assert apart.exposed_seconds == 0
+
+
+def test_a_wait_is_of_those_that_the_awaited_one_queued_behind():
+    """Of the 128 ms that compute waits for the second, the first has the link for 54."""
+    lines = [f"  %s1 = {START}", compute("a", 10), f"  %s2 = {START}", "  %d2 = bf16[32]{0} all-gather-done(%s2)",
+             "  ROOT %d1 = bf16[32]{0} all-gather-done(%s1)"]  # fmt: skip
+    result = simulated(module(*lines))
+    assert totals(result) == {"s1": (1, 0.064, 0.054), "s2": (1, 0.064, 0.064)}
+    assert result.collectives["s1"].hidden_behind == {"a": pytest.approx(0.01)}
 
 
 def loop(*body: str, trips: int, condition: str | None = None) -> tuple[str, str]:
@@ -152,7 +161,7 @@ def test_trips_are_read_from_the_condition(condition, trips):
     computations, run = loop(compute("a", 10), trips=6, condition=condition)
     text = module(run, before=computations)
     assert [each.num_trips for each in loops_of(read_steps(parse_module(text), TPU))] == [trips]
-    assert simulated(text).unknown_loops == ([] if trips else ["loop"])
+    assert simulated(text).unknown_loops == (set() if trips else {"loop"})
     known = run + ', backend_config={"known_trip_count":{"n":"9"}}'
     text = module(known, before=computations)
     assert [each.num_trips for each in loops_of(read_steps(parse_module(text), TPU))] == [9]
@@ -344,7 +353,7 @@ def test_only_what_is_touched_of_an_array_counts_as_moved():
 def test_a_kernel_that_is_not_known_is_counted_and_takes_no_time():
     line = '  ROOT %k = bf16[8]{0} custom-call(%x), custom_call_target="tpu_custom_call"'
     result = simulated(module(line))
-    assert result.unpriced == ["k"]
+    assert result.unpriced == {"k"}
     assert result.seconds == 0
 
 

@@ -6,7 +6,8 @@ fusion around AsyncCollectiveStart   asynchronous (TPU): chunks are sent from wi
 fusion around an all-reduce and a dynamic-slice    a reduce-scatter (TPU), synchronous
 async-start, -update, -done          asynchronous, on another unit (TPU: SparseCore) where what they call is a
                                      collective; else a copy between memories, which is none
-send, recv                           across slices
+send, recv, their -done              of TPUs a collective across slices, by way of the hosts, named in the send's
+                                     attributes; of GPUs pairs of devices. From the send until what is received is there
 """
 
 import re
@@ -15,7 +16,7 @@ from functools import cached_property
 
 from ..hlo import Computation, Instruction, Module
 from ..hlo.groups import Groups, parse_groups
-from ..hlo.types import parse_type
+from ..hlo.types import ArrayType, parse_type
 from .prices import Chip, price
 from .steps import Branches, Collective, CollectiveKind, Compute, Done, Loop, Start, Step
 from .trips import num_trips
@@ -31,6 +32,17 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "send": "send",
 }
 _KIND_IN_NAME = re.compile("|".join(COLLECTIVES).replace("|send", ""))
+# Attributes of a TPU's send: {1,2}x{0:7}, two slices, the devices 0 to 7 of each.
+_MEGASCALE = {
+    "target": re.compile(r'_xla_megascale_target="\{([\d,]+)\}x'),
+    "transfer": re.compile(r'_xla_megascale_transfer_type="(\w+)"'),
+}
+_TRANSFERS: dict[str, CollectiveKind] = {
+    "ALL_GATHER": "all-gather", "ALL_REDUCE": "all-reduce", "ALL_TO_ALL": "all-to-all",
+    "REDUCE_SCATTER": "reduce-scatter",
+}  # fmt: skip
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+_PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{\{[\d,{}\s]*\}\})')
 _STARTS, _UPDATES, _DONES = (frozenset({f"async-{part}", f"call-{part}"}) for part in ("start", "update", "done"))
 _ASYNC = _STARTS | _UPDATES | _DONES
 
@@ -76,9 +88,13 @@ class _Reader:
             return [Branches(instruction.name, tuple(map(self.steps_of, branches)))]
         if opcode == "call":
             return [step for name in instruction.called for step in self.steps_of(self.module.computations[name])]
-        if opcode in ("recv", "recv-done"):
+        if opcode == "recv":
             return []  # the other half of a send
-        if opcode in COLLECTIVES and opcode != "send":
+        if opcode == "recv-done":
+            return [Done(name) for name in self._sent_for(instruction, around)]
+        if opcode == "send":
+            return [Start(self._sent(instruction, around))]
+        if opcode in COLLECTIVES:
             return self._at_once(Inner(instruction, around), instruction, form="synchronous")
         if base in COLLECTIVES:
             if opcode.endswith("-done"):
@@ -148,23 +164,21 @@ class _Reader:
     ) -> Collective:
         """The collective in `inner`, named by the instruction that starts it."""
         within, kind = inner.instruction, COLLECTIVES[inner.instruction.opcode.removesuffix("-start")]
-        groups = self._groups(within)
-        operands = [inner.computation.by_name[name] for name in within.operands if name in inner.computation.by_name]
-        arrays = [array for each in operands for array in parse_type(each.type_text)]
-        num_bytes = sum(array.num_bytes for array in arrays)
+        groups, arrays = self._groups(within), _arrays(inner)
         is_sliced = kind == "all-reduce" and within is not instruction and _is_scattered(inner)
-        if kind == "all-gather":
-            num_bytes *= len(groups[0]) if groups else 1
+        times = len(groups[0]) if groups and kind in ("all-gather", "all-to-all") else 1  # operands are parts
         return Collective(
             name=instruction.name,
             kind="reduce-scatter" if is_sliced else kind,
-            num_bytes=num_bytes,
-            dtype=arrays[0].dtype if arrays else "",
+            num_bytes=times * sum(array.num_bytes for array in arrays),
+            num_elements=tuple(times * array.num_elements for array in arrays),
+            dtype=max(arrays, key=lambda array: array.num_bytes).dtype if arrays else "",
             groups=groups,
             is_async=is_async,
             form=form,
             op_name=within.op_name or instruction.op_name,
             computation=around.name,
+            is_padded=kind == "all-reduce" and _is_padded(inner),
             is_certain=bool(groups and arrays),
         )
 
@@ -178,8 +192,41 @@ class _Reader:
         groups = next((found for each in candidates if (found := self._groups(each))), ())
         return Collective(
             instruction.name, kind, largest.num_bytes, largest.dtype, groups, True, form,
-            instruction.op_name or start.op_name, around.name, is_certain=False,
+            instruction.op_name or start.op_name, around.name, (largest.num_elements,), is_certain=False,
         )  # fmt: skip
+
+    def _sent(self, send: Instruction, around: Computation) -> Collective:
+        """What a send begins: across slices what its attributes name, else one array between pairs of devices."""
+        target, transfer = (_MEGASCALE[part].search(send.attributes) for part in ("target", "transfer"))
+        num_slices = len(target[1].split(",")) if target else None
+        kind = _TRANSFERS.get(transfer[1]) if transfer else "send"
+        source = around.by_name.get(send.operands[0])
+        arrays = parse_type(source.type_text) if source is not None else ()
+        times = num_slices if num_slices and kind in ("all-gather", "all-to-all") else 1
+        pairs = _PAIRS.search(send.attributes)
+        return Collective(
+            name=send.name,
+            kind=kind or "send",
+            num_bytes=times * sum(array.num_bytes for array in arrays),
+            num_elements=tuple(times * array.num_elements for array in arrays),
+            dtype=arrays[0].dtype if arrays else "",
+            groups=parse_groups(pairs[1], self.num_devices) if pairs else (),
+            is_async=True,
+            form="send",
+            op_name=send.op_name,
+            computation=around.name,
+            num_slices=num_slices if kind else None,
+            is_certain=bool(kind and arrays),
+        )
+
+    def _sent_for(self, done: Instruction, around: Computation) -> list[str]:
+        """The send whose answer is received: by the name of their meeting (TPU), or the same pairs (GPU)."""
+        received = around.by_name.get(done.operands[0])
+        if received is None:
+            return []
+        meeting = [_meeting(each) for each in (received, *around.instructions)]
+        sends = zip(around.instructions, meeting[1:], strict=True)
+        return [each.name for each, found in sends if each.opcode == "send" and found and found == meeting[0]]
 
     def _groups(self, instruction: Instruction) -> Groups:
         text = instruction.attribute("replica_groups") or instruction.attribute("source_target_pairs")
@@ -229,6 +276,27 @@ class _Reader:
                 if started and started.instruction.attribute("channel_id") == channel:
                     return True
         return False
+
+
+def _arrays(inner: Inner) -> list[ArrayType]:
+    """What a collective takes. Of an all-reduce its results: TPUs reduce in float32 what they are given in bfloat16. Of
+    a ragged all-to-all the first operand: the others say where its parts go."""
+    within = inner.instruction
+    if within.opcode.startswith("all-reduce"):
+        return list(within.arrays)
+    names = within.operands[:1] if within.opcode.startswith("ragged") else within.operands
+    operands = [inner.computation.by_name[name] for name in names if name in inner.computation.by_name]
+    return [array for each in operands for array in each.arrays]
+
+
+def _is_padded(inner: Inner) -> bool:
+    operands = [inner.computation.by_name.get(name) for name in inner.instruction.operands]
+    return all(each is not None and each.opcode == "dynamic-update-slice" for each in operands)
+
+
+def _meeting(instruction: Instruction) -> str | None:
+    found = _RENDEZVOUS.search(instruction.attributes) or _PAIRS.search(instruction.attributes)
+    return found[1] if found else None
 
 
 def _is_scattered(inner: Inner) -> bool:
