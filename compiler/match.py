@@ -40,6 +40,7 @@ def match_planned(
     """For each size of its arrays, the largest first. count: executions in a step, by which candidates are told apart
     where that leaves any."""
     alike = [p for p in planned if p.kind in _kinds(collective) and _is_over(p, collective, axes)]
+    alike = [p for p in alike if jnp.issubdtype(p.dtype, jnp.integer) == (collective.dtype[:1] in ("s", "u"))]
     sizes = sorted(set(collective.num_elements), reverse=True)
     return tuple(_of_size(size, collective.num_elements.count(size), alike, count) for size in sizes)
 
@@ -79,14 +80,14 @@ def _of_size(size: int, num_arrays: int, alike: Sequence[PlannedCollective], cou
     by_size: dict[int, list[PlannedCollective]] = {}
     for each in alike:
         by_size.setdefault(num_elements(each), []).append(each)
-    found = by_size.get(size)
-    if not found:  # joined end to end, all that are of one size
-        found = next((same for one, same in by_size.items() if one * len(same) == size), None)
-        num_arrays *= len(found) if found else 1
-    if not found:
-        found = [each for one, same in by_size.items() if one < size == -(-one // LANES) * LANES for each in same]
-    counted = [each for each in found if each.count == count]
-    return Match(num_arrays, tuple(counted or found))
+    found = [each for one, same in by_size.items() if size in (one, -(-one // LANES) * LANES) for each in same]
+    if found:
+        counted = [each for each in found if each.count == count]
+        return Match(num_arrays, tuple(counted or found))
+    for one, same in by_size.items():  # joined end to end: all that are of one size, or some of many scalars
+        if size == one * len(same) or (one == 1 and size <= sum(each.count for each in same)):
+            return Match(num_arrays * size // one, tuple(same))
+    return Match(num_arrays, ())
 
 
 def _one_of(sources: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..hlo import Computation, Instruction, Module
+from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import Groups, parse_groups
 from ..hlo.types import ArrayType, parse_type
 from .prices import Chip, price
@@ -56,7 +56,7 @@ class Inner:
 
 
 def read_steps(module: Module, chip: Chip) -> tuple[Step, ...]:
-    """What one device does in a step. Raises ValueError for a form of replica groups that is not known."""
+    """What one device does in a step. Raises HloError for a form of replica groups that is not known."""
     return _Reader(module, chip).steps_of(module.entry_computation)
 
 
@@ -230,7 +230,10 @@ class _Reader:
 
     def _groups(self, instruction: Instruction) -> Groups:
         text = instruction.attribute("replica_groups") or instruction.attribute("source_target_pairs")
-        return parse_groups(text, self.num_devices) if text else ()
+        try:
+            return parse_groups(text, self.num_devices) if text else ()
+        except ValueError as error:
+            raise HloError(f"{instruction.name}: {error}") from error
 
     def _inside(self, instruction: Instruction) -> Inner | None:
         """The collective that an instruction's computations hold."""
