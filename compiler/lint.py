@@ -62,8 +62,11 @@ def _of_collective(
 
 
 def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> PlannedCollective | None:
-    """What the plan has of this kind over these axes; of several the one whose size is closest."""
+    """What the plan has of this kind over these axes; of several the one whose size is closest. None where all of them
+    together are smaller, in a type twice as wide."""
     alike = [p for p in planned if p.kind == each.kind and set(p.mesh_axes) == set(each.mesh_axes)]
+    if each.bytes // each.count > 2 * sum(p.bytes_each for p in alike):
+        return None
     return min(alike, key=lambda p: abs(p.num_bytes - each.bytes), default=None)
 
 

@@ -46,11 +46,12 @@ def match_planned(
 
 
 def source_by_size(matches: Sequence[Match]) -> str | None:
-    """'head/kernel_EV, backward (matched by size)'; 'one of a, b, forward (matched by size)'; None where none fits."""
+    """'head/kernel_EV, backward (matched by size)'; 'one of a, b and 2 more (matched by size)' where the largest array
+    is a or b, and two are joined with it; None where none fits."""
     found = [match for match in matches if match.candidates]
     if not found:
         return None
-    first = next((match for match in found if match.is_certain), found[0])
+    first = found[0]
     named = first.sources[0] if first.is_certain else _one_of(first.sources)
     num_more = sum(match.num_arrays for match in matches) - 1
     directions = {candidate.direction for match in found for candidate in match.candidates}

@@ -52,6 +52,16 @@ def test_a_transfer_that_the_plan_does_not_have():
     assert rules_of(found(mesh_axes=("tensor",))) == ["unplanned-collective"]
 
 
+def test_a_sum_that_is_larger_than_all_that_the_plan_adds_up_is_not_planned():
+    """The plan always has sums of scalars: the loss, the norm of the gradient."""
+    scalar = replace(PLANNED, kind="all-reduce", bytes_each=4, dtype="float32", source="step: psum", rule=None)
+    large = found(kind="all-reduce", dtype="f32")
+    findings = lint(plan_of(), [large], {}, (PLANNED, scalar), ())
+    assert [finding.rule for finding in findings] == ["unplanned-collective"]
+    both = replace(scalar, bytes_each=32 * MIB)
+    assert lint(plan_of(), [large], {}, (PLANNED, both, both), ()) == ()
+
+
 def test_an_all_reduce_in_place_of_a_reduce_scatter():
     whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", source="layers/mlp/up_EM, backward")
     (finding,) = lint(plan_of(), [whole], {whole.name: (Match(1, (SCATTER,)),)}, (PLANNED, SCATTER), ())

@@ -37,7 +37,7 @@ def source(*num_elements: int, axes: tuple[str, ...] = ("fsdp",), count: int = 3
         ((8192,), {"count": 1}, "head, backward (matched by size)"),
         ((4096,), {}, "one of up, gate, backward (matched by size)"),
         ((4096, 4096, 256), {}, "up and 2 more, backward (matched by size)"),
-        ((4096, 256), {}, "norm and 1 more, backward (matched by size)"),
+        ((4096, 256), {}, "one of up, gate and 1 more, backward (matched by size)"),
         ((2 * 4096,), {"kind": "reduce-scatter", "count": 3}, "head, backward (matched by size)"),
         ((256,), {"is_padded": True, "dtype": "bf16"}, "norm, forward (matched by size)"),
         ((256,), {"kind": "all-gather", "dtype": "bf16"}, "norm, forward (matched by size)"),
