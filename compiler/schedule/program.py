@@ -18,6 +18,7 @@ from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import Groups, parse_groups
 from ..hlo.types import ArrayType, parse_type
 from .prices import Chip, price
+from .sends import answered_by, begun_by
 from .steps import Branches, Collective, CollectiveKind, Compute, Done, Loop, Start, Step
 from .trips import num_trips
 
@@ -32,17 +33,6 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "send": "send",
 }
 _KIND_IN_NAME = re.compile("|".join(COLLECTIVES).replace("|send", ""))
-# Attributes of a TPU's send: {1,2}x{0:7}, two slices, the devices 0 to 7 of each.
-_MEGASCALE = {
-    "target": re.compile(r'_xla_megascale_target="\{([\d,]+)\}x'),
-    "transfer": re.compile(r'_xla_megascale_transfer_type="(\w+)"'),
-}
-_TRANSFERS: dict[str, CollectiveKind] = {
-    "ALL_GATHER": "all-gather", "ALL_REDUCE": "all-reduce", "ALL_TO_ALL": "all-to-all",
-    "REDUCE_SCATTER": "reduce-scatter",
-}  # fmt: skip
-_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
-_PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{\{[\d,{}\s]*\}\})')
 _STARTS, _UPDATES, _DONES = (frozenset({f"async-{part}", f"call-{part}"}) for part in ("start", "update", "done"))
 _ASYNC = _STARTS | _UPDATES | _DONES
 
@@ -91,9 +81,9 @@ class _Reader:
         if opcode == "recv":
             return []  # the other half of a send
         if opcode == "recv-done":
-            return [Done(name) for name in self._sent_for(instruction, around)]
+            return [Done(name) for name in answered_by(instruction, around)]
         if opcode == "send":
-            return [Start(self._sent(instruction, around))]
+            return [Start(begun_by(instruction, around, self.num_devices))]
         if opcode in COLLECTIVES:
             return self._at_once(Inner(instruction, around), instruction, form="synchronous")
         if base in COLLECTIVES:
@@ -195,39 +185,6 @@ class _Reader:
             instruction.op_name or start.op_name, around.name, (largest.num_elements,), is_certain=False,
         )  # fmt: skip
 
-    def _sent(self, send: Instruction, around: Computation) -> Collective:
-        """What a send begins: across slices what its attributes name, else one array between pairs of devices."""
-        target, transfer = (_MEGASCALE[part].search(send.attributes) for part in ("target", "transfer"))
-        num_slices = len(target[1].split(",")) if target else None
-        kind = _TRANSFERS.get(transfer[1]) if transfer else "send"
-        source = around.by_name.get(send.operands[0])
-        arrays = parse_type(source.type_text) if source is not None else ()
-        times = num_slices if num_slices and kind in ("all-gather", "all-to-all") else 1
-        pairs = _PAIRS.search(send.attributes)
-        return Collective(
-            name=send.name,
-            kind=kind or "send",
-            num_bytes=times * sum(array.num_bytes for array in arrays),
-            num_elements=tuple(times * array.num_elements for array in arrays),
-            dtype=arrays[0].dtype if arrays else "",
-            groups=parse_groups(pairs[1], self.num_devices) if pairs else (),
-            is_async=True,
-            form="send",
-            op_name=send.op_name,
-            computation=around.name,
-            num_slices=num_slices if kind else None,
-            is_certain=bool(kind and arrays),
-        )
-
-    def _sent_for(self, done: Instruction, around: Computation) -> list[str]:
-        """The send whose answer is received: by the name of their meeting (TPU), or the same pairs (GPU)."""
-        received = around.by_name.get(done.operands[0])
-        if received is None:
-            return []
-        meeting = [_meeting(each) for each in (received, *around.instructions)]
-        sends = zip(around.instructions, meeting[1:], strict=True)
-        return [each.name for each, found in sends if each.opcode == "send" and found and found == meeting[0]]
-
     def _groups(self, instruction: Instruction) -> Groups:
         text = instruction.attribute("replica_groups") or instruction.attribute("source_target_pairs")
         try:
@@ -295,11 +252,6 @@ def _arrays(inner: Inner) -> list[ArrayType]:
 def _is_padded(inner: Inner) -> bool:
     operands = [inner.computation.by_name.get(name) for name in inner.instruction.operands]
     return all(each is not None and each.opcode == "dynamic-update-slice" for each in operands)
-
-
-def _meeting(instruction: Instruction) -> str | None:
-    found = _RENDEZVOUS.search(instruction.attributes) or _PAIRS.search(instruction.attributes)
-    return found[1] if found else None
 
 
 def _is_scattered(inner: Inner) -> bool:
