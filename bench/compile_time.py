@@ -77,7 +77,7 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     done("serialise, as text", without=seconds["compile"])
     estimate = estimate_step(plan)
     done("estimate")
-    schedule = analyse_schedule(built.text, plan) if built.text is not None else None
+    schedule = analyse_schedule(built.text, plan, estimate.communication) if built.text is not None else None
     done("parse and simulate")
     facts = BuildFacts(fingerprint_of(plan, lowered, mesh), 0.0, "off", tuple(overrides))
     events = schedule.events if schedule else ()

@@ -5,19 +5,20 @@ is, which links those use, which parameter an operation moves.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .communication import PlannedCollective
+from .crossing import Crossing, crossing_of
 from .gather import WEIGHT_SCOPE
 from .hlo import parse_module
-from .links import Link, collective_seconds
-from .placement import Placement
+from .match import Match, match_planned, source_by_size
 from .plan import Plan
 from .report import CollectiveReport, Event, StepReport
 from .schedule import Simulation, simulate
 from .schedule.prices import Chip
 from .schedule.program import read_steps
-from .schedule.simulate import SMALLEST_SECONDS, CollectiveTotals, Priced
+from .schedule.simulate import CollectiveTotals, Priced
 from .schedule.steps import Collective
 
 NUM_SHOWN_BEHIND = 3
@@ -28,42 +29,40 @@ _JOINED = re.compile(r"\(([^()]*:[^()]*)\)")
 
 @dataclass(frozen=True)
 class ScheduleAnalysis:
-    """step: without the bound of its roofline, which is none of the schedule's. unknown: as in Report."""
+    """step: without the bound of its roofline, which is none of the schedule's. matches: of each collective by its
+    name, what the plan has of its size. unknown: as in Report."""
 
     collectives: tuple[CollectiveReport, ...]
+    matches: Mapping[str, tuple[Match, ...]]
     step: StepReport
     events: tuple[Event, ...]
     unknown: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """Where a collective goes. mesh_axes: along which its groups lie, empty where the program does not say.
-    alone_seconds: as if its group were all devices along them."""
-
-    mesh_axes: tuple[str, ...]
-    link: Link
-    alone_seconds: float | None
-
-
-def analyse_schedule(text: str, plan: Plan) -> ScheduleAnalysis:
-    """Read a scheduled program back. Raises HloError for a text that is none."""
+def analyse_schedule(text: str, plan: Plan, planned: Sequence[PlannedCollective]) -> ScheduleAnalysis:
+    """Read a scheduled program back. planned: the collectives that the plan has. Raises HloError for a text that is
+    none."""
     chip, placement = _chip(plan), plan.mesh.placement
     crossings: dict[str, Crossing] = {}
 
     def price(collective: Collective) -> Priced:
-        crossing = crossings[collective.name] = _crossing(collective, placement)
-        tracks = [(level.kind, line.name) for level in crossing.link.levels for line in level.lines]
-        names = tuple(kind if kind == name else f"{kind} {name}" for kind, name in tracks)
-        return Priced(crossing.alone_seconds, names or (crossing.link.kind,))
+        if collective.name not in crossings:
+            crossings[collective.name] = crossing_of(collective, placement)
+        crossing = crossings[collective.name]
+        return Priced(crossing.alone_seconds, crossing.links)
 
     result = simulate(read_steps(parse_module(text), chip), price)
     paths = [array.array.path for array in plan.sharding.parameters]
+    matches = {
+        name: match_planned(totals.collective, crossings[name].mesh_axes, totals.count, planned)
+        for name, totals in result.collectives.items()
+    }
     collectives = tuple(
-        _collective(each, crossings[each.collective.name], paths, is_timed=plan.target.chip is not None)
-        for each in result.collectives.values()
+        _collective(totals, crossings[name], paths, matches[name], is_timed=plan.target.chip is not None)
+        for name, totals in result.collectives.items()
     )
-    return ScheduleAnalysis(collectives, _step(result, plan), _events(result, plan), _unknown(result, plan))
+    unknown = _unknown(result, crossings, plan)
+    return ScheduleAnalysis(collectives, matches, _step(result, plan), _events(result, plan), unknown)
 
 
 def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:
@@ -113,47 +112,31 @@ def _chip(plan: Plan) -> Chip:
     return Chip(target.platform, clock, peaks, target.chip.hbm_bytes_per_second * share)
 
 
-def _crossing(collective: Collective, placement: Placement) -> Crossing:
-    axes = placement.axes_of(collective.groups[0]) if collective.groups else ()
-    link = placement.link_of(axes)
-    if not collective.groups or not placement.is_known:
-        return Crossing(axes, link, None)
-    seconds = collective_seconds(collective.kind, collective.num_bytes, link.group_size, link)
-    return Crossing(axes, link, seconds)
-
-
 def _collective(
-    totals: CollectiveTotals, crossing: Crossing, paths: Sequence[str], *, is_timed: bool
+    totals: CollectiveTotals, crossing: Crossing, paths: Sequence[str], matches: Sequence[Match], *, is_timed: bool
 ) -> CollectiveReport:
-    found, alone = totals.collective, totals.alone_seconds
-    is_whole = found.kind in ("collective-permute", "send") or found.group_size == crossing.link.group_size
-    is_certain = found.is_certain and is_whole and None not in [trips for _, trips in totals.loops]
-    exposed = totals.exposed_seconds if is_timed and alone is not None else None
+    found, alone = totals.collective, totals.alone_seconds if is_timed else None
+    is_certain = found.is_certain and crossing.why is None and None not in [trips for _, trips in totals.loops]
     behind = sorted(totals.hidden_behind.items(), key=lambda item: -item[1])
     return CollectiveReport(
         kind=found.kind,
         mesh_axes=crossing.mesh_axes,
-        group_size=max(1, found.group_size),
-        link=crossing.link.kind,
+        group_size=crossing.group_size,
+        link=crossing.kind,
         bytes=found.num_bytes * totals.count,
         dtype=found.dtype,
         count=totals.count,
         alone_seconds=alone,
-        hidden_seconds=None if exposed is None or alone is None else _positive(alone - exposed),
-        exposed_seconds=exposed,
+        hidden_seconds=None if alone is None else totals.hidden_seconds,
+        exposed_seconds=None if alone is None else totals.exposed_seconds,
         hidden_behind=tuple(name for name, _ in behind[:NUM_SHOWN_BEHIND]),
         is_async=found.is_async,
         form=found.form,
-        source=source_of(found.op_name, found.kind, paths),
+        source=(source_by_size(matches) if not found.op_name else None) or source_of(found.op_name, found.kind, paths),
         where=_where(totals),
         confidence="high" if is_certain else "low",
         name=found.name,
     )
-
-
-def _positive(seconds: float) -> float:
-    """Without what rounding leaves of nothing."""
-    return seconds if seconds > SMALLEST_SECONDS else 0.0
 
 
 def _where(totals: CollectiveTotals) -> str:
@@ -185,18 +168,25 @@ def _step(result: Simulation, plan: Plan) -> StepReport:
 
 
 def _events(result: Simulation, plan: Plan) -> tuple[Event, ...]:
+    """Of a collective that takes both ways of a torus axis one event, on the axis' own track."""
     if plan.target.chip is None:
         return ()
-    return tuple(
-        Event(
-            track=each.track, name=each.name, kind=each.kind, start_seconds=each.start_seconds, seconds=each.seconds,
-            arguments={},
-        )
-        for each in result.segments
-    )  # fmt: skip
+    there = {(each.track, each.name, each.start_seconds) for each in result.segments}
+    events = []
+    for each in result.segments:
+        axis, way = each.track[:-1], each.track[-1]
+        is_both = {(f"{axis}+", each.name, each.start_seconds), (f"{axis}-", each.name, each.start_seconds)} <= there
+        if not (is_both and way == "-"):
+            events.append(
+                Event(
+                    track=axis if is_both else each.track, name=each.name, kind=each.kind,
+                    start_seconds=each.start_seconds, seconds=each.seconds, arguments={},
+                )
+            )  # fmt: skip
+    return tuple(events)
 
 
-def _unknown(result: Simulation, plan: Plan) -> dict[str, str]:
+def _unknown(result: Simulation, crossings: Mapping[str, Crossing], plan: Plan) -> dict[str, str]:
     if plan.target.chip is None:
         of_each = ("alone_seconds", "hidden_seconds", "exposed_seconds")
         of_step = ("compute_seconds", "exposed_seconds", "exposed_fraction", "predicted_seconds", "predicted_mfu")
@@ -205,8 +195,7 @@ def _unknown(result: Simulation, plan: Plan) -> dict[str, str]:
     unknown: dict[str, str] = {}
     if plan.target.peak_flops_per_second is None:
         unknown["step.predicted_mfu"] = "the chip's peak in the compute type is not known"
-    for index, totals in enumerate(result.collectives.values()):
-        if totals.alone_seconds is None:
-            why = "the program does not say which devices it is among"
-            unknown |= {f"collectives[{index}].{name}_seconds": why for name in ("alone", "hidden", "exposed")}
+    for index, name in enumerate(result.collectives):
+        if why := crossings[name].why:
+            unknown |= {f"collectives[{index}].{part}_seconds": why for part in ("alone", "hidden", "exposed")}
     return unknown

@@ -62,7 +62,7 @@ def build_report(
         collectives=schedule.collectives,
         step=schedule.step.model_copy(update={"roofline_seconds": bound}),
         roofline=estimate.roofline,
-        findings=lint(plan, schedule.collectives, estimate.communication, built.notes),
+        findings=lint(plan, schedule.collectives, schedule.matches, estimate.communication, built.notes),
         build=_build(built, facts),
         overrides=facts.overrides,
         unknown=unknown | schedule.unknown,
@@ -73,7 +73,7 @@ def _unanalysed(why: str) -> ScheduleAnalysis:
     names = [name for name in StepReport.model_fields if name.endswith(("_seconds", "_fraction", "_mfu"))]
     step: Any = dict.fromkeys(names)
     unknown: dict[str, str] = dict.fromkeys(("step", "collectives"), why)
-    return ScheduleAnalysis((), StepReport(**step, compute_seconds_by_kind={}, num_unpriced=0), (), unknown)
+    return ScheduleAnalysis((), {}, StepReport(**step, compute_seconds_by_kind={}, num_unpriced=0), (), unknown)
 
 
 def _memory(

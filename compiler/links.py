@@ -63,7 +63,7 @@ class Link:
     kind: LinkKind  # of the slowest level
     levels: tuple[Level, ...]
     is_pipelined: bool
-    note: str  # "x ring of 16, y line of 8"
+    note: str  # why nothing is known; else empty
 
     @property
     def group_size(self) -> int:

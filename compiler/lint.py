@@ -8,24 +8,29 @@ attention-fallback          the kernel of the platform was not used
 gathered-whole              the compiler itself says that it gathers a whole array
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .communication import PlannedCollective
+from .match import Match
 from .plan import Plan
 from .report import CollectiveReport, Finding
 
 LEAST_BYTES = 2**20  # of one execution; what is smaller costs latency alone
-WIDTHS = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
 NARROW = {"bfloat16": "bf16", "float16": "f16"}
 
 
 def lint(
-    plan: Plan, collectives: Sequence[CollectiveReport], planned: Sequence[PlannedCollective], notes: Sequence[str]
+    plan: Plan,
+    collectives: Sequence[CollectiveReport],
+    matches: Mapping[str, Sequence[Match]],
+    planned: Sequence[PlannedCollective],
+    notes: Sequence[str],
 ) -> tuple[Finding, ...]:
-    """All findings, the ones that cost most first. notes: lines of the compiler about arrays that it gathers whole."""
+    """All findings, the ones that cost most first. matches: of each collective by name, what the plan has of its size.
+    notes: lines of the compiler about arrays that it gathers whole."""
     large = [each for each in collectives if each.bytes // each.count >= LEAST_BYTES]
-    found = [finding for each in large for finding in _of_collective(plan, each, planned)]
+    found = [finding for each in large for finding in _of_collective(plan, each, matches.get(each.name, ()), planned)]
     found.sort(key=lambda costly: -costly.cost)
     return (*(each.finding for each in found), *_attention(plan), *map(_gathered_whole, notes))
 
@@ -38,10 +43,14 @@ class Costly:
     finding: Finding
 
 
-def _of_collective(plan: Plan, each: CollectiveReport, planned: Sequence[PlannedCollective]) -> list[Costly]:
-    if scattered := _planned_scatter(each, planned):
+def _of_collective(
+    plan: Plan, each: CollectiveReport, matches: Sequence[Match], planned: Sequence[PlannedCollective]
+) -> list[Costly]:
+    alike = [candidate for match in matches for candidate in match.candidates]
+    scattered = [candidate for candidate in alike if candidate.kind == "reduce-scatter"]
+    if each.kind == "all-reduce" and scattered:
         return [_whole_gradient(each, scattered)]
-    match = _planned(each, planned)
+    match = _closest(each, planned) or next(iter(alike), None)
     if match is None:
         return [_unplanned(plan, each)]
     findings = []
@@ -52,28 +61,20 @@ def _of_collective(plan: Plan, each: CollectiveReport, planned: Sequence[Planned
     return findings
 
 
-def _planned(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> PlannedCollective | None:
-    """What the plan has of this kind over these axes; of several the one whose size is closest."""
+def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> PlannedCollective | None:
+    """What the plan has of this kind over these axes; of several the one whose size is closest. None where all of them
+    together are smaller, in a type twice as wide."""
     alike = [p for p in planned if p.kind == each.kind and set(p.mesh_axes) == set(each.mesh_axes)]
+    if each.bytes // each.count > 2 * sum(p.bytes_each for p in alike):
+        return None
     return min(alike, key=lambda p: abs(p.num_bytes - each.bytes), default=None)
 
 
-def _planned_scatter(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> PlannedCollective | None:
-    """The reduce-scatter of the plan that was compiled as this all-reduce: same axes, same size of each."""
-    if each.kind != "all-reduce":
-        return None
-    one, width = each.bytes // each.count, WIDTHS.get(each.dtype, 4)
-    for p in planned:
-        elements = p.bytes_each // WIDTHS.get(_short(p.dtype), 4)
-        if p.kind == "reduce-scatter" and set(p.mesh_axes) == set(each.mesh_axes) and elements == one // width:
-            return p
-    return None
-
-
-def _whole_gradient(each: CollectiveReport, planned: PlannedCollective) -> Costly:
-    what = f"an all-reduce of {_size(each)} where the plan has a reduce-scatter: half of it crosses in vain"
+def _whole_gradient(each: CollectiveReport, scattered: Sequence[PlannedCollective]) -> Costly:
+    what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of it crosses in vain"
+    rules = dict.fromkeys(p.rule for p in scattered if p.rule)
     fix = "choose another overlap or target, or split the group: sharding=hsdp"
-    return _costly(each, each.bytes // 2, "whole-gradient", what, f"{planned.source}, {planned.rule}", fix)
+    return _costly(each, each.bytes // 2, "whole-gradient", what, ", ".join((each.source, *rules)), fix)
 
 
 def _unplanned(plan: Plan, each: CollectiveReport) -> Costly:
@@ -125,7 +126,3 @@ def _costly(each: CollectiveReport, cost: int, rule: str, what: str, where: str,
 
 def _size(each: CollectiveReport) -> str:
     return f"{each.bytes / each.count / 2**20:,.1f} MiB"
-
-
-def _short(dtype: str) -> str:
-    return {"float32": "f32", **NARROW}.get(dtype, dtype)

@@ -8,15 +8,16 @@ Only replica, stage and data cross slices; axis_parts.py lays what is in one. do
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
 
 from .axis_parts import TORUS_AXES, Part, lay_in_nodes, lay_on_torus
-from .links import Level, Line, Link
+from .link_levels import link_of_rows, row_of_parts
+from .links import Link
 from .problems import ConfigError, Problem
-from .report import Link as LinkKind
 from .target import TargetPlan
 from .target_spec import SwitchSpec, TorusSpec
 
@@ -47,11 +48,13 @@ class Placement:
         if not self.is_known:
             return Link("memory", (), is_pipelined=False, note="simulated, or of unknown links")
         parts = [part for axis in axes for part in self.parts[axis]]
-        network = self.target.network
-        levels = _torus_levels(parts, self.target, network) if isinstance(network, TorusSpec) else _switch_levels(parts, cast(SwitchSpec, network))  # fmt: skip  # noqa: E501
-        nearest: LinkKind = "ICI" if isinstance(network, TorusSpec) else "NVLink"
-        kind = levels[-1].kind if levels else nearest
-        return Link(kind, levels, is_pipelined=isinstance(network, SwitchSpec), note=" x ".join(map(str, parts)))
+        names = physical_sizes(self.target)
+        along = {name: [part for part in parts if part.physical == name] for name in names}
+        return link_of_rows({name: row_of_parts(own) for name, own in along.items() if own}, self.target)
+
+    def group_size(self, axes: Sequence[str]) -> int:
+        """Devices along these mesh axes."""
+        return math.prod(self.sizes[axis] for axis in axes)
 
     def axes_of(self, group: Sequence[int]) -> tuple[str, ...]:
         """The mesh axes along which a group of devices lies. group: positions in the mesh's row-major order."""
@@ -65,16 +68,22 @@ class Placement:
         Raises ConfigError where they are not shaped as the target.
         """
         at = _places(devices, self.target)
-        dimensions = _physical_sizes(self.target)
-        mesh = np.empty(tuple(self.sizes.values()), dtype=object)
-        for index in np.ndindex(mesh.shape):
-            place = dict.fromkeys(dimensions, 0)
+        mesh = np.empty(len(self.places), dtype=object)
+        mesh[:] = [at[place] for place in self.places]
+        return mesh.reshape(tuple(self.sizes.values()))
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Where each device of the mesh lies, in its row-major order: its place along each of `physical_sizes`."""
+        found = []
+        for index in np.ndindex(tuple(self.sizes.values())):
+            place = dict.fromkeys(physical_sizes(self.target), 0)
             for axis, number in zip(self.sizes, index, strict=True):
                 for part in reversed(self.parts.get(axis, ())):  # the innermost part counts fastest
                     number, digit = divmod(number, part.size)
                     place[part.physical] += digit * part.stride
-            mesh[index] = at[tuple(place.values())]
-        return mesh
+            found.append(tuple(place.values()))
+        return tuple(found)
 
 
 def plan_placement(sizes: Mapping[str, int], target: TargetPlan) -> Placement:
@@ -108,7 +117,7 @@ def _across(sizes: Mapping[str, int], target: TargetPlan) -> tuple[dict[str, int
     return inner, crossing
 
 
-def _physical_sizes(target: TargetPlan) -> dict[str, int]:
+def physical_sizes(target: TargetPlan) -> dict[str, int]:
     """Sizes of the physical axes, slowest first."""
     shape = target.shape or ()
     if isinstance(target.network, SwitchSpec):
@@ -119,7 +128,7 @@ def _physical_sizes(target: TargetPlan) -> dict[str, int]:
 
 def _places(devices: Sequence[Any], target: TargetPlan) -> dict[tuple[int, ...], Any]:
     """Devices by where they are along the physical axes."""
-    sizes = tuple(_physical_sizes(target).values())
+    sizes = tuple(physical_sizes(target).values())
     if isinstance(target.network, SwitchSpec):
         in_order = sorted(devices, key=lambda device: (device.process_index, device.id))
         places = dict(zip(np.ndindex(sizes), in_order, strict=False))
@@ -139,67 +148,3 @@ def _places(devices: Sequence[Any], target: TargetPlan) -> dict[tuple[int, ...],
         what = f"the {len(devices)} devices are not shaped as {target.name}: {'x'.join(map(str, sizes))}"
         raise ConfigError([Problem("target", what, "name the target as it is, such as v5p:4x4x8")])
     return places
-
-
-def _torus_levels(parts: Sequence[Part], target: TargetPlan, network: TorusSpec) -> tuple[Level, ...]:
-    per_chip = target.chip.num_devices if target.chip else 1
-    core = [part for part in parts if part.physical == "core"]
-    levels = []
-    if core:
-        die_bytes_per_second = cast(float, network.core_bytes_per_second)
-        levels.append(_switch("ICI", core, die_bytes_per_second, network.hop_seconds))
-    lines = tuple(
-        _line([part for part in parts if part.physical == name], network, per_chip)
-        for name in TORUS_AXES
-        if any(part.physical == name for part in parts)
-    )
-    if lines:
-        levels.append(Level("ICI", lines, is_switch=False))
-    if across := [part for part in parts if part.physical == "DCN"]:
-        share = network.host_bytes_per_second / (math.prod(network.chips_per_host) * per_chip)
-        levels.append(_switch("DCN", across, share, network.host_seconds))
-    return tuple(levels)
-
-
-def _line(parts: Sequence[Part], network: TorusSpec, per_chip: int) -> Line:
-    """The members of a group along one torus axis, which may be parts of several mesh axes: [4, every 4th] and [4] are
-    16 side by side. Groups between which they lie send over the same links, and so do the other devices of a chip."""
-    outer = max(parts, key=lambda part: part.stride)
-    size = math.prod(part.size for part in parts)
-    spacing = outer.stride * outer.size // size  # hops between members, and groups on each link
-    bandwidth = network.link_bytes_per_second / spacing / per_chip
-    num_hops = spacing * (size // 2 if outer.wraps else size - 1)
-    return Line(
-        name=outer.physical,
-        size=size,
-        bytes_per_second=bandwidth * (2 if outer.wraps else 1),
-        neighbour_bytes_per_second=bandwidth,
-        gather_seconds=num_hops * network.hop_seconds,
-        neighbour_seconds=spacing * network.hop_seconds,
-    )
-
-
-def _switch_levels(parts: Sequence[Part], network: SwitchSpec) -> tuple[Level, ...]:
-    near = [part for part in parts if part.physical == "NVLink"]
-    far = [part for part in parts if part.physical == "NIC"]
-    per_chip = network.node_bytes_per_second / network.chips_per_node
-    levels = []
-    if near:
-        levels.append(_switch("NVLink", near, network.chip_bytes_per_second, network.chip_seconds))
-    if far:
-        levels.append(_switch("NIC", far, per_chip, network.node_seconds))
-    return tuple(levels)
-
-
-def _switch(kind: LinkKind, parts: Sequence[Part], bytes_per_second: float, seconds: float) -> Level:
-    """All members of a group reach each other at once; small messages spread like a tree."""
-    size = math.prod(part.size for part in parts)
-    line = Line(
-        name=parts[0].physical,
-        size=size,
-        bytes_per_second=bytes_per_second,
-        neighbour_bytes_per_second=bytes_per_second,
-        gather_seconds=math.ceil(math.log2(size)) * seconds,
-        neighbour_seconds=seconds,
-    )
-    return Level(kind, (line,), is_switch=True)

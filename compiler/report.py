@@ -80,7 +80,9 @@ class CollectiveReport(Config):
     hidden_behind: tuple[str, ...]  # names of what runs meanwhile, the longest first
     is_async: bool
     form: str  # how the program says it: "all-gather-start", "collective fusion", "SparseCore call", "synchronous"
-    source: str  # "layers/attention/query_EHD, forward" or the op_name that the compiler keeps
+    source: (
+        str  # "layers/attention/query_EHD, forward", or what the compiler keeps of a name, or "... (matched by size)"
+    )
     where: str  # computation or loop: "while body, 32 trips"
     confidence: Literal["high", "low"]  # low: size, group or bandwidth is not certain
     name: str  # of the instruction
@@ -134,7 +136,7 @@ class BuildReport(Config):
 class Event(Config):
     """A stretch of the predicted step on one track. Loops show their trips one after the other, or the first few."""
 
-    track: str  # "compute", "ICI x", "DCN"
+    track: str  # "compute", "ICI x", one way of it "ICI x+", "DCN"
     name: str
     kind: str  # ComputeKind, CollectiveKind, "exposed": compute stands still for a collective, "loop": trips left out
     start_seconds: NonNegativeFloat

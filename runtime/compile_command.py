@@ -93,10 +93,11 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, console: C
     fits = does_fit(plan, built)
     _keep(found, run_dir / FOLDER if fits is not False else None, store, (fingerprint, built, overrides), console)
     write_declaration(plan, run_dir)
-    schedule = analyse_schedule(built.text, plan) if built.text is not None else None
+    estimate = estimate_step(plan)
+    schedule = analyse_schedule(built.text, plan, estimate.communication) if built.text is not None else None
     facts = BuildFacts(fingerprint, lower_seconds, "hit" if found else "miss" if store else "off", overrides)
     changes = _savings(plan, built, request) if fits is False else ()
-    report = build_report(plan, built, facts, estimate_step(plan), schedule, changes=changes)
+    report = build_report(plan, built, facts, estimate, schedule, changes=changes)
     files = write_report(report, plan, run_dir, events=schedule.events if schedule else ())
     _show_result(console, report, files, found, run_dir)
     return DOES_NOT_FIT if fits is False else 0

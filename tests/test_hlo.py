@@ -115,6 +115,17 @@ def test_what_is_no_module_is_refused(text):
         parse_module(text)
 
 
+def test_errors_say_the_line():
+    cut = TEXT.replace("constant(2)", "constant 2")
+    number = 1 + next(i for i, line in enumerate(cut.splitlines()) if "%two = " in line)
+    with pytest.raises(HloError, match=f"line {number}: no instruction: %two"):
+        parse_module(cut)
+    with pytest.raises(HloError, match=f"line {len(TEXT.splitlines()) - 1}: the text ends within main"):
+        parse_module(TEXT.rstrip()[:-1])
+    with pytest.raises(HloError, match="no computation add"):
+        parse_module(TEXT.replace("%add (", "%other (")).computations["add"]
+
+
 def test_types():
     assert parse_type("bf16[4,2048]{1,0:T(8,128)S(1)}") == (ArrayType("bf16", (4, 2048), 1),)
     assert parse_type("((f32[2]{0}, pred[]), token[])") == (

@@ -11,6 +11,7 @@ from meshloom.compiler.attention import AttentionPlan
 from meshloom.compiler.communication import PlannedCollective
 from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.lint import lint
+from meshloom.compiler.match import Match
 from meshloom.compiler.report import CollectiveReport
 
 MIB = 2**20
@@ -32,7 +33,7 @@ def found(**changes) -> CollectiveReport:
 
 
 def rules_of(*collectives: CollectiveReport, overrides: tuple[str, ...] = (), notes: tuple[str, ...] = ()) -> list[str]:
-    return [finding.rule for finding in lint(plan_of(*overrides), collectives, (PLANNED, SCATTER), notes)]
+    return [finding.rule for finding in lint(plan_of(*overrides), collectives, {}, (PLANNED, SCATTER), notes)]
 
 
 def test_what_is_as_planned_is_no_finding():
@@ -44,20 +45,28 @@ def test_small_ones_are_none():
 
 
 def test_a_transfer_that_the_plan_does_not_have():
-    (finding,) = lint(plan_of(), [found(kind="all-to-all")], (PLANNED,), ())
+    (finding,) = lint(plan_of(), [found(kind="all-to-all")], {}, (PLANNED,), ())
     assert finding.rule == "unplanned-collective"
     assert "all-to-all of 64.0 MiB over fsdp" in finding.what
     assert "sharding.parameters[0]" in finding.where
     assert rules_of(found(mesh_axes=("tensor",))) == ["unplanned-collective"]
 
 
+def test_a_sum_that_is_larger_than_all_that_the_plan_adds_up_is_not_planned():
+    """The plan always has sums of scalars: the loss, the norm of the gradient."""
+    scalar = replace(PLANNED, kind="all-reduce", bytes_each=4, dtype="float32", source="step: psum", rule=None)
+    large = found(kind="all-reduce", dtype="f32")
+    findings = lint(plan_of(), [large], {}, (PLANNED, scalar), ())
+    assert [finding.rule for finding in findings] == ["unplanned-collective"]
+    both = replace(scalar, bytes_each=32 * MIB)
+    assert lint(plan_of(), [large], {}, (PLANNED, both, both), ()) == ()
+
+
 def test_an_all_reduce_in_place_of_a_reduce_scatter():
-    """Also in a narrower type: the elements are what is compared."""
-    for width, dtype in ((4, "f32"), (2, "bf16")):
-        whole = found(kind="all-reduce", bytes=4 * 32 * MIB * width, dtype=dtype)
-        (finding,) = lint(plan_of(), [whole], (PLANNED, SCATTER), ())
-        assert finding.rule == "whole-gradient"
-        assert "layers/mlp/up_EM, sharding.parameters[0]" in finding.where
+    whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", source="layers/mlp/up_EM, backward")
+    (finding,) = lint(plan_of(), [whole], {whole.name: (Match(1, (SCATTER,)),)}, (PLANNED, SCATTER), ())
+    assert finding.rule == "whole-gradient"
+    assert "layers/mlp/up_EM, backward, sharding.parameters[0]" in finding.where
 
 
 def test_float32_where_bfloat16_was_meant():
@@ -73,14 +82,14 @@ def test_a_gather_in_the_loop_of_microbatches():
 def test_the_kernel_that_was_not_used():
     plan = plan_of()
     fallen = replace(plan, attention=AttentionPlan("xla", "splash is not used: sequence_length=8"))
-    assert [finding.rule for finding in lint(fallen, (), (), ())] == ["attention-fallback"]
+    assert [finding.rule for finding in lint(fallen, (), {}, (), ())] == ["attention-fallback"]
     meant = replace(plan, attention=AttentionPlan("xla", "by kernels.attention"))
-    assert lint(meant, (), (), ()) == ()
+    assert lint(meant, (), {}, (), ()) == ()
 
 
 def test_what_the_compiler_says_itself_and_the_costly_ones_first():
     cheap, dear = found(kind="all-to-all", bytes=4 * MIB), found(kind="all-to-all", bytes=400 * MIB, name="dear")
-    findings = lint(plan_of(), [cheap, dear], (PLANNED,), ("Involuntary full rematerialization of x",))
+    findings = lint(plan_of(), [cheap, dear], {}, (PLANNED,), ("Involuntary full rematerialization of x",))
     assert [finding.rule for finding in findings] == ["unplanned-collective", "unplanned-collective", "gathered-whole"]
     assert "dear" in findings[0].where
 
@@ -90,6 +99,7 @@ def test_real_programs_cross_what_the_plan_says(monkeypatch, sharding):
     """However small: every collective of the compiled program has its like in the plan, but for sums of scalars."""
     monkeypatch.setattr("meshloom.compiler.lint.LEAST_BYTES", 1024)
     plan = plan_of(f"sharding={sharding}", f"mesh={sharding}")
-    analysis = analyse_schedule(programs_of(plan).train.as_text(), plan)
-    findings = lint(plan, analysis.collectives, estimate_step(plan).communication, ())
+    planned = estimate_step(plan).communication
+    analysis = analyse_schedule(programs_of(plan).train.as_text(), plan, planned)
+    findings = lint(plan, analysis.collectives, analysis.matches, planned, ())
     assert [finding.rule for finding in findings if finding.rule == "unplanned-collective"] == []

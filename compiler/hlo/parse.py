@@ -16,7 +16,7 @@ from .types import ArrayType, num_bytes, parse_type
 
 
 class HloError(ValueError):
-    """A text that is no HLO module, or one that this parser does not know."""
+    """A text that is no HLO module, or one that this parser does not know; with the line, where it is one."""
 
 
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
@@ -139,36 +139,43 @@ def parse_module(text: str) -> Module:
     lines = text.splitlines()
     if not lines or not lines[0].startswith("HloModule"):
         raise HloError("the text does not begin with HloModule")
-    computations: dict[str, Computation] = {}
+    computations = _Computations()
     tables: list[str] = []
     entry, name, body = "", "", []
-    for line in lines[1:]:
+    for number, line in enumerate(lines[1:], start=2):
         if name and _END.match(line):
-            computations[name] = Computation(name, tuple(map(_instruction, body)))
+            computations[name] = Computation(name, tuple(_instruction(text, at) for at, text in body))
             name = ""
         elif name and _INSTRUCTION.match(line):
-            body.append(line)
+            body.append((number, line))
         elif name and body:  # some attributes run over several lines
-            body[-1] += "\n" + line
+            body[-1] = (body[-1][0], f"{body[-1][1]}\n{line}")
         elif head := _COMPUTATION.match(line):
             name, body = head[2], []
             entry = name if head[1] else entry
         elif line:
             tables.append(line)
     if name or not entry:
-        raise HloError("the text ends in the middle" if name else "the text has no ENTRY")
+        raise HloError(f"line {len(lines)}: the text ends within {name}" if name else "the text has no ENTRY")
     header = lines[0]
     return Module(header.split()[1].rstrip(","), header, tuple(tables), MappingProxyType(computations), entry)
 
 
-def _instruction(line: str) -> Instruction:
+class _Computations(dict[str, Computation]):
+    def __missing__(self, name: str) -> Computation:
+        raise HloError(f"the text has no computation {name}")
+
+
+def _instruction(line: str, number: int) -> Instruction:
     head = _INSTRUCTION.match(line)
     opcode = _OPCODE.search(line, head.end() - 1) if head else None
     if not head or not opcode:
-        raise HloError(f"no instruction: {line.strip()[:80]}")
+        raise HloError(f"line {number}: no instruction: {line.strip()[:80]}")
     # A tuple's type is in parentheses itself; its end is the first that an opcode follows.
     type_text = line[head.end() : opcode.start()]
     end = _closing(line, opcode.end())
+    if end is None:
+        raise HloError(f"line {number}: no end of operands: {line.strip()[:80]}")
     inner = line[opcode.end() : end]
     return Instruction(
         name=head[2],
@@ -188,19 +195,17 @@ def _operands(text: str) -> tuple[str, ...]:
     return tuple(part.split()[-1] for part in _COMMENT.sub("", text).split(",") if part.strip())
 
 
-def _closing(line: str, start: int) -> int:
+def _closing(line: str, start: int) -> int | None:
     """The place of the parenthesis that closes the one before `start`."""
     end = line.find(")", start)
-    if end < 0:
-        raise HloError(f"no end of operands: {line.strip()[:80]}")
-    if line.find("(", start, end) < 0:
-        return end
+    if end < 0 or line.find("(", start, end) < 0:
+        return end if end >= 0 else None
     depth = 1
     for match in _PARENTHESES.finditer(line, start):
         depth += 1 if match[0] == "(" else -1
         if depth == 0:
             return match.start()
-    raise HloError(f"no end of operands: {line.strip()[:80]}")
+    return None
 
 
 def _value(text: str, start: int) -> str:

@@ -2,6 +2,7 @@
 
 steps.py         what a program does, one thing after the other: compute, collectives that start and end, loops
 program.py       the module's text as such steps: every form in which a compiler writes a collective
+sends.py         sends and what is received: across slices, between pairs
 trips.py         how often a loop runs
 prices.py        how long compute takes: by the compiler's estimate, by its arithmetic, by the bytes that it moves
 simulate.py      the steps in time, on one compute unit and the links

@@ -6,17 +6,19 @@ fusion around AsyncCollectiveStart   asynchronous (TPU): chunks are sent from wi
 fusion around an all-reduce and a dynamic-slice    a reduce-scatter (TPU), synchronous
 async-start, -update, -done          asynchronous, on another unit (TPU: SparseCore) where what they call is a
                                      collective; else a copy between memories, which is none
-send, recv                           across slices
+send, recv, their -done              of TPUs a collective across slices, by way of the hosts, named in the send's
+                                     attributes; of GPUs pairs of devices. From the send until what is received is there
 """
 
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..hlo import Computation, Instruction, Module
+from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import Groups, parse_groups
-from ..hlo.types import parse_type
+from ..hlo.types import ArrayType, parse_type
 from .prices import Chip, price
+from .sends import answered_by, begun_by
 from .steps import Branches, Collective, CollectiveKind, Compute, Done, Loop, Start, Step
 from .trips import num_trips
 
@@ -44,7 +46,7 @@ class Inner:
 
 
 def read_steps(module: Module, chip: Chip) -> tuple[Step, ...]:
-    """What one device does in a step. Raises ValueError for a form of replica groups that is not known."""
+    """What one device does in a step. Raises HloError for a form of replica groups that is not known."""
     return _Reader(module, chip).steps_of(module.entry_computation)
 
 
@@ -76,9 +78,13 @@ class _Reader:
             return [Branches(instruction.name, tuple(map(self.steps_of, branches)))]
         if opcode == "call":
             return [step for name in instruction.called for step in self.steps_of(self.module.computations[name])]
-        if opcode in ("recv", "recv-done"):
+        if opcode == "recv":
             return []  # the other half of a send
-        if opcode in COLLECTIVES and opcode != "send":
+        if opcode == "recv-done":
+            return [Done(name) for name in answered_by(instruction, around)]
+        if opcode == "send":
+            return [Start(begun_by(instruction, around, self.num_devices))]
+        if opcode in COLLECTIVES:
             return self._at_once(Inner(instruction, around), instruction, form="synchronous")
         if base in COLLECTIVES:
             if opcode.endswith("-done"):
@@ -148,23 +154,21 @@ class _Reader:
     ) -> Collective:
         """The collective in `inner`, named by the instruction that starts it."""
         within, kind = inner.instruction, COLLECTIVES[inner.instruction.opcode.removesuffix("-start")]
-        groups = self._groups(within)
-        operands = [inner.computation.by_name[name] for name in within.operands if name in inner.computation.by_name]
-        arrays = [array for each in operands for array in parse_type(each.type_text)]
-        num_bytes = sum(array.num_bytes for array in arrays)
+        groups, arrays = self._groups(within), _arrays(inner)
         is_sliced = kind == "all-reduce" and within is not instruction and _is_scattered(inner)
-        if kind == "all-gather":
-            num_bytes *= len(groups[0]) if groups else 1
+        times = len(groups[0]) if groups and kind in ("all-gather", "all-to-all") else 1  # operands are parts
         return Collective(
             name=instruction.name,
             kind="reduce-scatter" if is_sliced else kind,
-            num_bytes=num_bytes,
-            dtype=arrays[0].dtype if arrays else "",
+            num_bytes=times * sum(array.num_bytes for array in arrays),
+            num_elements=tuple(times * array.num_elements for array in arrays),
+            dtype=max(arrays, key=lambda array: array.num_bytes).dtype if arrays else "",
             groups=groups,
             is_async=is_async,
             form=form,
             op_name=within.op_name or instruction.op_name,
             computation=around.name,
+            is_padded=kind == "all-reduce" and _is_padded(inner),
             is_certain=bool(groups and arrays),
         )
 
@@ -178,12 +182,15 @@ class _Reader:
         groups = next((found for each in candidates if (found := self._groups(each))), ())
         return Collective(
             instruction.name, kind, largest.num_bytes, largest.dtype, groups, True, form,
-            instruction.op_name or start.op_name, around.name, is_certain=False,
+            instruction.op_name or start.op_name, around.name, (largest.num_elements,), is_certain=False,
         )  # fmt: skip
 
     def _groups(self, instruction: Instruction) -> Groups:
         text = instruction.attribute("replica_groups") or instruction.attribute("source_target_pairs")
-        return parse_groups(text, self.num_devices) if text else ()
+        try:
+            return parse_groups(text, self.num_devices) if text else ()
+        except ValueError as error:
+            raise HloError(f"{instruction.name}: {error}") from error
 
     def _inside(self, instruction: Instruction) -> Inner | None:
         """The collective that an instruction's computations hold."""
@@ -229,6 +236,22 @@ class _Reader:
                 if started and started.instruction.attribute("channel_id") == channel:
                     return True
         return False
+
+
+def _arrays(inner: Inner) -> list[ArrayType]:
+    """What a collective takes. Of an all-reduce its results: TPUs reduce in float32 what they are given in bfloat16. Of
+    a ragged all-to-all the first operand: the others say where its parts go."""
+    within = inner.instruction
+    if within.opcode.startswith("all-reduce"):
+        return list(within.arrays)
+    names = within.operands[:1] if within.opcode.startswith("ragged") else within.operands
+    operands = [inner.computation.by_name[name] for name in names if name in inner.computation.by_name]
+    return [array for each in operands for array in each.arrays]
+
+
+def _is_padded(inner: Inner) -> bool:
+    operands = [inner.computation.by_name.get(name) for name in inner.instruction.operands]
+    return all(each is not None and each.opcode == "dynamic-update-slice" for each in operands)
 
 
 def _is_scattered(inner: Inner) -> bool:

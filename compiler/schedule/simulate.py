@@ -1,16 +1,20 @@
-"""The steps of a program in time: one compute unit, and links that the collectives under way share evenly.
+"""The steps of a program in time: one compute unit, and links that serve what they are given in the program's order.
 
-An asynchronous collective begins when it is started, and runs beside the compute that follows; where its end is waited
-for before it has come, the wait is *exposed*. Of a loop the first two trips are simulated, and the second stands for
-all that follow.
+An asynchronous collective begins when it is started and all its links are free of those started before it, and runs
+beside the compute that follows. Where its end is waited for before it has come, compute stands still; that time is
+*exposed*, of the collective that was on the links: the awaited one, or those that it queued behind. So each moment of
+a step is compute, or exposed time of one collective, and no collective is exposed for longer than it takes.
+
+All times are maxima and sums of durations in an order that the program fixes. So nothing that takes longer, and no end
+that is waited for earlier, can make a step faster: with links that are shared evenly it can. docs/schedule.md.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .steps import Branches, Collective, Compute, ComputeKind, Done, Loop, Start, Step
+from .steps import Collective, Compute, ComputeKind, Done, Loop, Start, Step
 
-SMALLEST_SECONDS = 1e-12  # what is left of a collective below it is rounding
+SMALLEST_SECONDS = 1e-12  # less is rounding
 Loops = tuple[tuple[str, int | None], ...]  # names and trips of those around a step, the outermost first
 
 
@@ -25,14 +29,23 @@ class Priced:
 
 @dataclass
 class CollectiveTotals:
-    """One collective over all its executions in a step."""
+    """One collective over all its executions in a step. hidden_behind: of its time the compute that ran meanwhile,
+    seconds by name; what is neither there nor exposed ran while compute waited for another collective."""
 
     collective: Collective
+    loops: Loops
     count: int = 0
     alone_seconds: float | None = 0.0
     exposed_seconds: float = 0.0
-    hidden_behind: dict[str, float] = field(default_factory=dict)  # seconds by the name of what ran meanwhile
-    loops: Loops = ()
+    hidden_behind: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def hidden_seconds(self) -> float | None:
+        """What is not exposed of the time alone, without what rounding leaves of nothing."""
+        if self.alone_seconds is None:
+            return None
+        hidden = self.alone_seconds - self.exposed_seconds
+        return hidden if hidden > SMALLEST_SECONDS * self.count else 0.0
 
     def add(self, count: int, alone_seconds: float | None) -> None:
         """So many executions more, of this time each."""
@@ -43,7 +56,7 @@ class CollectiveTotals:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of time on one track; collectives that share a link overlap."""
+    """A stretch of time on one track, on which nothing overlaps."""
 
     track: str
     name: str
@@ -55,15 +68,15 @@ class Segment:
 @dataclass
 class Simulation:
     """seconds: of a step. unpriced: names of operations that count as no time. unknown_loops: whose trips count as one.
-    segments: for a timeline; of a loop the first two trips, and the rest as one."""
+    segments: for a timeline; of a loop the first trips, and the rest as one."""
 
     seconds: float = 0.0
     compute_seconds: dict[ComputeKind, float] = field(default_factory=dict)
     exposed_seconds: float = 0.0
     collectives: dict[str, CollectiveTotals] = field(default_factory=dict)
     priced_by: dict[str, int] = field(default_factory=dict)
-    unpriced: list[str] = field(default_factory=list)
-    unknown_loops: list[str] = field(default_factory=list)
+    unpriced: set[str] = field(default_factory=set)
+    unknown_loops: set[str] = field(default_factory=set)
     segments: list[Segment] = field(default_factory=list)
 
 
@@ -72,27 +85,33 @@ def simulate(steps: tuple[Step, ...], price: Callable[[Collective], Priced]) -> 
     clock = _Clock(price)
     clock.run(steps, weight=1, loops=(), is_shown=True)
     clock.finish()
-    clock.result.seconds = clock.now
+    clock.result.seconds = clock.seconds
     return clock.result
 
 
-@dataclass
-class _InFlight:
-    """left_seconds: of its time with the links for itself; None: it has come."""
+@dataclass(frozen=True)
+class _Transfer:
+    """One execution of a collective. behind: the one for whose end it had to wait in a queue."""
 
     collective: Collective
-    totals: CollectiveTotals
-    weight: int
-    links: tuple[str, ...]
-    began: float
-    left_seconds: float | None
-    is_shown: bool
+    loops: Loops
+    begin: float
+    end: float
+    behind: "_Transfer | None"
 
 
 class _Clock:
+    """_now: without the trips of loops that others stand for, _skipped."""
+
     def __init__(self, price: Callable[[Collective], Priced]):
-        self.now, self.result, self._price = 0.0, Simulation(), price
-        self._flying: dict[str, _InFlight] = {}
+        self.result, self._price = Simulation(), price
+        self._now = self._skipped = 0.0
+        self._flying: dict[str, _Transfer] = {}
+        self._last_on: dict[str, _Transfer] = {}  # by link
+
+    @property
+    def seconds(self) -> float:
+        return self._now + self._skipped
 
     def run(self, steps: tuple[Step, ...], *, weight: int, loops: Loops, is_shown: bool) -> None:
         """weight: how often what is run here happens in a step."""
@@ -102,114 +121,102 @@ class _Clock:
             elif isinstance(step, Start):
                 self._start(step.collective, weight, loops, is_shown)
             elif isinstance(step, Done):
-                self._done(step.name, is_shown)
+                self._done(step.name, weight, is_shown)
             elif isinstance(step, Loop):
                 self._loop(step, weight, loops, is_shown)
-            else:
-                self._longest(step, weight, loops, is_shown)
+            elif step.branches:  # which one runs is not known before: the one that ends last
+                longest = max(step.branches, key=self._end_of)
+                self.run(longest, weight=weight, loops=loops, is_shown=is_shown)
 
     def finish(self) -> None:
         """Wait for what is still on its way."""
         for name in list(self._flying):
-            self._done(name, is_shown=True)
+            self._done(name, weight=1, is_shown=True)
 
     def _compute(self, step: Compute, weight: int, is_shown: bool) -> None:
         result = self.result
         result.priced_by[step.priced_by] = result.priced_by.get(step.priced_by, 0) + weight
         if step.seconds is None:
-            result.unpriced.append(step.name)
+            result.unpriced.add(step.name)
             return
-        begin = self.now
-        for flying, seconds in self._pass(step.seconds).items():
-            behind = self._flying[flying].totals.hidden_behind
-            behind[step.name] = behind.get(step.name, 0.0) + self._flying[flying].weight * seconds
+        begin, self._now = self._now, self._now + step.seconds
+        for transfer in self._flying.values():
+            meanwhile = min(self._now, transfer.end) - max(begin, transfer.begin)
+            if meanwhile > 0:
+                behind = self._totals(transfer).hidden_behind
+                behind[step.name] = behind.get(step.name, 0.0) + weight * meanwhile
         result.compute_seconds[step.kind] = result.compute_seconds.get(step.kind, 0.0) + weight * step.seconds
         if is_shown:
-            result.segments.append(Segment("compute", step.name, step.kind, begin, step.seconds))
+            self._show("compute", step.name, step.kind, begin, self._now)
 
     def _start(self, collective: Collective, weight: int, loops: Loops, is_shown: bool) -> None:
         priced = self._price(collective)
-        totals = self.result.collectives.setdefault(collective.name, CollectiveTotals(collective, loops=loops))
-        totals.add(weight, priced.alone_seconds)
-        left = priced.alone_seconds or None
-        self._flying[collective.name] = _InFlight(collective, totals, weight, priced.links, self.now, left, is_shown)
+        busy = [self._last_on[link] for link in priced.links if link in self._last_on]
+        last = max(busy, key=lambda transfer: transfer.end, default=None)
+        behind = last if last is not None and last.end > self._now else None
+        begin = behind.end if behind else self._now
+        transfer = _Transfer(collective, loops, begin, begin + (priced.alone_seconds or 0.0), behind)
+        self._totals(transfer).add(weight, priced.alone_seconds)
+        self._flying[collective.name] = transfer
+        self._last_on |= dict.fromkeys(priced.links, transfer)
+        if is_shown:
+            for link in priced.links:
+                self._show(link, collective.name, collective.kind, begin, transfer.end)
 
-    def _done(self, name: str, is_shown: bool) -> None:
-        if name not in self._flying:
+    def _done(self, name: str, weight: int, is_shown: bool) -> None:
+        """Wait for a collective; nothing where none of that name is on its way."""
+        transfer, begin = self._flying.pop(name, None), self._now
+        if transfer is None or transfer.end <= begin:
             return
-        begin, flying = self.now, self._flying[name]
-        while flying.left_seconds is not None:
-            self._pass(self._until_next())
-        wait = self.now - begin
-        del self._flying[name]
-        flying.totals.exposed_seconds += flying.weight * wait
-        self.result.exposed_seconds += flying.weight * wait
-        if is_shown and wait:
-            self.result.segments.append(Segment("compute", f"waits for {name}", "exposed", begin, wait))
-
-    def _pass(self, seconds: float) -> dict[str, float]:
-        """Time goes on; how long each collective was on its way meanwhile."""
-        under_way: dict[str, float] = {}
-        end = self.now + seconds
-        while (rates := self._rates()) and self.now < end:
-            part = min(end - self.now, self._until_next())
-            for name, rate in rates.items():
-                under_way[name] = under_way.get(name, 0.0) + part
-                flying = self._flying[name]
-                assert flying.left_seconds is not None
-                flying.left_seconds -= part * rate
-            self.now += part
-            self._land()
-        self.now = end
-        return under_way
-
-    def _until_next(self) -> float:
-        """Seconds until the next collective has come, if nothing starts meanwhile."""
-        left = ((self._flying[name].left_seconds or 0.0) / rate for name, rate in self._rates().items())
-        return min(left)
-
-    def _rates(self) -> dict[str, float]:
-        """The share of its links that each collective under way has: that of the busiest of them."""
-        active = {name: each for name, each in self._flying.items() if each.left_seconds is not None}
-        users: dict[str, int] = {}
-        for each in active.values():
-            for link in each.links:
-                users[link] = users.get(link, 0) + 1
-        return {name: 1 / max([1, *(users[link] for link in each.links)]) for name, each in active.items()}
-
-    def _land(self) -> None:
-        for each in self._flying.values():
-            if each.left_seconds is not None and each.left_seconds <= SMALLEST_SECONDS:
-                each.left_seconds = None
-                if each.is_shown:
-                    self._show(each)
-
-    def _show(self, flying: _InFlight) -> None:
-        for link in flying.links:
-            name, kind = flying.collective.name, flying.collective.kind
-            self.result.segments.append(Segment(link, name, kind, flying.began, self.now - flying.began))
+        self._now = transfer.end
+        self.result.exposed_seconds += weight * (self._now - begin)
+        waited: _Transfer | None = transfer
+        while waited is not None and waited.end > begin:
+            self._totals(waited).exposed_seconds += weight * (waited.end - max(begin, waited.begin))
+            waited = waited.behind
+        if is_shown:
+            self._show("compute", f"waits for {name}", "exposed", begin, self._now)
 
     def _loop(self, loop: Loop, weight: int, loops: Loops, is_shown: bool) -> None:
+        """Trip after trip, until one begins as the one before it did: it stands for all that are left."""
         if loop.num_trips is None:
-            self.result.unknown_loops.append(loop.name)
-        trips = 1 if loop.num_trips is None else loop.num_trips
-        within = (*loops, (loop.name, loop.num_trips))
-        if trips == 0:
-            return
-        self.run(loop.body, weight=weight, loops=within, is_shown=is_shown)
-        if trips == 1:
-            return
-        begin = self.now
-        self.run(loop.body, weight=weight * (trips - 1), loops=within, is_shown=is_shown)
-        rest, begin = (self.now - begin) * (trips - 2), self.now
-        self._pass(rest)
-        if is_shown and rest:
-            segment = Segment("compute", f"{loop.name}: {trips - 2} more trips", "loop", begin, rest)
-            self.result.segments.append(segment)
+            self.result.unknown_loops.add(loop.name)
+        left, before = 1 if loop.num_trips is None else loop.num_trips, None
+        while left:
+            state, begin = self._state(), self.seconds
+            num_alike = left if _is_same(state, before) else 1
+            within = (*loops, (loop.name, loop.num_trips))
+            self.run(loop.body, weight=weight * num_alike, loops=within, is_shown=is_shown)
+            left, before = left - num_alike, state
+            if num_alike > 1:
+                end, rest = self._now, (self.seconds - begin) * (num_alike - 1)
+                if is_shown:
+                    self._show("compute", f"{loop.name}: {num_alike - 1} more trips", "loop", end, end + rest)
+                self._skipped += rest
 
-    def _longest(self, step: Branches, weight: int, loops: Loops, is_shown: bool) -> None:
-        """Which branch runs is not known before: the one that takes the longest by itself."""
-        alone = [simulate(branch, self._price).seconds for branch in step.branches]
-        if alone:
-            longest = step.branches[alone.index(max(alone))]
-            self.run(longest, weight=weight, loops=loops, is_shown=is_shown)
+    def _state(self) -> dict[str, float]:
+        """What of the past still matters: how long links are busy, and collectives on their way."""
+        ends = {f"link {link}": each.end for link, each in self._last_on.items()}
+        ends |= {name: each.end for name, each in self._flying.items()}
+        return {name: end - self._now for name, end in ends.items() if end - self._now > SMALLEST_SECONDS}
+
+    def _end_of(self, steps: tuple[Step, ...]) -> float:
+        """When these would end."""
+        trial = _Clock(self._price)
+        trial._now, trial._flying, trial._last_on = self._now, dict(self._flying), dict(self._last_on)
+        trial.run(steps, weight=1, loops=(), is_shown=False)
+        return trial.seconds
+
+    def _totals(self, transfer: _Transfer) -> CollectiveTotals:
+        new = CollectiveTotals(transfer.collective, transfer.loops)
+        return self.result.collectives.setdefault(transfer.collective.name, new)
+
+    def _show(self, track: str, name: str, kind: str, begin: float, end: float) -> None:
+        if end > begin:
+            self.result.segments.append(Segment(track, name, kind, begin + self._skipped, end - begin))
+
+
+def _is_same(state: dict[str, float], before: dict[str, float] | None) -> bool:
+    if before is None or state.keys() != before.keys():
+        return False
+    return all(abs(left - before[name]) <= SMALLEST_SECONDS for name, left in state.items())

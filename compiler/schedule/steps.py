@@ -26,8 +26,11 @@ class Compute:
 class Collective:
     """One collective operation, named by the instruction that starts it.
 
-    num_bytes: of the full array (before a reduce-scatter, after an all-gather), of all arrays that it takes together.
-    groups: positions in the mesh's order of devices; empty where they are not known. form: how the program says it.
+    num_bytes: of the full array (before a reduce-scatter, after an all-gather, all parts of an all-to-all), of all
+    arrays that it takes together; num_elements: of each of those. groups: positions in the mesh's order of devices, of
+    permutes and sends pairs (from, to); empty where they are not known. num_slices: of a collective across slices, each
+    device with those at its place in the others; it has no groups. is_padded: of an all-reduce, that each device
+    fills its part of the array alone. form: how the program says it.
     """
 
     name: str
@@ -39,6 +42,9 @@ class Collective:
     form: str
     op_name: str
     computation: str
+    num_elements: tuple[int, ...]
+    num_slices: int | None = None
+    is_padded: bool = False
     is_certain: bool = True
 
     @property
