@@ -116,7 +116,7 @@ def test_what_is_no_module_is_refused(text):
 
 
 def test_types():
-    assert parse_type("bf16[4,2048]{1,0:T(8,128)S(1)}") == (ArrayType("bf16", (4, 2048), 1),)
+    assert parse_type("bf16[4,2048]{1,0:T(8,128)S(1)}") == (ArrayType("bf16", (4, 2048), 1, num_padding=4 * 2048),)
     assert parse_type("((f32[2]{0}, pred[]), token[])") == (
         ArrayType("f32", (2,)), ArrayType("pred", ()), ArrayType("token", ()),
     )  # fmt: skip
