@@ -50,11 +50,12 @@ class ProgramMemory:
     temporaries_bytes: int  # with the gaps between them
     code_bytes: int
     host_bytes: int  # arrays in the host's memory
+    peak_bytes: int  # of what lives at once, arguments included, without the gaps
 
     @property
     def taken_bytes(self) -> int:
         """What has to be free for it. Code is not in it: libtpu has let arrays of 15.72 GiB and 0.04 GiB of code pass
-        at a limit of 15.75 GiB. (XLA's `peak_memory_in_bytes` has no gaps: 11.28 GiB for that program.)"""
+        at a limit of 15.75 GiB. (peak_bytes was 11.28 GiB for that program.)"""
         return self.arguments_bytes + self.outputs_bytes - self.aliased_bytes + self.temporaries_bytes
 
 
@@ -114,6 +115,7 @@ def memory_of(compiled: Any) -> ProgramMemory:
         temporaries_bytes=stats.temp_size_in_bytes,
         code_bytes=stats.generated_code_size_in_bytes,
         host_bytes=sum(getattr(stats, f"host_{name}_size_in_bytes") for name in host) - stats.host_alias_size_in_bytes,
+        peak_bytes=stats.peak_memory_in_bytes,
     )
 
 

@@ -9,6 +9,7 @@ from .estimate import StepEstimate
 from .fingerprint import Fingerprint
 from .lint import lint
 from .plan import Plan
+from .program_memory import Class, PeakMemory, read_peak
 from .report import (
     SCHEMA_VERSION,
     BuildReport,
@@ -20,8 +21,11 @@ from .report import (
     TargetReport,
 )
 from .roofline import roofline_seconds
+from .units import human_bytes
 
-WITHIN_TEMPORARIES = "part of the temporaries: the compiled program does not tell them apart"
+TOLD_APART: tuple[Class, ...] = ("working_weights", "gradients", "activations")  # of the temporaries of XLA
+NO_PROGRAM = "the compiler refused the program: what it would keep at its peak is not known"
+LARGEST_ERROR = 0.1  # of XLA's peak
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ def build_report(
     target, unknown = _target(plan), dict[str, str]()
     figures = ("hbm_bytes_per_chip", "hbm_bytes_per_second", "peak_flops_per_second")
     unknown |= {f"target.{name}": "the chip is not known" for name in figures if getattr(target, name) is None}
-    memory = _memory(plan, built, unknown, estimate.memory.peak_bytes * _devices_per_chip(plan), changes)
+    peak = read_peak(built.text) if built.text is not None else None
+    memory = _memory(plan, built, peak, unknown, estimate.memory.peak_bytes * _devices_per_chip(plan), changes)
     if schedule is None:
         schedule = _unanalysed("the step was not compiled: it does not fit")
     bound = roofline_seconds(estimate.roofline)
@@ -62,7 +67,14 @@ def build_report(
         collectives=schedule.collectives,
         step=schedule.step.model_copy(update={"roofline_seconds": bound}),
         roofline=estimate.roofline,
-        findings=lint(plan, schedule.collectives, schedule.matches, estimate.communication, built.notes),
+        findings=lint(
+            plan,
+            schedule.collectives,
+            schedule.matches,
+            estimate.communication,
+            built.notes,
+            held=peak.held if peak else (),
+        ),
         build=_build(built, facts),
         overrides=facts.overrides,
         unknown=unknown | schedule.unknown,
@@ -77,7 +89,12 @@ def _unanalysed(why: str) -> ScheduleAnalysis:
 
 
 def _memory(
-    plan: Plan, built: Built, unknown: dict[str, str], estimate: int, changes: tuple[Change, ...]
+    plan: Plan,
+    built: Built,
+    peak: PeakMemory | None,
+    unknown: dict[str, str],
+    estimate: int,
+    changes: tuple[Change, ...],
 ) -> MemoryReport:
     """Of the compiled program; where it was refused, what the compiler said that it needs."""
     limit, taken, per_chip = limit_bytes(plan), taken_bytes(built), _devices_per_chip(plan)
@@ -90,14 +107,16 @@ def _memory(
         known["outputs"] = built.memory.outputs_bytes - built.memory.aliased_bytes
     elif taken is not None:
         rest = max(0, taken - sum(known.values()))
+    why = _cannot_tell_apart(plan, built, peak)
+    within = {name: None if why or peak is None else peak.by_class.get(name, 0) for name in TOLD_APART}
+    rest = rest if rest is None else rest - sum(count or 0 for count in within.values())
     breakdown = {name: count * per_chip for name, count in known.items()} | {
-        "gradients": None,
-        "activations": None,
+        **{name: count * per_chip if count is not None else None for name, count in within.items()},
         "temporaries": rest * per_chip if rest is not None else None,
         "code": code * per_chip if code is not None else None,
         "reserved": plan.target.hbm_bytes_per_chip - limit if limit and plan.target.hbm_bytes_per_chip else None,
     }
-    unknown |= {f"memory.breakdown.{name}": WITHIN_TEMPORARIES for name in ("gradients", "activations")}
+    unknown |= {f"memory.breakdown.{name}": why for name in TOLD_APART if why}
     if taken is None:
         unknown["memory.peak_bytes_per_chip"] = "the compiler refused the program and did not say what it needs"
     if limit is None:
@@ -110,6 +129,20 @@ def _memory(
         estimate_bytes_per_chip=estimate,
         changes=changes,
     )
+
+
+def _cannot_tell_apart(plan: Plan, built: Built, peak: PeakMemory | None) -> str | None:
+    """Why it is not said what the temporaries are; None where it is."""
+    if built.memory is None or peak is None:
+        return NO_PROGRAM
+    memory, counted = built.memory, peak.num_bytes
+    # XLA's peak of a CPU's program is that of arguments and results alone.
+    found = memory.taken_bytes if plan.target.platform == "cpu" else memory.peak_bytes
+    is_near = abs(counted - found) <= LARGEST_ERROR * found
+    if is_near and sum(peak.by_class.get(name, 0) for name in TOLD_APART) <= memory.temporaries_bytes:
+        return None
+    said = f"{human_bytes(counted)} per device, and the compiler counts {human_bytes(found)}"
+    return f"part of the temporaries: what lives at the peak was counted as {said}"
 
 
 def limit_bytes(plan: Plan) -> int | None:

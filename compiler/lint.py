@@ -6,14 +6,19 @@ wide-collective             float32 crosses where the plan has a narrower type
 repeated-gather             what does not change from one microbatch to the next crosses once for each
 attention-fallback          the kernel of the platform was not used
 gathered-whole              the compiler itself says that it gathers a whole array
+held-whole                  an array that a rule splits lies whole in memory, throughout a loop that could do without
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .array_layout import ArrayPlan
 from .communication import PlannedCollective
+from .gather import WEIGHT_SCOPE
 from .match import Match
 from .plan import Plan
+from .program_memory import HeldArray
 from .report import CollectiveReport, Finding
 
 LEAST_BYTES = 2**20  # of one execution; what is smaller costs latency alone
@@ -26,13 +31,17 @@ def lint(
     matches: Mapping[str, Sequence[Match]],
     planned: Sequence[PlannedCollective],
     notes: Sequence[str],
+    *,
+    held: Sequence[HeldArray] = (),
 ) -> tuple[Finding, ...]:
     """All findings, the ones that cost most first. matches: of each collective by name, what the plan has of its size.
-    notes: lines of the compiler about arrays that it gathers whole."""
+    notes: lines of the compiler about arrays that it gathers whole. held: weights and gradients that live throughout a
+    loop."""
     large = [each for each in collectives if each.bytes // each.count >= LEAST_BYTES]
     found = [finding for each in large for finding in _of_collective(plan, each, matches.get(each.name, ()), planned)]
     found.sort(key=lambda costly: -costly.cost)
-    return (*(each.finding for each in found), *_attention(plan), *map(_gathered_whole, notes))
+    crossing = (each.finding for each in found)
+    return (*crossing, *_attention(plan), *map(_gathered_whole, notes), *_held_whole(plan, held))
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,52 @@ def _attention(plan: Plan) -> list[Finding]:
 def _gathered_whole(note: str) -> Finding:
     fix = "give the activations around it a rule over the same mesh axes"
     return Finding(rule="gathered-whole", severity="warning", what=note, where="compiler", fix=fix)
+
+
+def _held_whole(plan: Plan, held: Sequence[HeldArray]) -> list[Finding]:
+    """A finding for each parameter, the largest first."""
+    gradients = plan.sharding.parameters if plan.spec.sharding.gradients == "parameters" else plan.sharding.optimizer
+    found: dict[tuple[str, str], tuple[int, Finding]] = {}
+    for each in held:
+        layouts = gradients if each.kind == "gradients" else plan.sharding.parameters
+        array = _whole_of(each, layouts, plan)
+        if array is None or each.num_bytes < plan.spec.sharding.replicated_bytes_threshold:
+            continue
+        if finding := _held(each, array):
+            key = (array.array.path, each.kind)
+            found[key] = max(found.get(key, (0, finding)), (each.num_bytes, finding), key=lambda one: one[0])
+    return [finding for _, finding in sorted(found.values(), key=lambda one: -one[0])]
+
+
+def _held(each: HeldArray, array: ArrayPlan) -> Finding | None:
+    what = "the gradient of " * (each.kind == "gradients") + array.array.path
+    where = f"{array.table}: {array.reason} ({each.name})"
+    size = f"{each.num_bytes / 2**20:,.1f} MiB on every device"
+    if each.over_microbatches:
+        text = f"{what} lies whole in memory for all microbatches: {size}"
+        fix = "num_microbatches=1 with fewer sequences or remat=full, or split it more: sharding=fsdp_tensor"
+        return Finding(rule="held-whole", severity="warning", what=text, where=where, fix=fix)
+    if each.kind == "gradients" or not each.over_others:
+        return None  # added up block by block in a loop of its own, or in use in it
+    text = f"{what} lies whole in memory through a loop that does not read it: {size}"
+    fix = "none is needed where the step fits; else split it more: sharding=fsdp_tensor"
+    return Finding(rule="held-whole", severity="note", what=text, where=where, fix=fix)
+
+
+def _whole_of(each: HeldArray, layouts: Sequence[ArrayPlan], plan: Plan) -> ArrayPlan | None:
+    """The array of the plan that a rule splits over the batch's axes, and that this is, whole: by its name; where the
+    compiler dropped that, by its sizes, best in their order."""
+    named = [array for array in layouts if any(f"{WEIGHT_SCOPE}{array.array.path}" in name for name in each.names)]
+    if not named:
+        named = [array for array in layouts if sorted(array.array.shape) == sorted(each.shape)]
+        named.sort(key=lambda array: array.array.shape != each.shape)
+    for array in named:
+        axes = {axis for dimension in array.dimensions for axis in dimension.axes}
+        batch_axes = axes & set(plan.sharding.batch_axes)
+        num_others = plan.mesh.num_shards(tuple(axes - batch_axes))
+        if batch_axes and math.prod(each.shape) == math.prod(array.array.shape) // num_others:
+            return array
+    return None
 
 
 def _costly(each: CollectiveReport, cost: int, rule: str, what: str, where: str, fix: str) -> Costly:

@@ -53,8 +53,9 @@ class Change(Config):
 
 
 class MemoryReport(Config):
-    """breakdown: parameters, master, optimizer, gradients, activations, temporaries, code, reserved, by the compiled
-    program where it tells them apart. fits: None where the chip's memory is unknown."""
+    """breakdown: parameters, master, optimizer, working_weights (cast or gathered for use), gradients, activations,
+    temporaries, code, reserved, by the compiled program where it tells them apart. fits: None where the chip's memory
+    is unknown."""
 
     peak_bytes_per_chip: NonNegativeInt | None
     limit_bytes_per_chip: NonNegativeInt | None  # what a program may take: the chip's memory without what is reserved

@@ -29,7 +29,7 @@ from .files import replace_json
 from .manifest import FILE as MANIFEST
 from .manifest import damage_in, write_manifest
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FOLDER = "artifact"
 TEXT = "train.hlo.txt"
 

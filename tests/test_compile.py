@@ -181,6 +181,8 @@ def test_a_refused_program_still_has_a_report(lowered):
     assert report.memory.peak_bytes_per_chip == 638 * GIB
     assert report.memory.fits is False
     assert "does not fit" in report.unknown["step"]
+    assert report.memory.breakdown["gradients"] is None
+    assert "refused" in report.unknown["memory.breakdown.gradients"]
 
 
 def test_memory_of_the_report_is_that_of_the_compiled_program(lowered, built):
@@ -191,8 +193,20 @@ def test_memory_of_the_report_is_that_of_the_compiled_program(lowered, built):
     assert memory.peak_bytes_per_chip == sum(known.values())
     arguments = stats.argument_size_in_bytes
     assert sum(known[n] for n in ("parameters", "master", "optimizer", "scalars", "batch")) == arguments
-    assert known["temporaries"] == stats.temp_size_in_bytes
+    temporaries = [known[n] for n in ("working_weights", "gradients", "activations", "temporaries")]
+    assert all(temporaries)
+    assert sum(temporaries) == stats.temp_size_in_bytes
     assert memory.fits is None, "what a simulated device has is not known"
+
+
+def test_what_is_counted_wrong_is_not_told_apart(lowered, built):
+    """A program whose arrays are not those that the compiler counted."""
+    facts, estimate = BuildFacts(_fingerprint(lowered), 1.0, "miss", ()), estimate_step(plan_of(*TINY))
+    other = replace(built, memory=replace(built.memory, temporaries_bytes=2 * built.memory.temporaries_bytes))
+    report = build_report(plan_of(*TINY), other, facts, estimate, schedule=None)
+    assert report.memory.breakdown["activations"] is None
+    assert report.memory.breakdown["temporaries"] == other.memory.temporaries_bytes
+    assert "the compiler counts" in report.unknown["memory.breakdown.activations"]
 
 
 def test_wrong_compiler_options_are_all_told_before_anything_is_written():

@@ -127,7 +127,7 @@ def test_errors_say_the_line():
 
 
 def test_types():
-    assert parse_type("bf16[4,2048]{1,0:T(8,128)S(1)}") == (ArrayType("bf16", (4, 2048), 1),)
+    assert parse_type("bf16[4,2048]{1,0:T(8,128)S(1)}") == (ArrayType("bf16", (4, 2048), 1, num_padding=4 * 2048),)
     assert parse_type("((f32[2]{0}, pred[]), token[])") == (
         ArrayType("f32", (2,)), ArrayType("pred", ()), ArrayType("token", ()),
     )  # fmt: skip

@@ -9,10 +9,13 @@ from helpers import programs_of
 from meshloom.compiler.analysis import analyse_schedule
 from meshloom.compiler.attention import AttentionPlan
 from meshloom.compiler.communication import PlannedCollective
+from meshloom.compiler.compose import Request, read_spec
+from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.lint import lint
 from meshloom.compiler.match import Match
-from meshloom.compiler.report import CollectiveReport
+from meshloom.compiler.program_memory import HeldArray
+from meshloom.compiler.report import CollectiveReport, Finding
 
 MIB = 2**20
 PLANNED = PlannedCollective(
@@ -92,6 +95,36 @@ def test_what_the_compiler_says_itself_and_the_costly_ones_first():
     findings = lint(plan_of(), [cheap, dear], {}, (PLANNED,), ("Involuntary full rematerialization of x",))
     assert [finding.rule for finding in findings] == ["unplanned-collective", "unplanned-collective", "gathered-whole"]
     assert "dear" in findings[0].where
+
+
+TABLE = HeldArray(
+    name="custom-call.4", kind="gradients", num_bytes=500 * MIB, shape=(32000, 4096),
+    names=("jit(train_step)/shard_map/while/body/closed_call/add",), over_microbatches=("while.1",), over_others=(),
+)  # fmt: skip
+LLAMA = ("model=llama2_7b", "target=cpu-8", "data=synthetic", "sharding=fsdp")
+
+
+def held(array: HeldArray, *overrides: str) -> list[Finding]:
+    plan = read_spec(Request((*LLAMA, *overrides)), then=plan_run)
+    return list(lint(replace(plan, attention=AttentionPlan("xla", "")), (), {}, (), (), held=[array]))
+
+
+def test_what_a_rule_splits_and_the_program_holds_whole_for_all_microbatches():
+    (finding,) = held(TABLE)
+    assert (finding.rule, finding.severity) == ("held-whole", "warning")
+    assert "the gradient of embed/table_VE lies whole in memory for all microbatches: 500.0 MiB" in finding.what
+    assert "embed over fsdp by parameters[0] (custom-call.4)" in finding.where
+    assert held(replace(TABLE, shape=(32000, 512), num_bytes=63 * MIB)) == [], "a shard"
+    assert held(TABLE, "sharding.replicated_bytes_threshold=1000000000") == []
+    assert held(TABLE, "sharding=ddp", "sharding.on_replicated=allow") == [], "no rule splits it"
+
+
+def test_a_name_says_which_of_two_arrays_of_the_same_sizes_it_is():
+    names = ("jit(f)/jvp(head)/weight=head/kernel_EV/all_gather",)
+    kept = replace(TABLE, kind="working_weights", names=names, over_microbatches=(), over_others=("while.2",))
+    (finding,) = held(kept)
+    assert (finding.severity, finding.what.split()[0]) == ("note", "head/kernel_EV")
+    assert held(replace(kept, over_others=())) == [], "the loop that it lives through reads it"
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "fsdp_tensor", "zero1"])

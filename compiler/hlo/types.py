@@ -9,15 +9,20 @@ from functools import cache
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"\b(pred|token|opaque|bf16|[fscu]\d+[a-z0-9]*)\[([\d,<=]*)\](\{[^{}]*\})?")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
+_TILE = re.compile(r"\{([\d,]*):T\(([\d,]+)\)")
+_COMMENT = re.compile(r"/\*.*?\*/")
+HBM = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayType:
-    """memory_space: 0 is HBM; on TPUs 1 is the vector memory, 5 the host's."""
+    """memory_space: 0 is HBM; on TPUs 1 is the vector memory, 5 the host's. num_padding: elements that fill up its
+    tiles."""
 
     dtype: str
     shape: tuple[int, ...]
-    memory_space: int = 0
+    memory_space: int = HBM
+    num_padding: int = 0
 
     @property
     def num_elements(self) -> int:
@@ -28,11 +33,32 @@ class ArrayType:
         """Bytes without padding."""
         return -(-self.num_elements * bits_of(self.dtype) // 8)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes as it lies in memory, with padding."""
+        return -(-(self.num_elements + self.num_padding) * bits_of(self.dtype) // 8)
+
 
 @cache
 def parse_type(text: str) -> tuple[ArrayType, ...]:
     """The arrays of a type, those of a tuple in order; nested tuples are flat."""
     return tuple(_array(*match.groups()) for match in _ARRAY.finditer(text))
+
+
+@cache
+def elements_of(text: str) -> tuple[str, ...] | None:
+    """The types within a tuple's, one level down: '((f32[2]), s32[])' -> ('(f32[2])', 's32[]'). None for no tuple."""
+    text = _COMMENT.sub("", text).strip()
+    if not text.startswith("("):
+        return None
+    found, depth, start = [], 0, 1
+    for place in range(1, len(text) - 1):
+        character = text[place]
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            found.append(text[start:place].strip())
+            start = place + 1
+    return (*found, last) if (last := text[start:-1].strip()) else tuple(found)
 
 
 def num_bytes(text: str) -> int:
@@ -52,4 +78,16 @@ def bits_of(dtype: str) -> int:
 def _array(dtype: str, dimensions: str, layout: str | None) -> ArrayType:
     shape = tuple(int(size.lstrip("<=")) for size in dimensions.split(",") if size)
     space = _MEMORY_SPACE.search(layout) if layout else None
-    return ArrayType(dtype, shape, int(space[1]) if space else 0)
+    return ArrayType(dtype, shape, int(space[1]) if space else HBM, _padding(shape, layout or ""))
+
+
+def _padding(shape: tuple[int, ...], layout: str) -> int:
+    """Elements added: {1,0:T(8,128)} fills the dimensions that lie innermost up to multiples of 8 and of 128."""
+    match = _TILE.match(layout)
+    if not match:
+        return 0
+    order, tile = ([int(n) for n in numbers.split(",") if n] for numbers in match.groups())
+    inner_first = [shape[dimension] for dimension in order]
+    inner_first += [1] * (len(tile) - len(inner_first))
+    sizes = [-(-size // step) * step for size, step in zip(inner_first, reversed(tile), strict=False)]
+    return math.prod(sizes) * math.prod(inner_first[len(tile) :]) - math.prod(shape)

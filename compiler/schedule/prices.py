@@ -55,7 +55,7 @@ def price(instruction: Instruction, around: Computation, module: Module, chip: C
     seconds, priced_by = _seconds(instruction, around, module, chip)
     if seconds == 0:
         return None
-    return Compute(instruction.name, _kind(instruction, module), seconds, priced_by, instruction.op_name)
+    return Compute(instruction.name, kind_of(instruction, module), seconds, priced_by, instruction.op_name)
 
 
 def _seconds(
@@ -159,7 +159,7 @@ def _written(inner: Computation) -> int:
     )
 
 
-def _kind(instruction: Instruction, module: Module) -> ComputeKind:
+def kind_of(instruction: Instruction, module: Module) -> ComputeKind:
     name = f"{instruction.op_name}/"
     if ATTENTION_SCOPE in name or re.search(r"splash|fmha", f"{instruction.name} {name}"):
         return "attention"

@@ -10,7 +10,7 @@ from ..units import human_bytes, human_count, human_seconds, human_share
 from .facts import compute_by_kind
 
 MEMORY_COLOURS = {"parameters": 1, "master": 2, "optimizer": 3, "gradients": 4, "activations": 5, "temporaries": 6,
-                  "code": 7, "reserved": 8}  # fmt: skip
+                  "code": 7, "reserved": 8, "working_weights": 10}  # fmt: skip
 LEAST_INTENSITY = 0.01  # FLOPs per byte: what computes less moves data, and would only stretch the plot
 
 
@@ -47,7 +47,8 @@ class Bar:
 def memory_bar(report: Report) -> Bar:
     """The parts of the peak, against what a program may take and what was estimated without XLA."""
     memory = report.memory
-    parts = [(name, count, f"m{MEMORY_COLOURS.get(name, 9)}") for name, count in memory.breakdown.items() if count]
+    counts = [(name, count) for name, count in memory.breakdown.items() if count]
+    parts = [(name.replace("_", " "), count, f"m{MEMORY_COLOURS.get(name, 9)}") for name, count in counts]
     rest = (memory.peak_bytes_per_chip or 0) - sum(count for _, count, _ in parts)
     if rest > 0:
         parts.append(("not told apart", rest, "m9"))

@@ -67,7 +67,7 @@ def _fact(fact: Fact) -> str:
 
 def _memory(report: Report) -> Iterable[Table | str]:
     memory = report.memory
-    parts = [(name, count) for name, count in memory.breakdown.items() if count]
+    parts = [(name.replace("_", " "), count) for name, count in memory.breakdown.items() if count]
     if parts:
         parts = _largest(parts)
         limit = memory.limit_bytes_per_chip or 0

@@ -1,0 +1,347 @@
+"""A scheduled module -> its arrays in HBM: what writes each, what reads it, and which of them live at the worst moment.
+
+An array lives from the instruction that makes it to the last that reads it, in the order of the schedule. These make
+none, and name one that is there:
+
+tuple, get-tuple-element, bitcast    and all starts and dones but for what the start makes
+while                                its result is its state, and so is what each trip hands on to the next
+dynamic-update-slice                 in place, as a fusion is that ends in one, or whose aliasing says so
+copy, fusion of kind kLoop           in place of an operand of the same bytes that nothing reads any more
+the program's results                in place of the arguments that are donated for them
+
+What lies in other memories (layouts with `S(1)`) takes nothing of HBM, and is followed all the same: copies lead
+through it. Scalars are left out. A kernel's own scratch memory is not seen.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..hlo import Computation, Instruction, Module
+from ..hlo.types import HBM, ArrayType, elements_of, parse_type
+
+Value = frozenset[int] | tuple["Value", ...]  # the arrays that a value consists of, by number
+NOTHING: Value = frozenset()
+
+_SAME = {"bitcast", "opt-barrier", "optimization-barrier", "all-reduce-done", "async-update", "call-update"}
+_IN_PLACE = {"dynamic-update-slice", "scatter"}  # of the first operand
+_ALIAS = re.compile(r"\{([\d, ]*)\}: ?\((\d+), ?\{([\d, ]*)\}")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An array. writers, readers: instructions, in the order of the text; what writes a part of it is no reader.
+    loops: names of the `while`s throughout which it lives."""
+
+    name: str  # of the instruction that made it
+    array: ArrayType
+    writers: tuple[Instruction, ...]
+    readers: tuple[Instruction, ...]
+    loops: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return _hbm_bytes(self.array)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """arguments: of the program, there all the time. others: all that it makes. at_peak: those of them that live when
+    most do. peak_at: the instruction that runs then, behind those of the loops that it is in."""
+
+    arguments: tuple[Buffer, ...]
+    others: tuple[Buffer, ...]
+    at_peak: tuple[Buffer, ...]
+    peak_at: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(each.num_bytes for each in (*self.arguments, *self.at_peak))
+
+
+def read_buffers(module: Module) -> Buffers:
+    """Walk a scheduled module once, loops too."""
+    walk = _Walk(module)
+    entry = module.entry_computation
+    arguments = tuple(walk.made(each, each.type_text) for each in entry.parameters)
+    num_arguments = len(walk.arrays)
+    peak, _ = walk.run(entry, arguments, _donated(module, arguments))
+    found = walk.buffers()
+    return Buffers(
+        tuple(found[n] for n in range(num_arguments)),
+        tuple(each for n, each in found.items() if n >= num_arguments),
+        tuple(found[n] for n in sorted(peak.live) if found[n].num_bytes),
+        peak.at,
+    )
+
+
+@dataclass(frozen=True)
+class _Peak:
+    num_bytes: int = 0
+    live: tuple[int, ...] = ()
+    at: tuple[str, ...] = ()
+
+
+@dataclass
+class _Made:
+    """An array while the walk goes on."""
+
+    name: str
+    array: ArrayType
+    writers: list[Instruction]
+    readers: list[Instruction] = field(default_factory=list)
+    loops: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Step:
+    """What an instruction does to memory. names_only: it moves nothing."""
+
+    value: Value
+    made: set[int] = field(default_factory=set)
+    inside: _Peak = _Peak()
+    names_only: bool = False
+
+
+@dataclass
+class _Walk:
+    module: Module
+    arrays: list[_Made] = field(default_factory=list)
+    same: dict[int, int] = field(default_factory=dict)  # what is another array's place
+
+    def made(self, instruction: Instruction, type_text: str) -> Value:
+        """A new array for each of a type's."""
+        elements = elements_of(type_text)
+        if elements is not None:
+            return tuple(self.made(instruction, each) for each in elements)
+        (array,) = parse_type(type_text) or (ArrayType("token", ()),)
+        if array.num_elements <= 1:
+            return NOTHING
+        self.arrays.append(_Made(instruction.name, array, [instruction]))
+        return frozenset({len(self.arrays) - 1})
+
+    def place(self, number: int) -> int:
+        while number in self.same:
+            number = self.same[number]
+        return number
+
+    def buffers(self) -> dict[int, Buffer]:
+        """What the walk found, by number; what shares a place together."""
+        shared: dict[int, list[_Made]] = {}
+        for number, made in enumerate(self.arrays):
+            shared.setdefault(self.place(number), []).append(made)
+        return {
+            number: Buffer(
+                self.arrays[number].name,
+                self.arrays[number].array,
+                tuple(w for made in several for w in made.writers),
+                tuple(r for made in several for r in made.readers),
+                tuple(loop for made in several for loop in made.loops),
+            )
+            for number, several in sorted(shared.items())
+        }
+
+    def run(self, computation: Computation, arguments: tuple[Value, ...], results: Value | None) -> tuple[_Peak, Value]:
+        """The peak of a computation beside its arguments, and its result.
+
+        results: the places that the result goes to; None: it is new, and the caller's to count.
+        """
+        values: dict[str, Value] = {}
+        steps: list[_Step] = []
+        for each in computation.instructions:
+            step = self._step(each, values, arguments)
+            values[each.name] = step.value
+            steps.append(step)
+        root = values[computation.root.name]
+        own = {n for step in steps for n in step.made}
+        if results is None:
+            own -= set(_flat(root))
+        else:
+            self._put(root, results, own)
+        return self._peak(computation, steps, values, own), root
+
+    def _peak(self, computation: Computation, steps: list[_Step], values: dict[str, Value], own: set[int]) -> _Peak:
+        own = {n for n in own if n not in self.same}
+        last: dict[int, int] = {}
+        written: dict[int, int] = {}  # an array outside -> the step that first writes into it
+        for place, (each, step) in enumerate(zip(computation.instructions, steps, strict=True)):
+            for n in step.made & self.same.keys():
+                written.setdefault(self.place(n), place)
+            if not step.names_only:
+                last |= dict.fromkeys((n for name in each.operands for n in _flat(values[name])), place)
+        last |= dict.fromkeys(_flat(values[computation.root.name]), len(steps))
+        live: dict[int, int] = {}
+        now, peak = 0, _Peak()
+        for place, (each, step) in enumerate(zip(computation.instructions, steps, strict=True)):
+            if each.opcode == "while":
+                for n in live:
+                    self.arrays[n].loops.append(each.name)
+            free = self._dying(each, values, last, place)
+            for n in sorted(step.made & own):
+                num_bytes = _hbm_bytes(self.arrays[n].array)
+                until = last.get(n, place)
+                alike = (m for m in free if num_bytes and _hbm_bytes(self.arrays[m].array) == num_bytes)
+                old = next((m for m in alike if m in live or written.get(m, len(steps)) >= until), None)
+                if old is not None:
+                    free.remove(old)
+                    now -= live.pop(old, 0)
+                if old is None or old in own:
+                    live[n] = num_bytes
+                    now += num_bytes
+                else:
+                    self.same[n] = old
+            if now + step.inside.num_bytes > peak.num_bytes:
+                peak = _Peak(now + step.inside.num_bytes, (*live, *step.inside.live), (each.name, *step.inside.at))
+            for n in [n for n in live if last.get(n, place) <= place]:
+                now -= live.pop(n)
+        return peak
+
+    def _dying(self, each: Instruction, values: dict[str, Value], last: dict[int, int], place: int) -> list[int]:
+        """What it reads last, where its results may take the place of an operand: a copy, and what is done element by
+        element."""
+        if each.opcode != "copy" and not (each.opcode == "fusion" and each.attribute("kind") == "kLoop"):
+            return []
+        return [n for name in each.operands for n in _flat(values[name]) if last.get(n) == place]
+
+    def _put(self, value: Value, place: Value, own: set[int]) -> None:
+        """What a trip of a loop, or the program, makes lies where its result does."""
+        if isinstance(value, tuple) and isinstance(place, tuple):
+            for inner, outer in zip(value, place, strict=False):
+                self._put(inner, outer, own)
+        elif len(made := set(_flat(value)) & own) == 1 and len(there := set(_flat(place))) == 1:
+            self.same[made.pop()] = there.pop()
+
+    def _step(self, each: Instruction, values: dict[str, Value], arguments: tuple[Value, ...]) -> _Step:
+        opcode, operands = each.opcode, [values[name] for name in each.operands]
+        if opcode == "parameter":
+            return _Step(arguments[int(each.argument)], names_only=True)
+        if opcode == "constant":  # lies with the code
+            return _Step(NOTHING, names_only=True)
+        if opcode == "tuple":
+            return _Step(tuple(operands), names_only=True)
+        if opcode == "get-tuple-element":
+            return _Step(_element(operands[0], int(each.attribute("index") or 0)), names_only=True)
+        if opcode in _SAME:
+            return _Step(operands[0], names_only=True)
+        if opcode.endswith("-done"):
+            return _Step(_done(opcode, operands[0]), names_only=True)
+        if opcode in ("while", "call", "conditional"):
+            return self._called(each, operands)
+        value = self._started(each, operands) if opcode.endswith("-start") else self._made_by(each, operands)
+        made = set(_flat(value)) - {n for operand in operands for n in _flat(operand)}
+        written = set(_flat(value)) if not opcode.endswith("-start") else made
+        for n in written - made:
+            self.arrays[n].writers.append(each)
+        for n in {n for operand in operands for n in _flat(operand)} - written:
+            self.arrays[n].readers.append(each)
+        return _Step(value, made)
+
+    def _called(self, each: Instruction, operands: list[Value]) -> _Step:
+        if each.opcode == "while":
+            body = self.module.computations[(each.attribute("body") or "").lstrip("%")]
+            inside, _ = self.run(body, (operands[0],), operands[0])
+            return _Step(operands[0], inside=inside)
+        computations = [self.module.computations[name] for name in each.called]
+        given = [tuple(operands)] if each.opcode == "call" else [(operand,) for operand in operands[1:]]
+        inside, value = self.run(computations[0], given[0], None)
+        for computation, arguments in zip(computations[1:], given[1:], strict=True):
+            other, _ = self.run(computation, arguments, value)
+            inside = max(inside, other, key=lambda peak: peak.num_bytes)
+        made = set(_flat(value)) - {n for operand in operands for n in _flat(operand)}
+        return _Step(value, made, inside)
+
+    def _started(self, each: Instruction, operands: list[Value]) -> Value:
+        """(operands, results, ...) but for three: an all-reduce has results alone, a copy the other order, and what
+        receives has no operand to send."""
+        elements = elements_of(each.type_text)
+        if each.opcode == "all-reduce-start" or elements is None:
+            return self.made(each, each.type_text)
+        if each.opcode == "copy-start":
+            return (self.made(each, elements[0]), operands[0], *(NOTHING for _ in elements[2:]))
+        first = tuple(operands) if elements[0].startswith("(") else operands[0] if operands else NOTHING
+        return (first, *(self.made(each, element) for element in elements[1:]))
+
+    def _made_by(self, each: Instruction, operands: list[Value]) -> Value:
+        if each.opcode in _IN_PLACE:
+            return operands[0]
+        if each.attribute("custom_call_target") == "ConcatBitcast":  # slices that lie side by side
+            return frozenset(_flat(tuple(operands)))
+        elements = elements_of(each.type_text)
+        places = self._places(each)
+        types = elements if elements is not None else (each.type_text,)
+        found = tuple(
+            _element_of(operands, places[index]) if index in places else self.made(each, text)
+            for index, text in enumerate(types)
+        )
+        return found if elements is not None else found[0]
+
+    def _places(self, each: Instruction) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """Results that are written in place: index -> operand and the element of it."""
+        told = each.attribute("output_to_operand_aliasing")
+        if told:
+            return {_path(out)[0] if out.strip() else 0: (int(n), _path(at)) for out, n, at in _ALIAS.findall(told)}
+        if each.opcode != "fusion":
+            return {}
+        inner = self.module.computations[each.called[0]]
+        root = inner.root
+        names = root.operands if root.opcode == "tuple" else (root.name,)
+        found = {index: self._origin(name, inner) for index, name in enumerate(names)}
+        return {index: (origin, ()) for index, origin in found.items() if origin is not None}
+
+    def _origin(self, name: str, inner: Computation) -> int | None:
+        """The parameter of a fused computation that a value of it is written into."""
+        each = inner.by_name[name]
+        if each.opcode == "parameter":
+            return int(each.argument)
+        if each.opcode == "fusion":
+            at = self._places(each).get(0) if elements_of(each.type_text) is None else None
+            return self._origin(each.operands[at[0]], inner) if at else None
+        return self._origin(each.operands[0], inner) if each.opcode in {"bitcast", *_IN_PLACE} else None
+
+
+def _donated(module: Module, arguments: tuple[Value, ...]) -> Value:
+    """Where the program's results go: into arguments, or nowhere that is there before."""
+    start = module.header.find("input_output_alias={")
+    text = module.header[start : module.header.find("entry_computation_layout", start)] if start >= 0 else ""
+    found = {_path(out): int(number) for out, number, _ in _ALIAS.findall(text)}
+    if list(found) == [()]:
+        return arguments[found[()]]
+    return tuple(arguments[found[n,]] if (n,) in found else NOTHING for n in range(max(found, default=(-1,))[0] + 1))
+
+
+def _hbm_bytes(array: ArrayType) -> int:
+    return array.held_bytes if array.memory_space == HBM else 0
+
+
+def _path(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+def _done(opcode: str, started: Value) -> Value:
+    if opcode == "copy-done":
+        return _element(started, 0)
+    if opcode == "recv-done":
+        return (_element(started, 1), NOTHING)
+    return NOTHING if opcode == "send-done" else _element(started, 1)
+
+
+def _element(value: Value, index: int) -> Value:
+    if not isinstance(value, tuple):
+        return value
+    return value[index] if index < len(value) else NOTHING
+
+
+def _element_of(operands: list[Value], place: tuple[int, tuple[int, ...]]) -> Value:
+    number, path = place
+    value = operands[number]
+    for index in path:
+        value = _element(value, index)
+    return value
+
+
+def _flat(value: Value) -> Iterator[int]:
+    for each in value:
+        if isinstance(each, int):
+            yield each
+        else:
+            yield from _flat(each)
