@@ -117,7 +117,7 @@ def gather(slot: Array, working: Array, layout: WeightLayout, reduction_dtype: A
     """
 
     @jax.custom_vjp
-    def use(slot: Array, working: Array) -> Array:
+    def use(_: Array, working: Array) -> Array:
         return fetch(working, layout)
 
     def forward(_: Array, working: Array) -> tuple[Array, None]:

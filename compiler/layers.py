@@ -1,8 +1,8 @@
 """The loop over the layers of a stack. The compiler owns it, so one model serves every way to run it.
 
 `scan_layers` gathers a layer's weights where the layer begins. `prefetch_layers` gathers those of a later layer beside
-the layer that computes, forward and backward, and may reduce-scatter the gradient of a layer beside the backward pass of
-the next one down: nothing waits for what a trip of the loop starts until the trip is over.
+the layer that computes, forward and backward, and may reduce-scatter a layer's gradient beside the backward pass of the
+layer below: nothing waits for what a trip of the loop starts until the trip is over.
 
     forward    trip t:  gather W[t + d]             x = layer(W[t], x)
     backward   trip t:  gather W[t - d]             dx, dW[t] = derivative of layer(W[t], x[t])
@@ -27,7 +27,7 @@ LayerFn = Callable[[Any, Any, Array, Array], Array]
 
 @dataclass(frozen=True)
 class StackedWeights:
-    """The parameters of a stack, as trees whose arrays have a first dimension `layers`; slots, working: see `gather`."""
+    """The parameters of a stack: trees of arrays whose first dimension is `layers`. slots, working: see `gather`."""
 
     slots: Any
     working: Any
@@ -111,11 +111,12 @@ def prefetch_layers(
             for gradient, (layout, dtype) in zip(gradients, chosen, strict=True)
         ]
 
-    def forward(slots: Any, working: Any, shared: Any, x: Array) -> tuple[Array, Any]:
+    def forward(_: Any, working: Any, shared: Any, x: Array) -> tuple[Array, Any]:
         def trip(carry: tuple[Array, list[Any]], t: Array) -> tuple[tuple[Array, list[Any]], Any]:
             x, (arrived, *on_the_way) = carry
             beyond = t + distance  # past the last layer: what the backward pass begins with
             next_one = fetched(working, jnp.where(beyond < num_layers, beyond, 2 * num_layers - 1 - beyond), ahead)
+            pull_back: Any  # a pytree: its leaves are what the backward pass needs
             x, pull_back = jax.vjp(kept, whole(working, t, arrived), jax.tree.leaves(shared), t, x)
             pull_back.args_res[:3] = [_left_out(residuals) for residuals in pull_back.args_res[:3]]
             return (x, [*on_the_way, next_one]), pull_back
