@@ -1,19 +1,20 @@
 """The forward pass over local batches: embedding, stacks of layers, head and loss, each with its weights gathered."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
+from jax.tree_util import register_dataclass
 
 from meshloom.models import Context, Params
 
 from .attention import build_attend
 from .gather import WeightLayout, gather, keep_axes, plan_weight
-from .layers import scan_layers
+from .layers import StackedWeights, run_layers
 from .loss import sum_losses
 from .plan import Plan
 from .remat import build_policy, marked
@@ -29,38 +30,35 @@ def forward(
 
     slots, working: as `gather` takes them, a tree each. dropout_key: None for no dropout.
     """
-    model, context = plan.model, _context(plan, part)
-    reduction = jnp.dtype(plan.spec.precision.gradient_reduction)
-    keys_B = None if dropout_key is None else jax.vmap(partial(jax.random.fold_in, dropout_key))(part["row"])
+    model, reduction = plan.model, jnp.dtype(plan.spec.precision.gradient_reduction)
+    make_context, shared = _context_maker(plan), _shared(part, dropout_key)
 
-    def gathered(name: str, slots: Params, working: Params) -> Params:
-        return jax.tree.map(lambda s, w, layout: gather(s, w, layout, reduction), slots, working, layouts[name])
-
-    def with_keys(index: Array | int) -> Context:
-        """index: 0 for the embedding, from 1 on for the layers."""
-        if keys_B is None:
-            return context
-        return replace(context, dropout_keys_B=jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B))
+    def gathered(name: str) -> Params:
+        return jax.tree.map(
+            lambda s, w, layout: gather(s, w, layout, reduction), slots[name], working[name], layouts[name]
+        )
 
     with jax.named_scope("embed"):
-        embed = gathered("embed", slots["embed"], working["embed"])
-        x_BTE = model.embed.apply(embed, part["inputs"], with_keys(0))
+        embed = gathered("embed")
+        x_BTE = model.embed.apply(embed, part["inputs"], make_context(shared, 0))
     num_before = 1
     for stack in model.stacks:
 
-        def layer(stored: tuple[Params, Params, Array], x_BTE: Array, stack=stack) -> Array:
-            slots, working, index = stored
-            return stack.layer.apply(gathered(stack.name, slots, working), x_BTE, with_keys(index))
+        def layer(
+            weights: Params, shared: Shared, index: Array, x_BTE: Array, stack=stack, num_before=num_before
+        ) -> Array:
+            return stack.layer.apply(weights, x_BTE, make_context(shared, num_before + index))
 
-        indices = num_before + jnp.arange(stack.num_layers)
-        stored = (slots[stack.name], working[stack.name], indices)
+        weights = StackedWeights(slots[stack.name], working[stack.name], layouts[stack.name], reduction)
+        policy = build_policy(plan.spec.remat, stack.name)
         with jax.named_scope(stack.name):
-            x_BTE = scan_layers(layer, stored, x_BTE, policy=build_policy(plan.spec.remat, stack.name))
+            x_BTE = run_layers(layer, weights, shared, x_BTE, policy=policy, loop=plan.spec.overlap.layers)
         num_before += stack.num_layers
     with jax.named_scope("head"):
+        context = make_context(replace(shared, dropout_keys_B=None), 0)
         return sum_losses(
             lambda params, x_BTE: model.head.apply(params, x_BTE, context),
-            model.head_params(gathered("head", slots["head"], working["head"]), embed),
+            model.head_params(gathered("head"), embed),
             x_BTE,
             part["targets"],
             z_loss_weight=plan.spec.loss.z_loss_weight,
@@ -68,10 +66,33 @@ def forward(
         )
 
 
-def _context(plan: Plan, part: Batch) -> Context:
+@register_dataclass
+@dataclass(frozen=True)
+class Shared:
+    """What all layers read beside their weights. dropout_keys_B: a key for each sequence; None for no dropout."""
+
+    positions_BT: Array
+    segment_ids_BT: Array | None
+    dropout_keys_B: Array | None
+
+
+def _shared(part: Batch, dropout_key: Array | None) -> Shared:
     positions_BT = part["positions"] if "positions" in part else jnp.arange(part["inputs"].shape[1])[None]
-    attend = build_attend(plan.attention.implementation, _heads_layout(plan))
-    return Context(positions_BT, _activation_layout(plan), attend, part.get("segment_ids"))
+    keys_B = None if dropout_key is None else jax.vmap(partial(jax.random.fold_in, dropout_key))(part["row"])
+    return Shared(positions_BT, part.get("segment_ids"), keys_B)
+
+
+def _context_maker(plan: Plan) -> Callable[[Shared, Array | int], Context]:
+    """(shared, number of the piece: 0 for the embedding, from 1 on for the layers) -> Context."""
+    activation, attend = _activation_layout(plan), build_attend(plan.attention.implementation, _heads_layout(plan))
+
+    def make(shared: Shared, index: Array | int) -> Context:
+        keys_B = shared.dropout_keys_B
+        if keys_B is not None:
+            keys_B = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B)
+        return Context(shared.positions_BT, activation, attend, shared.segment_ids_BT, keys_B)
+
+    return make
 
 
 def _heads_layout(plan: Plan) -> PartitionSpec:

@@ -117,22 +117,35 @@ def gather(slot: Array, working: Array, layout: WeightLayout, reduction_dtype: A
     """
 
     @jax.custom_vjp
-    def use(slot: Array, working: Array) -> Array:
-        return forward(slot, working)[0]
+    def use(_: Array, working: Array) -> Array:
+        return fetch(working, layout)
 
     def forward(_: Array, working: Array) -> tuple[Array, None]:
-        with layout.scope:
-            return _moved(lambda w: _all_gather(w, layout.gathered), layout.automatic)(working), None
+        return fetch(working, layout), None
 
     def backward(_: None, gradient: Array) -> tuple[Array, None]:
-        if layout.scattered:
-            scatter = _reduced(lambda g: _reduce_scatter(g, layout.scattered), layout.automatic, layout)
-            with layout.scope:
-                gradient = scatter(gradient.astype(reduction_dtype))
-        return gradient.astype(slot.dtype), None
+        return send_back(gradient, layout, reduction_dtype, slot.dtype), None
 
     use.defvjp(forward, backward)
     return use(slot, working)
+
+
+def fetch(working: Array, layout: WeightLayout) -> Array:
+    """The whole weight from this device's shard of it."""
+    if not layout.gathered:
+        return working
+    with layout.scope:
+        return _moved(lambda w: _all_gather(w, layout.gathered), layout.automatic)(working)
+
+
+def send_back(gradient: Array, layout: WeightLayout, reduction_dtype: Any, dtype: Any) -> Array:
+    """This device's part of the gradient of a whole weight, as `dtype`: where a part is kept, summed over the devices
+    that share it, in `reduction_dtype`."""
+    if layout.scattered:
+        scatter = _reduced(lambda g: _reduce_scatter(g, layout.scattered), layout.automatic, layout)
+        with layout.scope:
+            gradient = scatter(gradient.astype(reduction_dtype))
+    return gradient.astype(dtype)
 
 
 def gradient_slot(shard: Array, layout: WeightLayout, dtype: Any, num_shards: Callable[[Axes], int]) -> Array:

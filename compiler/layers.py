@@ -1,20 +1,183 @@
-"""The loop over the layers of a stack. The compiler owns it, so one model serves every way to run it."""
+"""The loop over the layers of a stack. The compiler owns it, so one model serves every way to run it.
 
-from collections.abc import Callable
+`scan_layers` gathers a layer's weights where the layer begins. `prefetch_layers` gathers those of a later layer beside
+the layer that computes, forward and backward, and may reduce-scatter a layer's gradient beside the backward pass of the
+layer below: nothing waits for what a trip of the loop starts until the trip is over.
+
+    forward    trip t:  gather W[t + d]             x = layer(W[t], x)
+    backward   trip t:  gather W[t - d]             dx, dW[t] = derivative of layer(W[t], x[t])
+                        reduce-scatter dW[t + 1]
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
+from .gather import WeightLayout, fetch, gather, send_back
+from .overlap_spec import LayerLoop
 from .remat import Policy
 
-# (parameters of one layer as stored, x) -> x: gathers its weights and computes
-LayerFn = Callable[[Any, Array], Array]
+# (whole weights, what all layers share, number of the layer, x) -> x
+LayerFn = Callable[[Any, Any, Array, Array], Array]
 
 
-def scan_layers(layer: LayerFn, stacked: Any, x: Array, *, policy: Policy) -> Array:
-    """One layer's program, run once per layer. stacked: parameters with a first dimension `layers`. policy: what of a
-    layer is kept for the backward pass (remat.py)."""
+@dataclass(frozen=True)
+class StackedWeights:
+    """The parameters of a stack: trees of arrays whose first dimension is `layers`. slots, working: see `gather`."""
+
+    slots: Any
+    working: Any
+    layouts: Any  # of WeightLayout
+    reduction_dtype: Any
+
+    @property
+    def num_layers(self) -> int:
+        return jax.tree.leaves(self.working)[0].shape[0]
+
+
+def run_layers(
+    layer: LayerFn, weights: StackedWeights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop
+) -> Array:
+    """All layers of a stack, one after the other. policy: what of a layer is kept for the backward pass (remat.py)."""
+    run = prefetch_layers if loop.prefetch else scan_layers
+    return run(layer, weights, shared, x, policy=policy, loop=loop)
+
+
+def scan_layers(
+    layer: LayerFn, weights: StackedWeights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop
+) -> Array:
+    """One layer's program, run once per layer."""
+
+    def one(x: Array, slots: Any, working: Any, index: Array) -> Array:
+        whole = jax.tree.map(
+            lambda slot, w, layout: gather(slot, w, layout, weights.reduction_dtype), slots, working, weights.layouts
+        )
+        return layer(whole, shared, index, x)
+
     # prevent_cse guards against the compiler merging both passes; in a loop they cannot be merged.
-    kept = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-    return jax.lax.scan(lambda x, params: (kept(params, x), None), x, stacked)[0]
+    kept = jax.checkpoint(one, policy=policy, prevent_cse=False)
+    layers = (weights.slots, weights.working, jnp.arange(weights.num_layers))
+    return jax.lax.scan(lambda x, stored: (kept(x, *stored), None), x, layers, unroll=loop.unroll)[0]
+
+
+def prefetch_layers(
+    layer: LayerFn,
+    weights: StackedWeights,
+    shared: Any,
+    x: Array,
+    *,
+    policy: Policy,
+    loop: LayerLoop,
+) -> Array:
+    """The same, with the weights of `loop.prefetch` layers gathered ahead: so many more are held whole.
+
+    The last trips of the forward pass gather what the first of the backward pass take, the last layers again; the last
+    trips of the backward pass gather the first layer in vain, and its first reduces zeros where gradients are deferred:
+    a trip is one program.
+    """
+    num_layers = weights.num_layers
+    distance = min(loop.prefetch, num_layers)
+    tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
+    layouts: list[WeightLayout] = jax.tree.leaves(weights.layouts)
+    dtypes = [slot.dtype for slot in jax.tree.leaves(weights.slots)]
+    ahead = [bool(layout.gathered) for layout in layouts]
+    late = [loop.deferred_reduce_scatter and bool(layout.scattered) for layout in layouts]
+
+    def flat(whole: list[Array], shared: list[Array], index: Array, x: Array) -> Array:
+        """`layer` with lists for trees: the residuals of a derivative then are tuples, in the same order."""
+        return layer(jax.tree.unflatten(tree, whole), jax.tree.unflatten(tree_of_shared, shared), index, x)
+
+    kept = jax.checkpoint(flat, policy=policy, prevent_cse=False)
+
+    def fetched(working: Any, index: Array, which: Sequence[bool]) -> list[Array]:
+        """Weights of a layer, whole; of those that `which` has."""
+        return [
+            fetch(jax.lax.dynamic_index_in_dim(w, index, keepdims=False), layout)
+            for w, layout, is_wanted in zip(jax.tree.leaves(working), layouts, which, strict=True)
+            if is_wanted
+        ]
+
+    def whole(working: Any, index: Array, arrived: list[Array]) -> list[Array]:
+        return _merged(arrived, fetched(working, index, [not is_ahead for is_ahead in ahead]), ahead)
+
+    def sent_back(gradients: list[Array], which: Sequence[bool]) -> list[Array]:
+        chosen = [(*each, dtype) for *each, dtype, w in zip(layouts, dtypes, which, strict=True) if w]
+        return [
+            send_back(gradient, layout, weights.reduction_dtype, dtype)
+            for gradient, (layout, dtype) in zip(gradients, chosen, strict=True)
+        ]
+
+    def forward(_: Any, working: Any, shared: Any, x: Array) -> tuple[Array, Any]:
+        def trip(carry: tuple[Array, list[Any]], t: Array) -> tuple[tuple[Array, list[Any]], Any]:
+            x, (arrived, *on_the_way) = carry
+            beyond = t + distance  # past the last layer: what the backward pass begins with
+            next_one = fetched(working, jnp.where(beyond < num_layers, beyond, 2 * num_layers - 1 - beyond), ahead)
+            pull_back: Any  # a pytree: its leaves are what the backward pass needs
+            x, pull_back = jax.vjp(kept, whole(working, t, arrived), jax.tree.leaves(shared), t, x)
+            pull_back.args_res[:3] = [_left_out(residuals) for residuals in pull_back.args_res[:3]]
+            return (x, [*on_the_way, next_one]), pull_back
+
+        first = [fetched(working, jnp.array(index), ahead) for index in range(distance)]
+        (x, last), pull_backs = jax.lax.scan(trip, (x, first), jnp.arange(num_layers), unroll=loop.unroll)
+        return x, (working, shared, last, pull_backs)
+
+    def backward(saved: Any, dx: Array) -> tuple[Any, None, None, Array]:
+        working, shared, last, pull_backs = saved
+
+        def trip(carry: tuple[Array, list[Any], list[Array]], trip: Any) -> Any:
+            (dx, (arrived, *on_the_way), above), (t, pull_back) = carry, trip
+            next_one = fetched(working, jnp.maximum(t - distance, 0), ahead)
+            arguments = (whole(working, t, arrived), jax.tree.leaves(shared), t)
+            pull_back.args_res[:3] = map(_put_back, pull_back.args_res[:3], arguments)
+            dw, _, _, dx = pull_back(dx)
+            below, now = _split(dw, late)
+            shards = (sent_back(above, late), sent_back(now, [not is_late for is_late in late]))
+            return (dx, [*on_the_way, next_one], below), shards
+
+        zeros = [
+            jnp.zeros(x.shape, x.dtype)
+            for x in _split(jax.eval_shape(lambda: whole(working, jnp.array(0), last[0])), late)[0]
+        ]
+        (dx, _, lowest), (above, now) = jax.lax.scan(
+            trip, (dx, last, zeros), (jnp.arange(num_layers), pull_backs), reverse=True, unroll=loop.unroll
+        )
+        # A trip's deferred gradients are those of the layer above.
+        deferred = [
+            jnp.concatenate([low[None], up[:-1]]) for low, up in zip(sent_back(lowest, late), above, strict=True)
+        ]
+        return jax.tree.unflatten(tree, _merged(deferred, now, late)), None, None, dx
+
+    @jax.custom_vjp
+    def run(slots: Any, working: Any, shared: Any, x: Array) -> Array:
+        return forward(slots, working, shared, x)[0]
+
+    run.defvjp(forward, backward)
+    return run(weights.slots, weights.working, shared, x)
+
+
+def _left_out(residuals: Any) -> Any:
+    """Residuals that are arguments, as None; those that the derivative does not need stay what they are."""
+    return jax.tree.map(lambda _: None, residuals)
+
+
+def _put_back(residuals: Any, values: Any) -> Any:
+    """`_left_out` undone. values: an argument, an array or a list of them; a list's residuals are a tuple."""
+    if isinstance(values, list):
+        return tuple(_put_back(r, value) for r, value in zip(residuals, values, strict=True))
+    return values if residuals is None else residuals
+
+
+def _split(leaves: Sequence[Any], which: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """(those of `which`, the others)."""
+    pairs = list(zip(leaves, which, strict=True))
+    return [leaf for leaf, is_one in pairs if is_one], [leaf for leaf, is_one in pairs if not is_one]
+
+
+def _merged(ones: Sequence[Any], others: Sequence[Any], which: Sequence[bool]) -> list[Any]:
+    """`_split` undone."""
+    one, other = iter(ones), iter(others)
+    return [next(one) if is_one else next(other) for is_one in which]

@@ -22,6 +22,7 @@ from meshloom.models.config import Config
 from .config_types import FloatType
 from .data_spec import DataSpec, ShardsSpec
 from .optimizers import OptimizerSpec
+from .overlap_spec import OverlapSpec
 from .schedules import ScheduleSpec
 from .target_spec import TargetSpec
 
@@ -196,6 +197,7 @@ class RunSpec(Config):
     sharding: ShardingSpec
     precision: PrecisionSpec
     remat: RematSpec
+    overlap: OverlapSpec
     loss: LossSpec
     kernels: KernelsSpec
     optimizer: OptimizerSpec

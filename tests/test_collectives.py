@@ -40,6 +40,18 @@ def test_fsdp_gathers_twice_and_reduce_scatters_once(fsdp):
     }
 
 
+@pytest.mark.parametrize("distance", [1, 2])
+def test_prefetch_gathers_so_many_layers_more_and_reduces_one_more(fsdp, distance):
+    prefetch = ("sharding=fsdp", "overlap=prefetch", f"overlap.layers.prefetch={distance}")
+    more = distance * PER_LAYER
+    # Forward: the first layers before the loop, and in it the last ones again, with which the backward pass begins.
+    assert _count(*prefetch) == fsdp | {
+        "all-gather": fsdp["all-gather"] + more, "reduce-scatter": fsdp["reduce-scatter"] + PER_LAYER,
+    }  # fmt: skip
+    at_once = _count(*prefetch, "overlap.layers.deferred_reduce_scatter=false")
+    assert at_once["reduce-scatter"] == fsdp["reduce-scatter"]
+
+
 def test_zero1_scatters_and_gathers_each_parameter_once_per_step():
     for num_microbatches in (1, 2):
         counts = _count("sharding=zero1", f"num_microbatches={num_microbatches}")

@@ -10,6 +10,7 @@ from meshloom.compiler.driver import lower
 from meshloom.compiler.step import build_loss
 
 DDP, FSDP, TENSOR, BOTH = "sharding=ddp", "sharding=fsdp", "sharding=tensor", "sharding=fsdp_tensor"
+PREFETCH = "overlap=prefetch"
 ZERO1, ZERO2, HSDP = "sharding=zero1", "sharding=zero2", "sharding=hsdp"
 WHOLE = "{logical:[layers,head_dim],mesh:[]}"
 TENSOR_AND_ZERO = (
@@ -67,6 +68,19 @@ PROGRAMS = {
     "2 microbatches, hsdp, remat save_names": (HSDP, "num_microbatches=2", "remat=save_names"),
     "remat offload": (FSDP, "remat=offload"),
     "4 microbatches, fsdp_tensor, save_dots": (BOTH, "num_microbatches=4", "remat=save_dots"),
+    "prefetch": (FSDP, PREFETCH),
+    "prefetch, remat full": (FSDP, PREFETCH, "remat=full"),
+    "prefetch, remat offload": (FSDP, PREFETCH, "remat=offload"),
+    "prefetch, hsdp 4x2, remat save_names": (HSDP, PREFETCH, "mesh.replica=4", "remat=save_names"),
+    "prefetch 2 in turns of 2, fsdp_tensor, save_dots, 2 microbatches": (
+        BOTH, PREFETCH, "overlap.layers.prefetch=2", "overlap.layers.unroll=2", "remat=save_dots", "num_microbatches=2",
+    ),
+    "prefetch more than there is, gradients at once": (
+        FSDP, PREFETCH, "overlap.layers.prefetch=5", "overlap.layers.deferred_reduce_scatter=false",
+    ),
+    "prefetch, zero2: gradients alone are late": (ZERO2, PREFETCH),
+    "prefetch, ddp: nothing to do": (DDP, PREFETCH),
+    "prefetch, linear stack": (FSDP, PREFETCH, "model=linear_stack"),
 }  # fmt: skip
 CASES = LAYOUTS | PROGRAMS
 
