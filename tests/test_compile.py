@@ -200,7 +200,7 @@ def test_memory_of_the_report_is_that_of_the_compiled_program(lowered, built):
 
 
 def test_what_is_counted_wrong_is_not_told_apart(lowered, built):
-    """A program whose arrays are not those that the compiler counted."""
+    """The text of one program beside the figures of another."""
     facts, estimate = BuildFacts(_fingerprint(lowered), 1.0, "miss", ()), estimate_step(plan_of(*TINY))
     other = replace(built, memory=replace(built.memory, temporaries_bytes=2 * built.memory.temporaries_bytes))
     report = build_report(plan_of(*TINY), other, facts, estimate, schedule=None)

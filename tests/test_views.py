@@ -1,5 +1,6 @@
 """The terminal summary, the timeline's format, and the facts that all views tell."""
 
+import io
 import json
 import re
 from collections import defaultdict
@@ -18,6 +19,7 @@ from meshloom.compiler.units import (
     milliseconds,
     three_digits,
 )
+from meshloom.compiler.views.charts import memory_bar
 from meshloom.compiler.views.facts import by_exposed, sums, unknown_values, verdict, why_exposed, why_unknown
 from meshloom.compiler.views.summary import show_summary
 from meshloom.compiler.views.timeline import chrome_trace
@@ -258,3 +260,16 @@ def test_the_three_files_are_written_and_say_the_same(tmp_path):
     again = {path.name: path.read_bytes() for path in paths}
     write_report(report, reports.llama_plan(), tmp_path, events=events)
     assert again == {path.name: path.read_bytes() for path in paths}, "the same report gives the same bytes"
+
+
+def test_memory_bars_name_every_class():
+    report, _ = reports.fits()
+    breakdown = {"parameters": 3 * 2**30, "working_weights": 2 * 2**30, "gradients": 2**30, "activations": None}
+    report = report.model_copy(update={"memory": report.memory.model_copy(update={"breakdown": breakdown})})
+    bar = memory_bar(report)
+    assert [each.name for each in bar.segments][:3] == ["parameters", "working weights", "gradients"]
+    assert len({each.colour for each in bar.segments[:3]}) == 3
+    assert bar.missing == ("activations",)
+    console = Console(record=True, width=100, file=io.StringIO())
+    show_summary(report, console, files=())
+    assert "working weights 2.0 GiB" in console.export_text()
