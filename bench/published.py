@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshloom.compiler.problems import DOES_NOT_FIT
+
 Options = dict[str, bool | int | str]
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 NUM_EXPOSED = 4
-DOES_NOT_FIT = 3
 
 MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/main"
 TPU_RECIPES = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/trillium"
