@@ -22,6 +22,7 @@ from .operation_kinds import COLLECTIVES, KERNELS, LANES, OTHERS, causal_blocks,
 from .plan import Plan
 from .program import Collective, Kind, Operation, Program
 from .propagate import Axes, Layout, propagate
+from .report import CollectiveKind
 from .step import build_train_step
 
 
@@ -136,6 +137,8 @@ class _Reader:
         """An operation that calls nothing."""
         name = equation.primitive.name
         kind = kind_of(equation)
+        if kind == "matmul":
+            operands = self.gathered(equation, operands, scope)
         layouts = [self.layouts[i] for i in operands]
         reduced: Axes = ()
         if name == "sharding_constraint":
@@ -157,6 +160,21 @@ class _Reader:
             return self.all_reduced(equation, results[0], reduced, scope)
         return results
 
+    def gathered(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        """A matmul's operands, without the mesh axes along what is summed that split the other's part of the result:
+        x (8, 64, 128) P(None, None, 'tensor') @ w (128, 32) P(None, 'tensor') gathers x."""
+        (contracted, _), found = equation.params["dimension_numbers"], list(operands)
+        for side, other in ((0, 1), (1, 0)):
+            layout, beside = self.layouts[operands[side]], self.layouts[operands[other]]
+            kept = {axis for d, axes in enumerate(beside) if d not in contracted[other] for axis in axes}
+            lost = tuple(axis for d in contracted[side] for axis in layout[d] if axis in kept)
+            if not lost:
+                continue
+            whole = tuple(tuple(axis for axis in axes if axis not in lost) for axes in layout)
+            aval = equation.invars[side].aval
+            found[side] = self.crossed(aval, operands[side], whole, "all-gather", lost, "dot_general", scope)
+        return found
+
     def resharded(self, equation: Any, operands: list[int], wanted: Layout, scope: str) -> list[int]:
         """The operand with an all-to-all in front where a constraint moves mesh axes from one dimension to another, an
         all-gather where it wants them gone."""
@@ -167,13 +185,19 @@ class _Reader:
             return operands
         is_moved = any(axis in new for new in wanted for axis in axes)
         kept = tuple(tuple(axis for axis in old if axis not in axes) for old in before)
-        result = self.value(equation.invars[0].aval, wanted if is_moved else kept)
-        full = self.sizes[operands[0]] * self.num_shards(axes)
-        collective = Collective("all-to-all" if is_moved else "all-gather", axes, full, self.dtypes[result])
-        self.operations.append(
-            Operation("collective", equation.primitive.name, scope, (operands[0],), (result,), 0, collective)
-        )
-        return [result]
+        kind: CollectiveKind = "all-to-all" if is_moved else "all-gather"
+        layout = wanted if is_moved else kept
+        return [self.crossed(equation.invars[0].aval, operands[0], layout, kind, axes, equation.primitive.name, scope)]
+
+    def crossed(
+        self, aval: Any, operand: int, layout: Layout, kind: CollectiveKind, axes: Axes, name: str, scope: str
+    ) -> int:
+        """The operand, brought to a layout by a collective over the axes that it loses along a dimension."""
+        result = self.value(aval, layout)
+        full = self.sizes[operand] * self.num_shards(axes)
+        collective = Collective(kind, axes, full, self.dtypes[result])
+        self.operations.append(Operation("collective", name, scope, (operand,), (result,), 0, collective))
+        return result
 
     def all_reduced(self, equation: Any, partial: int, axes: Axes, scope: str) -> list[int]:
         result = self.value(equation.outvars[0].aval, self.layouts[partial])

@@ -114,7 +114,15 @@ def test_activations_are_divided_by_the_axes_that_split_them(sharding, axis):
     assert split == {"batch": one // 8, "tensor": stream // 4 + hidden // 8}[axis]
 
 
-@pytest.mark.parametrize("overrides", [("sharding=ddp",), ("sharding=fsdp",), ("sharding=fsdp_tensor",)])
+# The stream between the layers, too, is split over tensor: matmuls that sum along it gather it first
+SPLIT_STREAM = (
+    "sharding=fsdp_tensor",
+    "sharding.activations=[{logical: [batch], mesh: [replica, data, fsdp]}, "
+    "{logical: [vocab, mlp, heads, kv_heads, embed], mesh: [tensor]}, {logical: [length, head_dim], mesh: []}]",
+)
+
+
+@pytest.mark.parametrize("overrides", [("sharding=ddp",), ("sharding=fsdp",), ("sharding=fsdp_tensor",), SPLIT_STREAM])
 def test_flops_of_all_parts_are_the_models(overrides):
     plan = plan_of(*overrides, "remat=none")
     parts = estimate_step(plan).roofline

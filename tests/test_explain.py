@@ -42,6 +42,21 @@ def test_model_flops_are_the_textbook_formula(overrides):
     assert plan.model_flops_per_step == 6 * s.tokens_per_step * (weights + attention)
 
 
+@pytest.mark.parametrize(
+    ("model", "length", "tokens_per_second", "teraflops_per_second"),
+    [
+        ("llama3_8b", 8192, 7207.336, 417.397),
+        ("llama2_70b", 4096, 905.021, 402.274),
+        ("llama3_70b", 8192, 960.248, 462.297),
+    ],
+)
+def test_model_flops_are_those_that_maxtext_logs(model, length, tokens_per_second, teraflops_per_second):
+    """Log lines in AI-Hypercomputer/tpu-recipes, training/trillium: one step in tokens and in FLOPs a second."""
+    plan = read_spec(Request((f"model={model}", f"sequence_length={length}", "data=synthetic")), then=plan_run)
+    flops_per_token = plan.model_flops_per_step / plan.spec.tokens_per_step
+    assert flops_per_token * tokens_per_second / 1e12 == pytest.approx(teraflops_per_second, rel=1e-5)
+
+
 def test_counted_flops_are_those_of_xla():
     plan = plan_of()
     tokens = jax.ShapeDtypeStruct((plan.spec.global_batch_size, plan.spec.sequence_length), jnp.int32)

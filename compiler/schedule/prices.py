@@ -24,8 +24,9 @@ KERNEL_SECONDS = 2e-6  # a GPU kernel cannot be shorter, launched from a graph
 
 # They do no work, or work that runs beside the compute unit: copies between memories, what other instructions do.
 _FREE = frozenset({
-    "add-dependency", "after-all", "bitcast", "constant", "copy-done", "copy-start", "domain", "get-tuple-element",
-    "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "slice-done", "slice-start", "tuple",
+    "add-dependency", "after-all", "bitcast", "constant", "copy-done", "copy-start", "domain", "dynamic-slice-done",
+    "dynamic-slice-start", "dynamic-update-slice-done", "dynamic-update-slice-start", "get-tuple-element", "iota",
+    "opt-barrier", "parameter", "partition-id", "replica-id", "slice-done", "slice-start", "tuple",
 })  # fmt: skip
 _FREE_TARGETS = frozenset({
     "AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallDone", "PrepareAsyncCallStart", "Sharding", "SliceBuffer",

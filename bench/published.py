@@ -1,0 +1,248 @@
+"""The model FLOPs utilisation that `meshloom compile` predicts, beside what others measured and published.
+
+    pip install -e '.[tpu]' && pip install 'jax[cuda13]' && python bench/published.py [FILE]
+
+A row is a public recipe declared as overrides, with the XLA options that it sets, and compiled by the command for its
+hardware, which need not be there; some are compiled with XLA's default options too. Each takes minutes; what was
+predicted is kept in FILE (bench/published.jsonl), a line for each compile, and not compiled again. Prints a table in
+Markdown. Nothing is fitted: every figure of the cost model is that of docs/schedule.md and conf/target.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshloom.compiler.problems import DOES_NOT_FIT
+
+Options = dict[str, bool | int | str]
+
+KEPT = Path(__file__).with_suffix(".jsonl")
+NUM_EXPOSED = 4
+
+MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/main"
+TPU_RECIPES = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/trillium"
+TORCHTITAN = "https://github.com/pytorch/torchtitan/blob"
+
+# XLA options of recipes: MaxText/configs/v5e/*.sh and v5p/*.sh
+ASYNC_GATHERS: Options = {
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+    "xla_tpu_overlap_compute_collective_tc": True,
+    "xla_enable_async_all_gather": True,
+}
+DATA_PARALLEL: Options = {
+    "xla_tpu_enable_data_parallel_all_reduce_opt": True,
+    "xla_tpu_data_parallel_opt_different_sized_ops": True,
+}
+V5E: Options = DATA_PARALLEL | ASYNC_GATHERS
+V5P: Options = V5E | {
+    "xla_tpu_megacore_fusion_allow_ags": False,
+    "xla_enable_async_collective_permute": True,
+    "xla_tpu_enable_ag_backward_pipelining": True,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A published training configuration. tokens_per_second: of one chip, None where only MFU is published.
+    published_mfu: as its authors count it, None where they give none. remat: what the recipe calls its own."""
+
+    name: str
+    source: str
+    tokens_per_second: float | None
+    published_mfu: float | None
+    remat: str
+    overrides: tuple[str, ...]
+    options: Options = field(default_factory=dict)
+    is_compared: bool = False  # compiled with XLA's default options too
+
+
+def declared(
+    model: str, target: str, sequences_per_chip: int, num_chips: int, length: int, remat: str, *others: str
+) -> tuple[str, ...]:
+    return (
+        f"model={model}", f"target={target}", f"global_batch_size={sequences_per_chip * num_chips}",
+        f"sequence_length={length}", f"remat={remat}", "data=synthetic", *others,
+    )  # fmt: skip
+
+
+def default_model(embed_dim: int, num_heads: int, mlp_dim: int, num_layers: int) -> tuple[str, ...]:
+    """MaxText's model without a name, at the scale of `global_parameter_scale`: Llama 2's with other dimensions."""
+    return (
+        f"model.embed_dim={embed_dim}", f"model.num_heads={num_heads}", f"model.num_kv_heads={num_heads}",
+        f"model.mlp_dim={mlp_dim}", f"model.num_layers={num_layers}",
+    )  # fmt: skip
+
+
+SCALE_16 = default_model(4096, 64, 28672, 32)
+SCALE_32 = default_model(8192, 64, 28672, 32)
+SCALE_64 = default_model(8192, 64, 28672, 64)
+FSDP = "sharding=fsdp"
+# MaxText splits what lies between the layers over the tensor axis, too
+TENSOR_4 = (
+    "sharding=fsdp_tensor", "mesh.tensor=4",
+    "sharding.activations=[{logical: [batch], mesh: [replica, data, fsdp]}, "
+    "{logical: [vocab, mlp, heads, kv_heads, embed], mesh: [tensor]}, {logical: [length, head_dim], mesh: []}]",
+)  # fmt: skip
+LLAMA2_13B = default_model(5120, 40, 13824, 40)
+GRAND_TETON = "target.chip.hbm_bytes_per_second=2.4e12"  # its H100 has HBM2e
+QKV_OUT = "remat.names=[queries,keys,values,attention_residual]"  # query_proj, key_proj, value_proj, out_proj there
+
+H100_SOURCE = f"{TORCHTITAN}/31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/llama3_h100_202412_torchtitan.md"
+A100_SOURCE = f"{TORCHTITAN}/041336434916bdc0f88c1f89fda176fd3c2092e4/docs/performance.md"
+FMS_FSDP = "https://github.com/foundation-model-stack/fms-fsdp"  # nodes with 400 Gb/s (A100), 800 (H100)
+RECIPES = (
+    Recipe("torchtitan Llama 3.1 8B, 8 H100", H100_SOURCE, 6667, None, "selective op",
+           declared("llama3_8b", "h100-8", 2, 8, 8192, "save_dots", FSDP, GRAND_TETON)),
+    Recipe("torchtitan Llama 3.1 8B, 128 H100", H100_SOURCE, 6514, None, "selective op",
+           declared("llama3_8b", "h100-128", 2, 128, 8192, "save_dots", FSDP, GRAND_TETON)),
+    Recipe("torchtitan Llama 3 8B, 64 A100", A100_SOURCE, 2973, 0.582, "selective op",
+           declared("llama3_8b", "a100-64", 1, 64, 8192, "save_dots", FSDP)),
+    Recipe("torchtitan Llama 3 70B, 64 A100", A100_SOURCE, 331, 0.517, "full",
+           declared("llama3_70b", "a100-64", 1, 64, 8192, "full", FSDP)),
+    Recipe("torchtitan Llama 2 13B, 64 A100", A100_SOURCE, 2162, 0.611, "no",
+           declared("llama2_7b", "a100-64", 2, 64, 4096, "save_dots", FSDP, *LLAMA2_13B)),
+    Recipe("torchtitan Llama 2 70B, 64 A100", A100_SOURCE, 353, 0.505, "full",
+           declared("llama2_70b", "a100-64", 2, 64, 4096, "full", FSDP)),
+    Recipe("fms-fsdp Llama 2 7B, 128 A100", FMS_FSDP, 3700, None, "none",
+           declared("llama2_7b", "a100-128", 2, 128, 4096, "save_dots", "sharding=hsdp", "mesh.replica=16",
+                    "target.network.node_bytes_per_second=5e10")),
+    Recipe("fms-fsdp Llama 2 7B, 96 H100", FMS_FSDP, 7500, None, "none",
+           declared("llama2_7b", "h100-96", 2, 96, 4096, "save_dots", "sharding=hsdp", "mesh.replica=12",
+                    "target.network.node_bytes_per_second=1e11")),
+    Recipe("MaxText 16B, v5e-256", f"{MAXTEXT}/MaxText/configs/v5e/README.md", None, 0.6110, "full",
+           declared("llama2_7b", "v5e-256", 6, 256, 2048, "full", FSDP, *SCALE_16), V5E, is_compared=True),
+    Recipe("MaxText 32B, v5p-128, its remat", f"{MAXTEXT}/MaxText/configs/v5p/README.md", None, 0.7147, "minimal",
+           declared("llama2_7b", "v5p-128", 7, 64, 2048, "save_dots", *TENSOR_4, *SCALE_32), V5P),
+    Recipe("MaxText 32B, v5p-128", f"{MAXTEXT}/MaxText/configs/v5p/README.md", None, 0.7147, "minimal",
+           declared("llama2_7b", "v5p-128", 7, 64, 2048, "save_names", QKV_OUT, *TENSOR_4, *SCALE_32), V5P),
+    Recipe("MaxText Llama 2 70B, v5p, 512 chips", "https://maxtext.readthedocs.io/en/latest/reference/models/tiering.html",
+           692, 0.654, "save_dot_except_mlpwi",
+           declared("llama2_70b", "v5p-1024", 4, 512, 4096, "save_names", FSDP, QKV_OUT), V5P),
+    Recipe("MaxText 32B, v5e-256", f"{MAXTEXT}/MaxText/configs/v5e/README.md", None, 0.6686, "full",
+           declared("llama2_7b", "v5e-256", 4, 256, 2048, "full", FSDP, *SCALE_32), V5E),
+    Recipe("MaxText 64B, v5p-128", f"{MAXTEXT}/MaxText/configs/v5p/README.md", None, 0.7031, "minimal",
+           declared("llama2_7b", "v5p-128", 3, 64, 2048, "save_names", QKV_OUT, *TENSOR_4, *SCALE_64), V5P),
+    Recipe("MaxText Llama 3.1 8B, v6e-256", f"{TPU_RECIPES}/Llama3.1-8B-MaxText/v6e-256/README.md", 7207.336, 0.4546,
+           "custom, offloaded",
+           declared("llama3_8b", "v6e-256", 4, 256, 8192, "offload", FSDP, QKV_OUT)),
+)  # fmt: skip
+
+
+def mfu_of(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float) -> float:
+    """Of one chip. FLOPs of a token: as `model_flops_per_step` counts, all of attention's square."""
+    return tokens_per_second * flops_per_token / peak_flops_per_second
+
+
+def variants(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
+    """Overrides of each compile of a recipe: with its own XLA options, and where it is compared without them."""
+    if not recipe.options:
+        return (recipe.overrides,)
+    options = ", ".join(f"{name}: {_typed(value)}" for name, value in recipe.options.items())
+    own = (*recipe.overrides, f"compiler_options={{{options}}}")
+    return (own, recipe.overrides) if recipe.is_compared else (own,)
+
+
+def _typed(value: bool | int | str) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def compile_row(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """What the command's report says. Raises CalledProcessError where there is none."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as run_dir:
+        command = [sys.executable, "-m", "meshloom", "compile", *overrides, f"hydra.run.dir={run_dir}"]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode not in (0, DOES_NOT_FIT):
+            done.check_returncode()
+        report = json.loads(Path(run_dir, "report.json").read_text())
+    return facts_of(report) | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def facts_of(report: dict[str, Any]) -> dict[str, Any]:
+    """exposed: what is waited for longest, each a kind and form of collective with its seconds in a step."""
+    step, program, target = report["step"], report["program"], report["target"]
+    exposed: dict[tuple[str, ...], dict[str, Any]] = {}
+    for each in report["collectives"]:
+        of = {
+            "kind": each["kind"],
+            "mesh_axes": "+".join(each["mesh_axes"]),
+            "form": each["form"],
+            "dtype": each["dtype"],
+        }
+        sums = exposed.setdefault(tuple(of.values()), of | {"exposed_seconds": 0.0, "alone_seconds": 0.0})
+        for name in ("exposed_seconds", "alone_seconds"):
+            sums[name] += each[name] or 0.0
+    longest = sorted(exposed.values(), key=lambda sums: -sums["exposed_seconds"])
+    peak = target["num_chips"] * target["peak_flops_per_second"]
+    is_bound = step["roofline_seconds"] is not None
+    return {
+        "predicted_mfu": step["predicted_mfu"],
+        "exposed_fraction": step["exposed_fraction"],
+        "bound_mfu": program["model_flops_per_step"] / peak / step["roofline_seconds"] if is_bound else None,
+        "predicted_seconds": step["predicted_seconds"],
+        "compute_seconds_by_kind": step["compute_seconds_by_kind"],
+        "num_unpriced": step["num_unpriced"],
+        "exposed": longest[:NUM_EXPOSED],
+        "flops_per_token": program["model_flops_per_step"] / program["tokens_per_step"],
+        "peak_flops_per_second": target["peak_flops_per_second"],
+        "fits": report["memory"]["fits"],
+        "peak_bytes": report["memory"]["peak_bytes_per_chip"],
+        "versions": f"jax {report['build']['jax']}, {report['build']['plugin']}",
+    }
+
+
+def read_kept(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {tuple(row["overrides"]): row for row in map(json.loads, lines)}
+
+
+def table_row(recipe: Recipe, kept: dict[tuple[str, ...], dict[str, Any]]) -> str:
+    facts = [kept[overrides] for overrides in variants(recipe)]
+    measured = recipe.published_mfu
+    if recipe.tokens_per_second:
+        measured = mfu_of(recipe.tokens_per_second, facts[0]["flops_per_token"], facts[0]["peak_flops_per_second"])
+    cells = (
+        f"[{recipe.name}]({recipe.source})",
+        _percent(recipe.published_mfu),
+        _percent(measured),
+        " / ".join(_percent(each["predicted_mfu"]) for each in facts),
+        " / ".join(_percent(each["exposed_fraction"]) for each in facts),
+        _percent(facts[0]["bound_mfu"]),
+        " / ".join(f"{each['peak_bytes'] / 2**30:.1f}{'' if each['fits'] else ', too much'}" for each in facts),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def main() -> None:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else KEPT
+    todo = [(recipe.name, overrides) for recipe in RECIPES for overrides in variants(recipe)]
+    for number, (name, overrides) in enumerate(todo):
+        if overrides in read_kept(path):
+            continue
+        print(f"compiling {number + 1} of {len(todo)}: {name}: {' '.join(overrides)}", file=sys.stderr, flush=True)
+        facts = compile_row(overrides)
+        with path.open("a") as file:
+            file.write(json.dumps({"name": name, "overrides": overrides} | facts) + "\n")
+    kept = read_kept(path)
+    print("| recipe | MFU as published | by our FLOPs | predicted | exposed | bound | GiB reserved |")
+    print("|---|---|---|---|---|---|---|")
+    for recipe in RECIPES:
+        print(table_row(recipe, kept))
+    print("\n| recipe | its remat | declared as |\n|---|---|---|")
+    for recipe in RECIPES:
+        print(f"| {recipe.name} | {recipe.remat} | `{' '.join(recipe.overrides)}` |")
+
+
+if __name__ == "__main__":
+    main()
