@@ -28,7 +28,8 @@ MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/main"
 TPU_RECIPES = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/trillium"
 TORCHTITAN = "https://github.com/pytorch/torchtitan/blob"
 
-# XLA options of recipes: MaxText/configs/v5e/*.sh and v5p/*.sh
+# XLA options of recipes: MaxText/configs/v5e/*.sh and v5p/*.sh, benchmarks/xla_flags_library.py. Of the last, libtpu
+# 0.0.42.1 has no xla_sc_disjoint_spmem.
 ASYNC_GATHERS: Options = {
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
@@ -45,6 +46,33 @@ V5P: Options = V5E | {
     "xla_tpu_megacore_fusion_allow_ags": False,
     "xla_enable_async_collective_permute": True,
     "xla_tpu_enable_ag_backward_pipelining": True,
+}
+V6E: Options = ASYNC_GATHERS | {"xla_tpu_scoped_vmem_limit_kib": 98304}
+SPARSE_CORE: Options = {
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": False,
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    "xla_tpu_enable_all_reduce_offload_tracing": True,
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+    "xla_sc_enable_instruction_fusion": False,
+    "xla_sc_disable_megacore_partitioning": True,
+}
+SCATTER_LAYOUT: Options = {
+    "xla_tpu_use_minor_sharding_for_major_trivial_input": True,
+    "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
+    "xla_tpu_assign_all_reduce_scatter_layout": True,
+}
+HOST_OFFLOAD: Options = {
+    "xla_tpu_enable_all_experimental_scheduler_features": True,
+    "xla_tpu_enable_scheduler_memory_pressure_tracking": True,
+    "xla_tpu_host_transfer_overlap_limit": 24,
+    "xla_tpu_aggressive_opt_barrier_removal": "ENABLED",
+    "xla_lhs_prioritize_async_depth_over_stall": "ENABLED",
+    "xla_tpu_enable_ag_backward_pipelining": True,
+    "xla_should_allow_loop_variant_parameter_in_chain": "ENABLED",
+    "xla_should_add_loop_invariant_op_in_chain": "ENABLED",
+    "xla_max_concurrent_host_send_recv": 100,
+    "xla_tpu_scheduler_percent_shared_memory_limit": 100,
+    "xla_latency_hiding_scheduler_rerun": 2,
 }
 
 
@@ -131,7 +159,8 @@ RECIPES = (
            declared("llama2_7b", "v5p-128", 3, 64, 2048, "save_names", QKV_OUT, *TENSOR_4, *SCALE_64), V5P),
     Recipe("MaxText Llama 3.1 8B, v6e-256", f"{TPU_RECIPES}/Llama3.1-8B-MaxText/v6e-256/README.md", 7207.336, 0.4546,
            "custom, offloaded",
-           declared("llama3_8b", "v6e-256", 4, 256, 8192, "offload", FSDP, QKV_OUT)),
+           declared("llama3_8b", "v6e-256", 4, 256, 8192, "offload", FSDP, QKV_OUT),
+           V6E | SCATTER_LAYOUT | DATA_PARALLEL | SPARSE_CORE | HOST_OFFLOAD, is_compared=True),
 )  # fmt: skip
 
 
