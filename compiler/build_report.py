@@ -97,17 +97,16 @@ def _memory(
     changes: tuple[Change, ...],
 ) -> MemoryReport:
     """Of the compiled program; where it was refused, what the compiler said that it needs."""
-    limit, taken, per_chip = limit_bytes(plan), taken_bytes(built), _devices_per_chip(plan)
+    limit, needed, per_chip = limit_bytes(plan), needed_bytes(plan, built), _devices_per_chip(plan)
     planned = plan.memory
     known = {"parameters": planned.parameters, "master": planned.master, "optimizer": planned.optimizer,
              "scalars": planned.scalars, "batch": planned.batch}  # fmt: skip
-    rest, code = None, None
+    code = None
     if built.memory is not None:
-        code, rest = built.memory.code_bytes, built.memory.temporaries_bytes
+        code = built.memory.code_bytes
         known["outputs"] = built.memory.outputs_bytes - built.memory.aliased_bytes
-    elif taken is not None:
-        rest = max(0, taken - sum(known.values()))
-    why = _cannot_tell_apart(plan, built, peak)
+    rest = None if needed is None else max(0, needed - sum(known.values()))
+    why = _cannot_tell_apart(plan, built, peak, rest)
     within = {name: None if why or peak is None else peak.by_class.get(name, 0) for name in TOLD_APART}
     rest = rest if rest is None else rest - sum(count or 0 for count in within.values())
     breakdown = {name: count * per_chip for name, count in known.items()} | {
@@ -117,12 +116,12 @@ def _memory(
         "reserved": plan.target.hbm_bytes_per_chip - limit if limit and plan.target.hbm_bytes_per_chip else None,
     }
     unknown |= {f"memory.breakdown.{name}": why for name in TOLD_APART if why}
-    if taken is None:
+    if needed is None:
         unknown["memory.peak_bytes_per_chip"] = "the compiler refused the program and did not say what it needs"
     if limit is None:
         unknown |= dict.fromkeys(("memory.limit_bytes_per_chip", "memory.fits"), "the chip's memory is not known")
     return MemoryReport(
-        peak_bytes_per_chip=taken * per_chip if taken is not None else None,
+        peak_bytes_per_chip=needed * per_chip if needed is not None else None,
         limit_bytes_per_chip=limit,
         fits=does_fit(plan, built),
         breakdown=breakdown,
@@ -131,15 +130,15 @@ def _memory(
     )
 
 
-def _cannot_tell_apart(plan: Plan, built: Built, peak: PeakMemory | None) -> str | None:
-    """Why it is not said what the temporaries are; None where it is."""
-    if built.memory is None or peak is None:
+def _cannot_tell_apart(plan: Plan, built: Built, peak: PeakMemory | None, rest: int | None) -> str | None:
+    """Why it is not said what the temporaries are; None where it is. rest: all of them."""
+    if built.memory is None or peak is None or rest is None:
         return NO_PROGRAM
     memory, counted = built.memory, peak.num_bytes
     # XLA's peak of a CPU's program is that of arguments and results alone.
     found = memory.taken_bytes if plan.target.platform == "cpu" else memory.peak_bytes
     is_near = abs(counted - found) <= LARGEST_ERROR * found
-    if is_near and sum(peak.by_class.get(name, 0) for name in TOLD_APART) <= memory.temporaries_bytes:
+    if is_near and sum(peak.by_class.get(name, 0) for name in TOLD_APART) <= rest:
         return None
     said = f"{human_bytes(counted)} per device, and the compiler counts {human_bytes(found)}"
     return f"part of the temporaries: what lives at the peak was counted as {said}"
@@ -151,11 +150,16 @@ def limit_bytes(plan: Plan) -> int | None:
     return per_device and per_device * _devices_per_chip(plan)
 
 
-def taken_bytes(built: Built) -> int | None:
-    """What the step takes of a device, or would; None where the compiler refused it without a number."""
-    if built.memory is not None:
-        return built.memory.taken_bytes
-    return built.out_of_memory.needed_bytes if built.out_of_memory else None
+def needed_bytes(plan: Plan, built: Built) -> int | None:
+    """What the step needs of a device; None where the compiler refused it without a number.
+
+    Of a TPU what lives at once: the gaps between arrays are not what is refused. (Programs of 17.6 GiB with gaps and
+    13.4 GiB without compile for a limit of 15.75 GiB, and gaps count what is offloaded to the host.) Elsewhere with
+    gaps: a GPU's temporaries are one block.
+    """
+    if built.memory is None:
+        return built.out_of_memory.needed_bytes if built.out_of_memory else None
+    return built.memory.peak_bytes if plan.target.platform == "tpu" else built.memory.taken_bytes
 
 
 def does_fit(plan: Plan, built: Built) -> bool | None:

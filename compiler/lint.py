@@ -87,9 +87,8 @@ def _whole_gradient(each: CollectiveReport, scattered: Sequence[PlannedCollectiv
 
 
 def _unplanned(plan: Plan, each: CollectiveReport) -> Costly:
-    what = (
-        f"an {each.kind} of {_size(each)} over {', '.join(each.mesh_axes) or 'all devices'} that the plan does not have"
-    )
+    over = ", ".join(each.mesh_axes) or "all devices"
+    what = f"{_a(each.kind)} of {_size(each)} over {over} that the plan does not have"
     tables = ("parameters", "activations")
     rules = [
         f"sharding.{table}[{index}]"
@@ -103,12 +102,12 @@ def _unplanned(plan: Plan, each: CollectiveReport) -> Costly:
 
 
 def _wide(each: CollectiveReport, narrow: str) -> Costly:
-    what = f"an {each.kind} of {_size(each)} in f32 where the plan has {narrow}"
+    what = f"{_a(each.kind)} of {_size(each)} in f32 where the plan has {narrow}"
     return _costly(each, each.bytes // 2, "wide-collective", what, each.source, "report it: the step casts before it")
 
 
 def _repeated(plan: Plan, each: CollectiveReport, planned: PlannedCollective) -> Costly:
-    what = f"an {each.kind} of {_size(each)} runs {each.count} times, once for each of {plan.spec.num_microbatches}"
+    what = f"{_a(each.kind)} of {_size(each)} runs {each.count} times, once for each of {plan.spec.num_microbatches}"
     what += f" microbatches; {planned.count} would do"
     cost = each.bytes * (each.count - planned.count) // each.count
     fix = "lower num_microbatches, or use remat=full with larger microbatches"
@@ -181,3 +180,8 @@ def _costly(each: CollectiveReport, cost: int, rule: str, what: str, where: str,
 
 def _size(each: CollectiveReport) -> str:
     return f"{each.bytes / each.count / 2**20:,.1f} MiB"
+
+
+def _a(kind: str) -> str:
+    """'an all-gather', 'a reduce-scatter'."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

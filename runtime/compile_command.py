@@ -18,7 +18,7 @@ from rich.console import Console
 
 from meshloom.compiler.analysis import analyse_schedule
 from meshloom.compiler.aot import REMATERIALIZATION, STEP, Built, check_compiler_options, compile_ahead
-from meshloom.compiler.build_report import BuildFacts, build_report, does_fit, taken_bytes
+from meshloom.compiler.build_report import BuildFacts, build_report, does_fit, needed_bytes
 from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.driver import PROGRAMS, Programs, lower, plan_run
 from meshloom.compiler.estimate import estimate_step
@@ -105,7 +105,7 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, console: C
 
 def _savings(plan: Plan, built: Built, request: Request) -> tuple[Change, ...]:
     """What would make it fit, where it is known how much it lacks."""
-    needed, limit = taken_bytes(built), plan.target.hbm_bytes_per_device
+    needed, limit = needed_bytes(plan, built), plan.target.hbm_bytes_per_device
     if needed is None or limit is None:
         return ()
 
