@@ -470,3 +470,16 @@ def test_a_kernel_that_is_not_known_is_counted_and_takes_no_time():
 def test_a_collective_whose_time_is_not_known_has_none():
     result = simulated(module(f"  ROOT %g = {GATHER}"), price=lambda _: Priced(None, ()))
     assert totals(result) == {"g": (1, None, 0.0)}
+
+
+@pytest.mark.parametrize(("kernel", "matmuls"), [("splash_mha_fwd", 2), ("splash_mha_dq", 3), ("splash_mha_dkv", 4)])
+@pytest.mark.parametrize("batch", ["", "1,", "6,"])
+def test_an_attention_kernel_takes_the_time_of_its_matmuls_over_half_of_the_square(kernel, matmuls, batch):
+    """Of a single sequence the queries have no dimension for it; masks (s8) come first."""
+    shape = f"bf16[{batch}4,256,128]"
+    lines = ["  %mask = s8[1,16,16] constant({...})", f"  %q = {shape} parameter(1)", f"  %k = {shape} parameter(2)",
+             f'  ROOT %{kernel}.1 = {shape} custom-call(%mask, %q, %k), custom_call_target="tpu_custom_call"']  # fmt: skip
+    (found,) = computed(read_steps(parse_module(module(*lines)), TPU)).values()
+    flops = 2 * matmuls * 4 * 256 * 256 * 128 / 2 * int(batch.rstrip(",") or 1)
+    assert (found.kind, found.priced_by) == ("attention", "flops")
+    assert found.seconds == pytest.approx(flops / (0.6 * 1e3))

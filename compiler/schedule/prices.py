@@ -115,16 +115,18 @@ def _matmul_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> 
 
 
 def _attention_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> tuple[float | None, str]:
-    """A causal attention kernel: queries (B, H, T, D) or (B, T, H, D), the first operand of four dimensions. Forward
-    two matmuls of T x T x D each, for keys and values four, for queries three; half of the square is skipped."""
+    """A causal attention kernel: queries (B, H, T, D) or (B, T, H, D), or (H, T, D) of a single sequence, the first
+    operand of so many dimensions that is no mask. Forward two matmuls of T x T x D each, for keys and values four, for
+    queries three; half of the square is skipped."""
     name = f"{instruction.name} {instruction.attribute('custom_call_target')}".lower()
-    queries = next((array for array in operands if len(array.shape) == 4), None)
+    arrays = [array for array in operands if array.dtype in ("bf16", "f16", "f32") or array.dtype.startswith("f8")]
+    queries = next((array for array in arrays if len(array.shape) in (3, 4)), None)
     if queries is None or not re.search(r"splash|attention|fmha", name):
         return None, ""
     count = next((count for key, count in _ATTENTION_MATMULS.items() if key in name), 2)
-    batch, first, second, depth = queries.shape
+    *batches, first, second, depth = queries.shape
     length, heads = max(first, second), min(first, second)
-    return 2.0 * count * batch * heads * length * length * depth / 2, _dtype(queries.dtype)
+    return 2.0 * count * math.prod(batches) * heads * length * length * depth / 2, _dtype(queries.dtype)
 
 
 def moved_bytes(instruction: Instruction, around: Computation, module: Module) -> int:
