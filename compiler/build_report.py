@@ -6,6 +6,7 @@ from typing import Any, Literal
 from .analysis import ScheduleAnalysis
 from .aot import Built
 from .estimate import StepEstimate
+from .exposure import find_too_exposed
 from .fingerprint import Fingerprint
 from .lint import lint
 from .plan import Plan
@@ -59,6 +60,15 @@ def build_report(
     bound = roofline_seconds(estimate.roofline)
     if bound is None:
         unknown["step.roofline_seconds"] = "the target's peak or bandwidths are not known"
+    too_exposed = find_too_exposed(plan, schedule.step, schedule.collectives) if built.text else None
+    found = lint(
+        plan,
+        schedule.collectives,
+        schedule.matches,
+        estimate.communication,
+        built.notes,
+        held=peak.held if peak else (),
+    )
     return Report(
         schema_version=SCHEMA_VERSION,
         target=target,
@@ -67,14 +77,7 @@ def build_report(
         collectives=schedule.collectives,
         step=schedule.step.model_copy(update={"roofline_seconds": bound}),
         roofline=estimate.roofline,
-        findings=lint(
-            plan,
-            schedule.collectives,
-            schedule.matches,
-            estimate.communication,
-            built.notes,
-            held=peak.held if peak else (),
-        ),
+        findings=(*([too_exposed] if too_exposed else []), *found),
         build=_build(built, facts),
         overrides=facts.overrides,
         unknown=unknown | schedule.unknown,

@@ -7,6 +7,8 @@ from pydantic_core import PydanticCustomError
 
 from meshloom.models.config import Config
 
+from .config_types import Fraction
+
 
 class LayerLoop(Config):
     """The loop over a stack's layers (layers.py)."""
@@ -26,3 +28,4 @@ class LayerLoop(Config):
 
 class OverlapSpec(Config):
     layers: LayerLoop
+    max_exposed: Fraction | None  # of the predicted step, waiting for communication; compiling fails above it

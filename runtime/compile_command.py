@@ -22,9 +22,10 @@ from meshloom.compiler.build_report import BuildFacts, build_report, does_fit, n
 from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.driver import PROGRAMS, Programs, lower, plan_run
 from meshloom.compiler.estimate import estimate_step
+from meshloom.compiler.exposure import TOO_EXPOSED
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.problems import DOES_NOT_FIT, ConfigError, Problem, all_of
+from meshloom.compiler.problems import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
 from meshloom.compiler.quiet import captured_stderr
 from meshloom.compiler.report import Change, Report
 from meshloom.compiler.savings import find_savings
@@ -73,7 +74,7 @@ def prepare_compile(spec: RunSpec) -> CompileJob:
 
 
 def compile_step(job: CompileJob, run_dir: Path, *, request: Request, console: Console) -> int:
-    """Compile, or find what was compiled before; write the report. Returns the exit code: 0, or DOES_NOT_FIT.
+    """Compile, or find what was compiled before; write the report. Returns the exit code: 0, DOES_NOT_FIT or EXPOSED.
 
     Raises ConfigError for compiler options that are wrong, RunFailed where the compiler fails.
     """
@@ -90,17 +91,24 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, console: C
         built = found.built if found else _compiled(lowered, console, run_dir)
     if not found:
         built = replace(built, notes=tuple(line for line in captured.lines if REMATERIALIZATION in line))
-    fits = does_fit(plan, built)
-    _keep(found, run_dir / FOLDER if fits is not False else None, store, (fingerprint, built, overrides), console)
     write_declaration(plan, run_dir)
     estimate = estimate_step(plan)
     schedule = analyse_schedule(built.text, plan, estimate.communication) if built.text is not None else None
     facts = BuildFacts(fingerprint, lower_seconds, "hit" if found else "miss" if store else "off", overrides)
-    changes = _savings(plan, built, request) if fits is False else ()
+    changes = _savings(plan, built, request) if does_fit(plan, built) is False else ()
     report = build_report(plan, built, facts, estimate, schedule, changes=changes)
+    refused = _refusal(report)
+    _keep(found, None if refused else run_dir / FOLDER, store, (fingerprint, built, overrides), console)
     files = write_report(report, plan, run_dir, events=schedule.events if schedule else ())
-    _show_result(console, report, files, found, run_dir)
-    return DOES_NOT_FIT if fits is False else 0
+    _show_result(console, report, files, found, None if refused else run_dir)
+    return refused
+
+
+def _refusal(report: Report) -> int:
+    """The exit code of a step that is compiled and not accepted; 0 of one that is."""
+    if report.memory.fits is False:
+        return DOES_NOT_FIT
+    return EXPOSED if any(finding.rule == TOO_EXPOSED for finding in report.findings) else 0
 
 
 def _savings(plan: Plan, built: Built, request: Request) -> tuple[Change, ...]:
@@ -194,15 +202,16 @@ def _show_header(console: Console, job: CompileJob) -> None:
 
 
 def _show_result(
-    console: Console, report: Report, files: tuple[Path, ...], found: Artifact | None, run_dir: Path
+    console: Console, report: Report, files: tuple[Path, ...], found: Artifact | None, run_dir: Path | None
 ) -> None:
-    build, fits = report.build, report.memory.fits is not False
+    """run_dir: None where the step is not accepted."""
+    build = report.build
     if found:
         say(console, f"compiled before, nothing to do: {found.place} is of the same program, devices and versions")
     else:
         by = f"jax {build.jax}" + (f", {build.plugin}" if build.plugin else "")
         say(console, f"compiled in {build.compile_seconds:.1f} s, lowered in {build.lower_seconds:.1f} s, by {by}")
-    show_report(report, console, files=[*files, *([run_dir / FOLDER] if fits else [])])
-    if fits:
+    show_report(report, console, files=[*files, *([run_dir / FOLDER] if run_dir else [])])
+    if run_dir:
         kept = [text for text in report.overrides if not text.startswith("hydra.")]
         say(console, f"train it: {shlex.join(['meshloom', 'train', *kept, f'artifact={run_dir}'])}")

@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.problems import Problem
 
 from .metrics import Metrics
 from .say import say
@@ -70,8 +71,16 @@ def show_header(console: Console, plan: Plan) -> None:
     """What is about to run, in one line."""
     say(console, f"meshloom train: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {plan.target.name}, "
         f"{plan.spec.num_steps:,} steps of {plan.spec.tokens_per_step:,} tokens")  # fmt: skip
-    for warning in plan.sharding.warnings:
+    for warning in (*plan.sharding.warnings, *_not_judged(plan)):
         say(console, warning.as_warning())
+
+
+def _not_judged(plan: Plan) -> tuple[Problem, ...]:
+    """A demand on the schedule, where the step is compiled by `train`."""
+    if plan.spec.overlap.max_exposed is None or plan.spec.artifact is not None:
+        return ()
+    fix = "compile with the same line by `meshloom compile`, and train with artifact=RUN_DIR"
+    return (Problem("overlap.max_exposed", "is not judged by `meshloom train`", fix),)
 
 
 def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
