@@ -22,6 +22,7 @@ from .schedule.simulate import CollectiveTotals, Priced
 from .schedule.steps import Collective
 
 NUM_SHOWN_BEHIND = 3
+NUM_NAMED = 4  # of instructions without a time
 NO_CHIP = "the target's chip is not known: simulated devices have no links and no clock of their own"
 _WEIGHT = re.compile(rf"{WEIGHT_SCOPE}([\w/.]+)")
 _JOINED = re.compile(r"\(([^()]*:[^()]*)\)")
@@ -198,4 +199,8 @@ def _unknown(result: Simulation, crossings: Mapping[str, Crossing], plan: Plan) 
     for index, name in enumerate(result.collectives):
         if why := crossings[name].why:
             unknown |= {f"collectives[{index}].{part}_seconds": why for part in ("alone", "hidden", "exposed")}
+    if result.unpriced:
+        names = sorted(result.unpriced)
+        more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+        unknown["step.num_unpriced"] = f"no time is known of {', '.join(names[:NUM_NAMED])}{more}: they count as none"
     return unknown

@@ -21,6 +21,7 @@ from meshloom.compiler.units import (
 )
 from meshloom.compiler.views.charts import memory_bar
 from meshloom.compiler.views.facts import by_exposed, sums, unknown_values, verdict, why_exposed, why_unknown
+from meshloom.compiler.views.page import render_page
 from meshloom.compiler.views.summary import show_summary
 from meshloom.compiler.views.timeline import chrome_trace
 from meshloom.runtime.report_files import write_report
@@ -273,3 +274,10 @@ def test_memory_bars_name_every_class():
     console = Console(record=True, width=100, file=io.StringIO())
     show_summary(report, console, files=())
     assert "working weights 2.0 GiB" in console.export_text()
+
+
+def test_what_has_no_time_is_named_where_the_step_is_told():
+    report = reports.fits()[0]
+    left_out = "14 instructions: no time is known of custom-call.3 and 13 more"
+    assert left_out in _summary(report)
+    assert left_out in render_page(report, (), reports.llama_plan())

@@ -81,6 +81,14 @@ def why_unknown(report: Report, path: str) -> str:
     return NO_REASON
 
 
+def unpriced(report: Report) -> str | None:
+    """What the predicted step leaves out; None where it leaves nothing out, or nothing is predicted."""
+    count = report.step.num_unpriced
+    if not count or report.step.predicted_seconds is None:
+        return None
+    return f"{count:,} instructions: {why_unknown(report, 'step.num_unpriced')}"
+
+
 def unknown_values(report: Report) -> Iterator[tuple[str, str]]:
     """(path, reason) of each None that stands for something unknown, in the order of the report."""
     for path in _nones(report.model_dump(exclude={"unknown"}), ""):

@@ -19,7 +19,7 @@ from ..plan import Plan
 from ..report import CollectiveReport, Event, Report
 from ..units import human_bytes, human_count, human_parameters, human_seconds, human_share, milliseconds
 from . import charts
-from .facts import by_exposed, sums, unknown_values, verdict, why_exposed, why_unknown
+from .facts import by_exposed, sums, unknown_values, unpriced, verdict, why_exposed, why_unknown
 from .timeline import hidden_behind, lay_out
 
 NUM_EVENTS = 4000  # on the page, the longest ones; timeline.json has all
@@ -56,6 +56,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan) -> str:
         config=_config(plan),
         notes=reasons,
         unknown=unknown,
+        unpriced=unpriced(report),
         report_json=report.model_dump(mode="json"),
         script=script,
         style=style,

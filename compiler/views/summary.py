@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..report import MemoryReport, Report
 from ..units import human_bytes, human_parameters, human_seconds, human_share
-from .facts import Fact, by_exposed, compute_by_kind, sums, unknown_values, verdict, why_exposed
+from .facts import Fact, by_exposed, compute_by_kind, sums, unknown_values, unpriced, verdict, why_exposed
 
 WIDTH = 100
 BAR_WIDTH = 60
@@ -193,5 +193,5 @@ def _unknown(report: Report) -> Iterable[str]:
         yield f"[yellow]unknown[/] {escape(paths[0])}{more}: {escape(reason)}"
     if len(reasons) > NUM_REASONS:
         yield f"[dim]and {len(reasons) - NUM_REASONS} more reasons[/]"
-    if report.step.num_unpriced and report.step.predicted_seconds is not None:
-        yield f"[dim]{report.step.num_unpriced:,} instructions have no time of their own and count as none[/]"
+    if left_out := unpriced(report):
+        yield f"[yellow]too short[/] by {escape(left_out)}"
