@@ -22,6 +22,7 @@ TINY = ("model.num_layers=1", "global_batch_size=8")
 # Every key that is said to reach no program, with another value than it has in the runs of the tests.
 OUTSIDE = (
     "sharding.replicated_bytes_threshold=70000000", "sharding.on_replicated=warn", "num_skips_allowed=3",
+    "overlap.max_exposed=0.5",
     "compilation_cache=elsewhere", "artifact=somewhere", "evaluation.every_num_steps=7", "evaluation.num_batches=3",
     "logging.every_num_steps=3", "logging.tensorboard=false", "checkpoint.every_num_steps=3",
     "checkpoint.every_num_minutes=1.5", "checkpoint.num_kept=9", "checkpoint.num_best_kept=2",
