@@ -20,6 +20,7 @@ from .schedule.prices import Chip
 from .schedule.program import read_steps
 from .schedule.simulate import CollectiveTotals, Priced
 from .schedule.steps import Collective
+from .units import human_names
 
 NUM_SHOWN_BEHIND = 3
 NUM_NAMED = 4  # of instructions without a time
@@ -200,7 +201,6 @@ def _unknown(result: Simulation, crossings: Mapping[str, Crossing], plan: Plan) 
         if why := crossings[name].why:
             unknown |= {f"collectives[{index}].{part}_seconds": why for part in ("alone", "hidden", "exposed")}
     if result.unpriced:
-        names = sorted(result.unpriced)
-        more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-        unknown["step.num_unpriced"] = f"no time is known of {', '.join(names[:NUM_NAMED])}{more}: they count as none"
+        names = human_names(sorted(result.unpriced), NUM_NAMED)
+        unknown["step.num_unpriced"] = f"no time is known of {names}: they count as none"
     return unknown

@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import cast
 
 from .axis_parts import TORUS_AXES
-from .link_levels import LINK_KINDS, Row, link_of_rows, nodes_bytes_per_second, slices_bytes_per_second
+from .link_levels import LINK_KINDS, Row, link_of_rows, rates_of
 from .links import Link
 from .placement import Placement, physical_sizes
 from .report import Link as LinkKind
-from .target_spec import SwitchSpec, TorusSpec
+from .target_spec import TorusSpec
 
 Groups = Sequence[Sequence[int]]
 Place = tuple[int, ...]
@@ -59,12 +58,12 @@ def send_between(placement: Placement, pairs: Groups, num_bytes: float) -> Sent:
         links = list(_way(placement, start, end))
         loads.update(links)
         hops |= Counter(name for name, _, _ in links)
-    rates, seconds, latency = _rates(placement), 0.0, 0.0
+    rates, seconds, latency = rates_of(placement.target), 0.0, 0.0
     for (name, _, _), count in loads.items():
-        seconds = max(seconds, count * num_bytes / rates[name][0])
+        seconds = max(seconds, count * num_bytes / rates[name].bytes_per_second)
     for name, count in hops.items():
-        latency += count * rates[name][1]
-    slowest = min(hops, key=lambda name: rates[name][0], default=names[-1])
+        latency += count * rates[name].seconds
+    slowest = min(hops, key=lambda name: rates[name].bytes_per_second, default=names[-1])
     tracks = tuple(sorted({name + WAYS[way] for name, _, way in loads}))
     return Sent(seconds + latency, LINK_KINDS[slowest], tracks)
 
@@ -162,21 +161,3 @@ def _way(placement: Placement, start: dict[str, int], end: dict[str, int]) -> It
         start = at
     if start[near] != end[near]:
         yield near, tuple(start.values()), 0
-
-
-def _rates(placement: Placement) -> dict[str, tuple[float, float]]:
-    """(bytes/s of one link or device, latency in seconds) by physical axis."""
-    network = placement.target.network
-    if isinstance(network, TorusSpec):
-        links = dict.fromkeys(TORUS_AXES, (network.link_bytes_per_second, network.hop_seconds))
-        core = (network.core_bytes_per_second or math.inf, network.hop_seconds)
-        return {
-            "DCN": (slices_bytes_per_second(placement.target, network), network.host_seconds),
-            **links,
-            "core": core,
-        }
-    switch = cast(SwitchSpec, network)
-    return {
-        "NIC": (nodes_bytes_per_second(switch), switch.node_seconds),
-        "NVLink": (switch.chip_bytes_per_second, switch.chip_seconds),
-    }

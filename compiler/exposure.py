@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from .plan import Plan
 from .report import CollectiveReport, Finding, StepReport, total
 from .units import human_seconds, human_share
+from .views.facts import by_exposed
 
 TOO_EXPOSED = "too-exposed"
 NUM_NAMED = 3
@@ -23,7 +24,7 @@ def find_too_exposed(plan: Plan, step: StepReport, collectives: Sequence[Collect
         return Finding(rule=TOO_EXPOSED, severity="warning", what=what, where="step.exposed_fraction", fix=fix)
     if share <= limit:
         return None
-    worst = sorted(collectives, key=lambda each: -(each.exposed_seconds or 0.0))[:NUM_NAMED]
+    worst = by_exposed(collectives)[:NUM_NAMED]
     named = [f"{each.kind} of {each.source}, {human_seconds(each.exposed_seconds or 0.0)}" for each in worst]
     return Finding(
         rule=TOO_EXPOSED,

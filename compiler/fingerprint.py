@@ -32,9 +32,9 @@ UNSET = "not set"
 NOT_IN_PROGRAM = (
     "target", "mesh", "compiler_options", "shards", "checkpoint", "distributed", "logging", "evaluation", "artifact",
     "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold", "sharding.on_replicated",
-    "overlap.max_exposed",
-    "data.source", "data.tokenizer", "data.packing", "data.held_out_fraction", "data.shuffle_seed", "data.num_epochs",
-    "data.max_text_bytes", "data.num_prefetch_threads", "data.num_prefetch_batches",
+    "overlap.max_exposed", "data.source", "data.tokenizer", "data.packing", "data.held_out_fraction",
+    "data.shuffle_seed", "data.num_epochs", "data.max_text_bytes", "data.num_prefetch_threads",
+    "data.num_prefetch_batches",
 )  # fmt: skip
 
 

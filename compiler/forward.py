@@ -13,7 +13,7 @@ from jax.tree_util import register_dataclass
 from meshloom.models import Context, Params
 
 from .attention import build_attend
-from .gather import WeightLayout, gather, keep_axes, plan_weight
+from .gather import WeightLayout, gather_all, keep_axes, plan_weight
 from .layers import StackedWeights, run_layers
 from .loss import sum_losses
 from .plan import Plan
@@ -34,9 +34,7 @@ def forward(
     make_context, shared = _context_maker(plan), _shared(part, dropout_key)
 
     def gathered(name: str) -> Params:
-        return jax.tree.map(
-            lambda s, w, layout: gather(s, w, layout, reduction), slots[name], working[name], layouts[name]
-        )
+        return gather_all(slots[name], working[name], layouts[name], reduction)
 
     with jax.named_scope("embed"):
         embed = gathered("embed")

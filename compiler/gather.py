@@ -130,6 +130,11 @@ def gather(slot: Array, working: Array, layout: WeightLayout, reduction_dtype: A
     return use(slot, working)
 
 
+def gather_all(slots: Any, working: Any, layouts: Any, reduction_dtype: Any) -> Any:
+    """`gather` of each weight of a tree."""
+    return jax.tree.map(lambda s, w, layout: gather(s, w, layout, reduction_dtype), slots, working, layouts)
+
+
 def fetch(working: Array, layout: WeightLayout) -> Array:
     """The whole weight from this device's shard of it."""
     if not layout.gathered:

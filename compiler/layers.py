@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .gather import WeightLayout, fetch, gather, send_back
+from .gather import WeightLayout, fetch, gather_all, send_back
 from .overlap_spec import LayerLoop
 from .remat import Policy
 
@@ -53,10 +53,7 @@ def scan_layers(
     """One layer's program, run once per layer."""
 
     def one(x: Array, slots: Any, working: Any, index: Array) -> Array:
-        whole = jax.tree.map(
-            lambda slot, w, layout: gather(slot, w, layout, weights.reduction_dtype), slots, working, weights.layouts
-        )
-        return layer(whole, shared, index, x)
+        return layer(gather_all(slots, working, weights.layouts, weights.reduction_dtype), shared, index, x)
 
     # prevent_cse guards against the compiler merging both passes; in a loop they cannot be merged.
     kept = jax.checkpoint(one, policy=policy, prevent_cse=False)
@@ -95,17 +92,14 @@ def prefetch_layers(
 
     def fetched(working: Any, index: Array, which: Sequence[bool]) -> list[Array]:
         """Weights of a layer, whole; of those that `which` has."""
-        return [
-            fetch(jax.lax.dynamic_index_in_dim(w, index, keepdims=False), layout)
-            for w, layout, is_wanted in zip(jax.tree.leaves(working), layouts, which, strict=True)
-            if is_wanted
-        ]
+        chosen, _ = _split(list(zip(jax.tree.leaves(working), layouts, strict=True)), which)
+        return [fetch(jax.lax.dynamic_index_in_dim(w, index, keepdims=False), layout) for w, layout in chosen]
 
     def whole(working: Any, index: Array, arrived: list[Array]) -> list[Array]:
         return _merged(arrived, fetched(working, index, [not is_ahead for is_ahead in ahead]), ahead)
 
     def sent_back(gradients: list[Array], which: Sequence[bool]) -> list[Array]:
-        chosen = [(*each, dtype) for *each, dtype, w in zip(layouts, dtypes, which, strict=True) if w]
+        chosen, _ = _split(list(zip(layouts, dtypes, strict=True)), which)
         return [
             send_back(gradient, layout, weights.reduction_dtype, dtype)
             for gradient, (layout, dtype) in zip(gradients, chosen, strict=True)
@@ -138,17 +132,14 @@ def prefetch_layers(
             shards = (sent_back(above, late), sent_back(now, [not is_late for is_late in late]))
             return (dx, [*on_the_way, next_one], below), shards
 
-        zeros = [
-            jnp.zeros(x.shape, x.dtype)
-            for x in _split(jax.eval_shape(lambda: whole(working, jnp.array(0), last[0])), late)[0]
-        ]
+        gradients = jax.eval_shape(lambda: whole(working, jnp.array(0), last[0]))  # as large as the weights
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in _split(gradients, late)[0]]
         (dx, _, lowest), (above, now) = jax.lax.scan(
             trip, (dx, last, zeros), (jnp.arange(num_layers), pull_backs), reverse=True, unroll=loop.unroll
         )
         # A trip's deferred gradients are those of the layer above.
-        deferred = [
-            jnp.concatenate([low[None], up[:-1]]) for low, up in zip(sent_back(lowest, late), above, strict=True)
-        ]
+        lowest = sent_back(lowest, late)
+        deferred = [jnp.concatenate([low[None], up[:-1]]) for low, up in zip(lowest, above, strict=True)]
         return jax.tree.unflatten(tree, _merged(deferred, now, late)), None, None, dx
 
     @jax.custom_vjp

@@ -21,6 +21,14 @@ LINK_KINDS: dict[str, LinkKind] = {**dict.fromkeys(TORUS_AXES, "ICI"), "core": "
 
 
 @dataclass(frozen=True)
+class Rate:
+    """bytes_per_second: one way, of one link of a torus, or of one device into a switch. seconds: latency of a hop."""
+
+    bytes_per_second: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Row:
     """Members of a group along one physical axis.
 
@@ -46,69 +54,55 @@ def row_of_parts(parts: Sequence[Part]) -> Row:
 
 def link_of_rows(rows: Mapping[str, Row], target: TargetPlan) -> Link:
     """rows: by physical axis, of more than one member each."""
+    rates, is_torus = rates_of(target), isinstance(target.network, TorusSpec)
+    near, far = ("core", "DCN") if is_torus else ("NVLink", "NIC")
+    lines = [_line(name, rows[name], rates[name], target) for name in TORUS_AXES if name in rows]
+    levels = (
+        *([_switch(near, rows[near], rates[near])] if near in rows else []),
+        *([Level("ICI", tuple(lines), is_switch=False)] if lines else []),
+        *([_switch(far, rows[far], rates[far])] if far in rows else []),
+    )
+    return Link(levels[-1].kind if levels else LINK_KINDS[near], levels, is_pipelined=not is_torus, note="")
+
+
+def rates_of(target: TargetPlan) -> dict[str, Rate]:
+    """By physical axis. Of DCN and NICs a device has its share of its host's bandwidth, or its node's."""
     network = target.network
     if isinstance(network, TorusSpec):
-        levels = _torus_levels(rows, target, network)
-        return Link(levels[-1].kind if levels else "ICI", levels, is_pipelined=False, note="")
-    levels = _switch_levels(rows, cast(SwitchSpec, network))
-    return Link(levels[-1].kind if levels else "NVLink", levels, is_pipelined=True, note="")
+        devices_per_host = math.prod(network.chips_per_host) * target.devices_per_chip
+        return {
+            "DCN": Rate(network.host_bytes_per_second / devices_per_host, network.host_seconds),
+            **dict.fromkeys(TORUS_AXES, Rate(network.link_bytes_per_second, network.hop_seconds)),
+            "core": Rate(network.core_bytes_per_second or math.inf, network.hop_seconds),
+        }
+    switch = cast(SwitchSpec, network)
+    return {
+        "NIC": Rate(switch.node_bytes_per_second / switch.chips_per_node, switch.node_seconds),
+        "NVLink": Rate(switch.chip_bytes_per_second, switch.chip_seconds),
+    }
 
 
-def slices_bytes_per_second(target: TargetPlan, network: TorusSpec) -> float:
-    """What one device can send to other slices: its share of its host's bandwidth."""
-    return network.host_bytes_per_second / (math.prod(network.chips_per_host) * devices_per_chip(target))
-
-
-def nodes_bytes_per_second(network: SwitchSpec) -> float:
-    """What one GPU can send to other nodes."""
-    return network.node_bytes_per_second / network.chips_per_node
-
-
-def devices_per_chip(target: TargetPlan) -> int:
-    return target.chip.num_devices if target.chip else 1
-
-
-def _torus_levels(rows: Mapping[str, Row], target: TargetPlan, network: TorusSpec) -> tuple[Level, ...]:
-    levels = []
-    if core := rows.get("core"):
-        levels.append(_switch("core", core.size, cast(float, network.core_bytes_per_second), network.hop_seconds))
-    if lines := tuple(_line(name, rows[name], target, network) for name in TORUS_AXES if name in rows):
-        levels.append(Level("ICI", lines, is_switch=False))
-    if across := rows.get("DCN"):
-        levels.append(_switch("DCN", across.size, slices_bytes_per_second(target, network), network.host_seconds))
-    return tuple(levels)
-
-
-def _line(name: str, row: Row, target: TargetPlan, network: TorusSpec) -> Line:
+def _line(name: str, row: Row, rate: Rate, target: TargetPlan) -> Line:
     """Devices of a chip share its links."""
-    bandwidth = network.link_bytes_per_second / row.num_sharing / devices_per_chip(target)
+    bandwidth = rate.bytes_per_second / row.num_sharing / target.devices_per_chip
     return Line(
         name=name,
         size=row.size,
         bytes_per_second=bandwidth * (2 if row.is_ring else 1),
         neighbour_bytes_per_second=bandwidth,
-        gather_seconds=row.reach * network.hop_seconds,
-        neighbour_seconds=row.spacing * network.hop_seconds,
+        gather_seconds=row.reach * rate.seconds,
+        neighbour_seconds=row.spacing * rate.seconds,
     )
 
 
-def _switch_levels(rows: Mapping[str, Row], network: SwitchSpec) -> tuple[Level, ...]:
-    levels = []
-    if near := rows.get("NVLink"):
-        levels.append(_switch("NVLink", near.size, network.chip_bytes_per_second, network.chip_seconds))
-    if far := rows.get("NIC"):
-        levels.append(_switch("NIC", far.size, nodes_bytes_per_second(network), network.node_seconds))
-    return tuple(levels)
-
-
-def _switch(name: str, size: int, bytes_per_second: float, seconds: float) -> Level:
+def _switch(name: str, row: Row, rate: Rate) -> Level:
     """All members of a group reach each other at once; small messages spread like a tree."""
     line = Line(
         name=name,
-        size=size,
-        bytes_per_second=bytes_per_second,
-        neighbour_bytes_per_second=bytes_per_second,
-        gather_seconds=math.ceil(math.log2(size)) * seconds,
-        neighbour_seconds=seconds,
+        size=row.size,
+        bytes_per_second=rate.bytes_per_second,
+        neighbour_bytes_per_second=rate.bytes_per_second,
+        gather_seconds=math.ceil(math.log2(row.size)) * rate.seconds,
+        neighbour_seconds=rate.seconds,
     )
     return Level(LINK_KINDS[name], (line,), is_switch=True)

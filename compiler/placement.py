@@ -123,7 +123,7 @@ def physical_sizes(target: TargetPlan) -> dict[str, int]:
     if isinstance(target.network, SwitchSpec):
         return dict(zip(("NIC", "NVLink"), shape, strict=True))
     torus = dict(zip(TORUS_AXES, shape, strict=False))
-    return {"DCN": target.num_slices, **torus, "core": target.chip.num_devices if target.chip else 1}
+    return {"DCN": target.num_slices, **torus, "core": target.devices_per_chip}
 
 
 def _places(devices: Sequence[Any], target: TargetPlan) -> dict[tuple[int, ...], Any]:

@@ -48,6 +48,10 @@ class TargetPlan:
         return self.chip.hbm_bytes if self.chip else None
 
     @property
+    def devices_per_chip(self) -> int:
+        return self.chip.num_devices if self.chip else 1
+
+    @property
     def is_attached(self) -> bool:
         """False for chips that need not be there."""
         return self.topology_name is None

@@ -1,6 +1,7 @@
-"""Quantities as people read them: three digits and a unit."""
+"""Quantities as people read them: three digits and a unit; lists by their first names."""
 
 import math
+from collections.abc import Sequence
 
 SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
@@ -41,6 +42,12 @@ def human_share(share: float) -> str:
     if 0 < share < 0.0005:
         return "< 0.1 %"
     return f"{share:.1%}".replace("%", " %")
+
+
+def human_names(names: Sequence[str], most: int) -> str:
+    """(["a", "b", "c"], 2) -> 'a, b and 1 more'."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def milliseconds(seconds: float) -> str:

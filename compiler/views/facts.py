@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ..report import CollectiveReport, ComputeKind, Report, total
-from ..units import LEAST_SECONDS, human_bytes, human_seconds, human_share
+from ..units import LEAST_SECONDS, human_bytes, human_names, human_seconds, human_share
 
 NO_REASON = "no reason is given"
 Tone = Literal["good", "bad", "plain", "unknown"]
@@ -130,9 +130,7 @@ def why_exposed(collective: CollectiveReport) -> str:
         return "synchronous: compute waits" if collective.form != "synchronous" else "compute waits for all of it"
     if (collective.hidden_seconds or 0) < LEAST_SECONDS:
         return "nothing runs between its start and its end"
-    behind = ", ".join(collective.hidden_behind[:2])
-    more = f" and {len(collective.hidden_behind) - 2} more" if len(collective.hidden_behind) > 2 else ""
-    return f"outlasts {behind}{more}" if behind else "outlasts what runs meanwhile"
+    return f"outlasts {human_names(collective.hidden_behind, most=2) or 'what runs meanwhile'}"
 
 
 def sums(collectives: Iterable[CollectiveReport]) -> tuple[CollectiveSum, ...]:

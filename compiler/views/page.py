@@ -17,7 +17,7 @@ import yaml
 from ..array_layout import ArrayPlan
 from ..plan import Plan
 from ..report import CollectiveReport, Event, Report
-from ..units import human_bytes, human_count, human_parameters, human_seconds, human_share, milliseconds
+from ..units import human_bytes, human_count, human_names, human_parameters, human_seconds, human_share, milliseconds
 from . import charts
 from .facts import by_exposed, sums, unknown_values, unpriced, verdict, why_exposed, why_unknown
 from .timeline import hidden_behind, lay_out
@@ -86,8 +86,7 @@ def compact_timeline(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _names(behind: Sequence[Any]) -> str:
-    names = list(dict.fromkeys(s.event.name for s in behind))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return human_names(list(dict.fromkeys(s.event.name for s in behind)), most=3)
 
 
 def _told(arguments: dict[str, Any]) -> str:
