@@ -47,10 +47,10 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     from meshloom.compiler.estimate import estimate_step
     from meshloom.compiler.fingerprint import fingerprint_of
     from meshloom.compiler.topology import find_devices
-    from meshloom.runtime.compile_command import lower_for_target
     from meshloom.runtime.devices import plan_without_devices, start_devices
     from meshloom.runtime.distributed import Processes
     from meshloom.runtime.report_files import write_report
+    from meshloom.runtime.step_compiler import lower_for_target
 
     done("import")
     spec = read_spec(Request(tuple(overrides)), then=lambda spec: spec)

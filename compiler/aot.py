@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
+from .compiler_options import option_problem
 from .driver import Programs, build
-from .problems import ConfigError, Problem, raise_if_any
-from .spec import CompilerOption
+from .problems import ConfigError
 
 REMATERIALIZATION = "Involuntary full rematerialization"  # jax 0.12 says so where it gathers a whole array
 STEP = "train"
@@ -26,8 +26,6 @@ _SIZES = (  # needed, available: each form in which libtpu has been seen to say 
     re.compile(r"\((?P<needed>[\d.]+[BKMGT]?)\) exceeds available HBM \((?P<available>[\d.]+[BKMGT]?)\)"),
     re.compile(r"Used (?P<needed>[\d.]+[BKMGT]?) of (?P<available>[\d.]+[BKMGT]?) hbm", re.I),
 )
-_NO_SUCH_OPTION = re.compile(r"No such compile option: '(?P<name>[^']*)'")
-_WRONG_VALUE = re.compile(r"setting option (?P<name>\w+), (?P<what>.*?)\.?$", re.M)
 
 
 @dataclass(frozen=True)
@@ -117,37 +115,6 @@ def memory_of(compiled: Any) -> ProgramMemory:
         host_bytes=sum(getattr(stats, f"host_{name}_size_in_bytes") for name in host) - stats.host_alias_size_in_bytes,
         peak_bytes=stats.peak_memory_in_bytes,
     )
-
-
-def check_compiler_options(options: Mapping[str, CompilerOption], device: Any) -> None:
-    """Raise ConfigError with every option that the compiler of this device does not take, by a program that does
-    nothing."""
-    problems: list[Problem] = []
-    left: dict[str, Any] = dict(options)
-    nothing = jax.jit(lambda: 0, out_shardings=SingleDeviceSharding(device)).lower() if left else None
-    while left and nothing is not None:
-        try:
-            nothing.compile(compiler_options=left)
-            break
-        except jax.errors.JaxRuntimeError as error:
-            problem = option_problem(str(error), device.platform)
-            if problem is None:
-                raise
-            name = problem.where.partition(".")[2]
-            if left.pop(name, None) is None:
-                raise
-            problems.append(problem)
-    raise_if_any(problems)
-
-
-def option_problem(said: str, platform: str) -> Problem | None:
-    """The Problem with a compiler option in an error of XLA's; None for any other error."""
-    if match := _NO_SUCH_OPTION.search(said):
-        fix = "see the spelling; options come and go with versions of the compiler"
-        return Problem(f"compiler_options.{match['name']}", f"the compiler for {platform} has no such option", fix)
-    if match := _WRONG_VALUE.search(said):
-        return Problem(f"compiler_options.{match['name']}", match["what"], "give a value of the option's type")
-    return None
 
 
 def parse_out_of_memory(said: str) -> OutOfMemory | None:

@@ -18,6 +18,7 @@ from .report import (
     MemoryReport,
     ProgramReport,
     Report,
+    SearchReport,
     StepReport,
     TargetReport,
 )
@@ -37,6 +38,7 @@ class BuildFacts:
     lower_seconds: float
     cache: Literal["hit", "miss", "off"]
     overrides: tuple[str, ...]
+    options_left_out: tuple[str, ...] = ()
 
 
 def build_report(
@@ -47,9 +49,10 @@ def build_report(
     schedule: ScheduleAnalysis | None,
     *,
     changes: tuple[Change, ...] = (),
+    search: SearchReport | None = None,
 ) -> Report:
     """The report. estimate: what was planned without XLA. schedule: None where the step does not fit. changes: that
-    would make it fit."""
+    would make it fit. search: of which this program is the best."""
     target, unknown = _target(plan), dict[str, str]()
     figures = ("hbm_bytes_per_chip", "hbm_bytes_per_second", "peak_flops_per_second")
     unknown |= {f"target.{name}": "the chip is not known" for name in figures if getattr(target, name) is None}
@@ -78,6 +81,7 @@ def build_report(
         step=schedule.step.model_copy(update={"roofline_seconds": bound}),
         roofline=estimate.roofline,
         findings=(*([too_exposed] if too_exposed else []), *found),
+        search=search,
         build=_build(built, facts),
         overrides=facts.overrides,
         unknown=unknown | schedule.unknown,
@@ -211,6 +215,7 @@ def _build(built: Built, facts: BuildFacts) -> BuildReport:
         jaxlib=environment["jaxlib"],
         plugin=environment.get("plugin"),
         compiler_options={**facts.fingerprint.options_without_device, **facts.fingerprint.compiler_options},
+        compiler_options_left_out=facts.options_left_out,
         fingerprint=facts.fingerprint.digest,
     )
 

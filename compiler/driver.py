@@ -1,6 +1,6 @@
 """The straight line: RunSpec -> Plan -> Lowered -> Compiled. One line per pass; a decision belongs inside its pass."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .arrays import build_model, find_arrays
 from .attention import plan_attention
 from .batch import batch_arrays, check_batch, check_length
+from .compiler_options import Options, plan_set_options, refused_options
 from .finite import is_finite
 from .flops import model_flops_per_step
 from .loss import plan_loss_blocks
@@ -20,10 +21,11 @@ from .plan import Plan, plan_memory, plan_state_arrays
 from .problems import all_of
 from .remat import check_remat
 from .sharding import check_rules, plan_sharding
-from .spec import CompilerOption, RunSpec
+from .spec import RunSpec
 from .state import plan_state, update_layouts
 from .step import build_eval_step, build_init, build_train_step
 from .target import plan_target
+from .topology import options_without_device
 
 
 def plan_run(spec: RunSpec) -> Plan:
@@ -37,9 +39,10 @@ def plan_run(spec: RunSpec) -> Plan:
         lambda: check_schedule(spec),
         lambda: check_remat(spec.remat, arrays),
     )
-    sharding, attention, *_ = all_of(
+    sharding, attention, set_options, *_ = all_of(
         lambda: plan_sharding(spec.sharding, arrays, mesh),
         lambda: plan_attention(spec, target),
+        lambda: plan_set_options(spec.overlap.option_sets, target),
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
     )
@@ -59,6 +62,7 @@ def plan_run(spec: RunSpec) -> Plan:
         num_loss_blocks=plan_loss_blocks(spec, sharding, mesh),
         memory=plan_memory(spec, mesh, sharding, abstract, specs),
         model_flops_per_step=model_flops_per_step(model, spec),
+        set_options=set_options,
     )
 
 
@@ -69,7 +73,9 @@ PROGRAMS = ("init", "train", "evaluate", "is_finite")
 class Programs:
     """What a run executes. init: () -> state. train: (state, batch) -> (state, metrics), the state donated. evaluate:
     (params, batch) -> [summed loss, number of targets]. is_finite: state -> boolean. state, batch: what they take, as
-    sharded ShapeDtypeStructs. compiler_options: those of all. None: a program that was not asked for."""
+    sharded ShapeDtypeStructs. compiler_options: those declared, for all programs; options_without_device: those
+    that compiling for absent chips takes; options_left_out: of sets, those that the compiler does not know. None: a
+    program that was not asked for."""
 
     init: Any
     train: Any
@@ -77,7 +83,9 @@ class Programs:
     is_finite: Any
     state: Any
     batch: Any
-    compiler_options: Mapping[str, CompilerOption]
+    compiler_options: Options
+    options_without_device: Options
+    options_left_out: tuple[str, ...]
 
     def named(self) -> dict[str, Any]:
         """The programs that were asked for, by name."""
@@ -101,12 +109,22 @@ def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs
     }
     with jax.set_mesh(mesh):
         programs = {name: traced[name]() if name in names else None for name in PROGRAMS}
-    return Programs(**programs, state=state, batch=batch, compiler_options=plan.spec.compiler_options)
+    left_out = refused_options(plan.set_options, mesh.devices.flat[0])
+    options = {k: v for k, v in plan.set_options.items() if k not in left_out} | plan.spec.compiler_options
+    without_device = {k: v for k, v in options_without_device(plan.target).items() if k not in options}
+    return Programs(
+        **programs,
+        state=state,
+        batch=batch,
+        compiler_options=options,
+        options_without_device=without_device,
+        options_left_out=tuple(left_out),
+    )
 
 
 def build(lowered: Programs) -> Programs:
     """Compile each lowered program for its devices."""
-    options = dict(lowered.compiler_options) or None
+    options = {**lowered.options_without_device, **lowered.compiler_options} or None
     return replace(lowered, **{name: p.compile(compiler_options=options) for name, p in lowered.named().items()})
 
 

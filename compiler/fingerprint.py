@@ -27,22 +27,22 @@ PLUGINS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}  #
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # they change the compiled program, not the lowered one
 UNSET = "not set"
 
-# Keys that no program depends on; each other one is taken to reach it. Target, mesh and compiler options do so in their
-# own fields of a Fingerprint, as what they come to: mesh.fsdp=-1 is mesh.fsdp=8 on eight devices.
+# Keys that no program depends on; each other one is taken to reach it. Target, mesh, compiler options and their sets do
+# so in their own fields of a Fingerprint, as what they come to: mesh.fsdp=-1 is mesh.fsdp=8 on eight devices.
 NOT_IN_PROGRAM = (
     "target", "mesh", "compiler_options", "shards", "checkpoint", "distributed", "logging", "evaluation", "artifact",
     "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold", "sharding.on_replicated",
-    "overlap.max_exposed", "data.source", "data.tokenizer", "data.packing", "data.held_out_fraction",
-    "data.shuffle_seed", "data.num_epochs", "data.max_text_bytes", "data.num_prefetch_threads",
-    "data.num_prefetch_batches",
+    "overlap.max_exposed", "overlap.search", "overlap.option_sets", "data.source", "data.tokenizer", "data.packing",
+    "data.held_out_fraction", "data.shuffle_seed", "data.num_epochs", "data.max_text_bytes",
+    "data.num_prefetch_threads", "data.num_prefetch_batches",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Fingerprint:
     """programs: SHA-256 of each lowered text. devices, environment: what they are compiled for, and by.
-    compiler_options: those declared; options_without_device: those added where the devices are not there. spec: keys
-    of the declaration that may reach a program, and the sizes of the mesh, each value as JSON."""
+    compiler_options: those declared, by name or in sets; options_without_device: those added where the devices are not
+    there. spec: keys of the declaration that may reach a program, and the sizes of the mesh, each value as JSON."""
 
     programs: Mapping[str, str]
     devices: Mapping[str, str]
@@ -59,13 +59,12 @@ class Fingerprint:
 
 def fingerprint_of(plan: Plan, lowered: Programs, mesh: Mesh) -> Fingerprint:
     """The fingerprint of lowered programs, before they are compiled."""
-    declared = dict(plan.spec.compiler_options)
     return Fingerprint(
         programs={name: sha256(program.as_text()) for name, program in lowered.named().items()},
         devices=describe_devices(mesh),
         environment=describe_environment(mesh.devices.flat[0].platform),
-        compiler_options=declared,
-        options_without_device={k: v for k, v in lowered.compiler_options.items() if k not in declared},
+        compiler_options=lowered.compiler_options,
+        options_without_device=lowered.options_without_device,
         spec=fields_of_program(plan.spec) | {f"mesh.{axis}": str(size) for axis, size in plan.mesh.sizes.items()},
     )
 

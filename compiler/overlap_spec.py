@@ -1,8 +1,9 @@
 """How communication is to be hidden behind arithmetic."""
 
+from collections.abc import Sequence
 from typing import Self
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from meshloom.models.config import Config
@@ -26,6 +27,23 @@ class LayerLoop(Config):
         return self
 
 
+def name_of(loop: LayerLoop, option_sets: Sequence[str]) -> str:
+    """A way to run the layers in a few words: "prefetch 1, deferred, unroll 2, sparse_core"."""
+    words = [f"prefetch {loop.prefetch}"] if loop.prefetch else ["scan"]
+    words += ["deferred"] if loop.deferred_reduce_scatter else []
+    words += [f"unroll {loop.unroll}"] if loop.unroll > 1 else []
+    return ", ".join([*words, *option_sets])
+
+
+class OverlapSearch(Config):
+    """How far `meshloom compile` goes to find the loop and the option sets that hide most (search.py)."""
+
+    max_candidates: PositiveInt  # programs that are compiled, the one that is declared among them
+    budget_seconds: PositiveFloat  # no other program is begun after so long
+
+
 class OverlapSpec(Config):
     layers: LayerLoop
+    option_sets: tuple[str, ...]  # of compiler_options.py, by name; the later wins
+    search: OverlapSearch | None
     max_exposed: Fraction | None  # of the predicted step, waiting for communication; compiling fails above it

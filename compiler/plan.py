@@ -14,6 +14,7 @@ from .array_layout import ArrayPlan, DimensionPlan
 from .arrays import Array
 from .attention import AttentionPlan
 from .batch import batch_arrays
+from .compiler_options import Options
 from .gather import axes_of
 from .mesh import MeshPlan
 from .sharding import ShardingPlan
@@ -58,6 +59,7 @@ class Plan:
     num_loss_blocks: int  # parts that a microbatch's tokens are run through the head in
     memory: MemoryPlan
     model_flops_per_step: int
+    set_options: Options  # of overlap.option_sets, for the target's compiler
 
     @property
     def num_parameters(self) -> int:

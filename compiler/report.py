@@ -13,7 +13,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from meshloom.models.config import Config
 
-SCHEMA_VERSION = 2  # of report.json and plan.json
+from .overlap_spec import LayerLoop
+
+SCHEMA_VERSION = 3  # of report.json and plan.json
 
 CollectiveKind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
@@ -131,7 +133,32 @@ class BuildReport(Config):
     jaxlib: str
     plugin: str | None  # "libtpu 0.0.42.1"
     compiler_options: dict[str, str | bool | int | float]
+    compiler_options_left_out: tuple[str, ...]  # of overlap.option_sets: the compiler does not know them
     fingerprint: str
+
+
+class TriedReport(Config):
+    """A program that `overlap.search` compiled. What is None is so because of what why_not says."""
+
+    layers: LayerLoop
+    option_sets: tuple[str, ...]
+    predicted_seconds: NonNegativeFloat | None
+    exposed_fraction: Fraction | None
+    peak_bytes_per_chip: NonNegativeInt | None
+    fits: bool | None
+    compile_seconds: NonNegativeFloat
+    why_not: str | None  # it has no schedule: the compiler's words
+
+
+class SearchReport(Config):
+    """tried: in the order in which they were compiled, the one that was declared first. chosen: the place of the one
+    that this report is of. num_left: not compiled, for the bounds of overlap.search. overrides: pin the chosen one."""
+
+    tried: tuple[TriedReport, ...]
+    chosen: NonNegativeInt
+    num_left: NonNegativeInt
+    overrides: tuple[str, ...]
+    cache: Literal["hit", "miss", "off"]  # whether it was decided before
 
 
 class Event(Config):
@@ -146,7 +173,7 @@ class Event(Config):
 
 
 class Report(Config):
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport
@@ -154,6 +181,7 @@ class Report(Config):
     step: StepReport
     roofline: tuple[RooflinePart, ...]
     findings: tuple[Finding, ...]
+    search: SearchReport | None  # None: nothing was searched
     build: BuildReport
     overrides: tuple[str, ...]  # as typed
     unknown: dict[str, str]  # path of a None -> why

@@ -4,48 +4,43 @@ import logging
 import os
 import shlex
 import shutil
-import signal
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from rich.console import Console
 
-from meshloom.compiler.analysis import analyse_schedule
-from meshloom.compiler.aot import REMATERIALIZATION, STEP, Built, check_compiler_options, compile_ahead
-from meshloom.compiler.build_report import BuildFacts, build_report, does_fit, needed_bytes
+from meshloom.compiler.aot import Built
+from meshloom.compiler.build_report import build_report, does_fit, needed_bytes
+from meshloom.compiler.compiler_options import check_compiler_options
 from meshloom.compiler.compose import Request, read_spec
-from meshloom.compiler.driver import PROGRAMS, Programs, lower, plan_run
-from meshloom.compiler.estimate import estimate_step
+from meshloom.compiler.driver import plan_run
 from meshloom.compiler.exposure import TOO_EXPOSED
-from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
 from meshloom.compiler.quiet import captured_stderr
-from meshloom.compiler.report import Change, Report
+from meshloom.compiler.report import Change, Report, SearchReport
 from meshloom.compiler.savings import find_savings
+from meshloom.compiler.search import check_can_judge
 from meshloom.compiler.spec import RunSpec
 from meshloom.compiler.target import plan_target
-from meshloom.compiler.topology import find_devices, options_without_device
+from meshloom.compiler.topology import find_devices
 from meshloom.compiler.views.summary import show_summary as show_report
 
-from .artifact import FOLDER, Artifact, find_artifact, write_artifact
+from .artifact import FOLDER, Artifact, write_artifact
 from .compile_cache import cached_compilation
 from .declaration import write_declaration
 from .devices import plan_without_devices, start_devices
 from .distributed import Processes
 from .failures import RunFailed
-from .interruptible import interruptibly
+from .overlap_search import search_overlap
 from .report_files import write_report
 from .say import say
+from .step_compiler import COMPILER_LOG, CompiledStep, StepCompiler
 
 LOG = logging.getLogger("meshloom")
-COMPILER_LOG = Path("logs/compiler.log")
 
 
 @dataclass(frozen=True)
@@ -69,6 +64,7 @@ def prepare_compile(spec: RunSpec) -> CompileJob:
             lambda: find_devices(spec.target, plan_target(spec.target, spec.precision.compute)),
             lambda: _check_makes_artifact(spec),
         )
+        check_can_judge(plan)
         check_compiler_options(spec.compiler_options, devices[0])
     return CompileJob(plan, devices, captured.lines)
 
@@ -78,30 +74,35 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, console: C
 
     Raises ConfigError for compiler options that are wrong, RunFailed where the compiler fails.
     """
-    plan, overrides = job.plan, request.overrides
     _show_header(console, job)
-    with captured_stderr(run_dir / COMPILER_LOG) as captured, cached_compilation(None):
-        mesh = plan.mesh.of_devices(job.devices)
-        start = time.perf_counter()
-        lowered = lower_for_target(plan, mesh)
-        lower_seconds = time.perf_counter() - start
-        fingerprint = fingerprint_of(plan, lowered, mesh)
-        store = store_of(plan.spec, fingerprint)
-        found = find_artifact(fingerprint, (run_dir / FOLDER, *([store] if store else [])))
-        built = found.built if found else _compiled(lowered, console, run_dir)
-    if not found:
-        built = replace(built, notes=tuple(line for line in captured.lines if REMATERIALIZATION in line))
+    made, searched = _compiled(job, run_dir, request, console)
+    plan, built = made.plan, made.built
     write_declaration(plan, run_dir)
-    estimate = estimate_step(plan)
-    schedule = analyse_schedule(built.text, plan, estimate.communication) if built.text is not None else None
-    facts = BuildFacts(fingerprint, lower_seconds, "hit" if found else "miss" if store else "off", overrides)
     changes = _savings(plan, built, request) if does_fit(plan, built) is False else ()
-    report = build_report(plan, built, facts, estimate, schedule, changes=changes)
+    report = build_report(plan, built, made.facts, made.estimate, made.schedule, changes=changes, search=searched)
     refused = _refusal(report)
-    _keep(found, None if refused else run_dir / FOLDER, store, (fingerprint, built, overrides), console)
-    files = write_report(report, plan, run_dir, events=schedule.events if schedule else ())
-    _show_result(console, report, files, found, None if refused else run_dir)
+    place = None if refused else run_dir / FOLDER
+    if place:
+        _put(made, place)
+    files = write_report(report, plan, run_dir, events=made.schedule.events if made.schedule else ())
+    _show_result(console, report, made.artifact, [*files, *([place] if place else [])], run_dir if place else None)
     return refused
+
+
+def _compiled(
+    job: CompileJob, run_dir: Path, request: Request, console: Console
+) -> tuple[CompiledStep, SearchReport | None]:
+    """The step as it is declared; where a search is, the best that it finds."""
+    compiler = StepCompiler(job.devices, run_dir, console)
+    try:
+        with cached_compilation(None):
+            if job.plan.spec.overlap.search is not None:
+                return search_overlap(job.plan, compiler, request.overrides)
+            return compiler.compile(job.plan, request.overrides, "compiling the train step"), None
+    except jax.errors.JaxRuntimeError as error:
+        what = f"failed, and not for memory: {str(error).splitlines()[0]}"
+        fix = f"see {run_dir / COMPILER_LOG}; other compiler_options or another version of it may do"
+        raise RunFailed(Problem("the compiler", what, fix), exit_code=1) from error
 
 
 def _refusal(report: Report) -> int:
@@ -123,62 +124,19 @@ def _savings(plan: Plan, built: Built, request: Request) -> tuple[Change, ...]:
     return find_savings(plan, needed, limit, replan)
 
 
-def lower_for_target(plan: Plan, mesh: Mesh) -> Programs:
-    """All programs; for chips that are not there the train step alone: where it runs, the others take seconds."""
-    lowered = lower(plan, mesh, PROGRAMS if plan.target.is_attached else (STEP,))
-    return replace(lowered, compiler_options=options_without_device(plan.target) | dict(lowered.compiler_options))
-
-
-def store_of(spec: RunSpec, fingerprint: Fingerprint) -> Path | None:
-    """Where what is compiled is kept between runs; None where nothing is."""
-    if spec.compilation_cache is None:
-        return None
-    return Path(spec.compilation_cache).expanduser().absolute() / "artifacts" / fingerprint.digest
-
-
 def _check_makes_artifact(spec: RunSpec) -> None:
     if spec.artifact is not None:
         what = f"compile makes an artifact and takes none, and artifact={spec.artifact}"
         raise ConfigError([Problem("artifact", what, "leave it out; hydra.run.dir= says where the new one goes")])
 
 
-def _compiled(lowered: Programs, console: Console, run_dir: Path) -> Built:
-    try:
-        with console.status("compiling the train step"):
-            return interruptibly(lambda: compile_ahead(lowered))
-    except jax.errors.JaxRuntimeError as error:
-        what = f"failed, and not for memory: {str(error).splitlines()[0]}"
-        fix = f"see {run_dir / COMPILER_LOG}; other compiler_options or another version of it may do"
-        raise RunFailed(Problem("the compiler", what, fix), exit_code=1) from error
-    except KeyboardInterrupt:
-        console.print("interrupted while compiling; no report was written", highlight=False)
-        sys.stdout.flush()
-        os._exit(128 + signal.SIGINT)
-
-
-def _keep(
-    found: Artifact | None,
-    place: Path | None,
-    store: Path | None,
-    new: tuple[Fingerprint, Built, tuple[str, ...]],
-    console: Console,
-) -> None:
-    """What was found or is new, in the store for other runs, and at its place in the run directory.
-
-    A store that cannot be written is a warning. The two share files where they are on the same disk.
-    """
-    if store and not found:
-        try:
-            found = write_artifact(store, *new)
-        except OSError as error:
-            say(console, f"warning: not kept in {store.parent}: {error.strerror}")
-    if place is None or (found and found.place == place):
-        return
-    if found is None:
-        write_artifact(place, *new)
-        return
-    shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(found.place, place, copy_function=_linked)
+def _put(made: CompiledStep, place: Path) -> None:
+    """The artifact of the run directory; it shares files with the one that is kept where they are on the same disk."""
+    if made.artifact is None:
+        write_artifact(place, made.facts.fingerprint, made.built, made.facts.overrides)
+    elif made.artifact.place != place:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(made.artifact.place, place, copy_function=_linked)
 
 
 def _linked(source: str, target: str) -> str:
@@ -202,16 +160,16 @@ def _show_header(console: Console, job: CompileJob) -> None:
 
 
 def _show_result(
-    console: Console, report: Report, files: tuple[Path, ...], found: Artifact | None, run_dir: Path | None
+    console: Console, report: Report, kept: Artifact | None, files: Sequence[Path], run_dir: Path | None
 ) -> None:
     """run_dir: None where the step is not accepted."""
     build = report.build
-    if found:
-        say(console, f"compiled before, nothing to do: {found.place} is of the same program, devices and versions")
+    if kept and build.cache == "hit":
+        say(console, f"compiled before, nothing to do: {kept.place} is of the same program, devices and versions")
     else:
         by = f"jax {build.jax}" + (f", {build.plugin}" if build.plugin else "")
         say(console, f"compiled in {build.compile_seconds:.1f} s, lowered in {build.lower_seconds:.1f} s, by {by}")
-    show_report(report, console, files=[*files, *([run_dir / FOLDER] if run_dir else [])])
+    show_report(report, console, files=files)
     if run_dir:
-        kept = [text for text in report.overrides if not text.startswith("hydra.")]
-        say(console, f"train it: {shlex.join(['meshloom', 'train', *kept, f'artifact={run_dir}'])}")
+        typed = [text for text in report.overrides if not text.startswith("hydra.")]
+        say(console, f"train it: {shlex.join(['meshloom', 'train', *typed, f'artifact={run_dir}'])}")

@@ -15,7 +15,7 @@ from rich.console import Console
 from meshloom.compiler.driver import Programs, build, lower, plan_run
 from meshloom.compiler.fingerprint import fingerprint_of
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.problems import ConfigError, all_of
+from meshloom.compiler.problems import ConfigError, Problem, all_of
 from meshloom.compiler.spec import RunSpec
 
 from .agreement import check_same_declaration, check_same_program
@@ -82,8 +82,16 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: check_checkpoint(spec),
         lambda: plan_start(spec.distributed, spec.target, os.environ),
         lambda: read_artifact(Path(spec.artifact)) if spec.artifact else None,
+        lambda: _check_is_decided(spec),
     )
     return Job(plan, data)
+
+
+def _check_is_decided(spec: RunSpec) -> None:
+    """A search takes many compiles, and all processes of a run need its outcome: it is done before."""
+    if spec.overlap.search is not None:
+        fix = "run `meshloom compile` with the same words: it prints what to train; or choose overlap=prefetch"
+        raise ConfigError([Problem("overlap.search", "is done by `meshloom compile`, and not by a run", fix)])
 
 
 def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console, processes: Processes) -> int:

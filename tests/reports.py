@@ -5,6 +5,7 @@ from typing import Any
 
 from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
+from meshloom.compiler.overlap_spec import LayerLoop
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report import (
     BuildReport,
@@ -16,8 +17,10 @@ from meshloom.compiler.report import (
     ProgramReport,
     Report,
     RooflinePart,
+    SearchReport,
     StepReport,
     TargetReport,
+    TriedReport,
 )
 
 NUM_LAYERS, NUM_CHIPS, GIB = 32, 256, 2**30
@@ -186,6 +189,23 @@ V5E = TargetReport(
 )  # fmt: skip
 
 
+def searched() -> SearchReport:
+    """Three programs: declared, best, one that the compiler failed on."""
+    loops = [LayerLoop(unroll=1, prefetch=0, deferred_reduce_scatter=False),
+             LayerLoop(unroll=2, prefetch=1, deferred_reduce_scatter=True)]  # fmt: skip
+    figures = {"peak_bytes_per_chip": 9 * GIB, "fits": True, "compile_seconds": 40.0, "why_not": None}
+    unknown = dict.fromkeys(("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "fits"))
+    return SearchReport(
+        tried=(
+            TriedReport(layers=loops[0], option_sets=(), predicted_seconds=3.3, exposed_fraction=0.12, **figures),
+            TriedReport(layers=loops[1], option_sets=("async_fusion",), predicted_seconds=2.9, exposed_fraction=0.01,
+                        **figures),
+            TriedReport(layers=loops[1], option_sets=(), **unknown, compile_seconds=0.0, why_not="INTERNAL: <b>no</b>"),
+        ),
+        chosen=1, num_left=4, overrides=("overlap.layers.prefetch=1",), cache="miss",
+    )  # fmt: skip
+
+
 def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float], target: TargetReport = V5E) -> Report:
     peak, bandwidth = target.peak_flops_per_second or 0, target.hbm_bytes_per_second or 0
     exposed = sum(c.exposed_seconds or 0 for c in collectives)
@@ -199,7 +219,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=2,
+        schema_version=3,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,
@@ -230,11 +250,13 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
             Finding(rule="large-temporary", severity="note", what="logits are held in float32: 1.0 GiB",
                     where="head; loss.max_logits_bytes", fix="set loss.max_logits_bytes=268435456"),
         ),
+        search=None,
         build=BuildReport(
             lower_seconds=3.2, compile_seconds=41.7, cache="miss", jax="0.10.2", jaxlib="0.10.2",
             plugin="libtpu 0.0.42.1",
             compiler_options={"xla_tpu_enable_async_collective_fusion": True,
                               "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1000000},
+            compiler_options_left_out=(),
             fingerprint="6f1d0f0c7f7a2b53d9a0e7b8c5",
         ),
         overrides=(*OVERRIDES, f"target={target.name}"),

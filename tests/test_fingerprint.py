@@ -22,7 +22,7 @@ TINY = ("model.num_layers=1", "global_batch_size=8")
 # Every key that is said to reach no program, with another value than it has in the runs of the tests.
 OUTSIDE = (
     "sharding.replicated_bytes_threshold=70000000", "sharding.on_replicated=warn", "num_skips_allowed=3",
-    "overlap.max_exposed=0.5",
+    "overlap.max_exposed=0.5", "overlap.search={max_candidates: 2, budget_seconds: 9}",
     "compilation_cache=elsewhere", "artifact=somewhere", "evaluation.every_num_steps=7", "evaluation.num_batches=3",
     "logging.every_num_steps=3", "logging.tensorboard=false", "checkpoint.every_num_steps=3",
     "checkpoint.every_num_minutes=1.5", "checkpoint.num_kept=9", "checkpoint.num_best_kept=2",
@@ -60,7 +60,7 @@ def test_every_key_reaches_the_program_or_is_known_not_to():
 
 def test_keys_outside_of_the_program_do_not_change_it(usual):
     before, after = (dict(flat(spec_of(*TINY, *more).model_dump(mode="json"))) for more in ((), OUTSIDE))
-    own_fields = ("target.", "mesh.", "compiler_options")
+    own_fields = ("target.", "mesh.", "compiler_options", "overlap.option_sets")
     unchanged = {key for key in before if after.get(key) == before[key] and not key.startswith(own_fields)}
     assert unchanged == set(fields_of_program(spec_of(*TINY))), "OUTSIDE changes all others"
     assert fingerprint(*OUTSIDE).digest == usual.digest

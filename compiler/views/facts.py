@@ -91,7 +91,7 @@ def unpriced(report: Report) -> str | None:
 
 def unknown_values(report: Report) -> Iterator[tuple[str, str]]:
     """(path, reason) of each None that stands for something unknown, in the order of the report."""
-    for path in _nones(report.model_dump(exclude={"unknown"}), ""):
+    for path in _nones(report.model_dump(exclude={"unknown", "search"}), ""):
         if path != "build.plugin" and not path.endswith(".bound"):  # none is needed; follows from what is unknown
             yield path, why_unknown(report, path)
 

@@ -6,6 +6,7 @@ hash and nothing else, from nowhere, so text from a config can do nothing there.
 
 import base64
 import hashlib
+import math
 import shlex
 from collections.abc import Sequence
 from functools import cache
@@ -15,6 +16,7 @@ import jinja2
 import yaml
 
 from ..array_layout import ArrayPlan
+from ..overlap_spec import name_of
 from ..plan import Plan
 from ..report import CollectiveReport, Event, Report
 from ..units import human_bytes, human_count, human_names, human_parameters, human_seconds, human_share, milliseconds
@@ -51,6 +53,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan) -> str:
         collectives=[_collective(index, c, report) for index, c in _in_order(report)],
         sums=sums(report.collectives),
         roofline=charts.roofline_plot(report),
+        search=_search(report),
         findings=sorted(report.findings, key=lambda finding: finding.severity != "warning"),
         tables=_tables(plan),
         config=_config(plan),
@@ -91,6 +94,17 @@ def _names(behind: Sequence[Any]) -> str:
 
 def _told(arguments: dict[str, Any]) -> str:
     return " · ".join(f"{key} {f'{v:,}' if isinstance(v, int) else v}" for key, v in arguments.items())
+
+
+def _search(report: Report) -> list[dict[str, Any]]:
+    """The programs that were compiled, the shortest step first; none where nothing was searched."""
+    tried = report.search.tried if report.search else ()
+    rows = [
+        {"tried": one, "name": name_of(one.layers, one.option_sets), "is_chosen": place == report.search.chosen}
+        for place, one in enumerate(tried)
+        if report.search
+    ]
+    return sorted(rows, key=lambda row: (not row["is_chosen"], row["tried"].predicted_seconds or math.inf))
 
 
 def _in_order(report: Report) -> list[tuple[int, CollectiveReport]]:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ..overlap_spec import name_of
 from ..report import MemoryReport, Report
 from ..units import human_bytes, human_parameters, human_seconds, human_share
 from .facts import Fact, by_exposed, compute_by_kind, sums, unknown_values, unpriced, verdict, why_exposed
@@ -35,7 +36,7 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
     _line(console, " · ".join(_fact(fact) for fact in verdict(report)))
     size = f"{human_parameters(program.num_parameters)} parameters, {program.tokens_per_step:,} tokens per step"
     _line(console, f"{escape(program.model)} on {escape(target.name)}: {target.num_chips:,} chips{slices}, {size}")
-    for part in (_memory, _step, _collectives, _roofline, _findings, _unknown):
+    for part in (_memory, _step, _search, _collectives, _roofline, _findings, _unknown):
         for renderable in part(report):
             if isinstance(renderable, str):
                 _line(console, renderable)
@@ -107,6 +108,21 @@ def _step(report: Report) -> Iterable[str]:
     yield "         " + _legend(
         [(name, human_seconds(s), style) for (name, s), style in zip(parts, styles, strict=True)]
     )
+
+
+def _search(report: Report) -> Iterable[str]:
+    """What was chosen and what it gains against what was declared."""
+    search = report.search
+    if search is None:
+        return
+    declared, chosen = search.tried[0], search.tried[search.chosen]
+    gain = ""
+    if search.chosen and declared.predicted_seconds and chosen.predicted_seconds:
+        saved = 1 - chosen.predicted_seconds / declared.predicted_seconds
+        gain = f", {human_share(saved)} shorter than {name_of(declared.layers, declared.option_sets)}"
+    left = f" ({search.num_left} left out)" if search.num_left else ""
+    yield (f"[bold]search[/]   {escape(name_of(chosen.layers, chosen.option_sets))}{escape(gain)}; "
+           f"best of {len(search.tried)}{left}")  # fmt: skip
 
 
 def _bar(shares: Sequence[float], styles: Sequence[str], mark: float | None = None) -> str:

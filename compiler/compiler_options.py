@@ -1,0 +1,146 @@
+"""Options of XLA: those that a declaration names, sets of them that go together for a chip, and what the installed
+compiler makes of them. The sets are data, conf/overlap/_compiler_options.yaml."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal, Self
+
+import jax
+import yaml
+from jax.sharding import SingleDeviceSharding
+from pydantic import model_validator
+
+from meshloom.models.config import Config
+
+from .problems import Problem, raise_if_any, use_one_of
+from .report import CollectiveKind
+from .spec import CompilerOption
+from .target import TargetPlan
+
+_NO_SUCH_OPTION = re.compile(r"No such compile option: '(?P<name>[^']*)'")
+_WRONG_VALUE = re.compile(r"setting option (?P<name>\w+), (?P<what>.*?)\.?$", re.M)
+
+Options = Mapping[str, CompilerOption]
+
+
+class OptionNote(Config):
+    """One option. since: the oldest compiler that it was seen in. hazard: what it may cost or break; None: not known to
+    do either."""
+
+    what: str
+    why: str
+    since: str
+    hazard: str | None
+
+
+class EnvironmentNote(Config):
+    """A setting that only the environment of a process can make, for whoever launches it."""
+
+    what: str
+    why: str
+
+
+class OptionSet(Config):
+    """values: options by chip or platform, the chip's before its platform's. hides: kinds of collectives that run
+    beside arithmetic with it. tried_for: what `overlap.search` hopes to hide with it; empty: never tried."""
+
+    what: str
+    tried_for: tuple[Literal["weights", "activations"], ...]
+    hides: tuple[CollectiveKind, ...]
+    values: dict[str, dict[str, CompilerOption]]
+
+    def values_for(self, target: TargetPlan) -> Options | None:
+        """None where there are none for this target."""
+        return _for_target(self.values, target)
+
+
+class OptionTable(Config):
+    """hides_by_default: kinds of collectives that a compiler makes asynchronous without any option, by chip or
+    platform."""
+
+    hides_by_default: dict[str, tuple[CollectiveKind, ...]]
+    sets: dict[str, OptionSet]
+    options: dict[str, OptionNote]
+    environment: dict[str, EnvironmentNote]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        used = {name for one in self.sets.values() for values in one.values.values() for name in values}
+        if used != set(self.options):
+            raise ValueError(f"described, or in a set, and not both: {sorted(used ^ set(self.options))}")
+        return self
+
+    def sets_for(self, target: TargetPlan) -> dict[str, OptionSet]:
+        """Those that have values for this target."""
+        return {name: one for name, one in self.sets.items() if one.values_for(target) is not None}
+
+    def hides(self, names: Sequence[str], target: TargetPlan) -> frozenset[CollectiveKind]:
+        """Kinds of collectives that run beside arithmetic with these sets, or with none."""
+        chosen = [self.sets[name].hides for name in names] or [_for_target(self.hides_by_default, target) or ()]
+        return frozenset(kind for kinds in chosen for kind in kinds)
+
+
+@cache
+def option_table() -> OptionTable:
+    """The table of conf/."""
+    text = files("meshloom.conf").joinpath("overlap", "_compiler_options.yaml").read_text()
+    return OptionTable.model_validate_json(json.dumps(yaml.safe_load(text)))
+
+
+def plan_set_options(names: Sequence[str], target: TargetPlan) -> Options:
+    """The options of these sets for this target; what a later set says wins. Raises ConfigError for sets that do not
+    exist, or have nothing for the target."""
+    table, problems, found = option_table(), list[Problem](), dict[str, CompilerOption]()
+    choices = table.sets_for(target)
+    for index, name in enumerate(names):
+        if name in choices:
+            found |= choices[name].values_for(target) or {}
+            continue
+        what = f"'{name}' has no options for {target.name}" if name in table.sets else f"there is no set '{name}'"
+        fix = use_one_of(name, list(choices)) if choices else "leave it out"
+        problems.append(Problem(f"overlap.option_sets[{index}]", what, fix))
+    raise_if_any(problems)
+    return found
+
+
+def refused_options(options: Options, device: Any) -> dict[str, Problem]:
+    """Those that the compiler of this device does not take, each with its Problem: tried on a program that does
+    nothing."""
+    refused: dict[str, Problem] = {}
+    left: dict[str, Any] = dict(options)
+    nothing = jax.jit(lambda: 0, out_shardings=SingleDeviceSharding(device)).lower() if left else None
+    while left and nothing is not None:
+        try:
+            nothing.compile(compiler_options=left)
+            break
+        except jax.errors.JaxRuntimeError as error:
+            problem = option_problem(str(error), device.platform)
+            name = problem.where.partition(".")[2] if problem else ""
+            if problem is None or left.pop(name, None) is None:
+                raise
+            refused[name] = problem
+    return refused
+
+
+def check_compiler_options(options: Options, device: Any) -> None:
+    """Raise ConfigError with every option that the compiler of this device does not take."""
+    raise_if_any(list(refused_options(options, device).values()))
+
+
+def option_problem(said: str, platform: str) -> Problem | None:
+    """The Problem with a compiler option in an error of XLA's; None for any other error."""
+    if match := _NO_SUCH_OPTION.search(said):
+        fix = "see the spelling; options come and go with versions of the compiler"
+        return Problem(f"compiler_options.{match['name']}", f"the compiler for {platform} has no such option", fix)
+    if match := _WRONG_VALUE.search(said):
+        return Problem(f"compiler_options.{match['name']}", match["what"], "give a value of the option's type")
+    return None
+
+
+def _for_target(values: Mapping[str, Any], target: TargetPlan) -> Any:
+    """What there is for the target's chip, else for its platform, else None."""
+    names = [target.chip.name] if target.chip else []
+    return next((values[name] for name in (*names, target.platform) if name in values), None)

@@ -1,0 +1,133 @@
+"""`overlap.search`: which loops over layers and option sets are worth compiling, in which order, and which one is best.
+
+A program does not grow with its layers (a loop's body repeats), nor with the devices, so candidates are the full
+program. The order is that of a simple model; the judge is the schedule of each that is compiled.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import jax
+
+from .communication import PlannedCollective
+from .compiler_options import OptionTable, option_table
+from .estimate import StepEstimate
+from .forward import weight_layouts
+from .links import collective_seconds
+from .overlap_spec import LayerLoop, name_of
+from .plan import Plan
+from .problems import ConfigError, Problem
+from .report import TriedReport
+from .spec import RunSpec
+
+FLAT = LayerLoop(unroll=1, prefetch=0, deferred_reduce_scatter=False)
+WEIGHTS, ACTIVATIONS = "weights", "activations"  # what an option set is tried for
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run the layers. expected_seconds: that compute waits for communication and copies, by the model."""
+
+    loop: LayerLoop
+    option_sets: tuple[str, ...]
+    expected_seconds: float
+
+    @property
+    def name(self) -> str:
+        return name_of(self.loop, self.option_sets)
+
+    def applied_to(self, spec: RunSpec) -> RunSpec:
+        """The declaration with this in the place of what it says, and without a search."""
+        chosen = {"layers": self.loop, "option_sets": self.option_sets, "search": None}
+        return spec.model_copy(update={"overlap": spec.overlap.model_copy(update=chosen)})
+
+    def overrides(self) -> tuple[str, ...]:
+        """What pins it on a command line."""
+        keys = [f"overlap.layers.{key}={str(value).lower()}" for key, value in self.loop.model_dump().items()]
+        return (*keys, f"overlap.option_sets=[{','.join(self.option_sets)}]", "overlap.search=null")
+
+
+def check_can_judge(plan: Plan) -> None:
+    """Raise ConfigError where a search is asked for and no schedule has times."""
+    if plan.spec.overlap.search is not None and plan.target.chip is None:
+        what = f"{plan.target.name} has no clock and no links whose times are known: all schedules are alike"
+        fix = "choose overlap=xla or overlap=prefetch, or compile for the chips that are meant"
+        raise ConfigError([Problem("overlap.search", what, fix)])
+
+
+def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]:
+    """The one that is declared, then the others that the plan allows, those that expose least before."""
+    table, overlap = option_table(), plan.spec.overlap
+    ways = list(product(_loops(plan), _option_sets(plan, table)))
+    declared = (overlap.layers, overlap.option_sets)
+    rest = [
+        Candidate(loop, sets, expected_seconds(plan, estimate, loop, sets, table))
+        for loop, sets in ways
+        if (loop, sets) != declared
+    ]
+    first = Candidate(*declared, expected_seconds(plan, estimate, *declared, table))
+    return (first, *sorted(rest, key=lambda one: one.expected_seconds))
+
+
+def expected_seconds(
+    plan: Plan, estimate: StepEstimate, loop: LayerLoop, option_sets: Sequence[str], table: OptionTable
+) -> float:
+    """What of a step is not arithmetic: collectives that nothing hides, and copies of weights that wait in a loop.
+
+    Of what a layer gathers or reduces beside its own arithmetic, the first is exposed; of what it moves for its
+    neighbour, none. Weights that arrive for a later trip are copied into their place, but where the trips of a body
+    take turns with the buffers.
+    """
+    hides = table.hides(option_sets, plan.target)
+    stacks = {stack.name: stack.num_layers for stack in plan.model.stacks}
+    exposed, link_seconds, copied_bytes = 0.0, 0.0, 0.0
+    moved = [one for one in estimate.communication if one.source.split("/")[0] in stacks]
+    for one in estimate.communication:
+        seconds = _alone_seconds(plan, one)
+        link_seconds += seconds
+        is_gather = one.kind == "all-gather"
+        if one.kind not in hides or one not in moved:
+            exposed += seconds
+        elif not (loop.prefetch if is_gather else loop.deferred_reduce_scatter):
+            alike = [other for other in moved if (other.kind, other.direction) == (one.kind, one.direction)]
+            exposed += seconds / len(alike)
+        if one in moved and is_gather and loop.prefetch and loop.unroll % (loop.prefetch + 1):
+            copied_bytes += 2 * one.num_bytes  # read and written
+    compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
+    bandwidth = plan.target.chip.hbm_bytes_per_second if plan.target.chip else float("inf")
+    return max(exposed, link_seconds - compute) + copied_bytes / bandwidth
+
+
+def best_of(tried: Sequence[TriedReport]) -> int | None:
+    """The place of the shortest predicted step among those that fit; None where none does, or no step is predicted."""
+    fitting = [(one.predicted_seconds, place) for place, one in enumerate(tried)
+               if one.fits is not False and one.predicted_seconds is not None]  # fmt: skip
+    return min(fitting)[1] if fitting else None
+
+
+def _loops(plan: Plan) -> Iterator[LayerLoop]:
+    """Without collectives of layers' weights there is nothing to prefetch or to defer."""
+    layouts = weight_layouts(plan)
+    own = [layout for stack in plan.model.stacks for layout in jax.tree.leaves(layouts[stack.name])]
+    yield FLAT
+    if any(layout.gathered for layout in own):
+        yield FLAT.model_copy(update={"unroll": 2})
+        deferred = (False, True) if any(layout.scattered for layout in own) else (False,)
+        for is_deferred, unroll in product(deferred, (1, 2)):
+            yield LayerLoop(unroll=unroll, prefetch=1, deferred_reduce_scatter=is_deferred)
+
+
+def _option_sets(plan: Plan, table: OptionTable) -> Iterator[tuple[str, ...]]:
+    """One set at most for weights, and one for the activations of tensor parallelism."""
+    sets = table.sets_for(plan.target)
+    weights = [(), *((name,) for name, one in sets.items() if WEIGHTS in one.tried_for)]
+    splits_activations = any(size > 1 for axis, size in plan.mesh.sizes.items() if axis not in plan.sharding.batch_axes)
+    others = [(name,) for name, one in sets.items() if ACTIVATIONS in one.tried_for] if splits_activations else []
+    for weight, activation in product(weights, [(), *others]):
+        yield weight + activation
+
+
+def _alone_seconds(plan: Plan, one: PlannedCollective) -> float:
+    link = plan.mesh.placement.link_of(one.mesh_axes)
+    return one.count * (collective_seconds(one.kind, one.bytes_each, one.group_size, link) or 0.0)

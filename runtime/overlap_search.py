@@ -1,0 +1,124 @@
+"""`overlap.search`, run: candidates are compiled in turn until the bounds are reached, and the best is taken.
+
+What was decided before is read back, as long as the program, the devices, the compiler, the options and the bounds are
+the same. Each candidate is kept like any compiled step, so a search that was interrupted goes on where it was.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from pydantic import ValidationError
+
+from meshloom.compiler.build_report import does_fit, needed_bytes
+from meshloom.compiler.compiler_options import option_table
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.estimate import estimate_step
+from meshloom.compiler.fingerprint import sha256
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.report import SearchReport, TriedReport
+from meshloom.compiler.search import Candidate, best_of, find_candidates
+from meshloom.compiler.views.tried import line_of
+
+from .files import replace_text
+from .say import say
+from .step_compiler import CompiledStep, StepCompiler
+
+
+def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...]) -> tuple[CompiledStep, SearchReport]:
+    """The step that is predicted to be the shortest, and the table of all that were compiled; where none fits, the one
+    that was declared. Raises what compiling that one does."""
+    search, begun = plan.spec.overlap.search, time.monotonic()
+    assert search is not None
+    candidates = find_candidates(plan, estimate_step(plan))
+    num_most = min(len(candidates), search.max_candidates)
+
+    def compiled(place: int) -> CompiledStep:
+        one = candidates[place]
+        status = f"compiling {place + 1} of at most {num_most}: {one.name}"
+        return compiler.compile(plan_run(one.applied_to(plan.spec)), (*overrides, *one.overrides()), status)
+
+    best = compiled(0)
+    decision = _decision_file(plan, best, candidates)
+    if decision and (decided := _read(decision)):
+        say(compiler.console, f"decided before: {candidates[decided.chosen].name}, by {decision}")
+        return compiled(decided.chosen) if decided.chosen else best, decided
+    tried = [_tried(candidates[0], best)]
+    say(compiler.console, line_of(tried[0]))
+    for place in range(1, num_most):
+        if time.monotonic() - begun > search.budget_seconds:
+            break
+        try:
+            made = compiled(place)
+            tried.append(_tried(candidates[place], made))
+        except jax.errors.JaxRuntimeError as error:
+            made = None
+            tried.append(_failed(candidates[place], str(error).splitlines()[0]))
+        say(compiler.console, line_of(tried[place]))
+        if made and best_of(tried) == place:
+            best = made
+    chosen = best_of(tried) or 0
+    report = SearchReport(
+        tried=tuple(tried),
+        chosen=chosen,
+        num_left=len(candidates) - len(tried),
+        overrides=candidates[chosen].overrides(),
+        cache="miss" if decision else "off",
+    )
+    if decision:
+        _write(decision, report, compiler)
+    return best, report
+
+
+def _tried(one: Candidate, made: CompiledStep) -> TriedReport:
+    plan, step = made.plan, made.schedule.step if made.schedule else None
+    needed = needed_bytes(plan, made.built)
+    return TriedReport(
+        layers=one.loop,
+        option_sets=one.option_sets,
+        predicted_seconds=step and step.predicted_seconds,
+        exposed_fraction=step and step.exposed_fraction,
+        peak_bytes_per_chip=needed and needed * plan.target.devices_per_chip,
+        fits=does_fit(plan, made.built),
+        compile_seconds=made.built.compile_seconds,
+        why_not=None if step else "it does not fit",
+    )
+
+
+def _failed(one: Candidate, why: str) -> TriedReport:
+    unknown = dict.fromkeys(("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "fits"))
+    return TriedReport(layers=one.loop, option_sets=one.option_sets, **unknown, compile_seconds=0.0, why_not=why)
+
+
+def _decision_file(plan: Plan, declared: CompiledStep, candidates: Sequence[Candidate]) -> Path | None:
+    """By all that the choice depends on: the program, the candidates and their order, the figures of the chip."""
+    if plan.spec.compilation_cache is None:
+        return None
+    search = plan.spec.overlap.search
+    rests_on = [
+        declared.facts.fingerprint.digest,
+        plan.spec.target.model_dump_json(),
+        option_table().model_dump_json(),
+        search.model_dump_json() if search else "",
+        *(" ".join(one.overrides()) for one in candidates),
+    ]
+    digest = sha256(json.dumps(rests_on))
+    return Path(plan.spec.compilation_cache).expanduser().absolute() / "decisions" / f"{digest}.json"
+
+
+def _read(decision: Path) -> SearchReport | None:
+    """None where there is none, or none of this version."""
+    try:
+        return SearchReport.model_validate_json(decision.read_text()).model_copy(update={"cache": "hit"})
+    except (OSError, ValidationError):
+        return None
+
+
+def _write(decision: Path, report: SearchReport, compiler: StepCompiler) -> None:
+    try:
+        decision.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(decision, report.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        say(compiler.console, f"warning: what was decided is not kept in {decision.parent}: {error.strerror}")

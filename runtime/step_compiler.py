@@ -1,0 +1,102 @@
+"""A plan's train step, compiled or found among what was compiled before, with what its schedule says."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+from rich.console import Console
+
+from meshloom.compiler.analysis import ScheduleAnalysis, analyse_schedule
+from meshloom.compiler.aot import REMATERIALIZATION, STEP, Built, compile_ahead
+from meshloom.compiler.build_report import BuildFacts
+from meshloom.compiler.driver import PROGRAMS, Programs, lower
+from meshloom.compiler.estimate import StepEstimate, estimate_step
+from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.quiet import captured_stderr
+from meshloom.compiler.spec import RunSpec
+
+from .artifact import FOLDER, Artifact, find_artifact, write_artifact
+from .interruptible import interruptibly
+from .say import say
+
+COMPILER_LOG = Path("logs/compiler.log")
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """facts.cache says whether it was compiled before. artifact: where it is kept between runs; None: nowhere.
+    schedule: None where the step does not fit."""
+
+    plan: Plan
+    built: Built
+    facts: BuildFacts
+    artifact: Artifact | None
+    estimate: StepEstimate
+    schedule: ScheduleAnalysis | None
+
+
+@dataclass(frozen=True)
+class StepCompiler:
+    """Compiles for the same devices. run_dir: what was compiled into it before is looked at, and the compiler's own
+    words are logged there."""
+
+    devices: Sequence[Any]
+    run_dir: Path
+    console: Console
+
+    def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> CompiledStep:
+        """overrides: that declare it. status: shown while it compiles. Raises ConfigError for compiler options that are
+        wrong, JaxRuntimeError where the compiler fails."""
+        with captured_stderr(self.run_dir / COMPILER_LOG) as captured:
+            mesh = plan.mesh.of_devices(self.devices)
+            start = time.perf_counter()
+            lowered = lower_for_target(plan, mesh)
+            lower_seconds = time.perf_counter() - start
+            fingerprint = fingerprint_of(plan, lowered, mesh)
+            store = store_of(plan.spec, fingerprint)
+            found = find_artifact(fingerprint, (self.run_dir / FOLDER, *([store] if store else [])))
+            built = found.built if found else self._compiled(lowered, status)
+        if not found:
+            built = replace(built, notes=tuple(line for line in captured.lines if REMATERIALIZATION in line))
+        cache = "hit" if found else "miss" if store else "off"
+        facts = BuildFacts(fingerprint, lower_seconds, cache, overrides, lowered.options_left_out)
+        estimate = estimate_step(plan)
+        schedule = analyse_schedule(built.text, plan, estimate.communication) if built.text is not None else None
+        kept = found or (self._kept(store, fingerprint, built, overrides) if store else None)
+        return CompiledStep(plan, built, facts, kept, estimate, schedule)
+
+    def _kept(self, store: Path, *artifact: Any) -> Artifact | None:
+        """A store that cannot be written is a warning."""
+        try:
+            return write_artifact(store, *artifact)
+        except OSError as error:
+            say(self.console, f"warning: not kept in {store.parent}: {error.strerror}")
+            return None
+
+    def _compiled(self, lowered: Programs, status: str) -> Built:
+        try:
+            with self.console.status(status):
+                return interruptibly(lambda: compile_ahead(lowered))
+        except KeyboardInterrupt:
+            self.console.print("interrupted while compiling; no report was written", highlight=False)
+            sys.stdout.flush()
+            os._exit(128 + signal.SIGINT)
+
+
+def lower_for_target(plan: Plan, mesh: Mesh) -> Programs:
+    """All programs; for chips that are not there the train step alone: where it runs, the others take seconds."""
+    return lower(plan, mesh, PROGRAMS if plan.target.is_attached else (STEP,))
+
+
+def store_of(spec: RunSpec, fingerprint: Fingerprint) -> Path | None:
+    """Where what is compiled is kept between runs; None where nothing is."""
+    if spec.compilation_cache is None:
+        return None
+    return Path(spec.compilation_cache).expanduser().absolute() / "artifacts" / fingerprint.digest

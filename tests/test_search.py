@@ -1,0 +1,187 @@
+"""`overlap.search`: which programs are compiled, in which order, and which is taken; option sets and their data."""
+
+import json
+import math
+from dataclasses import replace
+
+import jax
+import pytest
+
+import reports
+from conftest import SMALL, plan_of
+from meshloom.compiler.aot import compile_ahead
+from meshloom.compiler.compiler_options import option_table, plan_set_options, refused_options
+from meshloom.compiler.compose import Request, read_spec
+from meshloom.compiler.driver import lower, plan_run
+from meshloom.compiler.estimate import estimate_step
+from meshloom.compiler.overlap_spec import LayerLoop
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.problems import ConfigError
+from meshloom.compiler.report import Report, TriedReport
+from meshloom.compiler.search import FLAT, best_of, expected_seconds, find_candidates
+from meshloom.compiler.topology import check_compiler, find_devices
+from meshloom.compiler.views.facts import unknown_values
+from test_cli import meshloom
+
+V5P = ("target=v5p-128", "model=llama3_8b", "sharding=fsdp", "global_batch_size=64", "sequence_length=2048")
+AHEAD = LayerLoop(unroll=2, prefetch=1, deferred_reduce_scatter=True)
+
+
+def whole(*overrides: str) -> Plan:
+    """The plan of a model of its own size."""
+    return read_spec(Request(overrides), then=plan_run)
+
+
+def tried(seconds: float | None, *, fits: bool | None = True) -> TriedReport:
+    return TriedReport(layers=FLAT, option_sets=(), predicted_seconds=seconds, exposed_fraction=None,
+                       peak_bytes_per_chip=None, fits=fits, compile_seconds=1.0, why_not=None)  # fmt: skip
+
+
+def test_the_shortest_step_that_fits_is_taken():
+    assert best_of([tried(2.0), tried(1.0, fits=False), tried(1.5), tried(None), tried(1.8)]) == 2
+    assert best_of([tried(None), tried(1.0, fits=False)]) is None
+    assert best_of([tried(2.0, fits=None)]) == 0, "a chip of unknown memory refuses nothing"
+
+
+def test_the_declared_program_is_the_first_and_no_other_is_it():
+    plan = whole(*V5P, "overlap=prefetch", "overlap.option_sets=[sparse_core]")
+    candidates = find_candidates(plan, estimate_step(plan))
+    ways = [(one.loop, one.option_sets) for one in candidates]
+    assert ways[0] == (plan.spec.overlap.layers, ("sparse_core",))
+    assert len(set(ways)) == len(ways)
+    expected = [one.expected_seconds for one in candidates[1:]]
+    assert expected == sorted(expected)
+    assert (FLAT, ()) in ways
+
+
+@pytest.mark.parametrize(
+    ("overrides", "prefetched", "deferred"),
+    [(("sharding=fsdp",), True, True), (("sharding=zero2",), False, False), (("sharding=ddp",), False, False)],
+)
+def test_only_what_is_gathered_is_prefetched(overrides, prefetched, deferred):
+    plan = plan_of("target=h100-8", *overrides)
+    loops = [one.loop for one in find_candidates(plan, estimate_step(plan))]
+    assert any(loop.prefetch for loop in loops) == prefetched
+    assert any(loop.deferred_reduce_scatter for loop in loops) == deferred
+
+
+@pytest.mark.parametrize(("sharding", "has_tensor"), [("fsdp", False), ("fsdp_tensor", True)])
+def test_sets_for_activations_are_tried_where_those_are_split(sharding, has_tensor):
+    plan = plan_of("target=h100-8", f"sharding={sharding}")
+    sets = {name for one in find_candidates(plan, estimate_step(plan)) for name in one.option_sets}
+    assert ("windowed_einsum" in sets) == has_tensor
+    assert "synchronous" not in sets
+    assert "sparse_core" not in sets
+
+
+def test_the_model_of_what_is_exposed_is_the_sum_by_hand():
+    """Nothing hides: every collective is exposed, the roofline's sum. All layers hide: what is outside of them is left,
+    and the copies of the weights that wait: each layer's, written and read, forward and backward."""
+    plan = whole(*V5P)
+    estimate, table = estimate_step(plan), option_table()
+    links = {part.name.split(" ")[0]: part.link_seconds or 0.0 for part in estimate.roofline}
+    alone = expected_seconds(plan, estimate, FLAT, (), table)
+    assert alone == pytest.approx(sum(links.values()), rel=1e-6)
+    hidden = expected_seconds(plan, estimate, AHEAD, ("sparse_core",), table)
+    assert hidden == pytest.approx(alone - links["layers"] - links.get("attention", 0.0), rel=0.02)
+    copying = expected_seconds(plan, estimate, AHEAD.model_copy(update={"unroll": 1}), ("sparse_core",), table)
+    layers = [array for array in plan.sharding.parameters if array.array.path.startswith("layers/")]
+    matrices = sum(2 * math.prod(array.array.shape) for array in layers)
+    assert plan.target.chip is not None
+    assert copying - hidden == pytest.approx(2 * 2 * matrices / plan.target.chip.hbm_bytes_per_second, rel=0.01)
+
+
+def test_more_communication_than_compute_stays_exposed_whatever_is_tried():
+    plan = whole("target=h100-64", "model=linear_stack", "global_batch_size=64", "sequence_length=128")
+    estimate = estimate_step(plan)
+    compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
+    links = sum(part.link_seconds or 0.0 for part in estimate.roofline)
+    assert links > compute
+    assert expected_seconds(plan, estimate, AHEAD, (), option_table()) >= links - compute
+
+
+def test_a_set_for_another_chip_and_one_that_does_not_exist_are_both_told():
+    with pytest.raises(ConfigError) as told:
+        plan_of("target=v5e-8", "overlap.option_sets=[sparse_core, sparse_cores]")
+    assert [problem.where for problem in told.value.problems] == [f"overlap.option_sets[{n}]" for n in (0, 1)]
+    assert "v5e-8" in told.value.problems[0].what
+
+
+def test_the_later_set_wins():
+    plan = plan_of("target=h100-8", "overlap.option_sets=[combined, single]")
+    threshold = "xla_gpu_all_gather_combine_threshold_bytes"
+    combined, single = (option_table().sets[name].values["gpu"][threshold] for name in ("combined", "single"))
+    assert combined != single
+    assert plan.set_options[threshold] == single
+    assert plan_set_options(["single", "combined"], plan.target)[threshold] == combined
+
+
+def test_an_option_of_a_set_that_the_compiler_does_not_know_is_left_out_and_reported():
+    """A declared one would be an error: test_compile.py."""
+    plan = plan_of(*SMALL, "model.num_layers=1", "compiler_options={xla_cpu_enable_fast_math: true}")
+    unknown = {"xla_not_yet": True, "xla_embed_ir_in_executable": True, "xla_cpu_enable_fast_math": False}
+    lowered = lower(replace(plan, set_options=unknown), plan.mesh.of_devices(jax.devices()))
+    assert lowered.options_left_out == ("xla_not_yet",)
+    assert lowered.compiler_options == {"xla_embed_ir_in_executable": True, "xla_cpu_enable_fast_math": True}
+    assert compile_ahead(lowered).text
+
+
+@pytest.mark.parametrize("chip", ["v5e-8", "v5p-16", "v6e-8", "h100-8"])
+def test_most_options_of_each_set_are_known_to_the_compiler_that_is_installed(chip):
+    plan = plan_of(f"target={chip}", "global_batch_size=64")
+    try:
+        check_compiler(plan.target)
+    except ConfigError as error:
+        pytest.skip(str(error).splitlines()[0])
+    device = find_devices(plan.spec.target, plan.target)[0]
+    for name in option_table().sets_for(plan.target):
+        refused = refused_options(plan_set_options([name], plan.target), device)
+        assert all(option_table().options[option].hazard for option in refused), f"{name}: {refused}"
+
+
+def test_what_was_not_chosen_is_nothing_unknown():
+    report = reports.fits()[0]
+    searched = report.model_copy(update={"search": reports.searched()})
+    assert list(unknown_values(searched)) == list(unknown_values(report))
+
+
+@pytest.mark.slow
+def test_a_search_compiles_judges_takes_the_best_and_is_not_done_twice(tmp_path):
+    line = ("compile", "target=v5e-8", "model=linear_stack", "model.embed_dim=512", "model.num_layers=4",
+            "sequence_length=256", "global_batch_size=64", "data=synthetic", "overlap=auto",
+            "overlap.search.max_candidates=3", f"compilation_cache={tmp_path}/cache")  # fmt: skip
+    first = meshloom(*line, f"hydra.run.dir={tmp_path}/first")
+    assert first.returncode == 0, first.stderr
+    report = Report.model_validate_json((tmp_path / "first" / "report.json").read_text())
+    assert report.search is not None
+    assert (report.search.cache, len(report.search.tried)) == ("miss", 3)
+    assert report.search.num_left > 0
+    seconds = [one.predicted_seconds for one in report.search.tried]
+    assert report.step.predicted_seconds == min(one for one in seconds if one is not None)
+    assert seconds[report.search.chosen] == report.step.predicted_seconds
+    assert report.search.tried[0].layers == FLAT
+    assert "<h2>What overlap.search compiled</h2>" in (tmp_path / "first" / "report.html").read_text()
+
+    second = meshloom(*line, f"hydra.run.dir={tmp_path}/second")
+    assert "decided before" in second.stdout
+    again = Report.model_validate_json((tmp_path / "second" / "report.json").read_text())
+    assert again.search is not None
+    assert (again.search.cache, again.build.cache) == ("hit", "hit")
+    assert again.build.fingerprint == report.build.fingerprint
+
+    pinned = [word for word in line if not word.startswith("overlap")]
+    third = meshloom(*pinned, *report.search.overrides, f"hydra.run.dir={tmp_path}/third")
+    assert third.returncode == 0, third.stderr
+    built = json.loads((tmp_path / "third" / "report.json").read_text())["build"]
+    assert (built["cache"], built["fingerprint"]) == ("hit", report.build.fingerprint)
+
+
+@pytest.mark.slow
+def test_no_program_is_begun_after_the_budget(tmp_path):
+    line = ("compile", "target=v5e-8", "model=linear_stack", "model.embed_dim=256", "model.num_layers=2",
+            "sequence_length=128", "global_batch_size=8", "data=synthetic", "overlap=auto", "compilation_cache=null",
+            "overlap.search.budget_seconds=0.001", f"hydra.run.dir={tmp_path}")  # fmt: skip
+    assert meshloom(*line).returncode == 0
+    report = Report.model_validate_json((tmp_path / "report.json").read_text())
+    assert report.search is not None
+    assert (len(report.search.tried), report.search.chosen, report.search.cache) == (1, 0, "off")
