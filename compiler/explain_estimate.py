@@ -48,6 +48,7 @@ def estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
 
 def _memory(plan: Plan, estimate: StepEstimate) -> Table:
     known, peak = plan.memory, estimate.memory
+    ahead = f"; {human_bytes(known.prefetched_weights)} a layer ahead" if known.prefetched_weights else ""
     table = _titled("memory per device at the peak of a step", "class", "bytes", "")
     rows: tuple[tuple[str, int, str], ...] = (
         ("parameters", known.parameters, "exact"),
@@ -55,7 +56,7 @@ def _memory(plan: Plan, estimate: StepEstimate) -> Table:
         ("optimizer", known.optimizer, "exact"),
         ("scalars, batch", known.scalars + known.batch, "exact"),
         ("working parameters", peak.working_parameters, "shards in the compute type"),
-        ("gathered weights", peak.gathered_weights, "whole, for use"),
+        ("gathered weights", peak.gathered_weights, f"whole, for use{ahead}"),
         ("gradients", peak.gradients, f"{human_bytes(known.gradients)} accumulated in the end"),
         ("activations", peak.activations, "kept for the backward pass"),
         ("temporaries", peak.temporaries, "of the operation at hand"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
@@ -34,6 +35,7 @@ class MemoryPlan:
     scalars: int  # of the state: counts of steps, the loss scale
     gradients: int  # accumulated over microbatches
     working_parameters: int  # the copy in the compute type, where that is another type
+    prefetched_weights: int  # of the layers that overlap.layers.prefetch gathers ahead, whole, beside the layer's own
     batch: int
 
     @property
@@ -85,8 +87,23 @@ def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract:
         scalars=scalars,
         gradients=size(_typed(params, precision.gradients), gradients_specs),
         working_parameters=size(_typed(params, precision.compute), specs["params"]) if is_cast else 0,
+        prefetched_weights=_prefetched_bytes(spec, mesh, sharding),
         batch=len(batch_arrays(spec)) * spec.tokens_per_step * 4 // mesh.num_shards(sharding.batch_axes),  # int32
     )
+
+
+def _prefetched_bytes(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan) -> int:
+    """Of the largest stack, as one runs after the other; what no batch axis splits is not gathered."""
+    itemsize, sizes = jnp.dtype(spec.precision.compute).itemsize, dict[str, int]()
+    for plan in sharding.parameters:
+        is_gathered = any(axis in sharding.batch_axes for d in plan.dimensions for axis in d.axes)
+        if plan.dimensions[0].logical == "layers" and is_gathered:
+            num_layers, *shape = plan.array.shape
+            kept = tuple(axis for d in plan.dimensions for axis in d.axes if axis not in sharding.batch_axes)
+            ahead = min(spec.overlap.layers.prefetch, num_layers)
+            stack = plan.array.path.split("/")[0]
+            sizes[stack] = sizes.get(stack, 0) + ahead * math.prod(shape) * itemsize // mesh.num_shards(kept)
+    return max(sizes.values(), default=0)
 
 
 def _typed(params: Any, dtype: str) -> Any:

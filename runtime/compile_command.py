@@ -169,6 +169,9 @@ def _show_result(
     else:
         by = f"jax {build.jax}" + (f", {build.plugin}" if build.plugin else "")
         say(console, f"compiled in {build.compile_seconds:.1f} s, lowered in {build.lower_seconds:.1f} s, by {by}")
+    if build.compiler_options_left_out:
+        unknown = ", ".join(build.compiler_options_left_out)
+        say(console, f"left out of overlap.option_sets, as this compiler does not know it: {unknown}")
     show_report(report, console, files=files)
     if run_dir:
         typed = [text for text in report.overrides if not text.startswith("hydra.")]

@@ -190,3 +190,16 @@ def test_the_peak_is_near_xlas_own():
 def test_every_optimizer_and_precision_is_read():
     for override in ("optimizer=muon", "optimizer=adafactor", "precision=float16", "data.isolate_documents=true"):
         assert read_step(plan_of("sharding=fsdp", override)).operations
+
+
+@pytest.mark.parametrize(("sharding", "split"), [("fsdp", 1), ("fsdp_tensor", 2)])
+def test_the_plan_says_what_weights_a_layer_ahead_take(sharding, split):
+    """A layer's matrices, whole but for what tensor parallelism splits; norms are gathered too, and not split by it."""
+    plan = plan_of(f"sharding={sharding}", "overlap=prefetch", "overlap.layers.prefetch=2")
+    config = plan.spec.model
+    assert isinstance(config, DecoderConfig)
+    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    matrices = config.embed_dim * (2 * heads + 2 * kv + 3 * config.mlp_dim)
+    norms = 2 * config.embed_dim
+    assert plan.memory.prefetched_weights == 2 * 4 * (matrices // split + norms)  # two layers, float32
+    assert plan_of(f"sharding={sharding}").memory.prefetched_weights == 0

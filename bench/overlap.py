@@ -1,0 +1,158 @@
+"""What `overlap=none`, `xla` and `auto` expose of a step, and how long it is predicted to take, by one simulator.
+
+    pip install -e '.[tpu]' && pip install 'jax[cuda13]' && python bench/overlap.py [--rows TEXT] [--layers 2] [FILE]
+
+Each row is compiled by the command for hardware that need not be there: minutes for each program. What was found is
+kept in FILE (bench/overlap.jsonl), a line for each compile, and not compiled again, so that a run that was stopped goes
+on where it was. --layers cuts every model: the table in minutes, for a look. Prints a table in Markdown.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from meshloom.compiler.overlap_spec import LayerLoop, name_of
+from meshloom.compiler.problems import DOES_NOT_FIT
+
+KEPT = Path(__file__).with_suffix(".jsonl")
+ALIKE = ("remat=full", "precision.gradient_reduction=bfloat16", "data=synthetic")
+TENSOR_4 = ("sharding=fsdp_tensor", "mesh.tensor=4")
+MODES = ("none", "auto")  # what auto compiles first is xla
+
+
+@dataclass(frozen=True)
+class Row:
+    """sequences: of one chip. num_candidates: that auto compiles at most. peer: exposed share and step that the
+    strongest peer is predicted to have by another analyser, its defaults and an expert's options; None: none known."""
+
+    model: str
+    target: str
+    num_chips: int
+    sequences: int
+    length: int
+    sharding: tuple[str, ...] = ("sharding=fsdp",)
+    others: tuple[str, ...] = ()
+    num_candidates: int = 4
+    peer: str | None = None
+
+    @property
+    def name(self) -> str:
+        split = "FSDP + tensor 4" if self.sharding == TENSOR_4 else "FSDP"
+        return f"{self.model}, {self.target}, {split}, {self.sequences} x {self.length}"
+
+    def overrides(self, mode: str, layers: int | None) -> tuple[str, ...]:
+        search = (f"overlap.search.max_candidates={self.num_candidates}",) if mode == "auto" else ()
+        cut = (f"model.num_layers={layers}",) if layers else ()
+        return (f"model={self.model}", f"target={self.target}", *self.sharding, *ALIKE, *self.others, *cut,
+                f"global_batch_size={self.sequences * self.num_chips}", f"sequence_length={self.length}",
+                f"overlap={mode}", *search)  # fmt: skip
+
+
+ROWS = (
+    Row("llama2_7b", "v5e-256", 256, 4, 4096),
+    Row("llama3_8b", "v5p-128", 64, 4, 4096),
+    Row("llama3_8b", "v6e-64", 64, 4, 4096),
+    Row("llama3_8b", "h100-64", 64, 2, 4096, num_candidates=12),
+    Row("llama3_70b", "v5p-512", 256, 2, 4096),
+    Row("llama3_70b", "v5p-512", 256, 2, 4096, TENSOR_4),
+    Row("llama3_70b", "h100-512", 512, 2, 4096, num_candidates=12),
+    # A matrix of 8192 x 8192 crosses in the time in which a v5p multiplies 2,550 tokens by it: 16,384 hide it, 512 not
+    Row("linear_stack", "v5p-128", 64, 4, 4096, others=("model.embed_dim=8192", "model.num_layers=16")),
+    Row("linear_stack", "v5p-128", 64, 1, 512, others=("model.embed_dim=8192", "model.num_layers=16")),
+    Row("llama2_7b", "v5e-64", 64, 4, 2048, peer="7.5 %, 3.30 s; no options found"),
+    Row("llama3_8b", "v5p-128", 64, 4, 2048, peer="12.9 %, 1.58 s; 0.3 %, 1.39 s"),
+    Row("llama3_8b", "v6e-64", 64, 4, 2048, peer="23.8 %, 1.28 s; 0.6 %, 0.99 s"),
+    Row("llama2_70b", "v5p-256", 128, 2, 2048, peer="23.8 %, 8.45 s; 11.3 %, 7.26 s"),
+    Row("llama2_70b", "v5p-256", 128, 2, 2048, TENSOR_4, peer="12.5 %, 8.55 s; 5.0 %, 7.84 s"),
+)
+
+
+def compile_row(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """What the command's report says. Raises CalledProcessError where there is none."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as run_dir:
+        command = [sys.executable, "-m", "meshloom", "compile", *overrides, f"hydra.run.dir={run_dir}"]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode not in (0, DOES_NOT_FIT):
+            done.check_returncode()
+        report = json.loads(Path(run_dir, "report.json").read_text())
+    step, build, memory = report["step"], report["build"], report["memory"]
+    return {
+        "predicted_seconds": step["predicted_seconds"],
+        "exposed_fraction": step["exposed_fraction"],
+        "predicted_mfu": step["predicted_mfu"],
+        "peak_bytes_per_chip": memory["peak_bytes_per_chip"],
+        "fits": memory["fits"],
+        "link_seconds": sum(part["link_seconds"] or 0.0 for part in report["roofline"]),
+        "compute_seconds": step["compute_seconds"],
+        "search": report["search"],
+        "versions": f"jax {build['jax']}, {build['plugin']}",
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def read_kept(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {tuple(row["overrides"]): row for row in map(json.loads, lines)}
+
+
+def table_row(row: Row, layers: int | None, kept: dict[tuple[str, ...], dict[str, Any]]) -> str | None:
+    """None where the row is not compiled yet."""
+    found = [kept.get(row.overrides(mode, layers)) for mode in MODES]
+    if None in found:
+        return None
+    none, auto = (one for one in found if one)
+    xla, chosen = auto["search"]["tried"][0], auto["search"]["tried"][auto["search"]["chosen"]]
+    way = name_of(LayerLoop.model_validate_json(json.dumps(chosen["layers"])), chosen["option_sets"])
+    share = auto["link_seconds"] / auto["compute_seconds"] if auto["compute_seconds"] else 0.0
+    cells = (row.name, *map(_cell, (none, xla, chosen)), way, f"{share:.2f}", row.peer or "")
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(one: dict[str, Any]) -> str:
+    if one["predicted_seconds"] is None:
+        return "does not fit"
+    memory = f"{one['peak_bytes_per_chip'] / 2**30:.1f} GiB"
+    return f"{one['exposed_fraction']:.1%}, {one['predicted_seconds']:.3g} s, {memory}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="exposed communication of none, xla and auto")
+    parser.add_argument("file", nargs="?", type=Path, default=KEPT)
+    parser.add_argument("--rows", default="", help="only those with this text in their name")
+    parser.add_argument("--layers", type=int, help="of every model")
+    parser.add_argument("--show", action="store_true", help="print what is kept, compile nothing")
+    arguments = parser.parse_args()
+    rows = [row for row in ROWS if arguments.rows in row.name]
+    todo = [(row, mode) for row in rows for mode in MODES]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, disable=arguments.show) as progress:
+        task = progress.add_task("", total=len(todo))
+        for row, mode in todo:
+            progress.update(task, description=f"{row.name}: {mode}")
+            overrides = row.overrides(mode, arguments.layers)
+            if overrides not in read_kept(arguments.file) and not arguments.show:
+                facts = compile_row(overrides)
+                with arguments.file.open("a") as file:
+                    file.write(json.dumps({"name": row.name, "overrides": overrides} | facts) + "\n")
+            progress.advance(task)
+    kept = read_kept(arguments.file)
+    print(
+        "| model, target, sharding, sequences x length of a chip | none | xla | auto | chosen | link / compute | peer |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        if line := table_row(row, arguments.layers, kept):
+            print(line)
+
+
+if __name__ == "__main__":
+    main()
