@@ -23,6 +23,7 @@ from .target import TargetPlan
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(?P<name>[^']*)'")
 _WRONG_VALUE = re.compile(r"setting option (?P<name>\w+), (?P<what>.*?)\.?$", re.M)
 
+Moved = Literal["weights", "activations"]
 Options = Mapping[str, CompilerOption]
 
 
@@ -48,7 +49,7 @@ class OptionSet(Config):
     beside arithmetic with it. tried_for: what `overlap.search` hopes to hide with it; empty: never tried."""
 
     what: str
-    tried_for: tuple[Literal["weights", "activations"], ...]
+    tried_for: tuple[Moved, ...]
     hides: tuple[CollectiveKind, ...]
     values: dict[str, dict[str, CompilerOption]]
 
@@ -58,10 +59,11 @@ class OptionSet(Config):
 
 
 class OptionTable(Config):
-    """hides_by_default: kinds of collectives that a compiler makes asynchronous without any option, by chip or
-    platform."""
+    """hides_by_default: kinds of collectives of weights that a compiler makes asynchronous without any option, by chip
+    or platform. copies_carried: platforms whose compiler copies what a loop carries to its next trip."""
 
     hides_by_default: dict[str, tuple[CollectiveKind, ...]]
+    copies_carried: tuple[str, ...]
     sets: dict[str, OptionSet]
     options: dict[str, OptionNote]
     environment: dict[str, EnvironmentNote]
@@ -77,9 +79,12 @@ class OptionTable(Config):
         """Those that have values for this target."""
         return {name: one for name, one in self.sets.items() if one.values_for(target) is not None}
 
-    def hides(self, names: Sequence[str], target: TargetPlan) -> frozenset[CollectiveKind]:
-        """Kinds of collectives that run beside arithmetic with these sets, or with none."""
-        chosen = [self.sets[name].hides for name in names] or [_for_target(self.hides_by_default, target) or ()]
+    def hides(self, names: Sequence[str], moved: Moved, target: TargetPlan) -> frozenset[CollectiveKind]:
+        """Kinds of collectives of weights, or of activations, that run beside arithmetic with these sets."""
+        other: Moved = "activations" if moved == "weights" else "weights"
+        chosen = [self.sets[name].hides for name in names if self.sets[name].tried_for != (other,)]
+        if moved == "weights" and not chosen:
+            chosen = [_for_target(self.hides_by_default, target) or ()]
         return frozenset(kind for kinds in chosen for kind in kinds)
 
 

@@ -22,7 +22,6 @@ from .report import TriedReport
 from .spec import RunSpec
 
 FLAT = LayerLoop(unroll=1, prefetch=0, deferred_reduce_scatter=False)
-WEIGHTS, ACTIVATIONS = "weights", "activations"  # what an option set is tried for
 
 
 @dataclass(frozen=True)
@@ -79,20 +78,24 @@ def expected_seconds(
     neighbour, none. Weights that arrive for a later trip are copied into their place, but where the trips of a body
     take turns with the buffers.
     """
-    hides = table.hides(option_sets, plan.target)
-    stacks = {stack.name: stack.num_layers for stack in plan.model.stacks}
+    stacks = {stack.name for stack in plan.model.stacks}
+    paths = {array.array.path for array in plan.sharding.parameters}
+    hidden = {moved: table.hides(option_sets, moved, plan.target) for moved in ("weights", "activations")}
+    is_copied = plan.target.platform in table.copies_carried and loop.prefetch and loop.unroll % (loop.prefetch + 1)
     exposed, link_seconds, copied_bytes = 0.0, 0.0, 0.0
-    moved = [one for one in estimate.communication if one.source.split("/")[0] in stacks]
+    of_layers = [one for one in estimate.communication if one.source in paths and one.source.split("/")[0] in stacks]
     for one in estimate.communication:
         seconds = _alone_seconds(plan, one)
         link_seconds += seconds
         is_gather = one.kind == "all-gather"
-        if one.kind not in hides or one not in moved:
+        if one.source not in paths:
+            exposed += seconds if one.kind not in hidden["activations"] else 0.0
+        elif one.kind not in hidden["weights"] or one not in of_layers:
             exposed += seconds
         elif not (loop.prefetch if is_gather else loop.deferred_reduce_scatter):
-            alike = [other for other in moved if (other.kind, other.direction) == (one.kind, one.direction)]
+            alike = [other for other in of_layers if (other.kind, other.direction) == (one.kind, one.direction)]
             exposed += seconds / len(alike)
-        if one in moved and is_gather and loop.prefetch and loop.unroll % (loop.prefetch + 1):
+        if is_copied and is_gather and one in of_layers:
             copied_bytes += 2 * one.num_bytes  # read and written
     compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
     bandwidth = plan.target.chip.hbm_bytes_per_second if plan.target.chip else float("inf")
@@ -121,9 +124,9 @@ def _loops(plan: Plan) -> Iterator[LayerLoop]:
 def _option_sets(plan: Plan, table: OptionTable) -> Iterator[tuple[str, ...]]:
     """One set at most for weights, and one for the activations of tensor parallelism."""
     sets = table.sets_for(plan.target)
-    weights = [(), *((name,) for name, one in sets.items() if WEIGHTS in one.tried_for)]
+    weights = [(), *((name,) for name, one in sets.items() if "weights" in one.tried_for)]
     splits_activations = any(size > 1 for axis, size in plan.mesh.sizes.items() if axis not in plan.sharding.batch_axes)
-    others = [(name,) for name, one in sets.items() if ACTIVATIONS in one.tried_for] if splits_activations else []
+    others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if splits_activations else []
     for weight, activation in product(weights, [(), *others]):
         yield weight + activation
 
