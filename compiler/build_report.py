@@ -1,4 +1,5 @@
-"""A compiled program as a Report. What its schedule says comes from outside, as a ScheduleAnalysis, or is unknown."""
+"""A compiled program as a Report. What is read in its text comes from outside, as a ScheduleAnalysis and a PeakMemory,
+or is unknown."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from .exposure import find_too_exposed
 from .fingerprint import Fingerprint
 from .lint import lint
 from .plan import Plan
-from .program_memory import Class, PeakMemory, read_peak
+from .program_memory import Class, PeakMemory
 from .report import (
     SCHEMA_VERSION,
     BuildReport,
@@ -45,15 +46,15 @@ def build_report(
     facts: BuildFacts,
     estimate: StepEstimate,
     schedule: ScheduleAnalysis | None,
+    peak: PeakMemory | None,
     *,
     changes: tuple[Change, ...] = (),
 ) -> Report:
-    """The report. estimate: what was planned without XLA. schedule: None where the step does not fit. changes: that
-    would make it fit."""
+    """The report. estimate: what was planned without XLA. schedule, peak: None where the step does not fit. changes:
+    that would make it fit."""
     target, unknown = _target(plan), dict[str, str]()
     figures = ("hbm_bytes_per_chip", "hbm_bytes_per_second", "peak_flops_per_second")
     unknown |= {f"target.{name}": "the chip is not known" for name in figures if getattr(target, name) is None}
-    peak = read_peak(built.text) if built.text is not None else None
     memory = _memory(plan, built, peak, unknown, estimate.memory.peak_bytes * _devices_per_chip(plan), changes)
     if schedule is None:
         schedule = _unanalysed("the step was not compiled: it does not fit")

@@ -24,8 +24,10 @@ from meshloom.compiler.driver import PROGRAMS, Programs, lower, plan_run
 from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.exposure import TOO_EXPOSED
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
+from meshloom.compiler.hlo import parse_module
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
+from meshloom.compiler.program_memory import read_peak
 from meshloom.compiler.quiet import captured_stderr
 from meshloom.compiler.report import Change, Report
 from meshloom.compiler.savings import find_savings
@@ -93,10 +95,12 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, console: C
         built = replace(built, notes=tuple(line for line in captured.lines if REMATERIALIZATION in line))
     write_declaration(plan, run_dir)
     estimate = estimate_step(plan)
-    schedule = analyse_schedule(built.text, plan, estimate.communication) if built.text is not None else None
+    module = parse_module(built.text) if built.text is not None else None
+    schedule = analyse_schedule(module, plan, estimate.communication) if module else None
+    peak = read_peak(module) if module else None
     facts = BuildFacts(fingerprint, lower_seconds, "hit" if found else "miss" if store else "off", overrides)
     changes = _savings(plan, built, request) if does_fit(plan, built) is False else ()
-    report = build_report(plan, built, facts, estimate, schedule, changes=changes)
+    report = build_report(plan, built, facts, estimate, schedule, peak, changes=changes)
     refused = _refusal(report)
     _keep(found, None if refused else run_dir / FOLDER, store, (fingerprint, built, overrides), console)
     files = write_report(report, plan, run_dir, events=schedule.events if schedule else ())

@@ -12,6 +12,7 @@ from meshloom.compiler.communication import PlannedCollective
 from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate import estimate_step
+from meshloom.compiler.hlo import parse_module
 from meshloom.compiler.lint import lint
 from meshloom.compiler.match import Match
 from meshloom.compiler.program_memory import HeldArray
@@ -133,6 +134,6 @@ def test_real_programs_cross_what_the_plan_says(monkeypatch, sharding):
     monkeypatch.setattr("meshloom.compiler.lint.LEAST_BYTES", 1024)
     plan = plan_of(f"sharding={sharding}", f"mesh={sharding}")
     planned = estimate_step(plan).communication
-    analysis = analyse_schedule(programs_of(plan).train.as_text(), plan, planned)
+    analysis = analyse_schedule(parse_module(programs_of(plan).train.as_text()), plan, planned)
     findings = lint(plan, analysis.collectives, analysis.matches, planned, ())
     assert [finding.rule for finding in findings if finding.rule == "unplanned-collective"] == []

@@ -36,7 +36,7 @@ def text_of(name: str) -> str:
 def recorded(name: str) -> tuple[Plan, tuple[PlannedCollective, ...], ScheduleAnalysis]:
     plan = read_spec(Request(tuple(COMMANDS[name].split())), then=plan_run)
     planned = estimate_step(plan).communication
-    return plan, planned, analyse_schedule(text_of(name), plan, planned)
+    return plan, planned, analyse_schedule(parse_module(text_of(name)), plan, planned)
 
 
 def test_every_recorded_program_has_its_command():
