@@ -83,7 +83,7 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     schedule = analyse_schedule(module, plan, estimate.communication) if module else None
     peak = read_peak(module) if module else None
     done("parse and simulate")
-    facts = BuildFacts(fingerprint_of(plan, lowered, mesh), 0.0, "off", tuple(overrides))
+    facts = BuildFacts(fingerprint_of(plan, lowered, mesh), 0.0, "off", tuple(overrides), None)
     events = schedule.events if schedule else ()
     with tempfile.TemporaryDirectory() as folder:
         write_report(build_report(plan, built, facts, estimate, schedule, peak), plan, Path(folder), events=events)

@@ -32,12 +32,14 @@ LARGEST_ERROR = 0.1  # of XLA's peak
 
 @dataclass(frozen=True)
 class BuildFacts:
-    """How the program came to be. cache: whether it was compiled before."""
+    """How the program came to be. cache: whether it was compiled before. model: what its declaration calls it, where it
+    has a name (model_choice.py)."""
 
     fingerprint: Fingerprint
     lower_seconds: float
     cache: Literal["hit", "miss", "off"]
     overrides: tuple[str, ...]
+    model: str | None
 
 
 def build_report(
@@ -73,7 +75,7 @@ def build_report(
     return Report(
         schema_version=SCHEMA_VERSION,
         target=target,
-        program=_program(plan),
+        program=_program(plan, facts.model),
         memory=memory,
         collectives=schedule.collectives,
         step=schedule.step.model_copy(update={"roofline_seconds": bound}),
@@ -192,9 +194,9 @@ def _target(plan: Plan) -> TargetReport:
     )
 
 
-def _program(plan: Plan) -> ProgramReport:
+def _program(plan: Plan, model: str | None) -> ProgramReport:
     return ProgramReport(
-        model=plan.spec.model.family,
+        model=model or plan.spec.model.family,
         num_parameters=plan.num_parameters,
         num_active_parameters=plan.num_parameters,
         tokens_per_step=plan.spec.tokens_per_step,

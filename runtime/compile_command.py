@@ -75,9 +75,10 @@ def prepare_compile(spec: RunSpec) -> CompileJob:
     return CompileJob(plan, devices, captured.lines)
 
 
-def compile_step(job: CompileJob, run_dir: Path, *, request: Request, console: Console) -> int:
+def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str | None, console: Console) -> int:
     """Compile, or find what was compiled before; write the report. Returns the exit code: 0, DOES_NOT_FIT or EXPOSED.
 
+    model: what the declaration calls its model, where it has a name.
     Raises ConfigError for compiler options that are wrong, RunFailed where the compiler fails.
     """
     plan, overrides = job.plan, request.overrides
@@ -98,7 +99,8 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, console: C
     module = parse_module(built.text) if built.text is not None else None
     schedule = analyse_schedule(module, plan, estimate.communication) if module else None
     peak = read_peak(module) if module else None
-    facts = BuildFacts(fingerprint, lower_seconds, "hit" if found else "miss" if store else "off", overrides)
+    cache = "hit" if found else "miss" if store else "off"
+    facts = BuildFacts(fingerprint, lower_seconds, cache, overrides, model)
     changes = _savings(plan, built, request) if does_fit(plan, built) is False else ()
     report = build_report(plan, built, facts, estimate, schedule, peak, changes=changes)
     refused = _refusal(report)
