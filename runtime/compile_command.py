@@ -61,18 +61,16 @@ class CompileJob:
 
 def prepare_compile(spec: RunSpec) -> CompileJob:
     """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError."""
+    is_run = spec.target.kind == "cpu"
+    said = start_devices(spec.target, Processes()) if is_run else plan_without_devices(spec.target)
     with captured_stderr() as captured:
-        if spec.target.kind == "cpu":
-            start_devices(spec.target, Processes())
-        else:
-            plan_without_devices(spec.target)
         plan, devices, *_ = all_of(
             lambda: plan_run(spec),
             lambda: find_devices(spec.target, plan_target(spec.target, spec.precision.compute)),
             lambda: _check_makes_artifact(spec),
         )
         check_compiler_options(spec.compiler_options, devices[0])
-    return CompileJob(plan, devices, captured.lines)
+    return CompileJob(plan, devices, (*said, *captured.lines))
 
 
 def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str | None, console: Console) -> int:
@@ -201,8 +199,6 @@ def _show_header(console: Console, job: CompileJob) -> None:
         LOG.info(line)
     say(console, f"meshloom compile: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {target.name}, "
         f"{plan.spec.tokens_per_step:,} tokens per step")  # fmt: skip
-    if plan.spec.target.kind == "local" and target.platform == "cpu":
-        say(console, "warning: no accelerator is attached: compiled for this machine's processor")
     for warning in plan.sharding.warnings:
         say(console, warning.as_warning())
 
