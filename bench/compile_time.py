@@ -46,6 +46,8 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     from meshloom.compiler.driver import plan_run
     from meshloom.compiler.estimate import estimate_step
     from meshloom.compiler.fingerprint import fingerprint_of
+    from meshloom.compiler.hlo import parse_module
+    from meshloom.compiler.program_memory import read_peak
     from meshloom.compiler.topology import find_devices
     from meshloom.runtime.devices import plan_without_devices, start_devices
     from meshloom.runtime.distributed import Processes
@@ -77,12 +79,14 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     done("serialise, as text", without=seconds["compile"])
     estimate = estimate_step(plan)
     done("estimate")
-    schedule = analyse_schedule(built.text, plan, estimate.communication) if built.text is not None else None
+    module = parse_module(built.text) if built.text is not None else None
+    schedule = analyse_schedule(module, plan, estimate.communication) if module else None
+    peak = read_peak(module) if module else None
     done("parse and simulate")
-    facts = BuildFacts(fingerprint_of(plan, lowered, mesh), 0.0, "off", tuple(overrides))
+    facts = BuildFacts(fingerprint_of(plan, lowered, mesh), 0.0, "off", tuple(overrides), (), None)
     events = schedule.events if schedule else ()
     with tempfile.TemporaryDirectory() as folder:
-        write_report(build_report(plan, built, facts, estimate, schedule), plan, Path(folder), events=events)
+        write_report(build_report(plan, built, facts, estimate, schedule, peak), plan, Path(folder), events=events)
     done("report")
     return {**seconds, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 

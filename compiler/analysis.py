@@ -1,6 +1,6 @@
-"""The text of a compiled step -> what its schedule says: each collective with what hides it, and the time of a step.
+"""A compiled step -> what its schedule says: each collective with what hides it, and the time of a step.
 
-What `compiler/schedule/` finds in the text is joined here with what the plan knows: which mesh axes a group of devices
+What `compiler/schedule/` finds in it is joined here with what the plan knows: which mesh axes a group of devices
 is, which links those use, which parameter an operation moves.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .communication import PlannedCollective
 from .crossing import Crossing, crossing_of
 from .gather import WEIGHT_SCOPE
-from .hlo import parse_module
+from .hlo import Module
 from .match import Match, match_planned, source_by_size
 from .plan import Plan
 from .report import CollectiveReport, Event, StepReport
@@ -41,9 +41,9 @@ class ScheduleAnalysis:
     unknown: dict[str, str]
 
 
-def analyse_schedule(text: str, plan: Plan, planned: Sequence[PlannedCollective]) -> ScheduleAnalysis:
-    """Read a scheduled program back. planned: the collectives that the plan has. Raises HloError for a text that is
-    none."""
+def analyse_schedule(module: Module, plan: Plan, planned: Sequence[PlannedCollective]) -> ScheduleAnalysis:
+    """What a scheduled program says. planned: the collectives that the plan has. Raises HloError for a
+    form of replica groups that is not known."""
     chip, placement = _chip(plan), plan.mesh.placement
     crossings: dict[str, Crossing] = {}
 
@@ -53,7 +53,7 @@ def analyse_schedule(text: str, plan: Plan, planned: Sequence[PlannedCollective]
         crossing = crossings[collective.name]
         return Priced(crossing.alone_seconds, crossing.links)
 
-    result = simulate(read_steps(parse_module(text), chip), price)
+    result = simulate(read_steps(module, chip), price)
     paths = [array.array.path for array in plan.sharding.parameters]
     matches = {
         name: match_planned(totals.collective, crossings[name].mesh_axes, totals.count, planned)

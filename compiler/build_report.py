@@ -1,4 +1,5 @@
-"""A compiled program as a Report. What its schedule says comes from outside, as a ScheduleAnalysis, or is unknown."""
+"""A compiled program as a Report. What is read in its text comes from outside, as a ScheduleAnalysis and a PeakMemory,
+or is unknown."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from .exposure import find_too_exposed
 from .fingerprint import Fingerprint
 from .lint import lint
 from .plan import Plan
-from .program_memory import Class, PeakMemory, read_peak
+from .program_memory import Class, PeakMemory
 from .report import (
     SCHEMA_VERSION,
     BuildReport,
@@ -32,13 +33,15 @@ LARGEST_ERROR = 0.1  # of XLA's peak
 
 @dataclass(frozen=True)
 class BuildFacts:
-    """How the program came to be. cache: whether it was compiled before."""
+    """How the program came to be. cache: whether it was compiled before. model: what its declaration calls it, where it
+    has a name (model_choice.py)."""
 
     fingerprint: Fingerprint
     lower_seconds: float
     cache: Literal["hit", "miss", "off"]
     overrides: tuple[str, ...]
-    options_left_out: tuple[str, ...] = ()
+    options_left_out: tuple[str, ...]
+    model: str | None
 
 
 def build_report(
@@ -47,16 +50,16 @@ def build_report(
     facts: BuildFacts,
     estimate: StepEstimate,
     schedule: ScheduleAnalysis | None,
+    peak: PeakMemory | None,
     *,
     changes: tuple[Change, ...] = (),
     search: SearchReport | None = None,
 ) -> Report:
-    """The report. estimate: what was planned without XLA. schedule: None where the step does not fit. changes: that
-    would make it fit. search: of which this program is the best."""
+    """The report. estimate: what was planned without XLA. schedule, peak: None where the step does not fit. changes:
+    that would make it fit. search: of which this program is the best."""
     target, unknown = _target(plan), dict[str, str]()
     figures = ("hbm_bytes_per_chip", "hbm_bytes_per_second", "peak_flops_per_second")
     unknown |= {f"target.{name}": "the chip is not known" for name in figures if getattr(target, name) is None}
-    peak = read_peak(built.text) if built.text is not None else None
     memory = _memory(plan, built, peak, unknown, estimate.memory.peak_bytes * _devices_per_chip(plan), changes)
     if schedule is None:
         schedule = _unanalysed("the step was not compiled: it does not fit")
@@ -75,7 +78,7 @@ def build_report(
     return Report(
         schema_version=SCHEMA_VERSION,
         target=target,
-        program=_program(plan),
+        program=_program(plan, facts.model),
         memory=memory,
         collectives=schedule.collectives,
         step=schedule.step.model_copy(update={"roofline_seconds": bound}),
@@ -195,9 +198,9 @@ def _target(plan: Plan) -> TargetReport:
     )
 
 
-def _program(plan: Plan) -> ProgramReport:
+def _program(plan: Plan, model: str | None) -> ProgramReport:
     return ProgramReport(
-        model=plan.spec.model.family,
+        model=model or plan.spec.model.family,
         num_parameters=plan.num_parameters,
         num_active_parameters=plan.num_parameters,
         tokens_per_step=plan.spec.tokens_per_step,

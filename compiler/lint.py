@@ -7,12 +7,16 @@ repeated-gather             what does not change from one microbatch to the next
 attention-fallback          the kernel of the platform was not used
 gathered-whole              the compiler itself says that it gathers a whole array
 held-whole                  an array that a rule splits lies whole in memory, throughout a loop that could do without
+
+What is found at several places in the same words is one finding: "9 places: a; b; c and 6 more".
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from .aot import REMATERIALIZATION
 from .array_layout import ArrayPlan
 from .communication import PlannedCollective
 from .gather import WEIGHT_SCOPE
@@ -20,9 +24,14 @@ from .match import Match
 from .plan import Plan
 from .program_memory import HeldArray
 from .report import CollectiveReport, Finding
+from .units import human_names
 
 LEAST_BYTES = 2**20  # of one execution; what is smaller costs latency alone
 NARROW = {"bfloat16": "bf16", "float16": "f16"}
+NUM_PLACES = 3  # that one finding names
+
+_GATHERED = re.compile(r"from sharding (?P<before>.+) to (?P<after>.+) efficiently for HLO operation "
+                       r"(?P<name>%?\S+) = (?P<type>\w+\[[\d,]*\])(?:.*?op_name=\"(?P<op_name>[^\"]+)\")?")  # fmt: skip
 
 
 def lint(
@@ -39,9 +48,9 @@ def lint(
     loop."""
     large = [each for each in collectives if each.bytes // each.count >= LEAST_BYTES]
     found = [finding for each in large for finding in _of_collective(plan, each, matches.get(each.name, ()), planned)]
-    found.sort(key=lambda costly: -costly.cost)
-    crossing = (each.finding for each in found)
-    return (*crossing, *_attention(plan), *map(_gathered_whole, notes), *_held_whole(plan, held))
+    others = (*_attention(plan), *map(_gathered_whole, notes), *_held_whole(plan, held))
+    merged = _merged([*found, *(Costly(0, finding) for finding in others)])
+    return tuple(each.finding for each in sorted(merged, key=lambda each: -each.cost))
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,27 @@ class Costly:
 
     cost: int
     finding: Finding
+
+
+def _merged(found: Sequence[Costly]) -> list[Costly]:
+    """Those that differ in their place alone as one, with what they cost together."""
+    alike: dict[Finding, list[Costly]] = {}
+    for each in found:
+        alike.setdefault(each.finding.model_copy(update={"where": ""}), []).append(each)
+    return [
+        replace(group[0], cost=sum(each.cost for each in group), finding=_at_all_places(group))
+        for group in alike.values()
+    ]
+
+
+def _at_all_places(group: Sequence[Costly]) -> Finding:
+    first = group[0].finding
+    if len(group) == 1:
+        return first
+    dearest = sorted(group, key=lambda each: (-each.cost, each.finding.where))  # in whatever order a compiler has them
+    places = list(dict.fromkeys(each.finding.where for each in dearest))
+    where = f"{len(group)} places: {human_names(places, NUM_PLACES, between='; ')}"
+    return first.model_copy(update={"where": where})
 
 
 def _of_collective(
@@ -123,8 +153,13 @@ def _attention(plan: Plan) -> list[Finding]:
 
 
 def _gathered_whole(note: str) -> Finding:
+    """What XLA's partitioner says, without the time and the thread that it says first."""
+    what, where = note[max(0, note.find(REMATERIALIZATION)) :], "compiler"
+    if match := _GATHERED.search(note):
+        what = f"an array of {match['type']} is gathered whole: from sharding {match['before']} to {match['after']}"
+        where = f"{match['op_name'] or 'made by the compiler'} ({match['name'].lstrip('%')})"
     fix = "give the activations around it a rule over the same mesh axes"
-    return Finding(rule="gathered-whole", severity="warning", what=note, where="compiler", fix=fix)
+    return Finding(rule="gathered-whole", severity="warning", what=what, where=where, fix=fix)
 
 
 def _held_whole(plan: Plan, held: Sequence[HeldArray]) -> list[Finding]:

@@ -19,7 +19,7 @@ from typing import Literal
 
 from .analysis import direction_of
 from .gather import WEIGHT_SCOPE
-from .hlo import Instruction, Module, parse_module
+from .hlo import Instruction, Module
 from .schedule.buffers import Buffer, Buffers, read_buffers
 from .schedule.prices import kind_of
 
@@ -57,9 +57,8 @@ class PeakMemory:
     held: tuple[HeldArray, ...]
 
 
-def read_peak(text: str) -> PeakMemory:
-    """Raises HloError for a text that is no program."""
-    module = parse_module(text)
+def read_peak(module: Module) -> PeakMemory:
+    """Of a scheduled program. Raises HloError where it calls a computation that it does not have."""
     buffers = read_buffers(module)
     classes = classify(buffers, module)
     by_class = Counter[Class]()

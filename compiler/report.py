@@ -38,7 +38,7 @@ class TargetReport(Config):
 
 
 class ProgramReport(Config):
-    model: str
+    model: str  # the option that was chosen, with what is set otherwise: "llama2_7b (num_layers=4)"; else the family
     num_parameters: NonNegativeInt
     num_active_parameters: NonNegativeInt  # that a token meets
     tokens_per_step: PositiveInt

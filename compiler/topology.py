@@ -52,6 +52,11 @@ def check_compiler(target: TargetPlan) -> None:
         raise ConfigError([Problem("target", what, f"pip install 'meshloom[{extra}]'")])
 
 
+def installed_compilers() -> dict[str, str]:
+    """What is installed for chips, by their kind: {"GPU": "JAX's CUDA plugin", "TPU": "libtpu"}."""
+    return {platform.upper(): library for platform, (is_there, _, library) in _COMPILERS.items() if is_there()}
+
+
 def options_without_device(target: TargetPlan) -> dict[str, CompilerOption]:
     """Options that compiling for chips that are not there takes, beside those of the declaration, which win."""
     return {} if target.is_attached else WITHOUT_DEVICE.get(target.platform, {})
@@ -91,6 +96,6 @@ def _is_installed(module: str) -> bool:
 
 
 _COMPILERS: dict[str, tuple[Callable[[], bool], str, str]] = {
-    "tpu": (_has_libtpu, "tpu", "libtpu"),
     "gpu": (_has_cuda, "cuda", "JAX's CUDA plugin"),
+    "tpu": (_has_libtpu, "tpu", "libtpu"),
 }

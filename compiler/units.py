@@ -44,10 +44,10 @@ def human_share(share: float) -> str:
     return f"{share:.1%}".replace("%", " %")
 
 
-def human_names(names: Sequence[str], most: int) -> str:
+def human_names(names: Sequence[str], most: int, between: str = ", ") -> str:
     """(["a", "b", "c"], 2) -> 'a, b and 1 more'."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return between.join(names[:most]) + more
 
 
 def milliseconds(seconds: float) -> str:

@@ -131,17 +131,20 @@ def _explain(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG00
 
 
 def _compile(request: Request, flags: argparse.Namespace) -> int:
+    from meshloom.compiler.model_choice import chosen_model
+
     from .compile_command import compile_step, prepare_compile
     from .distributed import Processes
     from .process_log import process_log
 
     job, exit_codes = read_spec(request, then=prepare_compile), [2]
 
-    def task(_: DictConfig) -> None:
+    def task(composed: DictConfig) -> None:
         run_dir = _shown(Path(HydraConfig.get().runtime.output_dir))
+        model = chosen_model(composed, HydraConfig.get())
         with process_log(run_dir, Processes()):
             try:
-                exit_codes[0] = compile_step(job, run_dir, request=request, console=Console())
+                exit_codes[0] = compile_step(job, run_dir, request=request, model=model, console=Console())
             except MISTAKES as error:  # Hydra would print a line of its own about it
                 LOG.error(error, exc_info=isinstance(error, OSError))
                 exit_codes[0] = _show(as_config_error(error))

@@ -54,11 +54,9 @@ class CompileJob:
 
 def prepare_compile(spec: RunSpec) -> CompileJob:
     """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError."""
+    is_run = spec.target.kind == "cpu"
+    said = start_devices(spec.target, Processes()) if is_run else plan_without_devices(spec.target)
     with captured_stderr() as captured:
-        if spec.target.kind == "cpu":
-            start_devices(spec.target, Processes())
-        else:
-            plan_without_devices(spec.target)
         plan, devices, *_ = all_of(
             lambda: plan_run(spec),
             lambda: find_devices(spec.target, plan_target(spec.target, spec.precision.compute)),
@@ -66,20 +64,24 @@ def prepare_compile(spec: RunSpec) -> CompileJob:
         )
         check_can_judge(plan)
         check_compiler_options(spec.compiler_options, devices[0])
-    return CompileJob(plan, devices, captured.lines)
+    return CompileJob(plan, devices, (*said, *captured.lines))
 
 
-def compile_step(job: CompileJob, run_dir: Path, *, request: Request, console: Console) -> int:
+def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str | None, console: Console) -> int:
     """Compile, or find what was compiled before; write the report. Returns the exit code: 0, DOES_NOT_FIT or EXPOSED.
 
+    model: what the declaration calls its model, where it has a name.
     Raises ConfigError for compiler options that are wrong, RunFailed where the compiler fails.
     """
     _show_header(console, job)
-    made, searched = _compiled(job, run_dir, request, console)
+    compiler = StepCompiler(job.devices, run_dir, model, console)
+    made, searched = _compiled(job, compiler, request.overrides)
     plan, built = made.plan, made.built
     write_declaration(plan, run_dir)
     changes = _savings(plan, built, request) if does_fit(plan, built) is False else ()
-    report = build_report(plan, built, made.facts, made.estimate, made.schedule, changes=changes, search=searched)
+    report = build_report(
+        plan, built, made.facts, made.estimate, made.schedule, made.peak, changes=changes, search=searched
+    )
     refused = _refusal(report)
     place = None if refused else run_dir / FOLDER
     if place:
@@ -90,18 +92,17 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, console: C
 
 
 def _compiled(
-    job: CompileJob, run_dir: Path, request: Request, console: Console
+    job: CompileJob, compiler: StepCompiler, overrides: tuple[str, ...]
 ) -> tuple[CompiledStep, SearchReport | None]:
     """The step as it is declared; where a search is, the best that it finds."""
-    compiler = StepCompiler(job.devices, run_dir, console)
     try:
         with cached_compilation(None):
             if job.plan.spec.overlap.search is not None:
-                return search_overlap(job.plan, compiler, request.overrides)
-            return compiler.compile(job.plan, request.overrides, "compiling the train step"), None
+                return search_overlap(job.plan, compiler, overrides)
+            return compiler.compile(job.plan, overrides, "compiling the train step"), None
     except jax.errors.JaxRuntimeError as error:
         what = f"failed, and not for memory: {str(error).splitlines()[0]}"
-        fix = f"see {run_dir / COMPILER_LOG}; other compiler_options or another version of it may do"
+        fix = f"see {compiler.run_dir / COMPILER_LOG}; other compiler_options or another version of it may do"
         raise RunFailed(Problem("the compiler", what, fix), exit_code=1) from error
 
 
@@ -153,8 +154,6 @@ def _show_header(console: Console, job: CompileJob) -> None:
         LOG.info(line)
     say(console, f"meshloom compile: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {target.name}, "
         f"{plan.spec.tokens_per_step:,} tokens per step")  # fmt: skip
-    if plan.spec.target.kind == "local" and target.platform == "cpu":
-        say(console, "warning: no accelerator is attached: compiled for this machine's processor")
     for warning in plan.sharding.warnings:
         say(console, warning.as_warning())
 

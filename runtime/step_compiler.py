@@ -18,7 +18,9 @@ from meshloom.compiler.build_report import BuildFacts
 from meshloom.compiler.driver import PROGRAMS, Programs, lower
 from meshloom.compiler.estimate import StepEstimate, estimate_step
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
+from meshloom.compiler.hlo import parse_module
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.program_memory import PeakMemory, read_peak
 from meshloom.compiler.quiet import captured_stderr
 from meshloom.compiler.spec import RunSpec
 
@@ -32,7 +34,7 @@ COMPILER_LOG = Path("logs/compiler.log")
 @dataclass(frozen=True)
 class CompiledStep:
     """facts.cache says whether it was compiled before. artifact: where it is kept between runs; None: nowhere.
-    schedule: None where the step does not fit."""
+    schedule, peak: None where the step does not fit."""
 
     plan: Plan
     built: Built
@@ -40,15 +42,17 @@ class CompiledStep:
     artifact: Artifact | None
     estimate: StepEstimate
     schedule: ScheduleAnalysis | None
+    peak: PeakMemory | None
 
 
 @dataclass(frozen=True)
 class StepCompiler:
     """Compiles for the same devices. run_dir: what was compiled into it before is looked at, and the compiler's own
-    words are logged there."""
+    words are logged there. model: what the declaration calls its model, where it has a name."""
 
     devices: Sequence[Any]
     run_dir: Path
+    model: str | None
     console: Console
 
     def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> CompiledStep:
@@ -66,11 +70,13 @@ class StepCompiler:
         if not found:
             built = replace(built, notes=tuple(line for line in captured.lines if REMATERIALIZATION in line))
         cache = "hit" if found else "miss" if store else "off"
-        facts = BuildFacts(fingerprint, lower_seconds, cache, overrides, lowered.options_left_out)
+        facts = BuildFacts(fingerprint, lower_seconds, cache, overrides, lowered.options_left_out, self.model)
         estimate = estimate_step(plan)
-        schedule = analyse_schedule(built.text, plan, estimate.communication) if built.text is not None else None
+        module = parse_module(built.text) if built.text is not None else None
+        schedule = analyse_schedule(module, plan, estimate.communication) if module else None
+        peak = read_peak(module) if module else None
         kept = found or (self._kept(store, fingerprint, built, overrides) if store else None)
-        return CompiledStep(plan, built, facts, kept, estimate, schedule)
+        return CompiledStep(plan, built, facts, kept, estimate, schedule, peak)
 
     def _kept(self, store: Path, *artifact: Any) -> Artifact | None:
         """A store that cannot be written is a warning."""

@@ -54,11 +54,13 @@ class Precompiled:
 
 @dataclass(frozen=True)
 class Job:
-    """A run that was found to be right: its plan, its data, and what is loaded in the place of compiling."""
+    """A run that was found to be right: its plan, its data, what is loaded in the place of compiling, and what looking
+    for the devices printed."""
 
     plan: Plan
     data: Data
     precompiled: Precompiled | None = None
+    said: tuple[str, ...] = ()
 
 
 def prepare(spec: RunSpec) -> Job:
@@ -69,8 +71,8 @@ def prepare(spec: RunSpec) -> Job:
         plan_and_check(spec)  # raises the same, with all else that is wrong
         raise
     check_same_declaration(spec, processes)
-    start_devices(spec.target, processes)
-    job = plan_and_check(spec)
+    said = start_devices(spec.target, processes)
+    job = replace(plan_and_check(spec), said=said)
     return replace(job, precompiled=find_precompiled(job.plan, Path(spec.artifact))) if spec.artifact else job
 
 
@@ -106,6 +108,8 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
 
 def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console, processes: Processes) -> int:
     plan, data, spec, started = job.plan, job.data, job.plan.spec, time.perf_counter()
+    for line in job.said:
+        say(console, line, is_shown=False)
     show_header(console, plan)
     say(console, data.summary)
     start = find_shared_start(run_dir, plan, console, processes)

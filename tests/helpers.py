@@ -1,9 +1,11 @@
 """What several tests share: a reference step on one device, and ways to run a plan."""
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -158,3 +160,11 @@ def _each_collective(hlo: str) -> Iterator[tuple[str, list[int], int]]:
                 yield from visit(called, inner)
 
     yield from visit(entry[1], 1)
+
+
+def with_plugin(folder: Path, name: str, code: str) -> dict[str, str]:
+    """The environment of a process in which JAX finds this plugin, in the place of any of its name."""
+    path = folder / "plugins/jax_plugins" / name / "__init__.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(folder / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])])}

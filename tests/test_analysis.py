@@ -6,6 +6,7 @@ from conftest import plan_of
 from helpers import programs_of
 from meshloom.compiler.analysis import ScheduleAnalysis, analyse_schedule, direction_of, source_of
 from meshloom.compiler.estimate import estimate_step
+from meshloom.compiler.hlo import parse_module
 from meshloom.compiler.plan import Plan
 from test_schedule import GROUPS, START, compute, loop, module
 
@@ -37,7 +38,7 @@ def test_what_reduces_a_weight_is_its_gradient():
 
 def analysed(text: str, *overrides: str) -> tuple[ScheduleAnalysis, Plan]:
     plan = plan_of(*overrides)
-    return analyse_schedule(text, plan, estimate_step(plan).communication), plan
+    return analyse_schedule(parse_module(text), plan, estimate_step(plan).communication), plan
 
 
 V5E = ("target=v5e-4", "mesh.fsdp=4", "precision=bfloat16", "sharding.on_replicated=allow")
@@ -88,7 +89,7 @@ def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
     """In a program of the CPU's compiler, whose collectives keep their names."""
     plan = plan_of(f"sharding={sharding}")
     text = programs_of(plan).train.as_text()
-    analysis = analyse_schedule(text, plan, estimate_step(plan).communication)
+    analysis = analyse_schedule(parse_module(text), plan, estimate_step(plan).communication)
     paths = [array.array.path for array in plan.sharding.parameters]
     split = {array.array.path for array in plan.sharding.parameters if "fsdp" in str(array.spec)}
     kinds = {(each.kind, path) for each in analysis.collectives for path in paths if each.source.startswith(f"{path},")}

@@ -14,20 +14,24 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
 
 from conftest import SMALL, plan_of, spec_of
 from helpers import on_devices
 from meshloom.compiler.aot import Built, OutOfMemory, compile_ahead, option_problem, parse_out_of_memory
 from meshloom.compiler.build_report import BuildFacts, build_report
+from meshloom.compiler.compose import Request
 from meshloom.compiler.driver import Programs, build, lower
 from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
+from meshloom.compiler.hlo import parse, parse_module
 from meshloom.compiler.problems import DOES_NOT_FIT, ConfigError
+from meshloom.compiler.program_memory import read_peak
 from meshloom.compiler.quiet import captured_stderr
 from meshloom.compiler.report import Report
 from meshloom.compiler.step import build_train_step
 from meshloom.runtime.artifact import Artifact, find_artifact, load_programs, read_artifact, write_artifact
-from meshloom.runtime.compile_command import prepare_compile
+from meshloom.runtime.compile_command import CompileJob, compile_step, prepare_compile
 from meshloom.runtime.train import find_precompiled
 from test_cli import ENVIRONMENT, meshloom
 
@@ -176,8 +180,8 @@ def test_another_error_is_no_refusal_for_memory(said):
 
 def test_a_refused_program_still_has_a_report(lowered):
     refused = Built(None, None, OutOfMemory(638 * GIB, 16 * GIB, "too large"), {}, {}, 1.0, ())
-    facts = BuildFacts(_fingerprint(lowered), 1.0, "miss", ())
-    report = build_report(plan_of(*TINY), refused, facts, estimate_step(plan_of(*TINY)), schedule=None)
+    facts = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None)
+    report = build_report(plan_of(*TINY), refused, facts, estimate_step(plan_of(*TINY)), schedule=None, peak=None)
     assert report.memory.peak_bytes_per_chip == 638 * GIB
     assert report.memory.fits is False
     assert "does not fit" in report.unknown["step"]
@@ -186,8 +190,9 @@ def test_a_refused_program_still_has_a_report(lowered):
 
 
 def test_memory_of_the_report_is_that_of_the_compiled_program(lowered, built):
-    facts = BuildFacts(_fingerprint(lowered), 1.0, "miss", ())
-    memory = build_report(plan_of(*TINY), built, facts, estimate_step(plan_of(*TINY)), schedule=None).memory
+    facts = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None)
+    peak = read_peak(parse_module(built.text))
+    memory = build_report(plan_of(*TINY), built, facts, estimate_step(plan_of(*TINY)), schedule=None, peak=peak).memory
     stats = build(replace(lowered, init=None, evaluate=None, is_finite=None)).train.memory_analysis()
     known = {name: count or 0 for name, count in memory.breakdown.items() if name not in ("reserved", "code")}
     assert memory.peak_bytes_per_chip == sum(known.values())
@@ -201,12 +206,35 @@ def test_memory_of_the_report_is_that_of_the_compiled_program(lowered, built):
 
 def test_what_is_counted_wrong_is_not_told_apart(lowered, built):
     """The text of one program beside the figures of another."""
-    facts, estimate = BuildFacts(_fingerprint(lowered), 1.0, "miss", ()), estimate_step(plan_of(*TINY))
+    facts, estimate = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None), estimate_step(plan_of(*TINY))
     other = replace(built, memory=replace(built.memory, temporaries_bytes=2 * built.memory.temporaries_bytes))
-    report = build_report(plan_of(*TINY), other, facts, estimate, schedule=None)
+    peak = read_peak(parse_module(other.text))
+    report = build_report(plan_of(*TINY), other, facts, estimate, schedule=None, peak=peak)
     assert report.memory.breakdown["activations"] is None
     assert report.memory.breakdown["temporaries"] == other.memory.temporaries_bytes
     assert "the compiler counts" in report.unknown["memory.breakdown.activations"]
+
+
+def test_the_text_is_read_once(artifact, tmp_path, monkeypatch):
+    """It is megabytes, and the most of what is left to do where the program was compiled before."""
+    read = []
+
+    class Counted(parse._Computations):
+        def __init__(self):
+            super().__init__()
+            read.append(self)
+
+    monkeypatch.setattr(parse, "_Computations", Counted)
+    shutil.copytree(artifact.place, tmp_path / "run/artifact")
+    (tmp_path / "run/logs").mkdir()
+    job = CompileJob(plan_of(*TINY), jax.devices())
+    console = Console(quiet=True)
+    assert compile_step(job, tmp_path / "run", request=Request(TINY), model=None, console=console) == 0
+    report = Report.model_validate_json((tmp_path / "run/report.json").read_text())
+    assert (report.build.cache, report.program.model) == ("hit", "decoder")
+    assert report.collectives
+    assert report.memory.breakdown["gradients"]
+    assert len(read) == 1
 
 
 def test_wrong_compiler_options_are_all_told_before_anything_is_written():
@@ -289,6 +317,22 @@ def test_another_run_directory_takes_over_what_was_compiled(compiled):
     assert json.loads((compiled / "other/report.json").read_text())["build"]["cache"] == "hit"
     ours, theirs = (read_artifact(compiled / name) for name in ("other", "run"))
     assert ours.built == theirs.built
+
+
+def test_the_models_name_is_told_everywhere_and_is_no_part_of_the_program(compiled):
+    (compiled / "conf/model").mkdir(parents=True)
+    (compiled / "conf/model/same.yaml").write_text("defaults: [tiny, _self_]\n")
+    done = meshloom("compile", "--config-dir=conf", *LINE, "model=same", "hydra.run.dir=same", cwd=compiled)
+    assert "compiled before, nothing to do" in done.stdout, done.stderr
+    changes = "(initializer_stddev=0.2, embed_dim=32 and 5 more)"
+    assert f"\nsame {changes} on cpu-8: 8 chips" in done.stdout
+    assert f"<title>same {changes} on cpu-8" in (compiled / "same/report.html").read_text()
+    timeline = json.loads((compiled / "same/timeline.json").read_text())
+    assert f"same {changes} on cpu-8" in json.dumps(timeline)
+    diff = json.loads(meshloom("diff", "run", "same", "--json", cwd=compiled).stdout)
+    changed = [{"where": "program.model", "way": "changed", "before": f"tiny {changes}", "after": f"same {changes}"}]
+    assert diff["program"] == changed
+    assert [change for change in diff["config"] if change["where"].startswith("model")] == []
 
 
 @pytest.mark.slow

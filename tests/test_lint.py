@@ -1,20 +1,26 @@
 """Findings in collectives made by hand, against what the plan has; and none in what is compiled as planned."""
 
+import re
 from dataclasses import replace
 
+import jax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from conftest import plan_of
 from helpers import programs_of
 from meshloom.compiler.analysis import analyse_schedule
+from meshloom.compiler.aot import REMATERIALIZATION
 from meshloom.compiler.attention import AttentionPlan
 from meshloom.compiler.communication import PlannedCollective
 from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate import estimate_step
+from meshloom.compiler.hlo import parse_module
 from meshloom.compiler.lint import lint
 from meshloom.compiler.match import Match
 from meshloom.compiler.program_memory import HeldArray
+from meshloom.compiler.quiet import captured_stderr
 from meshloom.compiler.report import CollectiveReport, Finding
 
 MIB = 2**20
@@ -97,6 +103,47 @@ def test_what_the_compiler_says_itself_and_the_costly_ones_first():
     assert "dear" in findings[0].where
 
 
+def test_what_differs_in_its_place_alone_is_one_finding():
+    """The number of all, the places of those that cost most, and the cost of all together puts it first."""
+    alike = [found(kind="all-to-all", name=f"all-to-all.{i}", source=f"layers/{i}") for i in range(5)]
+    dearer = found(kind="all-to-all", name="dearer", count=8, bytes=8 * 64 * MIB, source="layers/5")
+    other = found(kind="all-to-all", name="other", bytes=9 * 4 * 64 * MIB)
+    findings = lint(plan_of(), [*alike, other, dearer], {}, (PLANNED,), ())
+    assert [re.findall(r"[\d.]+ MiB", finding.what) for finding in findings] == [["576.0 MiB"], ["64.0 MiB"]]
+    assert "places" not in findings[0].where
+    count, places = findings[1].where.split(": ", 1)
+    assert count == "6 places"
+    assert re.findall(r"\((\S+), in a loop", places) == ["dearer", "all-to-all.0", "all-to-all.1"]
+    assert places.endswith(" and 3 more")
+    more = [found(kind="all-to-all", name=f"more.{i}") for i in range(8)]
+    (first, _) = lint(plan_of(), [*alike, other, dearer, *more], {}, (PLANNED,), ())
+    assert first.where.startswith("14 places"), "now they cost more"
+    shuffled = lint(plan_of(), [dearer, *reversed(alike), other], {}, (PLANNED,), ())
+    assert shuffled == findings
+
+
+def test_what_the_partitioner_says_of_several_arrays_is_one_finding():
+    """As XLA itself says it, with the time and the thread before each line."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, PartitionSpec("y", None, "x"))
+    other = NamedSharding(mesh, PartitionSpec(None, ("x", "y")))
+
+    def moved(a, b):
+        return [jax.lax.with_sharding_constraint(2 * x, other) for x in (a, b)]
+
+    x = jax.ShapeDtypeStruct((16, 16, 16), "float32", sharding=split)
+    with captured_stderr() as captured:
+        jax.jit(moved).lower(x, x).compile()
+    notes = [line for line in captured.lines if REMATERIALIZATION in line]
+    (finding,) = lint(plan_of(), (), {}, (), notes)
+    assert re.match(r"an array of f32\[8,16,4\] is gathered whole: from sharding {.*'?} to {", finding.what)
+    assert re.fullmatch(r"2 places: a \(param[.\d]*\); b \(param[.\d]*\)", finding.where)
+    (unnamed,) = lint(plan_of(), (), {}, (), [notes[0].replace('op_name="a"', "")])
+    assert unnamed.where.startswith("made by the compiler (param")
+    (plain,) = lint(plan_of(), (), {}, (), ["W1 2 x.cc:1] [SPMD] Involuntary full rematerialization in other words"])
+    assert plain.what == "Involuntary full rematerialization in other words"
+
+
 TABLE = HeldArray(
     name="custom-call.4", kind="gradients", num_bytes=500 * MIB, shape=(32000, 4096),
     names=("jit(train_step)/shard_map/while/body/closed_call/add",), over_microbatches=("while.1",), over_others=(),
@@ -133,6 +180,6 @@ def test_real_programs_cross_what_the_plan_says(monkeypatch, sharding):
     monkeypatch.setattr("meshloom.compiler.lint.LEAST_BYTES", 1024)
     plan = plan_of(f"sharding={sharding}", f"mesh={sharding}")
     planned = estimate_step(plan).communication
-    analysis = analyse_schedule(programs_of(plan).train.as_text(), plan, planned)
+    analysis = analyse_schedule(parse_module(programs_of(plan).train.as_text()), plan, planned)
     findings = lint(plan, analysis.collectives, analysis.matches, planned, ())
     assert [finding.rule for finding in findings if finding.rule == "unplanned-collective"] == []

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from conftest import plan_of, spec_of
-from helpers import NoData, programs_of
+from helpers import NoData, programs_of, with_plugin
 from meshloom.compiler.driver import lower
 from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.compiler.spec import DistributedSpec
@@ -252,6 +252,19 @@ def test_a_crash_in_one_process_ends_all_and_is_in_its_log(tmp_path):
     where_it_was = {1: "Traceback", -signal.SIGABRT: "Fatal Python error: Aborted"}[code_0]
     assert where_it_was in (tmp_path / "run" / "logs" / "process-0.log").read_text(), err_0
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_what_plugins_say_is_in_each_log_and_one_line_on_the_terminal(tmp_path):
+    plugin = with_plugin(tmp_path, "xla_cuda13", "def initialize():\n    raise RuntimeError('no such driver')\n")
+    local = ("target=local", "sharding=ddp", "num_steps=2", "checkpoint=disabled")
+    processes = Started(tmp_path, *((*local, *keys) for keys in _keys(2, _free_port())), env=[plugin] * 2)
+    (code, _, said), (_, _, nothing) = processes.end()
+    assert (code, nothing) == (0, "")
+    assert said.startswith("warning: JAX's CUDA plugin ")
+    assert said.count("\n") == 1
+    for index in range(2):
+        assert "no such driver" in (tmp_path / f"run/logs/process-{index}.log").read_text()
 
 
 def test_rows_of_all_processes_are_the_batch_and_are_read_alone():

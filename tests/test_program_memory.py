@@ -127,7 +127,7 @@ def test_nested_loops_add_up():
 
 
 def classes(*lines: str, before: str = "") -> dict[str, int]:
-    found = read_peak(module(*lines, before=before)).by_class
+    found = read_peak(parse_module(module(*lines, before=before))).by_class
     return {name: count // 1024 for name, count in found.items()}
 
 
@@ -197,7 +197,7 @@ def recorded(name: str) -> str:
 )
 def test_the_peak_of_recorded_programs_is_xlas(name, peak_bytes, microbatch_tokens):
     """peak_bytes: `memory_analysis().peak_memory_in_bytes` of the same program."""
-    found = read_peak(recorded(name))
+    found = read_peak(parse_module(recorded(name)))
     assert found.num_bytes == pytest.approx(peak_bytes, rel=0.02)
     kept = microbatch_tokens * 4096 * 2  # the input of a layer, and that of the head
     assert 5 * kept <= found.by_class["activations"] <= 6 * kept + MIB
@@ -207,7 +207,7 @@ def test_the_peak_of_recorded_programs_is_xlas(name, peak_bytes, microbatch_toke
 
 
 def test_recorded_gradients_that_wait_whole_for_all_microbatches():
-    held = read_peak(recorded("llama_v5e8_two_microbatches")).held
+    held = read_peak(parse_module(recorded("llama_v5e8_two_microbatches"))).held
     whole = [each.shape for each in held if each.over_microbatches and each.num_bytes > 400 * MIB]
     assert sorted(whole) == [(4096, 32000), (32000, 4096)]
 
@@ -216,7 +216,9 @@ def test_recorded_gradients_that_wait_whole_for_all_microbatches():
 def test_the_peak_of_a_cpus_program_is_what_it_takes(sharding):
     """Its compiler packs without gaps, nearly."""
     compiled = programs_of(plan_of(f"sharding={sharding}", "num_microbatches=2")).train
-    assert read_peak(compiled.as_text()).num_bytes == pytest.approx(memory_of(compiled).taken_bytes, rel=0.03)
+    assert read_peak(parse_module(compiled.as_text())).num_bytes == pytest.approx(
+        memory_of(compiled).taken_bytes, rel=0.03
+    )
 
 
 def test_padding_and_elements_of_types():
