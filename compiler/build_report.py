@@ -66,7 +66,9 @@ def build_report(
     bound = roofline_seconds(estimate.roofline)
     if bound is None:
         unknown["step.roofline_seconds"] = "the target's peak or bandwidths are not known"
-    too_exposed = find_too_exposed(plan, schedule.step, schedule.collectives) if built.text else None
+    too_exposed = None
+    if built.text:
+        too_exposed = find_too_exposed(plan, schedule.step, schedule.collectives, is_searched=search is not None)
     found = lint(
         plan,
         schedule.collectives,

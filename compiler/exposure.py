@@ -13,8 +13,12 @@ TOO_EXPOSED = "too-exposed"
 NUM_NAMED = 3
 
 
-def find_too_exposed(plan: Plan, step: StepReport, collectives: Sequence[CollectiveReport]) -> Finding | None:
-    """None where nothing is demanded, or the schedule delivers it. What is not known is not delivered."""
+def find_too_exposed(
+    plan: Plan, step: StepReport, collectives: Sequence[CollectiveReport], *, is_searched: bool = False
+) -> Finding | None:
+    """None where nothing is demanded, or the schedule delivers it. What is not known is not delivered.
+
+    is_searched: this is the best of `overlap.search`."""
     limit, share = plan.spec.overlap.max_exposed, step.exposed_fraction
     if limit is None:
         return None
@@ -31,7 +35,7 @@ def find_too_exposed(plan: Plan, step: StepReport, collectives: Sequence[Collect
         severity="warning",
         what=f"{human_share(share)} of the step is exposed, and overlap.max_exposed allows {human_share(limit)}",
         where="; ".join(named),
-        fix=_fix(plan, step, collectives, limit),
+        fix=_fix(plan, step, collectives, limit, is_searched),
     )
 
 
@@ -57,7 +61,7 @@ def least_batch(
     return math.ceil(max(factors) * plan.spec.global_batch_size / shards) * shards
 
 
-def _fix(plan: Plan, step: StepReport, collectives: Sequence[CollectiveReport], limit: float) -> str:
+def _fix(plan: Plan, step: StepReport, collectives: Sequence[CollectiveReport], limit: float, is_searched: bool) -> str:
     compute, alone = step.compute_seconds or 0.0, total(each.alone_seconds for each in collectives)
     batch = least_batch(plan, compute, collectives, limit)
     takes = f"communication takes {human_seconds(alone or 0.0)} by itself and compute {human_seconds(compute)}"
@@ -65,5 +69,5 @@ def _fix(plan: Plan, step: StepReport, collectives: Sequence[CollectiveReport], 
         return f"{takes}: no schedule hides it at any batch; shard over fewer devices, or along faster links"
     if batch > plan.spec.global_batch_size:
         return f"{takes}: no schedule hides it; global_batch_size={batch} could"
-    choices = ["overlap=prefetch"] if not plan.spec.overlap.layers.prefetch else []
-    return f"{takes}: a better schedule could hide it; try {' or '.join([*choices, 'other compiler_options'])}"
+    choice = "a larger overlap.search.max_candidates, or other compiler_options" if is_searched else "overlap=auto"
+    return f"{takes}: a better schedule could hide it; try {choice}"

@@ -50,12 +50,13 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
     for place in range(1, num_most):
         if time.monotonic() - begun > search.budget_seconds:
             break
+        start = time.perf_counter()
         try:
             made = compiled(place)
             tried.append(_tried(candidates[place], made))
         except jax.errors.JaxRuntimeError as error:
             made = None
-            tried.append(_failed(candidates[place], str(error).splitlines()[0]))
+            tried.append(_failed(candidates[place], str(error).splitlines()[0], time.perf_counter() - start))
         say(compiler.console, line_of(tried[place]))
         if made and best_of(tried) == place:
             best = made
@@ -87,9 +88,9 @@ def _tried(one: Candidate, made: CompiledStep) -> TriedReport:
     )
 
 
-def _failed(one: Candidate, why: str) -> TriedReport:
+def _failed(one: Candidate, why: str, seconds: float) -> TriedReport:
     unknown = dict.fromkeys(("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "fits"))
-    return TriedReport(layers=one.loop, option_sets=one.option_sets, **unknown, compile_seconds=0.0, why_not=why)
+    return TriedReport(layers=one.loop, option_sets=one.option_sets, **unknown, compile_seconds=seconds, why_not=why)
 
 
 def _decision_file(plan: Plan, declared: CompiledStep, candidates: Sequence[Candidate]) -> Path | None:

@@ -1,11 +1,13 @@
 """`overlap.search`: which programs are compiled, in which order, and which is taken; option sets and their data."""
 
+import io
 import json
 import math
 from dataclasses import replace
 
 import jax
 import pytest
+from rich.console import Console
 
 import reports
 from conftest import SMALL, plan_of
@@ -21,6 +23,8 @@ from meshloom.compiler.report import Report, TriedReport
 from meshloom.compiler.search import FLAT, best_of, expected_seconds, find_candidates
 from meshloom.compiler.topology import check_compiler, find_devices
 from meshloom.compiler.views.facts import unknown_values
+from meshloom.compiler.views.page import render_page
+from meshloom.compiler.views.summary import show_summary
 from test_cli import meshloom
 
 V5P = ("target=v5p-128", "model=llama3_8b", "sharding=fsdp", "global_batch_size=64", "sequence_length=2048")
@@ -139,10 +143,18 @@ def test_most_options_of_each_set_are_known_to_the_compiler_that_is_installed(ch
         assert all(option_table().options[option].hazard for option in refused), f"{name}: {refused}"
 
 
-def test_what_was_not_chosen_is_nothing_unknown():
-    report = reports.fits()[0]
+def test_the_views_tell_what_was_tried_and_what_the_compiler_said():
+    report, events = reports.fits()
     searched = report.model_copy(update={"search": reports.searched()})
-    assert list(unknown_values(searched)) == list(unknown_values(report))
+    assert list(unknown_values(searched)) == list(unknown_values(report)), "what was not chosen is nothing unknown"
+    page = render_page(searched, events, plan_of())
+    assert "<b>prefetch 1, deferred, unroll 2, async_fusion</b>" in page
+    assert "INTERNAL: &lt;b&gt;no&lt;/b&gt;" in page
+    assert "<h2>What overlap.search compiled</h2>" not in render_page(report, events, plan_of())
+    console = Console(file=io.StringIO(), width=100)
+    show_summary(searched, console, files=())
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "best of 3: prefetch 1, deferred, unroll 2, async_fusion, 12.1 % shorter than scan" in told
 
 
 @pytest.mark.slow

@@ -120,9 +120,8 @@ def _search(report: Report) -> Iterable[str]:
     if search.chosen and declared.predicted_seconds and chosen.predicted_seconds:
         saved = 1 - chosen.predicted_seconds / declared.predicted_seconds
         gain = f", {human_share(saved)} shorter than {name_of(declared.layers, declared.option_sets)}"
-    left = f" ({search.num_left} left out)" if search.num_left else ""
-    yield (f"[bold]search[/]   {escape(name_of(chosen.layers, chosen.option_sets))}{escape(gain)}; "
-           f"best of {len(search.tried)}{left}")  # fmt: skip
+    name = name_of(chosen.layers, chosen.option_sets)
+    yield f"[bold]search[/]   best of {len(search.tried)}: {escape(name + gain)}"
 
 
 def _bar(shares: Sequence[float], styles: Sequence[str], mark: float | None = None) -> str:
