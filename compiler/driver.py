@@ -13,6 +13,7 @@ from .attention import plan_attention
 from .batch import batch_arrays, check_batch, check_length
 from .finite import is_finite
 from .flops import model_flops_per_step
+from .gradients import check_gradients
 from .loss import plan_loss_blocks
 from .mesh import plan_mesh
 from .optimizer import build_optimizer, check_schedule
@@ -43,6 +44,7 @@ def plan_run(spec: RunSpec) -> Plan:
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
     )
+    check_gradients(spec, sharding)
     optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
     return Plan(

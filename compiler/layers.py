@@ -1,23 +1,26 @@
 """The loop over the layers of a stack. The compiler owns it, so one model serves every way to run it.
 
 `scan_layers` gathers a layer's weights where the layer begins. `prefetch_layers` gathers those of a later layer beside
-the layer that computes, forward and backward, and may reduce-scatter a layer's gradient beside the backward pass of the
-layer below: nothing waits for what a trip of the loop starts until the trip is over.
+the layer that computes, forward and backward, and may reduce a layer's gradient beside the backward pass of the layer
+below: nothing waits for what a trip of the loop starts until the trip is over.
 
     forward    trip t:  gather W[t + d]             x = layer(W[t], x)
     backward   trip t:  gather W[t - d]             dx, dW[t] = derivative of layer(W[t], x[t])
-                        reduce-scatter dW[t + 1]
+                        reduce dW[t + 1]
+
+Reducing is the reduce-scatter of fully sharded weights, and where the pass is the last of a step (`Reduction.is_last`)
+what else there is to add up: over replicas, or over all devices.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .gather import WeightLayout, fetch, gather_all, send_back
+from .gather import WeightLayout, Weights, fetch, send_back
 from .overlap_spec import LayerLoop
 from .remat import Policy
 
@@ -25,45 +28,29 @@ from .remat import Policy
 LayerFn = Callable[[Any, Any, Array, Array], Array]
 
 
-@dataclass(frozen=True)
-class StackedWeights:
-    """The parameters of a stack: trees of arrays whose first dimension is `layers`. slots, working: see `gather`."""
-
-    slots: Any
-    working: Any
-    layouts: Any  # of WeightLayout
-    reduction_dtype: Any
-
-    @property
-    def num_layers(self) -> int:
-        return jax.tree.leaves(self.working)[0].shape[0]
-
-
-def run_layers(
-    layer: LayerFn, weights: StackedWeights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop
-) -> Array:
-    """All layers of a stack, one after the other. policy: what of a layer is kept for the backward pass (remat.py)."""
+def run_layers(layer: LayerFn, weights: Weights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop) -> Array:
+    """All layers of a stack, one after the other. weights: arrays whose first dimension is `layers`. policy: what of a
+    layer is kept for the backward pass (remat.py)."""
     run = prefetch_layers if loop.prefetch else scan_layers
     return run(layer, weights, shared, x, policy=policy, loop=loop)
 
 
-def scan_layers(
-    layer: LayerFn, weights: StackedWeights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop
-) -> Array:
+def scan_layers(layer: LayerFn, weights: Weights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop) -> Array:
     """One layer's program, run once per layer."""
 
-    def one(x: Array, slots: Any, working: Any, index: Array) -> Array:
-        return layer(gather_all(slots, working, weights.layouts, weights.reduction_dtype), shared, index, x)
+    def one(x: Array, slots: Any, before: Any, working: Any, index: Array) -> Array:
+        of_layer = replace(weights, slots=slots, before=before, working=working)
+        return layer(of_layer.gathered(), shared, index, x)
 
     # prevent_cse guards against the compiler merging both passes; in a loop they cannot be merged.
     kept = jax.checkpoint(one, policy=policy, prevent_cse=False)
-    layers = (weights.slots, weights.working, jnp.arange(weights.num_layers))
+    layers = (weights.slots, weights.before, weights.working, jnp.arange(_num_layers(weights)))
     return jax.lax.scan(lambda x, stored: (kept(x, *stored), None), x, layers, unroll=loop.unroll)[0]
 
 
 def prefetch_layers(
     layer: LayerFn,
-    weights: StackedWeights,
+    weights: Weights,
     shared: Any,
     x: Array,
     *,
@@ -76,13 +63,12 @@ def prefetch_layers(
     trips of the backward pass gather the first layer in vain, and its first reduces zeros where gradients are deferred:
     a trip is one program.
     """
-    num_layers = weights.num_layers
+    num_layers = _num_layers(weights)
     distance = min(loop.prefetch, num_layers)
     tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
     layouts: list[WeightLayout] = jax.tree.leaves(weights.layouts)
-    dtypes = [slot.dtype for slot in jax.tree.leaves(weights.slots)]
     ahead = [bool(layout.gathered) for layout in layouts]
-    late = [loop.deferred_reduce_scatter and bool(layout.scattered) for layout in layouts]
+    late = [loop.deferred_reduce_scatter and layout.crosses(weights.reduction) for layout in layouts]
 
     def flat(whole: list[Array], shared: list[Array], index: Array, x: Array) -> Array:
         """`layer` with lists for trees: the residuals of a derivative then are tuples, in the same order."""
@@ -93,19 +79,21 @@ def prefetch_layers(
     def fetched(working: Any, index: Array, which: Sequence[bool]) -> list[Array]:
         """Weights of a layer, whole; of those that `which` has."""
         chosen, _ = _split(list(zip(jax.tree.leaves(working), layouts, strict=True)), which)
-        return [fetch(jax.lax.dynamic_index_in_dim(w, index, keepdims=False), layout) for w, layout in chosen]
+        return [fetch(_row(w, index), layout) for w, layout in chosen]
 
     def whole(working: Any, index: Array, arrived: list[Array]) -> list[Array]:
         return _merged(arrived, fetched(working, index, [not is_ahead for is_ahead in ahead]), ahead)
 
-    def sent_back(gradients: list[Array], which: Sequence[bool]) -> list[Array]:
-        chosen, _ = _split(list(zip(layouts, dtypes, strict=True)), which)
+    def sent_back(gradients: list[Array], before: Any, index: Array, which: Sequence[bool]) -> list[Array]:
+        """Gradients of a layer; of those weights that `which` has."""
+        totals = [None] * len(layouts) if before is None else jax.tree.leaves(before)
+        chosen, _ = _split(list(zip(totals, layouts, strict=True)), which)
         return [
-            send_back(gradient, layout, weights.reduction_dtype, dtype)
-            for gradient, (layout, dtype) in zip(gradients, chosen, strict=True)
+            send_back(gradient, None if total is None else _row(total, index), layout, weights.reduction)
+            for gradient, (total, layout) in zip(gradients, chosen, strict=True)
         ]
 
-    def forward(_: Any, working: Any, shared: Any, x: Array) -> tuple[Array, Any]:
+    def forward(_: Any, before: Any, working: Any, shared: Any, x: Array) -> tuple[Array, Any]:
         def trip(carry: tuple[Array, list[Any]], t: Array) -> tuple[tuple[Array, list[Any]], Any]:
             x, (arrived, *on_the_way) = carry
             beyond = t + distance  # past the last layer: what the backward pass begins with
@@ -117,10 +105,10 @@ def prefetch_layers(
 
         first = [fetched(working, jnp.array(index), ahead) for index in range(distance)]
         (x, last), pull_backs = jax.lax.scan(trip, (x, first), jnp.arange(num_layers), unroll=loop.unroll)
-        return x, (working, shared, last, pull_backs)
+        return x, (before, working, shared, last, pull_backs)
 
-    def backward(saved: Any, dx: Array) -> tuple[Any, None, None, Array]:
-        working, shared, last, pull_backs = saved
+    def backward(saved: Any, dx: Array) -> tuple[Any, None, None, None, Array]:
+        before, working, shared, last, pull_backs = saved
 
         def trip(carry: tuple[Array, list[Any], list[Array]], trip: Any) -> Any:
             (dx, (arrived, *on_the_way), above), (t, pull_back) = carry, trip
@@ -129,7 +117,8 @@ def prefetch_layers(
             pull_back.args_res[:3] = map(_put_back, pull_back.args_res[:3], arguments)
             dw, _, _, dx = pull_back(dx)
             below, now = _split(dw, late)
-            shards = (sent_back(above, late), sent_back(now, [not is_late for is_late in late]))
+            sent_late = sent_back(above, before, jnp.minimum(t + 1, num_layers - 1), late)
+            shards = (sent_late, sent_back(now, before, t, [not is_late for is_late in late]))
             return (dx, [*on_the_way, next_one], below), shards
 
         gradients = jax.eval_shape(lambda: whole(working, jnp.array(0), last[0]))  # as large as the weights
@@ -138,16 +127,24 @@ def prefetch_layers(
             trip, (dx, last, zeros), (jnp.arange(num_layers), pull_backs), reverse=True, unroll=loop.unroll
         )
         # A trip's deferred gradients are those of the layer above.
-        lowest = sent_back(lowest, late)
+        lowest = sent_back(lowest, before, jnp.array(0), late)
         deferred = [jnp.concatenate([low[None], up[:-1]]) for low, up in zip(lowest, above, strict=True)]
-        return jax.tree.unflatten(tree, _merged(deferred, now, late)), None, None, dx
+        return jax.tree.unflatten(tree, _merged(deferred, now, late)), None, None, None, dx
 
     @jax.custom_vjp
-    def run(slots: Any, working: Any, shared: Any, x: Array) -> Array:
-        return forward(slots, working, shared, x)[0]
+    def run(slots: Any, before: Any, working: Any, shared: Any, x: Array) -> Array:
+        return forward(slots, before, working, shared, x)[0]
 
     run.defvjp(forward, backward)
-    return run(weights.slots, weights.working, shared, x)
+    return run(weights.slots, weights.before, weights.working, shared, x)
+
+
+def _num_layers(weights: Weights) -> int:
+    return jax.tree.leaves(weights.working)[0].shape[0]
+
+
+def _row(stacked: Array, index: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
 
 
 def _left_out(residuals: Any) -> Any:

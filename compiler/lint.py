@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from .array_layout import ArrayPlan
 from .communication import PlannedCollective
 from .gather import WEIGHT_SCOPE
+from .gradients import accumulated_layouts
 from .match import Match
 from .plan import Plan
 from .program_memory import HeldArray
@@ -129,7 +130,7 @@ def _gathered_whole(note: str) -> Finding:
 
 def _held_whole(plan: Plan, held: Sequence[HeldArray]) -> list[Finding]:
     """A finding for each parameter, the largest first."""
-    gradients = plan.sharding.parameters if plan.spec.sharding.gradients == "parameters" else plan.sharding.optimizer
+    gradients = accumulated_layouts(plan.spec, plan.sharding)
     found: dict[tuple[str, str], tuple[int, Finding]] = {}
     for each in held:
         layouts = gradients if each.kind == "gradients" else plan.sharding.parameters

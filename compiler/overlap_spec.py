@@ -16,6 +16,7 @@ class LayerLoop(Config):
     unroll: PositiveInt  # layers in a trip
     prefetch: NonNegativeInt  # layers whose weights are gathered ahead
     deferred_reduce_scatter: bool  # a layer's gradients cross while the layer below runs backward; needs prefetch
+    reduce_in_backward: bool  # what is reduced once per step crosses while the last microbatch runs backward
 
     @model_validator(mode="after")
     def _check(self) -> Self:

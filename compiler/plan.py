@@ -15,6 +15,7 @@ from .arrays import Array
 from .attention import AttentionPlan
 from .batch import batch_arrays
 from .gather import axes_of
+from .gradients import accumulated_layouts
 from .mesh import MeshPlan
 from .sharding import ShardingPlan
 from .spec import RunSpec
@@ -73,8 +74,7 @@ def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract:
     precision, params = spec.precision, abstract["params"]
     scalars = sum(x.dtype.itemsize for x in jax.tree.leaves(abstract) if not x.shape)
     scalars_of_optimizer = sum(x.dtype.itemsize for x in jax.tree.leaves(abstract["optimizer"]) if not x.shape)
-    accumulated = sharding.parameters if spec.sharding.gradients == "parameters" else sharding.optimizer
-    gradients_specs = like(params, {plan.array.path: plan.spec for plan in accumulated})
+    gradients_specs = like(params, {plan.array.path: plan.spec for plan in accumulated_layouts(spec, sharding)})
     is_cast = precision.compute != precision.parameters
     return MemoryPlan(
         parameters=size(params, specs["params"]),
