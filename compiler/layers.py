@@ -67,6 +67,7 @@ def prefetch_layers(
     distance = min(loop.prefetch, num_layers)
     tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
     layouts: list[WeightLayout] = jax.tree.leaves(weights.layouts)
+    slots: list[Array] = jax.tree.leaves(weights.slots)
     ahead = [bool(layout.gathered) for layout in layouts]
     late = [loop.deferred_reduce_scatter and layout.crosses(weights.reduction) for layout in layouts]
 
@@ -93,6 +94,10 @@ def prefetch_layers(
             for gradient, (total, layout) in zip(gradients, chosen, strict=True)
         ]
 
+    def written(stacks: list[Array], rows: list[Array], index: Array) -> list[Array]:
+        pairs = zip(stacks, rows, strict=True)
+        return [jax.lax.dynamic_update_index_in_dim(stack, row, index, 0) for stack, row in pairs]
+
     def forward(_: Any, before: Any, working: Any, shared: Any, x: Array) -> tuple[Array, Any]:
         def trip(carry: tuple[Array, list[Any]], t: Array) -> tuple[tuple[Array, list[Any]], Any]:
             x, (arrived, *on_the_way) = carry
@@ -110,25 +115,25 @@ def prefetch_layers(
     def backward(saved: Any, dx: Array) -> tuple[Any, None, None, None, Array]:
         before, working, shared, last, pull_backs = saved
 
-        def trip(carry: tuple[Array, list[Any], list[Array]], trip: Any) -> Any:
-            (dx, (arrived, *on_the_way), above), (t, pull_back) = carry, trip
+        def trip(carry: tuple[Array, list[Any], list[Array], list[Array]], trip: Any) -> Any:
+            (dx, (arrived, *on_the_way), above, deferred), (t, pull_back) = carry, trip
             next_one = fetched(working, jnp.maximum(t - distance, 0), ahead)
             arguments = (whole(working, t, arrived), jax.tree.leaves(shared), t)
             pull_back.args_res[:3] = map(_put_back, pull_back.args_res[:3], arguments)
             dw, _, _, dx = pull_back(dx)
             below, now = _split(dw, late)
-            sent_late = sent_back(above, before, jnp.minimum(t + 1, num_layers - 1), late)
-            shards = (sent_late, sent_back(now, before, t, [not is_late for is_late in late]))
-            return (dx, [*on_the_way, next_one], below), shards
+            layer_above = jnp.minimum(t + 1, num_layers - 1)  # the first trip's is written again by the second
+            deferred = written(deferred, sent_back(above, before, layer_above, late), layer_above)
+            now = sent_back(now, before, t, [not is_late for is_late in late])
+            return (dx, [*on_the_way, next_one], below, deferred), now
 
         gradients = jax.eval_shape(lambda: whole(working, jnp.array(0), last[0]))  # as large as the weights
         zeros = [jnp.zeros(x.shape, x.dtype) for x in _split(gradients, late)[0]]
-        (dx, _, lowest), (above, now) = jax.lax.scan(
-            trip, (dx, last, zeros), (jnp.arange(num_layers), pull_backs), reverse=True, unroll=loop.unroll
+        deferred = [jnp.zeros(slot.shape, slot.dtype) for slot in _split(slots, late)[0]]
+        (dx, _, lowest, deferred), now = jax.lax.scan(
+            trip, (dx, last, zeros, deferred), (jnp.arange(num_layers), pull_backs), reverse=True, unroll=loop.unroll
         )
-        # A trip's deferred gradients are those of the layer above.
-        lowest = sent_back(lowest, before, jnp.array(0), late)
-        deferred = [jnp.concatenate([low[None], up[:-1]]) for low, up in zip(lowest, above, strict=True)]
+        deferred = written(deferred, sent_back(lowest, before, jnp.array(0), late), jnp.array(0))
         return jax.tree.unflatten(tree, _merged(deferred, now, late)), None, None, None, dx
 
     @jax.custom_vjp
