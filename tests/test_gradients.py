@@ -52,7 +52,7 @@ LOOPS = {f"scan, {unroll} in a trip": (unroll, 0, False) for unroll in (1, 2)} |
     for unroll in (1, 2)
     for deferred in (False, True)
 }
-SOME_LOOPS = ("scan, 1 in a trip", "prefetch 1, 1 in a trip, at once", "prefetch 2, 2 in a trip, one late")
+SOME_LOOPS = ("scan, 1 in a trip", "prefetch 2, 2 in a trip, one late")
 # When the sum over devices is taken: behind the backward pass, in it, or in it on top of microbatches before.
 BEHIND, INSIDE, ADDED = "behind", "in backward", "in backward, added"
 CASES = dict.fromkeys([
