@@ -13,14 +13,14 @@ what else there is to add up: over replicas, or over all devices.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .gather import WeightLayout, Weights, fetch, send_back
+from .gather import Reduction, WeightLayout, Weights, fetch, send_back
 from .overlap_spec import LayerLoop
 from .remat import Policy
 
@@ -66,10 +66,9 @@ def prefetch_layers(
     num_layers = _num_layers(weights)
     distance = min(loop.prefetch, num_layers)
     tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
-    layouts: list[WeightLayout] = jax.tree.leaves(weights.layouts)
     slots: list[Array] = jax.tree.leaves(weights.slots)
-    ahead = [bool(layout.gathered) for layout in layouts]
-    late = [loop.deferred_reduce_scatter and layout.crosses(weights.reduction) for layout in layouts]
+    stack = _stack_of(weights, loop)
+    ahead, late = stack.ahead, stack.late
 
     def flat(whole: list[Array], shared: list[Array], index: Array, x: Array) -> Array:
         """`layer` with lists for trees: the residuals of a derivative then are tuples, in the same order."""
@@ -77,38 +76,19 @@ def prefetch_layers(
 
     kept = jax.checkpoint(flat, policy=policy, prevent_cse=False)
 
-    def fetched(working: Any, index: Array, which: Sequence[bool]) -> list[Array]:
-        """Weights of a layer, whole; of those that `which` has."""
-        chosen, _ = _split(list(zip(jax.tree.leaves(working), layouts, strict=True)), which)
-        return [fetch(_row(w, index), layout) for w, layout in chosen]
-
-    def whole(working: Any, index: Array, arrived: list[Array]) -> list[Array]:
-        return _merged(arrived, fetched(working, index, [not is_ahead for is_ahead in ahead]), ahead)
-
-    def sent_back(gradients: list[Array], before: Any, index: Array, which: Sequence[bool]) -> list[Array]:
-        """Gradients of a layer; of those weights that `which` has."""
-        totals = [None] * len(layouts) if before is None else jax.tree.leaves(before)
-        chosen, _ = _split(list(zip(totals, layouts, strict=True)), which)
-        return [
-            send_back(gradient, None if total is None else _row(total, index), layout, weights.reduction)
-            for gradient, (total, layout) in zip(gradients, chosen, strict=True)
-        ]
-
-    def written(stacks: list[Array], rows: list[Array], index: Array) -> list[Array]:
-        pairs = zip(stacks, rows, strict=True)
-        return [jax.lax.dynamic_update_index_in_dim(stack, row, index, 0) for stack, row in pairs]
-
     def forward(_: Any, before: Any, working: Any, shared: Any, x: Array) -> tuple[Array, Any]:
         def trip(carry: tuple[Array, list[Any]], t: Array) -> tuple[tuple[Array, list[Any]], Any]:
             x, (arrived, *on_the_way) = carry
             beyond = t + distance  # past the last layer: what the backward pass begins with
-            next_one = fetched(working, jnp.where(beyond < num_layers, beyond, 2 * num_layers - 1 - beyond), ahead)
+            next_one = stack.fetched(
+                working, jnp.where(beyond < num_layers, beyond, 2 * num_layers - 1 - beyond), ahead
+            )
             pull_back: Any  # a pytree: its leaves are what the backward pass needs
-            x, pull_back = jax.vjp(kept, whole(working, t, arrived), jax.tree.leaves(shared), t, x)
+            x, pull_back = jax.vjp(kept, stack.whole(working, t, arrived), jax.tree.leaves(shared), t, x)
             pull_back.args_res[:3] = [_left_out(residuals) for residuals in pull_back.args_res[:3]]
             return (x, [*on_the_way, next_one]), pull_back
 
-        first = [fetched(working, jnp.array(index), ahead) for index in range(distance)]
+        first = [stack.fetched(working, jnp.array(index), ahead) for index in range(distance)]
         (x, last), pull_backs = jax.lax.scan(trip, (x, first), jnp.arange(num_layers), unroll=loop.unroll)
         return x, (before, working, shared, last, pull_backs)
 
@@ -117,23 +97,23 @@ def prefetch_layers(
 
         def trip(carry: tuple[Array, list[Any], list[Array], list[Array]], trip: Any) -> Any:
             (dx, (arrived, *on_the_way), above, deferred), (t, pull_back) = carry, trip
-            next_one = fetched(working, jnp.maximum(t - distance, 0), ahead)
-            arguments = (whole(working, t, arrived), jax.tree.leaves(shared), t)
+            next_one = stack.fetched(working, jnp.maximum(t - distance, 0), ahead)
+            arguments = (stack.whole(working, t, arrived), jax.tree.leaves(shared), t)
             pull_back.args_res[:3] = map(_put_back, pull_back.args_res[:3], arguments)
             dw, _, _, dx = pull_back(dx)
             below, now = _split(dw, late)
             layer_above = jnp.minimum(t + 1, num_layers - 1)  # the first trip's is written again by the second
-            deferred = written(deferred, sent_back(above, before, layer_above, late), layer_above)
-            now = sent_back(now, before, t, [not is_late for is_late in late])
+            deferred = _written(deferred, stack.sent_back(above, before, layer_above, late), layer_above)
+            now = stack.sent_back(now, before, t, _others(late))
             return (dx, [*on_the_way, next_one], below, deferred), now
 
-        gradients = jax.eval_shape(lambda: whole(working, jnp.array(0), last[0]))  # as large as the weights
+        gradients = jax.eval_shape(lambda: stack.whole(working, jnp.array(0), last[0]))  # as large as the weights
         zeros = [jnp.zeros(x.shape, x.dtype) for x in _split(gradients, late)[0]]
         deferred = [jnp.zeros(slot.shape, slot.dtype) for slot in _split(slots, late)[0]]
         (dx, _, lowest, deferred), now = jax.lax.scan(
             trip, (dx, last, zeros, deferred), (jnp.arange(num_layers), pull_backs), reverse=True, unroll=loop.unroll
         )
-        deferred = written(deferred, sent_back(lowest, before, jnp.array(0), late), jnp.array(0))
+        deferred = _written(deferred, stack.sent_back(lowest, before, jnp.array(0), late), jnp.array(0))
         return jax.tree.unflatten(tree, _merged(deferred, now, late)), None, None, None, dx
 
     @jax.custom_vjp
@@ -144,12 +124,54 @@ def prefetch_layers(
     return run(weights.slots, weights.before, weights.working, shared, x)
 
 
+@dataclass(frozen=True)
+class _Stack:
+    """The weights of a stack as lists. ahead: which are gathered ahead. late: of which gradients cross a trip late."""
+
+    layouts: list[WeightLayout]
+    reduction: Reduction
+    ahead: list[bool]
+    late: list[bool]
+
+    def fetched(self, working: Any, index: Array, which: Sequence[bool]) -> list[Array]:
+        """Weights of a layer, whole; of those that `which` has."""
+        chosen, _ = _split(list(zip(jax.tree.leaves(working), self.layouts, strict=True)), which)
+        return [fetch(_row(w, index), layout) for w, layout in chosen]
+
+    def whole(self, working: Any, index: Array, arrived: list[Array]) -> list[Array]:
+        return _merged(arrived, self.fetched(working, index, _others(self.ahead)), self.ahead)
+
+    def sent_back(self, gradients: list[Array], before: Any, index: Array, which: Sequence[bool]) -> list[Array]:
+        """Gradients of a layer, added to those before; of those weights that `which` has."""
+        totals = [None] * len(self.layouts) if before is None else jax.tree.leaves(before)
+        chosen, _ = _split(list(zip(totals, self.layouts, strict=True)), which)
+        return [
+            send_back(gradient, None if total is None else _row(total, index), layout, self.reduction)
+            for gradient, (total, layout) in zip(gradients, chosen, strict=True)
+        ]
+
+
+def _stack_of(weights: Weights, loop: LayerLoop) -> _Stack:
+    layouts: list[WeightLayout] = jax.tree.leaves(weights.layouts)
+    late = [loop.deferred_reduce_scatter and layout.crosses(weights.reduction) for layout in layouts]
+    return _Stack(layouts, weights.reduction, [bool(layout.gathered) for layout in layouts], late)
+
+
 def _num_layers(weights: Weights) -> int:
     return jax.tree.leaves(weights.working)[0].shape[0]
 
 
 def _row(stacked: Array, index: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
+
+
+def _written(stacks: list[Array], rows: list[Array], index: Array) -> list[Array]:
+    pairs = zip(stacks, rows, strict=True)
+    return [jax.lax.dynamic_update_index_in_dim(stack, row, index, 0) for stack, row in pairs]
+
+
+def _others(which: Sequence[bool]) -> list[bool]:
+    return [not is_one for is_one in which]
 
 
 def _left_out(residuals: Any) -> Any:

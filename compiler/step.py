@@ -67,6 +67,31 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     dropout_key: None for no dropout. Gradients are accumulated in `precision.gradients` over the microbatches, which
     run one after the other.
     """
+    batch_axes = plan.sharding.batch_axes
+    local = _build_local_loss(plan, with_gradients=with_gradients)
+    split = local
+    if batch_axes:
+        params_specs, update_specs = (
+            jax.tree.map(lambda p: keep_axes(p, batch_axes), specs, is_leaf=_is_spec)
+            for specs in (plan.specs["params"], update_layouts(plan.model, plan.sharding))
+        )
+        split = jax.shard_map(
+            local,
+            in_specs=(params_specs, PartitionSpec(batch_axes), PartitionSpec(), PartitionSpec()),
+            out_specs=(PartitionSpec(), update_specs) if with_gradients else PartitionSpec(),
+            axis_names=set(plan.mesh.sizes) - set(automatic_axes(plan)),
+            check_vma=False,  # the reductions are all written out, and tested against one device
+        )
+
+    def over_the_mesh(params: Params, batch: Batch, dropout_key: Array | None = None, scale: Any = 1.0) -> Any:
+        rows = {"row": jnp.arange(plan.spec.global_batch_size)}  # a sequence's number, whichever device has it
+        return split(params, batch | rows, dropout_key, jnp.asarray(scale, jnp.float32))
+
+    return over_the_mesh
+
+
+def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
+    """The same of this device's part of the batch, with its shards of the parameters."""
     spec, batch_axes = plan.spec, plan.sharding.batch_axes
     layouts = weight_layouts(plan)
     is_left = any(layout.is_reduced_once for layout in jax.tree.leaves(layouts))
@@ -81,6 +106,7 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
         num_targets = over_batch(jnp.sum(batch["targets"] != IGNORED_TARGET))
 
         def one(part: Batch, before: Params | None = None, *, is_last: bool = False) -> tuple[Array, Params | None]:
+            """Loss and gradients of a microbatch. before: gradients to add. is_last: they are reduced at once."""
             reduction = reductions[is_last]
 
             def objective(slots: Params) -> tuple[Array, Array]:
@@ -105,25 +131,7 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
             grads = jax.tree.map(lambda layout, g: reduce_gradient(g, layout, reductions[False]), layouts, grads)
         return sums, grads
 
-    split = local
-    if batch_axes:
-        params_specs, update_specs = (
-            jax.tree.map(lambda p: keep_axes(p, batch_axes), specs, is_leaf=_is_spec)
-            for specs in (plan.specs["params"], update_layouts(plan.model, plan.sharding))
-        )
-        split = jax.shard_map(
-            local,
-            in_specs=(params_specs, PartitionSpec(batch_axes), PartitionSpec(), PartitionSpec()),
-            out_specs=(PartitionSpec(), update_specs) if with_gradients else PartitionSpec(),
-            axis_names=set(plan.mesh.sizes) - set(automatic_axes(plan)),
-            check_vma=False,  # the reductions are all written out, and tested against one device
-        )
-
-    def over_the_mesh(params: Params, batch: Batch, dropout_key: Array | None = None, scale: Any = 1.0) -> Any:
-        rows = {"row": jnp.arange(spec.global_batch_size)}  # a sequence's number, whichever device has it
-        return split(params, batch | rows, dropout_key, jnp.asarray(scale, jnp.float32))
-
-    return over_the_mesh
+    return local
 
 
 def _sum_over(one: Callable[[Batch], Any], batch: Batch, num_microbatches: int) -> Any:
