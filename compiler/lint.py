@@ -66,7 +66,8 @@ def _of_collective(
     findings = []
     if each.dtype == "f32" and (narrow := NARROW.get(match.dtype)):
         findings.append(_wide(each, narrow))
-    if each.kind == "all-gather" and plan.spec.num_microbatches > 1 and each.count > match.count:
+    is_larger = each.count > match.count and each.bytes // each.count >= match.bytes_each
+    if each.kind == "all-gather" and plan.spec.num_microbatches > 1 and is_larger:
         findings.append(_repeated(plan, each, match))
     return findings
 
