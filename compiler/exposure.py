@@ -4,6 +4,9 @@ waits longer."""
 import math
 from collections.abc import Sequence
 
+import jax
+
+from .forward import weight_layouts
 from .plan import Plan
 from .report import CollectiveReport, Finding, StepReport, total
 from .units import human_seconds, human_share
@@ -65,5 +68,12 @@ def _fix(plan: Plan, step: StepReport, collectives: Sequence[CollectiveReport], 
         return f"{takes}: no schedule hides it at any batch; shard over fewer devices, or along faster links"
     if batch > plan.spec.global_batch_size:
         return f"{takes}: no schedule hides it; global_batch_size={batch} could"
-    choices = ["overlap=prefetch"] if not plan.spec.overlap.layers.prefetch else []
-    return f"{takes}: a better schedule could hide it; try {' or '.join([*choices, 'other compiler_options'])}"
+    return f"{takes}: a better schedule could hide it; try {' or '.join([*_choices(plan), 'other compiler_options'])}"
+
+
+def _choices(plan: Plan) -> list[str]:
+    """Other ways to run the layers."""
+    layers = plan.spec.overlap.layers
+    behind = any(layout.is_reduced_once for layout in jax.tree.leaves(weight_layouts(plan)))
+    choices = ["overlap.layers.reduce_in_backward=true"] if behind and not layers.reduce_in_backward else []
+    return choices if layers.prefetch else [*choices, "overlap=prefetch"]
