@@ -1,4 +1,4 @@
-"""How gradients lie while they are accumulated, and which declarations of it cannot be run."""
+"""How gradients lie while they are accumulated, and which declarations of that cannot be run."""
 
 from .array_layout import ArrayPlan
 from .problems import Problem, raise_if_any
@@ -27,14 +27,13 @@ def check_gradients(spec: RunSpec, sharding: ShardingPlan) -> None:
     ]
     for plan, d in split[:1]:
         where = f"sharding.optimizer[{d.rule}] splits the layers of '{plan.array.path}' over {', '.join(d.axes)}"
-        raise_if_any(
-            [
-                Problem(
-                    key,
-                    f"{value} reduces gradients layer by layer, and {where}",
-                    f"set {key}={other}, or split another dimension",
-                )
-                for key, (value, other, is_chosen) in chosen.items()
-                if is_chosen
-            ]
-        )
+        problems = [
+            Problem(
+                key,
+                f"{value} reduces gradients layer by layer, and {where}",
+                f"set {key}={other}, or split another dimension",
+            )
+            for key, (value, other, is_chosen) in chosen.items()
+            if is_chosen
+        ]
+        raise_if_any(problems)
