@@ -14,6 +14,7 @@ from .batch import batch_arrays, check_batch, check_length
 from .compiler_options import Options, plan_set_options, refused_options
 from .finite import is_finite
 from .flops import model_flops_per_step
+from .gradients import check_gradients
 from .loss import plan_loss_blocks
 from .mesh import plan_mesh
 from .optimizer import build_optimizer, check_schedule
@@ -46,6 +47,7 @@ def plan_run(spec: RunSpec) -> Plan:
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
     )
+    check_gradients(spec, sharding)
     optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
     return Plan(

@@ -13,8 +13,9 @@ from jax.tree_util import register_dataclass
 from meshloom.models import Context, Params
 
 from .attention import build_attend
-from .gather import WeightLayout, gather_all, keep_axes, plan_weight
-from .layers import StackedWeights, run_layers
+from .gather import WeightLayout, Weights, keep_axes, plan_weight
+from .gradients import accumulated_layouts
+from .layers import run_layers
 from .loss import sum_losses
 from .plan import Plan
 from .remat import build_policy, marked
@@ -23,40 +24,34 @@ from .trees import like
 Batch = dict[str, Array]  # int32 (sequences, sequence_length), by the names of batch_arrays
 
 
-def forward(
-    plan: Plan, layouts: Params, slots: Params, working: Params, part: Batch, dropout_key: Array | None
-) -> Array:
+def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None) -> Array:
     """The forward pass of one microbatch of this device: (objective, cross-entropy), summed over its targets.
 
-    slots, working: as `gather` takes them, a tree each. dropout_key: None for no dropout.
+    weights: of the model. dropout_key: None for no dropout.
     """
-    model, reduction = plan.model, jnp.dtype(plan.spec.precision.gradient_reduction)
+    model = plan.model
     make_context, shared = _context_maker(plan), _shared(part, dropout_key)
-
-    def gathered(name: str) -> Params:
-        return gather_all(slots[name], working[name], layouts[name], reduction)
-
     with jax.named_scope("embed"):
-        embed = gathered("embed")
+        embed = weights.piece("embed").gathered()
         x_BTE = model.embed.apply(embed, part["inputs"], make_context(shared, 0))
     num_before = 1
     for stack in model.stacks:
 
         def layer(
-            weights: Params, shared: Shared, index: Array, x_BTE: Array, stack=stack, num_before=num_before
+            params: Params, shared: Shared, index: Array, x_BTE: Array, stack=stack, num_before=num_before
         ) -> Array:
-            return stack.layer.apply(weights, x_BTE, make_context(shared, num_before + index))
+            return stack.layer.apply(params, x_BTE, make_context(shared, num_before + index))
 
-        weights = StackedWeights(slots[stack.name], working[stack.name], layouts[stack.name], reduction)
         policy = build_policy(plan.spec.remat, stack.name)
         with jax.named_scope(stack.name):
-            x_BTE = run_layers(layer, weights, shared, x_BTE, policy=policy, loop=plan.spec.overlap.layers)
+            stacked = weights.piece(stack.name)
+            x_BTE = run_layers(layer, stacked, shared, x_BTE, policy=policy, loop=plan.spec.overlap.layers)
         num_before += stack.num_layers
     with jax.named_scope("head"):
         context = make_context(replace(shared, dropout_keys_B=None), 0)
         return sum_losses(
             lambda params, x_BTE: model.head.apply(params, x_BTE, context),
-            model.head_params(gathered("head"), embed),
+            model.head_params(weights.piece("head").gathered(), embed),
             x_BTE,
             part["targets"],
             z_loss_weight=plan.spec.loss.z_loss_weight,
@@ -121,7 +116,7 @@ def weight_layouts(plan: Plan) -> Params:
     """A WeightLayout for every parameter, as a tree like them."""
     stacked = {stack.name for stack in plan.model.stacks}
     stored, updated = plan.sharding.parameters, plan.sharding.optimizer
-    accumulated = stored if plan.spec.sharding.gradients == "parameters" else updated
+    accumulated = accumulated_layouts(plan.spec, plan.sharding)
     layouts: dict[str, WeightLayout] = {
         p.array.path: plan_weight(
             p.array.path,

@@ -8,8 +8,8 @@ What XLA does on accelerators, as rules:
 3. What changes shape alone is the same array.
 4. A collective runs when its result is read; in a loop the next gather has begun by then. So gradients are reduced at
    the end of their loop.
-5. A pointwise result takes the place of an operand of its size that nothing reads any more; so does what a loop
-   hands on to what it was handed.
+5. A pointwise result takes the place of an operand of its size that nothing reads any more, and so does an array of
+   which a slice is written anew; what a loop hands on takes the place of what it was handed.
 
 The rest is in the order of the traced program.
 """
@@ -22,6 +22,7 @@ from itertools import pairwise
 from .program import Operation, Program
 
 _FUSED = ("pointwise", "reduce")
+_IN_PLACE = ("dynamic_update_slice",)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def fuse(program: Program, *, is_loop: bool) -> Fused:
                 done.update(i for link in chain for i in link.outputs)
         for i in writes:
             roots[i] = (i,)
-        steps.append(Step(operation, reads, writes, operation.kind in _FUSED))
+        steps.append(Step(operation, reads, writes, operation.kind in _FUSED or operation.name in _IN_PLACE))
     given = tuple(next(iter(read_by([i])), None) for i in program.outputs)
     return Fused(program, _late_collectives(steps, is_ahead=is_loop), given)
 

@@ -9,6 +9,7 @@ of the whole gradient for large groups on TPU, and always on CPU: twice the byte
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,9 +29,9 @@ class WeightLayout:
 
     path: of the parameter. gathered: dimensions whose shards are gathered for use. scattered: dimensions over which a
     gradient is reduce-scattered as soon as it is made. Both as a layer sees them; what follows is with the dimension
-    `layers`. split_early: what `scattered` splits more than `gathered` gathers. split_late: what the update splits more
-    than that, reduce-scattered once per step. reduced: the batch axes over which every device updates the same shard:
-    its gradient is summed over them once per step.
+    `layers`, the first one where `is_stacked`. split_early: what `scattered` splits more than `gathered` gathers.
+    split_late: what the update splits more than that, reduce-scattered once per step. reduced: the batch axes over
+    which every device updates the same shard: its gradient is summed over them once per step.
     automatic, automatic_stored: the part of its layout that is over axes that do not split the batch, and is XLA's to
     keep: as a layer sees it, and with the dimension `layers`. automatic_axes: all of those axes.
     """
@@ -41,9 +42,19 @@ class WeightLayout:
     split_early: Parts
     split_late: Parts
     reduced: Axes
+    is_stacked: bool
     automatic: PartitionSpec
     automatic_stored: PartitionSpec
     automatic_axes: Axes
+
+    @property
+    def is_reduced_once(self) -> bool:
+        """True where something of the gradient's reduction is left for once per step."""
+        return bool(self.reduced or self.split_late)
+
+    def crosses(self, reduction: "Reduction") -> bool:
+        """True where a backward pass sends the gradient over the network."""
+        return bool(self.scattered) or (reduction.is_last and self.is_reduced_once)
 
     @property
     def scope(self) -> Any:
@@ -84,10 +95,12 @@ def plan_weight(
     return WeightLayout(
         path=path,
         gathered=_parts(manual[0][first:]),
-        scattered=_parts(manual[1][first:]),
+        # One level of a hierarchy after the other: within the shards that are gathered first.
+        scattered=_added(manual[0][first:], manual[1][first:]) + _parts(manual[0][first:]),
         split_early=_added(manual[0], manual[1]),
         split_late=_added(manual[1], manual[2]),
         reduced=tuple(axis for axis in batch_axes if axis not in used),
+        is_stacked=is_stacked,
         automatic=PartitionSpec(*automatic[first:]),
         automatic_stored=PartitionSpec(*automatic),
         automatic_axes=automatic_axes,
@@ -108,31 +121,55 @@ def keep_axes(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*(entry or None for entry in kept))
 
 
-def gather(slot: Array, working: Array, layout: WeightLayout, reduction_dtype: Any) -> Array:
-    """The whole weight in the compute type.
+@dataclass(frozen=True)
+class Reduction:
+    """What a backward pass does with gradients. dtype: in which they cross the network. slot_dtype: in which they are
+    accumulated. is_last: once per step, they are reduced all the way to the layout of the update; else to the one that
+    they are accumulated in."""
 
-    slot: of the shape and type in which the gradient is accumulated; its values are not looked at, the gradient flows
-    to it. working: this device's shard in the compute type, cast once per step. The gradient crosses the network in
-    `reduction_dtype`.
+    dtype: Any
+    slot_dtype: Any
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Those of a model, a piece of it or a layer, and where their gradients go: trees alike.
+
+    slots: of the shape and type of each gradient; their values are not looked at, the gradient flows to them. before:
+    what the microbatches before have accumulated, which is added; None: nothing. working: this device's shards in the
+    compute type, cast once per step. layouts: of WeightLayout.
     """
 
+    slots: Any
+    before: Any
+    working: Any
+    layouts: Any
+    reduction: Reduction
+
+    def piece(self, name: str) -> "Weights":
+        before = None if self.before is None else self.before[name]
+        return Weights(self.slots[name], before, self.working[name], self.layouts[name], self.reduction)
+
+    def gathered(self) -> Any:
+        """The whole weights in the compute type, in a tree."""
+        before = jax.tree.map(lambda _: None, self.layouts) if self.before is None else self.before
+        return jax.tree.map(partial(_gather, self.reduction), self.layouts, self.slots, before, self.working)
+
+
+def _gather(reduction: Reduction, layout: WeightLayout, slot: Array, before: Array | None, working: Array) -> Array:
     @jax.custom_vjp
-    def use(_: Array, working: Array) -> Array:
+    def use(_: Array, _before: Array | None, working: Array) -> Array:
         return fetch(working, layout)
 
-    def forward(_: Array, working: Array) -> tuple[Array, None]:
-        return fetch(working, layout), None
+    def forward(_: Array, before: Array | None, working: Array) -> tuple[Array, Array | None]:
+        return fetch(working, layout), before
 
-    def backward(_: None, gradient: Array) -> tuple[Array, None]:
-        return send_back(gradient, layout, reduction_dtype, slot.dtype), None
+    def backward(before: Array | None, gradient: Array) -> tuple[Array, None, None]:
+        return send_back(gradient, before, layout, reduction), None, None
 
     use.defvjp(forward, backward)
-    return use(slot, working)
-
-
-def gather_all(slots: Any, working: Any, layouts: Any, reduction_dtype: Any) -> Any:
-    """`gather` of each weight of a tree."""
-    return jax.tree.map(lambda s, w, layout: gather(s, w, layout, reduction_dtype), slots, working, layouts)
+    return use(slot, before, working)
 
 
 def fetch(working: Array, layout: WeightLayout) -> Array:
@@ -143,37 +180,46 @@ def fetch(working: Array, layout: WeightLayout) -> Array:
         return _moved(lambda w: _all_gather(w, layout.gathered), layout.automatic)(working)
 
 
-def send_back(gradient: Array, layout: WeightLayout, reduction_dtype: Any, dtype: Any) -> Array:
-    """This device's part of the gradient of a whole weight, as `dtype`: where a part is kept, summed over the devices
-    that share it, in `reduction_dtype`."""
+def send_back(gradient: Array, before: Array | None, layout: WeightLayout, reduction: Reduction) -> Array:
+    """This device's part of the gradient of a whole weight of a layer: where a part is kept, summed over the devices
+    that share it. before: what is accumulated of it already."""
     if layout.scattered:
         scatter = _reduced(lambda g: _reduce_scatter(g, layout.scattered), layout.automatic, layout)
         with layout.scope:
-            gradient = scatter(gradient.astype(reduction_dtype))
-    return gradient.astype(dtype)
+            gradient = scatter(gradient.astype(reduction.dtype))
+    if before is not None:
+        gradient = before + gradient.astype(before.dtype)
+    if reduction.is_last and layout.is_reduced_once:
+        first = 1 if layout.is_stacked else 0
+        parts = tuple((dimension - first, axes) for dimension, axes in layout.split_late)
+        gradient = _reduced_once(gradient, parts, layout.automatic, layout, reduction.dtype)
+    return gradient.astype(reduction.slot_dtype)
 
 
-def gradient_slot(shard: Array, layout: WeightLayout, dtype: Any, num_shards: Callable[[Axes], int]) -> Array:
-    """The slot that the gradient of a stored parameter's shard is accumulated in. The compiler drops its values."""
+def gradient_slot(shard: Array, layout: WeightLayout, reduction: Reduction, num_shards: Callable[[Axes], int]) -> Array:
+    """The slot of the gradient of a stored parameter's shard. The compiler drops its values."""
     shape = list(shard.shape)
-    for dimension, axes in layout.split_early:
+    for dimension, axes in layout.split_early + (layout.split_late if reduction.is_last else ()):
         shape[dimension] //= num_shards(axes)
-    return jnp.zeros(shape, dtype)
+    return jnp.zeros(shape, reduction.slot_dtype)
 
 
-def reduce_gradient(gradient: Array, layout: WeightLayout, reduction_dtype: Any) -> Array:
-    """An accumulated gradient, summed over the batch axes that its use did not sum it over, in the layout of the
-    update: once per step."""
-    if not (layout.reduced or layout.split_late):
+def reduce_gradient(gradient: Array, layout: WeightLayout, reduction: Reduction) -> Array:
+    """An accumulated gradient, of all layers, summed over the batch axes that its use did not sum it over, in the
+    layout of the update."""
+    if not layout.is_reduced_once:
         return gradient
+    reduced = _reduced_once(gradient, layout.split_late, layout.automatic_stored, layout, reduction.dtype)
+    return reduced.astype(reduction.slot_dtype)
 
+
+def _reduced_once(gradient: Array, parts: Parts, automatic: PartitionSpec, layout: WeightLayout, dtype: Any) -> Array:
     def reduce(g: Array) -> Array:
-        g = _reduce_scatter(g, layout.split_late)
+        g = _reduce_scatter(g, parts)
         return jax.lax.psum(g, layout.reduced) if layout.reduced else g
 
     with layout.scope:
-        reduced = _reduced(reduce, layout.automatic_stored, layout)(gradient.astype(reduction_dtype))
-    return reduced.astype(gradient.dtype)
+        return _reduced(reduce, automatic, layout)(gradient.astype(dtype))
 
 
 def assemble(updated: Array, layout: WeightLayout) -> Array:

@@ -1,23 +1,26 @@
 """The loop over the layers of a stack. The compiler owns it, so one model serves every way to run it.
 
 `scan_layers` gathers a layer's weights where the layer begins. `prefetch_layers` gathers those of a later layer beside
-the layer that computes, forward and backward, and may reduce-scatter a layer's gradient beside the backward pass of the
-layer below: nothing waits for what a trip of the loop starts until the trip is over.
+the layer that computes, forward and backward, and may reduce a layer's gradient beside the backward pass of the layer
+below: nothing waits for what a trip of the loop starts until the trip is over.
 
     forward    trip t:  gather W[t + d]             x = layer(W[t], x)
     backward   trip t:  gather W[t - d]             dx, dW[t] = derivative of layer(W[t], x[t])
-                        reduce-scatter dW[t + 1]
+                        reduce dW[t + 1]
+
+Reducing is the reduce-scatter of fully sharded weights, and where the pass is the last of a step (`Reduction.is_last`)
+what else there is to add up: over replicas, or over all devices.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .gather import WeightLayout, fetch, gather_all, send_back
+from .gather import Reduction, WeightLayout, Weights, fetch, send_back
 from .overlap_spec import LayerLoop
 from .remat import Policy
 
@@ -25,45 +28,29 @@ from .remat import Policy
 LayerFn = Callable[[Any, Any, Array, Array], Array]
 
 
-@dataclass(frozen=True)
-class StackedWeights:
-    """The parameters of a stack: trees of arrays whose first dimension is `layers`. slots, working: see `gather`."""
-
-    slots: Any
-    working: Any
-    layouts: Any  # of WeightLayout
-    reduction_dtype: Any
-
-    @property
-    def num_layers(self) -> int:
-        return jax.tree.leaves(self.working)[0].shape[0]
-
-
-def run_layers(
-    layer: LayerFn, weights: StackedWeights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop
-) -> Array:
-    """All layers of a stack, one after the other. policy: what of a layer is kept for the backward pass (remat.py)."""
+def run_layers(layer: LayerFn, weights: Weights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop) -> Array:
+    """All layers of a stack, one after the other. weights: arrays whose first dimension is `layers`. policy: what of a
+    layer is kept for the backward pass (remat.py)."""
     run = prefetch_layers if loop.prefetch else scan_layers
     return run(layer, weights, shared, x, policy=policy, loop=loop)
 
 
-def scan_layers(
-    layer: LayerFn, weights: StackedWeights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop
-) -> Array:
+def scan_layers(layer: LayerFn, weights: Weights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop) -> Array:
     """One layer's program, run once per layer."""
 
-    def one(x: Array, slots: Any, working: Any, index: Array) -> Array:
-        return layer(gather_all(slots, working, weights.layouts, weights.reduction_dtype), shared, index, x)
+    def one(x: Array, slots: Any, before: Any, working: Any, index: Array) -> Array:
+        of_layer = replace(weights, slots=slots, before=before, working=working)
+        return layer(of_layer.gathered(), shared, index, x)
 
     # prevent_cse guards against the compiler merging both passes; in a loop they cannot be merged.
     kept = jax.checkpoint(one, policy=policy, prevent_cse=False)
-    layers = (weights.slots, weights.working, jnp.arange(weights.num_layers))
+    layers = (weights.slots, weights.before, weights.working, jnp.arange(_num_layers(weights)))
     return jax.lax.scan(lambda x, stored: (kept(x, *stored), None), x, layers, unroll=loop.unroll)[0]
 
 
 def prefetch_layers(
     layer: LayerFn,
-    weights: StackedWeights,
+    weights: Weights,
     shared: Any,
     x: Array,
     *,
@@ -76,13 +63,12 @@ def prefetch_layers(
     trips of the backward pass gather the first layer in vain, and its first reduces zeros where gradients are deferred:
     a trip is one program.
     """
-    num_layers = weights.num_layers
+    num_layers = _num_layers(weights)
     distance = min(loop.prefetch, num_layers)
     tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
-    layouts: list[WeightLayout] = jax.tree.leaves(weights.layouts)
-    dtypes = [slot.dtype for slot in jax.tree.leaves(weights.slots)]
-    ahead = [bool(layout.gathered) for layout in layouts]
-    late = [loop.deferred_reduce_scatter and bool(layout.scattered) for layout in layouts]
+    slots: list[Array] = jax.tree.leaves(weights.slots)
+    stack = _stack_of(weights, loop)
+    ahead, late = stack.ahead, stack.late
 
     def flat(whole: list[Array], shared: list[Array], index: Array, x: Array) -> Array:
         """`layer` with lists for trees: the residuals of a derivative then are tuples, in the same order."""
@@ -90,64 +76,102 @@ def prefetch_layers(
 
     kept = jax.checkpoint(flat, policy=policy, prevent_cse=False)
 
-    def fetched(working: Any, index: Array, which: Sequence[bool]) -> list[Array]:
-        """Weights of a layer, whole; of those that `which` has."""
-        chosen, _ = _split(list(zip(jax.tree.leaves(working), layouts, strict=True)), which)
-        return [fetch(jax.lax.dynamic_index_in_dim(w, index, keepdims=False), layout) for w, layout in chosen]
-
-    def whole(working: Any, index: Array, arrived: list[Array]) -> list[Array]:
-        return _merged(arrived, fetched(working, index, [not is_ahead for is_ahead in ahead]), ahead)
-
-    def sent_back(gradients: list[Array], which: Sequence[bool]) -> list[Array]:
-        chosen, _ = _split(list(zip(layouts, dtypes, strict=True)), which)
-        return [
-            send_back(gradient, layout, weights.reduction_dtype, dtype)
-            for gradient, (layout, dtype) in zip(gradients, chosen, strict=True)
-        ]
-
-    def forward(_: Any, working: Any, shared: Any, x: Array) -> tuple[Array, Any]:
+    def forward(_: Any, before: Any, working: Any, shared: Any, x: Array) -> tuple[Array, Any]:
         def trip(carry: tuple[Array, list[Any]], t: Array) -> tuple[tuple[Array, list[Any]], Any]:
             x, (arrived, *on_the_way) = carry
             beyond = t + distance  # past the last layer: what the backward pass begins with
-            next_one = fetched(working, jnp.where(beyond < num_layers, beyond, 2 * num_layers - 1 - beyond), ahead)
+            next_one = stack.fetched(
+                working, jnp.where(beyond < num_layers, beyond, 2 * num_layers - 1 - beyond), ahead
+            )
             pull_back: Any  # a pytree: its leaves are what the backward pass needs
-            x, pull_back = jax.vjp(kept, whole(working, t, arrived), jax.tree.leaves(shared), t, x)
+            x, pull_back = jax.vjp(kept, stack.whole(working, t, arrived), jax.tree.leaves(shared), t, x)
             pull_back.args_res[:3] = [_left_out(residuals) for residuals in pull_back.args_res[:3]]
             return (x, [*on_the_way, next_one]), pull_back
 
-        first = [fetched(working, jnp.array(index), ahead) for index in range(distance)]
+        first = [stack.fetched(working, jnp.array(index), ahead) for index in range(distance)]
         (x, last), pull_backs = jax.lax.scan(trip, (x, first), jnp.arange(num_layers), unroll=loop.unroll)
-        return x, (working, shared, last, pull_backs)
+        return x, (before, working, shared, last, pull_backs)
 
-    def backward(saved: Any, dx: Array) -> tuple[Any, None, None, Array]:
-        working, shared, last, pull_backs = saved
+    def backward(saved: Any, dx: Array) -> tuple[Any, None, None, None, Array]:
+        before, working, shared, last, pull_backs = saved
 
-        def trip(carry: tuple[Array, list[Any], list[Array]], trip: Any) -> Any:
-            (dx, (arrived, *on_the_way), above), (t, pull_back) = carry, trip
-            next_one = fetched(working, jnp.maximum(t - distance, 0), ahead)
-            arguments = (whole(working, t, arrived), jax.tree.leaves(shared), t)
+        def trip(carry: tuple[Array, list[Any], list[Array], list[Array]], trip: Any) -> Any:
+            (dx, (arrived, *on_the_way), above, deferred), (t, pull_back) = carry, trip
+            next_one = stack.fetched(working, jnp.maximum(t - distance, 0), ahead)
+            arguments = (stack.whole(working, t, arrived), jax.tree.leaves(shared), t)
             pull_back.args_res[:3] = map(_put_back, pull_back.args_res[:3], arguments)
             dw, _, _, dx = pull_back(dx)
             below, now = _split(dw, late)
-            shards = (sent_back(above, late), sent_back(now, [not is_late for is_late in late]))
-            return (dx, [*on_the_way, next_one], below), shards
+            layer_above = jnp.minimum(t + 1, num_layers - 1)  # the first trip's is written again by the second
+            deferred = _written(deferred, stack.sent_back(above, before, layer_above, late), layer_above)
+            now = stack.sent_back(now, before, t, _others(late))
+            return (dx, [*on_the_way, next_one], below, deferred), now
 
-        gradients = jax.eval_shape(lambda: whole(working, jnp.array(0), last[0]))  # as large as the weights
+        gradients = jax.eval_shape(lambda: stack.whole(working, jnp.array(0), last[0]))  # as large as the weights
         zeros = [jnp.zeros(x.shape, x.dtype) for x in _split(gradients, late)[0]]
-        (dx, _, lowest), (above, now) = jax.lax.scan(
-            trip, (dx, last, zeros), (jnp.arange(num_layers), pull_backs), reverse=True, unroll=loop.unroll
+        deferred = [jnp.zeros(slot.shape, slot.dtype) for slot in _split(slots, late)[0]]
+        (dx, _, lowest, deferred), now = jax.lax.scan(
+            trip, (dx, last, zeros, deferred), (jnp.arange(num_layers), pull_backs), reverse=True, unroll=loop.unroll
         )
-        # A trip's deferred gradients are those of the layer above.
-        lowest = sent_back(lowest, late)
-        deferred = [jnp.concatenate([low[None], up[:-1]]) for low, up in zip(lowest, above, strict=True)]
-        return jax.tree.unflatten(tree, _merged(deferred, now, late)), None, None, dx
+        deferred = _written(deferred, stack.sent_back(lowest, before, jnp.array(0), late), jnp.array(0))
+        return jax.tree.unflatten(tree, _merged(deferred, now, late)), None, None, None, dx
 
     @jax.custom_vjp
-    def run(slots: Any, working: Any, shared: Any, x: Array) -> Array:
-        return forward(slots, working, shared, x)[0]
+    def run(slots: Any, before: Any, working: Any, shared: Any, x: Array) -> Array:
+        return forward(slots, before, working, shared, x)[0]
 
     run.defvjp(forward, backward)
-    return run(weights.slots, weights.working, shared, x)
+    return run(weights.slots, weights.before, weights.working, shared, x)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The weights of a stack as lists. ahead: which are gathered ahead. late: of which gradients cross a trip late."""
+
+    layouts: list[WeightLayout]
+    reduction: Reduction
+    ahead: list[bool]
+    late: list[bool]
+
+    def fetched(self, working: Any, index: Array, which: Sequence[bool]) -> list[Array]:
+        """Weights of a layer, whole; of those that `which` has."""
+        chosen, _ = _split(list(zip(jax.tree.leaves(working), self.layouts, strict=True)), which)
+        return [fetch(_row(w, index), layout) for w, layout in chosen]
+
+    def whole(self, working: Any, index: Array, arrived: list[Array]) -> list[Array]:
+        return _merged(arrived, self.fetched(working, index, _others(self.ahead)), self.ahead)
+
+    def sent_back(self, gradients: list[Array], before: Any, index: Array, which: Sequence[bool]) -> list[Array]:
+        """Gradients of a layer, added to those before; of those weights that `which` has."""
+        totals = [None] * len(self.layouts) if before is None else jax.tree.leaves(before)
+        chosen, _ = _split(list(zip(totals, self.layouts, strict=True)), which)
+        return [
+            send_back(gradient, None if total is None else _row(total, index), layout, self.reduction)
+            for gradient, (total, layout) in zip(gradients, chosen, strict=True)
+        ]
+
+
+def _stack_of(weights: Weights, loop: LayerLoop) -> _Stack:
+    layouts: list[WeightLayout] = jax.tree.leaves(weights.layouts)
+    late = [loop.deferred_reduce_scatter and layout.crosses(weights.reduction) for layout in layouts]
+    return _Stack(layouts, weights.reduction, [bool(layout.gathered) for layout in layouts], late)
+
+
+def _num_layers(weights: Weights) -> int:
+    return jax.tree.leaves(weights.working)[0].shape[0]
+
+
+def _row(stacked: Array, index: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
+
+
+def _written(stacks: list[Array], rows: list[Array], index: Array) -> list[Array]:
+    pairs = zip(stacks, rows, strict=True)
+    return [jax.lax.dynamic_update_index_in_dim(stack, row, index, 0) for stack, row in pairs]
+
+
+def _others(which: Sequence[bool]) -> list[bool]:
+    return [not is_one for is_one in which]
 
 
 def _left_out(residuals: Any) -> Any:

@@ -20,6 +20,7 @@ from .aot import REMATERIALIZATION
 from .array_layout import ArrayPlan
 from .communication import PlannedCollective
 from .gather import WEIGHT_SCOPE
+from .gradients import accumulated_layouts
 from .match import Match
 from .plan import Plan
 from .program_memory import HeldArray
@@ -95,7 +96,8 @@ def _of_collective(
     findings = []
     if each.dtype == "f32" and (narrow := NARROW.get(match.dtype)):
         findings.append(_wide(each, narrow))
-    if each.kind == "all-gather" and plan.spec.num_microbatches > 1 and each.count > match.count:
+    is_larger = each.count > match.count and each.bytes // each.count >= match.bytes_each
+    if each.kind == "all-gather" and plan.spec.num_microbatches > 1 and is_larger:
         findings.append(_repeated(plan, each, match))
     return findings
 
@@ -164,7 +166,7 @@ def _gathered_whole(note: str) -> Finding:
 
 def _held_whole(plan: Plan, held: Sequence[HeldArray]) -> list[Finding]:
     """A finding for each parameter, the largest first."""
-    gradients = plan.sharding.parameters if plan.spec.sharding.gradients == "parameters" else plan.sharding.optimizer
+    gradients = accumulated_layouts(plan.spec, plan.sharding)
     found: dict[tuple[str, str], tuple[int, Finding]] = {}
     for each in held:
         layouts = gradients if each.kind == "gradients" else plan.sharding.parameters

@@ -17,6 +17,7 @@ class LayerLoop(Config):
     unroll: PositiveInt  # layers in a trip
     prefetch: NonNegativeInt  # layers whose weights are gathered ahead
     deferred_reduce_scatter: bool  # a layer's gradients cross while the layer below runs backward; needs prefetch
+    reduce_in_backward: bool  # what is reduced once per step crosses while the last microbatch runs backward
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -31,6 +32,7 @@ def name_of(loop: LayerLoop, option_sets: Sequence[str]) -> str:
     """A way to run the layers in a few words: "prefetch 1, deferred, unroll 2, sparse_core"."""
     words = [f"prefetch {loop.prefetch}"] if loop.prefetch else ["scan"]
     words += ["deferred"] if loop.deferred_reduce_scatter else []
+    words += ["reduced in backward"] if loop.reduce_in_backward else []
     words += [f"unroll {loop.unroll}"] if loop.unroll > 1 else []
     return ", ".join([*words, *option_sets])
 

@@ -17,6 +17,7 @@ from .attention import AttentionPlan
 from .batch import batch_arrays
 from .compiler_options import Options
 from .gather import axes_of
+from .gradients import accumulated_layouts
 from .mesh import MeshPlan
 from .sharding import ShardingPlan
 from .spec import RunSpec
@@ -77,8 +78,7 @@ def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract:
     precision, params = spec.precision, abstract["params"]
     scalars = sum(x.dtype.itemsize for x in jax.tree.leaves(abstract) if not x.shape)
     scalars_of_optimizer = sum(x.dtype.itemsize for x in jax.tree.leaves(abstract["optimizer"]) if not x.shape)
-    accumulated = sharding.parameters if spec.sharding.gradients == "parameters" else sharding.optimizer
-    gradients_specs = like(params, {plan.array.path: plan.spec for plan in accumulated})
+    gradients_specs = like(params, {plan.array.path: plan.spec for plan in accumulated_layouts(spec, sharding)})
     is_cast = precision.compute != precision.parameters
     return MemoryPlan(
         parameters=size(params, specs["params"]),

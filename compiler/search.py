@@ -14,6 +14,8 @@ from .communication import PlannedCollective
 from .compiler_options import OptionTable, option_table
 from .estimate import StepEstimate
 from .forward import weight_layouts
+from .gather import WeightLayout
+from .gradients import check_gradients
 from .links import collective_seconds
 from .overlap_spec import LayerLoop, name_of
 from .plan import Plan
@@ -21,7 +23,7 @@ from .problems import ConfigError, Problem
 from .report import TriedReport
 from .spec import RunSpec
 
-FLAT = LayerLoop(unroll=1, prefetch=0, deferred_reduce_scatter=False)
+FLAT = LayerLoop(unroll=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False)
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def expected_seconds(
     paths = {array.array.path for array in plan.sharding.parameters}
     hidden = {moved: table.hides(option_sets, moved, plan.target) for moved in ("weights", "activations")}
     is_copied = plan.target.platform in table.copies_carried and loop.prefetch and loop.unroll % (loop.prefetch + 1)
+    behind = {} if loop.reduce_in_backward else _reduced_behind(plan)
     exposed, link_seconds, copied_bytes = 0.0, 0.0, 0.0
     of_layers = [one for one in estimate.communication if one.source in paths and one.source.split("/")[0] in stacks]
     for one in estimate.communication:
@@ -90,7 +93,9 @@ def expected_seconds(
         is_gather = one.kind == "all-gather"
         if one.source not in paths:
             exposed += seconds if one.kind not in hidden["activations"] else 0.0
-        elif one.kind not in hidden["weights"] or one not in of_layers:
+            continue
+        is_behind = not is_gather and one.mesh_axes in behind.get(one.source, ())
+        if one.kind not in hidden["weights"] or one not in of_layers or is_behind:
             exposed += seconds
         elif not (loop.prefetch if is_gather else loop.deferred_reduce_scatter):
             alike = [other for other in of_layers if (other.kind, other.direction) == (one.kind, one.direction)]
@@ -102,6 +107,12 @@ def expected_seconds(
     return max(exposed, link_seconds - compute) + copied_bytes / bandwidth
 
 
+def _reduced_behind(plan: Plan) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """By a parameter's path, the mesh axes over which its gradient is reduced behind the whole backward pass."""
+    layouts: list[WeightLayout] = jax.tree.leaves(weight_layouts(plan))
+    return {each.path: (each.reduced, *(axes for _, axes in each.split_late)) for each in layouts}
+
+
 def best_of(tried: Sequence[TriedReport]) -> int | None:
     """The place of the shortest predicted step among those that fit; None where none does, or no step is predicted."""
     fitting = [(one.predicted_seconds, place) for place, one in enumerate(tried)
@@ -110,15 +121,31 @@ def best_of(tried: Sequence[TriedReport]) -> int | None:
 
 
 def _loops(plan: Plan) -> Iterator[LayerLoop]:
-    """Without collectives of layers' weights there is nothing to prefetch or to defer."""
+    """Where no weight is gathered there is nothing to prefetch; where every gradient is reduced as soon as it is made,
+    nothing to reduce earlier."""
     layouts = weight_layouts(plan)
     own = [layout for stack in plan.model.stacks for layout in jax.tree.leaves(layouts[stack.name])]
-    yield FLAT
-    if any(layout.gathered for layout in own):
-        yield FLAT.model_copy(update={"unroll": 2})
-        deferred = (False, True) if any(layout.scattered for layout in own) else (False,)
-        for is_deferred, unroll in product(deferred, (1, 2)):
-            yield LayerLoop(unroll=unroll, prefetch=1, deferred_reduce_scatter=is_deferred)
+    ahead = (0, 1) if any(layout.gathered for layout in own) else (0,)
+    for is_early, distance, unroll, is_deferred in product((False, True), ahead, (1, 2), (False, True)):
+        loop = LayerLoop(
+            unroll=unroll,
+            prefetch=distance,
+            deferred_reduce_scatter=bool(distance and is_deferred),
+            reduce_in_backward=is_early,
+        )
+        crosses = any(layout.scattered or (is_early and layout.is_reduced_once) for layout in own)
+        if (is_early and not _can_reduce_early(plan, loop)) or (is_deferred and not (distance and crosses)):
+            continue
+        yield loop
+
+
+def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
+    """True where some gradient is reduced once per step, and the layout of the update lets each layer's be."""
+    try:
+        check_gradients(Candidate(loop, (), 0.0).applied_to(plan.spec), plan.sharding)
+    except ConfigError:
+        return False
+    return any(layout.is_reduced_once for layout in jax.tree.leaves(weight_layouts(plan)))
 
 
 def _option_sets(plan: Plan, table: OptionTable) -> Iterator[tuple[str, ...]]:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from meshloom.models import IGNORED_TARGET, Params
 
 from .forward import Batch, automatic_axes, forward, weight_layouts
-from .gather import gradient_slot, keep_axes, reduce_gradient
+from .gather import Reduction, Weights, gradient_slot, keep_axes, reduce_gradient
 from .plan import Plan
 from .state import State, initial_loss_scale, update_layouts
 from .update import build_update
@@ -67,36 +67,8 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     dropout_key: None for no dropout. Gradients are accumulated in `precision.gradients` over the microbatches, which
     run one after the other.
     """
-    spec, batch_axes = plan.spec, plan.sharding.batch_axes
-    layouts = weight_layouts(plan)
-    reduction = jnp.dtype(spec.precision.gradient_reduction)
-    over_batch = partial(jax.lax.psum, axis_name=batch_axes) if batch_axes else lambda x: x
-
-    def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
-        with jax.named_scope("working_parameters"):
-            working = _cast(params, spec.precision.compute)
-        num_targets = over_batch(jnp.sum(batch["targets"] != IGNORED_TARGET))
-        slots = jax.tree.map(
-            lambda x, layout: gradient_slot(x, layout, spec.precision.gradients, plan.mesh.num_shards), params, layouts
-        )
-
-        def objective(slots: Params, part: Batch) -> tuple[Array, Array]:
-            """This device's part of the mean objective over all targets of the global batch, and of the summed loss."""
-            objective, loss = forward(plan, layouts, slots, working, part, dropout_key)
-            return objective / jnp.maximum(num_targets, 1), loss
-
-        def one(part: Batch) -> tuple[Array, Params | None]:
-            if not with_gradients:
-                return objective(slots, part)[1], None
-            _, pull_back, loss = jax.vjp(lambda slots: objective(slots, part), slots, has_aux=True)
-            return loss, pull_back(scale)[0]
-
-        loss, grads = _sum_over_microbatches(one, batch, spec.num_microbatches)
-        sums = jnp.stack([over_batch(loss), num_targets.astype(jnp.float32)])
-        if not with_gradients:
-            return sums
-        return sums, jax.tree.map(lambda g, layout: reduce_gradient(g, layout, reduction), grads, layouts)
-
+    batch_axes = plan.sharding.batch_axes
+    local = _build_local_loss(plan, with_gradients=with_gradients)
     split = local
     if batch_axes:
         params_specs, update_specs = (
@@ -112,18 +84,79 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
         )
 
     def over_the_mesh(params: Params, batch: Batch, dropout_key: Array | None = None, scale: Any = 1.0) -> Any:
-        rows = {"row": jnp.arange(spec.global_batch_size)}  # a sequence's number, whichever device has it
+        rows = {"row": jnp.arange(plan.spec.global_batch_size)}  # a sequence's number, whichever device has it
         return split(params, batch | rows, dropout_key, jnp.asarray(scale, jnp.float32))
 
     return over_the_mesh
 
 
-def _sum_over_microbatches(one: Callable[[Batch], Any], batch: Batch, num_microbatches: int) -> Any:
+def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
+    """The same of this device's part of the batch, with its shards of the parameters."""
+    spec, batch_axes = plan.spec, plan.sharding.batch_axes
+    layouts = weight_layouts(plan)
+    is_left = any(layout.is_reduced_once for layout in jax.tree.leaves(layouts))
+    in_backward = with_gradients and is_left and spec.overlap.layers.reduce_in_backward
+    crossing_dtype = jnp.dtype(spec.precision.gradient_reduction)
+    reductions = [Reduction(crossing_dtype, spec.precision.gradients, is_last=is_last) for is_last in (False, True)]
+    over_batch = partial(jax.lax.psum, axis_name=batch_axes) if batch_axes else lambda x: x
+
+    def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
+        with jax.named_scope("working_parameters"):
+            working = _cast(params, spec.precision.compute)
+        num_targets = over_batch(jnp.sum(batch["targets"] != IGNORED_TARGET))
+
+        def one(part: Batch, before: Params | None = None, *, is_last: bool = False) -> tuple[Array, Params | None]:
+            """Loss and gradients of a microbatch. before: gradients to add. is_last: they are reduced at once."""
+            reduction = reductions[is_last]
+
+            def objective(slots: Params) -> tuple[Array, Array]:
+                """This device's part of the mean objective over all targets of the global batch, and of the summed
+                loss."""
+                weights = Weights(slots, before, working, layouts, reduction)
+                objective, loss = forward(plan, weights, part, dropout_key)
+                return objective / jnp.maximum(num_targets, 1), loss
+
+            slots = jax.tree.map(lambda x, p: gradient_slot(x, p, reduction, plan.mesh.num_shards), params, layouts)
+            if not with_gradients:
+                return objective(slots)[1], None
+            _, pull_back, loss = jax.vjp(objective, slots, has_aux=True)
+            return loss, pull_back(scale)[0]
+
+        run = _reduce_in_last if in_backward else _sum_over
+        loss, grads = run(one, batch, spec.num_microbatches)
+        sums = jnp.stack([over_batch(loss), num_targets.astype(jnp.float32)])
+        if not with_gradients:
+            return sums
+        if not in_backward:
+            grads = jax.tree.map(lambda layout, g: reduce_gradient(g, layout, reductions[False]), layouts, grads)
+        return sums, grads
+
+    return local
+
+
+def _sum_over(one: Callable[[Batch], Any], batch: Batch, num_microbatches: int) -> Any:
     """`one` on each microbatch of this device, in turn; results are added."""
     if num_microbatches == 1:
         return one(batch)
-    parts = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
+    return _added_up(one, _microbatches(batch, num_microbatches))
 
+
+def _reduce_in_last(one: Callable[..., Any], batch: Batch, num_microbatches: int) -> Any:
+    """The same; the last microbatch runs behind the loop over the others, takes the gradients that these have
+    accumulated, and reduces the sum as it adds its own."""
+    if num_microbatches == 1:
+        return one(batch, is_last=True)
+    parts = _microbatches(batch, num_microbatches)
+    loss, grads = _added_up(one, jax.tree.map(lambda x: x[:-1], parts))
+    own_loss, grads = one(jax.tree.map(lambda x: x[-1], parts), grads, is_last=True)
+    return loss + own_loss, grads
+
+
+def _microbatches(batch: Batch, num_microbatches: int) -> Batch:
+    return jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
+
+
+def _added_up(one: Callable[[Batch], Any], parts: Batch) -> Any:
     def add(total: Any, part: Batch) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, one(part)), None
 

@@ -139,6 +139,11 @@ def collective_elements_per_step(hlo: str) -> Counter[str]:
     return elements
 
 
+def largest_outside_loops(hlo: str, kind: str) -> int:
+    """Elements of the largest array of this kind of collective that no loop runs."""
+    return max(max(sizes) for each, sizes, trips in _each_collective(hlo) if each == kind and trips == 1)
+
+
 def _each_collective(hlo: str) -> Iterator[tuple[str, list[int], int]]:
     """(kind, elements of each array of its result, times that it is run)."""
     computations = {m[1]: m[2] for m in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S)}

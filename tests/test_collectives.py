@@ -1,20 +1,29 @@
 """What crosses the network, counted in the compiled program with the trips of its loops."""
 
 import re
+from functools import cache
 
 import jax
 import pytest
 
 from conftest import LINEAR_STACK, plan_of
-from helpers import collectives_per_step
+from helpers import collective_elements_per_step, collectives_per_step, largest_outside_loops
 from meshloom.compiler.driver import lower
 
 NUM_LAYERS, PER_LAYER, OUTSIDE = 3, 9, 3  # parameters of a small decoder: in a layer, in embed and head
 
 
-def _count(*overrides: str):
+IN_BACKWARD = "overlap.layers.reduce_in_backward=true"
+
+
+@cache
+def _text(*overrides: str) -> str:
     plan = plan_of(*overrides)
-    return +collectives_per_step(lower(plan, plan.mesh.of_devices(jax.devices())).train.compile().as_text())
+    return lower(plan, plan.mesh.of_devices(jax.devices())).train.compile().as_text()
+
+
+def _count(*overrides: str):
+    return +collectives_per_step(_text(*overrides))
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +39,43 @@ def test_ddp_is_one_all_reduce_per_parameter_and_nothing_else():
 def test_ddp_reduces_once_per_step_whatever_the_microbatches():
     batch = "global_batch_size=32"
     assert _count("sharding=ddp", "num_microbatches=4", batch) == _count("sharding=ddp", batch)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_ddp_reduces_in_the_last_backward_pass_what_it_reduced_behind_it(num_microbatches):
+    inside = _text("sharding=ddp", IN_BACKWARD, f"num_microbatches={num_microbatches}")
+    assert +collectives_per_step(inside) == {"all-reduce": NUM_LAYERS * PER_LAYER + OUTSIDE}
+    assert collective_elements_per_step(inside) == collective_elements_per_step(_text("sharding=ddp"))
+    assert largest_outside_loops(inside, "all-reduce") == 257 * 32 + 7 * 32  # embed and head; the vocabulary padded
+
+
+def test_prefetch_reduces_one_layer_more_in_backward():
+    assert _count("sharding=ddp", "overlap=prefetch", IN_BACKWARD) == {
+        "all-reduce": (NUM_LAYERS + 1) * PER_LAYER + OUTSIDE
+    }
+    counts = _count("sharding=hsdp", "overlap=prefetch", IN_BACKWARD)
+    assert counts == _count("sharding=fsdp", "overlap=prefetch") | {"all-reduce": counts["reduce-scatter"]}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_hsdp_sums_shards_over_replicas_in_the_last_backward_pass(num_microbatches):
+    inside = _text("sharding=hsdp", IN_BACKWARD, f"num_microbatches={num_microbatches}")
+    assert collectives_per_step(inside)["all-reduce"] == NUM_LAYERS * PER_LAYER + OUTSIDE
+    assert collectives_per_step(inside)["reduce-scatter"] == num_microbatches * (NUM_LAYERS * PER_LAYER + OUTSIDE)
+    elements = collective_elements_per_step(inside)["all-reduce"]
+    assert elements == collective_elements_per_step(_text("sharding=hsdp"))["all-reduce"]
+
+
+def test_zero1_in_backward_is_zero2_where_there_is_one_microbatch():
+    assert _count("sharding=zero1", IN_BACKWARD) == _count("sharding=zero2")
+    accumulated = _count("sharding=zero1", IN_BACKWARD, "num_microbatches=2")
+    assert accumulated == {"reduce-scatter": NUM_LAYERS * PER_LAYER + OUTSIDE, "all-gather": PER_LAYER + OUTSIDE}
+
+
+def test_fsdp_leaves_nothing_to_reduce_in_backward():
+    plans = [plan_of("sharding=fsdp", "num_microbatches=2", *chosen) for chosen in ((), (IN_BACKWARD,))]
+    texts = [lower(plan, plan.mesh.of_devices(jax.devices()), ["train"]).train.as_text() for plan in plans]
+    assert texts[0] == texts[1]
 
 
 def test_fsdp_gathers_twice_and_reduce_scatters_once(fsdp):

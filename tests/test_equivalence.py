@@ -10,7 +10,7 @@ from meshloom.compiler.driver import lower
 from meshloom.compiler.step import build_loss
 
 DDP, FSDP, TENSOR, BOTH = "sharding=ddp", "sharding=fsdp", "sharding=tensor", "sharding=fsdp_tensor"
-PREFETCH = "overlap=prefetch"
+PREFETCH, IN_BACKWARD = "overlap=prefetch", "overlap.layers.reduce_in_backward=true"
 ZERO1, ZERO2, HSDP = "sharding=zero1", "sharding=zero2", "sharding=hsdp"
 WHOLE = "{logical:[layers,head_dim],mesh:[]}"
 TENSOR_AND_ZERO = (
@@ -82,7 +82,30 @@ PROGRAMS = {
     "prefetch, ddp: nothing to do": (DDP, PREFETCH),
     "prefetch, linear stack": (FSDP, PREFETCH, "model=linear_stack"),
 }  # fmt: skip
+REDUCED_IN_BACKWARD = {
+    "ddp, in backward": (DDP, IN_BACKWARD),
+    "hsdp 4x2, in backward": (HSDP, IN_BACKWARD, "mesh.replica=4"),
+    "zero1 2x4, in backward": (ZERO1, IN_BACKWARD, "mesh.replica=2"),
+    "zero2 2x4, in backward": (ZERO2, IN_BACKWARD, "mesh.replica=2"),
+    "fsdp_tensor 2x2x2, in backward": (BOTH, IN_BACKWARD, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
+    "hsdp 4x2, updated over replicas too, in backward": (HSDP, IN_BACKWARD, "mesh.replica=4", FSDP_AND_ZERO),
+    "prefetch, ddp, in backward": (DDP, PREFETCH, IN_BACKWARD),
+    "prefetch, hsdp 2x4, in backward, remat full": (HSDP, PREFETCH, IN_BACKWARD, "remat=full"),
+    "prefetch, zero1 2x4, in backward": (ZERO1, PREFETCH, IN_BACKWARD, "mesh.replica=2"),
+    "prefetch, zero2 2x4, in backward": (ZERO2, PREFETCH, IN_BACKWARD, "mesh.replica=2"),
+    "prefetch, fsdp_tensor 2x2x2, in backward": (
+        BOTH, PREFETCH, IN_BACKWARD, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2",
+    ),
+    "2 microbatches, ddp, in backward": (DDP, IN_BACKWARD, "num_microbatches=2"),
+    "4 microbatches, zero1 with a tensor axis, in backward": (
+        TENSOR, IN_BACKWARD, "mesh.data=4", "mesh.tensor=2", TENSOR_AND_ZERO, "num_microbatches=4",
+    ),
+    "2 microbatches, prefetch 2, hsdp 4x2, updated over replicas too, in backward": (
+        HSDP, PREFETCH, IN_BACKWARD, "mesh.replica=4", FSDP_AND_ZERO, "overlap.layers.prefetch=2", "num_microbatches=2",
+    ),
+}  # fmt: skip
 CASES = LAYOUTS | PROGRAMS
+ALL_CASES = CASES | REDUCED_IN_BACKWARD
 
 
 def _plan(case: tuple[str, ...]):
@@ -112,9 +135,9 @@ def reference():
     return get
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_gradients_are_those_of_one_device(name, tokens, reference):
-    plan = _plan(CASES[name])
+    plan = _plan(ALL_CASES[name])
     params, (loss, grads), _ = reference(plan, tokens)
     our_loss, our_grads = gradients_of(plan, params, tokens[0])
     assert our_loss == pytest.approx(loss, rel=1e-6)
@@ -127,9 +150,9 @@ def test_gradients_are_those_of_one_device(name, tokens, reference):
         )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *list(REDUCED_IN_BACKWARD)[-2:]])
 def test_ten_steps_are_those_of_one_device(name, tokens, reference):
-    plan = _plan(CASES[name])
+    plan = _plan(ALL_CASES[name])
     _, _, curve = reference(plan, tokens)
     programs = lower(plan, plan.mesh.of_devices(jax.devices()[: plan.target.num_devices]))
     train, state, ours = programs.train.compile(), programs.init.compile()(), []

@@ -55,6 +55,19 @@ def test_a_loop_counts_its_bodys_peak_once_and_what_it_stacks_in_all():
     assert peak.total == (5 + 5) * square  # rows, and rows @ w; the last x is where the first one was
 
 
+def test_a_row_is_written_where_the_stack_lies():
+    def program(w):
+        def trip(carry, index):
+            x, rows = carry
+            x = x @ w
+            return (x, jax.lax.dynamic_update_index_in_dim(rows, x, index, 0)), None
+
+        return jnp.sum(jax.lax.scan(trip, (w @ w, jnp.zeros((5, 64, 64))), jnp.arange(5))[0][1])
+
+    square = 64 * 64 * 4
+    assert find_peak(_program(program, (64, 64))).total == (5 + 2) * square  # rows, and x before and after a matmul
+
+
 def test_linear_stack_by_hand():
     """Float32, one device, AdamW, remat=full: at the last layer's backward pass there are the gradients of the stack
     and of the head, the inputs of the layers, the gradient of the residual stream twice (read and written), and the

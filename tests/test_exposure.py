@@ -67,6 +67,19 @@ def test_link_bound_names_the_batch_that_could_hide_it():
     assert least_batch(plan, 1.0, [collective(0.1, 0.1), collective(1.0, 1.0, ACTIVATION)], 0.0) is None
 
 
+def test_what_could_hide_it_is_named_where_it_is_off():
+    def named(*overrides: str) -> list[str]:
+        plan = plan_of(*TARGET, "overlap.max_exposed=0.02", *overrides)
+        found = find_too_exposed(plan, step(9.0, 1.0), [collective(2.0, 1.0)])
+        assert found is not None
+        return [choice for choice in ("reduce_in_backward=true", "overlap=prefetch") if choice in found.fix]
+
+    assert named() == ["overlap=prefetch"], "all that is reduced is reduced in the backward pass"
+    assert named("sharding=hsdp") == ["reduce_in_backward=true", "overlap=prefetch"]
+    assert named("sharding=hsdp", "overlap=prefetch") == ["reduce_in_backward=true"]
+    assert named("sharding=hsdp", "overlap=prefetch", "overlap.layers.reduce_in_backward=true") == []
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_at_the_least_batch_the_link_is_hidden_and_below_it_is_not(seed):
     draw = random.Random(seed)

@@ -86,6 +86,8 @@ def test_a_gather_in_the_loop_of_microbatches():
     more = found(count=8, bytes=8 * 64 * MIB)
     assert rules_of(more, overrides=("num_microbatches=2",)) == ["repeated-gather"]
     assert rules_of(more) == [], "without microbatches it is remat that gathers again"
+    smaller = found(count=8, bytes=8 * 16 * MIB)
+    assert rules_of(smaller, overrides=("num_microbatches=2",)) == [], "another array, of which there are more"
 
 
 def test_the_kernel_that_was_not_used():

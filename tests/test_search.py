@@ -28,7 +28,7 @@ from meshloom.compiler.views.summary import show_summary
 from test_cli import meshloom
 
 V5P = ("target=v5p-128", "model=llama3_8b", "sharding=fsdp", "global_batch_size=64", "sequence_length=2048")
-AHEAD = LayerLoop(unroll=2, prefetch=1, deferred_reduce_scatter=True)
+AHEAD = LayerLoop(unroll=2, prefetch=1, deferred_reduce_scatter=True, reduce_in_backward=False)
 
 
 def whole(*overrides: str) -> Plan:
@@ -59,14 +59,22 @@ def test_the_declared_program_is_the_first_and_no_other_is_it():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "prefetched", "deferred"),
-    [(("sharding=fsdp",), True, True), (("sharding=zero2",), False, False), (("sharding=ddp",), False, False)],
+    ("sharding", "prefetched", "deferred", "early"),
+    [
+        ("fsdp", True, True, False),
+        ("hsdp", True, True, True),
+        ("zero2", False, False, False),
+        ("ddp", False, False, True),
+    ],
 )
-def test_only_what_is_gathered_is_prefetched(overrides, prefetched, deferred):
-    plan = plan_of("target=h100-8", *overrides)
-    loops = [one.loop for one in find_candidates(plan, estimate_step(plan))]
+def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(sharding, prefetched, deferred, early):
+    plan = plan_of("target=h100-8", f"sharding={sharding}")
+    candidates = find_candidates(plan, estimate_step(plan))
+    loops = [one.loop for one in candidates]
+    assert len({(one.loop, one.option_sets) for one in candidates}) == len(candidates)
     assert any(loop.prefetch for loop in loops) == prefetched
     assert any(loop.deferred_reduce_scatter for loop in loops) == deferred
+    assert any(loop.reduce_in_backward for loop in loops) == early
 
 
 @pytest.mark.parametrize(("sharding", "has_tensor"), [("fsdp", False), ("fsdp_tensor", True)])
