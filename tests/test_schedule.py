@@ -214,6 +214,21 @@ def test_a_collective_that_is_fused_with_matmuls_counts_once():
     assert result.compute_seconds == {"matmul": pytest.approx(0.05), "other": pytest.approx(0.01)}
 
 
+def test_a_collective_whose_chunks_are_sent_from_within_a_loop_counts_once():
+    """It begins before three trips of 50 and ends behind them: 64 long, it is hidden."""
+    begin = "  %start = (bf16[8]{0}, bf16[32]{0}, u32[]) fusion(%x), kind=kCustom, calls=%begin"
+    chunk = (
+        "  %mm = (bf16[8]{0}, bf16[32]{0}) fusion(%x, %x), kind=kOutput, calls=%async_collective_fusion.1, "
+        'backend_config={"estimated_cycles":"50"}'
+    )
+    computations, run = loop(chunk, trips=3)
+    carried = run.replace("tuple(%zero, %x, %copied)", "tuple(%zero, %start, %copied)").replace("ROOT %loop", "%loop")
+    done = "  ROOT %done = bf16[32]{0} fusion(%loop, %loop), kind=kCustom, calls=%finish"
+    result = simulated(module(begin, carried, done, before=FUSED + computations))
+    assert totals(result) == {"start": (1, 0.064, 0.0)}
+    assert result.compute_seconds == {"matmul": pytest.approx(0.15)}
+
+
 def test_an_all_reduce_of_which_a_slice_is_kept_is_a_reduce_scatter():
     scatter = f"""\
 %all-reduce-scatter (p: f32[32], i: s32[]) -> f32[8] {{

@@ -13,6 +13,8 @@ send, recv, their -done              of TPUs a collective across slices, by way 
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import dropwhile
+from typing import Any
 
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import Groups, parse_groups
@@ -214,7 +216,7 @@ class _Reader:
             seen.add(name)
             if each.opcode == "fusion" and self._targets(each) & {"AsyncCollectiveStart"}:
                 return name
-            if each.opcode in ("get-tuple-element", "bitcast", "copy", "tuple") or self._inside_fusion(each):
+            if each.opcode in ("get-tuple-element", "bitcast", "copy", "tuple", "while") or self._inside_fusion(each):
                 names += each.operands
         return done.name
 
@@ -226,16 +228,39 @@ class _Reader:
         return {each.attribute("custom_call_target") for c in computations for each in c.instructions}
 
     def _is_chunk(self, inner: Inner, instruction: Instruction, around: Computation) -> bool:
-        """True for compute from within which the chunks of a collective are sent that was started before it."""
-        channel = inner.instruction.attribute("channel_id")
-        for each in around.instructions:
-            if each.name == instruction.name:
-                return False
-            if each.opcode == "fusion" and "AsyncCollectiveStart" in self._targets(each):
-                started = self._inside(each)
-                if started and started.instruction.attribute("channel_id") == channel:
-                    return True
-        return False
+        """True for compute from within which the chunks of a collective are sent that was started before it: in its own
+        computation, or outside of the loop that it is in."""
+        own = _identity(inner.instruction)
+        before = dropwhile(lambda each: each.name != instruction.name, reversed(around.instructions))
+        if own in map(self._started, before):
+            return True
+        return own in self._started_elsewhere.get(around.name, set())
+
+    @cached_property
+    def _started_elsewhere(self) -> dict[str, set[Any]]:
+        """By a loop's body, the fused collectives that are on their way while it runs."""
+        found: dict[str, set[Any]] = {}
+        for computation in self.module.computations.values():
+            started = set[Any]()
+            for each in computation.instructions:
+                started.add(self._started(each))
+                if each.opcode == "while":
+                    body = (each.attribute("body") or "").lstrip("%")
+                    found[body] = started - {None}
+        return found
+
+    def _started(self, instruction: Instruction) -> Any:
+        """What tells the collective from others that a fusion starts; None for any other instruction."""
+        if instruction.opcode != "fusion" or "AsyncCollectiveStart" not in self._targets(instruction):
+            return None
+        inner = self._inside(instruction)
+        return _identity(inner.instruction) if inner else None
+
+
+def _identity(collective: Instruction) -> tuple[str, str | None, tuple[tuple[int, ...], ...]]:
+    """The same for all parts of one that is fused; channels alone are used twice."""
+    shapes = tuple(array.shape for array in parse_type(collective.type_text))
+    return collective.opcode, collective.attribute("channel_id"), shapes
 
 
 def _arrays(inner: Inner) -> list[ArrayType]:
