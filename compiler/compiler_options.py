@@ -15,7 +15,7 @@ from pydantic import model_validator
 
 from meshloom.models.config import Config
 
-from .problems import Problem, raise_if_any, use_one_of
+from .problems import ConfigError, Problem, raise_if_any, use_one_of
 from .report import CollectiveKind
 from .spec import CompilerOption
 from .target import TargetPlan
@@ -113,7 +113,7 @@ def plan_set_options(names: Sequence[str], target: TargetPlan) -> Options:
 
 def refused_options(options: Options, device: Any) -> dict[str, Problem]:
     """Those that the compiler of this device does not take, each with its Problem: tried on a program that does
-    nothing."""
+    nothing. Raises ConfigError for options that it knows and does not take together, or for such a chip."""
     refused: dict[str, Problem] = {}
     left: dict[str, Any] = dict(options)
     nothing = jax.jit(lambda: 0, out_shardings=SingleDeviceSharding(device)).lower() if left else None
@@ -125,7 +125,9 @@ def refused_options(options: Options, device: Any) -> dict[str, Problem]:
             problem = option_problem(str(error), device.platform)
             name = problem.where.partition(".")[2] if problem else ""
             if problem is None or left.pop(name, None) is None:
-                raise
+                what = f"the compiler for {device.platform} refuses them: {str(error).splitlines()[0]}"
+                fix = "leave out the option that it speaks of, or set what it asks for"
+                raise ConfigError([*refused.values(), Problem("compiler_options", what, fix)]) from error
             refused[name] = problem
     return refused
 

@@ -1,7 +1,6 @@
 """Arithmetic of a traced program, counted from its matmuls."""
 
 import math
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ from jax.extend.core import Jaxpr
 
 from meshloom.models import Context, Model
 
+from .jaxprs import subprograms
 from .spec import RunSpec
 
 
@@ -48,12 +48,3 @@ def matmul_flops(jaxpr: Jaxpr) -> int:
         else:
             total += equation.params.get("length", 1) * sum(inner) if equation.primitive.name == "scan" else sum(inner)
     return total
-
-
-def subprograms(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
-    """The jaxprs that an equation calls."""
-    for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else [value]:
-            jaxpr = getattr(item, "jaxpr", item)
-            if hasattr(jaxpr, "eqns"):
-                yield jaxpr

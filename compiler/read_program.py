@@ -16,8 +16,9 @@ from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
 
 from .batch import batch_arrays
-from .flops import matmul_flops, subprograms
+from .flops import matmul_flops
 from .gather import axes_of
+from .jaxprs import scan_of, subprograms, without_consts
 from .operation_kinds import COLLECTIVES, KERNELS, LANES, OTHERS, causal_blocks, kind_of
 from .plan import Plan
 from .program import Collective, Kind, Operation, Program
@@ -126,8 +127,7 @@ class _Reader:
         if name == "while":
             return self.while_loop(equation, operands, scope)
         if name == "cond":
-            branches = [branch.jaxpr for branch in params["branches"]]
-            return self.inline(max(branches, key=matmul_flops), operands[1:], scope)
+            return self.inline(max(subprograms(params), key=matmul_flops), operands[1:], scope)
         called = None if name.startswith(KERNELS) or name in OTHERS else next(subprograms(params), None)
         if called is not None and len(called.invars) == len(operands):
             return self.inline(called, operands, scope)
@@ -231,7 +231,7 @@ class _Reader:
     def shard_map(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """Inside, what was split over its manual axes has the shape of a shard."""
         params = equation.params
-        manual = set(params.get("newly_manual_axes", params.get("manual_axes")))
+        manual = set(params["newly_manual_axes"])
         for i, (operand, spec) in enumerate(zip(operands, params["in_specs"], strict=True)):
             layout, wanted = self.layouts[operand], layout_of(spec, len(self.layouts[operand]))
             inside = tuple(tuple(axis for axis in axes if axis not in manual) for axes in layout)
@@ -258,21 +258,20 @@ class _Reader:
         return result
 
     def scan(self, equation: Any, operands: list[int], scope: str) -> list[int]:
-        params = equation.params
-        consts, carried = params["num_consts"], params["num_carry"]
+        scan = scan_of(equation.params)
         layouts = [self.layouts[i] for i in operands]
-        first = consts + carried
+        first = scan.num_consts + scan.num_carried
         inside = [*layouts[:first], *(layout[1:] for layout in layouts[first:])]
-        body, program = self.loop_body(params["jaxpr"].jaxpr, inside, range(consts, first), scope)
+        body, program = self.loop_body(scan.body, inside, range(scan.num_consts, first), scope)
         results = []
         for place, (x, i) in enumerate(zip(equation.outvars, program.outputs, strict=True)):
-            layout = body.layouts[i] if place < carried else ((), *body.layouts[i])
+            layout = body.layouts[i] if place < scan.num_carried else ((), *body.layouts[i])
             results.append(self.value(x.aval, layout))
-            if place >= carried:  # as it lies in the body
-                self.sizes[results[-1]] = params["length"] * program.sizes[i]
+            if place >= scan.num_carried:  # as it lies in the body
+                self.sizes[results[-1]] = scan.num_trips * program.sizes[i]
         self.operations.append(
             Operation("loop", "scan", scope, tuple(operands), tuple(results), body=program,
-                      num_trips=params["length"], num_carried=carried)
+                      num_trips=scan.num_trips, num_carried=scan.num_carried)
         )  # fmt: skip
         return results
 
@@ -296,7 +295,7 @@ class _Reader:
         inside = operands[params["cond_nconsts"] :]
         consts, num = params["body_nconsts"], len(inside)
         layouts = [self.layouts[i] for i in inside]
-        body, program = self.loop_body(params["body_jaxpr"].jaxpr, layouts, range(consts, num), scope)
+        body, program = self.loop_body(without_consts(params["body_jaxpr"]), layouts, range(consts, num), scope)
         results = [self.value(x.aval, body.layouts[i]) for x, i in zip(equation.outvars, program.outputs, strict=True)]
         self.operations.append(
             Operation("loop", "while", scope, tuple(inside), tuple(results), body=program, num_carried=len(results))

@@ -18,6 +18,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.fingerprint import sha256
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.problems import ConfigError
 from meshloom.compiler.report import SearchReport, TriedReport
 from meshloom.compiler.search import Candidate, best_of, find_candidates
 from meshloom.compiler.views.tried import line_of
@@ -54,9 +55,9 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
         try:
             made = compiled(place)
             tried.append(_tried(candidates[place], made))
-        except jax.errors.JaxRuntimeError as error:
-            made = None
-            tried.append(_failed(candidates[place], str(error).splitlines()[0], time.perf_counter() - start))
+        except (jax.errors.JaxRuntimeError, ConfigError) as error:  # the compiler's fault, or options that it refuses
+            made, why = None, error.problems[0].what if isinstance(error, ConfigError) else str(error).splitlines()[0]
+            tried.append(_failed(candidates[place], why, time.perf_counter() - start))
         say(compiler.console, line_of(tried[place]))
         if made and best_of(tried) == place:
             best = made

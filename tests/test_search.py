@@ -12,7 +12,12 @@ from rich.console import Console
 import reports
 from conftest import SMALL, plan_of
 from meshloom.compiler.aot import compile_ahead
-from meshloom.compiler.compiler_options import option_table, plan_set_options, refused_options
+from meshloom.compiler.compiler_options import (
+    check_compiler_options,
+    option_table,
+    plan_set_options,
+    refused_options,
+)
 from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.driver import lower, plan_run
 from meshloom.compiler.estimate import estimate_step
@@ -138,17 +143,32 @@ def test_an_option_of_a_set_that_the_compiler_does_not_know_is_left_out_and_repo
     assert compile_ahead(lowered).text
 
 
-@pytest.mark.parametrize("chip", ["v5e-8", "v5p-16", "v6e-8", "h100-8"])
-def test_most_options_of_each_set_are_known_to_the_compiler_that_is_installed(chip):
-    plan = plan_of(f"target={chip}", "global_batch_size=64")
+def first_device(plan):
+    """Of the plan's target; the test is skipped where no compiler for it is installed."""
     try:
         check_compiler(plan.target)
     except ConfigError as error:
         pytest.skip(str(error).splitlines()[0])
-    device = find_devices(plan.spec.target, plan.target)[0]
+    return find_devices(plan.spec.target, plan.target)[0]
+
+
+@pytest.mark.parametrize("chip", ["v5e-8", "v5p-16", "v6e-8", "h100-8"])
+def test_most_options_of_each_set_are_known_to_the_compiler_that_is_installed(chip):
+    plan = plan_of(f"target={chip}", "global_batch_size=64")
+    device = first_device(plan)
     for name in option_table().sets_for(plan.target):
         refused = refused_options(plan_set_options([name], plan.target), device)
         assert all(option_table().options[option].hazard for option in refused), f"{name}: {refused}"
+
+
+def test_options_that_are_known_and_refused_are_a_problem_in_the_compilers_words():
+    """libtpu does not take this scheduler without another option."""
+    options = {"xla_nope": 1, "xla_tpu_enable_latency_hiding_layer_scheduler": True}
+    device = first_device(plan_of("target=v5p-16", "global_batch_size=64"))
+    with pytest.raises(ConfigError) as told:
+        check_compiler_options(options, device)
+    assert [problem.where for problem in told.value.problems] == ["compiler_options.xla_nope", "compiler_options"]
+    assert "requires sparse core collective aggregator" in told.value.problems[1].what
 
 
 def test_the_views_tell_what_was_tried_and_what_the_compiler_said():
