@@ -93,10 +93,17 @@ def compile_row(overrides: tuple[str, ...]) -> dict[str, Any]:
         "fits": memory["fits"],
         "link_seconds": sum(part["link_seconds"] or 0.0 for part in report["roofline"]),
         "compute_seconds": step["compute_seconds"],
-        "search": report["search"],
+        "tried": [_named(one) for one in report["search"]["tried"]] if report["search"] else None,
+        "chosen": report["search"]["chosen"] if report["search"] else None,
         "versions": f"jax {build['jax']}, {build['plugin']}",
         "seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def _named(tried: dict[str, Any]) -> dict[str, Any]:
+    loop = LayerLoop.model_validate_json(json.dumps(tried["layers"]))
+    kept = ("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "fits", "compile_seconds", "why_not")
+    return {"name": name_of(loop, tried["option_sets"])} | {key: tried[key] for key in kept}
 
 
 def read_kept(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
@@ -105,19 +112,19 @@ def read_kept(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
 
 
 def table_row(row: Row, layers: int | None, kept: dict[tuple[str, ...], dict[str, Any]]) -> str | None:
-    """None where the row is not compiled yet."""
-    found = [kept.get(row.overrides(mode, layers)) for mode in MODES]
-    if None in found:
+    """None where nothing of the row is compiled yet but its baseline."""
+    none, auto = (kept.get(row.overrides(mode, layers)) for mode in MODES)
+    if auto is None:
         return None
-    none, auto = (one for one in found if one)
-    xla, chosen = auto["search"]["tried"][0], auto["search"]["tried"][auto["search"]["chosen"]]
-    way = name_of(LayerLoop.model_validate_json(json.dumps(chosen["layers"])), chosen["option_sets"])
+    xla, chosen = auto["tried"][0], auto["tried"][auto["chosen"]]
     share = auto["link_seconds"] / auto["compute_seconds"] if auto["compute_seconds"] else 0.0
-    cells = (row.name, *map(_cell, (none, xla, chosen)), way, f"{share:.2f}", row.peer or "")
+    cells = (row.name, *map(_cell, (none, xla, chosen)), chosen["name"], f"{share:.2f}", row.peer or "")
     return f"| {' | '.join(cells)} |"
 
 
-def _cell(one: dict[str, Any]) -> str:
+def _cell(one: dict[str, Any] | None) -> str:
+    if one is None:
+        return "not compiled"
     if one["predicted_seconds"] is None:
         return "does not fit"
     memory = f"{one['peak_bytes_per_chip'] / 2**30:.1f} GiB"
