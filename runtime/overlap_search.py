@@ -7,11 +7,13 @@ the same. Each candidate is kept like any compiled step, so a search that was in
 import json
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import jax
 from pydantic import ValidationError
 
+from meshloom.compiler import search
 from meshloom.compiler.build_report import does_fit, needed_bytes
 from meshloom.compiler.compiler_options import option_table
 from meshloom.compiler.driver import plan_run
@@ -31,10 +33,10 @@ from .step_compiler import CompiledStep, StepCompiler
 def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...]) -> tuple[CompiledStep, SearchReport]:
     """The step that is predicted to be the shortest, and the table of all that were compiled; where none fits, the one
     that was declared. Raises what compiling that one does."""
-    search, begun = plan.spec.overlap.search, time.monotonic()
-    assert search is not None
+    bounds, begun = plan.spec.overlap.search, time.monotonic()
+    assert bounds is not None
     candidates = find_candidates(plan, estimate_step(plan))
-    num_most = min(len(candidates), search.max_candidates)
+    num_most = min(len(candidates), bounds.max_candidates)
 
     def compiled(place: int) -> CompiledStep:
         one = candidates[place]
@@ -49,7 +51,7 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
     tried = [_tried(candidates[0], best)]
     say(compiler.console, line_of(tried[0]))
     for place in range(1, num_most):
-        if time.monotonic() - begun > search.budget_seconds:
+        if time.monotonic() - begun > bounds.budget_seconds:
             break
         start = time.perf_counter()
         try:
@@ -95,19 +97,28 @@ def _failed(one: Candidate, why: str, seconds: float) -> TriedReport:
 
 
 def _decision_file(plan: Plan, declared: CompiledStep, candidates: Sequence[Candidate]) -> Path | None:
-    """By all that the choice depends on: the program, the candidates and their order, the figures of the chip."""
+    """By all that the choice depends on: the program, the candidates and their order, the figures of the chip, the code
+    that judges."""
     if plan.spec.compilation_cache is None:
         return None
-    search = plan.spec.overlap.search
+    bounds = plan.spec.overlap.search
     rests_on = [
         declared.facts.fingerprint.digest,
         plan.spec.target.model_dump_json(),
         option_table().model_dump_json(),
-        search.model_dump_json() if search else "",
+        bounds.model_dump_json() if bounds else "",
         *(" ".join(one.overrides()) for one in candidates),
+        _code_of_compiler(),
     ]
     digest = sha256(json.dumps(rests_on))
     return Path(plan.spec.compilation_cache).expanduser().absolute() / "decisions" / f"{digest}.json"
+
+
+@cache
+def _code_of_compiler() -> str:
+    """A hash of the source of our compiler: another one may judge otherwise."""
+    folder = Path(search.__file__).parent
+    return sha256("".join(path.read_text() for path in sorted(folder.rglob("*.py"))))
 
 
 def _read(decision: Path) -> SearchReport | None:

@@ -273,6 +273,26 @@ def test_a_call_to_another_unit_is_the_collective_that_it_calls():
     assert (found.kind, found.form, found.num_bytes, found.is_certain) == ("all-gather", "sparsecore call", 64, True)
 
 
+def test_a_call_that_holds_several_collectives_moves_all_their_arrays():
+    called = f"""\
+%reduced_on_sc (p: bf16[32], q: bf16[64]) -> (bf16[8], bf16[16]) {{
+  %p = bf16[32]{{0}} parameter(0)
+  %q = bf16[64]{{0}} parameter(1)
+  %rs.1 = bf16[8]{{0}} reduce-scatter(%p), channel_id=3, {GROUPS}, dimensions={{0}}
+  %rs.2 = bf16[16]{{0}} reduce-scatter(%q), channel_id=3, {GROUPS}, dimensions={{0}}
+  ROOT %t = (bf16[8]{{0}}, bf16[16]{{0}}) tuple(%rs.1, %rs.2)
+}}, execution_thread="sparsecore"
+"""
+    lines = [
+        "  %a = bf16[32]{0} broadcast(%x)",
+        "  %b = bf16[64]{0} broadcast(%x)",
+        '  %s.call-start = ((bf16[32]{0}, bf16[64]{0}), (bf16[8]{0}, bf16[16]{0})) call-start(%a, %b), async_execution_thread="sparsecore", to_apply=%reduced_on_sc',
+        "  ROOT %s.call-done = (bf16[8]{0}, bf16[16]{0}) call-done(%s.call-start)",
+    ]
+    (found,) = (each.collective for each in simulated(module(*lines, before=called)).collectives.values())
+    assert (found.kind, found.num_bytes, found.num_elements) == ("reduce-scatter", 2 * (32 + 64), (32, 64))
+
+
 def test_a_call_that_hides_its_collective_is_known_by_its_name():
     """The transfer begins at the update; what is called hides the collective behind a custom call."""
     called = """\

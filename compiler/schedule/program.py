@@ -18,7 +18,7 @@ from typing import Any
 
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import Groups, parse_groups
-from ..hlo.types import ArrayType, parse_type
+from ..hlo.types import ArrayType, elements_of, parse_type
 from .prices import Chip, price
 from .sends import answered_by, begun_by
 from .steps import Branches, Collective, CollectiveKind, Compute, Done, Loop, Start, Step
@@ -154,9 +154,12 @@ class _Reader:
     def _collective(
         self, inner: Inner, instruction: Instruction, around: Computation, form: str, *, is_async: bool
     ) -> Collective:
-        """The collective in `inner`, named by the instruction that starts it."""
+        """The collective in `inner`, named by the instruction that starts it. One call may hold several of a kind: they
+        are taken as one of all their arrays."""
         within, kind = inner.instruction, COLLECTIVES[inner.instruction.opcode.removesuffix("-start")]
-        groups, arrays = self._groups(within), _arrays(inner)
+        beside = inner.computation.instructions if within is not instruction else (within,)
+        alike = [Inner(each, inner.computation) for each in beside if each.opcode == within.opcode]
+        groups, arrays = self._groups(within), [array for each in alike for array in _arrays(each)]
         is_sliced = kind == "all-reduce" and within is not instruction and _is_scattered(inner)
         times = len(groups[0]) if groups and kind in ("all-gather", "all-to-all") else 1  # operands are parts
         return Collective(
@@ -177,14 +180,17 @@ class _Reader:
     def _guessed(
         self, kind: CollectiveKind, instruction: Instruction, start: Instruction, around: Computation, form: str
     ) -> Collective:
-        """A collective that is hidden behind a call: its kind by its name, its size by its largest array."""
-        arrays = parse_type(instruction.type_text) or parse_type(start.type_text)
+        """A collective that is hidden behind a call: its kind by its name, its size by its operands or its results,
+        whichever are larger. One call may take several arrays."""
+        ends = [parse_type(text) for text in elements_of(instruction.type_text) or (instruction.type_text,)]
+        arrays = max(ends, key=lambda end: sum(array.num_bytes for array in end)) or parse_type(start.type_text)
         largest = max(arrays, key=lambda array: array.num_bytes)
         candidates = [start, *(each for name in start.called for each in self.module.all_within(name))]
         groups = next((found for each in candidates if (found := self._groups(each))), ())
         return Collective(
-            instruction.name, kind, largest.num_bytes, largest.dtype, groups, True, form,
-            instruction.op_name or start.op_name, around.name, (largest.num_elements,), is_certain=False,
+            instruction.name, kind, sum(array.num_bytes for array in arrays), largest.dtype, groups, True, form,
+            instruction.op_name or start.op_name, around.name, tuple(array.num_elements for array in arrays),
+            is_certain=False,
         )  # fmt: skip
 
     def _groups(self, instruction: Instruction) -> Groups:
