@@ -7,6 +7,7 @@ moment leaves the last finished checkpoint as it was. docs/checkpoints.md shows 
 import logging
 import math
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from meshloom.compiler.spec import CheckpointSpec, RunSpec
 from .checkpoint_start import CONTEXT, FOLDER, Start, finished
 from .failures import STORAGE, RunFailed, is_of_one_process, storage_reason
 from .manifest import write_manifest
+
+NUM_REMOVALS, REMOVAL_SECONDS = 20, 0.1  # of what a save left, and between two of them
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs each step of its own, and what it raises too
 
@@ -119,8 +122,13 @@ class Checkpoints:
         return list(self.directory.glob(f"{self._last_saved}.orbax-checkpoint-tmp*"))
 
     def _remove_unfinished(self) -> None:
-        for directory in self._unfinished():
-            shutil.rmtree(directory, ignore_errors=True)
+        """Writers that have not ended yet may put a file into a directory that is being removed: then it is again."""
+        for _ in range(NUM_REMOVALS):
+            for directory in self._unfinished():
+                shutil.rmtree(directory, ignore_errors=True)
+            if not self._unfinished():
+                return
+            time.sleep(REMOVAL_SECONDS)
 
     @contextmanager
     def _told(self) -> Iterator[None]:

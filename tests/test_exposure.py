@@ -67,17 +67,15 @@ def test_link_bound_names_the_batch_that_could_hide_it():
     assert least_batch(plan, 1.0, [collective(0.1, 0.1), collective(1.0, 1.0, ACTIVATION)], 0.0) is None
 
 
-def test_what_could_hide_it_is_named_where_it_is_off():
-    def named(*overrides: str) -> list[str]:
-        plan = plan_of(*TARGET, "overlap.max_exposed=0.02", *overrides)
-        found = find_too_exposed(plan, step(9.0, 1.0), [collective(2.0, 1.0)])
+def test_what_could_hide_it_is_a_search_and_after_one_a_longer_one():
+    told = []
+    for is_searched in (False, True):
+        found = find_too_exposed(demand(0.02), step(9.0, 1.0), [collective(2.0, 1.0)], is_searched=is_searched)
         assert found is not None
-        return [choice for choice in ("reduce_in_backward=true", "overlap=prefetch") if choice in found.fix]
-
-    assert named() == ["overlap=prefetch"], "all that is reduced is reduced in the backward pass"
-    assert named("sharding=hsdp") == ["reduce_in_backward=true", "overlap=prefetch"]
-    assert named("sharding=hsdp", "overlap=prefetch") == ["reduce_in_backward=true"]
-    assert named("sharding=hsdp", "overlap=prefetch", "overlap.layers.reduce_in_backward=true") == []
+        told.append(found.fix)
+    assert "try overlap=auto" in told[0]
+    assert "overlap=auto" not in told[1]
+    assert "a larger overlap.search.max_candidates" in told[1]
 
 
 @pytest.mark.parametrize("seed", range(20))
