@@ -9,18 +9,14 @@ on where it was. --layers cuts every model: the table in minutes, for a look. Pr
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compiled_rows import compile_report, keep, read_kept
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meshloom.compiler.overlap_spec import LayerLoop, name_of
-from meshloom.compiler.problems import DOES_NOT_FIT
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 ALIKE = ("remat=full", "precision.gradient_reduction=bfloat16", "data=synthetic")
@@ -78,13 +74,7 @@ ROWS = (
 
 def compile_row(overrides: tuple[str, ...]) -> dict[str, Any]:
     """What the command's report says. Raises CalledProcessError where there is none."""
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as run_dir:
-        command = [sys.executable, "-m", "meshloom", "compile", *overrides, f"hydra.run.dir={run_dir}"]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-        if done.returncode not in (0, DOES_NOT_FIT):
-            done.check_returncode()
-        report = json.loads(Path(run_dir, "report.json").read_text())
+    report, seconds = compile_report(overrides)
     step, build, memory = report["step"], report["build"], report["memory"]
     return {
         "predicted_seconds": step["predicted_seconds"],
@@ -97,7 +87,7 @@ def compile_row(overrides: tuple[str, ...]) -> dict[str, Any]:
         "tried": [_named(one) for one in report["search"]["tried"]] if report["search"] else None,
         "chosen": report["search"]["chosen"] if report["search"] else None,
         "versions": f"jax {build['jax']}, {build['plugin']}",
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": seconds,
     }
 
 
@@ -105,11 +95,6 @@ def _named(tried: dict[str, Any]) -> dict[str, Any]:
     loop = LayerLoop.model_validate_json(json.dumps(tried["layers"]))
     kept = ("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "fits", "compile_seconds", "why_not")
     return {"name": name_of(loop, tried["option_sets"])} | {key: tried[key] for key in kept}
-
-
-def read_kept(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {tuple(row["overrides"]): row for row in map(json.loads, lines)}
 
 
 def table_row(row: Row, layers: int | None, kept: dict[tuple[str, ...], dict[str, Any]]) -> str | None:
@@ -148,9 +133,7 @@ def main() -> None:
             progress.update(task, description=f"{row.name}: {mode}")
             overrides = row.overrides(mode, arguments.layers)
             if overrides not in read_kept(arguments.file) and not arguments.show:
-                facts = compile_row(overrides)
-                with arguments.file.open("a") as file:
-                    file.write(json.dumps({"name": row.name, "overrides": overrides} | facts) + "\n")
+                keep(arguments.file, row.name, overrides, compile_row(overrides))
             progress.advance(task)
     kept = read_kept(arguments.file)
     print(

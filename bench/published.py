@@ -8,16 +8,12 @@ predicted is kept in FILE (bench/published.jsonl), a line for each compile, and 
 Markdown. Nothing is fitted: every figure of the cost model is that of docs/schedule.md and conf/target.
 """
 
-import json
-import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshloom.compiler.problems import DOES_NOT_FIT
+from compiled_rows import compile_report, keep, read_kept
 
 Options = dict[str, bool | int | str]
 
@@ -184,14 +180,8 @@ def _typed(value: bool | int | str) -> str:
 
 def compile_row(overrides: tuple[str, ...]) -> dict[str, Any]:
     """What the command's report says. Raises CalledProcessError where there is none."""
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as run_dir:
-        command = [sys.executable, "-m", "meshloom", "compile", *overrides, f"hydra.run.dir={run_dir}"]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-        if done.returncode not in (0, DOES_NOT_FIT):
-            done.check_returncode()
-        report = json.loads(Path(run_dir, "report.json").read_text())
-    return facts_of(report) | {"seconds": round(time.perf_counter() - start, 1)}
+    report, seconds = compile_report(overrides)
+    return facts_of(report) | {"seconds": seconds}
 
 
 def facts_of(report: dict[str, Any]) -> dict[str, Any]:
@@ -227,11 +217,6 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_kept(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {tuple(row["overrides"]): row for row in map(json.loads, lines)}
-
-
 def table_row(recipe: Recipe, kept: dict[tuple[str, ...], dict[str, Any]]) -> str:
     facts = [kept[overrides] for overrides in variants(recipe)]
     measured = recipe.published_mfu
@@ -260,9 +245,7 @@ def main() -> None:
         if overrides in read_kept(path):
             continue
         print(f"compiling {number + 1} of {len(todo)}: {name}: {' '.join(overrides)}", file=sys.stderr, flush=True)
-        facts = compile_row(overrides)
-        with path.open("a") as file:
-            file.write(json.dumps({"name": name, "overrides": overrides} | facts) + "\n")
+        keep(path, name, overrides, compile_row(overrides))
     kept = read_kept(path)
     print("| recipe | MFU as published | by our FLOPs | predicted | exposed | bound | GiB reserved |")
     print("|---|---|---|---|---|---|---|")

@@ -60,7 +60,7 @@ def build_report(
     target, unknown = _target(plan), dict[str, str]()
     figures = ("hbm_bytes_per_chip", "hbm_bytes_per_second", "peak_flops_per_second")
     unknown |= {f"target.{name}": "the chip is not known" for name in figures if getattr(target, name) is None}
-    memory = _memory(plan, built, peak, unknown, estimate.memory.peak_bytes * _devices_per_chip(plan), changes)
+    memory = _memory(plan, built, peak, unknown, estimate.memory.peak_bytes * used_devices_per_chip(plan), changes)
     if schedule is None:
         schedule = _unanalysed("the step was not compiled: it does not fit")
     bound = roofline_seconds(estimate.roofline)
@@ -109,7 +109,7 @@ def _memory(
     changes: tuple[Change, ...],
 ) -> MemoryReport:
     """Of the compiled program; where it was refused, what the compiler said that it needs."""
-    limit, needed, per_chip = limit_bytes(plan), needed_bytes(plan, built), _devices_per_chip(plan)
+    limit, needed, per_chip = limit_bytes(plan), needed_bytes(plan, built), used_devices_per_chip(plan)
     planned = plan.memory
     known = {"parameters": planned.parameters, "master": planned.master, "optimizer": planned.optimizer,
              "scalars": planned.scalars, "batch": planned.batch}  # fmt: skip
@@ -159,7 +159,7 @@ def _cannot_tell_apart(plan: Plan, built: Built, peak: PeakMemory | None, rest: 
 def limit_bytes(plan: Plan) -> int | None:
     """What a program may take of a chip."""
     per_device = plan.target.hbm_bytes_per_device
-    return per_device and per_device * _devices_per_chip(plan)
+    return per_device and per_device * used_devices_per_chip(plan)
 
 
 def needed_bytes(plan: Plan, built: Built) -> int | None:
@@ -195,7 +195,7 @@ def _target(plan: Plan) -> TargetReport:
         num_slices=target.num_slices,
         hbm_bytes_per_chip=target.hbm_bytes_per_chip,
         hbm_bytes_per_second=target.chip.hbm_bytes_per_second if target.chip else None,
-        peak_flops_per_second=peak * _devices_per_chip(plan) if peak else None,
+        peak_flops_per_second=peak * used_devices_per_chip(plan) if peak else None,
         placement=plan.mesh.placement.describe(),
     )
 
@@ -225,5 +225,6 @@ def _build(built: Built, facts: BuildFacts) -> BuildReport:
     )
 
 
-def _devices_per_chip(plan: Plan) -> int:
+def used_devices_per_chip(plan: Plan) -> int:
+    """Of JAX, by which figures of a device become those of a chip: one where a run takes a part of a chip."""
     return max(1, plan.target.num_devices // plan.target.num_chips)

@@ -14,7 +14,7 @@ import jax
 from pydantic import ValidationError
 
 from meshloom.compiler import search
-from meshloom.compiler.build_report import does_fit, needed_bytes
+from meshloom.compiler.build_report import does_fit, needed_bytes, used_devices_per_chip
 from meshloom.compiler.compiler_options import option_table
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate import estimate_step
@@ -84,7 +84,7 @@ def _tried(one: Candidate, made: CompiledStep) -> TriedReport:
         option_sets=one.option_sets,
         predicted_seconds=step and step.predicted_seconds,
         exposed_fraction=step and step.exposed_fraction,
-        peak_bytes_per_chip=needed and needed * plan.target.devices_per_chip,
+        peak_bytes_per_chip=needed and needed * used_devices_per_chip(plan),
         fits=does_fit(plan, made.built),
         compile_seconds=made.built.compile_seconds,
         why_not=None if step else "it does not fit",
