@@ -39,15 +39,13 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
 
     import jax
 
-    from meshloom.compiler.analysis import analyse_schedule
     from meshloom.compiler.aot import compile_ahead
     from meshloom.compiler.build_report import BuildFacts, build_report
     from meshloom.compiler.compose import Request, read_spec
     from meshloom.compiler.driver import plan_run
     from meshloom.compiler.estimate import estimate_step
     from meshloom.compiler.fingerprint import fingerprint_of
-    from meshloom.compiler.hlo import parse_module
-    from meshloom.compiler.program_memory import read_peak
+    from meshloom.compiler.program_text import Unread, read_text
     from meshloom.compiler.topology import find_devices
     from meshloom.runtime.devices import plan_without_devices, start_devices
     from meshloom.runtime.distributed import Processes
@@ -79,12 +77,10 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     done("serialise, as text", without=seconds["compile"])
     estimate = estimate_step(plan)
     done("estimate")
-    module = parse_module(built.text) if built.text is not None else None
-    schedule = analyse_schedule(module, plan, estimate.communication) if module else None
-    peak = read_peak(module) if module else None
+    schedule, peak = read_text(built.text, plan, estimate.communication)
     done("parse and simulate")
     facts = BuildFacts(fingerprint_of(plan, lowered, mesh), 0.0, "off", tuple(overrides), (), None)
-    events = schedule.events if schedule else ()
+    events = () if isinstance(schedule, Unread) else schedule.events
     with tempfile.TemporaryDirectory() as folder:
         write_report(build_report(plan, built, facts, estimate, schedule, peak), plan, Path(folder), events=events)
     done("report")

@@ -12,6 +12,7 @@ from .fingerprint import Fingerprint
 from .lint import lint
 from .plan import Plan
 from .program_memory import Class, PeakMemory
+from .program_text import Unread
 from .report import (
     SCHEMA_VERSION,
     BuildReport,
@@ -49,23 +50,23 @@ def build_report(
     built: Built,
     facts: BuildFacts,
     estimate: StepEstimate,
-    schedule: ScheduleAnalysis | None,
-    peak: PeakMemory | None,
+    schedule: ScheduleAnalysis | Unread,
+    peak: PeakMemory | Unread,
     *,
     changes: tuple[Change, ...] = (),
     search: SearchReport | None = None,
 ) -> Report:
-    """The report. estimate: what was planned without XLA. schedule, peak: None where the step does not fit. changes:
-    that would make it fit. search: of which this program is the best."""
+    """The report. estimate: what was planned without XLA. changes: that would make it fit. search: of which this
+    program is the best."""
     target, unknown = _target(plan), dict[str, str]()
     figures = ("hbm_bytes_per_chip", "hbm_bytes_per_second", "peak_flops_per_second")
     unknown |= {f"target.{name}": "the chip is not known" for name in figures if getattr(target, name) is None}
     memory = _memory(plan, built, peak, unknown, estimate.memory.peak_bytes * used_devices_per_chip(plan), changes)
-    if schedule is None:
-        schedule = _unanalysed("the step was not compiled: it does not fit")
+    if isinstance(schedule, Unread):
+        schedule = _unanalysed(schedule.why)
     bound = roofline_seconds(estimate.roofline)
     if bound is None:
-        unknown["step.roofline_seconds"] = "the target's peak or bandwidths are not known"
+        unknown |= dict.fromkeys(("step.roofline_seconds", "roofline"), "the target's peak or bandwidths are not known")
     too_exposed = None
     if built.text:
         too_exposed = find_too_exposed(plan, schedule.step, schedule.collectives, is_searched=search is not None)
@@ -75,7 +76,7 @@ def build_report(
         schedule.matches,
         estimate.communication,
         built.notes,
-        held=peak.held if peak else (),
+        held=() if isinstance(peak, Unread) else peak.held,
     )
     return Report(
         schema_version=SCHEMA_VERSION,
@@ -103,7 +104,7 @@ def _unanalysed(why: str) -> ScheduleAnalysis:
 def _memory(
     plan: Plan,
     built: Built,
-    peak: PeakMemory | None,
+    peak: PeakMemory | Unread,
     unknown: dict[str, str],
     estimate: int,
     changes: tuple[Change, ...],
@@ -119,7 +120,7 @@ def _memory(
         known["outputs"] = built.memory.outputs_bytes - built.memory.aliased_bytes
     rest = None if needed is None else max(0, needed - sum(known.values()))
     why = _cannot_tell_apart(plan, built, peak, rest)
-    within = {name: None if why or peak is None else peak.by_class.get(name, 0) for name in TOLD_APART}
+    within = {name: None if why or isinstance(peak, Unread) else peak.by_class.get(name, 0) for name in TOLD_APART}
     rest = rest if rest is None else rest - sum(count or 0 for count in within.values())
     breakdown = {name: count * per_chip for name, count in known.items()} | {
         **{name: count * per_chip if count is not None else None for name, count in within.items()},
@@ -129,9 +130,13 @@ def _memory(
     }
     unknown |= {f"memory.breakdown.{name}": why for name in TOLD_APART if why}
     if needed is None:
-        unknown["memory.peak_bytes_per_chip"] = "the compiler refused the program and did not say what it needs"
+        names = ("memory.peak_bytes_per_chip", "memory.breakdown.temporaries")
+        unknown |= dict.fromkeys(names, "the compiler refused the program and did not say what it needs")
+    if code is None:
+        unknown["memory.breakdown.code"] = "the compiler refused the program"
     if limit is None:
-        unknown |= dict.fromkeys(("memory.limit_bytes_per_chip", "memory.fits"), "the chip's memory is not known")
+        names = ("memory.limit_bytes_per_chip", "memory.fits", "memory.breakdown.reserved")
+        unknown |= dict.fromkeys(names, "the chip's memory is not known")
     return MemoryReport(
         peak_bytes_per_chip=needed * per_chip if needed is not None else None,
         limit_bytes_per_chip=limit,
@@ -142,10 +147,12 @@ def _memory(
     )
 
 
-def _cannot_tell_apart(plan: Plan, built: Built, peak: PeakMemory | None, rest: int | None) -> str | None:
+def _cannot_tell_apart(plan: Plan, built: Built, peak: PeakMemory | Unread, rest: int | None) -> str | None:
     """Why it is not said what the temporaries are; None where it is. rest: all of them."""
-    if built.memory is None or peak is None or rest is None:
+    if built.memory is None or rest is None:
         return NO_PROGRAM
+    if isinstance(peak, Unread):
+        return peak.why
     memory, counted = built.memory, peak.num_bytes
     # XLA's peak of a CPU's program is that of arguments and results alone.
     found = memory.taken_bytes if plan.target.platform == "cpu" else memory.peak_bytes

@@ -147,7 +147,7 @@ class TriedReport(Config):
     peak_bytes_per_chip: NonNegativeInt | None
     fits: bool | None
     compile_seconds: NonNegativeFloat
-    why_not: str | None  # it has no schedule: the compiler's words
+    why_not: str | None  # it has no schedule that is known: the compiler's words, or those of the reader of its text
 
 
 class SearchReport(Config):

@@ -20,6 +20,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.exposure import TOO_EXPOSED
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
+from meshloom.compiler.program_text import Unread
 from meshloom.compiler.quiet import captured_stderr
 from meshloom.compiler.report import Change, Report, SearchReport
 from meshloom.compiler.savings import find_savings
@@ -29,7 +30,7 @@ from meshloom.compiler.target import plan_target
 from meshloom.compiler.topology import find_devices
 from meshloom.compiler.views.summary import show_summary as show_report
 
-from .artifact import FOLDER, Artifact, write_artifact
+from .artifact import FOLDER, TEXT, write_artifact
 from .compile_cache import cached_compilation
 from .declaration import write_declaration
 from .devices import plan_without_devices, start_devices
@@ -86,8 +87,9 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str
     place = None if refused else run_dir / FOLDER
     if place:
         _put(made, place)
-    files = write_report(report, plan, run_dir, events=made.schedule.events if made.schedule else ())
-    _show_result(console, report, made.artifact, [*files, *([place] if place else [])], run_dir if place else None)
+    events = () if isinstance(made.schedule, Unread) else made.schedule.events
+    files = write_report(report, plan, run_dir, events=events)
+    _show_result(console, report, made, [*files, *([place] if place else [])], run_dir if place else None)
     return refused
 
 
@@ -159,10 +161,10 @@ def _show_header(console: Console, job: CompileJob) -> None:
 
 
 def _show_result(
-    console: Console, report: Report, kept: Artifact | None, files: Sequence[Path], run_dir: Path | None
+    console: Console, report: Report, made: CompiledStep, files: Sequence[Path], run_dir: Path | None
 ) -> None:
     """run_dir: None where the step is not accepted."""
-    build = report.build
+    build, kept = report.build, made.artifact
     if kept and build.cache == "hit":
         say(console, f"compiled before, nothing to do: {kept.place} is of the same program, devices and versions")
     else:
@@ -172,6 +174,15 @@ def _show_result(
         unknown = ", ".join(build.compiler_options_left_out)
         say(console, f"left out of overlap.option_sets, as this compiler does not know it: {unknown}")
     show_report(report, console, files=files)
+    _show_unread(console, made, run_dir / FOLDER if run_dir else kept.place if kept else None)
     if run_dir:
         typed = [text for text in report.overrides if not text.startswith("hydra.")]
         say(console, f"train it: {shlex.join(['meshloom', 'train', *typed, f'artifact={run_dir}'])}")
+
+
+def _show_unread(console: Console, made: CompiledStep, place: Path | None) -> None:
+    """What of a program that there is could not be read. place: where it is kept."""
+    parts = {"memory by class": made.peak, "the schedule": made.schedule}
+    reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unread) and made.built.text}
+    for why, name in reasons.items():
+        say(console, f"warning: {name} is unknown: {why}{f'; it is {place / TEXT}' if place else ''}")

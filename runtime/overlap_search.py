@@ -21,6 +21,7 @@ from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.fingerprint import sha256
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import ConfigError
+from meshloom.compiler.program_text import Unread
 from meshloom.compiler.report import SearchReport, TriedReport
 from meshloom.compiler.search import Candidate, best_of, find_candidates
 from meshloom.compiler.views.tried import line_of
@@ -77,7 +78,8 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
 
 
 def _tried(one: Candidate, made: CompiledStep) -> TriedReport:
-    plan, step = made.plan, made.schedule.step if made.schedule else None
+    plan, schedule = made.plan, made.schedule
+    step = None if isinstance(schedule, Unread) else schedule.step
     needed = needed_bytes(plan, made.built)
     return TriedReport(
         layers=one.loop,
@@ -87,7 +89,7 @@ def _tried(one: Candidate, made: CompiledStep) -> TriedReport:
         peak_bytes_per_chip=needed and needed * used_devices_per_chip(plan),
         fits=does_fit(plan, made.built),
         compile_seconds=made.built.compile_seconds,
-        why_not=None if step else "it does not fit",
+        why_not=schedule.why if isinstance(schedule, Unread) else None,
     )
 
 

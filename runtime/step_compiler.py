@@ -12,15 +12,15 @@ from typing import Any
 from jax.sharding import Mesh
 from rich.console import Console
 
-from meshloom.compiler.analysis import ScheduleAnalysis, analyse_schedule
+from meshloom.compiler.analysis import ScheduleAnalysis
 from meshloom.compiler.aot import REMATERIALIZATION, STEP, Built, compile_ahead
 from meshloom.compiler.build_report import BuildFacts
 from meshloom.compiler.driver import PROGRAMS, Programs, lower
 from meshloom.compiler.estimate import StepEstimate, estimate_step
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
-from meshloom.compiler.hlo import parse_module
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.program_memory import PeakMemory, read_peak
+from meshloom.compiler.program_memory import PeakMemory
+from meshloom.compiler.program_text import Unread, read_text
 from meshloom.compiler.quiet import captured_stderr
 from meshloom.compiler.spec import RunSpec
 
@@ -33,16 +33,15 @@ COMPILER_LOG = Path("logs/compiler.log")
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """facts.cache says whether it was compiled before. artifact: where it is kept between runs; None: nowhere.
-    schedule, peak: None where the step does not fit."""
+    """facts.cache says whether it was compiled before. artifact: where it is kept between runs; None: nowhere."""
 
     plan: Plan
     built: Built
     facts: BuildFacts
     artifact: Artifact | None
     estimate: StepEstimate
-    schedule: ScheduleAnalysis | None
-    peak: PeakMemory | None
+    schedule: ScheduleAnalysis | Unread
+    peak: PeakMemory | Unread
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,7 @@ class StepCompiler:
         cache = "hit" if found else "miss" if store else "off"
         facts = BuildFacts(fingerprint, lower_seconds, cache, overrides, lowered.options_left_out, self.model)
         estimate = estimate_step(plan)
-        module = parse_module(built.text) if built.text is not None else None
-        schedule = analyse_schedule(module, plan, estimate.communication) if module else None
-        peak = read_peak(module) if module else None
+        schedule, peak = read_text(built.text, plan, estimate.communication)
         kept = found or (self._kept(store, fingerprint, built, overrides) if store else None)
         return CompiledStep(plan, built, facts, kept, estimate, schedule, peak)
 

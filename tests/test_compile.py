@@ -23,13 +23,15 @@ from meshloom.compiler.build_report import BuildFacts, build_report
 from meshloom.compiler.compose import Request
 from meshloom.compiler.driver import Programs, build, lower
 from meshloom.compiler.estimate import estimate_step
+from meshloom.compiler.exposure import TOO_EXPOSED
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
-from meshloom.compiler.hlo import parse, parse_module
+from meshloom.compiler.hlo import parse
 from meshloom.compiler.problems import DOES_NOT_FIT, ConfigError
-from meshloom.compiler.program_memory import read_peak
+from meshloom.compiler.program_text import NO_PROGRAM, Unread, read_text
 from meshloom.compiler.quiet import captured_stderr
 from meshloom.compiler.report import Report
 from meshloom.compiler.step import build_train_step
+from meshloom.compiler.views.facts import NO_REASON, unknown_values
 from meshloom.runtime.artifact import Artifact, find_artifact, load_programs, read_artifact, write_artifact
 from meshloom.runtime.compile_command import CompileJob, compile_step, prepare_compile
 from meshloom.runtime.train import find_precompiled
@@ -178,21 +180,23 @@ def test_another_error_is_no_refusal_for_memory(said):
     assert parse_out_of_memory(said) is None
 
 
-def test_a_refused_program_still_has_a_report(lowered):
-    refused = Built(None, None, OutOfMemory(638 * GIB, 16 * GIB, "too large"), {}, {}, 1.0, ())
+@pytest.mark.parametrize("needed", [638 * GIB, None])
+def test_a_refused_program_still_has_a_report(lowered, needed):
+    refused = Built(None, None, OutOfMemory(needed, 16 * GIB, "too large"), {}, {}, 1.0, ())
     facts = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None)
-    report = build_report(plan_of(*TINY), refused, facts, estimate_step(plan_of(*TINY)), schedule=None, peak=None)
-    assert report.memory.peak_bytes_per_chip == 638 * GIB
+    report = build_report(plan_of(*TINY), refused, facts, estimate_step(plan_of(*TINY)), NO_PROGRAM, NO_PROGRAM)
+    assert report.memory.peak_bytes_per_chip == needed
     assert report.memory.fits is False
+    assert _without_reason(report) == []
     assert "does not fit" in report.unknown["step"]
     assert report.memory.breakdown["gradients"] is None
     assert "refused" in report.unknown["memory.breakdown.gradients"]
 
 
 def test_memory_of_the_report_is_that_of_the_compiled_program(lowered, built):
-    facts = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None)
-    peak = read_peak(parse_module(built.text))
-    memory = build_report(plan_of(*TINY), built, facts, estimate_step(plan_of(*TINY)), schedule=None, peak=peak).memory
+    facts, estimate = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None), estimate_step(plan_of(*TINY))
+    read = read_text(built.text, plan_of(*TINY), estimate.communication)
+    memory = build_report(plan_of(*TINY), built, facts, estimate, *read).memory
     stats = build(replace(lowered, init=None, evaluate=None, is_finite=None)).train.memory_analysis()
     known = {name: count or 0 for name, count in memory.breakdown.items() if name not in ("reserved", "code")}
     assert memory.peak_bytes_per_chip == sum(known.values())
@@ -208,8 +212,8 @@ def test_what_is_counted_wrong_is_not_told_apart(lowered, built):
     """The text of one program beside the figures of another."""
     facts, estimate = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None), estimate_step(plan_of(*TINY))
     other = replace(built, memory=replace(built.memory, temporaries_bytes=2 * built.memory.temporaries_bytes))
-    peak = read_peak(parse_module(other.text))
-    report = build_report(plan_of(*TINY), other, facts, estimate, schedule=None, peak=peak)
+    read = read_text(other.text, plan_of(*TINY), estimate.communication)
+    report = build_report(plan_of(*TINY), other, facts, estimate, *read)
     assert report.memory.breakdown["activations"] is None
     assert report.memory.breakdown["temporaries"] == other.memory.temporaries_bytes
     assert "the compiler counts" in report.unknown["memory.breakdown.activations"]
@@ -235,6 +239,66 @@ def test_the_text_is_read_once(artifact, tmp_path, monkeypatch):
     assert report.collectives
     assert report.memory.breakdown["gradients"]
     assert len(read) == 1
+
+
+def _without_reason(report: Report) -> list[str]:
+    return [path for path, why in unknown_values(report) if why == NO_REASON]
+
+
+def _without_end(text: str) -> str:
+    return text[: text.rindex("ROOT")]
+
+
+def _without_groups(text: str) -> str:
+    return text.replace("replica_groups=", "replica_groups=?")
+
+
+def _without_a_value(text: str) -> str:
+    """The first that a tuple of the entry computation holds."""
+    entry = text.index("\nENTRY")
+    name = re.search(r" tuple\((?:[^%)]* )?%?([\w.\-]+)", text[entry:])
+    assert name
+    made = re.search(rf"\n  %?{re.escape(name[1])} = .*", text[entry:])
+    assert made
+    return text.replace(made[0], "", 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said", "is_schedule_known", "is_memory_known"),
+    [(_without_end, "line ", False, False), (_without_groups, "replica groups of an unknown form", False, True),
+     (_without_a_value, "KeyError", True, False)],
+)  # fmt: skip
+def test_a_text_that_cannot_be_read_costs_no_artifact(
+    artifact, tmp_path, capsys, damage, said, is_schedule_known, is_memory_known
+):
+    run = tmp_path / "run"
+    built = replace(artifact.built, text=damage(artifact.built.text))
+    write_artifact(run / "artifact", artifact.fingerprint, built, ())
+    (run / "logs").mkdir()
+    job = CompileJob(plan_of(*TINY), jax.devices())
+    assert compile_step(job, run, request=Request(TINY), model=None, console=Console()) == 0
+    report = Report.model_validate_json((run / "report.json").read_text())
+    assert bool(report.collectives) == is_schedule_known
+    assert ("cannot be read" in report.unknown.get("step", "")) == (not is_schedule_known)
+    assert (report.memory.breakdown["gradients"] is not None) == is_memory_known
+    assert report.memory.peak_bytes_per_chip, "what the compiler says of its memory is not in the text"
+    assert _without_reason(report) == []
+    assert read_artifact(run).built == built
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1
+    part = "memory by class" if is_schedule_known else "the schedule"
+    assert warnings[0].startswith(f"warning: {part} is unknown: the program's text cannot be read: ")
+    assert said in warnings[0]
+    assert warnings[0].endswith(f"; it is {run}/artifact/train.hlo.txt")
+
+
+def test_a_schedule_that_cannot_be_read_delivers_no_demand(lowered, built):
+    plan = plan_of(*TINY, "target=h100-8", "overlap.max_exposed=0.99")
+    facts = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None)
+    unread = Unread("the program's text cannot be read: line 7")
+    report = build_report(plan, built, facts, estimate_step(plan), unread, unread)
+    assert TOO_EXPOSED in [finding.rule for finding in report.findings]
+    assert report.unknown["step"] == unread.why
 
 
 def test_wrong_compiler_options_are_all_told_before_anything_is_written():

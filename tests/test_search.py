@@ -4,6 +4,7 @@ import io
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
 import pytest
@@ -11,7 +12,8 @@ from rich.console import Console
 
 import reports
 from conftest import SMALL, plan_of
-from meshloom.compiler.aot import compile_ahead
+from meshloom.compiler.analysis import ScheduleAnalysis
+from meshloom.compiler.aot import Built, ProgramMemory, compile_ahead
 from meshloom.compiler.compiler_options import (
     check_compiler_options,
     option_table,
@@ -24,12 +26,15 @@ from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.overlap_spec import LayerLoop
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import ConfigError
+from meshloom.compiler.program_text import NO_PROGRAM, Unread
 from meshloom.compiler.report import Report, TriedReport
 from meshloom.compiler.search import FLAT, best_of, expected_seconds, find_candidates
 from meshloom.compiler.topology import check_compiler, find_devices
 from meshloom.compiler.views.facts import unknown_values
 from meshloom.compiler.views.page import render_page
 from meshloom.compiler.views.summary import show_summary
+from meshloom.runtime.overlap_search import search_overlap
+from meshloom.runtime.step_compiler import CompiledStep
 from test_cli import meshloom
 
 V5P = ("target=v5p-128", "model=llama3_8b", "sharding=fsdp", "global_batch_size=64", "sequence_length=2048")
@@ -183,6 +188,41 @@ def test_the_views_tell_what_was_tried_and_what_the_compiler_said():
     show_summary(searched, console, files=())
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert "best of 3: prefetch 1, deferred, unroll 2, async_fusion, 12.1 % shorter than scan" in told
+
+
+class Unreadable:
+    """In the place of a compiler: its programs take a second less each, and the text of some cannot be read."""
+
+    console = Console(quiet=True)
+
+    def __init__(self, *places: int):
+        self.places, self.num_compiled = places, 0
+
+    def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> CompiledStep:  # noqa: ARG002
+        place, self.num_compiled = self.num_compiled, self.num_compiled + 1
+        step = reports.fits()[0].step.model_copy(update={"predicted_seconds": 9.0 - place})
+        analysis = ScheduleAnalysis((), {}, step, (), {})
+        schedule = Unread("line 7: no instruction") if place in self.places else analysis
+        memory = ProgramMemory(*[0] * 7)
+        built = Built("HloModule", memory, None, {}, {}, 1.0, ())
+        facts: Any = None
+        return CompiledStep(plan, built, facts, None, estimate_step(plan), schedule, NO_PROGRAM)
+
+
+@pytest.mark.parametrize(("unread", "chosen"), [((2,), 1), ((0,), 2), ((1, 2), 0), ((0, 1, 2), 0)])
+def test_what_cannot_be_read_is_not_judged(unread, chosen):
+    plan = plan_of("target=h100-8", "overlap=auto", "overlap.search.max_candidates=3", "compilation_cache=null")
+    compiler: Any = Unreadable(*unread)
+    best, search = search_overlap(plan, compiler, ())
+    assert search.chosen == chosen
+    assert [place for place, one in enumerate(search.tried) if one.why_not == "line 7: no instruction"] == [*unread]
+    assert best.plan.spec.overlap.layers == search.tried[chosen].layers
+    assert isinstance(best.schedule, Unread) == (chosen in unread)
+    report = reports.fits()[0].model_copy(update={"search": search})
+    console = Console(file=io.StringIO(), width=100)
+    show_summary(report, console, files=())
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("none of 3 can be judged" in told) == (unread == (0, 1, 2))
 
 
 @pytest.mark.slow

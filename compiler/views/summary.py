@@ -111,17 +111,17 @@ def _step(report: Report) -> Iterable[str]:
 
 
 def _search(report: Report) -> Iterable[str]:
-    """What was chosen and what it gains against what was declared."""
+    """What was chosen and what it gains against what was declared; or that nothing could be judged."""
     search = report.search
     if search is None:
         return
     declared, chosen = search.tried[0], search.tried[search.chosen]
-    gain = ""
+    name, num_tried, gain = name_of(chosen.layers, chosen.option_sets), len(search.tried), ""
     if search.chosen and declared.predicted_seconds and chosen.predicted_seconds:
         saved = 1 - chosen.predicted_seconds / declared.predicted_seconds
         gain = f", {human_share(saved)} shorter than {name_of(declared.layers, declared.option_sets)}"
-    name = name_of(chosen.layers, chosen.option_sets)
-    yield f"[bold]search[/]   best of {len(search.tried)}: {escape(name + gain)}"
+    judged = f"best of {num_tried}" if chosen.predicted_seconds is not None else f"none of {num_tried} can be judged"
+    yield f"[bold]search[/]   {judged}: {escape(name + gain)}"
 
 
 def _bar(shares: Sequence[float], styles: Sequence[str], mark: float | None = None) -> str:
