@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .report import CollectiveReport, Finding, Report, total
+from .same_finding import first_place, pair_findings
 
 SCHEMA_VERSION = 1
 SAME_WITHIN = 1e-3  # of the larger of two times
@@ -114,7 +115,7 @@ def diff_runs(a: Run, b: Run) -> Diff:
         compute=of_reports(lambda report: report.step.compute_seconds_by_kind),
         memory=of_reports(lambda report: report.memory.model_dump(mode="json", exclude={"changes"})),
         collectives=_collectives(both[0].collectives, both[1].collectives) if both else (),
-        findings=of_reports(lambda report: _findings(report.findings)),
+        findings=_findings(*both, _parameters(a.plan) | _parameters(b.plan)) if both else (),
         config=changes(a.spec, b.spec, rows=in_order),
         program=of_reports(lambda report: {"target": report.target.model_dump(mode="json"),
                                            "program": report.program.model_dump(mode="json")}),
@@ -124,9 +125,32 @@ def diff_runs(a: Run, b: Run) -> Diff:
     )  # fmt: skip
 
 
-def _findings(findings: Iterable[Finding]) -> dict[str, str]:
-    """By rule and place, as far as a compiler's numbering leaves it."""
-    return {f"{f.rule} at {without_numbers(f.where)}": without_numbers(f.what) for f in findings}
+def _findings(a: Report, b: Report, paths: set[str]) -> tuple[Change, ...]:
+    before, after = ([_renamed(finding) for finding in report.findings] for report in (a, b))
+    pairs, gone, appeared = pair_findings(before, after, paths)
+    found = [
+        *(Change(f"{each.rule} at {each.where}", "gone", each.what, None) for each in gone),
+        *(Change(f"{each.rule} at {each.where}", "appeared", None, each.what) for each in appeared),
+        *(change for pair in pairs for change in _finding_changes(*pair)),
+    ]
+    return tuple(sorted(found, key=lambda c: (c.where, *sorted(filter(None, (c.before, c.after))))))
+
+
+def _finding_changes(before: Finding, after: Finding) -> list[Change]:
+    """Of one that is in both: of its words, of its places, or none."""
+    name = f"{before.rule} at {min(first_place(before), first_place(after))}"
+    told = ((name, before.what, after.what), (f"{name}: places", before.where, after.where))
+    return [Change(path, "changed", *values) for path, *values in told if values[0] != values[1]]
+
+
+def _renamed(finding: Finding) -> Finding:
+    """As far as a compiler's numbering leaves it."""
+    names = {"what": without_numbers(finding.what), "where": without_numbers(finding.where)}
+    return finding.model_copy(update=names)
+
+
+def _parameters(plan: Mapping[str, Any]) -> set[str]:
+    return {row["path"] for row in plan.get("arrays", {}).get("parameters", ())}
 
 
 def _layouts(plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from meshloom.compiler.diff import Change, Run, diff_runs
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.explain import plan_as_json
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.report import Report
+from meshloom.compiler.report import Finding, Report
 from meshloom.runtime.cli import run as command
 from meshloom.runtime.report_files import write_report
 from meshloom.runtime.train import write_declaration
@@ -148,6 +148,56 @@ def test_what_appeared_went_grew_and_became_synchronous():
     assert change.after
     assert (change.before.num_async, change.after.num_async) in ((0, third.count), (third.count, 0))
     assert found.collectives[0] == change, "the largest difference in exposed time is told first"
+
+
+def gradient(where: str, size: str = "64.0 MiB", rule: str = "whole-gradient") -> Finding:
+    what = f"an all-reduce of {size} where the plan has reduce-scatters: half of it crosses in vain"
+    return Finding(rule=rule, severity="warning", what=what, where=where, fix="sharding=hsdp")
+
+
+NINE = "9 places: layers/mlp/up_EM, backward (all-reduce.4, once); layers/mlp/gate_EM, backward (all-reduce.5, once)"
+EIGHT = "8 places: layers/mlp/gate_EM, backward (all-reduce.7, once)"
+UP, HEAD = "layers/mlp/up_EM and 8 more, backward (all-reduce.4, once)", "head/kernel_EV, backward (all-reduce.5, once)"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ([gradient(NINE)], [gradient(NINE.replace("e.4", "e.44"))], []),
+        ([gradient(NINE)], [gradient(EIGHT)], [("changed", "9 places", "8 places")]),
+        ([gradient(UP)], [gradient(UP, "32.0 MiB")], [("changed", "of 64.0 MiB", "of 32.0 MiB")]),
+        ([gradient(NINE)], [gradient(UP, "32.0 MiB")],
+         [("changed", "of 64.0 MiB", "of 32.0 MiB"), ("changed", "9 places", "layers/mlp/up_EM and 8")]),
+        ([gradient(UP), gradient(HEAD, "500.0 MiB")], [gradient(HEAD, "250.0 MiB"), gradient(UP, "32.0 MiB")],
+         [("changed", "of 500.0 MiB", "of 250.0 MiB"), ("changed", "of 64.0 MiB", "of 32.0 MiB")]),
+        ([gradient(UP)], [gradient(HEAD, "500.0 MiB")], [("appeared", "", "of 500.0"), ("gone", "of 64.0", "")]),
+        ([gradient(UP)], [gradient(UP, rule="other-rule")], [("appeared", "", "of 64.0"), ("gone", "of 64.0", "")]),
+        ([gradient(UP)], [gradient(UP), gradient(UP)], [("appeared", "", "of 64.0")]),
+    ],
+)  # fmt: skip
+def test_a_finding_is_the_same_in_other_places_and_figures(before, after, told):
+    sides = [reports.fits()[0].model_copy(update={"findings": tuple(found)}) for found in (before, after)]
+    a, b = (run_of(report) for report in sides)
+    found = sorted(diff_runs(a, b).findings, key=lambda change: change.way)
+    assert [change.way for change in found] == [way for way, *_ in told]
+    for change, (_, *words) in zip(found, told, strict=True):
+        assert all(word in (value or "") for word, value in zip(words, (change.before, change.after), strict=True))
+    _assert_mirrored(a, b)
+
+
+def test_what_a_finding_is_about_may_be_named_in_its_words():
+    """The rule that lays it out is another: its place says so."""
+    reports_of = []
+    for place, size in (("embed over fsdp by parameters[0]", 500), ("embed over tensor by parameters[1]", 63)):
+        held = [Finding(rule="held-whole", severity="note", where=f"parameters: {place} (copy.{size})", fix="none",
+                        what=f"{name} lies whole in memory through a loop that does not read it: {size}.0 MiB")
+                for name in ("embed/table_VE", "head/kernel_EV")]  # fmt: skip
+        reports_of.append(reports.fits()[0].model_copy(update={"findings": tuple(held)}))
+    found = diff_runs(*map(run_of, reports_of)).findings
+    assert [change.way for change in found] == ["changed"] * 4
+    words = [change.before.split()[0] for change in found if "lies whole" in change.before]
+    assert sorted(words) == ["embed/table_VE", "head/kernel_EV"]
+    assert all(change.after.split()[0] == change.before.split()[0] for change in found)
 
 
 def test_the_order_of_sharding_rules_is_a_difference():
