@@ -6,8 +6,8 @@ the same. Each candidate is kept like any compiled step, so a search that was in
 
 import json
 import time
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -54,14 +54,9 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
     for place in range(1, num_most):
         if time.monotonic() - begun > bounds.budget_seconds:
             break
-        start = time.perf_counter()
-        try:
-            made = compiled(place)
-            tried.append(_tried(candidates[place], made))
-        except (jax.errors.JaxRuntimeError, ConfigError) as error:  # the compiler's fault, or options that it refuses
-            made, why = None, error.problems[0].what if isinstance(error, ConfigError) else str(error).splitlines()[0]
-            tried.append(_failed(candidates[place], why, time.perf_counter() - start))
-        say(compiler.console, line_of(tried[place]))
+        made, told = _attempt(candidates[place], partial(compiled, place))
+        tried.append(told)
+        say(compiler.console, line_of(told))
         if made and best_of(tried) == place:
             best = made
     chosen = best_of(tried) or 0
@@ -75,6 +70,17 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
     if decision:
         _write(decision, report, compiler)
     return best, report
+
+
+def _attempt(one: Candidate, compile_it: Callable[[], CompiledStep]) -> tuple[CompiledStep | None, TriedReport]:
+    """None where the compiler fails, or refuses the options."""
+    start = time.perf_counter()
+    try:
+        made = compile_it()
+    except (jax.errors.JaxRuntimeError, ConfigError) as error:
+        why = error.problems[0].what if isinstance(error, ConfigError) else str(error).splitlines()[0]
+        return None, _failed(one, why, time.perf_counter() - start)
+    return made, _tried(one, made)
 
 
 def _tried(one: Candidate, made: CompiledStep) -> TriedReport:

@@ -107,17 +107,46 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
 
 
 def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console, processes: Processes) -> int:
-    plan, data, spec, started = job.plan, job.data, job.plan.spec, time.perf_counter()
-    for line in job.said:
-        say(console, line, is_shown=False)
-    show_header(console, plan)
-    say(console, data.summary)
+    plan, num_steps, begun = job.plan, job.plan.spec.num_steps, time.perf_counter()
+    _show_job(job, console)
     start = find_shared_start(run_dir, plan, console, processes)
-    if start and start.is_own and start.step >= spec.num_steps:
-        enough = f"{start.step} steps are done already, num_steps is {spec.num_steps}"
+    if start and start.is_own and start.step >= num_steps:
+        enough = f"{start.step} steps are done already, num_steps is {num_steps}"
         show_summary(console, [("nothing to do", enough), *_where(plan, run_dir, start.step)])
         return 0
-    with StopRequest(processes) as stop, Checkpoints(run_dir, spec) as checkpoints:
+    with StopRequest(processes) as stop:
+        ended = _run(job, start, run_dir, stop=stop, console=console, processes=processes)
+    where = _where(plan, run_dir, ended.saved)
+    if stop.signal and ended.step < num_steps:
+        stopped = ("stopped", f"by {stop.signal.name} after step {ended.step} of {num_steps}")
+        show_summary(console, [stopped, *where, ("continue", _how_to_continue(overrides, run_dir, ended.saved))])
+        return stop.exit_code
+    loss = "no step was left to do"
+    if ended.eval_loss is not None:
+        loss = f"{ended.eval_loss:.3f} nats per {job.data.token_unit}"
+    took = ("time", f"{time.perf_counter() - begun:.0f} s, compile included")
+    waited = ("waiting for input", f"{ended.input_wait_share:.1%} of the steps")
+    show_summary(console, [("held-out loss", loss), took, waited, *where, *TRY_NEXT])
+    return 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a run came to. step: how many are done. saved: the step of the latest checkpoint. eval_loss: the latest of
+    the held-out data, None where there is none."""
+
+    step: int
+    saved: int | None
+    eval_loss: float | None
+    input_wait_share: float
+
+
+def _run(
+    job: Job, start: Start | None, run_dir: Path, *, stop: StopRequest, console: Console, processes: Processes
+) -> Ended:
+    """Compile, and train from the start to the last step or to where a stop is asked for."""
+    plan, data = job.plan, job.data
+    with Checkpoints(run_dir, plan.spec) as checkpoints:
         programs = _compile(job, console, processes)
         rows = local_rows(programs.batch)
         batches = iter(data["train"].of_rows(rows))
@@ -139,30 +168,25 @@ def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Cons
                 report=report,
                 stop=stop,
             )
-            done = _run(loop, state, first_step, checkpoints)
+            step = _run_loop(loop, state, first_step, checkpoints)
         checkpoints.wait()
-        saved = checkpoints.latest_step
-    where = _where(plan, run_dir, saved)
-    if stop.signal and done < spec.num_steps:
-        stopped = ("stopped", f"by {stop.signal.name} after step {done} of {spec.num_steps}")
-        show_summary(console, [stopped, *where, ("continue", _how_to_continue(overrides, run_dir, saved))])
-        return stop.exit_code
-    loss = (
-        f"{display.latest_eval_loss:.3f} nats per {data.token_unit}" if done > first_step else "no step was left to do"
-    )
-    ended = [("held-out loss", loss), ("time", f"{time.perf_counter() - started:.0f} s, compile included")]
-    ended += [("waiting for input", f"{display.input_wait_share:.1%} of the steps")]
-    show_summary(console, ended + where + TRY_NEXT)
-    return 0
+        return Ended(step, checkpoints.latest_step, display.latest_eval_loss, display.input_wait_share)
 
 
-def _run(loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints) -> int:
-    """The loop; where training cannot go on, the end is told with the checkpoint that is left."""
+def _run_loop(loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints) -> int:
+    """The steps done; where training cannot go on, the end is told with the checkpoint that is left."""
     try:
         return loop.run(state, first_step)
     except NonFinite as error:
         checkpoints.wait()
         raise error.failure(checkpoints.latest_step) from error
+
+
+def _show_job(job: Job, console: Console) -> None:
+    for line in job.said:
+        say(console, line, is_shown=False)
+    show_header(console, job.plan)
+    say(console, job.data.summary)
 
 
 def _metrics_log(

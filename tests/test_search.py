@@ -3,7 +3,9 @@
 import io
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,7 +27,7 @@ from meshloom.compiler.driver import lower, plan_run
 from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.overlap_spec import LayerLoop
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.problems import ConfigError
+from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.compiler.program_text import NO_PROGRAM, Unread
 from meshloom.compiler.report import Report, TriedReport
 from meshloom.compiler.search import FLAT, best_of, expected_seconds, find_candidates
@@ -191,15 +193,18 @@ def test_the_views_tell_what_was_tried_and_what_the_compiler_said():
 
 
 class Unreadable:
-    """In the place of a compiler: its programs take a second less each, and the text of some cannot be read."""
+    """In the place of a compiler: its programs take a second less each, and the text of some cannot be read. errors: in
+    the place of a program."""
 
     console = Console(quiet=True)
 
-    def __init__(self, *places: int):
-        self.places, self.num_compiled = places, 0
+    def __init__(self, *places: int, errors: Mapping[int, Exception] = MappingProxyType({})):
+        self.places, self.errors, self.num_compiled = places, errors, 0
 
     def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> CompiledStep:  # noqa: ARG002
         place, self.num_compiled = self.num_compiled, self.num_compiled + 1
+        if place in self.errors:
+            raise self.errors[place]
         step = reports.fits()[0].step.model_copy(update={"predicted_seconds": 9.0 - place})
         analysis = ScheduleAnalysis((), {}, step, (), {})
         schedule = Unread("line 7: no instruction") if place in self.places else analysis
@@ -223,6 +228,16 @@ def test_what_cannot_be_read_is_not_judged(unread, chosen):
     show_summary(report, console, files=())
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert ("none of 3 can be judged" in told) == (unread == (0, 1, 2))
+
+
+def test_what_the_compiler_fails_on_or_refuses_is_told_and_the_search_goes_on():
+    plan = plan_of("target=h100-8", "overlap=auto", "overlap.search.max_candidates=4", "compilation_cache=null")
+    refused = ConfigError([Problem("compiler_options", "requires another", "")])
+    compiler: Any = Unreadable(errors={1: jax.errors.JaxRuntimeError("INTERNAL: no\nat x.cc"), 3: refused})
+    best, search = search_overlap(plan, compiler, ())
+    assert [one.why_not for one in search.tried] == [None, "INTERNAL: no", None, "requires another"]
+    assert search.chosen == 2
+    assert best.plan.spec.overlap.layers == search.tried[2].layers
 
 
 @pytest.mark.slow
