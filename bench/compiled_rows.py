@@ -5,12 +5,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from meshloom.compiler.problems import DOES_NOT_FIT
 
 Overrides = tuple[str, ...]
+NOT_COMPILED = "not compiled"
 
 
 def compile_report(overrides: Overrides) -> tuple[dict[str, Any], float]:
@@ -31,7 +33,14 @@ def read_kept(path: Path) -> dict[Overrides, dict[str, Any]]:
     return {tuple(row["overrides"]): row for row in map(json.loads, lines)}
 
 
-def keep(path: Path, name: str, overrides: Overrides, facts: dict[str, Any]) -> None:
-    """One more row."""
+def add_row(path: Path, name: str, overrides: Overrides, facts_of: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+    """Compile and keep one more row: what facts_of makes of the report. False, and a line that says so, where the
+    command fails; why, it has said itself."""
+    try:
+        report, seconds = compile_report(overrides)
+    except subprocess.CalledProcessError as error:
+        print(f"{NOT_COMPILED}, exit code {error.returncode}: {name}: {' '.join(overrides)}", file=sys.stderr)
+        return False
     with path.open("a") as file:
-        file.write(json.dumps({"name": name, "overrides": overrides} | facts) + "\n")
+        file.write(json.dumps({"name": name, "overrides": overrides} | facts_of(report) | {"seconds": seconds}) + "\n")
+    return True

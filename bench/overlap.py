@@ -9,11 +9,13 @@ on where it was. --layers cuts every model: the table in minutes, for a look. Pr
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compiled_rows import compile_report, keep, read_kept
+from compiled_rows import NOT_COMPILED, add_row, read_kept
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meshloom.compiler.overlap_spec import LayerLoop, name_of
@@ -72,9 +74,7 @@ ROWS = (
 )
 
 
-def compile_row(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """What the command's report says. Raises CalledProcessError where there is none."""
-    report, seconds = compile_report(overrides)
+def facts_of(report: dict[str, Any]) -> dict[str, Any]:
     step, build, memory = report["step"], report["build"], report["memory"]
     return {
         "predicted_seconds": step["predicted_seconds"],
@@ -87,7 +87,6 @@ def compile_row(overrides: tuple[str, ...]) -> dict[str, Any]:
         "tried": [_named(one) for one in report["search"]["tried"]] if report["search"] else None,
         "chosen": report["search"]["chosen"] if report["search"] else None,
         "versions": f"jax {build['jax']}, {build['plugin']}",
-        "seconds": seconds,
     }
 
 
@@ -110,14 +109,15 @@ def table_row(row: Row, layers: int | None, kept: dict[tuple[str, ...], dict[str
 
 def _cell(one: dict[str, Any] | None) -> str:
     if one is None:
-        return "not compiled"
+        return NOT_COMPILED
     if one["predicted_seconds"] is None:
-        return "does not fit"
+        return "does not fit" if one["fits"] is False else one.get("why_not") or "not known"
     memory = f"{one['peak_bytes_per_chip'] / 2**30:.1f} GiB"
     return f"{one['exposed_fraction']:.1%}, {one['predicted_seconds']:.3g} s, {memory}"
 
 
-def main() -> None:
+def main() -> int:
+    """1 where a row could not be compiled."""
     parser = argparse.ArgumentParser(description="exposed communication of none, xla and auto")
     parser.add_argument("file", nargs="?", type=Path, default=KEPT)
     parser.add_argument("--rows", default="", help="only those with this text in their name")
@@ -125,15 +125,16 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print what is kept, compile nothing")
     arguments = parser.parse_args()
     rows = [row for row in ROWS if arguments.rows in row.name]
-    todo = [(row, mode) for mode in reversed(MODES) for row in rows]  # the slow baseline last
+    wanted = [(row, mode) for mode in reversed(MODES) for row in rows if not arguments.show]  # the slow baseline last
+    kept = read_kept(arguments.file)
+    todo = [(row, mode) for row, mode in wanted if row.overrides(mode, arguments.layers) not in kept]
+    num_added = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, disable=arguments.show) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=not todo) as progress:
         task = progress.add_task("", total=len(todo))
         for row, mode in todo:
             progress.update(task, description=f"{row.name}: {mode}")
-            overrides = row.overrides(mode, arguments.layers)
-            if overrides not in read_kept(arguments.file) and not arguments.show:
-                keep(arguments.file, row.name, overrides, compile_row(overrides))
+            num_added += add_row(arguments.file, row.name, row.overrides(mode, arguments.layers), facts_of)
             progress.advance(task)
     kept = read_kept(arguments.file)
     print(
@@ -143,7 +144,8 @@ def main() -> None:
     for row in rows:
         if line := table_row(row, arguments.layers, kept):
             print(line)
+    return int(num_added < len(todo))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,11 +9,12 @@ Markdown. Nothing is fitted: every figure of the cost model is that of docs/sche
 """
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compiled_rows import compile_report, keep, read_kept
+from compiled_rows import NOT_COMPILED, add_row, read_kept
 
 Options = dict[str, bool | int | str]
 
@@ -178,12 +179,6 @@ def _typed(value: bool | int | str) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def compile_row(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """What the command's report says. Raises CalledProcessError where there is none."""
-    report, seconds = compile_report(overrides)
-    return facts_of(report) | {"seconds": seconds}
-
-
 def facts_of(report: dict[str, Any]) -> dict[str, Any]:
     """exposed: what is waited for longest, each a kind and form of collective with its seconds in a step."""
     step, program, target = report["step"], report["program"], report["target"]
@@ -218,34 +213,40 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def table_row(recipe: Recipe, kept: dict[tuple[str, ...], dict[str, Any]]) -> str:
-    facts = [kept[overrides] for overrides in variants(recipe)]
+    facts = [kept.get(overrides) for overrides in variants(recipe)]
+    first = next((each for each in facts if each), None)
     measured = recipe.published_mfu
-    if recipe.tokens_per_second:
-        measured = mfu_of(recipe.tokens_per_second, facts[0]["flops_per_token"], facts[0]["peak_flops_per_second"])
+    if recipe.tokens_per_second and first:
+        measured = mfu_of(recipe.tokens_per_second, first["flops_per_token"], first["peak_flops_per_second"])
     cells = (
         f"[{recipe.name}]({recipe.source})",
         _percent(recipe.published_mfu),
         _percent(measured),
-        " / ".join(_percent(each["predicted_mfu"]) for each in facts),
-        " / ".join(_percent(each["exposed_fraction"]) for each in facts),
-        _percent(facts[0]["bound_mfu"]),
-        " / ".join(f"{each['peak_bytes'] / 2**30:.1f}{'' if each['fits'] else ', too much'}" for each in facts),
+        _of_each(facts, lambda one: _percent(one["predicted_mfu"])),
+        _of_each(facts, lambda one: _percent(one["exposed_fraction"])),
+        _percent(first["bound_mfu"] if first else None),
+        _of_each(facts, lambda one: f"{one['peak_bytes'] / 2**30:.1f}{'' if one['fits'] else ', too much'}"),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _of_each(facts: Sequence[dict[str, Any] | None], cell: Callable[[dict[str, Any]], str]) -> str:
+    return " / ".join(cell(each) if each else NOT_COMPILED for each in facts)
 
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
-def main() -> None:
+def main() -> int:
+    """1 where a row could not be compiled."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else KEPT
-    todo = [(recipe.name, overrides) for recipe in RECIPES for overrides in variants(recipe)]
-    for number, (name, overrides) in enumerate(todo):
-        if overrides in read_kept(path):
-            continue
-        print(f"compiling {number + 1} of {len(todo)}: {name}: {' '.join(overrides)}", file=sys.stderr, flush=True)
-        keep(path, name, overrides, compile_row(overrides))
+    rows = [(recipe.name, overrides) for recipe in RECIPES for overrides in variants(recipe)]
+    todo = [(name, overrides) for name, overrides in rows if overrides not in read_kept(path)]
+    num_added = 0
+    for number, (name, overrides) in enumerate(todo, start=1):
+        print(f"compiling {number} of {len(todo)}: {name}: {' '.join(overrides)}", file=sys.stderr, flush=True)
+        num_added += add_row(path, name, overrides, facts_of)
     kept = read_kept(path)
     print("| recipe | MFU as published | by our FLOPs | predicted | exposed | bound | GiB reserved |")
     print("|---|---|---|---|---|---|---|")
@@ -254,7 +255,8 @@ def main() -> None:
     print("\n| recipe | its remat | declared as |\n|---|---|---|")
     for recipe in RECIPES:
         print(f"| {recipe.name} | {recipe.remat} | `{' '.join(recipe.overrides)}` |")
+    return int(num_added < len(todo))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
