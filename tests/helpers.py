@@ -1,5 +1,6 @@
 """What several tests share: a reference step on one device, and ways to run a plan."""
 
+import lzma
 import math
 import os
 import re
@@ -24,6 +25,13 @@ from meshloom.compiler.spec import RunSpec
 from meshloom.compiler.step import build_loss
 from meshloom.compiler.target import TargetPlan, plan_target
 from meshloom.models import Context, Model
+
+SCHEDULES = Path(__file__).parent / "schedules"
+
+
+def recorded_text(name: str) -> str:
+    """A scheduled program as a compiler wrote it; README.md of the folder says what it is of."""
+    return lzma.decompress((SCHEDULES / f"{name}.txt.xz").read_bytes()).decode()
 
 
 def forward(model: Model, params: Any, inputs: Array, segment_ids: Array | None = None) -> Array:

@@ -1,13 +1,11 @@
 """Schedules made by hand, whose arrays one can count: each of 1 kB. And recorded ones, against XLA's own count."""
 
-import gzip
 import re
-from pathlib import Path
 
 import pytest
 
 from conftest import plan_of
-from helpers import programs_of
+from helpers import programs_of, recorded_text
 from meshloom.compiler.aot import memory_of
 from meshloom.compiler.hlo import parse_module
 from meshloom.compiler.hlo.types import elements_of, parse_type
@@ -15,7 +13,6 @@ from meshloom.compiler.program_memory import read_peak
 from meshloom.compiler.schedule.buffers import Buffers, read_buffers
 
 KB = "f32[256]{0}"
-RECORDED = Path(__file__).parent / "recorded"
 MIB = 2**20
 FORWARD, BACKWARD = "jit(f)/jvp(layers)/while/body", "jit(f)/transpose(jvp(layers))/while/body"
 
@@ -175,7 +172,7 @@ def test_a_gathered_weight_is_one_in_both_passes():
 
 def test_a_longer_life_never_lowers_the_peak():
     """Of any one array: the instruction that makes the result reads it too."""
-    text = recorded("llama_h100_8")
+    text = recorded_text("llama_h100_8")
     peak, lines = read_buffers(parse_module(text)).peak_bytes, text.splitlines()
     entry = next(n for n, line in enumerate(lines) if line.startswith("ENTRY"))
     (root,) = [n for n in range(entry, len(lines)) if lines[n].startswith("  ROOT")]
@@ -185,19 +182,13 @@ def test_a_longer_life_never_lowers_the_peak():
         assert read_buffers(parse_module("\n".join(longer))).peak_bytes >= peak, name
 
 
-def recorded(name: str) -> str:
-    """llama2_7b cut to 4 layers, 2 x 4,096 tokens on each of 8 devices, sharding=fsdp remat=full, as jax 0.10.2
-    schedules it: the v5e's in two microbatches. Without what the walk does not read."""
-    return gzip.decompress((RECORDED / f"{name}.hlo.gz").read_bytes()).decode()
-
-
 @pytest.mark.parametrize(
     ("name", "peak_bytes", "microbatch_tokens"),
     [("llama_v5e8_two_microbatches", 5_760_843_264, 4096), ("llama_h100_8", 6_105_733_516, 8192)],
 )
 def test_the_peak_of_recorded_programs_is_xlas(name, peak_bytes, microbatch_tokens):
     """peak_bytes: `memory_analysis().peak_memory_in_bytes` of the same program."""
-    found = read_peak(parse_module(recorded(name)))
+    found = read_peak(parse_module(recorded_text(name)))
     assert found.num_bytes == pytest.approx(peak_bytes, rel=0.02)
     kept = microbatch_tokens * 4096 * 2  # the input of a layer, and that of the head
     assert 5 * kept <= found.by_class["activations"] <= 6 * kept + MIB
@@ -207,7 +198,7 @@ def test_the_peak_of_recorded_programs_is_xlas(name, peak_bytes, microbatch_toke
 
 
 def test_recorded_gradients_that_wait_whole_for_all_microbatches():
-    held = read_peak(parse_module(recorded("llama_v5e8_two_microbatches"))).held
+    held = read_peak(parse_module(recorded_text("llama_v5e8_two_microbatches"))).held
     whole = [each.shape for each in held if each.over_microbatches and each.num_bytes > 400 * MIB]
     assert sorted(whole) == [(4096, 32000), (32000, 4096)]
 

@@ -1,13 +1,12 @@
 """Programs that the compilers of TPUs and GPUs made (tests/schedules), read back and held against what was declared."""
 
-import lzma
 import re
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
 import pytest
 
+from helpers import SCHEDULES, recorded_text
 from meshloom.compiler.analysis import ScheduleAnalysis, analyse_schedule
 from meshloom.compiler.communication import PlannedCollective
 from meshloom.compiler.compose import Request, read_spec
@@ -20,28 +19,25 @@ from meshloom.compiler.schedule.prices import Chip
 from meshloom.compiler.schedule.program import read_steps
 from meshloom.compiler.schedule.steps import Compute, Start, loops_of
 
-FOLDER = Path(__file__).parent / "schedules"
-COMMANDS = dict(
-    re.findall(r"^\*\*(\w+)\*\*:.*\n\n    meshloom compile (.*)$", (FOLDER / "README.md").read_text(), re.M)
+COMMANDS, FOR_MEMORY = (
+    dict(re.findall(r"^\*\*(\w+)\*\*:.*\n\n    meshloom compile (.*)$", section, re.M))
+    for section in (SCHEDULES / "README.md").read_text().split("\n## ")[1:]
 )
 V5E = Chip("tpu", 1.5e9, {"bfloat16": 197e12}, 819e9)
 MADE = "made by the compiler"
-
-
-def text_of(name: str) -> str:
-    return lzma.decompress((FOLDER / f"{name}.txt.xz").read_bytes()).decode()
 
 
 @cache
 def recorded(name: str) -> tuple[Plan, tuple[PlannedCollective, ...], ScheduleAnalysis]:
     plan = read_spec(Request(tuple(COMMANDS[name].split())), then=plan_run)
     planned = estimate_step(plan).communication
-    return plan, planned, analyse_schedule(parse_module(text_of(name)), plan, planned)
+    return plan, planned, analyse_schedule(parse_module(recorded_text(name)), plan, planned)
 
 
 def test_every_recorded_program_has_its_command():
-    assert {path.name.removesuffix(".txt.xz") for path in FOLDER.glob("*.xz")} == {*COMMANDS, "windowed_einsum"}
-    assert all(path.stat().st_size < 100_000 for path in FOLDER.glob("*.xz"))
+    files = {path.name.removesuffix(".txt.xz"): path.stat().st_size for path in SCHEDULES.glob("*.xz")}
+    assert set(files) == {*COMMANDS, *FOR_MEMORY, "windowed_einsum"}
+    assert max(files.values()) < 100_000
 
 
 @pytest.mark.parametrize(
@@ -137,7 +133,7 @@ def test_across_slices_are_sums_over_replicas():
 
 def test_a_windowed_einsum_sends_both_ways_within_its_loop():
     """Eight devices on a ring of devices: each window goes one hop and meets a matmul."""
-    steps = read_steps(parse_module(text_of("windowed_einsum")), V5E)
+    steps = read_steps(parse_module(recorded_text("windowed_einsum")), V5E)
     gathered, scattered = loops_of(steps)
     assert (gathered.num_trips, scattered.num_trips) == (2, 2)
     for loop in (gathered, scattered):
@@ -152,7 +148,7 @@ def test_a_windowed_einsum_sends_both_ways_within_its_loop():
 
 @pytest.mark.parametrize("name", ["v6e_sparsecore", "h100_fsdp"])
 def test_a_text_that_ends_early_is_refused_with_its_line(name):
-    lines = text_of(name).splitlines(keepends=True)
+    lines = recorded_text(name).splitlines(keepends=True)
     for cut in range(1, len(lines) - 2, len(lines) // 7):
         with pytest.raises(HloError, match=r"line \d+|no ENTRY"):
             parse_module("".join(lines[:cut]) + lines[cut][: len(lines[cut]) // 2])
