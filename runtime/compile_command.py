@@ -185,4 +185,4 @@ def _show_unread(console: Console, made: CompiledStep, place: Path | None) -> No
     parts = {"memory by class": made.peak, "the schedule": made.schedule}
     reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unread) and made.built.text}
     for why, name in reasons.items():
-        say(console, f"warning: {name} is unknown: {why}{f'; it is {place / TEXT}' if place else ''}")
+        say(console, f"warning: {name} is unknown: {why}{f'; it is kept as {place / TEXT}' if place else ''}")

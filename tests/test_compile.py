@@ -289,7 +289,7 @@ def test_a_text_that_cannot_be_read_costs_no_artifact(
     part = "memory by class" if is_schedule_known else "the schedule"
     assert warnings[0].startswith(f"warning: {part} is unknown: the program's text cannot be read: ")
     assert said in warnings[0]
-    assert warnings[0].endswith(f"; it is {run}/artifact/train.hlo.txt")
+    assert warnings[0].endswith(f"; it is kept as {run}/artifact/train.hlo.txt")
 
 
 def test_a_schedule_that_cannot_be_read_delivers_no_demand(lowered, built):
