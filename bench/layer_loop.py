@@ -1,6 +1,6 @@
 """Step times of the loops over layers on eight simulated devices, which hide nothing: what a loop itself costs.
 
-    python bench/layer_loop.py [num_rounds]
+    python bench/layer_loop.py [num_rounds [num_layers]]
 
 One small transformer, fully sharded, in float32; steps are timed in interleaved rounds, against `overlap=none`.
 """
@@ -19,7 +19,7 @@ from meshloom.compiler.compose import Request, read_spec  # noqa: E402
 from meshloom.compiler.driver import build, lower, plan_run  # noqa: E402
 
 SHAPE = (
-    "model.embed_dim=256", "model.num_layers=8", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=32",
+    "model.embed_dim=256", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=32",
     "model.mlp_dim=768", "global_batch_size=16", "sequence_length=64", "precision=float32", "remat=full",
 )  # fmt: skip
 LOOPS = {
@@ -33,10 +33,11 @@ STEPS_PER_ROUND = 5
 
 def main() -> None:
     num_rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+    num_layers = int(sys.argv[2]) if len(sys.argv) > 2 else 8
     tokens = np.random.default_rng(0).integers(0, 257, (16, 65), dtype=np.int32)
     steps, states, seconds = {}, {}, {name: [] for name in LOOPS}
     for name, overrides in LOOPS.items():
-        plan = read_spec(Request((*SHAPE, *overrides)), then=plan_run)
+        plan = read_spec(Request((*SHAPE, f"model.num_layers={num_layers}", *overrides)), then=plan_run)
         programs = build(lower(plan, plan.mesh.of_devices(jax.devices()), ("init", "train")))
         batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
         batch = {key: jax.device_put(batch[key], x.sharding) for key, x in programs.batch.items()}
