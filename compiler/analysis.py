@@ -47,12 +47,12 @@ def analyse_schedule(
     """What a scheduled program says. planned: the collectives that the plan has. order: of each device of the program
     its position in the plan's mesh, where that is another. Raises HloError for a form of replica groups that is not
     known."""
-    chip, placement = _chip(plan), plan.mesh.placement
+    chip, placement = chip_of(plan), plan.mesh.placement
     crossings: dict[str, Crossing] = {}
 
     def price(collective: Collective) -> Priced:
         if collective.name not in crossings:
-            crossings[collective.name] = crossing_of(_reordered(collective, order), placement)
+            crossings[collective.name] = crossing_of(reordered(collective, order), placement)
         crossing = crossings[collective.name]
         return Priced(crossing.alone_seconds, crossing.links)
 
@@ -106,13 +106,14 @@ def direction_of(op_name: str) -> str:
     return "update" if "/optimizer/" in op_name else "forward"
 
 
-def _reordered(collective: Collective, order: Sequence[int] | None) -> Collective:
+def reordered(collective: Collective, order: Sequence[int] | None) -> Collective:
+    """Its groups in positions of the plan's mesh. order: as in `analyse_schedule`."""
     if order is None:
         return collective
     return replace(collective, groups=tuple(tuple(order[device] for device in group) for group in collective.groups))
 
 
-def _chip(plan: Plan) -> Chip:
+def chip_of(plan: Plan) -> Chip:
     """Figures of one device."""
     target = plan.target
     if target.chip is None:
