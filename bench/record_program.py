@@ -3,9 +3,14 @@
     python bench/record_program.py NAME MODULE [ARGUMENTS]
 
 Runs `python -m MODULE ARGUMENTS` in that framework's environment (of Meshloom it needs nothing), and of each program
-for more than one device keeps NAME.txt and NAME.json, of several the last. `bench/peer.py` reads them. MaxText:
+for more than one TPU keeps NAME.txt and NAME.json, of several the last. `bench/peer.py` reads them. MaxText:
 
-    python -m venv peer && peer/bin/pip install --no-deps maxtext && peer/bin/pip install jax[tpu] flax ...
+    python3.12 -m venv peer && peer/bin/pip install --no-deps maxtext==0.2.5
+    peer/bin/pip install jax==0.10.2 jaxlib==0.10.2 libtpu==0.0.42.1 flax optax orbax-checkpoint grain aqtp \
+        qwix tokamax transformers datasets sentencepiece tiktoken tensorboardx ml-collections omegaconf pydantic \
+        drjax einshape jaxtyping jsonlines psutil tabulate chex pathwaysutils cloud-accelerator-diagnostics \
+        ml-goodput-measurement pillow jinja2 google-cloud-mldiagnostics google-cloud-storage typeguard \
+        parameterized responses nltk evaluate
     peer/bin/python bench/record_program.py 8b maxtext.trainers.pre_train.train_compile \
         compile_topology=v5p-128 compile_topology_num_slices=1 model_name=llama3-8b per_device_batch_size=4 \
         max_target_length=2048 dataset_type=synthetic remat_policy=full attention=flash
