@@ -6,7 +6,7 @@ is, which links those use, which parameter an operation moves.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .communication import PlannedCollective
 from .crossing import Crossing, crossing_of
@@ -41,15 +41,18 @@ class ScheduleAnalysis:
     unknown: dict[str, str]
 
 
-def analyse_schedule(module: Module, plan: Plan, planned: Sequence[PlannedCollective]) -> ScheduleAnalysis:
-    """What a scheduled program says. planned: the collectives that the plan has. Raises HloError for a
-    form of replica groups that is not known."""
-    chip, placement = _chip(plan), plan.mesh.placement
+def analyse_schedule(
+    module: Module, plan: Plan, planned: Sequence[PlannedCollective], order: Sequence[int] | None = None
+) -> ScheduleAnalysis:
+    """What a scheduled program says. planned: the collectives that the plan has. order: of each device of the program
+    its position in the plan's mesh, where that is another. Raises HloError for a form of replica groups that is not
+    known."""
+    chip, placement = chip_of(plan), plan.mesh.placement
     crossings: dict[str, Crossing] = {}
 
     def price(collective: Collective) -> Priced:
         if collective.name not in crossings:
-            crossings[collective.name] = crossing_of(collective, placement)
+            crossings[collective.name] = crossing_of(reordered(collective, order), placement)
         crossing = crossings[collective.name]
         return Priced(crossing.alone_seconds, crossing.links)
 
@@ -103,7 +106,14 @@ def direction_of(op_name: str) -> str:
     return "update" if "/optimizer/" in op_name else "forward"
 
 
-def _chip(plan: Plan) -> Chip:
+def reordered(collective: Collective, order: Sequence[int] | None) -> Collective:
+    """Its groups in positions of the plan's mesh. order: as in `analyse_schedule`."""
+    if order is None:
+        return collective
+    return replace(collective, groups=tuple(tuple(order[device] for device in group) for group in collective.groups))
+
+
+def chip_of(plan: Plan) -> Chip:
     """Figures of one device."""
     target = plan.target
     if target.chip is None:

@@ -8,7 +8,7 @@ from meshloom.compiler.analysis import ScheduleAnalysis, analyse_schedule, direc
 from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.hlo import parse_module
 from meshloom.compiler.plan import Plan
-from test_schedule import GROUPS, START, compute, loop, module
+from test_schedule import GATHER, GROUPS, START, compute, loop, module
 
 PATHS = ("layers/attention/key_EKD", "layers/mlp/up_EM", "head/kernel_EV")
 BACKWARD = "jit(train_step)/shard_map/transpose(jvp())/while/body/closed_call/checkpoint"
@@ -74,6 +74,28 @@ def test_loops_are_said_and_add_up():
     assert analysis.step.predicted_seconds == pytest.approx(
         (analysis.step.compute_seconds or 0) + (analysis.step.exposed_seconds or 0)
     )
+
+
+def test_a_program_with_devices_in_another_order_is_priced_where_they_lie():
+    """A v5e of 4 x 8, in the plan row by row. The program counts down its columns: 4 in order are a line along x."""
+    plan = plan_of("target=v5e-32", "global_batch_size=32", "precision=bfloat16", "sharding.on_replicated=allow")
+    assert [place[1:3] for place in plan.mesh.placement.places[:9]] == [*((0, y) for y in range(8)), (1, 0)]
+    down = [number % 4 * 8 + number // 4 for number in range(32)]
+
+    def found(groups: list[list[int]], order: list[int] | None) -> tuple[float | None, set[str]]:
+        listed = str(groups).replace(" ", "").replace("[", "{").replace("]", "}")
+        text = module(f"  ROOT %g = {GATHER}").replace(GROUPS, f"replica_groups={listed}").replace("=4", "=32", 1)
+        analysis = analyse_schedule(parse_module(text), plan, (), order)
+        return analysis.collectives[0].alone_seconds, {event.track for event in analysis.events} - {"compute"}
+
+    columns = [[row * 8 + column for row in range(4)] for column in range(8)]
+    in_fours = [list(range(first, first + 4)) for first in range(0, 32, 4)]
+    assert found(in_fours, down) == found(columns, None)
+    assert (found(in_fours, down)[1], found(in_fours, None)[1]) == ({"ICI x"}, {"ICI y"})
+    in_eights = [list(range(first, first + 8)) for first in range(0, 32, 8)]  # two columns of four; a row
+    two_columns = [one + other for one, other in zip(columns[::2], columns[1::2], strict=True)]
+    assert found(in_eights, down) == found(two_columns, None)
+    assert (found(in_eights, down)[1], found(in_eights, None)[1]) == ({"ICI x", "ICI y"}, {"ICI y"})
 
 
 def test_a_collective_of_unknown_devices_has_unknown_times():

@@ -1,0 +1,168 @@
+"""Another framework's train step, judged by Meshloom's own analyser of schedules.
+
+    python bench/peer.py NAME.txt OVERRIDES...               what it exposes, how long a step is predicted to take
+    python bench/peer.py --keep ROW NAME.txt OVERRIDES...    the same, kept as a line of bench/peer.jsonl
+    python bench/peer.py --show                              the lines that are kept, as a table in Markdown
+
+NAME.txt: the compiled step's `as_text()`, with NAME.json, which says where its devices lie, as
+`bench/record_program.py` makes both; without it the devices are in the order of Meshloom's mesh, as in
+artifact/train.hlo.txt of `meshloom compile`. OVERRIDES: of a declaration of the same model, target and tokens. Of the
+plan come the chip's clock and memory, its links, and the FLOPs that MFU counts, no array and no sharding; a collective
+goes over the links of the devices that its groups name, wherever the other framework's mesh has laid them.
+
+not queued: the same where collectives of less than a MiB wait for no other on their links. The simulator serves links
+in order, so a synchronous sum of a few kB waits for all gathers that are under way, and with it compute: what links
+that are shared would do lies between both figures.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}  # plans alone: no device is asked for
+
+from compiled_rows import keep
+
+from meshloom.compiler.analysis import ScheduleAnalysis, analyse_schedule, chip_of, reordered
+from meshloom.compiler.compose import Request, read_spec
+from meshloom.compiler.crossing import crossing_of
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.estimate import estimate_step
+from meshloom.compiler.hlo import Module, parse_module
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.report import CollectiveReport, total
+from meshloom.compiler.schedule.program import read_steps
+from meshloom.compiler.schedule.simulate import Priced, Simulation, simulate
+from meshloom.compiler.schedule.steps import Collective
+from meshloom.compiler.units import human_bytes, human_seconds, human_share
+from meshloom.compiler.views.facts import by_exposed
+
+KEPT = Path(__file__).with_suffix(".jsonl")
+NUM_SHOWN = 5
+SHORT_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Program:
+    """order: of each of its devices the position in the plan's mesh; None where that is the program's order, too.
+    recorded: what NAME.json says beside that."""
+
+    module: Module
+    plan: Plan
+    order: Sequence[int] | None
+    recorded: dict[str, Any]
+
+
+def read_program(text: Path, overrides: Sequence[str]) -> Program:
+    plan = read_spec(Request(tuple(overrides)), then=plan_run)
+    facts = text.with_suffix(".json")
+    recorded = json.loads(facts.read_text()) if facts.exists() else {}
+    order = mesh_order(recorded["devices"], plan) if recorded else None
+    return Program(parse_module(text.read_text()), plan, order, recorded)
+
+
+def mesh_order(devices: Sequence[dict[str, Any]], plan: Plan) -> list[int]:
+    """Of each device of the program its position in the plan's mesh: that of the same place on the torus. Raises
+    ConfigError where they are not shaped as the target."""
+    placed = plan.mesh.placement.ordered([SimpleNamespace(number=i, **device) for i, device in enumerate(devices)])
+    position = {device.number: i for i, device in enumerate(placed.flat)}
+    return [position[number] for number in range(len(devices))]
+
+
+def simulate_not_queued(program: Program) -> Simulation:
+    """The step where short collectives find their links free."""
+
+    def price(collective: Collective) -> Priced:
+        crossing = crossing_of(reordered(collective, program.order), program.plan.mesh.placement)
+        return Priced(crossing.alone_seconds, () if collective.num_bytes < SHORT_BYTES else crossing.links)
+
+    return simulate(read_steps(program.module, chip_of(program.plan)), price)
+
+
+def facts_of(program: Program, analysis: ScheduleAnalysis) -> dict[str, Any]:
+    step, recorded, not_queued = analysis.step, program.recorded, simulate_not_queued(program)
+    return {
+        "command": recorded.get("command"),
+        "versions": recorded.get("versions"),
+        "mesh": {axis: size for axis, size in recorded.get("mesh", program.plan.mesh.sizes).items() if size > 1},
+        "predicted_seconds": step.predicted_seconds,
+        "exposed_fraction": step.exposed_fraction,
+        "predicted_mfu": step.predicted_mfu,
+        "not_queued_seconds": not_queued.seconds,
+        "not_queued_exposed_fraction": not_queued.exposed_seconds / not_queued.seconds,
+        "compute_seconds_by_kind": step.compute_seconds_by_kind,
+        "link_seconds": total(each.alone_seconds for each in analysis.collectives),
+        "num_unpriced": step.num_unpriced,
+        "unknown": analysis.unknown,
+        "peak_bytes_per_device": recorded.get("peak_bytes"),
+        "most_exposed": [_line(each) for each in by_exposed(analysis.collectives)[:NUM_SHOWN]],
+    }
+
+
+def _line(each: CollectiveReport) -> str:
+    exposed = "unknown" if each.exposed_seconds is None else human_seconds(each.exposed_seconds)
+    how = "asynchronous" if each.is_async else "synchronous"
+    return (
+        f"{exposed} exposed: {each.kind} of {human_bytes(each.bytes)} {each.dtype} over {each.group_size} "
+        f"({each.link}), {how}, {each.where}, {each.source}"
+    )
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    print(f"{facts['versions'] or 'no versions recorded'}; mesh {facts['mesh']}")
+    seconds, exposed = human_seconds(facts["predicted_seconds"]), human_share(facts["exposed_fraction"])
+    print(f"predicted step {seconds}, {exposed} exposed, MFU {facts['predicted_mfu']:.1%}")
+    print(f"short collectives not queued: {human_seconds(facts['not_queued_seconds'])}, "
+          f"{human_share(facts['not_queued_exposed_fraction'])} exposed")  # fmt: skip
+    kinds = ", ".join(f"{kind} {human_seconds(spent)}" for kind, spent in facts["compute_seconds_by_kind"].items())
+    print(f"compute: {kinds}; links by themselves {human_seconds(facts['link_seconds'] or 0.0)}")
+    print(f"operations without a price: {facts['num_unpriced']}")
+    for name, why in facts["unknown"].items():
+        print(f"unknown: {name}: {why}")
+    for line in facts["most_exposed"]:
+        print(f"  {line}")
+
+
+def table_row(row: dict[str, Any]) -> str:
+    kinds, peak = row["compute_seconds_by_kind"], row["peak_bytes_per_device"]
+    spent = [sum(kinds.values()), kinds.get("attention", 0.0), row["link_seconds"]]
+    cells = (
+        row["name"],
+        f"{row['exposed_fraction']:.1%}, {row['predicted_seconds']:.3g} s",
+        f"{row['not_queued_exposed_fraction']:.1%}, {row['not_queued_seconds']:.3g} s",
+        *(f"{seconds:.3g} s" for seconds in spent),
+        f"{peak / 2**30:.1f} GiB" if peak else "",
+        str(row["num_unpriced"]),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="another framework's step by the same simulator")
+    parser.add_argument("program", nargs="?", type=Path, help="NAME.txt")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--keep", metavar="ROW", help="name of the line that is kept")
+    parser.add_argument("--show", action="store_true", help="print what is kept, analyse nothing")
+    arguments = parser.parse_args()
+    if arguments.show:
+        print(
+            "| program | exposed, step | short ones not queued | compute | of it attention | links | peak | unpriced |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
+        print("\n".join(table_row(json.loads(line)) for line in KEPT.read_text().splitlines()))
+        return
+    program = read_program(arguments.program, arguments.overrides)
+    planned = estimate_step(program.plan).communication
+    facts = facts_of(program, analyse_schedule(program.module, program.plan, planned, program.order))
+    print_facts(facts)
+    if arguments.keep:
+        keep(KEPT, arguments.keep, tuple(arguments.overrides), facts)
+
+
+if __name__ == "__main__":
+    main()
