@@ -33,6 +33,12 @@ def read_kept(path: Path) -> dict[Overrides, dict[str, Any]]:
     return {tuple(row["overrides"]): row for row in map(json.loads, lines)}
 
 
+def keep(path: Path, name: str, overrides: Overrides, facts: dict[str, Any]) -> None:
+    """One more row."""
+    with path.open("a") as file:
+        file.write(json.dumps({"name": name, "overrides": overrides} | facts) + "\n")
+
+
 def add_row(path: Path, name: str, overrides: Overrides, facts_of: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
     """Compile and keep one more row: what facts_of makes of the report. False, and a line that says so, where the
     command fails; why, it has said itself."""
@@ -41,6 +47,5 @@ def add_row(path: Path, name: str, overrides: Overrides, facts_of: Callable[[dic
     except subprocess.CalledProcessError as error:
         print(f"{NOT_COMPILED}, exit code {error.returncode}: {name}: {' '.join(overrides)}", file=sys.stderr)
         return False
-    with path.open("a") as file:
-        file.write(json.dumps({"name": name, "overrides": overrides} | facts_of(report) | {"seconds": seconds}) + "\n")
+    keep(path, name, overrides, facts_of(report) | {"seconds": seconds})
     return True

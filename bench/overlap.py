@@ -38,7 +38,7 @@ class Row:
     length: int
     sharding: tuple[str, ...] = ("sharding=fsdp",)
     others: tuple[str, ...] = ()
-    num_candidates: int = 3
+    num_candidates: int = 4
     peer: str | None = None
 
     @property

@@ -60,10 +60,12 @@ class OptionSet(Config):
 
 class OptionTable(Config):
     """hides_by_default: kinds of collectives of weights that a compiler makes asynchronous without any option, by chip
-    or platform. copies_carried: platforms whose compiler copies what a loop carries to its next trip."""
+    or platform. copies_carried: platforms whose compiler copies what a loop carries to its next trip. unroll_aborts:
+    platforms whose compiler aborts the process at several layers in a trip where a mesh axis splits matmuls."""
 
     hides_by_default: dict[str, tuple[CollectiveKind, ...]]
     copies_carried: tuple[str, ...]
+    unroll_aborts: tuple[str, ...]
     sets: dict[str, OptionSet]
     options: dict[str, OptionNote]
     environment: dict[str, EnvironmentNote]
@@ -109,6 +111,14 @@ def plan_set_options(names: Sequence[str], target: TargetPlan) -> Options:
         problems.append(Problem(f"overlap.option_sets[{index}]", what, fix))
     raise_if_any(problems)
     return found
+
+
+def check_unroll(num_layers: int, split_axes: Sequence[str], target: TargetPlan) -> None:
+    """Raise ConfigError where the compiler would abort the process. num_layers: in a trip. split_axes: mesh axes that
+    matmuls are split over."""
+    if num_layers > 1 and split_axes and target.platform in option_table().unroll_aborts:
+        what = f"the compiler for {target.name} aborts at {num_layers} layers in a trip where {', '.join(split_axes)}"
+        raise_if_any([Problem("overlap.layers.unroll", f"{what} splits matmuls", "set overlap.layers.unroll=1")])
 
 
 def refused_options(options: Options, device: Any) -> dict[str, Problem]:

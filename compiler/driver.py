@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .arrays import build_model, find_arrays
 from .attention import plan_attention
 from .batch import batch_arrays, check_batch, check_length
-from .compiler_options import Options, plan_set_options, refused_options
+from .compiler_options import Options, check_unroll, plan_set_options, refused_options
 from .finite import is_finite
 from .flops import model_flops_per_step
 from .gradients import check_gradients
@@ -48,6 +48,7 @@ def plan_run(spec: RunSpec) -> Plan:
         lambda: check_length(spec, model),
     )
     check_gradients(spec, sharding)
+    check_unroll(spec.overlap.layers.unroll, mesh.besides(sharding.batch_axes), target)
     optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
     return Plan(
@@ -61,7 +62,7 @@ def plan_run(spec: RunSpec) -> Plan:
         abstract=abstract,
         specs=specs,
         attention=attention,
-        num_loss_blocks=plan_loss_blocks(spec, sharding, mesh),
+        num_loss_blocks=plan_loss_blocks(spec, sharding, mesh, target),
         memory=plan_memory(spec, mesh, sharding, abstract, specs),
         model_flops_per_step=model_flops_per_step(model, spec),
         set_options=set_options,

@@ -109,7 +109,7 @@ def _activation_layout(plan: Plan) -> Callable[..., Array]:
 
 def automatic_axes(plan: Plan) -> tuple[str, ...]:
     """The mesh axes that split matmuls and not the batch: XLA's to arrange. (One of size 1 is as good as manual.)"""
-    return tuple(axis for axis, n in plan.mesh.sizes.items() if n > 1 and axis not in plan.sharding.batch_axes)
+    return plan.mesh.besides(plan.sharding.batch_axes)
 
 
 def weight_layouts(plan: Plan) -> Params:

@@ -8,7 +8,7 @@ of the whole gradient for large groups on TPU, and always on CPU: twice the byte
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -115,6 +115,10 @@ def _added(before: Sequence[Axes], after: Sequence[Axes]) -> Parts:
     return _parts([longer[len(shorter) :] for shorter, longer in zip(before, after, strict=True)])
 
 
+def _moved_by(parts: Parts, num_dimensions: int) -> Parts:
+    return tuple((dimension + num_dimensions, axes) for dimension, axes in parts)
+
+
 def keep_axes(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
     """The part of a PartitionSpec that is over these mesh axes."""
     kept = (tuple(axis for axis in axes_of(entry) if axis in axes) for entry in spec)
@@ -172,6 +176,51 @@ def _gather(reduction: Reduction, layout: WeightLayout, slot: Array, before: Arr
     return use(slot, before, working)
 
 
+def gather_vectors(weights: Weights) -> Weights:
+    """Of a stack's weights those that are vectors in a layer, scales and biases, gathered for all layers at once, and
+    their gradients reduced at once: a short collective in a layer waits for the long ones that have begun before it."""
+    before = jax.tree.map(lambda _: None, weights.layouts) if weights.before is None else weights.before
+    each = partial(_vectors_whole, weights.reduction)
+    made = jax.tree.map(each, weights.layouts, weights.slots, before, weights.working)
+    slots, before, working, layouts = (
+        jax.tree.map(lambda one, place=place: one[place], made, is_leaf=lambda one: isinstance(one, tuple))
+        for place in range(4)
+    )
+    return Weights(slots, None if weights.before is None else before, working, layouts, weights.reduction)
+
+
+def _vectors_whole(
+    reduction: Reduction, layout: WeightLayout, slot: Array, before: Array | None, working: Array
+) -> tuple[Array, Array | None, Array, WeightLayout]:
+    """(slot, before, working, layout) of one weight of a stack, as they are or whole."""
+    is_vector = working.ndim == 2  # the first dimension is `layers`
+    if not (is_vector and layout.gathered):
+        return slot, before, working, layout
+    at_once = replace(
+        layout,
+        gathered=_moved_by(layout.gathered, 1),
+        scattered=_moved_by(layout.scattered, 1),
+        automatic=layout.automatic_stored,
+        is_stacked=False,
+    )
+    whole = fetch(working, at_once)
+
+    @jax.custom_vjp
+    def of_layers(_: Array, _before: Array | None) -> Array:
+        return jnp.zeros(whole.shape, reduction.slot_dtype)
+
+    def forward(slot: Array, before: Array | None) -> tuple[Array, Array | None]:
+        return of_layers(slot, before), before
+
+    def backward(before: Array | None, gradient: Array) -> tuple[Array, None]:
+        return send_back(gradient, before, at_once, reduction), None
+
+    of_layers.defvjp(forward, backward)
+    of_layer = replace(layout, gathered=(), scattered=(), split_early=(), split_late=(), reduced=())
+    nothing = None if before is None else jnp.zeros(whole.shape, before.dtype)
+    return of_layers(slot, before), nothing, whole, of_layer
+
+
 def fetch(working: Array, layout: WeightLayout) -> Array:
     """The whole weight from this device's shard of it."""
     if not layout.gathered:
@@ -190,8 +239,7 @@ def send_back(gradient: Array, before: Array | None, layout: WeightLayout, reduc
     if before is not None:
         gradient = before + gradient.astype(before.dtype)
     if reduction.is_last and layout.is_reduced_once:
-        first = 1 if layout.is_stacked else 0
-        parts = tuple((dimension - first, axes) for dimension, axes in layout.split_late)
+        parts = _moved_by(layout.split_late, -1 if layout.is_stacked else 0)
         gradient = _reduced_once(gradient, parts, layout.automatic, layout, reduction.dtype)
     return gradient.astype(reduction.slot_dtype)
 

@@ -16,19 +16,22 @@ from meshloom.models import IGNORED_TARGET, Params
 from .mesh import MeshPlan
 from .sharding import ShardingPlan
 from .spec import RunSpec
+from .target import TargetPlan
 
 Head = Callable[[Params, Array], Array]  # (parameters, x_BTE) -> logits_BTV, pointwise along the length
 FLOAT32_BYTES = 4
 
 
-def plan_loss_blocks(spec: RunSpec, sharding: ShardingPlan, mesh: MeshPlan) -> int:
+def plan_loss_blocks(spec: RunSpec, sharding: ShardingPlan, mesh: MeshPlan, target: TargetPlan) -> int:
     """Parts that the tokens of a microbatch are run through the head in: the fewest whose float32 logits are within
-    `loss.max_logits_bytes` per device; at most one part per token of a sequence."""
+    `loss.max_logits_bytes`, or within `loss.max_logits_share` of a device's memory; at most one part per token of a
+    sequence."""
+    most = max(spec.loss.max_logits_bytes, spec.loss.max_logits_share * (target.hbm_bytes_per_device or 0))
     sequences = spec.global_batch_size // spec.num_microbatches // mesh.num_shards(sharding.batch_axes)
     split = next((d.axes for plan in sharding.activations for d in plan.dimensions if d.logical == "vocab"), ())
     per_token = sequences * spec.model.vocab_size * FLOAT32_BYTES // mesh.num_shards(split)
     divisors = [n for n in range(1, spec.sequence_length + 1) if spec.sequence_length % n == 0]
-    fitting = (n for n in divisors if spec.sequence_length // n * per_token <= spec.loss.max_logits_bytes)
+    fitting = (n for n in divisors if spec.sequence_length // n * per_token <= most)
     return next(fitting, spec.sequence_length)
 
 

@@ -1,7 +1,7 @@
 """The mesh: how many devices along each axis."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,10 @@ class MeshPlan:
     @property
     def num_devices(self) -> int:
         return math.prod(self.sizes.values())
+
+    def besides(self, axes: Collection[str]) -> tuple[str, ...]:
+        """The axes of more than one device that are none of these."""
+        return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis not in axes)
 
     def num_shards(self, axes: tuple[str, ...]) -> int:
         """Parts that a dimension over these axes is split in."""

@@ -60,7 +60,7 @@ def check_can_judge(plan: Plan) -> None:
 def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]:
     """The one that is declared, then the others that the plan allows, those that expose least before."""
     table, overlap = option_table(), plan.spec.overlap
-    ways = list(product(_loops(plan), _option_sets(plan, table)))
+    ways = list(product(_loops(plan, table), _option_sets(plan, table)))
     declared = (overlap.layers, overlap.option_sets)
     rest = [
         Candidate(loop, sets, expected_seconds(plan, estimate, loop, sets, table))
@@ -120,13 +120,15 @@ def best_of(tried: Sequence[TriedReport]) -> int | None:
     return min(fitting)[1] if fitting else None
 
 
-def _loops(plan: Plan) -> Iterator[LayerLoop]:
+def _loops(plan: Plan, table: OptionTable) -> Iterator[LayerLoop]:
     """Where no weight is gathered there is nothing to prefetch; where every gradient is reduced as soon as it is made,
     nothing to reduce earlier."""
+    aborts = plan.target.platform in table.unroll_aborts and plan.mesh.besides(plan.sharding.batch_axes)
+    layers_in_a_trip = (1,) if aborts else (1, 2)
     layouts = weight_layouts(plan)
     own = [layout for stack in plan.model.stacks for layout in jax.tree.leaves(layouts[stack.name])]
     ahead = (0, 1) if any(layout.gathered for layout in own) else (0,)
-    for is_early, distance, unroll, is_deferred in product((False, True), ahead, (1, 2), (False, True)):
+    for is_early, distance, unroll, is_deferred in product((False, True), ahead, layers_in_a_trip, (False, True)):
         loop = LayerLoop(
             unroll=unroll,
             prefetch=distance,
@@ -152,8 +154,8 @@ def _option_sets(plan: Plan, table: OptionTable) -> Iterator[tuple[str, ...]]:
     """One set at most for weights, and one for the activations of tensor parallelism."""
     sets = table.sets_for(plan.target)
     weights = [(), *((name,) for name, one in sets.items() if "weights" in one.tried_for)]
-    splits_activations = any(size > 1 for axis, size in plan.mesh.sizes.items() if axis not in plan.sharding.batch_axes)
-    others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if splits_activations else []
+    splits_matmuls = plan.mesh.besides(plan.sharding.batch_axes)
+    others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if splits_matmuls else []
     for weight, activation in product(weights, [(), *others]):
         yield weight + activation
 

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from meshloom.models import AnyModelConfig
 from meshloom.models.config import Config
 
-from .config_types import FloatType
+from .config_types import FloatType, Fraction
 from .data_spec import DataSpec, ShardsSpec
 from .optimizers import OptimizerSpec
 from .overlap_spec import OverlapSpec
@@ -138,7 +138,9 @@ class LossSpec(Config):
     """Mean cross-entropy per target, in float32."""
 
     z_loss_weight: NonNegativeFloat  # of log(z)^2, which keeps logits from drifting (PaLM: 1e-4); 0: none
-    max_logits_bytes: PositiveInt  # float32 logits held at once, per device: the head is run on as few tokens at a time
+    # Float32 logits held at once, per device: the larger of the two. The head is run on as few tokens at a time.
+    max_logits_bytes: PositiveInt
+    max_logits_share: Fraction  # of a device's memory
 
 
 class KernelsSpec(Config):

@@ -89,6 +89,14 @@ def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(shar
     assert any(loop.reduce_in_backward for loop in loops) == early
 
 
+@pytest.mark.parametrize(
+    ("target", "sharding", "most"), [("v5e-8", "fsdp_tensor", 1), ("v5e-8", "fsdp", 2), ("h100-8", "fsdp_tensor", 2)]
+)
+def test_layers_are_not_unrolled_where_the_compiler_would_abort(target, sharding, most):
+    plan = plan_of(f"target={target}", f"sharding={sharding}")
+    assert max(one.loop.unroll for one in find_candidates(plan, estimate_step(plan))) == most
+
+
 @pytest.mark.parametrize(("sharding", "has_tensor"), [("fsdp", False), ("fsdp_tensor", True)])
 def test_sets_for_activations_are_tried_where_those_are_split(sharding, has_tensor):
     plan = plan_of("target=h100-8", f"sharding={sharding}")
