@@ -46,11 +46,13 @@ class EnvironmentNote(Config):
 
 class OptionSet(Config):
     """values: options by chip or platform, the chip's before its platform's. hides: kinds of collectives that run
-    beside arithmetic with it. tried_for: what `overlap.search` hopes to hide with it; empty: never tried."""
+    beside arithmetic with it. begins_early: of them what a trip of a loop needs first begins in the trip before.
+    tried_for: what `overlap.search` hopes to hide with it; empty: never tried."""
 
     what: str
     tried_for: tuple[Moved, ...]
     hides: tuple[CollectiveKind, ...]
+    begins_early: bool
     values: dict[str, dict[str, CompilerOption]]
 
     def values_for(self, target: TargetPlan) -> Options | None:

@@ -76,14 +76,16 @@ def expected_seconds(
 ) -> float:
     """What of a step is not arithmetic: collectives that nothing hides, and copies of weights that wait in a loop.
 
-    Of what a layer gathers or reduces beside its own arithmetic, the first is exposed; of what it moves for its
-    neighbour, none. Weights that arrive for a later trip are copied into their place, but where the trips of a body
-    take turns with the buffers.
+    Of what a layer gathers or reduces beside its own arithmetic, the first is exposed, unless the options let it begin
+    early; of what it moves for its neighbour, none. Weights that arrive for a later trip are copied into their place,
+    where the trips of a body take turns with the buffers those of one of them.
     """
     stacks = {stack.name for stack in plan.model.stacks}
     paths = {array.array.path for array in plan.sharding.parameters}
     hidden = {moved: table.hides(option_sets, moved, plan.target) for moved in ("weights", "activations")}
-    is_copied = plan.target.platform in table.copies_carried and loop.prefetch and loop.unroll % (loop.prefetch + 1)
+    begins_early = any(table.sets[name].begins_early for name in option_sets)
+    turns = 1 if loop.unroll % (loop.prefetch + 1) else loop.prefetch + 1
+    is_copied = plan.target.platform in table.copies_carried and loop.prefetch
     behind = {} if loop.reduce_in_backward else _reduced_behind(plan)
     exposed, link_seconds, copied_bytes = 0.0, 0.0, 0.0
     of_layers = [one for one in estimate.communication if one.source in paths and one.source.split("/")[0] in stacks]
@@ -97,11 +99,11 @@ def expected_seconds(
         is_behind = not is_gather and one.mesh_axes in behind.get(one.source, ())
         if one.kind not in hidden["weights"] or one not in of_layers or is_behind:
             exposed += seconds
-        elif not (loop.prefetch if is_gather else loop.deferred_reduce_scatter):
+        elif not begins_early and not (loop.prefetch if is_gather else loop.deferred_reduce_scatter):
             alike = [other for other in of_layers if (other.kind, other.direction) == (one.kind, one.direction)]
             exposed += seconds / len(alike)
         if is_copied and is_gather and one in of_layers:
-            copied_bytes += 2 * one.num_bytes  # read and written
+            copied_bytes += 2 * one.num_bytes // turns  # read and written
     compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
     bandwidth = plan.target.chip.hbm_bytes_per_second if plan.target.chip else float("inf")
     return max(exposed, link_seconds - compute) + copied_bytes / bandwidth
