@@ -28,8 +28,7 @@ MODES = ("none", "auto")  # what auto compiles first is xla
 
 @dataclass(frozen=True)
 class Row:
-    """sequences: of one chip. num_candidates: that auto compiles at most. peer: exposed share and step that the
-    strongest peer is predicted to have by another analyser, its defaults and an expert's options; None: none known."""
+    """sequences: of one chip. num_candidates: that auto compiles at most."""
 
     model: str
     target: str
@@ -39,7 +38,6 @@ class Row:
     sharding: tuple[str, ...] = ("sharding=fsdp",)
     others: tuple[str, ...] = ()
     num_candidates: int = 4
-    peer: str | None = None
 
     @property
     def name(self) -> str:
@@ -66,11 +64,11 @@ ROWS = (
     Row("linear_stack", "v5p-128", 64, 4, 4096, others=("model.embed_dim=8192", "model.num_layers=16")),
     Row("linear_stack", "v5p-128", 64, 1, 512, others=("model.embed_dim=8192", "model.num_layers=16")),
     Row("linear_stack", "v5p-128", 64, 1, 128, others=("model.embed_dim=8192", "model.num_layers=16")),
-    Row("llama2_7b", "v5e-64", 64, 4, 2048, peer="7.5 %, 3.30 s; no options found"),
-    Row("llama3_8b", "v5p-128", 64, 4, 2048, peer="12.9 %, 1.58 s; 0.3 %, 1.39 s"),
-    Row("llama3_8b", "v6e-64", 64, 4, 2048, peer="23.8 %, 1.28 s; 0.6 %, 0.99 s"),
-    Row("llama2_70b", "v5p-256", 128, 2, 2048, peer="23.8 %, 8.45 s; 11.3 %, 7.26 s"),
-    Row("llama2_70b", "v5p-256", 128, 2, 2048, TENSOR_4, peer="12.5 %, 8.55 s; 5.0 %, 7.84 s"),
+    Row("llama2_7b", "v5e-64", 64, 4, 2048),
+    Row("llama3_8b", "v5p-128", 64, 4, 2048),
+    Row("llama3_8b", "v6e-64", 64, 4, 2048),
+    Row("llama2_70b", "v5p-256", 128, 2, 2048),
+    Row("llama2_70b", "v5p-256", 128, 2, 2048, TENSOR_4),
 )
 
 
@@ -103,7 +101,7 @@ def table_row(row: Row, layers: int | None, kept: dict[tuple[str, ...], dict[str
         return None
     xla, chosen = auto["tried"][0], auto["tried"][auto["chosen"]]
     share = auto["link_seconds"] / auto["compute_seconds"] if auto["compute_seconds"] else 0.0
-    cells = (row.name, *map(_cell, (none, xla, chosen)), chosen["name"], f"{share:.2f}", row.peer or "")
+    cells = (row.name, *map(_cell, (none, xla, chosen)), chosen["name"], f"{share:.2f}")
     return f"| {' | '.join(cells)} |"
 
 
@@ -137,10 +135,8 @@ def main() -> int:
             num_added += add_row(arguments.file, row.name, row.overrides(mode, arguments.layers), facts_of)
             progress.advance(task)
     kept = read_kept(arguments.file)
-    print(
-        "| model, target, sharding, sequences x length of a chip | none | xla | auto | chosen | link / compute | peer |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    print("| model, target, sharding, sequences x length of a chip | none | xla | auto | chosen | link / compute |")
+    print("|---|---|---|---|---|---|")
     for row in rows:
         if line := table_row(row, arguments.layers, kept):
             print(line)
