@@ -13,7 +13,7 @@ from jax.tree_util import register_dataclass
 from meshloom.models import Context, Params
 
 from .attention import build_attend
-from .gather import WeightLayout, Weights, keep_axes, plan_weight
+from .gather import WeightLayout, Weights, gather_vectors, keep_axes, plan_weight
 from .gradients import accumulated_layouts
 from .layers import run_layers
 from .loss import sum_losses
@@ -45,6 +45,8 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
         policy = build_policy(plan.spec.remat, stack.name)
         with jax.named_scope(stack.name):
             stacked = weights.piece(stack.name)
+            if plan.target.platform != "cpu":  # its devices run collectives that do not need each other in any order
+                stacked = gather_vectors(stacked)  # and with a few more of those they wait for each other for ever
             x_BTE = run_layers(layer, stacked, shared, x_BTE, policy=policy, loop=plan.spec.overlap.layers)
         num_before += stack.num_layers
     with jax.named_scope("head"):

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .gather import Reduction, WeightLayout, Weights, fetch, gather_vectors, send_back
+from .gather import Reduction, WeightLayout, Weights, fetch, send_back
 from .overlap_spec import LayerLoop
 from .remat import Policy
 
@@ -32,7 +32,7 @@ def run_layers(layer: LayerFn, weights: Weights, shared: Any, x: Array, *, polic
     """All layers of a stack, one after the other. weights: arrays whose first dimension is `layers`. policy: what of a
     layer is kept for the backward pass (remat.py)."""
     run = prefetch_layers if loop.prefetch else scan_layers
-    return run(layer, gather_vectors(weights), shared, x, policy=policy, loop=loop)
+    return run(layer, weights, shared, x, policy=policy, loop=loop)
 
 
 def scan_layers(layer: LayerFn, weights: Weights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop) -> Array:

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshloom.compiler.gather import Reduction, Weights, gradient_slot, keep_axes, plan_weight, reduce_gradient
+from meshloom.compiler.gather import (
+    Reduction,
+    Weights,
+    gather_vectors,
+    gradient_slot,
+    keep_axes,
+    plan_weight,
+    reduce_gradient,
+)
 from meshloom.compiler.layers import run_layers
 from meshloom.compiler.overlap_spec import LayerLoop
 
@@ -121,7 +129,9 @@ def _gradients(layout, loop, when):
         def loss(slots, x):
             layers = Weights(slots, added if when == ADDED else None, weights, plans, reduction)
             policy = jax.checkpoint_policies.nothing_saveable
-            return (run_layers(_layer, layers, jnp.array(0.5), x, policy=policy, loop=loop) * slope).sum()
+            return (
+                run_layers(_layer, gather_vectors(layers), jnp.array(0.5), x, policy=policy, loop=loop) * slope
+            ).sum()
 
         grads, dx = jax.grad(loss, (0, 1))(slots, x)
         if when == BEHIND:
