@@ -83,6 +83,10 @@ class OptionTable(Config):
         """Those that have values for this target."""
         return {name: one for name, one in self.sets.items() if one.values_for(target) is not None}
 
+    def aborts_unrolled(self, split_axes: Sequence[str], target: TargetPlan) -> bool:
+        """True where the compiler would abort at several layers in a trip. split_axes: that matmuls are split over."""
+        return bool(split_axes) and target.platform in self.unroll_aborts
+
     def hides(self, names: Sequence[str], moved: Moved, target: TargetPlan) -> frozenset[CollectiveKind]:
         """Kinds of collectives of weights, or of activations, that run beside arithmetic with these sets."""
         other: Moved = "activations" if moved == "weights" else "weights"
@@ -118,7 +122,7 @@ def plan_set_options(names: Sequence[str], target: TargetPlan) -> Options:
 def check_unroll(num_layers: int, split_axes: Sequence[str], target: TargetPlan) -> None:
     """Raise ConfigError where the compiler would abort the process. num_layers: in a trip. split_axes: mesh axes that
     matmuls are split over."""
-    if num_layers > 1 and split_axes and target.platform in option_table().unroll_aborts:
+    if num_layers > 1 and option_table().aborts_unrolled(split_axes, target):
         what = f"the compiler for {target.name} aborts at {num_layers} layers in a trip where {', '.join(split_axes)}"
         raise_if_any([Problem("overlap.layers.unroll", f"{what} splits matmuls", "set overlap.layers.unroll=1")])
 

@@ -13,7 +13,7 @@ import jax
 from .communication import PlannedCollective
 from .compiler_options import OptionTable, option_table
 from .estimate import StepEstimate
-from .forward import weight_layouts
+from .forward import automatic_axes, weight_layouts
 from .gather import WeightLayout
 from .gradients import check_gradients
 from .links import collective_seconds
@@ -125,8 +125,7 @@ def best_of(tried: Sequence[TriedReport]) -> int | None:
 def _loops(plan: Plan, table: OptionTable) -> Iterator[LayerLoop]:
     """Where no weight is gathered there is nothing to prefetch; where every gradient is reduced as soon as it is made,
     nothing to reduce earlier."""
-    aborts = plan.target.platform in table.unroll_aborts and plan.mesh.besides(plan.sharding.batch_axes)
-    layers_in_a_trip = (1,) if aborts else (1, 2)
+    layers_in_a_trip = (1,) if table.aborts_unrolled(automatic_axes(plan), plan.target) else (1, 2)
     layouts = weight_layouts(plan)
     own = [layout for stack in plan.model.stacks for layout in jax.tree.leaves(layouts[stack.name])]
     ahead = (0, 1) if any(layout.gathered for layout in own) else (0,)
@@ -156,8 +155,7 @@ def _option_sets(plan: Plan, table: OptionTable) -> Iterator[tuple[str, ...]]:
     """One set at most for weights, and one for the activations of tensor parallelism."""
     sets = table.sets_for(plan.target)
     weights = [(), *((name,) for name, one in sets.items() if "weights" in one.tried_for)]
-    splits_matmuls = plan.mesh.besides(plan.sharding.batch_axes)
-    others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if splits_matmuls else []
+    others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if automatic_axes(plan) else []
     for weight, activation in product(weights, [(), *others]):
         yield weight + activation
 
