@@ -12,9 +12,10 @@ from .communication import PlannedCollective
 from .crossing import Crossing, crossing_of
 from .gather import WEIGHT_SCOPE
 from .hlo import Module
+from .look_up import ROWS_SCOPE
 from .match import Match, match_planned, source_by_size
 from .plan import Plan
-from .report import CollectiveReport, Event, StepReport
+from .report import MOVING, CollectiveReport, Event, StepReport
 from .schedule import Simulation, simulate
 from .schedule.prices import Chip
 from .schedule.program import read_steps
@@ -25,7 +26,7 @@ from .units import human_names
 NUM_SHOWN_BEHIND = 3
 NUM_NAMED = 4  # of instructions without a time
 NO_CHIP = "the target's chip is not known: simulated devices have no links and no clock of their own"
-_WEIGHT = re.compile(rf"{WEIGHT_SCOPE}([\w/.]+)")
+_WEIGHT = re.compile(rf"(?:{WEIGHT_SCOPE}|{ROWS_SCOPE})([\w/.]+)")
 _JOINED = re.compile(r"\(([^()]*:[^()]*)\)")
 
 
@@ -84,7 +85,7 @@ def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:
     first = found[0] if found else "/".join(names[0].split("/")[-2:])
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     direction = direction_of(op_name)
-    is_gradient = bool(found) and kind != "all-gather" and direction == "forward"
+    is_gradient = bool(found) and kind not in MOVING and direction == "forward"
     return f"{first}{more}, {'backward' if is_gradient else direction}"
 
 

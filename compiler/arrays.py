@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,11 +32,13 @@ class Array:
 @dataclass(frozen=True)
 class Arrays:
     """What rules are about. parameters: all of them, by path; activations: those that the model names; in_layers: the
-    names of those that are in the layers of each stack, by stack."""
+    names of those that are in the layers of each stack, by stack; looked_up: the embedding's parameters of which rows
+    are looked up."""
 
     parameters: tuple[Array, ...]
     activations: tuple[Array, ...]
     in_layers: Mapping[str, tuple[str, ...]]
+    looked_up: tuple[str, ...]
 
 
 def build_model(spec: RunSpec) -> Model:
@@ -58,17 +60,25 @@ def _parameters(model: Model, dtype: str) -> tuple[Array, ...]:
     return tuple(Array(path, x.shape, dtype, axes[path]) for path, x in leaves_by_path(model.abstract()).items())
 
 
-def _activations(model: Model, spec: RunSpec) -> tuple[tuple[Array, ...], dict[str, tuple[str, ...]]]:
-    """Named activations of embed, one layer of each stack and head, at the size of one global microbatch; and those
-    names by stack."""
+def _activations(model: Model, spec: RunSpec) -> tuple[tuple[Array, ...], dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Named activations of embed, one layer of each stack and head, at the size of one global microbatch; those names
+    by stack; and the tables of embed."""
     named: dict[str, Array] = {}
     order: list[str] = []
     in_layers: dict[str, tuple[str, ...]] = {}
+    tables: list[str] = []
 
     def record(name: str, x: jax.Array, *axes: str | None) -> jax.Array:
         order.append(name)
         named[name] = Array(name, x.shape, spec.precision.compute, axes)
         return x
+
+    def record_table(name: str, table: jax.Array, ids: jax.Array) -> jax.Array:
+        if name not in model.embed.abstract:
+            known = ", ".join(model.embed.abstract)
+            raise ValueError(f"look_up('{name}'): the embedding has no such parameter, it has {known}")
+        tables.append(name)
+        return table[ids]
 
     batch = max(1, spec.global_batch_size // spec.num_microbatches)
     tokens_BT = jax.ShapeDtypeStruct((batch, spec.sequence_length), jnp.int32)
@@ -76,7 +86,7 @@ def _activations(model: Model, spec: RunSpec) -> tuple[tuple[Array, ...], dict[s
 
     def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
         context = Context(jnp.arange(spec.sequence_length)[None], record)
-        x_BTE = model.embed.apply(params["embed"], tokens_BT, context)
+        x_BTE = model.embed.apply(params["embed"], tokens_BT, replace(context, look_up=record_table))
         for stack in model.stacks:
             first = len(order)
             x_BTE = stack.layer.apply(params[stack.name], x_BTE, context)
@@ -89,4 +99,4 @@ def _activations(model: Model, spec: RunSpec) -> tuple[tuple[Array, ...], dict[s
         for name, piece in pieces.items()
     }
     jax.eval_shape(forward, params, tokens_BT)
-    return tuple(named.values()), in_layers
+    return tuple(named.values()), in_layers, tuple(dict.fromkeys(tables))

@@ -15,7 +15,7 @@ from .fusion import needed
 from .plan import Plan
 from .program import Collective, Operation, Program
 from .propagate import Axes
-from .report import CollectiveKind
+from .report import MOVING, CollectiveKind
 
 Pass = Literal["forward", "backward", "update"]
 
@@ -62,7 +62,7 @@ def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective,
                 count=0,
                 dtype=crossing.dtype,
                 source=path or _operation_name(operation),
-                direction=_direction(operation.scope, is_gradient=path is not None and crossing.kind != "all-gather"),
+                direction=_direction(operation.scope, is_gradient=path is not None and crossing.kind not in MOVING),
                 rule=_rule(plan, crossing.kind, crossing.axes, path),
             )
         ] += num_trips

@@ -15,6 +15,7 @@ from .compiler_options import Options, check_unroll, plan_set_options, refused_o
 from .finite import is_finite
 from .flops import model_flops_per_step
 from .gradients import check_gradients
+from .look_up import plan_look_ups
 from .loss import plan_loss_blocks
 from .mesh import plan_mesh
 from .optimizer import build_optimizer, check_schedule
@@ -47,6 +48,7 @@ def plan_run(spec: RunSpec) -> Plan:
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
     )
+    look_ups = plan_look_ups(spec, model, arrays.looked_up, sharding, mesh)
     check_gradients(spec, sharding)
     check_unroll(spec.overlap.layers.unroll, mesh.besides(sharding.batch_axes), target)
     optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
@@ -62,6 +64,7 @@ def plan_run(spec: RunSpec) -> Plan:
         abstract=abstract,
         specs=specs,
         attention=attention,
+        look_ups=look_ups,
         num_loss_blocks=plan_loss_blocks(spec, sharding, mesh, target),
         memory=plan_memory(spec, mesh, sharding, abstract, specs),
         model_flops_per_step=model_flops_per_step(model, spec),

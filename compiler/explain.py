@@ -31,6 +31,8 @@ def explain(plan: Plan, console: Console) -> None:
     console.print(f"[bold]model[/] {plan.num_parameters:,} parameters, {plan.model_flops_per_step:.4g} FLOPs per step")
     blocks = f"in {plan.num_loss_blocks} blocks of tokens" if plan.num_loss_blocks > 1 else "of all tokens at once"
     console.print(f"[bold]attention[/] by {plan.attention.implementation}: {plan.attention.reason}; logits {blocks}")
+    for each in plan.look_ups:
+        console.print(f"[bold]embedding[/] {each.name} {each.how}", highlight=False)
     for warning in plan.sharding.warnings:
         console.print(warning.as_warning(), style="yellow", markup=False, highlight=False, soft_wrap=True)
     for title, rules, rows in (
@@ -68,6 +70,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "tokens_per_step": plan.spec.tokens_per_step,
             "model_flops_per_step": plan.model_flops_per_step,
             "attention": asdict(plan.attention),
+            "look_ups": [asdict(each) for each in plan.look_ups],
             "num_loss_blocks": plan.num_loss_blocks,
         },
         "memory_bytes_per_device": asdict(plan.memory),

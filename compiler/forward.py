@@ -13,9 +13,10 @@ from jax.tree_util import register_dataclass
 from meshloom.models import Context, Params
 
 from .attention import build_attend
-from .gather import WeightLayout, Weights, gather_vectors, keep_axes, plan_weight
+from .gather import WeightLayout, Weights, gather_vectors, keep_axes, leave_split, plan_weight
 from .gradients import accumulated_layouts
 from .layers import run_layers
+from .look_up import build_look_up
 from .loss import sum_losses
 from .plan import Plan
 from .remat import build_policy, marked
@@ -32,8 +33,10 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
     model = plan.model
     make_context, shared = _context_maker(plan), _shared(part, dropout_key)
     with jax.named_scope("embed"):
-        embed = weights.piece("embed").gathered()
-        x_BTE = model.embed.apply(embed, part["inputs"], make_context(shared, 0))
+        exchanged = [each.name for each in plan.look_ups if each.exchanged_over]
+        embed = leave_split(weights.piece("embed"), exchanged).gathered()
+        context = replace(make_context(shared, 0), look_up=build_look_up(plan.look_ups))
+        x_BTE = model.embed.apply(embed, part["inputs"], context)
     num_before = 1
     for stack in model.stacks:
 

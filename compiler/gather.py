@@ -7,7 +7,7 @@ an all-gather in the compute type, and for its gradient a *reduce-scatter*. (Lef
 of the whole gradient for large groups on TPU, and always on CPU: twice the bytes.)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -174,6 +174,16 @@ def _gather(reduction: Reduction, layout: WeightLayout, slot: Array, before: Arr
 
     use.defvjp(forward, backward)
     return use(slot, before, working)
+
+
+def leave_split(weights: Weights, names: Collection[str]) -> Weights:
+    """The same, but these parameters of a piece are used as this device's shards, and a gradient of one is that of the
+    shard already."""
+    layouts = {
+        name: replace(layout, gathered=(), scattered=()) if name in names else layout
+        for name, layout in weights.layouts.items()
+    }
+    return replace(weights, layouts=layouts)
 
 
 def gather_vectors(weights: Weights) -> Weights:

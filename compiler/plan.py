@@ -18,6 +18,7 @@ from .batch import batch_arrays
 from .compiler_options import Options
 from .gather import axes_of
 from .gradients import accumulated_layouts
+from .look_up import LookUpPlan
 from .mesh import MeshPlan
 from .sharding import ShardingPlan
 from .spec import RunSpec
@@ -59,6 +60,7 @@ class Plan:
     abstract: dict[str, Any]
     specs: dict[str, Any]
     attention: AttentionPlan
+    look_ups: tuple[LookUpPlan, ...]  # of the embedding's tables
     num_loss_blocks: int  # parts that a microbatch's tokens are run through the head in
     memory: MemoryPlan
     model_flops_per_step: int

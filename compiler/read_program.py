@@ -213,6 +213,7 @@ class _Reader:
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         axes = tuple(axis for axis in axes if isinstance(axis, str) and self.mesh_sizes[axis] > 1)
         full = max(sum(self.sizes[i] for i in operands), sum(self.sizes[i] for i in results))
+        full *= self.num_shards(axes) if name == "all_to_all" else 1  # both sides are parts
         return Collective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]])
 
     def flops(self, equation: Any, kind: Kind, operands: list[int], results: list[int]) -> int:

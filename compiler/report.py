@@ -20,6 +20,7 @@ SCHEMA_VERSION = 3  # of report.json and plan.json
 CollectiveKind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
 ]  # fmt: skip
+MOVING = ("all-gather", "all-to-all")  # kinds that add nothing up
 Link = Literal["ICI", "DCN", "NVLink", "NIC", "memory"]  # memory: simulated devices of one host
 ComputeKind = Literal["matmul", "attention", "other"]
 Fraction = Annotated[float, Field(ge=0)]

@@ -80,6 +80,7 @@ class ShardingSpec(Config):
     gradients: Literal["parameters", "optimizer"]
     optimizer: tuple[Rule, ...]  # the optimizer's state and the master weights; never split less than the parameters
     activations: tuple[Rule, ...]
+    look_up: Literal["auto", "gather", "exchange"]  # of token rows in a split table (look_up.py)
     replicated_bytes_threshold: PositiveInt  # of a parameter, or its state, that every device holds whole
     on_replicated: Literal["error", "warn", "allow"]  # where one is larger
 

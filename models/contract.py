@@ -25,6 +25,11 @@ IGNORED_TARGET = -1  # a target without loss: padding, the end of a document tha
 LogicalAxes = tuple[str | None, ...]  # one name per dimension; None: a dimension that is never sharded
 
 
+def look_up(_: str, table: Array, ids: Array) -> Array:
+    """Rows of a table: `ids` (...) of `table` (rows, columns) -> (..., columns)."""
+    return table[ids]
+
+
 @dataclass(frozen=True)
 class Context:
     """What the compiler hands to a piece beside its parameters and its input.
@@ -36,6 +41,8 @@ class Context:
         tables, errors and remat policies show; in all places of a model it stands for the same dimensions.
     attend: causal attention by the implementation that the plan chose; called as `models.attention.attend`.
     dropout_keys_B: a key for each sequence, of this piece alone. None: nothing is dropped.
+    look_up: rows of a table, called as `look_up` above; name: the parameter of the embedding that it is. A table that
+        the embedding reads in no other way need not be whole anywhere: the compiler may exchange rows.
     """
 
     positions_BT: Array
@@ -43,6 +50,7 @@ class Context:
     attend: Callable[..., Array] = attend
     segment_ids_BT: Array | None = None
     dropout_keys_B: Array | None = None
+    look_up: Callable[[str, Array, Array], Array] = look_up
 
     def dropout(self, x: Array, rate: float, *, site: int) -> Array:
         """`x` (batch, ...) with a share `rate` of it set to zero, and the rest scaled up. site: tells the calls within

@@ -104,7 +104,7 @@ class Embed(nnx.Module):
             self.positions_PE = matrix(rngs, (None, "embed"), shape, stddev=config.initializer_stddev)
 
     def __call__(self, tokens_BT: Array, context: Context) -> Array:
-        x_BTE = self.table_VE[tokens_BT]
+        x_BTE = context.look_up("table_VE", self.table_VE[...], tokens_BT)
         if self.config.embedding_scale == "sqrt_embed_dim":
             x_BTE *= jnp.asarray(self.config.embed_dim**0.5, x_BTE.dtype)
         if self.config.num_positions is not None:

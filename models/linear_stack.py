@@ -39,7 +39,8 @@ class Embed(nnx.Module):
         self.table_VE = nnx.Param(table_VE, out_sharding=("vocab", "embed"))
 
     def __call__(self, tokens_BT: Array, context: Context) -> Array:
-        return context.activation("embedded", self.table_VE[tokens_BT], "batch", "length", "embed")
+        x_BTE = context.look_up("table_VE", self.table_VE[...], tokens_BT)
+        return context.activation("embedded", x_BTE, "batch", "length", "embed")
 
 
 class Layer(nnx.Module):

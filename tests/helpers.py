@@ -162,7 +162,9 @@ def _each_collective(hlo: str) -> Iterator[tuple[str, list[int], int]]:
         for line in computations.get(name, "").splitlines():
             if match := _COLLECTIVE.search(line):
                 shapes = re.findall(r"\w+\[([\d,]*)\]", match["type"])
-                yield match["kind"], [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes], trips
+                sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
+                # The operands of an all-to-all are the parts of one array.
+                yield match["kind"], [sum(sizes)] if match["kind"] == "all-to-all" else sizes, trips
                 continue
             inner = trips
             if " while(" in line:

@@ -1,4 +1,7 @@
-"""What crosses the network, counted in the compiled program with the trips of its loops."""
+"""What crosses the network, counted in the compiled program with the trips of its loops.
+
+The embedding's table is gathered, as all other weights are; where its rows are exchanged tests/test_look_up.py counts.
+"""
 
 import re
 from functools import cache
@@ -14,11 +17,12 @@ NUM_LAYERS, PER_LAYER, OUTSIDE = 3, 9, 3  # parameters of a small decoder: in a 
 
 
 IN_BACKWARD = "overlap.layers.reduce_in_backward=true"
+GATHER = "sharding.look_up=gather"
 
 
 @cache
 def _text(*overrides: str) -> str:
-    plan = plan_of(*overrides)
+    plan = plan_of(GATHER, *overrides)
     return lower(plan, plan.mesh.of_devices(jax.devices())).train.compile().as_text()
 
 
@@ -73,7 +77,7 @@ def test_zero1_in_backward_is_zero2_where_there_is_one_microbatch():
 
 
 def test_fsdp_leaves_nothing_to_reduce_in_backward():
-    plans = [plan_of("sharding=fsdp", "num_microbatches=2", *chosen) for chosen in ((), (IN_BACKWARD,))]
+    plans = [plan_of(GATHER, "sharding=fsdp", "num_microbatches=2", *chosen) for chosen in ((), (IN_BACKWARD,))]
     texts = [lower(plan, plan.mesh.of_devices(jax.devices()), ["train"]).train.as_text() for plan in plans]
     assert texts[0] == texts[1]
 
@@ -125,8 +129,8 @@ def test_muon_gathers_each_momentum_once_where_layers_cannot_be_spread(fsdp):
 def test_muon_sends_whole_layers_to_devices_where_it_can():
     counts = _count("sharding=fsdp", "optimizer=muon", "model.num_layers=8", *LINEAR_STACK)
     gathers = 2 * 8 + 2  # one matrix in each of the layers; embed and head
-    # The momentum to the layers' devices and the update back, each in eight parts.
-    assert counts == {"all-gather": gathers, "reduce-scatter": 8 + 2, "all-to-all": 2 * 8}
+    # The momentum to the layers' devices and the update back.
+    assert counts == {"all-gather": gathers, "reduce-scatter": 8 + 2, "all-to-all": 2}
 
 
 def test_a_master_is_gathered_in_the_type_of_its_parameter():
@@ -172,7 +176,7 @@ def test_tensor_with_data_reduces_and_nothing_else():
 
 def test_gathers_are_in_the_compute_type():
     # Read from the program as lowered: the CPU compiler widens bfloat16 afterwards.
-    plan = plan_of("sharding=fsdp", "precision=bfloat16")
+    plan = plan_of(GATHER, "sharding=fsdp", "precision=bfloat16")
     text = lower(plan, plan.mesh.of_devices(jax.devices())).train.as_text()
     gathered = re.findall(r"all_gather.*?-> tensor<[\dx]*x(\w+)>", text)
     scattered = re.findall(r"reduce_scatter.*?-> tensor<[\dx]*x(\w+)>", text, re.S)
