@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 
-from conftest import LINEAR_STACK, plan_of
+from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
 from meshloom.compiler.driver import lower
 from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.fusion import fuse
@@ -116,22 +116,25 @@ def test_memory_grows_by_the_same_with_each_layer():
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0] > 0
 
 
-@pytest.mark.parametrize(("sharding", "axis"), [("fsdp", "batch"), ("fsdp_tensor", "tensor")])
-def test_activations_are_divided_by_the_axes_that_split_them(sharding, axis):
-    """Eight devices: the batch in eight, or in four with the MLP's hidden layer in two."""
+@pytest.mark.parametrize(
+    ("layout", "stream_shards"), [(("sharding=fsdp",), 8), (("sharding=fsdp_tensor",), 8), (WHOLE_STREAM, 4)]
+)
+def test_activations_are_divided_by_the_axes_that_split_them(layout, stream_shards):
+    """Eight devices: the batch in eight; or in four, and the MLP's hidden layer in two, and so the residual stream."""
     names = ("remat=save_names", "remat.names=[hidden]")
     one = estimate_step(plan_of(ONE_DEVICE, *names)).memory.activations
     stream = 4 * 3 * 16 * 16 * 32  # the layers' inputs
     hidden = one - stream
-    split = estimate_step(plan_of(f"sharding={sharding}", *names)).memory.activations
-    assert split == {"batch": one // 8, "tensor": stream // 4 + hidden // 8}[axis]
+    split = estimate_step(plan_of(*layout, *names)).memory.activations
+    assert split == stream // stream_shards + hidden // 8
 
 
-# The stream between the layers, too, is split over tensor: matmuls that sum along it gather it first
+# Not the length of the residual stream is split over tensor, but what matmuls sum along: they gather it first
 SPLIT_STREAM = (
     "sharding=fsdp_tensor",
     "sharding.activations=[{logical: [batch], mesh: [replica, data, fsdp]}, "
-    "{logical: [vocab, mlp, heads, kv_heads, embed], mesh: [tensor]}, {logical: [length, head_dim], mesh: []}]",
+    "{logical: [vocab, mlp, heads, kv_heads, embed], mesh: [tensor]}, "
+    "{logical: [length, residual_length, head_dim], mesh: []}]",
 )
 
 

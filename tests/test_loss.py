@@ -120,7 +120,7 @@ def test_dropout_is_the_same_on_every_layout_and_other_in_every_step(tokens):
 
 def test_dropout_keeps_the_declared_share_and_the_mean():
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(64))
-    context = Context(jnp.arange(16)[None], lambda name, x, *axes: x, dropout_keys_B=keys)
+    context = Context(jnp.arange(16)[None], lambda name, x, *axes, **_: x, dropout_keys_B=keys)
     dropped = context.dropout(jnp.ones((64, 16, 32)), 0.25, site=0)
     assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=0.01)
     assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
