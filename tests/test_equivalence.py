@@ -160,8 +160,8 @@ def test_gradients_are_those_of_one_device(name, tokens, reference):
         ours = our_grads
         for key in path:
             ours = ours[key.key]
-        np.testing.assert_allclose(
-            ours, expected, atol=2e-6 * np.abs(expected).max() + 1e-9, rtol=2e-5, err_msg=str(path)
+        np.testing.assert_allclose(  # 1e-8: the gradient of keys' biases is zero but for rounding
+            ours, expected, atol=2e-6 * np.abs(expected).max() + 1e-8, rtol=2e-5, err_msg=str(path)
         )
 
 

@@ -1,5 +1,7 @@
 """Memory and bounds of a step without XLA, against sums by hand and published formulas."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -66,6 +68,46 @@ def test_a_row_is_written_where_the_stack_lies():
 
     square = 64 * 64 * 4
     assert find_peak(_program(program, (64, 64))).total == (5 + 2) * square  # rows, and x before and after a matmul
+
+
+def test_partial_sums_are_joined_and_summed_into_the_shards_that_are_wanted():
+    """Two matmuls of a split dimension, added: one reduce-scatter where the sum is wanted in shards, one all-reduce
+    where it is not; one for each matmul, of all of it, where the compiler joins nothing."""
+    mesh = jax.sharding.AbstractMesh((4,), ("tensor",))
+
+    def crossed(wanted, *, joins_sums):
+        def program(x, v, w):
+            total = (x @ v).reshape(2, 8, 16) + (x @ w).reshape(2, 8, 16)
+            return jax.lax.with_sharding_constraint(total, jax.sharding.NamedSharding(mesh, jax.P(*wanted))) * 2
+
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 32), (32, 16), (32, 16))]
+        layouts = [((), ("tensor",)), (("tensor",), ()), (("tensor",), ())]
+        jaxpr = jax.make_jaxpr(program)(*shapes).jaxpr
+        read = read_jaxpr(jaxpr, layouts, {"tensor": 4}, joins_sums=joins_sums)
+        return [(one.collective.kind, one.collective.full_bytes) for one in read.operations if one.collective], read
+
+    whole, shards = (None, None, None), (None, "tensor", None)
+    num_bytes = 2 * 8 * 16 * 4
+    assert crossed(shards, joins_sums=True)[0] == [("reduce-scatter", num_bytes)]
+    assert crossed(whole, joins_sums=True)[0] == [("all-reduce", num_bytes)]
+    assert crossed(shards, joins_sums=False)[0] == [("all-reduce", num_bytes)] * 2
+    for joins_sums in (True, False):
+        read = crossed(shards, joins_sums=joins_sums)[1]
+        assert [read.sizes[i] for i in read.outputs] == [num_bytes // 4]
+
+
+@pytest.mark.parametrize("platform", ["v5p-16", "cpu-8"])
+def test_blocks_gather_and_scatter_the_residual_stream(platform):
+    """What remat=full runs of a layer: forward two gathers and two sums, the same again but the last sum, and backward
+    two of each; on accelerators the sums are joined and scattered. Megatron's g and its conjugate, arXiv:2205.05198."""
+    plan = plan_of(f"target={platform}", "sharding=fsdp_tensor", "mesh.tensor=2", "remat=full", "sequence_length=128",
+                   "kernels.attention=xla")  # fmt: skip
+    counts = Counter()
+    for one in estimate_step(plan).communication:
+        if one.mesh_axes == ("tensor",) and one.source.startswith("layers") and "reduce_sum" not in one.source:
+            counts[one.kind] += one.count
+    sums = {"all-reduce": 3 * (2 + 1 + 5)} if platform == "cpu-8" else {"reduce-scatter": 3 * (2 + 1 + 2)}
+    assert counts == {"all-gather": 3 * 6} | sums
 
 
 def test_linear_stack_by_hand():
