@@ -22,6 +22,7 @@ from .mesh import MeshPlan, nearest
 from .problems import Problem
 from .spec import Rule
 
+_KEYS = {"length": "sequence_length", "residual_length": "sequence_length"}  # by which a size is declared
 Table = Literal["parameters", "optimizer", "activations"]
 
 
@@ -139,7 +140,7 @@ class Refusal:
             return Problem(key, f"{what}: mesh axis {axis} is taken already by dimension {rival} ({rival_name})", fix)
         below, above = size // shards * shards, (size // shards + 1) * shards
         sizes = f"{above}" if below == 0 else f"{below} or {above}"
-        fix = f"make {self.logical} {sizes}"
+        fix = f"make {_KEYS.get(self.logical, self.logical)} {sizes}"
         if len(self.axes) == 1:
             fitting = [n for n in range(1, mesh.num_devices + 1) if size % n == 0 and mesh.num_devices % n == 0]
             fix += f", or mesh.{self.axes[0]} {nearest(shards, fitting)}"

@@ -31,14 +31,19 @@ class Array:
 
 @dataclass(frozen=True)
 class Arrays:
-    """What rules are about. parameters: all of them, by path; activations: those that the model names; in_layers: the
-    names of those that are in the layers of each stack, by stack; looked_up: the embedding's parameters of which rows
-    are looked up."""
+    """What rules are about. parameters: all of them, by path; activations: those that the model names, and gradients of
+    them that are laid out otherwise; in_layers: the names of activations in the layers of each stack, by stack;
+    looked_up: the embedding's parameters of which rows are looked up."""
 
     parameters: tuple[Array, ...]
     activations: tuple[Array, ...]
     in_layers: Mapping[str, tuple[str, ...]]
     looked_up: tuple[str, ...]
+
+
+def gradient_of(name: str) -> str:
+    """The name of an activation's gradient, where its layout is another."""
+    return f"gradient of {name}"
 
 
 def build_model(spec: RunSpec) -> Model:
@@ -61,16 +66,18 @@ def _parameters(model: Model, dtype: str) -> tuple[Array, ...]:
 
 
 def _activations(model: Model, spec: RunSpec) -> tuple[tuple[Array, ...], dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Named activations of embed, one layer of each stack and head, at the size of one global microbatch; those names
-    by stack; and the tables of embed."""
+    """Named activations of embed, one layer of each stack and head, at the size of one global microbatch, and gradients
+    that are laid out otherwise; the activations' names by stack; and the tables of embed."""
     named: dict[str, Array] = {}
     order: list[str] = []
     in_layers: dict[str, tuple[str, ...]] = {}
     tables: list[str] = []
 
-    def record(name: str, x: jax.Array, *axes: str | None) -> jax.Array:
+    def record(name: str, x: jax.Array, *axes: str | None, gradient: LogicalAxes | None = None) -> jax.Array:
         order.append(name)
         named[name] = Array(name, x.shape, spec.precision.compute, axes)
+        if gradient is not None:
+            named[gradient_of(name)] = Array(gradient_of(name), x.shape, spec.precision.compute, gradient)
         return x
 
     def record_table(name: str, table: jax.Array, ids: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ def model_flops_per_step(model: Model, spec: RunSpec) -> int:
     scores, as in PaLM's MFU (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), also where a mask hides half of it.
     """
     tokens_BT = jax.ShapeDtypeStruct((1, spec.sequence_length), jnp.int32)
-    context = Context(jnp.arange(spec.sequence_length)[None], lambda _, x, *axes: x)
+    context = Context(jnp.arange(spec.sequence_length)[None], lambda _, x, *axes, **__: x)
 
     def forward_flops(apply: Any, params: Any, x: Any) -> tuple[int, Any]:
         traced = jax.jit(lambda params, x: apply(params, x, context)).trace(params, x)

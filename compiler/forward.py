@@ -10,10 +10,11 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
-from meshloom.models import Context, Params
+from meshloom.models import Context, LogicalAxes, Params
 
+from .arrays import gradient_of
 from .attention import build_attend
-from .gather import WeightLayout, Weights, gather_vectors, keep_axes, leave_split, plan_weight
+from .gather import WeightLayout, Weights, axes_of, gather_vectors, keep_axes, leave_split, plan_weight
 from .gradients import accumulated_layouts
 from .layers import run_layers
 from .look_up import build_look_up
@@ -106,10 +107,33 @@ def _activation_layout(plan: Plan) -> Callable[..., Array]:
     automatic = automatic_axes(plan)
     specs = {planned.array.path: keep_axes(planned.spec, automatic) for planned in plan.sharding.activations}
 
-    def activation(name: str, x: Array, *_: str | None) -> Array:
-        return marked(name, jax.lax.with_sharding_constraint(x, specs[name]) if automatic else x)
+    def activation(name: str, x: Array, *_: str | None, gradient: LogicalAxes | None = None) -> Array:
+        if not automatic:
+            return marked(name, x)
+        forward, backward = specs[name], specs[gradient_of(name) if gradient else name]
+        return marked(name, _laid_out(x, forward, backward))
 
     return activation
+
+
+def _laid_out(x: Array, spec: PartitionSpec, of_gradient: PartitionSpec) -> Array:
+    """`x` in one layout, its gradient in another: P(None, None, None) and P(None, 'tensor', None) gather a length in
+    front of a matmul, and reduce-scatter it behind the matmuls of the gradient."""
+    constrain = jax.lax.with_sharding_constraint
+
+    def crossed(x: Array, here: PartitionSpec, there: PartitionSpec) -> Array:
+        # What is gathered is a shard until then: else what made it would be computed whole on every device
+        is_gathered = {axis for entry in here for axis in axes_of(entry)} - {
+            axis for entry in there for axis in axes_of(entry)
+        }
+        return constrain(constrain(x, here) if is_gathered else x, there)
+
+    @jax.custom_vjp
+    def use(x: Array) -> Array:
+        return crossed(x, of_gradient, spec)
+
+    use.defvjp(lambda x: (crossed(x, of_gradient, spec), None), lambda _, g: (crossed(g, spec, of_gradient),))
+    return use(x)
 
 
 def automatic_axes(plan: Plan) -> tuple[str, ...]:

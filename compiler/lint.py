@@ -103,9 +103,11 @@ def _of_collective(
 
 
 def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> PlannedCollective | None:
-    """What the plan has of this kind over these axes; of several the one whose size is closest. None where all of them
-    together are smaller, in a type twice as wide."""
-    alike = [p for p in planned if p.kind == each.kind and set(p.mesh_axes) == set(each.mesh_axes)]
+    """What the plan has of this kind, or in its place, over these axes; of several the one whose size is closest. None
+    where all of them together are smaller, in a type twice as wide."""
+    # A matmul that runs chunk by chunk sends what it would have gathered or scattered by permutes.
+    kinds = (each.kind, "all-gather", "reduce-scatter") if each.kind == "collective-permute" else (each.kind,)
+    alike = [p for p in planned if p.kind in kinds and set(p.mesh_axes) == set(each.mesh_axes)]
     if each.bytes // each.count > 2 * sum(p.bytes_each for p in alike):
         return None
     return min(alike, key=lambda p: abs(p.num_bytes - each.bytes), default=None)

@@ -25,14 +25,15 @@ FLOAT32_BYTES = 4
 def plan_loss_blocks(spec: RunSpec, sharding: ShardingPlan, mesh: MeshPlan, target: TargetPlan) -> int:
     """Parts that the tokens of a microbatch are run through the head in: the fewest whose float32 logits are within
     `loss.max_logits_bytes`, or within `loss.max_logits_share` of a device's memory; at most one part per token of a
-    sequence."""
+    sequence, or of its shard."""
     most = max(spec.loss.max_logits_bytes, spec.loss.max_logits_share * (target.hbm_bytes_per_device or 0))
     sequences = spec.global_batch_size // spec.num_microbatches // mesh.num_shards(sharding.batch_axes)
-    split = next((d.axes for plan in sharding.activations for d in plan.dimensions if d.logical == "vocab"), ())
-    per_token = sequences * spec.model.vocab_size * FLOAT32_BYTES // mesh.num_shards(split)
-    divisors = [n for n in range(1, spec.sequence_length + 1) if spec.sequence_length % n == 0]
+    shards = {d.logical: mesh.num_shards(d.axes) for plan in sharding.activations for d in plan.dimensions}
+    per_token = sequences * spec.model.vocab_size * FLOAT32_BYTES // shards.get("vocab", 1)
+    most_blocks = spec.sequence_length // shards.get("residual_length", 1)  # what comes in shards is not regrouped
+    divisors = [n for n in range(1, most_blocks + 1) if most_blocks % n == 0]
     fitting = (n for n in divisors if spec.sequence_length // n * per_token <= most)
-    return next(fitting, spec.sequence_length)
+    return next(fitting, most_blocks)
 
 
 def sum_losses(

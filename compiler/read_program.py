@@ -7,7 +7,7 @@ followed through the operations (propagate.py); an operation that contracts a sp
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -26,6 +26,9 @@ from .propagate import Axes, Layout, propagate
 from .report import CollectiveKind
 from .step import build_train_step
 
+_SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # before or behind a sum over devices: alike
+_ADDITIONS = {"add", "add_any"}
+
 
 def read_step(plan: Plan) -> Program:
     """Trace the plan's train step and read it. Inputs: the leaves of the state, then those of the batch."""
@@ -37,12 +40,17 @@ def read_step(plan: Plan) -> Program:
     specs = jax.tree.leaves(plan.specs, is_leaf=is_spec)
     specs += [jax.sharding.PartitionSpec(plan.sharding.batch_axes or None)] * len(batch)
     layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
-    return read_jaxpr(traced.jaxpr, layouts, plan.mesh.sizes)
+    # XLA's CPU compiler sums partial results of each matmul for itself, whole
+    joins_sums = plan.target.platform != "cpu"
+    return read_jaxpr(traced.jaxpr, layouts, plan.mesh.sizes, joins_sums=joins_sums)
 
 
-def read_jaxpr(jaxpr: Jaxpr, layouts: Sequence[Layout], mesh_sizes: Mapping[str, int]) -> Program:
-    """Any jaxpr, with its arguments laid out so."""
-    return _Reader(mesh_sizes).read(jaxpr, layouts, "")
+def read_jaxpr(
+    jaxpr: Jaxpr, layouts: Sequence[Layout], mesh_sizes: Mapping[str, int], *, joins_sums: bool = True
+) -> Program:
+    """Any jaxpr, with its arguments laid out so. joins_sums: the compiler adds partial results of several matmuls up
+    before it sums them over devices, and sums into shards where shards are wanted."""
+    return _Reader(mesh_sizes, joins_sums).read(jaxpr, layouts, "")
 
 
 def layout_of(spec: Any, rank: int) -> Layout:
@@ -51,20 +59,33 @@ def layout_of(spec: Any, rank: int) -> Layout:
     return (*entries, *[()] * (rank - len(entries)))
 
 
+@dataclass(frozen=True)
+class _Partial:
+    """Of a value that is to be added up over devices: along which mesh axes, and the operation that it came from."""
+
+    aval: Any
+    axes: Axes
+    name: str
+    scope: str
+
+
 @dataclass
 class _Reader:
     """Reads one jaxpr; a reader of its own for each loop's body."""
 
     mesh_sizes: Mapping[str, int]
+    joins_sums: bool
     operations: list[Operation] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)  # of each value's last dimension
+    partial: dict[int, "_Partial"] = field(default_factory=dict)  # values that devices have yet to add up
+    brought: dict[tuple[int, CollectiveKind, Layout], int] = field(default_factory=dict)  # what `crossed` has made
 
     def read(self, jaxpr: Jaxpr, layouts: Sequence[Layout], scope: str) -> Program:
         inputs = [self.value(x.aval, layout) for x, layout in zip(jaxpr.invars, layouts, strict=True)]
-        outputs = self.inline(jaxpr, inputs, scope)
+        outputs = [self.summed(i) for i in self.inline(jaxpr, inputs, scope)]
         self.pad()
         return Program(tuple(self.operations), tuple(self.sizes), tuple(self.dtypes), tuple(inputs), tuple(outputs))
 
@@ -120,6 +141,8 @@ class _Reader:
 
     def equation(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         name, params = equation.primitive.name, equation.params
+        if name in ("shard_map", "scan", "while", "cond"):
+            operands = [self.summed(i) for i in operands]
         if name == "shard_map":
             return self.shard_map(equation, operands, scope)
         if name == "scan":
@@ -137,14 +160,15 @@ class _Reader:
         """An operation that calls nothing."""
         name = equation.primitive.name
         kind = kind_of(equation)
+        if name == "sharding_constraint":
+            return self.constrained(equation, operands, scope)
+        partial = self.still_partial(name, operands)
+        operands = operands if partial else [self.summed(i) for i in operands]
         if kind == "matmul":
             operands = self.gathered(equation, operands, scope)
         layouts = [self.layouts[i] for i in operands]
         reduced: Axes = ()
-        if name == "sharding_constraint":
-            found = [layout_of(equation.params["sharding"].spec, len(layouts[0]))]
-            operands = self.resharded(equation, operands, found[0], scope)
-        elif kind in ("kernel", "collective") or len(equation.outvars) > 1:
+        if kind in ("kernel", "collective") or len(equation.outvars) > 1:
             found = [_like_operands(x, equation, layouts) for x in equation.outvars]
         else:
             layout, reduced = propagate(equation, layouts, self.num_shards)
@@ -157,8 +181,28 @@ class _Reader:
             Operation(kind, name, scope, tuple(operands), tuple(results), flops, collective, num_blocks=blocks)
         )
         if reduced := tuple(axis for axis in reduced if self.mesh_sizes[axis] > 1):
-            return self.all_reduced(equation, results[0], reduced, scope)
-        return results
+            partial = _Partial(equation.outvars[0].aval, reduced, name, scope)
+        if partial:
+            self.partial[results[0]] = replace(partial, aval=equation.outvars[0].aval)
+        return results if self.joins_sums else [self.summed(i) for i in results]
+
+    def still_partial(self, name: str, operands: list[int]) -> _Partial | None:
+        """Of an operation that may come before the sum over devices: what its result is still to be added up over."""
+        found = [self.partial.get(i) for i in operands]
+        is_linear = name in _SHAPES or (name in _ADDITIONS and len({one and one.axes for one in found}) == 1)
+        return found[0] if is_linear and found else None
+
+    def summed(self, i: int, wanted: Layout = ()) -> int:
+        """The value, added up over devices, once for all who read it: whole, or into the shards that are wanted."""
+        partial = self.partial.get(i)
+        if partial is None:
+            return i
+        layout, kind = self.layouts[i], "all-reduce"
+        if self.joins_sums and set(partial.axes) <= {axis for axes in wanted for axis in axes}:
+            added = (tuple(axis for axis in axes if axis in partial.axes) for axes in wanted)
+            layout = tuple(old + new for old, new in zip(layout, added, strict=True))
+            kind = "reduce-scatter"
+        return self.crossed(partial.aval, i, layout, kind, partial.axes, partial.name, partial.scope)
 
     def gathered(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """A matmul's operands, without the mesh axes along what is summed that split the other's part of the result:
@@ -174,6 +218,13 @@ class _Reader:
             aval = equation.invars[side].aval
             found[side] = self.crossed(aval, operands[side], whole, "all-gather", lost, "dot_general", scope)
         return found
+
+    def constrained(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        wanted = layout_of(equation.params["sharding"].spec, len(self.layouts[operands[0]]))
+        operands = self.resharded(equation, [self.summed(operands[0], wanted)], wanted, scope)
+        result = self.value(equation.outvars[0].aval, wanted)
+        self.operations.append(Operation("move", equation.primitive.name, scope, tuple(operands), (result,)))
+        return [result]
 
     def resharded(self, equation: Any, operands: list[int], wanted: Layout, scope: str) -> list[int]:
         """The operand with an all-to-all in front where a constraint moves mesh axes from one dimension to another, an
@@ -192,20 +243,14 @@ class _Reader:
     def crossed(
         self, aval: Any, operand: int, layout: Layout, kind: CollectiveKind, axes: Axes, name: str, scope: str
     ) -> int:
-        """The operand, brought to a layout by a collective over the axes that it loses along a dimension."""
-        result = self.value(aval, layout)
-        full = self.sizes[operand] * self.num_shards(axes)
+        """The operand, brought to a layout by a collective over these axes: by one, however many read it."""
+        if (known := self.brought.get((operand, kind, layout))) is not None:
+            return known
+        result = self.brought[operand, kind, layout] = self.value(aval, layout)
+        full = self.sizes[operand] * (1 if kind in ("all-reduce", "reduce-scatter") else self.num_shards(axes))
         collective = Collective(kind, axes, full, self.dtypes[result])
         self.operations.append(Operation("collective", name, scope, (operand,), (result,), 0, collective))
         return result
-
-    def all_reduced(self, equation: Any, partial: int, axes: Axes, scope: str) -> list[int]:
-        result = self.value(equation.outvars[0].aval, self.layouts[partial])
-        collective = Collective("all-reduce", axes, self.sizes[partial], self.dtypes[partial])
-        self.operations.append(
-            Operation("collective", equation.primitive.name, scope, (partial,), (result,), 0, collective)
-        )
-        return [result]
 
     def collective(self, equation: Any, operands: list[int], results: list[int]) -> Collective:
         name, params = equation.primitive.name, equation.params
@@ -279,7 +324,7 @@ class _Reader:
     def loop_body(self, jaxpr: Jaxpr, layouts: list[Layout], carried: range, scope: str) -> tuple["_Reader", Program]:
         """What a loop carries lies at the start as at the end of a trip: zeros that sums begin with are split too."""
         while True:
-            body = _Reader(self.mesh_sizes)
+            body = _Reader(self.mesh_sizes, self.joins_sums)
             program = body.read(jaxpr, layouts, scope)
             ends = [body.layouts[i] for i in program.outputs[: len(carried)]]
             split = [

@@ -38,7 +38,8 @@ class Context:
     segment_ids_BT: int32 (batch, length), the document of each token within its sequence, 0 for padding; tokens attend
         within their document only. None: a sequence is one document.
     activation: `activation(name, x, *logical_axes)` returns `x` laid out by the activation rules. The name is what
-        tables, errors and remat policies show; in all places of a model it stands for the same dimensions.
+        tables, errors and remat policies show; in all places of a model it stands for the same dimensions. With
+        `gradient=logical_axes` the gradient of `x` is laid out by those, where forward gathers and backward scatters.
     attend: causal attention by the implementation that the plan chose; called as `models.attention.attend`.
     dropout_keys_B: a key for each sequence, of this piece alone. None: nothing is dropped.
     look_up: rows of a table, called as `look_up` above; name: the parameter of the embedding that it is. A table that

@@ -24,6 +24,9 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
 }
 
+RESIDUAL = ("batch", "residual_length", "embed")  # the residual stream and its norms: each token for itself
+WHOLE = ("batch", "length", "embed")  # what matmuls read of it
+
 
 class DecoderConfig(ModelConfig):
     family: Literal["decoder"]
@@ -110,7 +113,8 @@ class Embed(nnx.Module):
         if self.config.num_positions is not None:
             x_BTE += self.positions_PE[context.positions_BT]
         x_BTE = context.dropout(x_BTE, self.config.dropout_rate, site=0)
-        return context.activation("embedded", x_BTE, "batch", "length", "embed")
+        x_BTE = context.activation("embedded", x_BTE, *WHOLE)
+        return context.activation("residual", x_BTE, *RESIDUAL)
 
 
 class Round(nnx.Module):
@@ -142,14 +146,16 @@ class Layer(nnx.Module):
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
         rate, is_normed = self.config.dropout_rate, self.config.norm_placement == "before_and_after"
-        y_BTE = self.attention(self.attention_norm(x_BTE), context)
+        y_BTE = context.activation("attention_input", self.attention_norm(x_BTE), *WHOLE, gradient=RESIDUAL)
+        y_BTE = self.attention(y_BTE, context)
         y_BTE = self.attention_out_norm(y_BTE) if is_normed else y_BTE
         x_BTE = x_BTE + context.dropout(y_BTE, rate, site=2 * self.index)
-        x_BTE = context.activation("attention_residual", x_BTE, "batch", "length", "embed")
-        y_BTE = self.mlp(self.mlp_norm(x_BTE), context)
+        x_BTE = context.activation("attention_residual", x_BTE, *RESIDUAL)
+        y_BTE = context.activation("mlp_input", self.mlp_norm(x_BTE), *WHOLE, gradient=RESIDUAL)
+        y_BTE = self.mlp(y_BTE, context)
         y_BTE = self.mlp_out_norm(y_BTE) if is_normed else y_BTE
         x_BTE = x_BTE + context.dropout(y_BTE, rate, site=2 * self.index + 1)
-        return context.activation("residual", x_BTE, "batch", "length", "embed")
+        return context.activation("residual", x_BTE, *RESIDUAL)
 
 
 class Head(nnx.Module):
@@ -162,7 +168,7 @@ class Head(nnx.Module):
             self.kernel_EV = matrix(rngs, ("embed", "vocab"), (E, V), stddev=config.initializer_stddev)
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
-        x_BTE = self.norm(x_BTE)
+        x_BTE = context.activation("head_input", self.norm(x_BTE), *WHOLE, gradient=RESIDUAL)
         if self.config.embeddings == "tied":
             logits_BTV = jnp.einsum("bte,ve->btv", x_BTE, self.table_VE[...])
         else:
@@ -210,6 +216,7 @@ class Attention(nnx.Module):
                                 soft_cap=config.attention_soft_cap)  # fmt: skip
         a_BTHD = context.activation("attended", a_BTHD, "batch", "length", "heads", "head_dim")
         out_BTE = jnp.einsum("bthd,hde->bte", a_BTHD, self.out_HDE[...])
+        out_BTE = context.activation("attention_output", out_BTE, *RESIDUAL, gradient=WHOLE)
         return out_BTE + self.out_bias_E[...] if config.biases == "all" else out_BTE
 
     def _queries_keys_values(self, x_BTE: Array) -> tuple[Array, Array, Array]:
@@ -247,6 +254,7 @@ class MLP(nnx.Module):
         else:
             hidden_BTM = activation(hidden_BTM)
         out_BTE = context.activation("hidden", hidden_BTM, "batch", "length", "mlp") @ self.down_ME[...]
+        out_BTE = context.activation("mlp_output", out_BTE, *RESIDUAL, gradient=WHOLE)
         return out_BTE + self.down_bias_E[...] if has_bias else out_BTE
 
 

@@ -41,6 +41,14 @@ SMALL = (
 LINEAR_STACK = ("model=linear_stack", "~model.num_heads", "~model.num_kv_heads", "~model.head_dim", "~model.mlp_dim",
                 "~model.initializer_stddev")  # fmt: skip
 
+# Tensor parallelism with the residual stream whole on every device of `tensor`.
+WHOLE_STREAM = (
+    "sharding=fsdp_tensor",
+    "sharding.activations=[{logical: [batch], mesh: [replica, data, fsdp]}, "
+    "{logical: [vocab, mlp, heads, kv_heads], mesh: [tensor]}, "
+    "{logical: [length, residual_length, embed, head_dim], mesh: []}]",
+)
+
 
 @cache
 def spec_of(*overrides: str) -> RunSpec:

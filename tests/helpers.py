@@ -36,7 +36,7 @@ def recorded_text(name: str) -> str:
 
 def forward(model: Model, params: Any, inputs: Array, segment_ids: Array | None = None) -> Array:
     """Logits on one device: layers unrolled, no scan, no remat, no sharding."""
-    context = Context(jnp.arange(inputs.shape[1])[None], lambda name, x, *axes: x, segment_ids_BT=segment_ids)
+    context = Context(jnp.arange(inputs.shape[1])[None], lambda name, x, *axes, **_: x, segment_ids_BT=segment_ids)
     x = model.embed.apply(params["embed"], inputs, context)
     for stack in model.stacks:
         for i in range(stack.num_layers):

@@ -9,7 +9,7 @@ from functools import cache
 import jax
 import pytest
 
-from conftest import LINEAR_STACK, plan_of
+from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
 from helpers import collective_elements_per_step, collectives_per_step, largest_outside_loops
 from meshloom.compiler.driver import lower
 
@@ -155,23 +155,34 @@ def test_remat_full_gathers_no_more_than_remat_none(fsdp):
     assert _count("sharding=fsdp", "remat=full") == fsdp
 
 
-def test_tensor_parallel_moves_activations_alone():
-    counts = _count("sharding=tensor", "mesh.data=1", "mesh.tensor=8")
-    # A layer: forward one all-reduce behind attention, one behind the MLP; backward one per matmul that reads the
-    # residual stream (3 + 2). Outside: embedding, the two halves of the softmax and the target's logit, head backward.
-    assert counts == {"all-reduce": NUM_LAYERS * (2 + 5) + 5}
+# Sums of activations over tensor. A layer: forward one behind attention, one behind the MLP; backward one per matmul
+# that reads what is whole (3 + 2). Outside: embedding, the two halves of the softmax and the target's logit, head
+# backward.
+SUMS = NUM_LAYERS * (2 + 5) + 5
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_tensor_parallel_gathers_the_residual_stream_once_in_front_of_each_block(remat):
+    counts = _count("sharding=tensor", "mesh.data=1", "mesh.tensor=8", f"remat={remat}")
+    # A layer: attention and MLP each gather their input, forward and again backward, and the gradient of their output.
+    # Outside: the head's input, the gradient of the embedding's output. (Accelerators reduce-scatter where CPUs sum.)
+    again = NUM_LAYERS if remat == "full" else 0  # the sum behind attention; what is behind the MLP is not read again
+    scales = NUM_LAYERS * 2 + 1  # gradients of norms, each of a part of the length
+    assert counts == {"all-gather": NUM_LAYERS * (2 + 2 + 2) + 2, "all-reduce": SUMS + again + scales}
 
 
 @pytest.mark.parametrize("mesh", [("mesh.fsdp=4", "mesh.tensor=2"), ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")])
-def test_fsdp_with_tensor_moves_weights_over_fsdp_and_activations_over_tensor(fsdp, mesh):
-    counts = _count("sharding=fsdp_tensor", *mesh)
-    assert counts["all-gather"] == fsdp["all-gather"]
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_fsdp_with_tensor_moves_weights_over_fsdp_and_activations_over_tensor(fsdp, mesh, is_whole):
+    counts = _count(*(WHOLE_STREAM if is_whole else ("sharding=fsdp_tensor",)), *mesh)
+    gathers = 0 if is_whole else NUM_LAYERS * 6 + 2
+    assert counts["all-gather"] == fsdp["all-gather"] + gathers
     assert counts["reduce-scatter"] == fsdp["reduce-scatter"]
     assert set(counts) == {"all-gather", "reduce-scatter", "all-reduce"}  # nothing is resharded
 
 
-def test_tensor_with_data_reduces_and_nothing_else():
-    assert set(_count("sharding=tensor", "mesh.data=4", "mesh.tensor=2")) == {"all-reduce"}
+def test_a_whole_residual_stream_is_summed_and_nothing_else():
+    assert _count(*WHOLE_STREAM, "mesh.fsdp=1", "mesh.tensor=8") == {"all-reduce": SUMS}
 
 
 def test_gathers_are_in_the_compute_type():

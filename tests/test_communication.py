@@ -5,7 +5,7 @@ from collections import Counter
 import jax
 import pytest
 
-from conftest import plan_of
+from conftest import WHOLE_STREAM, plan_of
 from helpers import collective_elements_per_step, collectives_per_step
 from meshloom.compiler.communication import link_bytes, plan_communication
 from meshloom.compiler.driver import lower
@@ -23,6 +23,8 @@ def _planned(*overrides):
 @pytest.mark.parametrize(
     "overrides",
     [
+        WHOLE_STREAM,
+        ("sharding=fsdp_tensor", "remat=full", "model.vocab_size=1024", "loss.max_logits_bytes=16384"),
         ("sharding=ddp",),
         ("sharding=fsdp",),
         ("sharding=zero1", "num_microbatches=2"),

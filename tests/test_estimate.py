@@ -1,11 +1,13 @@
 """Memory and bounds of a step without XLA, against sums by hand and published formulas."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 
-from conftest import LINEAR_STACK, plan_of
+from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
 from meshloom.compiler.driver import lower
 from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.fusion import fuse
@@ -68,6 +70,46 @@ def test_a_row_is_written_where_the_stack_lies():
     assert find_peak(_program(program, (64, 64))).total == (5 + 2) * square  # rows, and x before and after a matmul
 
 
+def test_partial_sums_are_joined_and_summed_into_the_shards_that_are_wanted():
+    """Two matmuls of a split dimension, added: one reduce-scatter where the sum is wanted in shards, one all-reduce
+    where it is not; one for each matmul, of all of it, where the compiler joins nothing."""
+    mesh = jax.sharding.AbstractMesh((4,), ("tensor",))
+
+    def crossed(wanted, *, joins_sums):
+        def program(x, v, w):
+            total = (x @ v).reshape(2, 8, 16) + (x @ w).reshape(2, 8, 16)
+            return jax.lax.with_sharding_constraint(total, jax.sharding.NamedSharding(mesh, jax.P(*wanted))) * 2
+
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 32), (32, 16), (32, 16))]
+        layouts = [((), ("tensor",)), (("tensor",), ()), (("tensor",), ())]
+        jaxpr = jax.make_jaxpr(program)(*shapes).jaxpr
+        read = read_jaxpr(jaxpr, layouts, {"tensor": 4}, joins_sums=joins_sums)
+        return [(one.collective.kind, one.collective.full_bytes) for one in read.operations if one.collective], read
+
+    whole, shards = (None, None, None), (None, "tensor", None)
+    num_bytes = 2 * 8 * 16 * 4
+    assert crossed(shards, joins_sums=True)[0] == [("reduce-scatter", num_bytes)]
+    assert crossed(whole, joins_sums=True)[0] == [("all-reduce", num_bytes)]
+    assert crossed(shards, joins_sums=False)[0] == [("all-reduce", num_bytes)] * 2
+    for joins_sums in (True, False):
+        read = crossed(shards, joins_sums=joins_sums)[1]
+        assert [read.sizes[i] for i in read.outputs] == [num_bytes // 4]
+
+
+@pytest.mark.parametrize("platform", ["v5p-16", "cpu-8"])
+def test_blocks_gather_and_scatter_the_residual_stream(platform):
+    """What remat=full runs of a layer: forward two gathers and two sums, the same again but the last sum, and backward
+    two of each; on accelerators the sums are joined and scattered. Megatron's g and its conjugate, arXiv:2205.05198."""
+    plan = plan_of(f"target={platform}", "sharding=fsdp_tensor", "mesh.tensor=2", "remat=full", "sequence_length=128",
+                   "kernels.attention=xla")  # fmt: skip
+    counts = Counter()
+    for one in estimate_step(plan).communication:
+        if one.mesh_axes == ("tensor",) and one.source.startswith("layers") and "reduce_sum" not in one.source:
+            counts[one.kind] += one.count
+    sums = {"all-reduce": 3 * (2 + 1 + 5)} if platform == "cpu-8" else {"reduce-scatter": 3 * (2 + 1 + 2)}
+    assert counts == {"all-gather": 3 * 6} | sums
+
+
 def test_linear_stack_by_hand():
     """Float32, one device, AdamW, remat=full: at the last layer's backward pass there are the gradients of the stack
     and of the head, the inputs of the layers, the gradient of the residual stream twice (read and written), and the
@@ -116,22 +158,25 @@ def test_memory_grows_by_the_same_with_each_layer():
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0] > 0
 
 
-@pytest.mark.parametrize(("sharding", "axis"), [("fsdp", "batch"), ("fsdp_tensor", "tensor")])
-def test_activations_are_divided_by_the_axes_that_split_them(sharding, axis):
-    """Eight devices: the batch in eight, or in four with the MLP's hidden layer in two."""
+@pytest.mark.parametrize(
+    ("layout", "stream_shards"), [(("sharding=fsdp",), 8), (("sharding=fsdp_tensor",), 8), (WHOLE_STREAM, 4)]
+)
+def test_activations_are_divided_by_the_axes_that_split_them(layout, stream_shards):
+    """Eight devices: the batch in eight; or in four, and the MLP's hidden layer in two, and so the residual stream."""
     names = ("remat=save_names", "remat.names=[hidden]")
     one = estimate_step(plan_of(ONE_DEVICE, *names)).memory.activations
     stream = 4 * 3 * 16 * 16 * 32  # the layers' inputs
     hidden = one - stream
-    split = estimate_step(plan_of(f"sharding={sharding}", *names)).memory.activations
-    assert split == {"batch": one // 8, "tensor": stream // 4 + hidden // 8}[axis]
+    split = estimate_step(plan_of(*layout, *names)).memory.activations
+    assert split == stream // stream_shards + hidden // 8
 
 
-# The stream between the layers, too, is split over tensor: matmuls that sum along it gather it first
+# Not the length of the residual stream is split over tensor, but what matmuls sum along: they gather it first
 SPLIT_STREAM = (
     "sharding=fsdp_tensor",
     "sharding.activations=[{logical: [batch], mesh: [replica, data, fsdp]}, "
-    "{logical: [vocab, mlp, heads, kv_heads, embed], mesh: [tensor]}, {logical: [length, head_dim], mesh: []}]",
+    "{logical: [vocab, mlp, heads, kv_heads, embed], mesh: [tensor]}, "
+    "{logical: [length, residual_length, head_dim], mesh: []}]",
 )
 
 

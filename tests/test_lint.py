@@ -49,6 +49,12 @@ def test_what_is_as_planned_is_no_finding():
     assert rules_of(found(), found(kind="reduce-scatter", bytes=4 * 128 * MIB, dtype="f32")) == []
 
 
+def test_the_chunks_of_a_planned_gather_are_no_finding():
+    chunk = {"kind": "collective-permute", "bytes": 4 * 8 * MIB}
+    assert rules_of(found(**chunk)) == []
+    assert rules_of(found(**chunk, mesh_axes=("tensor",))) == ["unplanned-collective"]
+
+
 def test_small_ones_are_none():
     assert rules_of(found(kind="all-to-all", bytes=1000)) == []
 

@@ -71,6 +71,13 @@ def test_logits_that_are_huge_do_not_overflow():
         assert float(loss[0]) == pytest.approx(np.log(4), abs=accuracy)
 
 
+def test_parts_of_the_tokens_are_whole_in_each_shard_of_the_residual_stream():
+    """A bound that no part is within: sequences of 16 tokens go one at a time, shards of 8 one token of each."""
+    small = ("model.vocab_size=1024", "loss.max_logits_bytes=1")
+    assert plan_of("sharding=fsdp", *small).num_loss_blocks == 16
+    assert plan_of("sharding=fsdp_tensor", "mesh.tensor=2", *small).num_loss_blocks == 8
+
+
 @pytest.mark.parametrize("layout", [("sharding=fsdp",), ("sharding=fsdp_tensor", "num_microbatches=2")])
 def test_the_declared_bound_holds_for_the_logits_of_the_compiled_step(layout, tokens):
     """No float32 array of the program is as large as the logits of the whole microbatch; loss and gradients stay."""
@@ -120,7 +127,7 @@ def test_dropout_is_the_same_on_every_layout_and_other_in_every_step(tokens):
 
 def test_dropout_keeps_the_declared_share_and_the_mean():
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(64))
-    context = Context(jnp.arange(16)[None], lambda name, x, *axes: x, dropout_keys_B=keys)
+    context = Context(jnp.arange(16)[None], lambda name, x, *axes, **_: x, dropout_keys_B=keys)
     dropped = context.dropout(jnp.ones((64, 16, 32)), 0.25, site=0)
     assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=0.01)
     assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
