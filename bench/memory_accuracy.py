@@ -28,7 +28,7 @@ from meshloom.compiler.target import topology_arguments
 from meshloom.compiler.target_spec import TpuTarget
 
 KEPT = Path(__file__).with_suffix(".jsonl")
-# As when these were compiled: logits in blocks of loss.max_logits_bytes whatever the chip, and the whole table gathered.
+# As these were compiled: logits in blocks of loss.max_logits_bytes whatever the chip, and the whole table gathered.
 PINNED = ("loss.max_logits_share=0", "sharding.look_up=gather")
 TENSOR_2, TENSOR_4 = "mesh.tensor=2", "mesh.tensor=4"
 

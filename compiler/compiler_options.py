@@ -15,7 +15,6 @@ from pydantic import model_validator
 
 from meshloom.models.config import Config
 
-from .config_types import Fraction
 from .problems import ConfigError, Problem, raise_if_any, use_one_of
 from .report import CollectiveKind
 from .spec import CompilerOption
@@ -64,13 +63,11 @@ class OptionSet(Config):
 class OptionTable(Config):
     """hides_by_default: kinds of collectives of weights that a compiler makes asynchronous without any option, by chip
     or platform. copies_carried: platforms whose compiler copies what a loop carries to its next trip. unroll_aborts:
-    platforms whose compiler aborts the process at several layers in a trip where a mesh axis splits matmuls.
-    slows_split_matmuls: shares of all arithmetic, by chip or platform, and by set for activations or by_default."""
+    platforms whose compiler aborts the process at several layers in a trip where a mesh axis splits matmuls."""
 
     hides_by_default: dict[str, tuple[CollectiveKind, ...]]
     copies_carried: tuple[str, ...]
     unroll_aborts: tuple[str, ...]
-    slows_split_matmuls: dict[str, dict[str, Fraction]]
     sets: dict[str, OptionSet]
     options: dict[str, OptionNote]
     environment: dict[str, EnvironmentNote]
@@ -89,12 +86,6 @@ class OptionTable(Config):
     def aborts_unrolled(self, split_axes: Sequence[str], target: TargetPlan) -> bool:
         """True where the compiler would abort at several layers in a trip. split_axes: that matmuls are split over."""
         return bool(split_axes) and target.platform in self.unroll_aborts
-
-    def slows(self, names: Sequence[str], split_axes: Sequence[str], target: TargetPlan) -> float:
-        """The share by which arithmetic takes longer with these sets. split_axes: that matmuls are split over."""
-        shares = (_for_target(self.slows_split_matmuls, target) or {}) if split_axes else {}
-        chosen = [name for name in names if self.sets[name].tried_for == ("activations",)]
-        return shares.get(chosen[-1] if chosen else "by_default", 0.0)
 
     def hides(self, names: Sequence[str], moved: Moved, target: TargetPlan) -> frozenset[CollectiveKind]:
         """Kinds of collectives of weights, or of activations, that run beside arithmetic with these sets."""

@@ -74,8 +74,7 @@ def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]
 def expected_seconds(
     plan: Plan, estimate: StepEstimate, loop: LayerLoop, option_sets: Sequence[str], table: OptionTable
 ) -> float:
-    """What of a step is not arithmetic: collectives that nothing hides, copies of weights that wait in a loop, and what
-    matmuls take longer in chunks.
+    """What of a step is not arithmetic: collectives that nothing hides, and copies of weights that wait in a loop.
 
     Of what a layer gathers or reduces beside its own arithmetic, the first is exposed, unless the options let it begin
     early; of what it moves for its neighbour, none. Weights that arrive for a later trip are copied into their place,
@@ -107,8 +106,7 @@ def expected_seconds(
             copied_bytes += 2 * one.num_bytes // turns  # read and written
     compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
     bandwidth = plan.target.chip.hbm_bytes_per_second if plan.target.chip else float("inf")
-    slower = compute * table.slows(option_sets, automatic_axes(plan), plan.target)
-    return max(exposed, link_seconds - compute) + copied_bytes / bandwidth + slower
+    return max(exposed, link_seconds - compute) + copied_bytes / bandwidth
 
 
 def _reduced_behind(plan: Plan) -> dict[str, tuple[tuple[str, ...], ...]]:

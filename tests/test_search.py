@@ -106,16 +106,6 @@ def test_sets_for_activations_are_tried_where_those_are_split(sharding, has_tens
     assert "sparse_core" not in sets
 
 
-def test_matmuls_in_chunks_are_tried_behind_whole_ones_where_they_were_measured_slower():
-    """llama2_70b on v5p-256, tensor 4, four layers with sparse_core: 357 ms whole, 375 as the compiler chooses, 428 in
-    chunks (docs/overlap.md)."""
-    plan = whole("target=v5p-256", "model=llama2_70b", "sharding=fsdp_tensor", "mesh.tensor=4", "sequence_length=2048",
-                 "global_batch_size=256", "remat=full")  # fmt: skip
-    declared, *rest = find_candidates(plan, estimate_step(plan))
-    assert declared.option_sets == ()
-    assert rest[0].option_sets == ("sparse_core", "no_windowed_einsum")
-
-
 def test_the_model_of_what_is_exposed_is_the_sum_by_hand():
     """Nothing hides: every collective is exposed, the roofline's sum. All layers hide: what is outside of them is left,
     and the copies of the weights that wait: each layer's, written and read, forward and backward, or every other's."""
