@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hydra.core.plugins import Plugins
 
 from conftest import plan_of, spec_of
 from helpers import gradients_of, reference_loss
@@ -44,9 +46,9 @@ def files_of_the_page() -> dict[str, str]:
     return dict(blocks)
 
 
-@pytest.fixture(scope="session")
-def package(tmp_path_factory) -> Path:
-    """The folder that the page's package is installed in, and importable from here."""
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Iterator[Path]:
+    """The folder that the page's package is installed in, and importable from here while these tests run."""
     source, installed = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
     folders = ("my_package", "my_package/conf")
     files = files_of_the_page() | {f"{folder}/__init__.py": "" for folder in folders} | {"pyproject.toml": PYPROJECT}
@@ -55,8 +57,12 @@ def package(tmp_path_factory) -> Path:
         (source / name).write_text(text)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(installed), str(source)]
     subprocess.run(pip, check=True, capture_output=True)
+    Plugins.instance()  # looks for plugins once in a process: not for this package's, which other tests would see
     sys.path.insert(0, str(installed))
-    return installed
+    yield installed
+    sys.path.remove(str(installed))
+    for name in [name for name in sys.modules if name.split(".")[0] == "my_package"]:
+        del sys.modules[name]
 
 
 def meshloom(package: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
