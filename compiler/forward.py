@@ -14,7 +14,7 @@ from meshloom.models import Context, LogicalAxes, Params
 
 from .arrays import gradient_of
 from .attention import build_attend
-from .gather import WeightLayout, Weights, axes_of, gather_vectors, keep_axes, leave_split, plan_weight
+from .gather import WeightLayout, Weights, axes_in, gather_vectors, keep_axes, leave_split, plan_weight
 from .gradients import accumulated_layouts
 from .layers import run_layers
 from .look_up import build_look_up
@@ -122,10 +122,8 @@ def _laid_out(x: Array, spec: PartitionSpec, of_gradient: PartitionSpec) -> Arra
     constrain = jax.lax.with_sharding_constraint
 
     def crossed(x: Array, here: PartitionSpec, there: PartitionSpec) -> Array:
-        # What is gathered is a shard until then: else what made it would be computed whole on every device
-        is_gathered = {axis for entry in here for axis in axes_of(entry)} - {
-            axis for entry in there for axis in axes_of(entry)
-        }
+        # What is gathered is a shard until then: else what made it would be computed whole on every device.
+        is_gathered = not set(axes_in(here)) <= set(axes_in(there))
         return constrain(constrain(x, here) if is_gathered else x, there)
 
     @jax.custom_vjp

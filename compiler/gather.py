@@ -69,6 +69,11 @@ def axes_of(entry: Any) -> Axes:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def axes_in(spec: PartitionSpec) -> Axes:
+    """The mesh axes of all entries."""
+    return tuple(axis for entry in spec for axis in axes_of(entry))
+
+
 def plan_weight(
     path: str,
     stored: PartitionSpec,
@@ -306,7 +311,7 @@ def _reduce_scatter(x: Array, parts: Parts) -> Array:
 
 def _moved(collective: Callable[[Array], Array], automatic: PartitionSpec) -> Callable[[Array], Array]:
     """A collective that moves, on each shard of the automatic axes: without this XLA gathers those first."""
-    return _within(collective, automatic, tuple(axis for entry in automatic for axis in axes_of(entry)))
+    return _within(collective, automatic, axes_in(automatic))
 
 
 def _reduced(

@@ -19,7 +19,6 @@ from meshloom.models import Model
 
 from .array_layout import ArrayPlan
 from .gradients import accumulated_layouts
-from .links import collective_seconds
 from .mesh import MeshPlan
 from .problems import ConfigError, Problem
 from .sharding import ShardingPlan
@@ -86,21 +85,16 @@ def _manual(plan: ArrayPlan, batch_axes: Axes) -> tuple[Axes, ...]:
 def _compared(spec: RunSpec, table: ArrayPlan, axes: Axes, sharding: ShardingPlan, mesh: MeshPlan) -> tuple[bool, str]:
     """Whether rows take less than the table, and the figures: seconds on the links, bytes where those are not known."""
     itemsize = jnp.dtype(spec.precision.compute).itemsize
-    num_devices = mesh.num_shards(axes)
     others = tuple(axis for d in table.dimensions for axis in d.axes if axis not in sharding.batch_axes)
     num_rows, num_columns = table.array.shape
     num_tokens = spec.tokens_per_step // spec.num_microbatches // mesh.num_shards(sharding.batch_axes)
     table_bytes = num_rows * num_columns * itemsize // mesh.num_shards(others)
     rows_bytes = num_tokens * num_columns * itemsize
     reason = f"{human_bytes(rows_bytes)} of rows, {human_bytes(table_bytes)} of table"
-    link = mesh.placement.link_of(axes)
-    seconds = [
-        collective_seconds("all-to-all", rows_bytes * num_devices, num_devices, link),
-        collective_seconds("all-gather", table_bytes, num_devices, link),
-    ]
-    if None in seconds:
+    for_rows = mesh.alone_seconds("all-to-all", rows_bytes * mesh.num_shards(axes), axes)
+    for_table = mesh.alone_seconds("all-gather", table_bytes, axes)
+    if for_rows is None or for_table is None:
         return rows_bytes < table_bytes, reason
-    for_rows, for_table = (each or 0.0 for each in seconds)
     return for_rows < for_table, f"{reason}; {human_seconds(for_rows)} and {human_seconds(for_table)} on the links"
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from .links import collective_seconds
 from .placement import Placement, plan_placement
 from .problems import ConfigError, Problem
+from .report import CollectiveKind
 from .spec import MeshSpec
 from .target import TargetPlan
 
@@ -34,6 +36,11 @@ class MeshPlan:
     def num_shards(self, axes: tuple[str, ...]) -> int:
         """Parts that a dimension over these axes is split in."""
         return math.prod(self.sizes[axis] for axis in axes)
+
+    def alone_seconds(self, kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...]) -> float | None:
+        """That one collective along these axes takes by itself; None where its links are not known. num_bytes: of the
+        full array (links.collective_seconds)."""
+        return collective_seconds(kind, num_bytes, self.num_shards(axes), self.placement.link_of(axes))
 
     def abstract(self, axis_type: AxisType = AxisType.Auto) -> AbstractMesh:
         """The mesh without devices, for planning."""

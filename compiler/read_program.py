@@ -23,7 +23,7 @@ from .operation_kinds import COLLECTIVES, KERNELS, LANES, OTHERS, causal_blocks,
 from .plan import Plan
 from .program import Collective, Kind, Operation, Program
 from .propagate import Axes, Layout, propagate
-from .report import CollectiveKind
+from .report import MOVING, CollectiveKind
 from .step import build_train_step
 
 _SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # before or behind a sum over devices: alike
@@ -247,7 +247,7 @@ class _Reader:
         if (known := self.brought.get((operand, kind, layout))) is not None:
             return known
         result = self.brought[operand, kind, layout] = self.value(aval, layout)
-        full = self.sizes[operand] * (1 if kind in ("all-reduce", "reduce-scatter") else self.num_shards(axes))
+        full = self.sizes[operand] * (self.num_shards(axes) if kind in MOVING else 1)
         collective = Collective(kind, axes, full, self.dtypes[result])
         self.operations.append(Operation("collective", name, scope, (operand,), (result,), 0, collective))
         return result

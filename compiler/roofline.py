@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from .communication import link_bytes
 from .fusion import Step, fuse
-from .links import collective_seconds
 from .plan import Plan
 from .program import Collective, Operation, Program
 from .report import RooflinePart
@@ -48,8 +47,7 @@ def plan_roofline(plan: Plan, program: Program) -> tuple[RooflinePart, ...]:
 
 
 def _alone_seconds(plan: Plan, crossing: Collective, count: int) -> float | None:
-    link, group = plan.mesh.placement.link_of(crossing.axes), plan.mesh.num_shards(crossing.axes)
-    seconds = collective_seconds(crossing.kind, crossing.full_bytes, group, link)
+    seconds = plan.mesh.alone_seconds(crossing.kind, crossing.full_bytes, crossing.axes)
     return None if seconds is None else count * seconds
 
 

@@ -16,7 +16,6 @@ from .estimate import StepEstimate
 from .forward import automatic_axes, weight_layouts
 from .gather import WeightLayout
 from .gradients import check_gradients
-from .links import collective_seconds
 from .overlap_spec import LayerLoop, name_of
 from .plan import Plan
 from .problems import ConfigError, Problem
@@ -161,5 +160,4 @@ def _option_sets(plan: Plan, table: OptionTable) -> Iterator[tuple[str, ...]]:
 
 
 def _alone_seconds(plan: Plan, one: PlannedCollective) -> float:
-    link = plan.mesh.placement.link_of(one.mesh_axes)
-    return one.count * (collective_seconds(one.kind, one.bytes_each, one.group_size, link) or 0.0)
+    return one.count * (plan.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes) or 0.0)
