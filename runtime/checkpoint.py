@@ -6,8 +6,6 @@ moment leaves the last finished checkpoint as it was. docs/checkpoints.md shows 
 
 import logging
 import math
-import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +21,8 @@ from meshloom.compiler.spec import CheckpointSpec, RunSpec
 
 from .checkpoint_start import CONTEXT, FOLDER, Start, finished
 from .failures import STORAGE, RunFailed, is_of_one_process, storage_reason
+from .files import remove_for_good
 from .manifest import write_manifest
-
-NUM_REMOVALS, REMOVAL_SECONDS = 20, 0.1  # of what a save left, and between two of them
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs each step of its own, and what it raises too
 
@@ -71,7 +68,7 @@ class Checkpoints:
                     self._orbax.close()
         finally:
             if isinstance(error, RunFailed):  # once more: what still wrote when the save failed has ended now
-                self._remove_unfinished()
+                remove_for_good(self._unfinished)
 
     @property
     def latest_step(self) -> int | None:
@@ -121,15 +118,6 @@ class Checkpoints:
     def _unfinished(self) -> list[Path]:
         return list(self.directory.glob(f"{self._last_saved}.orbax-checkpoint-tmp*"))
 
-    def _remove_unfinished(self) -> None:
-        """Writers that have not ended yet may put a file into a directory that is being removed: then it is again."""
-        for _ in range(NUM_REMOVALS):
-            for directory in self._unfinished():
-                shutil.rmtree(directory, ignore_errors=True)
-            if not self._unfinished():
-                return
-            time.sleep(REMOVAL_SECONDS)
-
     @contextmanager
     def _told(self) -> Iterator[None]:
         """A save that the disk refuses ends the run; what was written of it is removed, to give the space back."""
@@ -139,7 +127,7 @@ class Checkpoints:
             reason = storage_reason(error)
             if reason is None:
                 raise
-            self._remove_unfinished()
+            remove_for_good(self._unfinished)
             what = f"the checkpoint of step {self._last_saved} could not be saved: {reason}"
             good = "none was saved before" if self.latest_step is None else f"the last good one is {self.latest_step}"
             fix = "make room, and start the same command again" if self.latest_step else "make room, or write elsewhere"

@@ -1,6 +1,9 @@
 """Damage in any file of a checkpoint is found or harmless; what is kept is what was asked for."""
 
 import shutil
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -14,6 +17,7 @@ from meshloom.runtime.checkpoint import Checkpoints, restore, set_aside
 from meshloom.runtime.checkpoint_start import FOLDER, find_start, parse_place
 from meshloom.runtime.data import open_data
 from meshloom.runtime.failures import RunFailed
+from meshloom.runtime.files import remove_for_good
 from meshloom.runtime.manifest import FILE
 from meshloom.runtime.tree_diff import tree_differences
 
@@ -161,3 +165,21 @@ def test_a_checkpoint_of_other_types_is_refused(saved):
     halves = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), plan.abstract)
     with pytest.raises(ConfigError, match=r"is float32\[264,32\] there, bfloat16\[264,32\] here"):
         find_start(run_dir, plan.spec, halves)
+
+
+def test_a_directory_that_its_writers_bring_back_is_removed_again(tmp_path):
+    directory = tmp_path / "4.unfinished"
+
+    def write_late():
+        for k in range(3):
+            with suppress(FileNotFoundError):  # it was removed in between
+                (directory / "d").mkdir(parents=True, exist_ok=True)
+                (directory / "d" / str(k)).write_text("late")
+            time.sleep(0.3)
+
+    directory.mkdir()
+    writer = threading.Thread(target=write_late)
+    writer.start()
+    remove_for_good(lambda: tmp_path.glob("*.unfinished"))
+    writer.join()
+    assert list(tmp_path.iterdir()) == []
