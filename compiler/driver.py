@@ -15,6 +15,7 @@ from .compiler_options import Options, check_unroll, plan_set_options, refused_o
 from .finite import is_finite
 from .flops import model_flops_per_step
 from .gradients import check_gradients
+from .head import plan_head
 from .look_up import plan_look_ups
 from .loss import plan_loss_blocks
 from .mesh import plan_mesh
@@ -51,6 +52,8 @@ def plan_run(spec: RunSpec) -> Plan:
     look_ups = plan_look_ups(spec, model, arrays.looked_up, sharding, mesh)
     check_gradients(spec, sharding)
     check_unroll(spec.overlap.layers.unroll, mesh.besides(sharding.batch_axes), target)
+    num_loss_blocks = plan_loss_blocks(spec, sharding, mesh, target)
+    head = plan_head(spec, model, sharding, mesh, target, num_loss_blocks)
     optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
     return Plan(
@@ -65,7 +68,8 @@ def plan_run(spec: RunSpec) -> Plan:
         specs=specs,
         attention=attention,
         look_ups=look_ups,
-        num_loss_blocks=plan_loss_blocks(spec, sharding, mesh, target),
+        head=head,
+        num_loss_blocks=num_loss_blocks,
         memory=plan_memory(spec, mesh, sharding, abstract, specs),
         model_flops_per_step=model_flops_per_step(model, spec),
         set_options=set_options,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from .communication import PlannedCollective, plan_communication
 from .liveness import Class, find_peak
 from .plan import Plan
-from .read_program import read_step
+from .read_step import read_step
 from .report import RooflinePart
 from .roofline import plan_roofline
 

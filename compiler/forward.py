@@ -16,6 +16,7 @@ from .arrays import gradient_of
 from .attention import build_attend
 from .gather import WeightLayout, Weights, axes_in, gather_vectors, keep_axes, leave_split, plan_weight
 from .gradients import accumulated_layouts
+from .head import vocab_dimensions
 from .layers import run_layers
 from .look_up import build_look_up
 from .loss import sum_losses
@@ -55,14 +56,23 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
         num_before += stack.num_layers
     with jax.named_scope("head"):
         context = make_context(replace(shared, dropout_keys_B=None), 0)
+        parts = _head_parts(plan, weights.piece("head"), x_BTE)
         return sum_losses(
             lambda params, x_BTE: model.head.apply(params, x_BTE, context),
-            model.head_params(weights.piece("head").gathered(), embed),
+            tuple(model.head_params(part, embed) for part in parts),
             x_BTE,
             part["targets"],
             z_loss_weight=plan.spec.loss.z_loss_weight,
             num_blocks=plan.num_loss_blocks,
         )
+
+
+def _head_parts(plan: Plan, weights: Weights, x_BTE: Array) -> list[Params]:
+    """The head's own weights, gathered: a tree for each part of the vocabulary."""
+    sizes = plan.head.part_sizes
+    if len(sizes) == 1:
+        return [weights.gathered()]
+    return weights.gathered_in_parts(vocab_dimensions(plan.model), sizes, after=x_BTE)
 
 
 @register_dataclass

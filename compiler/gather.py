@@ -165,6 +165,39 @@ class Weights:
         before = jax.tree.map(lambda _: None, self.layouts) if self.before is None else self.before
         return jax.tree.map(partial(_gather, self.reduction), self.layouts, self.slots, before, self.working)
 
+    def gathered_in_parts(self, cut: Any, sizes: Sequence[int], after: Array) -> list[Any]:
+        """The whole weights in parts, a tree each; the gather of a part begins when the part before it is there.
+
+        cut: a tree like them, of each the dimension that is cut into `sizes`; None: all of it is in each part. after:
+        an array that the first part's gather waits for: XLA would begin it in front of a loop that makes that array,
+        and end it there, as nothing asynchronous crosses a loop.
+        """
+        layouts, structure = jax.tree.flatten(self.layouts)
+        befores = [None] * len(layouts) if self.before is None else structure.flatten_up_to(self.before)
+        slots, workings, places = (structure.flatten_up_to(tree) for tree in (self.slots, self.working, cut))
+        each = [Weights(*one, self.reduction) for one in zip(slots, befores, workings, layouts, strict=True)]
+        uncut = {at: each[at].gathered() for at, place in enumerate(places) if place is None}
+        trees, first = [], 0
+        for size in sizes:
+            own = {
+                at: each[at].slice_begun_after(after, place, first, size).gathered()
+                for at, place in enumerate(places)
+                if place is not None
+            }
+            after = next(iter(own.values()))
+            trees.append(structure.unflatten([(uncut | own)[at] for at in range(len(each))]))
+            first += size
+        return trees
+
+    def slice_begun_after(self, earlier: Array, dimension: int, first: int, size: int) -> "Weights":
+        """Of one weight, the entries from `first` on along a dimension; its gather begins when `earlier` is there."""
+
+        def cut(x: Array) -> Array:
+            return jax.lax.slice_in_dim(x, first, first + size, axis=dimension)
+
+        before = None if self.before is None else cut(self.before)
+        return replace(self, slots=cut(self.slots), before=before, working=_begun_after(earlier, cut(self.working)))
+
 
 def _gather(reduction: Reduction, layout: WeightLayout, slot: Array, before: Array | None, working: Array) -> Array:
     @jax.custom_vjp
@@ -179,6 +212,12 @@ def _gather(reduction: Reduction, layout: WeightLayout, slot: Array, before: Arr
 
     use.defvjp(forward, backward)
     return use(slot, before, working)
+
+
+def _begun_after(earlier: Array, x: Array) -> Array:
+    """`x`, for which a compiler needs `earlier`. It removes barriers, so NaN is made of `x` where NaN came before."""
+    first = jax.lax.stop_gradient(earlier)[(0,) * earlier.ndim]
+    return jnp.where(jnp.isnan(first), jnp.full_like(x, jnp.nan), x)
 
 
 def leave_split(weights: Weights, names: Collection[str]) -> Weights:

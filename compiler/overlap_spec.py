@@ -1,7 +1,7 @@
 """How communication is to be hidden behind arithmetic."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
@@ -45,6 +45,7 @@ class OverlapSearch(Config):
 
 
 class OverlapSpec(Config):
+    head: Literal["auto", "whole", "parts"]  # of the vocabulary, whose weights are gathered and used (head.py)
     layers: LayerLoop
     option_sets: tuple[str, ...]  # of compiler_options.py, by name; the later wins
     search: OverlapSearch | None

@@ -18,6 +18,7 @@ from .batch import batch_arrays
 from .compiler_options import Options
 from .gather import axes_of
 from .gradients import accumulated_layouts
+from .head import HeadPlan
 from .look_up import LookUpPlan
 from .mesh import MeshPlan
 from .sharding import ShardingPlan
@@ -61,6 +62,7 @@ class Plan:
     specs: dict[str, Any]
     attention: AttentionPlan
     look_ups: tuple[LookUpPlan, ...]  # of the embedding's tables
+    head: HeadPlan  # parts of the vocabulary that it multiplies with
     num_loss_blocks: int  # parts that a microbatch's tokens are run through the head in
     memory: MemoryPlan
     model_flops_per_step: int

@@ -10,7 +10,7 @@ from helpers import collective_elements_per_step, collectives_per_step
 from meshloom.compiler.communication import link_bytes, plan_communication
 from meshloom.compiler.driver import lower
 from meshloom.compiler.program import Collective
-from meshloom.compiler.read_program import read_step
+from meshloom.compiler.read_step import read_step
 
 TENSOR_8 = ("sharding=tensor", "mesh.data=1", "mesh.tensor=8")
 

@@ -12,6 +12,7 @@ from meshloom.compiler.step import build_loss
 DDP, FSDP, TENSOR, BOTH = "sharding=ddp", "sharding=fsdp", "sharding=tensor", "sharding=fsdp_tensor"
 PREFETCH, IN_BACKWARD = "overlap=prefetch", "overlap.layers.reduce_in_backward=true"
 ZERO1, ZERO2, HSDP = "sharding=zero1", "sharding=zero2", "sharding=hsdp"
+HEAD_IN_PARTS = "overlap.head=parts"
 WHOLE = "{logical:[layers,head_dim],mesh:[]}"
 TENSOR_AND_ZERO = (
     f"sharding.optimizer=[{{logical:[embed],mesh:[data]}},{{logical:[vocab,mlp,heads,kv_heads],mesh:[tensor]}},{WHOLE}]"
@@ -82,6 +83,14 @@ PROGRAMS = {
     "prefetch, zero2: gradients alone are late": (ZERO2, PREFETCH),
     "prefetch, ddp: nothing to do": (DDP, PREFETCH),
     "prefetch, linear stack": (FSDP, PREFETCH, "model=linear_stack"),
+    "head in parts": (FSDP, HEAD_IN_PARTS),
+    "head in parts, hsdp 4x2, 2 microbatches, in backward": (
+        HSDP, HEAD_IN_PARTS, IN_BACKWARD, "mesh.replica=4", "num_microbatches=2",
+    ),
+    "prefetch, head in parts and blocks, gradients over replicas too": (
+        HSDP, PREFETCH, HEAD_IN_PARTS, "mesh.replica=4", FSDP_AND_ZERO, "sharding.gradients=optimizer",
+        "loss.max_logits_bytes=16384", "loss.max_logits_share=0.0",
+    ),
 }  # fmt: skip
 REDUCED_IN_BACKWARD = {
     "ddp, in backward": (DDP, IN_BACKWARD),

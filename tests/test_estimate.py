@@ -12,7 +12,8 @@ from meshloom.compiler.driver import lower
 from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.fusion import fuse
 from meshloom.compiler.liveness import find_peak
-from meshloom.compiler.read_program import read_jaxpr, read_step
+from meshloom.compiler.read_jaxpr import read_jaxpr
+from meshloom.compiler.read_step import read_step
 from meshloom.models import DecoderConfig
 
 ONE_DEVICE = "target=cpu-1"

@@ -38,11 +38,13 @@ def by_optax(params, x, targets, z_loss_weight):
 
 @pytest.mark.parametrize("z_loss_weight", [0.0, 0.1])
 @pytest.mark.parametrize("num_blocks", [1, 2, 12])
-def test_loss_and_gradients_in_blocks_are_those_of_optax(num_blocks, z_loss_weight):
+@pytest.mark.parametrize("vocabulary", [[np.s_[:]], [np.s_[:3], np.s_[3:20], np.s_[20:]]], ids=["whole", "in parts"])
+def test_loss_and_gradients_in_blocks_are_those_of_optax(vocabulary, num_blocks, z_loss_weight):
     params, x, targets = problem()
 
     def ours(params, x):
-        return tuple(sum_losses(head, params, x, targets, z_loss_weight=z_loss_weight, num_blocks=num_blocks))
+        parts = [jax.tree.map(lambda p, part=part: p[..., part], params) for part in vocabulary]
+        return tuple(sum_losses(head, parts, x, targets, z_loss_weight=z_loss_weight, num_blocks=num_blocks))
 
     expected, of_optax = jax.value_and_grad(lambda p, x: by_optax(p, x, targets, z_loss_weight), (0, 1), has_aux=True)(params, x)  # fmt: skip  # noqa: E501
     got, gradients = jax.value_and_grad(ours, (0, 1), has_aux=True)(params, x)
@@ -56,7 +58,8 @@ def test_a_heads_gradient_is_added_up_in_float32_over_the_blocks():
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, x))
 
     def gradient(params, x, num_blocks):
-        return jax.grad(lambda p: sum_losses(head, p, x, targets, z_loss_weight=0.0, num_blocks=num_blocks)[0])(params)
+        options = {"z_loss_weight": 0.0, "num_blocks": num_blocks}
+        return jax.grad(lambda p: sum_losses(head, [p], x, targets, **options)[0])(params)
 
     errors = {}
     for num_blocks in (1, 12):
@@ -67,7 +70,7 @@ def test_a_heads_gradient_is_added_up_in_float32_over_the_blocks():
 
 def test_logits_that_are_huge_do_not_overflow():
     for largest, accuracy in ((1e3, 1e-3), (3e38, 2)):
-        loss = cross_entropy_sums(jnp.full((1, 1, 4), largest), jnp.zeros((1, 1), int), z_loss_weight=0.0)
+        loss = cross_entropy_sums([jnp.full((1, 1, 4), largest)], jnp.zeros((1, 1), int), z_loss_weight=0.0)
         assert float(loss[0]) == pytest.approx(np.log(4), abs=accuracy)
 
 

@@ -1,8 +1,7 @@
-"""The train step as it is traced, read without a compiler: operations in order, bytes on a device of each value.
+"""A traced program, read without a compiler: operations in order, bytes on a device of each value.
 
-The step is traced over the abstract mesh, by the same function that is compiled later (step.py), so nothing here can
-tell of another program. Calls are inlined, loops stay loops. Values that are split over automatic mesh axes are
-followed through the operations (propagate.py); an operation that contracts a split dimension brings an all-reduce.
+Calls are inlined, loops stay loops. Values that are split over automatic mesh axes are followed through the operations
+(propagate.py); an operation that contracts a split dimension brings an all-reduce.
 """
 
 import math
@@ -11,38 +10,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
 
-from .batch import batch_arrays
 from .flops import matmul_flops
 from .gather import axes_of
 from .jaxprs import scan_of, subprograms, without_consts
 from .operation_kinds import COLLECTIVES, KERNELS, LANES, OTHERS, causal_blocks, kind_of
-from .plan import Plan
 from .program import Collective, Kind, Operation, Program
 from .propagate import Axes, Layout, propagate
 from .report import MOVING, CollectiveKind
-from .step import build_train_step
 
 _SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # before or behind a sum over devices: alike
 _ADDITIONS = {"add", "add_any"}
-
-
-def read_step(plan: Plan) -> Program:
-    """Trace the plan's train step and read it. Inputs: the leaves of the state, then those of the batch."""
-    shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
-    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in batch_arrays(plan.spec)}
-    with jax.sharding.use_abstract_mesh(plan.mesh.abstract()):
-        traced = jax.make_jaxpr(build_train_step(plan))(plan.abstract, batch)
-    is_spec = lambda node: isinstance(node, jax.sharding.PartitionSpec)  # noqa: E731
-    specs = jax.tree.leaves(plan.specs, is_leaf=is_spec)
-    specs += [jax.sharding.PartitionSpec(plan.sharding.batch_axes or None)] * len(batch)
-    layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
-    # XLA's CPU compiler sums partial results of each matmul for itself, whole
-    joins_sums = plan.target.platform != "cpu"
-    return read_jaxpr(traced.jaxpr, layouts, plan.mesh.sizes, joins_sums=joins_sums)
 
 
 def read_jaxpr(

@@ -1,0 +1,29 @@
+"""The train step as operations on values.
+
+It is traced over the abstract mesh by the function that is compiled later (step.py), so that no estimate can tell of
+another program.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from .batch import batch_arrays
+from .plan import Plan
+from .program import Program
+from .read_jaxpr import layout_of, read_jaxpr
+from .step import build_train_step
+
+
+def read_step(plan: Plan) -> Program:
+    """Trace the plan's train step and read it. Inputs: the leaves of the state, then those of the batch."""
+    shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in batch_arrays(plan.spec)}
+    with jax.sharding.use_abstract_mesh(plan.mesh.abstract()):
+        traced = jax.make_jaxpr(build_train_step(plan))(plan.abstract, batch)
+    is_spec = lambda node: isinstance(node, jax.sharding.PartitionSpec)  # noqa: E731
+    specs = jax.tree.leaves(plan.specs, is_leaf=is_spec)
+    specs += [jax.sharding.PartitionSpec(plan.sharding.batch_axes or None)] * len(batch)
+    layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
+    # XLA's CPU compiler sums partial results of each matmul for itself, whole
+    joins_sums = plan.target.platform != "cpu"
+    return read_jaxpr(traced.jaxpr, layouts, plan.mesh.sizes, joins_sums=joins_sums)

@@ -1,0 +1,100 @@
+"""The head's vocabulary in parts: which parts, when, and what crosses then. That losses and gradients are those of the
+whole head: tests/test_loss.py, tests/test_equivalence.py."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from conftest import LINEAR_STACK, plan_of
+from helpers import collective_elements_per_step, collectives_per_step
+from meshloom.compiler.driver import lower
+from meshloom.compiler.head import is_cut_alike, part_sizes
+from meshloom.compiler.problems import ConfigError
+from meshloom.models import Piece
+
+PARTS, WHOLE = "overlap.head=parts", "overlap.head=whole"
+LLAMA3_V6E = (
+    "target=v6e-64", "sharding=fsdp", "precision=bfloat16", "model.embed_dim=4096", "model.vocab_size=128256",
+    "sequence_length=2048", "global_batch_size=256", "overlap=prefetch",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab_size", [8, 256, 257, 264, 32000, 50304, 128256, 151643, 151936, 256128])
+@pytest.mark.parametrize("most_odd", [0, 1, 3, 26])
+def test_parts_are_all_of_the_vocabulary_and_each_can_be_reduce_scattered(vocab_size, most_odd):
+    sizes = part_sizes(vocab_size, most_odd)
+    assert sum(sizes) == vocab_size
+    assert len(sizes) > 1
+    assert max(sizes) <= 0.8 * vocab_size
+    for size in sizes:
+        while size % 2 == 0:
+            size //= 2
+        assert not most_odd or size <= most_odd
+
+
+def test_parts_of_llama3_on_64_chips():
+    """1,664 / 64 = 26: 25 x 4,096 entries, 25 x 1,024, and the rest."""
+    plan = plan_of(*LLAMA3_V6E, "overlap.option_sets=[sparse_core]")
+    assert plan.head.part_sizes == (256, 25 * 1024, 25 * 4096)
+    assert plan.head.how == "in parts of 256, 25,600, 102,400 entries of the vocabulary: gathered over fsdp"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ((), "no option set is chosen with which its gathers are known to run beside its matmuls"),
+        (("overlap.option_sets=[sparse_core]", "loss.max_logits_bytes=1", "loss.max_logits_share=0.05"),
+         "each of 4 blocks of tokens needs all of it"),
+        ((WHOLE,), "overlap.head=whole"),
+    ],
+)  # fmt: skip
+def test_where_the_head_stays_whole(overrides, why):
+    plan = plan_of(*LLAMA3_V6E, *overrides)
+    assert plan.head.part_sizes == (128256,)
+    assert plan.head.reason == why
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (("sharding=fsdp", "model.embeddings=tied"), "the embedding has the same weights"),
+        (("sharding=fsdp_tensor", "mesh.tensor=2"), "the vocabulary is split over tensor"),
+        (("sharding=zero1", "sharding.on_replicated=allow"), "its weights are whole on every device"),
+    ],
+)
+def test_a_head_that_cannot_be_cut_is_an_error_where_that_is_demanded(overrides, why):
+    with pytest.raises(ConfigError) as error:
+        plan_of(*overrides, PARTS)
+    (problem,) = error.value.problems
+    assert (problem.where, problem.what) == ("overlap.head", f"the vocabulary cannot be cut into parts: {why}")
+    assert plan_of(*overrides, "overlap.head=auto").head.reason == why
+
+
+def _scaled(params, x, _):
+    return jnp.einsum("bte,ev->btv", x, params["kernel_EV"]) * 2
+
+
+def _normalised(params, x, _):
+    return jax.nn.log_softmax(jnp.einsum("bte,ev->btv", x, params["kernel_EV"]))
+
+
+@pytest.mark.parametrize(("apply", "expected"), [(_scaled, True), (_normalised, False)])
+def test_a_head_that_computes_across_the_vocabulary_is_not_cut(apply, expected):
+    plan = plan_of("sharding=fsdp", *LINEAR_STACK)
+    head: Piece = replace(plan.model.head, apply=apply)
+    assert is_cut_alike(plan.spec, replace(plan.model, head=head)) is expected
+
+
+def test_parts_cross_one_by_one_and_no_byte_more():
+    """Eight devices, a vocabulary of 264: parts of 56 and 208."""
+    found = {}
+    for head in (WHOLE, PARTS):
+        plan = plan_of("sharding=fsdp", "model.vocab_size=264", head)
+        hlo = lower(plan, plan.mesh.of_devices(jax.devices()), ("train",)).train.compile().as_text()
+        found[head] = collectives_per_step(hlo), collective_elements_per_step(hlo)
+    assert plan.head.part_sizes == (56, 208)
+    (counts, elements), (counts_in_parts, elements_in_parts) = found[WHOLE], found[PARTS]
+    assert elements == elements_in_parts
+    assert counts_in_parts - counts == {"all-gather": 1, "reduce-scatter": 1}
