@@ -64,11 +64,13 @@ class OptionTable(Config):
     """hides_by_default: kinds of collectives of weights that a compiler makes asynchronous without any option, by chip
     or platform. copies_carried: platforms whose compiler copies what a loop carries to its next trip. unroll_aborts:
     platforms whose compiler aborts the process at several layers in a trip where a mesh axis splits matmuls.
-    reduce_scatters_up_to: by chip or platform, where options let collectives of weights begin early: the most devices,
-    times the odd part of a dimension that is not scattered, of which a reduce-scatter stays one."""
+    gathers_before_loops: platforms whose compiler waits for a gather in front of a loop that stands before it.
+    reduce_scatters_up_to: by chip or platform, the most devices, times the odd part of a dimension that is not
+    scattered, of which a reduce-scatter stays one."""
 
     hides_by_default: dict[str, tuple[CollectiveKind, ...]]
     copies_carried: tuple[str, ...]
+    gathers_before_loops: tuple[str, ...]
     reduce_scatters_up_to: dict[str, int]
     unroll_aborts: tuple[str, ...]
     sets: dict[str, OptionSet]
@@ -90,10 +92,10 @@ class OptionTable(Config):
         """True where the compiler would abort at several layers in a trip. split_axes: that matmuls are split over."""
         return bool(split_axes) and target.platform in self.unroll_aborts
 
-    def reduce_scatters_up_to_with(self, names: Sequence[str], target: TargetPlan) -> int | None:
-        """The bound above with these sets; None where none is known, or without such sets."""
-        begins_early = any(self.sets[name].begins_early for name in names)
-        return _for_target(self.reduce_scatters_up_to, target) if begins_early else None
+    def most_odd(self, num_devices: int, target: TargetPlan) -> int | None:
+        """The largest odd part of a dimension of which so many devices reduce-scatter another; None: any, or none."""
+        most = _for_target(self.reduce_scatters_up_to, target)
+        return most // num_devices or None if most else None
 
     def hides(self, names: Sequence[str], moved: Moved, target: TargetPlan) -> frozenset[CollectiveKind]:
         """Kinds of collectives of weights, or of activations, that run beside arithmetic with these sets."""

@@ -58,21 +58,23 @@ def plan_head(
             raise ConfigError([Problem("overlap.head", f"the vocabulary cannot be cut into parts: {why_not}", fix)])
         return HeadPlan(whole, why_not)
     axes = _gathered_over(sharding)
-    most = option_table().reduce_scatters_up_to_with(spec.overlap.option_sets, target)
-    most_odd = most // mesh.num_shards(axes) if most else 0
+    table = option_table()
+    most_odd = table.most_odd(mesh.num_shards(axes), target)
     parts = HeadPlan(part_sizes(spec.model.vocab_size, most_odd), f"gathered over {' and '.join(axes)}")
     if spec.overlap.head == "parts":
         return replace(parts, reason="overlap.head=parts")
+    if target.platform not in table.gathers_before_loops:
+        return HeadPlan(whole, f"the compiler for {target.name} does not wait for its gather in front of the layers")
+    if "all-gather" not in table.hides(spec.overlap.option_sets, "weights", target):
+        return HeadPlan(whole, "with these option sets no gather runs beside its matmuls")
     if num_loss_blocks > 1:
         return HeadPlan(whole, f"each of {num_loss_blocks} blocks of tokens needs all of it")
-    if most is None:
-        return HeadPlan(whole, "no option set is chosen with which its gathers are known to run beside its matmuls")
     return parts
 
 
-def part_sizes(vocab_size: int, most_odd: int) -> tuple[int, ...]:
+def part_sizes(vocab_size: int, most_odd: int | None) -> tuple[int, ...]:
     """The vocabulary in few parts, the first one small, as nothing hides its gather. most_odd: of a part o 2^k, the
-    largest o with which its gradient is reduce-scattered; 0: none is known.
+    largest o with which its gradient is reduce-scattered; None: any.
 
     128,256 entries, most_odd 26: 256, 25 x 1,024, 25 x 4,096.
     """

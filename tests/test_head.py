@@ -1,6 +1,7 @@
 """The head's vocabulary in parts: which parts, when, and what crosses then. That losses and gradients are those of the
 whole head: tests/test_loss.py, tests/test_equivalence.py."""
 
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -12,7 +13,9 @@ from helpers import collective_elements_per_step, collectives_per_step
 from meshloom.compiler.driver import lower
 from meshloom.compiler.head import is_cut_alike, part_sizes
 from meshloom.compiler.problems import ConfigError
+from meshloom.compiler.report import Report
 from meshloom.models import Piece
+from test_cli import meshloom
 
 PARTS, WHOLE = "overlap.head=parts", "overlap.head=whole"
 LLAMA3_V6E = (
@@ -22,7 +25,7 @@ LLAMA3_V6E = (
 
 
 @pytest.mark.parametrize("vocab_size", [8, 256, 257, 264, 32000, 50304, 128256, 151643, 151936, 256128])
-@pytest.mark.parametrize("most_odd", [0, 1, 3, 26])
+@pytest.mark.parametrize("most_odd", [None, 1, 3, 26])
 def test_parts_are_all_of_the_vocabulary_and_each_can_be_reduce_scattered(vocab_size, most_odd):
     sizes = part_sizes(vocab_size, most_odd)
     assert sum(sizes) == vocab_size
@@ -44,10 +47,11 @@ def test_parts_of_llama3_on_64_chips():
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        ((), "no option set is chosen with which its gathers are known to run beside its matmuls"),
+        ((), "with these option sets no gather runs beside its matmuls"),
         (("overlap.option_sets=[sparse_core]", "loss.max_logits_bytes=1", "loss.max_logits_share=0.05"),
          "each of 4 blocks of tokens needs all of it"),
         ((WHOLE,), "overlap.head=whole"),
+        (("target=cpu-8",), "the compiler for cpu-8 does not wait for its gather in front of the layers"),
     ],
 )  # fmt: skip
 def test_where_the_head_stays_whole(overrides, why):
@@ -98,3 +102,36 @@ def test_parts_cross_one_by_one_and_no_byte_more():
     (counts, elements), (counts_in_parts, elements_in_parts) = found[WHOLE], found[PARTS]
     assert elements == elements_in_parts
     assert counts_in_parts - counts == {"all-gather": 1, "reduce-scatter": 1}
+
+
+HEAD_OF_LLAMA3 = (
+    "model=linear_stack", "model.vocab_size=128256", "model.embed_dim=1024", "model.num_layers=2", "data=synthetic",
+    "precision=bfloat16", "precision.gradient_reduction=bfloat16", "sharding=fsdp", "target=v6e-64",
+    "sequence_length=1024", "global_batch_size=512", "overlap=prefetch", "overlap.option_sets=[sparse_core]",
+)  # fmt: skip
+
+
+@pytest.mark.tpu
+@pytest.mark.slow
+def test_on_a_tpu_parts_are_hidden_and_reduce_scattered(tmp_path):
+    """As XLA has it: the whole head is gathered in front of the layers, and its gradient is all-reduced (501 x 64 is
+    more than 1,664)."""
+    pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
+    gathered, summed = {}, {}
+    for head in ("whole", "auto"):
+        folder = tmp_path / head
+        done = meshloom("compile", *HEAD_OF_LLAMA3, f"overlap.head={head}", f"hydra.run.dir={folder}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        report = Report.model_validate_json((folder / "report.json").read_text())
+        of_kernel = [one for one in report.collectives if one.source.startswith("head/kernel_EV")]
+        gathered[head] = [one for one in of_kernel if one.kind == "all-gather"]
+        summed[head] = Counter[str]()
+        for one in of_kernel:
+            summed[head][one.kind] += one.bytes
+    kernel_bytes = 128256 * 1024 * 2
+    assert summed["whole"] == {"all-gather": kernel_bytes, "all-reduce": kernel_bytes}
+    assert summed["auto"] == {"all-gather": kernel_bytes, "reduce-scatter": kernel_bytes}
+    hidden = {head: sum(one.hidden_seconds for one in found) for head, found in gathered.items()}
+    alone = {head: sum(one.alone_seconds for one in found) for head, found in gathered.items()}
+    assert hidden["whole"] < alone["whole"] / 2
+    assert hidden["auto"] > alone["auto"] / 2
