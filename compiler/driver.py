@@ -49,11 +49,13 @@ def plan_run(spec: RunSpec) -> Plan:
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
     )
-    look_ups = plan_look_ups(spec, model, arrays.looked_up, sharding, mesh)
-    check_gradients(spec, sharding)
-    check_unroll(spec.overlap.layers.unroll, mesh.besides(sharding.batch_axes), target)
     num_loss_blocks = plan_loss_blocks(spec, sharding, mesh, target)
-    head = plan_head(spec, model, sharding, mesh, target, num_loss_blocks)
+    look_ups, head, *_ = all_of(
+        lambda: plan_look_ups(spec, model, arrays.looked_up, sharding, mesh),
+        lambda: plan_head(spec, model, sharding, mesh, target, num_loss_blocks),
+        lambda: check_gradients(spec, sharding),
+        lambda: check_unroll(spec.overlap.layers.unroll, mesh.besides(sharding.batch_axes), target),
+    )
     optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
     return Plan(

@@ -30,6 +30,7 @@ from .units import human_names
 LEAST_BYTES = 2**20  # of one execution; what is smaller costs latency alone
 NARROW = {"bfloat16": "bf16", "float16": "f16"}
 NUM_PLACES = 3  # that one finding names
+IN_PARTS = "cut the vocabulary: overlap.head=parts"
 
 _GATHERED = re.compile(r"from sharding (?P<before>.+) to (?P<after>.+) efficiently for HLO operation "
                        r"(?P<name>%?\S+) = (?P<type>\w+\[[\d,]*\])(?:.*?op_name=\"(?P<op_name>[^\"]+)\")?")  # fmt: skip
@@ -89,7 +90,7 @@ def _of_collective(
     alike = [candidate for match in matches for candidate in match.candidates]
     scattered = [candidate for candidate in alike if candidate.kind == "reduce-scatter"]
     if each.kind == "all-reduce" and scattered:
-        return [_whole_gradient(each, scattered)]
+        return [_whole_gradient(plan, each, scattered)]
     match = _closest(each, planned) or next(iter(alike), None)
     if match is None:
         return [_unplanned(plan, each)]
@@ -113,10 +114,12 @@ def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> Pl
     return min(alike, key=lambda p: abs(p.num_bytes - each.bytes), default=None)
 
 
-def _whole_gradient(each: CollectiveReport, scattered: Sequence[PlannedCollective]) -> Costly:
+def _whole_gradient(plan: Plan, each: CollectiveReport, scattered: Sequence[PlannedCollective]) -> Costly:
     what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of it crosses in vain"
     rules = dict.fromkeys(p.rule for p in scattered if p.rule)
     fix = "choose another overlap or target, or split the group: sharding=hsdp"
+    if all(_is_of_whole_head(plan, p.source) for p in scattered):
+        fix = f"{IN_PARTS}, or {fix}"
     return _costly(each, each.bytes // 2, "whole-gradient", what, ", ".join((each.source, *rules)), fix)
 
 
@@ -175,13 +178,13 @@ def _held_whole(plan: Plan, held: Sequence[HeldArray]) -> list[Finding]:
         array = _whole_of(each, layouts, plan)
         if array is None or each.num_bytes < plan.spec.sharding.replicated_bytes_threshold:
             continue
-        if finding := _held(each, array):
+        if finding := _held(plan, each, array):
             key = (array.array.path, each.kind)
             found[key] = max(found.get(key, (0, finding)), (each.num_bytes, finding), key=lambda one: one[0])
     return [finding for _, finding in sorted(found.values(), key=lambda one: -one[0])]
 
 
-def _held(each: HeldArray, array: ArrayPlan) -> Finding | None:
+def _held(plan: Plan, each: HeldArray, array: ArrayPlan) -> Finding | None:
     what = "the gradient of " * (each.kind == "gradients") + array.array.path
     where = f"{array.table}: {array.reason} ({each.name})"
     size = f"{each.num_bytes / 2**20:,.1f} MiB on every device"
@@ -192,8 +195,13 @@ def _held(each: HeldArray, array: ArrayPlan) -> Finding | None:
     if each.kind == "gradients" or not each.over_others:
         return None  # added up block by block in a loop of its own, or in use in it
     text = f"{what} lies whole in memory through a loop that does not read it: {size}"
-    fix = "none is needed where the step fits; else split it more: sharding=fsdp_tensor"
+    in_parts = f"{IN_PARTS}, or " * _is_of_whole_head(plan, array.array.path)
+    fix = f"none is needed where the step fits; else {in_parts}split it more: sharding=fsdp_tensor"
     return Finding(rule="held-whole", severity="note", what=text, where=where, fix=fix)
+
+
+def _is_of_whole_head(plan: Plan, path: str) -> bool:
+    return path.split("/")[0] == "head" and len(plan.head.part_sizes) == 1
 
 
 def _whole_of(each: HeldArray, layouts: Sequence[ArrayPlan], plan: Plan) -> ArrayPlan | None:

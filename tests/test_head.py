@@ -76,6 +76,12 @@ def test_a_head_that_cannot_be_cut_is_an_error_where_that_is_demanded(overrides,
     assert plan_of(*overrides, "overlap.head=auto").head.reason == why
 
 
+def test_it_is_told_with_what_else_cannot_be():
+    with pytest.raises(ConfigError) as error:
+        plan_of("sharding=fsdp", "model.embeddings=tied", PARTS, "sharding.look_up=exchange")
+    assert [problem.where for problem in error.value.problems] == ["sharding.look_up", "overlap.head"]
+
+
 def _scaled(params, x, _):
     return jnp.einsum("bte,ev->btv", x, params["kernel_EV"]) * 2
 
@@ -117,7 +123,7 @@ def test_on_a_tpu_parts_are_hidden_and_reduce_scattered(tmp_path):
     """As XLA has it: the whole head is gathered in front of the layers, and its gradient is all-reduced (501 x 64 is
     more than 1,664)."""
     pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
-    gathered, summed = {}, {}
+    gathered, summed, fixes = {}, {}, {}
     for head in ("whole", "auto"):
         folder = tmp_path / head
         done = meshloom("compile", *HEAD_OF_LLAMA3, f"overlap.head={head}", f"hydra.run.dir={folder}", cwd=tmp_path)
@@ -125,12 +131,15 @@ def test_on_a_tpu_parts_are_hidden_and_reduce_scattered(tmp_path):
         report = Report.model_validate_json((folder / "report.json").read_text())
         of_kernel = [one for one in report.collectives if one.source.startswith("head/kernel_EV")]
         gathered[head] = [one for one in of_kernel if one.kind == "all-gather"]
+        fixes[head] = {finding.rule: finding.fix for finding in report.findings}
         summed[head] = Counter[str]()
         for one in of_kernel:
             summed[head][one.kind] += one.bytes
     kernel_bytes = 128256 * 1024 * 2
     assert summed["whole"] == {"all-gather": kernel_bytes, "all-reduce": kernel_bytes}
     assert summed["auto"] == {"all-gather": kernel_bytes, "reduce-scatter": kernel_bytes}
+    assert fixes["whole"]["whole-gradient"].startswith("cut the vocabulary: overlap.head=parts, or ")
+    assert not fixes["auto"]
     hidden = {head: sum(one.hidden_seconds for one in found) for head, found in gathered.items()}
     alone = {head: sum(one.alone_seconds for one in found) for head, found in gathered.items()}
     assert hidden["whole"] < alone["whole"] / 2
