@@ -61,18 +61,25 @@ class OptionSet(Config):
 
 
 class OptionTable(Config):
-    """hides_by_default: kinds of collectives of weights that a compiler makes asynchronous without any option, by chip
-    or platform. copies_carried: platforms whose compiler copies what a loop carries to its next trip. unroll_aborts:
-    platforms whose compiler aborts the process at several layers in a trip where a mesh axis splits matmuls.
-    gathers_before_loops: platforms whose compiler waits for a gather in front of a loop that stands before it.
-    reduce_scatters_up_to: by chip or platform, the most devices, times the odd part of a dimension that is not
-    scattered, of which a reduce-scatter stays one."""
+    """What is known of compilers, by chip or platform, and the options that they have.
+
+    hides_by_default: kinds of collectives of weights that are asynchronous without any option.
+    copies_carried: what a loop carries to its next trip is copied.
+    gathers_before_loops: a gather is waited for in front of a loop that stands before it.
+    reduce_scatters_up_to: the most devices, times the odd part of a dimension that is not scattered, of which a
+        reduce-scatter stays one.
+    unroll_aborts: the process ends at several layers in a trip where a mesh axis splits matmuls.
+    sums_each_matmul: partial results of each matmul are added up for itself, whole; else of several at once, in shards.
+    collectives_in_any_order: devices may run those that do not need each other in different orders, and wait for ever.
+    """
 
     hides_by_default: dict[str, tuple[CollectiveKind, ...]]
     copies_carried: tuple[str, ...]
     gathers_before_loops: tuple[str, ...]
     reduce_scatters_up_to: dict[str, int]
     unroll_aborts: tuple[str, ...]
+    sums_each_matmul: tuple[str, ...]
+    collectives_in_any_order: tuple[str, ...]
     sets: dict[str, OptionSet]
     options: dict[str, OptionNote]
     environment: dict[str, EnvironmentNote]

@@ -14,6 +14,7 @@ from meshloom.models import Context, LogicalAxes, Params
 
 from .arrays import gradient_of
 from .attention import build_attend
+from .compiler_options import option_table
 from .gather import WeightLayout, Weights, axes_in, gather_vectors, keep_axes, leave_split, plan_weight
 from .gradients import accumulated_layouts
 from .head import vocab_dimensions
@@ -50,8 +51,8 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
         policy = build_policy(plan.spec.remat, stack.name)
         with jax.named_scope(stack.name):
             stacked = weights.piece(stack.name)
-            if plan.target.platform != "cpu":  # its devices run collectives that do not need each other in any order
-                stacked = gather_vectors(stacked)  # and with a few more of those they wait for each other for ever
+            if plan.target.platform not in option_table().collectives_in_any_order:
+                stacked = gather_vectors(stacked)
             x_BTE = run_layers(layer, stacked, shared, x_BTE, policy=policy, loop=plan.spec.overlap.layers)
         num_before += stack.num_layers
     with jax.named_scope("head"):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .batch import batch_arrays
+from .compiler_options import option_table
 from .plan import Plan
 from .program import Program
 from .read_jaxpr import layout_of, read_jaxpr
@@ -24,6 +25,5 @@ def read_step(plan: Plan) -> Program:
     specs = jax.tree.leaves(plan.specs, is_leaf=is_spec)
     specs += [jax.sharding.PartitionSpec(plan.sharding.batch_axes or None)] * len(batch)
     layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
-    # XLA's CPU compiler sums partial results of each matmul for itself, whole
-    joins_sums = plan.target.platform != "cpu"
+    joins_sums = plan.target.platform not in option_table().sums_each_matmul
     return read_jaxpr(traced.jaxpr, layouts, plan.mesh.sizes, joins_sums=joins_sums)
