@@ -60,7 +60,8 @@ def plan_head(
     axes = _gathered_over(sharding)
     table = option_table()
     most_odd = table.most_odd(mesh.num_shards(axes), target)
-    parts = HeadPlan(part_sizes(spec.model.vocab_size, most_odd), f"gathered over {' and '.join(axes)}")
+    (vocab_size,) = _vocab_sizes(sharding)
+    parts = HeadPlan(part_sizes(vocab_size, most_odd), f"gathered over {' and '.join(axes)}")
     if spec.overlap.head == "parts":
         return replace(parts, reason="overlap.head=parts")
     if target.platform not in table.gathers_before_loops:
@@ -108,6 +109,8 @@ def _cannot_be_cut(spec: RunSpec, model: Model, sharding: ShardingPlan) -> str |
     of_vocab = [d for plan in _of_head(layouts) for d in plan.dimensions if d.logical == VOCAB]
     if not of_vocab:
         return "it has no parameter with a dimension 'vocab'"
+    if len(_vocab_sizes(sharding)) > 1:
+        return "its parameters have vocabularies of different sizes"
     if axes := dict.fromkeys(axis for d in of_vocab for axis in d.axes):
         return f"the vocabulary is split over {' and '.join(axes)}"
     if not _gathered_over(sharding):
@@ -117,6 +120,11 @@ def _cannot_be_cut(spec: RunSpec, model: Model, sharding: ShardingPlan) -> str |
 
 def _of_head(layouts: tuple[ArrayPlan, ...]) -> Iterator[ArrayPlan]:
     return (plan for plan in layouts if plan.array.path.split("/")[0] == "head")
+
+
+def _vocab_sizes(sharding: ShardingPlan) -> set[int]:
+    """As the parameters have it: a model may fill its vocabulary up."""
+    return {d.size for plan in _of_head(sharding.parameters) for d in plan.dimensions if d.logical == VOCAB}
 
 
 def _gathered_over(sharding: ShardingPlan) -> tuple[str, ...]:
@@ -143,7 +151,10 @@ def is_cut_alike(spec: RunSpec, model: Model) -> bool:
         return model.head.apply(head, model.embed.apply(embed, tokens_BT, context), context)
 
     head, tokens_BT = like(model.head.abstract, {path: smaller(path) for path in every}), jnp.zeros((1, length), int)
-    traced = jax.make_jaxpr(logits)(head, model.embed.abstract, tokens_BT).jaxpr
+    try:
+        traced = jax.make_jaxpr(logits)(head, model.embed.abstract, tokens_BT).jaxpr
+    except Exception:  # whatever a user's head raises that takes no vocabulary but its own
+        return False
     others = [((),) * x.aval.ndim for x in traced.invars[len(layouts) :]]
     program = read_jaxpr(traced, [*layouts.values(), *others], {VOCAB: num_devices})
     (made,) = traced.outvars

@@ -90,7 +90,11 @@ def _normalised(params, x, _):
     return jax.nn.log_softmax(jnp.einsum("bte,ev->btv", x, params["kernel_EV"]))
 
 
-@pytest.mark.parametrize(("apply", "expected"), [(_scaled, True), (_normalised, False)])
+def _reshaped(params, x, _):
+    return (x.reshape(-1, 32) @ params["kernel_EV"]).reshape(*x.shape[:2], 264)
+
+
+@pytest.mark.parametrize(("apply", "expected"), [(_scaled, True), (_normalised, False), (_reshaped, False)])
 def test_a_head_that_computes_across_the_vocabulary_is_not_cut(apply, expected):
     plan = plan_of("sharding=fsdp", *LINEAR_STACK)
     head: Piece = replace(plan.model.head, apply=apply)
