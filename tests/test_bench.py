@@ -66,8 +66,8 @@ def test_a_row_that_cannot_be_compiled_leaves_the_others(script, tmp_path, monke
     monkeypatch.setattr(sys, "argv", ["overlap.py", str(tmp_path / "kept.jsonl")])
     assert overlap.main() == 1
     told = capsys.readouterr()
-    assert told.err.count("not compiled, exit code 2: broken, v5e-8") == 2
-    assert rows_of(tmp_path / "kept.jsonl") == [rows[1].name] * 2
+    assert told.err.count("not compiled, exit code 2: broken, v5e-8") == 3
+    assert rows_of(tmp_path / "kept.jsonl") == [rows[1].name] * 3
     assert [line.split(",")[0] for line in told.out.splitlines() if line.startswith("| tiny")] == ["| tiny"]
 
 
