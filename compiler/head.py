@@ -5,6 +5,7 @@ XLA may make an all-reduce. In parts the next one is gathered beside the matmul 
 each, as wide as XLA can reduce-scatter, crosses beside the matmuls that make the others.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -23,9 +24,11 @@ from .sharding import ShardingPlan
 from .spec import RunSpec
 from .target import TargetPlan
 from .trees import leaves_by_path, like
+from .units import human_seconds
 
 VOCAB = "vocab"  # the logical axis
 MOST_OF_THE_VOCABULARY = 0.8  # in one part: the gather of what is left of it is not hidden
+NUM_PASSES = 4  # over the head's input for each part more: its norm, and the sum of its gradients, forward and backward
 ALIGNED = 8  # parts of a vocabulary that is a power of two are multiples of this share of it
 
 
@@ -61,16 +64,21 @@ def plan_head(
     table = option_table()
     most_odd = table.most_odd(mesh.num_shards(axes), target)
     (vocab_size,) = _vocab_sizes(sharding)
-    parts = HeadPlan(part_sizes(vocab_size, most_odd), f"gathered over {' and '.join(axes)}")
+    parts = HeadPlan(part_sizes(vocab_size, most_odd), "overlap.head=parts")
     if spec.overlap.head == "parts":
-        return replace(parts, reason="overlap.head=parts")
+        return parts
     if target.platform not in table.gathers_before_loops:
         return HeadPlan(whole, f"the compiler for {target.name} does not wait for its gather in front of the layers")
     if "all-gather" not in table.hides(spec.overlap.option_sets, "weights", target):
         return HeadPlan(whole, "with these option sets no gather runs beside its matmuls")
     if num_loss_blocks > 1:
         return HeadPlan(whole, f"each of {num_loss_blocks} blocks of tokens needs all of it")
-    return parts
+    gather = mesh.alone_seconds("all-gather", _gathered_bytes(spec, sharding), axes)
+    passes = _passes_seconds(spec, sharding, mesh, target, len(parts.part_sizes) - 1)
+    if gather is None or passes is None:
+        return replace(parts, reason="how long its gather takes is not known")
+    figures = f"{human_seconds(gather)} of gather, {human_seconds(passes)} for its input read more often"
+    return replace(parts, reason=figures) if passes < gather else HeadPlan(whole, figures)
 
 
 def part_sizes(vocab_size: int, most_odd: int | None) -> tuple[int, ...]:
@@ -129,9 +137,31 @@ def _vocab_sizes(sharding: ShardingPlan) -> set[int]:
 
 def _gathered_over(sharding: ShardingPlan) -> tuple[str, ...]:
     """Mesh axes over which the parameters with a vocabulary are gathered."""
-    with_vocab = (plan for plan in _of_head(sharding.parameters) if VOCAB in plan.array.logical_axes)
-    axes = (axis for plan in with_vocab for d in plan.dimensions for axis in d.axes)
+    axes = (axis for plan in _with_vocab(sharding) for d in plan.dimensions for axis in d.axes)
     return tuple(dict.fromkeys(axis for axis in axes if axis in sharding.batch_axes))
+
+
+def _with_vocab(sharding: ShardingPlan) -> tuple[ArrayPlan, ...]:
+    return tuple(plan for plan in _of_head(sharding.parameters) if VOCAB in plan.array.logical_axes)
+
+
+def _gathered_bytes(spec: RunSpec, sharding: ShardingPlan) -> int:
+    """Of what is cut, whole, in the compute type."""
+    itemsize = jnp.dtype(spec.precision.compute).itemsize
+    return sum(math.prod(plan.array.shape) * itemsize for plan in _with_vocab(sharding))
+
+
+def _passes_seconds(
+    spec: RunSpec, sharding: ShardingPlan, mesh: MeshPlan, target: TargetPlan, num_more: int
+) -> float | None:
+    """How long a device takes to read and write the head's input so many times more, forward and backward each; None
+    where its memory is not known."""
+    if target.chip is None:
+        return None
+    num_tokens = spec.tokens_per_step // spec.num_microbatches // mesh.num_shards(sharding.batch_axes)
+    (vocab_size,) = _vocab_sizes(sharding)
+    of_a_token = _gathered_bytes(spec, sharding) // vocab_size
+    return NUM_PASSES * num_more * num_tokens * of_a_token / target.chip.hbm_bytes_per_second
 
 
 def is_cut_alike(spec: RunSpec, model: Model) -> bool:
