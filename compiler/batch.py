@@ -18,6 +18,11 @@ def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
     return ("inputs", "targets", *documents)
 
 
+def tokens_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
+    """Of one microbatch."""
+    return spec.tokens_per_step // spec.num_microbatches // mesh.num_shards(batch_axes(spec.sharding, mesh))
+
+
 def check_batch(spec: RunSpec, mesh: MeshPlan) -> None:
     """Raise ConfigError where microbatches times data shards do not divide the global batch."""
     axes = batch_axes(spec.sharding, mesh)

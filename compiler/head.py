@@ -5,7 +5,6 @@ XLA may make an all-reduce. In parts the next one is gathered beside the matmul 
 each, as wide as XLA can reduce-scatter, crosses beside the matmuls that make the others.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -15,12 +14,13 @@ import jax.numpy as jnp
 from meshloom.models import Context, LogicalAxes, Model, Params, is_logical_axes
 
 from .array_layout import ArrayPlan
+from .batch import tokens_of_device
 from .compiler_options import option_table
 from .gradients import accumulated_layouts
 from .mesh import MeshPlan
 from .problems import ConfigError, Problem
 from .read_jaxpr import read_jaxpr
-from .sharding import ShardingPlan
+from .sharding import ShardingPlan, gathered_bytes
 from .spec import RunSpec
 from .target import TargetPlan
 from .trees import leaves_by_path, like
@@ -73,10 +73,12 @@ def plan_head(
         return HeadPlan(whole, "with these option sets no gather runs beside its matmuls")
     if num_loss_blocks > 1:
         return HeadPlan(whole, f"each of {num_loss_blocks} blocks of tokens needs all of it")
-    gather = mesh.alone_seconds("all-gather", _gathered_bytes(spec, sharding), axes)
-    passes = _passes_seconds(spec, sharding, mesh, target, len(parts.part_sizes) - 1)
-    if gather is None or passes is None:
+    num_bytes = sum(gathered_bytes(plan, spec, mesh) for plan in _with_vocab(sharding))
+    gather, bandwidth = mesh.alone_seconds("all-gather", num_bytes, axes), target.hbm_bytes_per_second_per_device
+    if gather is None or bandwidth is None:
         return replace(parts, reason="how long its gather takes is not known")
+    input_bytes = tokens_of_device(spec, mesh) * num_bytes // vocab_size
+    passes = NUM_PASSES * (len(parts.part_sizes) - 1) * input_bytes / bandwidth
     figures = f"{human_seconds(gather)} of gather, {human_seconds(passes)} for its input read more often"
     return replace(parts, reason=figures) if passes < gather else HeadPlan(whole, figures)
 
@@ -143,25 +145,6 @@ def _gathered_over(sharding: ShardingPlan) -> tuple[str, ...]:
 
 def _with_vocab(sharding: ShardingPlan) -> tuple[ArrayPlan, ...]:
     return tuple(plan for plan in _of_head(sharding.parameters) if VOCAB in plan.array.logical_axes)
-
-
-def _gathered_bytes(spec: RunSpec, sharding: ShardingPlan) -> int:
-    """Of what is cut, whole, in the compute type."""
-    itemsize = jnp.dtype(spec.precision.compute).itemsize
-    return sum(math.prod(plan.array.shape) * itemsize for plan in _with_vocab(sharding))
-
-
-def _passes_seconds(
-    spec: RunSpec, sharding: ShardingPlan, mesh: MeshPlan, target: TargetPlan, num_more: int
-) -> float | None:
-    """How long a device takes to read and write the head's input so many times more, forward and backward each; None
-    where its memory is not known."""
-    if target.chip is None:
-        return None
-    num_tokens = spec.tokens_per_step // spec.num_microbatches // mesh.num_shards(sharding.batch_axes)
-    (vocab_size,) = _vocab_sizes(sharding)
-    of_a_token = _gathered_bytes(spec, sharding) // vocab_size
-    return NUM_PASSES * num_more * num_tokens * of_a_token / target.chip.hbm_bytes_per_second
 
 
 def is_cut_alike(spec: RunSpec, model: Model) -> bool:

@@ -18,10 +18,11 @@ from jax import Array
 from meshloom.models import Model
 
 from .array_layout import ArrayPlan
+from .batch import tokens_of_device
 from .gradients import accumulated_layouts
 from .mesh import MeshPlan
 from .problems import ConfigError, Problem
-from .sharding import ShardingPlan
+from .sharding import ShardingPlan, gathered_bytes
 from .spec import RunSpec
 from .units import human_bytes, human_seconds
 
@@ -73,7 +74,7 @@ def _plan_look_up(spec: RunSpec, model: Model, name: str, sharding: ShardingPlan
         return LookUpPlan(name, (), "its gradient is split more than it is")
     if name in model.tied.values():
         return LookUpPlan(name, (), "the head multiplies with all of it")
-    is_shorter, reason = _compared(spec, stored, columns, sharding, mesh)
+    is_shorter, reason = _compared(spec, stored, columns, mesh)
     is_exchanged = is_shorter or spec.sharding.look_up == "exchange"
     return LookUpPlan(name, columns if is_exchanged else (), reason)
 
@@ -82,14 +83,11 @@ def _manual(plan: ArrayPlan, batch_axes: Axes) -> tuple[Axes, ...]:
     return tuple(tuple(axis for axis in d.axes if axis in batch_axes) for d in plan.dimensions)
 
 
-def _compared(spec: RunSpec, table: ArrayPlan, axes: Axes, sharding: ShardingPlan, mesh: MeshPlan) -> tuple[bool, str]:
+def _compared(spec: RunSpec, table: ArrayPlan, axes: Axes, mesh: MeshPlan) -> tuple[bool, str]:
     """Whether rows take less than the table, and the figures: seconds on the links, bytes where those are not known."""
     itemsize = jnp.dtype(spec.precision.compute).itemsize
-    others = tuple(axis for d in table.dimensions for axis in d.axes if axis not in sharding.batch_axes)
-    num_rows, num_columns = table.array.shape
-    num_tokens = spec.tokens_per_step // spec.num_microbatches // mesh.num_shards(sharding.batch_axes)
-    table_bytes = num_rows * num_columns * itemsize // mesh.num_shards(others)
-    rows_bytes = num_tokens * num_columns * itemsize
+    table_bytes = gathered_bytes(table, spec, mesh)
+    rows_bytes = tokens_of_device(spec, mesh) * table.array.shape[1] * itemsize
     reason = f"{human_bytes(rows_bytes)} of rows, {human_bytes(table_bytes)} of table"
     for_rows = mesh.alone_seconds("all-to-all", rows_bytes * mesh.num_shards(axes), axes)
     for_table = mesh.alone_seconds("all-gather", table_bytes, axes)

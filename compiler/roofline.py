@@ -27,8 +27,7 @@ class _Sums:
 
 def plan_roofline(plan: Plan, program: Program) -> tuple[RooflinePart, ...]:
     """A row for embed, each stack of layers without its attention, attention, head and optimizer, of one device."""
-    chip = plan.target.chip
-    bandwidth = chip.hbm_bytes_per_second / chip.num_devices if chip else None
+    bandwidth = plan.target.hbm_bytes_per_second_per_device
     sums: dict[str, _Sums] = defaultdict(_Sums)
     names = {stack.name: f"{stack.name} (x{stack.num_layers})" for stack in plan.model.stacks}
     parts = ["embed", *names, "attention", "head", "optimizer"]

@@ -104,7 +104,7 @@ def expected_seconds(
         if is_copied and is_gather and one in of_layers:
             copied_bytes += 2 * one.num_bytes // turns  # read and written
     compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
-    bandwidth = plan.target.chip.hbm_bytes_per_second if plan.target.chip else float("inf")
+    bandwidth = plan.target.hbm_bytes_per_second_per_device or float("inf")
     return max(exposed, link_seconds - compute) + copied_bytes / bandwidth
 
 

@@ -3,10 +3,13 @@
 How one array is laid out is in array_layout.py; here are all of them, and what cannot be run or should not be.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import jax.numpy as jnp
 
 from meshloom.models import LOGICAL_AXES
 
@@ -14,7 +17,7 @@ from .array_layout import ArrayPlan, Refusal, Table, resolve
 from .arrays import Array, Arrays
 from .mesh import MeshPlan
 from .problems import Problem, raise_if_any, use_one_of
-from .spec import Rule, ShardingSpec
+from .spec import Rule, RunSpec, ShardingSpec
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,14 @@ class ShardingPlan:
     activations: tuple[ArrayPlan, ...]
     batch_axes: tuple[str, ...]
     warnings: tuple[Problem, ...]
+
+
+def gathered_bytes(parameter: ArrayPlan, spec: RunSpec, mesh: MeshPlan) -> int:
+    """On a device, in the compute type, with its shards over the axes of the batch gathered."""
+    of_batch = batch_axes(spec.sharding, mesh)
+    kept = tuple(axis for d in parameter.dimensions for axis in d.axes if axis not in of_batch)
+    itemsize = jnp.dtype(spec.precision.compute).itemsize
+    return math.prod(parameter.array.shape) * itemsize // mesh.num_shards(kept)
 
 
 def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan) -> ShardingPlan:

@@ -48,6 +48,10 @@ class TargetPlan:
         return self.chip.hbm_bytes if self.chip else None
 
     @property
+    def hbm_bytes_per_second_per_device(self) -> float | None:
+        return self.chip.hbm_bytes_per_second / self.chip.num_devices if self.chip else None
+
+    @property
     def devices_per_chip(self) -> int:
         return self.chip.num_devices if self.chip else 1
 
