@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
@@ -21,7 +20,7 @@ from .gradients import accumulated_layouts
 from .head import HeadPlan
 from .look_up import LookUpPlan
 from .mesh import MeshPlan
-from .sharding import ShardingPlan
+from .sharding import ShardingPlan, gathered_bytes
 from .spec import RunSpec
 from .state import State, bytes_per_device
 from .target import TargetPlan
@@ -98,15 +97,13 @@ def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract:
 
 def _prefetched_bytes(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan) -> int:
     """Of the largest stack, as one runs after the other; what no batch axis splits is not gathered."""
-    itemsize, sizes = jnp.dtype(spec.precision.compute).itemsize, dict[str, int]()
+    sizes = dict[str, int]()
     for plan in sharding.parameters:
         is_gathered = any(axis in sharding.batch_axes for d in plan.dimensions for axis in d.axes)
         if plan.dimensions[0].logical == "layers" and is_gathered:
-            num_layers, *shape = plan.array.shape
-            kept = tuple(axis for d in plan.dimensions for axis in d.axes if axis not in sharding.batch_axes)
+            stack, num_layers = plan.array.path.split("/")[0], plan.array.shape[0]
             ahead = min(spec.overlap.layers.prefetch, num_layers)
-            stack = plan.array.path.split("/")[0]
-            sizes[stack] = sizes.get(stack, 0) + ahead * math.prod(shape) * itemsize // mesh.num_shards(kept)
+            sizes[stack] = sizes.get(stack, 0) + ahead * gathered_bytes(plan, spec, mesh) // num_layers
     return max(sizes.values(), default=0)
 
 
