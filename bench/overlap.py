@@ -18,7 +18,7 @@ from compiled_rows import NOT_COMPILED, add_row, read_kept
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from meshloom.compiler.overlap_spec import LayerLoop, name_of
+from meshloom.compiler.report import TriedReport
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 ALIKE = ("remat=full", "precision.gradient_reduction=bfloat16", "data=synthetic")
@@ -89,9 +89,8 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(tried: dict[str, Any]) -> dict[str, Any]:
-    loop = LayerLoop.model_validate_json(json.dumps(tried["layers"]))
     kept = ("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "fits", "compile_seconds", "why_not")
-    return {"name": name_of(loop, tried["option_sets"])} | {key: tried[key] for key in kept}
+    return {"name": TriedReport.model_validate_json(json.dumps(tried)).name} | {key: tried[key] for key in kept}
 
 
 def table_row(row: Row, layers: int | None, kept: dict[tuple[str, ...], dict[str, Any]]) -> str | None:

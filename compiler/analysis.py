@@ -15,6 +15,7 @@ from .hlo import Module
 from .look_up import ROWS_SCOPE
 from .match import Match, match_planned, source_by_size
 from .plan import Plan
+from .projection import ring_of
 from .report import MOVING, CollectiveReport, Event, StepReport
 from .schedule import Simulation, simulate
 from .schedule.prices import Chip
@@ -82,7 +83,7 @@ def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:
     names = _separated(op_name)
     known = (_WEIGHT.search(name) for name in names)
     found = [path for match in known for path in paths if match and f"{match[1]}/".startswith(f"{path}/")]
-    first = found[0] if found else "/".join(names[0].split("/")[-2:])
+    first = found[0] if found else ring_of(names[0]) or "/".join(names[0].split("/")[-2:])
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     direction = direction_of(op_name)
     is_gradient = bool(found) and kind not in MOVING and direction == "forward"

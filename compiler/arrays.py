@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from meshloom.models import Context, LogicalAxes, Model, is_logical_axes
+from meshloom.models.contract import project
 
 from .spec import RunSpec
 from .trees import leaves_by_path
@@ -30,15 +31,27 @@ class Array:
 
 
 @dataclass(frozen=True)
+class Projected:
+    """A matmul that the model makes by its context. name: of the activation that it makes; of: of the one that it is
+    made of, None where that has no name. depth: entries that are contracted; width: of the result's last dimension."""
+
+    name: str
+    of: str | None
+    depth: int
+    width: int
+
+
+@dataclass(frozen=True)
 class Arrays:
     """What rules are about. parameters: all of them, by path; activations: those that the model names, and gradients of
     them that are laid out otherwise; in_layers: the names of activations in the layers of each stack, by stack;
-    looked_up: the embedding's parameters of which rows are looked up."""
+    looked_up: the embedding's parameters of which rows are looked up; projected: matmuls in layers."""
 
     parameters: tuple[Array, ...]
     activations: tuple[Array, ...]
     in_layers: Mapping[str, tuple[str, ...]]
     looked_up: tuple[str, ...]
+    projected: tuple[Projected, ...]
 
 
 def gradient_of(name: str) -> str:
@@ -65,20 +78,31 @@ def _parameters(model: Model, dtype: str) -> tuple[Array, ...]:
     return tuple(Array(path, x.shape, dtype, axes[path]) for path, x in leaves_by_path(model.abstract()).items())
 
 
-def _activations(model: Model, spec: RunSpec) -> tuple[tuple[Array, ...], dict[str, tuple[str, ...]], tuple[str, ...]]:
+def _activations(
+    model: Model, spec: RunSpec
+) -> tuple[tuple[Array, ...], dict[str, tuple[str, ...]], tuple[str, ...], tuple[Projected, ...]]:
     """Named activations of embed, one layer of each stack and head, at the size of one global microbatch, and gradients
-    that are laid out otherwise; the activations' names by stack; and the tables of embed."""
+    that are laid out otherwise; the activations' names by stack; the tables of embed; and the matmuls of layers."""
     named: dict[str, Array] = {}
     order: list[str] = []
     in_layers: dict[str, tuple[str, ...]] = {}
     tables: list[str] = []
+    projected: dict[str, Projected] = {}
+    marked: list[tuple[jax.Array, str]] = []
 
     def record(name: str, x: jax.Array, *axes: str | None, gradient: LogicalAxes | None = None) -> jax.Array:
         order.append(name)
         named[name] = Array(name, x.shape, spec.precision.compute, axes)
         if gradient is not None:
             named[gradient_of(name)] = Array(gradient_of(name), x.shape, spec.precision.compute, gradient)
+        marked.append((x, name))
         return x
+
+    def record_projection(name: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+        of = next((other for array, other in marked if array is x), None)
+        depth, width = math.prod(x.shape[2:]), weight.shape[-1]
+        projected[name] = Projected(name, of, depth, width)
+        return project(name, x, weight)
 
     def record_table(name: str, table: jax.Array, ids: jax.Array) -> jax.Array:
         if name not in model.embed.abstract:
@@ -96,7 +120,7 @@ def _activations(model: Model, spec: RunSpec) -> tuple[tuple[Array, ...], dict[s
         x_BTE = model.embed.apply(params["embed"], tokens_BT, replace(context, look_up=record_table))
         for stack in model.stacks:
             first = len(order)
-            x_BTE = stack.layer.apply(params[stack.name], x_BTE, context)
+            x_BTE = stack.layer.apply(params[stack.name], x_BTE, replace(context, project=record_projection))
             in_layers[stack.name] = tuple(dict.fromkeys(order[first:]))
         return model.head.apply(model.head_params(params["head"], params["embed"]), x_BTE, context)
 
@@ -106,4 +130,7 @@ def _activations(model: Model, spec: RunSpec) -> tuple[tuple[Array, ...], dict[s
         for name, piece in pieces.items()
     }
     jax.eval_shape(forward, params, tokens_BT)
-    return tuple(named.values()), in_layers, tuple(dict.fromkeys(tables))
+    unnamed = [name for name in projected if name not in named]
+    if unnamed:
+        raise ValueError(f"project('{unnamed[0]}'): the model names no such activation")
+    return tuple(named.values()), in_layers, tuple(dict.fromkeys(tables)), tuple(projected.values())

@@ -14,6 +14,7 @@ from typing import Literal
 from .fusion import needed
 from .plan import Plan
 from .program import Collective, Operation, Program
+from .projection import ring_of
 from .propagate import Axes
 from .report import MOVING, CollectiveKind
 
@@ -25,7 +26,8 @@ class PlannedCollective:
     """All collectives of a step that are alike.
 
     bytes_each: of the full array of one of them, within the shards of the other mesh axes. source: path of the
-    parameter, or the operation whose partial results are added. rule: the key of the rule that brings it about.
+    parameter, the activation that a ring makes, or the operation whose partial results are added. rule: the key of the
+    rule that brings it about.
     """
 
     kind: CollectiveKind
@@ -61,7 +63,7 @@ def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective,
                 bytes_each=crossing.full_bytes,
                 count=0,
                 dtype=crossing.dtype,
-                source=path or _operation_name(operation),
+                source=path or ring_of(operation.scope) or _operation_name(operation),
                 direction=_direction(operation.scope, is_gradient=path is not None and crossing.kind not in MOVING),
                 rule=_rule(plan, crossing.kind, crossing.axes, path),
             )
@@ -86,9 +88,10 @@ def sent_bytes(planned: PlannedCollective) -> int:
 
 def link_bytes(crossing: Collective, group_size: int) -> int:
     """What a device sends, and receives, for one collective: all but its own part of the full array; both ways of it
-    where the sum goes back to all."""
+    where the sum goes back to all; in a permute the array that it has."""
     others = crossing.full_bytes * (group_size - 1) // group_size
-    return {"all-reduce": 2 * others, "all-to-all": others // group_size}.get(crossing.kind, others)
+    sent = {"all-reduce": 2 * others, "all-to-all": others // group_size, "collective-permute": crossing.full_bytes}
+    return sent.get(crossing.kind, others)
 
 
 def _counted(one: PlannedCollective, count: int) -> PlannedCollective:

@@ -70,6 +70,7 @@ class OptionTable(Config):
         reduce-scatter stays one.
     unroll_aborts: the process ends at several layers in a trip where a mesh axis splits matmuls.
     sums_each_matmul: partial results of each matmul are added up for itself, whole; else of several at once, in shards.
+    permutes_beside_matmuls: permutes run beside what does not need them; not on more chips than permutes_wait_above.
     collectives_in_any_order: devices may run those that do not need each other in different orders, and wait for ever.
     """
 
@@ -79,6 +80,8 @@ class OptionTable(Config):
     reduce_scatters_up_to: dict[str, int]
     unroll_aborts: tuple[str, ...]
     sums_each_matmul: tuple[str, ...]
+    permutes_beside_matmuls: tuple[str, ...]
+    permutes_wait_above: dict[str, int]
     collectives_in_any_order: tuple[str, ...]
     sets: dict[str, OptionSet]
     options: dict[str, OptionNote]
@@ -98,6 +101,15 @@ class OptionTable(Config):
     def aborts_unrolled(self, split_axes: Sequence[str], target: TargetPlan) -> bool:
         """True where the compiler would abort at several layers in a trip. split_axes: that matmuls are split over."""
         return bool(split_axes) and target.platform in self.unroll_aborts
+
+    def why_permutes_wait(self, target: TargetPlan) -> str | None:
+        """None where they run beside matmuls."""
+        most = _for_target(self.permutes_wait_above, target)
+        if target.platform not in self.permutes_beside_matmuls:
+            return f"the compiler for {target.name} runs no permutes beside matmuls"
+        if most is not None and target.num_chips > most:
+            return f"the compiler for {target.name} runs no permutes beside matmuls on more than {most} chips"
+        return None
 
     def most_odd(self, num_devices: int, target: TargetPlan) -> int | None:
         """The largest odd part of a dimension of which so many devices reduce-scatter another; None: any, or none."""

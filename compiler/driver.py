@@ -22,6 +22,7 @@ from .mesh import plan_mesh
 from .optimizer import build_optimizer, check_schedule
 from .plan import Plan, plan_memory, plan_state_arrays
 from .problems import all_of
+from .projection import plan_projections
 from .remat import check_remat
 from .sharding import check_rules, plan_sharding
 from .spec import RunSpec
@@ -50,8 +51,9 @@ def plan_run(spec: RunSpec) -> Plan:
         lambda: check_length(spec, model),
     )
     num_loss_blocks = plan_loss_blocks(spec, sharding, mesh, target)
-    look_ups, head, *_ = all_of(
+    look_ups, projections, head, *_ = all_of(
         lambda: plan_look_ups(spec, model, arrays.looked_up, sharding, mesh),
+        lambda: plan_projections(spec, arrays.projected, sharding, mesh, target),
         lambda: plan_head(spec, model, sharding, mesh, target, num_loss_blocks),
         lambda: check_gradients(spec, sharding),
         lambda: check_unroll(spec.overlap.layers.unroll, mesh.besides(sharding.batch_axes), target),
@@ -70,6 +72,7 @@ def plan_run(spec: RunSpec) -> Plan:
         specs=specs,
         attention=attention,
         look_ups=look_ups,
+        projections=projections,
         head=head,
         num_loss_blocks=num_loss_blocks,
         memory=plan_memory(spec, mesh, sharding, abstract, specs),

@@ -33,6 +33,8 @@ def explain(plan: Plan, console: Console) -> None:
     console.print(f"[bold]attention[/] by {plan.attention.implementation}: {plan.attention.reason}; logits {blocks}")
     for each in plan.look_ups:
         console.print(f"[bold]embedding[/] {each.name} {each.how}", highlight=False)
+    for each in plan.projections:
+        console.print(f"[bold]matmul[/] {each.how}", highlight=False)
     console.print(f"[bold]head[/] {plan.head.how}", highlight=False)
     for warning in plan.sharding.warnings:
         console.print(warning.as_warning(), style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -72,6 +74,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "model_flops_per_step": plan.model_flops_per_step,
             "attention": asdict(plan.attention),
             "look_ups": [asdict(each) for each in plan.look_ups],
+            "projections": [asdict(each) for each in plan.projections],
             "head": asdict(plan.head),
             "num_loss_blocks": plan.num_loss_blocks,
         },

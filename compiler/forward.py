@@ -22,6 +22,7 @@ from .layers import run_layers
 from .look_up import build_look_up
 from .loss import sum_losses
 from .plan import Plan
+from .projection import build_project
 from .remat import build_policy, marked
 from .trees import like
 
@@ -94,13 +95,14 @@ def _shared(part: Batch, dropout_key: Array | None) -> Shared:
 
 def _context_maker(plan: Plan) -> Callable[[Shared, Array | int], Context]:
     """(shared, number of the piece: 0 for the embedding, from 1 on for the layers) -> Context."""
-    activation, attend = _activation_layout(plan), build_attend(plan.attention.implementation, _heads_layout(plan))
+    activation, project = _activation_layout(plan), build_project(plan.projections)
+    attend = build_attend(plan.attention.implementation, _heads_layout(plan))
 
     def make(shared: Shared, index: Array | int) -> Context:
         keys_B = shared.dropout_keys_B
         if keys_B is not None:
             keys_B = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B)
-        return Context(shared.positions_BT, activation, attend, shared.segment_ids_BT, keys_B)
+        return Context(shared.positions_BT, activation, attend, shared.segment_ids_BT, keys_B, project=project)
 
     return make
 

@@ -1,9 +1,8 @@
 """How communication is to be hidden behind arithmetic."""
 
-from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from meshloom.models.config import Config
@@ -28,13 +27,36 @@ class LayerLoop(Config):
         return self
 
 
-def name_of(loop: LayerLoop, option_sets: Sequence[str]) -> str:
-    """A way to run the layers in a few words: "prefetch 1, deferred, unroll 2, sparse_core"."""
-    words = [f"prefetch {loop.prefetch}"] if loop.prefetch else ["scan"]
-    words += ["deferred"] if loop.deferred_reduce_scatter else []
-    words += ["reduced in backward"] if loop.reduce_in_backward else []
-    words += [f"unroll {loop.unroll}"] if loop.unroll > 1 else []
-    return ", ".join([*words, *option_sets])
+def _auto_or_names(value: Any) -> Any:
+    """One error for both, where a union would tell of each."""
+    if value == "auto":
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    context = {"what": f"{value!r} is neither auto nor a list of names", "fix": "set auto, or give a list"}
+    raise PydanticCustomError("choice", "{what}", context)
+
+
+Rings = Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_auto_or_names)]
+
+
+class Way(Config):
+    """How layers are run: what a search tries, and one is declared."""
+
+    layers: LayerLoop
+    rings: Rings  # matmuls whose parts are added up in a ring, by what they make (projection.py)
+    option_sets: tuple[str, ...]  # of compiler_options.py, by name; the later wins
+
+    @property
+    def name(self) -> str:
+        """In a few words: "prefetch 1, deferred, unroll 2, rings, sparse_core"."""
+        loop = self.layers
+        words = [f"prefetch {loop.prefetch}"] if loop.prefetch else ["scan"]
+        words += ["deferred"] if loop.deferred_reduce_scatter else []
+        words += ["reduced in backward"] if loop.reduce_in_backward else []
+        words += [f"unroll {loop.unroll}"] if loop.unroll > 1 else []
+        words += ["rings"] if self.rings else []
+        return ", ".join([*words, *self.option_sets])
 
 
 class OverlapSearch(Config):
@@ -44,9 +66,7 @@ class OverlapSearch(Config):
     budget_seconds: PositiveFloat  # no other program is begun after so long
 
 
-class OverlapSpec(Config):
+class OverlapSpec(Way):
     head: Literal["auto", "whole", "parts"]  # of the vocabulary, whose weights are gathered and used (head.py)
-    layers: LayerLoop
-    option_sets: tuple[str, ...]  # of compiler_options.py, by name; the later wins
     search: OverlapSearch | None
     max_exposed: Fraction | None  # of the predicted step, waiting for communication; compiling fails above it

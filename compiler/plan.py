@@ -20,6 +20,7 @@ from .gradients import accumulated_layouts
 from .head import HeadPlan
 from .look_up import LookUpPlan
 from .mesh import MeshPlan
+from .projection import ProjectionPlan
 from .sharding import ShardingPlan, gathered_bytes
 from .spec import RunSpec
 from .state import State, bytes_per_device
@@ -61,6 +62,7 @@ class Plan:
     specs: dict[str, Any]
     attention: AttentionPlan
     look_ups: tuple[LookUpPlan, ...]  # of the embedding's tables
+    projections: tuple[ProjectionPlan, ...]  # matmuls of layers, and how their parts are added up
     head: HeadPlan  # parts of the vocabulary that it multiplies with
     num_loss_blocks: int  # parts that a microbatch's tokens are run through the head in
     memory: MemoryPlan

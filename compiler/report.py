@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from meshloom.models.config import Config
 
-from .overlap_spec import LayerLoop
+from .overlap_spec import Rings, Way
 
 SCHEMA_VERSION = 3  # of report.json and plan.json
 
@@ -138,11 +138,10 @@ class BuildReport(Config):
     fingerprint: str
 
 
-class TriedReport(Config):
+class TriedReport(Way):
     """A program that `overlap.search` compiled. What is None is so because of what why_not says."""
 
-    layers: LayerLoop
-    option_sets: tuple[str, ...]
+    rings: Rings = ()  # reports of before there were rings have none
     predicted_seconds: NonNegativeFloat | None
     exposed_fraction: Fraction | None
     peak_bytes_per_chip: NonNegativeInt | None

@@ -16,7 +16,7 @@ from .estimate import StepEstimate
 from .forward import automatic_axes, weight_layouts
 from .gather import WeightLayout
 from .gradients import check_gradients
-from .overlap_spec import LayerLoop, name_of
+from .overlap_spec import LayerLoop, Way
 from .plan import Plan
 from .problems import ConfigError, Problem
 from .report import TriedReport
@@ -29,23 +29,23 @@ FLAT = LayerLoop(unroll=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_
 class Candidate:
     """A way to run the layers. expected_seconds: that compute waits for communication and copies, by the model."""
 
-    loop: LayerLoop
-    option_sets: tuple[str, ...]
+    way: Way
     expected_seconds: float
 
     @property
     def name(self) -> str:
-        return name_of(self.loop, self.option_sets)
+        return self.way.name
 
     def applied_to(self, spec: RunSpec) -> RunSpec:
         """The declaration with this in the place of what it says, and without a search."""
-        chosen = {"layers": self.loop, "option_sets": self.option_sets, "search": None}
+        chosen = {**dict(self.way), "search": None}
         return spec.model_copy(update={"overlap": spec.overlap.model_copy(update=chosen)})
 
     def overrides(self) -> tuple[str, ...]:
         """What pins it on a command line."""
-        keys = [f"overlap.layers.{key}={str(value).lower()}" for key, value in self.loop.model_dump().items()]
-        return (*keys, f"overlap.option_sets=[{','.join(self.option_sets)}]", "overlap.search=null")
+        keys = [f"overlap.layers.{key}={str(value).lower()}" for key, value in self.way.layers.model_dump().items()]
+        lists = [f"overlap.{key}=[{','.join(getattr(self.way, key))}]" for key in ("rings", "option_sets")]
+        return (*keys, *lists, "overlap.search=null")
 
 
 def check_can_judge(plan: Plan) -> None:
@@ -59,26 +59,26 @@ def check_can_judge(plan: Plan) -> None:
 def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]:
     """The one that is declared, then the others that the plan allows, those that expose least before."""
     table, overlap = option_table(), plan.spec.overlap
-    ways = list(product(_loops(plan, table), _option_sets(plan, table)))
-    declared = (overlap.layers, overlap.option_sets)
-    rest = [
-        Candidate(loop, sets, expected_seconds(plan, estimate, loop, sets, table))
-        for loop, sets in ways
-        if (loop, sets) != declared
-    ]
-    first = Candidate(*declared, expected_seconds(plan, estimate, *declared, table))
+    rings = list(_rings(plan))
+    declared = Way(layers=overlap.layers, rings=rings[0], option_sets=overlap.option_sets)
+    ways = (
+        Way(layers=loop, rings=names, option_sets=sets)
+        for loop, names, sets in product(_loops(plan, table), rings, _option_sets(plan, table))
+    )
+    rest = [Candidate(way, expected_seconds(plan, estimate, way, table)) for way in ways if way != declared]
+    first = Candidate(declared, expected_seconds(plan, estimate, declared, table))
     return (first, *sorted(rest, key=lambda one: one.expected_seconds))
 
 
-def expected_seconds(
-    plan: Plan, estimate: StepEstimate, loop: LayerLoop, option_sets: Sequence[str], table: OptionTable
-) -> float:
+def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way, table: OptionTable) -> float:
     """What of a step is not arithmetic: collectives that nothing hides, and copies of weights that wait in a loop.
 
     Of what a layer gathers or reduces beside its own arithmetic, the first is exposed, unless the options let it begin
     early; of what it moves for its neighbour, none. Weights that arrive for a later trip are copied into their place,
-    where the trips of a body take turns with the buffers those of one of them.
+    where the trips of a body take turns with the buffers those of one of them. What a ring sends runs beside its
+    matmuls; without the ring it is a reduce-scatter behind them, half as long, as that uses both ways at once.
     """
+    loop, option_sets = way.layers, way.option_sets
     stacks = {stack.name for stack in plan.model.stacks}
     paths = {array.array.path for array in plan.sharding.parameters}
     hidden = {moved: table.hides(option_sets, moved, plan.target) for moved in ("weights", "activations")}
@@ -92,6 +92,9 @@ def expected_seconds(
         seconds = _alone_seconds(plan, one)
         link_seconds += seconds
         is_gather = one.kind == "all-gather"
+        if one.kind == "collective-permute":
+            exposed += 0.0 if way.rings else seconds / 2
+            continue
         if one.source not in paths:
             exposed += seconds if one.kind not in hidden["activations"] else 0.0
             continue
@@ -144,10 +147,19 @@ def _loops(plan: Plan, table: OptionTable) -> Iterator[LayerLoop]:
 def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
     """True where some gradient is reduced once per step, and the layout of the update lets each layer's be."""
     try:
-        check_gradients(Candidate(loop, (), 0.0).applied_to(plan.spec), plan.sharding)
+        way = Way(layers=loop, rings=(), option_sets=())
+        check_gradients(Candidate(way, 0.0).applied_to(plan.spec), plan.sharding)
     except ConfigError:
         return False
     return any(layout.is_reduced_once for layout in jax.tree.leaves(weight_layouts(plan)))
+
+
+def _rings(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Those of the plan; where it chose some itself, none as well."""
+    chosen = tuple(each.name for each in plan.projections if each.ring)
+    yield chosen
+    if chosen and plan.spec.overlap.rings == "auto":
+        yield ()
 
 
 def _option_sets(plan: Plan, table: OptionTable) -> Iterator[tuple[str, ...]]:

@@ -30,6 +30,11 @@ def look_up(_: str, table: Array, ids: Array) -> Array:
     return table[ids]
 
 
+def project(_: str, x: Array, weight: Array) -> Array:
+    """A matmul over all dimensions of `x` behind its length: x (B, T, *K), weight (*K, E) -> (B, T, E)."""
+    return jnp.tensordot(x, weight, weight.ndim - 1)
+
+
 @dataclass(frozen=True)
 class Context:
     """What the compiler hands to a piece beside its parameters and its input.
@@ -44,6 +49,8 @@ class Context:
     dropout_keys_B: a key for each sequence, of this piece alone. None: nothing is dropped.
     look_up: rows of a table, called as `look_up` above; name: the parameter of the embedding that it is. A table that
         the embedding reads in no other way need not be whole anywhere: the compiler may exchange rows.
+    project: a matmul, called as `project` above; name: of the activation that it makes, which the model names next.
+        Where a mesh axis splits what is contracted, devices may add their parts up while they multiply.
     """
 
     positions_BT: Array
@@ -52,6 +59,7 @@ class Context:
     segment_ids_BT: Array | None = None
     dropout_keys_B: Array | None = None
     look_up: Callable[[str, Array, Array], Array] = look_up
+    project: Callable[[str, Array, Array], Array] = project
 
     def dropout(self, x: Array, rate: float, *, site: int) -> Array:
         """`x` (batch, ...) with a share `rate` of it set to zero, and the rest scaled up. site: tells the calls within

@@ -215,7 +215,7 @@ class Attention(nnx.Module):
         a_BTHD = context.attend(q_BTHD, k_BTKD, v_BTKD, context.segment_ids_BT, scale=scale, window=self.window,
                                 soft_cap=config.attention_soft_cap)  # fmt: skip
         a_BTHD = context.activation("attended", a_BTHD, "batch", "length", "heads", "head_dim")
-        out_BTE = jnp.einsum("bthd,hde->bte", a_BTHD, self.out_HDE[...])
+        out_BTE = context.project("attention_output", a_BTHD, self.out_HDE[...])
         out_BTE = context.activation("attention_output", out_BTE, *RESIDUAL, gradient=WHOLE)
         return out_BTE + self.out_bias_E[...] if config.biases == "all" else out_BTE
 
@@ -253,7 +253,8 @@ class MLP(nnx.Module):
             hidden_BTM = activation(gate_BTM) * hidden_BTM
         else:
             hidden_BTM = activation(hidden_BTM)
-        out_BTE = context.activation("hidden", hidden_BTM, "batch", "length", "mlp") @ self.down_ME[...]
+        hidden_BTM = context.activation("hidden", hidden_BTM, "batch", "length", "mlp")
+        out_BTE = context.project("mlp_output", hidden_BTM, self.down_ME[...])
         out_BTE = context.activation("mlp_output", out_BTE, *RESIDUAL, gradient=WHOLE)
         return out_BTE + self.down_bias_E[...] if has_bias else out_BTE
 

@@ -88,8 +88,7 @@ def _tried(one: Candidate, made: CompiledStep) -> TriedReport:
     step = None if isinstance(schedule, Unread) else schedule.step
     needed = needed_bytes(plan, made.built)
     return TriedReport(
-        layers=one.loop,
-        option_sets=one.option_sets,
+        **dict(one.way),
         predicted_seconds=step and step.predicted_seconds,
         exposed_fraction=step and step.exposed_fraction,
         peak_bytes_per_chip=needed and needed * used_devices_per_chip(plan),
@@ -101,7 +100,7 @@ def _tried(one: Candidate, made: CompiledStep) -> TriedReport:
 
 def _failed(one: Candidate, why: str, seconds: float) -> TriedReport:
     unknown = dict.fromkeys(("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "fits"))
-    return TriedReport(layers=one.loop, option_sets=one.option_sets, **unknown, compile_seconds=seconds, why_not=why)
+    return TriedReport(**dict(one.way), **unknown, compile_seconds=seconds, why_not=why)
 
 
 def _decision_file(plan: Plan, declared: CompiledStep, candidates: Sequence[Candidate]) -> Path | None:

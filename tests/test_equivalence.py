@@ -128,8 +128,19 @@ SPLIT_STREAMS = {
         "loss.max_logits_share=0.0",
     ),
 }  # fmt: skip
+RINGS = "overlap.rings=[attention_output,mlp_output]"
+IN_RINGS = {
+    "rings, fsdp_tensor 2x4": (BOTH, RINGS, "mesh.fsdp=2", "mesh.tensor=4"),
+    "rings, gpt2's parts, tensor 4x2, remat full": (
+        TENSOR, RINGS, "mesh.data=4", "mesh.tensor=2", "remat=full", *GPT2,
+    ),
+    "rings, gemma2's layers, tensor 8, save_dots": (
+        TENSOR, RINGS, "mesh.data=1", "mesh.tensor=8", "remat=save_dots", *GEMMA2,
+    ),
+    "prefetch, rings, fsdp_tensor 4x2, 2 microbatches": (BOTH, PREFETCH, RINGS, "num_microbatches=2"),
+}  # fmt: skip
 CASES = LAYOUTS | PROGRAMS
-ALL_CASES = CASES | SPLIT_STREAMS | REDUCED_IN_BACKWARD
+ALL_CASES = CASES | SPLIT_STREAMS | IN_RINGS | REDUCED_IN_BACKWARD
 
 
 def _plan(case: tuple[str, ...]):

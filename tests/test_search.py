@@ -25,7 +25,7 @@ from meshloom.compiler.compiler_options import (
 from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.driver import lower, plan_run
 from meshloom.compiler.estimate import estimate_step
-from meshloom.compiler.overlap_spec import LayerLoop
+from meshloom.compiler.overlap_spec import LayerLoop, Way
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.compiler.program_text import NO_PROGRAM, Unread
@@ -48,6 +48,10 @@ def whole(*overrides: str) -> Plan:
     return read_spec(Request(overrides), then=plan_run)
 
 
+def way(loop: LayerLoop, *option_sets: str) -> Way:
+    return Way(layers=loop, rings=(), option_sets=option_sets)
+
+
 def tried(seconds: float | None, *, fits: bool | None = True) -> TriedReport:
     return TriedReport(layers=FLAT, option_sets=(), predicted_seconds=seconds, exposed_fraction=None,
                        peak_bytes_per_chip=None, fits=fits, compile_seconds=1.0, why_not=None)  # fmt: skip
@@ -62,7 +66,7 @@ def test_the_shortest_step_that_fits_is_taken():
 def test_the_declared_program_is_the_first_and_no_other_is_it():
     plan = whole(*V5P, "overlap=prefetch", "overlap.option_sets=[sparse_core]")
     candidates = find_candidates(plan, estimate_step(plan))
-    ways = [(one.loop, one.option_sets) for one in candidates]
+    ways = [(one.way.layers, one.way.option_sets) for one in candidates]
     assert ways[0] == (plan.spec.overlap.layers, ("sparse_core",))
     assert len(set(ways)) == len(ways)
     expected = [one.expected_seconds for one in candidates[1:]]
@@ -82,8 +86,8 @@ def test_the_declared_program_is_the_first_and_no_other_is_it():
 def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(sharding, prefetched, deferred, early):
     plan = plan_of("target=h100-8", f"sharding={sharding}")
     candidates = find_candidates(plan, estimate_step(plan))
-    loops = [one.loop for one in candidates]
-    assert len({(one.loop, one.option_sets) for one in candidates}) == len(candidates)
+    loops = [one.way.layers for one in candidates]
+    assert len({one.way.model_dump_json() for one in candidates}) == len(candidates)
     assert any(loop.prefetch for loop in loops) == prefetched
     assert any(loop.deferred_reduce_scatter for loop in loops) == deferred
     assert any(loop.reduce_in_backward for loop in loops) == early
@@ -94,13 +98,13 @@ def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(shar
 )
 def test_layers_are_not_unrolled_where_the_compiler_would_abort(target, sharding, most):
     plan = plan_of(f"target={target}", f"sharding={sharding}")
-    assert max(one.loop.unroll for one in find_candidates(plan, estimate_step(plan))) == most
+    assert max(one.way.layers.unroll for one in find_candidates(plan, estimate_step(plan))) == most
 
 
 @pytest.mark.parametrize(("sharding", "has_tensor"), [("fsdp", False), ("fsdp_tensor", True)])
 def test_sets_for_activations_are_tried_where_those_are_split(sharding, has_tensor):
     plan = plan_of("target=h100-8", f"sharding={sharding}")
-    sets = {name for one in find_candidates(plan, estimate_step(plan)) for name in one.option_sets}
+    sets = {name for one in find_candidates(plan, estimate_step(plan)) for name in one.way.option_sets}
     assert ("windowed_einsum" in sets) == has_tensor
     assert "synchronous" not in sets
     assert "sparse_core" not in sets
@@ -112,10 +116,10 @@ def test_the_model_of_what_is_exposed_is_the_sum_by_hand():
     plan = whole(*V5P)
     estimate, table = estimate_step(plan), option_table()
     links = {part.name.split(" ")[0]: part.link_seconds or 0.0 for part in estimate.roofline}
-    alone = expected_seconds(plan, estimate, FLAT, (), table)
+    alone = expected_seconds(plan, estimate, way(FLAT), table)
     assert alone == pytest.approx(sum(links.values()), rel=1e-6)
     loops = (FLAT, AHEAD, AHEAD.model_copy(update={"unroll": 1}))
-    hidden, half_copied, copied = (expected_seconds(plan, estimate, loop, ("sparse_core",), table) for loop in loops)
+    hidden, half_copied, copied = (expected_seconds(plan, estimate, way(loop, "sparse_core"), table) for loop in loops)
     assert hidden == pytest.approx(alone - links["layers"] - links.get("attention", 0.0), rel=0.02)
     layers = [array for array in plan.sharding.parameters if array.array.path.startswith("layers/")]
     matrices = sum(2 * math.prod(array.array.shape) for array in layers)
@@ -130,7 +134,7 @@ def test_more_communication_than_compute_stays_exposed_whatever_is_tried():
     compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
     links = sum(part.link_seconds or 0.0 for part in estimate.roofline)
     assert links > compute
-    assert expected_seconds(plan, estimate, AHEAD, (), option_table()) >= links - compute
+    assert expected_seconds(plan, estimate, way(AHEAD), option_table()) >= links - compute
 
 
 def test_a_set_for_another_chip_and_one_that_does_not_exist_are_both_told():

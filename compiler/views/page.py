@@ -16,7 +16,6 @@ import jinja2
 import yaml
 
 from ..array_layout import ArrayPlan
-from ..overlap_spec import name_of
 from ..plan import Plan
 from ..report import CollectiveReport, Event, Report
 from ..units import human_bytes, human_count, human_names, human_parameters, human_seconds, human_share, milliseconds
@@ -100,7 +99,7 @@ def _search(report: Report) -> list[dict[str, Any]]:
     """The programs that were compiled, the shortest step first; none where nothing was searched."""
     tried = report.search.tried if report.search else ()
     rows = [
-        {"tried": one, "name": name_of(one.layers, one.option_sets), "is_chosen": place == report.search.chosen}
+        {"tried": one, "name": one.name, "is_chosen": place == report.search.chosen}
         for place, one in enumerate(tried)
         if report.search
     ]

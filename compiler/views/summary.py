@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..overlap_spec import name_of
 from ..report import MemoryReport, Report
 from ..units import human_bytes, human_parameters, human_seconds, human_share
 from .facts import Fact, by_exposed, compute_by_kind, sums, unknown_values, unpriced, verdict, why_exposed
@@ -116,10 +115,10 @@ def _search(report: Report) -> Iterable[str]:
     if search is None:
         return
     declared, chosen = search.tried[0], search.tried[search.chosen]
-    name, num_tried, gain = name_of(chosen.layers, chosen.option_sets), len(search.tried), ""
+    name, num_tried, gain = chosen.name, len(search.tried), ""
     if search.chosen and declared.predicted_seconds and chosen.predicted_seconds:
         saved = 1 - chosen.predicted_seconds / declared.predicted_seconds
-        gain = f", {human_share(saved)} shorter than {name_of(declared.layers, declared.option_sets)}"
+        gain = f", {human_share(saved)} shorter than {declared.name}"
     judged = f"best of {num_tried}" if chosen.predicted_seconds is not None else f"none of {num_tried} can be judged"
     yield f"[bold]search[/]   {judged}: {escape(name + gain)}"
 

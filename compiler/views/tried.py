@@ -1,13 +1,12 @@
 """What `overlap.search` tried, in words."""
 
-from ..overlap_spec import name_of
 from ..report import TriedReport
 from ..units import human_bytes, human_seconds, human_share
 
 
 def line_of(one: TriedReport) -> str:
     """ "prefetch 1, unroll 2, sparse_core: 1.54 s, 0.3 % exposed, 9.5 GiB"."""
-    return f"  {name_of(one.layers, one.option_sets)}: {', '.join(cells_of(one))}"
+    return f"  {one.name}: {', '.join(cells_of(one))}"
 
 
 def cells_of(one: TriedReport) -> tuple[str, ...]:
