@@ -57,7 +57,8 @@ def check_can_judge(plan: Plan) -> None:
 
 
 def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]:
-    """The one that is declared, then the others that the plan allows, those that expose least before."""
+    """The one that is declared, then the others that the plan allows, those that expose least before; but first of all
+    the best with the plan's rings and the best without, as what chunks of a matmul cost only a schedule tells."""
     table, overlap = option_table(), plan.spec.overlap
     rings = list(_rings(plan))
     declared = Way(layers=overlap.layers, rings=rings[0], option_sets=overlap.option_sets)
@@ -66,8 +67,10 @@ def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]
         for loop, names, sets in product(_loops(plan, table), rings, _option_sets(plan, table))
     )
     rest = [Candidate(way, expected_seconds(plan, estimate, way, table)) for way in ways if way != declared]
-    first = Candidate(declared, expected_seconds(plan, estimate, declared, table))
-    return (first, *sorted(rest, key=lambda one: one.expected_seconds))
+    rest.sort(key=lambda one: one.expected_seconds)
+    best = [next((one for one in rest if one.way.rings == names), None) for names in rings]
+    rest.sort(key=lambda one: one not in best)
+    return (Candidate(declared, expected_seconds(plan, estimate, declared, table)), *rest)
 
 
 def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way, table: OptionTable) -> float:
