@@ -58,7 +58,7 @@ def check_can_judge(plan: Plan) -> None:
 
 def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]:
     """The one that is declared, then the others that the plan allows, those that expose least before; but first of all
-    the best with the plan's rings and the best without, as what chunks of a matmul cost only a schedule tells."""
+    the best with each set for weights, with rings and without: what those cost matmuls only a schedule tells."""
     table, overlap = option_table(), plan.spec.overlap
     rings = list(_rings(plan))
     declared = Way(layers=overlap.layers, rings=rings[0], option_sets=overlap.option_sets)
@@ -68,9 +68,19 @@ def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]
     )
     rest = [Candidate(way, expected_seconds(plan, estimate, way, table)) for way in ways if way != declared]
     rest.sort(key=lambda one: one.expected_seconds)
-    best = [next((one for one in rest if one.way.rings == names), None) for names in rings]
-    rest.sort(key=lambda one: one not in best)
+    seen, firsts = _choices(declared, table), list[Candidate]()
+    for one in rest:
+        if not _choices(one.way, table) <= seen:
+            firsts.append(one)
+            seen |= _choices(one.way, table)
+    rest.sort(key=lambda one: one not in firsts)
     return (Candidate(declared, expected_seconds(plan, estimate, declared, table)), *rest)
+
+
+def _choices(way: Way, table: OptionTable) -> set[str]:
+    """Whether it has rings, and its sets for weights."""
+    of_weights = {name for name in way.option_sets if "weights" in table.sets[name].tried_for}
+    return {"rings" if way.rings else "no rings", *of_weights}
 
 
 def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way, table: OptionTable) -> float:

@@ -293,3 +293,14 @@ def test_no_program_is_begun_after_the_budget(tmp_path):
     report = Report.model_validate_json((tmp_path / "report.json").read_text())
     assert report.search is not None
     assert (len(report.search.tried), report.search.chosen, report.search.cache) == (1, 0, "off")
+
+
+@pytest.mark.parametrize(
+    ("target", "sets"),
+    [("v5e-8", {"no_async_fusion"}), ("v5p-16", {"sparse_core"}), ("h100-8", {"pipelined", "combined", "single"})],
+)
+def test_each_set_for_weights_is_tried_before_any_for_the_second_time(target, sets):
+    plan = plan_of(f"target={target}", "sharding=fsdp")
+    candidates = find_candidates(plan, estimate_step(plan))
+    firsts = [one.way.option_sets for one in candidates[1 : 1 + len(sets)]]
+    assert {name for names in firsts for name in names} == sets
