@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from meshloom.models import Context, LogicalAxes, Model, is_logical_axes
 from meshloom.models.contract import project
 
+from .problems import Problem, raise_if_any
 from .spec import RunSpec
 from .trees import leaves_by_path
 from .user_code import blamed_on_user
@@ -99,9 +100,10 @@ def _activations(
         return x
 
     def record_projection(name: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+        if x.shape[2:] != weight.shape[:-1]:
+            raise ValueError(f"project('{name}'): {x.shape} and {weight.shape} are not (B, T, *K) and (*K, E)")
         of = next((other for array, other in marked if array is x), None)
-        depth, width = math.prod(x.shape[2:]), weight.shape[-1]
-        projected[name] = Projected(name, of, depth, width)
+        projected[name] = Projected(name, of, depth=math.prod(x.shape[2:]), width=weight.shape[-1])
         return project(name, x, weight)
 
     def record_table(name: str, table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -130,7 +132,11 @@ def _activations(
         for name, piece in pieces.items()
     }
     jax.eval_shape(forward, params, tokens_BT)
-    unnamed = [name for name in projected if name not in named]
-    if unnamed:
-        raise ValueError(f"project('{unnamed[0]}'): the model names no such activation")
+    raise_if_any(
+        Problem(
+            "model.family", f"'{name}' is projected, and no activation", f"name it: context.activation('{name}', ...)"
+        )
+        for name in projected
+        if name not in named
+    )
     return tuple(named.values()), in_layers, tuple(dict.fromkeys(tables)), tuple(projected.values())

@@ -1,13 +1,17 @@
 """Matmuls whose parts are added up in a ring: what is decided, what crosses, and that the sum is that of one matmul."""
 
+import re
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_search import whole
 
-from conftest import WHOLE_STREAM, plan_of
+from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
 from helpers import collectives_per_step
+from meshloom.compiler.arrays import find_arrays
 from meshloom.compiler.communication import sent_bytes
 from meshloom.compiler.driver import lower
 from meshloom.compiler.estimate import estimate_step
@@ -15,6 +19,7 @@ from meshloom.compiler.problems import ConfigError
 from meshloom.compiler.projection import add_up_in_ring
 from meshloom.compiler.report import Report
 from meshloom.compiler.search import find_candidates
+from meshloom.models import Context, Params
 from test_cli import meshloom
 
 NAMES = ("attention_output", "mlp_output")
@@ -110,6 +115,26 @@ def test_what_is_neither_auto_nor_names_is_one_error(value):
     (problem,) = error.value.problems
     assert problem.where == "overlap.rings"
     assert problem.fix == "set auto, or give a list"
+
+
+@pytest.mark.parametrize(
+    ("name", "reshape", "said"),
+    [
+        ("nothing", (), "model.family: 'nothing' is projected, and no activation"),
+        ("residual", (4, 8), "project('residual'): (16, 16, 4, 8) and (32, 32) are not (B, T, *K) and (*K, E)"),
+    ],
+)
+def test_a_model_that_projects_wrongly_is_told(name, reshape, said):
+    plan = plan_of(*LINEAR_STACK)
+    (stack,) = plan.model.stacks
+
+    def apply(params: Params, x: jax.Array, context: Context) -> jax.Array:
+        x = x.reshape(*x.shape[:2], *reshape) if reshape else x
+        return context.activation("residual", context.project(name, x, params["kernel_EM"]), "batch", "length", "embed")
+
+    model = replace(plan.model, stacks=(replace(stack, layer=replace(stack.layer, apply=apply)),))
+    with pytest.raises((ConfigError, ValueError), match=re.escape(said)):
+        find_arrays(plan.spec, model)
 
 
 def test_permutes_take_the_place_of_sums_and_are_planned():
