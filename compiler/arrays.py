@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshloom.models import Context, LogicalAxes, Model, is_logical_axes
-from meshloom.models.contract import project
+from meshloom.models.contract import look_up, project
 
 from .problems import Problem, raise_if_any
 from .spec import RunSpec
@@ -70,7 +70,16 @@ def find_arrays(spec: RunSpec, model: Model) -> Arrays:
     """The arrays of a run, by tracing the model once; nothing is allocated. Raises ConfigError where that fails in a
     user's model."""
     with blamed_on_user("model.family", f"tracing {spec.model.family}"):
-        return Arrays(_parameters(model, spec.precision.parameters), *_activations(model, spec))
+        recorder = _Recorder(spec.precision.compute, tuple(model.embed.abstract))
+        in_layers = _trace(model, spec, recorder)
+    raise_if_any(recorder.problems())
+    return Arrays(
+        _parameters(model, spec.precision.parameters),
+        tuple(recorder.activations.values()),
+        in_layers,
+        tuple(dict.fromkeys(recorder.looked_up)),
+        tuple(recorder.projected.values()),
+    )
 
 
 def _parameters(model: Model, dtype: str) -> tuple[Array, ...]:
@@ -79,64 +88,65 @@ def _parameters(model: Model, dtype: str) -> tuple[Array, ...]:
     return tuple(Array(path, x.shape, dtype, axes[path]) for path, x in leaves_by_path(model.abstract()).items())
 
 
-def _activations(
-    model: Model, spec: RunSpec
-) -> tuple[tuple[Array, ...], dict[str, tuple[str, ...]], tuple[str, ...], tuple[Projected, ...]]:
-    """Named activations of embed, one layer of each stack and head, at the size of one global microbatch, and gradients
-    that are laid out otherwise; the activations' names by stack; the tables of embed; and the matmuls of layers."""
-    named: dict[str, Array] = {}
-    order: list[str] = []
+def _trace(model: Model, spec: RunSpec, recorder: "_Recorder") -> dict[str, tuple[str, ...]]:
+    """Run embed, one layer of each stack and head, at the size of one global microbatch, past the recorder. Gives the
+    names of activations by stack."""
     in_layers: dict[str, tuple[str, ...]] = {}
-    tables: list[str] = []
-    projected: dict[str, Projected] = {}
-    marked: list[tuple[jax.Array, str]] = []
-
-    def record(name: str, x: jax.Array, *axes: str | None, gradient: LogicalAxes | None = None) -> jax.Array:
-        order.append(name)
-        named[name] = Array(name, x.shape, spec.precision.compute, axes)
-        if gradient is not None:
-            named[gradient_of(name)] = Array(gradient_of(name), x.shape, spec.precision.compute, gradient)
-        marked.append((x, name))
-        return x
-
-    def record_projection(name: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-        if x.shape[2:] != weight.shape[:-1]:
-            raise ValueError(f"project('{name}'): {x.shape} and {weight.shape} are not (B, T, *K) and (*K, E)")
-        of = next((other for array, other in marked if array is x), None)
-        projected[name] = Projected(name, of, depth=math.prod(x.shape[2:]), width=weight.shape[-1])
-        return project(name, x, weight)
-
-    def record_table(name: str, table: jax.Array, ids: jax.Array) -> jax.Array:
-        if name not in model.embed.abstract:
-            known = ", ".join(model.embed.abstract)
-            raise ValueError(f"look_up('{name}'): the embedding has no such parameter, it has {known}")
-        tables.append(name)
-        return table[ids]
-
     batch = max(1, spec.global_batch_size // spec.num_microbatches)
     tokens_BT = jax.ShapeDtypeStruct((batch, spec.sequence_length), jnp.int32)
-    compute = jnp.dtype(spec.precision.compute)
 
     def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
-        context = Context(jnp.arange(spec.sequence_length)[None], record)
-        x_BTE = model.embed.apply(params["embed"], tokens_BT, replace(context, look_up=record_table))
+        context = Context(jnp.arange(spec.sequence_length)[None], recorder.activation)
+        x_BTE = model.embed.apply(params["embed"], tokens_BT, replace(context, look_up=recorder.look_up))
         for stack in model.stacks:
-            first = len(order)
-            x_BTE = stack.layer.apply(params[stack.name], x_BTE, replace(context, project=record_projection))
-            in_layers[stack.name] = tuple(dict.fromkeys(order[first:]))
+            first = len(recorder.marked)
+            x_BTE = stack.layer.apply(params[stack.name], x_BTE, replace(context, project=recorder.project))
+            in_layers[stack.name] = tuple(dict.fromkeys(name for _, name in recorder.marked[first:]))
         return model.head.apply(model.head_params(params["head"], params["embed"]), x_BTE, context)
 
     pieces = {"embed": model.embed, "head": model.head, **{stack.name: stack.layer for stack in model.stacks}}
     params = {
-        name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, compute), piece.abstract)
+        name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(recorder.dtype)), piece.abstract)
         for name, piece in pieces.items()
     }
     jax.eval_shape(forward, params, tokens_BT)
-    raise_if_any(
-        Problem(
-            "model.family", f"'{name}' is projected, and no activation", f"name it: context.activation('{name}', ...)"
-        )
-        for name in projected
-        if name not in named
-    )
-    return tuple(named.values()), in_layers, tuple(dict.fromkeys(tables)), tuple(projected.values())
+    return in_layers
+
+
+@dataclass
+class _Recorder:
+    """What a model says by its context while it is traced. marked: each activation in turn, with its name."""
+
+    dtype: str
+    tables: tuple[str, ...]  # parameters of the embedding
+    activations: dict[str, Array] = field(default_factory=dict)
+    marked: list[tuple[jax.Array, str]] = field(default_factory=list)
+    looked_up: list[str] = field(default_factory=list)
+    projected: dict[str, Projected] = field(default_factory=dict)
+
+    def activation(self, name: str, x: jax.Array, *axes: str | None, gradient: LogicalAxes | None = None) -> jax.Array:
+        self.marked.append((x, name))
+        self.activations[name] = Array(name, x.shape, self.dtype, axes)
+        if gradient is not None:
+            self.activations[gradient_of(name)] = Array(gradient_of(name), x.shape, self.dtype, gradient)
+        return x
+
+    def look_up(self, name: str, table: jax.Array, ids: jax.Array) -> jax.Array:
+        if name not in self.tables:
+            known = ", ".join(self.tables)
+            raise ValueError(f"look_up('{name}'): the embedding has no such parameter, it has {known}")
+        self.looked_up.append(name)
+        return look_up(name, table, ids)
+
+    def project(self, name: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+        if x.shape[2:] != weight.shape[:-1]:
+            raise ValueError(f"project('{name}'): {x.shape} and {weight.shape} are not (B, T, *K) and (*K, E)")
+        of = next((other for array, other in self.marked if array is x), None)
+        self.projected[name] = Projected(name, of, depth=math.prod(x.shape[2:]), width=weight.shape[-1])
+        return project(name, x, weight)
+
+    def problems(self) -> list[Problem]:
+        """Matmuls whose results have no name."""
+        unnamed = [name for name in self.projected if name not in self.activations]
+        what, fix = "'{}' is projected, and no activation", "name it: context.activation('{}', ...)"
+        return [Problem("model.family", what.format(name), fix.format(name)) for name in unnamed]
