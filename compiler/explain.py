@@ -34,7 +34,8 @@ def explain(plan: Plan, console: Console) -> None:
     for each in plan.look_ups:
         console.print(f"[bold]embedding[/] {each.name} {each.how}", highlight=False)
     for each in plan.projections:
-        console.print(f"[bold]matmul[/] {each.how}", highlight=False)
+        if each.split_over:
+            console.print(f"[bold]matmul[/] {each.how}", highlight=False)
     console.print(f"[bold]head[/] {plan.head.how}", highlight=False)
     for warning in plan.sharding.warnings:
         console.print(warning.as_warning(), style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models.contract import project
 
-from .array_layout import ArrayPlan
 from .arrays import Projected
 from .batch import tokens_of_device
 from .compiler_options import option_table
@@ -42,10 +41,12 @@ NUM_PASSES = 3  # over a shard for each sum: what has arrived and what is added 
 
 @dataclass(frozen=True)
 class ProjectionPlan:
-    """name: of the activation that the matmul makes. ring: the mesh axis around which its parts are added up while
-    they are made; None: they are added up behind it, where they need be. both_ways: half of them each way around."""
+    """name: of the activation that the matmul makes. split_over: mesh axes that split what it contracts; of no axis it
+    has no parts. ring: the one around which its parts are added up while they are made; None: they are added up behind
+    it. both_ways: half of them go each way around."""
 
     name: str
+    split_over: tuple[str, ...]
     ring: str | None
     both_ways: bool
     reason: str
@@ -53,9 +54,8 @@ class ProjectionPlan:
     @property
     def how(self) -> str:
         """In words: how its parts are added up, and why."""
-        if self.ring is None:
-            return f"{self.name} at once: {self.reason}"
-        return f"{self.name} added up in a ring over {self.ring}: {self.reason}"
+        way = f"in a ring over {self.ring}" if self.ring else "behind the matmul"
+        return f"parts of {self.name} are added up {way}: {self.reason}"
 
 
 def plan_projections(
@@ -81,40 +81,32 @@ def _plan_projection(
     spec: RunSpec, made: Projected, sharding: ShardingPlan, mesh: MeshPlan, target: TargetPlan
 ) -> ProjectionPlan:
     declared, table = spec.overlap.rings, option_table()
-
-    def at_once(reason: str) -> ProjectionPlan:
-        return ProjectionPlan(made.name, None, False, reason)
-
-    if declared != "auto" and made.name not in declared:
-        return at_once("overlap.rings leaves it out")
     layouts = {plan.array.path: plan for plan in sharding.activations}
-    axis, why_not = _ring_axis(made, layouts, mesh.besides(sharding.batch_axes))
-    if axis is None:
-        return at_once(why_not)
+    split_over = layouts[made.of].dimensions[LENGTH + 1].axes if made.of else ()
+
+    def behind(reason: str) -> ProjectionPlan:
+        return ProjectionPlan(made.name, split_over, None, False, reason)
+
+    if not split_over:
+        what = f"'{made.of}'" if made.of else "an array without a name"
+        return behind(f"no mesh axis splits what {what} is contracted over")
+    if declared != "auto" and made.name not in declared:
+        return behind("overlap.rings leaves it out")
+    axis, *others = split_over
+    kept = layouts[made.name].dimensions[LENGTH].axes
+    if kept != split_over or others or axis in sharding.batch_axes:
+        where = f"over {' and '.join(kept)}" if kept else "whole"
+        return behind(f"they are over {' and '.join(split_over)}, and its length is {where}")
     both_ways = target.platform not in table.collectives_in_any_order
     sequences, length = tokens_of_device(spec, mesh) // spec.sequence_length, spec.sequence_length // mesh.sizes[axis]
     if both_ways and sequences % 2 and length % 2:
-        return at_once(f"neither {sequences} (sequences) nor {length} (tokens of each in a shard) is even")
+        return behind(f"neither {sequences} (sequences) nor {length} (tokens of each in a shard) is even")
     if declared != "auto":
-        return ProjectionPlan(made.name, axis, both_ways, "overlap.rings names it")
+        return ProjectionPlan(made.name, split_over, axis, both_ways, "overlap.rings names it")
     if why_not := table.why_permutes_wait(target):
-        return at_once(why_not)
+        return behind(why_not)
     is_shorter, figures = _compared(spec, made, axis, mesh, target)
-    return ProjectionPlan(made.name, axis, both_ways, figures) if is_shorter else at_once(figures)
-
-
-def _ring_axis(made: Projected, layouts: dict[str, ArrayPlan], automatic_axes: Sequence[str]) -> tuple[str | None, str]:
-    """(mesh axis that splits what is contracted and then the result's length; why there is none)."""
-    if made.of is None:
-        return None, "what it is made of is no activation that the model names"
-    kept, contracted = layouts[made.name].dimensions[LENGTH].axes, layouts[made.of].dimensions[LENGTH + 1].axes
-    if not contracted:
-        return None, f"no mesh axis splits what '{made.of}' is contracted over"
-    axis, *others = contracted
-    if kept != contracted or others or axis not in automatic_axes:
-        where = f"over {' and '.join(kept)}" if kept else "whole"
-        return None, f"its parts are over {' and '.join(contracted)}, and its length is {where}"
-    return axis, ""
+    return ProjectionPlan(made.name, split_over, axis, both_ways, figures) if is_shorter else behind(figures)
 
 
 def _compared(spec: RunSpec, made: Projected, axis: str, mesh: MeshPlan, target: TargetPlan) -> tuple[bool, str]:

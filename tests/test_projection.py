@@ -65,8 +65,8 @@ def test_a_ring_is_chosen_where_it_is_shorter():
     3 x (74 + 73) µs. The MLP's matmuls take longer than the transfers: 3 x 73 µs."""
     plan = whole(*LLAMA2_V5P)
     assert [each.how for each in plan.projections] == [
-        "attention_output added up in a ring over tensor: 442 µs not beside matmuls, 1.12 ms behind it",
-        "mlp_output added up in a ring over tensor: 218 µs not beside matmuls, 1.12 ms behind it",
+        "parts of attention_output are added up in a ring over tensor: 442 µs not beside matmuls, 1.12 ms behind it",
+        "parts of mlp_output are added up in a ring over tensor: 218 µs not beside matmuls, 1.12 ms behind it",
     ]
 
 
@@ -74,7 +74,7 @@ def test_a_ring_is_chosen_where_it_is_shorter():
     ("overrides", "why"),
     [
         (("target=v5p-16", "sharding=fsdp"), "no mesh axis splits what 'hidden' is contracted over"),
-        (("target=v5p-16", *WHOLE_STREAM, "mesh.tensor=4"), "its parts are over tensor, and its length is whole"),
+        (("target=v5p-16", *WHOLE_STREAM, "mesh.tensor=4"), "they are over tensor, and its length is whole"),
         (("target=v5p-16", *TENSOR_4, "sequence_length=12", "global_batch_size=2"),
          "neither 1 (sequences) nor 3 (tokens of each in a shard) is even"),
         (("target=h100-8", *TENSOR_4), "the compiler for h100-8 runs no permutes beside matmuls"),
