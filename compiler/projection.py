@@ -140,7 +140,7 @@ def build_project(plans: Sequence[ProjectionPlan]) -> Callable[[str, Array, Arra
 
 
 def _project_in_ring(x: Array, weight: Array, axis: str, both_ways: bool) -> Array:
-    """The result in shards of its length. Its gradient is used whole: matmuls with it wait for nothing else."""
+    """The result in shards of its length. Backward it is a plain matmul: its gradient arrives whole."""
     ring = jax.shard_map(
         lambda x, weight: add_up_in_ring(x, weight, axis, both_ways=both_ways),
         in_specs=(PartitionSpec(None, None, axis), PartitionSpec(axis)),
