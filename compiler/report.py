@@ -13,9 +13,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from meshloom.models.config import Config
 
-from .overlap_spec import Rings, Way
+from .overlap_spec import Way
 
-SCHEMA_VERSION = 3  # of report.json and plan.json
+SCHEMA_VERSION = 4  # of report.json and plan.json
 
 CollectiveKind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
@@ -141,7 +141,6 @@ class BuildReport(Config):
 class TriedReport(Way):
     """A program that `overlap.search` compiled. What is None is so because of what why_not says."""
 
-    rings: Rings = ()  # reports of before there were rings have none
     predicted_seconds: NonNegativeFloat | None
     exposed_fraction: Fraction | None
     peak_bytes_per_chip: NonNegativeInt | None
@@ -173,7 +172,7 @@ class Event(Config):
 
 
 class Report(Config):
-    schema_version: Literal[3]
+    schema_version: Literal[4]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport

@@ -6,6 +6,8 @@ import sys
 from difflib import get_close_matches
 from typing import NoReturn
 
+from .interruptible import hear_interrupts
+
 COMMANDS = {
     "train": "compile for the devices at hand and run",
     "explain": "the plan, in seconds, without compiling: shardings with reasons, memory, arithmetic",
@@ -39,6 +41,7 @@ examples:
 
 def main() -> NoReturn:
     """Entry point of the console script."""
+    hear_interrupts()
     try:
         sys.exit(run(sys.argv[1:]))
     except KeyboardInterrupt:  # before the run began, or asked for twice

@@ -36,6 +36,7 @@ from .declaration import write_declaration
 from .devices import plan_without_devices, start_devices
 from .distributed import Processes
 from .failures import RunFailed
+from .interruptible import raise_if_interrupted
 from .overlap_search import search_overlap
 from .report_files import write_report
 from .say import say
@@ -77,6 +78,7 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str
     _show_header(console, job)
     compiler = StepCompiler(job.devices, run_dir, model, console)
     made, searched = _compiled(job, compiler, request.overrides)
+    raise_if_interrupted()
     plan, built = made.plan, made.built
     write_declaration(plan, run_dir)
     changes = _savings(plan, built, request) if does_fit(plan, built) is False else ()

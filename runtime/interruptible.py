@@ -1,11 +1,35 @@
-"""Long calls of C++, during which Python runs no signal handler, so that Ctrl-C would be heard minutes later."""
+"""Ctrl-C beside C++: during a long call Python runs no signal handler, so that it would be heard minutes later; where
+it hits a callback, as XLA has one in the garbage collector, the KeyboardInterrupt is lost."""
 
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+_heard = threading.Event()
+
+
+def hear_interrupts() -> None:
+    """From here on Ctrl-C is a KeyboardInterrupt that `raise_if_interrupted` raises again. One that is ignored, as in a
+    background job, stays so."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _hear)
+
+
+def raise_if_interrupted() -> None:
+    """The KeyboardInterrupt that was heard, and may have been lost."""
+    if _heard.is_set():
+        raise KeyboardInterrupt
+
+
+def _hear(number: int, frame: FrameType | None) -> None:
+    _heard.set()
+    signal.default_int_handler(number, frame)
 
 
 def interruptibly(step: Callable[[], T]) -> T:
@@ -13,6 +37,7 @@ def interruptibly(step: Callable[[], T]) -> T:
 
     The step runs on behind it, and would keep the process from ending in order: leave by `os._exit`.
     """
+    raise_if_interrupted()
     done: Future[T] = Future()
 
     def run() -> None:

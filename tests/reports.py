@@ -197,10 +197,12 @@ def searched() -> SearchReport:
     unknown = dict.fromkeys(("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "fits"))
     return SearchReport(
         tried=(
-            TriedReport(layers=loops[0], option_sets=(), predicted_seconds=3.3, exposed_fraction=0.12, **figures),
-            TriedReport(layers=loops[1], option_sets=("async_fusion",), predicted_seconds=2.9, exposed_fraction=0.01,
+            TriedReport(layers=loops[0], rings=(), option_sets=(), predicted_seconds=3.3, exposed_fraction=0.12,
                         **figures),
-            TriedReport(layers=loops[1], option_sets=(), **unknown, compile_seconds=0.0, why_not="INTERNAL: <b>no</b>"),
+            TriedReport(layers=loops[1], rings=(), option_sets=("async_fusion",), predicted_seconds=2.9,
+                        exposed_fraction=0.01, **figures),
+            TriedReport(layers=loops[1], rings=(), option_sets=(), **unknown, compile_seconds=0.0,
+                        why_not="INTERNAL: <b>no</b>"),
         ),
         chosen=1, num_left=4, overrides=("overlap.layers.prefetch=1",), cache="miss",
     )  # fmt: skip
@@ -219,7 +221,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=3,
+        schema_version=4,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,

@@ -473,6 +473,28 @@ def test_ctrl_c_during_a_compile_ends_it_and_leaves_no_report(tmp_path):
     shutil.rmtree(tmp_path / "run")
 
 
+def test_an_interrupt_that_a_callback_swallowed_is_heard_behind_it():
+    """What is raised in `__del__` is ignored by Python, as in a callback of C++."""
+    code = """
+import os, signal
+from meshloom.runtime.interruptible import hear_interrupts, interruptibly, raise_if_interrupted
+class Swallows:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(1000))
+hear_interrupts()
+raise_if_interrupted()
+Swallows()
+print("lost", flush=True)
+try:
+    interruptibly(lambda: print("compiled"))
+except KeyboardInterrupt:
+    print("heard")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["lost", "heard"]
+
+
 # A quarter of embed_dim fills a row of 128. Where it does not, and arrays are as small as these, libtpu 0.0.50.1 fails:
 # "UNIMPLEMENTED: AllReduceScatterFusion ...".
 WIDE_HEADS = ("model.embed_dim=512", "model.num_heads=1", "model.num_kv_heads=1", "model.head_dim=128",

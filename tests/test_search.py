@@ -53,7 +53,7 @@ def way(loop: LayerLoop, *option_sets: str) -> Way:
 
 
 def tried(seconds: float | None, *, fits: bool | None = True) -> TriedReport:
-    return TriedReport(layers=FLAT, option_sets=(), predicted_seconds=seconds, exposed_fraction=None,
+    return TriedReport(layers=FLAT, rings=(), option_sets=(), predicted_seconds=seconds, exposed_fraction=None,
                        peak_bytes_per_chip=None, fits=fits, compile_seconds=1.0, why_not=None)  # fmt: skip
 
 
