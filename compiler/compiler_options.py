@@ -69,6 +69,7 @@ class OptionTable(Config):
     reduce_scatters_up_to: the most devices, times the odd part of a dimension that is not scattered, of which a
         reduce-scatter stays one.
     unroll_aborts: the process ends at several layers in a trip where a mesh axis splits matmuls.
+    waits_for_all: collectives are waited for whatever the options: one that is made in vain takes its time.
     sums_each_matmul: partial results of each matmul are added up for itself, whole; else of several at once, in shards.
     permutes_beside_matmuls: permutes run beside what does not need them; not on more chips than permutes_wait_above.
     collectives_in_any_order: devices may run those that do not need each other in different orders, and wait for ever.
@@ -79,6 +80,7 @@ class OptionTable(Config):
     gathers_before_loops: tuple[str, ...]
     reduce_scatters_up_to: dict[str, int]
     unroll_aborts: tuple[str, ...]
+    waits_for_all: tuple[str, ...]
     sums_each_matmul: tuple[str, ...]
     permutes_beside_matmuls: tuple[str, ...]
     permutes_wait_above: dict[str, int]

@@ -41,6 +41,8 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
         embed = leave_split(weights.piece("embed"), exchanged).gathered()
         context = replace(make_context(shared, 0), look_up=build_look_up(plan.look_ups))
         x_BTE = model.embed.apply(embed, part["inputs"], context)
+    platform, table = plan.target.platform, option_table()
+    run = partial(run_layers, loop=plan.spec.overlap.layers, skip_idle=platform in table.waits_for_all)
     num_before = 1
     for stack in model.stacks:
 
@@ -52,9 +54,9 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
         policy = build_policy(plan.spec.remat, stack.name)
         with jax.named_scope(stack.name):
             stacked = weights.piece(stack.name)
-            if plan.target.platform not in option_table().collectives_in_any_order:
+            if platform not in table.collectives_in_any_order:
                 stacked = gather_vectors(stacked)
-            x_BTE = run_layers(layer, stacked, shared, x_BTE, policy=policy, loop=plan.spec.overlap.layers)
+            x_BTE = run(layer, stacked, shared, x_BTE, policy=policy)
         num_before += stack.num_layers
     with jax.named_scope("head"):
         context = make_context(replace(shared, dropout_keys_B=None), 0)

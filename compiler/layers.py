@@ -28,11 +28,15 @@ from .remat import Policy
 LayerFn = Callable[[Any, Any, Array, Array], Array]
 
 
-def run_layers(layer: LayerFn, weights: Weights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop) -> Array:
+def run_layers(
+    layer: LayerFn, weights: Weights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop, skip_idle: bool
+) -> Array:
     """All layers of a stack, one after the other. weights: arrays whose first dimension is `layers`. policy: what of a
-    layer is kept for the backward pass (remat.py)."""
-    run = prefetch_layers if loop.prefetch else scan_layers
-    return run(layer, weights, shared, x, policy=policy, loop=loop)
+    layer is kept for the backward pass (remat.py). skip_idle: what the ends of a loop that prefetches would gather and
+    reduce in vain is behind a branch; for where it would not be hidden."""
+    if loop.prefetch:
+        return prefetch_layers(layer, weights, shared, x, policy=policy, loop=loop, skip_idle=skip_idle)
+    return scan_layers(layer, weights, shared, x, policy=policy, loop=loop)
 
 
 def scan_layers(layer: LayerFn, weights: Weights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop) -> Array:
@@ -56,18 +60,19 @@ def prefetch_layers(
     *,
     policy: Policy,
     loop: LayerLoop,
+    skip_idle: bool,
 ) -> Array:
     """The same, with the weights of `loop.prefetch` layers gathered ahead: so many more are held whole.
 
     The last trips of the forward pass gather what the first of the backward pass take, the last layers again; the last
     trips of the backward pass gather the first layer in vain, and its first reduces zeros where gradients are deferred:
-    a trip is one program.
+    a trip is one program. With `skip_idle` these two are behind a branch.
     """
     num_layers = _num_layers(weights)
     distance = min(loop.prefetch, num_layers)
     tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
     slots: list[Array] = jax.tree.leaves(weights.slots)
-    stack = _stack_of(weights, loop)
+    stack = _stack_of(weights, loop, skip_idle=skip_idle)
     ahead, late = stack.ahead, stack.late
 
     def flat(whole: list[Array], shared: list[Array], index: Array, x: Array) -> Array:
@@ -97,13 +102,21 @@ def prefetch_layers(
 
         def trip(carry: tuple[Array, list[Any], list[Array], list[Array]], trip: Any) -> Any:
             (dx, (arrived, *on_the_way), above, deferred), (t, pull_back) = carry, trip
-            next_one = stack.fetched(working, jnp.maximum(t - distance, 0), ahead)
+            layer_ahead = jnp.maximum(t - distance, 0)
+            next_one = stack.moved(
+                t >= distance, lambda: stack.fetched(working, layer_ahead, ahead), otherwise=lambda: arrived
+            )
             arguments = (stack.whole(working, t, arrived), jax.tree.leaves(shared), t)
             pull_back.args_res[:3] = map(_put_back, pull_back.args_res[:3], arguments)
             dw, _, _, dx = pull_back(dx)
             below, now = _split(dw, late)
             layer_above = jnp.minimum(t + 1, num_layers - 1)  # the first trip's is written again by the second
-            deferred = _written(deferred, stack.sent_back(above, before, layer_above, late), layer_above)
+            sent = stack.moved(
+                t < num_layers - 1,
+                lambda: stack.sent_back(above, before, layer_above, late),
+                otherwise=lambda: [_row(x, layer_above) for x in deferred],
+            )
+            deferred = _written(deferred, sent, layer_above)
             now = stack.sent_back(now, before, t, _others(late))
             return (dx, [*on_the_way, next_one], below, deferred), now
 
@@ -126,12 +139,19 @@ def prefetch_layers(
 
 @dataclass(frozen=True)
 class _Stack:
-    """The weights of a stack as lists. ahead: which are gathered ahead. late: of which gradients cross a trip late."""
+    """The weights of a stack as lists. ahead: which are gathered ahead. late: of which gradients cross a trip late.
+    skip_idle: what nobody needs is not moved."""
 
     layouts: list[WeightLayout]
     reduction: Reduction
     ahead: list[bool]
     late: list[bool]
+    skip_idle: bool
+
+    def moved(
+        self, is_needed: Array, move: Callable[[], list[Array]], *, otherwise: Callable[[], list[Array]]
+    ) -> list[Array]:
+        return jax.lax.cond(is_needed, move, otherwise) if self.skip_idle else move()
 
     def fetched(self, working: Any, index: Array, which: Sequence[bool]) -> list[Array]:
         """Weights of a layer, whole; of those that `which` has."""
@@ -151,10 +171,10 @@ class _Stack:
         ]
 
 
-def _stack_of(weights: Weights, loop: LayerLoop) -> _Stack:
+def _stack_of(weights: Weights, loop: LayerLoop, *, skip_idle: bool) -> _Stack:
     layouts: list[WeightLayout] = jax.tree.leaves(weights.layouts)
     late = [loop.deferred_reduce_scatter and layout.crosses(weights.reduction) for layout in layouts]
-    return _Stack(layouts, weights.reduction, [bool(layout.gathered) for layout in layouts], late)
+    return _Stack(layouts, weights.reduction, [bool(layout.gathered) for layout in layouts], late, skip_idle)
 
 
 def _num_layers(weights: Weights) -> int:

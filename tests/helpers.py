@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.profiler import ProfileData
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshloom.compiler.compose import Request, read_spec
@@ -125,11 +126,11 @@ def gradients_of(plan: Plan, params: Any, tokens: np.ndarray) -> tuple[float, An
 
 
 _COLLECTIVE = re.compile(r" = (?P<type>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")  # fmt: skip  # noqa: E501
-_CALLED = re.compile(r"(?:body|condition|calls|to_apply|branch_computations)=\{?%?([\w.\-]+)")
+_CALLED = re.compile(r"(?:body|condition|calls|to_apply|(?:true|false)_computation|branch_computations)=(\{.*?\}|\S+)")
 
 
 def collectives_per_step(hlo: str, *, at_least_elements: int = 2) -> Counter[str]:
-    """Collectives by kind that a compiled program runs, one for each array, loop bodies once per trip.
+    """Collectives by kind that a compiled program runs, one for each array, loop bodies once per trip, all branches.
 
     Scalars are left out: the loss and the squares of the gradient norm are summed whatever the layout.
     """
@@ -145,6 +146,22 @@ def collective_elements_per_step(hlo: str) -> Counter[str]:
     for kind, sizes, trips in _each_collective(hlo):
         elements[kind] += trips * sum(size for size in sizes if size > 1)
     return elements
+
+
+def collectives_run(programs: Programs, tokens: np.ndarray, folder: Path) -> Counter[str]:
+    """Collectives by kind that a CPU device runs in a step, by the runtime's own trace: branches where they are taken.
+
+    folder: for the trace.
+    """
+    state, batch = programs.init(), on_devices(programs, tokens)
+    with jax.profiler.trace(folder):
+        jax.block_until_ready(programs.train(state, batch))
+    trace = ProfileData.from_file(str(next(folder.rglob("*.xplane.pb"))))
+    events = Counter(event.name for plane in trace.planes for line in plane.lines for event in line.events)
+    counts: Counter[str] = Counter()
+    for name, _, kind, _ in re.findall(rf"%?([\w.\-]+){_COLLECTIVE.pattern}", programs.train.as_text()):
+        counts[kind] += events[name]
+    return Counter({kind: count // jax.device_count() for kind, count in counts.items()})
 
 
 def largest_outside_loops(hlo: str, kind: str) -> int:
@@ -171,7 +188,7 @@ def _each_collective(hlo: str) -> Iterator[tuple[str, list[int], int]]:
                 known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
                 assert known, line
                 inner = trips * int(known[1])
-            for called in _CALLED.findall(line):
+            for called in re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(line))):
                 yield from visit(called, inner)
 
     yield from visit(entry[1], 1)

@@ -10,7 +10,13 @@ import jax
 import pytest
 
 from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
-from helpers import collective_elements_per_step, collectives_per_step, largest_outside_loops
+from helpers import (
+    collective_elements_per_step,
+    collectives_per_step,
+    collectives_run,
+    largest_outside_loops,
+    programs_of,
+)
 from meshloom.compiler.driver import lower
 
 NUM_LAYERS, PER_LAYER, OUTSIDE = 3, 9, 3  # parameters of a small decoder: in a layer, in embed and head
@@ -100,6 +106,16 @@ def test_prefetch_gathers_so_many_layers_more_and_reduces_one_more(fsdp, distanc
     }  # fmt: skip
     at_once = _count(*prefetch, "overlap.layers.deferred_reduce_scatter=false")
     assert at_once["reduce-scatter"] == fsdp["reduce-scatter"]
+
+
+def test_what_prefetch_would_move_in_vain_is_not_run_where_all_is_waited_for(fsdp, tokens, tmp_path):
+    run = {}
+    for distance in (0, 1, 2):
+        loop = ("overlap=prefetch", f"overlap.layers.prefetch={distance}") if distance else ()
+        programs = programs_of(plan_of(GATHER, "sharding=fsdp", *loop))
+        run[distance] = collectives_run(programs, tokens[0], tmp_path / str(distance))
+    assert fsdp.items() <= run[0].items()  # which has the sums of scalars, too
+    assert run[1] == run[2] == run[0]
 
 
 def test_zero1_scatters_and_gathers_each_parameter_once_per_step():

@@ -6,6 +6,8 @@ import pytest
 
 from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
 from helpers import evaluate, gradients_of, on_devices, programs_of, reference_adamw, reference_loss
+from meshloom.compiler import forward
+from meshloom.compiler.compiler_options import option_table
 from meshloom.compiler.driver import lower
 from meshloom.compiler.step import build_loss
 
@@ -216,6 +218,25 @@ def test_bfloat16_stays_near_float32(tokens, reference):
     ]
     assert min(cosines) > 0.99  # bfloat16 has 8 bits of precision
     assert all(g.dtype == np.float32 for g in jax.tree.leaves(our_grads))
+
+
+@pytest.mark.parametrize(
+    "name", ["prefetch, hsdp 2x4, in backward, remat full", "prefetch, rings, fsdp_tensor 4x2, 2 microbatches"]
+)
+def test_the_ends_of_a_loop_change_no_bit_of_a_gradient(tokens, monkeypatch, name):
+    """CPUs branch around them, accelerators do not."""
+    plan = _plan(ALL_CASES[name])
+    params = programs_of(plan).init()["params"]
+    monkeypatch.setattr(forward, "option_table", lambda: table)
+    found, branches = [], []
+    for waits_for_all in (("cpu",), ()):
+        table = option_table().model_copy(update={"waits_for_all": waits_for_all})
+        found.append(jax.tree.leaves(gradients_of(plan, params, tokens[0])))
+        text = lower(plan, plan.mesh.of_devices(jax.devices()), ["train"]).train.as_text()
+        branches.append(text.count("stablehlo.case"))
+    assert branches == [2, 0]
+    for skipped, run in zip(*found, strict=True):
+        np.testing.assert_array_equal(skipped, run)
 
 
 def test_gradients_are_accumulated_in_float32_whatever_the_parameters():
