@@ -24,11 +24,13 @@ def tokens_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
 
 
 def check_batch(spec: RunSpec, mesh: MeshPlan) -> None:
-    """Raise ConfigError where microbatches times data shards do not divide the global batch."""
+    """Raise ConfigError where microbatches times data shards do not divide the global batch, or parts of a layer not
+    what a device has of it."""
     axes = batch_axes(spec.sharding, mesh)
     shards, microbatches = mesh.num_shards(axes), spec.num_microbatches
     size, parts = spec.global_batch_size, shards * microbatches
     if size % parts == 0:
+        _check_parts(spec.overlap.layers.batch_parts, size // parts)
         return
     split = " x ".join(f"{axis}={mesh.sizes[axis]}" for axis in axes)
     by = f"{shards} data shards ({split})" if axes else "1 data shard"
@@ -39,6 +41,13 @@ def check_batch(spec: RunSpec, mesh: MeshPlan) -> None:
         fitting = [n for n in range(1, size // shards + 1) if size // shards % n == 0]
         fix += f", or num_microbatches={nearest(microbatches, fitting)}"
     raise_if_any([Problem("global_batch_size", f"{size} sequences are not divisible by {by}", fix)])
+
+
+def _check_parts(num_parts: int, num_sequences: int) -> None:
+    if num_sequences % num_parts:
+        what = f"{num_sequences} sequences of a device are not divisible by {num_parts}"
+        fitting = [n for n in range(1, num_sequences + 1) if num_sequences % n == 0]
+        raise_if_any([Problem("overlap.layers.batch_parts", what, f"use {nearest(num_parts, fitting)}")])
 
 
 def check_length(spec: RunSpec, model: Model) -> None:

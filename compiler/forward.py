@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from .remat import build_policy, marked
 from .trees import like
 
 Batch = dict[str, Array]  # int32 (sequences, sequence_length), by the names of batch_arrays
+Parts = tuple[Any, ...]  # of the batch, a tree each
 
 
 def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None) -> Array:
@@ -41,23 +43,24 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
         embed = leave_split(weights.piece("embed"), exchanged).gathered()
         context = replace(make_context(shared, 0), look_up=build_look_up(plan.look_ups))
         x_BTE = model.embed.apply(embed, part["inputs"], context)
-    platform, table = plan.target.platform, option_table()
-    run = partial(run_layers, loop=plan.spec.overlap.layers, skip_idle=platform in table.waits_for_all)
+    platform, table, loop = plan.target.platform, option_table(), plan.spec.overlap.layers
+    run = partial(run_layers, loop=loop, skip_idle=platform in table.waits_for_all)
+    shared_parts, x_parts = (_parts_of_batch(tree, loop.batch_parts) for tree in (shared, x_BTE))
     num_before = 1
     for stack in model.stacks:
 
-        def layer(
-            params: Params, shared: Shared, index: Array, x_BTE: Array, stack=stack, num_before=num_before
-        ) -> Array:
-            return stack.layer.apply(params, x_BTE, make_context(shared, num_before + index))
+        def layer(params: Params, shared: Parts, index: Array, x: Parts, stack=stack, num_before=num_before) -> Parts:
+            contexts = (make_context(part, num_before + index) for part in shared)
+            return tuple(stack.layer.apply(params, *part) for part in zip(x, contexts, strict=True))
 
         policy = build_policy(plan.spec.remat, stack.name)
         with jax.named_scope(stack.name):
             stacked = weights.piece(stack.name)
             if platform not in table.collectives_in_any_order:
                 stacked = gather_vectors(stacked)
-            x_BTE = run(layer, stacked, shared, x_BTE, policy=policy)
+            x_parts = run(layer, stacked, shared_parts, x_parts, policy=policy)
         num_before += stack.num_layers
+    x_BTE = jnp.concatenate(x_parts)
     with jax.named_scope("head"):
         context = make_context(replace(shared, dropout_keys_B=None), 0)
         parts = _head_parts(plan, weights.piece("head"), x_BTE)
@@ -93,6 +96,15 @@ def _shared(part: Batch, dropout_key: Array | None) -> Shared:
     positions_BT = part["positions"] if "positions" in part else jnp.arange(part["inputs"].shape[1])[None]
     keys_B = None if dropout_key is None else jax.vmap(partial(jax.random.fold_in, dropout_key))(part["row"])
     return Shared(positions_BT, part.get("segment_ids"), keys_B)
+
+
+def _parts_of_batch(tree: Any, num_parts: int) -> Parts:
+    """A tree for each part of the sequences; what is one for all sequences is in each."""
+
+    def cut(x: Array, part: int) -> Array:
+        return x if num_parts == 1 or x.shape[0] == 1 else jnp.split(x, num_parts)[part]
+
+    return tuple(jax.tree.map(partial(cut, part=part), tree) for part in range(num_parts))
 
 
 def _context_maker(plan: Plan) -> Callable[[Shared, Array | int], Context]:

@@ -24,13 +24,13 @@ from .gather import Reduction, WeightLayout, Weights, fetch, send_back
 from .overlap_spec import LayerLoop
 from .remat import Policy
 
-# (whole weights, what all layers share, number of the layer, x) -> x
-LayerFn = Callable[[Any, Any, Array, Array], Array]
+# (whole weights, what all layers share, number of the layer, x) -> x, a tree of arrays
+LayerFn = Callable[[Any, Any, Array, Any], Any]
 
 
 def run_layers(
-    layer: LayerFn, weights: Weights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop, skip_idle: bool
-) -> Array:
+    layer: LayerFn, weights: Weights, shared: Any, x: Any, *, policy: Policy, loop: LayerLoop, skip_idle: bool
+) -> Any:
     """All layers of a stack, one after the other. weights: arrays whose first dimension is `layers`. policy: what of a
     layer is kept for the backward pass (remat.py). skip_idle: what the ends of a loop that prefetches would gather and
     reduce in vain is behind a branch; for where it would not be hidden."""
@@ -39,10 +39,10 @@ def run_layers(
     return scan_layers(layer, weights, shared, x, policy=policy, loop=loop)
 
 
-def scan_layers(layer: LayerFn, weights: Weights, shared: Any, x: Array, *, policy: Policy, loop: LayerLoop) -> Array:
+def scan_layers(layer: LayerFn, weights: Weights, shared: Any, x: Any, *, policy: Policy, loop: LayerLoop) -> Any:
     """One layer's program, run once per layer."""
 
-    def one(x: Array, slots: Any, before: Any, working: Any, index: Array) -> Array:
+    def one(x: Any, slots: Any, before: Any, working: Any, index: Array) -> Any:
         of_layer = replace(weights, slots=slots, before=before, working=working)
         return layer(of_layer.gathered(), shared, index, x)
 
@@ -56,12 +56,12 @@ def prefetch_layers(
     layer: LayerFn,
     weights: Weights,
     shared: Any,
-    x: Array,
+    x: Any,
     *,
     policy: Policy,
     loop: LayerLoop,
     skip_idle: bool,
-) -> Array:
+) -> Any:
     """The same, with the weights of `loop.prefetch` layers gathered ahead: so many more are held whole.
 
     The last trips of the forward pass gather what the first of the backward pass take, the last layers again; the last
@@ -75,14 +75,14 @@ def prefetch_layers(
     stack = _stack_of(weights, loop, skip_idle=skip_idle)
     ahead, late = stack.ahead, stack.late
 
-    def flat(whole: list[Array], shared: list[Array], index: Array, x: Array) -> Array:
+    def flat(whole: list[Array], shared: list[Array], index: Array, x: Any) -> Any:
         """`layer` with lists for trees: the residuals of a derivative then are tuples, in the same order."""
         return layer(jax.tree.unflatten(tree, whole), jax.tree.unflatten(tree_of_shared, shared), index, x)
 
     kept = jax.checkpoint(flat, policy=policy, prevent_cse=False)
 
-    def forward(_: Any, before: Any, working: Any, shared: Any, x: Array) -> tuple[Array, Any]:
-        def trip(carry: tuple[Array, list[Any]], t: Array) -> tuple[tuple[Array, list[Any]], Any]:
+    def forward(_: Any, before: Any, working: Any, shared: Any, x: Any) -> tuple[Any, Any]:
+        def trip(carry: tuple[Any, list[Any]], t: Array) -> tuple[tuple[Any, list[Any]], Any]:
             x, (arrived, *on_the_way) = carry
             beyond = t + distance  # past the last layer: what the backward pass begins with
             next_one = stack.fetched(
@@ -97,10 +97,10 @@ def prefetch_layers(
         (x, last), pull_backs = jax.lax.scan(trip, (x, first), jnp.arange(num_layers), unroll=loop.unroll)
         return x, (before, working, shared, last, pull_backs)
 
-    def backward(saved: Any, dx: Array) -> tuple[Any, None, None, None, Array]:
+    def backward(saved: Any, dx: Any) -> tuple[Any, None, None, None, Any]:
         before, working, shared, last, pull_backs = saved
 
-        def trip(carry: tuple[Array, list[Any], list[Array], list[Array]], trip: Any) -> Any:
+        def trip(carry: tuple[Any, list[Any], list[Array], list[Array]], trip: Any) -> Any:
             (dx, (arrived, *on_the_way), above, deferred), (t, pull_back) = carry, trip
             layer_ahead = jnp.maximum(t - distance, 0)
             next_one = stack.moved(
@@ -130,7 +130,7 @@ def prefetch_layers(
         return jax.tree.unflatten(tree, _merged(deferred, now, late)), None, None, None, dx
 
     @jax.custom_vjp
-    def run(slots: Any, before: Any, working: Any, shared: Any, x: Array) -> Array:
+    def run(slots: Any, before: Any, working: Any, shared: Any, x: Any) -> Any:
         return forward(slots, before, working, shared, x)[0]
 
     run.defvjp(forward, backward)

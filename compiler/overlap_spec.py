@@ -14,6 +14,7 @@ class LayerLoop(Config):
     """The loop over a stack's layers (layers.py)."""
 
     unroll: PositiveInt  # layers in a trip
+    batch_parts: PositiveInt  # of a device's sequences, side by side in a layer: one computes while another is sent
     prefetch: NonNegativeInt  # layers whose weights are gathered ahead
     deferred_reduce_scatter: bool  # a layer's gradients cross while the layer below runs backward; needs prefetch
     reduce_in_backward: bool  # what is reduced once per step crosses while the last microbatch runs backward
@@ -55,6 +56,7 @@ class Way(Config):
         words += ["deferred"] if loop.deferred_reduce_scatter else []
         words += ["reduced in backward"] if loop.reduce_in_backward else []
         words += [f"unroll {loop.unroll}"] if loop.unroll > 1 else []
+        words += [f"{loop.batch_parts} batch parts"] if loop.batch_parts > 1 else []
         words += ["rings"] if self.rings else []
         return ", ".join([*words, *self.option_sets])
 

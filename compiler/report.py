@@ -15,7 +15,7 @@ from meshloom.models.config import Config
 
 from .overlap_spec import Way
 
-SCHEMA_VERSION = 4  # of report.json and plan.json
+SCHEMA_VERSION = 5  # of report.json and plan.json
 
 CollectiveKind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
@@ -172,7 +172,7 @@ class Event(Config):
 
 
 class Report(Config):
-    schema_version: Literal[4]
+    schema_version: Literal[5]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport

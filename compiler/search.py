@@ -10,6 +10,7 @@ from itertools import product
 
 import jax
 
+from .batch import tokens_of_device
 from .communication import PlannedCollective
 from .compiler_options import OptionTable, option_table
 from .estimate import StepEstimate
@@ -19,10 +20,11 @@ from .gradients import check_gradients
 from .overlap_spec import LayerLoop, Way
 from .plan import Plan
 from .problems import ConfigError, Problem
+from .projection import NUM_PASSES
 from .report import TriedReport
 from .spec import RunSpec
 
-FLAT = LayerLoop(unroll=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False)
+FLAT = LayerLoop(unroll=1, batch_parts=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def check_can_judge(plan: Plan) -> None:
 
 def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]:
     """The one that is declared, then the others that the plan allows, those that expose least before; but first of all
-    the best with each set for weights, with rings and without: what those cost matmuls only a schedule tells."""
+    the best with each set for weights, and with and without rings in one part of the batch and in two: what those cost
+    matmuls only a schedule tells."""
     table, overlap = option_table(), plan.spec.overlap
     rings = list(_rings(plan))
     declared = Way(layers=overlap.layers, rings=rings[0], option_sets=overlap.option_sets)
@@ -78,18 +81,20 @@ def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]
 
 
 def _choices(way: Way, table: OptionTable) -> set[str]:
-    """Whether it has rings, and its sets for weights."""
+    """Its sets for weights, and what it does about activations."""
     of_weights = {name for name in way.option_sets if "weights" in table.sets[name].tried_for}
-    return {"rings" if way.rings else "no rings", *of_weights}
+    return {f"{'rings' if way.rings else 'no rings'} in {way.layers.batch_parts} parts", *of_weights}
 
 
 def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way, table: OptionTable) -> float:
-    """What of a step is not arithmetic: collectives that nothing hides, and copies of weights that wait in a loop.
+    """What of a step is not arithmetic: collectives that nothing hides, copies of weights that wait in a loop, sums in
+    rings.
 
     Of what a layer gathers or reduces beside its own arithmetic, the first is exposed, unless the options let it begin
     early; of what it moves for its neighbour, none. Weights that arrive for a later trip are copied into their place,
     where the trips of a body take turns with the buffers those of one of them. What a ring sends runs beside its
-    matmuls; without the ring it is a reduce-scatter behind them, half as long, as that uses both ways at once.
+    matmuls; without the ring it is a reduce-scatter behind them, half as long, as that uses both ways at once. Of
+    activations that cross for one part of the batch beside another's arithmetic, one part's stay.
     """
     loop, option_sets = way.layers, way.option_sets
     stacks = {stack.name for stack in plan.model.stacks}
@@ -99,17 +104,19 @@ def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way, table: Option
     turns = 1 if loop.unroll % (loop.prefetch + 1) else loop.prefetch + 1
     is_copied = plan.target.platform in table.copies_carried and loop.prefetch
     behind = {} if loop.reduce_in_backward else _reduced_behind(plan)
-    exposed, link_seconds, copied_bytes = 0.0, 0.0, 0.0
+    exposed, link_seconds, passed_bytes = 0.0, 0.0, 0.0
     of_layers = [one for one in estimate.communication if one.source in paths and one.source.split("/")[0] in stacks]
     for one in estimate.communication:
         seconds = _alone_seconds(plan, one)
         link_seconds += seconds
         is_gather = one.kind == "all-gather"
         if one.kind == "collective-permute":
-            exposed += 0.0 if way.rings else seconds / 2
+            exposed += 0.0 if way.rings else seconds / 2 / loop.batch_parts
+            passed_bytes += NUM_PASSES * one.num_bytes if way.rings else 0
             continue
         if one.source not in paths:
-            exposed += seconds if one.kind not in hidden["activations"] else 0.0
+            stays = 1 / loop.batch_parts if one.kind in hidden["weights"] else 1.0
+            exposed += stays * seconds if one.kind not in hidden["activations"] else 0.0
             continue
         is_behind = not is_gather and one.mesh_axes in behind.get(one.source, ())
         if one.kind not in hidden["weights"] or one not in of_layers or is_behind:
@@ -118,10 +125,10 @@ def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way, table: Option
             alike = [other for other in of_layers if (other.kind, other.direction) == (one.kind, one.direction)]
             exposed += seconds / len(alike)
         if is_copied and is_gather and one in of_layers:
-            copied_bytes += 2 * one.num_bytes // turns  # read and written
+            passed_bytes += 2 * one.num_bytes // turns  # read and written
     compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
     bandwidth = plan.target.hbm_bytes_per_second_per_device or float("inf")
-    return max(exposed, link_seconds - compute) + copied_bytes / bandwidth
+    return max(exposed, link_seconds - compute) + passed_bytes / bandwidth
 
 
 def _reduced_behind(plan: Plan) -> dict[str, tuple[tuple[str, ...], ...]]:
@@ -139,14 +146,18 @@ def best_of(tried: Sequence[TriedReport]) -> int | None:
 
 def _loops(plan: Plan, table: OptionTable) -> Iterator[LayerLoop]:
     """Where no weight is gathered there is nothing to prefetch; where every gradient is reduced as soon as it is made,
-    nothing to reduce earlier."""
+    nothing to reduce earlier; where nothing splits matmuls, nothing that a part of the batch would wait for."""
+    sequences = tokens_of_device(plan.spec, plan.mesh) // plan.spec.sequence_length
+    batch_parts = (1, 2) if automatic_axes(plan) and sequences % 2 == 0 else (1,)
     layers_in_a_trip = (1,) if table.aborts_unrolled(automatic_axes(plan), plan.target) else (1, 2)
     layouts = weight_layouts(plan)
     own = [layout for stack in plan.model.stacks for layout in jax.tree.leaves(layouts[stack.name])]
     ahead = (0, 1) if any(layout.gathered for layout in own) else (0,)
-    for is_early, distance, unroll, is_deferred in product((False, True), ahead, layers_in_a_trip, (False, True)):
+    choices = product((False, True), ahead, layers_in_a_trip, batch_parts, (False, True))
+    for is_early, distance, unroll, num_parts, is_deferred in choices:
         loop = LayerLoop(
             unroll=unroll,
+            batch_parts=num_parts,
             prefetch=distance,
             deferred_reduce_scatter=bool(distance and is_deferred),
             reduce_in_backward=is_early,

@@ -191,8 +191,9 @@ V5E = TargetReport(
 
 def searched() -> SearchReport:
     """Three programs: declared, best, one that the compiler failed on."""
-    loops = [LayerLoop(unroll=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False),
-             LayerLoop(unroll=2, prefetch=1, deferred_reduce_scatter=True, reduce_in_backward=False)]  # fmt: skip
+    loops = [LayerLoop(unroll=1, batch_parts=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False),
+             LayerLoop(unroll=2, batch_parts=1, prefetch=1, deferred_reduce_scatter=True,
+                       reduce_in_backward=False)]  # fmt: skip
     figures = {"peak_bytes_per_chip": 9 * GIB, "fits": True, "compile_seconds": 40.0, "why_not": None}
     unknown = dict.fromkeys(("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "fits"))
     return SearchReport(
@@ -221,7 +222,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=4,
+        schema_version=5,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,

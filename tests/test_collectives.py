@@ -197,6 +197,19 @@ def test_fsdp_with_tensor_moves_weights_over_fsdp_and_activations_over_tensor(fs
     assert set(counts) == {"all-gather", "reduce-scatter", "all-reduce"}  # nothing is resharded
 
 
+@pytest.mark.parametrize("overlap", ["xla", "prefetch"])
+def test_parts_of_the_batch_send_their_own_activations_and_share_weights(overlap):
+    """Twice as many of activations in a layer, of half the size; weights cross once for all parts. Gradients of a
+    layer's two norms are added up for each part (accelerators add them first)."""
+    whole = ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=4", f"overlap={overlap}")
+    parts, norms = (*whole, "overlap.layers.batch_parts=2"), NUM_LAYERS * 2
+    more = collective_elements_per_step(_text(*parts)) - collective_elements_per_step(_text(*whole))
+    assert more == {"all-reduce": norms * 32}
+    assert +_count(*parts) - _count(*whole) == {
+        "all-gather": NUM_LAYERS * 6, "all-reduce": NUM_LAYERS * (2 + 5) + norms,
+    }  # fmt: skip
+
+
 def test_a_whole_residual_stream_is_summed_and_nothing_else():
     assert _count(*WHOLE_STREAM, "mesh.fsdp=1", "mesh.tensor=8") == {"all-reduce": SUMS}
 

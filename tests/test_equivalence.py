@@ -130,7 +130,7 @@ SPLIT_STREAMS = {
         "loss.max_logits_share=0.0",
     ),
 }  # fmt: skip
-RINGS = "overlap.rings=[attention_output,mlp_output]"
+RINGS, PARTS = "overlap.rings=[attention_output,mlp_output]", "overlap.layers.batch_parts=2"
 IN_RINGS = {
     "rings, fsdp_tensor 2x4": (BOTH, RINGS, "mesh.fsdp=2", "mesh.tensor=4"),
     "rings, gpt2's parts, tensor 4x2, remat full": (
@@ -141,8 +141,20 @@ IN_RINGS = {
     ),
     "prefetch, rings, fsdp_tensor 4x2, 2 microbatches": (BOTH, PREFETCH, RINGS, "num_microbatches=2"),
 }  # fmt: skip
+IN_PARTS = {
+    "2 parts, fsdp_tensor 4x2, remat full": (BOTH, PARTS, "remat=full"),
+    "4 parts, rings, tensor 4x2, save_dots": (
+        TENSOR, "overlap.layers.batch_parts=4", RINGS, "mesh.data=4", "mesh.tensor=2", "remat=save_dots",
+    ),
+    "2 parts, prefetch 2 in turns of 2, hsdp 2x4, in backward": (
+        HSDP, PARTS, PREFETCH, IN_BACKWARD, "mesh.replica=2", "overlap.layers.prefetch=2", "overlap.layers.unroll=2",
+    ),
+    "2 parts, gemma2's layers, fsdp_tensor 2x4, 2 microbatches": (
+        BOTH, PARTS, "mesh.fsdp=2", "mesh.tensor=4", "num_microbatches=2", *GEMMA2,
+    ),
+}  # fmt: skip
 CASES = LAYOUTS | PROGRAMS
-ALL_CASES = CASES | SPLIT_STREAMS | IN_RINGS | REDUCED_IN_BACKWARD
+ALL_CASES = CASES | SPLIT_STREAMS | IN_RINGS | IN_PARTS | REDUCED_IN_BACKWARD
 
 
 def _plan(case: tuple[str, ...]):

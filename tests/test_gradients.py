@@ -166,7 +166,11 @@ def _gradients(layout, loop, when, skip_idle):
 def test_gradients_are_finite_differences(name, loop, when, skip_idle):
     layout, (unroll, distance, deferred) = LAYOUTS[name], LOOPS[loop]
     chosen = LayerLoop(
-        unroll=unroll, prefetch=distance, deferred_reduce_scatter=deferred, reduce_in_backward=when != BEHIND
+        unroll=unroll,
+        batch_parts=1,
+        prefetch=distance,
+        deferred_reduce_scatter=deferred,
+        reduce_in_backward=when != BEHIND,
     )
     with jax.enable_x64(True):
         grads, dx = _gradients(layout, chosen, when, skip_idle)

@@ -123,6 +123,7 @@ def test_dropout_is_the_same_on_every_layout_and_other_in_every_step(tokens):
         ("sharding=fsdp",),
         ("sharding=fsdp_tensor", "num_microbatches=2", "remat=full"),
         ("sharding=tensor",),
+        ("sharding=fsdp_tensor", "overlap.layers.batch_parts=2"),
     ):
         np.testing.assert_allclose(losses_of(*layout, *rate, batches=same), one, rtol=1e-6)
     assert losses_of("target=cpu-1", *rate, "seed=1", batches=same)[0] != pytest.approx(one[0], rel=1e-6)
@@ -155,7 +156,10 @@ def test_ignored_targets_do_not_count(tokens):
     np.testing.assert_allclose(results, [results[0]] * 3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [("sharding=fsdp", "num_microbatches=2"), ("sharding=fsdp_tensor", "remat=full")])
+@pytest.mark.parametrize(
+    "layout",
+    [("sharding=fsdp", "num_microbatches=2"), ("sharding=fsdp_tensor", "remat=full", "overlap.layers.batch_parts=2")],
+)
 def test_packed_documents_train_as_if_each_were_alone(layout):
     """Real batches with segment ids and positions: the loss is that of every document in a sequence of its own."""
     plan = plan_of(*layout, "data.isolate_documents=true", "data.packing=first_fit", "sequence_length=64",

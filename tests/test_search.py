@@ -40,7 +40,7 @@ from meshloom.runtime.step_compiler import CompiledStep
 from test_cli import meshloom
 
 V5P = ("target=v5p-128", "model=llama3_8b", "sharding=fsdp", "global_batch_size=64", "sequence_length=2048")
-AHEAD = LayerLoop(unroll=2, prefetch=1, deferred_reduce_scatter=True, reduce_in_backward=False)
+AHEAD = LayerLoop(unroll=2, batch_parts=1, prefetch=1, deferred_reduce_scatter=True, reduce_in_backward=False)
 
 
 def whole(*overrides: str) -> Plan:
@@ -91,6 +91,30 @@ def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(shar
     assert any(loop.prefetch for loop in loops) == prefetched
     assert any(loop.deferred_reduce_scatter for loop in loops) == deferred
     assert any(loop.reduce_in_backward for loop in loops) == early
+
+
+@pytest.mark.parametrize(
+    ("overrides", "numbers"),
+    [
+        (("sharding=fsdp_tensor",), {1, 2}),
+        (("sharding=fsdp_tensor", "global_batch_size=4"), {1}),  # a sequence of a device
+        (("sharding=fsdp",), {1}),  # nothing to wait for between matmuls
+    ],
+)
+def test_parts_of_the_batch_are_tried_where_matmuls_are_split_and_there_are_two(overrides, numbers):
+    plan = plan_of("target=v5p-16", *overrides)
+    candidates = find_candidates(plan, estimate_step(plan))
+    assert {one.way.layers.batch_parts for one in candidates} == numbers
+    one = next(one for one in candidates if one.way.layers.batch_parts == max(numbers))
+    assert plan_of("target=v5p-16", *overrides, *one.overrides()).spec.overlap == one.applied_to(plan.spec).overlap
+
+
+def test_a_part_that_is_not_whole_sequences_is_told():
+    with pytest.raises(ConfigError) as told:
+        plan_of("sharding=fsdp", "overlap.layers.batch_parts=3")
+    (problem,) = told.value.problems
+    assert problem.where == "overlap.layers.batch_parts"
+    assert (problem.what, problem.fix) == ("2 sequences of a device are not divisible by 3", "use 2")
 
 
 @pytest.mark.parametrize(
