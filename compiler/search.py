@@ -137,11 +137,16 @@ def _reduced_behind(plan: Plan) -> dict[str, tuple[tuple[str, ...], ...]]:
     return {each.path: (each.reduced, *(axes for _, axes in each.split_late)) for each in layouts}
 
 
-def best_of(tried: Sequence[TriedReport]) -> int | None:
-    """The place of the shortest predicted step among those that fit; None where none does, or no step is predicted."""
-    fitting = [(one.predicted_seconds, place) for place, one in enumerate(tried)
-               if one.fits is not False and one.predicted_seconds is not None]  # fmt: skip
-    return min(fitting)[1] if fitting else None
+def best_of(tried: Sequence[TriedReport], max_exposed: float | None) -> int | None:
+    """The place of the shortest predicted step among those that fit, and of them those that meet the demand, if any
+    does; None where none fits, or no step is predicted."""
+
+    def rank(one: TriedReport) -> tuple[bool, float]:
+        exposed = 1.0 if one.exposed_fraction is None else one.exposed_fraction  # what is not known is not hidden
+        return max_exposed is not None and exposed > max_exposed, one.predicted_seconds or 0.0
+
+    fitting = [place for place, one in enumerate(tried) if one.fits is not False and one.predicted_seconds is not None]
+    return min(fitting, key=lambda place: rank(tried[place]), default=None)
 
 
 def _loops(plan: Plan, table: OptionTable) -> Iterator[LayerLoop]:
@@ -187,11 +192,12 @@ def _rings(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _option_sets(plan: Plan, table: OptionTable) -> Iterator[tuple[str, ...]]:
-    """One set at most for weights, and one for the activations of tensor parallelism."""
+    """One set at most for weights, and one for the activations of tensor parallelism: of those that the model has alike
+    before any the compiler's own choice, which cuts matmuls where other ways hide more (docs/overlap.md)."""
     sets = table.sets_for(plan.target)
     weights = [(), *((name,) for name, one in sets.items() if "weights" in one.tried_for)]
     others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if automatic_axes(plan) else []
-    for weight, activation in product(weights, [(), *others]):
+    for weight, activation in product(weights, [*others, ()]):
         yield weight + activation
 
 

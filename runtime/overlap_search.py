@@ -32,9 +32,9 @@ from .step_compiler import CompiledStep, StepCompiler
 
 
 def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...]) -> tuple[CompiledStep, SearchReport]:
-    """The step that is predicted to be the shortest, and the table of all that were compiled; where none fits, the one
-    that was declared. Raises what compiling that one does."""
-    bounds, begun = plan.spec.overlap.search, time.monotonic()
+    """The step that is predicted to be the shortest, of those that meet the demand if any does, and the table of all
+    that were compiled; where none fits, the one that was declared. Raises what compiling that one does."""
+    bounds, max_exposed, begun = plan.spec.overlap.search, plan.spec.overlap.max_exposed, time.monotonic()
     assert bounds is not None
     candidates = find_candidates(plan, estimate_step(plan))
     num_most = min(len(candidates), bounds.max_candidates)
@@ -57,9 +57,9 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
         made, told = _attempt(candidates[place], partial(compiled, place))
         tried.append(told)
         say(compiler.console, line_of(told))
-        if made and best_of(tried) == place:
+        if made and best_of(tried, max_exposed) == place:
             best = made
-    chosen = best_of(tried) or 0
+    chosen = best_of(tried, max_exposed) or 0
     report = SearchReport(
         tried=tuple(tried),
         chosen=chosen,
@@ -104,8 +104,8 @@ def _failed(one: Candidate, why: str, seconds: float) -> TriedReport:
 
 
 def _decision_file(plan: Plan, declared: CompiledStep, candidates: Sequence[Candidate]) -> Path | None:
-    """By all that the choice depends on: the program, the candidates and their order, the figures of the chip, the code
-    that judges."""
+    """By all that the choice depends on: the program, the candidates and their order, the bounds and the demand, the
+    figures of the chip, the code that judges."""
     if plan.spec.compilation_cache is None:
         return None
     bounds = plan.spec.overlap.search
@@ -114,6 +114,7 @@ def _decision_file(plan: Plan, declared: CompiledStep, candidates: Sequence[Cand
         plan.spec.target.model_dump_json(),
         option_table().model_dump_json(),
         bounds.model_dump_json() if bounds else "",
+        str(plan.spec.overlap.max_exposed),
         *(" ".join(one.overrides()) for one in candidates),
         _code_of_compiler(),
     ]

@@ -52,15 +52,22 @@ def way(loop: LayerLoop, *option_sets: str) -> Way:
     return Way(layers=loop, rings=(), option_sets=option_sets)
 
 
-def tried(seconds: float | None, *, fits: bool | None = True) -> TriedReport:
-    return TriedReport(layers=FLAT, rings=(), option_sets=(), predicted_seconds=seconds, exposed_fraction=None,
+def tried(seconds: float | None, *, fits: bool | None = True, exposed: float | None = None) -> TriedReport:
+    return TriedReport(layers=FLAT, rings=(), option_sets=(), predicted_seconds=seconds, exposed_fraction=exposed,
                        peak_bytes_per_chip=None, fits=fits, compile_seconds=1.0, why_not=None)  # fmt: skip
 
 
 def test_the_shortest_step_that_fits_is_taken():
-    assert best_of([tried(2.0), tried(1.0, fits=False), tried(1.5), tried(None), tried(1.8)]) == 2
-    assert best_of([tried(None), tried(1.0, fits=False)]) is None
-    assert best_of([tried(2.0, fits=None)]) == 0, "a chip of unknown memory refuses nothing"
+    assert best_of([tried(2.0), tried(1.0, fits=False), tried(1.5), tried(None), tried(1.8)], None) == 2
+    assert best_of([tried(None), tried(1.0, fits=False)], None) is None
+    assert best_of([tried(2.0, fits=None)], None) == 0, "a chip of unknown memory refuses nothing"
+
+
+@pytest.mark.parametrize(("max_exposed", "place"), [(None, 1), (0.05, 1), (0.03, 2), (0.01, 1)])
+def test_a_longer_step_is_taken_where_it_alone_meets_the_demand(max_exposed, place):
+    exposed = (None, 0.04, 0.02, 0.03)
+    steps = [tried(seconds, exposed=share) for seconds, share in zip((6.4, 6.3, 6.5, 6.6), exposed, strict=True)]
+    assert best_of(steps, max_exposed) == place
 
 
 def test_the_declared_program_is_the_first_and_no_other_is_it():
