@@ -94,7 +94,8 @@ class Stack:
 class Model:
     """embed: tokens_BT -> x_BTE; each stack's layer: x_BTE -> x_BTE; head: x_BTE -> logits_BTV.
 
-    The head is pointwise along the length: the compiler may run it on some tokens at a time. Where each logit is made
+    No piece looks from one sequence at another: each device, microbatch and part of the batch has some of them. The
+    head is pointwise along the length, too: the compiler may run it on some tokens at a time. Where each logit is made
     of its own entries of the parameters' dimensions `vocab`, it may run it on some of those at a time, too.
 
     tied: parameters of the head that are those of the embedding, by name: {"table_VE": "table_VE"}. max_length: the
