@@ -18,9 +18,14 @@ def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
     return ("inputs", "targets", *documents)
 
 
+def sequences_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
+    """Of one microbatch."""
+    return spec.global_batch_size // spec.num_microbatches // mesh.num_shards(batch_axes(spec.sharding, mesh))
+
+
 def tokens_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
     """Of one microbatch."""
-    return spec.tokens_per_step // spec.num_microbatches // mesh.num_shards(batch_axes(spec.sharding, mesh))
+    return sequences_of_device(spec, mesh) * spec.sequence_length
 
 
 def check_batch(spec: RunSpec, mesh: MeshPlan) -> None:

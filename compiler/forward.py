@@ -100,11 +100,10 @@ def _shared(part: Batch, dropout_key: Array | None) -> Shared:
 
 def _parts_of_batch(tree: Any, num_parts: int) -> Parts:
     """A tree for each part of the sequences; what is one for all sequences is in each."""
-
-    def cut(x: Array, part: int) -> Array:
-        return x if num_parts == 1 or x.shape[0] == 1 else jnp.split(x, num_parts)[part]
-
-    return tuple(jax.tree.map(partial(cut, part=part), tree) for part in range(num_parts))
+    leaves, structure = jax.tree.flatten(tree)
+    is_whole = [num_parts == 1 or x.shape[0] == 1 for x in leaves]
+    cut = [[x] * num_parts if one else jnp.split(x, num_parts) for x, one in zip(leaves, is_whole, strict=True)]
+    return tuple(structure.unflatten(part) for part in zip(*cut, strict=True))
 
 
 def _context_maker(plan: Plan) -> Callable[[Shared, Array | int], Context]:

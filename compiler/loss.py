@@ -13,6 +13,7 @@ from jax import Array
 
 from meshloom.models import IGNORED_TARGET, Params
 
+from .batch import sequences_of_device
 from .mesh import MeshPlan
 from .sharding import ShardingPlan
 from .spec import RunSpec
@@ -28,7 +29,7 @@ def plan_loss_blocks(spec: RunSpec, sharding: ShardingPlan, mesh: MeshPlan, targ
     `loss.max_logits_bytes`, or within `loss.max_logits_share` of a device's memory; at most one part per token of a
     sequence, or of its shard."""
     most = max(spec.loss.max_logits_bytes, spec.loss.max_logits_share * (target.hbm_bytes_per_device or 0))
-    sequences = spec.global_batch_size // spec.num_microbatches // mesh.num_shards(sharding.batch_axes)
+    sequences = sequences_of_device(spec, mesh)
     shards = {d.logical: mesh.num_shards(d.axes) for plan in sharding.activations for d in plan.dimensions}
     per_token = sequences * spec.model.vocab_size * FLOAT32_BYTES // shards.get("vocab", 1)
     most_blocks = spec.sequence_length // shards.get("residual_length", 1)  # what comes in shards is not regrouped

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from meshloom.models.contract import project
 
 from .arrays import Projected
-from .batch import tokens_of_device
+from .batch import sequences_of_device, tokens_of_device
 from .compiler_options import option_table
 from .mesh import MeshPlan
 from .problems import Problem, raise_if_any, use_one_of
@@ -100,7 +100,7 @@ def _plan_projection(
         where = f"over {' and '.join(kept)}" if kept else "whole"
         return behind(f"they are over {' and '.join(split_over)}, and its length is {where}")
     both_ways = target.platform not in table.collectives_in_any_order
-    sequences = tokens_of_device(spec, mesh) // spec.sequence_length // spec.overlap.layers.batch_parts
+    sequences = sequences_of_device(spec, mesh) // spec.overlap.layers.batch_parts
     length = spec.sequence_length // mesh.sizes[axis]
     if both_ways and sequences % 2 and length % 2:
         return behind(f"neither {sequences} (sequences) nor {length} (tokens of each in a shard) is even")

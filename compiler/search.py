@@ -10,7 +10,7 @@ from itertools import product
 
 import jax
 
-from .batch import tokens_of_device
+from .batch import sequences_of_device
 from .communication import PlannedCollective
 from .compiler_options import OptionTable, option_table
 from .estimate import StepEstimate
@@ -111,8 +111,10 @@ def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way, table: Option
         link_seconds += seconds
         is_gather = one.kind == "all-gather"
         if one.kind == "collective-permute":
-            exposed += 0.0 if way.rings else seconds / 2 / loop.batch_parts
-            passed_bytes += NUM_PASSES * one.num_bytes if way.rings else 0
+            if way.rings:
+                passed_bytes += NUM_PASSES * one.num_bytes
+            else:
+                exposed += seconds / 2 / loop.batch_parts
             continue
         if one.source not in paths:
             stays = 1 / loop.batch_parts if one.kind in hidden["weights"] else 1.0
@@ -152,9 +154,10 @@ def best_of(tried: Sequence[TriedReport], max_exposed: float | None) -> int | No
 def _loops(plan: Plan, table: OptionTable) -> Iterator[LayerLoop]:
     """Where no weight is gathered there is nothing to prefetch; where every gradient is reduced as soon as it is made,
     nothing to reduce earlier; where nothing splits matmuls, nothing that a part of the batch would wait for."""
-    sequences = tokens_of_device(plan.spec, plan.mesh) // plan.spec.sequence_length
-    batch_parts = (1, 2) if automatic_axes(plan) and sequences % 2 == 0 else (1,)
-    layers_in_a_trip = (1,) if table.aborts_unrolled(automatic_axes(plan), plan.target) else (1, 2)
+    split_axes = automatic_axes(plan)
+    is_even = sequences_of_device(plan.spec, plan.mesh) % 2 == 0
+    batch_parts = (1, 2) if split_axes and is_even else (1,)
+    layers_in_a_trip = (1,) if table.aborts_unrolled(split_axes, plan.target) else (1, 2)
     layouts = weight_layouts(plan)
     own = [layout for stack in plan.model.stacks for layout in jax.tree.leaves(layouts[stack.name])]
     ahead = (0, 1) if any(layout.gathered for layout in own) else (0,)

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-
 _heard = threading.Event()
 
 
