@@ -13,8 +13,9 @@ STDERR = 2
 
 @dataclass
 class Captured:
-    """lines: what was printed, once the `with` is left."""
+    """lines: what was printed, once the `with` is left. terminal: within it, where stderr went before, a descriptor."""
 
+    terminal: int = STDERR
     lines: tuple[str, ...] = field(default=())
 
 
@@ -24,11 +25,11 @@ def captured_stderr(path: Path | None = None) -> Iterator[Captured]:
 
     path: appended to, so that what is said before an abort is kept; None: a file that is gone afterwards.
     """
-    captured = Captured()
     sys.stderr.flush()
     with path.open("a+b") if path else tempfile.TemporaryFile() as file:
         start = file.seek(0, os.SEEK_END)
         kept = os.dup(STDERR)
+        captured = Captured(kept)
         os.dup2(file.fileno(), STDERR)
         try:
             yield captured

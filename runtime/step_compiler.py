@@ -19,13 +19,16 @@ from meshloom.compiler.driver import PROGRAMS, Programs, lower
 from meshloom.compiler.estimate import StepEstimate, estimate_step
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.problems import Problem
 from meshloom.compiler.program_memory import PeakMemory
 from meshloom.compiler.program_text import Unread, read_text
 from meshloom.compiler.quiet import captured_stderr
 from meshloom.compiler.spec import RunSpec
 
 from .artifact import FOLDER, Artifact, find_artifact, write_artifact
+from .failures import RunFailed
 from .interruptible import interruptibly
+from .last_words import last_words, read_last_words
 from .say import say
 
 COMPILER_LOG = Path("logs/compiler.log")
@@ -56,7 +59,7 @@ class StepCompiler:
 
     def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> CompiledStep:
         """overrides: that declare it. status: shown while it compiles. Raises ConfigError for compiler options that are
-        wrong, JaxRuntimeError where the compiler fails."""
+        wrong, JaxRuntimeError where the compiler fails, RunFailed where it aborted on this program before."""
         with captured_stderr(self.run_dir / COMPILER_LOG) as captured:
             mesh = plan.mesh.of_devices(self.devices)
             start = time.perf_counter()
@@ -65,7 +68,10 @@ class StepCompiler:
             fingerprint = fingerprint_of(plan, lowered, mesh)
             store = store_of(plan.spec, fingerprint)
             found = find_artifact(fingerprint, (self.run_dir / FOLDER, *([store] if store else [])))
-            built = found.built if found else self._compiled(lowered, status)
+            words = store and store.with_name(f"{store.name}.aborted")
+            if not found:
+                check_did_not_abort(words)
+            built = found.built if found else self._compiled(lowered, status, captured.terminal, words)
         if not found:
             built = replace(built, notes=tuple(line for line in captured.lines if REMATERIALIZATION in line))
         cache = "hit" if found else "miss" if store else "off"
@@ -83,14 +89,22 @@ class StepCompiler:
             say(self.console, f"warning: not kept in {store.parent}: {error.strerror}")
             return None
 
-    def _compiled(self, lowered: Programs, status: str) -> Built:
+    def _compiled(self, lowered: Programs, status: str, terminal: int, words: Path | None) -> Built:
+        watched = last_words(self.run_dir / COMPILER_LOG, terminal, during=status, kept_in=words)
         try:
-            with self.console.status(status):
+            with watched, self.console.status(status):
                 return interruptibly(lambda: compile_ahead(lowered))
         except KeyboardInterrupt:
             self.console.print("interrupted while compiling; no report was written", highlight=False)
             sys.stdout.flush()
             os._exit(128 + signal.SIGINT)
+
+
+def check_did_not_abort(words: Path | None) -> None:
+    """Raise RunFailed where this compiler ended a process over this program: it would do so again."""
+    if words and (why := read_last_words(words)):
+        fix = f"other options or another version of it may do; remove {words} to let it try again"
+        raise RunFailed(Problem("the compiler", f"aborted on this program before: {why}", fix), exit_code=1)
 
 
 def lower_for_target(plan: Plan, mesh: Mesh) -> Programs:

@@ -383,6 +383,18 @@ def test_another_run_directory_takes_over_what_was_compiled(compiled):
     assert ours.built == theirs.built
 
 
+def test_a_program_that_the_compiler_aborted_on_is_not_tried_again(compiled):
+    digest = read_artifact(compiled / "run").fingerprint.digest
+    words = compiled / f"fresh/artifacts/{digest}.aborted"
+    words.parent.mkdir(parents=True)
+    words.write_text("b.cc:560] Check failed: x == y")
+    done = meshloom("compile", *LINE, "hydra.run.dir=aborted", "compilation_cache=fresh", cwd=compiled)
+    assert done.returncode == 1
+    assert "error: the compiler: aborted on this program before: b.cc:560] Check failed: x == y" in done.stderr
+    assert f"remove {words} to let it try again" in done.stderr
+    assert not (compiled / "aborted/report.json").exists()
+
+
 def test_the_models_name_is_told_everywhere_and_is_no_part_of_the_program(compiled):
     (compiled / "conf/model").mkdir(parents=True)
     (compiled / "conf/model/same.yaml").write_text("defaults: [tiny, _self_]\n")
