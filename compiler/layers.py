@@ -14,6 +14,7 @@ what else there is to add up: over replicas, or over all devices.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,7 +49,8 @@ def scan_layers(layer: LayerFn, weights: Weights, shared: Any, x: Any, *, policy
 
     # prevent_cse guards against the compiler merging both passes; in a loop they cannot be merged.
     kept = jax.checkpoint(one, policy=policy, prevent_cse=False)
-    layers = (weights.slots, weights.before, weights.working, jnp.arange(_num_layers(weights)))
+    num_layers = jax.tree.leaves(weights.working)[0].shape[0]
+    layers = (weights.slots, weights.before, weights.working, jnp.arange(num_layers))
     return jax.lax.scan(lambda x, stored: (kept(x, *stored), None), x, layers, unroll=loop.unroll)[0]
 
 
@@ -68,117 +70,138 @@ def prefetch_layers(
     trips of the backward pass gather the first layer in vain, and its first reduces zeros where gradients are deferred:
     a trip is one program. With `skip_idle` these two are behind a branch.
     """
-    num_layers = _num_layers(weights)
-    distance = min(loop.prefetch, num_layers)
     tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
-    slots: list[Array] = jax.tree.leaves(weights.slots)
-    stack = _stack_of(weights, loop, skip_idle=skip_idle)
-    ahead, late = stack.ahead, stack.late
 
     def flat(whole: list[Array], shared: list[Array], index: Array, x: Any) -> Any:
         """`layer` with lists for trees: the residuals of a derivative then are tuples, in the same order."""
         return layer(jax.tree.unflatten(tree, whole), jax.tree.unflatten(tree_of_shared, shared), index, x)
 
     kept = jax.checkpoint(flat, policy=policy, prevent_cse=False)
-
-    def forward(_: Any, before: Any, working: Any, shared: Any, x: Any) -> tuple[Any, Any]:
-        def trip(carry: tuple[Any, list[Any]], t: Array) -> tuple[tuple[Any, list[Any]], Any]:
-            x, (arrived, *on_the_way) = carry
-            beyond = t + distance  # past the last layer: what the backward pass begins with
-            next_one = stack.fetched(
-                working, jnp.where(beyond < num_layers, beyond, 2 * num_layers - 1 - beyond), ahead
-            )
-            pull_back: Any  # a pytree: its leaves are what the backward pass needs
-            x, pull_back = jax.vjp(kept, stack.whole(working, t, arrived), jax.tree.leaves(shared), t, x)
-            pull_back.args_res[:3] = [_left_out(residuals) for residuals in pull_back.args_res[:3]]
-            return (x, [*on_the_way, next_one]), pull_back
-
-        first = [stack.fetched(working, jnp.array(index), ahead) for index in range(distance)]
-        (x, last), pull_backs = jax.lax.scan(trip, (x, first), jnp.arange(num_layers), unroll=loop.unroll)
-        return x, (before, working, shared, last, pull_backs)
-
-    def backward(saved: Any, dx: Any) -> tuple[Any, None, None, None, Any]:
-        before, working, shared, last, pull_backs = saved
-
-        def trip(carry: tuple[Any, list[Any], list[Array], list[Array]], trip: Any) -> Any:
-            (dx, (arrived, *on_the_way), above, deferred), (t, pull_back) = carry, trip
-            layer_ahead = jnp.maximum(t - distance, 0)
-            next_one = stack.moved(
-                t >= distance, lambda: stack.fetched(working, layer_ahead, ahead), otherwise=lambda: arrived
-            )
-            arguments = (stack.whole(working, t, arrived), jax.tree.leaves(shared), t)
-            pull_back.args_res[:3] = map(_put_back, pull_back.args_res[:3], arguments)
-            dw, _, _, dx = pull_back(dx)
-            below, now = _split(dw, late)
-            layer_above = jnp.minimum(t + 1, num_layers - 1)  # the first trip's is written again by the second
-            sent = stack.moved(
-                t < num_layers - 1,
-                lambda: stack.sent_back(above, before, layer_above, late),
-                otherwise=lambda: [_row(x, layer_above) for x in deferred],
-            )
-            deferred = _written(deferred, sent, layer_above)
-            now = stack.sent_back(now, before, t, _others(late))
-            return (dx, [*on_the_way, next_one], below, deferred), now
-
-        gradients = jax.eval_shape(lambda: stack.whole(working, jnp.array(0), last[0]))  # as large as the weights
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in _split(gradients, late)[0]]
-        deferred = [jnp.zeros(slot.shape, slot.dtype) for slot in _split(slots, late)[0]]
-        (dx, _, lowest, deferred), now = jax.lax.scan(
-            trip, (dx, last, zeros, deferred), (jnp.arange(num_layers), pull_backs), reverse=True, unroll=loop.unroll
-        )
-        deferred = _written(deferred, stack.sent_back(lowest, before, jnp.array(0), late), jnp.array(0))
-        return jax.tree.unflatten(tree, _merged(deferred, now, late)), None, None, None, dx
+    shapes = jax.tree.map(lambda slot: jax.ShapeDtypeStruct(slot.shape, slot.dtype), weights.slots)
+    passes = _Passes(kept, shapes, jax.tree.leaves(weights.layouts), weights.reduction, loop, skip_idle)
 
     @jax.custom_vjp
     def run(slots: Any, before: Any, working: Any, shared: Any, x: Any) -> Any:
-        return forward(slots, before, working, shared, x)[0]
+        return passes.forward(slots, before, working, shared, x)[0]
 
-    run.defvjp(forward, backward)
+    run.defvjp(passes.forward, passes.backward)
     return run(weights.slots, weights.before, weights.working, shared, x)
 
 
 @dataclass(frozen=True)
-class _Stack:
-    """The weights of a stack as lists. ahead: which are gathered ahead. late: of which gradients cross a trip late.
-    skip_idle: what nobody needs is not moved."""
+class _Passes:
+    """The forward and the backward pass of a loop that prefetches. layer: of (whole weights, what all layers share,
+    number of the layer, x), the first two as lists. gradients: their shapes and types, a tree."""
 
+    layer: Callable[[list[Array], list[Array], Array, Any], Any]
+    gradients: Any
     layouts: list[WeightLayout]
     reduction: Reduction
-    ahead: list[bool]
-    late: list[bool]
+    loop: LayerLoop
     skip_idle: bool
 
-    def moved(
+    @property
+    def num_layers(self) -> int:
+        return jax.tree.leaves(self.gradients)[0].shape[0]
+
+    @property
+    def distance(self) -> int:
+        return min(self.loop.prefetch, self.num_layers)
+
+    def forward(self, _: Any, before: Any, working: Any, shared: Any, x: Any) -> tuple[Any, Any]:
+        stack, num_layers = self._stack(before, working), self.num_layers
+
+        def trip(carry: tuple[Any, list[Any]], t: Array) -> tuple[tuple[Any, list[Any]], Any]:
+            x, (arrived, *on_the_way) = carry
+            beyond = t + self.distance  # past the last layer: what the backward pass begins with
+            next_one = stack.fetched_ahead(jnp.where(beyond < num_layers, beyond, 2 * num_layers - 1 - beyond))
+            pull_back: Any  # a pytree: its leaves are what the backward pass needs
+            x, pull_back = jax.vjp(self.layer, stack.whole(t, arrived), jax.tree.leaves(shared), t, x)
+            pull_back.args_res[:3] = [_left_out(residuals) for residuals in pull_back.args_res[:3]]
+            return (x, [*on_the_way, next_one]), pull_back
+
+        first = [stack.fetched_ahead(jnp.array(index)) for index in range(self.distance)]
+        (x, last), pull_backs = jax.lax.scan(trip, (x, first), jnp.arange(num_layers), unroll=self.loop.unroll)
+        return x, (before, working, shared, last, pull_backs)
+
+    def backward(self, saved: Any, dx: Any) -> tuple[Any, None, None, None, Any]:
+        before, working, shared, last, pull_backs = saved
+        stack = self._stack(before, working)
+        slots, tree = jax.tree.flatten(self.gradients)
+        whole = jax.eval_shape(lambda: stack.whole(jnp.array(0), last[0]))  # gradients are as large as the weights
+        zeros, deferred = (
+            [jnp.zeros(x.shape, x.dtype) for x in _split(each, stack.late)[0]] for each in (whole, slots)
+        )
+        trip = partial(self._backward_trip, stack, jax.tree.leaves(shared))
+        trips = (jnp.arange(self.num_layers), pull_backs)
+        (dx, _, lowest, deferred), now = jax.lax.scan(
+            trip, (dx, last, zeros, deferred), trips, reverse=True, unroll=self.loop.unroll
+        )
+        deferred = _written(deferred, stack.sent_back(lowest, jnp.array(0), stack.late), jnp.array(0))
+        return jax.tree.unflatten(tree, _merged(deferred, now, stack.late)), None, None, None, dx
+
+    def _backward_trip(self, stack: "_Stack", shared: list[Array], carry: Any, trip: Any) -> tuple[Any, list[Array]]:
+        """carry: the gradient of what the layer returned, weights that arrive and that are on the way, gradients of the
+        layer above that are reduced late, those that have been. Returns those that this layer's own trip reduces."""
+        (dx, (arrived, *on_the_way), above, deferred), (t, pull_back) = carry, trip
+        layer_ahead = jnp.maximum(t - self.distance, 0)
+        next_one = self._moved(t >= self.distance, lambda: stack.fetched_ahead(layer_ahead), otherwise=lambda: arrived)
+        arguments = (stack.whole(t, arrived), shared, t)
+        pull_back.args_res[:3] = map(_put_back, pull_back.args_res[:3], arguments)
+        dw, _, _, dx = pull_back(dx)
+        below, now = _split(dw, stack.late)
+        layer_above = jnp.minimum(t + 1, self.num_layers - 1)  # the first trip's is written again by the second
+        sent = self._moved(
+            t < self.num_layers - 1,
+            lambda: stack.sent_back(above, layer_above, stack.late),
+            otherwise=lambda: [_row(x, layer_above) for x in deferred],
+        )
+        deferred = _written(deferred, sent, layer_above)
+        return (dx, [*on_the_way, next_one], below, deferred), stack.sent_back(now, t, _others(stack.late))
+
+    def _moved(
         self, is_needed: Array, move: Callable[[], list[Array]], *, otherwise: Callable[[], list[Array]]
     ) -> list[Array]:
         return jax.lax.cond(is_needed, move, otherwise) if self.skip_idle else move()
 
-    def fetched(self, working: Any, index: Array, which: Sequence[bool]) -> list[Array]:
-        """Weights of a layer, whole; of those that `which` has."""
-        chosen, _ = _split(list(zip(jax.tree.leaves(working), self.layouts, strict=True)), which)
-        return [fetch(_row(w, index), layout) for w, layout in chosen]
-
-    def whole(self, working: Any, index: Array, arrived: list[Array]) -> list[Array]:
-        return _merged(arrived, self.fetched(working, index, _others(self.ahead)), self.ahead)
-
-    def sent_back(self, gradients: list[Array], before: Any, index: Array, which: Sequence[bool]) -> list[Array]:
-        """Gradients of a layer, added to those before; of those weights that `which` has."""
+    def _stack(self, before: Any, working: Any) -> "_Stack":
+        ahead = [bool(layout.gathered) for layout in self.layouts]
+        late = [self.loop.deferred_reduce_scatter and layout.crosses(self.reduction) for layout in self.layouts]
         totals = [None] * len(self.layouts) if before is None else jax.tree.leaves(before)
-        chosen, _ = _split(list(zip(totals, self.layouts, strict=True)), which)
+        return _Stack(jax.tree.leaves(working), totals, self.layouts, self.reduction, ahead, late)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The weights of a stack as lists. before: gradients of earlier passes. ahead: which are gathered ahead. late: of
+    which gradients cross a trip late."""
+
+    working: list[Array]
+    before: Sequence[Array | None]
+    layouts: list[WeightLayout]
+    reduction: Reduction
+    ahead: list[bool]
+    late: list[bool]
+
+    def fetched_ahead(self, index: Array) -> list[Array]:
+        """Weights of a layer, whole; of those that are gathered ahead."""
+        return self._fetched(index, self.ahead)
+
+    def whole(self, index: Array, arrived: list[Array]) -> list[Array]:
+        """All weights of a layer, whole. arrived: those that were gathered ahead."""
+        return _merged(arrived, self._fetched(index, _others(self.ahead)), self.ahead)
+
+    def sent_back(self, gradients: list[Array], index: Array, which: Sequence[bool]) -> list[Array]:
+        """Gradients of a layer, added to those before; of those weights that `which` has."""
+        chosen, _ = _split(list(zip(self.before, self.layouts, strict=True)), which)
         return [
             send_back(gradient, None if total is None else _row(total, index), layout, self.reduction)
             for gradient, (total, layout) in zip(gradients, chosen, strict=True)
         ]
 
-
-def _stack_of(weights: Weights, loop: LayerLoop, *, skip_idle: bool) -> _Stack:
-    layouts: list[WeightLayout] = jax.tree.leaves(weights.layouts)
-    late = [loop.deferred_reduce_scatter and layout.crosses(weights.reduction) for layout in layouts]
-    return _Stack(layouts, weights.reduction, [bool(layout.gathered) for layout in layouts], late, skip_idle)
-
-
-def _num_layers(weights: Weights) -> int:
-    return jax.tree.leaves(weights.working)[0].shape[0]
+    def _fetched(self, index: Array, which: Sequence[bool]) -> list[Array]:
+        chosen, _ = _split(list(zip(self.working, self.layouts, strict=True)), which)
+        return [fetch(_row(w, index), layout) for w, layout in chosen]
 
 
 def _row(stacked: Array, index: Array) -> Array:
