@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -254,7 +254,7 @@ class Unreadable:
         schedule = Unread("line 7: no instruction") if place in self.places else analysis
         memory = ProgramMemory(*[0] * 7)
         built = Built("HloModule", memory, None, {}, {}, 1.0, ())
-        facts: Any = None
+        facts: Any = SimpleNamespace(fingerprint=SimpleNamespace(digest="d"))
         return CompiledStep(plan, built, facts, None, estimate_step(plan), schedule, NO_PROGRAM)
 
 
@@ -282,6 +282,17 @@ def test_what_the_compiler_fails_on_or_refuses_is_told_and_the_search_goes_on():
     assert [one.why_not for one in search.tried] == [None, "INTERNAL: no", None, "requires another"]
     assert search.chosen == 2
     assert best.plan.spec.overlap.layers == search.tried[2].layers
+
+
+def test_what_was_decided_for_one_demand_is_not_taken_for_another(tmp_path):
+    """The steps are alike but for their lengths, and all are exposed: the demand changes nothing but the decision."""
+    line = ("target=h100-8", "overlap=auto", "overlap.search.max_candidates=2", f"compilation_cache={tmp_path}")
+    found = []
+    for demand in ("null", "0.03", "null", "0.03", "0.02"):
+        compiler: Any = Unreadable()
+        plan = plan_of(*line, f"overlap.max_exposed={demand}")
+        found.append(search_overlap(plan, compiler, ())[1].cache)
+    assert found == ["miss", "miss", "hit", "hit", "miss"]
 
 
 @pytest.mark.slow
