@@ -196,7 +196,7 @@ def _rings(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 def _option_sets(plan: Plan, table: OptionTable) -> Iterator[tuple[str, ...]]:
     """One set at most for weights, and one for the activations of tensor parallelism: of those that the model has alike
-    before any the compiler's own choice, which cuts matmuls where other ways hide more (docs/overlap.md)."""
+    before any the compiler's own choice, which cuts matmuls where other ways hide more (docs/tensor_parallelism.md)."""
     sets = table.sets_for(plan.target)
     weights = [(), *((name,) for name, one in sets.items() if "weights" in one.tried_for)]
     others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if automatic_axes(plan) else []

@@ -18,7 +18,7 @@ ENDED_WELL = "."
 POLL_SECONDS = 0.1
 # A fatal line of Abseil's log, which XLA writes: severity and date, time, thread, source, words
 # (https://abseil.io/docs/cpp/guides/logging).
-FATAL = re.compile(r"^F\d{4} \S+ +\d+ (?P<why>.*?)\s*$", re.MULTILINE)
+FATAL = re.compile(r"^F\d{4} \S+ +\d+ (?P<why>.*?) *\n", re.MULTILINE)
 SHOW_CURSOR = "\x1b[?25h"  # which a terminal's spinner hides
 
 
@@ -56,19 +56,27 @@ def _watch(log: str, start: int, during: str, kept_in: str | None) -> None:
         file.seek(start)
         while not is_over and not fatal:
             is_over = bool(select.select([sys.stdin], [], [], POLL_SECONDS)[0])
-            said += file.read()
-            fatal = FATAL.search(said.decode(errors="replace"))
+            if more := file.read():
+                said += more
+                fatal = FATAL.search(said.decode(errors="replace"))
     if fatal:
-        if kept_in:
-            Path(kept_in).parent.mkdir(parents=True, exist_ok=True)
-            Path(kept_in).write_text(fatal["why"])
         fix = f"see {log}; other options or another version of it may do"
         print(f"\nerror: the compiler: aborted while {during}: {fatal['why']}\n  fix: {fix}", file=sys.stderr)
+        if kept_in:
+            _keep(fatal["why"], Path(kept_in))
     if sys.stdin.read() != ENDED_WELL:
         if not fatal:
             print(f"\nthe process was ended while {during}; no report was written", file=sys.stderr)
         if sys.stderr.isatty():
             print(SHOW_CURSOR, file=sys.stderr)
+
+
+def _keep(why: str, kept_in: Path) -> None:
+    try:
+        kept_in.parent.mkdir(parents=True, exist_ok=True)
+        kept_in.write_text(why)
+    except OSError as error:
+        print(f"warning: not kept in {kept_in.parent}: {error.strerror}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,13 @@ def test_an_abort_is_told_with_what_was_compiled_and_kept(tmp_path):
         check_did_not_abort(kept_in)
 
 
+def test_an_abort_is_told_where_nothing_can_be_kept(tmp_path):
+    (tmp_path / "cache").write_text("a file where a folder belongs")
+    problem, _, warning = compile_in_a_process(tmp_path, FATAL, "os.abort()").stderr.strip().splitlines()
+    assert problem.endswith(WHY)
+    assert warning == f"warning: not kept in {tmp_path / 'cache'}: File exists"
+
+
 def test_an_abort_is_told_before_the_process_is_gone(tmp_path):
     """Where it is the first process of a container, nothing is told behind it."""
     command = [sys.executable, "-c", COMPILES, tmp_path / "log", tmp_path / "kept", FATAL, "waits"]

@@ -182,7 +182,7 @@ def test_a_search_tries_with_rings_and_without_and_pins_what_it_took():
 
 
 def test_the_model_of_what_is_exposed_prefers_rings_where_nothing_else_runs_beside_a_sum():
-    """As compiled programs do (docs/overlap.md): 353 ms against 357 at once, 351 against 347 in two parts."""
+    """As programs do (docs/tensor_parallelism.md): 353 ms against 357 at once, 351 against 347 in two parts."""
     plan = whole(*LLAMA2_V5P)
     candidates = find_candidates(plan, estimate_step(plan))
     by_way = {one.way.model_dump_json(): one.expected_seconds for one in candidates}
