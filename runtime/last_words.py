@@ -26,9 +26,9 @@ SHOW_CURSOR = "\x1b[?25h"  # which a terminal's spinner hides
 def last_words(log: Path, terminal: int, *, during: str, kept_in: Path | None) -> Iterator[None]:
     """Where this process is ended within the `with`, say so, and what it was at: on `terminal`, a file descriptor.
 
-    log: where the compiler writes; what is fatal in it from here on is told, and kept as a file, `kept_in`.
+    log: where the compiler writes, a file that is there; what is fatal in it from here on is told, and kept: `kept_in`.
     """
-    start = log.stat().st_size if log.exists() else 0
+    start = log.stat().st_size
     told = json.dumps({"log": str(log), "start": start, "during": during, "kept_in": kept_in and str(kept_in)})
     command = [sys.executable, "-I", "-S", __file__, told]
     # In a session of its own: Ctrl-C ends it with the process that it watches, and not before.

@@ -68,10 +68,8 @@ class StepCompiler:
             fingerprint = fingerprint_of(plan, lowered, mesh)
             store = store_of(plan.spec, fingerprint)
             found = find_artifact(fingerprint, (self.run_dir / FOLDER, *([store] if store else [])))
-            words = store and store.with_name(f"{store.name}.aborted")
-            if not found:
-                check_did_not_abort(words)
-            built = found.built if found else self._compiled(lowered, status, captured.terminal, words)
+            aborted = store and store.with_name(f"{store.name}.aborted")
+            built = found.built if found else self._compiled(lowered, status, captured.terminal, aborted)
         if not found:
             built = replace(built, notes=tuple(line for line in captured.lines if REMATERIALIZATION in line))
         cache = "hit" if found else "miss" if store else "off"
@@ -89,8 +87,10 @@ class StepCompiler:
             say(self.console, f"warning: not kept in {store.parent}: {error.strerror}")
             return None
 
-    def _compiled(self, lowered: Programs, status: str, terminal: int, words: Path | None) -> Built:
-        watched = last_words(self.run_dir / COMPILER_LOG, terminal, during=status, kept_in=words)
+    def _compiled(self, lowered: Programs, status: str, terminal: int, aborted: Path | None) -> Built:
+        """aborted: where it is kept that the compiler ended a process over this program."""
+        check_did_not_abort(aborted)
+        watched = last_words(self.run_dir / COMPILER_LOG, terminal, during=status, kept_in=aborted)
         try:
             with watched, self.console.status(status):
                 return interruptibly(lambda: compile_ahead(lowered))
@@ -100,10 +100,10 @@ class StepCompiler:
             os._exit(128 + signal.SIGINT)
 
 
-def check_did_not_abort(words: Path | None) -> None:
+def check_did_not_abort(aborted: Path | None) -> None:
     """Raise RunFailed where this compiler ended a process over this program: it would do so again."""
-    if words and (why := read_last_words(words)):
-        fix = f"other options or another version of it may do; remove {words} to let it try again"
+    if aborted and (why := read_last_words(aborted)):
+        fix = f"other options or another version of it may do; remove {aborted} to let it try again"
         raise RunFailed(Problem("the compiler", f"aborted on this program before: {why}", fix), exit_code=1)
 
 

@@ -224,4 +224,4 @@ def test_on_a_tpu_transfers_run_beside_the_matmuls(tmp_path):
         name: sum(one.exposed_seconds or 0.0 for one in report.collectives if one.mesh_axes == ("tensor",))
         for name, report in reports.items()
     }
-    assert exposed["two parts"] < exposed["at once"]
+    assert exposed["two parts"] < 0.8 * exposed["at once"], "0.76 by libtpu 0.0.42.1"
