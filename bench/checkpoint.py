@@ -7,6 +7,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ def main() -> None:
     for _ in range(repeats):
         for name in ("save", "save, no manifest"):
             is_skipped = name != "save"
-            write = (lambda directory: None) if is_skipped else write_manifest
+            write = (lambda directory, step: None) if is_skipped else write_manifest
             with (
                 tempfile.TemporaryDirectory() as folder,
                 patch.object(checkpoint, "write_manifest", write),
@@ -47,7 +48,8 @@ def main() -> None:
                 checkpoints.wait()
                 seconds[name].append(time.perf_counter() - began)
                 saved = Path(folder) / FOLDER / "1"
-                for part, work in (("manifest alone", write_manifest), ("verify", damage_in)):
+                verify = partial(damage_in, expected=(), step=1)
+                for part, work in (("manifest alone", partial(write_manifest, step=1)), ("verify", verify)):
                     began = time.perf_counter()
                     work(saved)
                     seconds[part].append(time.perf_counter() - began)

@@ -1,8 +1,9 @@
-"""How long `meshloom --help` and `explain` of the largest model take, and how much memory, against importing JAX alone.
+"""How long `meshloom --help` and `explain` of the largest model and of the longest sequence take, and how much memory,
+against importing JAX alone.
 
     python bench/explain.py [repeats]
 
-Runs all, interleaved, in fresh processes; prints medians and spread.
+Runs all, interleaved, in fresh processes; prints medians and spread of seconds and of processor seconds.
 """
 
 import os
@@ -12,21 +13,23 @@ import sys
 import time
 
 EXPLAIN = "from meshloom.runtime.cli import run; run(['explain', 'model=llama3_405b', 'target=cpu-4096', 'global_batch_size=4096'])"  # noqa: E501
+LONG = "from meshloom.runtime.cli import run; run(['explain', 'model=llama3_8b', 'target=v5p-128', 'sharding=fsdp_tensor', 'mesh.tensor=8', 'global_batch_size=8', 'sequence_length=1048576'])"  # noqa: E501
 HELP = "from meshloom.runtime.cli import run; run(['--help'])"
 CASES = {
     "meshloom --help": HELP,
     "import jax, flax": "import jax, flax.nnx",
     "explain llama3_405b, 4,096 devices": EXPLAIN,
+    "explain llama3_8b, 1,048,576 tokens": LONG,
 }
 
 
-def measure(code: str) -> tuple[float, float]:
-    """Seconds from start to exit of a process, and its peak memory in MB."""
+def measure(code: str) -> tuple[float, float, float]:
+    """Seconds from start to exit of a process, processor seconds, and its peak memory in MB."""
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0
-    return time.perf_counter() - start, usage.ru_maxrss / 1000
+    return time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1000
 
 
 def main() -> None:
@@ -36,10 +39,11 @@ def main() -> None:
         for name, code in CASES.items():
             results[name].append(measure(code))
     for name, runs in results.items():
-        seconds = sorted(s for s, _ in runs)
+        seconds = sorted(s for s, _, _ in runs)
         print(
             f"{name:36} median {statistics.median(seconds):.2f} s ({seconds[0]:.2f}..{seconds[-1]:.2f}), "
-            f"peak {max(m for _, m in runs):.0f} MB, {repeats} runs"
+            f"processor {statistics.median(p for _, p, _ in runs):.2f} s, peak {max(m for *_, m in runs):.0f} MB, "
+            f"{repeats} runs"
         )
 
 

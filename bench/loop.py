@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-from rich.console import Console
 
 from meshloom.compiler.compose import Request, read_spec
+from meshloom.compiler.console import Console
 from meshloom.compiler.driver import build, lower
 from meshloom.runtime.checkpoint import Checkpoints
 from meshloom.runtime.display import Display
@@ -46,7 +46,7 @@ def main() -> None:
     job = read_spec(Request((*OVERRIDES, *sys.argv[2:])), then=prepare)
     plan, train = job.plan, job.data["train"]
     programs = build(lower(plan, plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])))
-    console = Console(file=io.StringIO())
+    console = Console(io.StringIO())
 
     def bare() -> None:
         state, batches, metrics = programs.init(), iter(train), None
@@ -70,7 +70,16 @@ def main() -> None:
                 display.show(metrics)
 
             batches = iter(train)
-            loop = Loop(plan, programs, batches=batches, held_out=[], checkpoints=checkpoints, report=report, stop=stop)
+            loop = Loop(
+                plan,
+                programs,
+                batches=batches,
+                held_out=[],
+                checkpoints=checkpoints,
+                report=report,
+                warn=lambda _: None,
+                stop=stop,
+            )
             loop._evaluate = lambda state: float("nan")  # the last step is always evaluated: not here
             loop.run(programs.init(), 0)
 

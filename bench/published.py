@@ -209,6 +209,7 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
         "peak_flops_per_second": target["peak_flops_per_second"],
         "fits": report["memory"]["fits"],
         "peak_bytes": report["memory"]["peak_bytes_per_chip"],
+        "host_bytes": report["memory"]["host_bytes_per_chip"],
         "versions": f"jax {report['build']['jax']}, {report['build']['plugin']}",
     }
 
@@ -227,6 +228,7 @@ def table_row(recipe: Recipe, kept: dict[tuple[str, ...], dict[str, Any]]) -> st
         _of_each(facts, lambda one: _percent(one["exposed_fraction"])),
         _percent(first["bound_mfu"] if first else None),
         _of_each(facts, lambda one: f"{one['peak_bytes'] / 2**30:.1f}{'' if one['fits'] else ', too much'}"),
+        _of_each(facts, lambda one: f"{one['host_bytes'] / 2**30:.1f}" if one.get("host_bytes") else ""),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -249,8 +251,8 @@ def main() -> int:
         print(f"compiling {number} of {len(todo)}: {name}: {' '.join(overrides)}", file=sys.stderr, flush=True)
         num_added += add_row(path, name, overrides, facts_of)
     kept = read_kept(path)
-    print("| recipe | MFU as published | by our FLOPs | predicted | exposed | bound | GiB reserved |")
-    print("|---|---|---|---|---|---|---|")
+    print("| recipe | MFU as published | by our FLOPs | predicted | exposed | bound | GiB | GiB on the host |")
+    print("|---|---|---|---|---|---|---|---|")
     for recipe in RECIPES:
         print(table_row(recipe, kept))
     print("\n| recipe | its remat | declared as |\n|---|---|---|")

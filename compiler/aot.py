@@ -52,8 +52,8 @@ class ProgramMemory:
 
     @property
     def taken_bytes(self) -> int:
-        """What has to be free for it. Code is not in it: libtpu has let arrays of 15.72 GiB and 0.04 GiB of code pass
-        at a limit of 15.75 GiB. (peak_bytes was 11.28 GiB for that program.)"""
+        """What has to be free on the device. Code is not in it: libtpu has let arrays of 15.72 GiB and 0.04 GiB of code
+        pass at a limit of 15.75 GiB. (peak_bytes was 11.28 GiB for that program.)"""
         return self.arguments_bytes + self.outputs_bytes - self.aliased_bytes + self.temporaries_bytes
 
 
@@ -79,8 +79,11 @@ def compile_ahead(lowered: Programs) -> Built:
     start = time.perf_counter()
     compiled, refused = _compiled_or_refused(lowered)
     seconds = time.perf_counter() - start
-    if compiled is None:
-        return Built(None, None, refused, {}, {}, seconds, ())
+    return built_of(compiled, seconds) if compiled else Built(None, None, refused, {}, {}, seconds, ())
+
+
+def built_of(compiled: Programs, seconds: float) -> Built:
+    """Compiled programs as what is kept of them. seconds: that compiling them took."""
     executables, not_serialised = {}, {}
     for name, program in compiled.named().items():
         try:

@@ -11,11 +11,14 @@ are taken in this array, or do not divide the dimension, passes it on to the nex
 there is none, that is a refusal.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
+
+from meshloom.models.numbers import divisors
 
 from .arrays import Array
 from .mesh import MeshPlan, nearest
@@ -142,7 +145,7 @@ class Refusal:
         sizes = f"{above}" if below == 0 else f"{below} or {above}"
         fix = f"make {_KEYS.get(self.logical, self.logical)} {sizes}"
         if len(self.axes) == 1:
-            fitting = [n for n in range(1, mesh.num_devices + 1) if size % n == 0 and mesh.num_devices % n == 0]
+            fitting = divisors(math.gcd(size, mesh.num_devices))
             fix += f", or mesh.{self.axes[0]} {nearest(shards, fitting)}"
         fix += f", or add {whole} behind it to keep it whole"
         return Problem(key, f"{what} has size {size}, not divisible by {_product(self.axes, mesh)}", fix)

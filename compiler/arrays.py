@@ -11,10 +11,13 @@ import jax.numpy as jnp
 from meshloom.models import Context, LogicalAxes, Model, is_logical_axes
 from meshloom.models.contract import look_up, project
 
+from .model_check import check_embedded, check_model, check_output
 from .problems import Problem, raise_if_any
 from .spec import RunSpec
 from .trees import leaves_by_path
 from .user_code import blamed_on_user
+
+LAYER_INPUT = "layer_input"  # the compiler's name for what a layer is handed; a remat policy may use it
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Projected:
 @dataclass(frozen=True)
 class Arrays:
     """What rules are about. parameters: all of them, by path; activations: those that the model names, and gradients of
-    them that are laid out otherwise; in_layers: the names of activations in the layers of each stack, by stack;
+    them that are laid out otherwise; in_layers: what a remat policy may name in the layers of each stack, by stack;
     looked_up: the embedding's parameters of which rows are looked up; projected: matmuls in layers."""
 
     parameters: tuple[Array, ...]
@@ -62,14 +65,16 @@ def gradient_of(name: str) -> str:
 
 def build_model(spec: RunSpec) -> Model:
     """The model that the spec declares; allocates nothing. Raises ConfigError where a user's model cannot be built."""
-    with blamed_on_user("model.family", f"building {spec.model.family}"):
-        return spec.model.build()
+    family = spec.model.family
+    with blamed_on_user("model.family", f"building {family}", is_theirs=":" in family):
+        return check_model(family, spec.model.build())
 
 
 def find_arrays(spec: RunSpec, model: Model) -> Arrays:
     """The arrays of a run, by tracing the model once; nothing is allocated. Raises ConfigError where that fails in a
     user's model."""
-    with blamed_on_user("model.family", f"tracing {spec.model.family}"):
+    family = spec.model.family
+    with blamed_on_user("model.family", f"tracing {family}", is_theirs=":" in family):
         recorder = _Recorder(spec.precision.compute, tuple(model.embed.abstract))
         in_layers = _trace(model, spec, recorder)
     raise_if_any(recorder.problems())
@@ -93,16 +98,23 @@ def _trace(model: Model, spec: RunSpec, recorder: "_Recorder") -> dict[str, tupl
     names of activations by stack."""
     in_layers: dict[str, tuple[str, ...]] = {}
     batch = max(1, spec.global_batch_size // spec.num_microbatches)
-    tokens_BT = jax.ShapeDtypeStruct((batch, spec.sequence_length), jnp.int32)
+    length = min(spec.sequence_length, model.max_length or spec.sequence_length)  # check_length refuses a longer one
+    tokens_BT = jax.ShapeDtypeStruct((batch, length), jnp.int32)
 
     def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
-        context = Context(jnp.arange(spec.sequence_length)[None], recorder.activation)
+        context = Context(jnp.arange(length)[None], recorder.activation)
         x_BTE = model.embed.apply(params["embed"], tokens_BT, replace(context, look_up=recorder.look_up))
+        check_embedded(model.embed.name, x_BTE, tokens_BT.shape)
         for stack in model.stacks:
             first = len(recorder.marked)
-            x_BTE = stack.layer.apply(params[stack.name], x_BTE, replace(context, project=recorder.project))
-            in_layers[stack.name] = tuple(dict.fromkeys(name for _, name in recorder.marked[first:]))
-        return model.head.apply(model.head_params(params["head"], params["embed"]), x_BTE, context)
+            before = x_BTE
+            x_BTE = stack.layer.apply(params[stack.name], before, replace(context, project=recorder.project))
+            check_output(stack.layer.name, x_BTE, before.shape, dtype=before.dtype.name)
+            in_layers[stack.name] = tuple(dict.fromkeys((LAYER_INPUT, *(name for _, name in recorder.marked[first:]))))
+        logits_BTV = model.head.apply(model.head_params(params["head"], params["embed"]), x_BTE, context)
+        expected = (*tokens_BT.shape, spec.model.vocab_size)
+        check_output(model.head.name, logits_BTV, expected, is_last_more=True)
+        return logits_BTV
 
     pieces = {"embed": model.embed, "head": model.head, **{stack.name: stack.layer for stack in model.stacks}}
     params = {
@@ -125,6 +137,10 @@ class _Recorder:
     projected: dict[str, Projected] = field(default_factory=dict)
 
     def activation(self, name: str, x: jax.Array, *axes: str | None, gradient: LogicalAxes | None = None) -> jax.Array:
+        if len(axes) != x.ndim or not all(axis is None or isinstance(axis, str) for axis in axes):
+            raise ValueError(
+                f"activation('{name}'): an array of shape {x.shape} needs {x.ndim} logical axes, has {axes}"
+            )
         self.marked.append((x, name))
         self.activations[name] = Array(name, x.shape, self.dtype, axes)
         if gradient is not None:

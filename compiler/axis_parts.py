@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from meshloom.models.numbers import divisors
+
 from .target_spec import Shape, TorusSpec
 
 # How much is moved over a mesh axis, roughly, as against the others: activations of every layer, weights of every layer
@@ -59,7 +61,7 @@ def _layouts(sizes: Sequence[int], shape: Shape) -> Iterator[Layout]:
         if math.prod(shape) == 1:
             yield ()
         return
-    for factors in product(*([n for n in range(1, size + 1) if size % n == 0] for size in shape)):
+    for factors in product(*(divisors(size) for size in shape)):
         if math.prod(factors) == sizes[0]:
             rest = tuple(size // factor for size, factor in zip(shape, factors, strict=True))
             for others in _layouts(sizes[1:], rest):

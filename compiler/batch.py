@@ -1,11 +1,15 @@
 """The global batch: which arrays it has, and its split over microbatches and data shards."""
 
+import re
+
 from meshloom.models import Model
+from meshloom.models.numbers import divisors
 
 from .mesh import MeshPlan, nearest
 from .problems import Problem, raise_if_any
 from .sharding import batch_axes
 from .spec import RunSpec
+from .units import be, counted
 
 
 def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
@@ -38,26 +42,29 @@ def check_batch(spec: RunSpec, mesh: MeshPlan) -> None:
         _check_parts(spec.overlap.layers.batch_parts, size // parts)
         return
     split = " x ".join(f"{axis}={mesh.sizes[axis]}" for axis in axes)
-    by = f"{shards} data shards ({split})" if axes else "1 data shard"
+    by = f"{counted(shards, 'data shard')} ({split})" if axes else "1 data shard"
     by += f" x {microbatches} microbatches" if microbatches > 1 else ""
     multiples = [n for n in (size // parts * parts, (size // parts + 1) * parts) if n]
     fix = f"use global_batch_size={' or '.join(map(str, multiples))}"
     if microbatches > 1 and size % shards == 0:
-        fitting = [n for n in range(1, size // shards + 1) if size // shards % n == 0]
+        fitting = divisors(size // shards)
         fix += f", or num_microbatches={nearest(microbatches, fitting)}"
-    raise_if_any([Problem("global_batch_size", f"{size} sequences are not divisible by {by}", fix)])
+    what = f"{counted(size, 'sequence')} {be(size)} not divisible by {by}"
+    raise_if_any([Problem("global_batch_size", what, fix)])
 
 
 def _check_parts(num_parts: int, num_sequences: int) -> None:
     if num_sequences % num_parts:
-        what = f"{num_sequences} sequences of a device are not divisible by {num_parts}"
-        fitting = [n for n in range(1, num_sequences + 1) if num_sequences % n == 0]
-        raise_if_any([Problem("overlap.layers.batch_parts", what, f"use {nearest(num_parts, fitting)}")])
+        what = f"{counted(num_sequences, 'sequence')} of a device {be(num_sequences)} not divisible by {num_parts}"
+        fix = f"use {nearest(num_parts, divisors(num_sequences))}"
+        raise_if_any([Problem("overlap.layers.batch_parts", what, fix)])
 
 
 def check_length(spec: RunSpec, model: Model) -> None:
     """Raise ConfigError where sequences are longer than the model can read."""
     if model.max_length is not None and spec.sequence_length > model.max_length:
-        what = f"{spec.sequence_length} tokens are more than the {model.max_length} that the model has positions for"
-        fix = f"use {model.max_length} or less, or model.num_positions={spec.sequence_length}"
+        what = f"{spec.sequence_length} tokens are more than the {model.max_length} that the model can read"
+        keys = [key for key, value in spec.model if value == model.max_length and re.search("length|position", key)]
+        larger = f", or model.{keys[0]}={spec.sequence_length}" if len(keys) == 1 else ""
+        fix = f"use {model.max_length} or less{larger}"
         raise_if_any([Problem("sequence_length", what, fix)])

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from .analysis import ScheduleAnalysis
 from .aot import Built
-from .estimate import StepEstimate
+from .estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate, fits_host
 from .exposure import find_too_exposed
 from .fingerprint import Fingerprint
 from .lint import lint
@@ -61,7 +61,7 @@ def build_report(
     target, unknown = _target(plan), dict[str, str]()
     figures = ("hbm_bytes_per_chip", "hbm_bytes_per_second", "peak_flops_per_second")
     unknown |= {f"target.{name}": "the chip is not known" for name in figures if getattr(target, name) is None}
-    memory = _memory(plan, built, peak, unknown, estimate.memory.peak_bytes * used_devices_per_chip(plan), changes)
+    memory = _memory(plan, built, peak, unknown, estimate.memory, changes)
     if isinstance(schedule, Unread):
         schedule = _unanalysed(schedule.why)
     bound = roofline_seconds(estimate.roofline)
@@ -106,11 +106,11 @@ def _memory(
     built: Built,
     peak: PeakMemory | Unread,
     unknown: dict[str, str],
-    estimate: int,
+    estimate: MemoryEstimate,
     changes: tuple[Change, ...],
 ) -> MemoryReport:
     """Of the compiled program; where it was refused, what the compiler said that it needs."""
-    limit, needed, per_chip = limit_bytes(plan), needed_bytes(plan, built), used_devices_per_chip(plan)
+    limit, needed, per_chip = limit_bytes(plan), needed_bytes(plan, built, peak), used_devices_per_chip(plan)
     planned = plan.memory
     known = {"parameters": planned.parameters, "master": planned.master, "optimizer": planned.optimizer,
              "scalars": planned.scalars, "batch": planned.batch}  # fmt: skip
@@ -131,18 +131,29 @@ def _memory(
     unknown |= {f"memory.breakdown.{name}": why for name in TOLD_APART if why}
     if needed is None:
         names = ("memory.peak_bytes_per_chip", "memory.breakdown.temporaries")
-        unknown |= dict.fromkeys(names, "the compiler refused the program and did not say what it needs")
+        refused = "the compiler refused the program and did not say what it needs"
+        unknown |= dict.fromkeys(names, peak.why if built.memory and isinstance(peak, Unread) else refused)
     if code is None:
         unknown["memory.breakdown.code"] = "the compiler refused the program"
     if limit is None:
         names = ("memory.limit_bytes_per_chip", "memory.fits", "memory.breakdown.reserved")
         unknown |= dict.fromkeys(names, "the chip's memory is not known")
+    host, host_limit = host_bytes(built), plan.target.host_bytes_per_device
+    if host is None:
+        unknown |= dict.fromkeys(("memory.host_bytes_per_chip", "memory.host_fits"), "the compiler refused the program")
+    if host_limit is None:
+        names = ("memory.host_limit_bytes_per_chip", *(["memory.host_fits"] if host else []))
+        unknown |= dict.fromkeys(names, HOST_UNKNOWN)
     return MemoryReport(
         peak_bytes_per_chip=needed * per_chip if needed is not None else None,
         limit_bytes_per_chip=limit,
         fits=does_fit(plan, built),
         breakdown=breakdown,
-        estimate_bytes_per_chip=estimate,
+        estimate_bytes_per_chip=estimate.peak_bytes * per_chip,
+        host_bytes_per_chip=host * per_chip if host is not None else None,
+        host_limit_bytes_per_chip=host_limit * per_chip if host_limit else None,
+        host_fits=does_fit_host(plan, built),
+        host_estimate_bytes_per_chip=estimate.host_bytes * per_chip,
         changes=changes,
     )
 
@@ -156,6 +167,8 @@ def _cannot_tell_apart(plan: Plan, built: Built, peak: PeakMemory | Unread, rest
     memory, counted = built.memory, peak.num_bytes
     # XLA's peak of a CPU's program is that of arguments and results alone.
     found = memory.taken_bytes if plan.target.platform == "cpu" else memory.peak_bytes
+    if memory.host_bytes:  # that peak may be the host's
+        found = counted
     is_near = abs(counted - found) <= LARGEST_ERROR * found
     if is_near and sum(peak.by_class.get(name, 0) for name in TOLD_APART) <= rest:
         return None
@@ -169,16 +182,24 @@ def limit_bytes(plan: Plan) -> int | None:
     return per_device and per_device * used_devices_per_chip(plan)
 
 
-def needed_bytes(plan: Plan, built: Built) -> int | None:
-    """What the step needs of a device; None where the compiler refused it without a number.
+def needed_bytes(plan: Plan, built: Built, peak: PeakMemory | Unread) -> int | None:
+    """What the step needs of a device; None where the compiler refused it without a number, or where its number is not
+    the device's and the program cannot be read.
 
     Of a TPU what lives at once: the gaps between arrays are not what is refused. (Programs of 17.6 GiB with gaps and
-    13.4 GiB without compile for a limit of 15.75 GiB, and gaps count what is offloaded to the host.) Elsewhere with
-    gaps: a GPU's temporaries are one block.
+    13.4 GiB without compile for a limit of 15.75 GiB.) The compiler counts it; where arrays lie on the host we do, in
+    the scheduled program. libtpu 0.0.42.1 then gives the arguments with the larger of two peaks, the device's and the
+    host's: 3.08 + 10.00 GiB for llama3_70b with 10.00 GiB on the host and 9.2 GiB of temporaries on the device.
+    Elsewhere with gaps: a GPU's temporaries are one block.
     """
-    if built.memory is None:
+    memory = built.memory
+    if memory is None:
         return built.out_of_memory.needed_bytes if built.out_of_memory else None
-    return built.memory.peak_bytes if plan.target.platform == "tpu" else built.memory.taken_bytes
+    if plan.target.platform != "tpu":
+        return memory.taken_bytes
+    if not memory.host_bytes:
+        return memory.peak_bytes
+    return None if isinstance(peak, Unread) else peak.num_bytes
 
 
 def does_fit(plan: Plan, built: Built) -> bool | None:
@@ -190,6 +211,17 @@ def does_fit(plan: Plan, built: Built) -> bool | None:
         return True
     per_device = plan.target.hbm_bytes_per_device
     return None if per_device is None else built.memory.taken_bytes <= per_device
+
+
+def host_bytes(built: Built) -> int | None:
+    """What the step keeps in the host's memory for a device; None where the compiler refused it."""
+    return None if built.memory is None else built.memory.host_bytes
+
+
+def does_fit_host(plan: Plan, built: Built) -> bool | None:
+    """Whether a device's share of its host's memory holds what the step keeps there. None: unknown."""
+    num_bytes = host_bytes(built)
+    return None if num_bytes is None else fits_host(num_bytes, plan.target.host_bytes_per_device)
 
 
 def _target(plan: Plan) -> TargetReport:

@@ -13,7 +13,7 @@ import yaml
 from jax.sharding import SingleDeviceSharding
 from pydantic import model_validator
 
-from meshloom.models.config import Config
+from meshloom.models.config import Record
 
 from .problems import ConfigError, Problem, raise_if_any, use_one_of
 from .report import CollectiveKind
@@ -27,7 +27,7 @@ Moved = Literal["weights", "activations"]
 Options = Mapping[str, CompilerOption]
 
 
-class OptionNote(Config):
+class OptionNote(Record):
     """One option. since: the oldest compiler that it was seen in. hazard: what it may cost or break; None: not known to
     do either."""
 
@@ -37,14 +37,14 @@ class OptionNote(Config):
     hazard: str | None
 
 
-class EnvironmentNote(Config):
+class EnvironmentNote(Record):
     """A setting that only the environment of a process can make, for whoever launches it."""
 
     what: str
     why: str
 
 
-class OptionSet(Config):
+class OptionSet(Record):
     """values: options by chip or platform, the chip's before its platform's. hides: kinds of collectives that run
     beside arithmetic with it. begins_early: of them what a trip of a loop needs first begins in the trip before.
     tried_for: what `overlap.search` hopes to hide with it; empty: never tried."""
@@ -60,7 +60,7 @@ class OptionSet(Config):
         return _for_target(self.values, target)
 
 
-class OptionTable(Config):
+class OptionTable(Record):
     """What is known of compilers, by chip or platform, and the options that they have.
 
     hides_by_default: kinds of collectives of weights that are asynchronous without any option.

@@ -6,35 +6,44 @@ docs/config.md says why.
 """
 
 import json
+import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import IConfigRepository
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from hydra.plugins.config_source import ConfigSource
+from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import ValidationError
 
 from . import target_names
+from .code_places import FLAG
+from .composition_errors import Groups, reported
+from .config_files import problems_of_files, register_sources
+from .from_environment import Sources, find_sources, register_resolver
+from .hydra_settings import SEARCH_PATH, check_places, problems_of_settings
+from .key_paths import is_within
+from .override_parser import COMMAND_LINE, MOST_POINTS, key_of, parse_override, parsed_or_none, shortened, sweep_values
+from .plain_values import plain_values
 from .problems import ConfigError, Problem, raise_if_any, use_one_of
 from .spec import RunSpec
-from .spec_errors import problems_of
-from .user_code import spec_class
+from .spec_errors import MOST_SHOWN, problems_of
+from .user_code import blamed_on_user, spec_class
+from .visible import visible_line
 
 T = TypeVar("T")
-COMMAND_LINE = "command line"
-MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, OSError)  # what a user can set right
+OPT_IN = FLAG.lstrip("-").replace("-", "_")
 OPTIONAL = ("experiment",)  # groups of which nothing need be chosen
 
 
@@ -46,23 +55,32 @@ class Request:
     config_name: str = "config"
     config_path: str | None = None  # a directory that takes the place of our own `conf/`
 
-
-Groups = dict[str, list[str]]  # the options of each config group
+    @property
+    def search_path(self) -> list[str]:
+        """The override that says where users' configs lie; none where they are ours alone."""
+        return [text for text in self.overrides if key_of(text) == SEARCH_PATH]
 
 
 @contextmanager
 def hydra_session(request: Request) -> Iterator[Groups]:
     """Hydra's global state, set up for composing and taken down again; gives the groups that the request can see."""
-    target_names.register()
+    register_sources()
+    register_resolver()
     GlobalHydra.instance().clear()
     if request.config_path is None:
         session = initialize_config_module("meshloom.conf", version_base="1.3", job_name="meshloom")
     else:
         session = initialize_config_dir(str(Path(request.config_path).resolve()), version_base="1.3")
     with session:
-        outer = [group for group in _options("", request, ObjectType.GROUP) if group != "hydra"]
-        inner = [f"{group}/{part}" for group in outer for part in _options(group, request, ObjectType.GROUP)]
-        yield {group: options for group in sorted(outer + inner) if (options := _options(group, request))}
+        with reported(Groups()), warnings.catch_warnings(action="ignore"):  # of places, which are checked next
+            configs = _repository(request)
+            check_places(configs.get_sources())
+        outer = [group for group in _options("", configs, ObjectType.GROUP) if group != "hydra"]
+        inner = [f"{group}/{part}" for group in outer for part in _options(group, configs, ObjectType.GROUP)]
+        found = ((group, _options(group, configs)) for group in sorted(outer + inner))
+        groups = Groups({group: options for group, options in found if options})
+        groups.appended = _appended(groups, request)
+        yield groups
 
 
 def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
@@ -88,23 +106,38 @@ def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
     raise ConfigError(problems)
 
 
+def check_config_files(request: Request) -> None:
+    """Raise ConfigError for what files of configs may not say; what else may be wrong is not looked at."""
+    with hydra_session(request) as groups:
+        forced = [_forced(text, groups) for text in request.overrides]
+        composed = compose(request.config_name, overrides=forced, return_hydra_config=True)
+        raise_if_any(problems_of_files(composed, request.overrides))
+
+
 def check_sweep(request: Request) -> None:
     """Raise ConfigError for what is wrong with a sweep, whichever points it consists of: each value by itself."""
     base: list[str] = []
     alternatives: list[list[str]] = []
+    problems: list[Problem] = []
     for text in request.overrides:
-        parsed = _parse(text)
+        parsed = parsed_or_none(text)
         if parsed and parsed.is_sweep_override() and not parsed.is_hydra_override():
-            values = [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
-            alternatives.append(values)
+            try:
+                alternatives.append(sweep_values(parsed))
+            except ConfigError as error:
+                problems += error.problems
         else:
             base.append(text)
+    num_points = math.prod(map(len, alternatives))
+    if num_points > MOST_POINTS:
+        what = f"the sweep has {num_points:,} points, and {MOST_POINTS:,} are the most"
+        problems.append(Problem(COMMAND_LINE, what, "sweep over fewer values"))
+    raise_if_any(problems)
     first = [values[0] for values in alternatives]
     points = [base + first]
     points += [
         base + first[:i] + [value] + first[i + 1 :] for i, values in enumerate(alternatives) for value in values[1:]
     ]
-    problems: list[Problem] = []
     for point in points:
         try:
             read_spec(Request(tuple(point), request.config_name, request.config_path), then=lambda spec: spec)
@@ -127,66 +160,90 @@ def hydra_run_dir(request: Request) -> Path:
         return Path(str(OmegaConf.select(composed, "hydra.run.dir"))).resolve()
 
 
-def search_path_override(overrides: Sequence[str], config_dir: str | None) -> list[str]:
-    """The overrides with one `hydra.searchpath` that holds the user's places, `config_dir` and our own."""
-    kept, places = [], [target_names.SEARCH_PATH]
-    for text in overrides:
-        parsed = _parse(text)
-        if parsed and parsed.key_or_group == "hydra.searchpath":
-            places += [str(place) for place in parsed.value()]  # type: ignore[union-attr]
-        else:
-            kept.append(text)
-    places += [f"file://{Path(config_dir).resolve()}"] if config_dir else []
-    quoted = ",".join("'" + place.replace("'", "\\'") + "'" for place in dict.fromkeys(places))
-    return [*kept, f"hydra.searchpath=[{quoted}]"]
+def _repository(request: Request) -> IConfigRepository:
+    """Returns Hydra's view of all places in which the request's configs lie.
 
-
-def _options(group: str, request: Request, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
-    """What a group offers, in all places that the request adds; names with a first `_` are parts of others."""
-    places = [text for text in request.overrides if text.startswith("hydra.searchpath=")]
+    Hydra's public `get_group_options` parses the main config and makes a repository anew for each group that it is
+    asked for: a second of processor time where one repository takes a tenth.
+    """
     loader = GlobalHydra.instance().config_loader()
-    names = loader.get_group_options(group, kind, config_name=request.config_name, overrides=places)
-    return [name for name in names if not name.startswith("_")]
+    assert isinstance(loader, ConfigLoaderImpl)
+    return loader._parse_overrides_and_create_caching_repo(request.config_name, request.search_path)[1]
+
+
+def _appended(groups: Groups, request: Request) -> frozenset[str]:
+    theirs = {group for group in groups if group.split("/")[0] not in RunSpec.model_fields} - set(OPTIONAL)
+    try:
+        with reported(groups):
+            return frozenset(theirs - set(chosen_options(request))) if theirs else frozenset()
+    except ConfigError:  # composing the whole request says what is wrong
+        return frozenset()
+
+
+def config_sources(request: Request) -> Sequence[ConfigSource]:
+    """Returns the places where configs are found, the first that has a file winning; within a session."""
+    return _repository(request).get_sources()
+
+
+def chosen_options(request: Request) -> dict[str, str]:
+    """Returns the option of each group that the primary config chooses by itself; within a session."""
+    composed = compose(request.config_name, overrides=request.search_path, return_hydra_config=True)
+    return dict(composed.hydra.runtime.choices)
+
+
+def _options(group: str, configs: IConfigRepository, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
+    """Returns what a group offers; names that begin with `_` are parts of others and are left out."""
+    return [name for name in configs.get_group_options(group, kind) if not name.startswith("_")]
 
 
 def _validate(overrides: Sequence[str], request: Request, groups: Groups) -> tuple[RunSpec | None, list[Problem]]:
     try:
-        composed = compose(request.config_name, overrides=[_forced(text, groups) for text in overrides])
-        values = _without_missing(composed)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        return None, [composition_problem(error, groups)]
+        with reported(groups):
+            forced = [_forced(text, groups) for text in overrides]
+            composed = compose(request.config_name, overrides=forced, return_hydra_config=True)
+            problems = problems_of_files(composed, overrides) + problems_of_settings(composed)
+            declared = _without_hydra(composed)
+            values, not_plain = plain_values(declared)
+            sources = find_sources(declared)
+    except ConfigError as error:
+        return None, list(error.problems)
+    problems += not_plain
+    if problems:  # what the files say is not even imported
+        return None, problems
     spec_type, problems = spec_class(values)
     try:
-        spec = spec_type.model_validate_json(json.dumps(values))
+        with blamed_on_user("the declaration", "checking it", is_theirs=False):
+            spec = spec_type.model_validate_json(json.dumps(values)).with_sources(sources)
         return (None if problems else spec), problems
     except ValidationError as error:
         own_groups = [group for group in groups if "/" not in group]
-        return None, problems + problems_of(error, spec_type, own_groups)
+        found = problems_of(error, spec_type, own_groups)
+        return None, problems + [_without_values(problem, values, sources) for problem in found]
 
 
-def _without_missing(composed: DictConfig) -> dict[str, Any]:
-    """Plain values with interpolations resolved; keys that are still `???` left out, so that they count as missing."""
+def _without_values(problem: Problem, values: dict[str, Any], sources: Sources) -> Problem:
+    """The same without the value that came from the environment: a short one is not found by its text."""
+    for key, text in sources.items():
+        if is_within(problem.where, key):
+            shown = str(OmegaConf.select(OmegaConf.create(values), key))
+            for value in (shown, shortened(shown, MOST_SHOWN)):
+                problem = replace(problem, what=problem.what.replace(value, text), fix=problem.fix.replace(value, text))
+    return problem
 
-    def strip(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: strip(value) for key, value in node.items() if value != "???"}
-        return [strip(value) for value in node] if isinstance(node, list) else node
 
-    return strip(OmegaConf.to_container(composed, resolve=True))
-
-
-def _parse(text: str) -> Override | None:
-    try:
-        return OverridesParser.create().parse_override(text)
-    except HydraException:
-        return None
+def _without_hydra(composed: DictConfig) -> DictConfig:
+    with open_dict(composed):
+        del composed["hydra"]
+    return composed
 
 
 def _forced(text: str, groups: Groups) -> str:
     """`key=value` as `++key=value`; a choice of a group, a deletion and Hydra's own settings as they are."""
-    parsed = _parse(text)
-    if parsed is None or parsed.is_delete() or parsed.is_hydra_override() or _is_choice(parsed, groups):
+    parsed = parsed_or_none(text)
+    if parsed is None or parsed.is_delete() or parsed.is_hydra_override():
         return text
+    if _is_choice(parsed, groups):
+        return f"+{text}" if text[0].isalpha() and parsed.key_or_group in groups.appended else text
     return "++" + text.lstrip("+")
 
 
@@ -198,20 +255,25 @@ def _is_choice(parsed: Override, groups: Groups) -> bool:
 def _problems_of_override(text: str, request: Request, groups: Groups) -> list[Problem]:
     """What can be said of one override before composing: its grammar, a sweep outside of one, its group's options."""
     try:
-        parsed = OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        what = f"'{text}' is no override: {str(error).splitlines()[0]}"
-        return [Problem(COMMAND_LINE, what, "write key=value; quote values with spaces: 'key=\"a b\"'")]
+        parsed = parse_override(text)
+    except ConfigError as error:
+        return list(error.problems)
     group = parsed.key_or_group
+    if group == OPT_IN:
+        fix = f"type {FLAG}=MODULE, without a space"
+        return [Problem(group, "is a flag and not a key, so that no config file can set it", fix)]
+    if group == "hydra.job.env_copy":
+        fix = "leave it out: the points of a sweep have the environment of the command"
+        return [Problem(group, "the values of these variables would be written to .hydra/hydra.yaml", fix)]
     if parsed.is_sweep_override():
         fix = f"add -m to run once per value, or quote it to pass a list or text: '{group}=[...]'"
-        return [Problem(group, f"'{text}' names several values", fix)]
+        return [Problem(group, f"'{shortened(text)}' names several values", fix)]
     if not _is_choice(parsed, groups) or parsed.is_delete():
         return []
     if parsed.value() is None and group in OPTIONAL:
         return [Problem(group, "null chooses nothing, as it is without", "leave it out")]
-    name = "null" if parsed.value() is None else str(parsed.value())
-    options = groups.get(group) or _options(group, request)
+    name = visible_line(shortened("null" if parsed.value() is None else str(parsed.value())))
+    options = groups.get(group) or _options(group, _repository(request))
     if name in options or (group == "target" and target_names.is_sized(name)):
         return []
     if not options:
@@ -221,40 +283,10 @@ def _problems_of_override(text: str, request: Request, groups: Groups) -> list[P
     return [Problem(group, f"there is no '{name}' in this group", use_one_of(name, options))]
 
 
-def composition_problem(error: Exception, groups: Groups) -> Problem:
-    """One of Hydra's, OmegaConf's or YAML's errors in our words."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
-        mark = error.problem_mark
-        return Problem(f"{mark.name}:{mark.line + 1}", f"not YAML: {error.problem}", "mend the file")
-    text = str(error)
-    if match := re.search(r"Could not find '(?P<group>[^/']+)/(?P<option>[^']+)'", text):
-        if match["group"] == "target":
-            return target_names.problem_of(match["option"], groups.get("target", []))
-        fix = f"choose {match['group']}=...: {use_one_of(match['option'], groups.get(match['group'], []))}"
-        return Problem(match["group"], f"there is no '{match['option']}' in this group", fix)
-    key = re.search(r"full_key: (\S+)", text)
-    return Problem(key[1] if key else COMMAND_LINE, text.split("\n")[0], "see `meshloom train --help` and `--cfg job`")
-
-
-def as_config_error(error: Exception) -> ConfigError:
-    """One of the MISTAKES as what it is to the user."""
-    if isinstance(error, ConfigError):
-        return error
-    if isinstance(error, OSError):
-        fix = "make room there or give this process access to it, or choose another hydra.run.dir"
-        return ConfigError([Problem(str(error.filename or "disk"), error.strerror or str(error), fix)])
-    return ConfigError([composition_problem(error, groups={})])
-
-
 def _concerns(text: str, problem: Problem) -> bool:
     """True where the override sets what the problem is about, or a part of it, or a node that holds it."""
-    parsed = _parse(text)
-    key = parsed.key_or_group if parsed else ""
-    return _is_within(problem.where, key) or _is_within(key, problem.where)
-
-
-def _is_within(inner: str, outer: str) -> bool:
-    return inner == outer or inner.startswith((f"{outer}.", f"{outer}["))
+    key = key_of(text)
+    return is_within(problem.where, key) or is_within(key, problem.where)
 
 
 # What a finding of a pass rests on beside its own key: it says nothing while one of these is wrong.

@@ -2,11 +2,13 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, JsonValue, PositiveFloat, PositiveInt
 
 from meshloom.models.config import Config
 
-Paths = Annotated[tuple[str, ...], Field(min_length=1)]  # files, or patterns as a shell has them; ** for all folders
+from .config_types import NumBytes, Seed, Text
+
+Paths = Annotated[tuple[Text, ...], Field(min_length=1)]  # files, or patterns as a shell has them; ** for all folders
 
 
 class PythonStdlibSource(Config):
@@ -33,7 +35,7 @@ class JsonlSource(Config):
 
     kind: Literal["jsonl"]
     paths: Paths
-    text_key: str
+    text_key: Text
 
 
 class ParquetSource(Config):
@@ -41,7 +43,7 @@ class ParquetSource(Config):
 
     kind: Literal["parquet"]
     paths: Paths
-    text_column: str
+    text_column: Text
 
 
 class ArrayRecordSource(Config):
@@ -55,14 +57,14 @@ class TokensSource(Config):
     """What `meshloom data` wrote: shards of tokens, read memory-mapped."""
 
     kind: Literal["tokens"]
-    directory: str
+    directory: Text
 
 
 class PythonSource(Config):
     """A class of the user's own with `__len__` and `__getitem__`; docs/data.md says what an item is."""
 
     kind: Literal["python"]
-    object: str  # my_package.data:Documents
+    object: Text  # my_package.data:Documents
     arguments: dict[str, JsonValue]  # of its constructor
     items: Literal["documents", "sequences"]  # documents are read at the start; sequences when they are needed
 
@@ -103,16 +105,16 @@ class HuggingFaceTokenizer(Config):
     """A JSON file of the `tokenizers` library."""
 
     kind: Literal["huggingface"]
-    path: str
-    end_of_document: str | None  # a token, as <|endoftext|>; None: the only special token of the file
+    path: Text
+    end_of_document: Text | None  # a token, as <|endoftext|>; None: the only special token of the file
 
 
 class SentencePieceTokenizer(Config):
     """A `.model` file of SentencePiece."""
 
     kind: Literal["sentencepiece"]
-    path: str
-    end_of_document: str | None  # a token, as </s>; None: the file's own end-of-sentence token
+    path: Text
+    end_of_document: Text | None  # a token, as </s>; None: the file's own end-of-sentence token
 
 
 TokenizerSpec = Annotated[BytesTokenizer | HuggingFaceTokenizer | SentencePieceTokenizer, Field(discriminator="kind")]
@@ -124,9 +126,9 @@ class DataSpec(Config):
     packing: Literal["concatenate", "first_fit"]  # of documents into sequences
     isolate_documents: bool  # batches say where documents begin; the last token of one predicts nothing
     held_out_fraction: Annotated[float, Field(gt=0, lt=1)]  # of the documents
-    shuffle_seed: Annotated[NonNegativeInt, Field(lt=2**32)]
+    shuffle_seed: Seed
     num_epochs: PositiveInt | None  # None: no end
-    max_text_bytes: PositiveInt  # of text that is tokenised at the start of a run
+    max_text_bytes: NumBytes  # of text that is tokenised at the start of a run
     num_prefetch_threads: PositiveInt
     num_prefetch_batches: PositiveInt
 
@@ -134,7 +136,7 @@ class DataSpec(Config):
 class ShardsSpec(Config):
     """What `meshloom data` writes, and `data=tokens` reads."""
 
-    directory: str
-    num_tokens_per_shard: PositiveInt  # about: a document is never split over shards
+    directory: Text
+    num_tokens_per_shard: NumBytes  # about: a document is never split over shards
     bpe_vocab_size: PositiveInt | None  # a byte-level BPE of this size is trained on the corpus first
-    bpe_text_bytes: PositiveInt  # of the corpus that it is trained on, about
+    bpe_text_bytes: NumBytes  # of the corpus that it is trained on, about

@@ -24,7 +24,7 @@ from .plan import Plan, plan_memory, plan_state_arrays
 from .problems import all_of
 from .projection import plan_projections
 from .remat import check_remat
-from .sharding import check_rules, plan_sharding
+from .sharding import check_rules, plan_sharding, usable_mesh
 from .spec import RunSpec
 from .state import plan_state, update_layouts
 from .step import build_eval_step, build_init, build_train_step
@@ -38,7 +38,7 @@ def plan_run(spec: RunSpec) -> Plan:
     target = plan_target(spec.target, spec.precision.compute)
     arrays = find_arrays(spec, model)
     mesh, *_ = all_of(
-        lambda: plan_mesh(spec.mesh, target),
+        lambda: plan_mesh(usable_mesh(spec), target),
         lambda: check_rules(spec.sharding, arrays),
         lambda: check_schedule(spec),
         lambda: check_remat(spec.remat, arrays),

@@ -3,18 +3,20 @@
 from dataclasses import dataclass
 
 from .communication import PlannedCollective, plan_communication
-from .liveness import Class, find_peak
+from .liveness import Class, find_peak, host_bytes
 from .plan import Plan
 from .read_step import read_step
 from .report import RooflinePart
 from .roofline import plan_roofline
+
+HOST_UNKNOWN = "the memory of the target's hosts is not known (target.chip.host_bytes)"
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes per device at the peak of a step. state_bytes, batch_bytes: exact, there all the time. The others: what
     lives at the worst moment beside them, so a class that is at its largest at another moment is less here. part:
-    where that moment is."""
+    where that moment is. host_bytes: of a device's arrays in the host's memory, not part of the peak."""
 
     state_bytes: int
     batch_bytes: int
@@ -25,6 +27,8 @@ class MemoryEstimate:
     temporaries: int
     part: str
     limit_bytes: int | None  # what a program may take; None: unknown
+    host_bytes: int
+    host_limit_bytes: int | None  # a device's share of the host's memory; None: unknown
 
     @property
     def peak_bytes(self) -> int:
@@ -35,12 +39,21 @@ class MemoryEstimate:
     def fits(self) -> bool | None:
         return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
 
+    @property
+    def host_fits(self) -> bool | None:
+        return fits_host(self.host_bytes, self.host_limit_bytes)
+
 
 @dataclass(frozen=True)
 class StepEstimate:
     memory: MemoryEstimate
     communication: tuple[PlannedCollective, ...]
     roofline: tuple[RooflinePart, ...]
+
+
+def fits_host(num_bytes: int, limit_bytes: int | None) -> bool | None:
+    """Whether arrays fit in the host's memory; None where its size is unknown. No array needs no memory."""
+    return True if num_bytes == 0 else None if limit_bytes is None else num_bytes <= limit_bytes
 
 
 def estimate_step(plan: Plan) -> StepEstimate:
@@ -56,5 +69,7 @@ def estimate_step(plan: Plan) -> StepEstimate:
         *(peak.num_bytes.get(name, 0) for name in classes),
         part=peak.at,
         limit_bytes=plan.target.hbm_bytes_per_device,
+        host_bytes=host_bytes(program),
+        host_limit_bytes=plan.target.host_bytes_per_device,
     )
     return StepEstimate(memory, plan_communication(plan, program), plan_roofline(plan, program))

@@ -4,51 +4,61 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from .array_layout import ArrayPlan
+from .console import Column, Console, Line, Table
 from .estimate import estimate_step
 from .explain_estimate import estimate_as_json, print_estimate
 from .plan import Plan
 from .report import SCHEMA_VERSION
 from .spec import Rule
-from .units import human_bytes
+from .units import counted, human_bytes
+
+COLUMNS = (
+    Column("array"),
+    Column("dimensions: logical axis, size, mesh axes [rule]", overflow="fold"),
+    Column("per device", justify="right"),
+)
+Row = tuple[str, str | Line, str]  # as COLUMNS
 
 
 def explain(plan: Plan, console: Console) -> None:
     """Print the plan: mesh, arrays with reasons, parameters and FLOPs; memory, communication and bounds of a step."""
-    spec = plan.spec
-    console.print(f"[bold]mesh[/]  {plan.mesh}, {plan.target.num_devices:,} devices of target {plan.target.name}")
+    spec, estimate = plan.spec, estimate_step(plan)  # whatever may fail comes before the first line
+    devices = f"{counted(plan.target.num_devices, 'device')} of target {plan.target.name}"
+    console.line(("mesh", "bold"), f"  {plan.mesh}, {devices}")
     for axis, where in plan.mesh.placement.describe().items():
         if plan.mesh.placement.is_known:
-            console.print(f"      [bold cyan]{axis}[/] {where}{_bandwidth(plan, axis)}", highlight=False)
-    console.print(
-        f"[bold]step[/]  {spec.tokens_per_step:,} tokens: {spec.global_batch_size:,} sequences of "
-        f"{spec.sequence_length:,}, {spec.num_microbatches} microbatch{'es' if spec.num_microbatches > 1 else ''}; "
-        f"the batch is split {plan.mesh.num_shards(plan.sharding.batch_axes):,} ways"
+            console.line("      ", (axis, "bold cyan"), f" {where}{_bandwidth(plan, axis)}")
+    console.line(
+        ("step", "bold"),
+        f"  {counted(spec.tokens_per_step, 'token')}: {counted(spec.global_batch_size, 'sequence')} of "
+        f"{spec.sequence_length:,}, {counted(spec.num_microbatches, 'microbatch', 'microbatches')}; "
+        f"the batch is split {counted(plan.mesh.num_shards(plan.sharding.batch_axes), 'way')}",
     )
-    console.print(f"[bold]model[/] {plan.num_parameters:,} parameters, {plan.model_flops_per_step:.4g} FLOPs per step")
+    size = f" {plan.num_parameters:,} parameters, {plan.model_flops_per_step:.4g} FLOPs per step"
+    console.line(("model", "bold"), size)
     blocks = f"in {plan.num_loss_blocks} blocks of tokens" if plan.num_loss_blocks > 1 else "of all tokens at once"
-    console.print(f"[bold]attention[/] by {plan.attention.implementation}: {plan.attention.reason}; logits {blocks}")
+    by = f" by {plan.attention.implementation}: {plan.attention.reason}; logits {blocks}"
+    console.line(("attention", "bold"), by)
     for each in plan.look_ups:
-        console.print(f"[bold]embedding[/] {each.name} {each.how}", highlight=False)
+        console.line(("embedding", "bold"), f" {each.name} {each.how}")
     for each in plan.projections:
         if each.split_over:
-            console.print(f"[bold]matmul[/] {each.how}", highlight=False)
-    console.print(f"[bold]head[/] {plan.head.how}", highlight=False)
-    for warning in plan.sharding.warnings:
-        console.print(warning.as_warning(), style="yellow", markup=False, highlight=False, soft_wrap=True)
+            console.line(("matmul", "bold"), f" {each.how}")
+    console.line(("head", "bold"), f" {plan.head.how}")
+    for warning in plan.warnings:
+        for line in warning.as_warning().split("\n"):
+            console.line(line, style="yellow")
     for title, rules, rows in (
         ("parameters", spec.sharding.parameters, map(_array_row, plan.sharding.parameters)),
         ("optimizer state", spec.sharding.optimizer, _state_rows(plan)),
         ("activations of one microbatch", spec.sharding.activations, map(_array_row, plan.sharding.activations)),
     ):
-        console.print()
-        console.print(f"[bold]{title}[/]  {_rules(rules)}", highlight=False)
-        console.print(_table(list(rows)))
-    console.print()
-    print_estimate(plan, estimate_step(plan), console)
+        console.line()
+        console.line((title, "bold"), f"  {_rules(rules)}")
+        console.table(Table(COLUMNS, list(rows)))
+    console.line()
+    print_estimate(plan, estimate, console)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -68,7 +78,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         },
         "mesh": dict(plan.mesh.sizes),
         "placement": {axis: _placed(plan, axis) for axis in plan.mesh.placement.describe()},
-        "warnings": [asdict(warning) for warning in plan.sharding.warnings],
+        "warnings": [asdict(warning) for warning in plan.warnings],
         "program": {
             "num_parameters": plan.num_parameters,
             "tokens_per_step": plan.spec.tokens_per_step,
@@ -123,12 +133,13 @@ def _row(plan: ArrayPlan) -> dict[str, Any]:
 def _rules(rules: Sequence[Rule]) -> str:
     """The rules that the numbers in the table stand for."""
     parts = (f"{', '.join(rule.logical)} -> {', '.join(rule.mesh) or 'whole'}" for rule in rules)
-    return "; ".join(f"\\[{index}] {part}" for index, part in enumerate(parts))
+    return "; ".join(f"[{index}] {part}" for index, part in enumerate(parts))
 
 
-def _shortened(arrays: Sequence[ArrayPlan], alike: Sequence[ArrayPlan]) -> list[tuple[str, str, str]]:
+def _shortened(arrays: Sequence[ArrayPlan], alike: Sequence[ArrayPlan], how: str) -> list[Row]:
     """Rows of the table. A set of optimizer state that lies as the arrays `alike` do is one row."""
-    rows, paths = [], {plan.array.path: plan.spec for plan in alike}
+    rows: list[Row] = []
+    paths = {plan.array.path: plan.spec for plan in alike}
     sets: dict[str, list[ArrayPlan]] = {}
     for plan in arrays:
         owner = next((path for path in paths if plan.array.path.endswith(f"/{path}")), None)
@@ -137,41 +148,34 @@ def _shortened(arrays: Sequence[ArrayPlan], alike: Sequence[ArrayPlan]) -> list[
         else:
             rows.append(_array_row(plan))
     return rows + [
-        (f"{prefix}*", f"{len(plans)} arrays, as the parameters", human_bytes(sum(p.bytes_per_device for p in plans)))
+        (f"{prefix}*", f"{len(plans)} arrays, {how}", human_bytes(sum(p.bytes_per_device for p in plans)))
         for prefix, plans in sets.items()
     ]
 
 
-def _state_rows(plan: Plan) -> list[tuple[str, str, str]]:
+def _state_rows(plan: Plan) -> list[Row]:
     """The optimizer's state. Where its rules are not those of the parameters, one set shows what they say."""
     if plan.spec.sharding.optimizer == plan.spec.sharding.parameters:
-        return _shortened(plan.optimizer_state, plan.sharding.parameters)
-    rows = _shortened(plan.optimizer_state, plan.sharding.optimizer)
-    rows = [(name, text.replace("as the parameters", "each as its parameter below"), size) for name, text, size in rows]
+        return _shortened(plan.optimizer_state, plan.sharding.parameters, "as the parameters")
+    rows = _shortened(plan.optimizer_state, plan.sharding.optimizer, "each as its parameter below")
     return rows + [(name, text, "") for name, text, _ in map(_array_row, plan.sharding.optimizer)]
 
 
-def _array_row(plan: ArrayPlan) -> tuple[str, str, str]:
+def _array_row(plan: ArrayPlan) -> Row:
     return plan.array.path, _dimensions(plan), human_bytes(plan.bytes_per_device)
 
 
-def _dimensions(plan: ArrayPlan) -> str:
+def _dimensions(plan: ArrayPlan) -> Line:
     """'layers 4 [1]  embed 128 fsdp [0]': logical axis, size, mesh axes, rule."""
-    parts = []
+    line: Line = []
     notes = {d.note for d in plan.dimensions}
-    shared = notes.pop() if len(notes) == 1 else ""  # said once, behind all dimensions
+    shared = notes.pop() if len(notes) == 1 else ""  # said once, after all dimensions
     for d in plan.dimensions:
-        axes = f" [bold cyan]{'+'.join(d.axes)}[/]" if d.axes else ""
-        rule = f" [dim]\\[{d.rule}][/]" if d.rule is not None else ""
-        parts.append(f"{d.logical or ''} {d.size:,}{axes}{rule}" + (f" ({d.note})" if d.note and not shared else ""))
-    return "  ".join(part.strip() for part in parts) + (f"  ({shared})" if shared else "")
-
-
-def _table(rows: Sequence[tuple[str, str, str]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("array", no_wrap=True)
-    table.add_column("dimensions: logical axis, size, mesh axes \\[rule]", overflow="fold")
-    table.add_column("per device", justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
+        line += ["  " * bool(line), f"{d.logical or ''} {d.size:,}".strip()]
+        if d.axes:
+            line += [" ", ("+".join(d.axes), "bold cyan")]
+        if d.rule is not None:
+            line += [" ", (f"[{d.rule}]", "dim")]
+        if d.note and not shared:
+            line.append(f" ({d.note})")
+    return [*line, f"  ({shared})"] if shared else line

@@ -18,6 +18,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from .driver import Programs
+from .key_paths import leaves
 from .plan import Plan
 from .problems import Problem
 from .spec import CompilerOption, RunSpec
@@ -30,11 +31,12 @@ UNSET = "not set"
 # Keys that no program depends on; each other one is taken to reach it. Target, mesh, compiler options and their sets do
 # so in their own fields of a Fingerprint, as what they come to: mesh.fsdp=-1 is mesh.fsdp=8 on eight devices.
 NOT_IN_PROGRAM = (
-    "target", "mesh", "compiler_options", "shards", "checkpoint", "distributed", "logging", "evaluation", "artifact",
-    "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold", "sharding.on_replicated",
-    "overlap.max_exposed", "overlap.search", "overlap.option_sets", "data.source", "data.tokenizer", "data.packing",
-    "data.held_out_fraction", "data.shuffle_seed", "data.num_epochs", "data.max_text_bytes",
-    "data.num_prefetch_threads", "data.num_prefetch_batches",
+    "notes", "target", "mesh", "compiler_options", "shards", "checkpoint", "distributed", "logging", "evaluation",
+    "artifact", "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold",
+    "sharding.on_replicated",
+    "on_too_little_memory", "overlap.max_exposed", "overlap.search", "overlap.option_sets", "data.source",
+    "data.tokenizer", "data.packing", "data.held_out_fraction", "data.shuffle_seed", "data.num_epochs",
+    "data.max_text_bytes", "data.num_prefetch_threads", "data.num_prefetch_batches",
 )  # fmt: skip
 
 
@@ -72,7 +74,7 @@ def fingerprint_of(plan: Plan, lowered: Programs, mesh: Mesh) -> Fingerprint:
 def fields_of_program(spec: RunSpec) -> dict[str, str]:
     """{"optimizer.b1": "0.9", ...} without the keys that no program depends on."""
     outside = tuple(f"{key}." for key in NOT_IN_PROGRAM)
-    return {key: value for key, value in flat(spec.model_dump(mode="json")) if not f"{key}.".startswith(outside)}
+    return {key: value for key, value in flat(spec.as_compared()) if not f"{key}.".startswith(outside)}
 
 
 def describe_devices(mesh: Mesh) -> dict[str, str]:
@@ -128,13 +130,9 @@ def differences(wanted: Fingerprint, found: Fingerprint, *, folder: str, fix: st
     return problems
 
 
-def flat(node: Any, path: str = "") -> Iterable[tuple[str, str]]:
+def flat(values: Any) -> Iterable[tuple[str, str]]:
     """{"optimizer": {"b1": 0.9}} -> ("optimizer.b1", "0.9"); lists are values, and a group without keys is one."""
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from flat(value, f"{path}.{key}" if path else key)
-    else:
-        yield path, json.dumps(node)
+    return ((key, json.dumps(value)) for key, value in leaves(values))
 
 
 def sha256(text: str) -> str:

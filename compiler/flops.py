@@ -20,10 +20,12 @@ def model_flops_per_step(model: Model, spec: RunSpec) -> int:
     scores, as in PaLM's MFU (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), also where a mask hides half of it.
     """
     tokens_BT = jax.ShapeDtypeStruct((1, spec.sequence_length), jnp.int32)
-    context = Context(jnp.arange(spec.sequence_length)[None], lambda _, x, *axes, **__: x)
 
     def forward_flops(apply: Any, params: Any, x: Any) -> tuple[int, Any]:
-        traced = jax.jit(lambda params, x: apply(params, x, context)).trace(params, x)
+        def forward(params: Any, x: Any) -> Any:  # positions are traced too, so that no array of their length is made
+            return apply(params, x, Context(jnp.arange(spec.sequence_length)[None], lambda _, x, *axes, **__: x))
+
+        traced = jax.jit(forward).trace(params, x)
         return matmul_flops(traced.jaxpr.jaxpr), traced.out_info
 
     total, x_BTE = forward_flops(model.embed.apply, model.embed.abstract, tokens_BT)

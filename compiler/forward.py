@@ -13,7 +13,7 @@ from jax.tree_util import register_dataclass
 
 from meshloom.models import Context, LogicalAxes, Params
 
-from .arrays import gradient_of
+from .arrays import LAYER_INPUT, gradient_of
 from .attention import build_attend
 from .compiler_options import option_table
 from .gather import WeightLayout, Weights, axes_in, gather_vectors, keep_axes, leave_split, plan_weight
@@ -51,7 +51,8 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
 
         def layer(params: Params, shared: Parts, index: Array, x: Parts, stack=stack, num_before=num_before) -> Parts:
             contexts = (make_context(part, num_before + index) for part in shared)
-            return tuple(stack.layer.apply(params, *part) for part in zip(x, contexts, strict=True))
+            named = (marked(LAYER_INPUT, part) for part in x)
+            return tuple(stack.layer.apply(params, *part) for part in zip(named, contexts, strict=True))
 
         policy = build_policy(plan.spec.remat, stack.name)
         with jax.named_scope(stack.name):

@@ -16,6 +16,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .advice import (
+    FULL_REMAT,
+    HEAD_IN_PARTS,
+    SPLIT_OVER_TENSOR,
+    SPLIT_THE_GROUP,
+    WIDER_TENSOR,
+    Advice,
+    unfollowed,
+)
 from .aot import REMATERIALIZATION
 from .array_layout import ArrayPlan
 from .communication import PlannedCollective
@@ -30,7 +39,6 @@ from .units import human_names
 LEAST_BYTES = 2**20  # of one execution; what is smaller costs latency alone
 NARROW = {"bfloat16": "bf16", "float16": "f16"}
 NUM_PLACES = 3  # that one finding names
-IN_PARTS = "cut the vocabulary: overlap.head=parts"
 
 _GATHERED = re.compile(r"from sharding (?P<before>.+) to (?P<after>.+) efficiently for HLO operation "
                        r"(?P<name>%?\S+) = (?P<type>\w+\[[\d,]*\])(?:.*?op_name=\"(?P<op_name>[^\"]+)\")?")  # fmt: skip
@@ -53,6 +61,11 @@ def lint(
     others = (*_attention(plan), *map(_gathered_whole, notes), *_held_whole(plan, held))
     merged = _merged([*found, *(Costly(0, finding) for finding in others)])
     return tuple(each.finding for each in sorted(merged, key=lambda each: -each.cost))
+
+
+def find_gathered_whole(notes: Sequence[str]) -> tuple[Finding, ...]:
+    """What those lines of a compiler are about; they are all that there is to lint of a program that runs at once."""
+    return tuple(each.finding for each in _merged([Costly(0, finding) for finding in map(_gathered_whole, notes)]))
 
 
 @dataclass(frozen=True)
@@ -117,9 +130,9 @@ def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> Pl
 def _whole_gradient(plan: Plan, each: CollectiveReport, scattered: Sequence[PlannedCollective]) -> Costly:
     what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of it crosses in vain"
     rules = dict.fromkeys(p.rule for p in scattered if p.rule)
-    fix = "choose another overlap or target, or split the group: sharding=hsdp"
-    if all(_is_of_whole_head(plan, p.source) for p in scattered):
-        fix = f"{IN_PARTS}, or {fix}"
+    is_of_head = all(_is_of_head(p.source) for p in scattered)
+    in_parts = [HEAD_IN_PARTS] if is_of_head else []
+    fix = unfollowed(plan, *in_parts, "choose another overlap or target", SPLIT_THE_GROUP)
     return _costly(each, each.bytes // 2, "whole-gradient", what, ", ".join((each.source, *rules)), fix)
 
 
@@ -147,7 +160,8 @@ def _repeated(plan: Plan, each: CollectiveReport, planned: PlannedCollective) ->
     what = f"{_a(each.kind)} of {_size(each)} runs {each.count} times, once for each of {plan.spec.num_microbatches}"
     what += f" microbatches; {planned.count} would do"
     cost = each.bytes * (each.count - planned.count) // each.count
-    fix = "lower num_microbatches, or use remat=full with larger microbatches"
+    larger = Advice("use remat=full with larger microbatches", FULL_REMAT.is_followed)
+    fix = unfollowed(plan, "lower num_microbatches", larger)
     return _costly(each, cost, "repeated-gather", what, each.source, fix)
 
 
@@ -190,18 +204,19 @@ def _held(plan: Plan, each: HeldArray, array: ArrayPlan) -> Finding | None:
     size = f"{each.num_bytes / 2**20:,.1f} MiB on every device"
     if each.over_microbatches:
         text = f"{what} lies whole in memory for all microbatches: {size}"
-        fix = "num_microbatches=1 with fewer sequences or remat=full, or split it more: sharding=fsdp_tensor"
+        fewer = "num_microbatches=1 with fewer sequences"
+        fix = unfollowed(plan, fewer, FULL_REMAT, SPLIT_OVER_TENSOR, WIDER_TENSOR)
         return Finding(rule="held-whole", severity="warning", what=text, where=where, fix=fix)
     if each.kind == "gradients" or not each.over_others:
         return None  # added up block by block in a loop of its own, or in use in it
     text = f"{what} lies whole in memory through a loop that does not read it: {size}"
-    in_parts = f"{IN_PARTS}, or " * _is_of_whole_head(plan, array.array.path)
-    fix = f"none is needed where the step fits; else {in_parts}split it more: sharding=fsdp_tensor"
+    in_parts = [HEAD_IN_PARTS] if _is_of_head(array.array.path) else []
+    fix = f"none is needed where the step fits; else {unfollowed(plan, *in_parts, SPLIT_OVER_TENSOR, WIDER_TENSOR)}"
     return Finding(rule="held-whole", severity="note", what=text, where=where, fix=fix)
 
 
-def _is_of_whole_head(plan: Plan, path: str) -> bool:
-    return path.split("/")[0] == "head" and len(plan.head.part_sizes) == 1
+def _is_of_head(path: str) -> bool:
+    return path.split("/")[0] == "head"
 
 
 def _whole_of(each: HeldArray, layouts: Sequence[ArrayPlan], plan: Plan) -> ArrayPlan | None:

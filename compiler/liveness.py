@@ -30,6 +30,14 @@ def find_peak(program: Program) -> Peak:
     return _walk(fused, unowned=free, reusable=set(program.inputs))
 
 
+def host_bytes(program: Program) -> int:
+    """Bytes of a device's part in the host's memory: what loops stack there, those of a loop's body beside its own.
+    What a trip moves to the host goes straight into the stack."""
+    loops = [each for each in program.operations if each.body is not None]
+    own = sum(program.host_sizes[i] for each in loops for i in each.outputs)
+    return own + max((host_bytes(each.body) for each in loops if each.body is not None), default=0)
+
+
 def _walk(fused: Fused, *, unowned: set[int], reusable: set[int]) -> Peak:
     """unowned: arrays that are counted by someone else. reusable: those of them that may be overwritten."""
     sizes = fused.program.sizes

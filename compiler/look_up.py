@@ -2,7 +2,7 @@
 
 A table whose columns are split over devices that have different tokens need not be whole anywhere. Each device looks up
 its columns for the tokens of all of them, and an all-to-all gives each the rows of its own tokens. Back go gradients of
-rows, in the place of the gradient of the whole table:
+rows, instead of the gradient of the whole table:
 
     gathered     all-gather of the table                     reduce-scatter of its gradient
     exchanged    all-to-all of the rows of local tokens      all-to-all of their gradients

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from meshloom.models import IGNORED_TARGET, Params
+from meshloom.models.numbers import divisors
 
 from .batch import sequences_of_device
 from .mesh import MeshPlan
@@ -33,8 +34,7 @@ def plan_loss_blocks(spec: RunSpec, sharding: ShardingPlan, mesh: MeshPlan, targ
     shards = {d.logical: mesh.num_shards(d.axes) for plan in sharding.activations for d in plan.dimensions}
     per_token = sequences * spec.model.vocab_size * FLOAT32_BYTES // shards.get("vocab", 1)
     most_blocks = spec.sequence_length // shards.get("residual_length", 1)  # what comes in shards is not regrouped
-    divisors = [n for n in range(1, most_blocks + 1) if most_blocks % n == 0]
-    fitting = (n for n in divisors if spec.sequence_length // n * per_token <= most)
+    fitting = (n for n in divisors(most_blocks) if spec.sequence_length // n * per_token <= most)
     return next(fitting, most_blocks)
 
 

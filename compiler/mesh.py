@@ -9,12 +9,15 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from meshloom.models.numbers import divisors
+
 from .links import collective_seconds
 from .placement import Placement, plan_placement
 from .problems import ConfigError, Problem
 from .report import CollectiveKind
 from .spec import MeshSpec
 from .target import TargetPlan
+from .units import counted
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def plan_mesh(spec: MeshSpec, target: TargetPlan) -> MeshPlan:
     free = [axis for axis, size in sizes.items() if size == -1]
     fixed = math.prod(size for size in sizes.values() if size != -1)
     shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "1"
-    devices = f"{target.num_devices} devices of target {target.name}"
+    devices = f"{counted(target.num_devices, 'device')} of target {target.name}"
     if len(free) > 1:
         raise ConfigError([Problem("mesh", f"{' and '.join(free)} are both -1", "leave one of them -1, give the others a size")])  # fmt: skip  # noqa: E501
     if free and target.num_devices % fixed:
@@ -92,7 +95,7 @@ def _fix(sizes: Mapping[str, int], target: TargetPlan) -> str:
             continue
         largest = target.num_devices // rest
         exact = -1 not in sizes.values()
-        fitting = [largest] if exact else [n for n in range(1, largest + 1) if largest % n == 0]
+        fitting = [largest] if exact else divisors(largest)
         options.append(f"mesh.{axis}={nearest(size, fitting)}")
     free = next((axis for axis, size in sizes.items() if size == -1), None) or "data"
     return f"use {' or '.join(options)}" if options else f"set mesh.{free}=-1 and the others to a divisor of {target.num_devices}"  # fmt: skip  # noqa: E501

@@ -30,7 +30,8 @@ def build_schedule(spec: RunSpec) -> optax.Schedule:
 def build_optimizer(spec: RunSpec, model: Model, layouts: Any, mesh: MeshPlan) -> optax.GradientTransformation:
     """Clipping by global norm, then the optimizer. It computes in float32, whatever the parameters are stored in.
     layouts: the PartitionSpec in which each parameter is updated."""
-    with blamed_on_user("optimizer.name", f"building {spec.optimizer.name}"):
+    name = spec.optimizer.name
+    with blamed_on_user("optimizer.name", f"building {name}", is_theirs=":" in name):
         chosen = spec.optimizer.build(Setting(build_schedule(spec), parameter_kinds(model), layouts, mesh.sizes))
     limit = spec.optimizer.max_grad_norm
     clip = optax.identity() if limit is None else optax.clip_by_global_norm(limit)

@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from meshloom.models.config import Config
 
-from .config_types import Fraction
+from .config_types import Fraction, Text
 
 
 class LayerLoop(Config):
@@ -38,7 +38,7 @@ def _auto_or_names(value: Any) -> Any:
     raise PydanticCustomError("choice", "{what}", context)
 
 
-Rings = Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_auto_or_names)]
+Rings = Annotated[Literal["auto"] | tuple[Text, ...], BeforeValidator(_auto_or_names)]
 
 
 class Way(Config):
@@ -46,7 +46,7 @@ class Way(Config):
 
     layers: LayerLoop
     rings: Rings  # matmuls whose parts are added up in a ring, by what they make (projection.py)
-    option_sets: tuple[str, ...]  # of compiler_options.py, by name; the later wins
+    option_sets: tuple[Text, ...]  # of compiler_options.py, by name; the later wins
 
     @property
     def name(self) -> str:

@@ -20,6 +20,7 @@ from .gradients import accumulated_layouts
 from .head import HeadPlan
 from .look_up import LookUpPlan
 from .mesh import MeshPlan
+from .problems import Problem
 from .projection import ProjectionPlan
 from .sharding import ShardingPlan, gathered_bytes
 from .spec import RunSpec
@@ -72,6 +73,12 @@ class Plan:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(plan.array.shape) for plan in self.sharding.parameters)
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """What runs as it is declared, and may not be meant."""
+        spec = self.spec
+        return (*self.sharding.warnings, *spec.schedule.warnings(spec.optimizer.learning_rate, spec.num_steps))
 
 
 def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract: State, specs: State) -> MemoryPlan:

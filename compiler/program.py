@@ -34,15 +34,16 @@ class Operation:
     body: "Program | None" = None
     num_trips: int = 1
     num_carried: int = 0  # of a loop: its first results, which each trip hands to the next; the others are stacked
-    num_blocks: int = 0  # of a kernel of causal attention: blocks along the keys
 
 
 @dataclass(frozen=True)
 class Program:
-    """sizes: bytes on a device of each value, by its index. dtypes: likewise."""
+    """sizes: bytes on a device of each value, by its index. host_sizes: bytes of a device's part in the host's memory,
+    likewise; a value lies in one of the two. dtypes: likewise."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
+    host_sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]

@@ -16,7 +16,17 @@ from jax.extend.core import Literal as Constant
 from .flops import matmul_flops
 from .gather import axes_of
 from .jaxprs import scan_of, subprograms, without_consts
-from .operation_kinds import COLLECTIVES, KERNELS, LANES, OTHERS, causal_blocks, kind_of
+from .operation_kinds import (
+    ATTENTION,
+    COLLECTIVES,
+    KERNELS,
+    LANES,
+    OTHERS,
+    causal_flops,
+    cudnn_flops,
+    kind_of,
+    splash_blocks,
+)
 from .program import Collective, Kind, Operation, Program
 from .propagate import Axes, Layout, propagate
 from .report import MOVING, CollectiveKind
@@ -57,6 +67,7 @@ class _Reader:
     joins_sums: bool
     operations: list[Operation] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    host_sizes: list[int] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)  # of each value's last dimension
@@ -65,9 +76,10 @@ class _Reader:
 
     def read(self, jaxpr: Jaxpr, layouts: Sequence[Layout], scope: str) -> Program:
         inputs = [self.value(x.aval, layout) for x, layout in zip(jaxpr.invars, layouts, strict=True)]
-        outputs = [self.summed(i) for i in self.inline(jaxpr, inputs, scope)]
+        outputs = [self.kept(i) for i in self.inline(jaxpr, inputs, scope)]
         self.pad()
-        return Program(tuple(self.operations), tuple(self.sizes), tuple(self.dtypes), tuple(inputs), tuple(outputs))
+        sizes, host_sizes = tuple(self.sizes), tuple(self.host_sizes)
+        return Program(tuple(self.operations), sizes, host_sizes, tuple(self.dtypes), tuple(inputs), tuple(outputs))
 
     def value(self, aval: Any, layout: Layout) -> int:
         dtype = getattr(aval, "dtype", None)
@@ -75,8 +87,10 @@ class _Reader:
         shape = getattr(aval, "shape", ())
         layout = tuple(tuple(axis for axis in axes if self.mesh_sizes[axis] > 1) for axes in layout)
         shards = self.num_shards(tuple(axis for axes in layout for axis in axes))
-        is_elsewhere = getattr(aval, "memory_space", None) == jax.memory.Space.Host
-        self.sizes.append(0 if is_elsewhere else math.prod(shape) * itemsize // shards)
+        num_bytes = math.prod(shape) * itemsize // shards
+        is_on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
+        self.sizes.append(0 if is_on_host else num_bytes)
+        self.host_sizes.append(num_bytes if is_on_host else 0)
         self.widths.append(shape[-1] if shape else 0)
         self.dtypes.append(str(dtype))
         self.layouts.append(layout)
@@ -142,6 +156,8 @@ class _Reader:
         kind = kind_of(equation)
         if name == "sharding_constraint":
             return self.constrained(equation, operands, scope)
+        if name == "reduce_precision":  # what remat keeps is put through one, to its own type
+            return operands
         partial = self.still_partial(name, operands)
         operands = operands if partial else [self.summed(i) for i in operands]
         if kind == "matmul":
@@ -156,10 +172,7 @@ class _Reader:
         results = [self.value(x.aval, layout) for x, layout in zip(equation.outvars, found, strict=True)]
         collective = self.collective(equation, operands, results) if kind == "collective" else None
         flops = self.flops(equation, kind, operands, results)
-        blocks = causal_blocks(equation) if name == "pallas_call" else 0
-        self.operations.append(
-            Operation(kind, name, scope, tuple(operands), tuple(results), flops, collective, num_blocks=blocks)
-        )
+        self.operations.append(Operation(kind, name, scope, tuple(operands), tuple(results), flops, collective))
         if reduced := tuple(axis for axis in reduced if self.mesh_sizes[axis] > 1):
             partial = _Partial(equation.outvars[0].aval, reduced, name, scope)
         if partial:
@@ -183,6 +196,13 @@ class _Reader:
             layout = tuple(old + new for old, new in zip(layout, added, strict=True))
             kind = "reduce-scatter"
         return self.crossed(partial.aval, i, layout, kind, partial.axes, partial.name, partial.scope)
+
+    def kept(self, i: int) -> int:
+        """A result of a program, added up over devices: in the shards that a constraint in it wants, if one does. The
+        partitioner gives what is constrained that layout wherever it goes: a matmul's result that is kept for the
+        backward pass lies as the activation that is made of it."""
+        shards = (known for key, known in self.brought.items() if key[:2] == (i, "reduce-scatter"))
+        return next(shards, None) or self.summed(i)
 
     def gathered(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """A matmul's operands, without the mesh axes along what is summed that split the other's part of the result:
@@ -242,7 +262,8 @@ class _Reader:
         return Collective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]])
 
     def flops(self, equation: Any, kind: Kind, operands: list[int], results: list[int]) -> int:
-        """Of this device, matmuls alone. Of a kernel: its blocks' matmuls, once for each step of its grid."""
+        """Of this device, matmuls alone. Of a kernel: its blocks' matmuls, once for each step of its grid that
+        a causal mask leaves."""
         if kind == "matmul":
             (contracted, _), _ = equation.params["dimension_numbers"]
             left, layout = equation.invars[0].aval.shape, self.layouts[operands[0]]
@@ -251,7 +272,10 @@ class _Reader:
             return 2 * length * self.sizes[results[0]] // out.dtype.itemsize
         if equation.primitive.name == "pallas_call":
             grid = math.prod(n for n in equation.params["grid_mapping"].grid if isinstance(n, int))
-            return grid * sum(matmul_flops(inner) for inner in subprograms(equation.params))
+            flops = grid * sum(matmul_flops(inner) for inner in subprograms(equation.params))
+            return causal_flops(flops, *blocks) if (blocks := splash_blocks(equation)) else flops
+        if equation.primitive.name.startswith(ATTENTION):
+            return cudnn_flops(equation, self.sizes[operands[0]] // equation.invars[0].aval.dtype.itemsize)
         return 0
 
     def shard_map(self, equation: Any, operands: list[int], scope: str) -> list[int]:

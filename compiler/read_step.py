@@ -4,9 +4,12 @@ It is traced over the abstract mesh by the function that is compiled later (step
 another program.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
+from .attention import to_estimate
 from .batch import batch_arrays
 from .compiler_options import option_table
 from .plan import Plan
@@ -19,8 +22,9 @@ def read_step(plan: Plan) -> Program:
     """Trace the plan's train step and read it. Inputs: the leaves of the state, then those of the batch."""
     shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in batch_arrays(plan.spec)}
+    step = build_train_step(replace(plan, attention=to_estimate(plan.attention)))
     with jax.sharding.use_abstract_mesh(plan.mesh.abstract()):
-        traced = jax.make_jaxpr(build_train_step(plan))(plan.abstract, batch)
+        traced = jax.make_jaxpr(step)(plan.abstract, batch)
     is_spec = lambda node: isinstance(node, jax.sharding.PartitionSpec)  # noqa: E731
     specs = jax.tree.leaves(plan.specs, is_leaf=is_spec)
     specs += [jax.sharding.PartitionSpec(plan.sharding.batch_axes or None)] * len(batch)

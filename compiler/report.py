@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from meshloom.models.config import Config
+from meshloom.models.config import Record
 
 from .overlap_spec import Way
 
-SCHEMA_VERSION = 5  # of report.json and plan.json
+SCHEMA_VERSION = 6  # of report.json and plan.json
 
 CollectiveKind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
@@ -26,7 +26,7 @@ ComputeKind = Literal["matmul", "attention", "other"]
 Fraction = Annotated[float, Field(ge=0)]
 
 
-class TargetReport(Config):
+class TargetReport(Record):
     name: str
     chip: str
     num_chips: PositiveInt
@@ -38,7 +38,7 @@ class TargetReport(Config):
     placement: dict[str, str]  # mesh axis -> where it lies: "fsdp": "ICI x (16, wraps) x ICI y (16, wraps)"
 
 
-class ProgramReport(Config):
+class ProgramReport(Record):
     model: str  # the option that was chosen, with what is set otherwise: "llama2_7b (num_layers=4)"; else the family
     num_parameters: NonNegativeInt
     num_active_parameters: NonNegativeInt  # that a token meets
@@ -46,7 +46,7 @@ class ProgramReport(Config):
     model_flops_per_step: NonNegativeInt
 
 
-class Change(Config):
+class Change(Record):
     """A change of the declaration that saves memory. overrides: as one types them."""
 
     overrides: tuple[str, ...]
@@ -55,20 +55,24 @@ class Change(Config):
     cost: str  # "a third more arithmetic"
 
 
-class MemoryReport(Config):
+class MemoryReport(Record):
     """breakdown: parameters, master, optimizer, working_weights (cast or gathered for use), gradients, activations,
-    temporaries, code, reserved, by the compiled program where it tells them apart. fits: None where the chip's memory
-    is unknown."""
+    temporaries, code, reserved, by the compiled program where it tells them apart. fits: on the device, None where the
+    chip's memory is unknown. host: a chip's arrays in the memory of its host, in none of the figures of the device."""
 
     peak_bytes_per_chip: NonNegativeInt | None
     limit_bytes_per_chip: NonNegativeInt | None  # what a program may take: the chip's memory without what is reserved
     fits: bool | None
     breakdown: dict[str, NonNegativeInt | None]
     estimate_bytes_per_chip: NonNegativeInt | None  # without XLA
+    host_bytes_per_chip: NonNegativeInt | None
+    host_limit_bytes_per_chip: PositiveInt | None  # the chip's share of its host's memory
+    host_fits: bool | None
+    host_estimate_bytes_per_chip: NonNegativeInt  # without XLA
     changes: tuple[Change, ...]  # the cheapest first; empty where it fits
 
 
-class CollectiveReport(Config):
+class CollectiveReport(Record):
     """All collectives of a step that are alike: the same place in the program, once per trip of its loops."""
 
     kind: CollectiveKind
@@ -92,7 +96,7 @@ class CollectiveReport(Config):
     name: str  # of the instruction
 
 
-class StepReport(Config):
+class StepReport(Record):
     compute_seconds: NonNegativeFloat | None
     compute_seconds_by_kind: dict[ComputeKind, NonNegativeFloat]
     exposed_seconds: NonNegativeFloat | None
@@ -103,7 +107,7 @@ class StepReport(Config):
     num_unpriced: NonNegativeInt  # instructions whose time is not known, and counts as none
 
 
-class RooflinePart(Config):
+class RooflinePart(Record):
     """A part of the step with the bound of each resource: FLOPs over peak, bytes over bandwidth."""
 
     name: str  # "layers (x32)", "attention", "head", "optimizer"
@@ -116,7 +120,7 @@ class RooflinePart(Config):
     bound: Literal["flops", "hbm", "link"] | None  # the longest
 
 
-class Finding(Config):
+class Finding(Record):
     """One finding of the lint of the compiled program."""
 
     rule: str  # "unplanned-collective"
@@ -126,7 +130,7 @@ class Finding(Config):
     fix: str
 
 
-class BuildReport(Config):
+class BuildReport(Record):
     lower_seconds: NonNegativeFloat
     compile_seconds: NonNegativeFloat
     cache: Literal["hit", "miss", "off"]
@@ -143,13 +147,14 @@ class TriedReport(Way):
 
     predicted_seconds: NonNegativeFloat | None
     exposed_fraction: Fraction | None
-    peak_bytes_per_chip: NonNegativeInt | None
-    fits: bool | None
+    peak_bytes_per_chip: Annotated[int, Field(ge=0, lt=2**63)] | None
+    host_bytes_per_chip: Annotated[int, Field(ge=0, lt=2**63)] | None
+    fits: bool | None  # on the device and in the host's memory
     compile_seconds: NonNegativeFloat
     why_not: str | None  # it has no schedule that is known: the compiler's words, or those of the reader of its text
 
 
-class SearchReport(Config):
+class SearchReport(Record):
     """tried: in the order in which they were compiled, the one that was declared first. chosen: the place of the one
     that this report is of. num_left: not compiled, for the bounds of overlap.search. overrides: pin the chosen one."""
 
@@ -160,7 +165,7 @@ class SearchReport(Config):
     cache: Literal["hit", "miss", "off"]  # whether it was decided before
 
 
-class Event(Config):
+class Event(Record):
     """A stretch of the predicted step on one track. Loops show their trips one after the other, or the first few."""
 
     track: str  # "compute", "ICI x", one way of it "ICI x+", "DCN"
@@ -171,8 +176,8 @@ class Event(Config):
     arguments: dict[str, Any]
 
 
-class Report(Config):
-    schema_version: Literal[5]
+class Report(Record):
+    schema_version: Literal[6]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport

@@ -33,7 +33,7 @@ def plan_roofline(plan: Plan, program: Program) -> tuple[RooflinePart, ...]:
     parts = ["embed", *names, "attention", "head", "optimizer"]
     for operation, hbm, num_trips in _operations(program, is_loop=False):
         total = sums[_part(operation.scope, names)]
-        total.flops += num_trips * int(operation.flops * _share(operation))
+        total.flops += num_trips * operation.flops
         total.hbm_bytes += num_trips * hbm
         if (crossing := operation.collective) is not None and crossing.axes:
             total.link_bytes += num_trips * link_bytes(crossing, plan.mesh.num_shards(crossing.axes))
@@ -106,9 +106,3 @@ def _part(scope: str, stacks: dict[str, str]) -> str:
     if "attend" in names:
         return "attention"
     return next((name for name in names if name in stacks or name in ("embed", "head")), "optimizer")
-
-
-def _share(operation: Operation) -> float:
-    """Of a kernel's n x n blocks, those that are computed: a causal mask leaves n (n + 1) / 2."""
-    n = operation.num_blocks
-    return (n + 1) / (2 * n) if n else 1.0

@@ -1,11 +1,14 @@
 """Learning rates over the steps of a run: a linear warm-up, then what the kind says.
 
-peak P, run of N steps, warm-up of W, final fraction f, s = (step - W) / (N - W):
+Steps count from 0. Peak P, run of N steps, warm-up of W, final fraction f. The warm-up gives step n the rate P n / W;
+the first step after it has the peak, and the last step of the run the final rate P f. s = (n - W) / (N - 1 - W):
 
     constant  P
     cosine    P (f + (1 - f) (1 + cos(pi s)) / 2)
     linear    P (1 - (1 - f) s)
-    wsd       P until the last D steps; with d = how far those are done: P (1 - (1 - f) d), or sqrt(d) for d
+    wsd       P until the last D steps; in those, d = 1/D, 2/D, .. 1: P (1 - (1 - f) d), or sqrt(d) for d
+
+Where only one step follows the warm-up, cosine and linear give it the peak.
 """
 
 from typing import Annotated, Literal
@@ -18,20 +21,30 @@ from meshloom.models.config import Config
 
 from .config_types import UpToOne
 from .problems import Problem
+from .units import counted
 
 
 class ScheduleConfig(Config):
-    """The base of every schedule: what comes behind the warm-up is `decay`. One adds its kind, `kind: Literal[...]`."""
+    """The base of every schedule: what follows the warm-up is `decay`. One adds its kind, `kind: Literal[...]`."""
 
     num_warmup_steps: NonNegativeInt  # linear from 0 to the peak
 
     def decay(self, peak: float, num_steps: int) -> optax.Schedule:
-        """The learning rate over the `num_steps` behind the warm-up; it is called with 0 for the first of them."""
+        """Returns the learning rate over the `num_steps` after the warm-up, as a function of 0 .. num_steps - 1."""
         raise NotImplementedError
 
     def problems(self, num_steps: int) -> list[Problem]:  # noqa: ARG002
-        """What is wrong with it in a run of `num_steps`. (A run shorter than its warm-up ends on the way up.)"""
+        """Returns what is wrong with it in a run of `num_steps`."""
         return []
+
+    def warnings(self, peak: float, num_steps: int) -> list[Problem]:
+        """Returns what is not wrong in a run of `num_steps`, and seldom meant. A short trial may end in its warm-up."""
+        if self.num_warmup_steps < num_steps:
+            return []
+        last = peak * (num_steps - 1) / self.num_warmup_steps
+        what = f"is {self.num_warmup_steps} and num_steps is {num_steps}: the learning rate ends at {last:.3g} and never reaches {peak:.3g}"  # noqa: E501
+        fix = f"use schedule.num_warmup_steps={num_steps // 10}, or a larger num_steps"
+        return [Problem("schedule.num_warmup_steps", what, fix)]
 
     def build(self, peak: float, num_steps: int) -> optax.Schedule:
         """step -> learning rate; the first step is 0."""
@@ -56,7 +69,7 @@ class CosineSchedule(ScheduleConfig):
     final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
 
     def decay(self, peak: float, num_steps: int) -> optax.Schedule:
-        return optax.cosine_decay_schedule(peak, num_steps, alpha=self.final_learning_rate_fraction)
+        return optax.cosine_decay_schedule(peak, max(num_steps - 1, 1), alpha=self.final_learning_rate_fraction)
 
 
 class LinearSchedule(ScheduleConfig):
@@ -64,7 +77,7 @@ class LinearSchedule(ScheduleConfig):
     final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
 
     def decay(self, peak: float, num_steps: int) -> optax.Schedule:
-        return optax.linear_schedule(peak, peak * self.final_learning_rate_fraction, num_steps)
+        return optax.linear_schedule(peak, peak * self.final_learning_rate_fraction, max(num_steps - 1, 1))
 
 
 class WsdSchedule(ScheduleConfig):
@@ -78,7 +91,8 @@ class WsdSchedule(ScheduleConfig):
     def problems(self, num_steps: int) -> list[Problem]:
         if (needed := self.num_warmup_steps + self.num_decay_steps) <= num_steps:
             return []
-        what = f"a warm-up of {self.num_warmup_steps} steps and a decay of {self.num_decay_steps} are {needed} steps, num_steps is {num_steps}"  # noqa: E501
+        what = f"a warm-up of {counted(self.num_warmup_steps, 'step')} and a decay of {self.num_decay_steps} "
+        what += f"are {counted(needed, 'step')}, num_steps is {num_steps}"
         room = num_steps - self.num_warmup_steps
         fix = f"use schedule.num_decay_steps={room}" if room > 0 else f"use num_steps={needed}"
         return [Problem("schedule.num_decay_steps", what, fix)]
@@ -87,7 +101,7 @@ class WsdSchedule(ScheduleConfig):
         fall = 1 - self.final_learning_rate_fraction
 
         def rate(step):
-            done = jnp.clip((step - (num_steps - self.num_decay_steps)) / self.num_decay_steps, 0.0, 1.0)
+            done = jnp.clip((step + 1 - (num_steps - self.num_decay_steps)) / self.num_decay_steps, 0.0, 1.0)
             return peak * (1 - fall * (jnp.sqrt(done) if self.decay_shape == "sqrt" else done))
 
         return rate

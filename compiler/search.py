@@ -39,7 +39,7 @@ class Candidate:
         return self.way.name
 
     def applied_to(self, spec: RunSpec) -> RunSpec:
-        """The declaration with this in the place of what it says, and without a search."""
+        """The declaration with this instead of what it says, and without a search."""
         chosen = {**dict(self.way), "search": None}
         return spec.model_copy(update={"overlap": spec.overlap.model_copy(update=chosen)})
 

@@ -17,7 +17,10 @@ from .array_layout import ArrayPlan, Refusal, Table, resolve
 from .arrays import Array, Arrays
 from .mesh import MeshPlan
 from .problems import Problem, raise_if_any, use_one_of
-from .spec import Rule, RunSpec, ShardingSpec
+from .spec import MeshSpec, Rule, RunSpec, ShardingSpec
+
+# What mesh axes are for that only a user's own rules can split anything over.
+NOT_IMPLEMENTED = {"stage": "pipeline parallelism", "context": "context parallelism", "expert": "expert parallelism"}
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,19 @@ def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan) -> Shardi
     problems += _check_layers_dimension(parameters)
     problems += _check_update_layout(parameters, optimizer, batch_axes(rules, mesh))
     problems += _check_batch_dimension(activations, batch_axes(rules, mesh))
-    problems += [] if problems else _check_idle_axes(parameters, activations, mesh)
+    if not problems and len(activations) == len(arrays.activations):  # a batch that does not divide is not laid out
+        problems += _check_idle_axes(parameters, activations, mesh)
     raise_if_any(problems)
     warnings = tuple(whole) if rules.on_replicated == "warn" else ()
     return ShardingPlan(parameters, optimizer, activations, batch_axes(rules, mesh), warnings)
+
+
+def usable_mesh(spec: RunSpec) -> MeshSpec:
+    """Returns the declared sizes. Raises ConfigError for axes of a parallelism that is not implemented."""
+    used = {axis for rule in spec.sharding.activations for axis in rule.mesh}
+    asked = [axis for axis in NOT_IMPLEMENTED if getattr(spec.mesh, axis) > 1 and axis not in used]
+    raise_if_any(_not_implemented(axis) for axis in asked)
+    return spec.mesh
 
 
 def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:
@@ -154,13 +166,20 @@ def _check_idle_axes(
     for axis, size in mesh.sizes.items():
         if size == 1 or axis in computing:
             continue
-        if axis in storing:
+        if axis in NOT_IMPLEMENTED:
+            problems.append(_not_implemented(axis))
+        elif axis in storing:
             what = f"parameters are split over {axis} and no activation is: its {size} devices would do the same work"
             problems.append(Problem("sharding.activations", what, f"add {axis} to the rule for batch"))
         else:
             what = f"no rule splits anything over {axis}: its {size} devices would all do the same work"
             problems.append(Problem(f"mesh.{axis}", what, f"set mesh.{axis}=1, or choose a sharding that uses it"))
     return problems
+
+
+def _not_implemented(axis: str) -> Problem:
+    fix = f"set mesh.{axis}=1, and use data, fsdp or tensor instead"
+    return Problem(f"mesh.{axis}", f"{NOT_IMPLEMENTED[axis]} is not implemented: nothing is split over it", fix)
 
 
 def _check_replicated(

@@ -3,15 +3,17 @@
 Quantities end in their unit, counts start with `num_`, batch sizes are global unless they say otherwise.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PrivateAttr,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -19,8 +21,9 @@ from pydantic_core import PydanticCustomError
 from meshloom.models import AnyModelConfig
 from meshloom.models.config import Config
 
-from .config_types import FloatType, Fraction
+from .config_types import FloatType, Fraction, NumBytes, Seed, Text
 from .data_spec import DataSpec, ShardsSpec
+from .from_environment import Sources, as_compared, as_written
 from .optimizers import OptimizerSpec
 from .overlap_spec import OverlapSpec
 from .schedules import ScheduleSpec
@@ -28,7 +31,6 @@ from .target_spec import TargetSpec
 
 # Slowest link first: replicas across slices, tensor shards side by side.
 MeshAxis = Literal["replica", "data", "fsdp", "stage", "context", "expert", "tensor"]
-CompilerOption = bool | int | float | str
 RematPolicy = Literal["none", "full", "save_dots", "save_names", "offload"]
 
 
@@ -46,6 +48,18 @@ def _each_once(axes: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
+def _compiler_option(value: Any) -> Any:
+    """Gives one error, where a union gives one for each of its types."""
+    if isinstance(value, str) or (isinstance(value, int | float) and abs(value) < 2**63):
+        return value
+    context = {
+        "what": f"{value} is not true, false, a number of 64 bits or text",
+        "fix": "give a value of the option's type",
+    }
+    raise PydanticCustomError("choice", "{what}", context)
+
+
+CompilerOption = Annotated[bool | int | float | str, BeforeValidator(_compiler_option)]
 AxisSize = Annotated[int, AfterValidator(_axis_size)]
 
 
@@ -64,7 +78,7 @@ class MeshSpec(Config):
 class Rule(Config):
     """Dimensions with one of these logical axes are sharded over these mesh axes (none: replicated)."""
 
-    logical: Annotated[tuple[str, ...], Field(min_length=1)]
+    logical: Annotated[tuple[Text, ...], Field(min_length=1)]
     mesh: Annotated[tuple[MeshAxis, ...], AfterValidator(_each_once)]
 
 
@@ -81,7 +95,7 @@ class ShardingSpec(Config):
     optimizer: tuple[Rule, ...]  # the optimizer's state and the master weights; never split less than the parameters
     activations: tuple[Rule, ...]
     look_up: Literal["auto", "gather", "exchange"]  # of token rows in a split table (look_up.py)
-    replicated_bytes_threshold: PositiveInt  # of a parameter, or its state, that every device holds whole
+    replicated_bytes_threshold: NumBytes  # of a parameter, or its state, that every device holds whole
     on_replicated: Literal["error", "warn", "allow"]  # where one is larger
 
 
@@ -121,7 +135,7 @@ class RematSpec(Config):
 
     policy: RematPolicy  # of every stack of layers
     stacks: dict[str, RematPolicy]  # of single stacks, by name
-    names: tuple[str, ...]  # of the activations that save_names keeps and offload moves to the host's memory
+    names: tuple[Text, ...]  # of the activations that save_names keeps and offload moves to the host's memory
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -140,7 +154,7 @@ class LossSpec(Config):
 
     z_loss_weight: NonNegativeFloat  # of log(z)^2, which keeps logits from drifting (PaLM: 1e-4); 0: none
     # Float32 logits held at once, per device: the larger of the two. The head is run on as few tokens at a time.
-    max_logits_bytes: PositiveInt
+    max_logits_bytes: NumBytes
     max_logits_share: Fraction  # of a device's memory
 
 
@@ -161,7 +175,7 @@ class CheckpointSpec(Config):
     num_kept: PositiveInt  # the last ones
     num_best_kept: NonNegativeInt  # those with the lowest held-out loss
     keep_every_num_steps: PositiveInt | None  # those of steps that this divides
-    restore_from: str | None  # RUN_DIR or RUN_DIR/checkpoints/STEP: another run's checkpoint is the start of this one
+    restore_from: Text | None  # RUN_DIR or RUN_DIR/checkpoints/STEP: another run's checkpoint is the start of this one
 
     @property
     def is_saving(self) -> bool:
@@ -172,11 +186,12 @@ class DistributedSpec(Config):
     """The processes that run this together, each with its part of the devices, and how they find each other."""
 
     cluster: Literal["auto", "none", "slurm", "ompi", "mpi4py", "gketpu", "gcetpu"]  # who started them; names of JAX
-    coordinator_address: str | None  # host:port that process 0 opens for the others; None: as the cluster says
+    coordinator_address: Text | None  # host:port that process 0 opens for the others; None: as the cluster says
     num_processes: PositiveInt | None
     process_id: NonNegativeInt | None  # of this process
     local_device_ids: tuple[NonNegativeInt, ...] | None  # GPUs of this process; None: all, or one under SLURM, Open MPI
     initialization_timeout_seconds: PositiveInt  # until all have come
+    compile_timeout_seconds: PositiveInt  # that the first to have compiled waits for the last
     heartbeat_timeout_seconds: PositiveInt  # after which one that is not heard of counts as dead
     shutdown_timeout_seconds: PositiveInt  # until all have finished
 
@@ -213,14 +228,36 @@ class RunSpec(Config):
     evaluation: EvaluationSpec
     on_nonfinite: Literal["stop", "skip"]  # a step whose loss or gradient norm is no finite number; skip: no update
     num_skips_allowed: NonNegativeInt  # one after the other, where such steps are skipped
-    compilation_cache: str | None  # directory of compiled programs; None: compile at each start
+    on_too_little_memory: Literal["refuse", "try"]  # a run that needs more memory than there is
+    compilation_cache: Text | None  # directory of compiled programs; None: compile at each start
     compiler_options: dict[str, CompilerOption]  # by XLA's own names
-    artifact: str | None  # a compiled train step to load in the place of compiling
-    seed: NonNegativeInt
+    artifact: Text | None  # a compiled train step to load instead of compiling
+    seed: Seed
     num_steps: PositiveInt
     global_batch_size: PositiveInt
     sequence_length: PositiveInt
     num_microbatches: PositiveInt
+    notes: dict[str, Any]  # a user's own keys: they are kept and logged, and nothing here reads them
+
+    _sources: Sources = PrivateAttr(default_factory=dict)  # of values that came from the environment
+
+    def with_sources(self, sources: Sources) -> Self:
+        """The same declaration, which knows where values came from: they are not written in clear."""
+        copied = self.model_copy()
+        copied._sources = sources
+        return copied
+
+    def as_written(self) -> dict[str, Any]:
+        """The declaration as JSON values for files and people: `${oc.env:TOKEN}` instead of what it stands for."""
+        return as_written(self.model_dump(mode="json"), self._sources)
+
+    def as_compared(self) -> dict[str, Any]:
+        """As JSON values that are equal where, and only where, the declarations are: with digests of such values."""
+        return as_compared(self.model_dump(mode="json"), self._sources)
+
+    def compared_value(self, key: str, value: Any) -> Any:
+        """One value of the declaration, as JSON, in the same form."""
+        return as_compared(value, self._sources, key)
 
     @property
     def may_skip(self) -> bool:

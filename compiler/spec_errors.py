@@ -9,9 +9,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from .override_parser import shortened
 from .problems import Problem, use_one_of
 from .spec import RunSpec
 
+MOST_SHOWN = 60  # characters of a value
+MOST_PROBLEMS = 100  # at once: each lists the keys that exist
 _EXPECTED = {
     "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing": "a whole number",
     "float_type": "a number", "finite_number": "a finite number", "bool_type": "true or false", "string_type": "text",
@@ -24,7 +27,10 @@ _BOUNDS = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at
 
 def problems_of(error: ValidationError, spec_type: type[RunSpec], groups: Sequence[str]) -> list[Problem]:
     """One Problem per finding about a `spec_type`. groups: names of config groups, for suggestions at the top."""
-    problems = [_problem(detail, spec_type, groups) for detail in error.errors(include_url=False)]
+    details = error.errors(include_url=False)
+    problems = [_problem(detail, spec_type, groups) for detail in details[:MOST_PROBLEMS]]
+    if (num_left := len(details) - MOST_PROBLEMS) > 0:
+        problems.append(Problem("the declaration", f"has {num_left:,} more that are wrong", "correct these first"))
     # The optimizer's rules are those of the parameters unless they are set: what is wrong with both is told once.
     originals = [p for p in problems if p.where.startswith("sharding.parameters")]
     echoes = [replace(p, where=p.where.replace("parameters", "optimizer", 1)) for p in originals]
@@ -36,17 +42,25 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
     node, path = _walk(detail["loc"], spec_type)
     key = _key(path)
     if kind == "extra_forbidden":
+        if node is spec_type and path[-1] in groups and path[-1] not in node.model_fields:
+            what = "a group of your own sets keys that the declaration does not have"
+            fix = (
+                f"begin its files with `# @package notes.{path[-1]}`, or `# @package _global_` for keys that there are"
+            )
+            return Problem(key, what, fix)
         known = dict.fromkeys([*node.model_fields, *(groups if node is spec_type else ())]) if node else {}
-        return Problem(key, "there is no such key", use_one_of(path[-1], known))
+        return Problem(key, "there is no such key", use_one_of(shortened(str(path[-1])), known))
     if kind == "missing":
         return Problem(key, "has no value", f"set {key}=...")
     if kind == "literal_error":
-        return Problem(key, f"'{value}' is not allowed", use_one_of(value, _quoted(context["expected"])))
+        return Problem(
+            key, f"{_shown(value)} is not allowed", use_one_of(shortened(str(value)), _quoted(context["expected"]))
+        )
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         key = f"{key}.{_quoted(context['discriminator'])[0]}"
         if kind == "union_tag_not_found":
             return Problem(key, "has no value", f"set {key}=...")
-        tag = context["tag"]
+        tag = shortened(context["tag"], MOST_SHOWN)
         return Problem(key, f"'{tag}' is not allowed", use_one_of(tag, _quoted(context["expected_tags"])))
     if kind in _EXPECTED and (choices := _choices(node, path[-1])):
         return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", f"set {key}.{choices}")
@@ -57,6 +71,8 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
         return Problem(key, f"{_shown(value)} is out of range", f"give {words} {context[bound]}")
     if kind == "too_short":
         return Problem(key, "is empty", f"give at least {context['min_length']}")
+    if kind == "string_too_short":
+        return Problem(key, "is empty", "give text, or null" if _may_be_none(node, path[-1]) else "give text")
     where = f"{key}.{context['key']}" if "key" in context else key
     return Problem(where, detail["msg"], str(context.get("fix", "see the file in conf/ that sets it")))
 
@@ -98,6 +114,11 @@ def _tags(config: Any) -> list[object]:
     return [get_args(kind)[0] for kind in literals if get_origin(kind) is Literal and len(get_args(kind)) == 1]
 
 
+def _may_be_none(holder: type[BaseModel] | None, name: int | str) -> bool:
+    field = holder.model_fields.get(str(name)) if holder else None
+    return field is not None and NoneType in _members(field.annotation)
+
+
 def _choices(holder: type[BaseModel] | None, name: int | str) -> str | None:
     """`kind=` one of those that a field with a tagged union allows; None for any other field."""
     field = holder.model_fields.get(str(name)) if holder else None
@@ -117,5 +138,6 @@ def _key(path: Sequence[int | str]) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value) if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(shortened(value, MOST_SHOWN)) if isinstance(value, str) else shortened(str(value), MOST_SHOWN)

@@ -26,7 +26,10 @@ TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 
 
 def build_train_step(plan: Plan) -> TrainStep:
-    """The step as a function of global arrays; metrics: those of the update (update.py)."""
+    """Returns the step as a function of global arrays; its metrics: those of the update (update.py), and num_targets.
+
+    A global batch without any target has a loss of 0 and gradients of zero: the sum over no targets.
+    """
     gradients = build_loss(plan, with_gradients=True)
     update = build_update(plan, weight_layouts(plan))
 
@@ -35,7 +38,8 @@ def build_train_step(plan: Plan) -> TrainStep:
         dropout_key = jax.random.fold_in(jax.random.key(plan.spec.seed), state["step"])
         (loss, num_targets), grads = gradients(state["params"], batch, dropout_key, scale)
         with jax.named_scope("optimizer"):
-            return update(state, loss / num_targets, grads)
+            state, metrics = update(state, loss / jnp.maximum(num_targets, 1), grads)
+        return state, metrics | {"num_targets": num_targets}
 
     return train_step
 

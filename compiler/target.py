@@ -48,6 +48,11 @@ class TargetPlan:
         return self.chip.hbm_bytes if self.chip else None
 
     @property
+    def host_bytes_per_device(self) -> int | None:
+        """A device's share of the memory of its host."""
+        return self.chip.host_bytes // self.chip.num_devices if self.chip and self.chip.host_bytes else None
+
+    @property
     def hbm_bytes_per_second_per_device(self) -> float | None:
         return self.chip.hbm_bytes_per_second / self.chip.num_devices if self.chip else None
 

@@ -28,9 +28,12 @@ from .target_spec import (
     slices_that_exist,
     torus_name,
 )
+from .units import counted
 
 SEARCH_PATH = "meshloom://targets"
-_NAME = re.compile(r"(?P<kind>[a-z]\w*)(?:-(?P<size>[1-9]\d*)|:(?P<shape>[1-9]\d*(?:x[1-9]\d*)+))")
+CLOUD_NAMES = {"v5litepod": "v5e"}  # what Google Cloud calls a kind, where it is not what people say
+_NUMBER = r"[1-9]\d{0,29}"  # longer ones are not even read
+_NAME = re.compile(rf"(?P<kind>[a-z]\w*)(?:-(?P<size>{_NUMBER})|:(?P<shape>{_NUMBER}(?:x{_NUMBER})+))")
 
 
 class TargetNames(ConfigSource):
@@ -83,21 +86,22 @@ def is_sized(name: str) -> bool:
     return _parse(name) is not None
 
 
-def examples(kind: str) -> list[str]:
+@cache
+def examples(kind: str) -> tuple[str, ...]:
     """Some targets of a kind, the usual sizes."""
     if kind == "cpu":
-        return ["cpu-8"]
+        return ("cpu-8",)
     chip, network = chip_file(kind)
     if isinstance(network, SwitchSpec):
-        return [f"{kind}-{size}" for size in (8, 16, 32, 64, 128, 256, 512, 1024)]
+        return tuple(f"{kind}-{size}" for size in (8, 16, 32, 64, 128, 256, 512, 1024))
     counts = sorted({math.prod(shape) for shape in network.shapes()})
-    return [f"{kind}-{count * chip.num_cores}" for count in counts if count.bit_count() == 1]
+    return tuple(f"{kind}-{count * chip.num_cores}" for count in counts if count.bit_count() == 1)
 
 
 def problem_of(name: str, options: Iterable[str]) -> Problem:
     """What is wrong with a name that is no target. options: those of the group, a user's own among them."""
     match = _NAME.fullmatch(name)
-    if match and match["kind"] in kinds() and match["kind"] != "cpu":
+    if match and _kind(match) in kinds() and _kind(match) != "cpu":
         return _no_such_size(match)
     own = [option for option in options if not is_sized(option) and option not in patterns()]
     fix = use_one_of(re.sub(r"-\d+$", "-N", name), [*own, *patterns()])
@@ -125,17 +129,20 @@ def _name(config_path: str) -> str:
 def _parse(name: str) -> tuple[str, Mapping[str, int | list[int]]] | None:
     """'v5e-256' -> ('v5e', {'shape': [16, 16]}); None for a size that does not exist."""
     match = _NAME.fullmatch(name)
-    if match is None or match["kind"] not in kinds():
+    if match is None or (kind := _kind(match)) not in kinds():
         return None
-    kind = match["kind"]
     if kind == "cpu":
         return (kind, {"num_devices": int(match["size"])}) if match["size"] else None
     shape = _shape(match)
     return None if shape is None else (kind, {"shape": list(shape)})
 
 
+def _kind(match: re.Match[str]) -> str:
+    return CLOUD_NAMES.get(match["kind"], match["kind"])
+
+
 def _shape(match: re.Match[str]) -> Shape | None:
-    chip, network = chip_file(match["kind"])
+    chip, network = chip_file(_kind(match))
     given = tuple(map(int, match["shape"].split("x"))) if match["shape"] else None
     if isinstance(network, SwitchSpec):
         if given:
@@ -151,7 +158,7 @@ def _shape(match: re.Match[str]) -> Shape | None:
 
 
 def _no_such_size(match: re.Match[str]) -> Problem:
-    chip, network = chip_file(match["kind"])
+    chip, network = chip_file(_kind(match))
     shown = match["shape"] or match["size"]
     if isinstance(network, SwitchSpec):
         what = f"there is no {chip.name} target of {shown} GPUs: a node has {network.chips_per_node}"
@@ -162,9 +169,28 @@ def _no_such_size(match: re.Match[str]) -> Problem:
         upright = tuple(sorted(map(int, match["shape"].split("x"))))
         meant = [torus_name(chip, network, upright)] if upright in network.shapes() else []
         return _problem(f"there is no slice of {shown} chips of {chip.name}", exist, meant)
-    unit = "chips" if chip.num_cores == 1 else f"cores, {chip.num_cores} to a chip,"
-    meant = nearest_slices(chip, network, int(shown) // chip.num_cores)
-    return _problem(f"there is no slice of {shown} {unit} of {chip.name}", exist, meant)
+    num_cores = int(shown)
+    if num_cores > network.most_chips * chip.num_cores:
+        return _too_large(num_cores, chip, network)
+    size = (
+        counted(num_cores, "chip")
+        if chip.num_cores == 1
+        else f"{counted(num_cores, 'core')}, {chip.num_cores} to a chip,"
+    )
+    return _problem(f"there is no slice of {size} of {chip.name}", exist, nearest_slices(chip, network, num_cores))
+
+
+def _too_large(num_cores: int, chip: ChipSpec, network: TorusSpec) -> Problem:
+    """What is wrong with a size that takes several slices; names them."""
+    largest = network.most_chips * chip.num_cores
+    what = f"{chip.name}-{num_cores} is larger than a slice: the largest is {chip.name}-{largest}"
+    what += f", {counted(network.most_chips, 'chip')}" if chip.num_cores > 1 else ""
+    least = -(-num_cores // largest)
+    exact = (n for n in range(least, 4 * least) if num_cores % n == 0 and is_sized(f"{chip.name}-{num_cores // n}"))
+    num_slices = next(exact, None) if least < 1000 else None
+    size = num_cores // num_slices if num_slices else largest
+    fix = f"use several slices: target={chip.name}-{size} target.num_slices={num_slices or least}"
+    return Problem("target", what, fix)
 
 
 def _problem(what: str, exist: str, meant: list[str]) -> Problem:

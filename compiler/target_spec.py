@@ -6,13 +6,14 @@ say otherwise; a chip may be several devices of JAX, and names may count cores. 
 
 import math
 from collections.abc import Iterator
-from itertools import combinations_with_replacement
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from meshloom.models.config import Config
+
+from .config_types import NumBytes, Text
 
 Shape = tuple[PositiveInt, ...]
 
@@ -28,15 +29,16 @@ class PeakFlops(Config):
 
 
 class ChipSpec(Config):
-    name: str
-    device_kind: str  # as JAX calls a device of it
+    name: Text
+    device_kind: Text  # as JAX calls a device of it
     num_cores: PositiveInt  # as the target's name counts them: v5p-128 is 64 chips
     num_devices: PositiveInt  # of JAX
     peak_flops_per_second: PeakFlops
-    hbm_bytes: PositiveInt
-    compiler_hbm_bytes: PositiveInt  # of it, what a program may take
+    hbm_bytes: NumBytes
+    compiler_hbm_bytes: NumBytes  # of it, what a program may take
     hbm_bytes_per_second: PositiveFloat
-    vector_memory_bytes: PositiveInt  # on the chip: a TPU's VMEM, a GPU's shared memory
+    host_bytes: NumBytes | None  # the chip's share of its host's memory; None: hosts differ
+    vector_memory_bytes: NumBytes  # on the chip: a TPU's VMEM, a GPU's shared memory
     clock_hz: PositiveFloat  # of the cycles that XLA estimates
     sources: dict[str, str]  # of each figure: a page or a document
 
@@ -55,7 +57,7 @@ class TorusSpec(Config):
     chips_per_host: Shape
     host_bytes_per_second: PositiveFloat  # into the DCN, one way
     host_seconds: PositiveFloat  # latency of a message over it
-    chip_config: str  # libtpu's name for the way in which a chip is split in devices
+    chip_config: Text  # libtpu's name for the way in which a chip is split in devices
     sources: dict[str, str]
 
     def wraps(self, shape: Shape) -> tuple[bool, ...]:
@@ -68,9 +70,10 @@ class TorusSpec(Config):
         yield from self.small_shapes
         if self.cube_size:
             most = self.most_chips // self.cube_size**3
-            for cubes in combinations_with_replacement(range(1, most + 1), 3):
-                if math.prod(cubes) <= most:
-                    yield tuple(self.cube_size * n for n in cubes)
+            for a in range(1, most + 1):
+                for b in range(a, most // a + 1):
+                    for c in range(b, most // (a * b) + 1):
+                        yield self.cube_size * a, self.cube_size * b, self.cube_size * c
 
     def shape_of(self, num_chips: int) -> Shape | None:
         """The slice with so many chips that is closest to a cube; None where there is none."""
@@ -107,7 +110,7 @@ class LocalTarget(Config):
     kind: Literal["local"]
     num_devices: PositiveInt | None  # None: as many as there are
     peak_flops_per_second: PositiveFloat | None  # of one device, in the compute type; None: that of its chip, if known
-    hbm_bytes_per_device: PositiveInt | None  # None: that of its chip, if known
+    hbm_bytes_per_device: NumBytes | None  # None: that of its chip, if known
 
     @property
     def name(self) -> str:
@@ -177,12 +180,12 @@ def slices_that_exist(chip: ChipSpec, network: TorusSpec) -> str:
     return f"{named}, and {chip.name}:AxBxC of multiples of {cube}, each no smaller than the one before, up to {most}"
 
 
-def nearest_slices(chip: ChipSpec, network: TorusSpec, num_chips: int) -> list[str]:
-    """Names of the slices next below and above a number of chips."""
-    counts = sorted({math.prod(shape) for shape in network.shapes()})
-    below = [count for count in counts if count < num_chips][-1:]
-    above = [count for count in counts if count > num_chips][:1]
-    return [f"{chip.name}-{count * chip.num_cores}" for count in below + above]
+def nearest_slices(chip: ChipSpec, network: TorusSpec, num_cores: int) -> list[str]:
+    """Returns the names of the slices next below and above a number of cores, as names count them."""
+    sizes = sorted({math.prod(shape) * chip.num_cores for shape in network.shapes()})
+    below = [size for size in sizes if size < num_cores][-1:]
+    above = [size for size in sizes if size > num_cores][:1]
+    return [f"{chip.name}-{size}" for size in below + above]
 
 
 def _largest(network: TorusSpec) -> Shape:

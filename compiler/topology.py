@@ -13,6 +13,7 @@ from .problems import ConfigError, Problem
 from .spec import CompilerOption
 from .target import TargetPlan, topology_arguments
 from .target_spec import TargetSpec, TpuTarget
+from .units import counted
 
 # Without these libtpu asks the metadata server of a TPU machine, wants a host's name, and locks out other processes. It
 # reads them when it is loaded. The accelerator type is any that exists: the topology's name says which one is meant.
@@ -65,7 +66,7 @@ def options_without_device(target: TargetPlan) -> dict[str, CompilerOption]:
 def _attached(target: TargetPlan) -> Sequence[Any]:
     devices = jax.devices()
     if len(devices) < target.num_devices:
-        what = f"target {target.name} has {target.num_devices} devices, and {len(devices)} are attached"
+        what = f"target {target.name} has {counted(target.num_devices, 'device')}, and {len(devices)} are attached"
         raise ConfigError([Problem("target", what, "use target=local for all of them")])
     return devices[: target.num_devices]
 

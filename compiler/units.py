@@ -8,6 +8,16 @@ SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"),
 LEAST_SECONDS = 1e-9  # below it is what rounding leaves
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """(1, 'chip') -> '1 chip'; (2000, 'chip') -> '2,000 chips'; (2, 'axis', 'axes') -> '2 axes'."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def be(number: int) -> str:
+    """The verb after `counted`: 1 -> 'is', 2 -> 'are'."""
+    return "is" if number == 1 else "are"
+
+
 def human_bytes(count: int) -> str:
     """1536 -> '1.5 KiB'."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]

@@ -7,7 +7,6 @@ What goes wrong in their code is told with the last lines of their traceback.
 """
 
 import importlib
-import os
 import sys
 import sysconfig
 import traceback
@@ -15,18 +14,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args
 
 from pydantic import Field, create_model
 
 from meshloom.models import ModelConfig
 from meshloom.models.config import Config
 
+from .code_places import check_importable
 from .optimizers import OptimizerConfig
 from .problems import ConfigError, Problem, use_one_of
 from .schedules import ScheduleConfig
 from .spec import RunSpec
 
+T = TypeVar("T")
 NUM_FRAMES = 3  # of a user's traceback that are shown
 OURS = Path(__file__).resolve().parents[1]
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -65,7 +66,7 @@ def spec_class(values: Mapping[str, Any]) -> tuple[type[RunSpec], list[Problem]]
             continue
         try:
             tag: dict[str, Any] = {point.key: (Literal[path], ...)}
-            theirs = create_model(path, __base__=_load_class(path, point), **tag)
+            theirs = create_model(path, __base__=load_class(path, point.where, point.base), **tag)
         except ConfigError as error:
             problems += error.problems
             nodes[point.node] = (Any, ...)
@@ -75,61 +76,79 @@ def spec_class(values: Mapping[str, Any]) -> tuple[type[RunSpec], list[Problem]]
     return (create_model("RunSpec", __base__=RunSpec, **nodes) if nodes else RunSpec), problems
 
 
-def load_object(path: str, where: str) -> Any:
-    """What `my_package.module:name` names, in an installed package or in the working directory.
+def load_class(path: str, where: str, base: type[T]) -> type[T]:
+    """The class that `my_package.module:Class` names, in an installed package or a module that the user opted into.
 
-    Raises ConfigError at `where` where there is none, or its import fails.
+    Raises ConfigError at `where` if there is none, it may not be imported (code_places.py), its import fails, or it
+    does not derive from `base`: a declaration names classes of the declared kinds, and nothing else is called.
     """
+    loaded = _load(path, where, base)
+    if _derives(loaded, base):
+        return loaded
+    what = f"'{path}' is not a class that derives from {base.__name__}"
+    raise ConfigError([Problem(where, what, f"derive it from {_public_name(base)}")])
+
+
+def _public_name(base: type) -> str:
+    """The shortest name that a class is imported by: meshloom.models.ModelConfig, not meshloom.models.config."""
+    package, _, _ = base.__module__.rpartition(".")
+    is_exported = getattr(sys.modules.get(package), base.__name__, None) is base
+    return f"{package if is_exported else base.__module__}.{base.__name__}"
+
+
+def _derives(value: Any, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base) and value is not base
+
+
+def _load(path: str, where: str, base: type) -> Any:
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise ConfigError([Problem(where, f"'{path}' names no class", "write module:Class, as my_package.module:Name")])
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    check_importable(module_name, where)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):  # theirs imports it
             raise ConfigError([problem_in_user_code(where, f"importing {module_name}", error)]) from error
-        what = f"there is no module '{error.name}', neither installed nor in the working directory"
-        raise ConfigError([Problem(where, what, "install its package, or start where it lies")]) from error
-    except Exception as error:
+        what, fix = f"there is no module '{error.name}'", "mend the name, or install the package that has it"
+        raise ConfigError([Problem(where, what, fix)]) from error
+    except (Exception, SystemExit) as error:
         raise ConfigError([problem_in_user_code(where, f"importing {module_name}", error)]) from error
     if not hasattr(module, name):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type) and key[0] != "_"]
-        raise ConfigError([Problem(where, f"module '{module_name}' has no '{name}'", use_one_of(name, classes))])
+        classes = [key for key, value in vars(module).items() if _derives(value, base) and key[0] != "_"]
+        fix = use_one_of(name, classes) if classes else f"define it there, derived from {_public_name(base)}"
+        raise ConfigError([Problem(where, f"module '{module_name}' has no '{name}'", fix)])
     return getattr(module, name)
 
 
 @contextmanager
-def blamed_on_user(where: str, doing: str) -> Iterator[None]:
-    """Turn an exception from a user's code into a ConfigError at `where`; one in which no frame is theirs passes."""
+def blamed_on_user(where: str, doing: str, *, is_theirs: bool) -> Iterator[None]:
+    """Turns an exception from a user's code into a ConfigError at `where`; an exception of ours passes.
+
+    is_theirs: what runs was made from a user's class, so that an exception without a frame of theirs is theirs, too.
+    """
     try:
         yield
     except ConfigError:
         raise
-    except Exception as error:
-        if not _their_frames(error):
+    except (Exception, SystemExit) as error:
+        if not is_theirs and not _their_frames(error):
             raise
         raise ConfigError([problem_in_user_code(where, doing, error)]) from error
 
 
-def problem_in_user_code(where: str, doing: str, error: Exception) -> Problem:
-    """An exception in a sentence, with the last frames that are the user's."""
+def problem_in_user_code(where: str, doing: str, error: Exception | SystemExit) -> Problem:
+    """An exception in a sentence, with the last frames that are the user's; else the last one of all."""
     text = " ".join(str(error).split())
-    lines = "".join(f"\n    {_short(f.filename)}:{f.lineno}: {f.line}" for f in _their_frames(error)[-NUM_FRAMES:])
+    frames = _their_frames(error)[-NUM_FRAMES:] or traceback.extract_tb(error.__traceback__)[-1:]
+    lines = "".join(f"\n    {_short(f.filename)}:{f.lineno}: {f.line}" for f in frames if f.line)
     told = f"{doing} failed: {type(error).__name__}" + (f": {text}" if text else "")
+    if isinstance(error, SystemExit):
+        told = f"{doing} called sys.exit({text if error.code is not None else ''})"
     return Problem(where, told + lines, "mend it there")
 
 
-def _load_class(path: str, point: ExtensionPoint) -> type[Config]:
-    loaded = load_object(path, point.where)
-    if isinstance(loaded, type) and issubclass(loaded, point.base):
-        return loaded
-    base = f"{point.base.__module__}.{point.base.__qualname__}"
-    raise ConfigError([Problem(point.where, f"'{path}' is no {point.base.__name__}", f"derive it from {base}")])
-
-
-def _their_frames(error: Exception) -> list[traceback.FrameSummary]:
+def _their_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Frames outside of our code, of Python's own, and of the libraries that we or they call through."""
     return [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(Path(frame.filename))]
 

@@ -1,17 +1,31 @@
-"""The base of every typed config: frozen, complete, strict."""
+"""The bases of all typed nodes: frozen, complete, strict."""
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationInfo, field_validator
 
 from .contract import Model
+from .numbers import check_numbers
 
 
-class Config(BaseModel):
-    """A frozen config node.
-
-    No field has a default here: defaults are written once, in `conf/`. Strict: `1` is no boolean and `"3"` no number.
-    """
+class Record(BaseModel):
+    """A frozen node of a file that a program writes and reads. Strict: `1` is not a boolean and `"3"` not a number."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Config(Record):
+    """A frozen node of a declaration.
+
+    No field has a default here: defaults are written once, in `conf/`. Numbers are those that a step can hold
+    (numbers.py): a field of whole numbers that may be 2^31 or more declares an upper bound.
+    """
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _check_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        check_numbers(value, cls.model_fields[str(info.field_name)])
+        return value
 
 
 class ModelConfig(Config):

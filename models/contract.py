@@ -5,6 +5,7 @@ initialiser and a pure function. From there on nothing but plain nested dicts of
 owns the loop over layers, so a model never says how its layers are run.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,12 +74,13 @@ class Context:
 
 @dataclass(frozen=True)
 class Piece:
-    """One pure function of a model and the parameters that it takes."""
+    """One pure function of a model and the parameters that it takes. name: of the class that it is made from."""
 
     abstract: Params  # nested dict of jax.ShapeDtypeStruct
     logical_axes: Params  # the same tree, of LogicalAxes
     init: Callable[[Array], Params]  # key -> parameters
     apply: Callable[..., Array]  # (parameters, x, Context) -> x
+    name: str = "a piece"
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Model:
     of its own entries of the parameters' dimensions `vocab`, it may run it on some of those at a time, too.
 
     tied: parameters of the head that are those of the embedding, by name: {"table_VE": "table_VE"}. max_length: the
-    longest sequence that it can read; None: any.
+    longest sequence that the model can read, in tokens; None: any. A longer sequence_length is refused.
     """
 
     embed: Piece
@@ -152,9 +154,10 @@ def build_piece(make: Callable[[nnx.Rngs], nnx.Module]) -> Piece:
     """Turn an NNX module into a `Piece`.
 
     `make(rngs)` builds the module; every `nnx.Param` in it carries `out_sharding=(logical axis, ...)`, one name (or
-    None) per dimension. Raises TypeError where a Param does not, or where the module holds state that is no Param.
+    None) per dimension. Raises TypeError where a Param does not, where the module holds state that is no Param, or
+    where it cannot be called with its input and a Context.
     """
-    module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
+    module = nnx.eval_shape(lambda: _checked(make(nnx.Rngs(params=0))))
     graphdef, params, other = nnx.split(module, nnx.Param, ...)
     if jax.tree.leaves(other):
         raise TypeError(f"{type(module).__name__} holds variables that are no nnx.Param: {other}")
@@ -164,7 +167,23 @@ def build_piece(make: Callable[[nnx.Rngs], nnx.Module]) -> Piece:
         logical_axes=_nested([(path, _axes_of(path, variable)) for path, variable in variables]),
         init=lambda key: nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), nnx.Param)),
         apply=lambda params, *args: nnx.merge(graphdef, params)(*args),
+        name=type(module).__name__,
     )
+
+
+def _checked(module: Any) -> nnx.Module:
+    """The module as it is. Raises TypeError where it cannot be called as a piece is."""
+    name, expected = type(module).__name__, "the compiler calls it as __call__(self, x, context)"
+    if not isinstance(module, nnx.Module):
+        raise TypeError(f"{name} is not an nnx.Module, and {expected}")
+    if not callable(module):
+        raise TypeError(f"{name} has no __call__, and {expected}")
+    signature = inspect.signature(type(module).__call__)
+    try:
+        signature.bind(module, "x", "context")
+    except TypeError:
+        raise TypeError(f"{name} has __call__{signature}, and {expected}") from None
+    return module
 
 
 def _axes_of(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> LogicalAxes:

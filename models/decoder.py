@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from .config import ModelConfig
 from .contract import Context, Model, Stack, build_piece
+from .numbers import divisors
 from .parts import Norm, NormKind, RopeScaling, bias, matrix, rotate
 
 ACTIVATIONS = {
@@ -26,6 +27,7 @@ ACTIVATIONS = {
 
 RESIDUAL = ("batch", "residual_length", "embed")  # the residual stream and its norms: each token for itself
 WHOLE = ("batch", "length", "embed")  # what matmuls read of it
+WITHIN_MLP = ("batch", "length", "mlp")
 
 
 class DecoderConfig(ModelConfig):
@@ -63,7 +65,7 @@ class DecoderConfig(ModelConfig):
     def _check(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             what = f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}"
-            raise _problem("num_kv_heads", what, f"use one of {_divisors(self.num_heads)}")
+            raise _problem("num_kv_heads", what, f"use one of {', '.join(map(str, divisors(self.num_heads)))}")
         if self.num_layers % len(self.attention_windows):
             windows = len(self.attention_windows)
             what = f"{self.num_layers} layers are no whole number of rounds through the {windows} attention_windows"
@@ -247,13 +249,15 @@ class MLP(nnx.Module):
         activation, has_bias = ACTIVATIONS[self.config.mlp_activation], self.config.biases == "all"
         hidden_BTM = x_BTE @ self.up_EM[...]
         hidden_BTM = hidden_BTM + self.up_bias_M[...] if has_bias else hidden_BTM
+        hidden_BTM = context.activation("mlp_up", hidden_BTM, *WITHIN_MLP)
         if self.config.mlp == "gated":
             gate_BTM = x_BTE @ self.gate_EM[...]
             gate_BTM = gate_BTM + self.gate_bias_M[...] if has_bias else gate_BTM
+            gate_BTM = context.activation("mlp_gate", gate_BTM, *WITHIN_MLP)
             hidden_BTM = activation(gate_BTM) * hidden_BTM
         else:
             hidden_BTM = activation(hidden_BTM)
-        hidden_BTM = context.activation("hidden", hidden_BTM, "batch", "length", "mlp")
+        hidden_BTM = context.activation("hidden", hidden_BTM, *WITHIN_MLP)
         out_BTE = context.project("mlp_output", hidden_BTM, self.down_ME[...])
         out_BTE = context.activation("mlp_output", out_BTE, *RESIDUAL, gradient=WHOLE)
         return out_BTE + self.down_bias_E[...] if has_bias else out_BTE
@@ -274,7 +278,3 @@ def _residual_stddev(config: DecoderConfig) -> float:
 
 def _problem(key: str, what: str, fix: str) -> PydanticCustomError:
     return PydanticCustomError("decoder", "{what}", {"what": what, "key": key, "fix": fix})
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

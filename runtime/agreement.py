@@ -8,9 +8,11 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 
 from meshloom import __version__
 from meshloom.compiler.driver import Programs
@@ -22,14 +24,15 @@ from .distributed import Disagreement, Processes, name_processes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # they change the compiled program, not the lowered one
-OF_ONE_PROCESS = {"distributed": {"process_id", "local_device_ids"}}  # of the spec; all else is the same in all
+# Of the spec; all else is the same in all. Each host keeps compiled programs where it has room.
+OF_ONE_PROCESS = ("distributed.process_id", "distributed.local_device_ids", "compilation_cache")
 UNSET = "not set"
 
 
 def check_same_declaration(spec: RunSpec, processes: Processes) -> None:
     """Raise Disagreement, in all processes alike, where one of them has another spec, version or compiler flag."""
     declaration = {
-        "spec": dict(flat(spec.model_dump(mode="json", exclude=OF_ONE_PROCESS))),  # type: ignore[arg-type]
+        "spec": {key: value for key, value in flat(spec.as_compared()) if key not in OF_ONE_PROCESS},
         "environment": environment_of_program(),
     }
     found = _all_if_different("spec", json.dumps(declaration, sort_keys=True), processes)
@@ -48,6 +51,16 @@ def check_same_program(lowered: Programs, processes: Processes) -> None:
     hashes = {f"the lowered {name} program": _hash(program.as_text()) for name, program in programs.items()}
     fix = "look for code of the model that depends on the process, on time or on the order of a set"
     _check_same("program", hashes, processes, fix=fix)
+
+
+def check_same_data(identity: Mapping[str, Any], processes: Processes) -> None:
+    """Raise Disagreement, in all processes alike, where one of them would read other data than the rest.
+
+    identity: of `Data`: what the whole data set is made from, hashes of its contents among it. Which rows of a batch a
+    process reads is no part of it.
+    """
+    values = {key: _shown(value) for key, value in identity.items()}
+    _check_same("data", values, processes, fix="give all processes the same files and the same tokenizer")
 
 
 def environment_of_program() -> dict[str, str]:
@@ -84,6 +97,11 @@ def _all_if_different(name: str, text: str, processes: Processes) -> list[str]:
     """Every process's text, where they differ; else nothing. Texts travel only then."""
     hashes = processes.gather(f"{name}/hash", _hash(text))
     return processes.gather(f"{name}/text", text) if len(set(hashes)) > 1 else []
+
+
+def _shown(value: Any) -> str:
+    """A hash is shortened; anything else is written as JSON."""
+    return value[:12] if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) else json.dumps(value)
 
 
 def _hash(text: str) -> str:

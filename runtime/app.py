@@ -7,34 +7,38 @@ value by value, then runs each point in a process of its own: devices, compiler 
 import argparse
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.utils import get_args_parser  # private: the flags that every Hydra app has (pinned <1.4)
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from rich.console import Console
 
-from meshloom.compiler import target_names
+from meshloom.compiler.code_places import FLAG, VARIABLE, code_allowed_from, parse_allowed
 from meshloom.compiler.compose import (
-    MISTAKES,
     Request,
-    as_config_error,
+    check_config_files,
     check_sweep,
     hydra_arguments,
     read_spec,
-    search_path_override,
 )
+from meshloom.compiler.composition_errors import MISTAKES, as_config_error
+from meshloom.compiler.config_files import register_sources
+from meshloom.compiler.console import Console
+from meshloom.compiler.from_environment import masked
+from meshloom.compiler.hydra_settings import RUN_DIR
+from meshloom.compiler.override_parser import key_of
 from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.compiler.spec import RunSpec
+from meshloom.compiler.visible import write_error
 
+from .completion import offer_whole_options
+from .flags import parse_flags, request_of
 from .help import show_help
+from .sweep import Point, end_of_sweep, run_point
 
 LOG = logging.getLogger("meshloom")
 Task = Callable[[DictConfig], Any]
@@ -42,22 +46,41 @@ Task = Callable[[DictConfig], Any]
 
 def run_command(command: str, args: list[str]) -> int:
     """Run `meshloom COMMAND ARGS`. Mistakes of the user's are printed, all of them, and give exit code 2."""
-    flags = _parse_flags(command, args)
     try:
-        request = _request(flags)
-        if flags.help:
-            show_help(command, request)
-        elif flags.multirun or "hydra.mode=MULTIRUN" in request.overrides:
-            return _sweep(command, request, flags)
-        elif flags.cfg:
-            read_spec(request, then=lambda spec: spec)
-            _hydra_app(request, flags, task=_nothing)
-        elif flags.info or flags.shell_completion or flags.hydra_help:
-            _hydra_app(request, flags, task=_nothing)
-        else:
-            return {"train": _train, "explain": _explain, "compile": _compile, "data": _data}[command](request, flags)
+        flags, problems = parse_flags(command, args)
+        with code_allowed_from(_allowed(flags)):
+            if problems:
+                raise ConfigError([*problems, *_problems_beside(flags)])
+            return _run_command(command, flags)
+    except BrokenPipeError:  # no mistake: cli.py ends the command
+        raise
     except MISTAKES as error:
         return _show(as_config_error(error))
+
+
+def _allowed(flags: argparse.Namespace) -> tuple[str, ...]:
+    """Modules that the user opted into; no config file has a say in it."""
+    return (*parse_allowed(flags.allow_code_from, FLAG), *parse_allowed([os.environ.get(VARIABLE, "")], VARIABLE))
+
+
+def _run_command(command: str, flags: argparse.Namespace) -> int:
+    request = request_of(flags)
+    if flags.help:
+        show_help(command, request)
+    elif flags.multirun or "hydra.mode=MULTIRUN" in request.overrides:
+        return _sweep(command, request, flags)
+    elif flags.cfg:
+        read_spec(request, then=lambda spec: spec)
+        with masked():  # --resolve is not a reason to show what came from the environment
+            _hydra_app(request, flags, task=_nothing)
+    elif flags.info or flags.hydra_help:
+        check_config_files(request)  # Hydra sets up logging as they say
+        with suppress(SystemExit):  # Hydra ends so after its own help
+            _hydra_app(request, flags, task=_nothing)
+    elif flags.shell_completion:
+        offer_whole_options(lambda: _hydra_app(request, flags, task=_nothing))
+    else:
+        return {"train": _train, "explain": _explain, "compile": _compile, "data": _data}[command](request, flags)
     return 0
 
 
@@ -78,6 +101,7 @@ def _train(request: Request, flags: argparse.Namespace) -> int:
 
 def _train_together(request: Request, flags: argparse.Namespace) -> int:
     from . import distributed
+    from .agreement import check_same_data
     from .failures import is_of_one_process
     from .process_log import process_log
     from .run_dir import in_shared_run_dir
@@ -86,9 +110,12 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
     declared: Job | distributed.Disagreement
     try:
         declared = distributed.together("declaration", lambda: read_spec(request, then=prepare))
+        check_same_data(declared.data.identity, distributed.current())
     except distributed.Disagreement as error:  # to be named in the log of each process
         declared = error
     processes, exit_codes = distributed.current(), [2]
+    if processes.count == 1:
+        _check_run_dir(request)
 
     def task(_: DictConfig) -> None:
         run_dir = Path(HydraConfig.get().runtime.output_dir)
@@ -97,7 +124,7 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
             try:
                 if isinstance(declared, distributed.Disagreement):
                     raise declared
-                console = Console(quiet=not processes.is_first)
+                console = Console(is_quiet=not processes.is_first)
                 exit_codes[0] = train(
                     declared, shown, overrides=request.overrides, console=console, processes=processes
                 )
@@ -125,8 +152,7 @@ def _explain(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG00
         plan_without_devices(spec.target)
         return plan_run(spec)
 
-    console = Console()
-    explain(read_spec(request, then=plan), console if console.is_terminal else Console(width=240))
+    explain(read_spec(request, then=plan), Console(off_terminal_width=240))
     return 0
 
 
@@ -138,6 +164,7 @@ def _compile(request: Request, flags: argparse.Namespace) -> int:
     from .process_log import process_log
 
     job, exit_codes = read_spec(request, then=prepare_compile), [2]
+    _check_run_dir(request)
 
     def task(composed: DictConfig) -> None:
         run_dir = _shown(Path(HydraConfig.get().runtime.output_dir))
@@ -153,6 +180,16 @@ def _compile(request: Request, flags: argparse.Namespace) -> int:
     return exit_codes[0]
 
 
+def _check_run_dir(request: Request) -> None:
+    """Raise ConfigError where the named run directory is in use, before Hydra writes its record over the run's."""
+    from meshloom.compiler.compose import hydra_run_dir
+
+    from .exclusive import check_is_free
+
+    if RUN_DIR in map(key_of, request.overrides):
+        check_is_free(_shown(hydra_run_dir(request)))
+
+
 def _shown(run_dir: Path) -> Path:
     """A run directory as one types it from here."""
     return run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
@@ -164,45 +201,22 @@ def _data(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (
     return tokenize_corpus(read_spec(request, then=prepare_corpus), Console())
 
 
-@dataclass(frozen=True)
-class Point:
-    """One point of a sweep that has ended."""
-
-    overrides: list[str]
-    run_dir: str
-    exit_code: int
-
-
 def _sweep(command: str, request: Request, flags: argparse.Namespace) -> int:
     check_sweep(request)
     points: list[Point] = []
-    _hydra_app(request, flags, task=partial(_run_point, command, request, points))
-    failed = [point for point in points if point.exit_code]
-    for point in failed:
-        print(f"exit code {point.exit_code}: {' '.join(point.overrides)} ({point.run_dir})", file=sys.stderr)
-    if points:
-        print(f"{len(points) - len(failed)} of {len(points)} runs done")
-    return max((point.exit_code for point in points), default=0)
 
+    def task(_: DictConfig) -> int:
+        points.append(run_point(command, request))
+        return points[-1].exit_code
 
-def _run_point(command: str, request: Request, points: list[Point], _: DictConfig) -> int:
-    config = HydraConfig.get()
-    overrides = list(config.overrides.task)
-    paths = [text for text in config.overrides.hydra if text.startswith("hydra.searchpath=")]
-    flags = ["--config-name", request.config_name]
-    flags += ["--config-path", request.config_path] if request.config_path else []
-    run_dir = config.runtime.output_dir
-    line = [sys.executable, "-m", "meshloom", command, *flags, *overrides, *paths, f"hydra.run.dir='{run_dir}'"]
-    print(f"--- {' '.join(overrides)}", flush=True)
-    point = Point(overrides, run_dir, subprocess.run(line, check=False).returncode)
-    points.append(point)
-    return point.exit_code
+    _hydra_app(request, flags, task)
+    return end_of_sweep(points)
 
 
 def _hydra_app(request: Request, flags: argparse.Namespace, task: Task) -> None:
     """Run Hydra's main with the request's overrides; its errors come out as exceptions."""
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    target_names.register()
+    register_sources()
     switches = ("multirun", "resolve", "shell_completion", "hydra_help")
     kept = [f"--{name.replace('_', '-')}" for name in switches if getattr(flags, name)]
     for name in ("cfg", "info", "package"):
@@ -214,25 +228,16 @@ def _hydra_app(request: Request, flags: argparse.Namespace, task: Task) -> None:
     hydra.main(version_base="1.3", config_path="pkg://meshloom.conf", config_name=request.config_name)(task)()
 
 
+def _problems_beside(flags: argparse.Namespace) -> tuple[Problem, ...]:
+    """What is wrong with the overrides of a line whose flags are wrong."""
+    try:
+        read_spec(request_of(flags), then=lambda spec: spec)
+    except MISTAKES as error:
+        return as_config_error(error).problems
+    return ()
+
+
 def _nothing(_: DictConfig) -> None: ...
-
-
-def _parse_flags(command: str, args: list[str]) -> argparse.Namespace:
-    parser = get_args_parser()
-    parser.prog = f"meshloom {command}"
-    return parser.parse_args(args)
-
-
-def _request(flags: argparse.Namespace) -> Request:
-    """The request with `--config-dir` as what it is: one more place to look for configs."""
-    overrides = list(flags.overrides)
-    if flags.config_dir or any(text.startswith("hydra.searchpath=") for text in overrides):
-        if flags.config_dir and not Path(flags.config_dir).is_dir():
-            what, fix = f"there is no directory {flags.config_dir}", "name a folder with groups in it: model/mine.yaml"
-            raise ConfigError([Problem("--config-dir", what, fix)])
-        overrides = search_path_override(overrides, flags.config_dir)
-    path = str(Path(flags.config_path).resolve()) if flags.config_path else None
-    return Request(tuple(overrides), flags.config_name or "config", path)
 
 
 def _show(error: ConfigError) -> int:
@@ -240,5 +245,5 @@ def _show(error: ConfigError) -> int:
     from .distributed import current
 
     if current().is_first:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(str(error), markup=False)
+        write_error(str(error))
     return error.exit_code

@@ -9,11 +9,10 @@
 Loading an executable runs code: take artifacts only from where you would take a program from.
 """
 
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,14 @@ from meshloom.compiler.driver import PROGRAMS, Programs, build
 from meshloom.compiler.fingerprint import Fingerprint, differences
 from meshloom.compiler.problems import ConfigError, Problem
 
-from .files import replace_json
+from .files import parse_json, replace_json
 from .manifest import FILE as MANIFEST
 from .manifest import damage_in, write_manifest
 
 SCHEMA_VERSION = 2
 FOLDER = "artifact"
 TEXT = "train.hlo.txt"
+EXPECTED = ("fingerprint.json", "built.json")  # files of every artifact
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Artifact:
 
 
 def write_artifact(place: Path, fingerprint: Fingerprint, built: Built, overrides: tuple[str, ...]) -> Artifact:
-    """Write a directory that is there whole or not at all, in the place of one that may be there."""
+    """Writes a directory that is there whole or not at all, and replaces one that is there."""
     place.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
     try:
@@ -70,12 +70,20 @@ def read_artifact(named: Path) -> Artifact:
     if place is None:
         what = f"there is no artifact in {named}"
         raise ConfigError([Problem("artifact", what, "name the run directory of a `meshloom compile` that fits")])
-    if damage := damage_in(place):
+    if damage := damage_in(place, expected=EXPECTED):
         raise ConfigError([Problem("artifact", f"{place} is damaged: {damage}", "compile it again")])
-    told = json.loads((place / "fingerprint.json").read_text())
-    if told.pop("schema_version") != SCHEMA_VERSION:
+    try:
+        return _read(place)
+    except (ValueError, LookupError, TypeError, AttributeError):
         what = f"{place} was written by another version of Meshloom"
-        raise ConfigError([Problem("artifact", what, "compile it again")])
+        raise ConfigError([Problem("artifact", what, "compile it again")]) from None
+
+
+def _read(place: Path) -> Artifact:
+    """The artifact of a folder that is whole; whatever it raises, its files are not those of this version."""
+    told = parse_json((place / "fingerprint.json").read_bytes())
+    if told.pop("schema_version") != SCHEMA_VERSION:
+        raise ValueError
     del told["digest"]
     overrides = tuple(told.pop("overrides"))
     return Artifact(place, Fingerprint(**told), _built_of(place), overrides)
@@ -105,10 +113,13 @@ def check_artifact(artifact: Artifact, wanted: Fingerprint) -> None:
         raise ConfigError([Problem("artifact", what, "leave artifact= out: the programs are compiled at the start")])
 
 
-def load_programs(artifact: Artifact, lowered: Programs, mesh: Mesh) -> Programs:
+def load_programs(
+    artifact: Artifact, lowered: Programs, mesh: Mesh, compile_: Callable[[Programs], Programs] = build
+) -> Programs:
     """The artifact's programs on these devices; those that it lacks are compiled."""
     executables = artifact.built.executables
-    rest = build(replace(lowered, **dict.fromkeys(executables)))
+    missing = replace(lowered, **dict.fromkeys(executables))
+    rest = compile_(missing) if missing.named() else missing
     loaded = {name: load_program(data, getattr(lowered, name), mesh) for name, data in executables.items()}
     return replace(rest, **loaded)
 
@@ -119,7 +130,7 @@ def _as_json(built: Built) -> dict[str, Any]:
 
 
 def _built_of(place: Path) -> Built:
-    told = json.loads((place / "built.json").read_text())
+    told = parse_json((place / "built.json").read_bytes())
     files = {name: place / f"{name}.executable" for name in PROGRAMS}
     return Built(
         text=(place / TEXT).read_text() if (place / TEXT).exists() else None,

@@ -7,7 +7,7 @@ moment leaves the last finished checkpoint as it was. docs/checkpoints.md shows 
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +21,9 @@ from meshloom.compiler.spec import CheckpointSpec, RunSpec
 
 from .checkpoint_start import CONTEXT, FOLDER, Start, finished
 from .failures import STORAGE, RunFailed, is_of_one_process, storage_reason
-from .files import remove_for_good
+from .files import free_name, remove_for_good
 from .manifest import write_manifest
+from .reschedule import schedule_record
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs each step of its own, and what it raises too
 
@@ -39,11 +40,13 @@ class Placed(Protocol):
 @dataclass(frozen=True)
 class Restored:
     """state: laid out for this run. step: steps done in it. other_data: the keys in which this run's data are others
-    than those of the checkpoint; where there are any, the data start at their beginning."""
+    than those of the checkpoint; where there are any, the data start at their beginning. schedule: what reschedule.py
+    compares with this run's."""
 
     state: Any
     step: int
     other_data: tuple[str, ...]
+    schedule: dict[str, Any]
 
 
 class Checkpoints:
@@ -52,6 +55,8 @@ class Checkpoints:
     def __init__(self, run_dir: Path, spec: RunSpec):
         self.directory = run_dir.resolve() / FOLDER
         self._last_saved: int | None = None
+        self._spec = spec
+        self._response: Any = None  # of the save that may be under way
         self._orbax = self._open(spec.checkpoint) if spec.checkpoint.is_saving else None
 
     def __enter__(self) -> Self:
@@ -64,8 +69,8 @@ class Checkpoints:
         is_waited_for = error is None or not (jax.process_count() > 1 and _is_crash(error))
         try:
             if self._orbax and is_waited_for:
-                with self._told():
-                    self._orbax.close()
+                with self._told(), closing(self._orbax):
+                    self._finish_save()
         finally:
             if isinstance(error, RunFailed):  # once more: what still wrote when the save failed has ended now
                 remove_for_good(self._unfinished)
@@ -85,17 +90,31 @@ class Checkpoints:
         if self._orbax is None or step == self._last_saved:
             return
         metrics = {"eval_loss": eval_loss} if eval_loss is not None and math.isfinite(eval_loss) else None
-        content = {"state": state, "data": {"position": batches.get_state(), "identity": batches.identity}}
+        num_updates = int(state["step"]) if "step" in state else step  # fewer than steps where some were skipped
+        data = {
+            "position": batches.get_state(),
+            "identity": batches.identity,
+            "schedule": schedule_record(self._spec, num_updates),
+        }
+        content = {"state": state, "data": data}
         with self._told():
-            self._orbax.wait()
+            self._finish_save()
             self._last_saved = step
-            self._orbax.save_checkpointables_async(step, content, force=True, metrics=metrics)
+            self._response = self._orbax.save_checkpointables_async(step, content, force=True, metrics=metrics)
 
     def wait(self) -> None:
         """Until all saves are on disk. Raises RunFailed where one cannot be written."""
+        with self._told():
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Wait for the save under way. Each save has an event loop of its own, with a thread and three file
+        descriptors, which Orbax closes in `result` only."""
+        response, self._response = self._response, None
+        if response is not None:
+            response.result()
         if self._orbax:
-            with self._told():
-                self._orbax.wait()
+            self._orbax.wait()
 
     def _open(self, spec: CheckpointSpec) -> Any:
         context = ocp.Context(CONTEXT)
@@ -113,7 +132,7 @@ class Checkpoints:
         if jax.process_index() != 0:
             return
         (directory,) = self._unfinished()
-        write_manifest(directory)
+        write_manifest(directory, step=self._last_saved)
 
     def _unfinished(self) -> list[Path]:
         return list(self.directory.glob(f"{self._last_saved}.orbax-checkpoint-tmp*"))
@@ -142,14 +161,13 @@ def restore(start: Start, state: Any, batches: Placed) -> Restored:
     other_data = tuple(key for key in {**here, **there} if key not in here or here[key] != there.get(key))
     if not other_data:
         batches.set_state(content["data"]["position"])
-    return Restored(content["state"], start.step, other_data)
+    return Restored(content["state"], start.step, other_data, content["data"]["schedule"])
 
 
 def set_aside(damaged: dict[Path, str]) -> None:
     """Rename damaged checkpoints to `STEP.damaged`, so that their steps can be saved again and nothing is lost."""
     for path in damaged:
-        others = len(list(path.parent.glob(f"{path.name}.damaged*")))
-        path.rename(path.with_name(f"{path.name}.damaged{others or ''}"))
+        path.rename(free_name(path))
 
 
 def _is_crash(error: BaseException) -> bool:

@@ -3,8 +3,15 @@
 import os
 import signal
 import sys
+import traceback
 from difflib import get_close_matches
+from io import TextIOWrapper
+from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
+
+from meshloom.compiler.problems import MISTAKE
+from meshloom.compiler.visible import write_error, write_out
 
 from .interruptible import hear_interrupts
 
@@ -42,36 +49,62 @@ examples:
 def main() -> NoReturn:
     """Entry point of the console script."""
     hear_interrupts()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # an ASCII terminal shows a name that it has no letters for as escapes
+            stream.reconfigure(errors="backslashreplace")
+    sys.excepthook = _show_crash
     try:
-        sys.exit(run(sys.argv[1:]))
-    except KeyboardInterrupt:  # before the run began, or asked for twice
+        exit_code = run(sys.argv[1:])
+    except SystemExit as left:
+        exit_code = _left(left)
+    except BrokenPipeError:  # who reads our output has gone away: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+        exit_code = 1
+    except KeyboardInterrupt as interrupt:  # before the run began, or asked for twice
         saved = "; nothing was saved since the last checkpoint" if sys.argv[1:2] == ["train"] else ""
-        print(f"\ninterrupted{saved}", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        write_error(f"\ninterrupted{saved}")
+        exit_code = 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
+    sys.exit(exit_code)
+
+
+def _left(error: SystemExit) -> int:
+    """No command ends by sys.exit: code that it ran did, such as a user's. That is no success, whatever its code."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if "rich" in Path(last.filename).parts:  # who reads our output has gone away: `| head`
+        return 1
+    write_error(f"error: {last.filename}:{last.lineno}: sys.exit({error.code!r}) ended the command: {last.line}")
+    write_error("  fix: raise an exception there that says what is wrong")
+    return MISTAKE
+
+
+def _show_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Writes a traceback as all else is written: a value from the environment may be in it."""
+    write_error("".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 
 def run(args: list[str]) -> int:
     """Run one command line; returns the exit code: 0 done, 2 a mistake in what was asked, 128 + signal stopped, or one
     of failures.py where a run had to end."""
     if not args or args[0] in ("-h", "--help", "help"):
-        print(USAGE.format(commands="\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())), end="")
+        write_out(USAGE.format(commands="\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())), end="")
         return 0
     if args[0] == "--version":
         from meshloom import __version__
 
-        print(f"meshloom {__version__}")
+        write_out(f"meshloom {__version__}")
         return 0
     if args[0] in ("-sc", "--shell-completion"):
         return _complete(args)
     command, *rest = args
     if command not in COMMANDS:
         near = get_close_matches(command, COMMANDS, n=1)
-        print(f"error: there is no command '{command}'", file=sys.stderr)
-        print(
-            f"  fix: use one of {', '.join(COMMANDS)}" + (f" (did you mean '{near[0]}'?)" if near else ""),
-            file=sys.stderr,
+        write_error(
+            f"error: there is no command '{command}'\n"
+            f"  fix: use one of {', '.join(COMMANDS)}" + (f" (did you mean '{near[0]}'?)" if near else "")
         )
         return 2
+    if "--version" in rest:
+        return run(["--version"])
     if command == "diff":  # of runs that are there already: it takes no overrides
         from .diff import diff_command
 
@@ -86,7 +119,7 @@ def _complete(args: list[str]) -> int:
     line = os.environ.get("COMP_LINE", "")
     words = line.split()
     if len(words) < 2 or (len(words) == 2 and not line.endswith(" ")):
-        print(" ".join(COMMANDS))
+        write_out(" ".join(COMMANDS))
         return 0
     program, command = words[:2]
     if command not in COMMANDS or command == "diff":  # the shell itself completes directories

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 
-from meshloom.compiler.aot import Built
 from meshloom.compiler.build_report import build_report, does_fit, needed_bytes
+from meshloom.compiler.code_places import allow_words
 from meshloom.compiler.compiler_options import check_compiler_options
 from meshloom.compiler.compose import Request, read_spec
+from meshloom.compiler.console import Console
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.exposure import TOO_EXPOSED
+from meshloom.compiler.override_text import override
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
 from meshloom.compiler.program_text import Unread
@@ -35,11 +36,12 @@ from .compile_cache import cached_compilation
 from .declaration import write_declaration
 from .devices import plan_without_devices, start_devices
 from .distributed import Processes
+from .exclusive import only_run_in
 from .failures import RunFailed
 from .interruptible import raise_if_interrupted
 from .overlap_search import search_overlap
 from .report_files import write_report
-from .say import say
+from .say import say, say_notes
 from .step_compiler import COMPILER_LOG, CompiledStep, StepCompiler
 
 LOG = logging.getLogger("meshloom")
@@ -73,15 +75,21 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str
     """Compile, or find what was compiled before; write the report. Returns the exit code: 0, DOES_NOT_FIT or EXPOSED.
 
     model: what the declaration calls its model, where it has a name.
-    Raises ConfigError for compiler options that are wrong, RunFailed where the compiler fails.
+    Raises ConfigError for compiler options that are wrong and a directory that is in use, RunFailed where the compiler
+    fails.
     """
+    with only_run_in(run_dir):
+        return _compile_step(job, run_dir, request=request, model=model, console=console)
+
+
+def _compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str | None, console: Console) -> int:
     _show_header(console, job)
     compiler = StepCompiler(job.devices, run_dir, model, console)
     made, searched = _compiled(job, compiler, request.overrides)
     raise_if_interrupted()
     plan, built = made.plan, made.built
     write_declaration(plan, run_dir)
-    changes = _savings(plan, built, request) if does_fit(plan, built) is False else ()
+    changes = _savings(made, request) if does_fit(plan, built) is False else ()
     report = build_report(
         plan, built, made.facts, made.estimate, made.schedule, made.peak, changes=changes, search=searched
     )
@@ -112,14 +120,15 @@ def _compiled(
 
 def _refusal(report: Report) -> int:
     """The exit code of a step that is compiled and not accepted; 0 of one that is."""
-    if report.memory.fits is False:
+    if False in (report.memory.fits, report.memory.host_fits):
         return DOES_NOT_FIT
     return EXPOSED if any(finding.rule == TOO_EXPOSED for finding in report.findings) else 0
 
 
-def _savings(plan: Plan, built: Built, request: Request) -> tuple[Change, ...]:
+def _savings(made: CompiledStep, request: Request) -> tuple[Change, ...]:
     """What would make it fit, where it is known how much it lacks."""
-    needed, limit = needed_bytes(plan, built), plan.target.hbm_bytes_per_device
+    plan = made.plan
+    needed, limit = needed_bytes(plan, made.built, made.peak), plan.target.hbm_bytes_per_device
     if needed is None or limit is None:
         return ()
 
@@ -158,7 +167,8 @@ def _show_header(console: Console, job: CompileJob) -> None:
         LOG.info(line)
     say(console, f"meshloom compile: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {target.name}, "
         f"{plan.spec.tokens_per_step:,} tokens per step")  # fmt: skip
-    for warning in plan.sharding.warnings:
+    say_notes(console, plan.spec)
+    for warning in plan.warnings:
         say(console, warning.as_warning())
 
 
@@ -179,7 +189,8 @@ def _show_result(
     _show_unread(console, made, run_dir / FOLDER if run_dir else kept.place if kept else None)
     if run_dir:
         typed = [text for text in report.overrides if not text.startswith("hydra.")]
-        say(console, f"train it: {shlex.join(['meshloom', 'train', *typed, f'artifact={run_dir}'])}")
+        words = [*allow_words(), *typed, override("artifact", str(run_dir))]
+        say(console, f"train it: {shlex.join(['meshloom', 'train', *words])}")
 
 
 def _show_unread(console: Console, made: CompiledStep, place: Path | None) -> None:

@@ -12,5 +12,5 @@ from .files import replace_json, replace_text
 
 def write_declaration(plan: Plan, run_dir: Path) -> None:
     """spec.yaml, the resolved declaration; plan.json, what was decided from it."""
-    replace_text(run_dir / "spec.yaml", yaml.safe_dump(plan.spec.model_dump(mode="json"), sort_keys=False))
+    replace_text(run_dir / "spec.yaml", yaml.safe_dump(plan.spec.as_written(), sort_keys=False))
     replace_json(run_dir / "plan.json", plan_as_json(plan))

@@ -1,6 +1,5 @@
 """The devices of this process, set up before JAX looks for them."""
 
-import sys
 from contextlib import AbstractContextManager, nullcontext
 
 import jax
@@ -11,6 +10,7 @@ from meshloom.compiler.quiet import Captured, captured_stderr
 from meshloom.compiler.target import plan_target
 from meshloom.compiler.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
 from meshloom.compiler.topology import installed_compilers
+from meshloom.compiler.visible import write_error
 
 from .distributed import Processes
 
@@ -55,7 +55,7 @@ def _find_attached(processes: Processes) -> tuple[str, ...]:
         return captured.lines
     warning = _only_processor(installed_compilers(), is_chip_seen=_is_chip_seen())
     if processes.is_first:
-        print(warning, file=sys.stderr, flush=True)
+        write_error(warning)
     return (warning, *captured.lines)
 
 

@@ -1,7 +1,6 @@
 """`meshloom diff RUN_A RUN_B`: two run directories in, what changed between them out."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -10,13 +9,14 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from rich.console import Console
 
+from meshloom.compiler.console import Console
 from meshloom.compiler.diff import Run, diff_runs
 from meshloom.compiler.explain import SCHEMA_VERSION as PLAN_VERSION
 from meshloom.compiler.problems import MISTAKE, ConfigError, Problem, all_of
 from meshloom.compiler.report import SCHEMA_VERSION, Report
 from meshloom.compiler.views.diff_text import show_diff
+from meshloom.compiler.visible import write_error, write_out
 
 USAGE = """\
 usage: meshloom diff RUN_A RUN_B [--json]
@@ -32,18 +32,17 @@ FLAGS = ("--json", "-h", "--help")
 def diff_command(args: Sequence[str]) -> int:
     """Run the command line; returns the exit code: 0, or 2 where there is nothing to compare."""
     if "-h" in args or "--help" in args:
-        print(USAGE, end="")
+        write_out(USAGE, end="")
         return 0
     try:
         diff = diff_runs(*all_of(*(lambda path=path: read_run(path) for path in _two_runs(args))))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        write_error(str(error))
         return MISTAKE
     if "--json" in args:
-        print(json.dumps(asdict(diff), indent=1))
+        write_out(json.dumps(asdict(diff), indent=1))
     else:
-        console = Console()
-        show_diff(diff, console if console.is_terminal else Console(width=200))
+        show_diff(diff, Console(off_terminal_width=200))
     return 0
 
 
@@ -101,9 +100,12 @@ def _damaged(path: Path, how: str) -> ConfigError:
 def _spec(path: Path) -> dict[str, Any]:
     try:
         spec = yaml.safe_load(_text(path))
+        json.dumps(spec)  # what YAML has and JSON has not, as a date or a cycle, no declaration holds
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise _damaged(path, "it is no YAML" + (f", line {mark.line + 1}" if mark else "")) from None
+    except (ValueError, TypeError, RecursionError):
+        raise _damaged(path, "it holds no declaration") from None
     if not isinstance(spec, dict):
         raise _damaged(path, "it holds no declaration")
     return spec
@@ -114,6 +116,8 @@ def _json(path: Path, version: int) -> dict[str, Any]:
         value = json.loads(_text(path))
     except json.JSONDecodeError as error:
         raise _damaged(path, f"it is no JSON, line {error.lineno}") from None
+    except (ValueError, RecursionError):  # a number is too long, lists are too deep
+        raise _damaged(path, "its JSON cannot be read") from None
     found = value.get("schema_version") if isinstance(value, dict) else None
     if found is None:
         raise _damaged(path, "it has no schema_version")

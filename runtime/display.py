@@ -3,12 +3,10 @@
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-
+from meshloom.compiler.console import Column, Console, Table
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import Problem
+from meshloom.compiler.units import counted
 
 from .metrics import Metrics
 from .say import say
@@ -21,27 +19,17 @@ class Display:
         self.console, self.plan, self.token_unit = console, plan, token_unit
         self.latest_eval_loss: float | None = None
         self._seconds = self._input_wait_seconds = 0.0
-        self._bar = Progress(
-            TextColumn("[bold]step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=plan.spec.num_steps, completed=first_step, numbers="")
+        self._bar = console.bar("step", "doing", "count", "bar", "numbers", "elapsed", "left")
+        self._bar.update(first_step, total=plan.spec.num_steps)
 
     def __enter__(self) -> Self:
-        self._bar.__enter__()
+        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.__exit__(kind, error, trace)
+        self._bar.stop()
 
     def show(self, metrics: Metrics) -> None:
         """One step: the bar moves; off a terminal, a line every `logging.every_num_steps`, and for an evaluation."""
@@ -50,8 +38,8 @@ class Display:
         numbers = f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s"
         if metrics.mfu is not None:
             numbers += f"  MFU {metrics.mfu:.1%}"
-        self._bar.update(self._task, completed=metrics.step, numbers=numbers)
         spec = self.plan.spec
+        self._bar.update(metrics.step, total=spec.num_steps, numbers=numbers)
         is_due = metrics.step % spec.logging.every_num_steps == 0 or metrics.step == spec.num_steps
         if is_due:
             more = f"grad_norm {metrics.grad_norm:.2f}  learning_rate {metrics.learning_rate:.1e}"
@@ -70,8 +58,8 @@ class Display:
 def show_header(console: Console, plan: Plan) -> None:
     """What is about to run, in one line."""
     say(console, f"meshloom train: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {plan.target.name}, "
-        f"{plan.spec.num_steps:,} steps of {plan.spec.tokens_per_step:,} tokens")  # fmt: skip
-    for warning in (*plan.sharding.warnings, *_not_judged(plan)):
+        f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}")  # fmt: skip
+    for warning in (*plan.warnings, *_not_judged(plan)):
         say(console, warning.as_warning())
 
 
@@ -85,9 +73,8 @@ def _not_judged(plan: Plan) -> tuple[Problem, ...]:
 
 def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
     """Names and values, one a line."""
-    table = Table.grid(padding=(0, 2))
     for name, value in rows:
-        table.add_row(f"[bold]{name}", value)
         say(console, f"{name}: {value}", is_shown=not console.is_terminal)
     if console.is_terminal:
-        console.print(table)
+        table = [[(name, "bold"), value] for name, value in rows]
+        console.table(Table((Column(), Column(overflow="fold")), table))

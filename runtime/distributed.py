@@ -8,25 +8,32 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 from jax._src import distributed as jax_distributed  # private: the one way to the key-value store
 
-from meshloom.compiler.compose import MISTAKES, as_config_error
+from meshloom.compiler.composition_errors import MISTAKES, as_config_error
 from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.compiler.spec import RunSpec
+from meshloom.compiler.visible import write_error
 
 from .cluster import plan_start
+from .interruptible import interruptibly
 
 T = TypeVar("T")
 SECONDS_UNTIL_NOTE = 20  # of waiting for the others
+COMPILED = "compiled programs"  # where processes meet after the compile
+USUAL_TIMEOUT = "distributed.initialization_timeout_seconds"
+TIMEOUT_OF = {COMPILED: "distributed.compile_timeout_seconds"}  # of meetings with one of their own
 TOO_LITTLE_KNOWN = (
     ValueError,
     LookupError,
@@ -42,31 +49,35 @@ class Disagreement(ConfigError):
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of this run, and which of them this is; alone without `jax.distributed`."""
+    """The processes of this run, and which of them this is; alone without `jax.distributed`. num_on_host: how many of
+    them share this machine's memory, by its name."""
 
     index: int = 0
     count: int = 1
     timeout_seconds: int = 0  # how long they wait for each other
     client: Any = None  # of JAX's coordination service
+    num_on_host: int = 1
 
     @property
     def is_first(self) -> bool:
         """True in the one process that speaks on the terminal and writes what is written once."""
         return self.index == 0
 
-    def gather(self, name: str, text: str) -> list[str]:
+    def gather(self, name: str, text: str, *, timeout_seconds: int | None = None) -> list[str]:
         """Every process's text, in their order; waits until all have given theirs. A name is used once.
 
-        Raises ConfigError with those that did not come.
+        timeout_seconds: how long it waits, where that is not as long as usual. Ctrl-C ends the wait. Raises ConfigError
+        with those that did not come.
         """
         if self.count == 1:
             return [text]
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         self.client.key_value_set(f"meshloom/{name}/{self.index:06}", text)
         try:
-            self.client.wait_at_barrier(f"meshloom/{name}", self.timeout_seconds * 1000)
+            with self._note_of_wait(name, seconds):
+                interruptibly(lambda: self.client.wait_at_barrier(f"meshloom/{name}", seconds * 1000))
         except jax.errors.JaxRuntimeError as error:
-            came = {int(key.rsplit("/", 1)[1]) for key, _ in self.client.key_value_dir_get(f"meshloom/{name}/")}
-            raise self._not_come(name, sorted(set(range(self.count)) - came)) from error
+            raise self._not_come(name, self._missing(name), seconds) from error
         return [value for _, value in sorted(self.client.key_value_dir_get(f"meshloom/{name}/"))]
 
     def from_first(self, name: str, text: str | None = None) -> str:
@@ -77,15 +88,38 @@ class Processes:
                 self.client.key_value_set(f"meshloom/{name}", text)
             return text
         try:
-            return self.client.blocking_key_value_get(f"meshloom/{name}", self.timeout_seconds * 1000)
+            key, milliseconds = f"meshloom/{name}", self.timeout_seconds * 1000
+            return interruptibly(lambda: self.client.blocking_key_value_get(key, milliseconds))
         except jax.errors.JaxRuntimeError as error:
-            raise self._not_come(name, [0]) from error
+            raise self._not_come(name, [0], self.timeout_seconds) from error
 
-    def _not_come(self, name: str, missing: list[int]) -> ConfigError:
+    def _missing(self, name: str) -> list[int]:
+        """The processes that have not come to this meeting yet."""
+        came = {int(key.rsplit("/", 1)[1]) for key, _ in self.client.key_value_dir_get(f"meshloom/{name}/")}
+        return sorted(set(range(self.count)) - came)
+
+    @contextmanager
+    def _note_of_wait(self, name: str, seconds: int) -> Iterator[None]:
+        """Within the `with`, process 0 says whom it waits for once that takes long."""
+
+        def note() -> None:
+            missing = name_processes(self._missing(name), self.count)
+            write_error(f"process 0: waiting for {missing} at '{name}', at most {seconds} s")
+
+        timer = threading.Timer(SECONDS_UNTIL_NOTE, note)
+        timer.daemon = True
+        if self.is_first:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _not_come(self, name: str, missing: list[int], seconds: int) -> ConfigError:
         """What is left to say where a wait ended without all the others."""
         who = f"{name_processes(missing, self.count)} did not come" if missing else "a process was lost"
-        what = f"{who} to '{name}' within {self.timeout_seconds} s"
-        fix = "see their logs and terminals; raise distributed.initialization_timeout_seconds where they are slow"
+        what = f"{who} to '{name}' within {seconds} s"
+        fix = f"see their logs and terminals; raise {TIMEOUT_OF.get(name, USUAL_TIMEOUT)} where they are slow"
         return ConfigError([Problem("distributed", what, fix)])
 
 
@@ -108,12 +142,17 @@ def join(spec: RunSpec) -> Processes:
     note.daemon = True
     note.start()
     try:
-        jax.distributed.initialize(
-            **arguments,
-            initialization_timeout=timeouts.initialization_timeout_seconds,
-            heartbeat_timeout_seconds=timeouts.heartbeat_timeout_seconds,
-            shutdown_timeout_seconds=timeouts.shutdown_timeout_seconds,
+        interruptibly(
+            lambda: jax.distributed.initialize(
+                **arguments,
+                initialization_timeout=timeouts.initialization_timeout_seconds,
+                heartbeat_timeout_seconds=timeouts.heartbeat_timeout_seconds,
+                shutdown_timeout_seconds=timeouts.shutdown_timeout_seconds,
+            )
         )
+    except KeyboardInterrupt:
+        write_error("\ninterrupted while waiting for the other processes")
+        os._exit(128 + signal.SIGINT)  # in order the process could end only after the wait
     except TOO_LITTLE_KNOWN as error:
         what = f"JAX could not start: {type(error).__name__}: {error}"
         fix = "set distributed.coordinator_address, num_processes and process_id, or choose distributed=alone"
@@ -122,11 +161,18 @@ def join(spec: RunSpec) -> Processes:
         note.cancel()
     state = jax_distributed.global_state
     _joined = Processes(state.process_id, state.num_processes, timeouts.initialization_timeout_seconds, state.client)
+    hosts = _joined.gather("hosts", socket.gethostname())
+    _joined = replace(_joined, num_on_host=hosts.count(socket.gethostname()))
     return _joined
 
 
-def together(name: str, step: Callable[[], T]) -> T:
-    """The result of a step that all processes take; where it fails in any, it fails in all, with the same problems."""
+def together(
+    name: str, step: Callable[[], T], *, processes: Processes | None = None, timeout_seconds: int | None = None
+) -> T:
+    """The result of a step that all processes take; where it fails in any, it fails in all, with the same problems.
+
+    processes: those that were joined, unless others are named. timeout_seconds: as for `gather`.
+    """
     result, error = None, None
     try:
         result = step()
@@ -137,7 +183,9 @@ def together(name: str, step: Callable[[], T]) -> T:
         "problems": list(map(astuple, error.problems if error else ())),
         "exit_code": error.exit_code if error else 0,
     }
-    everyone = [json.loads(text) for text in current().gather(name, json.dumps(told))]
+    processes = processes or current()
+    texts = processes.gather(name, json.dumps(told), timeout_seconds=timeout_seconds)
+    everyone = [json.loads(text) for text in texts]
     if error and all(each["is_disagreement"] for each in everyone):
         raise error
     # What one process finds wrong with its own declaration explains why it is not that of the others.
@@ -153,7 +201,7 @@ def _say_waiting(timeout_seconds: int) -> None:
     """JAX waits in silence, and ends the process when the time is up."""
     state = jax_distributed.global_state
     where = f"process {state.process_id}: waiting for the others at {state.coordinator_address}"
-    print(f"{where}, at most {timeout_seconds} s", file=sys.stderr, flush=True)
+    write_error(f"{where}, at most {timeout_seconds} s")
 
 
 def leave() -> None:
@@ -172,15 +220,15 @@ def crash(error: BaseException, run_dir: Path | None = None) -> None:
     if _joined.count == 1:
         return
     if isinstance(error, KeyboardInterrupt):
-        print(f"process {_joined.index}: interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
+        write_error(f"process {_joined.index}: interrupted; nothing was saved since the last checkpoint")
     elif isinstance(error, ConfigError):
-        print(f"process {_joined.index}: {error}", file=sys.stderr)
+        write_error(f"process {_joined.index}: {error}")
     elif _joined.is_first:
-        traceback.print_exception(error)
+        write_error("".join(traceback.format_exception(error)).rstrip("\n"))
     else:
         last = traceback.format_exception_only(error)[-1].strip()
         log = f" ({run_dir}/logs/process-{_joined.index}.log)" if run_dir else ""
-        print(f"process {_joined.index}: {last}{log}", file=sys.stderr)
+        write_error(f"process {_joined.index}: {last}{log}")
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,5 +1,6 @@
 """Small files that a kill must not leave half written, and directories that their writers must not bring back."""
 
+import itertools
 import json
 import os
 import shutil
@@ -13,9 +14,14 @@ QUIET_SECONDS, MOST_SECONDS = 1.0, 10.0
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that it is at each moment either the old one or the new one, whole: after a power cut too."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """The same for bytes."""
     unfinished = path.with_name(f"{path.name}.unfinished")
-    with unfinished.open("w") as file:
-        file.write(text)
+    with unfinished.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
@@ -24,6 +30,21 @@ def replace_text(path: Path, text: str) -> None:
 def replace_json(path: Path, value: Any) -> None:
     """The same for a value as JSON."""
     replace_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def parse_json(content: bytes) -> Any:
+    """Returns the value that the bytes spell. Raises ValueError for all that is not JSON in UTF-8, or nested too deeply
+    to be read."""
+    try:
+        return json.loads(content.decode())
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def free_name(damaged: Path) -> Path:
+    """Returns where something damaged goes, so that nothing is lost: `NAME.damaged`, `NAME.damaged1`, ..."""
+    names = (damaged.with_name(f"{damaged.name}.damaged{number or ''}") for number in itertools.count())
+    return next(path for path in names if not os.path.lexists(path))
 
 
 def remove_for_good(directories: Callable[[], Iterable[Path]]) -> None:

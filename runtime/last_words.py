@@ -61,12 +61,13 @@ def _watch(log: str, start: int, during: str, kept_in: str | None) -> None:
                 fatal = FATAL.search(said.decode(errors="replace"))
     if fatal:
         fix = f"see {log}; other options or another version of it may do"
-        print(f"\nerror: the compiler: aborted while {during}: {fatal['why']}\n  fix: {fix}", file=sys.stderr)
+        why = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in fatal["why"])
+        print(f"\nerror: the compiler: aborted while {during}: {why}\n  fix: {fix}", file=sys.stderr)
         if kept_in:
             _keep(fatal["why"], Path(kept_in))
     if sys.stdin.read() != ENDED_WELL:
         if not fatal:
-            print(f"\nthe process was ended while {during}; no report was written", file=sys.stderr)
+            print(f"\nthe process was ended while {during}", file=sys.stderr)
         if sys.stderr.isatty():
             print(SHOW_CURSOR, file=sys.stderr)
 

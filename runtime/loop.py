@@ -14,10 +14,12 @@ import numpy as np
 
 from meshloom.compiler.driver import Programs
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.problems import Problem
 
 from .checkpoint import Checkpoints
 from .data import BatchIterator, HostBatch
 from .metrics import Metrics, mfu
+from .missing_targets import MissingTargets
 from .nonfinite import NonFinite, SkipCounter
 from .rows import local_rows, to_devices
 from .stop import StopRequest
@@ -46,13 +48,14 @@ class Loop:
         held_out: Iterable[HostBatch],
         checkpoints: Checkpoints,
         report: Callable[[Metrics], None],
+        warn: Callable[[Problem], None],
         stop: StopRequest,
     ):
         self.plan, self.spec, self.programs = plan, plan.spec, programs
         self.batches, self.held_out = batches, held_out
         self.checkpoints, self.report, self.stop = checkpoints, report, stop
-        self._rows = local_rows(programs.batch)
-        self._skips = SkipCounter(plan.spec)
+        self._targets = MissingTargets(warn)
+        self._rows, self._skips = local_rows(programs.batch), SkipCounter(plan.spec)
         self._last_finish = self._last_save = 0.0
 
     def run(self, state: Any, first_step: int) -> int:
@@ -100,31 +103,30 @@ class Loop:
         finish = time.perf_counter()
         seconds, self._last_finish = finish - self._last_finish, finish
         is_finite = isfinite(metrics["loss"]) and isfinite(metrics["grad_norm"])
-        is_evaluated = state is not None and self._is_evaluation_due(step)
         told = Metrics(
             step=step,
             loss=metrics["loss"],
-            eval_loss=self._evaluate(state) if is_evaluated else None,
+            eval_loss=self._evaluate(state) if state is not None and self._is_evaluation_due(step) else None,
             grad_norm=metrics["grad_norm"],
             learning_rate=metrics["learning_rate"],
             skipped=bool(metrics["skipped"]),
             tokens_per_second=self.spec.tokens_per_step / seconds,
             step_seconds=seconds,
             input_wait_seconds=running.input_wait_seconds,
+            num_targets=round(metrics["num_targets"]),
             mfu=mfu(self.plan, seconds),
         )
         self.report(told)
+        self._targets.check_step(told)
         self._skips.count(told, running.position, is_finite=is_finite)
         return told.eval_loss
 
-    def _evaluate(self, state: Any) -> float:
-        """Mean loss over the held-out batches, in nats per token."""
+    def _evaluate(self, state: Any) -> float | None:
+        """Returns the mean loss over the held-out batches, in nats per token; None where they have no targets."""
         sums = np.zeros(2)
-        for batch in self.held_out:
-            # One at a time: with many programs in flight on CPU, several processes have been seen to hang.
+        for batch in self.held_out:  # one at a time: with many in flight on CPU, several processes were seen to hang
             sums += jax.device_get(self.programs.evaluate(state["params"], self._to_devices(batch)))
-        loss, num_targets = sums
-        return float(loss / num_targets)
+        return self._targets.mean(*sums)
 
     def _save(self, step: int, state: Any, eval_loss: float | None) -> None:
         """Save a state that is finite; loss and gradients of its step say nothing of what the update made of it."""

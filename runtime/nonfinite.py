@@ -11,7 +11,7 @@ from .failures import NONFINITE, RunFailed
 from .metrics import Metrics
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: contextlib sets the traceback of what passes through it
 class NonFinite(Exception):
     """Training cannot go on. step: the one that showed it. position: of its batch in the data, None where the batch is
     not to blame."""
@@ -41,5 +41,6 @@ class SkipCounter:
         if self._num_in_a_row > self._num_allowed:
             what = f"the loss is {metrics.loss}, the norm of the gradients {metrics.grad_norm}"
             if self._num_allowed:
-                what += f", and the {self._num_allowed} steps before it were skipped for the like"
+                before = "step before it was" if self._num_allowed == 1 else f"{self._num_allowed} steps before it were"
+                what += f", and the {before} skipped for the like"
             raise NonFinite(metrics.step, what, position)

@@ -14,7 +14,13 @@ import jax
 from pydantic import ValidationError
 
 from meshloom.compiler import search
-from meshloom.compiler.build_report import does_fit, needed_bytes, used_devices_per_chip
+from meshloom.compiler.build_report import (
+    does_fit,
+    does_fit_host,
+    host_bytes,
+    needed_bytes,
+    used_devices_per_chip,
+)
 from meshloom.compiler.compiler_options import option_table
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate import estimate_step
@@ -86,21 +92,26 @@ def _attempt(one: Candidate, compile_it: Callable[[], CompiledStep]) -> tuple[Co
 def _tried(one: Candidate, made: CompiledStep) -> TriedReport:
     plan, schedule = made.plan, made.schedule
     step = None if isinstance(schedule, Unread) else schedule.step
-    needed = needed_bytes(plan, made.built)
+    needed, host, per_chip = (
+        needed_bytes(plan, made.built, made.peak),
+        host_bytes(made.built),
+        used_devices_per_chip(plan),
+    )
     return TriedReport(
         **dict(one.way),
         predicted_seconds=step and step.predicted_seconds,
         exposed_fraction=step and step.exposed_fraction,
-        peak_bytes_per_chip=needed and needed * used_devices_per_chip(plan),
-        fits=does_fit(plan, made.built),
+        peak_bytes_per_chip=None if needed is None else needed * per_chip,
+        host_bytes_per_chip=None if host is None else host * per_chip,
+        fits=False if does_fit_host(plan, made.built) is False else does_fit(plan, made.built),
         compile_seconds=made.built.compile_seconds,
         why_not=schedule.why if isinstance(schedule, Unread) else None,
     )
 
 
 def _failed(one: Candidate, why: str, seconds: float) -> TriedReport:
-    unknown = dict.fromkeys(("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "fits"))
-    return TriedReport(**dict(one.way), **unknown, compile_seconds=seconds, why_not=why)
+    figures = ("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "host_bytes_per_chip", "fits")
+    return TriedReport(**dict(one.way), **dict.fromkeys(figures), compile_seconds=seconds, why_not=why)
 
 
 def _decision_file(plan: Plan, declared: CompiledStep, candidates: Sequence[Candidate]) -> Path | None:
@@ -132,7 +143,7 @@ def _code_of_compiler() -> str:
 def _read(decision: Path) -> SearchReport | None:
     """None where there is none, or none of this version."""
     try:
-        return SearchReport.model_validate_json(decision.read_text()).model_copy(update={"cache": "hit"})
+        return SearchReport.model_validate_json(decision.read_bytes()).model_copy(update={"cache": "hit"})
     except (OSError, ValidationError):
         return None
 

@@ -11,11 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from meshloom import __version__
+from meshloom.compiler.visible import visible
 
 from .distributed import Processes
 
 FOLDER = "logs"
 LOG = logging.getLogger("meshloom")
+
+
+class _Visible(logging.Formatter):
+    """What libraries and users' code log may hold anything, and people read it on a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 @contextmanager
@@ -28,8 +36,9 @@ def process_log(run_dir: Path, processes: Processes) -> Iterator[Path]:
     path.parent.mkdir(exist_ok=True)
     stream = path.open("a", encoding="utf-8")
     file = logging.StreamHandler(stream)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    file.setFormatter(_Visible("%(asctime)s %(levelname)s %(message)s"))
     terminal = logging.StreamHandler(sys.stderr)
+    terminal.setFormatter(_Visible())
     terminal.setLevel(logging.WARNING)
     terminal.addFilter(lambda record: record.name != LOG.name)  # what we say is on the terminal already
     handlers = [file, terminal] if processes.is_first else [file]

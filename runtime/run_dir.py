@@ -5,6 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshloom.compiler.compose import Request, hydra_run_dir
+from meshloom.compiler.hydra_settings import RUN_DIR
+from meshloom.compiler.override_parser import key_of
+from meshloom.compiler.override_text import override
 from meshloom.compiler.problems import ConfigError, Problem
 
 from .distributed import Processes, together
@@ -20,10 +23,9 @@ def in_shared_run_dir(request: Request, processes: Processes) -> Request:
     if processes.count == 1:
         return request
     run_dir = together("run directory", lambda: _made_by_first(request, processes))
-    kept = [text for text in request.overrides if not text.startswith(("hydra.run.dir=", "hydra.output_subdir="))]
-    quoted = str(run_dir).replace("'", "\\'")
+    kept = [text for text in request.overrides if key_of(text) not in (RUN_DIR, "hydra.output_subdir")]
     record = [] if processes.is_first else ["hydra.output_subdir=null"]
-    return replace(request, overrides=(*kept, f"hydra.run.dir='{quoted}'", *record))
+    return replace(request, overrides=(*kept, override(RUN_DIR, str(run_dir)), *record))
 
 
 def _made_by_first(request: Request, processes: Processes) -> Path:

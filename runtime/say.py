@@ -1,14 +1,23 @@
 """What is said goes to the terminal and to the log alike."""
 
+import json
 import logging
 
-from rich.console import Console
+from meshloom.compiler.console import Console
+from meshloom.compiler.spec import RunSpec
 
 LOG = logging.getLogger("meshloom")  # runtime/process_log.py gives it a file
 
 
-def say(console: Console, line: str, *, is_shown: bool = True) -> None:
-    """A line as it is, to the terminal and the log: no wrapping, no markup, so that it can be searched and copied."""
-    LOG.info(line)
+def say(console: Console, text: str, *, is_shown: bool = True) -> None:
+    """Shows text as it is, and logs it: its lines are not broken, so that they can be searched and copied."""
+    LOG.info("%s", text)
     if is_shown:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        for line in text.split("\n"):
+            console.line(line)
+
+
+def say_notes(console: Console, spec: RunSpec) -> None:
+    """Shows and logs the user's own notes, where a run has any."""
+    if spec.notes:
+        say(console, f"notes: {json.dumps(spec.notes, ensure_ascii=False)}")

@@ -4,8 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
+from meshloom.compiler.console import Console
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import ConfigError, Problem
 

@@ -1,8 +1,5 @@
 """A plan's train step, compiled or found among what was compiled before, with what its schedule says."""
 
-import os
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
-from rich.console import Console
 
 from meshloom.compiler.analysis import ScheduleAnalysis
 from meshloom.compiler.aot import REMATERIALIZATION, STEP, Built, compile_ahead
 from meshloom.compiler.build_report import BuildFacts
+from meshloom.compiler.console import Console
 from meshloom.compiler.driver import PROGRAMS, Programs, lower
 from meshloom.compiler.estimate import StepEstimate, estimate_step
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
@@ -27,9 +24,9 @@ from meshloom.compiler.spec import RunSpec
 
 from .artifact import FOLDER, Artifact, find_artifact, write_artifact
 from .failures import RunFailed
-from .interruptible import interruptibly
-from .last_words import last_words, read_last_words
+from .last_words import read_last_words
 from .say import say
+from .watched import watched
 
 COMPILER_LOG = Path("logs/compiler.log")
 
@@ -90,14 +87,14 @@ class StepCompiler:
     def _compiled(self, lowered: Programs, status: str, terminal: int, aborted: Path | None) -> Built:
         """aborted: where it is kept that the compiler ended a process over this program."""
         check_did_not_abort(aborted)
-        watched = last_words(self.run_dir / COMPILER_LOG, terminal, during=status, kept_in=aborted)
-        try:
-            with watched, self.console.status(status):
-                return interruptibly(lambda: compile_ahead(lowered))
-        except KeyboardInterrupt:
-            self.console.print("interrupted while compiling; no report was written", highlight=False)
-            sys.stdout.flush()
-            os._exit(128 + signal.SIGINT)
+        return watched(
+            lambda: compile_ahead(lowered),
+            log=self.run_dir / COMPILER_LOG,
+            terminal=terminal,
+            status=status,
+            kept_in=aborted,
+            console=self.console,
+        )
 
 
 def check_did_not_abort(aborted: Path | None) -> None:

@@ -5,7 +5,10 @@ Several processes have to stop after the same step, whichever of them was asked.
 it tells all of a SIGTERM to one, and the step that follows the furthest step of any.
 """
 
+import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -14,18 +17,23 @@ from jax.experimental.multihost_utils import reached_preemption_sync_point
 from .distributed import Processes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STDERR = 2
+TRAINING = "the step that is running and its checkpoint"
 
 
 class StopRequest:
-    """Within the `with`, the first signal is noted; a second Ctrl-C interrupts at once."""
+    """Within the `with`, the first signal is noted and answered at once; a second Ctrl-C interrupts. waits_for: what
+    comes to its end first."""
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: Processes, *, waits_for: str = TRAINING) -> None:
         self.signal: signal.Signals | None = None
         self._is_shared = processes.count > 1
         # With others, SIGTERM stays with JAX, which took it over in `initialize` and passes it on.
         self._noted = (signal.SIGINT,) if self._is_shared else SIGNALS
+        self._waits_for, self._can_be_left = waits_for, False
 
     def __enter__(self) -> Self:
+        self._terminal = os.dup(STDERR)  # while a compiler is at work, stderr is its log
         self._before = {number: signal.signal(number, self._note) for number in self._noted}
         return self
 
@@ -34,6 +42,18 @@ class StopRequest:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        os.close(self._terminal)
+
+    @contextmanager
+    def waiting_for(self, what: str, *, can_be_left: bool = False) -> Iterator[None]:
+        """Within the `with`, whoever asks for a stop has to wait for this. can_be_left: a run loses nothing by it, so
+        that a process which is alone is interrupted instead."""
+        before = self._waits_for, self._can_be_left
+        self._waits_for, self._can_be_left = what, can_be_left
+        try:
+            yield
+        finally:
+            self._waits_for, self._can_be_left = before
 
     def is_due(self, num_steps_done: int) -> bool:
         """True where the run stops after these steps: in all processes alike. Asked after every step, by all."""
@@ -47,8 +67,18 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.signal = signal.Signals(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._can_be_left and not self._is_shared:
+            raise KeyboardInterrupt(self.signal)
+        self._answer()
         if self._is_shared:
             signal.raise_signal(signal.SIGTERM)
+
+    def _answer(self) -> None:
+        """Not by `print`, which a signal may have interrupted."""
+        name = "Ctrl-C" if self.signal == signal.SIGINT else "SIGTERM"
+        who = "all processes stop" if self._is_shared else "stopping"
+        what = f"{name}: {who}; waiting for {self._waits_for}"
+        os.write(self._terminal, f"\n{what}. Another Ctrl-C ends at once and loses what is not saved.\n".encode())
 
     @property
     def exit_code(self) -> int:

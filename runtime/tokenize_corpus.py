@@ -3,7 +3,6 @@
 import hashlib
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -11,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rich.console import Console
 
+from meshloom.compiler.console import Console
 from meshloom.compiler.data_spec import HuggingFaceTokenizer, OneSource
+from meshloom.compiler.override_text import override
 from meshloom.compiler.problems import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.spec import RunSpec
+from meshloom.compiler.units import counted
+from meshloom.compiler.visible import write_error
 
-from .data.corpus import typed
 from .data.documents import Part, num_text_bytes, parts_of
 from .data.progress import TextProgress
 from .data.shards import INDEX, PROGRESS, Index, StoredTokenizer, read_index
@@ -33,6 +34,7 @@ from .stop import StopRequest
 
 WHERE = "shards.directory"
 BPE_FILE = "tokenizer.json"
+DOCUMENTS = "the documents that are being tokenised"
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def tokenize_corpus(job: CorpusJob, console: Console) -> int:
     start = time.perf_counter()
     job.folder.mkdir(parents=True, exist_ok=True)
     busy = Problem(WHERE, f"another process writes into {job.folder}", "wait for it, or name another directory")
-    with alone(job.folder, busy), StopRequest(Processes()) as stop:
+    with alone(job.folder, busy), StopRequest(Processes(), waits_for=DOCUMENTS) as stop:
         job = prepare_corpus(job.spec)  # another process may have written until now
         if job.done:
             _show(job, job.done, console, ("nothing to do", f"{job.folder} is finished"))
@@ -84,7 +86,7 @@ def tokenize_corpus(job: CorpusJob, console: Console) -> int:
             index = _write(job, console, stop)
         except _StoppedError:
             assert stop.signal
-            print(f"stopped by {stop.signal.name}; the same line goes on from here", file=sys.stderr)
+            write_error(f"stopped by {stop.signal.name}; the same line goes on from here")
             return stop.exit_code
     _show(job, index, console, ("time", f"{time.perf_counter() - start:.0f} s"))
     return 0
@@ -117,7 +119,8 @@ def _tokenizer(spec: RunSpec) -> Tokenizer | None:
 def _declaration(spec: RunSpec, source: OneSource, parts: list[Part], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What the bytes of the shards rest on, by key; flat, JSON."""
     files = hashlib.sha256("".join(f"{part.name}\0{part.num_bytes}\0" for part in parts).encode()).hexdigest()
-    corpus: dict[str, Any] = {f"data.source.{k}": v for k, v in source.model_dump(mode="json").items() if k != "paths"}
+    declared = {f"data.source.{key}": value for key, value in source.model_dump(mode="json").items() if key != "paths"}
+    corpus: dict[str, Any] = {key: spec.compared_value(key, value) for key, value in declared.items()}
     corpus |= {"num_files": len(parts), "num_bytes": sum(part.num_bytes for part in parts), "files": files}
     if tokenizer:
         corpus |= {f"data.tokenizer.{key}": value for key, value in asdict(tokenizer.identity).items()}
@@ -139,7 +142,8 @@ def _write(job: CorpusJob, console: Console, stop: StopRequest) -> Index:
         num_text_bytes=0, part=0, document=0,
     )  # fmt: skip
     if job.started and progress.total_documents:
-        say(console, f"going on after {progress.total_documents:,} documents, {progress.total_tokens:,} tokens")
+        done = f"{counted(progress.total_documents, 'document')}, {counted(progress.total_tokens, 'token')}"
+        say(console, f"going on after {done}")
     if not job.started:
         replace_json(job.folder / PROGRESS, progress.model_dump())
     tokenizer = job.tokenizer or _trained_bpe(job, console, stop)
@@ -207,9 +211,10 @@ def _show(job: CorpusJob, index: Index, console: Console, first: tuple[str, str]
     """What there is now, and the line that trains on it."""
     size = index.tokenizer.vocab_size
     counts = (
-        f"{index.num_documents:,} documents, {index.num_tokens:,} tokens of {index.dtype}, {len(index.shards)} shards"
+        f"{counted(index.num_documents, 'document')}, {counted(index.num_tokens, 'token')} of {index.dtype}, "
+        f"{counted(len(index.shards), 'shard')}"
     )
     tokenizer = f"{index.tokenizer.kind}, {size:,} tokens"
     show_summary(console, [first, ("written", counts), ("tokenizer", tokenizer), ("directory", str(job.folder))])
-    words = ["data=tokens", f"data.source.directory={typed(str(job.folder))}", f"model.vocab_size={size}"]
+    words = ["data=tokens", override("data.source.directory", str(job.folder)), f"model.vocab_size={size}"]
     say(console, f"train on it: {shlex.join(['meshloom', 'train', *words])}")

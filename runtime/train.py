@@ -9,52 +9,48 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
-from rich.console import Console
 
-from meshloom.compiler.driver import Programs, build, lower, plan_run
+from meshloom.compiler.code_places import allow_words
+from meshloom.compiler.compiler_options import check_compiler_options
+from meshloom.compiler.console import Console
+from meshloom.compiler.driver import Programs, lower, plan_run
 from meshloom.compiler.fingerprint import fingerprint_of
+from meshloom.compiler.hydra_settings import RUN_DIR
+from meshloom.compiler.key_paths import is_within
+from meshloom.compiler.override_parser import key_of
+from meshloom.compiler.override_text import override
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.problems import ConfigError, Problem, all_of
 from meshloom.compiler.spec import RunSpec
+from meshloom.compiler.units import be, counted
 
-from .agreement import check_same_declaration, check_same_program
-from .artifact import Artifact, check_artifact, load_programs, read_artifact
+from .agreement import check_same_declaration
+from .artifact import check_artifact, read_artifact
 from .checkpoint import Checkpoints, restore
-from .checkpoint_start import FOLDER, Start, check_checkpoint
+from .checkpoint_start import FOLDER, Start, check_checkpoint, check_restorable
 from .cluster import plan_start
-from .compile_cache import cached_compilation
 from .data import BatchIterator, Data, open_data
 from .declaration import write_declaration
 from .devices import start_devices
-from .display import Display, say, show_header, show_summary
+from .display import Display, show_header, show_summary
 from .distributed import Processes, join, together
 from .exclusive import only_run_in
 from .loop import Loop
+from .memory_check import check_state_memory
 from .metrics import Metrics, MetricsLog
+from .next_steps import next_steps
 from .nonfinite import NonFinite
+from .reschedule import describe_change
 from .rows import local_rows
+from .run_programs import Precompiled, make_programs, mesh_of
+from .say import say, say_notes
 from .shared_start import find_shared_start
 from .stop import StopRequest
-
-TRY_NEXT = [
-    ("try: other layout", "meshloom train sharding=fsdp_tensor num_microbatches=2 remat=full"),
-    ("try: large model", "meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096"),
-    ("try: all options", "meshloom train --help"),
-]
-
-
-@dataclass(frozen=True)
-class Precompiled:
-    """An artifact, and the programs that it is of."""
-
-    artifact: Artifact
-    lowered: Programs
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run that was found to be right: its plan, its data, what is loaded in the place of compiling, and what looking
+    """A run that was found to be right: its plan, its data, what is loaded instead of compiling, and what looking
     for the devices printed."""
 
     plan: Plan
@@ -73,6 +69,7 @@ def prepare(spec: RunSpec) -> Job:
     check_same_declaration(spec, processes)
     said = start_devices(spec.target, processes)
     job = replace(plan_and_check(spec), said=said)
+    check_state_memory(job.plan, processes)
     return replace(job, precompiled=find_precompiled(job.plan, Path(spec.artifact))) if spec.artifact else job
 
 
@@ -85,7 +82,9 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: plan_start(spec.distributed, spec.target, os.environ),
         lambda: read_artifact(Path(spec.artifact)) if spec.artifact else None,
         lambda: _check_is_decided(spec),
+        lambda: check_compiler_options(spec.compiler_options, jax.local_devices()[0]),
     )
+    check_restorable(spec, plan.abstract)
     return Job(plan, data)
 
 
@@ -111,7 +110,7 @@ def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Cons
     _show_job(job, console)
     start = find_shared_start(run_dir, plan, console, processes)
     if start and start.is_own and start.step >= num_steps:
-        enough = f"{start.step} steps are done already, num_steps is {num_steps}"
+        enough = f"{counted(start.step, 'step')} {be(start.step)} done already, num_steps is {num_steps}"
         show_summary(console, [("nothing to do", enough), *_where(plan, run_dir, start.step)])
         return 0
     with StopRequest(processes) as stop:
@@ -121,12 +120,15 @@ def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Cons
         stopped = ("stopped", f"by {stop.signal.name} after step {ended.step} of {num_steps}")
         show_summary(console, [stopped, *where, ("continue", _how_to_continue(overrides, run_dir, ended.saved))])
         return stop.exit_code
-    loss = "no step was left to do"
     if ended.eval_loss is not None:
         loss = f"{ended.eval_loss:.3f} nats per {job.data.token_unit}"
+    else:
+        is_done = start is not None and start.step >= num_steps
+        loss = "no step was left to do" if is_done else "none: no held-out token has a target"
     took = ("time", f"{time.perf_counter() - begun:.0f} s, compile included")
     waited = ("waiting for input", f"{ended.input_wait_share:.1%} of the steps")
-    show_summary(console, [("held-out loss", loss), took, waited, *where, *TRY_NEXT])
+    more = next_steps(run_dir, overrides, is_terminal=console.is_terminal)
+    show_summary(console, [("held-out loss", loss), took, waited, *where, *more])
     return 0
 
 
@@ -147,12 +149,15 @@ def _run(
     """Compile, and train from the start to the last step or to where a stop is asked for."""
     plan, data = job.plan, job.data
     with Checkpoints(run_dir, plan.spec) as checkpoints:
-        programs = _compile(job, console, processes)
+        programs = make_programs(plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes)
         rows = local_rows(programs.batch)
         batches = iter(data["train"].of_rows(rows))
-        state, first_step = _initial_state(start, programs, batches, console)
+        with stop.waiting_for("the state to start from"):
+            state, first_step = _initial_state(start, plan.spec, programs, batches, console)
         display = Display(console, plan, first_step=first_step, token_unit=data.token_unit)
         with _metrics_log(plan, run_dir, first_step, processes) as log, display:
+            if log and log.warning:
+                say(console, f"warning: {log.warning}")
 
             def report(metrics: Metrics) -> None:
                 if log:
@@ -166,6 +171,7 @@ def _run(
                 held_out=data["held_out"].of_rows(rows),
                 checkpoints=checkpoints,
                 report=report,
+                warn=lambda problem: say(console, problem.as_warning()),
                 stop=stop,
             )
             step = _run_loop(loop, state, first_step, checkpoints)
@@ -186,6 +192,7 @@ def _show_job(job: Job, console: Console) -> None:
     for line in job.said:
         say(console, line, is_shown=False)
     show_header(console, job.plan)
+    say_notes(console, job.plan.spec)
     say(console, job.data.summary)
 
 
@@ -199,38 +206,16 @@ def _metrics_log(
     return MetricsLog(run_dir, first_step=first_step, tensorboard=plan.spec.logging.tensorboard)
 
 
-def _compile(job: Job, console: Console, processes: Processes) -> Programs:
-    start, plan, precompiled = time.perf_counter(), job.plan, job.precompiled
-    with console.status("compiling the train step"), cached_compilation(plan.spec.compilation_cache) as cache:
-        mesh = _mesh(plan)
-        lowered = precompiled.lowered if precompiled else lower(plan, mesh)
-        check_same_program(lowered, processes)
-        programs = load_programs(precompiled.artifact, lowered, mesh) if precompiled else build(lowered)
-    seconds = time.perf_counter() - start
-    if precompiled:
-        loaded = ", ".join(precompiled.artifact.built.executables)
-        say(console, f"compiled before: {loaded} loaded from {precompiled.artifact.place}, ready in {seconds:.1f} s")
-    else:
-        say(console, cache.describe(seconds))
-    for warning in cache.warnings:
-        say(console, f"warning: {warning}")
-    return programs
-
-
 def find_precompiled(plan: Plan, named: Path) -> Precompiled:
     """The artifact, found to be of this plan on these devices. Raises ConfigError with all that differs."""
-    artifact, mesh = read_artifact(named), _mesh(plan)
+    artifact, mesh = read_artifact(named), mesh_of(plan)
     lowered = lower(plan, mesh)
     check_artifact(artifact, fingerprint_of(plan, lowered, mesh))
     return Precompiled(artifact, lowered)
 
 
-def _mesh(plan: Plan) -> Mesh:
-    return plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
-
-
 def _initial_state(
-    start: Start | None, programs: Programs, batches: BatchIterator, console: Console
+    start: Start | None, spec: RunSpec, programs: Programs, batches: BatchIterator, console: Console
 ) -> tuple[Any, int]:
     """The state to start from and the steps it has behind it: this run's, another's, or a fresh one."""
     if start is None:
@@ -239,6 +224,8 @@ def _initial_state(
     say(console, f"continuing after step {restored.step}, from {start.path}")
     if restored.other_data:
         say(console, f"the data start at their beginning: not the same {', '.join(restored.other_data)}")
+    if change := describe_change(restored.schedule, spec, int(restored.state["step"])):
+        say(console, change)
     return restored.state, restored.step
 
 
@@ -254,5 +241,6 @@ def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]
 def _how_to_continue(overrides: tuple[str, ...], run_dir: Path, saved: int | None) -> str:
     if saved is None:
         return "not possible: nothing was saved (no step was done, or checkpoints are disabled)"
-    kept = [text for text in overrides if not text.startswith(("hydra.run.dir=", "distributed."))]  # in any processes
-    return shlex.join(["meshloom", "train", *kept, f"hydra.run.dir={run_dir}"])
+    # What says which processes there are is left out: any may continue.
+    kept = [text for text in overrides if key_of(text) != RUN_DIR and not is_within(key_of(text), "distributed")]
+    return shlex.join(["meshloom", "train", *allow_words(), *kept, override(RUN_DIR, str(run_dir))])

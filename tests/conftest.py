@@ -1,12 +1,18 @@
 """Eight simulated devices, and small declarations to test on."""
 
+import gc
 import os
 import tempfile
 from functools import cache
+from importlib.metadata import version
 
-# The suite compiles hundreds of programs and runs each for milliseconds: machine code need not be optimised. XLA's own
-# passes, which decide what crosses the network, are not touched by this.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# The suite compiles hundreds of programs and runs each for milliseconds, so machine code need not be fast. XLA's own
+# passes, which decide what crosses the network, are not touched by this. Without the fusion emitters, which go through
+# MLIR, a small train step compiles in a third of the processor time; later releases of jaxlib know no other way.
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    f"{' --xla_cpu_use_fusion_emitters=false' if version('jaxlib').startswith('0.10.') else ''}"
+)
 
 # Where libtpu is installed, it compiles for TPUs that are not there, in several processes at once, and says nothing.
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",
@@ -25,10 +31,38 @@ import pytest
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
+# A traced program is hundreds of thousands of objects that stay. To look through them at every 700 new ones takes a
+# tenth to a quarter of the time of the tests.
+gc.set_threshold(50_000, 20, 100)
+
 from meshloom.compiler.compose import Request, read_spec  # noqa: E402
 from meshloom.compiler.driver import plan_run  # noqa: E402
 from meshloom.compiler.plan import Plan  # noqa: E402
 from meshloom.compiler.spec import RunSpec  # noqa: E402
+
+TIERS = ("plain", "ci", "release")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier", choices=(*TIERS, "all"), default="plain",
+        help="run the tests of this tier alone, or all (docs/testing.md); a test named as FILE::NAME always runs",
+    )  # fmt: skip
+
+
+def tier_of(item: pytest.Item) -> str:
+    """Returns the tier that runs a test: of several marks, the last one."""
+    return next((tier for tier in reversed(TIERS[1:]) if item.get_closest_marker(tier)), TIERS[0])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects the tests of other tiers, unless tests are chosen by name or by `-m`."""
+    tier = config.getoption("tier")
+    if tier == "all" or config.getoption("markexpr") or any("::" in argument for argument in config.args):
+        return
+    config.hook.pytest_deselected(items=[item for item in items if tier_of(item) != tier])
+    items[:] = [item for item in items if tier_of(item) == tier]
+
 
 # Wide enough for eight tensor shards, small enough to compile in a second or two.
 SMALL = (

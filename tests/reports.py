@@ -67,6 +67,15 @@ def does_not_fit() -> tuple[Report, tuple[Event, ...]]:
     return report.model_copy(update={"memory": memory, "overrides": (*report.overrides, "remat=none")}), events
 
 
+def offloaded() -> tuple[Report, tuple[Event, ...]]:
+    """`fits` with 20 GiB of activations in the host's memory."""
+    report, events = fits()
+    memory = report.memory.model_copy(
+        update={"host_bytes_per_chip": 20 * GIB, "host_estimate_bytes_per_chip": 19 * GIB}
+    )
+    return report.model_copy(update={"memory": memory}), events
+
+
 def unknowns() -> tuple[Report, tuple[Event, ...]]:
     """Compiled for simulated devices: no chip, so no seconds and no limit."""
     report, _ = fits()
@@ -194,8 +203,16 @@ def searched() -> SearchReport:
     loops = [LayerLoop(unroll=1, batch_parts=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False),
              LayerLoop(unroll=2, batch_parts=1, prefetch=1, deferred_reduce_scatter=True,
                        reduce_in_backward=False)]  # fmt: skip
-    figures = {"peak_bytes_per_chip": 9 * GIB, "fits": True, "compile_seconds": 40.0, "why_not": None}
-    unknown = dict.fromkeys(("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "fits"))
+    figures = {
+        "peak_bytes_per_chip": 9 * GIB,
+        "host_bytes_per_chip": 0,
+        "fits": True,
+        "compile_seconds": 40.0,
+        "why_not": None,
+    }
+    unknown = dict.fromkeys(
+        ("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "host_bytes_per_chip", "fits")
+    )
     return SearchReport(
         tried=(
             TriedReport(layers=loops[0], rings=(), option_sets=(), predicted_seconds=3.3, exposed_fraction=0.12,
@@ -222,7 +239,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=5,
+        schema_version=6,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,
@@ -230,7 +247,8 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
         ),
         memory=MemoryReport(
             peak_bytes_per_chip=sum(breakdown.values()), limit_bytes_per_chip=int(15.75 * GIB), fits=True,
-            breakdown=dict(breakdown), estimate_bytes_per_chip=int(7.4 * GIB), changes=(),
+            breakdown=dict(breakdown), estimate_bytes_per_chip=int(7.4 * GIB), host_bytes_per_chip=0,
+            host_limit_bytes_per_chip=48 * 10**9, host_fits=True, host_estimate_bytes_per_chip=0, changes=(),
         ),
         collectives=collectives,
         step=StepReport(
@@ -320,4 +338,4 @@ def _timeline(collectives: tuple[CollectiveReport, ...], *, num_layers: int) -> 
     return tuple(events)
 
 
-CASES = {"fits": fits, "does not fit": does_not_fit, "unknowns": unknowns, "gpu": gpu}
+CASES = {"fits": fits, "does not fit": does_not_fit, "offloaded": offloaded, "unknowns": unknowns, "gpu": gpu}

@@ -1,5 +1,6 @@
 """`target=local` as its user sees it where the plugins of accelerators are installed, and there is none."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,8 +8,7 @@ import sys
 import pytest
 from jax._src import hardware_utils
 
-from helpers import with_plugin
-from test_cli import ENVIRONMENT, meshloom
+from helpers import meshloom, with_plugin
 
 BROKEN = "def initialize():\n    raise RuntimeError('no driver of that name')\n"
 # JAX takes it for one that has to start.
@@ -23,10 +23,13 @@ SMALL = ("target=local", "model=linear_stack", "model.embed_dim=32", "model.num_
 LINE = re.compile(r"warning: JAX's CUDA plugin (and libtpu are|is) installed, but no GPU (or TPU )?was found: "
                   r"target=local is this machine's processor\n")  # fmt: skip
 
-pytestmark = pytest.mark.skipif(
-    hardware_utils.has_visible_nvidia_gpu() or hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0,
-    reason="there is an accelerator",
-)
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.skipif(
+        hardware_utils.has_visible_nvidia_gpu() or hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0,
+        reason="there is an accelerator",
+    ),
+]
 
 
 def test_a_plugin_without_a_chip_is_one_line_and_its_traceback_in_the_log(tmp_path):
@@ -67,7 +70,7 @@ def test_what_a_plugin_says_beside_its_chip_stays_on_the_terminal(tmp_path):
         sys.exit(run(sys.argv[1:]))
     """
     command = [sys.executable, "-c", code, "explain", *SMALL]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT | plugin, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | plugin, check=False)
     assert done.returncode == 0
     assert "no driver of that name" in done.stderr
     warning = "warning: there is a GPU or TPU that JAX does not use, as it says above: target=local is this machine's"

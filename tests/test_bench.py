@@ -5,12 +5,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import reports
+from helpers import recorded_text
+from meshloom.compiler.hlo import parse_module
+from meshloom.compiler.program_memory import read_peak
 
 FOLDER = Path(__file__).parent.parent / "bench"
 
@@ -52,7 +56,7 @@ def test_a_recipe_that_cannot_be_compiled_leaves_the_others(script, tmp_path, mo
     assert rows_of(tmp_path / "kept.jsonl") == ["second", "third"]
     table = [line.split(" | ") for line in told.out.splitlines()[2:5]]
     assert [row[3] for row in table] == ["not compiled", "not compiled / 61.3%", "61.3%"]
-    assert all(len(row) == 7 for row in table)
+    assert all(len(row) == 8 for row in table)
 
     monkeypatch.setattr(published, "RECIPES", recipes[2:])
     assert published.main() == 0
@@ -76,3 +80,30 @@ def test_what_could_not_be_judged_says_why(script):
     unknown = {"predicted_seconds": None, "fits": True, "why_not": "the program's text cannot be read: line 7"}
     assert cell(unknown) == "the program's text cannot be read: line 7"
     assert cell(unknown | {"fits": False}) == "does not fit"
+
+
+def test_a_shortened_program_takes_the_same_memory(monkeypatch):
+    """What `record_schedules.py` leaves out of a program, the walk of its memory does not read."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    without_unread = importlib.import_module("record_schedules").without_unread
+    for name in ("v5e_tensor", "h100_fsdp"):
+        text = recorded_text(name)
+        short = without_unread(text)
+        assert len(short) < 0.7 * len(text)
+        assert read_peak(parse_module(short)) == read_peak(parse_module(text))
+    recorded = recorded_text("llama_v5e8_two_microbatches")
+    assert without_unread(recorded) == recorded
+
+
+def test_deliberate_faults_fit_the_code_and_their_tests(script):
+    """Each changes text that its file has once, and names a test that is there; running them is the script's part."""
+    faults = script("faults")
+    table = faults.read_faults()
+    assert len(table) >= 60
+    assert faults.mistakes_in(table) == []
+    stale = replace(table[0], old="no such text", test="tests/test_bench.py::test_nowhere")
+    assert [line.split(": ", 1)[1] for line in faults.mistakes_in([stale, table[0]])] == [
+        "2 faults have this name",
+        "the old text is 0 times in compiler/gather.py",
+        "there is no test tests/test_bench.py::test_nowhere",
+    ]

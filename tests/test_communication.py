@@ -11,6 +11,7 @@ from meshloom.compiler.communication import link_bytes, plan_communication
 from meshloom.compiler.driver import lower
 from meshloom.compiler.program import Collective
 from meshloom.compiler.read_step import read_step
+from meshloom.compiler.report import MOVING
 
 TENSOR_8 = ("sharding=tensor", "mesh.data=1", "mesh.tensor=8")
 
@@ -23,16 +24,21 @@ def _planned(*overrides):
 @pytest.mark.parametrize(
     "overrides",
     [
-        WHOLE_STREAM,
         ("sharding=fsdp_tensor", "remat=full", "model.vocab_size=1024", "loss.max_logits_bytes=16384"),
-        ("sharding=ddp",),
-        ("sharding=fsdp",),
-        ("sharding=zero1", "num_microbatches=2"),
         ("sharding=zero2", "num_microbatches=2"),
-        ("sharding=hsdp", "remat=full"),
-        TENSOR_8,
-        ("sharding=fsdp_tensor",),
-        ("sharding=fsdp_tensor", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "model.embeddings=tied"),
+        *(
+            pytest.param(overrides, marks=pytest.mark.ci)
+            for overrides in (
+                WHOLE_STREAM,
+                ("sharding=fsdp",),
+                ("sharding=hsdp", "remat=full"),
+                ("sharding=ddp",),
+                ("sharding=zero1", "num_microbatches=2"),
+                TENSOR_8,
+                ("sharding=fsdp_tensor",),
+                ("sharding=fsdp_tensor", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "model.embeddings=tied"),
+            )
+        ),
     ],
 )
 def test_planned_collectives_are_the_compiled_ones(overrides):
@@ -78,6 +84,14 @@ def test_types_are_those_of_the_precision(sharding):
     rows = _planned(f"sharding={sharding}", "precision=bfloat16_params")
     ids = {one.dtype for one in rows if one.source == "embed/table_VE" and one.dtype == "int32"}  # of tokens
     assert {one.dtype for one in rows} - ids == {"bfloat16"}
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "zero1"])
+@pytest.mark.parametrize(("crossing", "accumulated"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_gradients_cross_in_a_type_of_their_own(sharding, crossing, accumulated):
+    types = (f"precision.gradient_reduction={crossing}", f"precision.gradients={accumulated}")
+    rows = _planned(f"sharding={sharding}", "precision=bfloat16", "num_microbatches=2", *types)
+    assert {one.dtype for one in rows if "/" in one.source and one.kind not in MOVING} == {crossing}
 
 
 def test_what_a_device_sends():

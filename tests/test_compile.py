@@ -14,28 +14,28 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from rich.console import Console
 
 from conftest import SMALL, plan_of, spec_of
-from helpers import on_devices
-from meshloom.compiler.aot import Built, OutOfMemory, compile_ahead, option_problem, parse_out_of_memory
+from helpers import documented_files, meshloom, on_devices, written_files
+from meshloom.compiler.aot import Built, OutOfMemory, ProgramMemory, compile_ahead, option_problem, parse_out_of_memory
 from meshloom.compiler.build_report import BuildFacts, build_report
 from meshloom.compiler.compose import Request
+from meshloom.compiler.console import Console
 from meshloom.compiler.driver import Programs, build, lower
 from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.exposure import TOO_EXPOSED
 from meshloom.compiler.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.hlo import parse
 from meshloom.compiler.problems import DOES_NOT_FIT, ConfigError
+from meshloom.compiler.program_memory import PeakMemory
 from meshloom.compiler.program_text import NO_PROGRAM, Unread, read_text
 from meshloom.compiler.quiet import captured_stderr
-from meshloom.compiler.report import Report
+from meshloom.compiler.report import MemoryReport, Report
 from meshloom.compiler.step import build_train_step
 from meshloom.compiler.views.facts import NO_REASON, unknown_values
 from meshloom.runtime.artifact import Artifact, find_artifact, load_programs, read_artifact, write_artifact
 from meshloom.runtime.compile_command import CompileJob, compile_step, prepare_compile
 from meshloom.runtime.train import find_precompiled
-from test_cli import ENVIRONMENT, meshloom
 
 TINY = ("model.num_layers=1", "global_batch_size=8")
 LINE = (*SMALL, *TINY, "experiment=smoke", "num_steps=4")
@@ -193,6 +193,30 @@ def test_a_refused_program_still_has_a_report(lowered, needed):
     assert "refused" in report.unknown["memory.breakdown.gradients"]
 
 
+def test_arrays_in_the_hosts_memory_are_a_figure_of_their_own():
+    """v6e: 31.25 GiB of a chip, 180 GB of its host. What libtpu calls the peak of a step is its arguments with its
+    temporaries on the device, or with its arrays on the host where those are more."""
+    plan, arguments = plan_of(*TINY, "target=v6e-8"), GIB
+    facts = BuildFacts(Fingerprint({}, {}, {"jax": "", "jaxlib": ""}, {}, {}, {}), 1.0, "off", (), (), None)
+
+    def memory(device: int, host: int, *, is_read: bool = True) -> MemoryReport:
+        said = arguments + max(device - arguments, host)
+        found = ProgramMemory(arguments, GIB, GIB, device - arguments, 0, host, said)
+        peak = PeakMemory(device, {}, "", ()) if is_read else NO_PROGRAM
+        built = Built(None, found, None, {}, {}, 1.0, ())
+        report = build_report(plan, built, facts, estimate_step(plan), NO_PROGRAM, peak)
+        assert _without_reason(report) == []
+        return report.memory
+
+    for device, host in ((16 * GIB, 4 * GIB), (16 * GIB, 36 * GIB)):
+        both = memory(device, host)
+        assert (both.peak_bytes_per_chip, both.host_bytes_per_chip) == (device, host)
+        assert (both.fits, both.host_fits, both.host_limit_bytes_per_chip) == (True, True, 180 * 10**9)
+    too_much = memory(16 * GIB, 200 * GIB)
+    assert (too_much.fits, too_much.host_fits) == (True, False)
+    assert memory(16 * GIB, 36 * GIB, is_read=False).peak_bytes_per_chip is None
+
+
 def test_memory_of_the_report_is_that_of_the_compiled_program(lowered, built):
     facts, estimate = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None), estimate_step(plan_of(*TINY))
     read = read_text(built.text, plan_of(*TINY), estimate.communication)
@@ -232,7 +256,7 @@ def test_the_text_is_read_once(artifact, tmp_path, monkeypatch):
     shutil.copytree(artifact.place, tmp_path / "run/artifact")
     (tmp_path / "run/logs").mkdir()
     job = CompileJob(plan_of(*TINY), jax.devices())
-    console = Console(quiet=True)
+    console = Console(is_quiet=True)
     assert compile_step(job, tmp_path / "run", request=Request(TINY), model=None, console=console) == 0
     report = Report.model_validate_json((tmp_path / "run/report.json").read_text())
     assert (report.build.cache, report.program.model) == ("hit", "decoder")
@@ -354,8 +378,10 @@ def compiled(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.ci
 def test_compile_writes_the_contract(compiled):
     run = compiled / "run"
+    assert written_files(run) == documented_files("compile")
     report = Report.model_validate_json((run / "report.json").read_text())
     fingerprint = json.loads((run / "artifact/fingerprint.json").read_text())
     assert report.build.fingerprint == fingerprint["digest"]
@@ -365,6 +391,7 @@ def test_compile_writes_the_contract(compiled):
     assert {path.name for path in run.iterdir()} >= {"spec.yaml", "plan.json", "report.json", "artifact", "logs"}
 
 
+@pytest.mark.ci
 def test_compiling_the_same_again_is_a_no_op_that_says_so(compiled):
     run = compiled / "run" / "artifact"
     before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
@@ -374,6 +401,7 @@ def test_compiling_the_same_again_is_a_no_op_that_says_so(compiled):
     assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
 
 
+@pytest.mark.ci
 def test_another_run_directory_takes_over_what_was_compiled(compiled):
     done = meshloom("compile", *LINE, "hydra.run.dir=other", cwd=compiled)
     assert (done.returncode, done.stderr) == (0, "")
@@ -383,6 +411,7 @@ def test_another_run_directory_takes_over_what_was_compiled(compiled):
     assert ours.built == theirs.built
 
 
+@pytest.mark.ci
 def test_a_program_that_the_compiler_aborted_on_is_not_tried_again(compiled):
     digest = read_artifact(compiled / "run").fingerprint.digest
     words = compiled / f"fresh/artifacts/{digest}.aborted"
@@ -395,6 +424,7 @@ def test_a_program_that_the_compiler_aborted_on_is_not_tried_again(compiled):
     assert not (compiled / "aborted/report.json").exists()
 
 
+@pytest.mark.ci
 def test_the_models_name_is_told_everywhere_and_is_no_part_of_the_program(compiled):
     (compiled / "conf/model").mkdir(parents=True)
     (compiled / "conf/model/same.yaml").write_text("defaults: [tiny, _self_]\n")
@@ -411,7 +441,7 @@ def test_the_models_name_is_told_everywhere_and_is_no_part_of_the_program(compil
     assert [change for change in diff["config"] if change["where"].startswith("model")] == []
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_train_loads_the_artifact(compiled):
     done = meshloom("train", *LINE, "artifact=run", "hydra.run.dir=trained", cwd=compiled)
     assert done.returncode == 0, done.stderr
@@ -419,6 +449,7 @@ def test_train_loads_the_artifact(compiled):
     assert len((compiled / "trained/metrics.jsonl").read_text().splitlines()) == 4
 
 
+@pytest.mark.ci
 def test_train_refuses_another_declaration_and_writes_nothing(compiled):
     done = meshloom("train", *LINE, "num_steps=5", "artifact=run", "hydra.run.dir=refused", cwd=compiled)
     assert done.returncode == 2
@@ -426,7 +457,7 @@ def test_train_refuses_another_declaration_and_writes_nothing(compiled):
     assert not (compiled / "refused").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_sweep_compiles_for_several_targets(tmp_path):
     done = meshloom("compile", "-m", *LINE, "target=cpu-2,cpu-4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -435,6 +466,7 @@ def test_a_sweep_compiles_for_several_targets(tmp_path):
     assert [report["target"]["num_chips"] for report in reports] == [2, 4]
 
 
+@pytest.mark.ci
 def test_an_unwritable_directory_is_one_error(tmp_path):
     (tmp_path / "file").write_text("")
     done = meshloom("compile", *LINE, "hydra.run.dir=file/run", cwd=tmp_path)
@@ -443,6 +475,7 @@ def test_an_unwritable_directory_is_one_error(tmp_path):
     assert "file" in done.stderr
 
 
+@pytest.mark.ci
 def test_a_missing_compiler_is_named_with_what_to_install():
     """In a process that cannot import it, as where the extra was not installed."""
     code = """if True:
@@ -456,7 +489,7 @@ def test_a_missing_compiler_is_named_with_what_to_install():
         codes = [run(['compile', f'target={name}', 'global_batch_size=64']) for name in ('v5e-16', 'h100-8')]
         print(codes)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "[2, 2]\n"
     assert done.stderr.splitlines() == [
         "error: target: v5e-16 is compiled for by libtpu, which is not installed",
@@ -466,13 +499,11 @@ def test_a_missing_compiler_is_named_with_what_to_install():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ctrl_c_during_a_compile_ends_it_and_leaves_no_report(tmp_path):
     line = [sys.executable, "-u", "-m", "meshloom", "compile", *SMALL, "model.num_layers=40", "hydra.run.dir=run",
             "compilation_cache=null"]  # fmt: skip
-    with subprocess.Popen(
-        line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout
         assert "meshloom compile" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
@@ -485,6 +516,7 @@ def test_ctrl_c_during_a_compile_ends_it_and_leaves_no_report(tmp_path):
     shutil.rmtree(tmp_path / "run")
 
 
+@pytest.mark.ci
 def test_an_interrupt_that_a_callback_swallowed_is_heard_behind_it():
     """What is raised in `__del__` is ignored by Python, as in a callback of C++."""
     code = """
@@ -503,7 +535,7 @@ try:
 except KeyboardInterrupt:
     print("heard")
 """
-    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["lost", "heard"]
 
 
@@ -514,7 +546,6 @@ WIDE_HEADS = ("model.embed_dim=512", "model.num_heads=1", "model.num_kv_heads=1"
 
 
 @pytest.mark.tpu
-@pytest.mark.slow
 def test_a_tpu_that_is_not_there_is_compiled_for_in_silence(tmp_path):
     pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
     done = meshloom("compile", *SMALL, *WIDE_HEADS, "target=v5e-4", "hydra.run.dir=run", cwd=tmp_path)
@@ -528,7 +559,7 @@ def test_a_tpu_that_is_not_there_is_compiled_for_in_silence(tmp_path):
 
 
 @pytest.mark.tpu
-@pytest.mark.slow
+@pytest.mark.ci
 def test_what_does_not_fit_is_a_verdict_and_an_exit_code(tmp_path):
     pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
     large = ("model.vocab_size=4000000", "model.embed_dim=2048", "target=v5e-4", "hydra.run.dir=run")
@@ -546,7 +577,7 @@ def test_what_does_not_fit_is_a_verdict_and_an_exit_code(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_gpu_that_is_not_there_is_compiled_for_in_silence(tmp_path):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="pip install -e '.[cuda]'")
     precision = "precision=bfloat16"

@@ -11,6 +11,7 @@ from meshloom.compiler.batch import batch_arrays
 from meshloom.compiler.problems import ConfigError
 from meshloom.models import IGNORED_TARGET
 from meshloom.runtime.data import open_data
+from meshloom.runtime.data.batches import BatchSource
 from meshloom.runtime.data.packing import ConcatenatedSequences, PackedSequences, plan_first_fit
 from meshloom.runtime.data.store import Shard, TokenStore, TokenStream, name_hash
 from meshloom.runtime.data.tokenizers import Bytes, TokenizerIdentity
@@ -219,6 +220,14 @@ def test_a_state_is_one_number_for_any_rows_and_threads(rows):
     assert other.get_state() == state
     wanted = expected if rows is None else [{name: x[rows] for name, x in batch.items()} for batch in expected]
     _assert_same([next(other) for _ in range(20)], wanted)
+
+
+def test_a_token_that_the_model_does_not_have_is_an_error():
+    rows = [{"inputs": np.array([0, token], np.int32), "targets": np.array([token, -1], np.int32)} for token in (4, 5)]
+    batches = BatchSource(rows, batch_size=1, num_batches=2, rows=[0], vocab_size=5)
+    assert batches[0]["inputs"].tolist() == [[0, 4]]
+    with pytest.raises(ConfigError, match=r"global batch 1 holds token 5.*\n.*model\.vocab_size=6 or more"):
+        batches[1]
 
 
 def test_an_epoch_sees_every_sequence_once_and_the_next_in_another_order():

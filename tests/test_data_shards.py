@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from rich.console import Console
 
 from conftest import spec_of
+from helpers import meshloom
+from meshloom.compiler.console import Console
 from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.runtime import tokenize_corpus as command
 from meshloom.runtime.data import open_data, write
@@ -24,7 +25,6 @@ from meshloom.runtime.data.corpus import open_store
 from meshloom.runtime.data.shards import open_shards
 from meshloom.runtime.exclusive import alone
 from meshloom.runtime.tokenize_corpus import prepare_corpus, tokenize_corpus
-from test_cli import ENVIRONMENT, meshloom
 
 NUM_DOCUMENTS = 3000
 
@@ -54,7 +54,7 @@ def _declared(corpus, directory, *overrides):
 
 def _write(corpus, directory, *overrides):
     job = prepare_corpus(spec_of(*_declared(corpus, directory, *overrides)))
-    assert tokenize_corpus(job, Console(quiet=True)) == 0
+    assert tokenize_corpus(job, Console(is_quiet=True)) == 0
     return directory
 
 
@@ -111,7 +111,7 @@ def test_what_is_written_does_not_rest_on_the_size_of_batches(corpus, written, t
 class _Stopped(Exception): ...
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.ci) for seed in (1, 2, 3))])
 def test_going_on_from_any_batch_gives_the_same_bytes(corpus, written, tmp_path, monkeypatch, seed):
     """Stopped at random batches, with commits at others, and rubbish behind what was committed."""
     monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 50_000)
@@ -163,11 +163,11 @@ sys.exit(run(sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_killed_command_goes_on_and_gives_the_same_bytes(corpus, written, tmp_path):
     line = ["data", *_declared(corpus, "tokens")]
     for at_tokens in (300_000, 1_500_000):
-        process = subprocess.Popen([sys.executable, "-c", QUICK_TO_COMMIT, *line], cwd=tmp_path, env=ENVIRONMENT)
+        process = subprocess.Popen([sys.executable, "-c", QUICK_TO_COMMIT, *line], cwd=tmp_path)
         deadline = time.monotonic() + 100
         while _tokens_done(tmp_path / "tokens") < at_tokens:
             assert process.poll() is None
@@ -217,6 +217,7 @@ def test_a_bpe_is_trained_once_and_used(corpus, tmp_path):
     )
 
 
+@pytest.mark.ci
 def test_a_bpe_comes_out_the_same_each_time(corpus, tmp_path):
     files = [_write(corpus, tmp_path / name, "shards.bpe_vocab_size=500") / "tokenizer.json" for name in "ab"]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -269,6 +270,7 @@ def test_all_mistakes_are_told_before_anything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.ci
 def test_a_document_that_cannot_be_read_stops_it_and_can_be_mended(corpus, tmp_path):
     mine = tmp_path / "corpus"
     shutil.copytree(corpus, mine)
@@ -284,11 +286,14 @@ def test_one_process_at_a_time_writes_into_a_directory(corpus, tmp_path):
     job = prepare_corpus(spec_of(*_declared(corpus, tmp_path / "tokens")))
     job.folder.mkdir()
     with alone(job.folder, Problem("", "", "")), pytest.raises(ConfigError, match="another process"):
-        tokenize_corpus(job, Console(quiet=True))
+        tokenize_corpus(job, Console(is_quiet=True))
 
 
-@pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("bpe", [False, True])
+@pytest.mark.parametrize(
+    ("with_signal", "bpe"),
+    [(signal.SIGINT, False), (signal.SIGTERM, True), *(pytest.param(*each, marks=pytest.mark.ci)
+                                                      for each in ((signal.SIGTERM, False), (signal.SIGINT, True)))],
+)  # fmt: skip
 def test_a_signal_stops_it_in_order_and_it_goes_on(corpus, written, tmp_path, monkeypatch, capsys, with_signal, bpe):
     """In the middle of the corpus; with a BPE, in its training."""
     monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 50_000)
@@ -297,11 +302,11 @@ def test_a_signal_stops_it_in_order_and_it_goes_on(corpus, written, tmp_path, mo
     job = prepare_corpus(spec)
     slow = [replace(part, read=_signalling(part.read, with_signal)) for part in job.parts]
     monkeypatch.setattr(command, "parts_of", lambda source, where: slow)
-    assert tokenize_corpus(job, Console(quiet=True)) == 128 + with_signal
+    assert tokenize_corpus(job, Console(is_quiet=True)) == 128 + with_signal
     assert f"stopped by {with_signal.name}" in capsys.readouterr().err
     monkeypatch.undo()
     assert 0 < _tokens_done(tmp_path / "tokens") < 1_500_000 or bpe
-    assert tokenize_corpus(prepare_corpus(spec), Console(quiet=True)) == 0
+    assert tokenize_corpus(prepare_corpus(spec), Console(is_quiet=True)) == 0
     assert bpe or _bytes(tmp_path / "tokens") == _bytes(written)
 
 

@@ -33,6 +33,7 @@ def groups_over(placement: Placement, axes: set[str]) -> list[list[int]]:
     return np.arange(math.prod(shape)).reshape(shape).transpose(*kept, *over).reshape(-1, size).tolist()
 
 
+@pytest.mark.ci
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(MESHES), st.data())
 def test_groups_of_whole_mesh_axes_have_the_link_of_the_axes(mesh, data):

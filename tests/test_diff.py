@@ -265,12 +265,16 @@ def _edited(text: str, **values: Any) -> str:
 DAMAGE = {
     ("report.json", "cut off"): (lambda t: t[:500], "report.json: is damaged: it is no JSON, line"),
     ("report.json", "empty"): (lambda t: "", "report.json: is damaged: it is no JSON, line 1"),
-    ("report.json", "another version"): (lambda t: _edited(t, schema_version=9), "schema_version is 9, and this version of meshloom reads 5"),  # noqa: E501
+    ("report.json", "another version"): (lambda t: _edited(t, schema_version=9), "schema_version is 9, and this version of meshloom reads 6"),  # noqa: E501
     ("report.json", "no version"): (lambda t: "[]", "is damaged: it has no schema_version"),
     ("report.json", "a key less"): (lambda t: _edited(t, step={}), "is damaged: step.compute_seconds: field required, and"),  # noqa: E501
     ("plan.json", "cut off"): (lambda t: t[:500], "plan.json: is damaged: it is no JSON, line"),
     ("plan.json", "another version"): (lambda t: _edited(t, schema_version=99), "schema_version is 99"),
     ("spec.yaml", "no YAML"): (lambda t: "model: [", "spec.yaml: is damaged: it is no YAML, line"),
+    ("plan.json", "deep"): (lambda t: "[" * 100_000, "plan.json: is damaged: its JSON cannot be read"),
+    ("spec.yaml", "deep"): (lambda t: "[" * 500, "spec.yaml: is damaged: it holds no declaration"),
+    ("spec.yaml", "a cycle"): (lambda t: "a: &a [*a]", "spec.yaml: is damaged: it holds no declaration"),
+    ("spec.yaml", "a date"): (lambda t: "a: 2001-01-01", "spec.yaml: is damaged: it holds no declaration"),
     ("spec.yaml", "no mapping"): (lambda t: "[1]", "spec.yaml: is damaged: it holds no declaration"),
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
-from helpers import evaluate, gradients_of, on_devices, programs_of, reference_adamw, reference_loss
+from helpers import evaluate, gradients_of, on_devices, programs_of, reference_adamw, reference_loss, tiered
 from meshloom.compiler import forward
 from meshloom.compiler.compiler_options import option_table
 from meshloom.compiler.driver import lower
@@ -156,6 +156,19 @@ IN_PARTS = {
 CASES = LAYOUTS | PROGRAMS
 ALL_CASES = CASES | SPLIT_STREAMS | IN_RINGS | IN_PARTS | REDUCED_IN_BACKWARD
 
+# Every sharding, loop, remat policy, number of microbatches, option of the head and model occurs in a case of the plain
+# tier, and the pairs that share code: sharding with loop, loop with remat, microbatches with reduction in backward.
+COVER = (
+    "one device", "fsdp_tensor 2x2x2", "fsdp_tensor 4x2, the residual stream whole", "both axes on one dimension",
+    "zero2 with a tensor axis", "4 microbatches, ddp 4 of 8", "2 microbatches, zero1 2x4", "prefetch, remat offload",
+    "prefetch, linear stack", "prefetch, hsdp 4x2, remat save_names",
+    "prefetch 2 in turns of 2, fsdp_tensor, save_dots, 2 microbatches", "2 microbatches, ddp, in backward",
+    "prefetch, head in parts and blocks, gradients over replicas too",
+    "2 microbatches, prefetch 2, hsdp 4x2, updated over replicas too, in backward",
+    "rings, gpt2's parts, tensor 4x2, remat full", "2 parts, gemma2's layers, fsdp_tensor 2x4, 2 microbatches",
+)  # fmt: skip
+UPDATED = [*CASES, *list(REDUCED_IN_BACKWARD)[-2:]]  # whole steps; the other cases differ in their gradients alone
+
 
 def _plan(case: tuple[str, ...]):
     return plan_of(*case, *(LINEAR_STACK if "model=linear_stack" in case else ()))
@@ -184,7 +197,7 @@ def reference():
     return get
 
 
-@pytest.mark.parametrize("name", ALL_CASES)
+@pytest.mark.parametrize("name", tiered(ALL_CASES, plain=COVER))
 def test_gradients_are_those_of_one_device(name, tokens, reference):
     plan = _plan(ALL_CASES[name])
     params, (loss, grads), _ = reference(plan, tokens)
@@ -205,14 +218,21 @@ def test_gradients_are_those_of_one_device(name, tokens, reference):
         )
 
 
-@pytest.mark.parametrize("name", [*CASES, *list(REDUCED_IN_BACKWARD)[-2:]])
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        UPDATED,
+        plain=("zero2 with a tensor axis",),
+        release=[name for name in UPDATED if name not in LAYOUTS],
+    ),
+)
 def test_ten_steps_are_those_of_one_device(name, tokens, reference):
     plan = _plan(ALL_CASES[name])
     _, _, curve = reference(plan, tokens)
-    programs = lower(plan, plan.mesh.of_devices(jax.devices()[: plan.target.num_devices]))
-    train, state, ours = programs.train.compile(), programs.init.compile()(), []
+    programs = programs_of(plan)
+    state, ours = programs.init(), []
     for batch in tokens:
-        state, metrics = train(state, on_devices(programs, batch))
+        state, metrics = programs.train(state, on_devices(programs, batch))
         ours.append([float(metrics[key]) for key in ("loss", "grad_norm", "learning_rate")])
     np.testing.assert_allclose(np.array(ours), curve, rtol=2e-4, atol=1e-7)
     assert int(state["step"]) == len(tokens)
@@ -232,11 +252,12 @@ def test_bfloat16_stays_near_float32(tokens, reference):
     assert all(g.dtype == np.float32 for g in jax.tree.leaves(our_grads))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["prefetch, hsdp 2x4, in backward, remat full", "prefetch, rings, fsdp_tensor 4x2, 2 microbatches"]
 )
-def test_the_ends_of_a_loop_change_no_bit_of_a_gradient(tokens, monkeypatch, name):
-    """CPUs branch around them, accelerators do not."""
+def test_the_ends_of_a_loop_change_no_gradient(tokens, monkeypatch, name):
+    """CPUs branch around them, accelerators do not. XLA may fuse the two programs differently: to rounding."""
     plan = _plan(ALL_CASES[name])
     params = jax.tree.map(np.asarray, plan.model.init(jax.random.key(0)))
     monkeypatch.setattr(forward, "option_table", lambda: table)
@@ -248,7 +269,7 @@ def test_the_ends_of_a_loop_change_no_bit_of_a_gradient(tokens, monkeypatch, nam
         branches.append(text.count("stablehlo.case"))
     assert branches == [2, 0]
     for skipped, run in zip(*found, strict=True):
-        np.testing.assert_array_equal(skipped, run)
+        np.testing.assert_allclose(skipped, run, rtol=1e-5, atol=2e-6 * np.abs(run).max())
 
 
 def test_gradients_are_accumulated_in_float32_whatever_the_parameters():
@@ -281,9 +302,9 @@ def test_every_matrix_of_every_layer_is_drawn_anew():
             assert a.ndim == 1 or not np.array_equal(a, b)
 
 
+@pytest.mark.ci
 def test_evaluation_is_the_loss_before_a_step(tokens):
-    for case in ((FSDP,), (BOTH, "num_microbatches=2")):
-        programs = programs_of(plan_of(*case))
-        state, batch = programs.init(), on_devices(programs, tokens[0])
-        before = evaluate(programs, state["params"], tokens[0])
-        assert before == pytest.approx(float(programs.train(state, batch)[1]["loss"]), rel=1e-6)
+    programs = programs_of(plan_of(BOTH, "num_microbatches=2"))
+    state, batch = programs.init(), on_devices(programs, tokens[0])
+    before = evaluate(programs, state["params"], tokens[0])
+    assert before == pytest.approx(float(programs.train(state, batch)[1]["loss"]), rel=1e-6)

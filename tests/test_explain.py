@@ -63,7 +63,7 @@ def test_counted_flops_are_those_of_xla():
     loss = jax.jit(lambda p, t: reference_loss(plan.model, p, t, t))  # unrolled: XLA counts a loop's body once
     traced = loss.trace(plan.model.abstract(), tokens)
     ours = matmul_flops(traced.jaxpr.jaxpr)
-    cost = traced.lower().compile().cost_analysis()
+    cost = traced.lower().cost_analysis()  # of the program as it is given to XLA
     assert cost
     assert 0.75 < ours / cost["flops"] <= 1.0  # XLA counts the elementwise operations too
     assert 3 * ours == plan.model_flops_per_step
@@ -101,6 +101,7 @@ def test_json_adds_up_and_is_json():
     assert math.prod(table["mesh"].values()) == 8
 
 
+@pytest.mark.ci
 def test_the_largest_model_is_planned_without_its_memory():
     """405 B parameters over 4,096 devices: nothing is allocated. (bench/explain.py measures the time.)"""
     code = (

@@ -6,11 +6,11 @@ import pytest
 
 import reports
 from conftest import plan_of
+from helpers import meshloom
 from meshloom.compiler.exposure import TOO_EXPOSED, find_too_exposed, least_batch
 from meshloom.compiler.fingerprint import fields_of_program
 from meshloom.compiler.problems import EXPOSED
 from meshloom.compiler.report import CollectiveReport, StepReport
-from test_cli import meshloom
 
 WEIGHT, ACTIVATION = "layers/mlp/up_EM, backward", "jit(step)/attend/dot_general, forward"
 TARGET = ("target=h100-8", "sharding=fsdp")
@@ -97,6 +97,7 @@ def test_at_the_least_batch_the_link_is_hidden_and_below_it_is_not(seed):
         assert least_share(found - 8) > limit
 
 
+@pytest.mark.ci
 def test_the_demand_is_an_exit_code(tmp_path):
     small = ("model.embed_dim=32", "model.num_layers=2", "data=synthetic", "num_steps=2", "overlap.max_exposed=0.02")
     done = meshloom("compile", *small, "hydra.run.dir=run", cwd=tmp_path)

@@ -69,6 +69,37 @@ CASES = dict.fromkeys([
     *[(name, SOME_LOOPS[-1], BEHIND) for name in LAYOUTS],
 ])  # fmt: skip
 
+# Each layout, unroll, distance, time of reduction and way to skip is in one of the first, most pairs in both.
+PLAIN = {
+    ("hsdp", "scan, 1 in a trip", ADDED, False),
+    ("hsdp", "prefetch 1, 2 in a trip, at once", ADDED, True),
+    ("hsdp", "prefetch 2, 1 in a trip, one late", ADDED, False),
+    ("ddp", "prefetch 2, 2 in a trip, one late", INSIDE, False),
+    ("zero1", "scan, 1 in a trip", INSIDE, False),
+    ("zero1", "prefetch 2, 2 in a trip, one late", BEHIND, False),
+    ("hsdp, updated over replicas too", "prefetch 2, 2 in a trip, one late", ADDED, False),
+    ("hsdp with a tensor axis", "prefetch 2, 2 in a trip, one late", INSIDE, False),
+}
+CI = {
+    ("hsdp", "scan, 2 in a trip", ADDED, False),
+    ("hsdp", "prefetch 1, 1 in a trip, one late", ADDED, True),
+    ("ddp", "scan, 1 in a trip", ADDED, False),
+    ("ddp", "prefetch 2, 2 in a trip, one late", BEHIND, False),
+    ("hsdp", "prefetch 2, 2 in a trip, one late", BEHIND, False),
+    ("zero1", "prefetch 2, 2 in a trip, one late", ADDED, False),
+    ("hsdp, updated over replicas too", "scan, 1 in a trip", INSIDE, False),
+    ("hsdp with a tensor axis", "scan, 1 in a trip", ADDED, False),
+}
+
+
+def _in_tiers():
+    """All cases: some in the plain tier, some in that of CI, the others in that of releases."""
+    cases = [(*case, skip) for case in CASES for skip in _skips(*case)]
+    assert {*cases} >= PLAIN | CI
+    for case in cases:
+        mark = () if case in PLAIN else pytest.mark.ci if case in CI else pytest.mark.release
+        yield pytest.param(*case, marks=mark)
+
 
 def _skips(name, loop, when):
     """Whether the ends of the loop are skipped: both where that is most of what differs."""
@@ -160,9 +191,7 @@ def _gradients(layout, loop, when, skip_idle):
         return jax.tree.map(np.asarray, jax.jit(split)(*jax.device_put(_arrays(), shardings)))
 
 
-@pytest.mark.parametrize(
-    ("name", "loop", "when", "skip_idle"), [(*case, skip) for case in CASES for skip in _skips(*case)], ids=str
-)
+@pytest.mark.parametrize(("name", "loop", "when", "skip_idle"), list(_in_tiers()), ids=str)
 def test_gradients_are_finite_differences(name, loop, when, skip_idle):
     layout, (unroll, distance, deferred) = LAYOUTS[name], LOOPS[loop]
     chosen = LayerLoop(

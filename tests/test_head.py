@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from conftest import LINEAR_STACK, plan_of
-from helpers import collective_elements_per_step, collectives_per_step
-from meshloom.compiler.driver import lower
+from helpers import meshloom, written_collectives
 from meshloom.compiler.head import is_cut_alike, part_sizes
 from meshloom.compiler.problems import ConfigError
 from meshloom.compiler.report import Report
 from meshloom.models import Piece
-from test_cli import meshloom
 
 PARTS, WHOLE = "overlap.head=parts", "overlap.head=whole"
 LLAMA3_V6E = (
@@ -108,12 +106,12 @@ def test_a_head_that_computes_across_the_vocabulary_is_not_cut(apply, expected):
 
 
 def test_parts_cross_one_by_one_and_no_byte_more():
-    """Eight devices, a vocabulary of 264: parts of 56 and 208."""
+    """Eight devices, a vocabulary of 264: parts of 56 and 208. As the step is written; tests/test_collectives.py holds
+    that to the compiled program."""
     found = {}
     for head in (WHOLE, PARTS):
         plan = plan_of("sharding=fsdp", "model.vocab_size=264", head)
-        hlo = lower(plan, plan.mesh.of_devices(jax.devices()), ("train",)).train.compile().as_text()
-        found[head] = collectives_per_step(hlo), collective_elements_per_step(hlo)
+        found[head] = written_collectives(plan)
     assert plan.head.part_sizes == (56, 208)
     (counts, elements), (counts_in_parts, elements_in_parts) = found[WHOLE], found[PARTS]
     assert elements == elements_in_parts
@@ -128,7 +126,7 @@ HEAD_OF_LLAMA3 = (
 
 
 @pytest.mark.tpu
-@pytest.mark.slow
+@pytest.mark.release
 def test_on_a_tpu_parts_are_hidden_and_reduce_scattered(tmp_path):
     """As XLA has it: the whole head is gathered in front of the layers, and its gradient is all-reduced (501 x 64 is
     more than 1,664)."""

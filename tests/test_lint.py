@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from conftest import plan_of
-from helpers import programs_of
+from helpers import programs_of, tiered
+from meshloom.compiler.advice import FULL_REMAT, HEAD_IN_PARTS, SPLIT_OVER_TENSOR, SPLIT_THE_GROUP
 from meshloom.compiler.analysis import analyse_schedule
 from meshloom.compiler.aot import REMATERIALIZATION
 from meshloom.compiler.attention import AttentionPlan
@@ -82,6 +83,32 @@ def test_an_all_reduce_in_place_of_a_reduce_scatter():
     (finding,) = lint(plan_of(), [whole], {whole.name: (Match(1, (SCATTER,)),)}, (PLANNED, SCATTER), ())
     assert finding.rule == "whole-gradient"
     assert "layers/mlp/up_EM, backward, sharding.parameters[0]" in finding.where
+
+
+def test_advice_that_is_followed_is_not_given():
+    whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", source="layers/mlp/up_EM, backward")
+    matches = {whole.name: (Match(1, (SCATTER,)),)}
+    fixes = [
+        lint(plan_of(*overrides), [whole], matches, (PLANNED, SCATTER), ())[0].fix
+        for overrides in ((), ("sharding=hsdp",))
+    ]
+    assert fixes[0] == "choose another overlap or target, or split the group: sharding=hsdp"
+    assert fixes[1] == "choose another overlap or target"
+    (finding,) = held(TABLE, "remat=full")
+    assert finding.fix == "num_microbatches=1 with fewer sequences, or split it more: sharding=fsdp_tensor"
+
+
+@pytest.mark.parametrize(
+    ("advice", "overrides"),
+    [
+        (SPLIT_THE_GROUP, ["sharding=hsdp"]), (SPLIT_OVER_TENSOR, ["sharding=fsdp_tensor"]),
+        (HEAD_IN_PARTS, ["overlap.head=parts"]), (FULL_REMAT, ["remat=full"]),
+    ],
+)  # fmt: skip
+def test_each_advice_is_followed_by_what_it_says(advice, overrides):
+    assert advice.text.endswith(overrides[0])
+    assert not advice.is_followed(plan_of())
+    assert advice.is_followed(plan_of(*overrides))
 
 
 def test_float32_where_bfloat16_was_meant():
@@ -182,7 +209,7 @@ def test_a_name_says_which_of_two_arrays_of_the_same_sizes_it_is():
     assert held(replace(kept, over_others=())) == [], "the loop that it lives through reads it"
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "fsdp_tensor", "zero1"])
+@pytest.mark.parametrize("sharding", tiered(["ddp", "fsdp", "fsdp_tensor", "zero1"], plain=["fsdp_tensor"]))
 def test_real_programs_cross_what_the_plan_says(monkeypatch, sharding):
     """However small: every collective of the compiled program has its like in the plan, but for sums of scalars."""
     monkeypatch.setattr("meshloom.compiler.lint.LEAST_BYTES", 1024)

@@ -3,7 +3,8 @@
 import pytest
 from hydra import compose
 
-from meshloom.compiler.compose import Request, hydra_session, search_path_override
+from meshloom.compiler.compose import Request, hydra_session
+from meshloom.compiler.hydra_settings import search_path_override
 from meshloom.compiler.model_choice import chosen_model
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conftest import plan_of
-from helpers import gradients_of, reference_loss
+from helpers import gradients_of, reference_loss, tiered
 from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 
@@ -42,8 +42,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, plain=["fsdp"]))
+@pytest.mark.parametrize("shape", tiered(SHAPES, plain=["gpt2"]))
 def test_every_gradient_of_every_shape_is_that_of_one_device(shape, layout, tokens):
     plan = plan_of(*SHAPES[shape], *LAYOUTS[layout])
     leaves, tree = jax.tree.flatten(plan.abstract["params"])

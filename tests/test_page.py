@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from html.parser import HTMLParser
 
 import pytest
@@ -12,8 +13,13 @@ from meshloom.compiler.report import Event, Report
 from meshloom.compiler.views.page import NUM_EVENTS, render_page
 from meshloom.compiler.views.timeline import lay_out
 
-needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="there is no chromium: apt-get install chromium")
+IN_BROWSER = pytest.mark.skipif(not CHROMIUM, reason="there is no chromium: apt-get install chromium")
 ONE_MB = 1_000_000
+
+
+def in_browser(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that opens pages in a browser, which all of them share: one start."""
+    return pytest.mark.ci(IN_BROWSER(test))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +95,7 @@ def test_a_large_report_is_a_small_page():
     assert f"the longest {NUM_EVENTS:,} of 20,000 events" in page, "what is left out is told"
 
 
-@needs_chromium
+@in_browser
 @pytest.mark.parametrize("case", reports.CASES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
@@ -106,7 +112,7 @@ def test_every_page_is_drawn_without_errors_or_requests(browser, pages, case, sc
     assert len(browser.screenshot()) > 20_000
 
 
-@needs_chromium
+@in_browser
 def test_text_is_easy_to_read_in_both_schemes(browser, pages):
     """WCAG 2.2, 1.4.3: contrast of 4.5 to 1, of the colours that text has against what lies behind it."""
     script = """(() => {
@@ -150,7 +156,7 @@ def _focus(page, name):
     )
 
 
-@needs_chromium
+@in_browser
 def test_columns_sort_by_keyboard_both_ways(page):
     report = reports.fits()[0]
     _focus(page, "bytes")
@@ -168,7 +174,7 @@ def test_columns_sort_by_keyboard_both_ways(page):
     assert page.js(COLUMN + "('bytes')")["sort"] is None
 
 
-@needs_chromium
+@in_browser
 def test_the_most_exposed_are_first_and_unknown_ones_last_however_sorted(browser, tmp_path):
     report, events = reports.fits()
     some = [
@@ -186,7 +192,7 @@ def test_the_most_exposed_are_first_and_unknown_ones_last_however_sorted(browser
     assert browser.errors == []
 
 
-@needs_chromium
+@in_browser
 def test_the_filter_leaves_what_was_asked_for(page):
     report = reports.fits()[0]
     shown = "[...document.querySelectorAll('#collectives-table tbody tr:not([hidden]) td:first-child')].map(td => td.dataset.value)"  # noqa: E501
@@ -203,7 +209,7 @@ DRAWN = "[...document.querySelectorAll('#chart rect[data-index]')].map(r => Numb
 DETAIL = "document.getElementById('detail').textContent"
 
 
-@needs_chromium
+@in_browser
 def test_the_timeline_is_walked_and_zoomed_by_keyboard(page):
     events = reports.fits()[1]
     compute = sorted((e for e in events if e.track == "compute"), key=lambda e: e.start_seconds)
@@ -233,7 +239,7 @@ def test_the_timeline_is_walked_and_zoomed_by_keyboard(page):
     assert page.js(DRAWN)
 
 
-@needs_chromium
+@in_browser
 def test_the_timeline_is_dragged_and_zoomed_by_mouse_and_leaves_scrolling_alone(page):
     page.js("document.getElementById('chart').scrollIntoView()")
     box = page.js("document.getElementById('chart').getBoundingClientRect().toJSON()")
@@ -256,7 +262,7 @@ def test_the_timeline_is_dragged_and_zoomed_by_mouse_and_leaves_scrolling_alone(
     assert page.js("scrollY") > 0
 
 
-@needs_chromium
+@in_browser
 def test_text_of_a_config_does_nothing_in_the_page(browser, tmp_path):
     evil = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>{{ 7 * 7 }}\u2028"
     report, events = reports.fits()
@@ -285,7 +291,7 @@ def test_text_of_a_config_does_nothing_in_the_page(browser, tmp_path):
     assert browser.errors == []
 
 
-@needs_chromium
+@in_browser
 def test_the_policy_of_the_page_lets_nothing_in_or_out(browser, pages):
     browser.open(pages["fits"])
     browser.js("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.in = 1'}))")
@@ -298,7 +304,7 @@ def test_the_policy_of_the_page_lets_nothing_in_or_out(browser, pages):
 PAPER_WIDTH = 718  # of A4 without margins, in CSS pixels
 
 
-@needs_chromium
+@in_browser
 @pytest.mark.parametrize("case", reports.CASES)
 def test_on_paper_all_is_open_light_and_within_the_margins(browser, pages, case):
     browser.open(pages[case], width=PAPER_WIDTH, scheme="dark")
@@ -316,7 +322,7 @@ def test_on_paper_all_is_open_light_and_within_the_margins(browser, pages, case)
     assert browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
 
 
-@needs_chromium
+@in_browser
 def test_thousands_of_events_are_drawn(browser, tmp_path):
     path = tmp_path / "page.html"
     path.write_text(render_page(reports.fits()[0], many_events(2_000), reports.llama_plan()))

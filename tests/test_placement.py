@@ -221,6 +221,7 @@ def test_devices_of_another_shape_are_an_error():
 
 
 @pytest.mark.tpu
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "num_slices", "sizes"),
     [

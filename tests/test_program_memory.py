@@ -52,6 +52,7 @@ def test_an_array_lives_until_it_is_last_read():
         (made("b", "a", opcode="copy"), 1),  # in place: nothing reads what is copied any more
         (made("b", "a", opcode="dynamic-update-slice"), 1),
         (made("b", "a", type_text="f32[256]{0:T(256)S(1)}"), 1),  # in another memory
+        (made("b", "a", type_text="f32[256]{0:T(256)S(5)}"), 1),  # in the host's
         (made("b", "a", type_text="f32[256]{0:T(1024)}"), 5),  # fills a tile
         (made("b", "a", opcode="custom-call") + ", output_to_operand_aliasing={{}: (0, {})}", 1),
     ],
@@ -203,7 +204,9 @@ def test_recorded_gradients_that_wait_whole_for_all_microbatches():
     assert sorted(whole) == [(4096, 32000), (32000, 4096)]
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "fsdp_tensor"])
+@pytest.mark.parametrize(
+    "sharding", ["fsdp_tensor", *(pytest.param(name, marks=pytest.mark.ci) for name in ("ddp", "fsdp"))]
+)
 def test_the_peak_of_a_cpus_program_is_what_it_takes(sharding):
     """Its compiler packs without gaps, nearly."""
     compiled = programs_of(plan_of(f"sharding={sharding}", "num_microbatches=2")).train

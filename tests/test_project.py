@@ -31,6 +31,7 @@ def test_ci_runs_the_two_commands_of_the_readme():
     assert [line for line in ci.splitlines() if line in commands] == commands
 
 
+@pytest.mark.ci
 def test_every_command_of_the_readme_is_right():
     readme = (ROOT / "README.md").read_text()
     lines = [line.split("  ")[0] for line in re.findall(r"^    meshloom (?:train|explain|compile) (.*)$", readme, re.M)]
@@ -54,6 +55,7 @@ def _count_problems(words: list[str]) -> None:
         raise ValueError({1: "one", 2: "two", 3: "three"}.get(str(error).count("error: "), "many")) from error
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_of_every_group_makes_a_run(group, option):
     overrides = {

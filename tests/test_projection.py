@@ -11,7 +11,7 @@ import pytest
 from test_search import whole
 
 from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
-from helpers import collectives_per_step
+from helpers import collectives_per_step, meshloom
 from meshloom.compiler.arrays import find_arrays
 from meshloom.compiler.communication import sent_bytes
 from meshloom.compiler.driver import lower
@@ -21,7 +21,6 @@ from meshloom.compiler.projection import add_up_in_ring
 from meshloom.compiler.report import Report
 from meshloom.compiler.search import find_candidates
 from meshloom.models import Context, Params
-from test_cli import meshloom
 
 NAMES = ("attention_output", "mlp_output")
 RINGS, NO_RINGS = f"overlap.rings=[{','.join(NAMES)}]", "overlap.rings=[]"
@@ -31,9 +30,18 @@ LLAMA2_V5P = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("num_devices", [2, 3, 4, 8])
-@pytest.mark.parametrize("both_ways", [False, True])
-@pytest.mark.parametrize("num_sequences", [1, 2])
+@pytest.mark.parametrize(
+    ("num_devices", "both_ways", "num_sequences"),
+    [
+        (2, True, 1),
+        (3, False, 2),
+        (4, True, 2),
+        pytest.param(4, False, 1, marks=pytest.mark.ci),
+        pytest.param(8, True, 1, marks=pytest.mark.ci),
+        pytest.param(3, True, 1, marks=pytest.mark.ci),
+        pytest.param(8, False, 2, marks=pytest.mark.ci),
+    ],
+)
 def test_each_device_has_its_shard_of_the_whole_sum(num_devices, both_ways, num_sequences):
     """Against one matmul in float64, with the devices as a mapped dimension. One sequence is halved by its tokens."""
     rng = np.random.default_rng(0)
@@ -144,6 +152,7 @@ def test_a_model_that_projects_wrongly_is_told(name, reshape, said):
         find_arrays(plan.spec, model)
 
 
+@pytest.mark.ci
 def test_permutes_take_the_place_of_sums_and_are_planned():
     """Eight devices, tensor=4: of each of three layers two matmuls, three transfers each."""
     found = {}
@@ -158,6 +167,7 @@ def test_permutes_take_the_place_of_sums_and_are_planned():
     assert {one.source: one.count for one in planned} == {f"{name}, in a ring": 3 * 3 for name in NAMES}
 
 
+@pytest.mark.ci
 def test_a_ring_sends_what_a_reduce_scatter_does():
     sent = {}
     for rings in (RINGS, NO_RINGS):
@@ -169,6 +179,7 @@ def test_a_ring_sends_what_a_reduce_scatter_does():
     assert by_permutes == 80 * 3 * (16384 * 8192 * 2 * 3 // 4), "of each layer two forward, and attention's again"
 
 
+@pytest.mark.ci
 def test_a_search_tries_with_rings_and_without_and_pins_what_it_took():
     plan = whole(*LLAMA2_V5P)
     candidates = find_candidates(plan, estimate_step(plan))
@@ -193,7 +204,7 @@ def test_the_model_of_what_is_exposed_prefers_rings_where_nothing_else_runs_besi
 
 
 @pytest.mark.tpu
-@pytest.mark.slow
+@pytest.mark.release
 def test_on_a_tpu_transfers_run_beside_the_matmuls(tmp_path):
     """Two layers of llama3_8b's shapes on 16 chips, four of them around each ring."""
     pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")

@@ -155,7 +155,7 @@ def accepted(values: dict) -> Plan | str:
         return str(error)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @settings(max_examples=40, derandomize=True, deadline=None, phases=(Phase.generate, Phase.shrink),
           suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
 @given(declarations())

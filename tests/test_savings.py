@@ -1,5 +1,7 @@
 """What makes a step fit, against the compiled program's own memory."""
 
+import pytest
+
 from conftest import SMALL
 from helpers import programs_of
 from meshloom.compiler.compose import Request, read_spec
@@ -28,6 +30,7 @@ def test_the_cheapest_that_fits_comes_first():
     assert first.fits
 
 
+@pytest.mark.ci
 def test_where_no_change_is_enough_several_are():
     """A limit that is just above what all single changes leave."""
     plan = planned()
@@ -42,6 +45,7 @@ def test_where_no_change_is_enough_several_are():
     assert estimate_step(planned(*together.overrides)).memory.peak_bytes == needed - together.saved_bytes <= limit
 
 
+@pytest.mark.ci
 def test_what_is_promised_is_saved_in_the_compiled_program():
     plan = planned()
     before = compiled_bytes(plan)
@@ -49,6 +53,7 @@ def test_what_is_promised_is_saved_in_the_compiled_program():
         assert compiled_bytes(planned(*change.overrides)) < before, change
 
 
+@pytest.mark.ci
 def test_a_change_that_the_declaration_does_not_allow_is_left_out():
     plan = planned("optimizer.b2=0.999", "remat=full")
     changes = find_savings(plan, 2**40, 0, lambda more: planned("remat=full", "optimizer.b2=0.999", *more))

@@ -145,6 +145,7 @@ def test_nested_loops_multiply():
     result = simulated(module(run, before=inner + "\n" + outer))
     assert result.seconds == pytest.approx(5 * (0.03 + 0.064))
     assert totals(result) == {"g": (5, 0.32, 0.32)}
+    assert result.compute_seconds == {"other": pytest.approx(5 * 0.03)}
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def test_time_is_conserved(program):
         assert sum(each.hidden_behind.values()) <= each.hidden_seconds
 
 
+@pytest.mark.ci
 @settings(max_examples=200, deadline=None)
 @given(programs(), st.data())
 def test_a_longer_link_time_never_makes_a_step_faster(program, data):
@@ -151,6 +152,7 @@ def at_once(steps: tuple[Step, ...], names: set[str]) -> tuple[Step, ...]:
     return tuple(moved)
 
 
+@pytest.mark.ci
 @settings(max_examples=200, deadline=None)
 @given(programs(), st.data())
 def test_removing_overlap_never_makes_a_step_faster(program, data):

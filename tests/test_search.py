@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import pytest
-from rich.console import Console
 
 import reports
 from conftest import SMALL, plan_of
+from helpers import meshloom
 from meshloom.compiler.analysis import ScheduleAnalysis
 from meshloom.compiler.aot import Built, ProgramMemory, compile_ahead
 from meshloom.compiler.compiler_options import (
@@ -23,6 +23,7 @@ from meshloom.compiler.compiler_options import (
     refused_options,
 )
 from meshloom.compiler.compose import Request, read_spec
+from meshloom.compiler.console import Console
 from meshloom.compiler.driver import lower, plan_run
 from meshloom.compiler.estimate import estimate_step
 from meshloom.compiler.overlap_spec import LayerLoop, Way
@@ -37,7 +38,6 @@ from meshloom.compiler.views.page import render_page
 from meshloom.compiler.views.summary import show_summary
 from meshloom.runtime.overlap_search import search_overlap
 from meshloom.runtime.step_compiler import CompiledStep
-from test_cli import meshloom
 
 V5P = ("target=v5p-128", "model=llama3_8b", "sharding=fsdp", "global_batch_size=64", "sequence_length=2048")
 AHEAD = LayerLoop(unroll=2, batch_parts=1, prefetch=1, deferred_reduce_scatter=True, reduce_in_backward=False)
@@ -54,7 +54,8 @@ def way(loop: LayerLoop, *option_sets: str) -> Way:
 
 def tried(seconds: float | None, *, fits: bool | None = True, exposed: float | None = None) -> TriedReport:
     return TriedReport(layers=FLAT, rings=(), option_sets=(), predicted_seconds=seconds, exposed_fraction=exposed,
-                       peak_bytes_per_chip=None, fits=fits, compile_seconds=1.0, why_not=None)  # fmt: skip
+                       peak_bytes_per_chip=None, host_bytes_per_chip=None, fits=fits, compile_seconds=1.0,
+                       why_not=None)  # fmt: skip
 
 
 def test_the_shortest_step_that_fits_is_taken():
@@ -104,8 +105,8 @@ def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(shar
     ("overrides", "numbers"),
     [
         (("sharding=fsdp_tensor",), {1, 2}),
-        (("sharding=fsdp_tensor", "global_batch_size=4"), {1}),  # a sequence of a device
         (("sharding=fsdp",), {1}),  # nothing to wait for between matmuls
+        pytest.param(("sharding=fsdp_tensor", "global_batch_size=4"), {1}, marks=pytest.mark.ci),  # one sequence each
     ],
 )
 def test_parts_of_the_batch_are_tried_where_matmuls_are_split_and_there_are_two(overrides, numbers):
@@ -184,6 +185,7 @@ def test_the_later_set_wins():
     assert plan_set_options(["single", "combined"], plan.target)[threshold] == combined
 
 
+@pytest.mark.ci
 def test_an_option_of_a_set_that_the_compiler_does_not_know_is_left_out_and_reported():
     """A declared one would be an error: test_compile.py."""
     plan = plan_of(*SMALL, "model.num_layers=1", "compiler_options={xla_cpu_enable_fast_math: true}")
@@ -203,6 +205,7 @@ def first_device(plan):
     return find_devices(plan.spec.target, plan.target)[0]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("chip", ["v5e-8", "v5p-16", "v6e-8", "h100-8"])
 def test_most_options_of_each_set_are_known_to_the_compiler_that_is_installed(chip):
     plan = plan_of(f"target={chip}", "global_batch_size=64")
@@ -212,6 +215,7 @@ def test_most_options_of_each_set_are_known_to_the_compiler_that_is_installed(ch
         assert all(option_table().options[option].hazard for option in refused), f"{name}: {refused}"
 
 
+@pytest.mark.ci
 def test_options_that_are_known_and_refused_are_a_problem_in_the_compilers_words():
     """libtpu does not take this scheduler without another option."""
     options = {"xla_nope": 1, "xla_tpu_enable_latency_hiding_layer_scheduler": True}
@@ -230,9 +234,9 @@ def test_the_views_tell_what_was_tried_and_what_the_compiler_said():
     assert "<b>prefetch 1, deferred, unroll 2, async_fusion</b>" in page
     assert "INTERNAL: &lt;b&gt;no&lt;/b&gt;" in page
     assert "<h2>What overlap.search compiled</h2>" not in render_page(report, events, plan_of())
-    console = Console(file=io.StringIO(), width=100)
-    show_summary(searched, console, files=())
-    told = console.file.getvalue()  # type: ignore[attr-defined]
+    out = io.StringIO()
+    show_summary(searched, Console(out, width=100), files=())
+    told = out.getvalue()
     assert "best of 3: prefetch 1, deferred, unroll 2, async_fusion, 12.1 % shorter than scan" in told
 
 
@@ -240,7 +244,7 @@ class Unreadable:
     """In the place of a compiler: its programs take a second less each, and the text of some cannot be read. errors: in
     the place of a program."""
 
-    console = Console(quiet=True)
+    console = Console(is_quiet=True)
 
     def __init__(self, *places: int, errors: Mapping[int, Exception] = MappingProxyType({})):
         self.places, self.errors, self.num_compiled = places, errors, 0
@@ -258,7 +262,10 @@ class Unreadable:
         return CompiledStep(plan, built, facts, None, estimate_step(plan), schedule, NO_PROGRAM)
 
 
-@pytest.mark.parametrize(("unread", "chosen"), [((2,), 1), ((0,), 2), ((1, 2), 0), ((0, 1, 2), 0)])
+@pytest.mark.parametrize(
+    ("unread", "chosen"),
+    [((0,), 2), *(pytest.param(*each, marks=pytest.mark.ci) for each in (((2,), 1), ((1, 2), 0), ((0, 1, 2), 0)))],
+)
 def test_what_cannot_be_read_is_not_judged(unread, chosen):
     plan = plan_of("target=h100-8", "overlap=auto", "overlap.search.max_candidates=3", "compilation_cache=null")
     compiler: Any = Unreadable(*unread)
@@ -268,9 +275,9 @@ def test_what_cannot_be_read_is_not_judged(unread, chosen):
     assert best.plan.spec.overlap.layers == search.tried[chosen].layers
     assert isinstance(best.schedule, Unread) == (chosen in unread)
     report = reports.fits()[0].model_copy(update={"search": search})
-    console = Console(file=io.StringIO(), width=100)
-    show_summary(report, console, files=())
-    told = console.file.getvalue()  # type: ignore[attr-defined]
+    out = io.StringIO()
+    show_summary(report, Console(out, width=100), files=())
+    told = out.getvalue()
     assert ("none of 3 can be judged" in told) == (unread == (0, 1, 2))
 
 
@@ -284,6 +291,7 @@ def test_what_the_compiler_fails_on_or_refuses_is_told_and_the_search_goes_on():
     assert best.plan.spec.overlap.layers == search.tried[2].layers
 
 
+@pytest.mark.ci
 def test_what_was_decided_for_one_demand_is_not_taken_for_another(tmp_path):
     """The steps are alike but for their lengths, and all are exposed: the demand changes nothing but the decision."""
     line = ("target=h100-8", "overlap=auto", "overlap.search.max_candidates=2", f"compilation_cache={tmp_path}")
@@ -295,7 +303,7 @@ def test_what_was_decided_for_one_demand_is_not_taken_for_another(tmp_path):
     assert found == ["miss", "miss", "hit", "hit", "miss"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_search_compiles_judges_takes_the_best_and_is_not_done_twice(tmp_path):
     line = ("compile", "target=v5e-8", "model=linear_stack", "model.embed_dim=512", "model.num_layers=4",
             "sequence_length=256", "global_batch_size=64", "data=synthetic", "overlap=auto",
@@ -326,7 +334,7 @@ def test_a_search_compiles_judges_takes_the_best_and_is_not_done_twice(tmp_path)
     assert (built["cache"], built["fingerprint"]) == ("hit", report.build.fingerprint)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_no_program_is_begun_after_the_budget(tmp_path):
     line = ("compile", "target=v5e-8", "model=linear_stack", "model.embed_dim=256", "model.num_layers=2",
             "sequence_length=128", "global_batch_size=8", "data=synthetic", "overlap=auto", "compilation_cache=null",

@@ -15,13 +15,12 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
-from helpers import target_of
+from helpers import meshloom, target_of
 from meshloom.compiler.compose import Request, read_spec
 from meshloom.compiler.problems import ConfigError
 from meshloom.compiler.target import plan_target, topology_arguments
-from meshloom.compiler.target_names import chip_file, examples, is_sized, kinds
+from meshloom.compiler.target_names import chip_file, examples, is_sized, kinds, problem_of
 from meshloom.compiler.target_spec import SwitchSpec, TorusSpec, TpuTarget
-from test_cli import meshloom
 
 CHIPS = [kind for kind in kinds() if kind != "cpu"]
 TPUS = [kind for kind in CHIPS if isinstance(chip_file(kind)[1], TorusSpec)]
@@ -70,6 +69,35 @@ def test_names_are_those_of_the_vendors(name, shape, num_chips, num_devices):
     plan = target_of(name)
     assert (plan.shape, plan.num_chips, plan.num_devices) == (shape, num_chips, num_devices)
     assert plan.name == name
+
+
+def test_google_clouds_name_of_v5e_is_taken():
+    assert target_of("v5litepod-256") == target_of("v5e-256")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("v5p-129", "v5p-128, v5p-256"), ("v5p-127", "v5p-64, v5p-128"), ("v5e-3", "v5e-1, v5e-4"), ("v4-1", "v4-8")],
+)
+def test_a_size_that_does_not_exist_names_its_neighbours(name, nearest):
+    problem = problem_of(name, [])
+    assert problem.fix.endswith(f"(nearest: {nearest})")
+    assert all(map(is_sized, nearest.split(", ")))
+
+
+@pytest.mark.parametrize(
+    ("name", "largest", "num_cores"),
+    [("v5p-16384", "v5p-12288", 16384), ("v5e-512", "v5e-256", 512), ("v5litepod-768", "v5e-256", 768),
+     ("v5p-12290", "v5p-12288", 2 * 12288), (f"v5p-{10**21}", "v5p-12288", None)],
+)  # fmt: skip
+def test_a_size_above_a_slice_says_the_largest_and_how_to_have_it(name, largest, num_cores):
+    problem = problem_of(name, [])
+    assert f"the largest is {largest}" in problem.what
+    fix = re.search(r"target=(\S+) target.num_slices=(\d+)", problem.fix)
+    assert fix
+    assert is_sized(fix[1])
+    if num_cores:
+        assert int(fix[1].partition("-")[2]) * int(fix[2]) == num_cores
 
 
 @pytest.mark.parametrize("kind", CHIPS)
@@ -123,6 +151,7 @@ def test_names_work_in_a_defaults_list(tmp_path):
         read_spec(Request(("experiment=mine", places)), then=lambda spec: spec.target)
 
 
+@pytest.mark.ci
 def test_help_and_completion_name_the_chips(tmp_path):
     lines = meshloom("explain", "--help", cwd=tmp_path).stdout.splitlines()
     for kind in CHIPS:
@@ -148,6 +177,7 @@ def test_what_is_attached_is_known_by_its_kind(monkeypatch):
     assert attach("NVIDIA T4", [()] * 2).peak_flops_per_second is None
 
 
+@pytest.mark.ci
 def test_chips_that_are_not_attached_cannot_be_trained_on(tmp_path):
     done = meshloom("train", "target=v5e-8", cwd=tmp_path, JAX_PLATFORMS="cpu")
     assert done.returncode == 2
@@ -156,7 +186,7 @@ def test_chips_that_are_not_attached_cannot_be_trained_on(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_simulated_run_says_nothing_of_plugins_that_are_installed(tmp_path):
     """JAX would start a plugin, and complain of a driver that is not there, in a run that is not kept to the CPU."""
     args = ["train", "target=cpu-2", "num_steps=1", "global_batch_size=2", "data=synthetic", "checkpoint=disabled",
@@ -178,6 +208,7 @@ def _topology(name: str):
 
 
 @pytest.mark.tpu
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", TPUS)
 def test_a_program_may_take_what_the_compiler_says(kind):
     """XLA's error about a program that is too large names its limit, in GiB with two digits."""
@@ -193,6 +224,7 @@ def test_a_program_may_take_what_the_compiler_says(kind):
 
 
 @pytest.mark.tpu
+@pytest.mark.release
 @pytest.mark.parametrize("kind", TPUS)
 def test_the_clock_makes_a_large_matmul_run_near_the_peak(kind):
     pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")

@@ -15,17 +15,16 @@ from orbax.checkpoint import v1 as ocp
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] (made at run time)
 
 from conftest import SMALL, plan_of, spec_of
-from helpers import on_devices, programs_of
+from helpers import documented_files, meshloom, on_devices, programs_of, written_files
 from meshloom.runtime.checkpoint import Checkpoints, restore
 from meshloom.runtime.checkpoint_start import Start
 from meshloom.runtime.data import open_data
-from test_cli import ENVIRONMENT, meshloom
 
-NUM_STEPS = 300
-RUN = (*SMALL, f"num_steps={NUM_STEPS}", "evaluation.every_num_steps=100", "evaluation.num_batches=2",
-       "checkpoint.every_num_steps=100")  # fmt: skip
+NUM_STEPS = 90
+RUN = (*SMALL, f"num_steps={NUM_STEPS}", "evaluation.every_num_steps=30", "evaluation.num_batches=2",
+       "checkpoint.every_num_steps=30")  # fmt: skip
 KEYS = ["step", "loss", "eval_loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second",
-        "step_seconds", "input_wait_seconds", "mfu"]  # fmt: skip
+        "step_seconds", "input_wait_seconds", "num_targets", "mfu"]  # fmt: skip
 
 
 def _metrics(run_dir: Path) -> list[dict]:
@@ -68,10 +67,11 @@ def finished(tmp_path_factory):
 
 def test_a_run_leaves_its_contract_behind(finished):
     run_dir, said = finished
+    assert written_files(run_dir) == documented_files("train")
     metrics = _metrics(run_dir)
     assert [m["step"] for m in metrics] == list(range(1, NUM_STEPS + 1))
     assert all(list(m) == KEYS for m in metrics)
-    assert [m["step"] for m in metrics if m["eval_loss"] is not None] == [100, 200, 300]
+    assert [m["step"] for m in metrics if m["eval_loss"] is not None] == [30, 60, 90]
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 1
     flops = json.loads((run_dir / "plan.json").read_text())["program"]["model_flops_per_step"]
     for m in metrics:
@@ -80,19 +80,17 @@ def test_a_run_leaves_its_contract_behind(finished):
     assert yaml.safe_load((run_dir / "spec.yaml").read_text())["num_steps"] == NUM_STEPS
     assert _curves(run_dir)["loss"] == [np.float32(m["loss"]) for m in metrics]
     assert set(_curves(run_dir)) == {*KEYS} - {"step"}
-    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["200", "300"]  # the last two
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["60", "90"]  # the last two
     assert f"held-out loss: {metrics[-1]['eval_loss']:.3f} nats per byte" in said
-    assert "checkpoint: run/checkpoints/300" in said
+    assert "checkpoint: run/checkpoints/90" in said
 
 
 def _interrupt(folder: Path, with_signal: signal.Signals) -> tuple[int, str, str]:
     line = [sys.executable, "-m", "meshloom", "train", *RUN, "hydra.run.dir=run"]
-    process = subprocess.Popen(
-        line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
+    process = subprocess.Popen(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = folder / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
-    while not (metrics.exists() and metrics.read_text().count("\n") > 30):
+    while not (metrics.exists() and metrics.read_text().count("\n") > 10):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -101,13 +99,16 @@ def _interrupt(folder: Path, with_signal: signal.Signals) -> tuple[int, str, str
     return process.returncode, out, err
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("with_signal", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(finished, tmp_path, with_signal):
     code, out, err = _interrupt(tmp_path, with_signal)
     assert code == 128 + with_signal, err
-    assert err == ""
+    name = "Ctrl-C" if with_signal == signal.SIGINT else "SIGTERM"
+    assert err.startswith(f"\n{name}: stopping; waiting for the step that is running and its checkpoint")
+    assert err.count("\n") == 2
     stopped_at = _metrics(tmp_path / "run")[-1]["step"]
-    assert 30 < stopped_at < NUM_STEPS
+    assert 10 < stopped_at < NUM_STEPS
     assert f"stopped: by {with_signal.name} after step {stopped_at} of {NUM_STEPS}" in out
     again = out.split("continue: meshloom train ")[1].splitlines()[0]
     assert "hydra.run.dir=run" in again
@@ -122,6 +123,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(finished, tmp_path, with_s
     )  # bit by bit
 
 
+@pytest.mark.ci
 def test_a_run_that_is_done_says_so(finished):
     run_dir, _ = finished
     done = meshloom("train", *RUN, "checkpoint=disabled", "hydra.run.dir=run", cwd=run_dir.parent)
@@ -131,6 +133,7 @@ def test_a_run_that_is_done_says_so(finished):
     assert len(_metrics(run_dir)) == NUM_STEPS
 
 
+@pytest.mark.ci
 def test_another_run_is_continued_on_another_mesh(finished, tmp_path):
     run_dir, _ = finished
     more = (*RUN, "sharding=fsdp_tensor", f"num_steps={NUM_STEPS + 20}", f"checkpoint.restore_from={run_dir}")
@@ -141,6 +144,7 @@ def test_another_run_is_continued_on_another_mesh(finished, tmp_path):
     assert metrics[0]["loss"] == pytest.approx(_metrics(run_dir)[-1]["loss"], rel=0.2)
 
 
+@pytest.mark.ci
 def test_another_model_is_refused_with_what_differs(finished):
     run_dir, _ = finished
     done = meshloom("train", *RUN, "model.mlp_dim=128", "hydra.run.dir=run", cwd=run_dir.parent)
@@ -196,6 +200,7 @@ def test_other_data_starts_at_its_beginning(tmp_path, tokens):
     np.testing.assert_array_equal(next(batches)["inputs"], next(fresh)["inputs"])
 
 
+@pytest.mark.ci
 def test_restoring_from_nothing_is_an_error(tmp_path):
     done = meshloom("train", *SMALL, f"checkpoint.restore_from={tmp_path}", cwd=tmp_path)
     assert done.returncode == 2
@@ -203,6 +208,7 @@ def test_restoring_from_nothing_is_an_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.ci
 def test_disabled_checkpoints_save_nothing(tmp_path):
     done = meshloom("train", *SMALL, "checkpoint=disabled", "logging=quiet", "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

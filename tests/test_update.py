@@ -129,7 +129,12 @@ def test_a_master_moves_where_bfloat16_cannot():
 
 
 @pytest.mark.parametrize(
-    "layout", [("sharding=ddp",), ("sharding=zero2",), ("sharding=fsdp_tensor", "mesh.data=2", "mesh.fsdp=2")]
+    "layout",
+    [
+        ("sharding=fsdp_tensor", "mesh.data=2", "mesh.fsdp=2"),
+        pytest.param(("sharding=ddp",), marks=pytest.mark.ci),
+        pytest.param(("sharding=zero2",), marks=pytest.mark.ci),
+    ],
 )
 def test_bfloat16_gradients_cross_the_network(layout):
     """All-reduced, reduce-scattered, beside a tensor axis: XLA's CPU compiler dies of each where it is told wrongly."""
@@ -156,7 +161,7 @@ MESHES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("optimizer", MESHES)
 def test_state_over_two_mesh_axes_steps_as_on_one_device(optimizer, tokens):
     """What takes means and products over whole matrices is not changed by how they lie."""
@@ -192,6 +197,7 @@ def test_the_planned_state_is_what_the_program_takes(float16):
     assert _argument_bytes(programs) == plan.memory.state_bytes + plan.memory.batch
 
 
+@pytest.mark.ci
 def test_every_part_of_the_state_goes_on_from_a_checkpoint_bit_by_bit(tmp_path, tokens):
     """Masters, a partitioned optimizer's moments, the loss scale: restored as they were, on this layout and another."""
     keys = (*LINEAR_STACK, "optimizer=muon", "precision=float16", "precision.parameters=bfloat16",

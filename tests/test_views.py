@@ -7,9 +7,9 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
-from rich.console import Console
 
 import reports
+from meshloom.compiler.console import Console
 from meshloom.compiler.report import Event, Report
 from meshloom.compiler.units import (
     human_count,
@@ -35,11 +35,10 @@ def test_a_report_survives_its_file(case):
         assert Event.model_validate_json(event.model_dump_json()) == event
 
 
-def _summary(report: Report, **console) -> str:
-    out = Console(width=100, color_system=None, **console)
-    with out.capture() as captured:
-        show_summary(report, out, files=())
-    return captured.get()
+def _summary(report: Report, *, width: int = 100) -> str:
+    out = io.StringIO()
+    show_summary(report, Console(out, width=width), files=())
+    return out.getvalue()
 
 
 @pytest.mark.parametrize("case", reports.CASES)
@@ -77,17 +76,30 @@ def test_collectives_of_one_source_and_reason_are_one_line():
 
 
 def test_a_file_has_lines_of_full_width():
-    out = Console(width=80, color_system=None)
-    with out.capture() as captured:
-        show_summary(reports.fits()[0], out, files=())
-    assert captured.get() == _summary(reports.fits()[0])
+    assert _summary(reports.fits()[0], width=80) == _summary(reports.fits()[0])
 
 
 def test_the_verdict_comes_first():
     first = {case: _summary(make()[0]).splitlines()[0] for case, make in reports.CASES.items()}
     assert first["fits"] == "fits: 7.2 GiB of 15.8 GiB · step 2.95 s · MFU 61.3 % · exposed 3.5 %"
     assert first["does not fit"].startswith("does not fit: 41.0 GiB of 15.8 GiB · step 2.95 s")
+    assert first["offloaded"] == (
+        "fits: 7.2 GiB of 15.8 GiB · host 20.0 GiB of 44.7 GiB · step 2.95 s · MFU 61.3 % · exposed 3.5 %"
+    )
     assert first["unknowns"] == "memory 7.2 GiB, limit unknown · step unknown · MFU unknown · exposed unknown"
+
+
+def test_memory_of_the_host_is_compared_with_the_hosts_own():
+    report = reports.offloaded()[0]
+
+    def told(**update) -> str:
+        memory = report.memory.model_copy(update=update)
+        return _summary(report.model_copy(update={"memory": memory})).splitlines()[0]
+
+    assert " · host does not fit: 20.0 GiB of 9.3 GiB · " in told(host_limit_bytes_per_chip=10**10, host_fits=False)
+    unknown = {"host_limit_bytes_per_chip": None, "host_fits": None}
+    assert " · host memory 20.0 GiB, limit unknown · " in told(**unknown)
+    assert "host" not in told(**unknown, host_bytes_per_chip=0)
 
 
 def test_a_summary_shows_names_as_they_are():
@@ -271,9 +283,7 @@ def test_memory_bars_name_every_class():
     assert [each.name for each in bar.segments][:3] == ["parameters", "working weights", "gradients"]
     assert len({each.colour for each in bar.segments[:3]}) == 3
     assert bar.missing == ("activations",)
-    console = Console(record=True, width=100, file=io.StringIO())
-    show_summary(report, console, files=())
-    assert "working weights 2.0 GiB" in console.export_text()
+    assert "working weights 2.0 GiB" in _summary(report)
 
 
 def test_what_has_no_time_is_named_where_the_step_is_told():

@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 
 CODE = """
-class Documents:
+from meshloom.runtime.data import DataSource
+
+class Documents(DataSource):
     def __init__(self, count, text="abc"):
         self.count, self.text = count, text
     def __len__(self):
@@ -14,7 +16,7 @@ class Documents:
     def __getitem__(self, index):
         return self.text + str(index)
 
-class NoLength:
+class NoLength(DataSource):
     def __getitem__(self, index):
         return "abc"
 
@@ -39,6 +41,15 @@ class Sequences(Documents):
 class Short(Documents):
     def __getitem__(self, index):
         return [1]
+
+class Unrelated:
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        return "abc"
+
+def make_documents():
+    return Documents(3)
 
 def _look_up(table):
     return table["a key"]

@@ -4,10 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from ..console import Column, Console, Part, Table
 from ..diff import Change, CollectiveChange, CollectiveTotals, Diff, is_same
 from ..units import human_bytes, human_count, human_seconds, human_share
 
@@ -15,7 +12,7 @@ ABSENT = "nothing"
 LONGEST = 60  # of a value from the config
 NUM_ROWS = 20  # of a section, but the config; --json has all
 FIRST = ("predicted_seconds", "predicted_mfu", "exposed_seconds", "exposed_fraction", "compute_seconds", "fits",
-         "peak_bytes_per_chip")  # fmt: skip
+         "peak_bytes_per_chip", "host_fits", "host_bytes_per_chip")  # fmt: skip
 SECTIONS = (
     ("config", "config"), ("program", "target and program"), ("plan", "plan"), ("memory", "memory per chip"),
     ("collectives", "collectives"), ("compute", "compute"), ("step", "predicted step"), ("findings", "findings"),
@@ -27,9 +24,10 @@ TABLES = ("parameters", "optimizer", "activations")
 
 def show_diff(diff: Diff, console: Console) -> None:
     """Print it, a section for each kind of change."""
-    console.print(f"a  {diff.runs[0]}\nb  {diff.runs[1]}", markup=False, highlight=False, soft_wrap=True)
+    for name, run in zip("ab", diff.runs, strict=True):
+        console.line(f"{name}  {run}")
     for note in diff.notes:
-        console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.line(f"note: {note}", style="yellow")
     for name, title in SECTIONS:
         found = getattr(diff, name)
         if name == "collectives":
@@ -41,7 +39,7 @@ def show_diff(diff: Diff, console: Console) -> None:
                 [_row(change, name) for change in sorted(found, key=lambda change: _place(change, name))],
             )
     if diff.is_empty:
-        console.print("nothing changed")
+        console.line("nothing changed")
 
 
 def _place(change: Change, section: str) -> tuple[int, str]:
@@ -51,20 +49,14 @@ def _place(change: Change, section: str) -> tuple[int, str]:
     return FIRST.index(name) if name in FIRST else len(FIRST), change.where
 
 
-def _section(console: Console, title: str, rows: Sequence[tuple[str | Text, ...]]) -> None:
+def _section(console: Console, title: str, rows: Sequence[tuple[Part, ...]]) -> None:
     if not rows:
         return
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0), title=title,
-                  title_justify="left", title_style="bold")  # fmt: skip
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold", ratio=1)
     shown = len(rows) if title == "config" else NUM_ROWS
-    for row in rows[:shown]:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    console.print()
-    console.print(table)
+    console.line()
+    console.table(Table((Column(overflow="fold"), Column(overflow="fold")), rows[:shown], title))
     if len(rows) > shown:
-        console.print(f"and {len(rows) - shown} more: --json has all", style="dim", highlight=False)
+        console.line(f"and {len(rows) - shown} more: --json has all", style="dim")
 
 
 def _row(change: Change, section: str) -> tuple[str, str]:
@@ -79,11 +71,11 @@ def _row(change: Change, section: str) -> tuple[str, str]:
     return change.where, f"{before} → {after}{_relative(change.before, change.after) if is_measure else ''}"
 
 
-def _collective(change: CollectiveChange) -> tuple[Text, str]:
+def _collective(change: CollectiveChange) -> tuple[Part, Part]:
     name = f"{change.kind} over {'+'.join(change.mesh_axes)}, {change.source}"
     a, b = change.before, change.after
     told = [_totals(side) for side in (a, b) if side] if a is None or b is None else list(_differences(a, b))
-    return Text(change.way, style=WAYS[change.way]), f"{name}: {', '.join(told)}"
+    return (change.way, WAYS[change.way]), f"{name}: {', '.join(told)}"
 
 
 def _totals(t: CollectiveTotals) -> str:

@@ -39,12 +39,14 @@ class CollectiveSum:
 
 
 def verdict(report: Report) -> tuple[Fact, ...]:
-    """Does it fit, how long is a step, how much of the peak is used, how much communication is exposed."""
+    """Does it fit, on the device and, where something lies there, in the host's memory; how long is a step, how much of
+    the peak is used, how much communication is exposed."""
     step = report.step
     roofline = f"roofline {human_seconds(step.roofline_seconds)}" if step.roofline_seconds is not None else ""
     exposed = human_seconds(step.exposed_seconds) if step.exposed_seconds is not None else None
     return (
         _fit(report),
+        *_host(report),
         _fact("predicted step", step.predicted_seconds, human_seconds, roofline, "step.predicted_seconds"),
         _fact("predicted MFU", step.predicted_mfu, human_share, "remat excluded", "step.predicted_mfu"),
         _fact("exposed", step.exposed_fraction, human_share, f"{exposed} of communication" if exposed else "",
@@ -63,6 +65,21 @@ def _fit(report: Report) -> Fact:
     if memory.fits:
         return Fact("memory", "fits", f"{detail}, {human_bytes(limit - peak)} left", "good", "memory.fits")
     return Fact("memory", "does not fit", f"{detail}, {human_bytes(peak - limit)} too much", "bad", "memory.fits")
+
+
+def _host(report: Report) -> Iterator[Fact]:
+    memory = report.memory
+    count, limit, path = memory.host_bytes_per_chip, memory.host_limit_bytes_per_chip, "memory.host_fits"
+    if not count:
+        return
+    if limit is None:
+        yield Fact("host memory", human_bytes(count), "its limit is", "unknown", path)
+    elif memory.host_fits:
+        detail = f"{human_bytes(count)} of {human_bytes(limit)}, {human_bytes(limit - count)} left"
+        yield Fact("host memory", "fits", detail, "good", path)
+    else:
+        detail = f"{human_bytes(count)} of {human_bytes(limit)}, {human_bytes(count - limit)} too much"
+        yield Fact("host memory", "does not fit", detail, "bad", path)
 
 
 def _fact(name: str, value: float | None, human: Any, detail: str, path: str) -> Fact:
@@ -91,8 +108,9 @@ def unpriced(report: Report) -> str | None:
 
 def unknown_values(report: Report) -> Iterator[tuple[str, str]]:
     """(path, reason) of each None that stands for something unknown, in the order of the report."""
+    needless = {"build.plugin"} | (set() if report.memory.host_bytes_per_chip else {"memory.host_limit_bytes_per_chip"})
     for path in _nones(report.model_dump(exclude={"unknown", "search"}), ""):
-        if path != "build.plugin" and not path.endswith(".bound"):  # none is needed; follows from what is unknown
+        if path not in needless and not path.endswith(".bound"):  # which follows from what is unknown
             yield path, why_unknown(report, path)
 
 

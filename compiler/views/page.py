@@ -33,7 +33,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan) -> str:
     numbers = {reason: number for number, reason in enumerate(reasons, start=1)}
 
     def unknown(path: str) -> dict[str, Any]:
-        """What the template shows in the place of an unknown value."""
+        """What the template shows instead of an unknown value."""
         reason = why_unknown(report, path)
         return {"reason": reason, "number": numbers.get(reason)}
 
@@ -153,7 +153,7 @@ def _array(plan: ArrayPlan) -> dict[str, Any]:
 
 def _config(plan: Plan) -> list[tuple[str, str]]:
     """The declaration by group, as YAML; single keys together first."""
-    spec = plan.spec.model_dump(mode="json")
+    spec = plan.spec.as_written()
     single = {key: value for key, value in spec.items() if not isinstance(value, dict)}
     groups = {"run": single} | {key: value for key, value in spec.items() if isinstance(value, dict)}
     return [(name, yaml.safe_dump(value, sort_keys=False)) for name, value in groups.items()]

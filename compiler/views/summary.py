@@ -5,13 +5,9 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
-
+from ..console import Column, Console, Line, Part, Table
 from ..report import MemoryReport, Report
-from ..units import human_bytes, human_parameters, human_seconds, human_share
+from ..units import counted, human_bytes, human_parameters, human_seconds, human_share
 from .facts import Fact, by_exposed, compute_by_kind, sums, unknown_values, unpriced, verdict, why_exposed
 
 WIDTH = 100
@@ -28,44 +24,43 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
 
     In a file lines have their full width; a narrower terminal cuts them.
     """
+    width = max(WIDTH, console.width)  # on a wider screen lines are whole
     if not console.is_terminal:
-        console.width = max(WIDTH, console.width)
+        console.width = width
     target, program = report.target, report.program
     slices = f" in {target.num_slices} slices" if target.num_slices > 1 else ""
-    _line(console, " · ".join(_fact(fact) for fact in verdict(report)))
     size = f"{human_parameters(program.num_parameters)} parameters, {program.tokens_per_step:,} tokens per step"
-    _line(console, f"{escape(program.model)} on {escape(target.name)}: {target.num_chips:,} chips{slices}, {size}")
+    console.line(*_verdict(report), cut_at=width)
+    console.line(f"{program.model} on {target.name}: {counted(target.num_chips, 'chip')}{slices}, {size}", cut_at=width)
     for part in (_memory, _step, _search, _collectives, _roofline, _findings, _unknown):
-        for renderable in part(report):
-            if isinstance(renderable, str):
-                _line(console, renderable)
+        for shown in part(report):
+            if isinstance(shown, Table):
+                console.table(shown, width=WIDTH)
             else:
-                console.print(renderable, width=WIDTH)
-    if files:
-        told = "  ".join(escape(str(path)) for path in files)
-        console.print(
-            f"[bold]files[/]    {told}", soft_wrap=True, highlight=False, emoji=False
-        )  # never broken: they are copied
+                console.line(*shown, cut_at=width)
+    if files:  # never cut: they are copied
+        console.line(("files", "bold"), "    " + "  ".join(map(str, files)))
 
 
-def _line(console: Console, text: str) -> None:
-    """One line and no more: what does not fit ends in an ellipsis, but on a screen that is wider."""
-    width = max(WIDTH, console.width)
-    console.print(
-        Text.from_markup(text, emoji=False), overflow="ellipsis", no_wrap=True, width=width, crop=False, highlight=False
-    )
+def _verdict(report: Report) -> Line:
+    facts = [_fact(fact) for fact in verdict(report)]
+    return [part for index, fact in enumerate(facts) for part in ((" · ", *fact) if index else fact)]
 
 
-def _fact(fact: Fact) -> str:
-    value = f"[{TONES[fact.tone]}]{escape(fact.value)}[/]"
-    if fact.name == "memory":
+def _fact(fact: Fact) -> Line:
+    value = (fact.value, TONES[fact.tone])
+    if fact.name in ("memory", "host memory"):
         detail = fact.detail.split(",")[0]
-        return value + f": {detail}" if fact.tone in ("good", "bad") else f"memory {value}, limit unknown"
+        if fact.tone not in ("good", "bad"):
+            return [f"{fact.name} ", value, ", limit unknown"]
+        if fact.name == "memory":
+            return [value, f": {detail}"]
+        return ["host ", (detail, TONES["good"])] if fact.tone == "good" else ["host ", value, f": {detail}"]
     name = {"predicted step": "step", "predicted MFU": "MFU"}.get(fact.name, fact.name)
-    return f"{name} {value}"
+    return [f"{name} ", value]
 
 
-def _memory(report: Report) -> Iterable[Table | str]:
+def _memory(report: Report) -> Iterable[Line]:
     memory = report.memory
     parts = [(name.replace("_", " "), count) for name, count in memory.breakdown.items() if count]
     if parts:
@@ -73,13 +68,14 @@ def _memory(report: Report) -> Iterable[Table | str]:
         limit = memory.limit_bytes_per_chip or 0
         whole = max(sum(count for _, count in parts), limit)
         mark = limit / whole if limit < whole and limit else None
-        yield ""
-        yield f"[bold]memory[/]   {_bar([count / whole for _, count in parts], MEMORY_STYLES, mark)}{_limit(memory)}"
+        bar = _bar([count / whole for _, count in parts], MEMORY_STYLES, mark)
+        yield []
+        yield [("memory", "bold"), "   ", *bar, _limit(memory)]
         yield _legend([(n, human_bytes(c), s) for (n, c), s in zip(parts, MEMORY_STYLES, strict=False)])
     for change in memory.changes[:NUM_CHANGES]:
-        enough = "[green]fits[/]" if change.fits else "not enough"
-        yield (f"  fix: {escape(shlex.join(change.overrides))}  saves {human_bytes(change.saved_bytes)}, {enough}; "
-               f"{escape(change.cost)}")  # fmt: skip
+        enough: Part = ("fits", "green") if change.fits else "not enough"
+        saved = human_bytes(change.saved_bytes)
+        yield [f"  fix: {shlex.join(change.overrides)}  saves {saved}, ", enough, f"; {change.cost}"]
 
 
 def _largest(parts: list[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -94,7 +90,7 @@ def _limit(memory: MemoryReport) -> str:
     return f" of {human_bytes(limit)}" if limit else " of an unknown limit"
 
 
-def _step(report: Report) -> Iterable[str]:
+def _step(report: Report) -> Iterable[Line]:
     step = report.step
     parts = compute_by_kind(report)
     if step.exposed_seconds is not None:
@@ -103,13 +99,13 @@ def _step(report: Report) -> Iterable[str]:
     if not whole:
         return
     styles = [COMPUTE_STYLES[name] for name, _ in parts]
-    yield f"[bold]step[/]     {_bar([seconds / whole for _, seconds in parts], styles)} {human_seconds(whole)}"
-    yield "         " + _legend(
-        [(name, human_seconds(s), style) for (name, s), style in zip(parts, styles, strict=True)]
-    )
+    bar = _bar([seconds / whole for _, seconds in parts], styles)
+    legend = _legend([(name, human_seconds(s), style) for (name, s), style in zip(parts, styles, strict=True)])
+    yield [("step", "bold"), "     ", *bar, f" {human_seconds(whole)}"]
+    yield ["         ", *legend]
 
 
-def _search(report: Report) -> Iterable[str]:
+def _search(report: Report) -> Iterable[Line]:
     """What was chosen and what it gains against what was declared; or that nothing could be judged."""
     search = report.search
     if search is None:
@@ -120,33 +116,36 @@ def _search(report: Report) -> Iterable[str]:
         saved = 1 - chosen.predicted_seconds / declared.predicted_seconds
         gain = f", {human_share(saved)} shorter than {declared.name}"
     judged = f"best of {num_tried}" if chosen.predicted_seconds is not None else f"none of {num_tried} can be judged"
-    yield f"[bold]search[/]   {judged}: {escape(name + gain)}"
+    yield [("search", "bold"), f"   {judged}: {name}{gain}"]
 
 
-def _bar(shares: Sequence[float], styles: Sequence[str], mark: float | None = None) -> str:
+def _bar(shares: Sequence[float], styles: Sequence[str], mark: float | None = None) -> Line:
     """Blocks in proportion; the boundaries are rounded, so that the whole is never longer than the bar."""
-    cells, done = [], 0.0
+    cells: Line = []
+    done = 0.0
     for index, share in enumerate(shares):
         done += share
         end = round(min(done, 1.0) * BAR_WIDTH)
-        cells += [f"[{styles[index]}]{FILLS[index % len(FILLS)]}[/]"] * (end - len(cells))
-    cells += ["[dim]·[/]"] * (BAR_WIDTH - len(cells))
+        cells += [(FILLS[index % len(FILLS)], styles[index])] * (end - len(cells))
+    cells += [("·", "dim")] * (BAR_WIDTH - len(cells))
     if mark is not None:
-        cells[min(round(mark * BAR_WIDTH), BAR_WIDTH - 1)] = "[bold red]│[/]"
-    return "".join(cells)
+        cells[min(round(mark * BAR_WIDTH), BAR_WIDTH - 1)] = ("│", "bold red")
+    return cells
 
 
-def _legend(entries: Sequence[tuple[str, str, str]]) -> str:
-    return "  " + "  ".join(
-        f"[{style}]{FILLS[index % len(FILLS)]}[/] {name} {value}" for index, (name, value, style) in enumerate(entries)
-    )
+def _legend(entries: Sequence[tuple[str, str, str]]) -> Line:
+    return [
+        part
+        for index, (name, value, style) in enumerate(entries)
+        for part in ("  ", (FILLS[index % len(FILLS)], style), f" {name} {value}")
+    ]
 
 
-def _collectives(report: Report) -> Iterable[Table | str]:
-    yield ""
+def _collectives(report: Report) -> Iterable[Table | Line]:
+    yield []
     for row in sums(report.collectives)[:3]:
-        yield (f"[bold]{row.kind}[/] over {'+'.join(row.mesh_axes)} on {row.link}: {row.count:,} times, "
-               f"{human_bytes(row.bytes)}" + _split(row.hidden_seconds, row.exposed_seconds))  # fmt: skip
+        times = f"{row.count:,} times, {human_bytes(row.bytes)}{_split(row.hidden_seconds, row.exposed_seconds)}"
+        yield [(row.kind, "bold"), f" over {'+'.join(row.mesh_axes)} on {row.link}: {times}"]
     alike: dict[tuple[str, str], list[float]] = {}
     for c in by_exposed(report.collectives):
         if c.exposed_seconds:
@@ -154,17 +153,19 @@ def _collectives(report: Report) -> Iterable[Table | str]:
     worst = sorted(alike.items(), key=lambda row: -sum(row[1]))
     if not worst:
         return
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("exposed", justify="right", no_wrap=True, min_width=7)
-    table.add_column("collective", no_wrap=True, max_width=48)
-    table.add_column("why", no_wrap=True, ratio=1)
+    columns = (
+        Column("exposed", justify="right", min_width=7),
+        Column("collective", overflow="cut", max_width=48),
+        Column("why", overflow="cut"),
+    )
+    rows: list[tuple[Part, ...]] = []
     for (name, why), seconds in worst[:NUM_COLLECTIVES]:
         places = f" ({len(seconds)} places)" if len(seconds) > 1 else ""
-        table.add_row(human_seconds(sum(seconds)), Text(name + places), Text(why))
-    yield table
+        rows.append((human_seconds(sum(seconds)), name + places, why))
+    yield Table(columns, rows)
     if len(worst) > NUM_COLLECTIVES:
         rest = sum(sum(seconds) for _, seconds in worst[NUM_COLLECTIVES:])
-        yield f"[dim]and {len(worst) - NUM_COLLECTIVES} more, {human_seconds(rest)} exposed[/]"
+        yield [(f"and {len(worst) - NUM_COLLECTIVES} more, {human_seconds(rest)} exposed", "dim")]
 
 
 def _split(hidden: float | None, exposed: float | None) -> str:
@@ -173,7 +174,7 @@ def _split(hidden: float | None, exposed: float | None) -> str:
     return f", {human_seconds(hidden)} hidden, {human_seconds(exposed)} exposed"
 
 
-def _roofline(report: Report) -> Iterable[str]:
+def _roofline(report: Report) -> Iterable[Line]:
     parts = [part for part in report.roofline if part.bound]
     if not parts or report.step.roofline_seconds is None:
         return
@@ -182,30 +183,30 @@ def _roofline(report: Report) -> Iterable[str]:
     bounds: dict[str, list[str]] = {}
     for part in parts:
         bounds.setdefault(str(part.bound), []).append(part.name)
-    yield f"[bold]roofline[/] {human_seconds(report.step.roofline_seconds)}{of_step}"
+    yield [("roofline", "bold"), f" {human_seconds(report.step.roofline_seconds)}{of_step}"]
     for bound, names in bounds.items():
-        yield f"  bound by {bound}: {escape(', '.join(names))}"
+        yield [f"  bound by {bound}: {', '.join(names)}"]
 
 
-def _findings(report: Report) -> Iterable[str]:
+def _findings(report: Report) -> Iterable[Line]:
     found = sorted(report.findings, key=lambda finding: finding.severity != "warning")
     for finding in found[:NUM_FINDINGS]:
         style = "yellow" if finding.severity == "warning" else "dim"
-        yield f"[{style}]{finding.severity}: {escape(finding.what)}[/]"
-        yield f"  [dim]where: {escape(finding.where)}[/]"
-        yield f"  fix: {escape(finding.fix)}"
+        yield [(f"{finding.severity}: {finding.what}", style)]
+        yield [(f"  where: {finding.where}", "dim")]
+        yield [f"  fix: {finding.fix}"]
     if len(found) > NUM_FINDINGS:
-        yield f"[dim]and {len(found) - NUM_FINDINGS} more findings[/]"
+        yield [(f"and {len(found) - NUM_FINDINGS} more findings", "dim")]
 
 
-def _unknown(report: Report) -> Iterable[str]:
+def _unknown(report: Report) -> Iterable[Line]:
     reasons: dict[str, list[str]] = {}
     for path, reason in unknown_values(report):
         reasons.setdefault(reason, []).append(path)
     for reason, paths in islice(reasons.items(), NUM_REASONS):
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        yield f"[yellow]unknown[/] {escape(paths[0])}{more}: {escape(reason)}"
+        yield [("unknown", "yellow"), f" {paths[0]}{more}: {reason}"]
     if len(reasons) > NUM_REASONS:
-        yield f"[dim]and {len(reasons) - NUM_REASONS} more reasons[/]"
+        yield [(f"and {len(reasons) - NUM_REASONS} more reasons", "dim")]
     if left_out := unpriced(report):
-        yield f"[yellow]too short[/] by {escape(left_out)}"
+        yield [("too short", "yellow"), f" by {left_out}"]

@@ -14,5 +14,6 @@ def cells_of(one: TriedReport) -> tuple[str, ...]:
     if one.predicted_seconds is None or one.exposed_fraction is None or one.peak_bytes_per_chip is None:
         return (one.why_not or "not known",)
     exposed = f"{human_share(one.exposed_fraction)} exposed"
-    memory = human_bytes(one.peak_bytes_per_chip) + (", does not fit" if one.fits is False else "")
+    host = f" and {human_bytes(one.host_bytes_per_chip)} of the host" if one.host_bytes_per_chip else ""
+    memory = human_bytes(one.peak_bytes_per_chip) + host + (", does not fit" if one.fits is False else "")
     return human_seconds(one.predicted_seconds), exposed, memory

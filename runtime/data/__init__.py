@@ -1,6 +1,7 @@
 """Data: documents -> tokens -> sequences -> global batches. `open_data(spec)` is the door; docs/data.md says how.
 
 documents.py, formats.py, user_code.py    what a source holds, document by document
+source.py                                 the base of a user's source
 tokenizers.py, tokenize.py                documents as tokens
 store.py, shards.py                       tokens with a table of documents, in memory or memory-mapped
 packing.py, user_sequences.py             tokens as sequences, each made by its index
@@ -10,7 +11,8 @@ write.py                                  `meshloom data`: a corpus of any size 
 """
 
 from .batches import Batches, BatchIterator, HostBatch
+from .source import DataSource
 from .splits import Data, open_data
 from .store import Split
 
-__all__ = ["BatchIterator", "Batches", "Data", "HostBatch", "Split", "open_data"]
+__all__ = ["BatchIterator", "Batches", "Data", "DataSource", "HostBatch", "Split", "open_data"]

@@ -1,18 +1,18 @@
 """A declared source -> sequences of both splits, and what they rest on."""
 
 import json
-import re
 import shlex
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from rich.console import Console
-
 from meshloom.compiler.batch import batch_arrays
+from meshloom.compiler.console import Console
 from meshloom.compiler.data_spec import DataSpec, OneSource, PythonStdlibSource, SyntheticSource
+from meshloom.compiler.override_text import override
 from meshloom.compiler.problems import ConfigError, Problem
 from meshloom.compiler.spec import RunSpec
+from meshloom.compiler.units import counted
 
 from .documents import Part, num_text_bytes, parts_of
 from .packing import ConcatenatedSequences, PackedSequences
@@ -47,8 +47,9 @@ def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokeniz
         names = batch_arrays(spec)
         user = open_user_sequences(source, where, spec.sequence_length, names, data.held_out_fraction)
         num_items = sum(map(len, user.values()))
-        content = {"object": source.object, "arguments": json.dumps(source.arguments, sort_keys=True), "num_items": num_items}  # fmt: skip  # noqa: E501
-        return Corpus(where, {**user}, None, -1, {"kind": "python", **content}, f"{num_items:,} sequences")
+        arguments = json.dumps(spec.compared_value(f"{where}.arguments", source.arguments), sort_keys=True)
+        content = {"object": source.object, "arguments": arguments, "num_items": num_items}
+        return Corpus(where, {**user}, None, -1, {"kind": "python", **content}, counted(num_items, "sequence"))
     store = open_store(data, source, where, tokenizer)
     pack = ConcatenatedSequences if data.packing == "concatenate" else PackedSequences
     sequences: dict[Split, Sequences] = {
@@ -60,7 +61,7 @@ def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokeniz
         for split in SPLITS
     }
     content = {"kind": source.kind, "num_tokens": store.num_tokens, "content": store.content}
-    counts = f"{store.num_documents:,} documents, {store.num_tokens:,} tokens"
+    counts = f"{counted(store.num_documents, 'document')}, {counted(store.num_tokens, 'token')}"
     return Corpus(where, sequences, store.tokenizer, store.largest_token, content, counts)
 
 
@@ -118,23 +119,12 @@ def _check_size(num_bytes: int, data: DataSpec, source: OneSource, where: str) -
 def overrides_of(source: OneSource, data: DataSpec) -> list[str]:
     """What one types for this source and tokenizer."""
     words = [f"data={source.kind}"]
-    words += [f"data.source.{key}={typed(value)}" for key, value in source.model_dump(exclude={"kind"}).items()]
+    words += [override(f"data.source.{key}", value) for key, value in source.model_dump(exclude={"kind"}).items()]
     if data.tokenizer and data.tokenizer.kind != "bytes":
         values = data.tokenizer.model_dump(exclude={"kind"})
         words += [f"data/tokenizer={data.tokenizer.kind}"]
-        words += [f"data.tokenizer.{key}={typed(value)}" for key, value in values.items() if value is not None]
+        words += [override(f"data.tokenizer.{key}", value) for key, value in values.items() if value is not None]
     return words
-
-
-def typed(value: Any) -> str:
-    """A value in Hydra's grammar."""
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(typed, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{typed(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, str) and not re.fullmatch(r"[\w./*-]+", value):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _named(tokenizer: TokenizerIdentity) -> str:

@@ -42,7 +42,7 @@ def jsonl(path: Path, text_key: str, where: str, first: int) -> Iterator[bytes |
 def _text_of_line(line: bytes, place: str, text_key: str, where: str) -> bytes | Problem:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         return Problem(place, f"is not JSON: {why}", "write one JSON object a line")
     if not isinstance(value, dict):

@@ -4,8 +4,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from meshloom.compiler.console import Console
 
 QUICK_SECONDS = 2.0
 SECONDS_PER_LINE = 30.0
@@ -17,9 +16,7 @@ class TextProgress:
     def __init__(self, console: Console, doing: str, *, total: int, completed: int = 0):
         self._console, self._doing, self._total, self._completed = console, doing, total, completed
         self._start = self._last_line = time.monotonic()
-        columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, transient=True)
-        self._task = self._bar.add_task("", total=total or None, completed=completed)
+        self._bar = console.bar(doing, "doing", "bar", "bytes", "bytes_per_second", "left", is_transient=True)
         self._is_shown = False
 
     def __enter__(self) -> Self:
@@ -39,9 +36,8 @@ class TextProgress:
             if not self._is_shown and now - self._start > QUICK_SECONDS:
                 self._bar.start()
                 self._is_shown = True
-            self._bar.update(self._task, completed=self._completed)
+            self._bar.update(self._completed, total=self._total or None)
         elif now - self._last_line > SECONDS_PER_LINE:
             self._last_line = now
             of = f" of {self._total / 1e6:,.0f}" if self._total else ""
-            line = f"{self._doing}: {self._completed / 1e6:,.0f}{of} MB"
-            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+            self._console.line(f"{self._doing}: {self._completed / 1e6:,.0f}{of} MB")

@@ -8,13 +8,13 @@ tokenizer.json    the tokenizer's file, if it has one
 
 import hashlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, ValidationError
 
 from meshloom.compiler.problems import ConfigError, Problem, raise_if_any
-from meshloom.models.config import Config
+from meshloom.models.config import Record
 
 from .store import Shard, TokenStore
 from .tokenizers import TokenizerIdentity
@@ -24,24 +24,27 @@ PROGRESS = "progress.json"  # of shards that are not finished
 AGAIN = "write the shards again with `meshloom data`"
 
 
-class ShardFiles(Config):
+FileName = Annotated[str, Field(pattern=r"^[^/\\]+$")]  # in the folder itself: an index cannot name other files
+
+
+class ShardFiles(Record):
     """One shard: the names of its files and what is in them."""
 
-    tokens: str
-    documents: str
+    tokens: FileName
+    documents: FileName
     num_tokens: NonNegativeInt
     num_documents: NonNegativeInt
     sha256: str  # of both files, one after the other
 
 
-class StoredTokenizer(Config):
+class StoredTokenizer(Record):
     kind: str
     sha256: str
     vocab_size: PositiveInt
     end_of_document: NonNegativeInt
 
 
-class Index(Config):
+class Index(Record):
     """`index.json`."""
 
     format: Literal["meshloom-tokens"]
@@ -68,6 +71,10 @@ def open_shards(directory: str, where: str) -> TokenStore:
             problems.append(Problem(where, what, AGAIN))
     raise_if_any(problems)
     shards = tuple(_open_shard(folder, shard, index.dtype) for shard in index.shards)
+    tables = (
+        _check_table(folder / files.documents, shard, where) for files, shard in zip(index.shards, shards, strict=True)
+    )
+    raise_if_any(problem for found in tables for problem in found)
     content = hashlib.sha256("".join(shard.sha256 for shard in index.shards).encode()).hexdigest()
     return TokenStore(shards, TokenizerIdentity(**index.tokenizer.model_dump()), content, index.largest_token)
 
@@ -102,6 +109,14 @@ def _check_files(folder: Path, shard: ShardFiles, dtype: str, size: int, where: 
             what = f"{path} has {there:,} bytes; {count:,} {unit} are {count * each:,}"
             problems.append(Problem(where, what, AGAIN))
     return problems
+
+
+def _check_table(path: Path, shard: Shard, where: str) -> list[Problem]:
+    """A table whose documents do not lie end to end in the shard: tokens would be read from somewhere else."""
+    ends = shard.documents[:, 0]
+    if np.all(ends[1:] >= ends[:-1]) and (int(ends[-1]) if len(ends) else 0) == len(shard.tokens):
+        return []
+    return [Problem(where, f"{path} is damaged: its documents do not lie end to end in the shard", AGAIN)]
 
 
 def _open_shard(folder: Path, shard: ShardFiles, dtype: str) -> Shard:

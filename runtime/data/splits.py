@@ -10,6 +10,7 @@ import grain
 from meshloom.compiler.data_spec import MixtureSource, OneSource
 from meshloom.compiler.problems import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.spec import RunSpec
+from meshloom.compiler.units import be, counted
 
 from .batches import Batches, BatchSource, shuffled
 from .corpus import SPLITS, Corpus, open_corpus
@@ -117,7 +118,8 @@ def _check_lengths(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedS
         for split, sequences in corpus.sequences.items():
             least = max(1, math.ceil(needed[split] * share - 1e-6))
             if len(sequences) < least:
-                what = f"its {split} split has {len(sequences):,} sequences of {length:,} tokens, {least:,} are needed"
+                has = f"{counted(len(sequences), 'sequence')} of {counted(length, 'token')}"
+                what = f"its {split} split has {has}, {least:,} {be(least)} needed"
                 more = ", evaluation.num_batches too, or raise data.held_out_fraction" if split == "held_out" else ""
                 where = "data" if len(corpora) == 1 else corpus.where
                 problems.append(Problem(where, what, f"lower sequence_length or global_batch_size{more}"))
@@ -178,5 +180,6 @@ def _summary(spec: RunSpec, corpora: list[Corpus]) -> str:
         train, held_out = corpus.sequences["train"], corpus.sequences["held_out"]
         fill = f", {train.fill:.1%} filled" if spec.data.packing != "concatenate" else ""
         name = "data" if len(corpora) == 1 else corpus.where
-        lines.append(f"{name}: {corpus.counts}; {len(train):,} sequences to train on{fill}, {len(held_out):,} held out")
+        to_train = f"{counted(len(train), 'sequence')} to train on{fill}"
+        lines.append(f"{name}: {corpus.counts}; {to_train}, {len(held_out):,} held out")
     return "\n".join(lines)

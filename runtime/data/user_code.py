@@ -8,7 +8,9 @@ import numpy as np
 
 from meshloom.compiler.data_spec import PythonSource
 from meshloom.compiler.problems import ConfigError, Problem, raise_if_any, use_one_of
-from meshloom.compiler.user_code import load_object, problem_in_user_code
+from meshloom.compiler.user_code import load_class, problem_in_user_code
+
+from .source import DataSource
 
 
 class UserItems:
@@ -31,13 +33,12 @@ class UserItems:
 
 def load_items(source: PythonSource, where: str) -> UserItems:
     """An instance of the user's class. Raises ConfigError for whatever is wrong with class, arguments or code."""
-    cls = _find(source, f"{where}.object")
+    cls: Any = load_class(source.object, f"{where}.object", DataSource)
+    if missing := sorted(cls.__abstractmethods__):
+        what = f"{source.object} has no {' and no '.join(missing)}"
+        raise ConfigError([Problem(f"{where}.object", what, "define it: a source is read by number")])
     raise_if_any(_problems_of_arguments(cls, source, f"{where}.arguments"))
     items = _call(lambda: cls(**source.arguments), f"{where}.object", f"{source.object}(...)")
-    missing = [name for name in ("__len__", "__getitem__") if not hasattr(type(items), name)]
-    if missing:
-        what = f"{source.object} gives a {type(items).__name__} without {' and '.join(missing)}"
-        raise ConfigError([Problem(f"{where}.object", what, "give it both: a source is read by index")])
     return UserItems(items, source, where)
 
 
@@ -85,14 +86,7 @@ def as_tokens(item: Any) -> np.ndarray | None:
     return tokens.astype(np.int64) if is_right else None
 
 
-def _find(source: PythonSource, where: str) -> Callable[..., Any]:
-    found = load_object(source.object, where)
-    if not callable(found):
-        raise ConfigError([Problem(where, f"'{source.object}' is no class", "name a class, or a function that makes one's instance")])  # fmt: skip  # noqa: E501
-    return found
-
-
-def _problems_of_arguments(cls: Callable[..., Any], source: PythonSource, where: str) -> list[Problem]:
+def _problems_of_arguments(cls: type[DataSource], source: PythonSource, where: str) -> list[Problem]:
     """Arguments that the constructor does not know, and those that it needs and that are not given."""
     parameters = inspect.signature(cls).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -113,5 +107,5 @@ def _call(call: Callable[[], Any], where: str, what: str) -> Any:
     """The result of a call of user code; its exception as a ConfigError that names the place."""
     try:
         return call()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError([problem_in_user_code(where, what, error)]) from error

@@ -6,6 +6,7 @@ import numpy as np
 
 from meshloom.compiler.data_spec import PythonSource
 from meshloom.compiler.problems import ConfigError
+from meshloom.compiler.units import counted
 from meshloom.models import IGNORED_TARGET
 
 from .packing import PADDING, Row
@@ -32,7 +33,7 @@ class UserSequences:
     def _tokens(self, index: int, item: Any) -> Row:
         tokens = as_tokens(item)
         if tokens is None or not 2 <= len(tokens) <= self._length + 1:
-            has = f"is a {type(item).__name__}" if tokens is None else f"has {len(tokens)} tokens"
+            has = f"is a {type(item).__name__}" if tokens is None else f"has {counted(len(tokens), 'token')}"
             fix = f"return 2 to {self._length + 1} token numbers (sequence_length and the one that follows), or a dict of {', '.join(self._names)}"  # fmt: skip  # noqa: E501
             raise ConfigError([self._items.problem(index, has, fix)])
         count = len(tokens) - 1

@@ -14,7 +14,7 @@ from typing import BinaryIO, Self
 import numpy as np
 from pydantic import JsonValue, NonNegativeInt
 
-from meshloom.models.config import Config
+from meshloom.models.config import Record
 
 from ..files import replace_json
 from .shards import INDEX, PROGRESS, Index, ShardFiles, StoredTokenizer
@@ -23,7 +23,7 @@ from .tokenize import Encoded
 COMMIT_SECONDS = 5.0
 
 
-class Progress(Config):
+class Progress(Record):
     """How much is done: shards that are finished, and tokens and documents of the one that is not; where the corpus
     goes on. corpus: what is written, to be held to when it goes on."""
 

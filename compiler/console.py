@@ -1,0 +1,167 @@
+"""The one place that shows values on a terminal. Nothing else imports rich.
+
+What is shown is plain text, and a style beside it: `console.line("on ", (name, "bold"))`. No markup is read, so that
+none can come from a value, and control characters are shown as escapes (visible.py).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+import rich.console
+import rich.progress
+import rich.table
+from rich.text import Text
+
+from .visible import visible_line
+
+Part = str | tuple[str, str]  # plain text, or (text, style)
+Line = list[Part]
+BarColumn = Literal["doing", "count", "bar", "numbers", "bytes", "bytes_per_second", "elapsed", "left"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table. fold: a long cell goes on in the next line; cut: it ends in an ellipsis; keep: it is whole
+    wherever the terminal is wide enough."""
+
+    name: str = ""
+    justify: Literal["left", "right"] = "left"
+    overflow: Literal["keep", "cut", "fold"] = "keep"
+    min_width: int | None = None
+    max_width: int | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under columns that may have names."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Part | Line]]
+    title: str = ""
+
+
+class Console:
+    """Standard output, standard error or a file. width: of tables; None: the terminal's, or 80 off a terminal.
+    off_terminal_width: where there is no terminal to fit into. is_terminal: None: found out."""
+
+    def __init__(
+        self,
+        file: TextIO | None = None,
+        *,
+        is_error: bool = False,
+        is_quiet: bool = False,
+        width: int | None = None,
+        off_terminal_width: int | None = None,
+        is_terminal: bool | None = None,
+    ):
+        self._rich = rich.console.Console(
+            file=file, stderr=is_error, quiet=is_quiet, width=width, force_terminal=is_terminal
+        )
+        if off_terminal_width is not None and not self._rich.is_terminal:
+            self.width = off_terminal_width
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._rich.is_terminal
+
+    @property
+    def width(self) -> int:
+        return self._rich.width
+
+    @width.setter
+    def width(self, width: int) -> None:
+        self._rich.width = width
+
+    def line(self, *parts: Part, style: str = "", cut_at: int | None = None) -> None:
+        """One line, never broken, so that it can be searched and copied. cut_at: a longer one ends in an ellipsis."""
+        text = _text(list(parts))
+        text.style = style
+        if cut_at is not None:
+            text.truncate(cut_at, overflow="ellipsis")
+        self._rich.print(text, soft_wrap=True)
+
+    def table(self, table: Table, *, width: int | None = None) -> None:
+        """A table without borders; the title before it."""
+        made = rich.table.Table(
+            box=None, pad_edge=False, header_style="dim",
+            title=Text(visible_line(table.title), "bold") if table.title else None, title_justify="left",
+            show_header=any(column.name for column in table.columns),
+        )  # fmt: skip
+        rows = [[_text(cell) for cell in row] for row in table.rows]
+        widths = _widths(table.columns, rows, min(width or self.width, self.width))
+        for column, least in zip(table.columns, widths, strict=True):
+            made.add_column(
+                Text(visible_line(column.name)), justify=column.justify, width=least, min_width=column.min_width,
+                max_width=column.max_width, no_wrap=column.overflow != "fold",
+                overflow="fold" if column.overflow == "fold" else "ellipsis",
+            )  # fmt: skip
+        for row in rows:
+            made.add_row(*row)
+        self._rich.print(made, width=width)
+
+    def status(self, text: str) -> AbstractContextManager[object]:
+        """Within the `with`, a terminal shows that something is being done."""
+        return self._rich.status(Text(visible_line(text)))
+
+    def bar(self, doing: str, *columns: BarColumn, is_transient: bool = False) -> "Bar":
+        """A progress bar on a terminal, nothing elsewhere."""
+        made = [_BAR_COLUMNS[name]() for name in columns]
+        progress = rich.progress.Progress(
+            *made, console=self._rich, disable=not self.is_terminal, transient=is_transient
+        )
+        return Bar(progress, doing)
+
+
+class Bar:
+    """The bar of one task."""
+
+    def __init__(self, progress: rich.progress.Progress, doing: str):
+        self._progress = progress
+        self._task = progress.add_task(visible_line(doing), total=None, numbers="")
+
+    def start(self) -> None:
+        self._progress.start()
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def update(self, completed: float, *, total: float | None, numbers: str = "") -> None:
+        """total: None where it is not known. numbers: what the column of this name shows."""
+        self._progress.update(self._task, completed=completed, total=total, numbers=visible_line(numbers))
+
+
+_BAR_COLUMNS: dict[BarColumn, Callable[[], rich.progress.ProgressColumn]] = {
+    "doing": lambda: rich.progress.TextColumn("{task.description}", "bold", markup=False),
+    "count": rich.progress.MofNCompleteColumn,
+    "bar": rich.progress.BarColumn,
+    "numbers": lambda: rich.progress.TextColumn("{task.fields[numbers]}", markup=False),
+    "bytes": rich.progress.DownloadColumn,
+    "bytes_per_second": rich.progress.TransferSpeedColumn,
+    "elapsed": rich.progress.TimeElapsedColumn,
+    "left": rich.progress.TimeRemainingColumn,
+}
+
+
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Text]], limit: int) -> list[int | None]:
+    """Widths where columns are to be cut: of those the widest gives way, and the others are whole. rich would shrink
+    all of them alike, the short ones to nothing. None: as rich has it, which breaks the lines of columns that fold."""
+    cut = [n for n, column in enumerate(columns) if column.overflow == "cut"]
+    if not cut or any(column.overflow == "fold" for column in columns):
+        return [None] * len(columns)
+    widths = []
+    for n, column in enumerate(columns):
+        longest = max([len(column.name), column.min_width or 0, *(row[n].cell_len for row in rows)])
+        widths.append(min(longest, column.max_width or longest))
+    while sum(widths) + 2 * (len(columns) - 1) > limit and any(widths[n] > 1 for n in cut):
+        widths[max(cut, key=lambda n: widths[n])] -= 1
+    return list(widths)
+
+
+def _text(line: Part | Line) -> Text:
+    text = Text()
+    for part in line if isinstance(line, list) else [line]:
+        plain, style = part if isinstance(part, tuple) else (part, "")
+        text.append(visible_line(plain), style)
+    return text

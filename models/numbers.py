@@ -1,0 +1,90 @@
+"""Numbers that a declaration may hold: what was declared of them stays true in the types that a step computes in.
+
+A step computes in float32 and counts in int32. 0.99999999 is below 1, and 1.0 in float32; 1e-60 is 0 there, and 1e39
+infinity; 10^30 is more than a program can count. `Config` checks each number of each of its classes here.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin
+
+import numpy as np
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+MOST_COUNTED = 2**31 - 1
+LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)  # devices take what is smaller for 0
+MOST_FLOAT32 = float(np.finfo(np.float32).max)
+
+Bound = Ge | Gt | Le | Lt
+
+
+def check_numbers(value: Any, field: FieldInfo) -> None:
+    """Raises PydanticCustomError for a number of a field, or one in its list, that a step cannot hold.
+
+    A field of whole numbers that declares an upper bound is held to that one instead of int32's.
+    """
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, float):
+            _check_float(number, tuple(_bounds(field.annotation, field.metadata)))
+        elif isinstance(number, int) and abs(number) > MOST_COUNTED:
+            _check_int(number, tuple(_bounds(field.annotation, field.metadata)))
+
+
+def divisors(number: int) -> list[int]:
+    """Returns all divisors, ascending: 12 -> [1, 2, 3, 4, 6, 12]."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _check_float(number: float, bounds: tuple[Bound, ...]) -> None:
+    if number and abs(number) < LEAST_FLOAT32:
+        or_zero = " or 0" if _is_within(0.0, bounds) else ""
+        raise _unfit(f"{number} is 0 in float32", f"give at least {LEAST_FLOAT32:.8g}{or_zero}")
+    if abs(number) > MOST_FLOAT32:
+        raise _unfit(f"{number} is infinity in float32", f"give at most {MOST_FLOAT32:.8g}")
+    rounded = np.float32(number)
+    if not _is_within(float(rounded), bounds):
+        is_above = float(rounded) > number
+        nearest = np.nextafter(rounded, np.float32("-inf" if is_above else "inf"))
+        raise _unfit(f"{number} is {rounded!s} in float32", f"give at {'most' if is_above else 'least'} {nearest!s}")
+
+
+def _check_int(number: int, bounds: tuple[Bound, ...]) -> None:
+    if not any(isinstance(bound, Le | Lt) for bound in bounds):
+        side, bound = ("most", MOST_COUNTED) if number > 0 else ("least", -MOST_COUNTED)
+        raise _unfit(f"{number} is out of range", f"give at {side} {bound}")
+
+
+def _bounds(annotation: Any, metadata: Any = ()) -> Iterator[Bound]:
+    """Yields the bounds on a field's numbers, also those within a union and those of a list's elements."""
+    for one in metadata:
+        parts = one.metadata if isinstance(one, FieldInfo) else [one]
+        yield from (part for part in parts if isinstance(part, Bound))
+    inner, *own = get_args(annotation) or (None,)
+    if get_origin(annotation) is Annotated:
+        yield from _bounds(inner, own)
+    else:
+        for argument in get_args(annotation):
+            yield from _bounds(argument)
+
+
+def _is_within(number: Any, bounds: tuple[Bound, ...]) -> bool:
+    return all(_holds(number, bound) for bound in bounds)
+
+
+def _holds(number: Any, bound: Any) -> bool:
+    match bound:
+        case Gt():
+            return number > bound.gt
+        case Ge():
+            return number >= bound.ge
+        case Lt():
+            return number < bound.lt
+        case _:
+            return number <= bound.le
+
+
+def _unfit(what: str, fix: str) -> PydanticCustomError:
+    return PydanticCustomError("number", "{what}", {"what": what, "fix": fix})

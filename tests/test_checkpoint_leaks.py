@@ -1,0 +1,38 @@
+"""A save gives back what it takes: file descriptors and threads do not pile up over a run."""
+
+import os
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import jax
+import pytest
+
+from conftest import spec_of
+from helpers import NoData
+from meshloom.runtime.checkpoint import Checkpoints
+
+MEMORY = Path("/dev/shm")  # where there is one, saves take half of the time: no disk has to sync
+
+
+def _held() -> dict[str, int]:
+    return {"file descriptors": len(os.listdir("/dev/fd")), "threads": threading.active_count()}
+
+
+@pytest.mark.parametrize("num_saves", [6, pytest.param(500, marks=pytest.mark.ci)])
+def test_descriptors_and_threads_stay_flat_over_many_saves(num_saves):
+    spec, state = spec_of("checkpoint.every_num_steps=10", "checkpoint.num_kept=1"), {"x": jax.numpy.ones(3)}
+    before, held = _held(), []
+    with (
+        TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as run_dir,
+        Checkpoints(Path(run_dir), spec) as checkpoints,
+    ):
+        for step in range(1, num_saves + 1):
+            checkpoints.save(step, state, NoData(), eval_loss=None)
+            checkpoints.wait()
+            held.append(_held())
+        assert checkpoints.latest_step == num_saves
+    for what, after_first_save in held[0].items():
+        most = max(each[what] for each in held)
+        assert most <= after_first_save + 2, f"{most} {what}"  # a thread that has done its work may still be ending
+    assert _held() == before

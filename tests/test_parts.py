@@ -1,0 +1,83 @@
+"""Parts of the decoder against their formulas in float64 NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from conftest import plan_of
+from meshloom.models import Context, build_piece
+from meshloom.models.parts import Norm, RopeScaling, rotate
+
+EPSILON = 0.1
+NORMS = {
+    "rms": lambda x, w: x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * w["scale_E"],
+    "rms_zero_centered": lambda x, w: x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * (1 + w["scale_E"]),
+    "layer": lambda x, w: (
+        (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + EPSILON) * w["scale_E"] + w["bias_E"]
+    ),
+}
+
+
+class NormPiece(Norm):
+    """A norm that is called as every piece of a model is."""
+
+    def __call__(self, x, context):  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_is_its_formula_in_float64(kind):
+    piece = build_piece(lambda _: NormPiece(kind, 8, axis="embed", epsilon=EPSILON))
+    draw = np.random.default_rng(0).normal
+    weights, x = {name: draw(size=8) for name in piece.abstract}, draw(1.0, 2.0, size=(3, 5, 8))
+    ours = piece.apply(jax.tree.map(np.float32, weights), np.float32(x), None)
+    np.testing.assert_allclose(ours, NORMS[kind](x, weights), rtol=1e-5, atol=1e-6)
+    fresh = {"scale_E": np.float64(kind != "rms_zero_centered"), "bias_E": 0.0}  # without an effect
+    ours = piece.apply(piece.init(jax.random.key(0)), np.float32(x), None)
+    np.testing.assert_allclose(ours, NORMS[kind](x, fresh), rtol=1e-5, atol=1e-6)
+
+
+def test_long_rotary_wavelengths_are_stretched_and_short_ones_stay():
+    """Wavelengths below 64 / 4 tokens stay, those above 64 / 1 are 8 times as long, and others lie between."""
+    scaling = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=64)
+    unit = jnp.concatenate([jnp.ones((1, 1, 1, 32)), jnp.zeros((1, 1, 1, 32))], axis=-1)
+    position = jnp.ones((1, 1), jnp.int32)
+
+    def wavelengths(scaling):
+        turned = np.asarray(rotate(unit, position, theta=10_000.0, scaling=scaling), np.float64).reshape(2, 32)
+        return 2 * np.pi / np.arctan2(turned[1], turned[0])
+
+    plain = 2 * np.pi * 10_000.0 ** (np.arange(32) / 32)
+    np.testing.assert_allclose(wavelengths(None), plain, rtol=1e-3)
+    stretch = wavelengths(scaling) / plain
+    short, long = plain < 16, plain > 64
+    assert min(short.sum(), long.sum(), (~short & ~long).sum()) >= 3
+    np.testing.assert_allclose(stretch[short], 1, rtol=1e-3)
+    np.testing.assert_allclose(stretch[long], 8, rtol=1e-3)
+    between = stretch[~short & ~long]
+    assert (np.diff(between) > 0).all()
+    assert 1 < between[0] < between[-1] < 8
+
+
+def test_matrices_start_with_the_declared_deviation():
+    """Those that write to the residual stream, of which there are two in each of 8 layers, with a quarter of it."""
+    model = plan_of("target=cpu-1", "model.num_layers=8", "model.initializer_stddev=0.2").model
+    made = model.init(jax.random.key(0))
+    flat = {path[-1].key: np.asarray(x, np.float64) for path, x in jax.tree_util.tree_leaves_with_path(made)}
+    matrices = {name: x for name, x in flat.items() if name != "scale_E"}
+    assert len(matrices) == 9
+    for name, x in matrices.items():
+        expected = 0.2 / 16**0.5 if name in ("out_HDE", "down_ME") else 0.2
+        assert x.std() == pytest.approx(expected, rel=0.05), name
+        assert abs(x.mean()) < 0.05 * expected, name
+
+
+def test_a_head_caps_its_logits():
+    plain, capped = (plan_of("target=cpu-1", f"model.logit_soft_cap={cap}").model for cap in ("null", "1.5"))
+    context = Context(jnp.arange(4)[None], lambda name, x, *axes, **_: x)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 32)), jnp.float32)
+    params = plain.init(jax.random.key(0))["head"]
+    logits, ours = (np.asarray(model.head.apply(params, x, context), np.float64) for model in (plain, capped))
+    assert np.abs(logits).max() > 2
+    np.testing.assert_allclose(ours, 1.5 * np.tanh(logits / 1.5), rtol=1e-5, atol=1e-6)
