@@ -1,6 +1,7 @@
 """Whole runs, in processes of their own: what they leave behind, and that stopping them loses nothing."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -57,7 +58,10 @@ def _state(run_dir: Path, step: int) -> dict:
 def finished(tmp_path_factory):
     """A run that nothing disturbed, on devices that are told to be attached: those have a peak, hence an MFU."""
     folder = tmp_path_factory.mktemp("finished")
-    devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    devices = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
+    }
     attached = ("target=local", "target.peak_flops_per_second=1e12")
     done = meshloom("train", *RUN, *attached, "hydra.run.dir=run", cwd=folder, **devices)
     assert done.returncode == 0, done.stderr
