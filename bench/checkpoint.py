@@ -16,11 +16,11 @@ from unittest.mock import patch
 import jax
 import numpy as np
 
-from meshloom.compiler.compose import Request, read_spec
-from meshloom.runtime import checkpoint
-from meshloom.runtime.checkpoint import Checkpoints
-from meshloom.runtime.checkpoint_start import FOLDER
-from meshloom.runtime.manifest import damage_in, write_manifest
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.runtime.checkpoint import checkpoints as checkpoint
+from meshloom.runtime.checkpoint.checkpoints import Checkpoints
+from meshloom.runtime.checkpoint.start import FOLDER
+from meshloom.runtime.core.manifest import damage_in, write_manifest
 
 NUM_ARRAYS = 8
 

@@ -39,18 +39,18 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
 
     import jax
 
-    from meshloom.compiler.aot import compile_ahead
-    from meshloom.compiler.build_report import BuildFacts, build_report
-    from meshloom.compiler.compose import Request, read_spec
+    from meshloom.compiler.analysis.program_text import Unread, read_text
+    from meshloom.compiler.config.compose import Request, read_spec
     from meshloom.compiler.driver import plan_run
-    from meshloom.compiler.estimate import estimate_step
-    from meshloom.compiler.fingerprint import fingerprint_of
-    from meshloom.compiler.program_text import Unread, read_text
-    from meshloom.compiler.topology import find_devices
-    from meshloom.runtime.devices import plan_without_devices, start_devices
-    from meshloom.runtime.distributed import Processes
-    from meshloom.runtime.report_files import write_report
-    from meshloom.runtime.step_compiler import lower_for_target
+    from meshloom.compiler.estimate.estimate import estimate_step
+    from meshloom.compiler.report.build_report import BuildFacts, build_report
+    from meshloom.compiler.target.topology import find_devices
+    from meshloom.compiler.xla.aot import compile_ahead
+    from meshloom.compiler.xla.fingerprint import fingerprint_of
+    from meshloom.runtime.compile.step_compiler import lower_for_target
+    from meshloom.runtime.processes.devices import plan_without_devices, start_devices
+    from meshloom.runtime.processes.distributed import Processes
+    from meshloom.runtime.rundir.report_files import write_report
 
     done("import")
     spec = read_spec(Request(tuple(overrides)), then=lambda spec: spec)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshloom.compiler.problems import DOES_NOT_FIT
+from meshloom.compiler.core.errors import DOES_NOT_FIT
 
 Overrides = tuple[str, ...]
 NOT_COMPILED = "not compiled"

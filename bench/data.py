@@ -18,13 +18,13 @@ import pyarrow
 import pyarrow.parquet
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from meshloom.compiler.code_places import code_allowed_from
-from meshloom.compiler.compose import Request, read_spec
-from meshloom.compiler.console import Console
-from meshloom.compiler.spec import RunSpec
+from meshloom.compiler.config.allowed_code import code_allowed_from
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.console import Console
+from meshloom.runtime.cli.tokenize_corpus import prepare_corpus, tokenize_corpus
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.documents import parts_of
-from meshloom.runtime.tokenize_corpus import prepare_corpus, tokenize_corpus
 
 SHAPE = ("sequence_length=2048", "global_batch_size=8", "evaluation.num_batches=1", "model.vocab_size=8192")
 BPE = ("data/tokenizer=huggingface", "data.tokenizer.path=bpe/tokenizer.json")

@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-from meshloom.compiler.compose import Request, read_spec  # noqa: E402
-from meshloom.compiler.driver import build, lower, plan_run  # noqa: E402
+from meshloom.compiler.config.compose import Request, read_spec  # noqa: E402
+from meshloom.compiler.driver import plan_run  # noqa: E402
+from meshloom.compiler.xla.programs import build, lower  # noqa: E402
 
 L, E, H, K, D, M, V, B, T = 4, 256, 8, 4, 32, 768, 512, 16, 64
 STEPS_PER_ROUND = 5

@@ -12,9 +12,9 @@ import subprocess
 import sys
 import time
 
-EXPLAIN = "from meshloom.runtime.cli import run; run(['explain', 'model=llama3_405b', 'target=cpu-4096', 'global_batch_size=4096'])"  # noqa: E501
-LONG = "from meshloom.runtime.cli import run; run(['explain', 'model=llama3_8b', 'target=v5p-128', 'sharding=fsdp_tensor', 'mesh.tensor=8', 'global_batch_size=8', 'sequence_length=1048576'])"  # noqa: E501
-HELP = "from meshloom.runtime.cli import run; run(['--help'])"
+EXPLAIN = "from meshloom.runtime.cli.main import run; run(['explain', 'model=llama3_405b', 'target=cpu-4096', 'global_batch_size=4096'])"  # noqa: E501
+LONG = "from meshloom.runtime.cli.main import run; run(['explain', 'model=llama3_8b', 'target=v5p-128', 'sharding=fsdp_tensor', 'mesh.tensor=8', 'global_batch_size=8', 'sequence_length=1048576'])"  # noqa: E501
+HELP = "from meshloom.runtime.cli.main import run; run(['--help'])"
 CASES = {
     "meshloom --help": HELP,
     "import jax, flax": "import jax, flax.nnx",

@@ -15,8 +15,9 @@ import numpy as np
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-from meshloom.compiler.compose import Request, read_spec  # noqa: E402
-from meshloom.compiler.driver import build, lower, plan_run  # noqa: E402
+from meshloom.compiler.config.compose import Request, read_spec  # noqa: E402
+from meshloom.compiler.driver import plan_run  # noqa: E402
+from meshloom.compiler.xla.programs import build, lower  # noqa: E402
 
 SHAPE = (
     "model.embed_dim=256", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=32",

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import jax
 
-from meshloom.compiler.compose import Request, read_spec
-from meshloom.compiler.console import Console
-from meshloom.compiler.driver import build, lower
-from meshloom.runtime.checkpoint import Checkpoints
-from meshloom.runtime.display import Display
-from meshloom.runtime.distributed import Processes
-from meshloom.runtime.loop import Loop
-from meshloom.runtime.metrics import Metrics, MetricsLog
-from meshloom.runtime.stop import StopRequest
-from meshloom.runtime.train import prepare
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.xla.programs import build, lower
+from meshloom.runtime.checkpoint.checkpoints import Checkpoints
+from meshloom.runtime.processes.distributed import Processes
+from meshloom.runtime.processes.stop import StopRequest
+from meshloom.runtime.train.display import Display
+from meshloom.runtime.train.loop import Loop
+from meshloom.runtime.train.metrics import Metrics, MetricsLog
+from meshloom.runtime.train.train import prepare
 
 NUM_STEPS = 200
 OVERRIDES = (

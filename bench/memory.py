@@ -11,8 +11,9 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-from meshloom.compiler.compose import Request, read_spec  # noqa: E402
-from meshloom.compiler.driver import lower, plan_run  # noqa: E402
+from meshloom.compiler.config.compose import Request, read_spec  # noqa: E402
+from meshloom.compiler.driver import plan_run  # noqa: E402
+from meshloom.compiler.xla.programs import lower  # noqa: E402
 
 MODEL = ("model.num_layers=8", "model.embed_dim=256", "model.num_heads=16", "model.num_kv_heads=8", "model.mlp_dim=768",
          "sequence_length=256", "global_batch_size=32", "data=synthetic")  # fmt: skip

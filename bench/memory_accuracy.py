@@ -20,12 +20,13 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERAT
 
 from jax.experimental import topologies
 
-from meshloom.compiler.compose import Request, read_spec
-from meshloom.compiler.driver import lower, plan_run
-from meshloom.compiler.estimate import estimate_step
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.target_spec import TpuTarget
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.target import topology_arguments
-from meshloom.compiler.target_spec import TpuTarget
+from meshloom.compiler.target.target import topology_arguments
+from meshloom.compiler.xla.programs import lower
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 # As these were compiled: logits in blocks of loss.max_logits_bytes whatever the chip, and the whole table gathered.

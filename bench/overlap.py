@@ -18,7 +18,7 @@ from compiled_rows import NOT_COMPILED, add_row, read_kept
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from meshloom.compiler.report import TriedReport
+from meshloom.compiler.schema import TriedReport
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 ALIKE = ("remat=full", "precision.gradient_reduction=bfloat16", "data=synthetic")

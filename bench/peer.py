@@ -28,19 +28,23 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}  # plans alone
 
 from compiled_rows import keep
 
-from meshloom.compiler.analysis import ScheduleAnalysis, analyse_schedule, chip_of, reordered
-from meshloom.compiler.compose import Request, read_spec
-from meshloom.compiler.crossing import crossing_of
+from meshloom.compiler.analysis.collective_placement import crossing_of
+from meshloom.compiler.analysis.schedule_analysis import (
+    ScheduleAnalysis,
+    analyse_schedule,
+    chip_of,
+    reordered,
+)
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.core.format import human_bytes, human_seconds, human_share
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.estimate import estimate_step
-from meshloom.compiler.hlo import Module, parse_module
+from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.report import CollectiveReport, total
-from meshloom.compiler.schedule.program import read_steps
-from meshloom.compiler.schedule.simulate import Priced, Simulation, simulate
-from meshloom.compiler.schedule.steps import Collective
-from meshloom.compiler.units import human_bytes, human_seconds, human_share
-from meshloom.compiler.views.facts import by_exposed
+from meshloom.compiler.schema import CollectiveReport, by_exposed, total
+from meshloom.compiler.xla.hlo import Module, parse_module
+from meshloom.compiler.xla.schedule.program import read_steps
+from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
+from meshloom.compiler.xla.schedule.steps import Collective
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 NUM_SHOWN = 5

@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from meshloom.compiler.hlo import parse_module
-from meshloom.compiler.schedule.prices import Chip
-from meshloom.compiler.schedule.program import read_steps
-from meshloom.compiler.schedule.simulate import Priced, simulate
+from meshloom.compiler.xla.hlo import parse_module
+from meshloom.compiler.xla.schedule.prices import Chip
+from meshloom.compiler.xla.schedule.program import read_steps
+from meshloom.compiler.xla.schedule.simulate import Priced, simulate
 
 CHIP = Chip("tpu", 1.75e9, {"bfloat16": 918e12}, 1638e9)
 RECORDED = Path(__file__).parent.parent / "tests/schedules/v6e_sparsecore.txt.xz"

@@ -27,12 +27,13 @@ def start(began: float, cache: str, overrides: list[str]) -> dict[str, float]:
     done("python")
     import jax
 
-    from meshloom.compiler.compose import Request, read_spec
-    from meshloom.compiler.driver import build, lower, plan_run
-    from meshloom.runtime.compile_cache import cached_compilation
+    from meshloom.compiler.config.compose import Request, read_spec
+    from meshloom.compiler.driver import plan_run
+    from meshloom.compiler.xla.programs import build, lower
+    from meshloom.runtime.compile.compile_cache import cached_compilation
     from meshloom.runtime.data import open_data
-    from meshloom.runtime.devices import start_devices
-    from meshloom.runtime.distributed import Processes
+    from meshloom.runtime.processes.devices import start_devices
+    from meshloom.runtime.processes.distributed import Processes
 
     done("import")
     spec = read_spec(Request(tuple(overrides)), then=lambda spec: spec)

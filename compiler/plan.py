@@ -1,4 +1,4 @@
-"""The plan of a run: everything that is decided before a compiler is called. No XLA, no devices, in a second or two."""
+"""The plan of a run: everything that is decided before a compiler is called."""
 
 import math
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models import Model
 
-from .array_layout import ArrayPlan, DimensionPlan
-from .arrays import Array
-from .attention import AttentionPlan
-from .batch import batch_arrays
-from .compiler_options import Options
-from .gather import axes_of
-from .gradients import accumulated_layouts
-from .head import HeadPlan
-from .look_up import LookUpPlan
-from .mesh import MeshPlan
-from .problems import Problem
-from .projection import ProjectionPlan
-from .sharding import ShardingPlan, gathered_bytes
-from .spec import RunSpec
-from .state import State, bytes_per_device
-from .target import TargetPlan
-from .trees import leaves_by_path, like
+from .config.spec import RunSpec
+from .core.errors import Problem
+from .core.partition_spec import axes_of
+from .core.trees import leaves_by_path, like
+from .parallel.attention import AttentionPlan
+from .parallel.embedding import LookUpPlan
+from .parallel.lm_head import HeadPlan
+from .parallel.matmul import ProjectionPlan
+from .sharding.arrays import Array
+from .sharding.batch import batch_arrays
+from .sharding.gradients import accumulated_layouts
+from .sharding.rules import ArrayPlan, DimensionPlan
+from .sharding.sharding import ShardingPlan, gathered_bytes
+from .sharding.state import State, bytes_per_device
+from .target.compiler_options import Options
+from .target.mesh import MeshPlan
+from .target.target import TargetPlan
 
 
 @dataclass(frozen=True)

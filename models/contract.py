@@ -18,7 +18,7 @@ from jax import Array
 
 from .attention import attend
 
-# Logical axes are resolved by compiler/sharding.py; NNX must not look for a mesh when a Param is made.
+# Logical axes are resolved by compiler/sharding/sharding.py; NNX must not look for a mesh when a Param is made.
 flax.config.update("flax_always_shard_variable", False)
 
 Params = dict[str, Any]  # nested dict of arrays

@@ -7,7 +7,7 @@ if __name__ == "__main__":
     if not sys.flags.safe_path:
         del sys.path[0]
 
-from meshloom.runtime.cli import main
+from meshloom.runtime.cli.main import main
 
 if __name__ == "__main__":
     main()

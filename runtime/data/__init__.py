@@ -1,4 +1,6 @@
-"""Data: documents -> tokens -> sequences -> global batches. `open_data(spec)` is the door; docs/data.md says how.
+"""Documents to tokens to sequences to global batches, each random access.
+
+`open_data(spec)` is the door; docs/data.md says how.
 
 documents.py, formats.py, user_code.py    what a source holds, document by document
 source.py                                 the base of a user's source

@@ -10,7 +10,7 @@ from typing import Any, Self
 import grain
 import numpy as np
 
-from meshloom.compiler.problems import ConfigError, Problem
+from meshloom.compiler.core.errors import ConfigError, Problem
 
 HostBatch = dict[str, np.ndarray]  # rows of a global batch, int32 (rows, length), by the names of batch_arrays
 NEXT_BATCH = "next_batch"

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from meshloom.compiler.batch import batch_arrays
-from meshloom.compiler.console import Console
-from meshloom.compiler.data_spec import DataSpec, OneSource, PythonStdlibSource, SyntheticSource
-from meshloom.compiler.override_text import override
-from meshloom.compiler.problems import ConfigError, Problem
-from meshloom.compiler.spec import RunSpec
-from meshloom.compiler.units import counted
+from meshloom.compiler.config.data_spec import DataSpec, OneSource, PythonStdlibSource, SyntheticSource
+from meshloom.compiler.config.override_text import override
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.format import counted
+from meshloom.compiler.sharding.batch import batch_arrays
 
 from .documents import Part, num_text_bytes, parts_of
 from .packing import ConcatenatedSequences, PackedSequences

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshloom.compiler.data_spec import (
+from meshloom.compiler.config.data_spec import (
     JsonlSource,
     OneSource,
     ParquetSource,
     PythonSource,
     TextFilesSource,
 )
-from meshloom.compiler.problems import ConfigError, Problem, raise_if_any
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 
 from . import formats
 from .user_code import load_documents

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshloom.compiler.problems import ConfigError, Problem, use_one_of
+from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
 
 ROWS_AT_ONCE = 256  # of a Parquet file
 

@@ -14,7 +14,7 @@ from meshloom.models import IGNORED_TARGET
 
 from .store import TokenStream
 
-Row = dict[str, np.ndarray]  # the arrays of one sequence, int32 (length,), by the names of compiler/batch.py
+Row = dict[str, np.ndarray]  # the arrays of one sequence, int32 (length,), by the names of compiler/sharding/batch.py
 PADDING = 0  # any token: it has no loss, and no token that has one sees it
 
 

@@ -4,7 +4,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-from meshloom.compiler.console import Console
+from meshloom.compiler.core.console import Console
 
 QUICK_SECONDS = 2.0
 SECONDS_PER_LINE = 30.0

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, ValidationError
 
-from meshloom.compiler.problems import ConfigError, Problem, raise_if_any
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.models.config import Record
 
 from .store import Shard, TokenStore

@@ -7,10 +7,10 @@ from typing import Any
 
 import grain
 
-from meshloom.compiler.data_spec import MixtureSource, OneSource
-from meshloom.compiler.problems import ConfigError, Problem, all_of, raise_if_any
-from meshloom.compiler.spec import RunSpec
-from meshloom.compiler.units import be, counted
+from meshloom.compiler.config.data_spec import MixtureSource, OneSource
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
+from meshloom.compiler.core.format import be, counted
 
 from .batches import Batches, BatchSource, shuffled
 from .corpus import SPLITS, Corpus, open_corpus

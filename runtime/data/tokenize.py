@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshloom.compiler.problems import ConfigError, Problem, raise_if_any
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 
 from .documents import Document, Part
 from .store import Shard, TokenStore, name_hash

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from meshloom.compiler.data_spec import PythonSource
-from meshloom.compiler.problems import ConfigError, Problem, raise_if_any, use_one_of
-from meshloom.compiler.user_code import load_class, problem_in_user_code
+from meshloom.compiler.config.data_spec import PythonSource
+from meshloom.compiler.config.user_code import load_class, problem_in_user_code
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any, use_one_of
 
 from .source import DataSource
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from meshloom.compiler.data_spec import PythonSource
-from meshloom.compiler.problems import ConfigError
-from meshloom.compiler.units import counted
+from meshloom.compiler.config.data_spec import PythonSource
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.format import counted
 from meshloom.models import IGNORED_TARGET
 
 from .packing import PADDING, Row

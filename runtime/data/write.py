@@ -16,7 +16,7 @@ from pydantic import JsonValue, NonNegativeInt
 
 from meshloom.models.config import Record
 
-from ..files import replace_json
+from ..core.files import replace_json
 from .shards import INDEX, PROGRESS, Index, ShardFiles, StoredTokenizer
 from .tokenize import Encoded
 

@@ -1,0 +1,30 @@
+"""Advice that findings give, each with the test of whether a plan follows it already: then it is not given."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..plan import Plan
+
+
+@dataclass(frozen=True)
+class Advice:
+    """text: what to do, with the override that does it. is_followed: whether the plan does so."""
+
+    text: str
+    is_followed: Callable[[Plan], bool]
+
+
+SPLIT_THE_GROUP = Advice("split the group: sharding=hsdp", lambda plan: plan.mesh.sizes["replica"] > 1)
+SPLIT_OVER_TENSOR = Advice("split it more: sharding=fsdp_tensor", lambda plan: plan.mesh.sizes["tensor"] > 1)
+WIDER_TENSOR = Advice("split it more: a larger mesh.tensor", lambda plan: plan.mesh.sizes["tensor"] == 1)
+HEAD_IN_PARTS = Advice("cut the vocabulary: overlap.head=parts", lambda plan: len(plan.head.part_sizes) > 1)
+FULL_REMAT = Advice("remat=full", lambda plan: plan.spec.remat.policy == "full")
+
+
+def unfollowed(plan: Plan, *advice: Advice | str) -> str:
+    """Returns what of the advice is not followed yet, joined by "or". A text is given whatever the plan does."""
+    return ", or ".join(
+        each if isinstance(each, str) else each.text
+        for each in advice
+        if isinstance(each, str) or not each.is_followed(plan)
+    )

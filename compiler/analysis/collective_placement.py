@@ -1,0 +1,83 @@
+"""Where a collective of a compiled program goes: its mesh axes, its links, and how long it takes by itself."""
+
+from dataclasses import dataclass
+
+from ..schema import Link as LinkKind
+from ..target.axis_segments import TORUS_AXES
+from ..target.device_links import link_of_devices, send_between
+from ..target.interconnect_tiers import LINK_KINDS
+from ..target.links import Link, collective_seconds
+from ..target.placement import Placement
+from ..xla.schedule.steps import Collective
+
+NO_GROUPS = "the program does not say which devices it is among"
+NO_LINKS = "the target's links are not known"
+NO_BOX = "its groups fill no box of the torus or the nodes, and how fast such a group is no rule says"
+NO_SLICES = "the program does not say which slices it is among"
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Where a collective goes. mesh_axes: along which its groups lie, empty where the program does not say. links: that
+    it keeps busy, each way of a torus axis by itself: 'ICI x+'. why: alone_seconds is not known."""
+
+    mesh_axes: tuple[str, ...]
+    group_size: int
+    kind: LinkKind
+    links: tuple[str, ...]
+    alone_seconds: float | None
+    why: str | None = None
+
+
+def crossing_of(collective: Collective, placement: Placement) -> Crossing:
+    """How long a collective takes over its groups, all at once."""
+    groups = collective.groups
+    if collective.num_slices is not None:
+        groups = _across_slices(placement, collective.num_slices)
+    if not groups:
+        why = NO_GROUPS if collective.num_slices is None else NO_SLICES
+        return Crossing((), 1, placement.link_of(()).kind, (), None, why)
+    if collective.kind in ("collective-permute", "send"):
+        return _sent(collective, placement)
+    axes, size = placement.axes_of(groups[0]), len(groups[0])
+    whole = placement.link_of(axes)
+    if not placement.is_known:
+        return Crossing(axes, size, whole.kind, (whole.kind,), None, NO_LINKS)
+    link = whole if size == whole.group_size else link_of_devices(placement, groups)
+    if link is None:
+        return Crossing(axes, size, whole.kind, _links_of(whole), None, NO_BOX)
+    seconds = collective_seconds(collective.kind, collective.num_bytes, size, link)
+    return Crossing(axes, size, link.kind, _links_of(link), seconds)
+
+
+def _sent(collective: Collective, placement: Placement) -> Crossing:
+    """groups: pairs. It is along the axes that any of them crosses."""
+    names = tuple(placement.sizes)
+    crossed = {axis for pair in collective.groups for axis in placement.axes_of(pair)}
+    axes = tuple(name for name in names if name in crossed)
+    size = placement.group_size(axes)
+    if not placement.is_known:
+        return Crossing(axes, size, "memory", ("memory",), None, NO_LINKS)
+    sent = send_between(placement, collective.groups, collective.num_bytes)
+    return Crossing(axes, size, sent.kind, tuple(map(_name, sent.tracks)), sent.seconds)
+
+
+def _across_slices(placement: Placement, num_slices: int) -> tuple[tuple[int, ...], ...]:
+    """Each device with those at its place in all other slices; nothing where it is among some of them only."""
+    if not placement.is_known or num_slices != placement.target.num_slices:
+        return ()
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for position, (_, *place) in enumerate(placement.places):
+        groups.setdefault(tuple(place), []).append(position)
+    return tuple(map(tuple, groups.values()))
+
+
+def _links_of(link: Link) -> tuple[str, ...]:
+    lines = (line.name for level in link.levels for line in level.lines)
+    return tuple(_name(name + way) for name in lines for way in (("+", "-") if name in TORUS_AXES else ("",)))
+
+
+def _name(track: str) -> str:
+    """'x+' -> 'ICI x+', 'DCN' -> 'DCN'."""
+    kind = LINK_KINDS[track.rstrip("+-")]
+    return track if kind == track else f"{kind} {track}"

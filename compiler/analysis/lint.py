@@ -1,0 +1,249 @@
+"""What the compiled program does that the plan did not ask for: found by comparing both, never by a guess.
+
+unplanned-collective        a transfer that no rule of the plan brings about
+whole-gradient              an all-reduce where the plan has a reduce-scatter: twice the bytes
+wide-collective             float32 crosses where the plan has a narrower type
+repeated-gather             what does not change from one microbatch to the next crosses once for each
+attention-fallback          the kernel of the platform was not used
+gathered-whole              the compiler itself says that it gathers a whole array
+held-whole                  an array that a rule splits lies whole in memory, throughout a loop that could do without
+
+What is found at several places in the same words is one finding: "9 places: a; b; c and 6 more".
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..core.format import human_names
+from ..estimate.communication import PlannedCollective
+from ..parallel.weights import WEIGHT_SCOPE
+from ..plan import Plan
+from ..schema import CollectiveReport, Finding
+from ..sharding.gradients import accumulated_layouts
+from ..sharding.rules import ArrayPlan
+from ..xla.aot import REMATERIALIZATION
+from .advice import (
+    FULL_REMAT,
+    HEAD_IN_PARTS,
+    SPLIT_OVER_TENSOR,
+    SPLIT_THE_GROUP,
+    WIDER_TENSOR,
+    Advice,
+    unfollowed,
+)
+from .match import Match
+from .program_memory import HeldArray
+
+LEAST_BYTES = 2**20  # of one execution; what is smaller costs latency alone
+NARROW = {"bfloat16": "bf16", "float16": "f16"}
+NUM_PLACES = 3  # that one finding names
+
+_GATHERED = re.compile(r"from sharding (?P<before>.+) to (?P<after>.+) efficiently for HLO operation "
+                       r"(?P<name>%?\S+) = (?P<type>\w+\[[\d,]*\])(?:.*?op_name=\"(?P<op_name>[^\"]+)\")?")  # fmt: skip
+
+
+def lint(
+    plan: Plan,
+    collectives: Sequence[CollectiveReport],
+    matches: Mapping[str, Sequence[Match]],
+    planned: Sequence[PlannedCollective],
+    notes: Sequence[str],
+    *,
+    held: Sequence[HeldArray] = (),
+) -> tuple[Finding, ...]:
+    """All findings, the ones that cost most first. matches: of each collective by name, what the plan has of its size.
+    notes: lines of the compiler about arrays that it gathers whole. held: weights and gradients that live throughout a
+    loop."""
+    large = [each for each in collectives if each.bytes // each.count >= LEAST_BYTES]
+    found = [finding for each in large for finding in _of_collective(plan, each, matches.get(each.name, ()), planned)]
+    others = (*_attention(plan), *map(_gathered_whole, notes), *_held_whole(plan, held))
+    merged = _merged([*found, *(Costly(0, finding) for finding in others)])
+    return tuple(each.finding for each in sorted(merged, key=lambda each: -each.cost))
+
+
+def find_gathered_whole(notes: Sequence[str]) -> tuple[Finding, ...]:
+    """What those lines of a compiler are about; they are all that there is to lint of a program that runs at once."""
+    return tuple(each.finding for each in _merged([Costly(0, finding) for finding in map(_gathered_whole, notes)]))
+
+
+@dataclass(frozen=True)
+class Costly:
+    """cost: bytes that would not have to cross."""
+
+    cost: int
+    finding: Finding
+
+
+def _merged(found: Sequence[Costly]) -> list[Costly]:
+    """Those that differ in their place alone as one, with what they cost together."""
+    alike: dict[Finding, list[Costly]] = {}
+    for each in found:
+        alike.setdefault(each.finding.model_copy(update={"where": ""}), []).append(each)
+    return [
+        replace(group[0], cost=sum(each.cost for each in group), finding=_at_all_places(group))
+        for group in alike.values()
+    ]
+
+
+def _at_all_places(group: Sequence[Costly]) -> Finding:
+    first = group[0].finding
+    if len(group) == 1:
+        return first
+    dearest = sorted(group, key=lambda each: (-each.cost, each.finding.where))  # in whatever order a compiler has them
+    places = list(dict.fromkeys(each.finding.where for each in dearest))
+    where = f"{len(group)} places: {human_names(places, NUM_PLACES, between='; ')}"
+    return first.model_copy(update={"where": where})
+
+
+def _of_collective(
+    plan: Plan, each: CollectiveReport, matches: Sequence[Match], planned: Sequence[PlannedCollective]
+) -> list[Costly]:
+    alike = [candidate for match in matches for candidate in match.candidates]
+    scattered = [candidate for candidate in alike if candidate.kind == "reduce-scatter"]
+    if each.kind == "all-reduce" and scattered:
+        return [_whole_gradient(plan, each, scattered)]
+    match = _closest(each, planned) or next(iter(alike), None)
+    if match is None:
+        return [_unplanned(plan, each)]
+    findings = []
+    if each.dtype == "f32" and (narrow := NARROW.get(match.dtype)):
+        findings.append(_wide(each, narrow))
+    is_larger = each.count > match.count and each.bytes // each.count >= match.bytes_each
+    if each.kind == "all-gather" and plan.spec.num_microbatches > 1 and is_larger:
+        findings.append(_repeated(plan, each, match))
+    return findings
+
+
+def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> PlannedCollective | None:
+    """What the plan has of this kind, or in its place, over these axes; of several the one whose size is closest. None
+    where all of them together are smaller, in a type twice as wide."""
+    # A matmul that runs chunk by chunk sends what it would have gathered or scattered by permutes.
+    kinds = (each.kind, "all-gather", "reduce-scatter") if each.kind == "collective-permute" else (each.kind,)
+    alike = [p for p in planned if p.kind in kinds and set(p.mesh_axes) == set(each.mesh_axes)]
+    if each.bytes // each.count > 2 * sum(p.bytes_each for p in alike):
+        return None
+    return min(alike, key=lambda p: abs(p.num_bytes - each.bytes), default=None)
+
+
+def _whole_gradient(plan: Plan, each: CollectiveReport, scattered: Sequence[PlannedCollective]) -> Costly:
+    what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of it crosses in vain"
+    rules = dict.fromkeys(p.rule for p in scattered if p.rule)
+    is_of_head = all(_is_of_head(p.source) for p in scattered)
+    in_parts = [HEAD_IN_PARTS] if is_of_head else []
+    fix = unfollowed(plan, *in_parts, "choose another overlap or target", SPLIT_THE_GROUP)
+    return _costly(each, each.bytes // 2, "whole-gradient", what, ", ".join((each.source, *rules)), fix)
+
+
+def _unplanned(plan: Plan, each: CollectiveReport) -> Costly:
+    over = ", ".join(each.mesh_axes) or "all devices"
+    what = f"{_a(each.kind)} of {_size(each)} over {over} that the plan does not have"
+    tables = ("parameters", "activations")
+    rules = [
+        f"sharding.{table}[{index}]"
+        for table in tables
+        for index, rule in enumerate(getattr(plan.spec.sharding, table))
+        if set(rule.mesh) & set(each.mesh_axes)
+    ]
+    by = f"; rules over these axes: {', '.join(rules)}" if rules else ""
+    fix = "name the activation where it comes from, so that a rule can lay it out, or change one of these rules"
+    return _costly(each, each.bytes, "unplanned-collective", what, f"{each.source}{by}", fix)
+
+
+def _wide(each: CollectiveReport, narrow: str) -> Costly:
+    what = f"{_a(each.kind)} of {_size(each)} in f32 where the plan has {narrow}"
+    return _costly(each, each.bytes // 2, "wide-collective", what, each.source, "report it: the step casts before it")
+
+
+def _repeated(plan: Plan, each: CollectiveReport, planned: PlannedCollective) -> Costly:
+    what = f"{_a(each.kind)} of {_size(each)} runs {each.count} times, once for each of {plan.spec.num_microbatches}"
+    what += f" microbatches; {planned.count} would do"
+    cost = each.bytes * (each.count - planned.count) // each.count
+    larger = Advice("use remat=full with larger microbatches", FULL_REMAT.is_followed)
+    fix = unfollowed(plan, "lower num_microbatches", larger)
+    return _costly(each, cost, "repeated-gather", what, each.source, fix)
+
+
+def _attention(plan: Plan) -> list[Finding]:
+    if plan.attention.implementation != "xla" or "is not used" not in plan.attention.reason:
+        return []
+    what = f"attention keeps all scores in memory: {plan.attention.reason}"
+    fix = "change what it names; kernels.attention=xla says that it is meant"
+    return [Finding(rule="attention-fallback", severity="warning", what=what, where="kernels.attention", fix=fix)]
+
+
+def _gathered_whole(note: str) -> Finding:
+    """What XLA's partitioner says, without the time and the thread that it says first."""
+    what, where = note[max(0, note.find(REMATERIALIZATION)) :], "compiler"
+    if match := _GATHERED.search(note):
+        what = f"an array of {match['type']} is gathered whole: from sharding {match['before']} to {match['after']}"
+        where = f"{match['op_name'] or 'made by the compiler'} ({match['name'].lstrip('%')})"
+    fix = "give the activations around it a rule over the same mesh axes"
+    return Finding(rule="gathered-whole", severity="warning", what=what, where=where, fix=fix)
+
+
+def _held_whole(plan: Plan, held: Sequence[HeldArray]) -> list[Finding]:
+    """A finding for each parameter, the largest first."""
+    gradients = accumulated_layouts(plan.spec, plan.sharding)
+    found: dict[tuple[str, str], tuple[int, Finding]] = {}
+    for each in held:
+        layouts = gradients if each.kind == "gradients" else plan.sharding.parameters
+        array = _whole_of(each, layouts, plan)
+        if array is None or each.num_bytes < plan.spec.sharding.replicated_bytes_threshold:
+            continue
+        if finding := _held(plan, each, array):
+            key = (array.array.path, each.kind)
+            found[key] = max(found.get(key, (0, finding)), (each.num_bytes, finding), key=lambda one: one[0])
+    return [finding for _, finding in sorted(found.values(), key=lambda one: -one[0])]
+
+
+def _held(plan: Plan, each: HeldArray, array: ArrayPlan) -> Finding | None:
+    what = "the gradient of " * (each.kind == "gradients") + array.array.path
+    where = f"{array.table}: {array.reason} ({each.name})"
+    size = f"{each.num_bytes / 2**20:,.1f} MiB on every device"
+    if each.over_microbatches:
+        text = f"{what} lies whole in memory for all microbatches: {size}"
+        fewer = "num_microbatches=1 with fewer sequences"
+        fix = unfollowed(plan, fewer, FULL_REMAT, SPLIT_OVER_TENSOR, WIDER_TENSOR)
+        return Finding(rule="held-whole", severity="warning", what=text, where=where, fix=fix)
+    if each.kind == "gradients" or not each.over_others:
+        return None  # added up block by block in a loop of its own, or in use in it
+    text = f"{what} lies whole in memory through a loop that does not read it: {size}"
+    in_parts = [HEAD_IN_PARTS] if _is_of_head(array.array.path) else []
+    fix = f"none is needed where the step fits; else {unfollowed(plan, *in_parts, SPLIT_OVER_TENSOR, WIDER_TENSOR)}"
+    return Finding(rule="held-whole", severity="note", what=text, where=where, fix=fix)
+
+
+def _is_of_head(path: str) -> bool:
+    return path.split("/")[0] == "head"
+
+
+def _whole_of(each: HeldArray, layouts: Sequence[ArrayPlan], plan: Plan) -> ArrayPlan | None:
+    """The array of the plan that a rule splits over the batch's axes, and that this is, whole: by its name; where the
+    compiler dropped that, by its sizes, best in their order."""
+    named = [array for array in layouts if any(f"{WEIGHT_SCOPE}{array.array.path}" in name for name in each.names)]
+    if not named:
+        named = [array for array in layouts if sorted(array.array.shape) == sorted(each.shape)]
+        named.sort(key=lambda array: array.array.shape != each.shape)
+    for array in named:
+        axes = {axis for dimension in array.dimensions for axis in dimension.axes}
+        batch_axes = axes & set(plan.sharding.batch_axes)
+        num_others = plan.mesh.num_shards(tuple(axes - batch_axes))
+        if batch_axes and math.prod(each.shape) == math.prod(array.array.shape) // num_others:
+            return array
+    return None
+
+
+def _costly(each: CollectiveReport, cost: int, rule: str, what: str, where: str, fix: str) -> Costly:
+    place = f"{where} ({each.name}, {each.where})"
+    return Costly(cost, Finding(rule=rule, severity="warning", what=what, where=place, fix=fix))
+
+
+def _size(each: CollectiveReport) -> str:
+    return f"{each.bytes / each.count / 2**20:,.1f} MiB"
+
+
+def _a(kind: str) -> str:
+    """'an all-gather', 'a reduce-scatter'."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

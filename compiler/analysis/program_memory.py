@@ -1,0 +1,183 @@
+"""The memory of a compiled step at its worst moment, by what it is kept for.
+
+Which class an array is of, the names say that JAX gave to what writes it and to what reads it; the first that holds:
+
+working_weights    an all-gather of a weight writes it, or the cast to the compute type
+gradients          the reduction of a weight's gradient, or the update, reads it, and something before the update wrote
+                   it; or it is added to one of these
+activations        the forward pass writes it, and the backward pass reads it
+temporaries        all others
+
+What the compiler copies or transposes has no name; it goes by the names of what it is made from, and goes to.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..parallel.weights import WEIGHT_SCOPE
+from ..xla.hlo import Instruction, Module
+from ..xla.schedule.buffers import Buffer, Buffers, read_buffers
+from ..xla.schedule.prices import kind_of
+from .schedule_analysis import direction_of
+
+Class = Literal["working_weights", "gradients", "activations", "temporaries"]
+WORKING_SCOPE = "working_parameters"
+
+# The last word of a name that changes nothing but place, type or sum; what the compiler makes itself has no name.
+MOVES = {"", "add", "add_any", "convert_element_type", "dynamic_slice", "dynamic_update_slice", "psum",
+         "reduce_scatter", "reshape", "squeeze", "transpose", "while"}  # fmt: skip
+
+_GATHER = re.compile(rf"{WEIGHT_SCOPE}.*all_gather")
+
+
+@dataclass(frozen=True)
+class HeldArray:
+    """A weight in use or a gradient that lives throughout a loop. shape: on one device. names: of what writes and reads
+    it. over: the loops that hold others within, so those over microbatches, and the loops that do not touch it."""
+
+    name: str  # of the instruction that makes it
+    kind: Class
+    num_bytes: int
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    over_microbatches: tuple[str, ...]
+    over_others: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes of a device at the worst moment. by_class: beside the arguments. at: the instruction that runs then."""
+
+    num_bytes: int
+    by_class: Mapping[Class, int]
+    at: str
+    held: tuple[HeldArray, ...]
+
+
+def read_peak(module: Module) -> PeakMemory:
+    """Of a scheduled program. Raises HloError where it calls a computation that it does not have."""
+    buffers = read_buffers(module)
+    classes = classify(buffers, module)
+    by_class = Counter[Class]()
+    for each in buffers.at_peak:
+        by_class[classes[id(each)]] += each.num_bytes
+    held = _held(buffers.others, classes, module)
+    return PeakMemory(buffers.peak_bytes, dict(by_class), " > ".join(buffers.peak_at), tuple(held))
+
+
+def _held(buffers: Sequence[Buffer], classes: Mapping[int, Class], module: Module) -> Iterator[HeldArray]:
+    loops = {each.name: each for c in module.computations.values() for each in c.instructions if each.opcode == "while"}
+    inside = {name: list(module.all_within((loops[name].attribute("body") or "").lstrip("%"))) for name in loops}
+    nested = {name for name, within in inside.items() if any(each.opcode == "while" for each in within)}
+    touched = {name: {id(each) for each in within} for name, within in inside.items()}
+    for each in buffers:
+        if classes[id(each)] not in ("working_weights", "gradients") or not each.num_bytes or not each.loops:
+            continue
+        used = {id(instruction) for instruction in (*each.writers, *each.readers)}
+        over = [name for name in each.loops if name in nested]
+        idle = [name for name in each.loops if name not in nested and not used & touched[name]]
+        names = tuple(i.op_name for i in (*each.writers, *each.readers) if i.op_name)
+        yield HeldArray(each.name, classes[id(each)], each.num_bytes, each.array.shape, names, tuple(over), tuple(idle))
+
+
+def classify(buffers: Buffers, module: Module) -> dict[int, Class]:
+    """The class of each array that the program makes, by its `id`."""
+    names = _Names(buffers.others, module)
+    found: dict[int, Class] = {id(each): _class_of(names.written(each), names.read(each)) for each in buffers.others}
+    # What is added to a gradient is one: of one microbatch.
+    waiting = [each for each in buffers.others if found[id(each)] == "gradients"]
+    while waiting:
+        total = waiting.pop()
+        for each in names.parts_of(total):
+            if found[id(each)] in ("temporaries", "activations"):
+                found[id(each)] = "gradients"
+                waiting.append(each)
+    return found
+
+
+def _class_of(written: Sequence[str], read: Sequence[str]) -> Class:
+    before, after = _parts(written), _parts(read)
+    if any(_GATHER.search(name) or WORKING_SCOPE in name for name in written):
+        return "working_weights"
+    if before - {"update"} and ("update" in after or any(map(_is_reduction, (*written, *read)))):
+        return "gradients"
+    if "forward" in before and after & {"backward", "forward again"}:
+        return "activations"
+    return "temporaries"
+
+
+def _parts(names: Iterable[str]) -> set[str]:
+    return set(map(direction_of, names))
+
+
+def _is_reduction(name: str) -> bool:
+    """True for what moves, or makes ready, the gradient of a weight."""
+    return WEIGHT_SCOPE in name and not _GATHER.search(name)
+
+
+@dataclass
+class _Names:
+    """Names of what writes and reads an array, those of copies replaced by the names of what they copy."""
+
+    buffers: Sequence[Buffer]
+    module: Module
+    _read_by: dict[int, list[Buffer]] = field(init=False)
+    _written_by: dict[int, list[Buffer]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._read_by, self._written_by = defaultdict(list), defaultdict(list)
+        for each in self.buffers:
+            for reader in each.readers:
+                self._read_by[id(reader)].append(each)
+            for writer in each.writers:
+                self._written_by[id(writer)].append(each)
+
+    def written(self, buffer: Buffer) -> list[str]:
+        return self._names(buffer, "writers", self._read_by)
+
+    def read(self, buffer: Buffer) -> list[str]:
+        return self._names(buffer, "readers", self._written_by)
+
+    def parts_of(self, gradient: Buffer) -> list[Buffer]:
+        """What is read to write a gradient, and is one too: of its shape, or moved or added."""
+        return [
+            each
+            for writer in gradient.writers
+            if kind_of(writer, self.module) == "other"
+            for each in self._read_by[id(writer)]
+            if _sizes(each) == _sizes(gradient) or (_is_move(writer) and _is_part(each, gradient))
+        ]
+
+    def _names(
+        self, buffer: Buffer, end: Literal["writers", "readers"], others: Mapping[int, list[Buffer]]
+    ) -> list[str]:
+        seen, waiting, names = {id(buffer)}, [buffer], list[str]()
+        while waiting:
+            ends: tuple[Instruction, ...] = getattr(waiting.pop(), end)
+            for instruction in ends:
+                if name := instruction.op_name:
+                    names.append(name)
+                    continue
+                for each in others.get(id(instruction), ()):
+                    if id(each) not in seen and _is_part(each, buffer):
+                        seen.add(id(each))
+                        waiting.append(each)
+        return names
+
+
+def _is_move(instruction: Instruction) -> bool:
+    return instruction.op_name.rpartition("/")[2].rstrip(")") in MOVES
+
+
+def _is_part(a: Buffer, b: Buffer) -> bool:
+    """True for the same sizes in any order but for what a shard, a layer or a microbatch has less."""
+    left, right = Counter(_sizes(a)), Counter(_sizes(b))
+    less, more = sorted(((left - right).total(), (right - left).total()))
+    return less <= 1 and more <= 2
+
+
+def _sizes(buffer: Buffer) -> list[int]:
+    return sorted(size for size in buffer.array.shape if size != 1)

@@ -1,0 +1,218 @@
+"""A compiled step -> what its schedule says: each collective with what hides it, and the time of a step.
+
+What `compiler/xla/schedule/` finds in it is joined here with what the plan knows: which mesh axes a group of devices
+is, which links those use, which parameter an operation moves.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..core.format import human_names
+from ..estimate.communication import PlannedCollective
+from ..parallel.embedding import ROWS_SCOPE
+from ..parallel.matmul import ring_of
+from ..parallel.weights import WEIGHT_SCOPE
+from ..plan import Plan
+from ..schema import MOVING, CollectiveReport, Event, StepReport
+from ..xla.hlo import Module
+from ..xla.schedule import Simulation, simulate
+from ..xla.schedule.prices import Chip
+from ..xla.schedule.program import read_steps
+from ..xla.schedule.simulate import CollectiveTotals, Priced
+from ..xla.schedule.steps import Collective
+from .collective_placement import Crossing, crossing_of
+from .match import Match, match_planned, source_by_size
+
+NUM_SHOWN_BEHIND = 3
+NUM_NAMED = 4  # of instructions without a time
+NO_CHIP = "the target's chip is not known: simulated devices have no links and no clock of their own"
+_WEIGHT = re.compile(rf"(?:{WEIGHT_SCOPE}|{ROWS_SCOPE})([\w/.]+)")
+_JOINED = re.compile(r"\(([^()]*:[^()]*)\)")
+
+
+@dataclass(frozen=True)
+class ScheduleAnalysis:
+    """step: without the bound of its roofline, which is none of the schedule's. matches: of each collective by its
+    name, what the plan has of its size. unknown: as in Report."""
+
+    collectives: tuple[CollectiveReport, ...]
+    matches: Mapping[str, tuple[Match, ...]]
+    step: StepReport
+    events: tuple[Event, ...]
+    unknown: dict[str, str]
+
+
+def analyse_schedule(
+    module: Module, plan: Plan, planned: Sequence[PlannedCollective], order: Sequence[int] | None = None
+) -> ScheduleAnalysis:
+    """What a scheduled program says. planned: the collectives that the plan has. order: of each device of the program
+    its position in the plan's mesh, where that is another. Raises HloError for a form of replica groups that is not
+    known."""
+    chip, placement = chip_of(plan), plan.mesh.placement
+    crossings: dict[str, Crossing] = {}
+
+    def price(collective: Collective) -> Priced:
+        if collective.name not in crossings:
+            crossings[collective.name] = crossing_of(reordered(collective, order), placement)
+        crossing = crossings[collective.name]
+        return Priced(crossing.alone_seconds, crossing.links)
+
+    result = simulate(read_steps(module, chip), price)
+    paths = [array.array.path for array in plan.sharding.parameters]
+    matches = {
+        name: match_planned(totals.collective, crossings[name].mesh_axes, totals.count, planned)
+        for name, totals in result.collectives.items()
+    }
+    collectives = tuple(
+        _collective(totals, crossings[name], paths, matches[name], is_timed=plan.target.chip is not None)
+        for name, totals in result.collectives.items()
+    )
+    unknown = _unknown(result, crossings, plan)
+    return ScheduleAnalysis(collectives, matches, _step(result, plan), _events(result, plan), unknown)
+
+
+def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:
+    """'jit(step)/transpose(jvp(head))/weight=head/kernel_EV/reduce_scatter' -> 'head/kernel_EV, backward'.
+
+    Where the compiler joined several, the first of them and how many more. kind: of the collective; what reduces a
+    weight moves its gradient. paths: of all parameters.
+    """
+    if not op_name:
+        return "made by the compiler"
+    names = _separated(op_name)
+    known = (_WEIGHT.search(name) for name in names)
+    found = [path for match in known for path in paths if match and f"{match[1]}/".startswith(f"{path}/")]
+    first = found[0] if found else ring_of(names[0]) or "/".join(names[0].split("/")[-2:])
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    direction = direction_of(op_name)
+    is_gradient = bool(found) and kind not in MOVING and direction == "forward"
+    return f"{first}{more}, {'backward' if is_gradient else direction}"
+
+
+def _separated(op_name: str) -> list[str]:
+    """XLA joins names by their common parts: 'a/(b/x:c/x)' -> ['a/b/x', 'a/c/x']."""
+    joined = _JOINED.search(op_name)
+    if not joined:
+        return op_name.split(":")
+    before, after = op_name[: joined.start()], op_name[joined.end() :]
+    return [f"{before}{part}{after}" for part in joined[1].split(":")]
+
+
+def direction_of(op_name: str) -> str:
+    """Which part of the step an operation is in."""
+    if "rematted_computation" in op_name:
+        return "forward again"
+    if "transpose(" in op_name:
+        return "backward"
+    return "update" if "/optimizer/" in op_name else "forward"
+
+
+def reordered(collective: Collective, order: Sequence[int] | None) -> Collective:
+    """Its groups in positions of the plan's mesh. order: as in `analyse_schedule`."""
+    if order is None:
+        return collective
+    return replace(collective, groups=tuple(tuple(order[device] for device in group) for group in collective.groups))
+
+
+def chip_of(plan: Plan) -> Chip:
+    """Figures of one device."""
+    target = plan.target
+    if target.chip is None:
+        return Chip(target.platform, None, {}, float("inf"))
+    share = 1 / target.chip.num_devices
+    peaks = {name: peak * share for name, peak in target.chip.peak_flops_per_second.model_dump().items() if peak}
+    clock = target.chip.clock_hz if target.platform == "tpu" else None
+    return Chip(target.platform, clock, peaks, target.chip.hbm_bytes_per_second * share)
+
+
+def _collective(
+    totals: CollectiveTotals, crossing: Crossing, paths: Sequence[str], matches: Sequence[Match], *, is_timed: bool
+) -> CollectiveReport:
+    found, alone = totals.collective, totals.alone_seconds if is_timed else None
+    is_certain = found.is_certain and crossing.why is None and None not in [trips for _, trips in totals.loops]
+    behind = sorted(totals.hidden_behind.items(), key=lambda item: -item[1])
+    return CollectiveReport(
+        kind=found.kind,
+        mesh_axes=crossing.mesh_axes,
+        group_size=crossing.group_size,
+        link=crossing.kind,
+        bytes=found.num_bytes * totals.count,
+        dtype=found.dtype,
+        count=totals.count,
+        alone_seconds=alone,
+        hidden_seconds=None if alone is None else totals.hidden_seconds,
+        exposed_seconds=None if alone is None else totals.exposed_seconds,
+        hidden_behind=tuple(name for name, _ in behind[:NUM_SHOWN_BEHIND]),
+        is_async=found.is_async,
+        form=found.form,
+        source=(source_by_size(matches) if not found.op_name else None) or source_of(found.op_name, found.kind, paths),
+        where=_where(totals),
+        confidence="high" if is_certain else "low",
+        name=found.name,
+    )
+
+
+def _where(totals: CollectiveTotals) -> str:
+    """'in a loop of 32 trips'; 'once'."""
+    trips = [str(trips) if trips is not None else "an unknown number of" for _, trips in totals.loops]
+    return "once" if not trips else f"in a loop of {' x '.join(trips)} trips"
+
+
+def _step(result: Simulation, plan: Plan) -> StepReport:
+    if plan.target.chip is None:
+        return StepReport(
+            compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
+            predicted_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=0,
+        )  # fmt: skip
+    peak = plan.target.peak_flops_per_second
+    mfu = None
+    if peak and result.seconds:
+        mfu = plan.model_flops_per_step / (result.seconds * peak * plan.target.num_devices)
+    return StepReport(
+        compute_seconds=sum(result.compute_seconds.values()),
+        compute_seconds_by_kind=dict(result.compute_seconds),
+        exposed_seconds=result.exposed_seconds,
+        exposed_fraction=result.exposed_seconds / result.seconds if result.seconds else 0.0,
+        predicted_seconds=result.seconds,
+        predicted_mfu=mfu,
+        roofline_seconds=None,
+        num_unpriced=len(result.unpriced),
+    )
+
+
+def _events(result: Simulation, plan: Plan) -> tuple[Event, ...]:
+    """Of a collective that takes both ways of a torus axis one event, on the axis' own track."""
+    if plan.target.chip is None:
+        return ()
+    there = {(each.track, each.name, each.start_seconds) for each in result.segments}
+    events = []
+    for each in result.segments:
+        axis, way = each.track[:-1], each.track[-1]
+        is_both = {(f"{axis}+", each.name, each.start_seconds), (f"{axis}-", each.name, each.start_seconds)} <= there
+        if not (is_both and way == "-"):
+            events.append(
+                Event(
+                    track=axis if is_both else each.track, name=each.name, kind=each.kind,
+                    start_seconds=each.start_seconds, seconds=each.seconds, arguments={},
+                )
+            )  # fmt: skip
+    return tuple(events)
+
+
+def _unknown(result: Simulation, crossings: Mapping[str, Crossing], plan: Plan) -> dict[str, str]:
+    if plan.target.chip is None:
+        of_each = ("alone_seconds", "hidden_seconds", "exposed_seconds")
+        of_step = ("compute_seconds", "exposed_seconds", "exposed_fraction", "predicted_seconds", "predicted_mfu")
+        names = [f"step.{name}" for name in of_step] + [f"collectives[*].{name}" for name in of_each]
+        return dict.fromkeys(names, NO_CHIP)
+    unknown: dict[str, str] = {}
+    if plan.target.peak_flops_per_second is None:
+        unknown["step.predicted_mfu"] = "the chip's peak in the compute type is not known"
+    for index, name in enumerate(result.collectives):
+        if why := crossings[name].why:
+            unknown |= {f"collectives[{index}].{part}_seconds": why for part in ("alone", "hidden", "exposed")}
+    if result.unpriced:
+        names = human_names(sorted(result.unpriced), NUM_NAMED)
+        unknown["step.num_unpriced"] = f"no time is known of {names}: they count as none"
+    return unknown

@@ -1,0 +1,1 @@
+"""Hydra overrides to a validated RunSpec, with every mistake found and a fix for each."""

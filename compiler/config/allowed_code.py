@@ -1,0 +1,131 @@
+"""Modules that a declaration may have imported: those of installed packages, and those that the user opted into.
+
+Importing a module runs its code. So a module that a config names is judged by where it lies, before anything of it is
+imported: in the site-packages of the running Python, in an editable project, or on the list of `--allow-code-from` and
+MESHLOOM_ALLOW_CODE_FROM. No config file can change that list. docs/security.md says what this protects from.
+"""
+
+import json
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from ..core.errors import ConfigError, Problem
+
+FLAG = "--allow-code-from"
+VARIABLE = "MESHLOOM_ALLOW_CODE_FROM"
+OURS = ("meshloom", "hydra")  # wherever they were imported from, this process runs their code already
+
+_ALLOWED: ContextVar[tuple[str, ...]] = ContextVar("allowed", default=())
+
+
+@contextmanager
+def code_allowed_from(modules: Sequence[str]) -> Iterator[None]:
+    """Within the `with`, these modules and all below them may be imported; the working directory is looked at last."""
+    previous, here = _ALLOWED.set(tuple(modules)), os.getcwd()
+    is_added = bool(modules) and here not in sys.path
+    sys.path += [here] if is_added else []
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(previous)
+        if is_added:
+            sys.path.remove(here)
+
+
+def allow_words() -> list[str]:
+    """Returns the words of a command line that opt into what this process opted into."""
+    return [f"{FLAG}={','.join(_ALLOWED.get())}"] if _ALLOWED.get() else []
+
+
+def parse_allowed(texts: Sequence[str], where: str) -> tuple[str, ...]:
+    """["my_code,tools.data"] -> ("my_code", "tools.data"). Raises ConfigError for what does not name a module."""
+    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    wrong = [name for name in names if not _is_module_name(name)]
+    fix = "give the module's name as configs say it: my_code for my_code:Documents, not a file or a folder"
+    if wrong:
+        raise ConfigError([Problem(where, f"'{name}' is not the name of a module", fix) for name in wrong])
+    return tuple(dict.fromkeys(names))
+
+
+def check_importable(module: str, where: str) -> None:
+    """Raise ConfigError at `where` if a config may not have the module imported. Imports nothing."""
+    if not _is_module_name(module):
+        fix = "write it as my_package.my_module; a program (__main__) is not imported"
+        raise ConfigError([Problem(where, f"'{module}' is not the name of a module", fix)])
+    top = module.partition(".")[0]
+    if top in OURS or any(f"{module}.".startswith(f"{name}.") for name in _ALLOWED.get()):
+        return
+    spec = _spec_of(top)
+    if not (spec and all(_is_installed(place) for place in _places(spec))):
+        raise ConfigError([_refusal(module, top, spec, where)])
+
+
+def _refusal(module: str, top: str, spec: ModuleSpec | None, where: str) -> Problem:
+    if top in sys.stdlib_module_names:
+        what = f"'{module}' is a module of Python itself, which has no class of this kind"
+        return Problem(where, what, "name a class of your own or of an installed package")
+    spec = spec or PathFinder.find_spec(top, [os.getcwd()])
+    if spec is None:
+        what = f"there is no module '{top}', neither installed nor in the working directory"
+        return Problem(where, what, "install its package, or start where it lies")
+    place = next(place for place in _places(spec) if not _is_installed(place))
+    what = f"'{module}' is not of an installed package ({_as_seen(place)}), and importing it would run its code"
+    return Problem(where, what, f"if you trust that code, add {FLAG}={top} to the command line")
+
+
+def _as_seen(place: Path) -> Path:
+    return place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
+
+
+def _is_module_name(text: str) -> bool:
+    parts = text.split(".")
+    return all(part.isidentifier() for part in parts) and "__main__" not in parts
+
+
+def _spec_of(top: str) -> ModuleSpec | None:
+    """How Python would find a top-level module. Finding one imports nothing."""
+    try:
+        return find_spec(top)
+    except (ValueError, ImportError):  # a module that was made, not found
+        return None
+
+
+def _places(spec: ModuleSpec) -> list[Path]:
+    """The file of a module or package; all folders of a package without one; nothing for what is built in."""
+    if spec.has_location and spec.origin:
+        return [Path(spec.origin)]
+    return [Path(place) for place in spec.submodule_search_locations or ()] or [Path(spec.origin or "built-in")]
+
+
+def _is_installed(place: Path) -> bool:
+    return any(place.is_relative_to(root) or place.resolve().is_relative_to(root) for root in _installed_roots())
+
+
+def _installed_roots() -> list[Path]:
+    """Folders of site-packages, and of projects that are installed there as editable."""
+    scheme = sysconfig.get_paths()
+    folders = [scheme["purelib"], scheme["platlib"], *site.getsitepackages()]
+    folders += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    return [*map(Path, folders), *_editable_projects(tuple(dict.fromkeys(folders)))]
+
+
+@cache
+def _editable_projects(folders: tuple[str, ...]) -> list[Path]:
+    """Projects of `pip install -e`, Meshloom's own apart. Only site-packages is asked: others could claim anything."""
+    projects = []
+    for installed in metadata.distributions(path=list(folders)):
+        url = json.loads(installed.read_text("direct_url.json") or "{}")
+        if url.get("dir_info", {}).get("editable") and installed.metadata["Name"] != OURS[0]:
+            projects.append(Path(unquote(urlparse(url["url"]).path)))
+    return projects

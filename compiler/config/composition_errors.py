@@ -1,0 +1,84 @@
+"""What Hydra, OmegaConf and YAML raise about what they are given, as Problems."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import yaml
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from ..core.errors import ConfigError, Problem, use_one_of
+from ..core.visible import visible_line
+from . import target_names
+from .override_parser import COMMAND_LINE, parsed_or_none, shortened
+
+
+class Groups(dict[str, list[str]]):
+    """The options of each config group. appended: groups of users' that the primary config chooses nothing of, so that
+    Hydra wants `+` before a choice."""
+
+    appended: frozenset[str] = frozenset()
+
+
+MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, OSError)  # what a user can set right
+LOOK = "see `meshloom train --help` and `--cfg job`"
+
+
+@contextmanager
+def reported(groups: Groups) -> Iterator[None]:
+    """Turns whatever is raised about what a user wrote into ConfigError.
+
+    Hydra and its libraries raise far more than their own classes: RecursionError, ValueError, TypeError, KeyError.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError([composition_problem(error, groups)]) from error
+
+
+def as_config_error(error: Exception) -> ConfigError:
+    """One of the MISTAKES as what it is to the user."""
+    if isinstance(error, ConfigError):
+        return error
+    if isinstance(error, OSError):
+        fix = "make room there or give this process access to it, or choose another hydra.run.dir"
+        return ConfigError([Problem(str(error.filename or "disk"), error.strerror or str(error), fix)])
+    return ConfigError([composition_problem(error, groups=Groups())])
+
+
+def composition_problem(error: Exception, groups: Groups) -> Problem:
+    """One of Hydra's, OmegaConf's or YAML's errors in our words."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return Problem(f"{mark.name}:{mark.line + 1}", f"not YAML: {error.problem}", "mend the file")
+    if isinstance(error, RecursionError):
+        what = "a value is nested too deeply, or the `defaults` of files choose each other without end"
+        return Problem("configs", what, "look at the files that you chose last, and break the circle")
+    text = str(error) or str(error.__cause__ or type(error).__name__)
+    if match := re.search(r"Error merging override (?P<override>.*)", text, re.S):
+        return _merge_problem(match["override"], error.__cause__)
+    if match := re.search(r"Could not delete from config. '(?P<key>[^']+)'", text):
+        return Problem(match["key"], "is not there, so it cannot be deleted", "leave the ~ override out")
+    if match := re.search(r"Could not find '(?P<group>[^/']+)/(?P<option>[^']+)'", text):
+        return _no_such_option(match["group"], match["option"], groups)
+    key = re.search(r"full_key: (\S+)", text)
+    return Problem(key[1] if key else COMMAND_LINE, shortened(text.partition("\n")[0], 300), LOOK)
+
+
+def _merge_problem(override: str, cause: BaseException | None) -> Problem:
+    parsed = parsed_or_none(override)
+    why = shortened(str(cause).partition("\n")[0] or type(cause).__name__, 200)
+    what = f"'{visible_line(shortened(override.lstrip('+')))}' cannot be set: {why}"
+    return Problem(parsed.key_or_group if parsed else COMMAND_LINE, what, r"write \${ for text with ${ in it")
+
+
+def _no_such_option(group: str, option: str, groups: Groups) -> Problem:
+    if group == "target":
+        return target_names.problem_of(option, groups.get("target", []))
+    if group not in groups:
+        return Problem(group, "there is no such group", use_one_of(group, groups) if groups else LOOK)
+    fix = f"choose {group}=...: {use_one_of(option, groups[group])}"
+    return Problem(group, f"there is no '{option}' in this group", fix)

@@ -1,0 +1,109 @@
+"""Values that a declaration takes from environment variables (`${oc.env:NAME}`): they may be secrets.
+
+What is written or shown has the interpolation instead of the value: files of a run, checkpoints, logs, messages.
+Where two declarations are compared, a slow digest stands beside it. docs/security.md says what this does not cover.
+"""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from ..core.redaction import hide, interpolation
+
+Sources = Mapping[str, str]  # keys of a declaration, each with its text before it was resolved
+
+PLACES = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")  # of the default of compilation_cache: folders, no secrets
+DIGEST_ROUNDS = 100_000  # a tenth of a second for each guess at a value
+
+_reads: list[str] = []
+_is_masked = False
+
+
+def register_resolver() -> None:
+    """Make OmegaConf tell us which values come from the environment."""
+    OmegaConf.register_new_resolver("oc.env", _env, replace=True)
+
+
+def _env(name: str, *default: Any) -> Any:
+    if name in os.environ and name not in PLACES:
+        _reads.append(name)
+        if _is_masked:
+            return interpolation(name)
+    return oc.env(name, *default)
+
+
+@contextmanager
+def masked() -> Iterator[None]:
+    """Within the `with`, an interpolation of a variable resolves to its own text."""
+    global _is_masked
+    _is_masked = True
+    try:
+        yield
+    finally:
+        _is_masked = False
+
+
+def find_sources(composed: DictConfig) -> Sources:
+    """The keys whose values come from the environment, directly or through other keys. Remembers the values.
+
+    {token: "${oc.env:TOKEN}", names: ["${token}"]} -> {"token": "${oc.env:TOKEN}", "names[0]": "${token}"}
+    """
+    return dict(_sources(composed, ""))
+
+
+def _sources(node: DictConfig | ListConfig, path: str) -> Iterator[tuple[str, str]]:
+    texts: Any = OmegaConf.to_container(node, resolve=False)
+    for key, text in enumerate(texts) if isinstance(texts, list) else texts.items():
+        if not isinstance(text, dict | list) and "${" not in str(text):
+            continue
+        where = _joined(path, key)
+        _reads.clear()
+        try:
+            value = node[key]
+        except OmegaConfBaseException:  # reported elsewhere
+            continue
+        if isinstance(text, str) and _reads:
+            for name in _reads:
+                hide(name, os.environ[name])
+            yield where, text
+        elif isinstance(value, DictConfig | ListConfig):
+            yield from _sources(value, where)
+
+
+def as_written(values: Any, sources: Sources, path: str = "") -> Any:
+    """Plain values of a declaration, the one at `path`, with the texts of `sources` in their places."""
+    return _replaced(values, sources, path, lambda text, _: text)
+
+
+def as_compared(values: Any, sources: Sources, path: str = "") -> Any:
+    """The same, with a digest of each value: equal where, and only where, the values are."""
+    return _replaced(values, sources, path, lambda text, value: f"{text} (digest {_digest(json.dumps(value))})")
+
+
+def _replaced(values: Any, sources: Sources, path: str, show: Callable[[str, Any], str]) -> Any:
+    if path in sources:
+        return show(sources[path], values)
+    if isinstance(values, Mapping):
+        return {key: _replaced(value, sources, _joined(path, key), show) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_replaced(value, sources, _joined(path, i), show) for i, value in enumerate(values)]
+    return values
+
+
+@functools.cache
+def _digest(text: str) -> str:
+    return hashlib.pbkdf2_hmac("sha256", text.encode(), b"meshloom", DIGEST_ROUNDS).hex()[:16]
+
+
+def _joined(path: str, key: Any) -> str:
+    if isinstance(key, int):
+        return f"{path}[{key}]"
+    return f"{path}.{key}" if path else str(key)

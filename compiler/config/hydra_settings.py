@@ -1,0 +1,79 @@
+"""Settings of Hydra's own that it takes in silence, and that then do nothing, or something else."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.plugins.config_source import ConfigSource
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ..core.errors import ConfigError, Problem, raise_if_any
+from . import target_names
+from .override_parser import parsed_or_none
+from .override_text import in_quotes
+
+SEARCH_PATH = "hydra.searchpath"
+RUN_DIR = "hydra.run.dir"
+DIRECTORIES = (RUN_DIR, "hydra.sweep.dir")
+
+
+def problems_of_settings(composed: DictConfig) -> list[Problem]:
+    """What is wrong with the directories that Hydra makes."""
+    problems = []
+    for key in DIRECTORIES:
+        try:
+            directory = str(OmegaConf.select(composed, key) or "")
+        except OmegaConfBaseException as error:
+            problems.append(Problem(key, str(error).splitlines()[0], f"give a directory: {key}=runs/first"))
+            continue
+        if not directory.strip() or "\0" in directory:
+            what = "holds a control character" if directory.strip() else "is empty"
+            problems.append(Problem(key, what, f"give a directory: {key}=runs/first"))
+    return problems
+
+
+def check_places(sources: Sequence[ConfigSource]) -> None:
+    """Raises ConfigError for places to look for configs that do not exist."""
+    fix = "name a folder with groups in it, such as file://my/configs for my/configs/model/mine.yaml"
+    missing = [source for source in sources if source.provider != "schema" and not source.available()]
+    raise_if_any(Problem(SEARCH_PATH, f"there is no {source.scheme()}://{source.path}", fix) for source in missing)
+
+
+def search_path_override(overrides: Sequence[str], config_dir: str | None) -> list[str]:
+    """Returns the overrides with one `hydra.searchpath`, of the user's places, `config_dir` and our own.
+
+    Where there is neither, they are as they were.
+    """
+    kept, places = [], [target_names.SEARCH_PATH]
+    for text in overrides:
+        parsed = parsed_or_none(text)
+        if parsed is None or parsed.key_or_group != SEARCH_PATH or parsed.is_delete():
+            kept.append(text)
+            continue
+        places += _places(parsed.value() if not parsed.is_sweep_override() else None)
+    if config_dir is not None:
+        if not _is_directory(config_dir):
+            what, fix = (
+                f"there is no directory {config_dir or repr(config_dir)}",
+                "name a folder with groups in it: model/mine.yaml",
+            )
+            raise ConfigError([Problem("--config-dir", what, fix)])
+        places.append(f"file://{Path(config_dir).resolve()}")
+    if len(kept) == len(overrides) and config_dir is None:
+        return kept
+    return [*kept, f"{SEARCH_PATH}=[{','.join(map(in_quotes, dict.fromkeys(places)))}]"]
+
+
+def _places(value: object) -> list[str]:
+    if isinstance(value, list) and all(isinstance(place, str) and place for place in map(_text, value)):
+        return [str(_text(place)) for place in value]
+    raise ConfigError([Problem(SEARCH_PATH, "is not a list of places", f"write {SEARCH_PATH}=[file://my/configs]")])
+
+
+def _text(place: object) -> object:
+    """A quoted text as the text."""
+    return getattr(place, "text", place)
+
+
+def _is_directory(path: str) -> bool:
+    return bool(path) and "\0" not in path and Path(path).is_dir()

@@ -1,0 +1,37 @@
+"""What a run calls its model: the option that `model=` chose, with the keys that are set otherwise than in its file."""
+
+import json
+from typing import Any
+
+from hydra import compose
+from hydra.conf import HydraConf
+from omegaconf import DictConfig, OmegaConf
+
+from ..core.format import human_names
+
+NUM_CHANGES = 2  # of keys that are named
+
+
+def chosen_model(composed: DictConfig, hydra: HydraConf) -> str | None:
+    """'llama2_7b'; with model.num_layers=4 'llama2_7b (num_layers=4)', whatever sets it.
+
+    hydra: Hydra's own node of the same composition; Hydra has to be set up still. None where no option is chosen, or
+    the family is another than the option's: its name would then say nothing.
+    """
+    option = hydra.runtime.choices.get("model")
+    if option is None:
+        return None
+    places = [text for text in hydra.overrides.hydra if text.startswith("hydra.searchpath=")]
+    beside = compose(hydra.job.config_name, overrides=[*places, f"+model@plain={option}"])
+    model, plain = (OmegaConf.to_container(node, resolve=False) for node in (composed.model, beside.plain))
+    assert isinstance(model, dict)
+    assert isinstance(plain, dict)
+    if model["family"] != plain.get("family"):
+        return None
+    changes = [f"{key}={_as_typed(value)}" for key, value in model.items() if key not in plain or plain[key] != value]
+    changes += [f"~{key}" for key in plain if key not in model]
+    return f"{option} ({human_names(changes, NUM_CHANGES)})" if changes else str(option)
+
+
+def _as_typed(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,80 @@
+"""Overrides as typed -> what Hydra's grammar makes of them, or what is wrong with one by itself."""
+
+import unicodedata
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from ..core.errors import ConfigError, Problem
+from ..core.visible import visible_line
+
+COMMAND_LINE = "command line"
+MOST_POINTS = 1000  # of a sweep: each is a process of its own
+
+
+def parse_override(text: str) -> Override:
+    """Returns what is meant by one override. Raises ConfigError where nothing is."""
+    what, fix = "", "write key=value; quote values with spaces: 'key=\"a b\"'"
+    if any(unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" for c in text):
+        raise _no_override(text, "it holds a control character, or is not UTF-8", "leave it out")
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+        if parsed.key_or_group:
+            return parsed
+        what = "it has no key"
+    except HydraException as error:
+        what = str(error).splitlines()[0].replace(text, shortened(text))
+    except RecursionError:
+        what, fix = "it is nested too deeply", "write it in a file, in fewer levels"
+    except ValueError as error:  # Python's, of a number of more than 4300 digits
+        what, fix = str(error).partition(";")[0], "write a smaller number"
+    raise _no_override(text, what, fix)
+
+
+def parsed_or_none(text: str) -> Override | None:
+    """Returns None for what `parse_override` refuses, which is reported where each override is judged."""
+    try:
+        return parse_override(text)
+    except ConfigError:
+        return None
+
+
+def key_of(text: str) -> str:
+    """Returns the key or group that an override sets, however it is typed: "++a.b=c" -> "a.b"; "" for none."""
+    parsed = parsed_or_none(text)
+    return parsed.key_or_group if parsed else ""
+
+
+def sweep_values(parsed: Override) -> list[str]:
+    """Returns the overrides that a sweep over one key consists of. Raises ConfigError for none, or too many."""
+    key, text = parsed.get_key_element(), shortened(str(parsed.input_line))
+    try:
+        values = list(islice(_values(parsed), MOST_POINTS + 1))
+    except (HydraException, TypeError, ValueError, ZeroDivisionError) as error:
+        what = f"'{text}' cannot be swept over: {str(error).splitlines()[0]}"
+        raise ConfigError([Problem(key, what, f"name the values: {key}=a,b")]) from error
+    if not values:
+        raise ConfigError([Problem(key, f"'{text}' names no value", f"name some: {key}=a,b, or {key}=range(1,3)")])
+    if len(values) > MOST_POINTS:
+        what = f"'{text}' names more than {MOST_POINTS:,} values"
+        raise ConfigError([Problem(key, what, "sweep over fewer")])
+    return [f"{key}={value}" for value in values]
+
+
+def shortened(text: str, most: int = 100) -> str:
+    """Returns the text, cut where it is too long for a message."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _values(parsed: Override) -> Iterator[Any]:
+    if parsed.is_range_sweep() and not parsed.value().step:  # type: ignore[union-attr]
+        raise ValueError("a step of 0 never ends")
+    return parsed.sweep_string_iterator()
+
+
+def _no_override(text: str, why: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(COMMAND_LINE, f"'{visible_line(shortened(text))}' is no override: {why}", fix)])

@@ -1,0 +1,143 @@
+"""pydantic's findings about a RunSpec, as Problems: the key as one types it, the value, what is allowed, a fix."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from ..core.errors import Problem, use_one_of
+from .override_parser import shortened
+from .spec import RunSpec
+
+MOST_SHOWN = 60  # characters of a value
+MOST_PROBLEMS = 100  # at once: each lists the keys that exist
+_EXPECTED = {
+    "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing": "a whole number",
+    "float_type": "a number", "finite_number": "a finite number", "bool_type": "true or false", "string_type": "text",
+    "tuple_type": "a list", "list_type": "a list", "model_type": "a group of keys", "dict_type": "a group of keys",
+    "model_attributes_type": "a group of keys",
+}  # fmt: skip
+_BOUNDS = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at least"),
+           "less_than": ("lt", "less than"), "less_than_equal": ("le", "at most")}  # fmt: skip
+
+
+def problems_of(error: ValidationError, spec_type: type[RunSpec], groups: Sequence[str]) -> list[Problem]:
+    """One Problem per finding about a `spec_type`. groups: names of config groups, for suggestions at the top."""
+    details = error.errors(include_url=False)
+    problems = [_problem(detail, spec_type, groups) for detail in details[:MOST_PROBLEMS]]
+    if (num_left := len(details) - MOST_PROBLEMS) > 0:
+        problems.append(Problem("the declaration", f"has {num_left:,} more that are wrong", "correct these first"))
+    # The optimizer's rules are those of the parameters unless they are set: what is wrong with both is told once.
+    originals = [p for p in problems if p.where.startswith("sharding.parameters")]
+    echoes = [replace(p, where=p.where.replace("parameters", "optimizer", 1)) for p in originals]
+    return [problem for problem in problems if problem not in echoes]
+
+
+def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[str]) -> Problem:
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    node, path = _walk(detail["loc"], spec_type)
+    key = _key(path)
+    if kind == "extra_forbidden":
+        if node is spec_type and path[-1] in groups and path[-1] not in node.model_fields:
+            what = "a group of your own sets keys that the declaration does not have"
+            fix = (
+                f"begin its files with `# @package notes.{path[-1]}`, or `# @package _global_` for keys that there are"
+            )
+            return Problem(key, what, fix)
+        known = dict.fromkeys([*node.model_fields, *(groups if node is spec_type else ())]) if node else {}
+        return Problem(key, "there is no such key", use_one_of(shortened(str(path[-1])), known))
+    if kind == "missing":
+        return Problem(key, "has no value", f"set {key}=...")
+    if kind == "literal_error":
+        return Problem(
+            key, f"{_shown(value)} is not allowed", use_one_of(shortened(str(value)), _quoted(context["expected"]))
+        )
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        key = f"{key}.{_quoted(context['discriminator'])[0]}"
+        if kind == "union_tag_not_found":
+            return Problem(key, "has no value", f"set {key}=...")
+        tag = shortened(context["tag"], MOST_SHOWN)
+        return Problem(key, f"'{tag}' is not allowed", use_one_of(tag, _quoted(context["expected_tags"])))
+    if kind in _EXPECTED and (choices := _choices(node, path[-1])):
+        return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", f"set {key}.{choices}")
+    if kind in _EXPECTED:
+        return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", f"give {_EXPECTED[kind]}")
+    if kind in _BOUNDS:
+        bound, words = _BOUNDS[kind]
+        return Problem(key, f"{_shown(value)} is out of range", f"give {words} {context[bound]}")
+    if kind == "too_short":
+        return Problem(key, "is empty", f"give at least {context['min_length']}")
+    if kind == "string_too_short":
+        return Problem(key, "is empty", "give text, or null" if _may_be_none(node, path[-1]) else "give text")
+    where = f"{key}.{context['key']}" if "key" in context else key
+    return Problem(where, detail["msg"], str(context.get("fix", "see the file in conf/ that sets it")))
+
+
+def _walk(loc: tuple[int | str, ...], spec_type: type[RunSpec]) -> tuple[type[BaseModel] | None, list[int | str]]:
+    """The config class that holds the last element of `loc`, and `loc` without the tags of unions."""
+    node: Any = spec_type
+    holder: type[BaseModel] | None = spec_type
+    path: list[int | str] = []
+    for element in loc:
+        tagged = [member for member in _members(node) if element in _tags(member)]
+        if tagged:
+            node = tagged[0]
+            continue
+        one, *others = [member for member in _members(node) if member is not NoneType]
+        node = node if others else one
+        path.append(element)
+        holder = node if isinstance(node, type) and issubclass(node, BaseModel) else None
+        if holder and element in holder.model_fields:
+            node = holder.model_fields[str(element)].annotation
+        else:  # of a list its elements, of a dict its values
+            values = [argument for argument in get_args(node) if argument is not Ellipsis]
+            node = values[-1] if values else None
+    return holder, path
+
+
+def _members(node: Any) -> list[Any]:
+    """The classes of a union, `None` and annotations taken off."""
+    if get_origin(node) is Annotated:
+        return _members(get_args(node)[0])
+    if get_origin(node) in (Union, UnionType):
+        return [member for argument in get_args(node) for member in _members(argument)]
+    return [node]
+
+
+def _tags(config: Any) -> list[object]:
+    """What tells a class from the others of its union: fields of one allowed value."""
+    literals = [field.annotation for field in getattr(config, "model_fields", {}).values()]
+    return [get_args(kind)[0] for kind in literals if get_origin(kind) is Literal and len(get_args(kind)) == 1]
+
+
+def _may_be_none(holder: type[BaseModel] | None, name: int | str) -> bool:
+    field = holder.model_fields.get(str(name)) if holder else None
+    return field is not None and NoneType in _members(field.annotation)
+
+
+def _choices(holder: type[BaseModel] | None, name: int | str) -> str | None:
+    """`kind=` one of those that a field with a tagged union allows; None for any other field."""
+    field = holder.model_fields.get(str(name)) if holder else None
+    members = [member for member in _members(field.annotation) if _tags(member)] if field else []
+    if len(members) < 2 or not field or not field.discriminator:
+        return None
+    return f"{field.discriminator}=... to one of {', '.join(str(_tags(member)[0]) for member in members)}"
+
+
+def _quoted(text: object) -> list[str]:
+    return re.findall(r"'([^']*)'", str(text))
+
+
+def _key(path: Sequence[int | str]) -> str:
+    text = "".join(f"[{element}]" if isinstance(element, int) else f".{element}" for element in path)
+    return text.removeprefix(".")
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(shortened(value, MOST_SHOWN)) if isinstance(value, str) else shortened(str(value), MOST_SHOWN)

@@ -1,0 +1,198 @@
+"""What a target is declared by: simulated devices, those attached, or a kind of chip and how many.
+
+A chip is data, a file `conf/target/_NAME.yaml`: each of its figures with a source. Figures are of one chip unless they
+say otherwise; a chip may be several devices of JAX, and names may count cores. Link bandwidths are one way.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
+
+from meshloom.models.config import Config
+
+from ..core.config_types import NumBytes, Text
+
+Shape = tuple[PositiveInt, ...]
+
+
+class PeakFlops(Config):
+    """Dense, per second, by the type of what is multiplied. None: not supported, or not published."""
+
+    float32: PositiveFloat | None
+    bfloat16: PositiveFloat | None
+    float16: PositiveFloat | None
+    int8: PositiveFloat | None
+    float8: PositiveFloat | None
+
+
+class ChipSpec(Config):
+    name: Text
+    device_kind: Text  # as JAX calls a device of it
+    num_cores: PositiveInt  # as the target's name counts them: v5p-128 is 64 chips
+    num_devices: PositiveInt  # of JAX
+    peak_flops_per_second: PeakFlops
+    hbm_bytes: NumBytes
+    compiler_hbm_bytes: NumBytes  # of it, what a program may take
+    hbm_bytes_per_second: PositiveFloat
+    host_bytes: NumBytes | None  # the chip's share of its host's memory; None: hosts differ
+    vector_memory_bytes: NumBytes  # on the chip: a TPU's VMEM, a GPU's shared memory
+    clock_hz: PositiveFloat  # of the cycles that XLA estimates
+    sources: dict[str, str]  # of each figure: a page or a document
+
+
+class TorusSpec(Config):
+    """Chips of a slice with links to their neighbours; slices over their hosts' network (DCN)."""
+
+    kind: Literal["torus"]
+    link_bytes_per_second: PositiveFloat  # one way
+    hop_seconds: PositiveFloat
+    core_bytes_per_second: PositiveFloat | None  # between two devices of a chip, one way; None: it has one
+    wrapped_size: PositiveInt | None  # an axis of this size is a ring
+    cube_size: PositiveInt | None  # slices of whole cubes: all axes are rings
+    most_chips: PositiveInt  # of one slice
+    small_shapes: tuple[Shape, ...]  # those that exist beside whole cubes
+    chips_per_host: Shape
+    host_bytes_per_second: PositiveFloat  # into the DCN, one way
+    host_seconds: PositiveFloat  # latency of a message over it
+    chip_config: Text  # libtpu's name for the way in which a chip is split in devices
+    sources: dict[str, str]
+
+    def wraps(self, shape: Shape) -> tuple[bool, ...]:
+        """Which axes of a slice are rings: v5e (8, 16) -> (False, True)."""
+        in_cubes = self.cube_size is not None and all(size % self.cube_size == 0 for size in shape)
+        return tuple(in_cubes or size == self.wrapped_size for size in shape)
+
+    def shapes(self) -> Iterator[Shape]:
+        """All slices that exist, sizes ascending in each."""
+        yield from self.small_shapes
+        if self.cube_size:
+            most = self.most_chips // self.cube_size**3
+            for a in range(1, most + 1):
+                for b in range(a, most // a + 1):
+                    for c in range(b, most // (a * b) + 1):
+                        yield self.cube_size * a, self.cube_size * b, self.cube_size * c
+
+    def shape_of(self, num_chips: int) -> Shape | None:
+        """The slice with so many chips that is closest to a cube; None where there is none."""
+        fitting = [shape for shape in self.shapes() if math.prod(shape) == num_chips]
+        return min(fitting, key=lambda shape: (sum(shape), max(shape)), default=None)
+
+
+class SwitchSpec(Config):
+    """Chips of a node behind one switch (NVLink), nodes over their network adapters (NIC)."""
+
+    kind: Literal["switch"]
+    chips_per_node: PositiveInt
+    chip_bytes_per_second: PositiveFloat  # of one chip into the switch, one way
+    chip_seconds: PositiveFloat  # latency
+    node_bytes_per_second: PositiveFloat  # of all adapters of a node, one way
+    node_seconds: PositiveFloat
+    sources: dict[str, str]
+
+
+class CpuTarget(Config):
+    """Devices simulated on this machine's processor."""
+
+    kind: Literal["cpu"]
+    num_devices: PositiveInt
+
+    @property
+    def name(self) -> str:
+        return f"cpu-{self.num_devices}"
+
+
+class LocalTarget(Config):
+    """What is attached to this machine."""
+
+    kind: Literal["local"]
+    num_devices: PositiveInt | None  # None: as many as there are
+    peak_flops_per_second: PositiveFloat | None  # of one device, in the compute type; None: that of its chip, if known
+    hbm_bytes_per_device: NumBytes | None  # None: that of its chip, if known
+
+    @property
+    def name(self) -> str:
+        return "local"
+
+
+class TpuTarget(Config):
+    """Slices of TPUs."""
+
+    kind: Literal["tpu"]
+    shape: Shape  # chips along each axis of one slice
+    num_slices: PositiveInt
+    chip: ChipSpec
+    network: TorusSpec
+
+    @property
+    def name(self) -> str:
+        slice_name = torus_name(self.chip, self.network, self.shape)
+        return slice_name if self.num_slices == 1 else f"{self.num_slices} x {slice_name}"
+
+    @model_validator(mode="after")
+    def _exists(self) -> Self:
+        if self.shape not in self.network.shapes():
+            raise _no_such_slice(self.chip, self.network, self.shape)
+        return self
+
+
+class GpuTarget(Config):
+    """Nodes of GPUs."""
+
+    kind: Literal["gpu"]
+    shape: Annotated[Shape, Field(min_length=2, max_length=2)]  # nodes, GPUs in each
+    chip: ChipSpec
+    network: SwitchSpec
+
+    @property
+    def name(self) -> str:
+        num_nodes, per_node = self.shape
+        is_whole = per_node == self.network.chips_per_node or num_nodes == 1
+        return f"{self.chip.name}-{num_nodes * per_node}" if is_whole else f"{self.chip.name}:{num_nodes}x{per_node}"
+
+    @model_validator(mode="after")
+    def _exists(self) -> Self:
+        if self.shape[1] > self.network.chips_per_node:
+            what = f"a node of {self.chip.name} has {self.network.chips_per_node} GPUs, not {self.shape[1]}"
+            fix = f"use {self.chip.name}-N, or {self.chip.name}:NODESx{self.network.chips_per_node}"
+            raise PydanticCustomError("choice", "{what}", {"what": what, "key": "shape", "fix": fix})
+        return self
+
+
+TargetSpec = Annotated[CpuTarget | LocalTarget | TpuTarget | GpuTarget, Field(discriminator="kind")]
+
+
+def torus_name(chip: ChipSpec, network: TorusSpec, shape: Shape) -> str:
+    """A slice as its users say it: v5p-128, or v5p:4x4x32 where another shape has that name."""
+    if network.shape_of(math.prod(shape)) == shape:
+        return f"{chip.name}-{math.prod(shape) * chip.num_cores}"
+    return f"{chip.name}:{'x'.join(map(str, shape))}"
+
+
+def slices_that_exist(chip: ChipSpec, network: TorusSpec) -> str:
+    """All slices of a chip, for messages: 'v5e-1, v5e-4, ... v5e-256'."""
+    named = ", ".join(torus_name(chip, network, shape) for shape in network.small_shapes)
+    if not network.cube_size:
+        return named
+    cube, most = network.cube_size, torus_name(chip, network, _largest(network))
+    return f"{named}, and {chip.name}:AxBxC of multiples of {cube}, each no smaller than the one before, up to {most}"
+
+
+def nearest_slices(chip: ChipSpec, network: TorusSpec, num_cores: int) -> list[str]:
+    """Returns the names of the slices next below and above a number of cores, as names count them."""
+    sizes = sorted({math.prod(shape) * chip.num_cores for shape in network.shapes()})
+    below = [size for size in sizes if size < num_cores][-1:]
+    above = [size for size in sizes if size > num_cores][:1]
+    return [f"{chip.name}-{size}" for size in below + above]
+
+
+def _largest(network: TorusSpec) -> Shape:
+    return min((s for s in network.shapes() if math.prod(s) == network.most_chips), key=sum)
+
+
+def _no_such_slice(chip: ChipSpec, network: TorusSpec, shape: Shape) -> PydanticCustomError:
+    what = f"there is no slice of {'x'.join(map(str, shape))} chips of {chip.name}"
+    context: dict[str, Any] = {"what": what, "key": "shape", "fix": f"use one of {slices_that_exist(chip, network)}"}
+    return PydanticCustomError("choice", "{what}", context)

@@ -1,0 +1,1 @@
+"""Vocabulary that every other folder shares: errors, trees, key paths, units, and text that is safe on a terminal."""

@@ -1,0 +1,35 @@
+"""Text as it may be sent to a terminal or a log: what would act on either is shown as an escape."""
+
+import sys
+from typing import TextIO
+
+from .redaction import hidden
+
+
+def visible(text: str) -> str:
+    """Returns the text with each character that is not printed shown as Python writes it: a raw escape as `\\x1b`.
+
+    Line breaks and tabs stay. Values come from users, files and compilers: `[2J` after a raw escape clears a screen,
+    and half of a surrogate pair, from a name that is not UTF-8, cannot be encoded. What a declaration took from the
+    environment is shown as `${oc.env:NAME}`.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in hidden(text))
+
+
+def visible_line(text: str) -> str:
+    """Returns the same with line breaks shown too, so that a value cannot start a line of its own."""
+    return visible(text).replace("\n", "\\n")
+
+
+def write_out(text: str, *, end: str = "\n") -> None:
+    """Writes text to standard output at once."""
+    _write(text, end, sys.stdout)
+
+
+def write_error(text: str) -> None:
+    """Writes text to standard error at once."""
+    _write(text, "\n", sys.stderr)
+
+
+def _write(text: str, end: str, stream: TextIO) -> None:
+    print(visible(text), end=end, file=stream, flush=True)

@@ -1,0 +1,127 @@
+"""The collectives of a step as the plan has them: what crosses the network, over which mesh axes, how often, and why.
+
+    all-gather  fsdp  layers/attention/query_EHD  64 times a step  sharding.parameters[0]
+
+Those of weights and gradients are written in the step (weights.py) and carry the path of their parameter; those over
+the axes that are left to XLA follow from matmuls and sums over a split dimension (propagate.py).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ..jaxpr.fusion import needed
+from ..jaxpr.program import Collective, Operation, Program
+from ..jaxpr.propagate import Axes
+from ..parallel.matmul import ring_of
+from ..plan import Plan
+from ..schema import MOVING, CollectiveKind
+
+Pass = Literal["forward", "backward", "update"]
+
+
+@dataclass(frozen=True)
+class PlannedCollective:
+    """All collectives of a step that are alike.
+
+    bytes_each: of the full array of one of them, within the shards of the other mesh axes. source: path of the
+    parameter, the activation that a ring makes, or the operation whose partial results are added. rule: the key of the
+    rule that brings it about.
+    """
+
+    kind: CollectiveKind
+    mesh_axes: Axes
+    group_size: int
+    bytes_each: int
+    count: int
+    dtype: str
+    source: str
+    direction: Pass
+    rule: str | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the full arrays, in all executions of a step."""
+        return self.bytes_each * self.count
+
+
+def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective, ...]:
+    """The collectives of the step that `program` is (program.py), alike ones together, in the order of the program."""
+    paths = sorted((p.array.path for p in plan.sharding.parameters), key=len, reverse=True)
+    found: Counter[PlannedCollective] = Counter()
+    for operation, num_trips in run_operations(program):
+        crossing = operation.collective
+        if crossing is None or not crossing.axes:
+            continue
+        path = next((path for path in paths if path in operation.scope), None)
+        found[
+            PlannedCollective(
+                kind=crossing.kind,
+                mesh_axes=crossing.axes,
+                group_size=plan.mesh.num_shards(crossing.axes),
+                bytes_each=crossing.full_bytes,
+                count=0,
+                dtype=crossing.dtype,
+                source=path or ring_of(operation.scope) or _operation_name(operation),
+                direction=_direction(operation.scope, is_gradient=path is not None and crossing.kind not in MOVING),
+                rule=_rule(plan, crossing.kind, crossing.axes, path),
+            )
+        ] += num_trips
+    return tuple(_counted(one, count) for one, count in found.items())
+
+
+def run_operations(program: Program, num_trips: int = 1) -> Iterator[tuple[Operation, int]]:
+    """Each operation whose result is used, with the times that a step runs it; of loops, those of their bodies."""
+    for operation in needed(program):
+        if operation.body is None:
+            yield operation, num_trips
+        else:
+            yield from run_operations(operation.body, num_trips * operation.num_trips)
+
+
+def sent_bytes(planned: PlannedCollective) -> int:
+    """What a device sends for all executions of one in a step."""
+    crossing = Collective(planned.kind, planned.mesh_axes, planned.bytes_each, planned.dtype)
+    return planned.count * link_bytes(crossing, planned.group_size)
+
+
+def link_bytes(crossing: Collective, group_size: int) -> int:
+    """What a device sends, and receives, for one collective: all but its own part of the full array; both ways of it
+    where the sum goes back to all; in a permute the array that it has."""
+    others = crossing.full_bytes * (group_size - 1) // group_size
+    sent = {"all-reduce": 2 * others, "all-to-all": others // group_size, "collective-permute": crossing.full_bytes}
+    return sent.get(crossing.kind, others)
+
+
+def _counted(one: PlannedCollective, count: int) -> PlannedCollective:
+    return PlannedCollective(**{**one.__dict__, "count": count})
+
+
+def _direction(scope: str, *, is_gradient: bool) -> Pass:
+    if "optimizer" in scope.split("/"):
+        return "update"
+    return "backward" if is_gradient or "transpose(" in scope else "forward"
+
+
+def _operation_name(operation: Operation) -> str:
+    part = next((name for name in operation.scope.split("/") if name), "step")
+    return (
+        f"{part.removeprefix('transpose(').removeprefix('jvp(').rstrip(')')}: {operation.name} over a split dimension"
+    )
+
+
+def _rule(plan: Plan, kind: str, axes: Axes, path: str | None) -> str | None:
+    """The rule that splits the parameter over these axes; else that of the activations."""
+    tables = (plan.sharding.parameters, plan.sharding.optimizer) if path and kind != "all-reduce" else ()
+    for table in tables:
+        for array in table:
+            if array.array.path != path:
+                continue
+            for dimension in array.dimensions:
+                if set(axes) & set(dimension.axes):
+                    return f"sharding.{array.table}[{dimension.rule}]"
+    for index, rule in enumerate(plan.spec.sharding.activations):
+        if set(axes) & set(rule.mesh):
+            return f"sharding.activations[{index}]"
+    return None

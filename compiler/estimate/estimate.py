@@ -1,0 +1,75 @@
+"""What can be said of a step without a compiler: memory at its peak, communication, and the bound of each part."""
+
+from dataclasses import dataclass
+
+from ..plan import Plan
+from ..schema import RooflinePart
+from .communication import PlannedCollective, plan_communication
+from .liveness import Class, find_peak, host_bytes
+from .read_step import read_step
+from .roofline import plan_roofline
+
+HOST_UNKNOWN = "the memory of the target's hosts is not known (target.chip.host_bytes)"
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes per device at the peak of a step. state_bytes, batch_bytes: exact, there all the time. The others: what
+    lives at the worst moment beside them, so a class that is at its largest at another moment is less here. part:
+    where that moment is. host_bytes: of a device's arrays in the host's memory, not part of the peak."""
+
+    state_bytes: int
+    batch_bytes: int
+    working_parameters: int
+    gathered_weights: int
+    gradients: int
+    activations: int
+    temporaries: int
+    part: str
+    limit_bytes: int | None  # what a program may take; None: unknown
+    host_bytes: int
+    host_limit_bytes: int | None  # a device's share of the host's memory; None: unknown
+
+    @property
+    def peak_bytes(self) -> int:
+        moving = self.working_parameters + self.gathered_weights + self.gradients + self.activations + self.temporaries
+        return self.state_bytes + self.batch_bytes + moving
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
+
+    @property
+    def host_fits(self) -> bool | None:
+        return fits_host(self.host_bytes, self.host_limit_bytes)
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    memory: MemoryEstimate
+    communication: tuple[PlannedCollective, ...]
+    roofline: tuple[RooflinePart, ...]
+
+
+def fits_host(num_bytes: int, limit_bytes: int | None) -> bool | None:
+    """Whether arrays fit in the host's memory; None where its size is unknown. No array needs no memory."""
+    return True if num_bytes == 0 else None if limit_bytes is None else num_bytes <= limit_bytes
+
+
+def estimate_step(plan: Plan) -> StepEstimate:
+    """Trace the step and read it; a second or two, no devices."""
+    program = read_step(plan)
+    peak = find_peak(program)
+    classes: tuple[Class, ...] = (
+        "working_parameters", "gathered_weights", "gradients", "activations", "temporaries",
+    )  # fmt: skip
+    memory = MemoryEstimate(
+        plan.memory.state_bytes,
+        plan.memory.batch,
+        *(peak.num_bytes.get(name, 0) for name in classes),
+        part=peak.at,
+        limit_bytes=plan.target.hbm_bytes_per_device,
+        host_bytes=host_bytes(program),
+        host_limit_bytes=plan.target.host_bytes_per_device,
+    )
+    return StepEstimate(memory, plan_communication(plan, program), plan_roofline(plan, program))

@@ -1,0 +1,33 @@
+"""The train step as operations on values.
+
+It is traced over the abstract mesh by the function that is compiled later (train_step.py), so no estimate describes
+another program.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from ..jaxpr.program import Program
+from ..jaxpr.read_jaxpr import layout_of, read_jaxpr
+from ..parallel.attention import to_estimate
+from ..plan import Plan
+from ..sharding.batch import batch_arrays
+from ..step.train_step import build_train_step
+from ..target.compiler_options import option_table
+
+
+def read_step(plan: Plan) -> Program:
+    """Trace the plan's train step and read it. Inputs: the leaves of the state, then those of the batch."""
+    shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in batch_arrays(plan.spec)}
+    step = build_train_step(replace(plan, attention=to_estimate(plan.attention)))
+    with jax.sharding.use_abstract_mesh(plan.mesh.abstract()):
+        traced = jax.make_jaxpr(step)(plan.abstract, batch)
+    is_spec = lambda node: isinstance(node, jax.sharding.PartitionSpec)  # noqa: E731
+    specs = jax.tree.leaves(plan.specs, is_leaf=is_spec)
+    specs += [jax.sharding.PartitionSpec(plan.sharding.batch_axes or None)] * len(batch)
+    layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
+    joins_sums = plan.target.platform not in option_table().sums_each_matmul
+    return read_jaxpr(traced.jaxpr, layouts, plan.mesh.sizes, joins_sums=joins_sums)

@@ -1,0 +1,108 @@
+"""The least time that each part of a step can take: its arithmetic, its memory traffic, its communication, each alone
+and at the full rate of the hardware. The largest of the three binds.
+
+FLOPs are those that are run: remat's included, of kernels the blocks that a causal mask leaves. HBM bytes are those
+that the fused program reads and writes (fusion.py), each operation's operands once, however it tiles them. Link bytes
+are what a device sends (communication.py).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..jaxpr.fusion import Step, fuse
+from ..jaxpr.program import Collective, Operation, Program
+from ..plan import Plan
+from ..schema import RooflinePart
+from .communication import link_bytes
+
+
+@dataclass
+class _Sums:
+    flops: int = 0
+    hbm_bytes: int = 0
+    link_bytes: int = 0
+    link_seconds: list[float | None] = field(default_factory=list)  # of each collective; None: unknown
+
+
+def plan_roofline(plan: Plan, program: Program) -> tuple[RooflinePart, ...]:
+    """A row for embed, each stack of layers without its attention, attention, head and optimizer, of one device."""
+    bandwidth = plan.target.hbm_bytes_per_second_per_device
+    sums: dict[str, _Sums] = defaultdict(_Sums)
+    names = {stack.name: f"{stack.name} (x{stack.num_layers})" for stack in plan.model.stacks}
+    parts = ["embed", *names, "attention", "head", "optimizer"]
+    for operation, hbm, num_trips in _operations(program, is_loop=False):
+        total = sums[_part(operation.scope, names)]
+        total.flops += num_trips * operation.flops
+        total.hbm_bytes += num_trips * hbm
+        if (crossing := operation.collective) is not None and crossing.axes:
+            total.link_bytes += num_trips * link_bytes(crossing, plan.mesh.num_shards(crossing.axes))
+            total.link_seconds.append(_alone_seconds(plan, crossing, num_trips))
+    return tuple(
+        _row(names.get(part, part), sums[part], plan.target.peak_flops_per_second, bandwidth)
+        for part in parts
+        if part in sums
+    )
+
+
+def _alone_seconds(plan: Plan, crossing: Collective, count: int) -> float | None:
+    seconds = plan.mesh.alone_seconds(crossing.kind, crossing.full_bytes, crossing.axes)
+    return None if seconds is None else count * seconds
+
+
+def _row(name: str, sums: _Sums, peak: float | None, bandwidth: float | None) -> RooflinePart:
+    seconds = {
+        "flops": sums.flops / peak if peak else None,
+        "hbm": sums.hbm_bytes / bandwidth if bandwidth else None,
+        "link": None if None in sums.link_seconds else sum(x for x in sums.link_seconds if x is not None),
+    }
+    known = {resource: value for resource, value in seconds.items() if value is not None}
+    return RooflinePart(
+        name=name,
+        flops=sums.flops,
+        hbm_bytes=sums.hbm_bytes,
+        link_bytes=sums.link_bytes,
+        flops_seconds=seconds["flops"],
+        hbm_seconds=seconds["hbm"],
+        link_seconds=seconds["link"],
+        bound=max(known, key=lambda resource: known[resource]) if len(known) == len(seconds) else None,  # type: ignore[arg-type]
+    )
+
+
+def roofline_seconds(parts: tuple[RooflinePart, ...]) -> float | None:
+    """The bound of a step whose communication hides behind its compute as far as it can: each part's longest, added."""
+    each = [(part.flops_seconds, part.hbm_seconds, part.link_seconds) for part in parts]
+    longest = [max(x for x in one if x is not None) for one in each if None not in one]
+    return sum(longest) if len(longest) == len(each) else None
+
+
+def _operations(program: Program, *, is_loop: bool, num_trips: int = 1) -> Iterator[tuple[Operation, int, int]]:
+    """(operation, HBM bytes, times run) of each step of the fused program, loops' bodies in their place."""
+    fused = fuse(program, is_loop=is_loop)
+    read_already: set[int] = set()  # by pointwise operations: those of the same arrays run together
+    for step in fused.steps:
+        if step.operation.body is not None:
+            inner = num_trips * step.operation.num_trips
+            yield from _operations(step.operation.body, is_loop=True, num_trips=inner)
+            continue
+        yield step.operation, _traffic(step, program.sizes, read_already), num_trips
+        if step.is_fused:
+            read_already.update((*step.reads, *step.writes))
+
+
+def _traffic(step: Step, sizes: tuple[int, ...], read_already: set[int]) -> int:
+    written = sum(sizes[i] for i in step.writes)
+    if step.operation.name == "gather":  # of a table, the rows that are looked up
+        return 2 * written
+    reads = set(step.reads) - read_already if step.is_fused else set(step.reads)
+    return written + sum(sizes[i] for i in reads)
+
+
+def _part(scope: str, stacks: dict[str, str]) -> str:
+    """'transpose(jvp(layers))/attend/..' -> attention."""
+    names = [name for piece in scope.split("/") for name in piece.replace("(", " ").replace(")", " ").split()]
+    if "optimizer" in names:
+        return "optimizer"
+    if "attend" in names:
+        return "attention"
+    return next((name for name in names if name in stacks or name in ("embed", "head")), "optimizer")

@@ -1,0 +1,1 @@
+"""A traced program as operations with sizes, FLOPs and layouts, read without a compiler."""

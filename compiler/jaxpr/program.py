@@ -1,0 +1,49 @@
+"""A step as operations on values: what estimates are made from (read_step.py makes it of the traced step)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..schema import CollectiveKind
+from .propagate import Axes
+
+# move: the same bytes under another shape. pointwise: fused with its neighbours. reduce: fused with what it reads.
+Kind = Literal["matmul", "kernel", "collective", "loop", "move", "pointwise", "reduce", "other"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """full_bytes: of the whole array on one side of it, that which every device of the group has a part of, or all."""
+
+    kind: CollectiveKind
+    axes: Axes
+    full_bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Operation:
+    """inputs, outputs: indices of values. scope: names that say what it is part of."""
+
+    kind: Kind
+    name: str
+    scope: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    flops: int = 0
+    collective: Collective | None = None
+    body: "Program | None" = None
+    num_trips: int = 1
+    num_carried: int = 0  # of a loop: its first results, which each trip hands to the next; the others are stacked
+
+
+@dataclass(frozen=True)
+class Program:
+    """sizes: bytes on a device of each value, by its index. host_sizes: bytes of a device's part in the host's memory,
+    likewise; a value lies in one of the two. dtypes: likewise."""
+
+    operations: tuple[Operation, ...]
+    sizes: tuple[int, ...]
+    host_sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]

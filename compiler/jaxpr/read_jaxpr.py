@@ -1,0 +1,362 @@
+"""A traced program, read without a compiler: operations in order, bytes on a device of each value.
+
+Calls are inlined, loops stay loops. Values that are split over automatic mesh axes are followed through the operations
+(propagate.py); an operation that contracts a split dimension brings an all-reduce.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr
+from jax.extend.core import Literal as Constant
+
+from ..core.partition_spec import axes_of
+from ..schema import MOVING, CollectiveKind
+from .flops import matmul_flops
+from .operation_kinds import (
+    ATTENTION,
+    COLLECTIVES,
+    KERNELS,
+    LANES,
+    OTHERS,
+    causal_flops,
+    cudnn_flops,
+    kind_of,
+    splash_blocks,
+)
+from .program import Collective, Kind, Operation, Program
+from .propagate import Axes, Layout, propagate
+from .subprograms import scan_of, subprograms, without_consts
+
+_SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # before or behind a sum over devices: alike
+_ADDITIONS = {"add", "add_any"}
+
+
+def read_jaxpr(
+    jaxpr: Jaxpr, layouts: Sequence[Layout], mesh_sizes: Mapping[str, int], *, joins_sums: bool = True
+) -> Program:
+    """Any jaxpr, with its arguments laid out so. joins_sums: the compiler adds partial results of several matmuls up
+    before it sums them over devices, and sums into shards where shards are wanted."""
+    return _Reader(mesh_sizes, joins_sums).read(jaxpr, layouts, "")
+
+
+def layout_of(spec: Any, rank: int) -> Layout:
+    """A PartitionSpec with an entry for each dimension."""
+    entries = [axes_of(entry) for entry in spec]
+    return (*entries, *[()] * (rank - len(entries)))
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """Of a value that is to be added up over devices: along which mesh axes, and the operation that it came from."""
+
+    aval: Any
+    axes: Axes
+    name: str
+    scope: str
+
+
+@dataclass
+class _Reader:
+    """Reads one jaxpr; a reader of its own for each loop's body."""
+
+    mesh_sizes: Mapping[str, int]
+    joins_sums: bool
+    operations: list[Operation] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    host_sizes: list[int] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)  # of each value's last dimension
+    partial: dict[int, "_Partial"] = field(default_factory=dict)  # values that devices have yet to add up
+    brought: dict[tuple[int, CollectiveKind, Layout], int] = field(default_factory=dict)  # what `crossed` has made
+
+    def read(self, jaxpr: Jaxpr, layouts: Sequence[Layout], scope: str) -> Program:
+        inputs = [self.value(x.aval, layout) for x, layout in zip(jaxpr.invars, layouts, strict=True)]
+        outputs = [self.kept(i) for i in self.inline(jaxpr, inputs, scope)]
+        self.pad()
+        sizes, host_sizes = tuple(self.sizes), tuple(self.host_sizes)
+        return Program(tuple(self.operations), sizes, host_sizes, tuple(self.dtypes), tuple(inputs), tuple(outputs))
+
+    def value(self, aval: Any, layout: Layout) -> int:
+        dtype = getattr(aval, "dtype", None)
+        itemsize = getattr(dtype, "itemsize", 0) or 0
+        shape = getattr(aval, "shape", ())
+        layout = tuple(tuple(axis for axis in axes if self.mesh_sizes[axis] > 1) for axes in layout)
+        shards = self.num_shards(tuple(axis for axes in layout for axis in axes))
+        num_bytes = math.prod(shape) * itemsize // shards
+        is_on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
+        self.sizes.append(0 if is_on_host else num_bytes)
+        self.host_sizes.append(num_bytes if is_on_host else 0)
+        self.widths.append(shape[-1] if shape else 0)
+        self.dtypes.append(str(dtype))
+        self.layouts.append(layout)
+        return len(self.sizes) - 1
+
+    def pad(self) -> None:
+        """Arrays that a TPU kernel takes or gives have its layout: a last dimension of less than 128 fills whole rows
+        of 128. So does what pointwise operations make of them, or them of."""
+        padded: dict[int, int] = {}
+        for operation in self.operations:
+            if operation.name == "pallas_call":
+                ends = (*operation.inputs, *operation.outputs)
+                padded |= {i: self.sizes[i] * LANES // self.widths[i] for i in ends if 1 < self.widths[i] < LANES}
+        found = -1
+        while padded and found != len(padded):
+            found = len(padded)
+            for operation in self.operations:
+                ends = [i for i in (*operation.inputs, *operation.outputs) if operation.kind in ("move", "pointwise")]
+                known = {self.sizes[i]: padded[i] for i in ends if i in padded}
+                padded |= {i: known[self.sizes[i]] for i in ends if self.sizes[i] in known}
+        for i, size in padded.items():
+            self.sizes[i] = size
+
+    def num_shards(self, axes: Axes) -> int:
+        return math.prod(self.mesh_sizes[axis] for axis in axes)
+
+    def inline(self, jaxpr: Jaxpr, inputs: Sequence[int], scope: str) -> list[int]:
+        """Append the operations of a jaxpr whose arguments are these values; gives those of its results."""
+        known: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def index(x: Any) -> int:
+            if isinstance(x, Constant) or x not in known:  # a literal, or a value that is dropped
+                return self.value(x.aval, ((),) * getattr(x.aval, "ndim", 0))
+            return known[x]
+
+        for equation in jaxpr.eqns:
+            operands = [index(x) for x in equation.invars]
+            inner = "/".join(filter(None, (scope, str(equation.source_info.name_stack))))
+            results = self.equation(equation, operands, inner)
+            known.update(zip(equation.outvars, results, strict=True))
+        return [index(x) for x in jaxpr.outvars]
+
+    def equation(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        name, params = equation.primitive.name, equation.params
+        if name in ("shard_map", "scan", "while", "cond"):
+            operands = [self.summed(i) for i in operands]
+        if name == "shard_map":
+            return self.shard_map(equation, operands, scope)
+        if name == "scan":
+            return self.scan(equation, operands, scope)
+        if name == "while":
+            return self.while_loop(equation, operands, scope)
+        if name == "cond":
+            return self.inline(max(subprograms(params), key=matmul_flops), operands[1:], scope)
+        called = None if name.startswith(KERNELS) or name in OTHERS else next(subprograms(params), None)
+        if called is not None and len(called.invars) == len(operands):
+            return self.inline(called, operands, scope)
+        return self.single(equation, operands, scope)
+
+    def single(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        """An operation that calls nothing."""
+        name = equation.primitive.name
+        kind = kind_of(equation)
+        if name == "sharding_constraint":
+            return self.constrained(equation, operands, scope)
+        if name == "reduce_precision":  # what remat keeps is put through one, to its own type
+            return operands
+        partial = self.still_partial(name, operands)
+        operands = operands if partial else [self.summed(i) for i in operands]
+        if kind == "matmul":
+            operands = self.gathered(equation, operands, scope)
+        layouts = [self.layouts[i] for i in operands]
+        reduced: Axes = ()
+        if kind in ("kernel", "collective") or len(equation.outvars) > 1:
+            found = [_like_operands(x, equation, layouts) for x in equation.outvars]
+        else:
+            layout, reduced = propagate(equation, layouts, self.num_shards)
+            found = [layout]
+        results = [self.value(x.aval, layout) for x, layout in zip(equation.outvars, found, strict=True)]
+        collective = self.collective(equation, operands, results) if kind == "collective" else None
+        flops = self.flops(equation, kind, operands, results)
+        self.operations.append(Operation(kind, name, scope, tuple(operands), tuple(results), flops, collective))
+        if reduced := tuple(axis for axis in reduced if self.mesh_sizes[axis] > 1):
+            partial = _Partial(equation.outvars[0].aval, reduced, name, scope)
+        if partial:
+            self.partial[results[0]] = replace(partial, aval=equation.outvars[0].aval)
+        return results if self.joins_sums else [self.summed(i) for i in results]
+
+    def still_partial(self, name: str, operands: list[int]) -> _Partial | None:
+        """Of an operation that may come before the sum over devices: what its result is still to be added up over."""
+        found = [self.partial.get(i) for i in operands]
+        is_linear = name in _SHAPES or (name in _ADDITIONS and len({one and one.axes for one in found}) == 1)
+        return found[0] if is_linear and found else None
+
+    def summed(self, i: int, wanted: Layout = ()) -> int:
+        """The value, added up over devices, once for all who read it: whole, or into the shards that are wanted."""
+        partial = self.partial.get(i)
+        if partial is None:
+            return i
+        layout, kind = self.layouts[i], "all-reduce"
+        if self.joins_sums and set(partial.axes) <= {axis for axes in wanted for axis in axes}:
+            added = (tuple(axis for axis in axes if axis in partial.axes) for axes in wanted)
+            layout = tuple(old + new for old, new in zip(layout, added, strict=True))
+            kind = "reduce-scatter"
+        return self.crossed(partial.aval, i, layout, kind, partial.axes, partial.name, partial.scope)
+
+    def kept(self, i: int) -> int:
+        """A result of a program, added up over devices: in the shards that a constraint in it wants, if one does. The
+        partitioner gives what is constrained that layout wherever it goes: a matmul's result that is kept for the
+        backward pass lies as the activation that is made of it."""
+        shards = (known for key, known in self.brought.items() if key[:2] == (i, "reduce-scatter"))
+        return next(shards, None) or self.summed(i)
+
+    def gathered(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        """A matmul's operands, without the mesh axes along what is summed that split the other's part of the result:
+        x (8, 64, 128) P(None, None, 'tensor') @ w (128, 32) P(None, 'tensor') gathers x."""
+        (contracted, _), found = equation.params["dimension_numbers"], list(operands)
+        for side, other in ((0, 1), (1, 0)):
+            layout, beside = self.layouts[operands[side]], self.layouts[operands[other]]
+            kept = {axis for d, axes in enumerate(beside) if d not in contracted[other] for axis in axes}
+            lost = tuple(axis for d in contracted[side] for axis in layout[d] if axis in kept)
+            if not lost:
+                continue
+            whole = tuple(tuple(axis for axis in axes if axis not in lost) for axes in layout)
+            aval = equation.invars[side].aval
+            found[side] = self.crossed(aval, operands[side], whole, "all-gather", lost, "dot_general", scope)
+        return found
+
+    def constrained(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        wanted = layout_of(equation.params["sharding"].spec, len(self.layouts[operands[0]]))
+        operands = self.resharded(equation, [self.summed(operands[0], wanted)], wanted, scope)
+        result = self.value(equation.outvars[0].aval, wanted)
+        self.operations.append(Operation("move", equation.primitive.name, scope, tuple(operands), (result,)))
+        return [result]
+
+    def resharded(self, equation: Any, operands: list[int], wanted: Layout, scope: str) -> list[int]:
+        """The operand with an all-to-all in front where a constraint moves mesh axes from one dimension to another, an
+        all-gather where it wants them gone."""
+        before = self.layouts[operands[0]]
+        lost = [axis for old, new in zip(before, wanted, strict=True) for axis in old if axis not in new]
+        axes = tuple(axis for axis in lost if self.mesh_sizes[axis] > 1)
+        if not axes:
+            return operands
+        is_moved = any(axis in new for new in wanted for axis in axes)
+        kept = tuple(tuple(axis for axis in old if axis not in axes) for old in before)
+        kind: CollectiveKind = "all-to-all" if is_moved else "all-gather"
+        layout = wanted if is_moved else kept
+        return [self.crossed(equation.invars[0].aval, operands[0], layout, kind, axes, equation.primitive.name, scope)]
+
+    def crossed(
+        self, aval: Any, operand: int, layout: Layout, kind: CollectiveKind, axes: Axes, name: str, scope: str
+    ) -> int:
+        """The operand, brought to a layout by a collective over these axes: by one, however many read it."""
+        if (known := self.brought.get((operand, kind, layout))) is not None:
+            return known
+        result = self.brought[operand, kind, layout] = self.value(aval, layout)
+        full = self.sizes[operand] * (self.num_shards(axes) if kind in MOVING else 1)
+        collective = Collective(kind, axes, full, self.dtypes[result])
+        self.operations.append(Operation("collective", name, scope, (operand,), (result,), 0, collective))
+        return result
+
+    def collective(self, equation: Any, operands: list[int], results: list[int]) -> Collective:
+        name, params = equation.primitive.name, equation.params
+        axes = params.get("axis_name", params.get("axes", ()))
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        axes = tuple(axis for axis in axes if isinstance(axis, str) and self.mesh_sizes[axis] > 1)
+        full = max(sum(self.sizes[i] for i in operands), sum(self.sizes[i] for i in results))
+        full *= self.num_shards(axes) if name == "all_to_all" else 1  # both sides are parts
+        return Collective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]])
+
+    def flops(self, equation: Any, kind: Kind, operands: list[int], results: list[int]) -> int:
+        """Of this device, matmuls alone. Of a kernel: its blocks' matmuls, once for each step of its grid that
+        a causal mask leaves."""
+        if kind == "matmul":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left, layout = equation.invars[0].aval.shape, self.layouts[operands[0]]
+            length = math.prod(left[d] // self.num_shards(layout[d]) for d in contracted)
+            out = equation.outvars[0].aval
+            return 2 * length * self.sizes[results[0]] // out.dtype.itemsize
+        if equation.primitive.name == "pallas_call":
+            grid = math.prod(n for n in equation.params["grid_mapping"].grid if isinstance(n, int))
+            flops = grid * sum(matmul_flops(inner) for inner in subprograms(equation.params))
+            return causal_flops(flops, *blocks) if (blocks := splash_blocks(equation)) else flops
+        if equation.primitive.name.startswith(ATTENTION):
+            return cudnn_flops(equation, self.sizes[operands[0]] // equation.invars[0].aval.dtype.itemsize)
+        return 0
+
+    def shard_map(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        """Inside, what was split over its manual axes has the shape of a shard."""
+        params = equation.params
+        manual = set(params["newly_manual_axes"])
+        for i, (operand, spec) in enumerate(zip(operands, params["in_specs"], strict=True)):
+            layout, wanted = self.layouts[operand], layout_of(spec, len(self.layouts[operand]))
+            inside = tuple(tuple(axis for axis in axes if axis not in manual) for axes in layout)
+            outside = tuple(w + tuple(axis for axis in n if axis not in w) for w, n in zip(wanted, inside, strict=True))
+            if outside != layout:  # moved to where it is wanted
+                operands[i] = self.moved(equation.invars[i].aval, operand, outside, scope)
+        inner = [self.entered(i, x.aval, manual, scope) for i, x in zip(operands, params["jaxpr"].invars, strict=True)]
+        results = self.inline(params["jaxpr"], inner, scope)
+        found = []
+        for i, x, spec in zip(results, equation.outvars, params["out_specs"], strict=True):
+            rest = self.layouts[i]
+            layout = tuple(w + r for w, r in zip(layout_of(spec, len(rest)), rest, strict=True))
+            found.append(self.moved(x.aval, i, layout, scope))
+        return found
+
+    def entered(self, operand: int, aval: Any, manual: set[str], scope: str) -> int:
+        layout = tuple(tuple(axis for axis in axes if axis not in manual) for axes in self.layouts[operand])
+        return self.moved(aval, operand, layout, scope)
+
+    def moved(self, aval: Any, operand: int, layout: Layout, scope: str) -> int:
+        result = self.value(aval, layout)
+        kind: Kind = "move" if self.sizes[result] == self.sizes[operand] else "pointwise"
+        self.operations.append(Operation(kind, "shard_map", scope, (operand,), (result,)))
+        return result
+
+    def scan(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        scan = scan_of(equation.params)
+        layouts = [self.layouts[i] for i in operands]
+        first = scan.num_consts + scan.num_carried
+        inside = [*layouts[:first], *(layout[1:] for layout in layouts[first:])]
+        body, program = self.loop_body(scan.body, inside, range(scan.num_consts, first), scope)
+        results = []
+        for place, (x, i) in enumerate(zip(equation.outvars, program.outputs, strict=True)):
+            layout = body.layouts[i] if place < scan.num_carried else ((), *body.layouts[i])
+            results.append(self.value(x.aval, layout))
+            if place >= scan.num_carried:  # as it lies in the body
+                self.sizes[results[-1]] = scan.num_trips * program.sizes[i]
+        self.operations.append(
+            Operation("loop", "scan", scope, tuple(operands), tuple(results), body=program,
+                      num_trips=scan.num_trips, num_carried=scan.num_carried)
+        )  # fmt: skip
+        return results
+
+    def loop_body(self, jaxpr: Jaxpr, layouts: list[Layout], carried: range, scope: str) -> tuple["_Reader", Program]:
+        """What a loop carries lies at the start as at the end of a trip: zeros that sums begin with are split too."""
+        while True:
+            body = _Reader(self.mesh_sizes, self.joins_sums)
+            program = body.read(jaxpr, layouts, scope)
+            ends = [body.layouts[i] for i in program.outputs[: len(carried)]]
+            split = [
+                tuple(end or start for start, end in zip(layouts[place], layout, strict=True))
+                for place, layout in zip(carried, ends, strict=True)
+            ]
+            if split == layouts[carried.start : carried.stop]:
+                return body, program
+            layouts = [*layouts[: carried.start], *split, *layouts[carried.stop :]]
+
+    def while_loop(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        """Its number of trips is not known before it runs: one."""
+        params = equation.params
+        inside = operands[params["cond_nconsts"] :]
+        consts, num = params["body_nconsts"], len(inside)
+        layouts = [self.layouts[i] for i in inside]
+        body, program = self.loop_body(without_consts(params["body_jaxpr"]), layouts, range(consts, num), scope)
+        results = [self.value(x.aval, body.layouts[i]) for x, i in zip(equation.outvars, program.outputs, strict=True)]
+        self.operations.append(
+            Operation("loop", "while", scope, tuple(inside), tuple(results), body=program, num_carried=len(results))
+        )
+        return results
+
+
+def _like_operands(out: Any, equation: Any, layouts: Sequence[Layout]) -> Layout:
+    """An operation with several results, or one that says nothing of layouts: each as the first operand of its rank."""
+    shape = getattr(out.aval, "shape", ())
+    for x, layout in zip(equation.invars, layouts, strict=True):
+        if len(x.aval.shape) == len(shape) and any(layout):
+            return layout
+    return ((),) * len(shape)

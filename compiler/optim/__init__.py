@@ -1,0 +1,1 @@
+"""Optimizers and learning-rate schedules: typed configs that build optax transformations."""

@@ -1,0 +1,110 @@
+"""Learning rates over the steps of a run: a linear warm-up, then what the kind says.
+
+Steps count from 0. Peak P, run of N steps, warm-up of W, final fraction f. The warm-up gives step n the rate P n / W;
+the first step after it has the peak, and the last step of the run the final rate P f. s = (n - W) / (N - 1 - W):
+
+    constant  P
+    cosine    P (f + (1 - f) (1 + cos(pi s)) / 2)
+    linear    P (1 - (1 - f) s)
+    wsd       P until the last D steps; in those, d = 1/D, 2/D, .. 1: P (1 - (1 - f) d), or sqrt(d) for d
+
+Where only one step follows the warm-up, cosine and linear give it the peak.
+"""
+
+from typing import Annotated, Literal
+
+import jax.numpy as jnp
+import optax
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from meshloom.models.config import Config
+
+from ..core.config_types import UpToOne
+from ..core.errors import Problem
+from ..core.format import counted
+
+
+class ScheduleConfig(Config):
+    """The base of every schedule: what follows the warm-up is `decay`. One adds its kind, `kind: Literal[...]`."""
+
+    num_warmup_steps: NonNegativeInt  # linear from 0 to the peak
+
+    def decay(self, peak: float, num_steps: int) -> optax.Schedule:
+        """Returns the learning rate over the `num_steps` after the warm-up, as a function of 0 .. num_steps - 1."""
+        raise NotImplementedError
+
+    def problems(self, num_steps: int) -> list[Problem]:  # noqa: ARG002
+        """Returns what is wrong with it in a run of `num_steps`."""
+        return []
+
+    def warnings(self, peak: float, num_steps: int) -> list[Problem]:
+        """Returns what is not wrong in a run of `num_steps`, and seldom meant. A short trial may end in its warm-up."""
+        if self.num_warmup_steps < num_steps:
+            return []
+        last = peak * (num_steps - 1) / self.num_warmup_steps
+        what = f"is {self.num_warmup_steps} and num_steps is {num_steps}: the learning rate ends at {last:.3g} and never reaches {peak:.3g}"  # noqa: E501
+        fix = f"use schedule.num_warmup_steps={num_steps // 10}, or a larger num_steps"
+        return [Problem("schedule.num_warmup_steps", what, fix)]
+
+    def build(self, peak: float, num_steps: int) -> optax.Schedule:
+        """step -> learning rate; the first step is 0."""
+        decay = self.decay(peak, max(num_steps - self.num_warmup_steps, 1))
+        if not self.num_warmup_steps:
+            return decay
+        rise = optax.linear_schedule(0.0, peak, self.num_warmup_steps)
+        return optax.join_schedules([rise, decay], [self.num_warmup_steps])
+
+
+class ConstantSchedule(ScheduleConfig):
+    kind: Literal["constant"]
+
+    def decay(self, peak: float, num_steps: int) -> optax.Schedule:  # noqa: ARG002
+        return optax.constant_schedule(peak)
+
+
+class CosineSchedule(ScheduleConfig):
+    """Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts."""
+
+    kind: Literal["cosine"]
+    final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
+
+    def decay(self, peak: float, num_steps: int) -> optax.Schedule:
+        return optax.cosine_decay_schedule(peak, max(num_steps - 1, 1), alpha=self.final_learning_rate_fraction)
+
+
+class LinearSchedule(ScheduleConfig):
+    kind: Literal["linear"]
+    final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
+
+    def decay(self, peak: float, num_steps: int) -> optax.Schedule:
+        return optax.linear_schedule(peak, peak * self.final_learning_rate_fraction, max(num_steps - 1, 1))
+
+
+class WsdSchedule(ScheduleConfig):
+    """Warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395. sqrt: Haegele et al. 2024, arXiv:2405.18392."""
+
+    kind: Literal["wsd"]
+    num_decay_steps: PositiveInt  # the last ones
+    decay_shape: Literal["linear", "sqrt"]
+    final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
+
+    def problems(self, num_steps: int) -> list[Problem]:
+        if (needed := self.num_warmup_steps + self.num_decay_steps) <= num_steps:
+            return []
+        what = f"a warm-up of {counted(self.num_warmup_steps, 'step')} and a decay of {self.num_decay_steps} "
+        what += f"are {counted(needed, 'step')}, num_steps is {num_steps}"
+        room = num_steps - self.num_warmup_steps
+        fix = f"use schedule.num_decay_steps={room}" if room > 0 else f"use num_steps={needed}"
+        return [Problem("schedule.num_decay_steps", what, fix)]
+
+    def decay(self, peak: float, num_steps: int) -> optax.Schedule:
+        fall = 1 - self.final_learning_rate_fraction
+
+        def rate(step):
+            done = jnp.clip((step + 1 - (num_steps - self.num_decay_steps)) / self.num_decay_steps, 0.0, 1.0)
+            return peak * (1 - fall * (jnp.sqrt(done) if self.decay_shape == "sqrt" else done))
+
+        return rate
+
+
+ScheduleSpec = Annotated[ConstantSchedule | CosineSchedule | LinearSchedule | WsdSchedule, Field(discriminator="kind")]

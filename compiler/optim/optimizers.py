@@ -1,0 +1,249 @@
+"""The optimizers: each a typed config that builds its optax transformation.
+
+An optimizer is a subclass of `OptimizerConfig` with a `name` and `build`. The compiler does the rest for all of them
+alike (compiler/sharding/optimizer_state.py): clipping by global norm before it, float32 arithmetic, the layout of its
+state.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, Self
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
+
+from meshloom.models.config import Config
+
+from ..core.config_types import FloatType, Fraction
+from .parameter_kinds import Groups
+from .transforms import each_layer, stored_in
+
+DecayOn = Literal["matrices", "all"]
+
+# A moment that moves by less than 2^-8 of a like-sized gradient does not move at all: bfloat16 has 8 bits of precision.
+_SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an optimizer is built for. schedule: step -> learning rate. kinds: a ParameterKind for every parameter, as
+    a tree like them. layouts: the PartitionSpec in which each is updated. mesh: devices along each mesh axis."""
+
+    schedule: optax.Schedule
+    kinds: Any
+    layouts: Any
+    mesh: Mapping[str, int]
+
+    def decay_mask(self, weight_decay_on: DecayOn) -> Any:
+        """True where weight decay acts. `matrices`: not on norm scales and biases."""
+        return jax.tree.map(lambda kind: kind.is_matrix or weight_decay_on == "all", self.kinds)
+
+
+class OptimizerConfig(Config):
+    """The base of every optimizer. One adds its name, `name: Literal["adamw"]`, and the keys that it needs."""
+
+    learning_rate: PositiveFloat  # its peak; `schedule` says how it is reached and left
+    max_grad_norm: PositiveFloat | None  # gradients with a larger global norm are scaled down to it
+
+    def build(self, setting: Setting) -> optax.GradientTransformation:
+        """Gradients behind clipping -> what is added to the parameters. Parameters and gradients come in float32."""
+        raise NotImplementedError
+
+
+class _MomentsConfig(OptimizerConfig):
+    """What all of ours have: moments, and decay that is multiplied with the learning rate alone (decoupled)."""
+
+    weight_decay: NonNegativeFloat
+    weight_decay_on: DecayOn
+    moment_dtype: FloatType  # in which moments are kept from step to step
+
+    def _stepped(self, *directions: optax.GradientTransformation, setting: Setting) -> optax.GradientTransformation:
+        """The transformations, then weight decay, then the learning rate with the sign of a descent."""
+        decay = optax.add_decayed_weights(self.weight_decay, mask=setting.decay_mask(self.weight_decay_on))
+        return optax.chain(*directions, decay, optax.scale_by_learning_rate(setting.schedule))
+
+    def _check_moments_move(self, **decays: float) -> Self:
+        for key, decay in decays.items():
+            if self.moment_dtype == "bfloat16" and decay > _SLOWEST_BFLOAT16_DECAY:
+                what = f"{decay} moves a moment by less than bfloat16 can hold"
+                most = int(_SLOWEST_BFLOAT16_DECAY * 1000) / 1000
+                fix = f"set optimizer.moment_dtype=float32, or optimizer.{key}={most} or less"
+                raise _mistake(key, what, fix)
+        return self
+
+    def _check_momentum(self, momentum: float | None) -> Self:
+        if momentum is not None:
+            return self._check_moments_move(momentum=momentum)
+        if self.moment_dtype != "float32":
+            what = f"{self.moment_dtype} moments, and without a momentum there are none"
+            raise _mistake("moment_dtype", what, "set optimizer.moment_dtype=float32, or optimizer.momentum=0.9")
+        return self
+
+
+class AdamWConfig(_MomentsConfig):
+    """Loshchilov and Hutter 2019, arXiv:1711.05101."""
+
+    name: Literal["adamw"]
+    b1: Fraction
+    b2: Fraction
+    epsilon: PositiveFloat
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self._check_moments_move(b1=self.b1, b2=self.b2)
+
+    def build(self, setting: Setting) -> optax.GradientTransformation:
+        adam = stored_in(optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.epsilon), self.moment_dtype)
+        return self._stepped(adam, setting=setting)
+
+
+class LionConfig(_MomentsConfig):
+    """Chen et al. 2023, arXiv:2302.06675: the sign of a mean of gradients, so all entries move alike."""
+
+    name: Literal["lion"]
+    b1: Fraction  # of the mean whose sign is the update
+    b2: Fraction  # of the mean that is kept
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self._check_moments_move(b2=self.b2)
+
+    def build(self, setting: Setting) -> optax.GradientTransformation:
+        lion = stored_in(optax.scale_by_lion(b1=self.b1, b2=self.b2), self.moment_dtype)
+        return self._stepped(lion, setting=setting)
+
+
+class SgdConfig(_MomentsConfig):
+    """Sutskever et al. 2013: v <- momentum v + g; the update is v, or g + momentum v with Nesterov."""
+
+    name: Literal["sgd"]
+    momentum: Fraction | None
+    nesterov: bool
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.momentum is None and self.nesterov:
+            raise _mistake("nesterov", "nesterov needs a momentum", "set optimizer.nesterov=false, or optimizer.momentum=0.9")  # fmt: skip  # noqa: E501
+        return self._check_momentum(self.momentum)
+
+    def build(self, setting: Setting) -> optax.GradientTransformation:
+        trace = optax.trace(self.momentum, nesterov=self.nesterov) if self.momentum is not None else optax.identity()
+        return self._stepped(stored_in(trace, self.moment_dtype), setting=setting)
+
+
+class AdafactorConfig(_MomentsConfig):
+    """Shazeer and Stern 2018, arXiv:1804.04235: second moments as a row and a column of the two largest dimensions of
+    each layer's array, small and float32 always. There is a first moment only where `momentum` is set."""
+
+    name: Literal["adafactor"]
+    decay_rate: Annotated[float, Field(gt=0, lt=1)]  # c of the second moment's decay 1 - step^-c
+    min_dim_size_to_factor: PositiveInt  # smaller arrays keep their second moment whole
+    clipping_threshold: Annotated[float, Field(ge=1)] | None  # of the root mean square of an array's update
+    multiply_by_parameter_scale: bool  # learning_rate is relative to the root mean square of each array
+    momentum: Fraction | None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self._check_momentum(self.momentum)
+
+    def build(self, setting: Setting) -> optax.GradientTransformation:
+        parts = [
+            optax.scale_by_factored_rms(decay_rate=self.decay_rate, min_dim_size_to_factor=self.min_dim_size_to_factor)
+        ]
+        parts += [optax.clip_by_block_rms(self.clipping_threshold)] if self.clipping_threshold is not None else []
+        parts += [optax.scale_by_param_block_rms()] if self.multiply_by_parameter_scale else []
+        mean = optax.ema(self.momentum, debias=False) if self.momentum is not None else optax.identity()
+        factored = each_layer(optax.chain(*parts), setting.kinds)
+        return self._stepped(factored, stored_in(mean, self.moment_dtype), setting=setting)
+
+
+class MuonConfig(_MomentsConfig):
+    """Jordan 2024 (github.com/KellerJordan/Muon), as scaled by Liu et al. 2025, arXiv:2502.16982: the momentum of each
+    matrix of a layer is made orthogonal. AdamW for the rest: embedding, head, norm scales, biases."""
+
+    name: Literal["muon"]
+    momentum: Fraction
+    nesterov: bool
+    num_newton_schulz_steps: PositiveInt
+    update_rms: PositiveFloat  # of the orthogonal update; AdamW's is about 0.2, so that one learning rate serves both
+    b1: Fraction  # of AdamW, with the next two
+    b2: Fraction
+    epsilon: PositiveFloat
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self._check_moments_move(momentum=self.momentum, b1=self.b1, b2=self.b2)
+
+    def build(self, setting: Setting) -> optax.GradientTransformation:
+        chosen = jax.tree.map(
+            lambda kind, layout: (kind.groups, layout) if _is_in_muon(kind) else optax.MaskedNode(),
+            setting.kinds,
+            setting.layouts,
+        )
+        labels = jax.tree.map(lambda kind: "muon" if _is_in_muon(kind) else "adamw", setting.kinds)
+
+        def orthogonal(momenta: Any, _: Any) -> Any:
+            one = lambda x, how: self._orthogonal(x, sides=how[0], layout=how[1], mesh=setting.mesh)  # noqa: E731
+            return jax.tree.map(one, momenta, chosen)
+
+        momentum = stored_in(optax.trace(self.momentum, nesterov=self.nesterov), self.moment_dtype)
+        adam = stored_in(optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.epsilon), self.moment_dtype)
+        muon = optax.chain(momentum, optax.stateless(orthogonal))
+        return self._stepped(optax.partition({"muon": muon, "adamw": adam}, labels), setting=setting)
+
+    def _orthogonal(
+        self, stacked: jax.Array, *, sides: Groups, layout: PartitionSpec, mesh: Mapping[str, int]
+    ) -> jax.Array:
+        """The orthogonal factor of each layer's matrix, scaled to `update_rms`.
+
+        Whole layers go to devices, as many as there are for both: one change of layout there and one back. Left to the
+        partitioner, each of the 15 matmuls of five steps would gather a factor.
+        """
+        newton_schulz = scale_by_muon(
+            ns_steps=self.num_newton_schulz_steps,
+            beta=0.0,
+            nesterov=False,
+            weight_dimension_numbers=MuonDimensionNumbers(*sides),  # all other dimensions hold copies
+        )
+
+        def of_layers(x: jax.Array) -> jax.Array:
+            longest = max(math.prod(x.shape[d] for d in side) for side in sides)
+            # An orthogonal n x m matrix has a root mean square of 1 / sqrt(max(n, m)).
+            return newton_schulz.update(x, newton_schulz.init(x))[0] * (self.update_rms * longest**0.5)
+
+        if math.prod(mesh.values()) == 1:
+            return of_layers(stacked)
+        spec = PartitionSpec(spread_axes(stacked.shape[0], mesh) or None)
+        spread = jax.shard_map(of_layers, in_specs=spec, out_specs=spec, axis_names=set(mesh), check_vma=False)
+        # Laid out on both sides: else what it is the sum of, or is added to, would be sent as well.
+        here = partial(jax.lax.with_sharding_constraint, shardings=layout)
+        return here(spread(here(stacked)))
+
+
+OptimizerSpec = Annotated[
+    AdamWConfig | AdafactorConfig | LionConfig | MuonConfig | SgdConfig, Field(discriminator="name")
+]
+
+
+def spread_axes(num_copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes over which copies can be spread evenly: 8 over {fsdp: 4, tensor: 4} -> fsdp. Taken in order."""
+    axes: list[str] = []
+    for axis, size in mesh.items():
+        if size > 1 and num_copies % size == 0:
+            axes.append(axis)
+            num_copies //= size
+    return tuple(axes)
+
+
+def _is_in_muon(kind: Any) -> bool:
+    return kind.is_in_stack and len(kind.groups) == 2
+
+
+def _mistake(key: str, what: str, fix: str) -> PydanticCustomError:
+    return PydanticCustomError("optimizer", "{what}", {"what": what, "key": key, "fix": fix})

@@ -1,0 +1,115 @@
+"""Cross-entropy from the output of the last layer, never holding more float32 logits than the declaration allows.
+
+The head is run on a part of the tokens at a time, forward and again backward: logits are not kept. Its weights'
+gradient is added up in float32 over the parts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from meshloom.models import IGNORED_TARGET, Params
+from meshloom.models.numbers import divisors
+
+from ..config.spec import RunSpec
+from ..sharding.batch import sequences_of_device
+from ..sharding.sharding import ShardingPlan
+from ..target.mesh import MeshPlan
+from ..target.target import TargetPlan
+
+Head = Callable[[Params, Array], Array]  # (parameters, x_BTE) -> logits_BTV, pointwise along the length
+Parts = Sequence[Params]  # the head's parameters, a tree for each part of the vocabulary
+FLOAT32_BYTES = 4
+
+
+def plan_loss_blocks(spec: RunSpec, sharding: ShardingPlan, mesh: MeshPlan, target: TargetPlan) -> int:
+    """Parts that the tokens of a microbatch are run through the head in: the fewest whose float32 logits are within
+    `loss.max_logits_bytes`, or within `loss.max_logits_share` of a device's memory; at most one part per token of a
+    sequence, or of its shard."""
+    most = max(spec.loss.max_logits_bytes, spec.loss.max_logits_share * (target.hbm_bytes_per_device or 0))
+    sequences = sequences_of_device(spec, mesh)
+    shards = {d.logical: mesh.num_shards(d.axes) for plan in sharding.activations for d in plan.dimensions}
+    per_token = sequences * spec.model.vocab_size * FLOAT32_BYTES // shards.get("vocab", 1)
+    most_blocks = spec.sequence_length // shards.get("residual_length", 1)  # what comes in shards is not regrouped
+    fitting = (n for n in divisors(most_blocks) if spec.sequence_length // n * per_token <= most)
+    return next(fitting, most_blocks)
+
+
+def sum_losses(
+    head: Head, parts: Parts, x_BTE: Array, targets_BT: Array, *, z_loss_weight: float, num_blocks: int
+) -> Array:
+    """(objective, cross-entropy): each summed over all targets that are not ignored, float32 (2,)."""
+
+    def of_block(parts: Parts, x_BTE: Array, targets_BT: Array) -> Array:
+        logits = [head(params, x_BTE) for params in parts]
+        return cross_entropy_sums(logits, targets_BT, z_loss_weight=z_loss_weight)
+
+    if num_blocks == 1:
+        return of_block(parts, x_BTE, targets_BT)
+    return _blocked(of_block)(parts, _blocks(x_BTE, num_blocks), _blocks(targets_BT, num_blocks))
+
+
+def cross_entropy_sums(parts_BTV: Sequence[Array], targets_BT: Array, *, z_loss_weight: float) -> Array:
+    """(objective, cross-entropy), each a sum over tokens: -log softmax(logits)[target] in float32, and for the
+    objective z_loss_weight log(z)^2 more (PaLM, arXiv:2204.02311, section 5). Splits over a sharded vocabulary.
+
+    parts_BTV: logits, in parts along the vocabulary.
+    """
+    target_logit_BT, log_z_BT = _of_part(parts_BTV[0], targets_BT)
+    first = parts_BTV[0].shape[-1]
+    for part_BTV in parts_BTV[1:]:
+        of_part, log_z_of_part = _of_part(part_BTV, targets_BT - first)
+        target_logit_BT, log_z_BT = target_logit_BT + of_part, jnp.logaddexp(log_z_BT, log_z_of_part)
+        first += part_BTV.shape[-1]
+    is_counted_BT = targets_BT != IGNORED_TARGET
+    cross_entropy = jnp.sum(jnp.where(is_counted_BT, log_z_BT - target_logit_BT, 0.0))
+    if z_loss_weight == 0:  # 0 x infinity would be no number
+        return jnp.stack([cross_entropy, cross_entropy])
+    z_loss = z_loss_weight * jnp.sum(jnp.where(is_counted_BT, jnp.square(log_z_BT), 0.0))
+    return jnp.stack([cross_entropy + z_loss, cross_entropy])
+
+
+def _of_part(logits_BTV: Array, targets_BT: Array) -> tuple[Array, Array]:
+    """(the target's logit, 0 where it is in another part; log of the sum of exponentials), float32."""
+    logits_BTV = logits_BTV.astype(jnp.float32)
+    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
+    return jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1), jax.nn.logsumexp(logits_BTV, axis=-1)
+
+
+def _blocked(of_block: Callable[[Parts, Array, Array], Array]) -> Callable[[Parts, Array, Array], Array]:
+    """The sum of `of_block` over the first dimension of x and targets, logits made again in the backward pass."""
+
+    @jax.custom_vjp
+    def total(parts: Parts, x: Array, targets: Array) -> Array:
+        def add(sums: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
+            return sums + of_block(parts, *block), None
+
+        return jax.lax.scan(add, jnp.zeros(2), (x, targets))[0]
+
+    def forward(parts: Parts, x: Array, targets: Array) -> tuple[Array, Any]:
+        return total(parts, x, targets), (parts, x, targets)
+
+    def backward(kept: Any, cotangent: Array) -> tuple[Parts, Array, None]:
+        parts, x, targets = kept
+
+        def add(gradient: Parts, block: tuple[Array, Array]) -> tuple[Parts, Array]:
+            _, vjp = jax.vjp(lambda parts, x: of_block(parts, x, block[1]), parts, block[0])
+            of_parts, of_x = vjp(cotangent)
+            return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradient, of_parts), of_x
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), parts)
+        gradient, of_x = jax.lax.scan(add, zeros, (x, targets))
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, parts), of_x, None
+
+    total.defvjp(forward, backward)
+    return total
+
+
+def _blocks(x_BT: Array, num_blocks: int) -> Array:
+    """(batch, length, ...) -> (blocks, batch, length / blocks, ...). A block takes every num_blocks-th token, so that
+    a sharded length stays sharded."""
+    split = x_BT.reshape(x_BT.shape[0], -1, num_blocks, *x_BT.shape[2:])
+    return jnp.moveaxis(split, 2, 0)

@@ -1,0 +1,138 @@
+"""JAX's splash attention for TPUs, with its tables of blocks written down instead of searched for.
+
+The kernel works on blocks of queries x keys and reads from small tables which blocks have anything to compute. JAX's
+own `make_splash_mha` fills them by evaluating the mask on every block: 65,536 blocks of 512 x 512 at 131,072 tokens,
+for each of three kernels, a minute of processor time. Which blocks a causal mask leaves is arithmetic, so the tables
+here take as long as their own entries do. They are equal to JAX's (tests/compiler/parallel/test_splash.py).
+
+A TPU reads the tables from its scalar memory, which is small. Where they would not fit, blocks are larger; where
+they still would not, the queries are cut in parts, and each part is a kernel of its own over the keys up to its end.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+
+LANES = 128  # of a TPU's vector registers: splash works in blocks of that many tokens
+BLOCKS = (512, 1024)  # tokens, the one that is wanted first; 1,024 fits the vector memory of every TPU, 2,048 does not
+TABLE_BYTES = 3 * 2**18  # of the 1 MiB of scalar memory: two tables in int16 and int8, 512 x 512 blocks
+
+PARTLY, WHOLE = 1, 2  # how much of a block the mask leaves; 0 where nothing is
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """True where a query sees a key: up to its own token, of these many tokens where there is a window."""
+
+    window: int | None
+
+    def __call__(self, query_ids: Any, key_ids: Any) -> Any:
+        sees = query_ids >= key_ids
+        return sees if self.window is None else (query_ids - (self.window - 1) <= key_ids) & sees
+
+
+def attend_splash(
+    q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, *, scale: float, window: int | None,
+    soft_cap: float | None, interpret: bool,
+) -> Array:  # fmt: skip
+    """Attention by the kernel. interpret: run the kernel's operations one by one, on any platform."""
+    length = q_BTHD.shape[1]
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BSKD, v_BSKD))
+    cut = plan_cut(length, window)
+    parts = []
+    for first in range(0, length, cut.part):
+        last, kernel = first + cut.part, _kernel(cut, first, window, soft_cap, interpret=interpret)
+        ids = () if segment_ids_BT is None else (_segment_ids(segment_ids_BT, first, last),)
+        parts.append(jax.vmap(kernel)(q[:, :, first:last], k[:, :, :last], v[:, :, :last], *ids))
+    return jnp.swapaxes(jnp.concatenate(parts, axis=2), 1, 2)
+
+
+def _segment_ids(ids_BT: Array, first: int, last: int) -> Any:
+    return splash.SegmentIds(ids_BT[:, first:last], ids_BT[:, :last])
+
+
+@dataclass(frozen=True)
+class Cut:
+    """block: tokens of a block. part: queries of a kernel, all of them but in long sequences."""
+
+    block: int
+    part: int
+
+
+def plan_cut(length: int, window: int | None) -> Cut:
+    """The first of BLOCKS whose tables fit, else the largest with as few parts as fit."""
+    whole = [Cut(block, length) for block in dict.fromkeys(_block_size(length, most) for most in BLOCKS)]
+    num_blocks = length // whole[-1].block
+    parts = (Cut(whole[-1].block, length // n) for n in range(2, num_blocks + 1) if num_blocks % n == 0)
+    return next(cut for cut in (*whole, *parts) if _table_bytes(cut, length, window) <= TABLE_BYTES)
+
+
+def _block_size(length: int, most: int) -> int:
+    """Tokens of a block: the most that divide the length."""
+    return next(size for size in range(min(length, most), 0, -LANES) if length % size == 0)
+
+
+def _table_bytes(cut: Cut, length: int, window: int | None) -> int:
+    """Of the longer of both tables of the last part, in int16 and int8."""
+    rows, reach = length // cut.block, _reach(cut.block, length // cut.block, window)
+    return 3 * max(cut.part // cut.block * (reach + 1), rows * min(cut.part // cut.block, reach + 1))
+
+
+def _reach(block: int, num_blocks: int, window: int | None) -> int:
+    """How many blocks before its own a block of queries sees something of."""
+    return num_blocks - 1 if window is None else min(num_blocks - 1, (window + block - 2) // block)
+
+
+def _kernel(cut: Cut, first: int, window: int | None, soft_cap: float | None, *, interpret: bool) -> Any:
+    block = cut.block
+    queries_first, keys_first = (
+        jax.tree.map(jnp.asarray, mask_info(first, first + cut.part, block, window, keys_first=keys_first))
+        for keys_first in (False, True)
+    )
+    keys_first = keys_first._replace(q_sequence=queries_first.q_sequence)  # one constant of the program
+    return splash.SplashAttentionKernel(
+        queries_first,  # forward
+        queries_first,  # gradient of the queries
+        keys_first,  # gradient of keys and values
+        block_sizes=splash.BlockSizes(
+            block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
+            block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+        ),
+        is_mqa=False, save_residuals=False, mask_value=splash.DEFAULT_MASK_VALUE, attn_logits_soft_cap=soft_cap,
+        residual_checkpoint_name=None, mask_function=CausalMask(window), interpret=interpret,
+    )  # fmt: skip
+
+
+def mask_info(first: int, last: int, block: int, window: int | None, *, keys_first: bool) -> MaskInfo:
+    """The tables of one kernel, for all heads: of the queries first .. last, and the keys 0 .. last.
+
+    They are (1, queries, entries), or with keys_first (1, entries, keys), in blocks. Query block i sees the key blocks
+    i - reach .. i. A row has an entry for each of them; a row at the edge also has empty ones, after them, or before
+    them with keys_first. data_next: which block an entry is; block_mask: how much of it the mask leaves.
+    4 blocks, no window:  data_next [[0 0 0 0] [0 1 0 0] [0 1 2 0] [0 1 2 3]], block_mask [[1 0 0 0] [2 1 0 0] ...].
+    """
+    begin, end = first // block, last // block
+    reach = _reach(block, end, window)
+    if keys_first:
+        keys = np.arange(end, dtype=np.int32)[:, None]
+        begins, ends = np.maximum(keys, begin), np.minimum(end, keys + reach + 1)
+        entries = np.arange(min(end - begin, reach + 1), dtype=np.int32)[None, :]
+        queries = ends - entries.size + entries
+        is_used, other = queries >= begins, queries - begin
+    else:
+        queries = np.arange(begin, end, dtype=np.int32)[:, None]
+        keys = other = np.maximum(0, queries - reach) + np.arange(reach + 1, dtype=np.int32)[None, :]
+        is_used = keys <= queries
+    distance = (queries - keys) * block  # of the first query from the first key
+    is_whole = (distance >= block - 1) & (distance + block <= (window or last))
+    data_next = np.where(is_used, other, 0)
+    block_mask = np.where(is_used, np.where(is_whole, WHOLE, PARTLY), 0)
+    tables = [(x.T if keys_first else x)[None] for x in (data_next, block_mask)]
+    data_next, block_mask = (x.astype(np.min_scalar_type(-1 - x.max())) for x in tables)
+    return MaskInfo(data_next, None, block_mask, None, np.arange(first, last, dtype=np.int32))

@@ -1,0 +1,1 @@
+"""Reports and plans for people and tools: JSON, terminal, HTML, and differences between runs."""

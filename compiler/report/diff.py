@@ -1,0 +1,278 @@
+"""Two runs -> what changed between them: declaration, plan, layouts, memory, collectives, compute, predicted time.
+
+    a  sharding=fsdp, 64 all-gathers over fsdp of layers/mlp/up_EM, forward, 16 ms of them exposed
+    b  sharding=hsdp, the same behind compute
+    -> config   mesh.fsdp 256 -> 16, mesh.replica 1 -> 16
+       shrunk   all-gather over fsdp of layers/mlp/up_EM, forward: exposed 16 ms -> 0
+
+What is compared is what a step does, not how a compiler wrote it down: no instructions' names, no order, no numbering.
+Collectives are summed by kind, mesh axes and source. Times that differ by less than SAME_WITHIN count as equal.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..schema import CollectiveReport, Finding, Report, total
+from .finding_match import first_place, pair_findings
+
+SCHEMA_VERSION = 1
+SAME_WITHIN = 1e-3  # of the larger of two times
+NOT_OF_THE_STEP = {"lower_seconds", "compile_seconds", "cache", "fingerprint"}  # of how it was built this time
+TOLD_BY_REPORT = ("target", "program", "memory", "estimate")  # keys of plan.json; the report knows better
+Way = Literal["appeared", "gone", "changed"]
+Grown = Literal["appeared", "gone", "grown", "shrunk", "changed"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory holds. report: None where there is none."""
+
+    name: str
+    spec: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    report: Report | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value at a path. before, after: None too where it is not there, as `way` says."""
+
+    where: str
+    way: Way
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class CollectiveTotals:
+    """All collectives of one kind over the same mesh axes for the same source. num_async: of `count`."""
+
+    count: int
+    num_async: int
+    bytes: int
+    alone_seconds: float | None
+    hidden_seconds: float | None
+    exposed_seconds: float | None
+    group_sizes: tuple[int, ...]
+    links: tuple[str, ...]
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CollectiveChange:
+    """grown, shrunk: by the first that differs of bytes, count, exposed and alone seconds."""
+
+    kind: str
+    mesh_axes: tuple[str, ...]
+    source: str
+    way: Grown
+    before: CollectiveTotals | None
+    after: CollectiveTotals | None
+
+
+@dataclass(frozen=True)
+class Diff:
+    """notes: what could not be compared, and why."""
+
+    schema_version: int
+    runs: tuple[str, str]
+    notes: tuple[str, ...]
+    step: tuple[Change, ...]
+    compute: tuple[Change, ...]
+    memory: tuple[Change, ...]
+    collectives: tuple[CollectiveChange, ...]
+    findings: tuple[Change, ...]
+    config: tuple[Change, ...]
+    program: tuple[Change, ...]
+    plan: tuple[Change, ...]
+    shardings: tuple[Change, ...]
+    build: tuple[Change, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """True where both do the same."""
+        return not any((self.step, self.compute, self.memory, self.collectives, self.findings, self.config,
+                        self.program, self.plan, self.shardings, self.build))  # fmt: skip
+
+
+def diff_runs(a: Run, b: Run) -> Diff:
+    """What changed from a to b. Of reports, what both have."""
+    both = (a.report, b.report) if a.report and b.report else None
+
+    def of_reports(values: Callable[[Report], Any]) -> tuple[Change, ...]:
+        return changes(values(both[0]), values(both[1])) if both else ()
+
+    told = {"schema_version", "arrays"} | ({key for key in (*a.plan, *b.plan) if key.startswith(TOLD_BY_REPORT)}
+                                           if both else set())  # fmt: skip
+    return Diff(
+        schema_version=SCHEMA_VERSION,
+        runs=(a.name, b.name),
+        notes=tuple(f"{run.name} has no report.json: plans are compared alone" for run in (a, b) if not run.report),
+        step=of_reports(lambda report: report.step.model_dump(mode="json", exclude={"compute_seconds_by_kind"})),
+        compute=of_reports(lambda report: report.step.compute_seconds_by_kind),
+        memory=of_reports(lambda report: report.memory.model_dump(mode="json", exclude={"changes"})),
+        collectives=_collectives(both[0].collectives, both[1].collectives) if both else (),
+        findings=_findings(*both, _parameters(a.plan) | _parameters(b.plan)) if both else (),
+        config=changes(a.spec, b.spec, rows=in_order),
+        program=of_reports(lambda report: {"target": report.target.model_dump(mode="json"),
+                                           "program": report.program.model_dump(mode="json")}),
+        plan=changes(_without(a.plan, told), _without(b.plan, told)),
+        shardings=changes(_layouts(a.plan), _layouts(b.plan), is_leaf=lambda node: "spec" in node),
+        build=of_reports(lambda report: _without(report.build.model_dump(mode="json"), NOT_OF_THE_STEP)),
+    )  # fmt: skip
+
+
+def _findings(a: Report, b: Report, paths: set[str]) -> tuple[Change, ...]:
+    before, after = ([_renamed(finding) for finding in report.findings] for report in (a, b))
+    pairs, gone, appeared = pair_findings(before, after, paths)
+    found = [
+        *(Change(f"{each.rule} at {each.where}", "gone", each.what, None) for each in gone),
+        *(Change(f"{each.rule} at {each.where}", "appeared", None, each.what) for each in appeared),
+        *(change for pair in pairs for change in _finding_changes(*pair)),
+    ]
+    return tuple(sorted(found, key=lambda c: (c.where, *sorted(filter(None, (c.before, c.after))))))
+
+
+def _finding_changes(before: Finding, after: Finding) -> list[Change]:
+    """Of one that is in both: of its words, of its places, or none."""
+    name = f"{before.rule} at {min(first_place(before), first_place(after))}"
+    told = ((name, before.what, after.what), (f"{name}: places", before.where, after.where))
+    return [Change(path, "changed", *values) for path, *values in told if values[0] != values[1]]
+
+
+def _renamed(finding: Finding) -> Finding:
+    """As far as a compiler's numbering leaves it."""
+    names = {"what": without_numbers(finding.what), "where": without_numbers(finding.where)}
+    return finding.model_copy(update=names)
+
+
+def _parameters(plan: Mapping[str, Any]) -> set[str]:
+    return {row["path"] for row in plan.get("arrays", {}).get("parameters", ())}
+
+
+def _layouts(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Where each array lies, by table and path; not why: rules may come in another order."""
+    kept = ("shape", "dtype", "spec", "bytes_per_device")
+    tables = plan.get("arrays", {})
+    return {table: {row["path"]: {key: row[key] for key in kept} for row in rows} for table, rows in tables.items()}
+
+
+def _without(node: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: value for key, value in node.items() if key not in keys}
+
+
+Rows = Callable[[Sequence[Mapping[str, Any]], str], Iterator[tuple[str, Any]]]
+
+
+def by_words(rows: Sequence[Mapping[str, Any]], path: str) -> Iterator[tuple[str, Any]]:
+    """Rows of a table, in whatever order: their words say which is which, their numbers are added up."""
+    totals: dict[str, Any] = {}
+    for row in rows:
+        numbers = {key: v for key, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        words = without_numbers(", ".join(_words(v) for key, v in row.items() if key not in numbers and v))
+        for key, value in numbers.items() or {"count": 1}.items():
+            at = f"{path}[{words}].{key}"
+            totals[at] = totals.get(at, 0) + value
+    yield from totals.items()
+
+
+def in_order(rows: Sequence[Mapping[str, Any]], path: str) -> Iterator[tuple[str, Any]]:
+    """Rows whose order says something: sharding rules."""
+    for index, row in enumerate(rows):
+        yield from _leaves(row, f"{path}[{index}]", in_order, _is_no_leaf)
+
+
+def _is_no_leaf(node: Any) -> bool:  # noqa: ARG001
+    return False
+
+
+def changes(
+    a: Mapping[str, Any], b: Mapping[str, Any], *, rows: Rows = by_words, is_leaf: Callable[[Any], bool] = _is_no_leaf
+) -> tuple[Change, ...]:
+    """Leaves that differ, by dotted path. Lists of plain values are leaves; rows: what lists of mappings are."""
+    before, after = (dict(_leaves(node, "", rows, is_leaf)) for node in (a, b))
+    found = []
+    for path in sorted(before.keys() | after.keys()):
+        if path not in before:
+            found.append(Change(path, "appeared", None, after[path]))
+        elif path not in after:
+            found.append(Change(path, "gone", before[path], None))
+        elif not is_same(before[path], after[path]):
+            found.append(Change(path, "changed", before[path], after[path]))
+    return tuple(found)
+
+
+def _leaves(node: Any, path: str, rows: Rows, is_leaf: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping) and not is_leaf(node):
+        for key, value in node.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key), rows, is_leaf)
+    elif isinstance(node, list) and node and all(isinstance(item, Mapping) for item in node):
+        yield from rows(node, path)
+    else:
+        yield path, node
+
+
+def _words(value: Any) -> str:
+    return "+".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def without_numbers(text: str) -> str:
+    """'fusion.123 of all-gather-start.4' -> 'fusion of all-gather-start': compilers count anew each time."""
+    return re.sub(r"\b([A-Za-z_][\w\-]*)\.\d+\b", r"\1", text)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Equal; of floats, within SAME_WITHIN of the larger."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=SAME_WITHIN)
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+def _collectives(a: Iterable[CollectiveReport], b: Iterable[CollectiveReport]) -> tuple[CollectiveChange, ...]:
+    """The largest difference in exposed time first, then in bytes."""
+    before, after = _totals(a), _totals(b)
+    found = [
+        CollectiveChange(*key, way, before.get(key), after.get(key))
+        for key in {**before, **after}
+        if (way := _way(before.get(key), after.get(key)))
+    ]
+    return tuple(sorted(found, key=lambda c: (-_difference(c, "exposed_seconds"), -_difference(c, "bytes"),
+                                              c.kind, c.mesh_axes, c.source)))  # fmt: skip
+
+
+def _totals(collectives: Iterable[CollectiveReport]) -> dict[tuple[str, tuple[str, ...], str], CollectiveTotals]:
+    groups: dict[tuple[str, tuple[str, ...], str], list[CollectiveReport]] = {}
+    for c in collectives:
+        groups.setdefault((c.kind, tuple(sorted(c.mesh_axes)), without_numbers(c.source)), []).append(c)
+    return {
+        key: CollectiveTotals(
+            count=sum(c.count for c in group),
+            num_async=sum(c.count for c in group if c.is_async),
+            bytes=sum(c.bytes for c in group),
+            alone_seconds=total(c.alone_seconds for c in group),
+            hidden_seconds=total(c.hidden_seconds for c in group),
+            exposed_seconds=total(c.exposed_seconds for c in group),
+            group_sizes=tuple(sorted({c.group_size for c in group})),
+            links=tuple(sorted({c.link for c in group})),
+            dtypes=tuple(sorted({c.dtype for c in group})),
+        )
+        for key, group in groups.items()
+    }
+
+
+def _way(a: CollectiveTotals | None, b: CollectiveTotals | None) -> Grown | None:
+    if a is None or b is None:
+        return "appeared" if b else "gone"
+    for name in ("bytes", "count", "exposed_seconds", "alone_seconds"):
+        before, after = getattr(a, name), getattr(b, name)
+        if before is not None and after is not None and not is_same(before, after):
+            return "grown" if after > before else "shrunk"
+    return None if all(is_same(v, getattr(b, name)) for name, v in vars(a).items()) else "changed"
+
+
+def _difference(change: CollectiveChange, name: str) -> float:
+    before, after = (getattr(side, name) if side else 0 for side in (change.before, change.after))
+    return abs((after or 0) - (before or 0))

@@ -1,0 +1,181 @@
+"""The plan in words: what lies where and why, bytes per device, parameters, arithmetic. For people and as JSON."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..config.spec import Rule
+from ..core.console import Column, Console, Line, Table
+from ..core.format import counted, human_bytes
+from ..estimate.estimate import estimate_step
+from ..plan import Plan
+from ..schema import SCHEMA_VERSION
+from ..sharding.rules import ArrayPlan
+from .explain_estimate import estimate_as_json, print_estimate
+
+COLUMNS = (
+    Column("array"),
+    Column("dimensions: logical axis, size, mesh axes [rule]", overflow="fold"),
+    Column("per device", justify="right"),
+)
+Row = tuple[str, str | Line, str]  # as COLUMNS
+
+
+def explain(plan: Plan, console: Console) -> None:
+    """Print the plan: mesh, arrays with reasons, parameters and FLOPs; memory, communication and bounds of a step."""
+    spec, estimate = plan.spec, estimate_step(plan)  # whatever may fail comes before the first line
+    devices = f"{counted(plan.target.num_devices, 'device')} of target {plan.target.name}"
+    console.line(("mesh", "bold"), f"  {plan.mesh}, {devices}")
+    for axis, where in plan.mesh.placement.describe().items():
+        if plan.mesh.placement.is_known:
+            console.line("      ", (axis, "bold cyan"), f" {where}{_bandwidth(plan, axis)}")
+    console.line(
+        ("step", "bold"),
+        f"  {counted(spec.tokens_per_step, 'token')}: {counted(spec.global_batch_size, 'sequence')} of "
+        f"{spec.sequence_length:,}, {counted(spec.num_microbatches, 'microbatch', 'microbatches')}; "
+        f"the batch is split {counted(plan.mesh.num_shards(plan.sharding.batch_axes), 'way')}",
+    )
+    size = f" {plan.num_parameters:,} parameters, {plan.model_flops_per_step:.4g} FLOPs per step"
+    console.line(("model", "bold"), size)
+    blocks = f"in {plan.num_loss_blocks} blocks of tokens" if plan.num_loss_blocks > 1 else "of all tokens at once"
+    by = f" by {plan.attention.implementation}: {plan.attention.reason}; logits {blocks}"
+    console.line(("attention", "bold"), by)
+    for each in plan.look_ups:
+        console.line(("embedding", "bold"), f" {each.name} {each.how}")
+    for each in plan.projections:
+        if each.split_over:
+            console.line(("matmul", "bold"), f" {each.how}")
+    console.line(("head", "bold"), f" {plan.head.how}")
+    for warning in plan.warnings:
+        for line in warning.as_warning().split("\n"):
+            console.line(line, style="yellow")
+    for title, rules, rows in (
+        ("parameters", spec.sharding.parameters, map(_array_row, plan.sharding.parameters)),
+        ("optimizer state", spec.sharding.optimizer, _state_rows(plan)),
+        ("activations of one microbatch", spec.sharding.activations, map(_array_row, plan.sharding.activations)),
+    ):
+        console.line()
+        console.line((title, "bold"), f"  {_rules(rules)}")
+        console.table(Table(COLUMNS, list(rows)))
+    console.line()
+    print_estimate(plan, estimate, console)
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """`plan.json`: the same facts for tools. Unknown is null, with a reason."""
+    target = plan.target
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "target": {
+            "name": target.name,
+            "chip": target.chip.name if target.chip else None,
+            "num_chips": target.num_chips,
+            "num_devices": target.num_devices,
+            "num_slices": target.num_slices,
+            "shape": list(target.shape) if target.shape else None,
+            "peak_flops_per_second_per_device": target.peak_flops_per_second,
+            "hbm_bytes_per_device": target.hbm_bytes_per_device,
+        },
+        "mesh": dict(plan.mesh.sizes),
+        "placement": {axis: _placed(plan, axis) for axis in plan.mesh.placement.describe()},
+        "warnings": [asdict(warning) for warning in plan.warnings],
+        "program": {
+            "num_parameters": plan.num_parameters,
+            "tokens_per_step": plan.spec.tokens_per_step,
+            "model_flops_per_step": plan.model_flops_per_step,
+            "attention": asdict(plan.attention),
+            "look_ups": [asdict(each) for each in plan.look_ups],
+            "projections": [asdict(each) for each in plan.projections],
+            "head": asdict(plan.head),
+            "num_loss_blocks": plan.num_loss_blocks,
+        },
+        "memory_bytes_per_device": asdict(plan.memory),
+        "estimate": estimate_as_json(estimate_step(plan)),
+        "arrays": {
+            "parameters": [_row(array) for array in plan.sharding.parameters],
+            "optimizer": [_row(array) for array in plan.optimizer_state],
+            "activations": [_row(array) for array in plan.sharding.activations],
+        },
+    }
+
+
+def _bandwidth(plan: Plan, axis: str) -> str:
+    link = plan.mesh.placement.link_of([axis])
+    return f": {link.bytes_per_second / 1e9:,.4g} GB/s per device" if link.bytes_per_second else ""
+
+
+def _placed(plan: Plan, axis: str) -> dict[str, Any]:
+    placement = plan.mesh.placement
+    link = placement.link_of([axis])
+    return {
+        "where": placement.describe()[axis],
+        "parts": [asdict(part) for part in placement.parts.get(axis, ())],
+        "link": link.kind,
+        "bytes_per_second_per_device": link.bytes_per_second,
+        "latency_seconds": link.latency_seconds if link.levels else None,
+        **({} if link.levels else {"reason": link.note}),
+    }
+
+
+def _row(plan: ArrayPlan) -> dict[str, Any]:
+    array = plan.array
+    return {
+        "path": array.path,
+        "shape": list(array.shape),
+        "dtype": array.dtype,
+        "logical_axes": list(array.logical_axes),
+        "spec": [list(entry) if isinstance(entry, tuple) else entry for entry in plan.spec],
+        "reason": plan.reason,
+        "bytes_per_device": plan.bytes_per_device,
+    }
+
+
+def _rules(rules: Sequence[Rule]) -> str:
+    """The rules that the numbers in the table stand for."""
+    parts = (f"{', '.join(rule.logical)} -> {', '.join(rule.mesh) or 'whole'}" for rule in rules)
+    return "; ".join(f"[{index}] {part}" for index, part in enumerate(parts))
+
+
+def _shortened(arrays: Sequence[ArrayPlan], alike: Sequence[ArrayPlan], how: str) -> list[Row]:
+    """Rows of the table. A set of optimizer state that lies as the arrays `alike` do is one row."""
+    rows: list[Row] = []
+    paths = {plan.array.path: plan.spec for plan in alike}
+    sets: dict[str, list[ArrayPlan]] = {}
+    for plan in arrays:
+        owner = next((path for path in paths if plan.array.path.endswith(f"/{path}")), None)
+        if owner and plan.spec == paths[owner]:
+            sets.setdefault(plan.array.path.removesuffix(owner), []).append(plan)
+        else:
+            rows.append(_array_row(plan))
+    return rows + [
+        (f"{prefix}*", f"{len(plans)} arrays, {how}", human_bytes(sum(p.bytes_per_device for p in plans)))
+        for prefix, plans in sets.items()
+    ]
+
+
+def _state_rows(plan: Plan) -> list[Row]:
+    """The optimizer's state. Where its rules are not those of the parameters, one set shows what they say."""
+    if plan.spec.sharding.optimizer == plan.spec.sharding.parameters:
+        return _shortened(plan.optimizer_state, plan.sharding.parameters, "as the parameters")
+    rows = _shortened(plan.optimizer_state, plan.sharding.optimizer, "each as its parameter below")
+    return rows + [(name, text, "") for name, text, _ in map(_array_row, plan.sharding.optimizer)]
+
+
+def _array_row(plan: ArrayPlan) -> Row:
+    return plan.array.path, _dimensions(plan), human_bytes(plan.bytes_per_device)
+
+
+def _dimensions(plan: ArrayPlan) -> Line:
+    """'layers 4 [1]  embed 128 fsdp [0]': logical axis, size, mesh axes, rule."""
+    line: Line = []
+    notes = {d.note for d in plan.dimensions}
+    shared = notes.pop() if len(notes) == 1 else ""  # said once, after all dimensions
+    for d in plan.dimensions:
+        line += ["  " * bool(line), f"{d.logical or ''} {d.size:,}".strip()]
+        if d.axes:
+            line += [" ", ("+".join(d.axes), "bold cyan")]
+        if d.rule is not None:
+            line += [" ", (f"[{d.rule}]", "dim")]
+        if d.note and not shared:
+            line.append(f" ({d.note})")
+    return [*line, f"  ({shared})"] if shared else line

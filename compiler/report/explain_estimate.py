@@ -1,0 +1,112 @@
+"""The estimate of a step in words: memory at its peak, what crosses the network, which resource bounds each part."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..core.console import Column, Console, Part, Table
+from ..core.format import human_bytes, human_count, human_seconds
+from ..estimate.communication import PlannedCollective, sent_bytes
+from ..estimate.estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate
+from ..estimate.roofline import roofline_seconds
+from ..plan import Plan
+from ..schema import RooflinePart
+
+RATES_UNKNOWN = "the target says nothing of its peak FLOP/s and bandwidths"
+SCALAR_BYTES = 8
+LINKS_UNKNOWN = "simulated devices, or of unknown links"
+
+
+def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None:
+    """Three tables."""
+    console.table(_memory(plan, estimate))
+    console.line()
+    if estimate.communication:
+        console.table(_communication(estimate.communication))
+        console.line()
+    console.table(_roofline(estimate.roofline))
+    seconds = roofline_seconds(estimate.roofline)
+    if seconds is not None:
+        console.line(f"no step is shorter than {human_seconds(seconds)}: each part by its own bound")
+
+
+def estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
+    """For `plan.json`. Unknown is null; `unknown` says why."""
+    memory = estimate.memory
+    rates = {"roofline": RATES_UNKNOWN} if any(part.flops_seconds is None for part in estimate.roofline) else {}
+    links = {"roofline.link_seconds": LINKS_UNKNOWN} if any(p.link_seconds is None for p in estimate.roofline) else {}
+    host = {"peak_memory_bytes_per_device.host_limit_bytes": HOST_UNKNOWN} if memory.host_limit_bytes is None else {}
+    return {
+        "peak_memory_bytes_per_device": asdict(memory)
+        | {"peak_bytes": memory.peak_bytes, "fits": memory.fits, "host_fits": memory.host_fits},
+        "communication": [asdict(one) | {"bytes": one.num_bytes} for one in estimate.communication],
+        "roofline": [part.model_dump() for part in estimate.roofline],
+        "roofline_seconds": roofline_seconds(estimate.roofline),
+        "unknown": rates | links | host,
+    }
+
+
+def _memory(plan: Plan, estimate: StepEstimate) -> Table:
+    known, peak = plan.memory, estimate.memory
+    ahead = f"; {human_bytes(known.prefetched_weights)} a layer ahead" if known.prefetched_weights else ""
+    classes: tuple[tuple[str, int, str], ...] = (
+        ("parameters", known.parameters, "exact"),
+        ("master", known.master, "exact"),
+        ("optimizer", known.optimizer, "exact"),
+        ("scalars, batch", known.scalars + known.batch, "exact"),
+        ("working parameters", peak.working_parameters, "shards in the compute type"),
+        ("gathered weights", peak.gathered_weights, f"whole, for use{ahead}"),
+        ("gradients", peak.gradients, f"{human_bytes(known.gradients)} accumulated in the end"),
+        ("activations", peak.activations, "kept for the backward pass"),
+        ("temporaries", peak.temporaries, "of the operation at hand"),
+    )
+    rows: list[Sequence[Part]] = [(name, human_bytes(count), note) for name, count, note in classes]
+    limit = peak.limit_bytes
+    room = "" if limit is None else f"{'fits' if peak.fits else 'does not fit'} in {human_bytes(limit)}"
+    rows.append((("peak, estimated", "bold"), (human_bytes(peak.peak_bytes), "bold"), room))
+    if peak.host_bytes:
+        rows.append((("in the host's memory", "bold"), (human_bytes(peak.host_bytes), "bold"), _host_room(peak)))
+    return _titled("memory per device at the peak of a step", ("class", "bytes", ""), rows)
+
+
+def _host_room(memory: MemoryEstimate) -> str:
+    if memory.host_limit_bytes is None:
+        return HOST_UNKNOWN
+    verdict = "fits" if memory.host_fits else "does not fit"
+    return f"{verdict} in {human_bytes(memory.host_limit_bytes)}, a device's share of its host"
+
+
+def _communication(collectives: tuple[PlannedCollective, ...]) -> Table:
+    """A line for each kind, mesh axes and rule; scalars are left out."""
+    alike: dict[tuple[str, str, str], list[PlannedCollective]] = defaultdict(list)
+    for one in collectives:
+        if one.bytes_each > SCALAR_BYTES:
+            alike[one.kind, "+".join(one.mesh_axes), one.rule or ""].append(one)
+    rows: list[Sequence[Part]] = []
+    for (kind, axes, rule), ones in alike.items():
+        most = max(ones, key=lambda one: one.num_bytes)
+        count, sent = f"{sum(one.count for one in ones):,}", human_bytes(sum(map(sent_bytes, ones)))
+        rows.append((kind, axes, count, sent, f"{most.source}, {most.direction}", rule))
+    columns = ("collective", "mesh axes", "times", "sent per device", "most of it", "rule")
+    return _titled("communication per step, but of scalars", columns, rows)
+
+
+def _roofline(parts: tuple[RooflinePart, ...]) -> Table:
+    columns = ("part", "FLOPs", "memory traffic", "sent", "seconds", "bound by")
+    rows: list[Sequence[Part]] = []
+    names = {"flops": "FLOPs", "hbm": "memory", "link": "links", None: "unknown"}
+    for part in parts:
+        known = [x for x in (part.flops_seconds, part.hbm_seconds, part.link_seconds) if x is not None]
+        least = human_seconds(max(known)) if part.flops_seconds is not None else "unknown"
+        rows.append((
+            part.name, human_count(part.flops), human_bytes(part.hbm_bytes), human_bytes(part.link_bytes), least,
+            names[part.bound],
+        ))  # fmt: skip
+    return _titled("the least that each part takes, per device", columns, rows)
+
+
+def _titled(title: str, names: Sequence[str], rows: Sequence[Sequence[Part]]) -> Table:
+    numbers = ("bytes", "times", "sent per device", "FLOPs", "memory traffic", "sent", "seconds")
+    columns = [Column(name, justify="right" if name in numbers else "left") for name in names]
+    return Table(columns, rows, title)

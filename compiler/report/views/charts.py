@@ -1,0 +1,191 @@
+"""Geometry of the page's charts, in per cent of their width and height; the template draws them."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.format import human_bytes, human_count, human_seconds, human_share
+from ...schema import Report, RooflinePart, total
+from .facts import compute_by_kind
+
+MEMORY_COLOURS = {"parameters": 1, "master": 2, "optimizer": 3, "gradients": 4, "activations": 5, "temporaries": 6,
+                  "code": 7, "reserved": 8, "working_weights": 10}  # fmt: skip
+LEAST_INTENSITY = 0.01  # FLOPs per byte: what computes less moves data, and would only stretch the plot
+
+
+@dataclass(frozen=True)
+class Segment:
+    """colour: a class of the style sheet."""
+
+    name: str
+    value: str
+    share: str
+    start: float
+    width: float
+    colour: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A line across a bar."""
+
+    name: str
+    value: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Bar:
+    """missing: names of parts that are not known."""
+
+    segments: tuple[Segment, ...]
+    marks: tuple[Mark, ...]
+    missing: tuple[str, ...]
+
+
+def memory_bar(report: Report) -> Bar:
+    """The parts of the peak, against what a program may take and what was estimated without XLA."""
+    memory = report.memory
+    counts = [(name, count) for name, count in memory.breakdown.items() if count]
+    parts = [(name.replace("_", " "), count, f"m{MEMORY_COLOURS.get(name, 9)}") for name, count in counts]
+    rest = (memory.peak_bytes_per_chip or 0) - sum(count for _, count, _ in parts)
+    if rest > 0:
+        parts.append(("not told apart", rest, "m9"))
+    missing = tuple(name for name, count in memory.breakdown.items() if count is None)
+    marks = (("limit", memory.limit_bytes_per_chip), ("estimate without XLA", memory.estimate_bytes_per_chip))
+    return _bar(parts, human_bytes, [(n, v) for n, v in marks if v], missing)
+
+
+def step_bar(report: Report) -> Bar:
+    """The predicted step: compute by kind, then what is exposed; and the roofline."""
+    step = report.step
+    parts = [(kind, seconds, kind) for kind, seconds in compute_by_kind(report)]
+    if step.exposed_seconds:
+        parts.append(("exposed communication", step.exposed_seconds, "exposed"))
+    marks = [("roofline", step.roofline_seconds)] if step.roofline_seconds else []
+    return _bar(parts, human_seconds, marks, ())
+
+
+def communication_bar(report: Report) -> Bar:
+    """All collectives' time: hidden, exposed."""
+    hidden, exposed = (total(getattr(c, name) for c in report.collectives) for name in
+                       ("hidden_seconds", "exposed_seconds"))  # fmt: skip
+    if hidden is None or exposed is None or hidden + exposed == 0:  # a step without communication has no bar
+        return Bar((), (), ())
+    return _bar([("hidden behind compute", hidden, "hidden"), ("exposed", exposed, "exposed")], human_seconds, [], ())
+
+
+def _bar(
+    parts: Sequence[tuple[str, float, str]],
+    human: Callable[[Any], str],
+    marks: Iterable[tuple[str, float]],
+    missing: tuple[str, ...],
+) -> Bar:
+    marks = list(marks)
+    filled = sum(value for _, value, _ in parts)
+    whole = max([filled, *(value * 1.02 for _, value in marks)])
+    segments, done = [], 0.0
+    for name, value, colour in parts:
+        segments.append(Segment(name, human(value), human_share(value / filled), 100 * done / whole,
+                                100 * value / whole, colour))  # fmt: skip
+        done += value
+    return Bar(tuple(segments), tuple(Mark(n, human(v), 100 * v / whole) for n, v in marks) if whole else (), missing)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A part of the step on the roofline plot. y_roof: where the roof is above it. shape: by what bounds it.
+    is_label_above: every other one, so that neighbours' labels do not meet."""
+
+    label: str
+    name: str
+    x: float
+    y: float
+    y_roof: float
+    shape: str
+    intensity: str
+    rate: str
+    is_label_above: bool
+
+
+@dataclass(frozen=True)
+class Tick:
+    at: float
+    text: str
+
+
+@dataclass(frozen=True)
+class RooflinePlot:
+    """Log-log: FLOPs per byte of HBM across, FLOP/s of one chip upwards. ridge: where the roof turns level."""
+
+    points: tuple[Point, ...]
+    ridge_x: float
+    ridge_y: float
+    left_y: float  # of the roof at the left edge
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    peak: str
+    bandwidth: str
+
+
+def roofline_plot(report: Report) -> RooflinePlot | None:
+    """Each part at the rate that its bound allows, and the whole step at the predicted one. None: no peak is known."""
+    peak, bandwidth = report.target.peak_flops_per_second, report.target.hbm_bytes_per_second
+    known = [(str(i), part.name, part.flops, part.hbm_bytes, seconds, str(part.bound))
+             for i, part in enumerate(report.roofline, start=1) if (seconds := _bound_seconds(part))]  # fmt: skip
+    if report.step.predicted_seconds and known:
+        known.append(("S", "the whole step, as predicted", sum(p.flops for p in report.roofline),
+                      sum(p.hbm_bytes for p in report.roofline), report.step.predicted_seconds, "step"))  # fmt: skip
+    known = [row for row in known if row[3] and row[2] / row[3] >= LEAST_INTENSITY]
+    known.sort(key=lambda row: (row[-1] == "step", row[2] / row[3]))
+    if not peak or not bandwidth or not known:
+        return None
+    ridge = peak / bandwidth
+    across = _Axis.around([ridge, *(flops / size for _, _, flops, size, _, _ in known)])
+    upwards = _Axis.around([peak, *(flops / seconds for _, _, flops, _, seconds, _ in known)])
+    points = [
+        Point(label, name, across.at(flops / size), 100 - upwards.at(flops / seconds),
+              100 - upwards.at(min(peak, bandwidth * flops / size)), shape,
+              human_count(flops / size, "").strip(), human_count(flops / seconds, "FLOP/s"), index % 2 == 0)
+        for index, (label, name, flops, size, seconds, shape) in enumerate(known)
+    ]  # fmt: skip
+    return RooflinePlot(
+        tuple(points), across.at(ridge), 100 - upwards.at(peak), 100 - upwards.at(10**across.low * bandwidth),
+        across.ticks(""), upwards.ticks("FLOP/s", is_upwards=True),
+        human_count(peak, "FLOP/s"), human_count(bandwidth, "B/s"),
+    )  # fmt: skip
+
+
+def _bound_seconds(part: RooflinePart) -> float | None:
+    known = [s for s in (part.flops_seconds, part.hbm_seconds, part.link_seconds) if s is not None]
+    return max(known, default=None)
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Powers of ten from low to high."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def around(cls, values: Iterable[float]) -> "_Axis":
+        logs = [math.log10(value) for value in values]
+        return cls(math.floor(min(logs) - 0.2), math.ceil(max(logs) + 0.2))
+
+    def at(self, value: float) -> float:
+        return 100 * (math.log10(value) - self.low) / (self.high - self.low)
+
+    def ticks(self, unit: str, *, is_upwards: bool = False) -> tuple[Tick, ...]:
+        every = max(1, math.ceil((self.high - self.low) / 8))
+        powers = range(self.low, self.high + 1, every)
+        return tuple(
+            Tick(100 - self.at(10.0**p) if is_upwards else self.at(10.0**p), _power(10.0**p, unit)) for p in powers
+        )
+
+
+def _power(value: float, unit: str) -> str:
+    if value < 1:
+        return f"{value:g} {unit}".strip()
+    return human_count(value, unit).replace(".00", "").replace(".0", "").strip()

@@ -1,0 +1,165 @@
+"""What changed between two runs, in words: the step first, then what made it so."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ...core.console import Column, Console, Part, Table
+from ...core.format import human_bytes, human_count, human_seconds, human_share
+from ..diff import Change, CollectiveChange, CollectiveTotals, Diff, is_same
+
+ABSENT = "nothing"
+LONGEST = 60  # of a value from the config
+NUM_ROWS = 20  # of a section, but the config; --json has all
+FIRST = ("predicted_seconds", "predicted_mfu", "exposed_seconds", "exposed_fraction", "compute_seconds", "fits",
+         "peak_bytes_per_chip", "host_fits", "host_bytes_per_chip")  # fmt: skip
+SECTIONS = (
+    ("config", "config"), ("program", "target and program"), ("plan", "plan"), ("memory", "memory per chip"),
+    ("collectives", "collectives"), ("compute", "compute"), ("step", "predicted step"), ("findings", "findings"),
+    ("build", "build"), ("shardings", "layouts"),
+)  # fmt: skip
+WAYS = {"appeared": "green", "gone": "red", "grown": "yellow", "shrunk": "cyan", "changed": "magenta"}
+TABLES = ("parameters", "optimizer", "activations")
+
+
+def show_diff(diff: Diff, console: Console) -> None:
+    """Print it, a section for each kind of change."""
+    for name, run in zip("ab", diff.runs, strict=True):
+        console.line(f"{name}  {run}")
+    for note in diff.notes:
+        console.line(f"note: {note}", style="yellow")
+    for name, title in SECTIONS:
+        found = getattr(diff, name)
+        if name == "collectives":
+            _section(console, title, [_collective(change) for change in found])
+        else:
+            _section(
+                console,
+                title,
+                [_row(change, name) for change in sorted(found, key=lambda change: _place(change, name))],
+            )
+    if diff.is_empty:
+        console.line("nothing changed")
+
+
+def _place(change: Change, section: str) -> tuple[int, str]:
+    name = change.where.rpartition(".")[2]
+    if section == "shardings":
+        return TABLES.index(change.where.split(".")[0]), change.where
+    return FIRST.index(name) if name in FIRST else len(FIRST), change.where
+
+
+def _section(console: Console, title: str, rows: Sequence[tuple[Part, ...]]) -> None:
+    if not rows:
+        return
+    shown = len(rows) if title == "config" else NUM_ROWS
+    console.line()
+    console.table(Table((Column(overflow="fold"), Column(overflow="fold")), rows[:shown], title))
+    if len(rows) > shown:
+        console.line(f"and {len(rows) - shown} more: --json has all", style="dim")
+
+
+def _row(change: Change, section: str) -> tuple[str, str]:
+    """'predicted_seconds', '2.95 s -> 2.71 s  -8.1 %'."""
+    human, is_measure = _unit(change.where, section)
+    if section == "shardings" and change.way == "changed":
+        return change.where, _layouts(change.before, change.after)
+    before = ABSENT if change.way == "appeared" else human(change.before)
+    after = ABSENT if change.way == "gone" else human(change.after)
+    if before == after:  # to three digits
+        before, after = _plain(change.before), _plain(change.after)
+    return change.where, f"{before} → {after}{_relative(change.before, change.after) if is_measure else ''}"
+
+
+def _collective(change: CollectiveChange) -> tuple[Part, Part]:
+    name = f"{change.kind} over {'+'.join(change.mesh_axes)}, {change.source}"
+    a, b = change.before, change.after
+    told = [_totals(side) for side in (a, b) if side] if a is None or b is None else list(_differences(a, b))
+    return (change.way, WAYS[change.way]), f"{name}: {', '.join(told)}"
+
+
+def _totals(t: CollectiveTotals) -> str:
+    exposed = "" if t.exposed_seconds is None else f", {human_seconds(t.exposed_seconds)} exposed"
+    return f"{t.count:,} times, {human_bytes(t.bytes)}{exposed}"
+
+
+def _differences(a: CollectiveTotals, b: CollectiveTotals) -> Iterable[str]:
+    """What is exposed, or else the time alone; then what it rests on."""
+    time = "alone" if is_same(a.exposed_seconds, b.exposed_seconds) else "exposed"
+    shown: Sequence[tuple[str, str, Callable[[Any], str]]] = (
+        (f"{time}_seconds", time, human_seconds), ("bytes", "", human_bytes), ("count", "times", "{:,}".format),
+        ("group_sizes", "in a group", _joined), ("links", "on", _joined), ("dtypes", "in", _joined),
+    )  # fmt: skip
+    for name, label, human in shown:
+        before, after = getattr(a, name), getattr(b, name)
+        if not is_same(before, after):
+            told = [human(value) if value is not None else "unknown" for value in (before, after)]
+            yield f"{label} {told[0]} → {told[1]}".strip()
+    if (before := _form(a)) != (after := _form(b)):
+        yield f"{before} → {after}"
+
+
+def _form(t: CollectiveTotals) -> str:
+    if t.num_async in (0, t.count):
+        return "asynchronous" if t.num_async else "synchronous"
+    return f"{t.num_async:,} of {t.count:,} asynchronous"
+
+
+def _joined(values: Sequence[Any]) -> str:
+    return "+".join(map(str, values))
+
+
+def _unit(where: str, section: str) -> tuple[Callable[[Any], str], bool]:
+    """How a value is told, by its name; and whether it is a measure: a difference in per cent says something."""
+    name = where.rpartition(".")[2]
+    if section == "compute" or name.endswith("_seconds"):
+        return _or_plain(human_seconds), True
+    if where.startswith("breakdown.") or name.endswith(("bytes", "bytes_per_chip", "bytes_per_device")):
+        return _or_plain(human_bytes), True
+    if name.endswith(("_fraction", "_mfu")):
+        return _or_plain(human_share), False
+    if name.endswith(("flops_per_second", "bytes_per_second", "flops_per_step")):
+        unit = "FLOPs" if name.endswith("step") else "FLOP/s" if "flops" in name else "B/s"
+        return _or_plain(lambda value: human_count(value, unit)), True
+    return (_layout if section == "shardings" else _plain), False
+
+
+def _or_plain(human: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda value: human(value) if isinstance(value, int | float) else _plain(value)
+
+
+def _layouts(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Of one array in both runs: what differs."""
+    kept = [_spec(row) if before["spec"] != after["spec"] else "" for row in (before, after)]
+    told = [f"{kept[0]} → {kept[1]}"] if kept[0] else []
+    if before["shape"] != after["shape"]:
+        told.append(" → ".join(" x ".join(f"{size:,}" for size in row["shape"]) for row in (before, after)))
+    if before["dtype"] != after["dtype"]:
+        told.append(f"{before['dtype']} → {after['dtype']}")
+    sizes = [human_bytes(row["bytes_per_device"]) for row in (before, after)]
+    return ", ".join([*told, *([f"{sizes[0]} → {sizes[1]}"] if sizes[0] != sizes[1] else [])])
+
+
+def _spec(row: dict[str, Any]) -> str:
+    parts = ("whole" if axes is None else axes if isinstance(axes, str) else "+".join(axes) for axes in row["spec"])
+    return f"({', '.join(parts)})"
+
+
+def _layout(row: dict[str, Any]) -> str:
+    """'(fsdp, whole) 100.4 MiB'."""
+    return f"{_spec(row)} {human_bytes(row['bytes_per_device'])}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+def _relative(before: Any, after: Any) -> str:
+    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (before, after))
+    if not numbers or not before or not after:
+        return ""
+    share = (after - before) / before
+    return f"  {share:+.1%}".replace("%", " %") if abs(share) < 10 else f"  x {after / before:,.0f}"

@@ -1,0 +1,155 @@
+"""What all views say of a report, worked out once: the verdict, why a collective is exposed, why a value is unknown."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ...core.format import LEAST_SECONDS, human_bytes, human_names, human_seconds, human_share
+from ...schema import CollectiveReport, ComputeKind, Report, or_infinity, total
+
+NO_REASON = "no reason is given"
+Tone = Literal["good", "bad", "plain", "unknown"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that the verdict says. path: of the value in the report."""
+
+    name: str
+    value: str
+    detail: str
+    tone: Tone
+    path: str
+
+
+@dataclass(frozen=True)
+class CollectiveSum:
+    """Collectives of one kind over the same mesh axes and link. Seconds are None where those of one of them are."""
+
+    kind: str
+    mesh_axes: tuple[str, ...]
+    link: str
+    count: int
+    bytes: int
+    alone_seconds: float | None
+    hidden_seconds: float | None
+    exposed_seconds: float | None
+
+
+def verdict(report: Report) -> tuple[Fact, ...]:
+    """Does it fit, on the device and, where something lies there, in the host's memory; how long is a step, how much of
+    the peak is used, how much communication is exposed."""
+    step = report.step
+    roofline = f"roofline {human_seconds(step.roofline_seconds)}" if step.roofline_seconds is not None else ""
+    exposed = human_seconds(step.exposed_seconds) if step.exposed_seconds is not None else None
+    return (
+        _fit(report),
+        *_host(report),
+        _fact("predicted step", step.predicted_seconds, human_seconds, roofline, "step.predicted_seconds"),
+        _fact("predicted MFU", step.predicted_mfu, human_share, "remat excluded", "step.predicted_mfu"),
+        _fact("exposed", step.exposed_fraction, human_share, f"{exposed} of communication" if exposed else "",
+              "step.exposed_fraction"),
+    )  # fmt: skip
+
+
+def _fit(report: Report) -> Fact:
+    memory = report.memory
+    peak, limit = memory.peak_bytes_per_chip, memory.limit_bytes_per_chip
+    if peak is None:
+        return Fact("memory", "unknown", "", "unknown", "memory.peak_bytes_per_chip")
+    if memory.fits is None or limit is None:
+        return Fact("memory", human_bytes(peak), "its limit is", "unknown", "memory.fits")
+    detail = f"{human_bytes(peak)} of {human_bytes(limit)}"
+    if memory.fits:
+        return Fact("memory", "fits", f"{detail}, {human_bytes(limit - peak)} left", "good", "memory.fits")
+    return Fact("memory", "does not fit", f"{detail}, {human_bytes(peak - limit)} too much", "bad", "memory.fits")
+
+
+def _host(report: Report) -> Iterator[Fact]:
+    memory = report.memory
+    count, limit, path = memory.host_bytes_per_chip, memory.host_limit_bytes_per_chip, "memory.host_fits"
+    if not count:
+        return
+    if limit is None:
+        yield Fact("host memory", human_bytes(count), "its limit is", "unknown", path)
+    elif memory.host_fits:
+        detail = f"{human_bytes(count)} of {human_bytes(limit)}, {human_bytes(limit - count)} left"
+        yield Fact("host memory", "fits", detail, "good", path)
+    else:
+        detail = f"{human_bytes(count)} of {human_bytes(limit)}, {human_bytes(count - limit)} too much"
+        yield Fact("host memory", "does not fit", detail, "bad", path)
+
+
+def _fact(name: str, value: float | None, human: Any, detail: str, path: str) -> Fact:
+    if value is None:
+        return Fact(name, "unknown", "", "unknown", path)
+    return Fact(name, human(value), detail, "plain", path)
+
+
+def why_unknown(report: Report, path: str) -> str:
+    """The reason for a None: that of its own path, of `[*]` in place of its index, or of what holds it."""
+    while path:
+        for known in (path, re.sub(r"\[\d+\]", "[*]", path)):
+            if known in report.unknown:
+                return report.unknown[known]
+        path = path.rpartition(".")[0] or (path[: path.index("[")] if "[" in path else "")
+    return NO_REASON
+
+
+def unpriced(report: Report) -> str | None:
+    """What the predicted step leaves out; None where it leaves nothing out, or nothing is predicted."""
+    count = report.step.num_unpriced
+    if not count or report.step.predicted_seconds is None:
+        return None
+    return f"{count:,} instructions: {why_unknown(report, 'step.num_unpriced')}"
+
+
+def unknown_values(report: Report) -> Iterator[tuple[str, str]]:
+    """(path, reason) of each None that stands for something unknown, in the order of the report."""
+    needless = {"build.plugin"} | (set() if report.memory.host_bytes_per_chip else {"memory.host_limit_bytes_per_chip"})
+    for path in _nones(report.model_dump(exclude={"unknown", "search"}), ""):
+        if path not in needless and not path.endswith(".bound"):  # which follows from what is unknown
+            yield path, why_unknown(report, path)
+
+
+def _nones(node: Any, path: str) -> Iterator[str]:
+    if node is None:
+        yield path
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from _nones(value, f"{path}.{key}" if path else key)
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield from _nones(value, f"{path}[{index}]")
+
+
+def compute_by_kind(report: Report) -> list[tuple[str, float]]:
+    """Kinds that take time, always in the same order."""
+    seconds = report.step.compute_seconds_by_kind
+    return [(str(kind), seconds[kind]) for kind in get_args(ComputeKind) if seconds.get(kind)]
+
+
+def why_exposed(collective: CollectiveReport) -> str:
+    """One clause: what compute waits for. Empty where nothing is exposed or it is not known."""
+    if not collective.exposed_seconds:
+        return ""
+    if not collective.is_async:
+        return "synchronous: compute waits" if collective.form != "synchronous" else "compute waits for all of it"
+    if (collective.hidden_seconds or 0) < LEAST_SECONDS:
+        return "nothing runs between its start and its end"
+    return f"outlasts {human_names(collective.hidden_behind, most=2) or 'what runs meanwhile'}"
+
+
+def sums(collectives: Iterable[CollectiveReport]) -> tuple[CollectiveSum, ...]:
+    """By kind, mesh axes and link; the most exposed first."""
+    groups: dict[tuple[str, tuple[str, ...], str], list[CollectiveReport]] = {}
+    for c in collectives:
+        groups.setdefault((c.kind, c.mesh_axes, c.link), []).append(c)
+    rows = [
+        CollectiveSum(*key, sum(c.count for c in group), sum(c.bytes for c in group),
+                      total(c.alone_seconds for c in group), total(c.hidden_seconds for c in group),
+                      total(c.exposed_seconds for c in group))
+        for key, group in groups.items()
+    ]  # fmt: skip
+    return tuple(sorted(rows, key=lambda row: (-or_infinity(row.exposed_seconds), -row.bytes)))

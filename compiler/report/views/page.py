@@ -1,0 +1,199 @@
+"""`report.html`: one page that needs nothing else, made from the report, its events and the plan.
+
+The report is embedded as JSON. Scripts and styles are our own, written into the page; its policy allows these by their
+hash and nothing else, from nowhere, so text from a config can do nothing there.
+"""
+
+import base64
+import hashlib
+import math
+import shlex
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jinja2
+import yaml
+
+from ...core.format import (
+    human_bytes,
+    human_count,
+    human_names,
+    human_parameters,
+    human_seconds,
+    human_share,
+    milliseconds,
+)
+from ...plan import Plan
+from ...schema import CollectiveReport, Event, Report, by_exposed
+from ...sharding.rules import ArrayPlan
+from . import charts
+from .facts import sums, unknown_values, unpriced, verdict, why_exposed, why_unknown
+from .timeline import hidden_behind, lay_out
+
+NUM_EVENTS = 4000  # on the page, the longest ones; timeline.json has all
+FOLDED_ROWS = 24  # a longer table of arrays is closed until it is asked for
+
+
+def render_page(report: Report, events: Sequence[Event], plan: Plan) -> str:
+    """The whole page as text."""
+    reasons = list(dict.fromkeys(reason for _, reason in unknown_values(report)))
+    numbers = {reason: number for number, reason in enumerate(reasons, start=1)}
+
+    def unknown(path: str) -> dict[str, Any]:
+        """What the template shows instead of an unknown value."""
+        reason = why_unknown(report, path)
+        return {"reason": reason, "number": numbers.get(reason)}
+
+    environment = _environment()
+    script, style = (_source(environment, name) for name in ("page.js", "page.css"))
+    return environment.get_template("report.html.jinja").render(
+        report=report,
+        title=f"{report.program.model} on {report.target.name}",
+        mesh=str(plan.mesh),
+        command=shlex.join(["meshloom", "compile", *report.overrides]),
+        verdict=verdict(report),
+        memory=charts.memory_bar(report),
+        step=charts.step_bar(report),
+        communication=charts.communication_bar(report),
+        timeline=compact_timeline(events),
+        collectives=[_collective(index, c, report) for index, c in _in_order(report)],
+        sums=sums(report.collectives),
+        roofline=charts.roofline_plot(report),
+        search=_search(report),
+        findings=sorted(report.findings, key=lambda finding: finding.severity != "warning"),
+        tables=_tables(plan),
+        config=_config(plan),
+        notes=reasons,
+        unknown=unknown,
+        unpriced=unpriced(report),
+        report_json=report.model_dump(mode="json"),
+        script=script,
+        style=style,
+        script_hash=_hash(script),
+        style_hash=_hash(style),
+    )
+
+
+def compact_timeline(events: Sequence[Event]) -> dict[str, Any]:
+    """Events as rows of numbers, each text once: [lane, start ns, ns, name, kind, arguments, hidden ns or -1]."""
+    slices = lay_out(events)
+    kept = sorted(range(len(slices)), key=lambda i: slices[i].start_ns - slices[i].end_ns)[:NUM_EVENTS]
+    hidden = hidden_behind(slices)
+    texts: dict[str, dict[str, int]] = {"lanes": {}, "names": {}, "kinds": {}, "arguments": {}}
+
+    def number(table: str, text: str) -> int:
+        return texts[table].setdefault(text, len(texts[table]))
+
+    rows = []
+    for index in sorted(kept):
+        s, by = slices[index], hidden[index]
+        arguments = s.event.arguments | ({"hidden behind": _names(by.behind)} if by and by.behind else {})
+        rows.append([number("lanes", s.lane), s.start_ns, s.end_ns - s.start_ns, number("names", s.event.name),
+                     number("kinds", s.event.kind), number("arguments", _told(arguments)),
+                     by.hidden_ns if by else -1])  # fmt: skip
+    return {name: list(table) for name, table in texts.items()} | {"rows": rows, "num_events": len(slices)}
+
+
+def _names(behind: Sequence[Any]) -> str:
+    return human_names(list(dict.fromkeys(s.event.name for s in behind)), most=3)
+
+
+def _told(arguments: dict[str, Any]) -> str:
+    return " · ".join(f"{key} {f'{v:,}' if isinstance(v, int) else v}" for key, v in arguments.items())
+
+
+def _search(report: Report) -> list[dict[str, Any]]:
+    """The programs that were compiled, the shortest step first; none where nothing was searched."""
+    tried = report.search.tried if report.search else ()
+    rows = [
+        {"tried": one, "name": one.name, "is_chosen": place == report.search.chosen}
+        for place, one in enumerate(tried)
+        if report.search
+    ]
+    return sorted(rows, key=lambda row: (not row["is_chosen"], row["tried"].predicted_seconds or math.inf))
+
+
+def _in_order(report: Report) -> list[tuple[int, CollectiveReport]]:
+    """The most exposed first, each with its place in the report, by which `unknown` knows it."""
+    index = {id(c): i for i, c in enumerate(report.collectives)}
+    return [(index[id(c)], c) for c in by_exposed(report.collectives)]
+
+
+def _collective(index: int, c: CollectiveReport, report: Report) -> dict[str, Any]:
+    longest = max((other.alone_seconds or 0 for other in report.collectives), default=0) or 1
+    return {
+        "c": c,
+        "path": f"collectives[{index}]",
+        "axes": " + ".join(c.mesh_axes),
+        "why": why_exposed(c),
+        "hidden_width": 100 * (c.hidden_seconds or 0) / longest,
+        "exposed_width": 100 * (c.exposed_seconds or 0) / longest,
+        "search": " ".join((c.kind, *c.mesh_axes, c.link, c.source, c.where, c.name, c.form)).lower(),
+    }
+
+
+def _tables(plan: Plan) -> list[dict[str, Any]]:
+    """The arrays of the plan, a table for each kind."""
+    tables = (("parameters", plan.sharding.parameters), ("optimizer state", plan.optimizer_state),
+              ("activations of one microbatch", plan.sharding.activations))  # fmt: skip
+    return [
+        {
+            "name": name,
+            "rows": [_array(array) for array in arrays],
+            "bytes": human_bytes(sum(array.bytes_per_device for array in arrays)),
+            "is_open": name == "parameters" and len(arrays) <= FOLDED_ROWS,
+        }
+        for name, arrays in tables
+    ]
+
+
+def _array(plan: ArrayPlan) -> dict[str, Any]:
+    return {
+        "path": plan.array.path,
+        "dtype": plan.array.dtype,
+        "dimensions": [(d.logical or "", d.size, d.axes) for d in plan.dimensions],
+        "reason": plan.reason,
+        "bytes": plan.bytes_per_device,
+        "is_whole": not any(d.axes for d in plan.dimensions),
+    }
+
+
+def _config(plan: Plan) -> list[tuple[str, str]]:
+    """The declaration by group, as YAML; single keys together first."""
+    spec = plan.spec.as_written()
+    single = {key: value for key, value in spec.items() if not isinstance(value, dict)}
+    groups = {"run": single} | {key: value for key, value in spec.items() if isinstance(value, dict)}
+    return [(name, yaml.safe_dump(value, sort_keys=False)) for name, value in groups.items()]
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("meshloom.compiler.report.views"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "separators": (",", ":"), "allow_nan": False}
+    environment.filters |= {
+        "human_bytes": human_bytes,
+        "human_seconds": human_seconds,
+        "human_share": human_share,
+        "human_count": human_count,
+        "human_parameters": human_parameters,
+        "milliseconds": milliseconds,
+        "percent": lambda value: f"{value:.3f}%",
+    }
+    return environment
+
+
+def _source(environment: jinja2.Environment, name: str) -> str:
+    assert environment.loader
+    return environment.loader.get_source(environment, name)[0]
+
+
+def _hash(text: str) -> str:
+    """As a Content-Security-Policy names what it allows."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

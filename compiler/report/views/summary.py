@@ -1,0 +1,212 @@
+"""The report on one screen of a terminal: 100 columns, 40 lines."""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+
+from ...core.console import Column, Console, Line, Part, Table
+from ...core.format import counted, human_bytes, human_parameters, human_seconds, human_share
+from ...schema import MemoryReport, Report, by_exposed
+from .facts import Fact, compute_by_kind, sums, unknown_values, unpriced, verdict, why_exposed
+
+WIDTH = 100
+BAR_WIDTH = 60
+NUM_COLLECTIVES, NUM_FINDINGS, NUM_CHANGES, NUM_REASONS = 6, 2, 3, 3
+TONES = {"good": "green", "bad": "bold red", "plain": "bold", "unknown": "yellow"}
+MEMORY_STYLES = ("blue", "cyan", "magenta", "green", "white")
+COMPUTE_STYLES = {"matmul": "blue", "attention": "cyan", "other": "white", "exposed": "red"}
+FILLS = "█▓▒░"  # neighbours differ without colours too
+
+
+def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> None:
+    """Print the verdict, memory, the step's time, the worst exposed collectives, findings, and where the files are.
+
+    In a file lines have their full width; a narrower terminal cuts them.
+    """
+    width = max(WIDTH, console.width)  # on a wider screen lines are whole
+    if not console.is_terminal:
+        console.width = width
+    target, program = report.target, report.program
+    slices = f" in {target.num_slices} slices" if target.num_slices > 1 else ""
+    size = f"{human_parameters(program.num_parameters)} parameters, {program.tokens_per_step:,} tokens per step"
+    console.line(*_verdict(report), cut_at=width)
+    console.line(f"{program.model} on {target.name}: {counted(target.num_chips, 'chip')}{slices}, {size}", cut_at=width)
+    for part in (_memory, _step, _search, _collectives, _roofline, _findings, _unknown):
+        for shown in part(report):
+            if isinstance(shown, Table):
+                console.table(shown, width=WIDTH)
+            else:
+                console.line(*shown, cut_at=width)
+    if files:  # never cut: they are copied
+        console.line(("files", "bold"), "    " + "  ".join(map(str, files)))
+
+
+def _verdict(report: Report) -> Line:
+    facts = [_fact(fact) for fact in verdict(report)]
+    return [part for index, fact in enumerate(facts) for part in ((" · ", *fact) if index else fact)]
+
+
+def _fact(fact: Fact) -> Line:
+    value = (fact.value, TONES[fact.tone])
+    if fact.name in ("memory", "host memory"):
+        detail = fact.detail.split(",")[0]
+        if fact.tone not in ("good", "bad"):
+            return [f"{fact.name} ", value, ", limit unknown"]
+        if fact.name == "memory":
+            return [value, f": {detail}"]
+        return ["host ", (detail, TONES["good"])] if fact.tone == "good" else ["host ", value, f": {detail}"]
+    name = {"predicted step": "step", "predicted MFU": "MFU"}.get(fact.name, fact.name)
+    return [f"{name} ", value]
+
+
+def _memory(report: Report) -> Iterable[Line]:
+    memory = report.memory
+    parts = [(name.replace("_", " "), count) for name, count in memory.breakdown.items() if count]
+    if parts:
+        parts = _largest(parts)
+        limit = memory.limit_bytes_per_chip or 0
+        whole = max(sum(count for _, count in parts), limit)
+        mark = limit / whole if limit < whole and limit else None
+        bar = _bar([count / whole for _, count in parts], MEMORY_STYLES, mark)
+        yield []
+        yield [("memory", "bold"), "   ", *bar, _limit(memory)]
+        yield _legend([(n, human_bytes(c), s) for (n, c), s in zip(parts, MEMORY_STYLES, strict=False)])
+    for change in memory.changes[:NUM_CHANGES]:
+        enough: Part = ("fits", "green") if change.fits else "not enough"
+        saved = human_bytes(change.saved_bytes)
+        yield [f"  fix: {shlex.join(change.overrides)}  saves {saved}, ", enough, f"; {change.cost}"]
+
+
+def _largest(parts: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The three largest parts, and the others as one."""
+    parts = sorted(parts, key=lambda part: -part[1])
+    rest = sum(count for _, count in parts[3:])
+    return parts[:3] + ([("other", rest)] if rest else [])
+
+
+def _limit(memory: MemoryReport) -> str:
+    limit = memory.limit_bytes_per_chip
+    return f" of {human_bytes(limit)}" if limit else " of an unknown limit"
+
+
+def _step(report: Report) -> Iterable[Line]:
+    step = report.step
+    parts = compute_by_kind(report)
+    if step.exposed_seconds is not None:
+        parts.append(("exposed", step.exposed_seconds))
+    whole = sum(seconds for _, seconds in parts)
+    if not whole:
+        return
+    styles = [COMPUTE_STYLES[name] for name, _ in parts]
+    bar = _bar([seconds / whole for _, seconds in parts], styles)
+    legend = _legend([(name, human_seconds(s), style) for (name, s), style in zip(parts, styles, strict=True)])
+    yield [("step", "bold"), "     ", *bar, f" {human_seconds(whole)}"]
+    yield ["         ", *legend]
+
+
+def _search(report: Report) -> Iterable[Line]:
+    """What was chosen and what it gains against what was declared; or that nothing could be judged."""
+    search = report.search
+    if search is None:
+        return
+    declared, chosen = search.tried[0], search.tried[search.chosen]
+    name, num_tried, gain = chosen.name, len(search.tried), ""
+    if search.chosen and declared.predicted_seconds and chosen.predicted_seconds:
+        saved = 1 - chosen.predicted_seconds / declared.predicted_seconds
+        gain = f", {human_share(saved)} shorter than {declared.name}"
+    judged = f"best of {num_tried}" if chosen.predicted_seconds is not None else f"none of {num_tried} can be judged"
+    yield [("search", "bold"), f"   {judged}: {name}{gain}"]
+
+
+def _bar(shares: Sequence[float], styles: Sequence[str], mark: float | None = None) -> Line:
+    """Blocks in proportion; the boundaries are rounded, so that the whole is never longer than the bar."""
+    cells: Line = []
+    done = 0.0
+    for index, share in enumerate(shares):
+        done += share
+        end = round(min(done, 1.0) * BAR_WIDTH)
+        cells += [(FILLS[index % len(FILLS)], styles[index])] * (end - len(cells))
+    cells += [("·", "dim")] * (BAR_WIDTH - len(cells))
+    if mark is not None:
+        cells[min(round(mark * BAR_WIDTH), BAR_WIDTH - 1)] = ("│", "bold red")
+    return cells
+
+
+def _legend(entries: Sequence[tuple[str, str, str]]) -> Line:
+    return [
+        part
+        for index, (name, value, style) in enumerate(entries)
+        for part in ("  ", (FILLS[index % len(FILLS)], style), f" {name} {value}")
+    ]
+
+
+def _collectives(report: Report) -> Iterable[Table | Line]:
+    yield []
+    for row in sums(report.collectives)[:3]:
+        times = f"{row.count:,} times, {human_bytes(row.bytes)}{_split(row.hidden_seconds, row.exposed_seconds)}"
+        yield [(row.kind, "bold"), f" over {'+'.join(row.mesh_axes)} on {row.link}: {times}"]
+    alike: dict[tuple[str, str], list[float]] = {}
+    for c in by_exposed(report.collectives):
+        if c.exposed_seconds:
+            alike.setdefault((f"{c.kind}: {c.source}", why_exposed(c)), []).append(c.exposed_seconds)
+    worst = sorted(alike.items(), key=lambda row: -sum(row[1]))
+    if not worst:
+        return
+    columns = (
+        Column("exposed", justify="right", min_width=7),
+        Column("collective", overflow="cut", max_width=48),
+        Column("why", overflow="cut"),
+    )
+    rows: list[tuple[Part, ...]] = []
+    for (name, why), seconds in worst[:NUM_COLLECTIVES]:
+        places = f" ({len(seconds)} places)" if len(seconds) > 1 else ""
+        rows.append((human_seconds(sum(seconds)), name + places, why))
+    yield Table(columns, rows)
+    if len(worst) > NUM_COLLECTIVES:
+        rest = sum(sum(seconds) for _, seconds in worst[NUM_COLLECTIVES:])
+        yield [(f"and {len(worst) - NUM_COLLECTIVES} more, {human_seconds(rest)} exposed", "dim")]
+
+
+def _split(hidden: float | None, exposed: float | None) -> str:
+    if hidden is None or exposed is None:
+        return ""
+    return f", {human_seconds(hidden)} hidden, {human_seconds(exposed)} exposed"
+
+
+def _roofline(report: Report) -> Iterable[Line]:
+    parts = [part for part in report.roofline if part.bound]
+    if not parts or report.step.roofline_seconds is None:
+        return
+    share = report.step.roofline_seconds / report.step.predicted_seconds if report.step.predicted_seconds else None
+    of_step = f", {human_share(share)} of the step" if share else ""
+    bounds: dict[str, list[str]] = {}
+    for part in parts:
+        bounds.setdefault(str(part.bound), []).append(part.name)
+    yield [("roofline", "bold"), f" {human_seconds(report.step.roofline_seconds)}{of_step}"]
+    for bound, names in bounds.items():
+        yield [f"  bound by {bound}: {', '.join(names)}"]
+
+
+def _findings(report: Report) -> Iterable[Line]:
+    found = sorted(report.findings, key=lambda finding: finding.severity != "warning")
+    for finding in found[:NUM_FINDINGS]:
+        style = "yellow" if finding.severity == "warning" else "dim"
+        yield [(f"{finding.severity}: {finding.what}", style)]
+        yield [(f"  where: {finding.where}", "dim")]
+        yield [f"  fix: {finding.fix}"]
+    if len(found) > NUM_FINDINGS:
+        yield [(f"and {len(found) - NUM_FINDINGS} more findings", "dim")]
+
+
+def _unknown(report: Report) -> Iterable[Line]:
+    reasons: dict[str, list[str]] = {}
+    for path, reason in unknown_values(report):
+        reasons.setdefault(reason, []).append(path)
+    for reason, paths in islice(reasons.items(), NUM_REASONS):
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        yield [("unknown", "yellow"), f" {paths[0]}{more}: {reason}"]
+    if len(reasons) > NUM_REASONS:
+        yield [(f"and {len(reasons) - NUM_REASONS} more reasons", "dim")]
+    if left_out := unpriced(report):
+        yield [("too short", "yellow"), f" by {left_out}"]

@@ -1,0 +1,111 @@
+"""The predicted step in Chrome's trace format, which Perfetto and chrome://tracing open.
+
+    events  (compute, matmul, 0-3 ms), (ICI x, all-gather, 1-2 ms)
+    ->      one process, a thread for each track, a slice for each event in microseconds; and an arrow from each
+            collective to the compute that hides most of it
+
+Slices of one thread have to nest, so what overlaps on a track is put on further threads: "ICI x", "ICI x (2)".
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from ...schema import CollectiveKind, ComputeKind, Event, Report
+
+PROCESS = 1
+COMPUTE = "compute"
+COLLECTIVES, COMPUTES = frozenset(get_args(CollectiveKind)), frozenset(get_args(ComputeKind))
+
+
+@dataclass(frozen=True)
+class Slice:
+    """An event in whole nanoseconds, on the lane of its track where it overlaps no other."""
+
+    event: Event
+    start_ns: int
+    end_ns: int
+    lane: str
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Of one collective: the time that compute runs meanwhile, and behind which slices, the longest first."""
+
+    hidden_ns: int
+    behind: tuple[Slice, ...]
+
+
+def lay_out(events: Sequence[Event]) -> tuple[Slice, ...]:
+    """Slices in the order of tracks (compute first, then as they come) and of time."""
+    tracks = sorted(dict.fromkeys(event.track for event in events), key=lambda track: track != COMPUTE)
+    return tuple(s for track in tracks for s in _lanes([event for event in events if event.track == track]))
+
+
+def _lanes(events: Sequence[Event]) -> list[Slice]:
+    """Each event on the first lane that is free."""
+    free_at: list[int] = []
+    slices = []
+    for event in sorted(events, key=lambda event: (event.start_seconds, -event.seconds)):
+        start, end = round(event.start_seconds * 1e9), round((event.start_seconds + event.seconds) * 1e9)
+        lane = next((i for i, free in enumerate(free_at) if free <= start), len(free_at))
+        free_at[lane : lane + 1] = [end]
+        slices.append(Slice(event, start, end, event.track if lane == 0 else f"{event.track} ({lane + 1})"))
+    return slices
+
+
+def hidden_behind(slices: Sequence[Slice]) -> tuple[Hidden | None, ...]:
+    """For each slice that is a collective the compute that runs at the same time."""
+    compute = sorted((s for s in slices if s.event.kind in COMPUTES), key=lambda s: s.start_ns)
+    starts = [s.start_ns for s in compute]
+
+    def behind(collective: Slice) -> Hidden:
+        first = max(0, bisect_right(starts, collective.start_ns) - 1)
+        last = bisect_right(starts, collective.end_ns)
+        shared = [(min(s.end_ns, collective.end_ns) - max(s.start_ns, collective.start_ns), s)
+                  for s in compute[first:last]]  # fmt: skip
+        shared = sorted(((ns, s) for ns, s in shared if ns > 0), key=lambda pair: -pair[0])
+        return Hidden(sum(ns for ns, _ in shared), tuple(s for _, s in shared))
+
+    return tuple(behind(s) if s.event.kind in COLLECTIVES else None for s in slices)
+
+
+def chrome_trace(report: Report, events: Sequence[Event]) -> dict[str, Any]:
+    """`timeline.json`."""
+    slices = lay_out(events)
+    threads = {lane: index for index, lane in enumerate(dict.fromkeys(s.lane for s in slices), start=1)}
+    hidden = hidden_behind(slices)
+    title = f"{report.program.model} on {report.target.name}: one chip, predicted"
+    rows = [_metadata("process_name", None, {"name": title})]
+    for lane, thread in threads.items():
+        rows += [_metadata("thread_name", thread, {"name": lane}),
+                 _metadata("thread_sort_index", thread, {"sort_index": thread})]  # fmt: skip
+    rows += [_slice(s, threads[s.lane], by) for s, by in zip(slices, hidden, strict=True)]
+    for number, (collective, by) in enumerate(zip(slices, hidden, strict=True), start=1):
+        if by and by.behind:
+            rows += _arrow(number, collective, by.behind[0], threads)
+    return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"fingerprint": report.build.fingerprint}}
+
+
+def _metadata(name: str, thread: int | None, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": PROCESS, "args": args} | ({"tid": thread} if thread else {})
+
+
+def _slice(s: Slice, thread: int, hidden: Hidden | None) -> dict[str, Any]:
+    args = dict(s.event.arguments)
+    if hidden is not None:
+        args |= {
+            "hidden_us": hidden.hidden_ns / 1e3,
+            "hidden_behind": list(dict.fromkeys(behind.event.name for behind in hidden.behind)),
+        }
+    return {"ph": "X", "name": s.event.name, "cat": s.event.kind, "pid": PROCESS, "tid": thread,
+            "ts": s.start_ns / 1e3, "dur": (s.end_ns - s.start_ns) / 1e3, "args": args}  # fmt: skip
+
+
+def _arrow(number: int, collective: Slice, behind: Slice, threads: dict[str, int]) -> list[dict[str, Any]]:
+    """Where both run: an arrow's ends have to lie within their slices."""
+    at = max(collective.start_ns, behind.start_ns) / 1e3
+    common = {"name": "hidden behind", "cat": "overlap", "id": number, "pid": PROCESS, "ts": at}
+    return [common | {"ph": "s", "tid": threads[collective.lane]},
+            common | {"ph": "f", "bp": "e", "tid": threads[behind.lane]}]  # fmt: skip

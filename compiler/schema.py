@@ -1,0 +1,206 @@
+"""What `report.json` holds: the typed report of a compiled step.
+
+Seconds are of one step; bytes and FLOPs of one chip unless a name says otherwise, those of the program of all chips.
+What cannot be known is None; `unknown` says why, by the path of the value ("step.predicted_mfu"), of that value in all
+elements ("collectives[*].alone_seconds"), or of what holds it ("step").
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from meshloom.models.config import Record
+
+from .config.overlap_spec import Way
+
+SCHEMA_VERSION = 6  # of report.json and plan.json
+
+CollectiveKind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
+]  # fmt: skip
+MOVING = ("all-gather", "all-to-all")  # kinds that add nothing up
+Link = Literal["ICI", "DCN", "NVLink", "NIC", "memory"]  # memory: simulated devices of one host
+ComputeKind = Literal["matmul", "attention", "other"]
+Fraction = Annotated[float, Field(ge=0)]
+
+
+class TargetReport(Record):
+    name: str
+    chip: str
+    num_chips: PositiveInt
+    num_devices: PositiveInt  # of JAX
+    num_slices: PositiveInt
+    hbm_bytes_per_chip: PositiveInt | None
+    hbm_bytes_per_second: PositiveFloat | None  # of one chip
+    peak_flops_per_second: PositiveFloat | None  # of one chip, in the compute type
+    placement: dict[str, str]  # mesh axis -> where it lies: "fsdp": "ICI x (16, wraps) x ICI y (16, wraps)"
+
+
+class ProgramReport(Record):
+    model: str  # the option that was chosen, with what is set otherwise: "llama2_7b (num_layers=4)"; else the family
+    num_parameters: NonNegativeInt
+    num_active_parameters: NonNegativeInt  # that a token meets
+    tokens_per_step: PositiveInt
+    model_flops_per_step: NonNegativeInt
+
+
+class Change(Record):
+    """A change of the declaration that saves memory. overrides: as one types them."""
+
+    overrides: tuple[str, ...]
+    saved_bytes: int
+    fits: bool  # by itself
+    cost: str  # "a third more arithmetic"
+
+
+class MemoryReport(Record):
+    """breakdown: parameters, master, optimizer, working_weights (cast or gathered for use), gradients, activations,
+    temporaries, code, reserved, by the compiled program where it tells them apart. fits: on the device, None where the
+    chip's memory is unknown. host: a chip's arrays in the memory of its host, in none of the figures of the device."""
+
+    peak_bytes_per_chip: NonNegativeInt | None
+    limit_bytes_per_chip: NonNegativeInt | None  # what a program may take: the chip's memory without what is reserved
+    fits: bool | None
+    breakdown: dict[str, NonNegativeInt | None]
+    estimate_bytes_per_chip: NonNegativeInt | None  # without XLA
+    host_bytes_per_chip: NonNegativeInt | None
+    host_limit_bytes_per_chip: PositiveInt | None  # the chip's share of its host's memory
+    host_fits: bool | None
+    host_estimate_bytes_per_chip: NonNegativeInt  # without XLA
+    changes: tuple[Change, ...]  # the cheapest first; empty where it fits
+
+
+class CollectiveReport(Record):
+    """All collectives of a step that are alike: the same place in the program, once per trip of its loops."""
+
+    kind: CollectiveKind
+    mesh_axes: tuple[str, ...]
+    group_size: PositiveInt
+    link: Link
+    bytes: NonNegativeInt  # of the full array, in all executions
+    dtype: str
+    count: PositiveInt  # executions in a step
+    alone_seconds: NonNegativeFloat | None
+    hidden_seconds: NonNegativeFloat | None
+    exposed_seconds: NonNegativeFloat | None
+    hidden_behind: tuple[str, ...]  # names of what runs meanwhile, the longest first
+    is_async: bool
+    form: str  # how the program says it: "all-gather-start", "collective fusion", "SparseCore call", "synchronous"
+    source: (
+        str  # "layers/attention/query_EHD, forward", or what the compiler keeps of a name, or "... (matched by size)"
+    )
+    where: str  # computation or loop: "while body, 32 trips"
+    confidence: Literal["high", "low"]  # low: size, group or bandwidth is not certain
+    name: str  # of the instruction
+
+
+class StepReport(Record):
+    compute_seconds: NonNegativeFloat | None
+    compute_seconds_by_kind: dict[ComputeKind, NonNegativeFloat]
+    exposed_seconds: NonNegativeFloat | None
+    exposed_fraction: Fraction | None  # of predicted_seconds
+    predicted_seconds: NonNegativeFloat | None
+    predicted_mfu: Fraction | None
+    roofline_seconds: NonNegativeFloat | None
+    num_unpriced: NonNegativeInt  # instructions whose time is not known, and counts as none
+
+
+class RooflinePart(Record):
+    """A part of the step with the bound of each resource: FLOPs over peak, bytes over bandwidth."""
+
+    name: str  # "layers (x32)", "attention", "head", "optimizer"
+    flops: NonNegativeInt
+    hbm_bytes: NonNegativeInt
+    link_bytes: NonNegativeInt
+    flops_seconds: NonNegativeFloat | None
+    hbm_seconds: NonNegativeFloat | None
+    link_seconds: NonNegativeFloat | None
+    bound: Literal["flops", "hbm", "link"] | None  # the longest
+
+
+class Finding(Record):
+    """One finding of the lint of the compiled program."""
+
+    rule: str  # "unplanned-collective"
+    severity: Literal["warning", "note"]
+    what: str
+    where: str  # instruction, source op and config key, as far as known
+    fix: str
+
+
+class BuildReport(Record):
+    lower_seconds: NonNegativeFloat
+    compile_seconds: NonNegativeFloat
+    cache: Literal["hit", "miss", "off"]
+    jax: str
+    jaxlib: str
+    plugin: str | None  # "libtpu 0.0.42.1"
+    compiler_options: dict[str, str | bool | int | float]
+    compiler_options_left_out: tuple[str, ...]  # of overlap.option_sets: the compiler does not know them
+    fingerprint: str
+
+
+class TriedReport(Way):
+    """A program that `overlap.search` compiled. What is None is so because of what why_not says."""
+
+    predicted_seconds: NonNegativeFloat | None
+    exposed_fraction: Fraction | None
+    peak_bytes_per_chip: Annotated[int, Field(ge=0, lt=2**63)] | None
+    host_bytes_per_chip: Annotated[int, Field(ge=0, lt=2**63)] | None
+    fits: bool | None  # on the device and in the host's memory
+    compile_seconds: NonNegativeFloat
+    why_not: str | None  # it has no schedule that is known: the compiler's words, or those of the reader of its text
+
+
+class SearchReport(Record):
+    """tried: in the order in which they were compiled, the one that was declared first. chosen: the place of the one
+    that this report is of. num_left: not compiled, for the bounds of overlap.search. overrides: pin the chosen one."""
+
+    tried: tuple[TriedReport, ...]
+    chosen: NonNegativeInt
+    num_left: NonNegativeInt
+    overrides: tuple[str, ...]
+    cache: Literal["hit", "miss", "off"]  # whether it was decided before
+
+
+class Event(Record):
+    """A stretch of the predicted step on one track. Loops show their trips one after the other, or the first few."""
+
+    track: str  # "compute", "ICI x", one way of it "ICI x+", "DCN"
+    name: str
+    kind: str  # ComputeKind, CollectiveKind, "exposed": compute stands still for a collective, "loop": trips left out
+    start_seconds: NonNegativeFloat
+    seconds: NonNegativeFloat
+    arguments: dict[str, Any]
+
+
+class Report(Record):
+    schema_version: Literal[6]
+    target: TargetReport
+    program: ProgramReport
+    memory: MemoryReport
+    collectives: tuple[CollectiveReport, ...]
+    step: StepReport
+    roofline: tuple[RooflinePart, ...]
+    findings: tuple[Finding, ...]
+    search: SearchReport | None  # None: nothing was searched
+    build: BuildReport
+    overrides: tuple[str, ...]  # as typed
+    unknown: dict[str, str]  # path of a None -> why
+
+
+def total(values: Iterable[float | None]) -> float | None:
+    """The sum, the same in whatever order the values come; None where one of them is."""
+    known = list(values)
+    return None if None in known else math.fsum(v for v in known if v is not None)
+
+
+def by_exposed(collectives: Iterable[CollectiveReport]) -> list[CollectiveReport]:
+    """The most exposed first; those of which it is not known before all others."""
+    return sorted(collectives, key=lambda c: (-or_infinity(c.exposed_seconds), -or_infinity(c.alone_seconds), -c.bytes))
+
+
+def or_infinity(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds

@@ -1,0 +1,1 @@
+"""Candidates for a better configuration, and which one is best."""

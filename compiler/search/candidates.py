@@ -1,0 +1,208 @@
+"""`overlap.search`: which loops over layers and option sets are worth compiling, in which order, and which one is best.
+
+A program does not grow with its layers (a loop's body repeats), nor with the devices, so candidates are the full
+program. The order is that of a simple model; the judge is the schedule of each that is compiled.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import jax
+
+from ..config.overlap_spec import LayerLoop, Way
+from ..config.spec import RunSpec
+from ..core.errors import ConfigError, Problem
+from ..estimate.communication import PlannedCollective
+from ..estimate.estimate import StepEstimate
+from ..parallel.matmul import NUM_PASSES
+from ..parallel.weights import WeightLayout
+from ..plan import Plan
+from ..schema import TriedReport
+from ..sharding.batch import sequences_of_device
+from ..sharding.gradients import check_gradients
+from ..step.forward import automatic_axes, weight_layouts
+from ..target.compiler_options import OptionTable, option_table
+
+FLAT = LayerLoop(unroll=1, batch_parts=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run the layers. expected_seconds: that compute waits for communication and copies, by the model."""
+
+    way: Way
+    expected_seconds: float
+
+    @property
+    def name(self) -> str:
+        return self.way.name
+
+    def applied_to(self, spec: RunSpec) -> RunSpec:
+        """The declaration with this instead of what it says, and without a search."""
+        chosen = {**dict(self.way), "search": None}
+        return spec.model_copy(update={"overlap": spec.overlap.model_copy(update=chosen)})
+
+    def overrides(self) -> tuple[str, ...]:
+        """What pins it on a command line."""
+        keys = [f"overlap.layers.{key}={str(value).lower()}" for key, value in self.way.layers.model_dump().items()]
+        lists = [f"overlap.{key}=[{','.join(getattr(self.way, key))}]" for key in ("rings", "option_sets")]
+        return (*keys, *lists, "overlap.search=null")
+
+
+def check_can_judge(plan: Plan) -> None:
+    """Raise ConfigError where a search is asked for and no schedule has times."""
+    if plan.spec.overlap.search is not None and plan.target.chip is None:
+        what = f"{plan.target.name} has no clock and no links whose times are known: all schedules are alike"
+        fix = "choose overlap=xla or overlap=prefetch, or compile for the chips that are meant"
+        raise ConfigError([Problem("overlap.search", what, fix)])
+
+
+def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]:
+    """The one that is declared, then the others that the plan allows, those that expose least before; but first of all
+    the best with each set for weights, and with and without rings in one part of the batch and in two: what those cost
+    matmuls only a schedule tells."""
+    table, overlap = option_table(), plan.spec.overlap
+    rings = list(_rings(plan))
+    declared = Way(layers=overlap.layers, rings=rings[0], option_sets=overlap.option_sets)
+    ways = (
+        Way(layers=loop, rings=names, option_sets=sets)
+        for loop, names, sets in product(_loops(plan, table), rings, _option_sets(plan, table))
+    )
+    rest = [Candidate(way, expected_seconds(plan, estimate, way, table)) for way in ways if way != declared]
+    rest.sort(key=lambda one: one.expected_seconds)
+    seen, firsts = _choices(declared, table), list[Candidate]()
+    for one in rest:
+        if not _choices(one.way, table) <= seen:
+            firsts.append(one)
+            seen |= _choices(one.way, table)
+    rest.sort(key=lambda one: one not in firsts)
+    return (Candidate(declared, expected_seconds(plan, estimate, declared, table)), *rest)
+
+
+def _choices(way: Way, table: OptionTable) -> set[str]:
+    """Its sets for weights, and what it does about activations."""
+    of_weights = {name for name in way.option_sets if "weights" in table.sets[name].tried_for}
+    return {f"{'rings' if way.rings else 'no rings'} in {way.layers.batch_parts} parts", *of_weights}
+
+
+def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way, table: OptionTable) -> float:
+    """What of a step is not arithmetic: collectives that nothing hides, copies of weights that wait in a loop, sums in
+    rings.
+
+    Of what a layer gathers or reduces beside its own arithmetic, the first is exposed, unless the options let it begin
+    early; of what it moves for its neighbour, none. Weights that arrive for a later trip are copied into their place,
+    where the trips of a body take turns with the buffers those of one of them. What a ring sends runs beside its
+    matmuls; without the ring it is a reduce-scatter behind them, half as long, as that uses both ways at once. Of
+    activations that cross for one part of the batch beside another's arithmetic, one part's stay.
+    """
+    loop, option_sets = way.layers, way.option_sets
+    stacks = {stack.name for stack in plan.model.stacks}
+    paths = {array.array.path for array in plan.sharding.parameters}
+    hidden = {moved: table.hides(option_sets, moved, plan.target) for moved in ("weights", "activations")}
+    begins_early = any(table.sets[name].begins_early for name in option_sets)
+    turns = 1 if loop.unroll % (loop.prefetch + 1) else loop.prefetch + 1
+    is_copied = plan.target.platform in table.copies_carried and loop.prefetch
+    behind = {} if loop.reduce_in_backward else _reduced_behind(plan)
+    exposed, link_seconds, passed_bytes = 0.0, 0.0, 0.0
+    of_layers = [one for one in estimate.communication if one.source in paths and one.source.split("/")[0] in stacks]
+    for one in estimate.communication:
+        seconds = _alone_seconds(plan, one)
+        link_seconds += seconds
+        is_gather = one.kind == "all-gather"
+        if one.kind == "collective-permute":
+            if way.rings:
+                passed_bytes += NUM_PASSES * one.num_bytes
+            else:
+                exposed += seconds / 2 / loop.batch_parts
+            continue
+        if one.source not in paths:
+            stays = 1 / loop.batch_parts if one.kind in hidden["weights"] else 1.0
+            exposed += stays * seconds if one.kind not in hidden["activations"] else 0.0
+            continue
+        is_behind = not is_gather and one.mesh_axes in behind.get(one.source, ())
+        if one.kind not in hidden["weights"] or one not in of_layers or is_behind:
+            exposed += seconds
+        elif not begins_early and not (loop.prefetch if is_gather else loop.deferred_reduce_scatter):
+            alike = [other for other in of_layers if (other.kind, other.direction) == (one.kind, one.direction)]
+            exposed += seconds / len(alike)
+        if is_copied and is_gather and one in of_layers:
+            passed_bytes += 2 * one.num_bytes // turns  # read and written
+    compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
+    bandwidth = plan.target.hbm_bytes_per_second_per_device or float("inf")
+    return max(exposed, link_seconds - compute) + passed_bytes / bandwidth
+
+
+def _reduced_behind(plan: Plan) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """By a parameter's path, the mesh axes over which its gradient is reduced behind the whole backward pass."""
+    layouts: list[WeightLayout] = jax.tree.leaves(weight_layouts(plan))
+    return {each.path: (each.reduced, *(axes for _, axes in each.split_late)) for each in layouts}
+
+
+def best_of(tried: Sequence[TriedReport], max_exposed: float | None) -> int | None:
+    """The place of the shortest predicted step among those that fit, and of them those that meet the demand, if any
+    does; None where none fits, or no step is predicted."""
+
+    def rank(one: TriedReport) -> tuple[bool, float]:
+        exposed = 1.0 if one.exposed_fraction is None else one.exposed_fraction  # what is not known is not hidden
+        return max_exposed is not None and exposed > max_exposed, one.predicted_seconds or 0.0
+
+    fitting = [place for place, one in enumerate(tried) if one.fits is not False and one.predicted_seconds is not None]
+    return min(fitting, key=lambda place: rank(tried[place]), default=None)
+
+
+def _loops(plan: Plan, table: OptionTable) -> Iterator[LayerLoop]:
+    """Where no weight is gathered there is nothing to prefetch; where every gradient is reduced as soon as it is made,
+    nothing to reduce earlier; where nothing splits matmuls, nothing that a part of the batch would wait for."""
+    split_axes = automatic_axes(plan)
+    is_even = sequences_of_device(plan.spec, plan.mesh) % 2 == 0
+    batch_parts = (1, 2) if split_axes and is_even else (1,)
+    layers_in_a_trip = (1,) if table.aborts_unrolled(split_axes, plan.target) else (1, 2)
+    layouts = weight_layouts(plan)
+    own = [layout for stack in plan.model.stacks for layout in jax.tree.leaves(layouts[stack.name])]
+    ahead = (0, 1) if any(layout.gathered for layout in own) else (0,)
+    choices = product((False, True), ahead, layers_in_a_trip, batch_parts, (False, True))
+    for is_early, distance, unroll, num_parts, is_deferred in choices:
+        loop = LayerLoop(
+            unroll=unroll,
+            batch_parts=num_parts,
+            prefetch=distance,
+            deferred_reduce_scatter=bool(distance and is_deferred),
+            reduce_in_backward=is_early,
+        )
+        crosses = any(layout.scattered or (is_early and layout.is_reduced_once) for layout in own)
+        if (is_early and not _can_reduce_early(plan, loop)) or (is_deferred and not (distance and crosses)):
+            continue
+        yield loop
+
+
+def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
+    """True where some gradient is reduced once per step, and the layout of the update lets each layer's be."""
+    try:
+        way = Way(layers=loop, rings=(), option_sets=())
+        check_gradients(Candidate(way, 0.0).applied_to(plan.spec), plan.sharding)
+    except ConfigError:
+        return False
+    return any(layout.is_reduced_once for layout in jax.tree.leaves(weight_layouts(plan)))
+
+
+def _rings(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Those of the plan; where it chose some itself, none as well."""
+    chosen = tuple(each.name for each in plan.projections if each.ring)
+    yield chosen
+    if chosen and plan.spec.overlap.rings == "auto":
+        yield ()
+
+
+def _option_sets(plan: Plan, table: OptionTable) -> Iterator[tuple[str, ...]]:
+    """One set at most for weights, and one for the activations of tensor parallelism: of those that the model has alike
+    before any the compiler's own choice, which cuts matmuls where other ways hide more (docs/tensor_parallelism.md)."""
+    sets = table.sets_for(plan.target)
+    weights = [(), *((name,) for name, one in sets.items() if "weights" in one.tried_for)]
+    others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if automatic_axes(plan) else []
+    for weight, activation in product(weights, [*others, ()]):
+        yield weight + activation
+
+
+def _alone_seconds(plan: Plan, one: PlannedCollective) -> float:
+    return one.count * (plan.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes) or 0.0)

@@ -1,0 +1,1 @@
+"""Where every array lies, and why: logical axis rules to PartitionSpecs."""

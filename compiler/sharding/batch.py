@@ -1,0 +1,70 @@
+"""The global batch: which arrays it has, and its split over microbatches and data shards."""
+
+import re
+
+from meshloom.models import Model
+from meshloom.models.numbers import divisors
+
+from ..config.spec import RunSpec
+from ..core.errors import Problem, raise_if_any
+from ..core.format import be, counted
+from ..target.mesh import MeshPlan, nearest
+from .sharding import batch_axes
+
+
+def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
+    """Names of the arrays of a batch, each int32 (global_batch_size, sequence_length).
+
+    targets: IGNORED_TARGET (models/contract.py) where there is no loss. positions: of each token in its document,
+    from 0. segment_ids: of the documents of a sequence, from 1; 0 for padding.
+    """
+    documents = ("positions", "segment_ids") if spec.data.isolate_documents else ()
+    return ("inputs", "targets", *documents)
+
+
+def sequences_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
+    """Of one microbatch."""
+    return spec.global_batch_size // spec.num_microbatches // mesh.num_shards(batch_axes(spec.sharding, mesh))
+
+
+def tokens_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
+    """Of one microbatch."""
+    return sequences_of_device(spec, mesh) * spec.sequence_length
+
+
+def check_batch(spec: RunSpec, mesh: MeshPlan) -> None:
+    """Raise ConfigError where microbatches times data shards do not divide the global batch, or parts of a layer not
+    what a device has of it."""
+    axes = batch_axes(spec.sharding, mesh)
+    shards, microbatches = mesh.num_shards(axes), spec.num_microbatches
+    size, parts = spec.global_batch_size, shards * microbatches
+    if size % parts == 0:
+        _check_parts(spec.overlap.layers.batch_parts, size // parts)
+        return
+    split = " x ".join(f"{axis}={mesh.sizes[axis]}" for axis in axes)
+    by = f"{counted(shards, 'data shard')} ({split})" if axes else "1 data shard"
+    by += f" x {microbatches} microbatches" if microbatches > 1 else ""
+    multiples = [n for n in (size // parts * parts, (size // parts + 1) * parts) if n]
+    fix = f"use global_batch_size={' or '.join(map(str, multiples))}"
+    if microbatches > 1 and size % shards == 0:
+        fitting = divisors(size // shards)
+        fix += f", or num_microbatches={nearest(microbatches, fitting)}"
+    what = f"{counted(size, 'sequence')} {be(size)} not divisible by {by}"
+    raise_if_any([Problem("global_batch_size", what, fix)])
+
+
+def _check_parts(num_parts: int, num_sequences: int) -> None:
+    if num_sequences % num_parts:
+        what = f"{counted(num_sequences, 'sequence')} of a device {be(num_sequences)} not divisible by {num_parts}"
+        fix = f"use {nearest(num_parts, divisors(num_sequences))}"
+        raise_if_any([Problem("overlap.layers.batch_parts", what, fix)])
+
+
+def check_length(spec: RunSpec, model: Model) -> None:
+    """Raise ConfigError where sequences are longer than the model can read."""
+    if model.max_length is not None and spec.sequence_length > model.max_length:
+        what = f"{spec.sequence_length} tokens are more than the {model.max_length} that the model can read"
+        keys = [key for key, value in spec.model if value == model.max_length and re.search("length|position", key)]
+        larger = f", or model.{keys[0]}={spec.sequence_length}" if len(keys) == 1 else ""
+        fix = f"use {model.max_length} or less{larger}"
+        raise_if_any([Problem("sequence_length", what, fix)])

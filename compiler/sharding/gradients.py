@@ -1,0 +1,39 @@
+"""How gradients lie while they are accumulated, and which declarations of that cannot be run."""
+
+from ..config.spec import RunSpec
+from ..core.errors import Problem, raise_if_any
+from .rules import ArrayPlan
+from .sharding import ShardingPlan
+
+
+def accumulated_layouts(spec: RunSpec, sharding: ShardingPlan) -> tuple[ArrayPlan, ...]:
+    """The layouts that gradients are accumulated in, of each parameter. A single microbatch whose gradients are reduced
+    in its backward pass accumulates none: they are made in the layout of the update."""
+    is_made_reduced = spec.overlap.layers.reduce_in_backward and spec.num_microbatches == 1
+    return sharding.optimizer if spec.sharding.gradients == "optimizer" or is_made_reduced else sharding.parameters
+
+
+def check_gradients(spec: RunSpec, sharding: ShardingPlan) -> None:
+    """Raise ConfigError where layers are reduced one by one, and the update splits them over devices."""
+    chosen = {
+        "sharding.gradients": ("optimizer", "parameters", spec.sharding.gradients == "optimizer"),
+        "overlap.layers.reduce_in_backward": ("true", "false", spec.overlap.layers.reduce_in_backward),
+    }
+    split = [
+        (plan, d)
+        for plan in sharding.optimizer
+        for d in plan.dimensions
+        if d.logical == "layers" and set(d.axes) & set(sharding.batch_axes)
+    ]
+    for plan, d in split[:1]:
+        where = f"sharding.optimizer[{d.rule}] splits the layers of '{plan.array.path}' over {', '.join(d.axes)}"
+        problems = [
+            Problem(
+                key,
+                f"{value} reduces gradients layer by layer, and {where}",
+                f"set {key}={other}, or split another dimension",
+            )
+            for key, (value, other, is_chosen) in chosen.items()
+            if is_chosen
+        ]
+        raise_if_any(problems)

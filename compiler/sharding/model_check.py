@@ -1,0 +1,100 @@
+"""What a model must be to the compiler: checked where users write them, so that a mistake is one error and theirs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshloom.models import Model, Stack, is_logical_axes
+from meshloom.models.contract import Piece
+
+from ..core.errors import ConfigError, Problem, raise_if_any
+from ..core.trees import leaves_by_path
+
+WHERE = "model.family"
+Shape = tuple[int, ...]
+
+
+def check_model(family: str, model: Any) -> Model:
+    """The model as it is. Raises ConfigError if what `build` returned is not a Model whose parts fit together."""
+    if not isinstance(model, Model):
+        what = f"{family}: build() returned {_kind(model)}, not a Model"
+        raise ConfigError([Problem(WHERE, what, "return Model(embed=..., stacks=..., head=...)")])
+    raise_if_any(Problem(WHERE, f"{family}: build() returned a Model whose {what}", fix) for what, fix in _wrong(model))
+    return model
+
+
+def _wrong(model: Model) -> Iterator[tuple[str, str]]:
+    for name in ("embed", "head"):
+        if not isinstance(piece := getattr(model, name), Piece):
+            yield f"{name} is {_kind(piece)}", f"give {name}=build_piece(lambda rngs: ...)"
+    if not isinstance(model.stacks, tuple) or not model.stacks:
+        yield f"stacks are {_kind(model.stacks)}", "give a tuple of at least one: (Stack(name, layer, num_layers),)"
+        return
+    names = []
+    for stack in model.stacks:
+        if not isinstance(stack, Stack) or not isinstance(stack.layer, Piece):
+            yield f"stacks hold {_kind(stack)}", "give Stack(name, build_piece(lambda rngs: ...), num_layers)"
+            return
+        names.append(stack.name)
+        if type(stack.num_layers) is not int or stack.num_layers < 1:
+            yield f"stack '{stack.name}' has {stack.num_layers!r} layers", "give a whole number of at least 1"
+    if len({*names, "embed", "head"}) < len(names) + 2:
+        yield f"stacks are named {', '.join(names)}", "name each differently, and none 'embed' or 'head'"
+    if model.max_length is not None and (type(model.max_length) is not int or model.max_length < 1):
+        yield f"max_length is {model.max_length!r}", "give the longest sequence in tokens, or None for any"
+    yield from _wrong_ties(model)
+
+
+def _wrong_ties(model: Model) -> Iterator[tuple[str, str]]:
+    if not isinstance(model.embed, Piece) or not isinstance(model.head, Piece):
+        return
+    for own, shared in model.tied.items():
+        axes = [leaves_by_path(piece.logical_axes, is_leaf=is_logical_axes) for piece in (model.head, model.embed)]
+        for name, known, piece in ((own, axes[0], "head"), (shared, axes[1], "embed")):
+            if name not in known:
+                yield f"tied names '{name}', which {piece} does not have", f"use one of {', '.join(known)}"
+
+
+def check_output(
+    piece: str, output: Any, expected: Shape, *, dtype: str | None = None, is_last_more: bool = False
+) -> None:
+    """Raises ConfigError if what a piece returned is not one array of this shape.
+
+    dtype: the type that it must have, too; None: any of floating point. is_last_more: its last dimension may be larger.
+    """
+    fix = f"return an array of shape {_shape(expected)}" + (f" and type {dtype}" if dtype else "")
+    if not isinstance(output, jax.Array):
+        raise _output_error(piece, output, fix)
+    shape, fits = output.shape, output.shape == expected
+    if is_last_more:
+        fits = len(shape) == len(expected) and shape[:-1] == expected[:-1] and shape[-1] >= expected[-1]
+    is_of_type = output.dtype == dtype if dtype else jnp.issubdtype(output.dtype, jnp.floating)
+    if not fits or not is_of_type:
+        raise _output_error(piece, output, fix)
+
+
+def check_embedded(piece: str, output: Any, tokens: Shape) -> None:
+    """Raises ConfigError if the embedding did not return a vector for each token."""
+    if not isinstance(output, jax.Array) or output.ndim != 3:
+        raise _output_error(piece, output, f"return an array of shape {_shape((*tokens, 'width'))}")
+    check_output(piece, output, (*tokens, output.shape[-1]))
+
+
+def _output_error(piece: str, output: Any, fix: str) -> ConfigError:
+    is_array = isinstance(output, jax.Array)
+    found = f"an array of shape {_shape(output.shape)} and type {output.dtype}" if is_array else _kind(output)
+    return ConfigError([Problem(WHERE, f"{piece}.__call__ returned {found}", fix)])
+
+
+def _shape(shape: tuple[Any, ...]) -> str:
+    return f"({', '.join(map(str, shape))})"
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"an object of {type(value).__name__}"

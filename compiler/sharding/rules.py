@@ -1,0 +1,155 @@
+"""One array -> the mesh axes of each of its dimensions, and why; or the dimensions that no rule could take.
+
+    array  layers/attention/query_EHD (4, 128, 8, 16), axes (layers, embed, heads, head_dim)
+    rules  [0] embed -> fsdp   [1] heads -> tensor   [2] layers, head_dim -> replicated
+    mesh   fsdp=4 tensor=2
+    ->     P(None, 'fsdp', 'tensor', None)
+           layers, head_dim whole by parameters[2]; embed over fsdp by parameters[0]; heads over tensor by parameters[1]
+
+Rules are tried in order; each takes the dimensions that it names and that no earlier rule took. A rule whose mesh axes
+are taken in this array, or do not divide the dimension, passes it on to the next rule for that logical axis; where
+there is none, that is a refusal.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax.sharding import PartitionSpec
+
+from meshloom.models.numbers import divisors
+
+from ..config.spec import Rule
+from ..core.errors import Problem
+from ..target.mesh import MeshPlan, nearest
+from .arrays import Array
+
+_KEYS = {"length": "sequence_length", "residual_length": "sequence_length"}  # by which a size is declared
+Table = Literal["parameters", "optimizer", "activations"]
+
+
+@dataclass(frozen=True)
+class DimensionPlan:
+    """Where one dimension lies. axes: the mesh axes that it is split over. rule: the index of the rule that said so,
+    None where none was needed. note: what made this rule the one, where it is not the plain first."""
+
+    logical: str | None
+    size: int
+    axes: tuple[str, ...]
+    rule: int | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ArrayPlan:
+    """Where the shards of an array lie, and why. table: the rules that decided it."""
+
+    array: Array
+    table: Table | None
+    dimensions: tuple[DimensionPlan, ...]
+    bytes_per_device: int
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """One entry per dimension: None, the one mesh axis, or a tuple of several."""
+        return PartitionSpec(*(d.axes[0] if len(d.axes) == 1 else d.axes or None for d in self.dimensions))
+
+    @property
+    def reason(self) -> str:
+        """'layers, mlp whole by parameters[1]; embed over fsdp by parameters[0]'."""
+        alike: dict[str, list[str]] = {}
+        for d in self.dimensions:
+            where = f"over {', '.join(d.axes)}" if d.axes else "whole"
+            by = f" by {self.table}[{d.rule}]" if d.rule is not None else ""
+            alike.setdefault(where + by + (f" ({d.note})" if d.note else ""), []).append(d.logical or "a dimension")
+        return "; ".join(f"{', '.join(dict.fromkeys(names))} {why}" for why, names in alike.items())
+
+
+def resolve(array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan) -> ArrayPlan | list["Refusal"]:
+    """Lay out one array; see the module's docstring. Gives the refusals where there are some."""
+    settled: list[DimensionPlan | None] = [
+        None if name else DimensionPlan(None, size, (), None)
+        for name, size in zip(array.logical_axes, array.shape, strict=True)
+    ]
+    refusals: dict[int, Refusal] = {}
+    taken: dict[str, int] = {}
+    for index, rule in enumerate(rules):
+        wanted = tuple(axis for axis in rule.mesh if mesh.sizes[axis] > 1)
+        for dimension, (name, size) in enumerate(zip(array.logical_axes, array.shape, strict=True)):
+            if settled[dimension] is not None or name not in rule.logical:
+                continue
+            if rival := next((axis for axis in wanted if axis in taken), None):
+                refusals[dimension] = Refusal(array, table, index, dimension, wanted, rival=(rival, taken[rival]))
+            elif size % mesh.num_shards(wanted):
+                refusals[dimension] = Refusal(array, table, index, dimension, wanted)
+            else:
+                note = f"{', '.join(rule.mesh)} being of size 1" if rule.mesh and not wanted else ""
+                if dimension in refusals:
+                    note = refusals.pop(dimension).why(mesh)
+                settled[dimension] = DimensionPlan(name, size, wanted, index, note)
+                taken.update(dict.fromkeys(wanted, dimension))
+    dimensions = tuple(plan for plan in settled if plan is not None)
+    if len(dimensions) == len(settled):
+        used = tuple(axis for plan in dimensions for axis in plan.axes)
+        return ArrayPlan(array, table, dimensions, array.num_bytes // mesh.num_shards(used))
+    unsettled = [dimension for dimension, plan in enumerate(settled) if plan is None]
+    return [refusals.get(dimension) or Refusal(array, table, None, dimension, ()) for dimension in unsettled]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A dimension that no rule could take. rule: the last that tried, None if none names it. rival: (mesh axis, the
+    dimension of this array that has it)."""
+
+    array: Array
+    table: Table
+    rule: int | None
+    dimension: int
+    axes: tuple[str, ...]
+    rival: tuple[str, int] | None = None
+
+    @property
+    def logical(self) -> str:
+        return str(self.array.logical_axes[self.dimension])
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Refusals of one kind are one problem, whichever arrays they are about."""
+        size = self.array.shape[self.dimension]
+        rival = self.rival and (self.rival[0], self.array.logical_axes[self.rival[1]])
+        return (self.table, self.rule, self.logical, size if not self.rival and self.rule is not None else None, rival)
+
+    def why(self, mesh: MeshPlan) -> str:
+        size = self.array.shape[self.dimension]
+        if self.rival:
+            axis, dimension = self.rival
+            return f"{axis} is taken by {self.array.logical_axes[dimension]}"
+        return f"{size} is not divisible by {_product(self.axes, mesh)}"
+
+    def problem(self, mesh: MeshPlan, num_others: int) -> Problem:
+        others = f" (and {num_others} more)" if num_others else ""
+        what = f"'{self.array.path}'{others}, dimension {self.dimension} ({self.logical})"
+        whole = f"{{logical: [{self.logical}], mesh: []}}"
+        if self.rule is None:
+            fix = f"add a rule: {whole} keeps it whole on every device"
+            return Problem(f"sharding.{self.table}", f"no rule names '{self.logical}', an axis of {what}", fix)
+        key = f"sharding.{self.table}[{self.rule}]"
+        size, shards = self.array.shape[self.dimension], mesh.num_shards(self.axes)
+        if self.rival:
+            axis, rival = self.rival
+            fix = f"use another mesh axis for one of them, or add {whole} behind it to keep {self.logical} whole"
+            rival_name = self.array.logical_axes[rival]
+            return Problem(key, f"{what}: mesh axis {axis} is taken already by dimension {rival} ({rival_name})", fix)
+        below, above = size // shards * shards, (size // shards + 1) * shards
+        sizes = f"{above}" if below == 0 else f"{below} or {above}"
+        fix = f"make {_KEYS.get(self.logical, self.logical)} {sizes}"
+        if len(self.axes) == 1:
+            fitting = divisors(math.gcd(size, mesh.num_devices))
+            fix += f", or mesh.{self.axes[0]} {nearest(shards, fitting)}"
+        fix += f", or add {whole} behind it to keep it whole"
+        return Problem(key, f"{what} has size {size}, not divisible by {_product(self.axes, mesh)}", fix)
+
+
+def _product(axes: tuple[str, ...], mesh: MeshPlan) -> str:
+    return f"{mesh.num_shards(axes)} shards ({' x '.join(f'{axis}={mesh.sizes[axis]}' for axis in axes)})"

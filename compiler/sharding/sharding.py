@@ -1,0 +1,215 @@
+"""Ordered logical axis rules -> a PartitionSpec and a reason for every array. Never replicated in silence.
+
+How one array is laid out is in rules.py; here are all of them, and what cannot be run or should not be.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshloom.models import LOGICAL_AXES
+
+from ..config.spec import MeshSpec, Rule, RunSpec, ShardingSpec
+from ..core.errors import Problem, raise_if_any, use_one_of
+from ..target.mesh import MeshPlan
+from .arrays import Array, Arrays
+from .rules import ArrayPlan, Refusal, Table, resolve
+
+# What mesh axes are for that only a user's own rules can split anything over.
+NOT_IMPLEMENTED = {"stage": "pipeline parallelism", "context": "context parallelism", "expert": "expert parallelism"}
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Layouts by table. `batch_axes`: the mesh axes (size > 1) that the batch is split over."""
+
+    parameters: tuple[ArrayPlan, ...]
+    optimizer: tuple[ArrayPlan, ...]  # parameter-shaped optimizer state, by the path of its parameter
+    activations: tuple[ArrayPlan, ...]
+    batch_axes: tuple[str, ...]
+    warnings: tuple[Problem, ...]
+
+
+def gathered_bytes(parameter: ArrayPlan, spec: RunSpec, mesh: MeshPlan) -> int:
+    """On a device, in the compute type, with its shards over the axes of the batch gathered."""
+    of_batch = batch_axes(spec.sharding, mesh)
+    kept = tuple(axis for d in parameter.dimensions for axis in d.axes if axis not in of_batch)
+    itemsize = jnp.dtype(spec.precision.compute).itemsize
+    return math.prod(parameter.array.shape) * itemsize // mesh.num_shards(kept)
+
+
+def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan) -> ShardingPlan:
+    """Lay out every parameter, its optimizer state and every named activation. Raises ConfigError."""
+    problems: list[Problem] = []
+    # Rules that the optimizer has from the parameters refuse the same dimensions: that is told once.
+    optimizer_problems = [] if rules.optimizer == rules.parameters else problems
+    parameters = _resolve_all(arrays.parameters, "parameters", rules.parameters, mesh, problems)
+    optimizer = _resolve_all(arrays.parameters, "optimizer", rules.optimizer, mesh, optimizer_problems)
+    activations = _resolve_all(arrays.activations, "activations", rules.activations, mesh, problems)
+    whole = _check_replicated(rules, parameters, optimizer, mesh)
+    problems += whole if rules.on_replicated == "error" else []
+    problems += _check_layers_dimension(parameters)
+    problems += _check_update_layout(parameters, optimizer, batch_axes(rules, mesh))
+    problems += _check_batch_dimension(activations, batch_axes(rules, mesh))
+    if not problems and len(activations) == len(arrays.activations):  # a batch that does not divide is not laid out
+        problems += _check_idle_axes(parameters, activations, mesh)
+    raise_if_any(problems)
+    warnings = tuple(whole) if rules.on_replicated == "warn" else ()
+    return ShardingPlan(parameters, optimizer, activations, batch_axes(rules, mesh), warnings)
+
+
+def usable_mesh(spec: RunSpec) -> MeshSpec:
+    """Returns the declared sizes. Raises ConfigError for axes of a parallelism that is not implemented."""
+    used = {axis for rule in spec.sharding.activations for axis in rule.mesh}
+    asked = [axis for axis in NOT_IMPLEMENTED if getattr(spec.mesh, axis) > 1 and axis not in used]
+    raise_if_any(_not_implemented(axis) for axis in asked)
+    return spec.mesh
+
+
+def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:
+    """Raise ConfigError for rules that name no logical axis, or match no dimension of any array. Needs no mesh."""
+    parameters, activations = _names(arrays.parameters), _names(arrays.activations)
+    tables: list[tuple[Table, tuple[Rule, ...], set[str]]] = [
+        ("parameters", rules.parameters, parameters),
+        ("activations", rules.activations, activations),
+    ]
+    if rules.optimizer != rules.parameters:
+        tables.insert(1, ("optimizer", rules.optimizer, parameters))
+    every_name = parameters | activations | set(LOGICAL_AXES)
+    problems: list[Problem] = []
+    for table, table_rules, names in tables:
+        for index, rule in enumerate(table_rules):
+            key = f"sharding.{table}[{index}]"
+            unknown = [name for name in rule.logical if name not in every_name]
+            problems += [
+                Problem(key, f"there is no logical axis '{name}'", use_one_of(name, sorted(names))) for name in unknown
+            ]
+            if not unknown and not names & set(rule.logical):
+                what = f"matches nothing: no array has a dimension {' or '.join(rule.logical)}"
+                problems.append(Problem(key, what, f"remove it, or name one of {', '.join(sorted(names))}"))
+    raise_if_any(problems)
+
+
+def _resolve_all(
+    arrays: Sequence[Array], table: Table, rules: Sequence[Rule], mesh: MeshPlan, problems: list[Problem]
+) -> tuple[ArrayPlan, ...]:
+    plans: list[ArrayPlan] = []
+    refusals: dict[tuple[Any, ...], list[Refusal]] = defaultdict(list)
+    for array in arrays:
+        result = resolve(array, table, rules, mesh)
+        if isinstance(result, ArrayPlan):
+            plans.append(result)
+            continue
+        for refusal in result:
+            refusals[refusal.kind].append(refusal)
+    for alike in refusals.values():
+        if not (table == "activations" and alike[0].logical == "batch" and alike[0].rule is not None):
+            problems.append(alike[0].problem(mesh, len({r.array.path for r in alike}) - 1))
+    return tuple(plans)  # a batch that does not divide is told once, in its own words: compiler/sharding/batch.py
+
+
+def batch_axes(rules: ShardingSpec, mesh: MeshPlan) -> tuple[str, ...]:
+    """The mesh axes of size > 1 that the batch is split over, by the first rule that names it."""
+    rule = next((rule for rule in rules.activations if "batch" in rule.logical), None)
+    return tuple(axis for axis in rule.mesh if mesh.sizes[axis] > 1) if rule else ()
+
+
+def _check_layers_dimension(plans: Iterable[ArrayPlan]) -> list[Problem]:
+    sharded = [plan.array.path for plan in plans if _is_layers_dimension_sharded(plan)]
+    if not sharded:
+        return []
+    others = f" (and {len(sharded) - 1} more)" if len(sharded) > 1 else ""
+    what = f"'{sharded[0]}'{others}: the layers of a stack are run one after the other, and cannot be sharded"
+    return [Problem("sharding.parameters", what, "give 'layers' a rule with mesh: [], and shard another dimension")]
+
+
+def _check_update_layout(
+    parameters: Sequence[ArrayPlan], optimizer: Sequence[ArrayPlan], batch: tuple[str, ...]
+) -> list[Problem]:
+    """A parameter's state is split as the parameter, or further: then its gradient is reduce-scattered to it, and the
+    updated shards are gathered. Axes that do not split the batch are XLA's to arrange."""
+    by_path = {plan.array.path: plan for plan in parameters}
+    for plan in optimizer:
+        stored = by_path.get(plan.array.path)
+        for d, own in zip(stored.dimensions if stored else (), plan.dimensions, strict=False):
+            first, then = (tuple(axis for axis in x.axes if axis in batch) for x in (d, own))
+            if then[: len(first)] != first:
+                what = f"'{plan.array.path}' has its {d.logical} over {', '.join(d.axes)} as a parameter, and "
+                what += f"{'over ' + ', '.join(own.axes) if own.axes else 'whole'} in the optimizer's state"
+                axes = ", ".join(dict.fromkeys([*d.axes, *own.axes]))
+                fix = f"begin with the parameter's mesh axes: {{logical: [{d.logical}], mesh: [{axes}]}}"
+                return [Problem("sharding.optimizer", what, fix)]
+    return []
+
+
+def _check_batch_dimension(activations: Iterable[ArrayPlan], split: tuple[str, ...]) -> list[Problem]:
+    """The step is split over the axes of the first rule for the batch; an activation cannot lie otherwise."""
+    for plan in activations:
+        for dimension in plan.dimensions:
+            if dimension.logical == "batch" and dimension.axes != split:
+                what = f"'{plan.array.path}' has its batch {', '.join(dimension.axes) or 'whole'} ({dimension.note})"
+                what += f", and the step splits the batch over {', '.join(split)}"
+                return [Problem("sharding.activations", what, "put the rule for batch first")]
+    return []
+
+
+def _check_idle_axes(
+    parameters: Iterable[ArrayPlan], activations: Iterable[ArrayPlan], mesh: MeshPlan
+) -> list[Problem]:
+    """Devices along an axis that splits no activation all compute the same, whatever they store."""
+    computing, storing = _axes_in_use(activations), _axes_in_use(parameters)
+    problems = []
+    for axis, size in mesh.sizes.items():
+        if size == 1 or axis in computing:
+            continue
+        if axis in NOT_IMPLEMENTED:
+            problems.append(_not_implemented(axis))
+        elif axis in storing:
+            what = f"parameters are split over {axis} and no activation is: its {size} devices would do the same work"
+            problems.append(Problem("sharding.activations", what, f"add {axis} to the rule for batch"))
+        else:
+            what = f"no rule splits anything over {axis}: its {size} devices would all do the same work"
+            problems.append(Problem(f"mesh.{axis}", what, f"set mesh.{axis}=1, or choose a sharding that uses it"))
+    return problems
+
+
+def _not_implemented(axis: str) -> Problem:
+    fix = f"set mesh.{axis}=1, and use data, fsdp or tensor instead"
+    return Problem(f"mesh.{axis}", f"{NOT_IMPLEMENTED[axis]} is not implemented: nothing is split over it", fix)
+
+
+def _check_replicated(
+    rules: ShardingSpec, parameters: Sequence[ArrayPlan], optimizer: Sequence[ArrayPlan], mesh: MeshPlan
+) -> list[Problem]:
+    """Large arrays that every device holds whole: one problem for each table of rules, about its largest."""
+    if mesh.num_devices == 1:
+        return []
+    limit, problems = rules.replicated_bytes_threshold, []
+    tables = [("parameters", parameters), ("optimizer", optimizer if rules.optimizer != rules.parameters else ())]
+    for table, plans in tables:
+        whole = [p for p in plans if p.array.num_bytes > limit and not any(d.axes for d in p.dimensions)]
+        if whole:
+            largest = max(whole, key=lambda plan: plan.array.num_bytes)
+            others = f" (and {len(whole) - 1} more)" if len(whole) > 1 else ""
+            what = f"'{largest.array.path}'{others} is whole on every device, with {largest.array.num_bytes:,} bytes"
+            what += f", more than replicated_bytes_threshold={limit:,}"
+            names = [d.logical for d in largest.dimensions if d.logical not in (None, "layers")]
+            fix = f"add a rule that splits {' or '.join(map(str, names))}"
+            problems.append(Problem(f"sharding.{table}", what, f"{fix}, or set sharding.on_replicated=allow"))
+    return problems
+
+
+def _axes_in_use(plans: Iterable[ArrayPlan]) -> set[str]:
+    return {axis for plan in plans for dimension in plan.dimensions for axis in dimension.axes}
+
+
+def _is_layers_dimension_sharded(plan: ArrayPlan) -> bool:
+    return any(dimension.logical == "layers" and dimension.axes for dimension in plan.dimensions)
+
+
+def _names(arrays: Iterable[Array]) -> set[str]:
+    return {name for array in arrays for name in array.logical_axes if name}

@@ -1,0 +1,1 @@
+"""The train step: a pure function made from the plan."""

@@ -1,0 +1,241 @@
+"""The loop over the layers of a stack. The compiler owns it, so one model serves every way to run it.
+
+`scan_layers` gathers a layer's weights where the layer begins. `prefetch_layers` gathers those of a later layer beside
+the layer that computes, forward and backward, and may reduce a layer's gradient beside the backward pass of the layer
+below: nothing waits for what a trip of the loop starts until the trip is over.
+
+    forward    trip t:  gather W[t + d]             x = layer(W[t], x)
+    backward   trip t:  gather W[t - d]             dx, dW[t] = derivative of layer(W[t], x[t])
+                        reduce dW[t + 1]
+
+Reducing is the reduce-scatter of fully sharded weights, and where the pass is the last of a step (`Reduction.is_last`)
+what else there is to add up: over replicas, or over all devices.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..config.overlap_spec import LayerLoop
+from ..parallel.remat import Policy
+from ..parallel.weights import Reduction, WeightLayout, Weights, fetch, send_back
+
+# (whole weights, what all layers share, number of the layer, x) -> x, a tree of arrays
+LayerFn = Callable[[Any, Any, Array, Any], Any]
+
+
+def run_layers(
+    layer: LayerFn, weights: Weights, shared: Any, x: Any, *, policy: Policy, loop: LayerLoop, skip_idle: bool
+) -> Any:
+    """All layers of a stack, one after the other. weights: arrays whose first dimension is `layers`. policy: what of a
+    layer is kept for the backward pass (remat.py). skip_idle: what the ends of a loop that prefetches would gather and
+    reduce in vain is behind a branch; for where it would not be hidden."""
+    if loop.prefetch:
+        return prefetch_layers(layer, weights, shared, x, policy=policy, loop=loop, skip_idle=skip_idle)
+    return scan_layers(layer, weights, shared, x, policy=policy, loop=loop)
+
+
+def scan_layers(layer: LayerFn, weights: Weights, shared: Any, x: Any, *, policy: Policy, loop: LayerLoop) -> Any:
+    """One layer's program, run once per layer."""
+
+    def one(x: Any, slots: Any, before: Any, working: Any, index: Array) -> Any:
+        of_layer = replace(weights, slots=slots, before=before, working=working)
+        return layer(of_layer.gathered(), shared, index, x)
+
+    # prevent_cse guards against the compiler merging both passes; in a loop they cannot be merged.
+    kept = jax.checkpoint(one, policy=policy, prevent_cse=False)
+    num_layers = jax.tree.leaves(weights.working)[0].shape[0]
+    layers = (weights.slots, weights.before, weights.working, jnp.arange(num_layers))
+    return jax.lax.scan(lambda x, stored: (kept(x, *stored), None), x, layers, unroll=loop.unroll)[0]
+
+
+def prefetch_layers(
+    layer: LayerFn,
+    weights: Weights,
+    shared: Any,
+    x: Any,
+    *,
+    policy: Policy,
+    loop: LayerLoop,
+    skip_idle: bool,
+) -> Any:
+    """The same, with the weights of `loop.prefetch` layers gathered ahead: so many more are held whole.
+
+    The last trips of the forward pass gather what the first of the backward pass take, the last layers again; the last
+    trips of the backward pass gather the first layer in vain, and its first reduces zeros where gradients are deferred:
+    a trip is one program. With `skip_idle` these two are behind a branch.
+    """
+    tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
+
+    def flat(whole: list[Array], shared: list[Array], index: Array, x: Any) -> Any:
+        """`layer` with lists for trees: the residuals of a derivative then are tuples, in the same order."""
+        return layer(jax.tree.unflatten(tree, whole), jax.tree.unflatten(tree_of_shared, shared), index, x)
+
+    kept = jax.checkpoint(flat, policy=policy, prevent_cse=False)
+    shapes = jax.tree.map(lambda slot: jax.ShapeDtypeStruct(slot.shape, slot.dtype), weights.slots)
+    passes = _Passes(kept, shapes, jax.tree.leaves(weights.layouts), weights.reduction, loop, skip_idle)
+
+    @jax.custom_vjp
+    def run(slots: Any, before: Any, working: Any, shared: Any, x: Any) -> Any:
+        return passes.forward(slots, before, working, shared, x)[0]
+
+    run.defvjp(passes.forward, passes.backward)
+    return run(weights.slots, weights.before, weights.working, shared, x)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The forward and the backward pass of a loop that prefetches. layer: of (whole weights, what all layers share,
+    number of the layer, x), the first two as lists. gradients: their shapes and types, a tree."""
+
+    layer: Callable[[list[Array], list[Array], Array, Any], Any]
+    gradients: Any
+    layouts: list[WeightLayout]
+    reduction: Reduction
+    loop: LayerLoop
+    skip_idle: bool
+
+    @property
+    def num_layers(self) -> int:
+        return jax.tree.leaves(self.gradients)[0].shape[0]
+
+    @property
+    def distance(self) -> int:
+        return min(self.loop.prefetch, self.num_layers)
+
+    def forward(self, _: Any, before: Any, working: Any, shared: Any, x: Any) -> tuple[Any, Any]:
+        stack, num_layers = self._stack(before, working), self.num_layers
+
+        def trip(carry: tuple[Any, list[Any]], t: Array) -> tuple[tuple[Any, list[Any]], Any]:
+            x, (arrived, *on_the_way) = carry
+            beyond = t + self.distance  # past the last layer: what the backward pass begins with
+            next_one = stack.fetched_ahead(jnp.where(beyond < num_layers, beyond, 2 * num_layers - 1 - beyond))
+            pull_back: Any  # a pytree: its leaves are what the backward pass needs
+            x, pull_back = jax.vjp(self.layer, stack.whole(t, arrived), jax.tree.leaves(shared), t, x)
+            pull_back.args_res[:3] = [_left_out(residuals) for residuals in pull_back.args_res[:3]]
+            return (x, [*on_the_way, next_one]), pull_back
+
+        first = [stack.fetched_ahead(jnp.array(index)) for index in range(self.distance)]
+        (x, last), pull_backs = jax.lax.scan(trip, (x, first), jnp.arange(num_layers), unroll=self.loop.unroll)
+        return x, (before, working, shared, last, pull_backs)
+
+    def backward(self, saved: Any, dx: Any) -> tuple[Any, None, None, None, Any]:
+        before, working, shared, last, pull_backs = saved
+        stack = self._stack(before, working)
+        slots, tree = jax.tree.flatten(self.gradients)
+        whole = jax.eval_shape(lambda: stack.whole(jnp.array(0), last[0]))  # gradients are as large as the weights
+        zeros, deferred = (
+            [jnp.zeros(x.shape, x.dtype) for x in _split(each, stack.late)[0]] for each in (whole, slots)
+        )
+        trip = partial(self._backward_trip, stack, jax.tree.leaves(shared))
+        trips = (jnp.arange(self.num_layers), pull_backs)
+        (dx, _, lowest, deferred), now = jax.lax.scan(
+            trip, (dx, last, zeros, deferred), trips, reverse=True, unroll=self.loop.unroll
+        )
+        deferred = _written(deferred, stack.sent_back(lowest, jnp.array(0), stack.late), jnp.array(0))
+        return jax.tree.unflatten(tree, _merged(deferred, now, stack.late)), None, None, None, dx
+
+    def _backward_trip(self, stack: "_Stack", shared: list[Array], carry: Any, trip: Any) -> tuple[Any, list[Array]]:
+        """carry: the gradient of what the layer returned, weights that arrive and that are on the way, gradients of the
+        layer above that are reduced late, those that have been. Returns those that this layer's own trip reduces."""
+        (dx, (arrived, *on_the_way), above, deferred), (t, pull_back) = carry, trip
+        layer_ahead = jnp.maximum(t - self.distance, 0)
+        next_one = self._moved(t >= self.distance, lambda: stack.fetched_ahead(layer_ahead), otherwise=lambda: arrived)
+        arguments = (stack.whole(t, arrived), shared, t)
+        pull_back.args_res[:3] = map(_put_back, pull_back.args_res[:3], arguments)
+        dw, _, _, dx = pull_back(dx)
+        below, now = _split(dw, stack.late)
+        layer_above = jnp.minimum(t + 1, self.num_layers - 1)  # the first trip's is written again by the second
+        sent = self._moved(
+            t < self.num_layers - 1,
+            lambda: stack.sent_back(above, layer_above, stack.late),
+            otherwise=lambda: [_row(x, layer_above) for x in deferred],
+        )
+        deferred = _written(deferred, sent, layer_above)
+        return (dx, [*on_the_way, next_one], below, deferred), stack.sent_back(now, t, _others(stack.late))
+
+    def _moved(
+        self, is_needed: Array, move: Callable[[], list[Array]], *, otherwise: Callable[[], list[Array]]
+    ) -> list[Array]:
+        return jax.lax.cond(is_needed, move, otherwise) if self.skip_idle else move()
+
+    def _stack(self, before: Any, working: Any) -> "_Stack":
+        ahead = [bool(layout.gathered) for layout in self.layouts]
+        late = [self.loop.deferred_reduce_scatter and layout.crosses(self.reduction) for layout in self.layouts]
+        totals = [None] * len(self.layouts) if before is None else jax.tree.leaves(before)
+        return _Stack(jax.tree.leaves(working), totals, self.layouts, self.reduction, ahead, late)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The weights of a stack as lists. before: gradients of earlier passes. ahead: which are gathered ahead. late: of
+    which gradients cross a trip late."""
+
+    working: list[Array]
+    before: Sequence[Array | None]
+    layouts: list[WeightLayout]
+    reduction: Reduction
+    ahead: list[bool]
+    late: list[bool]
+
+    def fetched_ahead(self, index: Array) -> list[Array]:
+        """Weights of a layer, whole; of those that are gathered ahead."""
+        return self._fetched(index, self.ahead)
+
+    def whole(self, index: Array, arrived: list[Array]) -> list[Array]:
+        """All weights of a layer, whole. arrived: those that were gathered ahead."""
+        return _merged(arrived, self._fetched(index, _others(self.ahead)), self.ahead)
+
+    def sent_back(self, gradients: list[Array], index: Array, which: Sequence[bool]) -> list[Array]:
+        """Gradients of a layer, added to those before; of those weights that `which` has."""
+        chosen, _ = _split(list(zip(self.before, self.layouts, strict=True)), which)
+        return [
+            send_back(gradient, None if total is None else _row(total, index), layout, self.reduction)
+            for gradient, (total, layout) in zip(gradients, chosen, strict=True)
+        ]
+
+    def _fetched(self, index: Array, which: Sequence[bool]) -> list[Array]:
+        chosen, _ = _split(list(zip(self.working, self.layouts, strict=True)), which)
+        return [fetch(_row(w, index), layout) for w, layout in chosen]
+
+
+def _row(stacked: Array, index: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
+
+
+def _written(stacks: list[Array], rows: list[Array], index: Array) -> list[Array]:
+    pairs = zip(stacks, rows, strict=True)
+    return [jax.lax.dynamic_update_index_in_dim(stack, row, index, 0) for stack, row in pairs]
+
+
+def _others(which: Sequence[bool]) -> list[bool]:
+    return [not is_one for is_one in which]
+
+
+def _left_out(residuals: Any) -> Any:
+    """Residuals that are arguments, as None; those that the derivative does not need stay what they are."""
+    return jax.tree.map(lambda _: None, residuals)
+
+
+def _put_back(residuals: Any, values: Any) -> Any:
+    """`_left_out` undone. values: an argument, an array or a list of them; a list's residuals are a tuple."""
+    if isinstance(values, list):
+        return tuple(_put_back(r, value) for r, value in zip(residuals, values, strict=True))
+    return values if residuals is None else residuals
+
+
+def _split(leaves: Sequence[Any], which: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """(those of `which`, the others)."""
+    pairs = list(zip(leaves, which, strict=True))
+    return [leaf for leaf, is_one in pairs if is_one], [leaf for leaf, is_one in pairs if not is_one]
+
+
+def _merged(ones: Sequence[Any], others: Sequence[Any], which: Sequence[bool]) -> list[Any]:
+    """`_split` undone."""
+    one, other = iter(ones), iter(others)
+    return [next(one) if is_one else next(other) for is_one in which]

@@ -1,0 +1,99 @@
+"""The update half of the train step: loss and gradients in, the next state out.
+
+    gradients  in the layout of the update, a reduce-scatter behind those of the backward pass
+    masters    float32: state["master"], or this layout's part of the parameters
+    params     the masters in their stored type, all-gathered where they are stored in larger shards
+
+Arithmetic is float32. Where a step may be skipped, the whole of it is selected away: moments, counts and weights keep
+their bits; nothing waits for the host.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from ..config.spec import LossScaleSpec
+from ..core.partition_spec import keep_axes
+from ..parallel.weights import assemble, is_assembled
+from ..plan import Plan
+from ..sharding.optimizer_state import build_schedule
+from ..sharding.state import State, update_layouts
+
+Update = Callable[[State, Array, Any], tuple[State, dict[str, Array]]]
+
+
+def build_update(plan: Plan, layouts: Any) -> Update:
+    """(state, loss, gradients) -> (state, metrics). layouts: a WeightLayout per parameter. gradients: of the loss times
+    the loss scale, where there is one. Metrics: loss in nats per token, grad_norm before clipping, learning_rate,
+    skipped (1 where the update was left out), and loss_scale."""
+    precision, schedule = plan.spec.precision, build_schedule(plan.spec)
+
+    def update(state: State, loss: Array, gradients: Any) -> tuple[State, dict[str, Array]]:
+        scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, gradients)
+        grad_norm = optax.tree.norm(gradients)
+        masters = state["master"] if "master" in state else _split(plan, layouts, state["params"])
+        updates, optimizer = plan.optimizer.update(gradients, state["optimizer"], masters)
+        masters = optax.apply_updates(masters, updates)
+        params = _assembled(plan, layouts, jax.tree.map(lambda x: x.astype(precision.parameters), masters))
+        new = state | {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
+        new |= {"master": masters} if "master" in state else {}
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        if plan.spec.may_skip:
+            new = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)
+        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state["step"])}
+        metrics["skipped"] = jnp.where(is_finite, 0.0, 1.0) if plan.spec.may_skip else jnp.zeros(())
+        if precision.loss_scale is not None:
+            metrics["loss_scale"] = scale
+            new["loss_scale"] = next_loss_scale(precision.loss_scale, state["loss_scale"], is_finite)
+        return new, metrics
+
+    return update
+
+
+def next_loss_scale(spec: LossScaleSpec, state: dict[str, Array], is_finite: Array) -> dict[str, Array]:
+    """Lowered behind a step whose gradients overflowed, but not below 1; raised behind enough that did not."""
+    scale, num_finite_steps = state["scale"], state["num_finite_steps"] + 1
+    is_due = num_finite_steps >= spec.growth_interval
+    raised = jnp.where(is_due, scale * spec.growth_factor, scale)
+    # A scale that is no number itself would never be lowered again.
+    raised = jnp.where(jnp.isfinite(raised), raised, scale)
+    lowered = jnp.maximum(scale * spec.backoff_factor, 1.0)
+    return {
+        "scale": jnp.where(is_finite, raised, lowered),
+        "num_finite_steps": jnp.where(is_finite & ~is_due, num_finite_steps, 0),
+    }
+
+
+def _split(plan: Plan, layouts: Any, params: Any) -> Any:
+    """The parameters in float32 and in the layout of the update: a slice of what each device has."""
+
+    def split(x: Array, layout: Any, spec: PartitionSpec) -> Array:
+        x = jax.lax.with_sharding_constraint(x, spec) if is_assembled(layout) else x
+        return x.astype(jnp.float32)
+
+    return jax.tree.map(split, params, layouts, update_layouts(plan.model, plan.sharding))
+
+
+def _assembled(plan: Plan, layouts: Any, params: Any) -> Any:
+    """Updated parameters in the layout in which they are stored."""
+
+    def assembled(x: Array, layout: Any, updated: PartitionSpec, stored: PartitionSpec) -> Array:
+        if not is_assembled(layout):
+            return x
+        axes = plan.sharding.batch_axes
+        gather = jax.shard_map(
+            lambda x: assemble(x, layout),
+            in_specs=keep_axes(updated, axes),
+            out_specs=keep_axes(stored, axes),
+            axis_names=set(axes),
+            check_vma=False,
+        )
+        return gather(x)
+
+    return jax.tree.map(assembled, params, layouts, update_layouts(plan.model, plan.sharding), plan.specs["params"])

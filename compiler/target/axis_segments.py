@@ -1,0 +1,109 @@
+"""The parts of mesh axes along physical axes: which of a torus, or of nodes of GPUs, each gets. Pure arithmetic.
+
+Axes with the most traffic lie innermost: behind one switch, or on chips side by side. An axis gets whole axes of the
+torus where that is possible, which are rings.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from meshloom.models.numbers import divisors
+
+from ..config.target_spec import Shape, TorusSpec
+
+# How much is moved over a mesh axis, roughly, as against the others: activations of every layer, weights of every layer
+# once or twice, gradients once a step, activations between stages.
+TRAFFIC = {"tensor": 64, "expert": 32, "context": 16, "fsdp": 8, "data": 4, "stage": 2, "replica": 1}
+TORUS_AXES = "xyz"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of a mesh axis lies along one physical axis: `size` members, each `stride` behind the one before."""
+
+    physical: str  # x, y, z, core, DCN, NVLink, NIC
+    size: int
+    stride: int
+    num_places: int  # along the physical axis
+    wraps: bool  # the members are a ring: all of a wrapped axis, or every n-th of it
+
+    def __str__(self) -> str:
+        kind = "ICI " if self.physical in (*TORUS_AXES, "core") else ""
+        of = f" of {self.num_places}" if self.size < self.num_places else ""
+        every = f", every {_ordinal(self.stride)}" if self.stride > 1 else ""
+        return f"{kind}{self.physical} ({self.size}{of}{every}{', wraps' if self.wraps else ''})"
+
+
+def lay_on_torus(
+    sizes: Mapping[str, int], network: TorusSpec, shape: Shape, num_cores: int
+) -> dict[str, tuple[Part, ...]]:
+    """Parts of each mesh axis within a slice: as few as possible, the most bandwidth where there is most traffic."""
+    axes = sorted((axis for axis, size in sizes.items() if size > 1), key=lambda axis: -TRAFFIC[axis])
+    left = dict(sizes)
+    core: dict[str, tuple[Part, ...]] = {}
+    if num_cores > 1:  # devices of a chip have the fastest link of all
+        first = next(axis for axis in axes if left[axis] % num_cores == 0)
+        core[first] = (Part("core", num_cores, 1, num_cores, wraps=False),)
+        left[first] //= num_cores
+    wraps = network.wraps(shape)
+    best = min(_layouts([left[axis] for axis in axes], shape), key=lambda layout: _cost(layout, axes, shape, wraps))
+    return {axis: (*_parts(best, i, shape, wraps), *core.get(axis, ())) for i, axis in enumerate(axes)}
+
+
+Layout = tuple[tuple[int, ...], ...]  # for each mesh axis, innermost first: how many of its members along x, y, z
+
+
+def _layouts(sizes: Sequence[int], shape: Shape) -> Iterator[Layout]:
+    """All ways to write each size as a product over the torus axes, such that the torus is filled."""
+    if not sizes:
+        if math.prod(shape) == 1:
+            yield ()
+        return
+    for factors in product(*(divisors(size) for size in shape)):
+        if math.prod(factors) == sizes[0]:
+            rest = tuple(size // factor for size, factor in zip(shape, factors, strict=True))
+            for others in _layouts(sizes[1:], rest):
+                yield (factors, *others)
+
+
+def _parts(layout: Layout, index: int, shape: Shape, wraps: Sequence[bool]) -> tuple[Part, ...]:
+    """Of one mesh axis: whole and outer parts first."""
+    parts = []
+    for i, size in enumerate(shape):
+        count, stride = layout[index][i], math.prod(inner[i] for inner in layout[:index])
+        if count > 1:
+            parts.append(Part(TORUS_AXES[i], count, stride, size, wraps=wraps[i] and count * stride == size))
+    return tuple(parts)
+
+
+def _cost(layout: Layout, axes: Sequence[str], shape: Shape, wraps: Sequence[bool]) -> tuple[float, ...]:
+    """Parts in all; then time, as traffic over bandwidth in links; then what is laid along later axes of the torus."""
+    parts = [_parts(layout, index, shape, wraps) for index in range(len(axes))]
+    seconds = sum(
+        TRAFFIC[axis] / sum((2 if part.wraps else 1) / part.stride for part in own)
+        for axis, own in zip(axes, parts, strict=True)
+        if own
+    )
+    return (sum(map(len, parts)), seconds, *(-factor for factors in layout for factor in factors))
+
+
+def lay_in_nodes(sizes: Mapping[str, int], shape: Shape) -> dict[str, tuple[Part, ...]]:
+    """Parts of each mesh axis: those with the most traffic fill the node."""
+    num_nodes, per_node = shape
+    parts: dict[str, tuple[Part, ...]] = {}
+    inside = outside = 1
+    for axis in sorted((axis for axis, size in sizes.items() if size > 1), key=lambda axis: -TRAFFIC[axis]):
+        near = math.gcd(sizes[axis], per_node // inside)
+        far = sizes[axis] // near
+        behind_switch = Part("NVLink", near, inside, per_node, wraps=False)
+        over_network = Part("NIC", far, outside, num_nodes, wraps=False)
+        parts[axis] = tuple(part for part in (over_network, behind_switch) if part.size > 1)
+        inside, outside = inside * near, outside * far
+    return parts
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

@@ -1,0 +1,108 @@
+"""Members of a group along each physical axis -> the link that they have together. Pure arithmetic.
+
+v5e-256, x: 4 members, every 4th, a ring -> ICI, one line of 2 * 45 / 4 GB/s
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from ..config.target_spec import SwitchSpec, TorusSpec
+from ..schema import Link as LinkKind
+from .axis_segments import TORUS_AXES, Part
+from .links import Level, Line, Link
+from .target import TargetPlan
+
+# Physical axes of each kind of link.
+LINK_KINDS: dict[str, LinkKind] = {**dict.fromkeys(TORUS_AXES, "ICI"), "core": "ICI", "DCN": "DCN", "NVLink": "NVLink", "NIC": "NIC"}  # fmt: skip  # noqa: E501
+
+
+@dataclass(frozen=True)
+class Rate:
+    """bytes_per_second: one way, of one link of a torus, or of one device into a switch. seconds: latency of a hop."""
+
+    bytes_per_second: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """Members of a group along one physical axis.
+
+    num_sharing: groups that send over the busiest of its links, itself among them. spacing, reach: hops to the next
+    member, and to the farthest. is_ring: the members send both ways around.
+    """
+
+    size: int
+    num_sharing: int
+    spacing: int
+    reach: int
+    is_ring: bool
+
+
+def row_of_parts(parts: Sequence[Part]) -> Row:
+    """Of whole mesh axes: [4, every 4th] and [4] are 16 side by side. The chips between two members are those of other
+    groups, which send over the same links."""
+    outer = max(parts, key=lambda part: part.stride)
+    size = math.prod(part.size for part in parts)
+    spacing = outer.stride * outer.size // size
+    return Row(size, spacing, spacing, spacing * (size // 2 if outer.wraps else size - 1), outer.wraps)
+
+
+def link_of_rows(rows: Mapping[str, Row], target: TargetPlan) -> Link:
+    """rows: by physical axis, of more than one member each."""
+    rates, is_torus = rates_of(target), isinstance(target.network, TorusSpec)
+    near, far = ("core", "DCN") if is_torus else ("NVLink", "NIC")
+    lines = [_line(name, rows[name], rates[name], target) for name in TORUS_AXES if name in rows]
+    levels = (
+        *([_switch(near, rows[near], rates[near])] if near in rows else []),
+        *([Level("ICI", tuple(lines), is_switch=False)] if lines else []),
+        *([_switch(far, rows[far], rates[far])] if far in rows else []),
+    )
+    return Link(levels[-1].kind if levels else LINK_KINDS[near], levels, is_pipelined=not is_torus, note="")
+
+
+def rates_of(target: TargetPlan) -> dict[str, Rate]:
+    """By physical axis. Of DCN and NICs a device has its share of its host's bandwidth, or its node's."""
+    network = target.network
+    if isinstance(network, TorusSpec):
+        devices_per_host = math.prod(network.chips_per_host) * target.devices_per_chip
+        return {
+            "DCN": Rate(network.host_bytes_per_second / devices_per_host, network.host_seconds),
+            **dict.fromkeys(TORUS_AXES, Rate(network.link_bytes_per_second, network.hop_seconds)),
+            "core": Rate(network.core_bytes_per_second or math.inf, network.hop_seconds),
+        }
+    switch = cast(SwitchSpec, network)
+    return {
+        "NIC": Rate(switch.node_bytes_per_second / switch.chips_per_node, switch.node_seconds),
+        "NVLink": Rate(switch.chip_bytes_per_second, switch.chip_seconds),
+    }
+
+
+def _line(name: str, row: Row, rate: Rate, target: TargetPlan) -> Line:
+    """Devices of a chip share its links."""
+    bandwidth = rate.bytes_per_second / row.num_sharing / target.devices_per_chip
+    return Line(
+        name=name,
+        size=row.size,
+        bytes_per_second=bandwidth * (2 if row.is_ring else 1),
+        neighbour_bytes_per_second=bandwidth,
+        gather_seconds=row.reach * rate.seconds,
+        neighbour_seconds=row.spacing * rate.seconds,
+    )
+
+
+def _switch(name: str, row: Row, rate: Rate) -> Level:
+    """All members of a group reach each other at once; small messages spread like a tree."""
+    line = Line(
+        name=name,
+        size=row.size,
+        bytes_per_second=rate.bytes_per_second,
+        neighbour_bytes_per_second=rate.bytes_per_second,
+        gather_seconds=math.ceil(math.log2(row.size)) * rate.seconds,
+        neighbour_seconds=rate.seconds,
+    )
+    return Level(LINK_KINDS[name], (line,), is_switch=True)

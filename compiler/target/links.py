@@ -1,0 +1,140 @@
+"""How long a collective takes by itself on the links that its group has. Pure arithmetic; JAX is not imported.
+
+n: size of the group. V: bytes of the full array, of which each device holds a part of V / n before an all-gather and
+after a reduce-scatter. W: bandwidth of one device into the links that the group uses. Formulas: "How to Scale Your
+Model", https://jax-ml.github.io/scaling-book/sharding and /gpus; docs/targets.md derives them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a schedule is simulated without JAX, which these would import
+    from ..schema import CollectiveKind
+    from ..schema import Link as LinkKind
+
+
+@dataclass(frozen=True)
+class Line:
+    """Members of a group along one axis of a torus, or behind one switch.
+
+    bytes_per_second: W, of one device. A ring sends both ways; a line has an end that receives one way only. What other
+    groups send over the same links is taken off. neighbour_bytes_per_second: to the next member alone.
+    """
+
+    name: str  # of the physical axis: x
+    size: int
+    bytes_per_second: float
+    neighbour_bytes_per_second: float
+    gather_seconds: float  # until a message has reached the farthest member
+    neighbour_seconds: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """Links of one kind in a group. Several lines are axes of a torus, which carry parts of the data at once."""
+
+    kind: LinkKind
+    lines: tuple[Line, ...]
+    is_switch: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(line.size for line in self.lines)
+
+    @property
+    def bytes_per_second(self) -> float:
+        return sum(line.bytes_per_second for line in self.lines)
+
+    @property
+    def latency_seconds(self) -> float:
+        return sum(line.gather_seconds for line in self.lines)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a collective over a group uses. levels: fastest first; none where nothing is known of the links.
+
+    is_pipelined: the levels carry parts of the data at the same time (NCCL), not one after the other (ICI, then DCN).
+    """
+
+    kind: LinkKind  # of the slowest level
+    levels: tuple[Level, ...]
+    is_pipelined: bool
+    note: str  # why nothing is known; else empty
+
+    @property
+    def group_size(self) -> int:
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """Of one device, for an all-gather over the whole group: V (n - 1) / n over its time; None: not known."""
+        if self.group_size == 1:
+            return None
+        seconds = _combined(self, [_gather(1.0, *level) for level in _with_shares(self)])
+        return (self.group_size - 1) / self.group_size / seconds
+
+    @property
+    def latency_seconds(self) -> float:
+        return sum(level.latency_seconds for level in self.levels)
+
+
+def collective_seconds(kind: CollectiveKind, num_bytes: float, group_size: int, link: Link) -> float | None:
+    """Seconds that one collective takes by itself; None where the bandwidth of its links is not known.
+
+    num_bytes: V, of the full array; for collective-permute and send, what one device sends. Raises ValueError where the
+    group is not that of the link.
+
+    An all-gather takes V (n - 1) / n / W, a reduce-scatter the same, an all-reduce both. Latency is added.
+    """
+    if group_size == 1:
+        return 0.0
+    if not link.levels:
+        return None
+    if group_size != link.group_size:
+        raise ValueError(f"a group of {group_size} on the links of one of {link.group_size}")
+    match kind:
+        case "all-gather" | "reduce-scatter" | "collective-broadcast":
+            transfers = [_gather(num_bytes, *level) for level in _with_shares(link)]
+            return _combined(link, transfers) + link.latency_seconds
+        case "all-reduce":
+            transfers = [_gather(num_bytes, *level) for level in _with_shares(link)]
+            return 2 * (_combined(link, transfers) + link.latency_seconds)
+        case "all-to-all":
+            return _combined(link, _exchanges(num_bytes, link)) + link.latency_seconds
+        case "collective-permute" | "send":
+            lines = [line for level in link.levels for line in level.lines]
+            return max(num_bytes / line.neighbour_bytes_per_second + line.neighbour_seconds for line in lines)
+
+
+def _with_shares(link: Link) -> list[tuple[Level, int]]:
+    """Each level with the number of devices below it, which have each a part of the array: what crosses it is split."""
+    sizes = [level.size for level in link.levels]
+    return [(level, math.prod(sizes[:i])) for i, level in enumerate(link.levels)]
+
+
+def _gather(num_bytes: float, level: Level, num_below: int) -> float:
+    return num_bytes / num_below * (level.size - 1) / level.size / level.bytes_per_second
+
+
+def _exchanges(num_bytes: float, link: Link) -> list[float]:
+    """All-to-all: a device sends an n-th of its V / n to each of the others; what leaves a block takes the next level.
+
+    Along an axis of m chips a message goes m / 4 hops on average around a ring (both ways), and half of all must cross
+    the middle of a line (one way): either way V / n (m / 4) / W of that axis, the axes at the same time.
+    """
+    n, seconds = link.group_size, []
+    for level, num_below in _with_shares(link):
+        share = num_bytes / n * num_below / n  # of a device, for each block of the level
+        if level.is_switch:
+            seconds.append(share * (level.size - 1) / level.bytes_per_second)
+        else:
+            seconds.append(max(share * level.size * line.size / 4 / line.bytes_per_second for line in level.lines))
+    return seconds
+
+
+def _combined(link: Link, seconds: list[float]) -> float:
+    return max(seconds) if link.is_pipelined else sum(seconds)

@@ -1,0 +1,106 @@
+"""The mesh: how many devices along each axis."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from meshloom.models.numbers import divisors
+
+from ..config.spec import MeshSpec
+from ..core.errors import ConfigError, Problem
+from ..core.format import counted
+from ..schema import CollectiveKind
+from .links import collective_seconds
+from .placement import Placement, plan_placement
+from .target import TargetPlan
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """Sizes of all mesh axes, slowest link first; an axis that is not used has size 1. placement: on which links each
+    of them lies."""
+
+    sizes: Mapping[str, int]
+    placement: Placement
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def besides(self, axes: Collection[str]) -> tuple[str, ...]:
+        """The axes of more than one device that are none of these."""
+        return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis not in axes)
+
+    def num_shards(self, axes: tuple[str, ...]) -> int:
+        """Parts that a dimension over these axes is split in."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def alone_seconds(self, kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...]) -> float | None:
+        """That one collective along these axes takes by itself; None where its links are not known. num_bytes: of the
+        full array (links.collective_seconds)."""
+        return collective_seconds(kind, num_bytes, self.num_shards(axes), self.placement.link_of(axes))
+
+    def abstract(self, axis_type: AxisType = AxisType.Auto) -> AbstractMesh:
+        """The mesh without devices, for planning."""
+        names = tuple(self.sizes)
+        return AbstractMesh(tuple(self.sizes.values()), names, axis_types=(axis_type,) * len(names))
+
+    def of_devices(self, devices: Sequence[Any]) -> Mesh:
+        """The mesh over these devices, laid as the placement says; JAX orders devices of no known links."""
+        names = tuple(self.sizes)
+        auto = (AxisType.Auto,) * len(names)
+        if self.placement.is_known:
+            return Mesh(self.placement.ordered(devices), names, axis_types=auto)
+        return jax.make_mesh(tuple(self.sizes.values()), names, axis_types=auto, devices=devices)
+
+    def __str__(self) -> str:
+        used = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]
+        return " x ".join(used) or "one device"
+
+
+def plan_mesh(spec: MeshSpec, target: TargetPlan) -> MeshPlan:
+    """Sizes with -1 filled in: {fsdp: -1, tensor: 2} over 8 devices -> {fsdp: 4, tensor: 2}.
+
+    Raises ConfigError where the product of the axes is not the number of devices, or no axis can cross its slices.
+    """
+    sizes: dict[str, int] = spec.model_dump()
+    free = [axis for axis, size in sizes.items() if size == -1]
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "1"
+    devices = f"{counted(target.num_devices, 'device')} of target {target.name}"
+    if len(free) > 1:
+        raise ConfigError([Problem("mesh", f"{' and '.join(free)} are both -1", "leave one of them -1, give the others a size")])  # fmt: skip  # noqa: E501
+    if free and target.num_devices % fixed:
+        raise ConfigError([Problem("mesh", f"{shown}: {fixed} does not divide the {devices}", _fix(sizes, target))])
+    if free:
+        sizes[free[0]] = target.num_devices // fixed
+    elif fixed != target.num_devices:
+        raise ConfigError([Problem("mesh", f"{shown} is {fixed}, not the {devices}", _fix(sizes, target))])
+    return MeshPlan(MappingProxyType(sizes), plan_placement(sizes, target))
+
+
+def _fix(sizes: Mapping[str, int], target: TargetPlan) -> str:
+    """One axis changed such that the product is right, where that is possible."""
+    options = []
+    for axis, size in sizes.items():
+        if size in (1, -1):
+            continue
+        rest = math.prod(other for name, other in sizes.items() if name != axis and other != -1)
+        if target.num_devices % rest:
+            continue
+        largest = target.num_devices // rest
+        exact = -1 not in sizes.values()
+        fitting = [largest] if exact else divisors(largest)
+        options.append(f"mesh.{axis}={nearest(size, fitting)}")
+    free = next((axis for axis, size in sizes.items() if size == -1), None) or "data"
+    return f"use {' or '.join(options)}" if options else f"set mesh.{free}=-1 and the others to a divisor of {target.num_devices}"  # fmt: skip  # noqa: E501
+
+
+def nearest(size: int, candidates: list[int]) -> int:
+    """The candidate closest to `size`; of two as close the larger."""
+    return min(candidates, key=lambda candidate: (abs(candidate - size), -candidate))

@@ -1,0 +1,150 @@
+"""Which links each mesh axis uses: the mesh laid onto the torus of each slice, or into the nodes, and across them.
+
+    v5e-256, fsdp=64 tensor=4  ->  fsdp: ICI x (4 of 16, every 4th, wraps) x ICI y (16, wraps); tensor: ICI x (4 of 16)
+
+Only replica, stage and data cross slices; axis_segments.py lays what is in one. docs/targets.md says why.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, cast
+
+import numpy as np
+
+from ..config.target_spec import SwitchSpec, TorusSpec
+from ..core.errors import ConfigError, Problem
+from .axis_segments import TORUS_AXES, Part, lay_in_nodes, lay_on_torus
+from .interconnect_tiers import link_of_rows, row_of_parts
+from .links import Link
+from .target import TargetPlan
+
+ACROSS_SLICES = ("replica", "stage", "data")  # tried in this order
+
+
+@dataclass(frozen=True)
+class Placement:
+    """parts: of each mesh axis of more than one device, outermost first; empty where nothing is known of the links."""
+
+    sizes: Mapping[str, int]  # of the mesh
+    target: TargetPlan
+    parts: Mapping[str, tuple[Part, ...]]
+
+    @property
+    def is_known(self) -> bool:
+        """False for simulated devices, and attached ones of no known shape: JAX orders them."""
+        return self.target.network is not None and self.target.shape is not None
+
+    def describe(self) -> dict[str, str]:
+        """{'fsdp': 'ICI x (16, wraps) x ICI y (16, wraps)'}; simulated devices share the host's memory."""
+        used = [axis for axis, size in self.sizes.items() if size > 1]
+        return {axis: " x ".join(map(str, self.parts[axis])) if self.is_known else "memory" for axis in used}
+
+    def link_of(self, axes: Sequence[str]) -> Link:
+        """What a collective over the devices along these mesh axes uses."""
+        axes = [axis for axis in axes if self.sizes[axis] > 1]
+        if not self.is_known:
+            return Link("memory", (), is_pipelined=False, note="simulated, or of unknown links")
+        parts = [part for axis in axes for part in self.parts[axis]]
+        names = physical_sizes(self.target)
+        along = {name: [part for part in parts if part.physical == name] for name in names}
+        return link_of_rows({name: row_of_parts(own) for name, own in along.items() if own}, self.target)
+
+    def group_size(self, axes: Sequence[str]) -> int:
+        """Devices along these mesh axes."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def axes_of(self, group: Sequence[int]) -> tuple[str, ...]:
+        """The mesh axes along which a group of devices lies. group: positions in the mesh's row-major order."""
+        names = tuple(self.sizes)
+        coordinates = np.unravel_index(np.asarray(group), tuple(self.sizes.values()))
+        return tuple(name for name, at in zip(names, coordinates, strict=True) if len(set(at.tolist())) > 1)
+
+    def ordered(self, devices: Sequence[Any]) -> np.ndarray[Any, Any]:
+        """The devices as the array of `jax.sharding.Mesh`, such that each mesh axis lies where this says.
+
+        Raises ConfigError where they are not shaped as the target.
+        """
+        at = _places(devices, self.target)
+        mesh = np.empty(len(self.places), dtype=object)
+        mesh[:] = [at[place] for place in self.places]
+        return mesh.reshape(tuple(self.sizes.values()))
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Where each device of the mesh lies, in its row-major order: its place along each of `physical_sizes`."""
+        found = []
+        for index in np.ndindex(tuple(self.sizes.values())):
+            place = dict.fromkeys(physical_sizes(self.target), 0)
+            for axis, number in zip(self.sizes, index, strict=True):
+                for part in reversed(self.parts.get(axis, ())):  # the innermost part counts fastest
+                    number, digit = divmod(number, part.size)
+                    place[part.physical] += digit * part.stride
+            found.append(tuple(place.values()))
+        return tuple(found)
+
+
+def plan_placement(sizes: Mapping[str, int], target: TargetPlan) -> Placement:
+    """Lay a mesh of as many devices as the target has. Raises ConfigError for slices that no mesh axis can cross."""
+    sizes = MappingProxyType(dict(sizes))
+    if target.network is None or target.shape is None:
+        return Placement(sizes, target, {})
+    inner, crossing = _across(sizes, target) if isinstance(target.network, TorusSpec) else (dict(sizes), {})
+    if isinstance(target.network, TorusSpec):
+        parts = lay_on_torus(inner, target.network, target.shape, cast(Any, target.chip).num_devices)
+    else:
+        parts = lay_in_nodes(inner, target.shape)
+    joined = {axis: (*crossing.get(axis, ()), *parts.get(axis, ())) for axis, size in sizes.items() if size > 1}
+    return Placement(sizes, target, MappingProxyType(joined))
+
+
+def _across(sizes: Mapping[str, int], target: TargetPlan) -> tuple[dict[str, int], dict[str, tuple[Part, ...]]]:
+    """What is left in a slice of each mesh axis, and what crosses slices: replica=4 over 2 slices -> 2, DCN (2)."""
+    left, inner, crossing = target.num_slices, dict(sizes), {}
+    for axis in ACROSS_SLICES:
+        if (count := math.gcd(inner[axis], left)) > 1:
+            stride = left // count
+            crossing[axis] = (Part("DCN", count, stride, target.num_slices, wraps=False),)
+            inner[axis] //= count
+            left = stride
+    if left > 1:
+        shown = ", ".join(f"{axis}={sizes[axis]}" for axis in ACROSS_SLICES)
+        what = f"{target.num_slices} slices, and no axis that may cross them is a multiple: {shown}"
+        fix = f"set mesh.replica={target.num_slices}, as sharding=hsdp does with 2, or target.num_slices=1"
+        raise ConfigError([Problem("mesh", what, fix)])
+    return inner, crossing
+
+
+def physical_sizes(target: TargetPlan) -> dict[str, int]:
+    """Sizes of the physical axes, slowest first."""
+    shape = target.shape or ()
+    if isinstance(target.network, SwitchSpec):
+        return dict(zip(("NIC", "NVLink"), shape, strict=True))
+    torus = dict(zip(TORUS_AXES, shape, strict=False))
+    return {"DCN": target.num_slices, **torus, "core": target.devices_per_chip}
+
+
+def _places(devices: Sequence[Any], target: TargetPlan) -> dict[tuple[int, ...], Any]:
+    """Devices by where they are along the physical axes."""
+    sizes = tuple(physical_sizes(target).values())
+    if isinstance(target.network, SwitchSpec):
+        in_order = sorted(devices, key=lambda device: (device.process_index, device.id))
+        places = dict(zip(np.ndindex(sizes), in_order, strict=False))
+    else:
+        slices = {number: i for i, number in enumerate(sorted({getattr(d, "slice_index", 0) for d in devices}))}
+        num_axes = len(target.shape or ())
+        low = [min(device.coords[i] for device in devices) for i in range(num_axes)]
+        places = {
+            (
+                slices[getattr(device, "slice_index", 0)],
+                *(device.coords[i] - low[i] for i in range(num_axes)),
+                device.core_on_chip,
+            ): device
+            for device in devices
+        }
+    if len(devices) != math.prod(sizes) or set(places) != set(np.ndindex(sizes)):
+        what = f"the {len(devices)} devices are not shaped as {target.name}: {'x'.join(map(str, sizes))}"
+        raise ConfigError([Problem("target", what, "name the target as it is, such as v5p:4x4x8")])
+    return places

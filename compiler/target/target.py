@@ -1,0 +1,170 @@
+"""Which devices the step is for: how many, how they are connected, and what one of them can do."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+
+from ..config.target_names import chip_file, kinds
+from ..config.target_spec import (
+    ChipSpec,
+    CpuTarget,
+    GpuTarget,
+    LocalTarget,
+    Shape,
+    SwitchSpec,
+    TargetSpec,
+    TorusSpec,
+    TpuTarget,
+)
+
+ComputeType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class TargetPlan:
+    """The devices, figures of one *device* of JAX where a name says so; `chip` has those of a chip. None: unknown.
+
+    shape: chips of a slice along the axes of its torus, or (nodes, GPUs in each); None for simulated devices, and where
+    what is attached has no such shape. topology_name: what `jax.experimental.topologies.get_topology_desc` wants.
+    """
+
+    name: str  # as its users say it
+    platform: str  # as JAX says it: cpu, gpu, tpu
+    num_devices: int  # of JAX, in all slices
+    chip: ChipSpec | None
+    network: TorusSpec | SwitchSpec | None
+    num_chips: int
+    num_slices: int
+    shape: Shape | None
+    topology_name: str | None
+    peak_flops_per_second: float | None  # of one device, in the compute type
+    hbm_bytes_per_device: int | None  # what a program may take of it
+
+    @property
+    def hbm_bytes_per_chip(self) -> int | None:
+        return self.chip.hbm_bytes if self.chip else None
+
+    @property
+    def host_bytes_per_device(self) -> int | None:
+        """A device's share of the memory of its host."""
+        return self.chip.host_bytes // self.chip.num_devices if self.chip and self.chip.host_bytes else None
+
+    @property
+    def hbm_bytes_per_second_per_device(self) -> float | None:
+        return self.chip.hbm_bytes_per_second / self.chip.num_devices if self.chip else None
+
+    @property
+    def devices_per_chip(self) -> int:
+        return self.chip.num_devices if self.chip else 1
+
+    @property
+    def is_attached(self) -> bool:
+        """False for chips that need not be there."""
+        return self.topology_name is None
+
+
+def plan_target(spec: TargetSpec, compute: ComputeType) -> TargetPlan:
+    """The target with its devices counted. Only `local` looks at what is attached."""
+    match spec:
+        case CpuTarget():
+            return _plain(spec.name, "cpu", spec.num_devices)
+        case LocalTarget():
+            return _local(spec, compute)
+        case TpuTarget():
+            shape = "x".join(map(str, spec.shape))
+            return _of_chips(spec, "tpu", spec.num_slices, f"{spec.chip.name}:{shape}", compute)
+        case GpuTarget():
+            return _of_chips(spec, "gpu", 1, f"1x{spec.shape[0]}x{spec.shape[1]}", compute)
+
+
+def topology_arguments(spec: TpuTarget) -> dict[str, Any]:
+    """Arguments of `get_topology_desc`, beside the topology's name, for slices of TPUs: hosts, rings, number of slices.
+
+    libtpu takes three axes, whatever the torus has.
+    """
+    axes = 3 - len(spec.shape)
+    host = [min(size, most) for size, most in zip(spec.shape, spec.network.chips_per_host, strict=True)]
+    slices = {"num_slices": spec.num_slices} if spec.num_slices > 1 else {}
+    return {
+        "chip_config_name": spec.network.chip_config,
+        "chips_per_host_bounds": (*host, *(1,) * axes),
+        "wrap": (*spec.network.wraps(spec.shape), *(False,) * axes),
+        **slices,
+    }
+
+
+def _of_chips(
+    spec: TpuTarget | GpuTarget, platform: str, num_slices: int, topology_name: str, compute: ComputeType
+) -> TargetPlan:
+    chip, num_chips = spec.chip, math.prod(spec.shape) * num_slices
+    return TargetPlan(
+        name=spec.name,
+        platform=platform,
+        num_devices=num_chips * chip.num_devices,
+        chip=chip,
+        network=spec.network,
+        num_chips=num_chips,
+        num_slices=num_slices,
+        shape=spec.shape,
+        topology_name=topology_name,
+        peak_flops_per_second=_peak(chip, compute),
+        hbm_bytes_per_device=chip.compiler_hbm_bytes // chip.num_devices,
+    )
+
+
+def _plain(name: str, platform: str, num_devices: int) -> TargetPlan:
+    """Devices of which no more is known than their number."""
+    return TargetPlan(
+        name=name,
+        platform=platform,
+        num_devices=num_devices,
+        chip=None,
+        network=None,
+        num_chips=num_devices,
+        num_slices=1,
+        shape=None,
+        topology_name=None,
+        peak_flops_per_second=None,
+        hbm_bytes_per_device=None,
+    )
+
+
+def _local(spec: LocalTarget, compute: ComputeType) -> TargetPlan:
+    """What is attached; a chip that has a file is known by its kind of device."""
+    attached = jax.devices()
+    devices = attached[: spec.num_devices or len(attached)]
+    plan = _plain(spec.name, jax.default_backend(), spec.num_devices or len(attached))
+    files = (chip_file(kind) for kind in kinds() if kind != "cpu")
+    known = next((file for file in files if file[0].device_kind == devices[0].device_kind), None)
+    peak, hbm = spec.peak_flops_per_second, spec.hbm_bytes_per_device
+    if known:
+        chip, network = known
+        peak, hbm = peak or _peak(chip, compute), hbm or chip.compiler_hbm_bytes // chip.num_devices
+        num_slices, shape = _attached_shape(devices, chip, network)
+        num_chips = max(1, plan.num_devices // chip.num_devices)
+        plan = replace(plan, chip=chip, network=network, num_chips=num_chips, num_slices=num_slices, shape=shape)
+    return replace(plan, peak_flops_per_second=peak, hbm_bytes_per_device=hbm)
+
+
+def _attached_shape(
+    devices: Sequence[Any], chip: ChipSpec, network: TorusSpec | SwitchSpec
+) -> tuple[int, Shape | None]:
+    """(slices, shape of one) of attached devices; no shape where they fill none, as a part of a slice may not."""
+    groups = {getattr(device, "slice_index", 0) or 0 for device in devices}  # of GPUs: what shares NVLink
+    if isinstance(network, SwitchSpec):
+        num_nodes, rest = len(groups), len(devices) % len(groups)
+        return 1, None if rest else (num_nodes, len(devices) // num_nodes)
+    num_axes = len(network.chips_per_host)
+    along = [{device.coords[i] for device in devices} for i in range(num_axes)]
+    shape = tuple(max(places) - min(places) + 1 for places in along)
+    fills = math.prod(shape) * chip.num_devices * len(groups) == len(devices)
+    return len(groups), shape if fills else None
+
+
+def _peak(chip: ChipSpec, compute: ComputeType) -> float | None:
+    """Of one device."""
+    peak = getattr(chip.peak_flops_per_second, compute)
+    return peak / chip.num_devices if peak else None

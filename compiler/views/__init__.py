@@ -1,4 +1,0 @@
-"""What a person or a tool is shown of a report: a terminal summary, a timeline for Perfetto, one page of HTML.
-
-All of it is rendered to values and text here; runtime/report_files.py writes the files.
-"""

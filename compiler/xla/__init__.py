@@ -1,0 +1,1 @@
+"""Lowering, ahead-of-time compilation, and parsing of what XLA scheduled. It knows no report."""

@@ -1,0 +1,147 @@
+"""Compile lowered programs ahead of time, and tell a refusal for memory from a mistake in the options.
+
+A program for a topology is not runnable here; what there is of it is its text, its memory and its serialised form.
+"""
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+from ..core.errors import ConfigError
+from ..target.compiler_options import option_problem
+from .programs import Programs, build
+
+REMATERIALIZATION = "Involuntary full rematerialization"  # jax 0.12 says so where it gathers a whole array
+STEP = "train"
+UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+_TOO_LARGE = re.compile(r"Ran out of memory (?:on|in memory space) hbm", re.I)
+_SIZES = (  # needed, available: each form in which libtpu has been seen to say it
+    re.compile(r"\((?P<needed>[\d.]+[BKMGT]?)\) exceeds available HBM \((?P<available>[\d.]+[BKMGT]?)\)"),
+    re.compile(r"Used (?P<needed>[\d.]+[BKMGT]?) of (?P<available>[\d.]+[BKMGT]?) hbm", re.I),
+)
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The compiler found no way within a device's memory. needed: the least that it found, all arrays included; None
+    where its words do not say."""
+
+    needed_bytes: int | None
+    available_bytes: int | None
+    said: str  # by the compiler, its first line
+
+
+@dataclass(frozen=True)
+class ProgramMemory:
+    """Bytes of one device, as XLA lays them out."""
+
+    arguments_bytes: int
+    outputs_bytes: int
+    aliased_bytes: int  # of the outputs, written into donated arguments
+    temporaries_bytes: int  # with the gaps between them
+    code_bytes: int
+    host_bytes: int  # arrays in the host's memory
+    peak_bytes: int  # of what lives at once, arguments included, without the gaps
+
+    @property
+    def taken_bytes(self) -> int:
+        """What has to be free on the device. Code is not in it: libtpu has let arrays of 15.72 GiB and 0.04 GiB of code
+        pass at a limit of 15.75 GiB. (peak_bytes was 11.28 GiB for that program.)"""
+        return self.arguments_bytes + self.outputs_bytes - self.aliased_bytes + self.temporaries_bytes
+
+
+@dataclass(frozen=True)
+class Built:
+    """What the compiler made of the programs. text, memory: of the train step, None where it does not fit.
+
+    executables: serialised, by program; not_serialised: why not, for the others. notes: lines that the compiler printed
+    about arrays that it gathers whole, unasked (REMATERIALIZATION).
+    """
+
+    text: str | None
+    memory: ProgramMemory | None
+    out_of_memory: OutOfMemory | None
+    executables: Mapping[str, bytes]
+    not_serialised: Mapping[str, str]
+    compile_seconds: float
+    notes: tuple[str, ...]
+
+
+def compile_ahead(lowered: Programs) -> Built:
+    """Compile what was lowered, the train step among it. Raises ConfigError for options that the compiler refuses."""
+    start = time.perf_counter()
+    compiled, refused = _compiled_or_refused(lowered)
+    seconds = time.perf_counter() - start
+    return built_of(compiled, seconds) if compiled else Built(None, None, refused, {}, {}, seconds, ())
+
+
+def built_of(compiled: Programs, seconds: float) -> Built:
+    """Compiled programs as what is kept of them. seconds: that compiling them took."""
+    executables, not_serialised = {}, {}
+    for name, program in compiled.named().items():
+        try:
+            executables[name] = serialize_executable.serialize(program)[0]
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            not_serialised[name] = str(error).splitlines()[0]
+    text, memory = compiled.train.as_text(), memory_of(compiled.train)
+    return Built(text, memory, None, executables, not_serialised, seconds, ())
+
+
+def load_program(executable: bytes, lowered: Any, mesh: Mesh) -> Any:
+    """A serialised program as a `jax.stages.Compiled` for these devices; lowered: the same, before compiling.
+
+    Never give it bytes of others: loading them runs code.
+    """
+    devices = list(mesh.devices.flat)
+    return serialize_executable.deserialize_and_load(
+        executable, lowered.in_tree, lowered.out_tree, backend=devices[0].client, execution_devices=devices
+    )
+
+
+def memory_of(compiled: Any) -> ProgramMemory:
+    """Of a compiled program."""
+    stats = compiled.memory_analysis()
+    host = ("argument", "output", "temp", "generated_code")
+    return ProgramMemory(
+        arguments_bytes=stats.argument_size_in_bytes,
+        outputs_bytes=stats.output_size_in_bytes,
+        aliased_bytes=stats.alias_size_in_bytes,
+        temporaries_bytes=stats.temp_size_in_bytes,
+        code_bytes=stats.generated_code_size_in_bytes,
+        host_bytes=sum(getattr(stats, f"host_{name}_size_in_bytes") for name in host) - stats.host_alias_size_in_bytes,
+        peak_bytes=stats.peak_memory_in_bytes,
+    )
+
+
+def parse_out_of_memory(said: str) -> OutOfMemory | None:
+    """ "... required for HLO temporaries (638.11G) exceeds available HBM (15.75G)" -> OutOfMemory; None for any other
+    error."""
+    if not _TOO_LARGE.search(said):
+        return None
+    sizes = next((match for form in _SIZES if (match := form.search(said))), None)
+    needed, available = (_bytes(sizes["needed"]), _bytes(sizes["available"])) if sizes else (None, None)
+    return OutOfMemory(needed, available, said.splitlines()[0])
+
+
+def _compiled_or_refused(lowered: Programs) -> tuple[Programs | None, OutOfMemory | None]:
+    try:
+        return build(lowered), None
+    except jax.errors.JaxRuntimeError as error:
+        if refused := parse_out_of_memory(str(error)):
+            return None, refused
+        if problem := option_problem(str(error), "this target"):
+            raise ConfigError([problem]) from error
+        raise
+
+
+def _bytes(text: str) -> int:
+    """ "15.75G" -> 16911433728."""
+    number = text.rstrip("BKMGT")
+    return int(float(number) * UNITS[text[len(number) :]])

@@ -1,0 +1,164 @@
+"""What a compiled program is of: two of one fingerprint are the same program for the same devices.
+
+The text of the lowered program says all that a declaration, a model's code and the version of Meshloom have to do with
+it; so it is what is compared, as a hash. The keys of the declaration are kept beside it for one purpose: to name those
+that make two texts differ.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from ..config.spec import CompilerOption, RunSpec
+from ..core.errors import Problem
+from ..core.key_paths import leaves
+from ..plan import Plan
+from .programs import Programs
+
+PACKAGES = ("jax", "jaxlib")
+PLUGINS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}  # where the compiler of a platform is
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # they change the compiled program, not the lowered one
+UNSET = "not set"
+
+# Keys that no program depends on; each other one is taken to reach it. Target, mesh, compiler options and their sets do
+# so in their own fields of a Fingerprint, as what they come to: mesh.fsdp=-1 is mesh.fsdp=8 on eight devices.
+NOT_IN_PROGRAM = (
+    "notes", "target", "mesh", "compiler_options", "shards", "checkpoint", "distributed", "logging", "evaluation",
+    "artifact", "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold",
+    "sharding.on_replicated",
+    "on_too_little_memory", "overlap.max_exposed", "overlap.search", "overlap.option_sets", "data.source",
+    "data.tokenizer", "data.packing", "data.held_out_fraction", "data.shuffle_seed", "data.num_epochs",
+    "data.max_text_bytes", "data.num_prefetch_threads", "data.num_prefetch_batches",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """programs: SHA-256 of each lowered text. devices, environment: what they are compiled for, and by.
+    compiler_options: those declared, by name or in sets; options_without_device: those added where the devices are not
+    there. spec: keys of the declaration that may reach a program, and the sizes of the mesh, each value as JSON."""
+
+    programs: Mapping[str, str]
+    devices: Mapping[str, str]
+    environment: Mapping[str, str]
+    compiler_options: Mapping[str, CompilerOption]
+    options_without_device: Mapping[str, CompilerOption]
+    spec: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """One text for all that decides what the compiler makes."""
+        return sha256(json.dumps(asdict(self) | {"spec": None}, sort_keys=True))
+
+
+def fingerprint_of(plan: Plan, lowered: Programs, mesh: Mesh) -> Fingerprint:
+    """The fingerprint of lowered programs, before they are compiled."""
+    return Fingerprint(
+        programs={name: sha256(program.as_text()) for name, program in lowered.named().items()},
+        devices=describe_devices(mesh),
+        environment=describe_environment(mesh.devices.flat[0].platform),
+        compiler_options=lowered.compiler_options,
+        options_without_device=lowered.options_without_device,
+        spec=fields_of_program(plan.spec) | {f"mesh.{axis}": str(size) for axis, size in plan.mesh.sizes.items()},
+    )
+
+
+def fields_of_program(spec: RunSpec) -> dict[str, str]:
+    """{"optimizer.b1": "0.9", ...} without the keys that no program depends on."""
+    outside = tuple(f"{key}." for key in NOT_IN_PROGRAM)
+    return {key: value for key, value in flat(spec.as_compared()) if not f"{key}.".startswith(outside)}
+
+
+def describe_devices(mesh: Mesh) -> dict[str, str]:
+    """Kind and number of the devices, and which of them lies where in the mesh."""
+    devices = list(mesh.devices.flat)
+    first = devices[0]
+    places = [[getattr(d, name, None) for name in ("coords", "core_on_chip", "slice_index")] for d in devices]
+    if not hasattr(first, "coords"):
+        places = [[d.id, d.process_index] for d in devices]
+    described = {
+        "platform": first.platform,
+        "kind": first.device_kind,
+        "num_devices": str(len(devices)),
+        "arrangement": sha256(json.dumps(places)),
+    }
+    return described | ({"processor": _processor()} if first.platform == "cpu" else {})
+
+
+def describe_environment(platform_name: str) -> dict[str, str]:
+    """Versions of the compiler, and flags that it takes from environment variables."""
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    plugin = plugin_version(platform_name)
+    flags = {name: os.environ.get(name, UNSET) for name in FLAGS}
+    return versions | ({"plugin": plugin} if plugin else {}) | flags
+
+
+def plugin_version(platform_name: str) -> str | None:
+    """ "libtpu 0.0.42.1"; None where jaxlib is the compiler itself."""
+    for name in PLUGINS.get(platform_name, ()):
+        try:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def differences(wanted: Fingerprint, found: Fingerprint, *, folder: str, fix: str) -> list[Problem]:
+    """What keeps the programs in `folder`, of fingerprint `found`, from being those that are wanted: empty where they
+    are. Programs that were not compiled there are not compared."""
+    problems = []
+    for name, ours, theirs in (
+        ("devices", wanted.devices, found.devices),
+        ("environment", wanted.environment, found.environment),
+        ("compiler_options", wanted.compiler_options, found.compiler_options),
+    ):
+        problems += _different(name, ours, theirs, folder, fix)
+    others = [name for name, text in found.programs.items() if wanted.programs.get(name) != text]
+    if others:
+        keys = list(_different("", wanted.spec, found.spec, folder, fix))
+        what = f"the {' and '.join(others)} program of {folder} is another, though no key of the declaration is"
+        unnamed = Problem("artifact", what, "the code of the model or of Meshloom has changed: compile it again")
+        problems += keys or ([] if problems else [unnamed])
+    return problems
+
+
+def flat(values: Any) -> Iterable[tuple[str, str]]:
+    """{"optimizer": {"b1": 0.9}} -> ("optimizer.b1", "0.9"); lists are values, and a group without keys is one."""
+    return ((key, json.dumps(value)) for key, value in leaves(values))
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _different(
+    name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], folder: str, fix: str
+) -> Iterable[Problem]:
+    for key in dict.fromkeys([*ours, *theirs]):
+        here, there = ours.get(key, UNSET), theirs.get(key, UNSET)
+        if here != there:
+            where = f"{name}.{key}" if name else key
+            yield Problem(where, f"{_short(here)} here, {_short(there)} in {folder}", fix)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text[:12] if len(text) == 64 and " " not in text else text
+
+
+def _processor() -> str:
+    """The instructions that this machine's processor knows: a program for one CPU may not run on another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.machine()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {sha256(' '.join(sorted(flags.split())))[:12]}"

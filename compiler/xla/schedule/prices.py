@@ -1,0 +1,189 @@
+"""How long compute takes on a chip, from what is in the program: the best that is known of each operation.
+
+cycles   the TPU compiler's own estimate, over the clock
+flops    matmuls and attention kernels without an estimate: arithmetic at a stated share of the peak
+bytes    all else: what is read and written at a stated share of the memory's bandwidth
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..hlo import Computation, Instruction, Module
+from ..hlo.types import ArrayType, parse_type
+from .steps import Compute, ComputeKind, PricedBy
+
+# Of the peaks. H200: 790 of 989 TFLOP/s and 4.3 of 4.8 TB/s measured on large operands; taken for all chips.
+MATMUL_EFFICIENCY = 0.8
+MEMORY_EFFICIENCY = 0.9
+# Fused attention: 740 of 989 TFLOP/s forward on an H100 at best, half of the peak and more at usual sizes
+# (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, figures 5 and 6).
+ATTENTION_EFFICIENCY = 0.6
+KERNEL_SECONDS = 2e-6  # a GPU kernel cannot be shorter, launched from a graph
+
+# They do no work, or work that runs beside the compute unit: copies between memories, what other instructions do.
+_FREE = frozenset({
+    "add-dependency", "after-all", "bitcast", "constant", "copy-done", "copy-start", "domain", "dynamic-slice-done",
+    "dynamic-slice-start", "dynamic-update-slice-done", "dynamic-update-slice-start", "get-tuple-element", "iota",
+    "opt-barrier", "parameter", "partition-id", "replica-id", "slice-done", "slice-start", "tuple",
+})  # fmt: skip
+_FREE_TARGETS = frozenset({
+    "AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallDone", "PrepareAsyncCallStart", "Sharding", "SliceBuffer",
+})  # fmt: skip
+_NEGLIGIBLE_BYTES = 4096  # on TPUs, scalars beside the vector unit
+_MATMULS = frozenset({"convolution", "dot", "ragged-dot"})
+_ATTENTION_MATMULS = {"dkv": 4, "_dq": 3, "backward": 5, "bwd": 5}  # by a part of the kernel's name; forward 2
+_SLICES = frozenset({"dynamic-slice", "gather", "slice"})
+_DIMENSIONS = re.compile(r'"?(lhs|rhs)_(contracting|batch)_dim(?:ension)?s"?[:=]\s*[\[{]([^\]}]*)[\]}]')
+ATTENTION_SCOPE = "/attend/"  # compiler/step/forward.py names it
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What prices rest on. Figures of one JAX device; peak: by type of the operands."""
+
+    platform: str  # tpu, gpu
+    clock_hz: float | None
+    peak_flops_per_second: Mapping[str, float]
+    hbm_bytes_per_second: float
+
+
+def price(instruction: Instruction, around: Computation, module: Module, chip: Chip) -> Compute | None:
+    """The compute of an instruction that is no collective and no loop; None where it takes no time."""
+    if instruction.opcode in _FREE or instruction.attribute("custom_call_target") in _FREE_TARGETS:
+        return None
+    seconds, priced_by = _seconds(instruction, around, module, chip)
+    if seconds == 0:
+        return None
+    return Compute(instruction.name, kind_of(instruction, module), seconds, priced_by, instruction.op_name)
+
+
+def _seconds(
+    instruction: Instruction, around: Computation, module: Module, chip: Chip
+) -> tuple[float | None, PricedBy]:
+    if chip.clock_hz and (cycles := instruction.estimated_cycles) is not None:
+        return cycles / chip.clock_hz, "cycles"
+    operands = _operand_types(instruction, around)
+    moved = moved_bytes(instruction, around, module)
+    memory_seconds = moved / (chip.hbm_bytes_per_second * MEMORY_EFFICIENCY)
+    flops, dtype, efficiency = _flops(instruction, operands, module)
+    if flops is None:
+        return None, "nothing"
+    if chip.platform == "tpu" and not flops and moved <= _NEGLIGIBLE_BYTES:
+        return 0.0, "bytes"
+    peak = chip.peak_flops_per_second.get(dtype)
+    if flops and peak is None:
+        return None, "nothing"
+    flops_seconds = flops / (peak * efficiency) if flops and peak else 0.0
+    least = KERNEL_SECONDS if chip.platform == "gpu" else 0.0
+    return max(flops_seconds, memory_seconds, least), "flops" if flops_seconds > memory_seconds else "bytes"
+
+
+def _flops(
+    instruction: Instruction, operands: tuple[ArrayType, ...], module: Module
+) -> tuple[float | None, str, float]:
+    """FLOPs, the type that they are in, and the share of the peak that they reach; None for an unknown kernel."""
+    target = instruction.attribute("custom_call_target") or ""
+    if target == "tpu_custom_call" or "fmha" in target or "cudnn$" in target:
+        return (*_attention_flops(instruction, operands), ATTENTION_EFFICIENCY)
+    if "gemm" in target or "matmul" in target:
+        return (*_matmul_flops(instruction, operands), MATMUL_EFFICIENCY)
+    if instruction.opcode in _MATMULS:
+        return (*_matmul_flops(instruction, operands), MATMUL_EFFICIENCY)
+    if instruction.opcode not in ("fusion", "call"):
+        return 0, "float32", MATMUL_EFFICIENCY
+    total, dtype = 0.0, "float32"
+    for name in instruction.called:
+        computation = module.computations[name]
+        for inner in computation.instructions:
+            found, of_type, _ = _flops(inner, _operand_types(inner, computation), module)
+            total += found or 0
+            dtype = of_type if found else dtype
+    return total, dtype, MATMUL_EFFICIENCY
+
+
+def _matmul_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> tuple[float, str]:
+    """2 for each multiply and add: over the elements of the result and the contracted sizes."""
+    if instruction.opcode == "convolution":
+        return 0.0, "float32"  # TPUs alone write matmuls so, with an estimate on the fusion around it
+    text = instruction.attributes
+    contracted = [int(d) for side, kind, found in _DIMENSIONS.findall(text) if (side, kind) == ("lhs", "contracting")
+                  for d in re.findall(r"\d+", found)]  # fmt: skip
+    depth = math.prod(operands[0].shape[d] for d in contracted) if operands else 0
+    return 2.0 * instruction.arrays[0].num_elements * depth, _dtype(operands[0].dtype if operands else "f32")
+
+
+def _attention_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> tuple[float | None, str]:
+    """A causal attention kernel: queries (B, H, T, D) or (B, T, H, D), or (H, T, D) of a single sequence, the first
+    operand of so many dimensions that is no mask. Forward two matmuls of T x T x D each, for keys and values four, for
+    queries three; half of the square is skipped."""
+    name = f"{instruction.name} {instruction.attribute('custom_call_target')}".lower()
+    arrays = [array for array in operands if array.dtype in ("bf16", "f16", "f32") or array.dtype.startswith("f8")]
+    queries = next((array for array in arrays if len(array.shape) in (3, 4)), None)
+    if queries is None or not re.search(r"splash|attention|fmha", name):
+        return None, ""
+    count = next((count for key, count in _ATTENTION_MATMULS.items() if key in name), 2)
+    *batches, first, second, depth = queries.shape
+    length, heads = max(first, second), min(first, second)
+    return 2.0 * count * math.prod(batches) * heads * length * length * depth / 2, _dtype(queries.dtype)
+
+
+def moved_bytes(instruction: Instruction, around: Computation, module: Module) -> int:
+    """Bytes that an operation reads and writes: of an operand that is only sliced the slices, of a result that is an
+    operand updated in place the update."""
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * _bytes_of(instruction.operands[1], around)
+    if instruction.opcode in _SLICES:
+        return 2 * instruction.num_bytes
+    if instruction.opcode != "fusion" or not instruction.called:
+        return instruction.num_bytes + sum(_bytes_of(name, around) for name in instruction.operands)
+    inner = module.computations[instruction.called[0]]
+    read = sum(_read_of(parameter, inner) for parameter in inner.parameters)
+    return read + _written(inner)
+
+
+def _read_of(parameter: Instruction, inner: Computation) -> int:
+    users = [each for each in inner.instructions if parameter.name in each.operands]
+    if users and all(each.opcode in _SLICES and each.operands[0] == parameter.name for each in users):
+        return sum(each.num_bytes for each in users)
+    if users and all(each.opcode == "dynamic-update-slice" and each.operands[0] == parameter.name for each in users):
+        return 0
+    return parameter.num_bytes
+
+
+def _written(inner: Computation) -> int:
+    outputs = [inner.root]
+    if inner.root.opcode == "tuple":
+        outputs = [inner.by_name[name] for name in inner.root.operands if name in inner.by_name]
+    return sum(
+        _bytes_of(each.operands[1], inner) if each.opcode == "dynamic-update-slice" else each.num_bytes
+        for each in outputs
+    )
+
+
+def kind_of(instruction: Instruction, module: Module) -> ComputeKind:
+    name = f"{instruction.op_name}/"
+    if ATTENTION_SCOPE in name or re.search(r"splash|fmha", f"{instruction.name} {name}"):
+        return "attention"
+    target = instruction.attribute("custom_call_target") or ""
+    is_matmul = instruction.opcode in _MATMULS or "gemm" in target or "matmul" in target
+    within = (inner.opcode for name in instruction.called if name in module.computations
+              for inner in module.all_within(name))  # fmt: skip
+    return "matmul" if is_matmul or any(opcode in _MATMULS for opcode in within) else "other"
+
+
+def _operand_types(instruction: Instruction, around: Computation) -> tuple[ArrayType, ...]:
+    found = (around.by_name.get(name) for name in instruction.operands)
+    return tuple(array for each in found if each is not None for array in parse_type(each.type_text))
+
+
+def _bytes_of(name: str, around: Computation) -> int:
+    found = around.by_name.get(name)
+    return found.num_bytes if found is not None else 0
+
+
+def _dtype(text: str) -> str:
+    """XLA's name of a type as that of a peak: bf16 -> bfloat16, f8e4m3fn -> float8."""
+    known = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "u8": "int8"}
+    return known.get(text, "float8" if text.startswith("f8") else "float32")

@@ -1,0 +1,192 @@
+"""Checkpoints, by Orbax: the train state, the position in the data, and what that position belongs to.
+
+A save is written to a temporary directory, gets its manifest there, and is finished by one rename: kill -9 at any
+moment leaves the last finished checkpoint as it was. docs/checkpoints.md shows what was done to prove it.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from meshloom.compiler.config.spec import CheckpointSpec, RunSpec
+from meshloom.compiler.core.errors import ConfigError, Problem
+
+from ..core.failures import STORAGE, RunFailed, is_of_one_process, storage_reason
+from ..core.files import free_name, remove_for_good
+from ..core.manifest import write_manifest
+from .reschedule import schedule_record
+from .start import CONTEXT, FOLDER, Start, finished
+
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs each step of its own, and what it raises too
+
+
+class Placed(Protocol):
+    """An iterator over batches, as far as checkpoints go: a place in the data, and what that place rests on."""
+
+    identity: dict[str, Any]
+
+    def get_state(self) -> dict[str, int]: ...
+    def set_state(self, state: dict[str, int]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Restored:
+    """state: laid out for this run. step: steps done in it. other_data: the keys in which this run's data are others
+    than those of the checkpoint; where there are any, the data start at their beginning. schedule: what reschedule.py
+    compares with this run's."""
+
+    state: Any
+    step: int
+    other_data: tuple[str, ...]
+    schedule: dict[str, Any]
+
+
+class Checkpoints:
+    """Saves the checkpoints of one run directory, asynchronously; leaving the `with` waits for them."""
+
+    def __init__(self, run_dir: Path, spec: RunSpec):
+        self.directory = run_dir.resolve() / FOLDER
+        self._last_saved: int | None = None
+        self._spec = spec
+        self._response: Any = None  # of the save that may be under way
+        self._orbax = self._open(spec.checkpoint) if spec.checkpoint.is_saving else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a crash the others may never come to its barriers.
+        is_waited_for = error is None or not (jax.process_count() > 1 and _is_crash(error))
+        try:
+            if self._orbax and is_waited_for:
+                with self._told(), closing(self._orbax):
+                    self._finish_save()
+        finally:
+            if isinstance(error, RunFailed):  # once more: what still wrote when the save failed has ended now
+                remove_for_good(self._unfinished)
+
+    @property
+    def latest_step(self) -> int | None:
+        """Steps done in the newest finished checkpoint."""
+        newest = next(finished(self.directory), None)
+        return int(newest.name) if newest else None
+
+    def save(self, step: int, state: Any, batches: Placed, *, eval_loss: float | None) -> None:
+        """Save what `step` steps made, once. The state may be donated to the next step at once.
+
+        With it goes the position in the data, which any number of processes can go on from. Raises RunFailed where this
+        save or the one before it cannot be written.
+        """
+        if self._orbax is None or step == self._last_saved:
+            return
+        metrics = {"eval_loss": eval_loss} if eval_loss is not None and math.isfinite(eval_loss) else None
+        num_updates = int(state["step"]) if "step" in state else step  # fewer than steps where some were skipped
+        data = {
+            "position": batches.get_state(),
+            "identity": batches.identity,
+            "schedule": schedule_record(self._spec, num_updates),
+        }
+        content = {"state": state, "data": data}
+        with self._told():
+            self._finish_save()
+            self._last_saved = step
+            self._response = self._orbax.save_checkpointables_async(step, content, force=True, metrics=metrics)
+
+    def wait(self) -> None:
+        """Until all saves are on disk. Raises RunFailed where one cannot be written."""
+        with self._told():
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Wait for the save under way. Each save has an event loop of its own, with a thread and three file
+        descriptors, which Orbax closes in `result` only."""
+        response, self._response = self._response, None
+        if response is not None:
+            response.result()
+        if self._orbax:
+            self._orbax.wait()
+
+    def _open(self, spec: CheckpointSpec) -> Any:
+        context = ocp.Context(CONTEXT)
+        # A function: Orbax copies its options, and a bound method would take a copy of this object along.
+        context.asynchronous.post_finalization_callback = lambda: self._before_rename()
+        return ocp.training.Checkpointer(
+            str(self.directory),
+            context=context,
+            preservation_policy=_preservation_policy(spec),
+            cleanup_tmp_directories=True,  # what killed saves left
+        )
+
+    def _before_rename(self) -> None:
+        """Orbax calls it when all files of a save are written, and before it gives their directory its final name."""
+        if jax.process_index() != 0:
+            return
+        (directory,) = self._unfinished()
+        write_manifest(directory, step=self._last_saved)
+
+    def _unfinished(self) -> list[Path]:
+        return list(self.directory.glob(f"{self._last_saved}.orbax-checkpoint-tmp*"))
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """A save that the disk refuses ends the run; what was written of it is removed, to give the space back."""
+        try:
+            yield
+        except Exception as error:
+            reason = storage_reason(error)
+            if reason is None:
+                raise
+            remove_for_good(self._unfinished)
+            what = f"the checkpoint of step {self._last_saved} could not be saved: {reason}"
+            good = "none was saved before" if self.latest_step is None else f"the last good one is {self.latest_step}"
+            fix = "make room, and start the same command again" if self.latest_step else "make room, or write elsewhere"
+            raise RunFailed(Problem(str(self.directory), f"{what}; {good}", fix), STORAGE) from error
+
+
+def restore(start: Start, state: Any, batches: Placed) -> Restored:
+    """A checkpoint, laid out as the abstract `state` says, on any mesh; moves `batches` to its place in the data."""
+    with CONTEXT:
+        content = ocp.load_checkpointables(str(start.path), {"state": state, "data": None})
+    here, there = batches.identity, content["data"]["identity"]
+    other_data = tuple(key for key in {**here, **there} if key not in here or here[key] != there.get(key))
+    if not other_data:
+        batches.set_state(content["data"]["position"])
+    return Restored(content["state"], start.step, other_data, content["data"]["schedule"])
+
+
+def set_aside(damaged: dict[Path, str]) -> None:
+    """Rename damaged checkpoints to `STEP.damaged`, so that their steps can be saved again and nothing is lost."""
+    for path in damaged:
+        path.rename(free_name(path))
+
+
+def _is_crash(error: BaseException) -> bool:
+    return is_of_one_process(error) or not isinstance(error, ConfigError)
+
+
+def _preservation_policy(spec: CheckpointSpec) -> Any:
+    """A checkpoint stays as long as one of these wants it. Orbax asks when the next one is finished."""
+    policies = ocp.training.preservation_policies
+    wanted: list[Any] = [policies.LatestN(spec.num_kept)]
+    if spec.num_best_kept:
+        wanted.append(
+            policies.BestN(
+                get_metric_fn=lambda metrics: metrics["eval_loss"],
+                reverse=True,  # the lowest is the best
+                n=spec.num_best_kept,
+                keep_checkpoints_without_metrics=False,
+            )
+        )
+    if spec.keep_every_num_steps:
+        wanted.append(policies.EveryNSteps(spec.keep_every_num_steps))
+    return policies.AnyPreservationPolicy(wanted)

@@ -1,0 +1,165 @@
+"""Where a run starts from: the newest checkpoint of its own directory, or one of another run, whose files are whole."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orbax.checkpoint import v1 as ocp
+
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
+from meshloom.compiler.core.format import counted
+
+from ..core.failures import STORAGE, RunFailed
+from ..core.manifest import Compared, damage_in
+from ..processes.distributed import current
+from .tree_diff import shown, tree_differences
+
+FOLDER = "checkpoints"
+EXPECTED = ("data/data.json", "state/_METADATA")  # files of every checkpoint
+
+# Which item is of which kind is said here, and not left to a file of the checkpoint that has no hash.
+CONTEXT = ocp.Context()
+CONTEXT.checkpointables.registry = ocp.handlers.local_registry().add(
+    ocp.handlers.JsonHandler, checkpointable_name="data"
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint that is as it was saved. is_own: of this run's directory. damaged: newer ones that are not, by path,
+    with what is wrong with each."""
+
+    path: Path
+    step: int
+    is_own: bool
+    damaged: dict[Path, str]
+
+
+def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
+    """The checkpoint to go on from, None for a fresh start. Reads every byte of it, and loads nothing.
+
+    Raises RunFailed where there are checkpoints and none of them is good, ConfigError where the good one does not hold
+    what the abstract `state` does, or one of this run's is a link.
+    """
+    own = run_dir.resolve() / FOLDER
+    if next(finished(own), None):
+        raise_if_any(_link_problem(path) for path in finished(own) if path.is_symlink() and path.is_dir())
+        start = _newest_good(own, list(finished(own)), is_own=True)
+    elif spec.checkpoint.restore_from is not None:
+        start = _newest_good(*_candidates(spec.checkpoint.restore_from), is_own=False)
+    else:
+        return None
+    _check_same_tree(start.path, state)
+    return start
+
+
+def check_restorable(spec: RunSpec, state: Any) -> None:
+    """Raise what `find_start` will for `checkpoint.restore_from`, as far as can be seen without reading the arrays."""
+    if spec.checkpoint.restore_from is not None:
+        start = _newest_good(*_candidates(spec.checkpoint.restore_from), is_own=False, compare="sizes")
+        _check_same_tree(start.path, state)
+
+
+def _candidates(restore_from: str) -> tuple[Path, list[Path]]:
+    directory, step = parse_place(restore_from)
+    return directory, [directory / str(step)] if step is not None else list(finished(directory))
+
+
+def check_checkpoint(spec: RunSpec) -> None:
+    """Raise ConfigError where `checkpoint.restore_from` names no finished checkpoint, no best ones can be told, or each
+    of several processes would save by a clock of its own."""
+    all_of(lambda: _check_best(spec), lambda: _check_restore(spec), lambda: _check_clock(spec))
+
+
+def _check_best(spec: RunSpec) -> None:
+    saves, evaluations = spec.checkpoint.every_num_steps, spec.evaluation.every_num_steps
+    if spec.checkpoint.num_best_kept and (saves is None or saves % evaluations):
+        when = f"every {counted(saves, 'step')}" if saves else "at no fixed steps"
+        what = f"checkpoints are saved {when}, held-out losses are known every {evaluations}"
+        fix = f"set checkpoint.every_num_steps to a multiple of {evaluations}"
+        raise ConfigError([Problem("checkpoint.num_best_kept", what, fix)])
+
+
+def _check_clock(spec: RunSpec) -> None:
+    if spec.checkpoint.every_num_minutes is not None and current().count > 1:
+        what = f"{current().count} processes save together, and their clocks differ"
+        fix = "set checkpoint.every_num_minutes=null, and checkpoint.every_num_steps to a number of steps"
+        raise ConfigError([Problem("checkpoint.every_num_minutes", what, fix)])
+
+
+def _check_restore(spec: RunSpec) -> None:
+    if spec.checkpoint.restore_from is None:
+        return
+    directory, step = parse_place(spec.checkpoint.restore_from)
+    steps = [int(path.name) for path in finished(directory)]
+    if step is None and not steps:
+        fix = "name a run that saved one, or RUN_DIR/checkpoints/STEP of it; to go on with a run, leave it out"
+        raise ConfigError([Problem("checkpoint.restore_from", f"there is no finished checkpoint in {directory}", fix)])
+    if step is not None and step not in steps:
+        there = f"use one of {', '.join(map(str, sorted(steps)))}" if steps else "name the directory of a run with some"
+        raise ConfigError([Problem("checkpoint.restore_from", f"there is no checkpoint {step} in {directory}", there)])
+
+
+def parse_place(text: str) -> tuple[Path, int | None]:
+    """RUN_DIR or RUN_DIR/checkpoints -> (RUN_DIR/checkpoints, None); RUN_DIR/checkpoints/STEP -> (.., STEP)."""
+    path = Path(text).expanduser()
+    if path.parent.name == FOLDER and path.name.isdecimal():
+        return path.parent, int(path.name)
+    return (path if path.name == FOLDER else path / FOLDER), None
+
+
+def finished(directory: Path) -> Iterator[Path]:
+    """The finished checkpoints of a run, newest first: what has a step's name. A save that was cut off has another."""
+    steps = [path for path in directory.iterdir() if path.name.isdecimal()] if directory.is_dir() else []
+    yield from sorted(steps, key=lambda path: int(path.name), reverse=True)
+
+
+def describe(damaged: dict[Path, str]) -> str:
+    """`checkpoint 300: what is wrong with it; checkpoint 200: ...`"""
+    return "; ".join(f"checkpoint {path.name}: {what}" for path, what in damaged.items())
+
+
+def _newest_good(directory: Path, paths: list[Path], *, is_own: bool, compare: Compared = "content") -> Start:
+    damaged: dict[Path, str] = {}
+    for path in paths:
+        what = damage_in(path, expected=EXPECTED, step=int(path.name), compare=compare) or _unreadable(path)
+        if what is None:
+            return Start(path.resolve(), int(path.name), is_own, damaged)
+        damaged[path] = what
+    fix = "bring back a copy of one, or start anew in another hydra.run.dir; nothing was changed"
+    if not is_own:
+        fix = "choose another checkpoint with checkpoint.restore_from=RUN_DIR/checkpoints/STEP"
+    raise RunFailed(Problem(str(directory), f"no checkpoint can be used: {describe(damaged)}", fix), STORAGE)
+
+
+def _link_problem(path: Path) -> Problem:
+    fix = f"move what it points to here, or start in another hydra.run.dir with checkpoint.restore_from={path}"
+    return Problem(str(path), "is a symbolic link, which cannot be deleted when newer checkpoints take its place", fix)
+
+
+def _unreadable(path: Path) -> str | None:
+    """Why Orbax cannot read what the checkpoint holds; None where it can. Some files of its own have no hash."""
+    try:
+        _saved_tree(path)
+    except OSError:
+        raise
+    except Exception as error:  # of any kind: it trusts these files
+        return f"its metadata is damaged: {str(error).partition(chr(10))[0]}"
+    return None
+
+
+def _saved_tree(path: Path) -> Any:
+    """Shapes and types of the arrays in a checkpoint."""
+    with CONTEXT:
+        metadata: Any = ocp.checkpointables_metadata(str(path)).metadata
+    return metadata["state"]
+
+
+def _check_same_tree(path: Path, state: Any) -> None:
+    """Raise ConfigError with the arrays that differ; Orbax's own message would not name them."""
+    if differences := tree_differences(_saved_tree(path), state):
+        what = f"{path} holds another model or optimizer:{shown(differences)}"
+        fix = "choose the model and optimizer that were saved, or another hydra.run.dir"
+        raise ConfigError([Problem("model", what, fix)])

@@ -1,0 +1,36 @@
+"""What differs between the arrays of a checkpoint and those of a run, in a few lines that one can read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshloom.compiler.core.trees import leaves_by_path
+
+MOST_SHOWN = 6
+
+
+def tree_differences(there: Any, here: Any) -> list[str]:
+    """A line for each array that is not the same; parameters first, since the optimizer's state follows them.
+
+    there, here: trees whose leaves have a shape and a dtype.
+    """
+    a, b = _described(there), _described(here)
+    paths = [path for path in a.keys() | b.keys() if a.get(path) != b.get(path)]
+    return [_difference(path, a, b) for path in sorted(paths, key=lambda path: (not path.startswith("params/"), path))]
+
+
+def shown(differences: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = [f"and {len(differences) - MOST_SHOWN} more"] if len(differences) > MOST_SHOWN else []
+    return "".join(f"\n    {line}" for line in differences[:MOST_SHOWN] + more)
+
+
+def _difference(path: str, there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    if path not in here:
+        return f"{path} {there[path]} is there, not here"
+    if path not in there:
+        return f"{path} {here[path]} is not there, but here"
+    return f"{path} is {there[path]} there, {here[path]} here"
+
+
+def _described(tree: Any) -> dict[str, str]:
+    return {path: f"{x.dtype}{list(x.shape)}".replace(" ", "") for path, x in leaves_by_path(tree).items()}

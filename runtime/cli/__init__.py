@@ -1,0 +1,1 @@
+"""The `meshloom` command: its subcommands, flags, help and completion."""

@@ -1,0 +1,140 @@
+"""`meshloom diff RUN_A RUN_B`: two run directories in, what changed between them out."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem, all_of
+from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.report.diff import Run, diff_runs
+from meshloom.compiler.report.explain import SCHEMA_VERSION as PLAN_VERSION
+from meshloom.compiler.report.views.diff_text import show_diff
+from meshloom.compiler.schema import SCHEMA_VERSION, Report
+
+USAGE = """\
+usage: meshloom diff RUN_A RUN_B [--json]
+
+What changed from one run to another: config, predicted step, memory, collectives, layouts. Each is a run directory with
+spec.yaml and plan.json; where both have report.json (meshloom compile writes it), what was compiled is compared too.
+
+  --json   the same for tools, as one JSON object
+"""
+FLAGS = ("--json", "-h", "--help")
+
+
+def diff_command(args: Sequence[str]) -> int:
+    """Run the command line; returns the exit code: 0, or 2 where there is nothing to compare."""
+    if "-h" in args or "--help" in args:
+        write_out(USAGE, end="")
+        return 0
+    try:
+        diff = diff_runs(*all_of(*(lambda path=path: read_run(path) for path in _two_runs(args))))
+    except ConfigError as error:
+        write_error(str(error))
+        return MISTAKE
+    if "--json" in args:
+        write_out(json.dumps(asdict(diff), indent=1))
+    else:
+        show_diff(diff, Console(off_terminal_width=200))
+    return 0
+
+
+def _two_runs(args: Sequence[str]) -> list[Path]:
+    paths = [Path(text) for text in args if not text.startswith("-")]
+    problems = [
+        Problem("command line", f"there is no flag '{text}'", f"use one of {', '.join(FLAGS)}, or ./{text} for a path")
+        for text in args
+        if text.startswith("-") and text not in FLAGS
+    ]
+    if len(paths) != 2:
+        what = f"diff compares two runs, and {len(paths) or 'none'} {'is' if len(paths) == 1 else 'are'} given"
+        problems.append(Problem("command line", what, "type: meshloom diff RUN_A RUN_B"))
+    if problems:
+        raise ConfigError(problems)
+    return paths
+
+
+def read_run(run_dir: Path) -> Run:
+    """What a run directory says of its run. Raises ConfigError where it holds none, or what it holds is damaged."""
+    if not run_dir.is_dir():
+        what = "this is a file" if run_dir.is_file() else "there is no such directory"
+        raise ConfigError([Problem(str(run_dir), what, _near(run_dir))])
+    spec, plan, report = all_of(
+        lambda: _spec(run_dir / "spec.yaml"),
+        lambda: _json(run_dir / "plan.json", PLAN_VERSION),
+        lambda: _report(run_dir / "report.json"),
+    )
+    return Run(str(run_dir), spec, plan, report)
+
+
+def _near(run_dir: Path) -> str:
+    fix = "name a run directory, one with spec.yaml and plan.json"
+    names = [path.name for path in run_dir.parent.iterdir() if path.is_dir()] if run_dir.parent.is_dir() else []
+    near = get_close_matches(run_dir.name, names, n=1)
+    return fix + (f" (did you mean '{run_dir.parent / near[0]}'?)" if near else "")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        fix = "name a run directory: `meshloom train` and `meshloom compile` write it"
+        raise ConfigError([Problem(str(path), "there is no such file, so this is no run", fix)]) from None
+    except OSError as error:
+        raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror}", "make it readable")]) from None
+    except UnicodeDecodeError:
+        raise _damaged(path, "it is no text in UTF-8") from None
+
+
+def _damaged(path: Path, how: str) -> ConfigError:
+    return ConfigError([Problem(str(path), f"is damaged: {how}", "make the run again")])
+
+
+def _spec(path: Path) -> dict[str, Any]:
+    try:
+        spec = yaml.safe_load(_text(path))
+        json.dumps(spec)  # what YAML has and JSON has not, as a date or a cycle, no declaration holds
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise _damaged(path, "it is no YAML" + (f", line {mark.line + 1}" if mark else "")) from None
+    except (ValueError, TypeError, RecursionError):
+        raise _damaged(path, "it holds no declaration") from None
+    if not isinstance(spec, dict):
+        raise _damaged(path, "it holds no declaration")
+    return spec
+
+
+def _json(path: Path, version: int) -> dict[str, Any]:
+    try:
+        value = json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        raise _damaged(path, f"it is no JSON, line {error.lineno}") from None
+    except (ValueError, RecursionError):  # a number is too long, lists are too deep
+        raise _damaged(path, "its JSON cannot be read") from None
+    found = value.get("schema_version") if isinstance(value, dict) else None
+    if found is None:
+        raise _damaged(path, "it has no schema_version")
+    if found != version:
+        what = f"schema_version is {found}, and this version of meshloom reads {version}"
+        raise ConfigError([Problem(str(path), what, "make the run again, or use the version that wrote it")])
+    return value
+
+
+def _report(path: Path) -> Report | None:
+    if not path.exists():
+        return None
+    _json(path, SCHEMA_VERSION)
+    try:
+        return Report.model_validate_json(_text(path))
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        where = ".".join(map(str, first["loc"]))
+        more = f", and {len(others)} more" if others else ""
+        raise _damaged(path, f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}{more}") from None

@@ -1,0 +1,82 @@
+"""The flags of a command, which are Hydra's. Settings have no dashes: a flag that looks like one is told so."""
+
+import argparse
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn
+
+from hydra import compose
+from hydra._internal.utils import get_args_parser  # private: the flags that every Hydra app has (pinned <1.4)
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from meshloom.compiler.config.allowed_code import FLAG
+from meshloom.compiler.config.compose import Request, hydra_session
+from meshloom.compiler.config.hydra_settings import search_path_override
+from meshloom.compiler.config.override_parser import COMMAND_LINE
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.key_paths import leaves
+
+RESUMES = ("resume", "continue", "restart", "restore")  # what other trainers call it
+
+
+def parse_flags(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
+    """Returns the flags with the overrides, and what is wrong with them. Raises ConfigError where a flag that there is
+    lacks its value."""
+    parser = get_args_parser()
+    parser.add_argument(FLAG, action="append", default=[], metavar="MODULE")
+    parser.prog, parser.error = f"meshloom {command}", _refuse  # type: ignore[method-assign]
+    flags, unknown = parser.parse_known_args(list(args))
+    problems = []
+    for text in unknown:
+        name, has_value, value = text.partition("=")
+        place = args.index(text)
+        following = args[place + 1] if place + 1 < len(args) else "-"
+        if not has_value and "=" not in following and not following.startswith("-"):
+            flags.overrides.remove(following)
+            value = following
+        problems.append(_unknown_flag(command, name, value))
+    if flags.experimental_rerun:
+        fix = "type the line again with hydra.run.dir=RUN_DIR: spec.yaml of a run holds what it was"
+        problems.append(Problem(COMMAND_LINE, "--experimental-rerun is not supported", fix))
+    return flags, problems
+
+
+def request_of(flags: argparse.Namespace) -> Request:
+    """The request with `--config-dir` as what it is: one more place to look for configs."""
+    overrides = search_path_override(flags.overrides, flags.config_dir)
+    path = str(Path(flags.config_path).resolve()) if flags.config_path else None
+    return Request(tuple(overrides), flags.config_name or "config", path)
+
+
+def _refuse(message: str) -> NoReturn:
+    fix = "`meshloom COMMAND --help` lists what there is; settings have no dashes: num_steps=20"
+    raise ConfigError([Problem(COMMAND_LINE, message, fix)])
+
+
+def _unknown_flag(command: str, name: str, value: str) -> Problem:
+    what, bare = f"there is no flag '{name}'", name.lstrip("-").replace("-", "_")
+    if bare.startswith(RESUMES) and command in ("train", "data"):
+        where = " with hydra.run.dir=RUN_DIR of the run" if command == "train" else ""
+        return Problem(COMMAND_LINE, what, f"type the same line again{where}: it goes on from where that stopped")
+    keys = _keys_like(bare)
+    shown = f"{keys[0] if keys else 'key'}={value or '...'}"
+    if keys:
+        return Problem(COMMAND_LINE, what, f"settings have no dashes: {shown}")
+    return Problem(COMMAND_LINE, what, f"settings have no dashes: write {shown}; `--cfg job` prints all keys")
+
+
+def _keys_like(name: str) -> list[str]:
+    """Keys of the declaration that a flag may have meant, the likeliest first."""
+    try:
+        with hydra_session(Request(())) as groups:
+            values = OmegaConf.to_container(compose("config"), resolve=False)
+    except HydraException:
+        return []
+    keys = [*(key for key, _ in leaves(values)), *groups]
+    same = [key for key in keys if name in (key, key.rpartition(".")[2])]
+    if same:
+        return sorted(same, key=lambda key: key.count("."))
+    ends = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    return [ends[end] for end in get_close_matches(name, ends, n=1, cutoff=0.7)]

@@ -1,0 +1,130 @@
+"""The `meshloom` command. Nothing heavy is imported before it is known what is asked for."""
+
+import os
+import signal
+import sys
+import traceback
+from difflib import get_close_matches
+from io import TextIOWrapper
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from meshloom.compiler.core.errors import MISTAKE
+from meshloom.compiler.core.visible import write_error, write_out
+
+from ..core.interruptible import hear_interrupts
+
+COMMANDS = {
+    "train": "compile for the devices at hand and run",
+    "explain": "the plan, in seconds, without compiling: shardings with reasons, memory, arithmetic",
+    "compile": "ahead of time, for hardware that need not be there: does it fit; a report and an artifact",
+    "diff": "what changed between two runs: config, predicted step, memory, collectives, layouts",
+    "data": "tokenise a corpus of any size into shards, once, for data=tokens to read",
+}
+
+USAGE = """\
+meshloom: a training run is declared, compiled ahead of time, and run.
+
+usage: meshloom COMMAND [group=option ...] [group.key=value ...]
+       meshloom diff RUN_A RUN_B [--json]
+
+commands:
+{commands}
+
+examples:
+  meshloom train                                  a small model on eight simulated devices
+  meshloom train model=tiny sharding=fsdp_tensor  choose from a config group
+  meshloom train num_steps=50 optimizer.learning_rate=1e-3
+  meshloom train -m sharding=ddp,fsdp             once per value
+  meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096
+  meshloom compile model=llama2_7b target=v5e-256 global_batch_size=256 sequence_length=4096 remat=full
+  meshloom data data=jsonl data.source.paths=[corpus/*.jsonl] shards.directory=tokens
+
+`meshloom COMMAND --help` lists the config groups, `--cfg job` prints the whole config, and the flags of Hydra work:
+-m, --config-dir, --info, hydra.run.dir=... For completion in bash: eval "$(meshloom train -sc install=bash)"
+"""
+
+
+def main() -> NoReturn:
+    """Entry point of the console script."""
+    hear_interrupts()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # an ASCII terminal shows a name that it has no letters for as escapes
+            stream.reconfigure(errors="backslashreplace")
+    sys.excepthook = _show_crash
+    try:
+        exit_code = run(sys.argv[1:])
+    except SystemExit as left:
+        exit_code = _left(left)
+    except BrokenPipeError:  # who reads our output has gone away: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+        exit_code = 1
+    except KeyboardInterrupt as interrupt:  # before the run began, or asked for twice
+        saved = "; nothing was saved since the last checkpoint" if sys.argv[1:2] == ["train"] else ""
+        write_error(f"\ninterrupted{saved}")
+        exit_code = 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
+    sys.exit(exit_code)
+
+
+def _left(error: SystemExit) -> int:
+    """No command ends by sys.exit: code that it ran did, such as a user's. That is no success, whatever its code."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if "rich" in Path(last.filename).parts:  # who reads our output has gone away: `| head`
+        return 1
+    write_error(f"error: {last.filename}:{last.lineno}: sys.exit({error.code!r}) ended the command: {last.line}")
+    write_error("  fix: raise an exception there that says what is wrong")
+    return MISTAKE
+
+
+def _show_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Writes a traceback as all else is written: a value from the environment may be in it."""
+    write_error("".join(traceback.format_exception(kind, error, trace)).rstrip())
+
+
+def run(args: list[str]) -> int:
+    """Run one command line; returns the exit code: 0 done, 2 a mistake in what was asked, 128 + signal stopped, or one
+    of failures.py where a run had to end."""
+    if not args or args[0] in ("-h", "--help", "help"):
+        write_out(USAGE.format(commands="\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())), end="")
+        return 0
+    if args[0] == "--version":
+        from meshloom import __version__
+
+        write_out(f"meshloom {__version__}")
+        return 0
+    if args[0] in ("-sc", "--shell-completion"):
+        return _complete(args)
+    command, *rest = args
+    if command not in COMMANDS:
+        near = get_close_matches(command, COMMANDS, n=1)
+        write_error(
+            f"error: there is no command '{command}'\n"
+            f"  fix: use one of {', '.join(COMMANDS)}" + (f" (did you mean '{near[0]}'?)" if near else "")
+        )
+        return 2
+    if "--version" in rest:
+        return run(["--version"])
+    if command == "diff":  # of runs that are there already: it takes no overrides
+        from .diff import diff_command
+
+        return diff_command(rest)
+    from .app import run_command
+
+    return run_command(command, rest)
+
+
+def _complete(args: list[str]) -> int:
+    """Answer the shell, which knows of no commands: complete the command, then leave its overrides to Hydra."""
+    line = os.environ.get("COMP_LINE", "")
+    words = line.split()
+    if len(words) < 2 or (len(words) == 2 and not line.endswith(" ")):
+        write_out(" ".join(COMMANDS))
+        return 0
+    program, command = words[:2]
+    if command not in COMMANDS or command == "diff":  # the shell itself completes directories
+        return 0
+    os.environ["COMP_LINE"] = program + line[line.index(command, len(program)) + len(command) :]
+    from .app import run_command
+
+    return run_command(command, args)

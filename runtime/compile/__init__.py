@@ -1,0 +1,1 @@
+"""Compiling a plan for its devices, or loading what was compiled before."""

@@ -1,0 +1,156 @@
+"""An artifact: compiled programs in a directory, with what they are of.
+
+    fingerprint.json     devices, versions, compiler options, keys of the declaration, hashes of the lowered programs
+    built.json           memory of the train step, seconds of the compile; or why it does not fit
+    train.hlo.txt        the train step as the compiler scheduled it
+    NAME.executable      each program that can be kept, as JAX serialises it
+    manifest.json        sizes and SHA-256 of all of these
+
+Loading an executable runs code: take artifacts only from where you would take a program from.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.xla.aot import Built, OutOfMemory, ProgramMemory, load_program
+from meshloom.compiler.xla.fingerprint import Fingerprint, differences
+from meshloom.compiler.xla.programs import PROGRAMS, Programs, build
+
+from ..core.files import parse_json, replace_json
+from ..core.manifest import FILE as MANIFEST
+from ..core.manifest import damage_in, write_manifest
+
+SCHEMA_VERSION = 2
+FOLDER = "artifact"
+TEXT = "train.hlo.txt"
+EXPECTED = ("fingerprint.json", "built.json")  # files of every artifact
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """overrides: as typed where it was compiled."""
+
+    place: Path
+    fingerprint: Fingerprint
+    built: Built
+    overrides: tuple[str, ...]
+
+
+def write_artifact(place: Path, fingerprint: Fingerprint, built: Built, overrides: tuple[str, ...]) -> Artifact:
+    """Writes a directory that is there whole or not at all, and replaces one that is there."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    try:
+        unfinished.chmod(0o777 & ~_umask())
+        told = asdict(fingerprint) | {"digest": fingerprint.digest, "overrides": list(overrides)}
+        replace_json(unfinished / "fingerprint.json", {"schema_version": SCHEMA_VERSION} | told)
+        replace_json(unfinished / "built.json", _as_json(built))
+        if built.text is not None:
+            (unfinished / TEXT).write_text(built.text)
+        for name, executable in built.executables.items():
+            (unfinished / f"{name}.executable").write_bytes(executable)
+        write_manifest(unfinished)
+        _replace_folder(unfinished, place)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return Artifact(place, fingerprint, built, overrides)
+
+
+def read_artifact(named: Path) -> Artifact:
+    """The artifact of a run directory, or of its folder. Raises ConfigError where there is none that is whole."""
+    place = next((p for p in (named, named / FOLDER) if (p / MANIFEST).is_file()), None)
+    if place is None:
+        what = f"there is no artifact in {named}"
+        raise ConfigError([Problem("artifact", what, "name the run directory of a `meshloom compile` that fits")])
+    if damage := damage_in(place, expected=EXPECTED):
+        raise ConfigError([Problem("artifact", f"{place} is damaged: {damage}", "compile it again")])
+    try:
+        return _read(place)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        what = f"{place} was written by another version of Meshloom"
+        raise ConfigError([Problem("artifact", what, "compile it again")]) from None
+
+
+def _read(place: Path) -> Artifact:
+    """The artifact of a folder that is whole; whatever it raises, its files are not those of this version."""
+    told = parse_json((place / "fingerprint.json").read_bytes())
+    if told.pop("schema_version") != SCHEMA_VERSION:
+        raise ValueError
+    del told["digest"]
+    overrides = tuple(told.pop("overrides"))
+    return Artifact(place, Fingerprint(**told), _built_of(place), overrides)
+
+
+def find_artifact(fingerprint: Fingerprint, places: Iterable[Path]) -> Artifact | None:
+    """The first artifact of this fingerprint; one that is damaged counts as none."""
+    for place in places:
+        try:
+            artifact = read_artifact(place)
+        except ConfigError:
+            continue
+        if artifact.fingerprint.digest == fingerprint.digest:
+            return artifact
+    return None
+
+
+def check_artifact(artifact: Artifact, wanted: Fingerprint) -> None:
+    """Raise ConfigError with what keeps an artifact from being what is about to run; nothing else may be loaded."""
+    compiled_by = " ".join(["meshloom compile", *artifact.overrides])
+    fix = f"take the artifact's, or compile again: it is of `{compiled_by}`"
+    if problems := differences(wanted, artifact.fingerprint, folder="the artifact", fix=fix):
+        raise ConfigError(problems)
+    if not artifact.built.executables:
+        why = "; ".join(dict.fromkeys(artifact.built.not_serialised.values()))
+        what = f"{artifact.place} holds no program that could be kept: {why}"
+        raise ConfigError([Problem("artifact", what, "leave artifact= out: the programs are compiled at the start")])
+
+
+def load_programs(
+    artifact: Artifact, lowered: Programs, mesh: Mesh, compile_: Callable[[Programs], Programs] = build
+) -> Programs:
+    """The artifact's programs on these devices; those that it lacks are compiled."""
+    executables = artifact.built.executables
+    missing = replace(lowered, **dict.fromkeys(executables))
+    rest = compile_(missing) if missing.named() else missing
+    loaded = {name: load_program(data, getattr(lowered, name), mesh) for name, data in executables.items()}
+    return replace(rest, **loaded)
+
+
+def _as_json(built: Built) -> dict[str, Any]:
+    fields = ("memory", "out_of_memory", "not_serialised", "compile_seconds", "notes")
+    return {name: value for name, value in asdict(replace(built, executables={})).items() if name in fields}
+
+
+def _built_of(place: Path) -> Built:
+    told = parse_json((place / "built.json").read_bytes())
+    files = {name: place / f"{name}.executable" for name in PROGRAMS}
+    return Built(
+        text=(place / TEXT).read_text() if (place / TEXT).exists() else None,
+        memory=told["memory"] and ProgramMemory(**told["memory"]),
+        out_of_memory=told["out_of_memory"] and OutOfMemory(**told["out_of_memory"]),
+        executables={name: path.read_bytes() for name, path in files.items() if path.exists()},
+        not_serialised=told["not_serialised"],
+        compile_seconds=told["compile_seconds"],
+        notes=tuple(told["notes"]),
+    )
+
+
+def _replace_folder(new: Path, place: Path) -> None:
+    """Rename; what was there goes first, so that for a moment there is none."""
+    if place.exists():
+        shutil.rmtree(place)
+    os.rename(new, place)
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask

@@ -1,0 +1,201 @@
+"""`meshloom compile`: the train step, compiled for a target that need not be there; verdict, report, artifact."""
+
+import logging
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshloom.compiler.analysis.exposure import TOO_EXPOSED
+from meshloom.compiler.analysis.program_text import Unread
+from meshloom.compiler.config.allowed_code import allow_words
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.override_text import override
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.report.build_report import build_report, does_fit, needed_bytes
+from meshloom.compiler.report.views.summary import show_summary as show_report
+from meshloom.compiler.schema import Change, Report, SearchReport
+from meshloom.compiler.search.candidates import check_can_judge
+from meshloom.compiler.search.memory_suggestions import find_savings
+from meshloom.compiler.target.compiler_options import check_compiler_options
+from meshloom.compiler.target.target import plan_target
+from meshloom.compiler.target.topology import find_devices
+from meshloom.compiler.xla.stderr_capture import captured_stderr
+
+from ..core.exclusive import only_run_in
+from ..core.failures import RunFailed
+from ..core.interruptible import raise_if_interrupted
+from ..processes.devices import plan_without_devices, start_devices
+from ..processes.distributed import Processes
+from ..processes.say import say, say_notes
+from ..rundir.declaration import write_declaration
+from ..rundir.report_files import write_report
+from .artifact import FOLDER, TEXT, write_artifact
+from .compile_cache import cached_compilation
+from .overlap_search import search_overlap
+from .step_compiler import COMPILER_LOG, CompiledStep, StepCompiler
+
+LOG = logging.getLogger("meshloom")
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """A step that can be compiled: its plan, the devices that it is for, and what looking for them printed."""
+
+    plan: Plan
+    devices: Sequence[Any]
+    said: tuple[str, ...] = ()
+
+
+def prepare_compile(spec: RunSpec) -> CompileJob:
+    """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError."""
+    is_run = spec.target.kind == "cpu"
+    said = start_devices(spec.target, Processes()) if is_run else plan_without_devices(spec.target)
+    with captured_stderr() as captured:
+        plan, devices, *_ = all_of(
+            lambda: plan_run(spec),
+            lambda: find_devices(spec.target, plan_target(spec.target, spec.precision.compute)),
+            lambda: _check_makes_artifact(spec),
+        )
+        check_can_judge(plan)
+        check_compiler_options(spec.compiler_options, devices[0])
+    return CompileJob(plan, devices, (*said, *captured.lines))
+
+
+def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str | None, console: Console) -> int:
+    """Compile, or find what was compiled before; write the report. Returns the exit code: 0, DOES_NOT_FIT or EXPOSED.
+
+    model: what the declaration calls its model, where it has a name.
+    Raises ConfigError for compiler options that are wrong and a directory that is in use, RunFailed where the compiler
+    fails.
+    """
+    with only_run_in(run_dir):
+        return _compile_step(job, run_dir, request=request, model=model, console=console)
+
+
+def _compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str | None, console: Console) -> int:
+    _show_header(console, job)
+    compiler = StepCompiler(job.devices, run_dir, model, console)
+    made, searched = _compiled(job, compiler, request.overrides)
+    raise_if_interrupted()
+    plan, built = made.plan, made.built
+    write_declaration(plan, run_dir)
+    changes = _savings(made, request) if does_fit(plan, built) is False else ()
+    report = build_report(
+        plan, built, made.facts, made.estimate, made.schedule, made.peak, changes=changes, search=searched
+    )
+    refused = _refusal(report)
+    place = None if refused else run_dir / FOLDER
+    if place:
+        _put(made, place)
+    events = () if isinstance(made.schedule, Unread) else made.schedule.events
+    files = write_report(report, plan, run_dir, events=events)
+    _show_result(console, report, made, [*files, *([place] if place else [])], run_dir if place else None)
+    return refused
+
+
+def _compiled(
+    job: CompileJob, compiler: StepCompiler, overrides: tuple[str, ...]
+) -> tuple[CompiledStep, SearchReport | None]:
+    """The step as it is declared; where a search is, the best that it finds."""
+    try:
+        with cached_compilation(None):
+            if job.plan.spec.overlap.search is not None:
+                return search_overlap(job.plan, compiler, overrides)
+            return compiler.compile(job.plan, overrides, "compiling the train step"), None
+    except jax.errors.JaxRuntimeError as error:
+        what = f"failed, and not for memory: {str(error).splitlines()[0]}"
+        fix = f"see {compiler.run_dir / COMPILER_LOG}; other compiler_options or another version of it may do"
+        raise RunFailed(Problem("the compiler", what, fix), exit_code=1) from error
+
+
+def _refusal(report: Report) -> int:
+    """The exit code of a step that is compiled and not accepted; 0 of one that is."""
+    if False in (report.memory.fits, report.memory.host_fits):
+        return DOES_NOT_FIT
+    return EXPOSED if any(finding.rule == TOO_EXPOSED for finding in report.findings) else 0
+
+
+def _savings(made: CompiledStep, request: Request) -> tuple[Change, ...]:
+    """What would make it fit, where it is known how much it lacks."""
+    plan = made.plan
+    needed, limit = needed_bytes(plan, made.built, made.peak), plan.target.hbm_bytes_per_device
+    if needed is None or limit is None:
+        return ()
+
+    def replan(more: tuple[str, ...]) -> Plan:
+        return read_spec(replace(request, overrides=(*request.overrides, *more)), then=plan_run)
+
+    return find_savings(plan, needed, limit, replan)
+
+
+def _check_makes_artifact(spec: RunSpec) -> None:
+    if spec.artifact is not None:
+        what = f"compile makes an artifact and takes none, and artifact={spec.artifact}"
+        raise ConfigError([Problem("artifact", what, "leave it out; hydra.run.dir= says where the new one goes")])
+
+
+def _put(made: CompiledStep, place: Path) -> None:
+    """The artifact of the run directory; it shares files with the one that is kept where they are on the same disk."""
+    if made.artifact is None:
+        write_artifact(place, made.facts.fingerprint, made.built, made.facts.overrides)
+    elif made.artifact.place != place:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(made.artifact.place, place, copy_function=_linked)
+
+
+def _linked(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target
+
+
+def _show_header(console: Console, job: CompileJob) -> None:
+    plan, target = job.plan, job.plan.target
+    for line in job.said:
+        LOG.info(line)
+    say(console, f"meshloom compile: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {target.name}, "
+        f"{plan.spec.tokens_per_step:,} tokens per step")  # fmt: skip
+    say_notes(console, plan.spec)
+    for warning in plan.warnings:
+        say(console, warning.as_warning())
+
+
+def _show_result(
+    console: Console, report: Report, made: CompiledStep, files: Sequence[Path], run_dir: Path | None
+) -> None:
+    """run_dir: None where the step is not accepted."""
+    build, kept = report.build, made.artifact
+    if kept and build.cache == "hit":
+        say(console, f"compiled before, nothing to do: {kept.place} is of the same program, devices and versions")
+    else:
+        by = f"jax {build.jax}" + (f", {build.plugin}" if build.plugin else "")
+        say(console, f"compiled in {build.compile_seconds:.1f} s, lowered in {build.lower_seconds:.1f} s, by {by}")
+    if build.compiler_options_left_out:
+        unknown = ", ".join(build.compiler_options_left_out)
+        say(console, f"left out of overlap.option_sets, as this compiler does not know it: {unknown}")
+    show_report(report, console, files=files)
+    _show_unread(console, made, run_dir / FOLDER if run_dir else kept.place if kept else None)
+    if run_dir:
+        typed = [text for text in report.overrides if not text.startswith("hydra.")]
+        words = [*allow_words(), *typed, override("artifact", str(run_dir))]
+        say(console, f"train it: {shlex.join(['meshloom', 'train', *words])}")
+
+
+def _show_unread(console: Console, made: CompiledStep, place: Path | None) -> None:
+    """What of a program that there is could not be read. place: where it is kept."""
+    parts = {"memory by class": made.peak, "the schedule": made.schedule}
+    reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unread) and made.built.text}
+    for why, name in reasons.items():
+        say(console, f"warning: {name} is unknown: {why}{f'; it is kept as {place / TEXT}' if place else ''}")

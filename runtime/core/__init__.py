@@ -1,0 +1,1 @@
+"""What every part of the runtime shares: exit codes, atomic files, locks, manifests, interrupts."""

@@ -1,0 +1,49 @@
+"""One process at a time in a folder: two would write over each other."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+from filelock import FileLock, Timeout
+
+from meshloom.compiler.core.errors import ConfigError, Problem
+
+LOCK = ".lock"  # a file: network file systems lock no directories
+
+
+@contextmanager
+def alone(folder: Path, busy: Problem) -> Iterator[None]:
+    """Hold the folder; the system lets go of it when this process dies. Raises ConfigError with `busy` where another
+    process holds it."""
+    lock = FileLock(folder / LOCK, blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError([busy]) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def only_run_in(run_dir: Path) -> Iterator[None]:
+    """Hold the directory of a run or of a compile; the first process does it for all of them."""
+    if jax.process_index() != 0:
+        yield
+        return
+    with alone(run_dir, _busy(run_dir)):
+        yield
+
+
+def check_is_free(run_dir: Path) -> None:
+    """Raise ConfigError where a run or a compile holds the directory. Makes nothing."""
+    if (run_dir / LOCK).exists():
+        with alone(run_dir, _busy(run_dir)):
+            pass
+
+
+def _busy(run_dir: Path) -> Problem:
+    fix = "wait for its end, stop it, or choose another hydra.run.dir"
+    return Problem("hydra.run.dir", f"another run is going on in {run_dir}", fix)

@@ -1,0 +1,35 @@
+"""Runs that have to end for a reason outside of their declaration: what happened, what to do, an exit code each."""
+
+import os
+import re
+
+from meshloom.compiler.core.errors import ConfigError, Problem
+
+NONFINITE = 5  # NaN or infinity where training cannot go on
+STORAGE = 6  # a checkpoint or a metric cannot be written, or no checkpoint can be read
+
+
+class RunFailed(ConfigError):
+    """The run ended early. Told as a mistake is, with an exit code that tells a scheduler what kind it is."""
+
+    def __init__(self, problem: Problem, exit_code: int):
+        super().__init__([problem])
+        self.exit_code = exit_code
+
+
+def is_of_one_process(error: BaseException) -> bool:
+    """True for what one of several processes may meet alone, while the others go on: what its disk refuses."""
+    return isinstance(error, OSError) or (isinstance(error, RunFailed) and error.exit_code == STORAGE)
+
+
+def storage_reason(error: BaseException) -> str | None:
+    """What the operating system said, where that is what an error is about: `No space left on device`.
+
+    TensorStore, which writes the arrays, tells it inside of a ValueError.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno)
+    if match := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(match[1]))
+    inner = error.__cause__ or error.__context__
+    return storage_reason(inner) if inner else None

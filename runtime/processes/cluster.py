@@ -1,0 +1,139 @@
+"""Who started this process, and with which others: keys and environment -> the arguments of jax.distributed.initialize.
+
+JAX itself detects clusters; what is added here is that nothing is waited for where there is none, and that a start
+which would leave several processes each to itself, or one waiting for others that never come, is an error.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # private: JAX has no public question "which cluster?"
+
+from meshloom.compiler.config.spec import DistributedSpec
+from meshloom.compiler.config.target_spec import TargetSpec
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
+
+ALONE = "or choose distributed=alone"
+Arguments = dict[str, Any]  # of jax.distributed.initialize, without its timeouts
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts processes. num_processes, process_id: the variables in which it tells each of them.
+    needs: what JAX reads the coordinator's address from; where it is not set, JAX does not see this launcher."""
+
+    name: str
+    num_processes: str
+    process_id: str
+    needs: tuple[str, ...]
+
+
+# In JAX's own order. Open MPI 5, MPICH and Intel MPI name no address, so JAX knows nothing of them.
+LAUNCHERS = (
+    Launcher("ompi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", ("OMPI_MCA_orte_hnp_uri",)),
+    Launcher("slurm", "SLURM_NTASKS", "SLURM_PROCID", ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID")),
+    Launcher("mpiexec", "PMI_SIZE", "PMI_RANK", ("",)),
+)
+TPU_CLUSTERS = {"gketpu": GkeTpuCluster, "gcetpu": GceTpuCluster}  # the second asks the network, on a TPU host alone
+
+
+def plan_start(spec: DistributedSpec, target: TargetSpec, environment: Mapping[str, str]) -> Arguments | None:
+    """How this process joins the others: {"cluster_detection_method": "slurm"}; None where it is alone.
+
+    Raises ConfigError where keys or environment say that there are others, but not how to find them.
+    """
+    keys = _keys(spec, environment)
+    extra = {} if spec.local_device_ids is None else {"local_device_ids": list(spec.local_device_ids)}
+    if spec.cluster not in ("auto", "none"):
+        _check_started_by(spec.cluster, environment)
+        return {"cluster_detection_method": spec.cluster, **keys, **extra}
+    launcher = None if spec.cluster == "none" else _launcher(environment)
+    found = _launched(launcher, keys, environment) if launcher else _found(spec, target, keys, environment)
+    return None if found is None else {**found, **extra}
+
+
+def _keys(spec: DistributedSpec, environment: Mapping[str, str]) -> Arguments:
+    """The keys that are set and fit together; JAX_COORDINATOR_ADDRESS counts as one of them."""
+    address = spec.coordinator_address or environment.get("JAX_COORDINATOR_ADDRESS")
+    problems = []
+    if address is not None and not address.rpartition(":")[2].isdigit():
+        what = f"'{address}' names no port"
+        problems.append(Problem("distributed.coordinator_address", what, "give host:port, a free port of process 0"))
+    if spec.num_processes is not None and spec.process_id is not None and spec.process_id >= spec.num_processes:
+        what = f"{spec.process_id} is none of {spec.num_processes} processes"
+        problems.append(Problem("distributed.process_id", what, f"use 0 to {spec.num_processes - 1}"))
+    raise_if_any(problems)
+    keys = {"coordinator_address": address, "num_processes": spec.num_processes, "process_id": spec.process_id}
+    return {name: value for name, value in keys.items() if value is not None}
+
+
+def _check_started_by(cluster: str, environment: Mapping[str, str]) -> None:
+    """Raise ConfigError where this process cannot be one of the cluster that the declaration names."""
+    reason = None
+    if cluster == "mpi4py":
+        reason = None if find_spec("mpi4py") else "package mpi4py is not installed"
+    elif cluster in TPU_CLUSTERS:
+        reason = None if TPU_CLUSTERS[cluster].is_env_present() else "this is no host of a TPU slice"
+    else:
+        launcher = next(launcher for launcher in LAUNCHERS if launcher.name == cluster)
+        needed = (*launcher.needs, launcher.num_processes, launcher.process_id)
+        missing = [name for name in needed if name not in environment]
+        reason = f"{', '.join(missing)} not set" if missing else None
+    if reason:
+        what = f"'{cluster}' did not start this process: {reason}"
+        raise ConfigError([Problem("distributed.cluster", what, "use auto, or start it there")])
+
+
+def _launcher(environment: Mapping[str, str]) -> Launcher | None:
+    return next((launcher for launcher in LAUNCHERS if launcher.num_processes in environment), None)
+
+
+def _launched(launcher: Launcher, keys: Arguments, environment: Mapping[str, str]) -> Arguments | None:
+    """The start of one of a launcher's processes."""
+    count = int(environment[launcher.num_processes])
+    if count == 1 and not keys:
+        return None
+    if all(name in environment for name in launcher.needs) and _is_whole_step(environment, count):
+        return {"cluster_detection_method": launcher.name, **keys}
+    if "coordinator_address" in keys and launcher.process_id in environment:
+        told = {"num_processes": count, "process_id": int(environment[launcher.process_id])}
+        return {"cluster_detection_method": "deactivate", **told, **keys}
+    if launcher.name == "slurm":
+        what = f"SLURM gave this job {count} tasks, but this process was not started as one of them"
+        raise ConfigError([Problem("distributed", what, f"start it by srun: `srun meshloom train ...`, {ALONE}")])
+    what = f"{launcher.num_processes} says that {count} processes were started, and nothing says where the first is"
+    fix = f"set distributed.coordinator_address=HOST:PORT, a free port on the first host, {ALONE}"
+    raise ConfigError([Problem("distributed", what, fix)])
+
+
+def _is_whole_step(environment: Mapping[str, str], count: int) -> bool:
+    """False in a shell that SLURM runs as a step of its own: SLURM_NTASKS is then that of the job around it."""
+    return int(environment.get("SLURM_STEP_NUM_TASKS", count)) == count
+
+
+def _found(
+    spec: DistributedSpec, target: TargetSpec, keys: Arguments, environment: Mapping[str, str]
+) -> Arguments | None:
+    """The start of a process of which no launcher tells: by keys, or as a pod or a host of a TPU slice."""
+    if len(keys) == 3:
+        return {"cluster_detection_method": "deactivate", **keys}
+    if spec.cluster == "auto" and target.kind != "cpu":  # simulated devices have no slice
+        for name, cluster in TPU_CLUSTERS.items():
+            if cluster.is_env_present():
+                return {"cluster_detection_method": name, **keys}
+    if spec.cluster == "auto" and "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
+        if find_spec("kubernetes"):
+            return keys
+        what = (
+            f"this is pod {environment['JOB_COMPLETION_INDEX']} of a Kubernetes Job, of which package kubernetes tells"
+        )
+        fix = f"pip install 'jax[k8s]', set coordinator_address, num_processes and process_id, {ALONE}"
+        raise ConfigError([Problem("distributed", what, fix)])
+    if not keys:
+        return None
+    missing = [name for name in ("coordinator_address", "num_processes", "process_id") if name not in keys]
+    what = f"{' and '.join(keys)} given without {' and '.join(missing)}, which no cluster tells here"
+    fix = f"set {' and '.join(f'distributed.{name}' for name in missing)} too, or none of the three"
+    raise ConfigError([Problem("distributed", what, fix)])

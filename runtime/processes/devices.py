@@ -1,0 +1,121 @@
+"""The devices of this process, set up before JAX looks for them."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import jax
+from jax._src import hardware_utils  # private: by these files JAX decides whether it starts CUDA
+
+from meshloom.compiler.config.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.target.target import plan_target
+from meshloom.compiler.target.topology import installed_compilers
+from meshloom.compiler.xla.stderr_capture import Captured, captured_stderr
+
+from .distributed import Processes
+
+MOST_SIMULATED = 256  # each simulated device is a thread with its own memory
+
+
+def plan_without_devices(target: TargetSpec) -> tuple[str, ...]:
+    """Keep JAX away from accelerators, whose start takes seconds; `local` alone has to see them. Returns what is to be
+    logged, as start_devices does."""
+    if isinstance(target, LocalTarget):
+        return _find_attached(Processes())
+    jax.config.update("jax_platforms", "cpu")
+    return ()
+
+
+def start_devices(target: TargetSpec, processes: Processes) -> tuple[str, ...]:
+    """Have the devices of the target: simulate this process's part of a cpu target, find those of a kind of chip, or
+    what is attached. Returns what was said meanwhile, for the log.
+
+    Raises ConfigError for chips that are not there or do not start, and for devices that do not divide over the
+    processes, or are more than one can sensibly simulate.
+    """
+    match target:
+        case LocalTarget():
+            return _find_attached(processes)
+        case CpuTarget():
+            _simulate(target.num_devices, processes)
+            return ()
+        case _:
+            return _check_attached(target)
+
+
+def _find_attached(processes: Processes) -> tuple[str, ...]:
+    """Have JAX look for accelerators. Where it comes down to the processor, process 0 says so in one line, unless
+    JAX_PLATFORMS has asked for it."""
+    if jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        _start_jax()
+        return ()
+    with _quiet_without_chip() as captured:
+        platform = _start_jax()
+    if platform != "cpu":
+        return captured.lines
+    warning = _only_processor(installed_compilers(), is_chip_seen=_is_chip_seen())
+    if processes.is_first:
+        write_error(warning)
+    return (warning, *captured.lines)
+
+
+def _quiet_without_chip() -> AbstractContextManager[Captured]:
+    """Where JAX looks for accelerators, and the machine has none: what their plugins print, a traceback for CUDA, is
+    for the log alone. With one it goes to the terminal at once, as a driver may end the process."""
+    return nullcontext(Captured()) if _is_chip_seen() else captured_stderr()
+
+
+def _is_chip_seen() -> bool:
+    return hardware_utils.has_visible_nvidia_gpu() or hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0
+
+
+def _start_jax() -> str:
+    """The platform that it comes down to."""
+    try:
+        return jax.default_backend()
+    except RuntimeError as error:
+        what = f"JAX does not start: {' '.join(str(error).split())}"
+        fix = "mend what it names, or choose simulated devices: target=cpu-8"
+        raise ConfigError([Problem("target", what, fix)]) from error
+
+
+def _only_processor(compilers: dict[str, str], *, is_chip_seen: bool) -> str:
+    """compilers: what is installed, by the kind of device that it is for."""
+    if is_chip_seen:
+        why = "there is a GPU or TPU that JAX does not use, as it says above"
+    elif compilers:
+        are = "is" if len(compilers) == 1 else "are"
+        why = f"{' and '.join(compilers.values())} {are} installed, but no {' or '.join(compilers)} was found"
+    else:
+        why = "no GPU or TPU was found"
+    return f"warning: {why}: target=local is this machine's processor"
+
+
+def _simulate(num_devices: int, processes: Processes) -> None:
+    num_local, rest = divmod(num_devices, processes.count)
+    if rest:
+        fitting = f"{max(num_local, 1) * processes.count} or cpu-{(num_local + 1) * processes.count}"
+        what = f"{num_devices} simulated devices do not divide over {processes.count} processes"
+        raise ConfigError([Problem("target", what, f"use cpu-{fitting}, or another number of processes")])
+    if num_local > MOST_SIMULATED:
+        what = f"{num_local} simulated devices are too many to run in one process"
+        raise ConfigError([Problem("target", what, f"plan them with `meshloom explain`, run at most cpu-{MOST_SIMULATED * processes.count}")])  # fmt: skip  # noqa: E501
+    jax.config.update("jax_platforms", "cpu")
+    if jax.config.jax_num_cpu_devices != num_local:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_num_cpu_devices", num_local)
+
+
+def _check_attached(target: TpuTarget | GpuTarget) -> tuple[str, ...]:
+    """Raise ConfigError where the devices of JAX are not those of the target. Returns what looking for them printed."""
+    plan = plan_target(target, "float32")
+    fix = "plan it with `meshloom explain`; run on target=local, or on simulated devices: target=cpu-8"
+    try:
+        with _quiet_without_chip() as captured:
+            devices = jax.devices(plan.platform)
+    except RuntimeError:
+        raise ConfigError([Problem("target", f"{plan.name} is not attached to this machine", fix)]) from None
+    found = f"{len(devices)} of {devices[0].device_kind}"
+    if (len(devices), devices[0].device_kind) != (plan.num_devices, target.chip.device_kind):
+        wanted = f"{plan.num_devices} of {target.chip.device_kind}"
+        raise ConfigError([Problem("target", f"{plan.name} is {wanted}, and attached are {found}", fix)])
+    return captured.lines

@@ -1,0 +1,254 @@
+"""The processes of a run: joining them, and what they tell each other without a device.
+
+Texts go through the key-value store of JAX's coordination service, which process 0 runs: it works before there is any
+program, and tells who said what. docs/processes.md says when processes meet.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+from jax._src import distributed as jax_distributed  # private: the one way to the key-value store
+
+from meshloom.compiler.config.composition_errors import MISTAKES, as_config_error
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.visible import write_error
+
+from ..core.interruptible import interruptibly
+from .cluster import plan_start
+
+T = TypeVar("T")
+SECONDS_UNTIL_NOTE = 20  # of waiting for the others
+COMPILED = "compiled programs"  # where processes meet after the compile
+USUAL_TIMEOUT = "distributed.initialization_timeout_seconds"
+TIMEOUT_OF = {COMPILED: "distributed.compile_timeout_seconds"}  # of meetings with one of their own
+TOO_LITTLE_KNOWN = (
+    ValueError,
+    LookupError,
+    RuntimeError,
+    ImportError,
+    OSError,
+)  # JAX's errors where a cluster says less
+
+
+class Disagreement(ConfigError):
+    """Processes of one run that are about to run different things; all of them find the same."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of this run, and which of them this is; alone without `jax.distributed`. num_on_host: how many of
+    them share this machine's memory, by its name."""
+
+    index: int = 0
+    count: int = 1
+    timeout_seconds: int = 0  # how long they wait for each other
+    client: Any = None  # of JAX's coordination service
+    num_on_host: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """True in the one process that speaks on the terminal and writes what is written once."""
+        return self.index == 0
+
+    def gather(self, name: str, text: str, *, timeout_seconds: int | None = None) -> list[str]:
+        """Every process's text, in their order; waits until all have given theirs. A name is used once.
+
+        timeout_seconds: how long it waits, where that is not as long as usual. Ctrl-C ends the wait. Raises ConfigError
+        with those that did not come.
+        """
+        if self.count == 1:
+            return [text]
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        self.client.key_value_set(f"meshloom/{name}/{self.index:06}", text)
+        try:
+            with self._note_of_wait(name, seconds):
+                interruptibly(lambda: self.client.wait_at_barrier(f"meshloom/{name}", seconds * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            raise self._not_come(name, self._missing(name), seconds) from error
+        return [value for _, value in sorted(self.client.key_value_dir_get(f"meshloom/{name}/"))]
+
+    def from_first(self, name: str, text: str | None = None) -> str:
+        """The text of process 0, which gives it and does not wait. A name is used once."""
+        if self.count == 1 or self.is_first:
+            assert text is not None
+            if self.count > 1:
+                self.client.key_value_set(f"meshloom/{name}", text)
+            return text
+        try:
+            key, milliseconds = f"meshloom/{name}", self.timeout_seconds * 1000
+            return interruptibly(lambda: self.client.blocking_key_value_get(key, milliseconds))
+        except jax.errors.JaxRuntimeError as error:
+            raise self._not_come(name, [0], self.timeout_seconds) from error
+
+    def _missing(self, name: str) -> list[int]:
+        """The processes that have not come to this meeting yet."""
+        came = {int(key.rsplit("/", 1)[1]) for key, _ in self.client.key_value_dir_get(f"meshloom/{name}/")}
+        return sorted(set(range(self.count)) - came)
+
+    @contextmanager
+    def _note_of_wait(self, name: str, seconds: int) -> Iterator[None]:
+        """Within the `with`, process 0 says whom it waits for once that takes long."""
+
+        def note() -> None:
+            missing = name_processes(self._missing(name), self.count)
+            write_error(f"process 0: waiting for {missing} at '{name}', at most {seconds} s")
+
+        timer = threading.Timer(SECONDS_UNTIL_NOTE, note)
+        timer.daemon = True
+        if self.is_first:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _not_come(self, name: str, missing: list[int], seconds: int) -> ConfigError:
+        """What is left to say where a wait ended without all the others."""
+        who = f"{name_processes(missing, self.count)} did not come" if missing else "a process was lost"
+        what = f"{who} to '{name}' within {seconds} s"
+        fix = f"see their logs and terminals; raise {TIMEOUT_OF.get(name, USUAL_TIMEOUT)} where they are slow"
+        return ConfigError([Problem("distributed", what, fix)])
+
+
+_joined = Processes()  # as JAX's own state: one per process of the operating system
+
+
+def current() -> Processes:
+    """The processes that this one has joined; itself alone before `join`."""
+    return _joined
+
+
+def join(spec: RunSpec) -> Processes:
+    """Meet the other processes of the run, if there are any. Raises ConfigError where they cannot be found."""
+    global _joined
+    arguments = plan_start(spec.distributed, spec.target, os.environ)
+    if arguments is None:
+        return _joined
+    timeouts = spec.distributed
+    note = threading.Timer(SECONDS_UNTIL_NOTE, _say_waiting, [timeouts.initialization_timeout_seconds])
+    note.daemon = True
+    note.start()
+    try:
+        interruptibly(
+            lambda: jax.distributed.initialize(
+                **arguments,
+                initialization_timeout=timeouts.initialization_timeout_seconds,
+                heartbeat_timeout_seconds=timeouts.heartbeat_timeout_seconds,
+                shutdown_timeout_seconds=timeouts.shutdown_timeout_seconds,
+            )
+        )
+    except KeyboardInterrupt:
+        write_error("\ninterrupted while waiting for the other processes")
+        os._exit(128 + signal.SIGINT)  # in order the process could end only after the wait
+    except TOO_LITTLE_KNOWN as error:
+        what = f"JAX could not start: {type(error).__name__}: {error}"
+        fix = "set distributed.coordinator_address, num_processes and process_id, or choose distributed=alone"
+        raise ConfigError([Problem("distributed", what, fix)]) from error
+    finally:
+        note.cancel()
+    state = jax_distributed.global_state
+    _joined = Processes(state.process_id, state.num_processes, timeouts.initialization_timeout_seconds, state.client)
+    hosts = _joined.gather("hosts", socket.gethostname())
+    _joined = replace(_joined, num_on_host=hosts.count(socket.gethostname()))
+    return _joined
+
+
+def together(
+    name: str, step: Callable[[], T], *, processes: Processes | None = None, timeout_seconds: int | None = None
+) -> T:
+    """The result of a step that all processes take; where it fails in any, it fails in all, with the same problems.
+
+    processes: those that were joined, unless others are named. timeout_seconds: as for `gather`.
+    """
+    result, error = None, None
+    try:
+        result = step()
+    except MISTAKES as raised:
+        error = as_config_error(raised)
+    told = {
+        "is_disagreement": isinstance(error, Disagreement),
+        "problems": list(map(astuple, error.problems if error else ())),
+        "exit_code": error.exit_code if error else 0,
+    }
+    processes = processes or current()
+    texts = processes.gather(name, json.dumps(told), timeout_seconds=timeout_seconds)
+    everyone = [json.loads(text) for text in texts]
+    if error and all(each["is_disagreement"] for each in everyone):
+        raise error
+    # What one process finds wrong with its own declaration explains why it is not that of the others.
+    found = [[] if each["is_disagreement"] else [Problem(*fields) for fields in each["problems"]] for each in everyone]
+    if any(found):
+        failure = ConfigError(_whose(problem, found) for problems in found for problem in problems)
+        failure.exit_code = max(each["exit_code"] for each in everyone)
+        raise failure
+    return result  # type: ignore[return-value]
+
+
+def _say_waiting(timeout_seconds: int) -> None:
+    """JAX waits in silence, and ends the process when the time is up."""
+    state = jax_distributed.global_state
+    where = f"process {state.process_id}: waiting for the others at {state.coordinator_address}"
+    write_error(f"{where}, at most {timeout_seconds} s")
+
+
+def leave() -> None:
+    """Part from the other processes in order: wait until all are done."""
+    global _joined
+    if _joined.client is not None:
+        jax.distributed.shutdown()
+        _joined = Processes()
+
+
+def crash(error: BaseException, run_dir: Path | None = None) -> None:
+    """End one of several processes at once: the others may be waiting for it, and it must not wait for them.
+
+    Process 0 shows where it was; of the others their last line is enough, and their logs hold the rest.
+    """
+    if _joined.count == 1:
+        return
+    if isinstance(error, KeyboardInterrupt):
+        write_error(f"process {_joined.index}: interrupted; nothing was saved since the last checkpoint")
+    elif isinstance(error, ConfigError):
+        write_error(f"process {_joined.index}: {error}")
+    elif _joined.is_first:
+        write_error("".join(traceback.format_exception(error)).rstrip("\n"))
+    else:
+        last = traceback.format_exception_only(error)[-1].strip()
+        log = f" ({run_dir}/logs/process-{_joined.index}.log)" if run_dir else ""
+        write_error(f"process {_joined.index}: {last}{log}")
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if isinstance(error, KeyboardInterrupt):
+        os._exit(128 + signal.SIGINT)
+    os._exit(error.exit_code if isinstance(error, ConfigError) else 1)
+
+
+def name_processes(indices: list[int], count: int) -> str:
+    """[1] -> "process 1"; [0, 2, 3] of 4 -> "processes 0, 2, 3"; most of very many -> "the other 63"."""
+    if len(indices) == 1:
+        return f"process {indices[0]}"
+    if len(indices) > 4 and 2 * len(indices) > count:
+        return f"the other {len(indices)}"
+    return f"processes {', '.join(map(str, indices))}"
+
+
+def _whose(problem: Problem, found: list[list[Problem]]) -> Problem:
+    """The problem as it is where all processes found it; else with the ones that did."""
+    owners = [index for index, problems in enumerate(found) if problem in problems]
+    if len(owners) == len(found):
+        return problem
+    return Problem(f"{problem.where} ({name_processes(owners, len(found))})", problem.what, problem.fix)

@@ -1,0 +1,65 @@
+"""`logs/process-N.log`: what each process said, its warnings, and where it crashed."""
+
+import faulthandler
+import logging
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshloom import __version__
+from meshloom.compiler.core.visible import visible
+
+from .distributed import Processes
+
+FOLDER = "logs"
+LOG = logging.getLogger("meshloom")
+
+
+class _Visible(logging.Formatter):
+    """What libraries and users' code log may hold anything, and people read it on a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+@contextmanager
+def process_log(run_dir: Path, processes: Processes) -> Iterator[Path]:
+    """Within the `with`, this process's file takes what is logged, warnings, and stacks of a fatal signal.
+
+    Warnings appear on the terminal of process 0 too, as they would without this; those of the others do not.
+    """
+    path = run_dir / FOLDER / f"process-{processes.index}.log"
+    path.parent.mkdir(exist_ok=True)
+    stream = path.open("a", encoding="utf-8")
+    file = logging.StreamHandler(stream)
+    file.setFormatter(_Visible("%(asctime)s %(levelname)s %(message)s"))
+    terminal = logging.StreamHandler(sys.stderr)
+    terminal.setFormatter(_Visible())
+    terminal.setLevel(logging.WARNING)
+    terminal.addFilter(lambda record: record.name != LOG.name)  # what we say is on the terminal already
+    handlers = [file, terminal] if processes.is_first else [file]
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.WARNING)
+    LOG.setLevel(logging.INFO)
+    for handler in handlers:
+        root.addHandler(handler)
+    logging.captureWarnings(True)
+    faulthandler.enable(stream)  # the coordination service ends a process whose peers are lost by SIGABRT
+    LOG.info(
+        f"meshloom {__version__}, process {processes.index} of {processes.count} on {socket.gethostname()}, "
+        f"pid {os.getpid()}: {shlex.join(sys.argv)}"
+    )
+    try:
+        yield path
+    finally:
+        faulthandler.disable()
+        logging.captureWarnings(False)
+        for handler in handlers:
+            root.removeHandler(handler)
+        stream.close()
+        root.setLevel(level)

@@ -1,0 +1,52 @@
+"""One run directory for all processes: Hydra's is named by the clock, and clocks differ."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from meshloom.compiler.config.compose import Request, hydra_run_dir
+from meshloom.compiler.config.hydra_settings import RUN_DIR
+from meshloom.compiler.config.override_parser import key_of
+from meshloom.compiler.config.override_text import override
+from meshloom.compiler.core.errors import ConfigError, Problem
+
+from ..processes.distributed import Processes, together
+
+SECONDS_UNTIL_SEEN = 30  # a directory that another host made shows up late on some network file systems
+
+
+def in_shared_run_dir(request: Request, processes: Processes) -> Request:
+    """The request with the run directory of process 0, which makes it, and Hydra's own record written there alone.
+
+    Raises ConfigError in all processes where it cannot be made, or one of them does not see it.
+    """
+    if processes.count == 1:
+        return request
+    run_dir = together("run directory", lambda: _made_by_first(request, processes))
+    kept = [text for text in request.overrides if key_of(text) not in (RUN_DIR, "hydra.output_subdir")]
+    record = [] if processes.is_first else ["hydra.output_subdir=null"]
+    return replace(request, overrides=(*kept, override(RUN_DIR, str(run_dir)), *record))
+
+
+def _made_by_first(request: Request, processes: Processes) -> Path:
+    if not processes.is_first:
+        told = processes.from_first("run_dir")
+        return _seen(Path(told), processes) if told else Path()
+    made = ""  # told in any case: the others wait for it
+    try:
+        run_dir = hydra_run_dir(request)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        made = str(run_dir)
+        return run_dir
+    finally:
+        processes.from_first("run_dir", made)
+
+
+def _seen(run_dir: Path, processes: Processes) -> Path:
+    deadline = time.monotonic() + SECONDS_UNTIL_SEEN
+    while not run_dir.is_dir():
+        if time.monotonic() > deadline:
+            what = f"process {processes.index} does not see {run_dir}, which process 0 made"
+            raise ConfigError([Problem("hydra.run.dir", what, "name a directory that all hosts share")])
+        time.sleep(0.1)
+    return run_dir

@@ -1,0 +1,80 @@
+"""What a run says: a progress bar and a summary on a terminal, plain lines elsewhere."""
+
+from types import TracebackType
+from typing import Self
+
+from meshloom.compiler.core.console import Column, Console, Table
+from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.core.format import counted
+from meshloom.compiler.plan import Plan
+
+from ..processes.say import say
+from .metrics import Metrics
+
+
+class Display:
+    """Within the `with`, shows each step's metrics as they come."""
+
+    def __init__(self, console: Console, plan: Plan, *, first_step: int, token_unit: str):
+        self.console, self.plan, self.token_unit = console, plan, token_unit
+        self.latest_eval_loss: float | None = None
+        self._seconds = self._input_wait_seconds = 0.0
+        self._bar = console.bar("step", "doing", "count", "bar", "numbers", "elapsed", "left")
+        self._bar.update(first_step, total=plan.spec.num_steps)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, metrics: Metrics) -> None:
+        """One step: the bar moves; off a terminal, a line every `logging.every_num_steps`, and for an evaluation."""
+        self._seconds += metrics.step_seconds
+        self._input_wait_seconds += metrics.input_wait_seconds
+        numbers = f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s"
+        if metrics.mfu is not None:
+            numbers += f"  MFU {metrics.mfu:.1%}"
+        spec = self.plan.spec
+        self._bar.update(metrics.step, total=spec.num_steps, numbers=numbers)
+        is_due = metrics.step % spec.logging.every_num_steps == 0 or metrics.step == spec.num_steps
+        if is_due:
+            more = f"grad_norm {metrics.grad_norm:.2f}  learning_rate {metrics.learning_rate:.1e}"
+            line = f"step {metrics.step}/{spec.num_steps}  {numbers}  {more}  {metrics.step_seconds * 1e3:.0f} ms"
+            say(self.console, line, is_shown=not self.console.is_terminal)
+        if metrics.eval_loss is not None:
+            self.latest_eval_loss = metrics.eval_loss
+            say(self.console, f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f} nats per {self.token_unit}")
+
+    @property
+    def input_wait_share(self) -> float:
+        """Of the time of all steps shown, how much the devices may have stood still for their batches."""
+        return self._input_wait_seconds / self._seconds if self._seconds else 0.0
+
+
+def show_header(console: Console, plan: Plan) -> None:
+    """What is about to run, in one line."""
+    say(console, f"meshloom train: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {plan.target.name}, "
+        f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}")  # fmt: skip
+    for warning in (*plan.warnings, *_not_judged(plan)):
+        say(console, warning.as_warning())
+
+
+def _not_judged(plan: Plan) -> tuple[Problem, ...]:
+    """A demand on the schedule, where the step is compiled by `train`."""
+    if plan.spec.overlap.max_exposed is None or plan.spec.artifact is not None:
+        return ()
+    fix = "compile with the same line by `meshloom compile`, and train with artifact=RUN_DIR"
+    return (Problem("overlap.max_exposed", "is not judged by `meshloom train`", fix),)
+
+
+def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
+    """Names and values, one a line."""
+    for name, value in rows:
+        say(console, f"{name}: {value}", is_shown=not console.is_terminal)
+    if console.is_terminal:
+        table = [[(name, "bold"), value] for name, value in rows]
+        console.table(Table((Column(), Column(overflow="fold")), table))

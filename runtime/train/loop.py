@@ -1,0 +1,149 @@
+"""The loop: next batch, call the step, metrics, save. It decides nothing about placement, precision or schedule.
+
+Steps are dispatched ahead: while step n runs, the host reads the metrics of step n-1.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.xla.programs import Programs
+
+from ..checkpoint.checkpoints import Checkpoints
+from ..data import BatchIterator, HostBatch
+from ..processes.stop import StopRequest
+from .metrics import Metrics, mfu
+from .missing_targets import MissingTargets
+from .nonfinite import NonFinite, SkipCounter
+from .rows import local_rows, to_devices
+
+
+@dataclass(frozen=True)
+class Running:
+    """A step that was dispatched: its metrics to come, where in the data its batch lies, how long it was waited for."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    position: dict[str, Any]
+    input_wait_seconds: float
+
+
+class Loop:
+    """One run of compiled programs over batches, of which this process reads its rows. held_out: the same batches each
+    time it is iterated."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        programs: Programs,
+        *,
+        batches: BatchIterator,
+        held_out: Iterable[HostBatch],
+        checkpoints: Checkpoints,
+        report: Callable[[Metrics], None],
+        warn: Callable[[Problem], None],
+        stop: StopRequest,
+    ):
+        self.plan, self.spec, self.programs = plan, plan.spec, programs
+        self.batches, self.held_out = batches, held_out
+        self.checkpoints, self.report, self.stop = checkpoints, report, stop
+        self._targets = MissingTargets(warn)
+        self._rows, self._skips = local_rows(programs.batch), SkipCounter(plan.spec)
+        self._last_finish = self._last_save = 0.0
+
+    def run(self, state: Any, first_step: int) -> int:
+        """Train from `first_step` steps done until all are, or a stop is asked for. Returns the steps done.
+
+        Raises NonFinite, and saves nothing more, where training cannot go on.
+        """
+        running, done, eval_loss = None, first_step, None
+        self._last_finish = self._last_save = time.perf_counter()
+        while done < self.spec.num_steps and not self.stop.is_due(done):
+            position = self.batches.get_state()
+            batch, input_wait_seconds = self._next_batch(behind=running)
+            state, metrics = self.programs.train(state, batch)
+            done, eval_loss = done + 1, None
+            self._finish(running)
+            running = Running(done, metrics, position, input_wait_seconds)
+            if self._is_evaluation_due(done) or self._is_save_due(done):
+                eval_loss = self._finish(running, state)
+                running = None
+                if self._is_save_due(done):
+                    self._save(done, state, eval_loss)
+                self._last_finish = time.perf_counter()
+        self._finish(running)
+        if done > first_step:
+            self._save(done, state, eval_loss)
+        return done
+
+    def _next_batch(self, behind: Running | None) -> tuple[dict[str, jax.Array], float]:
+        """The next batch on the devices, and how long they stood still for it: not at all where the step before it
+        still runs, else at most as long as this took."""
+        start = time.perf_counter()
+        batch = self._to_devices(next(self.batches))
+        seconds = time.perf_counter() - start
+        is_running = behind is not None and not behind.metrics["loss"].is_ready()  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
+        return batch, 0.0 if is_running else seconds
+
+    def _finish(self, running: Running | None, state: Any = None) -> float | None:
+        """Wait for a step, evaluate its state where that is due, and report; returns the held-out loss.
+
+        No evaluation counts as step time.
+        """
+        if running is None:
+            return None
+        step, metrics = running.step, {name: float(value) for name, value in jax.device_get(running.metrics).items()}
+        finish = time.perf_counter()
+        seconds, self._last_finish = finish - self._last_finish, finish
+        is_finite = isfinite(metrics["loss"]) and isfinite(metrics["grad_norm"])
+        told = Metrics(
+            step=step,
+            loss=metrics["loss"],
+            eval_loss=self._evaluate(state) if state is not None and self._is_evaluation_due(step) else None,
+            grad_norm=metrics["grad_norm"],
+            learning_rate=metrics["learning_rate"],
+            skipped=bool(metrics["skipped"]),
+            tokens_per_second=self.spec.tokens_per_step / seconds,
+            step_seconds=seconds,
+            input_wait_seconds=running.input_wait_seconds,
+            num_targets=round(metrics["num_targets"]),
+            mfu=mfu(self.plan, seconds),
+        )
+        self.report(told)
+        self._targets.check_step(told)
+        self._skips.count(told, running.position, is_finite=is_finite)
+        return told.eval_loss
+
+    def _evaluate(self, state: Any) -> float | None:
+        """Returns the mean loss over the held-out batches, in nats per token; None where they have no targets."""
+        sums = np.zeros(2)
+        for batch in self.held_out:  # one at a time: with many in flight on CPU, several processes were seen to hang
+            sums += jax.device_get(self.programs.evaluate(state["params"], self._to_devices(batch)))
+        return self._targets.mean(*sums)
+
+    def _save(self, step: int, state: Any, eval_loss: float | None) -> None:
+        """Save a state that is finite; loss and gradients of its step say nothing of what the update made of it."""
+        if self.spec.checkpoint.is_saving and not self.programs.is_finite(state):
+            raise NonFinite(step, "the state behind it holds NaN or infinity, though its loss does not", None)
+        self.checkpoints.save(step, state, self.batches, eval_loss=eval_loss)
+        self._last_save = time.perf_counter()
+
+    def _to_devices(self, batch: HostBatch) -> dict[str, jax.Array]:
+        return to_devices(self.programs.batch, self._rows, batch)
+
+    def _is_evaluation_due(self, step: int) -> bool:
+        return step % self.spec.evaluation.every_num_steps == 0 or step == self.spec.num_steps
+
+    def _is_save_due(self, step: int) -> bool:
+        checkpoint = self.spec.checkpoint
+        if checkpoint.every_num_steps is not None and step % checkpoint.every_num_steps == 0:
+            return True
+        minutes = (time.perf_counter() - self._last_save) / 60
+        return checkpoint.every_num_minutes is not None and minutes >= checkpoint.every_num_minutes

@@ -1,0 +1,121 @@
+"""Metrics of each step: computed once, written to `metrics.jsonl` and TensorBoard, shown by a display."""
+
+import json
+import shutil
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.plan import Plan
+
+from ..core.failures import STORAGE, RunFailed
+from ..core.files import free_name, parse_json, replace_bytes
+from .curves import Curves
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """step: steps done. loss, eval_loss: nats per token; eval_loss is None where no evaluation was due. skipped: the
+    step had NaN or infinity and changed nothing. input_wait_seconds: that devices may have stood still for the batch, 0
+    where it came while the step before it ran. num_targets: tokens of the batch with a loss.
+    mfu: model FLOPs / (time x peak), None where the peak is unknown."""
+
+    step: int
+    loss: float
+    eval_loss: float | None
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    tokens_per_second: float
+    step_seconds: float
+    input_wait_seconds: float
+    num_targets: int
+    mfu: float | None
+
+
+def mfu(plan: Plan, step_seconds: float) -> float | None:
+    """Model FLOPs utilisation over all devices (remat excluded); None where the target's peak is unknown."""
+    peak = plan.target.peak_flops_per_second
+    return plan.model_flops_per_step / (step_seconds * peak * plan.target.num_devices) if peak else None
+
+
+class MetricsLog:
+    """Appends each step to `metrics.jsonl`, whole lines at once; NaN and infinity, which JSON has not, as null.
+
+    A resumed run first drops what it will do again. Of a damaged file it keeps the lines that can be read, and a copy
+    of the file as it was; `warning` says so.
+    """
+
+    def __init__(self, run_dir: Path, *, first_step: int, tensorboard: bool):
+        self.path = run_dir / "metrics.jsonl"
+        content = self.path.read_bytes() if self.path.exists() else b""
+        kept, damaged = _read(content, first_step)
+        self.warning = _set_aside(self.path, damaged) if damaged else None
+        replace_bytes(self.path, kept)
+        self._file = self.path.open("a", buffering=1)
+        self._curves = Curves(run_dir / "tensorboard", first_step=first_step) if tensorboard else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for log in filter(None, (self._file, self._curves)):
+            with suppress(OSError) if isinstance(error, RunFailed) else nullcontext():  # it would be told twice
+                log.close()
+
+    def write(self, metrics: Metrics) -> None:
+        """Append one step. Raises RunFailed where the disk refuses it."""
+        values = {name: _finite(value) for name, value in vars(metrics).items()}
+        try:
+            self._file.write(json.dumps(values) + "\n")
+            if self._curves:
+                known = {name: value for name, value in values.items() if name != "step" and value is not None}
+                self._curves.add(metrics.step, known)
+        except OSError as error:
+            what = f"the metrics of step {metrics.step} could not be written: {error.strerror}"
+            fix = "make room, and start the same command again"
+            raise RunFailed(Problem(str(self.path.parent), what, fix), STORAGE) from error
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or isfinite(value) else None
+
+
+def _read(content: bytes, last_step: int) -> tuple[bytes, list[int]]:
+    """Returns the lines of steps up to `last_step`, and the numbers of the lines that hold no step.
+
+    A last line that is cut off counts as neither where its step is done again: a killed process leaves it.
+    """
+    lines = content.removesuffix(b"\n").split(b"\n") if content else []
+    steps = [_step_of(line) for line in lines]
+    kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
+    damaged = [number for number, step in enumerate(steps, start=1) if step is None]
+    is_done_again = max((step for step in steps if step is not None), default=last_step) >= last_step
+    rest = content.rpartition(b"\n")[2]
+    is_cut_off = rest.startswith(b"{") and b"\0" not in rest
+    if damaged and damaged[-1] == len(lines) and is_cut_off and is_done_again:
+        damaged.pop()
+    return b"".join(line + b"\n" for line in kept), damaged
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        value = parse_json(line)
+    except ValueError:
+        return None
+    step = value.get("step") if isinstance(value, dict) else None
+    return step if type(step) is int else None  # `true` is an int too
+
+
+def _set_aside(path: Path, damaged: list[int]) -> str:
+    copy = free_name(path)
+    shutil.copyfile(path, copy)
+    lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, from line {damaged[0]} on,"
+    what = "holds no step" if len(damaged) == 1 else "hold no step"
+    return f"{path} is damaged: {lines} {what}; all other lines are kept, and the file as it was is {copy}"

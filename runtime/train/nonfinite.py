@@ -1,0 +1,46 @@
+"""NaN and infinity: what is done about a step that has them, and what is said when training cannot go on."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.errors import Problem
+
+from ..core.failures import NONFINITE, RunFailed
+from .metrics import Metrics
+
+
+@dataclass  # not frozen: contextlib sets the traceback of what passes through it
+class NonFinite(Exception):
+    """Training cannot go on. step: the one that showed it. position: of its batch in the data, None where the batch is
+    not to blame."""
+
+    step: int
+    what: str
+    position: dict[str, Any] | None
+
+    def failure(self, saved: int | None) -> RunFailed:
+        """The end of the run, whose last good checkpoint is `saved`."""
+        batch = f"; its batch lies at {json.dumps(self.position)} in the data" if self.position is not None else ""
+        good = "no checkpoint was saved" if saved is None else f"the last good checkpoint is {saved}"
+        fix = "lower optimizer.learning_rate, raise schedule.num_warmup_steps, or try on_nonfinite=skip or precision=float32"  # noqa: E501
+        return RunFailed(Problem(f"step {self.step}", f"{self.what}{batch}; {good}", fix), NONFINITE)
+
+
+class SkipCounter:
+    """Counts skipped steps, one after the other."""
+
+    def __init__(self, spec: RunSpec):
+        self._num_allowed = spec.num_skips_allowed if spec.may_skip else 0
+        self._num_in_a_row = 0
+
+    def count(self, metrics: Metrics, position: dict[str, Any], *, is_finite: bool) -> None:
+        """Take note of a step. Raises NonFinite for one that is not finite, where no more may be skipped."""
+        self._num_in_a_row = 0 if is_finite else self._num_in_a_row + 1
+        if self._num_in_a_row > self._num_allowed:
+            what = f"the loss is {metrics.loss}, the norm of the gradients {metrics.grad_norm}"
+            if self._num_allowed:
+                before = "step before it was" if self._num_allowed == 1 else f"{self._num_allowed} steps before it were"
+                what += f", and the {before} skipped for the like"
+            raise NonFinite(metrics.step, what, position)

@@ -1,0 +1,247 @@
+"""`meshloom train`: a plan and a run directory in; a trained, saved model and its metrics out."""
+
+import os
+import shlex
+import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshloom.compiler.config.allowed_code import allow_words
+from meshloom.compiler.config.hydra_settings import RUN_DIR
+from meshloom.compiler.config.override_parser import key_of
+from meshloom.compiler.config.override_text import override
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import ConfigError, Problem, all_of
+from meshloom.compiler.core.format import be, counted
+from meshloom.compiler.core.key_paths import is_within
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.target.compiler_options import check_compiler_options
+from meshloom.compiler.xla.fingerprint import fingerprint_of
+from meshloom.compiler.xla.programs import Programs, lower
+
+from ..checkpoint.checkpoints import Checkpoints, restore
+from ..checkpoint.reschedule import describe_change
+from ..checkpoint.shared_start import find_shared_start
+from ..checkpoint.start import FOLDER, Start, check_checkpoint, check_restorable
+from ..compile.artifact import check_artifact, read_artifact
+from ..compile.memory_check import check_state_memory
+from ..compile.run_programs import Precompiled, make_programs, mesh_of
+from ..core.exclusive import only_run_in
+from ..data import BatchIterator, Data, open_data
+from ..processes.agreement import check_same_declaration
+from ..processes.cluster import plan_start
+from ..processes.devices import start_devices
+from ..processes.distributed import Processes, join, together
+from ..processes.say import say, say_notes
+from ..processes.stop import StopRequest
+from ..rundir.declaration import write_declaration
+from .display import Display, show_header, show_summary
+from .loop import Loop
+from .metrics import Metrics, MetricsLog
+from .next_steps import next_steps
+from .nonfinite import NonFinite
+from .rows import local_rows
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that was found to be right: its plan, its data, what is loaded instead of compiling, and what looking
+    for the devices printed."""
+
+    plan: Plan
+    data: Data
+    precompiled: Precompiled | None = None
+    said: tuple[str, ...] = ()
+
+
+def prepare(spec: RunSpec) -> Job:
+    """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError."""
+    try:
+        processes = join(spec)
+    except ConfigError:
+        plan_and_check(spec)  # raises the same, with all else that is wrong
+        raise
+    check_same_declaration(spec, processes)
+    said = start_devices(spec.target, processes)
+    job = replace(plan_and_check(spec), said=said)
+    check_state_memory(job.plan, processes)
+    return replace(job, precompiled=find_precompiled(job.plan, Path(spec.artifact))) if spec.artifact else job
+
+
+def plan_and_check(spec: RunSpec) -> Job:
+    """The plan and the data of a run, on whatever devices there are. Raises ConfigError with all that is wrong."""
+    plan, data, *_ = all_of(
+        lambda: plan_run(spec),
+        lambda: open_data(spec),
+        lambda: check_checkpoint(spec),
+        lambda: plan_start(spec.distributed, spec.target, os.environ),
+        lambda: read_artifact(Path(spec.artifact)) if spec.artifact else None,
+        lambda: _check_is_decided(spec),
+        lambda: check_compiler_options(spec.compiler_options, jax.local_devices()[0]),
+    )
+    check_restorable(spec, plan.abstract)
+    return Job(plan, data)
+
+
+def _check_is_decided(spec: RunSpec) -> None:
+    """A search takes many compiles, and all processes of a run need its outcome: it is done before."""
+    if spec.overlap.search is not None:
+        fix = "run `meshloom compile` with the same words: it prints what to train; or choose overlap=prefetch"
+        raise ConfigError([Problem("overlap.search", "is done by `meshloom compile`, and not by a run", fix)])
+
+
+def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console, processes: Processes) -> int:
+    """Run the job; continue where a run in the same directory stopped. Returns the exit code, the same in all.
+
+    Raises RunFailed where it cannot be done to its end, ConfigError where a checkpoint is not of this model.
+    """
+    with ExitStack() as held:
+        together("lock of the run directory", lambda: held.enter_context(only_run_in(run_dir)))
+        return _train(job, run_dir, overrides=overrides, console=console, processes=processes)
+
+
+def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console, processes: Processes) -> int:
+    plan, num_steps, begun = job.plan, job.plan.spec.num_steps, time.perf_counter()
+    _show_job(job, console)
+    start = find_shared_start(run_dir, plan, console, processes)
+    if start and start.is_own and start.step >= num_steps:
+        enough = f"{counted(start.step, 'step')} {be(start.step)} done already, num_steps is {num_steps}"
+        show_summary(console, [("nothing to do", enough), *_where(plan, run_dir, start.step)])
+        return 0
+    with StopRequest(processes) as stop:
+        ended = _run(job, start, run_dir, stop=stop, console=console, processes=processes)
+    where = _where(plan, run_dir, ended.saved)
+    if stop.signal and ended.step < num_steps:
+        stopped = ("stopped", f"by {stop.signal.name} after step {ended.step} of {num_steps}")
+        show_summary(console, [stopped, *where, ("continue", _how_to_continue(overrides, run_dir, ended.saved))])
+        return stop.exit_code
+    if ended.eval_loss is not None:
+        loss = f"{ended.eval_loss:.3f} nats per {job.data.token_unit}"
+    else:
+        is_done = start is not None and start.step >= num_steps
+        loss = "no step was left to do" if is_done else "none: no held-out token has a target"
+    took = ("time", f"{time.perf_counter() - begun:.0f} s, compile included")
+    waited = ("waiting for input", f"{ended.input_wait_share:.1%} of the steps")
+    more = next_steps(run_dir, overrides, is_terminal=console.is_terminal)
+    show_summary(console, [("held-out loss", loss), took, waited, *where, *more])
+    return 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a run came to. step: how many are done. saved: the step of the latest checkpoint. eval_loss: the latest of
+    the held-out data, None where there is none."""
+
+    step: int
+    saved: int | None
+    eval_loss: float | None
+    input_wait_share: float
+
+
+def _run(
+    job: Job, start: Start | None, run_dir: Path, *, stop: StopRequest, console: Console, processes: Processes
+) -> Ended:
+    """Compile, and train from the start to the last step or to where a stop is asked for."""
+    plan, data = job.plan, job.data
+    with Checkpoints(run_dir, plan.spec) as checkpoints:
+        programs = make_programs(plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes)
+        rows = local_rows(programs.batch)
+        batches = iter(data["train"].of_rows(rows))
+        with stop.waiting_for("the state to start from"):
+            state, first_step = _initial_state(start, plan.spec, programs, batches, console)
+        display = Display(console, plan, first_step=first_step, token_unit=data.token_unit)
+        with _metrics_log(plan, run_dir, first_step, processes) as log, display:
+            if log and log.warning:
+                say(console, f"warning: {log.warning}")
+
+            def report(metrics: Metrics) -> None:
+                if log:
+                    log.write(metrics)
+                display.show(metrics)
+
+            loop = Loop(
+                plan,
+                programs,
+                batches=batches,
+                held_out=data["held_out"].of_rows(rows),
+                checkpoints=checkpoints,
+                report=report,
+                warn=lambda problem: say(console, problem.as_warning()),
+                stop=stop,
+            )
+            step = _run_loop(loop, state, first_step, checkpoints)
+        checkpoints.wait()
+        return Ended(step, checkpoints.latest_step, display.latest_eval_loss, display.input_wait_share)
+
+
+def _run_loop(loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints) -> int:
+    """The steps done; where training cannot go on, the end is told with the checkpoint that is left."""
+    try:
+        return loop.run(state, first_step)
+    except NonFinite as error:
+        checkpoints.wait()
+        raise error.failure(checkpoints.latest_step) from error
+
+
+def _show_job(job: Job, console: Console) -> None:
+    for line in job.said:
+        say(console, line, is_shown=False)
+    show_header(console, job.plan)
+    say_notes(console, job.plan.spec)
+    say(console, job.data.summary)
+
+
+def _metrics_log(
+    plan: Plan, run_dir: Path, first_step: int, processes: Processes
+) -> AbstractContextManager[MetricsLog | None]:
+    """Process 0 writes what there is one of: the declaration and the metrics, which are the same in all."""
+    if not processes.is_first:
+        return nullcontext()
+    write_declaration(plan, run_dir)
+    return MetricsLog(run_dir, first_step=first_step, tensorboard=plan.spec.logging.tensorboard)
+
+
+def find_precompiled(plan: Plan, named: Path) -> Precompiled:
+    """The artifact, found to be of this plan on these devices. Raises ConfigError with all that differs."""
+    artifact, mesh = read_artifact(named), mesh_of(plan)
+    lowered = lower(plan, mesh)
+    check_artifact(artifact, fingerprint_of(plan, lowered, mesh))
+    return Precompiled(artifact, lowered)
+
+
+def _initial_state(
+    start: Start | None, spec: RunSpec, programs: Programs, batches: BatchIterator, console: Console
+) -> tuple[Any, int]:
+    """The state to start from and the steps it has behind it: this run's, another's, or a fresh one."""
+    if start is None:
+        return programs.init(), 0
+    restored = restore(start, programs.state, batches)
+    say(console, f"continuing after step {restored.step}, from {start.path}")
+    if restored.other_data:
+        say(console, f"the data start at their beginning: not the same {', '.join(restored.other_data)}")
+    if change := describe_change(restored.schedule, spec, int(restored.state["step"])):
+        say(console, change)
+    return restored.state, restored.step
+
+
+def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]]:
+    rows = [("run directory", f"{run_dir}"), ("metrics", f"{run_dir}/metrics.jsonl")]
+    if saved is not None:
+        rows.append(("checkpoint", f"{run_dir}/{FOLDER}/{saved}"))
+    if plan.spec.logging.tensorboard:
+        rows.append(("curves", f"{run_dir}/tensorboard, for TensorBoard"))
+    return rows
+
+
+def _how_to_continue(overrides: tuple[str, ...], run_dir: Path, saved: int | None) -> str:
+    if saved is None:
+        return "not possible: nothing was saved (no step was done, or checkpoints are disabled)"
+    # What says which processes there are is left out: any may continue.
+    kept = [text for text in overrides if key_of(text) != RUN_DIR and not is_within(key_of(text), "distributed")]
+    return shlex.join(["meshloom", "train", *allow_words(), *kept, override(RUN_DIR, str(run_dir))])

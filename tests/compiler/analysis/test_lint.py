@@ -1,0 +1,225 @@
+"""Findings in collectives made by hand, against what the plan has; and none in what is compiled as planned."""
+
+import re
+from dataclasses import replace
+
+import jax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from conftest import plan_of
+from meshloom.compiler.analysis.advice import (
+    FULL_REMAT,
+    HEAD_IN_PARTS,
+    SPLIT_OVER_TENSOR,
+    SPLIT_THE_GROUP,
+)
+from meshloom.compiler.analysis.lint import lint
+from meshloom.compiler.analysis.match import Match
+from meshloom.compiler.analysis.program_memory import HeldArray
+from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.estimate.communication import PlannedCollective
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.parallel.attention import AttentionPlan
+from meshloom.compiler.schema import CollectiveReport, Finding
+from meshloom.compiler.xla.aot import REMATERIALIZATION
+from meshloom.compiler.xla.hlo import parse_module
+from meshloom.compiler.xla.stderr_capture import captured_stderr
+from support.helpers import programs_of, tiered
+
+MIB = 2**20
+PLANNED = PlannedCollective(
+    kind="all-gather", mesh_axes=("fsdp",), group_size=8, bytes_each=64 * MIB, count=4, dtype="bfloat16",
+    source="layers/mlp/up_EM", direction="forward", rule="sharding.parameters[0]",
+)  # fmt: skip
+SCATTER = replace(PLANNED, kind="reduce-scatter", bytes_each=128 * MIB, dtype="float32", direction="backward")
+
+
+def found(**changes) -> CollectiveReport:
+    values = {
+        "kind": "all-gather", "mesh_axes": ("fsdp",), "group_size": 8, "link": "ICI", "bytes": 4 * 64 * MIB,
+        "dtype": "bf16", "count": 4, "alone_seconds": None, "hidden_seconds": None, "exposed_seconds": None,
+        "hidden_behind": (), "is_async": False, "form": "synchronous", "source": "layers/mlp/up_EM, forward",
+        "where": "in a loop of 4 trips", "confidence": "high", "name": "all-gather.1",
+    }  # fmt: skip
+    return CollectiveReport(**(values | changes))
+
+
+def rules_of(*collectives: CollectiveReport, overrides: tuple[str, ...] = (), notes: tuple[str, ...] = ()) -> list[str]:
+    return [finding.rule for finding in lint(plan_of(*overrides), collectives, {}, (PLANNED, SCATTER), notes)]
+
+
+def test_what_is_as_planned_is_no_finding():
+    assert rules_of(found(), found(kind="reduce-scatter", bytes=4 * 128 * MIB, dtype="f32")) == []
+
+
+def test_the_chunks_of_a_planned_gather_are_no_finding():
+    chunk = {"kind": "collective-permute", "bytes": 4 * 8 * MIB}
+    assert rules_of(found(**chunk)) == []
+    assert rules_of(found(**chunk, mesh_axes=("tensor",))) == ["unplanned-collective"]
+
+
+def test_small_ones_are_none():
+    assert rules_of(found(kind="all-to-all", bytes=1000)) == []
+
+
+def test_a_transfer_that_the_plan_does_not_have():
+    (finding,) = lint(plan_of(), [found(kind="all-to-all")], {}, (PLANNED,), ())
+    assert finding.rule == "unplanned-collective"
+    assert "all-to-all of 64.0 MiB over fsdp" in finding.what
+    assert "sharding.parameters[0]" in finding.where
+    assert rules_of(found(mesh_axes=("tensor",))) == ["unplanned-collective"]
+
+
+def test_a_sum_that_is_larger_than_all_that_the_plan_adds_up_is_not_planned():
+    """The plan always has sums of scalars: the loss, the norm of the gradient."""
+    scalar = replace(PLANNED, kind="all-reduce", bytes_each=4, dtype="float32", source="step: psum", rule=None)
+    large = found(kind="all-reduce", dtype="f32")
+    findings = lint(plan_of(), [large], {}, (PLANNED, scalar), ())
+    assert [finding.rule for finding in findings] == ["unplanned-collective"]
+    both = replace(scalar, bytes_each=32 * MIB)
+    assert lint(plan_of(), [large], {}, (PLANNED, both, both), ()) == ()
+
+
+def test_an_all_reduce_in_place_of_a_reduce_scatter():
+    whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", source="layers/mlp/up_EM, backward")
+    (finding,) = lint(plan_of(), [whole], {whole.name: (Match(1, (SCATTER,)),)}, (PLANNED, SCATTER), ())
+    assert finding.rule == "whole-gradient"
+    assert "layers/mlp/up_EM, backward, sharding.parameters[0]" in finding.where
+
+
+def test_advice_that_is_followed_is_not_given():
+    whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", source="layers/mlp/up_EM, backward")
+    matches = {whole.name: (Match(1, (SCATTER,)),)}
+    fixes = [
+        lint(plan_of(*overrides), [whole], matches, (PLANNED, SCATTER), ())[0].fix
+        for overrides in ((), ("sharding=hsdp",))
+    ]
+    assert fixes[0] == "choose another overlap or target, or split the group: sharding=hsdp"
+    assert fixes[1] == "choose another overlap or target"
+    (finding,) = held(TABLE, "remat=full")
+    assert finding.fix == "num_microbatches=1 with fewer sequences, or split it more: sharding=fsdp_tensor"
+
+
+@pytest.mark.parametrize(
+    ("advice", "overrides"),
+    [
+        (SPLIT_THE_GROUP, ["sharding=hsdp"]), (SPLIT_OVER_TENSOR, ["sharding=fsdp_tensor"]),
+        (HEAD_IN_PARTS, ["overlap.head=parts"]), (FULL_REMAT, ["remat=full"]),
+    ],
+)  # fmt: skip
+def test_each_advice_is_followed_by_what_it_says(advice, overrides):
+    assert advice.text.endswith(overrides[0])
+    assert not advice.is_followed(plan_of())
+    assert advice.is_followed(plan_of(*overrides))
+
+
+def test_float32_where_bfloat16_was_meant():
+    assert rules_of(found(dtype="f32", bytes=4 * 128 * MIB)) == ["wide-collective"]
+
+
+def test_a_gather_in_the_loop_of_microbatches():
+    more = found(count=8, bytes=8 * 64 * MIB)
+    assert rules_of(more, overrides=("num_microbatches=2",)) == ["repeated-gather"]
+    assert rules_of(more) == [], "without microbatches it is remat that gathers again"
+    smaller = found(count=8, bytes=8 * 16 * MIB)
+    assert rules_of(smaller, overrides=("num_microbatches=2",)) == [], "another array, of which there are more"
+
+
+def test_the_kernel_that_was_not_used():
+    plan = plan_of()
+    fallen = replace(plan, attention=AttentionPlan("xla", "splash is not used: sequence_length=8"))
+    assert [finding.rule for finding in lint(fallen, (), {}, (), ())] == ["attention-fallback"]
+    meant = replace(plan, attention=AttentionPlan("xla", "by kernels.attention"))
+    assert lint(meant, (), {}, (), ()) == ()
+
+
+def test_what_the_compiler_says_itself_and_the_costly_ones_first():
+    cheap, dear = found(kind="all-to-all", bytes=4 * MIB), found(kind="all-to-all", bytes=400 * MIB, name="dear")
+    findings = lint(plan_of(), [cheap, dear], {}, (PLANNED,), ("Involuntary full rematerialization of x",))
+    assert [finding.rule for finding in findings] == ["unplanned-collective", "unplanned-collective", "gathered-whole"]
+    assert "dear" in findings[0].where
+
+
+def test_what_differs_in_its_place_alone_is_one_finding():
+    """The number of all, the places of those that cost most, and the cost of all together puts it first."""
+    alike = [found(kind="all-to-all", name=f"all-to-all.{i}", source=f"layers/{i}") for i in range(5)]
+    dearer = found(kind="all-to-all", name="dearer", count=8, bytes=8 * 64 * MIB, source="layers/5")
+    other = found(kind="all-to-all", name="other", bytes=9 * 4 * 64 * MIB)
+    findings = lint(plan_of(), [*alike, other, dearer], {}, (PLANNED,), ())
+    assert [re.findall(r"[\d.]+ MiB", finding.what) for finding in findings] == [["576.0 MiB"], ["64.0 MiB"]]
+    assert "places" not in findings[0].where
+    count, places = findings[1].where.split(": ", 1)
+    assert count == "6 places"
+    assert re.findall(r"\((\S+), in a loop", places) == ["dearer", "all-to-all.0", "all-to-all.1"]
+    assert places.endswith(" and 3 more")
+    more = [found(kind="all-to-all", name=f"more.{i}") for i in range(8)]
+    (first, _) = lint(plan_of(), [*alike, other, dearer, *more], {}, (PLANNED,), ())
+    assert first.where.startswith("14 places"), "now they cost more"
+    shuffled = lint(plan_of(), [dearer, *reversed(alike), other], {}, (PLANNED,), ())
+    assert shuffled == findings
+
+
+def test_what_the_partitioner_says_of_several_arrays_is_one_finding():
+    """As XLA itself says it, with the time and the thread before each line."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, PartitionSpec("y", None, "x"))
+    other = NamedSharding(mesh, PartitionSpec(None, ("x", "y")))
+
+    def moved(a, b):
+        return [jax.lax.with_sharding_constraint(2 * x, other) for x in (a, b)]
+
+    x = jax.ShapeDtypeStruct((16, 16, 16), "float32", sharding=split)
+    with captured_stderr() as captured:
+        jax.jit(moved).lower(x, x).compile()
+    notes = [line for line in captured.lines if REMATERIALIZATION in line]
+    (finding,) = lint(plan_of(), (), {}, (), notes)
+    assert re.match(r"an array of f32\[8,16,4\] is gathered whole: from sharding {.*'?} to {", finding.what)
+    assert re.fullmatch(r"2 places: a \(param[.\d]*\); b \(param[.\d]*\)", finding.where)
+    (unnamed,) = lint(plan_of(), (), {}, (), [notes[0].replace('op_name="a"', "")])
+    assert unnamed.where.startswith("made by the compiler (param")
+    (plain,) = lint(plan_of(), (), {}, (), ["W1 2 x.cc:1] [SPMD] Involuntary full rematerialization in other words"])
+    assert plain.what == "Involuntary full rematerialization in other words"
+
+
+TABLE = HeldArray(
+    name="custom-call.4", kind="gradients", num_bytes=500 * MIB, shape=(32000, 4096),
+    names=("jit(train_step)/shard_map/while/body/closed_call/add",), over_microbatches=("while.1",), over_others=(),
+)  # fmt: skip
+LLAMA = ("model=llama2_7b", "target=cpu-8", "data=synthetic", "sharding=fsdp")
+
+
+def held(array: HeldArray, *overrides: str) -> list[Finding]:
+    plan = read_spec(Request((*LLAMA, *overrides)), then=plan_run)
+    return list(lint(replace(plan, attention=AttentionPlan("xla", "")), (), {}, (), (), held=[array]))
+
+
+def test_what_a_rule_splits_and_the_program_holds_whole_for_all_microbatches():
+    (finding,) = held(TABLE)
+    assert (finding.rule, finding.severity) == ("held-whole", "warning")
+    assert "the gradient of embed/table_VE lies whole in memory for all microbatches: 500.0 MiB" in finding.what
+    assert "embed over fsdp by parameters[0] (custom-call.4)" in finding.where
+    assert held(replace(TABLE, shape=(32000, 512), num_bytes=63 * MIB)) == [], "a shard"
+    assert held(TABLE, "sharding.replicated_bytes_threshold=1000000000") == []
+    assert held(TABLE, "sharding=ddp", "sharding.on_replicated=allow") == [], "no rule splits it"
+
+
+def test_a_name_says_which_of_two_arrays_of_the_same_sizes_it_is():
+    names = ("jit(f)/jvp(head)/weight=head/kernel_EV/all_gather",)
+    kept = replace(TABLE, kind="working_weights", names=names, over_microbatches=(), over_others=("while.2",))
+    (finding,) = held(kept)
+    assert (finding.severity, finding.what.split()[0]) == ("note", "head/kernel_EV")
+    assert held(replace(kept, over_others=())) == [], "the loop that it lives through reads it"
+
+
+@pytest.mark.parametrize("sharding", tiered(["ddp", "fsdp", "fsdp_tensor", "zero1"], plain=["fsdp_tensor"]))
+def test_real_programs_cross_what_the_plan_says(monkeypatch, sharding):
+    """However small: every collective of the compiled program has its like in the plan, but for sums of scalars."""
+    monkeypatch.setattr("meshloom.compiler.analysis.lint.LEAST_BYTES", 1024)
+    plan = plan_of(f"sharding={sharding}", f"mesh={sharding}")
+    planned = estimate_step(plan).communication
+    analysis = analyse_schedule(parse_module(programs_of(plan).train.as_text()), plan, planned)
+    findings = lint(plan, analysis.collectives, analysis.matches, planned, ())
+    assert [finding.rule for finding in findings if finding.rule == "unplanned-collective"] == []

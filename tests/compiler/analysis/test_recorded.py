@@ -1,0 +1,154 @@
+"""Programs that the compilers of TPUs and GPUs made (tests/schedules), read back and held against what was declared."""
+
+import re
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from meshloom.compiler.analysis.lint import lint
+from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis, analyse_schedule
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.estimate.communication import PlannedCollective
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.xla.hlo import HloError, parse_module
+from meshloom.compiler.xla.schedule.prices import Chip
+from meshloom.compiler.xla.schedule.program import read_steps
+from meshloom.compiler.xla.schedule.steps import Compute, Start, loops_of
+from support.helpers import SCHEDULES, recorded_text
+
+COMMANDS, FOR_MEMORY = (
+    dict(re.findall(r"^\*\*(\w+)\*\*:.*\n\n    meshloom compile (.*)$", section, re.M))
+    for section in (SCHEDULES / "README.md").read_text().split("\n## ")[1:]
+)
+V5E = Chip("tpu", 1.5e9, {"bfloat16": 197e12}, 819e9)
+MADE = "made by the compiler"
+
+
+@cache
+def recorded(name: str) -> tuple[Plan, tuple[PlannedCollective, ...], ScheduleAnalysis]:
+    plan = read_spec(Request(tuple(COMMANDS[name].split())), then=plan_run)
+    planned = estimate_step(plan).communication
+    return plan, planned, analyse_schedule(parse_module(recorded_text(name)), plan, planned)
+
+
+def test_every_recorded_program_has_its_command():
+    files = {path.name.removesuffix(".txt.xz"): path.stat().st_size for path in SCHEDULES.glob("*.xz")}
+    assert set(files) == {*COMMANDS, *FOR_MEMORY, "windowed_einsum"}
+    assert max(files.values()) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("v5e_fsdp16", {("all-gather", "synchronous"): 7, ("all-gather", "collective fusion"): 11,
+                        ("all-reduce", "synchronous"): 5}),
+        ("v5e_tensor", {("all-gather", "collective fusion"): 14, ("reduce-scatter", "synchronous"): 9}),
+        ("v6e_sparsecore", {("all-gather", "sparsecore call"): 19, ("reduce-scatter", "sparsecore call"): 11,
+                            ("all-reduce", "synchronous"): 3}),
+        ("h100_fsdp", {("all-gather", "all-gather-start"): 7, ("reduce-scatter", "reduce-scatter-start"): 3}),
+        ("two_slices", {("all-reduce", "send"): 13, ("all-gather", "collective fusion"): 11}),
+    ],
+)  # fmt: skip
+def test_each_form_is_found_as_often_as_the_text_has_it(name, expected):
+    found = Counter((each.kind, each.form) for each in recorded(name)[2].collectives)
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_was_found_adds_up(name):
+    plan, _, analysis = recorded(name)
+    step, found = analysis.step, analysis.collectives
+    assert analysis.unknown == {}
+    assert step.num_unpriced == 0
+    assert {each.confidence for each in found} == {"high"}
+    assert seconds(step.predicted_seconds) == pytest.approx(seconds(step.compute_seconds, step.exposed_seconds))
+    assert step.exposed_seconds == pytest.approx(seconds(*(each.exposed_seconds for each in found)))
+    for each in found:
+        assert seconds(each.hidden_seconds, each.exposed_seconds) == pytest.approx(each.alone_seconds)
+    trips = {each.where for each in found if each.where != "once"}
+    num_layers = plan.spec.model.num_layers
+    # XLA's compiler for GPUs takes a trip out of the backward loop.
+    loops = {num_layers, num_layers - 1} if plan.target.platform == "gpu" else {num_layers}
+    assert trips == {f"in a loop of {number} trips" for number in loops}
+
+
+def seconds(*known: float | None) -> float:
+    assert None not in known
+    return sum(each for each in known if each is not None)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_collective_is_known_by_name_or_size(name):
+    plan, planned, analysis = recorded(name)
+    assert [each.name for each in analysis.collectives if MADE in each.source] == []
+    findings = lint(plan, analysis.collectives, analysis.matches, planned, ())
+    assert [finding.what for finding in findings if finding.rule == "unplanned-collective"] == []
+
+
+@pytest.mark.parametrize("name", ["v5e_fsdp16", "v6e_sparsecore", "h100_fsdp"])
+def test_the_bytes_of_the_program_are_those_of_the_plan(name):
+    """Weights are gathered in bfloat16, gradients reduced in float32, whatever the compiler makes of either."""
+    _, planned, analysis = recorded(name)
+    for kind, dtype in (("all-gather", "bf16"), ("reduce-scatter", "f32")):
+        crossing = sum(p.num_bytes for p in planned if p.kind == kind)
+        of_type = [each for each in analysis.collectives if each.dtype == dtype and each.bytes > 256]
+        assert {each.kind for each in of_type} <= {kind, "all-reduce"}
+        assert sum(each.bytes for each in of_type) == crossing
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("v5e_fsdp16", "layers/mlp/up_EM and 6 more, backward (matched by size)"),
+        ("v5e_fsdp16", "head/norm/scale_E, forward (matched by size)"),
+        ("two_slices", "one of layers/mlp/down_ME, layers/mlp/gate_EM, layers/mlp/up_EM, backward (matched by size)"),
+        ("two_slices", "layers/attention_norm/scale_E and 1 more, backward (matched by size)"),
+    ],
+)
+def test_sources_by_size(name, source):
+    assert source in {each.source for each in recorded(name)[2].collectives}
+
+
+def test_gradients_that_became_all_reduces_are_findings():
+    plan, planned, analysis = recorded("v5e_fsdp16")
+    findings = lint(plan, analysis.collectives, analysis.matches, planned, ())
+    assert [finding.rule for finding in findings] == ["whole-gradient"]
+    layers, others = findings[0].where.removeprefix("2 places: ").split("; ")
+    assert layers.startswith("layers/mlp/up_EM and 6 more, backward")
+    assert others.startswith("head/kernel_EV and 4 more, backward")
+    assert "sharding.parameters[0]" in layers
+
+
+def test_across_slices_are_sums_over_replicas():
+    """Of a gradient's shard each, on the network between the slices; what is over all devices has a part within."""
+    _, planned, analysis = recorded("two_slices")
+    across = [each for each in analysis.collectives if each.link == "DCN"]
+    assert {(each.kind, each.mesh_axes, each.group_size) for each in across} == {("all-reduce", ("replica",), 2)}
+    gradients = sum(p.num_bytes for p in planned if p.mesh_axes == ("replica",))
+    assert gradients <= sum(each.bytes for each in across) <= gradients + 4 * 512  # scalars are padded to a row
+
+
+def test_a_windowed_einsum_sends_both_ways_within_its_loop():
+    """Eight devices on a ring of devices: each window goes one hop and meets a matmul."""
+    steps = read_steps(parse_module(recorded_text("windowed_einsum")), V5E)
+    gathered, scattered = loops_of(steps)
+    assert (gathered.num_trips, scattered.num_trips) == (2, 2)
+    for loop in (gathered, scattered):
+        sent = [step.collective for step in loop.body if isinstance(step, Start)]
+        assert {each.kind for each in sent} == {"collective-permute"}
+        assert len(sent) == 4
+        assert all(each.is_async and each.num_bytes == 1024 * 4096 * 2 for each in sent)
+        forth = {pair for each in sent for pair in each.groups if pair[1] == (pair[0] + 1) % 8}
+        assert len(forth) == 8
+        assert sum(step.kind == "matmul" for step in loop.body if isinstance(step, Compute)) >= 2
+
+
+@pytest.mark.parametrize("name", ["v6e_sparsecore", "h100_fsdp"])
+def test_a_text_that_ends_early_is_refused_with_its_line(name):
+    lines = recorded_text(name).splitlines(keepends=True)
+    for cut in range(1, len(lines) - 2, len(lines) // 7):
+        with pytest.raises(HloError, match=r"line \d+|no ENTRY"):
+            parse_module("".join(lines[:cut]) + lines[cut][: len(lines[cut]) // 2])

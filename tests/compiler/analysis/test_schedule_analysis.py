@@ -1,0 +1,138 @@
+"""The schedule of compiled programs, joined with the plan."""
+
+import pytest
+
+from conftest import plan_of
+from meshloom.compiler.analysis.schedule_analysis import (
+    ScheduleAnalysis,
+    analyse_schedule,
+    direction_of,
+    source_of,
+)
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.xla.hlo import parse_module
+from support.helpers import programs_of
+from support.schedules import GATHER, GROUPS, START, compute, loop, module
+
+PATHS = ("layers/attention/key_EKD", "layers/mlp/up_EM", "head/kernel_EV")
+BACKWARD = "jit(train_step)/shard_map/transpose(jvp())/while/body/closed_call/checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("op_name", "source"),
+    [
+        ("jit(train_step)/transpose(jvp(head))/weight=head/kernel_EV/reduce_scatter", "head/kernel_EV, backward"),
+        (f"{BACKWARD}/rematted_computation/weight=layers/mlp/up_EM/all_gather", "layers/mlp/up_EM, forward again"),
+        ("jit(f)/jvp()/weight=layers/(attention/key_EKD/all_gather:mlp/up_EM/all_gather)",
+         "layers/attention/key_EKD and 1 more, forward"),
+        ("jit(f)/(weight=head/kernel_EV:weight=layers/mlp/up_EM)/psum", "head/kernel_EV and 1 more, forward"),
+        (f"{BACKWARD}/layers/bte,ekd->btkd/dot_general", "bte,ekd->btkd/dot_general, backward"),
+        ("jit(train_step)/optimizer/reduce_sum", "optimizer/reduce_sum, update"),
+        ("", "made by the compiler"),
+    ],
+)  # fmt: skip
+def test_a_collective_is_named_by_what_it_moves(op_name, source):
+    assert source_of(op_name, "all-gather", PATHS) == source
+
+
+def test_what_reduces_a_weight_is_its_gradient():
+    assert source_of("jit(f)/shard_map/weight=head/kernel_EV/psum", "all-reduce", PATHS) == "head/kernel_EV, backward"
+    assert source_of("jit(f)/jvp(head)/reduce_max", "all-reduce", PATHS) == "jvp(head)/reduce_max, forward"
+
+
+def analysed(text: str, *overrides: str) -> tuple[ScheduleAnalysis, Plan]:
+    plan = plan_of(*overrides)
+    return analyse_schedule(parse_module(text), plan, estimate_step(plan).communication), plan
+
+
+V5E = ("target=v5e-4", "mesh.fsdp=4", "precision=bfloat16", "sharding.on_replicated=allow")
+
+
+def test_times_are_those_of_the_chip_and_its_links():
+    """1.5e6 cycles are a millisecond. 4 MiB over lines of two chips, x and y at once, 45 GB/s each."""
+    big = START.replace("[8]", "[524288]").replace("[32]", "[2097152]").replace("(%x)", "(%y)")
+    lines = ["  %y = bf16[524288]{0} parameter(1)", compute("a", 1_500_000), f"  %s = {big}",
+             compute("b", 15_000), "  ROOT %d = bf16[2097152]{0} all-gather-done(%s)"]  # fmt: skip
+    analysis, plan = analysed(module(*lines), *V5E)
+    (found,) = analysis.collectives
+    assert plan.mesh.placement.describe() == {"fsdp": "ICI x (2) x ICI y (2)"}
+    alone = 4 * 2**20 * 3 / 4 / 90e9 + 2e-6  # and a hop along each axis
+    assert (found.kind, found.mesh_axes, found.link, found.bytes) == ("all-gather", ("fsdp",), "ICI", 4 * 2**20)
+    assert found.alone_seconds == pytest.approx(alone, rel=1e-6)
+    assert found.exposed_seconds == pytest.approx(alone - 1e-5, rel=1e-6)
+    assert found.hidden_seconds == pytest.approx(1e-5)
+    assert found.hidden_behind == ("b",)
+    assert analysis.step.compute_seconds == pytest.approx(1.01e-3)
+    assert analysis.step.predicted_seconds == pytest.approx(1.01e-3 + alone - 1e-5)
+    assert analysis.step.exposed_fraction == pytest.approx((alone - 1e-5) / (1e-3 + alone))
+    mfu = plan.model_flops_per_step / (analysis.step.predicted_seconds or 0) / (4 * 197e12)
+    assert analysis.step.predicted_mfu == pytest.approx(mfu)
+    assert {event.track for event in analysis.events} == {"compute", "ICI x", "ICI y"}
+
+
+def test_loops_are_said_and_add_up():
+    computations, run = loop(compute("a", 1500), f"  %g = {START}", "  %d = bf16[32]{0} all-gather-done(%g)", trips=32)
+    analysis, _ = analysed(module(run, before=computations), *V5E)
+    (found,) = analysis.collectives
+    assert (found.count, found.where, found.bytes) == (32, "in a loop of 32 trips", 32 * 64)
+    assert analysis.step.predicted_seconds == pytest.approx(
+        (analysis.step.compute_seconds or 0) + (analysis.step.exposed_seconds or 0)
+    )
+
+
+def test_a_program_with_devices_in_another_order_is_priced_where_they_lie():
+    """A v5e of 4 x 8, in the plan row by row. The program counts down its columns: 4 in order are a line along x."""
+    plan = plan_of("target=v5e-32", "global_batch_size=32", "precision=bfloat16", "sharding.on_replicated=allow")
+    assert [place[1:3] for place in plan.mesh.placement.places[:9]] == [*((0, y) for y in range(8)), (1, 0)]
+    down = [number % 4 * 8 + number // 4 for number in range(32)]
+
+    def found(groups: list[list[int]], order: list[int] | None) -> tuple[float | None, set[str]]:
+        listed = str(groups).replace(" ", "").replace("[", "{").replace("]", "}")
+        text = module(f"  ROOT %g = {GATHER}").replace(GROUPS, f"replica_groups={listed}").replace("=4", "=32", 1)
+        analysis = analyse_schedule(parse_module(text), plan, (), order)
+        return analysis.collectives[0].alone_seconds, {event.track for event in analysis.events} - {"compute"}
+
+    columns = [[row * 8 + column for row in range(4)] for column in range(8)]
+    in_fours = [list(range(first, first + 4)) for first in range(0, 32, 4)]
+    assert found(in_fours, down) == found(columns, None)
+    assert (found(in_fours, down)[1], found(in_fours, None)[1]) == ({"ICI x"}, {"ICI y"})
+    in_eights = [list(range(first, first + 8)) for first in range(0, 32, 8)]  # two columns of four; a row
+    two_columns = [one + other for one, other in zip(columns[::2], columns[1::2], strict=True)]
+    assert found(in_eights, down) == found(two_columns, None)
+    assert (found(in_eights, down)[1], found(in_eights, None)[1]) == ({"ICI x", "ICI y"}, {"ICI y"})
+
+
+def test_a_collective_of_unknown_devices_has_unknown_times():
+    lines = ["  ROOT %g = bf16[32]{0} all-gather(%x), dimensions={0}"]
+    analysis, _ = analysed(module(*lines).replace(GROUPS, ""), *V5E)
+    (found,) = analysis.collectives
+    assert (found.alone_seconds, found.exposed_seconds, found.confidence) == (None, None, "low")
+    assert analysis.unknown["collectives[0].alone_seconds"] == "the program does not say which devices it is among"
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "fsdp_tensor"])
+def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
+    """In a program of the CPU's compiler, whose collectives keep their names."""
+    plan = plan_of(f"sharding={sharding}")
+    text = programs_of(plan).train.as_text()
+    analysis = analyse_schedule(parse_module(text), plan, estimate_step(plan).communication)
+    paths = [array.array.path for array in plan.sharding.parameters]
+    split = {array.array.path for array in plan.sharding.parameters if "fsdp" in str(array.spec)}
+    kinds = {(each.kind, path) for each in analysis.collectives for path in paths if each.source.startswith(f"{path},")}
+    assert {path for kind, path in kinds if kind == "all-gather"} == split
+    exchanged = {f"embed/{each.name}" for each in plan.look_ups if each.exchanged_over}  # token ids are gathered for it
+    assert {path for kind, path in kinds if kind == "reduce-scatter"} == split - exchanged
+    assert {path for kind, path in kinds if kind == "all-to-all"} == exchanged
+    axes = {each.mesh_axes for each in analysis.collectives}
+    expected = {"ddp": {("data",)}, "fsdp": {("fsdp",)}, "fsdp_tensor": {("fsdp",), ("tensor",), ("fsdp", "tensor")}}
+    assert axes <= expected[sharding]
+    assert analysis.step.predicted_seconds is None
+    assert "simulated devices" in analysis.unknown["step.predicted_seconds"]
+
+
+def test_directions():
+    assert direction_of(f"{BACKWARD}/x") == "backward"
+    assert direction_of(f"{BACKWARD}/rematted_computation/x") == "forward again"
+    assert direction_of("jit(f)/optimizer/x") == "update"
+    assert direction_of("jit(f)/x") == "forward"

@@ -1,0 +1,98 @@
+"""The worst of what can be typed, or lie in a config file: each is one clear error, at once, and never a traceback."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from meshloom.compiler.config.compose import check_sweep, read_spec
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.runtime.cli.flags import parse_flags, request_of
+
+NINES = "9" * 5000
+ALIASES = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
+)
+FILES = {
+    "aliases": ALIASES.encode(),
+    "own_alias": b"a: &a [*a]\n",
+    "deep": b"a: " + b"[" * 3000 + b"]" * 3000 + b"\n",
+    "digits": f"num_layers: {NINES}\n".encode(),
+    "bytes": b"defaults: [tiny, _self_]\nnum_layers: !!binary aGVsbG8=\n",
+    "latin": b"# one\nnum_layers: 5 # gr\xf6\xdfe\n",
+    "nul": b"num_layers: 5\0\n",
+    "circle": b"defaults: [other, _self_]\n",
+    "other": b"defaults: [circle, _self_]\n",
+    "scalar": b"5\n",
+    "many": b"".join(b"k%d: 0\n" % i for i in range(30_000)),
+}
+
+# What is typed, where the error lies, and words of it.
+TYPED = {
+    ("model=aliases",): ("aliases.yaml", "more than 10,000 values"),
+    ("model=many",): ("many.yaml", "more than 10,000 values"),
+    ("model=own_alias",): ("own_alias.yaml:1", "stands for what holds it"),
+    ("model=deep",): ("deep.yaml:1", "nested deeper"),
+    ("model=digits",): ("digits.yaml", "4300 digits"),
+    ("model=bytes",): ("model.num_layers", "bytes"),
+    ("model=latin",): ("latin.yaml:2", "not UTF-8"),
+    ("model=nul",): ("nul.yaml", "#x0000"),
+    ("model=circle",): ("configs", "without end"),
+    ("model=scalar",): ("command line", "Invalid loaded object type: int"),
+    ("+a0=[1,1,1,1,1,1,1,1,1,1]", *(f"+a{i}=[{','.join([f'${{a{i - 1}}}'] * 10)}]" for i in range(1, 10))): (
+        "a4.0", "more than 10,000 values",
+    ),
+    ("+a0=xxxxxxxxxx", *(f"+a{i}=${{a{i - 1}}}${{a{i - 1}}}" for i in range(1, 40))): ("", "more than 10,000 values"),
+    ("seed=${num_steps}", "num_steps=${seed}"): ("seed", "refers to itself: seed -> num_steps -> seed"),
+    ("data.source.paths=[${data}]",): ("data", "refers to itself"),
+    (f"num_steps={NINES}",): ("command line", "4300 digits"),
+    (f"model={'[' * 3000}{']' * 3000}",): ("command line", "nested too deeply"),
+    (f"num_steps={'[' * 200}{']' * 200}",): ("", "nested"),
+    ("num_steps=\x1b[31m",): ("command line", "control character"),
+    ("num_steps='\udcff'",): ("command line", "not UTF-8"),
+    ("num_steps='${'",): ("num_steps", "cannot be set"),
+    ("~nobody/x",): ("nobody/x", "is not there"),
+    ("artifact=''",): ("artifact", "is empty"),
+    ("hydra.run.dir=''",): ("hydra.run.dir", "is empty"),
+    ("hydra.run.dir=${nobody}",): ("hydra.run.dir", "nobody"),
+    ("hydra.searchpath=nope",): ("hydra.searchpath", "is not a list"),
+    ("hydra.searchpath=[nope]",): ("hydra.searchpath", "there is no file://nope"),
+    ("-m", "num_steps=range(1,0)"): ("num_steps", "names no value"),
+    ("-m", "num_steps=range(1,9,0)"): ("num_steps", "never ends"),
+    ("-m", "num_steps=range(0,1000000000)"): ("num_steps", "more than 1,000 values"),
+    ("-m", "seed=range(0,100)", "num_steps=range(1,100)"): ("command line", "9,900 points"),
+    ("-m", "seed=interval(0,1)"): ("seed", "cannot be swept over"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def own_configs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("configs")
+    (folder / "model").mkdir()
+    for name, content in FILES.items():
+        (folder / "model" / f"{name}.yaml").write_bytes(content)
+    return folder
+
+
+def _judge(words: list[str]) -> None:
+    """What every command does before it does anything else."""
+    flags, _ = parse_flags("train", words)
+    request = request_of(flags)
+    if flags.multirun:
+        check_sweep(request)
+    else:
+        read_spec(request, then=lambda spec: spec)
+
+
+@pytest.mark.parametrize("typed", TYPED, ids=lambda typed: typed[-1][:40].encode("unicode_escape").decode())
+def test_a_mistake_is_one_clear_error_at_once(typed, own_configs):
+    where, words = TYPED[typed]
+    places = [f"--config-dir={own_configs}"] if typed[0].removeprefix("model=") in FILES else []
+    begun = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        _judge([*places, *typed])
+    first = caught.value.problems[0]
+    assert first.where.endswith(where)
+    assert words in first.what
+    assert len(str(caught.value)) < 2000
+    assert time.process_time() - begun < 10

@@ -1,0 +1,73 @@
+"""A GPU's attention where there is no GPU and no cuDNN."""
+
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # private: it asks for cuDNN's version here
+
+from conftest import SMALL, plan_of
+from meshloom.compiler.config.target_names import chip_file, kinds
+from meshloom.compiler.config.target_spec import SwitchSpec
+from meshloom.compiler.estimate import read_step as read_step_module
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.parallel.attention import plan_attention
+from meshloom.compiler.report import explain as explain_module
+from meshloom.runtime.cli.app import run_command
+from support.helpers import target_of
+
+GPUS = [kind for kind in kinds() if kind != "cpu" and isinstance(chip_file(kind)[1], SwitchSpec)]
+IN_16_BITS = (*SMALL, "precision=bfloat16", "model.head_dim=8")
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_every_gpu_is_explained_without_cuda(kind, capsys):
+    assert run_command("explain", [*IN_16_BITS, f"target={kind}-8"]) == 0
+    printed = capsys.readouterr()
+    assert "attention by cudnn" in printed.out
+    assert "no step is shorter than" in printed.out
+    assert printed.err == ""
+
+
+def test_a_page_is_printed_whole_or_not_at_all(monkeypatch, capsys):
+    def fail(_):
+        raise RuntimeError("the estimate fails")
+
+    monkeypatch.setattr(explain_module, "estimate_step", fail)
+    with pytest.raises(RuntimeError, match="the estimate fails"):
+        run_command("explain", [*SMALL, "target=cpu-8"])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("remat=none",),
+        ("remat=full", "num_microbatches=2"),
+        ("remat=save_dots", "data.isolate_documents=true"),
+        ("remat=save_names", "model.attention_windows=[5,null,6]", "overlap=prefetch"),
+    ],
+)
+def test_the_estimate_is_that_of_the_kernel_that_is_compiled(overrides, monkeypatch):
+    """JAX's own call is traced too where its question for cuDNN's version is answered."""
+    plan = plan_of("target=h100-8", "precision=bfloat16", "model.head_dim=8", *overrides)
+    assert plan.attention.implementation == "cudnn"
+    ours = estimate_step(plan)
+    monkeypatch.setattr(read_step_module, "to_estimate", lambda attention: attention)
+    monkeypatch.setattr(jax_cudnn, "check_cudnn_version", lambda: 91000)
+    assert estimate_step(plan) == ours
+
+
+def test_attention_flops_are_half_the_square():
+    """Two matmuls forward and five backward (Dao et al. 2022, arXiv:2205.14135), of the blocks up to the diagonal."""
+    plan = plan_of("target=h100-8", "precision=bfloat16", "model.head_dim=8", "sequence_length=1024", "remat=none")
+    attention = next(part for part in estimate_step(plan).roofline if part.name == "attention")
+    square = 3 * (16 // 8) * 16 * 8 * 1024**2  # layers, sequences of a device, heads, head_dim, scores
+    assert attention.flops == 2 * 7 * square * (8 + 1) // (2 * 8)
+
+
+@pytest.mark.parametrize(
+    "overrides", [("model.head_dim=12",), ("model.head_dim=136",), ("sequence_length=15", "model.head_dim=8")]
+)
+def test_what_jax_would_refuse_is_not_planned(overrides):
+    plan = plan_of("precision=bfloat16", *overrides)
+    attention = plan_attention(plan.spec, target_of("h100-8"))
+    assert attention.implementation == "xla"
+    assert overrides[0].removeprefix("model.") in attention.reason.replace("model.", "")

@@ -1,0 +1,154 @@
+"""The head's vocabulary in parts: which parts, when, and what crosses then. That losses and gradients are those of the
+whole head: tests/compiler/parallel/test_loss.py, tests/compiler/step/test_equivalence.py."""
+
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from conftest import LINEAR_STACK, plan_of
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.parallel.lm_head import is_cut_alike, part_sizes
+from meshloom.compiler.schema import Report
+from meshloom.models import Piece
+from support.helpers import meshloom, written_collectives
+
+PARTS, WHOLE = "overlap.head=parts", "overlap.head=whole"
+LLAMA3_V6E = (
+    "target=v6e-64", "sharding=fsdp", "precision=bfloat16", "model.embed_dim=4096", "model.vocab_size=128256",
+    "sequence_length=2048", "global_batch_size=256", "overlap=prefetch",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab_size", [8, 256, 257, 264, 32000, 50304, 128256, 151643, 151936, 256128])
+@pytest.mark.parametrize("most_odd", [None, 1, 3, 26])
+def test_parts_are_all_of_the_vocabulary_and_each_can_be_reduce_scattered(vocab_size, most_odd):
+    sizes = part_sizes(vocab_size, most_odd)
+    assert sum(sizes) == vocab_size
+    assert len(sizes) > 1
+    assert max(sizes) <= 0.8 * vocab_size
+    for size in sizes:
+        while size % 2 == 0:
+            size //= 2
+        assert not most_odd or size <= most_odd
+
+
+def test_parts_of_llama3_on_64_chips():
+    """1,664 / 64 = 26: 25 x 4,096 entries, 25 x 1,024, and the rest. 8,192 tokens of 8 KiB, four times for each part
+    but one, at 1.64 TB/s."""
+    plan = plan_of(*LLAMA3_V6E, "overlap.option_sets=[sparse_core]")
+    assert plan.head.part_sizes == (256, 25 * 1024, 25 * 4096)
+    assert plan.head.how == (
+        "in parts of 256, 25,600, 102,400 entries of the vocabulary: "
+        "5.76 ms of gather, 328 µs for its input read more often"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ((), "with these option sets no gather runs beside its matmuls"),
+        (("overlap.option_sets=[sparse_core]", "loss.max_logits_bytes=1", "loss.max_logits_share=0.05"),
+         "each of 4 blocks of tokens needs all of it"),
+        ((WHOLE,), "overlap.head=whole"),
+        (("overlap.option_sets=[sparse_core]", "global_batch_size=256", "model.vocab_size=2048"),
+         "106 µs of gather, 164 µs for its input read more often"),
+        (("target=cpu-8",), "the compiler for cpu-8 does not wait for its gather in front of the layers"),
+    ],
+)  # fmt: skip
+def test_where_the_head_stays_whole(overrides, why):
+    plan = plan_of(*LLAMA3_V6E, *overrides)
+    assert len(plan.head.part_sizes) == 1
+    assert plan.head.reason == why
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (("sharding=fsdp", "model.embeddings=tied"), "the embedding has the same weights"),
+        (("sharding=fsdp_tensor", "mesh.tensor=2"), "the vocabulary is split over tensor"),
+        (("sharding=zero1", "sharding.on_replicated=allow"), "its weights are whole on every device"),
+    ],
+)
+def test_a_head_that_cannot_be_cut_is_an_error_where_that_is_demanded(overrides, why):
+    with pytest.raises(ConfigError) as error:
+        plan_of(*overrides, PARTS)
+    (problem,) = error.value.problems
+    assert (problem.where, problem.what) == ("overlap.head", f"the vocabulary cannot be cut into parts: {why}")
+    assert plan_of(*overrides, "overlap.head=auto").head.reason == why
+
+
+def test_it_is_told_with_what_else_cannot_be():
+    with pytest.raises(ConfigError) as error:
+        plan_of("sharding=fsdp", "model.embeddings=tied", PARTS, "sharding.look_up=exchange")
+    assert [problem.where for problem in error.value.problems] == ["sharding.look_up", "overlap.head"]
+
+
+def _scaled(params, x, _):
+    return jnp.einsum("bte,ev->btv", x, params["kernel_EV"]) * 2
+
+
+def _normalised(params, x, _):
+    return jax.nn.log_softmax(jnp.einsum("bte,ev->btv", x, params["kernel_EV"]))
+
+
+def _reshaped(params, x, _):
+    return (x.reshape(-1, 32) @ params["kernel_EV"]).reshape(*x.shape[:2], 264)
+
+
+@pytest.mark.parametrize(("apply", "expected"), [(_scaled, True), (_normalised, False), (_reshaped, False)])
+def test_a_head_that_computes_across_the_vocabulary_is_not_cut(apply, expected):
+    plan = plan_of("sharding=fsdp", *LINEAR_STACK)
+    head: Piece = replace(plan.model.head, apply=apply)
+    assert is_cut_alike(plan.spec, replace(plan.model, head=head)) is expected
+
+
+def test_parts_cross_one_by_one_and_no_byte_more():
+    """Eight devices, a vocabulary of 264: parts of 56 and 208. As the step is written;
+    tests/compiler/step/test_collectives.py compares that with the compiled program."""
+    found = {}
+    for head in (WHOLE, PARTS):
+        plan = plan_of("sharding=fsdp", "model.vocab_size=264", head)
+        found[head] = written_collectives(plan)
+    assert plan.head.part_sizes == (56, 208)
+    (counts, elements), (counts_in_parts, elements_in_parts) = found[WHOLE], found[PARTS]
+    assert elements == elements_in_parts
+    assert counts_in_parts - counts == {"all-gather": 1, "reduce-scatter": 1}
+
+
+HEAD_OF_LLAMA3 = (
+    "model=linear_stack", "model.vocab_size=128256", "model.embed_dim=1024", "model.num_layers=2", "data=synthetic",
+    "precision=bfloat16", "precision.gradient_reduction=bfloat16", "sharding=fsdp", "target=v6e-64",
+    "sequence_length=1024", "global_batch_size=512", "overlap=prefetch", "overlap.option_sets=[sparse_core]",
+)  # fmt: skip
+
+
+@pytest.mark.tpu
+@pytest.mark.release
+def test_on_a_tpu_parts_are_hidden_and_reduce_scattered(tmp_path):
+    """As XLA has it: the whole head is gathered in front of the layers, and its gradient is all-reduced (501 x 64 is
+    more than 1,664)."""
+    pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
+    gathered, summed, fixes = {}, {}, {}
+    for head in ("whole", "auto"):
+        folder = tmp_path / head
+        done = meshloom("compile", *HEAD_OF_LLAMA3, f"overlap.head={head}", f"hydra.run.dir={folder}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        report = Report.model_validate_json((folder / "report.json").read_text())
+        of_kernel = [one for one in report.collectives if one.source.startswith("head/kernel_EV")]
+        gathered[head] = [one for one in of_kernel if one.kind == "all-gather"]
+        fixes[head] = {finding.rule: finding.fix for finding in report.findings}
+        summed[head] = Counter[str]()
+        for one in of_kernel:
+            summed[head][one.kind] += one.bytes
+    kernel_bytes = 128256 * 1024 * 2
+    assert summed["whole"] == {"all-gather": kernel_bytes, "all-reduce": kernel_bytes}
+    assert summed["auto"] == {"all-gather": kernel_bytes, "reduce-scatter": kernel_bytes}
+    assert fixes["whole"]["whole-gradient"].startswith("cut the vocabulary: overlap.head=parts, or ")
+    assert not fixes["auto"]
+    hidden = {head: sum(one.hidden_seconds for one in found) for head, found in gathered.items()}
+    alone = {head: sum(one.alone_seconds for one in found) for head, found in gathered.items()}
+    assert hidden["whole"] < alone["whole"] / 2
+    assert hidden["auto"] > alone["auto"] / 2

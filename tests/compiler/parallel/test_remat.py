@@ -1,0 +1,126 @@
+"""What each policy computes again, in FLOPs of the traced step, and where it keeps the rest."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from conftest import plan_of
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.jaxpr.flops import matmul_flops
+from meshloom.compiler.parallel.remat import policy_of
+from meshloom.compiler.step.train_step import build_loss
+from meshloom.models import DecoderConfig
+from support.helpers import gradients_of, reference_loss, tiered
+
+FLOAT32_BYTES = 4
+LOOPS = {
+    "scan": (),
+    "prefetch": ("overlap=prefetch",),
+    "unrolled": ("overlap.layers.unroll=3",),
+    "two parts of the batch": ("overlap.layers.batch_parts=2",),
+}
+
+
+@cache
+def _flops(*overrides: str) -> int:
+    """Matmul FLOPs of loss and gradients on one device."""
+    plan = plan_of("target=cpu-1", *overrides)
+    batch = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("inputs", "targets")}
+    with jax.set_mesh(plan.mesh.of_devices(jax.devices()[:1])):
+        return matmul_flops(jax.make_jaxpr(build_loss(plan, with_gradients=True))(plan.abstract["params"], batch).jaxpr)
+
+
+@pytest.fixture(scope="module")
+def matmul():
+    """FLOPs of one pass through matrices of a layer, all layers, by the names of their sizes."""
+    plan = plan_of("target=cpu-1")
+    c, tokens = plan.spec.model, plan.spec.tokens_per_step
+    assert isinstance(c, DecoderConfig)
+    one = 2 * tokens * c.num_layers * c.embed_dim
+    return {
+        "query": one * c.num_heads * c.head_dim,
+        "key": one * c.num_kv_heads * c.head_dim,
+        "mlp": one * c.mlp_dim,
+        "scores": 2 * tokens * c.num_layers * c.num_heads * c.head_dim * plan.spec.sequence_length,
+        "step": plan.model_flops_per_step,
+    }
+
+
+def test_none_computes_nothing_again(matmul):
+    assert _flops("remat=none") == matmul["step"]
+
+
+def test_full_computes_all_again_that_the_backward_pass_reads(matmul):
+    # All but the last matmul of a layer, whose result is the input of the next one: gate, up; q, k, v, out; attention.
+    again = 2 * matmul["mlp"] + 2 * matmul["query"] + 2 * matmul["key"] + 2 * matmul["scores"]
+    assert _flops("remat=full") == matmul["step"] + again
+
+
+@pytest.mark.parametrize(
+    ("remat", "names", "saved"),
+    [
+        ("save_names", "mlp_gate", {"mlp": 1}),
+        ("offload", "keys,values,mlp_up", {"key": 2, "mlp": 1}),
+        pytest.param("save_names", "queries", {"query": 1}, marks=pytest.mark.ci),
+        pytest.param("save_names", "layer_input", {}, marks=pytest.mark.ci),
+    ],
+)
+def test_what_is_named_is_not_computed_again(matmul, remat, names, saved):
+    fewer = sum(count * matmul[name] for name, count in saved.items())
+    assert _flops("remat=full") - _flops(f"remat={remat}", f"remat.names=[{names}]") == fewer
+
+
+@pytest.mark.ci
+def test_a_policy_may_be_of_one_stack_alone():
+    plan = plan_of("remat=none", "remat.stacks.layers=full")
+    assert policy_of(plan.spec.remat, "layers") == "full"
+    assert policy_of(plan.spec.remat, "others") == "none"
+    assert _flops("remat=none", "remat.stacks.layers=full") == _flops("remat=full")
+    assert _flops("remat=full", "remat.stacks.layers=none") == _flops("remat=none")
+
+
+@pytest.mark.parametrize("loop", tiered(LOOPS, plain=["scan", "prefetch"]))
+def test_every_loop_keeps_offloaded_layer_inputs_on_the_host_alone(loop):
+    plan = plan_of("target=cpu-1", "remat=offload", "remat.names=[layer_input]", *LOOPS[loop])
+    model, memory = plan.spec.model, estimate_step(plan).memory
+    assert isinstance(model, DecoderConfig)
+    assert memory.host_bytes == model.num_layers * plan.spec.tokens_per_step * model.embed_dim * FLOAT32_BYTES
+    assert memory.activations == 0
+
+
+def test_offloaded_gate_and_up_are_apart_and_of_one_microbatch():
+    plan = plan_of("target=cpu-2", "num_microbatches=2", "remat=offload", "remat.names=[mlp_gate,mlp_up]")
+    model, tokens = plan.spec.model, plan.spec.tokens_per_step // 2 // 2  # of a device and microbatch
+    assert isinstance(model, DecoderConfig)
+    assert estimate_step(plan).memory.host_bytes == 2 * model.num_layers * tokens * model.mlp_dim * FLOAT32_BYTES
+
+
+@pytest.mark.ci
+def test_the_input_of_any_models_layers_has_a_name():
+    plan = plan_of("target=cpu-1", "model=linear_stack", "~model.num_heads", "~model.num_kv_heads", "~model.head_dim",
+                   "~model.mlp_dim", "~model.initializer_stddev", "remat=offload",
+                   "remat.names=[layer_input]")  # fmt: skip
+    assert estimate_step(plan).memory.host_bytes == 3 * 16 * 16 * 32 * FLOAT32_BYTES
+
+
+def test_a_name_that_no_layer_has_is_an_error_with_those_that_there_are():
+    with pytest.raises(ConfigError) as refused:
+        plan_of("target=cpu-1", "remat=offload", "remat.names=[layer_inputs]")
+    (problem,) = refused.value.problems
+    assert problem.where == "remat.names[0]"
+    assert {"layer_input", "mlp_gate", "mlp_up", "hidden"} <= set(problem.fix.replace(",", " ").split())
+
+
+@pytest.mark.parametrize("loop", tiered(LOOPS, plain=["prefetch"], release=["unrolled"]))
+def test_gradients_with_offloaded_layer_inputs_are_those_of_one_device(loop, tokens):
+    plan = plan_of("target=cpu-4", "mesh.fsdp=4", "model.num_layers=2", "remat=offload",
+                   "remat.names=[layer_input,mlp_up]", *LOOPS[loop])  # fmt: skip
+    params = plan.model.init(jax.random.key(1))
+    inputs, targets = jnp.asarray(tokens[0][:, :-1]), jnp.asarray(tokens[0][:, 1:])
+    expected = jax.jit(jax.grad(lambda p: reference_loss(plan.model, p, inputs, targets)))(params)
+    _, gradients = gradients_of(plan, params, tokens[0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max() + 1e-7), gradients, expected)

@@ -1,0 +1,107 @@
+"""The tables of splash attention's blocks against those that JAX makes by evaluating the mask."""
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as jax_tables
+
+from conftest import plan_of
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.parallel import splash
+from meshloom.compiler.parallel.splash import attend_splash, mask_info, plan_cut
+
+WINDOWS = (None, 1, 2, 127, 128, 129, 130, 255, 256, 257, 258, 385, 513, 1000, 5000)
+BLOCKS = [(128, 128), (256, 128), (640, 128), (1024, 256), (1536, 512)]
+
+
+def _mask(first, last, window):
+    shape = (last - first, last)
+    return masks.CausalMask(shape, first) if window is None else masks.LocalMask(shape, (window - 1, 0), first)
+
+
+@pytest.mark.parametrize("keys_first", [False, True])
+@pytest.mark.parametrize(("length", "block"), BLOCKS)
+def test_tables_are_those_that_jax_makes(length, block, keys_first):
+    """Of all queries, and of their second half alone."""
+    make = jax_tables.process_mask_dkv if keys_first else jax_tables.process_mask
+    for window, first in product(WINDOWS, (0, length // block // 2 * block)):
+        heads = masks.MultiHeadMask([_mask(first, length, window)] * 2)
+        theirs, in_kernel = make(heads, (block, block), head_shards=1, q_seq_shards=1)
+        ours = mask_info(first, length, block, window, keys_first=keys_first)
+        for name in ("data_next", "block_mask"):
+            expected, found = getattr(theirs, name), getattr(ours, name)
+            assert found.dtype == expected.dtype
+            np.testing.assert_array_equal(found, expected, err_msg=f"{name}, window {window}, first {first}")
+        assert theirs.mask_next is None
+        assert theirs.partial_mask_blocks is None
+        assert in_kernel is not None  # the mask within a block is evaluated there, of each query's own number
+        np.testing.assert_array_equal(ours.q_sequence, np.arange(first, length))
+
+
+@pytest.mark.ci  # the kernels' operations one by one
+def test_queries_in_parts_give_what_they_give_at_once(monkeypatch):
+    """Two parts of 256 queries in two blocks, with gradients."""
+    draw = np.random.default_rng(0).normal
+    q, k, v = (jnp.asarray(draw(size=(1, 512, n, 128)), jnp.float32) for n in (2, 1, 1))
+    ids = jnp.asarray((np.arange(512) >= 200).astype(np.int32)[None])
+
+    def attended(q, k, v):
+        out = attend_splash(q, k, v, ids, scale=0.1, window=300, soft_cap=None, interpret=True)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape)))
+
+    run = jax.value_and_grad(attended, (0, 1, 2))
+    whole = run(q, k, v)
+    monkeypatch.setattr(splash, "plan_cut", lambda length, window: splash.Cut(128, 256))
+    for ours, expected in zip(jax.tree.leaves(run(q, k, v)), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "cut"),
+    [
+        (8192, None, (512, 8192)),
+        (640, None, (128, 640)),  # 640 tokens have no larger block: 5 of 128
+        (2**18, None, (512, 2**18)),
+        (2**19, None, (1024, 2**19)),
+        (2**20, None, (1024, 2**18)),
+        (2**20, 4096, (512, 2**20)),
+    ],
+)
+def test_blocks_grow_and_then_queries_are_cut_where_tables_would_not_fit(length, window, cut):
+    """A TPU's scalar memory is 1 MiB, and libtpu refuses tables that are larger: 3 bytes for each of 512 x 512 blocks
+    fit, and for 1,024 x 1,024 do not."""
+    assert plan_cut(length, window) == splash.Cut(*cut)
+    for first in range(0, length, cut[1]):
+        for keys_first in (False, True):
+            tables = mask_info(first, first + cut[1], cut[0], window, keys_first=keys_first)
+            assert sum(np.asarray(x).nbytes for x in (tables.data_next, tables.block_mask)) <= 0.75 * 2**20
+
+
+def test_a_long_sequence_evaluates_no_mask(monkeypatch):
+    """A million tokens on one device: 4 million blocks, none of which is looked at."""
+    evaluated = []
+    for mask in (masks.CausalMask, masks.LocalMask):
+        monkeypatch.setattr(mask, "__getitem__", lambda self, index: evaluated.append(index))
+    windows = "model.attention_windows=[4096,null]"
+    plan = plan_of("target=v5e-4", "sequence_length=1048576", "model.num_layers=2", windows, "global_batch_size=4")
+    assert plan.attention.implementation == "splash"
+    assert estimate_step(plan).memory.peak_bytes > 0
+    assert evaluated == []
+
+
+@pytest.mark.parametrize(("length", "window"), [(1024, None), (4096, None), (4096, 1024), (4096, 500)])
+def test_flops_are_of_the_blocks_that_the_mask_leaves(length, window):
+    """Of each block of which the mask leaves anything, and of the gradient of each query's own sum of weights."""
+    where = f"model.attention_windows=[{window or 'null'}]"
+    shape = ("model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=128")
+    plan = plan_of("target=v5e-4", f"sequence_length={length}", "global_batch_size=4", "remat=none", where, *shape)
+    block = plan_cut(length, window).block
+    seen = np.asarray(_mask(0, length, window)[:, :]).reshape(length // block, block, length // block, block)
+    num_blocks = int(seen.any(axis=(1, 3)).sum())
+    attention = next(part for part in estimate_step(plan).roofline if part.name == "attention")
+    num_matmuls = 2 + 3 + 4  # forward; scores, their gradient and dq; the same two, dk and dv
+    assert attention.flops == 2 * 2 * 128 * (num_matmuls * num_blocks * block**2 + length)

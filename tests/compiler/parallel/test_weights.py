@@ -1,0 +1,212 @@
+"""Gradients of the loops over layers against finite differences of a NumPy forward pass, all in float64."""
+
+from dataclasses import dataclass, field
+from functools import cache, partial
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from meshloom.compiler.config.overlap_spec import LayerLoop
+from meshloom.compiler.core.partition_spec import keep_axes
+from meshloom.compiler.parallel.weights import (
+    Reduction,
+    Weights,
+    gather_vectors,
+    gradient_slot,
+    plan_weight,
+    reduce_gradient,
+)
+from meshloom.compiler.step.layers import run_layers
+
+DIMENSIONS = {"scale_E": "LE", "up_EM": "LEM", "down_ME": "LME"}  # of a layer's weights
+SIZES = {"L": 3, "E": 8, "M": 6}
+NUM_SEQUENCES = 16
+STEP = 1e-5  # of central differences: their error is of the size of its square
+BATCH_AXES = ("replica", "fsdp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Mesh axes by dimension, of weights as stored and accumulated, and as updated."""
+
+    stored: dict[str, tuple[str, ...]]
+    updated: dict[str, tuple[str, ...]]
+    mesh: dict[str, int] = field(default_factory=lambda: {"replica": 2, "fsdp": 4})
+
+    def num_devices(self, axes: tuple[str, ...]) -> int:
+        return prod(self.mesh[axis] for axis in axes)
+
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """The batch axes along which every device accumulates a gradient of its own."""
+        return tuple(axis for axis in BATCH_AXES if not any(axis in axes for axes in self.stored.values()))
+
+
+FSDP, BOTH, WITH_TENSOR = {"E": ("fsdp",)}, {"E": ("fsdp", "replica")}, {"E": ("fsdp",), "M": ("tensor",)}
+LAYOUTS = {
+    "ddp": Layout({}, {}),
+    "hsdp": Layout(FSDP, FSDP),
+    "hsdp, updated over replicas too": Layout(FSDP, BOTH),
+    "zero1": Layout({}, FSDP),
+    "hsdp with a tensor axis": Layout(WITH_TENSOR, WITH_TENSOR, {"replica": 2, "fsdp": 2, "tensor": 2}),
+}
+LOOPS = {f"scan, {unroll} in a trip": (unroll, 0, False) for unroll in (1, 2)} | {
+    f"prefetch {distance}, {unroll} in a trip, {'one late' if deferred else 'at once'}": (unroll, distance, deferred)
+    for distance in (1, 2)
+    for unroll in (1, 2)
+    for deferred in (False, True)
+}
+SOME_LOOPS = ("scan, 1 in a trip", "prefetch 2, 2 in a trip, one late")
+# When the sum over devices is taken: behind the backward pass, in it, or in it on top of microbatches before.
+BEHIND, INSIDE, ADDED = "behind", "in backward", "in backward, added"
+CASES = dict.fromkeys([
+    *[("hsdp", loop, ADDED) for loop in LOOPS],
+    *[(name, loop, when) for name in LAYOUTS for loop in SOME_LOOPS for when in (INSIDE, ADDED)],
+    *[(name, SOME_LOOPS[-1], BEHIND) for name in LAYOUTS],
+])  # fmt: skip
+
+# Each layout, unroll, distance, time of reduction and way to skip is in one of the first, most pairs in both.
+PLAIN = {
+    ("hsdp", "scan, 1 in a trip", ADDED, False),
+    ("hsdp", "prefetch 1, 2 in a trip, at once", ADDED, True),
+    ("hsdp", "prefetch 2, 1 in a trip, one late", ADDED, False),
+    ("ddp", "prefetch 2, 2 in a trip, one late", INSIDE, False),
+    ("zero1", "scan, 1 in a trip", INSIDE, False),
+    ("zero1", "prefetch 2, 2 in a trip, one late", BEHIND, False),
+    ("hsdp, updated over replicas too", "prefetch 2, 2 in a trip, one late", ADDED, False),
+    ("hsdp with a tensor axis", "prefetch 2, 2 in a trip, one late", INSIDE, False),
+}
+CI = {
+    ("hsdp", "scan, 2 in a trip", ADDED, False),
+    ("hsdp", "prefetch 1, 1 in a trip, one late", ADDED, True),
+    ("ddp", "scan, 1 in a trip", ADDED, False),
+    ("ddp", "prefetch 2, 2 in a trip, one late", BEHIND, False),
+    ("hsdp", "prefetch 2, 2 in a trip, one late", BEHIND, False),
+    ("zero1", "prefetch 2, 2 in a trip, one late", ADDED, False),
+    ("hsdp, updated over replicas too", "scan, 1 in a trip", INSIDE, False),
+    ("hsdp with a tensor axis", "scan, 1 in a trip", ADDED, False),
+}
+
+
+def _in_tiers():
+    """All cases: some in the plain tier, some in that of CI, the others in that of releases."""
+    cases = [(*case, skip) for case in CASES for skip in _skips(*case)]
+    assert {*cases} >= PLAIN | CI
+    for case in cases:
+        mark = () if case in PLAIN else pytest.mark.ci if case in CI else pytest.mark.release
+        yield pytest.param(*case, marks=mark)
+
+
+def _skips(name, loop, when):
+    """Whether the ends of the loop are skipped: both where that is most of what differs."""
+    return (False, True) if (name, when) == ("hsdp", ADDED) and LOOPS[loop][1] else (False,)
+
+
+@cache
+def _arrays():
+    """Weights; gradients that microbatches before have left; inputs; and the slope of the loss by the outputs."""
+    draw = partial(np.random.default_rng(0).normal, scale=0.3)  # small third derivatives
+    weights, before = (
+        {name: draw(size=[SIZES[d] for d in dimensions]) for name, dimensions in DIMENSIONS.items()} for _ in range(2)
+    )
+    return weights, before, *draw(size=(2, NUM_SEQUENCES, SIZES["E"]))
+
+
+def _numpy_loss(arrays, slope):
+    x = arrays["x"]
+    for index in range(SIZES["L"]):
+        scale, up, down = (arrays[name][index] for name in DIMENSIONS)
+        x = x + np.sin((x * scale + 0.5 * index) @ up) @ down
+    return (x * slope).sum()
+
+
+@cache
+def _differences():
+    """The gradient of the loss by each weight, and by the inputs."""
+    weights, _, x, slope = _arrays()
+    arrays = {**weights, "x": x}
+    found = {name: np.zeros_like(array) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        for place in np.ndindex(array.shape):
+            losses = []
+            for step in (STEP, -STEP):
+                moved = array.copy()
+                moved[place] += step
+                losses.append(_numpy_loss(arrays | {name: moved}, slope))
+            found[name][place] = (losses[0] - losses[1]) / (2 * STEP)
+    return found
+
+
+def _layer(weights, shared, index, x):
+    return x + jnp.sin((x * weights["scale_E"] + shared * index) @ weights["up_EM"]) @ weights["down_ME"]
+
+
+def _gradients(layout, loop, when, skip_idle):
+    """By the weights, in the layout of the update, and by the inputs."""
+    stored, updated = (
+        {name: PartitionSpec(*map(axes.get, dimensions)) for name, dimensions in DIMENSIONS.items()}
+        for axes in (layout.stored, layout.updated)
+    )
+    others = tuple(axis for axis in layout.mesh if axis not in BATCH_AXES)
+    plans = {
+        name: plan_weight(name, stored[name], stored[name], updated[name], BATCH_AXES, others, is_stacked=True)
+        for name in DIMENSIONS
+    }
+    reduction = Reduction(jnp.float64, "float64", is_last=when != BEHIND)
+
+    def local(weights, before, x, slope):
+        slots = {name: gradient_slot(weights[name], plans[name], reduction, layout.num_devices) for name in plans}
+        added = {name: before[name] * (1.0 + jax.lax.axis_index(layout.alone)) for name in plans}
+
+        def loss(slots, x):
+            layers = Weights(slots, added if when == ADDED else None, weights, plans, reduction)
+            policy = jax.checkpoint_policies.nothing_saveable
+            run = partial(run_layers, policy=policy, loop=loop, skip_idle=skip_idle)
+            return (run(_layer, gather_vectors(layers), jnp.array(0.5), x) * slope).sum()
+
+        grads, dx = jax.grad(loss, (0, 1))(slots, x)
+        if when == BEHIND:
+            grads = {name: reduce_gradient(grads[name], plans[name], reduction) for name in plans}
+        return grads, dx
+
+    rows = PartitionSpec(BATCH_AXES)
+    manual_stored, manual_updated = (
+        {name: keep_axes(spec, BATCH_AXES) for name, spec in specs.items()} for specs in (stored, updated)
+    )
+    split = jax.shard_map(
+        local,
+        in_specs=(manual_stored, manual_stored, rows, rows),
+        out_specs=(manual_updated, rows),
+        axis_names=set(BATCH_AXES),
+        check_vma=False,
+    )
+    types = (AxisType.Auto,) * len(layout.mesh)
+    mesh = jax.make_mesh(tuple(layout.mesh.values()), tuple(layout.mesh), axis_types=types)
+    with jax.set_mesh(mesh):
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (stored, stored, rows, rows))
+        return jax.tree.map(np.asarray, jax.jit(split)(*jax.device_put(_arrays(), shardings)))
+
+
+@pytest.mark.parametrize(("name", "loop", "when", "skip_idle"), list(_in_tiers()), ids=str)
+def test_gradients_are_finite_differences(name, loop, when, skip_idle):
+    layout, (unroll, distance, deferred) = LAYOUTS[name], LOOPS[loop]
+    chosen = LayerLoop(
+        unroll=unroll,
+        batch_parts=1,
+        prefetch=distance,
+        deferred_reduce_scatter=deferred,
+        reduce_in_backward=when != BEHIND,
+    )
+    with jax.enable_x64(True):
+        grads, dx = _gradients(layout, chosen, when, skip_idle)
+    copies = layout.num_devices(layout.alone)
+    before = copies * (copies + 1) / 2 if when == ADDED else 0  # 1 + 2 + ... along these devices
+    expected = {name: _differences()[name] + before * _arrays()[1][name] for name in DIMENSIONS}
+    for weight, ours in {**grads, "x": dx}.items():
+        assert ours.dtype == np.float64
+        wanted = _differences()["x"] if weight == "x" else expected[weight]
+        np.testing.assert_allclose(ours, wanted, rtol=1e-7, atol=1e-7, err_msg=weight)

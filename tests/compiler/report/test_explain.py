@@ -1,0 +1,124 @@
+"""The plan's numbers against other ways to get them."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from conftest import plan_of
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.core.format import human_bytes
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.jaxpr.flops import matmul_flops
+from meshloom.compiler.report.explain import plan_as_json
+from meshloom.models import DecoderConfig
+from support.helpers import reference_loss
+
+# Meta, "The Llama 3 Herd of Models" (arXiv:2407.21783), and the released checkpoints' own totals.
+PUBLISHED = {"llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496, "llama3_405b": 405_853_388_800}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(model):
+    plan = read_spec(Request((f"model={model}", "data=synthetic")), then=plan_run)
+    assert plan.num_parameters == PUBLISHED[model]
+
+
+@pytest.mark.parametrize("overrides", [(), ("num_microbatches=2",), ("remat=full",)])
+def test_model_flops_are_the_textbook_formula(overrides):
+    plan = plan_of(*overrides)
+    c, s = plan.spec.model, plan.spec
+    assert isinstance(c, DecoderConfig)
+    weights = c.num_layers * (
+        c.embed_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.embed_dim * c.mlp_dim
+    )
+    weights += c.embed_dim * c.vocab_size  # the head; the embedding is a look-up
+    attention = 2 * c.num_layers * s.sequence_length * c.num_heads * c.head_dim
+    assert plan.model_flops_per_step == 6 * s.tokens_per_step * (weights + attention)
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "tokens_per_second", "teraflops_per_second"),
+    [
+        ("llama3_8b", 8192, 7207.336, 417.397),
+        ("llama2_70b", 4096, 905.021, 402.274),
+        ("llama3_70b", 8192, 960.248, 462.297),
+    ],
+)
+def test_model_flops_are_those_that_maxtext_logs(model, length, tokens_per_second, teraflops_per_second):
+    """Log lines in AI-Hypercomputer/tpu-recipes, training/trillium: one step in tokens and in FLOPs a second."""
+    plan = read_spec(Request((f"model={model}", f"sequence_length={length}", "data=synthetic")), then=plan_run)
+    flops_per_token = plan.model_flops_per_step / plan.spec.tokens_per_step
+    assert flops_per_token * tokens_per_second / 1e12 == pytest.approx(teraflops_per_second, rel=1e-5)
+
+
+def test_counted_flops_are_those_of_xla():
+    plan = plan_of()
+    tokens = jax.ShapeDtypeStruct((plan.spec.global_batch_size, plan.spec.sequence_length), jnp.int32)
+    loss = jax.jit(lambda p, t: reference_loss(plan.model, p, t, t))  # unrolled: XLA counts a loop's body once
+    traced = loss.trace(plan.model.abstract(), tokens)
+    ours = matmul_flops(traced.jaxpr.jaxpr)
+    cost = traced.lower().cost_analysis()  # of the program as it is given to XLA
+    assert cost
+    assert 0.75 < ours / cost["flops"] <= 1.0  # XLA counts the elementwise operations too
+    assert 3 * ours == plan.model_flops_per_step
+
+
+def test_flops_of_loops_and_branches():
+    a = jnp.ones((4, 8))
+
+    def program(x):
+        x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ a.T @ a), None), x, None, length=5)
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x.T, lambda x: jnp.zeros((2, 2)), x)
+
+    jaxpr = jax.make_jaxpr(program)(jnp.ones((2, 8))).jaxpr
+    assert matmul_flops(jaxpr) == 5 * (2 * 2 * 8 * 4 + 2 * 2 * 4 * 8) + 2 * 2 * 8 * 2
+
+
+def test_memory_of_mixed_precision_adam():
+    """16 bytes a parameter: float32 master, two moments and gradient, over the shards; and the bfloat16 copy."""
+    memory = plan_of("precision=bfloat16", "sharding=fsdp").memory
+    n = plan_of("precision=bfloat16", "sharding=fsdp").num_parameters // 8
+    assert (memory.parameters, memory.optimizer, memory.gradients, memory.working_parameters) == (
+        4 * n,
+        8 * n,
+        4 * n,
+        2 * n,
+    )
+
+
+def test_json_adds_up_and_is_json():
+    plan = plan_of("sharding=fsdp_tensor")
+    table = json.loads(json.dumps(plan_as_json(plan)))
+    rows = table["arrays"]["parameters"]
+    assert sum(row["bytes_per_device"] for row in rows) == plan.memory.parameters
+    assert sum(math.prod(row["shape"]) for row in rows) == table["program"]["num_parameters"]
+    assert math.prod(table["mesh"].values()) == 8
+
+
+@pytest.mark.ci
+def test_the_largest_model_is_planned_without_its_memory():
+    """405 B parameters over 4,096 devices: nothing is allocated. (bench/explain.py measures the time.)"""
+    code = (
+        "from meshloom.runtime.cli.main import run; "
+        "assert run(['explain', 'model=llama3_405b', 'target=cpu-4096', 'global_batch_size=4096']) == 0; "
+        "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "COLUMNS": "240"}
+    )
+    assert done.returncode == 0, done.stderr
+    *lines, peak_kib = done.stdout.splitlines()
+    assert int(peak_kib) * 1024 < 1e9
+    assert any("405,853,388,800 parameters" in line for line in lines)
+    assert any("fsdp=4096" in line for line in lines)
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * 2**40, "5.0 TiB")])
+def test_human_bytes(count, text):
+    assert human_bytes(count) == text

@@ -1,0 +1,293 @@
+"""The terminal summary, the timeline's format, and the facts that all views tell."""
+
+import io
+import json
+import re
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.format import (
+    human_count,
+    human_parameters,
+    human_seconds,
+    human_share,
+    milliseconds,
+    three_digits,
+)
+from meshloom.compiler.report.views.charts import memory_bar
+from meshloom.compiler.report.views.facts import sums, unknown_values, verdict, why_exposed, why_unknown
+from meshloom.compiler.report.views.page import render_page
+from meshloom.compiler.report.views.summary import show_summary
+from meshloom.compiler.report.views.timeline import chrome_trace
+from meshloom.compiler.schema import Event, Report, by_exposed
+from meshloom.runtime.rundir.report_files import write_report
+from support import reports
+
+
+@pytest.mark.parametrize("case", reports.CASES)
+def test_a_report_survives_its_file(case):
+    report, events = reports.CASES[case]()
+    assert Report.model_validate_json(report.model_dump_json()) == report
+    for event in events[:20]:
+        assert Event.model_validate_json(event.model_dump_json()) == event
+
+
+def _summary(report: Report, *, width: int = 100) -> str:
+    out = io.StringIO()
+    show_summary(report, Console(out, width=width), files=())
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("case", reports.CASES)
+def test_the_summary_is_one_screen(case):
+    lines = _summary(reports.CASES[case]()[0]).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+
+
+def test_the_summary_is_one_screen_whatever_there_is_to_say():
+    report = reports.does_not_fit()[0]
+    report = report.model_copy(
+        update={
+            "collectives": tuple(c.model_copy(update={"source": "x" * 300, "exposed_seconds": 1.0, "is_async": True,
+                                                      "hidden_seconds": 1.0, "hidden_behind": ("y" * 300,)})
+                                 for c in (*report.collectives, *reports.gpu()[0].collectives)),
+            "findings": report.findings * 20,
+            "memory": report.memory.model_copy(update={"changes": report.memory.changes * 9}),
+            "unknown": {"target": "z" * 300},
+            "target": report.target.model_copy(update={"hbm_bytes_per_second": None}),
+        }
+    )  # fmt: skip
+    lines = _summary(report).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert any("more" in line for line in lines)
+
+
+def test_collectives_of_one_source_and_reason_are_one_line():
+    report = reports.fits()[0]
+    alike = {"source": "made by the compiler", "is_async": False, "form": "synchronous", "exposed_seconds": 0.01}
+    collectives = tuple(c.model_copy(update=alike | {"kind": "all-reduce"}) for c in report.collectives[:7])
+    text = _summary(report.model_copy(update={"collectives": collectives}))
+    assert re.search(r"70\.0 ms +all-reduce: made by the compiler \(7 places\) +compute waits for all of it", text)
+
+
+def test_a_file_has_lines_of_full_width():
+    assert _summary(reports.fits()[0], width=80) == _summary(reports.fits()[0])
+
+
+def test_the_verdict_comes_first():
+    first = {case: _summary(make()[0]).splitlines()[0] for case, make in reports.CASES.items()}
+    assert first["fits"] == "fits: 7.2 GiB of 15.8 GiB · step 2.95 s · MFU 61.3 % · exposed 3.5 %"
+    assert first["does not fit"].startswith("does not fit: 41.0 GiB of 15.8 GiB · step 2.95 s")
+    assert first["offloaded"] == (
+        "fits: 7.2 GiB of 15.8 GiB · host 20.0 GiB of 44.7 GiB · step 2.95 s · MFU 61.3 % · exposed 3.5 %"
+    )
+    assert first["unknowns"] == "memory 7.2 GiB, limit unknown · step unknown · MFU unknown · exposed unknown"
+
+
+def test_memory_of_the_host_is_compared_with_the_hosts_own():
+    report = reports.offloaded()[0]
+
+    def told(**update) -> str:
+        memory = report.memory.model_copy(update=update)
+        return _summary(report.model_copy(update={"memory": memory})).splitlines()[0]
+
+    assert " · host does not fit: 20.0 GiB of 9.3 GiB · " in told(host_limit_bytes_per_chip=10**10, host_fits=False)
+    unknown = {"host_limit_bytes_per_chip": None, "host_fits": None}
+    assert " · host memory 20.0 GiB, limit unknown · " in told(**unknown)
+    assert "host" not in told(**unknown, host_bytes_per_chip=0)
+
+
+def test_a_summary_shows_names_as_they_are():
+    report = reports.fits()[0]
+    finding = report.findings[0].model_copy(update={"what": "[bold]x[/] and [/y] :smile:"})
+    report = report.model_copy(update={"findings": (finding,), "collectives": tuple(
+        c.model_copy(update={"source": "[red]rules[0]"}) for c in report.collectives)})  # fmt: skip
+    text = _summary(report)
+    assert "[bold]x[/] and [/y] :smile:" in text
+    assert ": [red]rules[0]" in text
+
+
+def test_unknown_values_tell_why():
+    report = reports.unknowns()[0]
+    reasons = dict(unknown_values(report))
+    assert reasons["step.predicted_mfu"] == report.unknown["step"]
+    assert reasons["collectives[3].alone_seconds"] == report.unknown["collectives[*]"]
+    assert reasons["target.hbm_bytes_per_chip"] == report.unknown["target"]
+    assert reasons["memory.breakdown.reserved"] == report.unknown["memory.breakdown.reserved"]
+    assert "build.plugin" not in reasons
+    assert why_unknown(report, "program.model") == "no reason is given"
+    assert not dict(unknown_values(reports.fits()[0]))
+    assert [fact.tone for fact in verdict(report)] == ["unknown"] * 4
+
+
+def test_each_exposed_collective_says_why():
+    for make in reports.CASES.values():
+        for c in make()[0].collectives:
+            assert bool(why_exposed(c)) == bool(c.exposed_seconds)
+    nearly = (
+        reports.fits()[0]
+        .collectives[0]
+        .model_copy(update={"is_async": True, "hidden_seconds": 4e-17, "exposed_seconds": 1e-3, "hidden_behind": ()})
+    )
+    assert why_exposed(nearly) == "nothing runs between its start and its end", "what rounding leaves hides nothing"
+    worst = by_exposed(reports.fits()[0].collectives)
+    assert worst[0].exposed_seconds == max(c.exposed_seconds or 0 for c in worst)
+    assert by_exposed(reports.unknowns()[0].collectives)[0].exposed_seconds is None
+
+
+def test_sums_lose_nothing():
+    collectives = reports.gpu()[0].collectives
+    rows = sums(collectives)
+    assert len(rows) == len({(c.kind, c.mesh_axes, c.link) for c in collectives})
+    assert sum(row.bytes for row in rows) == sum(c.bytes for c in collectives)
+    assert sum(row.exposed_seconds or 0 for row in rows) == pytest.approx(sum(c.exposed_seconds or 0 for c in collectives))  # fmt: skip  # noqa: E501
+    assert sums(reports.unknowns()[0].collectives)[0].exposed_seconds is None
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        (human_seconds(0), "0 s"), (human_seconds(2.9482), "2.95 s"), (human_seconds(0.9999), "1.00 s"),
+        (human_seconds(0.0321), "32.1 ms"), (human_seconds(1.6e-5), "16.0 µs"), (human_seconds(2e-9), "2.00 ns"),
+        (human_seconds(4e-16), "0 s"),
+        (human_seconds(1234.5), "1,230 s"), (human_share(0.0405), "4.0 %"), (human_share(1e-5), "< 0.1 %"),
+        (human_share(0), "0.0 %"), (human_count(197e12, "FLOP/s"), "197 TFLOP/s"), (human_count(0.002), "0.00200"),
+        (human_parameters(6_738_415_616), "6.74 B"), (human_parameters(923_000), "923 k"),
+        (three_digits(99.96), "100"), (three_digits(9.996), "10.0"), (milliseconds(0.01651), "16.51"),
+        (milliseconds(1e-9), "< 0.01"), (milliseconds(0), "0"),
+    ],
+)  # fmt: skip
+def test_numbers_as_people_read_them(told, text):
+    assert told == text
+
+
+# The format: "Trace Event Format", Google, sections "Complete Events", "Flow Events", "Metadata Events".
+
+
+@pytest.mark.parametrize("case", reports.CASES)
+def test_the_timeline_is_in_chromes_format(case):
+    trace = chrome_trace(*reports.CASES[case]())
+    assert json.loads(json.dumps(trace, allow_nan=False)) == trace
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    named = {row["tid"] for row in trace["traceEvents"] if row["name"] == "thread_name"}
+    for row in trace["traceEvents"]:
+        assert row["pid"] == 1
+        assert isinstance(row["name"], str)
+        if row["ph"] == "M":
+            assert row["name"] in ("process_name", "thread_name", "thread_sort_index")
+        else:
+            assert row["ph"] in ("X", "s", "f")
+            assert row["tid"] in named
+            assert row["ts"] >= 0
+        if row["ph"] == "X":
+            assert row["dur"] >= 0
+            assert isinstance(row["args"], dict)
+
+
+def _slices(trace):
+    """(start ns, end ns, slice) by thread."""
+    threads = defaultdict(list)
+    for row in trace["traceEvents"]:
+        if row["ph"] == "X":
+            start, length = round(1e3 * row["ts"]), round(1e3 * row["dur"])
+            threads[row["tid"]].append((start, start + length, row))
+    return {thread: sorted(rows, key=lambda row: row[:2]) for thread, rows in threads.items()}
+
+
+def overlapping() -> tuple[Event, ...]:
+    """Three collectives at once on one link, beside two matmuls with a pause."""
+
+    def event(track, kind, name, start, seconds):
+        return Event(track=track, name=name, kind=kind, start_seconds=start, seconds=seconds, arguments={})
+
+    return (
+        event("ICI x", "all-gather", "a", 0.0, 3e-3), event("ICI x", "all-gather", "b", 1e-3, 3e-3),
+        event("ICI x", "reduce-scatter", "c", 2e-3, 3e-3), event("ICI x", "all-gather", "d", 3e-3, 1e-3),
+        event("compute", "matmul", "m", 0.5e-3, 1e-3), event("compute", "matmul", "n", 2.5e-3, 9e-3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("events", [reports.fits()[1], reports.gpu()[1], overlapping()])
+def test_no_slices_of_a_thread_overlap_and_none_is_lost(events):
+    threads = _slices(chrome_trace(reports.fits()[0], events))
+    assert sum(map(len, threads.values())) == len(events)
+    for rows in threads.values():
+        for (_, end, _), (start, _, _) in pairwise(rows):
+            assert start >= end
+    told = sum(end - start for rows in threads.values() for start, end, _ in rows)
+    assert told == pytest.approx(1e9 * sum(event.seconds for event in events), rel=1e-6)
+
+
+def test_what_is_at_once_on_a_link_gets_lanes_and_compute_comes_first():
+    trace = chrome_trace(reports.fits()[0], overlapping())
+    lanes = [row["args"]["name"] for row in trace["traceEvents"] if row["name"] == "thread_name"]
+    assert lanes == ["compute", "ICI x", "ICI x (2)", "ICI x (3)"]
+    by_name = {row["name"]: row for row in trace["traceEvents"] if row["ph"] == "X"}
+    assert by_name["a"]["args"] == {"hidden_us": 1500.0, "hidden_behind": ["m", "n"]}
+    assert by_name["c"]["args"]["hidden_us"] == 2500.0
+
+
+def test_hidden_time_is_what_a_fine_grid_counts():
+    """Against a count of instants at which a collective and compute both run."""
+    for row in chrome_trace(reports.gpu()[0], overlapping())["traceEvents"]:
+        if row["ph"] == "X" and row["cat"] in ("all-gather", "reduce-scatter"):
+            instants = [us for us in range(0, 12_000, 2) if row["ts"] <= us < row["ts"] + row["dur"]]
+            assert row["args"]["hidden_us"] == 2 * sum(500 <= us < 1500 or 2500 <= us < 11_500 for us in instants)
+
+
+def test_arrows_lead_from_a_collective_to_the_compute_that_hides_it():
+    report, events = reports.fits()
+    trace = chrome_trace(report, events)
+    threads = _slices(trace)
+    ends = defaultdict(dict)
+    for row in trace["traceEvents"]:
+        if row["ph"] in "sf":
+            ends[row["id"]][row["ph"]] = row
+    assert len(ends) > 100
+    for pair in list(ends.values())[::10]:
+        kinds = {}
+        for phase, row in pair.items():
+            within = [e for start, end, e in threads[row["tid"]] if start <= round(1e3 * row["ts"]) < end]
+            assert len(within) == 1, "both ends lie in one slice"
+            kinds[phase] = within[0]
+        assert kinds["f"]["cat"] in ("matmul", "attention", "other")
+        assert kinds["f"]["name"] in kinds["s"]["args"]["hidden_behind"]
+
+
+def test_the_three_files_are_written_and_say_the_same(tmp_path):
+    report, events = reports.fits()
+    paths = write_report(report, reports.llama_plan(), tmp_path, events=events)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json", "timeline.json"]
+    assert set(paths) == set(tmp_path.iterdir())
+    assert Report.model_validate_json((tmp_path / "report.json").read_text()) == report
+    assert json.loads((tmp_path / "timeline.json").read_text()) == chrome_trace(report, events)
+    page = (tmp_path / "report.html").read_text()
+    embedded = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.S)
+    assert embedded
+    assert Report.model_validate_json(embedded[1]) == report
+    again = {path.name: path.read_bytes() for path in paths}
+    write_report(report, reports.llama_plan(), tmp_path, events=events)
+    assert again == {path.name: path.read_bytes() for path in paths}, "the same report gives the same bytes"
+
+
+def test_memory_bars_name_every_class():
+    report, _ = reports.fits()
+    breakdown = {"parameters": 3 * 2**30, "working_weights": 2 * 2**30, "gradients": 2**30, "activations": None}
+    report = report.model_copy(update={"memory": report.memory.model_copy(update={"breakdown": breakdown})})
+    bar = memory_bar(report)
+    assert [each.name for each in bar.segments][:3] == ["parameters", "working weights", "gradients"]
+    assert len({each.colour for each in bar.segments[:3]}) == 3
+    assert bar.missing == ("activations",)
+    assert "working weights 2.0 GiB" in _summary(report)
+
+
+def test_what_has_no_time_is_named_where_the_step_is_told():
+    report = reports.fits()[0]
+    left_out = "14 instructions: no time is known of custom-call.3 and 13 more"
+    assert left_out in _summary(report)
+    assert left_out in render_page(report, (), reports.llama_plan())

@@ -1,0 +1,63 @@
+"""What makes a step fit, against the compiled program's own memory."""
+
+import pytest
+
+from conftest import SMALL
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.search.memory_suggestions import find_savings
+from support.helpers import programs_of
+
+LONG = (*SMALL, "sequence_length=256", "global_batch_size=16", "model.num_layers=4")
+
+
+def planned(*overrides: str) -> Plan:
+    return read_spec(Request((*LONG, *overrides)), then=plan_run)
+
+
+def compiled_bytes(plan: Plan) -> int:
+    stats = programs_of(plan).train.memory_analysis()
+    return stats.argument_size_in_bytes + stats.temp_size_in_bytes
+
+
+def test_the_cheapest_that_fits_comes_first():
+    plan = planned()
+    needed = estimate_step(plan).memory.peak_bytes
+    (first,) = find_savings(plan, needed, needed - 1000, lambda more: planned(*more))
+    assert first.overrides == ("remat=full",)
+    assert first.fits
+
+
+@pytest.mark.ci
+def test_where_no_change_is_enough_several_are():
+    """A limit that is just above what all single changes leave."""
+    plan = planned()
+    needed = estimate_step(plan).memory.peak_bytes
+    singles = find_savings(plan, needed, 0, lambda more: planned(*more))
+    assert not any(change.fits for change in singles)
+    limit = needed - max(change.saved_bytes for change in singles) - 1
+    together, *others = find_savings(plan, needed, limit, lambda more: planned(*more))
+    assert together.fits
+    assert len(together.overrides) > 1
+    assert tuple(others) == singles
+    assert estimate_step(planned(*together.overrides)).memory.peak_bytes == needed - together.saved_bytes <= limit
+
+
+@pytest.mark.ci
+def test_what_is_promised_is_saved_in_the_compiled_program():
+    plan = planned()
+    before = compiled_bytes(plan)
+    for change in find_savings(plan, 2**40, 0, lambda more: planned(*more))[:2]:
+        assert compiled_bytes(planned(*change.overrides)) < before, change
+
+
+@pytest.mark.ci
+def test_a_change_that_the_declaration_does_not_allow_is_left_out():
+    plan = planned("optimizer.b2=0.999", "remat=full")
+    changes = find_savings(plan, 2**40, 0, lambda more: planned("remat=full", "optimizer.b2=0.999", *more))
+    offered = [change.overrides for change in changes]
+    assert ("optimizer.moment_dtype=bfloat16",) not in offered
+    assert ("remat=full",) not in offered
+    assert ("optimizer=adafactor",) not in offered, "b2 is no key of it"

@@ -1,0 +1,350 @@
+"""`overlap.search`: which programs are compiled, in which order, and which is taken; option sets and their data."""
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from conftest import SMALL, plan_of
+from meshloom.compiler.analysis.program_text import NO_PROGRAM, Unread
+from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis
+from meshloom.compiler.config.overlap_spec import LayerLoop, Way
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.report.views.facts import unknown_values
+from meshloom.compiler.report.views.page import render_page
+from meshloom.compiler.report.views.summary import show_summary
+from meshloom.compiler.schema import Report, TriedReport
+from meshloom.compiler.search.candidates import FLAT, best_of, expected_seconds, find_candidates
+from meshloom.compiler.target.compiler_options import (
+    check_compiler_options,
+    option_table,
+    plan_set_options,
+    refused_options,
+)
+from meshloom.compiler.target.topology import check_compiler, find_devices
+from meshloom.compiler.xla.aot import Built, ProgramMemory, compile_ahead
+from meshloom.compiler.xla.programs import lower
+from meshloom.runtime.compile.overlap_search import search_overlap
+from meshloom.runtime.compile.step_compiler import CompiledStep
+from support import reports
+from support.helpers import meshloom, plan_as_declared
+
+V5P = ("target=v5p-128", "model=llama3_8b", "sharding=fsdp", "global_batch_size=64", "sequence_length=2048")
+AHEAD = LayerLoop(unroll=2, batch_parts=1, prefetch=1, deferred_reduce_scatter=True, reduce_in_backward=False)
+
+
+def way(loop: LayerLoop, *option_sets: str) -> Way:
+    return Way(layers=loop, rings=(), option_sets=option_sets)
+
+
+def tried(seconds: float | None, *, fits: bool | None = True, exposed: float | None = None) -> TriedReport:
+    return TriedReport(layers=FLAT, rings=(), option_sets=(), predicted_seconds=seconds, exposed_fraction=exposed,
+                       peak_bytes_per_chip=None, host_bytes_per_chip=None, fits=fits, compile_seconds=1.0,
+                       why_not=None)  # fmt: skip
+
+
+def test_the_shortest_step_that_fits_is_taken():
+    assert best_of([tried(2.0), tried(1.0, fits=False), tried(1.5), tried(None), tried(1.8)], None) == 2
+    assert best_of([tried(None), tried(1.0, fits=False)], None) is None
+    assert best_of([tried(2.0, fits=None)], None) == 0, "a chip of unknown memory refuses nothing"
+
+
+@pytest.mark.parametrize(("max_exposed", "place"), [(None, 1), (0.05, 1), (0.03, 2), (0.01, 1)])
+def test_a_longer_step_is_taken_where_it_alone_meets_the_demand(max_exposed, place):
+    exposed = (None, 0.04, 0.02, 0.03)
+    steps = [tried(seconds, exposed=share) for seconds, share in zip((6.4, 6.3, 6.5, 6.6), exposed, strict=True)]
+    assert best_of(steps, max_exposed) == place
+
+
+def test_the_declared_program_is_the_first_and_no_other_is_it():
+    plan = plan_as_declared(*V5P, "overlap=prefetch", "overlap.option_sets=[sparse_core]")
+    candidates = find_candidates(plan, estimate_step(plan))
+    ways = [(one.way.layers, one.way.option_sets) for one in candidates]
+    assert ways[0] == (plan.spec.overlap.layers, ("sparse_core",))
+    assert len(set(ways)) == len(ways)
+    expected = [one.expected_seconds for one in candidates[1:]]
+    assert expected == sorted(expected)
+    assert (FLAT, ()) in ways
+
+
+@pytest.mark.parametrize(
+    ("sharding", "prefetched", "deferred", "early"),
+    [
+        ("fsdp", True, True, False),
+        ("hsdp", True, True, True),
+        ("zero2", False, False, False),
+        ("ddp", False, False, True),
+    ],
+)
+def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(sharding, prefetched, deferred, early):
+    plan = plan_of("target=h100-8", f"sharding={sharding}")
+    candidates = find_candidates(plan, estimate_step(plan))
+    loops = [one.way.layers for one in candidates]
+    assert len({one.way.model_dump_json() for one in candidates}) == len(candidates)
+    assert any(loop.prefetch for loop in loops) == prefetched
+    assert any(loop.deferred_reduce_scatter for loop in loops) == deferred
+    assert any(loop.reduce_in_backward for loop in loops) == early
+
+
+@pytest.mark.parametrize(
+    ("overrides", "numbers"),
+    [
+        (("sharding=fsdp_tensor",), {1, 2}),
+        (("sharding=fsdp",), {1}),  # nothing to wait for between matmuls
+        pytest.param(("sharding=fsdp_tensor", "global_batch_size=4"), {1}, marks=pytest.mark.ci),  # one sequence each
+    ],
+)
+def test_parts_of_the_batch_are_tried_where_matmuls_are_split_and_there_are_two(overrides, numbers):
+    plan = plan_of("target=v5p-16", *overrides)
+    candidates = find_candidates(plan, estimate_step(plan))
+    assert {one.way.layers.batch_parts for one in candidates} == numbers
+    one = next(one for one in candidates if one.way.layers.batch_parts == max(numbers))
+    assert plan_of("target=v5p-16", *overrides, *one.overrides()).spec.overlap == one.applied_to(plan.spec).overlap
+
+
+def test_a_part_that_is_not_whole_sequences_is_told():
+    with pytest.raises(ConfigError) as told:
+        plan_of("sharding=fsdp", "overlap.layers.batch_parts=3")
+    (problem,) = told.value.problems
+    assert problem.where == "overlap.layers.batch_parts"
+    assert (problem.what, problem.fix) == ("2 sequences of a device are not divisible by 3", "use 2")
+
+
+@pytest.mark.parametrize(
+    ("target", "sharding", "most"), [("v5e-8", "fsdp_tensor", 1), ("v5e-8", "fsdp", 2), ("h100-8", "fsdp_tensor", 2)]
+)
+def test_layers_are_not_unrolled_where_the_compiler_would_abort(target, sharding, most):
+    plan = plan_of(f"target={target}", f"sharding={sharding}")
+    assert max(one.way.layers.unroll for one in find_candidates(plan, estimate_step(plan))) == most
+
+
+@pytest.mark.parametrize(("sharding", "has_tensor"), [("fsdp", False), ("fsdp_tensor", True)])
+def test_sets_for_activations_are_tried_where_those_are_split(sharding, has_tensor):
+    plan = plan_of("target=h100-8", f"sharding={sharding}")
+    sets = {name for one in find_candidates(plan, estimate_step(plan)) for name in one.way.option_sets}
+    assert ("windowed_einsum" in sets) == has_tensor
+    assert "synchronous" not in sets
+    assert "sparse_core" not in sets
+
+
+def test_the_model_of_what_is_exposed_is_the_sum_by_hand():
+    """Nothing hides: every collective is exposed, the roofline's sum. All layers hide: what is outside of them is left,
+    and the copies of the weights that wait: each layer's, written and read, forward and backward, or every other's."""
+    plan = plan_as_declared(*V5P)
+    estimate, table = estimate_step(plan), option_table()
+    links = {part.name.split(" ")[0]: part.link_seconds or 0.0 for part in estimate.roofline}
+    alone = expected_seconds(plan, estimate, way(FLAT), table)
+    assert alone == pytest.approx(sum(links.values()), rel=1e-6)
+    loops = (FLAT, AHEAD, AHEAD.model_copy(update={"unroll": 1}))
+    hidden, half_copied, copied = (expected_seconds(plan, estimate, way(loop, "sparse_core"), table) for loop in loops)
+    assert hidden == pytest.approx(alone - links["layers"] - links.get("attention", 0.0), rel=0.02)
+    layers = [array for array in plan.sharding.parameters if array.array.path.startswith("layers/")]
+    matrices = sum(2 * math.prod(array.array.shape) for array in layers)
+    assert plan.target.chip is not None
+    assert copied - hidden == pytest.approx(2 * 2 * matrices / plan.target.chip.hbm_bytes_per_second, rel=0.01)
+    assert half_copied - hidden == pytest.approx((copied - hidden) / 2, rel=0.01)
+
+
+def test_more_communication_than_compute_stays_exposed_whatever_is_tried():
+    plan = plan_as_declared("target=h100-64", "model=linear_stack", "global_batch_size=64", "sequence_length=128")
+    estimate = estimate_step(plan)
+    compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
+    links = sum(part.link_seconds or 0.0 for part in estimate.roofline)
+    assert links > compute
+    assert expected_seconds(plan, estimate, way(AHEAD), option_table()) >= links - compute
+
+
+def test_a_set_for_another_chip_and_one_that_does_not_exist_are_both_told():
+    with pytest.raises(ConfigError) as told:
+        plan_of("target=v5e-8", "overlap.option_sets=[sparse_core, sparse_cores]")
+    assert [problem.where for problem in told.value.problems] == [f"overlap.option_sets[{n}]" for n in (0, 1)]
+    assert "v5e-8" in told.value.problems[0].what
+
+
+def test_the_later_set_wins():
+    plan = plan_of("target=h100-8", "overlap.option_sets=[combined, single]")
+    threshold = "xla_gpu_all_gather_combine_threshold_bytes"
+    combined, single = (option_table().sets[name].values["gpu"][threshold] for name in ("combined", "single"))
+    assert combined != single
+    assert plan.set_options[threshold] == single
+    assert plan_set_options(["single", "combined"], plan.target)[threshold] == combined
+
+
+@pytest.mark.ci
+def test_an_option_of_a_set_that_the_compiler_does_not_know_is_left_out_and_reported():
+    """A declared one would be an error: test_compile.py."""
+    plan = plan_of(*SMALL, "model.num_layers=1", "compiler_options={xla_cpu_enable_fast_math: true}")
+    unknown = {"xla_not_yet": True, "xla_embed_ir_in_executable": True, "xla_cpu_enable_fast_math": False}
+    lowered = lower(replace(plan, set_options=unknown), plan.mesh.of_devices(jax.devices()))
+    assert lowered.options_left_out == ("xla_not_yet",)
+    assert lowered.compiler_options == {"xla_embed_ir_in_executable": True, "xla_cpu_enable_fast_math": True}
+    assert compile_ahead(lowered).text
+
+
+def first_device(plan):
+    """Of the plan's target; the test is skipped where no compiler for it is installed."""
+    try:
+        check_compiler(plan.target)
+    except ConfigError as error:
+        pytest.skip(str(error).splitlines()[0])
+    return find_devices(plan.spec.target, plan.target)[0]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("chip", ["v5e-8", "v5p-16", "v6e-8", "h100-8"])
+def test_most_options_of_each_set_are_known_to_the_compiler_that_is_installed(chip):
+    plan = plan_of(f"target={chip}", "global_batch_size=64")
+    device = first_device(plan)
+    for name in option_table().sets_for(plan.target):
+        refused = refused_options(plan_set_options([name], plan.target), device)
+        assert all(option_table().options[option].hazard for option in refused), f"{name}: {refused}"
+
+
+@pytest.mark.ci
+def test_options_that_are_known_and_refused_are_a_problem_in_the_compilers_words():
+    """libtpu does not take this scheduler without another option."""
+    options = {"xla_nope": 1, "xla_tpu_enable_latency_hiding_layer_scheduler": True}
+    device = first_device(plan_of("target=v5p-16", "global_batch_size=64"))
+    with pytest.raises(ConfigError) as told:
+        check_compiler_options(options, device)
+    assert [problem.where for problem in told.value.problems] == ["compiler_options.xla_nope", "compiler_options"]
+    assert "requires sparse core collective aggregator" in told.value.problems[1].what
+
+
+def test_the_views_tell_what_was_tried_and_what_the_compiler_said():
+    report, events = reports.fits()
+    searched = report.model_copy(update={"search": reports.searched()})
+    assert list(unknown_values(searched)) == list(unknown_values(report)), "what was not chosen is nothing unknown"
+    page = render_page(searched, events, plan_of())
+    assert "<b>prefetch 1, deferred, unroll 2, async_fusion</b>" in page
+    assert "INTERNAL: &lt;b&gt;no&lt;/b&gt;" in page
+    assert "<h2>What overlap.search compiled</h2>" not in render_page(report, events, plan_of())
+    out = io.StringIO()
+    show_summary(searched, Console(out, width=100), files=())
+    told = out.getvalue()
+    assert "best of 3: prefetch 1, deferred, unroll 2, async_fusion, 12.1 % shorter than scan" in told
+
+
+class Unreadable:
+    """In the place of a compiler: its programs take a second less each, and the text of some cannot be read. errors: in
+    the place of a program."""
+
+    console = Console(is_quiet=True)
+
+    def __init__(self, *places: int, errors: Mapping[int, Exception] = MappingProxyType({})):
+        self.places, self.errors, self.num_compiled = places, errors, 0
+
+    def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> CompiledStep:  # noqa: ARG002
+        place, self.num_compiled = self.num_compiled, self.num_compiled + 1
+        if place in self.errors:
+            raise self.errors[place]
+        step = reports.fits()[0].step.model_copy(update={"predicted_seconds": 9.0 - place})
+        analysis = ScheduleAnalysis((), {}, step, (), {})
+        schedule = Unread("line 7: no instruction") if place in self.places else analysis
+        memory = ProgramMemory(*[0] * 7)
+        built = Built("HloModule", memory, None, {}, {}, 1.0, ())
+        facts: Any = SimpleNamespace(fingerprint=SimpleNamespace(digest="d"))
+        return CompiledStep(plan, built, facts, None, estimate_step(plan), schedule, NO_PROGRAM)
+
+
+@pytest.mark.parametrize(
+    ("unread", "chosen"),
+    [((0,), 2), *(pytest.param(*each, marks=pytest.mark.ci) for each in (((2,), 1), ((1, 2), 0), ((0, 1, 2), 0)))],
+)
+def test_what_cannot_be_read_is_not_judged(unread, chosen):
+    plan = plan_of("target=h100-8", "overlap=auto", "overlap.search.max_candidates=3", "compilation_cache=null")
+    compiler: Any = Unreadable(*unread)
+    best, search = search_overlap(plan, compiler, ())
+    assert search.chosen == chosen
+    assert [place for place, one in enumerate(search.tried) if one.why_not == "line 7: no instruction"] == [*unread]
+    assert best.plan.spec.overlap.layers == search.tried[chosen].layers
+    assert isinstance(best.schedule, Unread) == (chosen in unread)
+    report = reports.fits()[0].model_copy(update={"search": search})
+    out = io.StringIO()
+    show_summary(report, Console(out, width=100), files=())
+    told = out.getvalue()
+    assert ("none of 3 can be judged" in told) == (unread == (0, 1, 2))
+
+
+def test_what_the_compiler_fails_on_or_refuses_is_told_and_the_search_goes_on():
+    plan = plan_of("target=h100-8", "overlap=auto", "overlap.search.max_candidates=4", "compilation_cache=null")
+    refused = ConfigError([Problem("compiler_options", "requires another", "")])
+    compiler: Any = Unreadable(errors={1: jax.errors.JaxRuntimeError("INTERNAL: no\nat x.cc"), 3: refused})
+    best, search = search_overlap(plan, compiler, ())
+    assert [one.why_not for one in search.tried] == [None, "INTERNAL: no", None, "requires another"]
+    assert search.chosen == 2
+    assert best.plan.spec.overlap.layers == search.tried[2].layers
+
+
+@pytest.mark.ci
+def test_what_was_decided_for_one_demand_is_not_taken_for_another(tmp_path):
+    """The steps are alike but for their lengths, and all are exposed: the demand changes nothing but the decision."""
+    line = ("target=h100-8", "overlap=auto", "overlap.search.max_candidates=2", f"compilation_cache={tmp_path}")
+    found = []
+    for demand in ("null", "0.03", "null", "0.03", "0.02"):
+        compiler: Any = Unreadable()
+        plan = plan_of(*line, f"overlap.max_exposed={demand}")
+        found.append(search_overlap(plan, compiler, ())[1].cache)
+    assert found == ["miss", "miss", "hit", "hit", "miss"]
+
+
+@pytest.mark.ci
+def test_a_search_compiles_judges_takes_the_best_and_is_not_done_twice(tmp_path):
+    line = ("compile", "target=v5e-8", "model=linear_stack", "model.embed_dim=512", "model.num_layers=4",
+            "sequence_length=256", "global_batch_size=64", "data=synthetic", "overlap=auto",
+            "overlap.search.max_candidates=3", f"compilation_cache={tmp_path}/cache")  # fmt: skip
+    first = meshloom(*line, f"hydra.run.dir={tmp_path}/first")
+    assert first.returncode == 0, first.stderr
+    report = Report.model_validate_json((tmp_path / "first" / "report.json").read_text())
+    assert report.search is not None
+    assert (report.search.cache, len(report.search.tried)) == ("miss", 3)
+    assert report.search.num_left > 0
+    seconds = [one.predicted_seconds for one in report.search.tried]
+    assert report.step.predicted_seconds == min(one for one in seconds if one is not None)
+    assert seconds[report.search.chosen] == report.step.predicted_seconds
+    assert report.search.tried[0].layers == FLAT
+    assert "<h2>What overlap.search compiled</h2>" in (tmp_path / "first" / "report.html").read_text()
+
+    second = meshloom(*line, f"hydra.run.dir={tmp_path}/second")
+    assert "decided before" in second.stdout
+    again = Report.model_validate_json((tmp_path / "second" / "report.json").read_text())
+    assert again.search is not None
+    assert (again.search.cache, again.build.cache) == ("hit", "hit")
+    assert again.build.fingerprint == report.build.fingerprint
+
+    pinned = [word for word in line if not word.startswith("overlap")]
+    third = meshloom(*pinned, *report.search.overrides, f"hydra.run.dir={tmp_path}/third")
+    assert third.returncode == 0, third.stderr
+    built = json.loads((tmp_path / "third" / "report.json").read_text())["build"]
+    assert (built["cache"], built["fingerprint"]) == ("hit", report.build.fingerprint)
+
+
+@pytest.mark.ci
+def test_no_program_is_begun_after_the_budget(tmp_path):
+    line = ("compile", "target=v5e-8", "model=linear_stack", "model.embed_dim=256", "model.num_layers=2",
+            "sequence_length=128", "global_batch_size=8", "data=synthetic", "overlap=auto", "compilation_cache=null",
+            "overlap.search.budget_seconds=0.001", f"hydra.run.dir={tmp_path}")  # fmt: skip
+    assert meshloom(*line).returncode == 0
+    report = Report.model_validate_json((tmp_path / "report.json").read_text())
+    assert report.search is not None
+    assert (len(report.search.tried), report.search.chosen, report.search.cache) == (1, 0, "off")
+
+
+@pytest.mark.parametrize(
+    ("target", "sets"),
+    [("v5e-8", {"no_async_fusion"}), ("v5p-16", {"sparse_core"}), ("h100-8", {"pipelined", "combined", "single"})],
+)
+def test_each_set_for_weights_is_tried_before_any_for_the_second_time(target, sets):
+    plan = plan_of(f"target={target}", "sharding=fsdp")
+    candidates = find_candidates(plan, estimate_step(plan))
+    firsts = [one.way.option_sets for one in candidates[1 : 1 + len(sets)]]
+    assert {name for names in firsts for name in names} == sets

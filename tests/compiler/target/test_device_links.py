@@ -1,0 +1,160 @@
+"""Groups that are no whole mesh axes, against links that are walked one by one."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from meshloom.compiler.analysis.collective_placement import NO_BOX, NO_SLICES, crossing_of
+from meshloom.compiler.target.device_links import link_of_devices, send_between
+from meshloom.compiler.target.links import collective_seconds
+from meshloom.compiler.target.placement import Placement
+from meshloom.compiler.xla.schedule.steps import Collective
+from support.placements import placed
+
+MESHES = [
+    ("v5e-16", 1, {"fsdp": 4, "tensor": 4}), ("v5e-64", 1, {"data": 2, "fsdp": 8, "tensor": 4}),
+    ("v5e-256", 1, {"data": 2, "fsdp": 16, "expert": 2, "tensor": 4}), ("v5e-256", 1, {"fsdp": 32, "tensor": 8}),
+    ("v5p-128", 1, {"fsdp": 16, "tensor": 4}), ("v5p-256", 1, {"data": 2, "fsdp": 8, "tensor": 8}),
+    ("tpu7x-128", 1, {"fsdp": 16, "expert": 4, "tensor": 2}), ("v5e-16", 2, {"replica": 2, "fsdp": 4, "tensor": 4}),
+    ("h100-64", 1, {"data": 2, "fsdp": 16, "tensor": 2}),
+]  # fmt: skip
+
+
+def groups_over(placement: Placement, axes: set[str]) -> list[list[int]]:
+    """Of the mesh's positions, by NumPy."""
+    names, shape = list(placement.sizes), tuple(placement.sizes.values())
+    kept = [i for i, name in enumerate(names) if name not in axes]
+    over = [i for i, name in enumerate(names) if name in axes]
+    size = math.prod(shape[i] for i in over)
+    return np.arange(math.prod(shape)).reshape(shape).transpose(*kept, *over).reshape(-1, size).tolist()
+
+
+@pytest.mark.ci
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(MESHES), st.data())
+def test_groups_of_whole_mesh_axes_have_the_link_of_the_axes(mesh, data):
+    name, num_slices, sizes = mesh
+    placement = placed(name, num_slices, **sizes)
+    axes = data.draw(st.sets(st.sampled_from(sorted(sizes)), min_size=1))
+    found, expected = link_of_devices(placement, groups_over(placement, axes)), placement.link_of(sorted(axes))
+    assert found is not None
+    assert (found.kind, found.group_size) == (expected.kind, expected.group_size)
+    assert found.bytes_per_second == pytest.approx(expected.bytes_per_second)
+    assert [level.size for level in found.levels] == [level.size for level in expected.levels]
+    physical = [part.physical for axis in axes for part in placement.parts[axis]]
+    if len(set(physical)) == len(physical):
+        assert found.latency_seconds == pytest.approx(expected.latency_seconds)
+
+
+def gathered_over_the_busiest_link(groups: list[list[int]], num_places: int, *, wraps: bool) -> float:
+    """Each member's part is handed on from chip to chip, both ways: on a ring as far as half of the others, else to the
+    last. Shares of an array that each group gathers; members are places on one axis."""
+    links = np.zeros((2, num_places))
+    for group, (way, step) in product(groups, enumerate((1, -1))):
+        is_ring = wraps and len(group) > 1 and len({(b - a) % num_places for a, b in zip(group, [*group[1:], group[0]], strict=True)}) == 1  # fmt: skip  # noqa: E501
+        for index, member in enumerate(group):
+            following = group[index + 1 :] if step > 0 else group[:index][::-1]
+            if is_ring:  # the farthest of an even number gets half from each side
+                following = [group[(index + step * k) % len(group)] for k in range(1, len(group) // 2 + 1)]
+            at, share = member, 1 / len(group)
+            for number, to in enumerate(following, start=1):
+                is_last_half = is_ring and 2 * number == len(group)
+                while at != to:
+                    links[way, at] += share / 2 if is_last_half else share
+                    at = (at + step) % num_places
+    return float(links.max())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([("v5e-64", 8, False), ("v5e-256", 16, True)]), st.integers(1, 4), st.integers(0, 3))
+def test_a_part_of_an_axis_gathers_as_its_busiest_link_carries(axis, log_size, log_stride):
+    """size members, each stride behind the one before, tiled over a whole axis, on each of its rows."""
+    name, num_places, wraps = axis
+    size, stride = 2**log_size, 2**log_stride
+    assume(size * stride <= num_places)
+    blocks = range(0, num_places, size * stride)
+    groups = [[block + offset + stride * i for i in range(size)] for block in blocks for offset in range(stride)]
+    placement = placed(name, fsdp=num_places, tensor=num_places)
+    rows = groups_over(placement, {"fsdp"})
+    positions = [[row[member] for member in group] for row in rows for group in groups]
+    link = link_of_devices(placement, positions)
+    assert link is not None
+    busiest = gathered_over_the_busiest_link(groups, num_places, wraps=wraps)
+    found = (collective_seconds("all-gather", 1e12, size, link) or 0) - link.latency_seconds
+    assert found == pytest.approx(1e12 * busiest / 45e9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.permutations(range(8)))
+def test_what_pairs_send_is_bound_by_the_busiest_link(order):
+    """Along one axis of 8 chips that does not wrap, counted cut by cut: who sends to whom across it."""
+    placement = placed("v5e-64", fsdp=8, tensor=8)
+    row = groups_over(placement, {"fsdp"})[0]
+    sent = send_between(placement, [(row[i], row[to]) for i, to in enumerate(order)], 45e6)
+    cuts = range(7)
+    right = max(sum(i <= cut < to for i, to in enumerate(order)) for cut in cuts)
+    left = max(sum(to <= cut < i for i, to in enumerate(order)) for cut in cuts)
+    farthest = max(abs(i - to) for i, to in enumerate(order))
+    assert sent.seconds == pytest.approx(max(left, right) * 1e-3 + farthest * 1e-6)
+    physical = placement.parts["fsdp"][0].physical
+    assert set(sent.tracks) == ({f"{physical}+"} if right else set()) | ({f"{physical}-"} if left else set())
+
+
+def test_a_ring_passes_on_in_one_direction_and_leaves_the_other():
+    placement = placed("v5p-128", fsdp=16, tensor=4)
+    rings = groups_over(placement, {"tensor"})
+    forth = [(ring[i], ring[(i + 1) % 4]) for ring in rings for i in range(4)]
+    back = [(to, at) for at, to in forth]
+    one, other = send_between(placement, forth, 90e6), send_between(placement, back, 90e6)
+    assert one.seconds == other.seconds == pytest.approx(1e-3 + 1e-6)
+    assert len(set(one.tracks)) == len(set(other.tracks)) == 1
+    assert one.tracks != other.tracks
+
+
+def test_pairs_in_nodes_between_nodes_and_across_slices():
+    gpus = placed("h100-16", fsdp=2, tensor=8)
+    assert send_between(gpus, [(0, 1)], 450e6).seconds == pytest.approx(1e-3 + 1e-6)
+    assert send_between(gpus, [(0, 8)], 50e6).seconds == pytest.approx(1e-3 + 10e-6)
+    assert send_between(gpus, [(0, 8)], 50e6).kind == "NIC"
+    slices = placed("v5e-16", 2, replica=2, fsdp=16)
+    assert send_between(slices, [(0, 16), (1, 17)], 3.125e6).seconds == pytest.approx(1e-3 + 10e-6)
+    assert send_between(slices, [(0, 16)], 1.0).kind == "DCN"
+    assert send_between(slices, [(3, 3)], 1.0).seconds == 0
+
+
+def collective(kind: str, groups: tuple[tuple[int, ...], ...], num_slices: int | None = None) -> Collective:
+    return Collective("c", kind, 10**9, "bf16", groups, False, "", "", "", (10**9 // 2,), num_slices)  # type: ignore[arg-type]
+
+
+def test_halves_of_an_axis_are_faster_than_the_axis():
+    """v5e-256, fsdp=16 along one ring: its halves are lines of 8, as fast per byte as half of the ring."""
+    placement = placed("v5e-256", fsdp=16, tensor=16)
+    whole = tuple(map(tuple, groups_over(placement, {"fsdp"})))
+    halves = tuple(half for group in whole for half in (group[:8], group[8:]))
+    pairs = tuple(group[i : i + 2] for group in whole for i in range(0, 16, 2))
+    found = crossing_of(collective("all-gather", halves), placement)
+    assert (found.mesh_axes, found.group_size, found.kind) == (("fsdp",), 8, "ICI")
+    assert found.alone_seconds == pytest.approx(1e9 * 7 / 8 / 45e9 + 7e-6)
+    assert crossing_of(collective("all-gather", pairs), placement).alone_seconds == pytest.approx(0.5e9 / 45e9 + 1e-6)
+    of_whole = crossing_of(collective("all-gather", whole), placement).alone_seconds
+    assert of_whole == pytest.approx(1e9 * 15 / 16 / 90e9 + 8e-6)
+
+
+def test_what_no_rule_prices_is_unknown_with_a_reason():
+    placement = placed("v5e-16", fsdp=4, tensor=4)
+    corner = crossing_of(collective("all-gather", ((0, 1, 4), (5, 6, 10))), placement)
+    assert (corner.alone_seconds, corner.why) == (None, NO_BOX)
+    slices = placed("v5e-16", 4, replica=4, fsdp=16)
+    some = crossing_of(collective("all-reduce", (), num_slices=2), slices)
+    assert (some.alone_seconds, some.why) == (None, NO_SLICES)
+
+
+def test_across_slices_each_device_meets_those_at_its_place():
+    slices = placed("v5e-16", 2, replica=2, fsdp=16)
+    found = crossing_of(collective("all-reduce", (), num_slices=2), slices)
+    assert (found.mesh_axes, found.group_size, found.kind, found.links) == (("replica",), 2, "DCN", ("DCN",))
+    assert found.alone_seconds == pytest.approx(2 * (1e9 / 2 / 3.125e9 + 10e-6))

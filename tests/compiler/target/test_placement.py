@@ -1,0 +1,249 @@
+"""The mesh on the links: hand-computed bandwidths, a simulated torus, real topologies of libtpu."""
+
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import topologies
+
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.target_spec import TpuTarget
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.target.links import collective_seconds
+from meshloom.compiler.target.mesh import MeshPlan
+from meshloom.compiler.target.placement import plan_placement
+from meshloom.compiler.target.target import TargetPlan, topology_arguments
+from support.placements import AXES, cached_target_of, placed
+
+
+# The one-way bandwidth of a link: 45 GB/s on v5e, 90 on v5p. A ring uses it both ways on each of its axes, a line once;
+# every second chip of a ring leaves half of it to the group between.
+@pytest.mark.parametrize(
+    ("name", "sizes", "axes", "gigabytes_per_second"),
+    [
+        ("v5e-256", {"fsdp": 16, "tensor": 16}, ["fsdp"], 2 * 45),
+        ("v5e-256", {"fsdp": 256}, ["fsdp"], 2 * 2 * 45),
+        ("v5e-256", {"fsdp": 32, "tensor": 8}, ["tensor"], 45),
+        ("v5e-256", {"fsdp": 32, "tensor": 8}, ["fsdp"], 2 * 45 + 2 * 45 / 8),
+        ("v5e-256", {"fsdp": 32, "tensor": 8}, ["fsdp", "tensor"], 2 * 2 * 45),
+        ("v5e-64", {"fsdp": 64}, ["fsdp"], 2 * 45),  # 8 x 8 does not wrap around
+        ("v5e-128", {"fsdp": 128}, ["fsdp"], 45 + 2 * 45),  # of 8 x 16 the second axis does
+        ("v5p-128", {"fsdp": 16, "tensor": 4}, ["tensor"], 2 * 90),
+        ("v5p-128", {"fsdp": 16, "tensor": 4}, ["fsdp"], 2 * 2 * 90),
+        ("v5p-128", {"fsdp": 64}, ["fsdp"], 3 * 2 * 90),
+        ("v5p-16", {"fsdp": 8}, ["fsdp"], 3 * 90),  # less than a cube does not wrap around
+        ("h100-8", {"fsdp": 8}, ["fsdp"], 450),
+        ("h100-64", {"fsdp": 8, "tensor": 8}, ["tensor"], 450),
+        ("h100-64", {"fsdp": 8, "tensor": 8}, ["fsdp"], 50),  # one of eight adapters of 50 GB/s
+    ],
+)
+def test_bandwidth_of_a_group(name, sizes, axes, gigabytes_per_second):
+    link = placed(name, **sizes).link_of(axes)
+    assert link.bytes_per_second == pytest.approx(gigabytes_per_second * 1e9)
+
+
+def test_the_arithmetic_of_links_needs_no_jax():
+    code = "import sys, meshloom.compiler.target.links; print('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_an_all_gather_over_both_axes_of_a_v5e_pod_takes_what_is_computed_by_hand():
+    """A gigabyte: 255/256 of it into each chip at 180 GB/s, and eight hops of a microsecond along each axis."""
+    link = placed("v5e-256", fsdp=256).link_of(["fsdp"])
+    by_hand = 1e9 * 255 / 256 / 180e9 + 16e-6
+    assert collective_seconds("all-gather", 1e9, 256, link) == pytest.approx(by_hand)
+    assert collective_seconds("reduce-scatter", 1e9, 256, link) == pytest.approx(by_hand)
+    assert collective_seconds("all-reduce", 1e9, 256, link) == pytest.approx(2 * by_hand)
+    assert collective_seconds("collective-permute", 45e6, 256, link) == pytest.approx(1e-3 + 1e-6)
+    with pytest.raises(ValueError, match="a group of 16"):
+        collective_seconds("all-gather", 1e9, 16, link)
+
+
+def test_across_two_slices_a_gather_takes_the_network_first_and_ici_then():
+    """v5e: a chip has a quarter of its host's 12.5 GB/s. It gets the other slice's part of its sixteenth, then all."""
+    both = placed("v5e-16", 2, replica=2, fsdp=16)
+    assert both.link_of(["replica"]).kind == "DCN"
+    link = both.link_of(["replica", "fsdp"])
+    assert link.kind == "DCN"
+    by_hand = (1e9 / 16 / 2 / 3.125e9 + 10e-6) + (1e9 * 15 / 16 / 90e9 + 6e-6)
+    assert collective_seconds("all-gather", 1e9, 32, link) == pytest.approx(by_hand)
+
+
+def test_eight_nodes_gather_at_the_rate_of_the_slowest_level():
+    """7/8 of the array enter each node at 400 GB/s, while 7/8 of what is there goes around inside at 450."""
+    link = placed("h100-64", fsdp=64).link_of(["fsdp"])
+    latency = 3 * 1e-6 + 3 * 10e-6
+    assert collective_seconds("all-gather", 64e9, 64, link) == pytest.approx(64e9 * 7 / 8 / 400e9 + latency)
+    inside = placed("h100-8", fsdp=8).link_of(["fsdp"])
+    assert collective_seconds("all-to-all", 8e9, 8, inside) == pytest.approx(1e9 * 7 / 8 / 450e9 + 3e-6)
+
+
+def test_devices_of_one_chip_share_its_links():
+    """tpu7x has two: each gathers over ICI the half of the array with its number, at half of the rate, then the other's
+    half between them."""
+    placement = placed("tpu7x-128", fsdp=64, tensor=2)
+    assert placement.describe()["tensor"] == "ICI core (2)"
+    assert placement.link_of(["fsdp"]).bytes_per_second == pytest.approx(3 * 2 * 90e9 / 2)
+    assert placement.link_of(["tensor"]).bytes_per_second == pytest.approx(6 * 90e9)
+    seconds = collective_seconds("all-gather", 1e9, 128, placement.link_of(["fsdp", "tensor"]))
+    assert seconds == pytest.approx(1e9 / 2 * 63 / 64 / 270e9 + 6e-6 + 1e9 / 2 / 540e9 + 1e-6)
+
+
+def _bytes_over_the_busiest_link(num_chips: int, wraps: bool, send) -> float:
+    """A row of chips on which every pair that `send` names moves bytes the shortest way; ties take both ways."""
+    links = np.zeros((2, num_chips))
+    for source in range(num_chips):
+        for to in range(num_chips):
+            ways = []
+            right, left = (to - source) % num_chips, (source - to) % num_chips
+            if not wraps:
+                ways = [(0, to - source)] if to > source else [(1, source - to)]
+            else:
+                ways = [(0, right)] * (right <= left) + [(1, left)] * (left <= right)
+            for direction, hops in ways:
+                for hop in range(hops):
+                    at = (source + hop) % num_chips if direction == 0 else (source - hop) % num_chips
+                    links[direction, at] += send(source, to) / len(ways)
+    return float(links.max())
+
+
+@pytest.mark.parametrize(("name", "wraps"), [("v5e-256", True), ("v5e-64", False)])
+def test_an_all_to_all_is_what_the_busiest_link_of_a_simulated_row_carries(name, wraps):
+    size = 16 if wraps else 8
+    link = placed(name, fsdp=size, tensor=size).link_of(["fsdp"])
+    total = 1e12  # of which each chip sends an n-th of its n-th to each: latency does not count
+    busiest = _bytes_over_the_busiest_link(size, wraps, lambda a, b: total / size**2)
+    assert collective_seconds("all-to-all", total, size, link) == pytest.approx(busiest / 45e9, rel=1e-4)
+
+
+def test_an_all_to_all_over_two_axes_is_bound_by_the_halves_of_the_pod():
+    """Half of all bytes change sides: over 16 rows, with two links each (the ring is cut twice)."""
+    link = placed("v5e-256", fsdp=256).link_of(["fsdp"])
+    crossing_one_way = 1e12 / 4
+    assert collective_seconds("all-to-all", 1e12, 256, link) == pytest.approx(
+        crossing_one_way / (16 * 2 * 45e9), rel=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "num_slices", "sizes", "expected"),
+    [
+        ("v5e-256", 1, {"fsdp": 256}, ["ICI x (16, wraps) x ICI y (16, wraps)"]),
+        ("v5p-128", 1, {"fsdp": 16, "tensor": 4}, ["ICI y (4, wraps) x ICI z (4, wraps)", "ICI x (4, wraps)"]),
+        ("v5e-128", 1, {"fsdp": 16, "tensor": 8}, ["ICI y (16, wraps)", "ICI x (8)"]),
+        ("v5e-16", 2, {"replica": 2, "fsdp": 16}, ["DCN (2)", "ICI x (4) x ICI y (4)"]),
+        ("v5e-4", 2, {"replica": 4, "tensor": 2}, ["DCN (2) x ICI y (2)", "ICI x (2)"]),
+        ("v5e-4", 4, {"replica": 2, "data": 2, "fsdp": 4},
+         ["DCN (2 of 4, every 2nd)", "DCN (2 of 4)", "ICI x (2) x ICI y (2)"]),
+        ("h100-16", 1, {"fsdp": 4, "tensor": 4}, ["NIC (2) x NVLink (2 of 8, every 4th)", "NVLink (4 of 8)"]),
+        ("cpu-8", 1, {"fsdp": 8}, ["memory"]),
+    ],
+)  # fmt: skip
+def test_where_mesh_axes_lie(name, num_slices, sizes, expected):
+    assert placed(name, num_slices, **sizes).describe() == dict(zip(sizes, expected, strict=True))
+
+
+def test_what_no_axis_can_cross_is_an_error_with_a_fix():
+    with pytest.raises(ConfigError) as error:
+        placed("v5e-4", 2, fsdp=8)
+    assert error.value.problems[0].fix.startswith("set mesh.replica=2")
+
+
+def _topology(target: TargetPlan):
+    """Devices of a topology as libtpu describes them."""
+    shape, cores = target.shape or (), target.chip.num_devices if target.chip else 1
+    return [
+        SimpleNamespace(id=i, coords=(*at[1:-1], *(0,) * (3 - len(shape))), core_on_chip=at[-1], slice_index=at[0])
+        for i, at in enumerate(np.ndindex(target.num_slices, *shape, cores))
+    ]
+
+
+def _sizes(target: TargetPlan, draw) -> dict[str, int]:
+    """A random mesh of as many devices."""
+    left = target.num_devices
+    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
+    primes = [p for p in (2, 3) for _ in range(20) if left % p == 0]
+    for p in primes:
+        if left % p == 0:
+            sizes[draw(st.sampled_from(AXES[1:]))] *= p
+            left //= p
+    return sizes
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from(["v5e-64", "v5e-128", "v5p-128", "v5p:4x4x12", "tpu7x-16", "v4-8"]))
+def test_every_mesh_uses_every_device_once_and_groups_lie_where_the_plan_says(data, name):
+    target = cached_target_of(name)
+    sizes = _sizes(target, data.draw)
+    placement = plan_placement(sizes, target)
+    mesh = placement.ordered(_topology(target))
+    assert sorted(device.id for device in mesh.flat) == list(range(target.num_devices))
+    num_axes = len(target.shape or ())
+    names = (*"xyz"[:num_axes], "core")
+    for number, axis in enumerate(AXES):
+        group = np.moveaxis(mesh, number, 0).reshape(sizes[axis], -1)[:, 0]
+        where = [(*device.coords[:num_axes], device.core_on_chip) for device in group]
+        varying = {name for i, name in enumerate(names) if len({at[i] for at in where}) > 1}
+        assert varying == {part.physical for part in placement.parts.get(axis, ())}
+        assert math.prod(part.size for part in placement.parts.get(axis, ())) == sizes[axis]
+        positions = np.moveaxis(np.arange(mesh.size).reshape(mesh.shape), number, 0).reshape(sizes[axis], -1)[:, 0]
+        assert placement.axes_of(positions.tolist()) == ((axis,) if sizes[axis] > 1 else ())
+
+
+def test_a_ring_is_a_ring_of_neighbours():
+    """Along a mesh axis on a whole wrapped axis, each next device is one hop away, and the last from the first."""
+    target = cached_target_of("v5p-128")
+    mesh = placed("v5p-128", fsdp=16, tensor=4).ordered(_topology(target)).reshape(16, 4)
+    for row in mesh:
+        for one, other in pairwise([*row, row[0]]):
+            hops = [min((a - b) % 4, (b - a) % 4) for a, b in zip(one.coords, other.coords, strict=True)]
+            assert sum(hops) == 1
+
+
+def test_devices_of_another_shape_are_an_error():
+    with pytest.raises(ConfigError, match="not shaped as v5e-32"):
+        placed("v5e-32", fsdp=32).ordered(_topology(cached_target_of("v5e-16")))
+
+
+@pytest.mark.tpu
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("name", "num_slices", "sizes"),
+    [
+        ("v5e-16", 1, {"fsdp": 4, "tensor": 4}),
+        ("v5e-8", 1, {"fsdp": 8}),
+        ("v5e-1", 1, {}),
+        ("v5e-16", 2, {"replica": 2, "fsdp": 8, "tensor": 2}),
+        ("v4-16", 1, {"fsdp": 8}),
+        ("v5p-256", 1, {"fsdp": 32, "tensor": 4}),
+        ("v6e-256", 1, {"fsdp": 64, "tensor": 4}),
+        ("tpu7x-16", 2, {"replica": 2, "fsdp": 8, "tensor": 2}),
+    ],
+)
+def test_devices_of_libtpu_are_taken_as_planned(name, num_slices, sizes):
+    pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
+    chosen = (f"target={name}", *(() if num_slices == 1 else (f"target.num_slices={num_slices}",)))
+    spec = read_spec(Request(chosen), then=lambda spec: spec.target)
+    assert isinstance(spec, TpuTarget)
+    placement = placed(name, num_slices, **sizes)
+    target = placement.target
+    name = str(target.topology_name)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **topology_arguments(spec)).devices
+    assert len(devices) == target.num_devices
+    assert {device.device_kind for device in devices} == {spec.chip.device_kind}
+    mesh = MeshPlan(placement.sizes, placement).of_devices(devices)
+    assert isinstance(mesh, jax.sharding.Mesh)
+    grid = mesh.devices.reshape(placement.sizes["replica"], placement.sizes["fsdp"], placement.sizes["tensor"])
+    for s, slice_devices in enumerate(grid):
+        assert {getattr(device, "slice_index", 0) for device in slice_devices.flat} == {s}
+    for along, axis in ((grid[0, :, 0], "fsdp"), (grid[0, 0], "tensor")):
+        used = {"xyz"[i] for i in range(3) if len({device.coords[i] for device in along}) > 1}
+        used |= {"core"} if len({device.core_on_chip for device in along}) > 1 else set()
+        assert used == {part.physical for part in placement.parts.get(axis, ())}

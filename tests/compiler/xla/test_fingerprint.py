@@ -1,0 +1,122 @@
+"""A fingerprint: whatever changes a lowered program changes it, and the key that did so is named."""
+
+import json
+from dataclasses import asdict, replace
+
+import jax
+import pytest
+
+from conftest import plan_of, spec_of
+from meshloom.compiler.xla.fingerprint import (
+    NOT_IN_PROGRAM,
+    Fingerprint,
+    differences,
+    fields_of_program,
+    fingerprint_of,
+    flat,
+)
+from meshloom.compiler.xla.programs import lower
+
+TINY = ("model.num_layers=1", "global_batch_size=8")
+
+# Every key that is said to reach no program, with another value than it has in the runs of the tests.
+OUTSIDE = (
+    "notes.name=other",
+    "sharding.replicated_bytes_threshold=70000000", "sharding.on_replicated=warn", "num_skips_allowed=3",
+    "overlap.max_exposed=0.5", "overlap.search={max_candidates: 2, budget_seconds: 9}",
+    "compilation_cache=elsewhere", "artifact=somewhere", "evaluation.every_num_steps=7", "evaluation.num_batches=3",
+    "logging.every_num_steps=3", "logging.tensorboard=false", "checkpoint.every_num_steps=3",
+    "checkpoint.every_num_minutes=1.5", "checkpoint.num_kept=9", "checkpoint.num_best_kept=2",
+    "checkpoint.keep_every_num_steps=4", "checkpoint.restore_from=there", "distributed.cluster=slurm",
+    "distributed.coordinator_address=a:1", "distributed.num_processes=2", "distributed.process_id=1",
+    "distributed.local_device_ids=[0]", "distributed.initialization_timeout_seconds=1",
+    "distributed.compile_timeout_seconds=1", "on_too_little_memory=try",
+    "distributed.heartbeat_timeout_seconds=11", "distributed.shutdown_timeout_seconds=12", "shards.directory=there",
+    "shards.num_tokens_per_shard=10", "shards.bpe_vocab_size=300", "shards.bpe_text_bytes=1000",
+    "data=text_files", "data.source.paths=[x]", "data/tokenizer=sentencepiece", "data.tokenizer.path=x",
+    "data.packing=first_fit", "data.held_out_fraction=0.2", "data.shuffle_seed=5", "data.num_epochs=2",
+    "data.max_text_bytes=1000", "data.num_prefetch_threads=2", "data.num_prefetch_batches=9",
+)  # fmt: skip
+
+
+def fingerprint(*overrides: str) -> Fingerprint:
+    plan = plan_of(*TINY, *overrides)
+    mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
+    return fingerprint_of(plan, lower(plan, mesh), mesh)
+
+
+@pytest.fixture(scope="module")
+def usual() -> Fingerprint:
+    return fingerprint()
+
+
+def test_every_key_reaches_the_program_or_is_known_not_to():
+    spec = spec_of(*TINY)
+    named, all_keys = fields_of_program(spec), dict(flat(spec.model_dump(mode="json")))
+    outside = {key for key in all_keys if any(key == name or key.startswith(f"{name}.") for name in NOT_IN_PROGRAM)}
+    assert set(named) | outside == set(all_keys)
+    assert not set(named) & outside
+    for name in NOT_IN_PROGRAM:
+        assert any(key == name or key.startswith(f"{name}.") for key in all_keys), f"{name} is no key"
+
+
+def test_keys_outside_of_the_program_do_not_change_it(usual):
+    before, after = (dict(flat(spec_of(*TINY, *more).model_dump(mode="json"))) for more in ((), OUTSIDE))
+    own_fields = ("target.", "mesh.", "compiler_options", "overlap.option_sets")
+    unchanged = {key for key in before if after.get(key, ...) == before[key] and not key.startswith(own_fields)}
+    assert unchanged == set(fields_of_program(spec_of(*TINY))), "OUTSIDE changes all others"
+    assert fingerprint(*OUTSIDE).digest == usual.digest
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("seed=1", {"seed"}),
+        ("optimizer.weight_decay=0.2", {"optimizer.weight_decay"}),
+        ("num_steps=11", {"num_steps"}),  # by the schedule
+        ("remat=full", {"remat.policy"}),
+        ("data.isolate_documents=true", {"data.isolate_documents"}),
+        ("loss.max_logits_bytes=1000", {"loss.max_logits_bytes"}),
+        ("mesh.fsdp=4 mesh.data=2", {"mesh.fsdp", "mesh.data"}),
+        ("on_nonfinite=skip", {"on_nonfinite"}),
+    ],
+)
+def test_what_changes_the_program_is_named(usual, override, named):
+    changed = fingerprint(*override.split())
+    assert changed.digest != usual.digest
+    problems = differences(changed, usual, folder="the artifact", fix="x")
+    assert {problem.where for problem in problems} - {"devices.arrangement"} == named
+
+
+def test_a_key_of_the_program_that_changes_nothing_is_no_difference(usual):
+    """The mesh is compared as what it comes to, and logits that fit are not split whatever their limit."""
+    same = fingerprint("mesh.fsdp=8", "loss.max_logits_bytes=300000000")
+    assert same.spec != usual.spec
+    assert same.digest == usual.digest
+    assert differences(same, usual, folder="the artifact", fix="x") == []
+
+
+def test_versions_options_and_devices_are_part_of_it(usual):
+    for name, key, value in (
+        ("environment", "jaxlib", "0.0.1"),
+        ("compiler_options", "xla_embed_ir_in_executable", True),
+        ("devices", "kind", "TPU v9"),
+    ):
+        other = replace(usual, **{name: {**getattr(usual, name), key: value}})
+        assert other.digest != usual.digest
+        (problem,) = differences(usual, other, folder="the artifact", fix="x")
+        assert problem.where == f"{name}.{key}"
+        assert str(value) in problem.what
+
+
+def test_changed_code_is_told_as_such(usual):
+    other = replace(usual, programs={**usual.programs, "train": "0" * 64})
+    (problem,) = differences(usual, other, folder="the artifact", fix="x")
+    assert problem.where == "artifact"
+    assert "code" in problem.fix
+
+
+def test_it_survives_json(usual):
+    again = Fingerprint(**json.loads(json.dumps(asdict(usual))))
+    assert again.digest == usual.digest
+    assert differences(usual, again, folder="the artifact", fix="x") == []

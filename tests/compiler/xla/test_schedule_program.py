@@ -1,0 +1,473 @@
+"""Small schedules made by hand, whose times one can add up in one's head: a clock of 1 kHz, a link of 1 kB/s."""
+
+import pytest
+
+from meshloom.compiler.xla.hlo import parse_module
+from meshloom.compiler.xla.schedule.prices import Chip
+from meshloom.compiler.xla.schedule.program import read_steps
+from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
+from meshloom.compiler.xla.schedule.steps import Collective, Compute, Step, collectives_of, loops_of
+from support.schedules import GATHER, GROUPS, START, compute, loop, module
+
+TPU = Chip("tpu", clock_hz=1000.0, peak_flops_per_second={"bfloat16": 1e3, "float32": 1e3}, hbm_bytes_per_second=1e6)
+GPU = Chip("gpu", clock_hz=None, peak_flops_per_second={"bfloat16": 1e9, "float32": 1e9}, hbm_bytes_per_second=1e6)
+
+
+def one_link(collective: Collective) -> Priced:
+    return Priced(collective.num_bytes / 1000, ("link",))
+
+
+def simulated(text: str, price=one_link, chip: Chip = TPU) -> Simulation:
+    return simulate(read_steps(parse_module(text), chip), price)
+
+
+def totals(result: Simulation) -> dict[str, tuple[int, float | None, float]]:
+    return {
+        name: (each.count, None if each.alone_seconds is None else round(each.alone_seconds, 6), round(each.exposed_seconds, 6))
+        for name, each in result.collectives.items()
+    }  # fmt: skip
+
+
+def computed(steps: tuple[Step, ...]) -> dict[str, Compute]:
+    return {step.name: step for step in steps if isinstance(step, Compute)}
+
+
+def test_a_synchronous_collective_is_exposed_whole():
+    result = simulated(module(compute("a", 100), f"  %g = {GATHER}", f"  ROOT {compute('b', 50).strip()}"))
+    assert result.seconds == pytest.approx(0.214)
+    assert totals(result) == {"g": (1, 0.064, 0.064)}
+    (found,) = collectives_of(read_steps(parse_module(module(f"  ROOT %g = {GATHER}")), TPU))
+    assert (found.kind, found.num_bytes, found.group_size, found.is_async) == ("all-gather", 64, 4, False)
+
+
+@pytest.mark.parametrize(("between", "exposed"), [(100, 0.0), (64, 0.0), (40, 0.024), (0, 0.064)])
+def test_what_runs_between_start_and_done_hides_it(between, exposed):
+    lines = [f"  %s = {START}", *([compute("a", between)] if between else []),
+             "  %d = bf16[32]{0} all-gather-done(%s)", f"  ROOT {compute('b', 10, '%x').strip()}"]  # fmt: skip
+    result = simulated(module(*lines))
+    assert result.seconds == pytest.approx(0.010 + max(between / 1000, 0.064))
+    assert result.collectives["s"].exposed_seconds == pytest.approx(exposed)
+    behind = result.collectives["s"].hidden_behind
+    assert behind == ({} if not between else {"a": pytest.approx(min(between, 64) / 1000)})
+    assert result.compute_seconds == {"other": pytest.approx((between + 10) / 1000)}
+
+
+def test_a_link_serves_what_it_is_given_in_order():
+    lines = [f"  %s1 = {START}", f"  %s2 = {START}", compute("a", 100), "  %d2 = bf16[32]{0} all-gather-done(%s2)",
+             "  ROOT %d1 = bf16[32]{0} all-gather-done(%s1)"]  # fmt: skip
+    shared = simulated(module(*lines))
+    assert shared.seconds == pytest.approx(0.128)
+    assert totals(shared) == {"s1": (1, 0.064, 0.0), "s2": (1, 0.064, 0.028)}, "the first had come"
+    on_link = [(each.name, each.start_seconds, each.seconds) for each in shared.segments if each.track == "link"]
+    assert on_link == [("s1", 0.0, pytest.approx(0.064)), ("s2", pytest.approx(0.064), pytest.approx(0.064))]
+    apart = simulated(module(*lines), price=lambda c: Priced(c.num_bytes / 1000, (c.name,)))
+    assert apart.seconds == pytest.approx(0.1)
+    assert apart.exposed_seconds == 0
+
+
+def test_a_wait_is_of_those_that_the_awaited_one_queued_behind():
+    """Of the 128 ms that compute waits for the second, the first has the link for 54."""
+    lines = [f"  %s1 = {START}", compute("a", 10), f"  %s2 = {START}", "  %d2 = bf16[32]{0} all-gather-done(%s2)",
+             "  ROOT %d1 = bf16[32]{0} all-gather-done(%s1)"]  # fmt: skip
+    result = simulated(module(*lines))
+    assert totals(result) == {"s1": (1, 0.064, 0.054), "s2": (1, 0.064, 0.064)}
+    assert result.collectives["s1"].hidden_behind == {"a": pytest.approx(0.01)}
+
+
+def test_a_loop_counts_all_its_trips():
+    computations, run = loop(compute("a", 100), f"  %g = {GATHER}", trips=7)
+    result = simulated(module(run, before=computations))
+    assert result.seconds == pytest.approx(7 * 0.164)
+    assert totals(result) == {"g": (7, 0.448, 0.448)}
+    assert result.collectives["g"].loops == (("loop", 7),)
+    assert result.compute_seconds == {"other": pytest.approx(0.7)}
+    on_compute = [each for each in result.segments if each.track == "compute"]
+    ends = [each.start_seconds + each.seconds for each in on_compute]
+    assert ends[-1] == pytest.approx(result.seconds), "the timeline is as long as the step"
+    assert all(a <= b.start_seconds + 1e-9 for a, b in zip(ends, on_compute[1:], strict=False)), "and overlaps nowhere"
+
+
+def test_nested_loops_multiply():
+    inner, run_inner = loop(compute("a", 10), trips=3)
+    inner = inner.replace("%cond", "%cond2").replace("%body", "%body2")
+    lines = (
+        run_inner.replace("ROOT ", "").replace("%cond", "%cond2").replace("%body", "%body2").replace("%loop", "%loop2")
+    )
+    outer, run = loop(lines, f"  %g = {GATHER}", trips=5)
+    result = simulated(module(run, before=inner + "\n" + outer))
+    assert result.seconds == pytest.approx(5 * (0.03 + 0.064))
+    assert totals(result) == {"g": (5, 0.32, 0.32)}
+    assert result.compute_seconds == {"other": pytest.approx(5 * 0.03)}
+
+
+@pytest.mark.parametrize(
+    ("condition", "trips"),
+    [
+        ("  %b = s32[] get-tuple-element(%c), index=2\n  ROOT %lt = pred[] compare(%i, %b), direction=LT", 6),
+        ("  %n = s32[] constant(6)\n  ROOT %lt = pred[] compare(%n, %i), direction=GT", 6),
+        ("  %n = s32[] constant(6)\n  ROOT %lt = pred[] compare(%i, %n), direction=LE", 7),
+        ("  %n = s32[] constant(6)\n  ROOT %lt = pred[] compare(%i, %n), direction=NE", 6),
+        ("  ROOT %lt = pred[] custom-call(%i), custom_call_target=\"unknown\"", None),
+    ],
+)  # fmt: skip
+def test_trips_are_read_from_the_condition(condition, trips):
+    computations, run = loop(compute("a", 10), trips=6, condition=condition)
+    text = module(run, before=computations)
+    assert [each.num_trips for each in loops_of(read_steps(parse_module(text), TPU))] == [trips]
+    assert simulated(text).unknown_loops == (set() if trips else {"loop"})
+    known = run + ', backend_config={"known_trip_count":{"n":"9"}}'
+    text = module(known, before=computations)
+    assert [each.num_trips for each in loops_of(read_steps(parse_module(text), TPU))] == [9]
+
+
+FUSED = f"""\
+%begin (p: bf16[8]) -> (bf16[8], bf16[32], u32[]) {{
+  %p = bf16[8]{{0}} parameter(0)
+  %ag.1 = bf16[32]{{0}} all-gather(%p), channel_id=5, {GROUPS}, dimensions={{0}}, metadata={{op_name="gathered"}}
+  ROOT %cs = (bf16[8]{{0}}, bf16[32]{{0}}, u32[]) custom-call(%ag.1), custom_call_target="AsyncCollectiveStart"
+}}
+
+%async_collective_fusion.1 (p: bf16[8], q: bf16[32]) -> (bf16[8], bf16[32]) {{
+  %p = bf16[8]{{0}} parameter(0)
+  %q = bf16[32]{{0}} parameter(1)
+  %ag.2 = bf16[32]{{0}} all-gather(%p), channel_id=5, {GROUPS}, dimensions={{0}}
+  %dot = bf16[8]{{0}} convolution(%p, %p), dim_labels=bf_io->bf
+  ROOT %t = (bf16[8]{{0}}, bf16[32]{{0}}) tuple(%dot, %ag.2)
+}}
+
+%finish (p: bf16[8], q: bf16[32]) -> bf16[32] {{
+  %p = bf16[8]{{0}} parameter(0)
+  %q = bf16[32]{{0}} parameter(1)
+  %ag.3 = bf16[32]{{0}} all-gather(%p), channel_id=5, {GROUPS}, dimensions={{0}}
+  ROOT %cd = bf16[32]{{0}} custom-call(%p, %ag.3, %q), custom_call_target="AsyncCollectiveDone"
+}}
+"""
+
+
+def test_a_collective_that_is_fused_with_matmuls_counts_once():
+    lines = [
+        "  %start = (bf16[8]{0}, bf16[32]{0}, u32[]) fusion(%x), kind=kCustom, calls=%begin",
+        "  %g0 = bf16[8]{0} get-tuple-element(%start), index=0",
+        "  %g1 = bf16[32]{0} get-tuple-element(%start), index=1",
+        '  %mm = (bf16[8]{0}, bf16[32]{0}) fusion(%g0, %g1), kind=kOutput, calls=%async_collective_fusion.1, backend_config={"estimated_cycles":"50"}',
+        "  %h0 = bf16[8]{0} get-tuple-element(%mm), index=0",
+        "  %h1 = bf16[32]{0} get-tuple-element(%mm), index=1",
+        "  %done = bf16[32]{0} fusion(%h0, %h1), kind=kCustom, calls=%finish",
+        f"  ROOT {compute('b', 10).strip()}",
+    ]
+    result = simulated(module(*lines, before=FUSED))
+    assert totals(result) == {"start": (1, 0.064, 0.014)}
+    found = result.collectives["start"].collective
+    assert (found.kind, found.form, found.op_name, found.num_bytes) == (
+        "all-gather",
+        "collective fusion",
+        "gathered",
+        64,
+    )
+    assert result.compute_seconds == {"matmul": pytest.approx(0.05), "other": pytest.approx(0.01)}
+
+
+def test_a_collective_whose_chunks_are_sent_from_within_a_loop_counts_once():
+    """It begins before three trips of 50 and ends behind them: 64 long, it is hidden."""
+    begin = "  %start = (bf16[8]{0}, bf16[32]{0}, u32[]) fusion(%x), kind=kCustom, calls=%begin"
+    chunk = (
+        "  %mm = (bf16[8]{0}, bf16[32]{0}) fusion(%x, %x), kind=kOutput, calls=%async_collective_fusion.1, "
+        'backend_config={"estimated_cycles":"50"}'
+    )
+    computations, run = loop(chunk, trips=3)
+    carried = run.replace("tuple(%zero, %x, %copied)", "tuple(%zero, %start, %copied)").replace("ROOT %loop", "%loop")
+    done = "  ROOT %done = bf16[32]{0} fusion(%loop, %loop), kind=kCustom, calls=%finish"
+    result = simulated(module(begin, carried, done, before=FUSED + computations))
+    assert totals(result) == {"start": (1, 0.064, 0.0)}
+    assert result.compute_seconds == {"matmul": pytest.approx(0.15)}
+
+
+def test_an_all_reduce_of_which_a_slice_is_kept_is_a_reduce_scatter():
+    scatter = f"""\
+%all-reduce-scatter (p: f32[32], i: s32[]) -> f32[8] {{
+  %p = f32[32]{{0}} parameter(0)
+  %i = s32[] parameter(1)
+  %ar = f32[32]{{0}} all-reduce(%p), channel_id=7, {GROUPS}, to_apply=%sum
+  %b = f32[32]{{0}} bitcast(%ar)
+  ROOT %ds = f32[8]{{0}} dynamic-slice(%b, %i), dynamic_slice_sizes={{8}}
+}}
+"""
+    big = "  %y = f32[32]{0} broadcast(%x)\n  %i = s32[] constant(0)"
+    call = "  ROOT %rs = f32[8]{0} fusion(%y, %i), kind=kCustom, calls=%all-reduce-scatter"
+    result = simulated(module(big, call, before=scatter))
+    (found,) = (each.collective for each in result.collectives.values())
+    assert (found.name, found.kind, found.num_bytes, found.dtype) == ("rs", "reduce-scatter", 128, "f32")
+    assert result.exposed_seconds == pytest.approx(0.128)
+    whole = scatter.replace(
+        "ROOT %ds = f32[8]{0} dynamic-slice(%b, %i), dynamic_slice_sizes={8}", "ROOT %ds = f32[32]{0} add(%b, %b)"
+    )
+    result = simulated(module(big, call, before=whole))
+    assert [each.collective.kind for each in result.collectives.values()] == ["all-reduce"]
+
+
+def test_a_call_to_another_unit_is_the_collective_that_it_calls():
+    called = f"""\
+%gather_on_sc (p: bf16[8], t: token[]) -> bf16[32] {{
+  %p = bf16[8]{{0}} parameter(0)
+  %t = token[] parameter(1)
+  ROOT %ag = bf16[32]{{0}} all-gather(%p), channel_id=3, {GROUPS}, dimensions={{0}}
+}}, execution_thread="sparsecore"
+"""
+    lines = [
+        '  %prepared = s32[]{:S(2)} custom-call(), custom_call_target="PrepareAsyncCallStart"',
+        '  %token = token[] custom-call(%prepared), custom_call_target="PrepareAsyncCallDone"',
+        '  %g.call-start = ((bf16[8]{0}, token[]), bf16[32]{0}) call-start(%x, %token), async_execution_thread="sparsecore", to_apply=%gather_on_sc',
+        compute("a", 40),
+        "  ROOT %g.call-done = bf16[32]{0} call-done(%g.call-start)",
+    ]
+    result = simulated(module(*lines, before=called))
+    assert totals(result) == {"g.call-start": (1, 0.064, 0.024)}
+    (found,) = (each.collective for each in result.collectives.values())
+    assert (found.kind, found.form, found.num_bytes, found.is_certain) == ("all-gather", "sparsecore call", 64, True)
+
+
+def test_a_call_that_holds_several_collectives_moves_all_their_arrays():
+    called = f"""\
+%reduced_on_sc (p: bf16[32], q: bf16[64]) -> (bf16[8], bf16[16]) {{
+  %p = bf16[32]{{0}} parameter(0)
+  %q = bf16[64]{{0}} parameter(1)
+  %rs.1 = bf16[8]{{0}} reduce-scatter(%p), channel_id=3, {GROUPS}, dimensions={{0}}
+  %rs.2 = bf16[16]{{0}} reduce-scatter(%q), channel_id=3, {GROUPS}, dimensions={{0}}
+  ROOT %t = (bf16[8]{{0}}, bf16[16]{{0}}) tuple(%rs.1, %rs.2)
+}}, execution_thread="sparsecore"
+"""
+    lines = [
+        "  %a = bf16[32]{0} broadcast(%x)",
+        "  %b = bf16[64]{0} broadcast(%x)",
+        '  %s.call-start = ((bf16[32]{0}, bf16[64]{0}), (bf16[8]{0}, bf16[16]{0})) call-start(%a, %b), async_execution_thread="sparsecore", to_apply=%reduced_on_sc',
+        "  ROOT %s.call-done = (bf16[8]{0}, bf16[16]{0}) call-done(%s.call-start)",
+    ]
+    (found,) = (each.collective for each in simulated(module(*lines, before=called)).collectives.values())
+    assert (found.kind, found.num_bytes, found.num_elements) == ("reduce-scatter", 2 * (32 + 64), (32, 64))
+
+
+def test_a_call_that_hides_its_collective_is_known_by_its_name():
+    """The transfer begins at the update; what is called hides the collective behind a custom call."""
+    called = """\
+%gather_on_sc (p: bf16[8]) -> bf16[32] {
+  %p = bf16[8]{0} parameter(0)
+  ROOT %c = bf16[32]{0} custom-call(%p), custom_call_target="SparseCoreCall", replica_groups={{0,1,2,3}}
+}, execution_thread="sparsecore"
+
+%moved (p: bf16[8]) -> bf16[8] {
+  ROOT %p = bf16[8]{0:S(1)} parameter(0)
+}, execution_thread="sparsecore"
+"""
+    lines = [
+        '  %all-gather.7.call-start = ((bf16[8]{0}), bf16[32]{0}, u32[]) async-start(%x), async_execution_thread="sparsecore", calls=%gather_on_sc',
+        compute("a", 1000),
+        "  %all-gather.7.call-update = ((bf16[8]{0}), bf16[32]{0}, u32[]) async-update(%all-gather.7.call-start)",
+        compute("b", 40),
+        "  %all-gather.7.call-done = bf16[32]{0} async-done(%all-gather.7.call-update)",
+        '  %move.call-start = ((bf16[8]{0}), bf16[8]{0}, u32[]) async-start(%x), async_execution_thread="sparsecore", calls=%moved',
+        "  ROOT %move.call-done = bf16[8]{0} async-done(%move.call-start)",
+    ]
+    result = simulated(module(*lines, before=called))
+    assert totals(result) == {"all-gather.7.call-update": (1, 0.064, 0.024)}
+    (found,) = (each.collective for each in result.collectives.values())
+    assert (found.kind, found.form, found.group_size, found.is_certain) == ("all-gather", "sparsecore call", 4, False)
+
+
+def test_of_two_branches_the_longer_one_counts():
+    branches = f"""\
+%short (p: bf16[8]) -> bf16[8] {{
+  %x = bf16[8]{{0}} parameter(0)
+  ROOT {compute("a", 10).strip()}
+}}
+
+%long (p: bf16[8]) -> bf16[8] {{
+  %x = bf16[8]{{0}} parameter(0)
+  %g = {GATHER}
+  ROOT {compute("b", 30).strip()}
+}}
+"""
+    run = (
+        "  %i = s32[] constant(0)\n  ROOT %c = bf16[8]{0} conditional(%i, %x, %x), branch_computations={%short, %long}"
+    )
+    result = simulated(module(run, before=branches))
+    assert result.seconds == pytest.approx(0.094)
+    assert totals(result) == {"g": (1, 0.064, 0.064)}
+
+
+def test_the_branch_that_ends_last_counts_with_what_is_on_its_way():
+    """By itself the branch with compute is the longer one: 70 against 64 ms. Behind a gather of 64 ms the other is."""
+    branches = f"""\
+%computes (p: bf16[8]) -> bf16[8] {{
+  %x = bf16[8]{{0}} parameter(0)
+  ROOT {compute("a", 70).strip()}
+}}
+
+%gathers (p: bf16[8]) -> bf16[8] {{
+  %x = bf16[8]{{0}} parameter(0)
+  ROOT %g = {GATHER}
+}}
+"""
+    run = (
+        "  %i = s32[] constant(0)\n  %c = bf16[8]{0} conditional(%i, %x, %x), branch_computations={%computes, %gathers}"
+    )
+    alone = simulated(module(run, "  ROOT %r = bf16[8]{0} copy(%c)", before=branches))
+    assert alone.seconds == pytest.approx(0.07)
+    lines = [f"  %s = {START}", run, "  ROOT %d = bf16[32]{0} all-gather-done(%s)"]
+    queued = simulated(module(*lines, before=branches))
+    assert queued.seconds == pytest.approx(0.128)
+    assert totals(queued) == {"s": (1, 0.064, 0.064), "g": (1, 0.064, 0.064)}
+
+
+def test_a_loop_behind_a_long_transfer_settles_before_its_trips_are_counted():
+    """The first two gathers of five queue behind 200 ms; the last three meet a free link."""
+    computations, run = loop(compute("a", 50), f"  %g = {GATHER}", trips=5)
+    long = "  %big = (bf16[8]{0}, bf16[100]{0}) all-gather-start(%y), replica_groups={{0}}, dimensions={0}"
+    run = run.replace("ROOT ", "")
+    lines = ["  %y = bf16[100]{0} parameter(1)", long, run, "  ROOT %d = bf16[100]{0} all-gather-done(%big)"]
+    result = simulated(module(*lines, before=computations))
+    assert totals(result) == {"big": (1, 0.2, 0.15), "g": (5, 0.32, 0.32)}
+    assert result.seconds == pytest.approx(5 * 0.05 + 0.32 + 0.15)
+
+
+SENT = (
+    'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+    '_xla_host_transfer_rendezvous="psum.1_0",_xla_megascale_reduce_operation="SUM",'
+    '_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}'
+)
+
+
+def test_across_slices_a_send_begins_a_collective_and_what_is_received_ends_it():
+    """The hosts have the data when the send is done; the sum is there when it is received."""
+    lines = [
+        "  %t = token[] after-all()",
+        f"  %send = (bf16[8]{{0}}, u32[], token[]) send(%x, %t), channel_id=3, {SENT}",
+        f"  %recv = (bf16[8]{{0}}, u32[], token[]) recv(%t), channel_id=2, {SENT}",
+        compute("a", 4),
+        "  %recv-done = (bf16[8]{0}, token[]) recv-done(%recv), channel_id=2",
+        compute("b", 100),
+        "  %send-done = token[] send-done(%send), channel_id=3",
+        "  ROOT %r = bf16[8]{0} get-tuple-element(%recv-done), index=0",
+    ]
+    result = simulated(module(*lines))
+    assert totals(result) == {"send": (1, 0.016, 0.012)}
+    (found,) = (each.collective for each in result.collectives.values())
+    assert (found.kind, found.num_slices, found.groups, found.num_bytes) == ("all-reduce", 2, (), 16)
+    gathered = simulated(module(*lines).replace("ALL_REDUCE", "ALL_GATHER"))
+    assert [each.collective.num_bytes for each in gathered.collectives.values()] == [32]
+    unknown = simulated(module(*lines).replace("ALL_REDUCE", "ELSE"))
+    (found,) = (each.collective for each in unknown.collectives.values())
+    assert (found.kind, found.num_slices, found.is_certain) == ("send", None, False)
+
+
+def test_pairs_of_gpus_send_until_it_is_received():
+    pairs = "frontend_attributes={_xla_send_recv_source_target_pairs={{0,1},{1,2}}}"
+    lines = [
+        "  %t = token[] after-all()",
+        f"  %recv = (bf16[8]{{0}}, u32[], token[]) recv(%t), channel_id=2, {pairs}",
+        f"  %send = (bf16[8]{{0}}, u32[], token[]) send(%x, %t), channel_id=2, {pairs}",
+        compute("a", 4),
+        "  %recv-done = (bf16[8]{0}, token[]) recv-done(%recv), channel_id=2",
+        "  %send-done = token[] send-done(%send), channel_id=2",
+        "  ROOT %r = bf16[8]{0} get-tuple-element(%recv-done), index=0",
+    ]
+    result = simulated(module(*lines))
+    assert totals(result) == {"send": (1, 0.016, 0.012)}
+    (found,) = (each.collective for each in result.collectives.values())
+    assert (found.kind, found.groups, found.num_bytes, found.is_certain) == ("send", ((0, 1), (1, 2)), 16, True)
+
+
+def test_the_bytes_of_an_exchange_are_those_of_all_parts():
+    """Each of four devices has a part of the array before and after."""
+    (found,) = collectives_of(
+        read_steps(parse_module(module(f"  ROOT %g = bf16[8]{{0}} all-to-all(%x), {GROUPS}, dimensions={{0}}")), TPU)
+    )
+    assert (found.kind, found.num_bytes, found.num_elements) == ("all-to-all", 64, (32,))
+
+
+def test_an_all_reduce_is_as_large_as_what_it_gives():
+    """TPUs add up in float32 what they are given in bfloat16."""
+    line = f"  ROOT %g = f32[8]{{0}} all-reduce(%x), {GROUPS}, to_apply=%work"
+    (found,) = collectives_of(read_steps(parse_module(module(line)), TPU))
+    assert (found.num_bytes, found.dtype, found.is_padded) == (32, "f32", False)
+
+
+def test_matmuls_of_gpus_are_priced_from_their_shapes():
+    """(64, 128) x (128, 32) at 80 % of 1 GFLOP/s, against bytes at 90 % of 1 MB/s."""
+    before = "%sum (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n  ROOT %b = f32[] parameter(1)\n}"
+    lines = [
+        "  %l = bf16[64,128]{1,0} broadcast(%x)",
+        "  %r = bf16[128,32]{1,0} broadcast(%x)",
+        '  ROOT %mm = (bf16[64,32]{1,0}, s8[100]{0}) custom-call(%l, %r), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[]}}}',
+    ]
+    slow = Chip("gpu", None, {"bfloat16": 1e6}, hbm_bytes_per_second=1e12)
+    steps = read_steps(parse_module(module(*lines, before=before)), slow)
+    matmul = computed(steps)["mm"]
+    assert matmul.kind == "matmul"
+    assert matmul.priced_by == "flops"
+    assert matmul.seconds == pytest.approx(2 * 64 * 128 * 32 / 0.8e6)
+    fast = Chip("gpu", None, {"bfloat16": 1e15}, hbm_bytes_per_second=1e6)
+    matmul = computed(read_steps(parse_module(module(*lines)), fast))["mm"]
+    assert matmul.priced_by == "bytes"
+    assert matmul.seconds == pytest.approx((64 * 128 * 2 + 128 * 32 * 2 + 64 * 32 * 2 + 100) / 0.9e6)
+
+
+def test_only_what_is_touched_of_an_array_counts_as_moved():
+    """A slice of a large operand is read, an update of one is written; the operand itself is neither."""
+    sliced = """\
+%slice (p: f32[1000], i: s32[]) -> f32[10] {
+  %p = f32[1000]{0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %ds = f32[10]{0} dynamic-slice(%p, %i), dynamic_slice_sizes={10}
+}
+
+%write (p: f32[1000], u: f32[10], i: s32[]) -> f32[1000] {
+  %p = f32[1000]{0} parameter(0)
+  %u = f32[10]{0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %dus = f32[1000]{0} dynamic-update-slice(%p, %u, %i)
+}
+"""
+    lines = ["  %big = f32[1000]{0} broadcast(%x)", "  %i = s32[] constant(0)",
+             "  %some = f32[10]{0} fusion(%big, %i), kind=kLoop, calls=%slice",
+             "  ROOT %all = f32[1000]{0} fusion(%big, %some, %i), kind=kLoop, calls=%write"]  # fmt: skip
+    steps = computed(read_steps(parse_module(module(*lines, before=sliced)), GPU))
+    assert steps["some"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6)
+    assert steps["all"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6)
+
+
+def test_copies_to_the_host_and_back_run_beside_the_compute():
+    """As a TPU program offloads: a layer's activation into the host's stack of them (S(5)), and out of it again."""
+    host, device = "bf16[100,8]{1,0:S(5)}", "bf16[1,8]{1,0}"
+    lines = [
+        "  %i = s32[] constant(0)", f"  %stack = {host} parameter(1)", compute("a", 100),
+        f"  %u = (({host}, {device}, s32[]), {host}, u32[]) dynamic-update-slice-start(%stack, %a, %i, %i)",
+        f"  %done = {host} dynamic-update-slice-done(%u)",
+        f"  %s = (({host}, s32[]), {device}, u32[]) dynamic-slice-start(%done, %i, %i), dynamic_slice_sizes={{1,8}}",
+        f"  ROOT %back = {device} dynamic-slice-done(%s)",
+    ]  # fmt: skip
+    assert simulated(module(*lines)).seconds == pytest.approx(0.1)
+
+
+def test_a_kernel_that_is_not_known_is_counted_and_takes_no_time():
+    line = '  ROOT %k = bf16[8]{0} custom-call(%x), custom_call_target="tpu_custom_call"'
+    result = simulated(module(line))
+    assert result.unpriced == {"k"}
+    assert result.seconds == 0
+
+
+def test_a_collective_whose_time_is_not_known_has_none():
+    result = simulated(module(f"  ROOT %g = {GATHER}"), price=lambda _: Priced(None, ()))
+    assert totals(result) == {"g": (1, None, 0.0)}
+
+
+@pytest.mark.parametrize(("kernel", "matmuls"), [("splash_mha_fwd", 2), ("splash_mha_dq", 3), ("splash_mha_dkv", 4)])
+@pytest.mark.parametrize("batch", ["", "1,", "6,"])
+def test_an_attention_kernel_takes_the_time_of_its_matmuls_over_half_of_the_square(kernel, matmuls, batch):
+    """Of a single sequence the queries have no dimension for it; masks (s8) come first."""
+    shape = f"bf16[{batch}4,256,128]"
+    lines = ["  %mask = s8[1,16,16] constant({...})", f"  %q = {shape} parameter(1)", f"  %k = {shape} parameter(2)",
+             f'  ROOT %{kernel}.1 = {shape} custom-call(%mask, %q, %k), custom_call_target="tpu_custom_call"']  # fmt: skip
+    (found,) = computed(read_steps(parse_module(module(*lines)), TPU)).values()
+    flops = 2 * matmuls * 4 * 256 * 256 * 128 / 2 * int(batch.rstrip(",") or 1)
+    assert (found.kind, found.priced_by) == ("attention", "flops")
+    assert found.seconds == pytest.approx(flops / (0.6 * 1e3))

@@ -1,0 +1,71 @@
+"""The named models: as many parameters as published; each shape of decoder the same on every layout."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from conftest import plan_of
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.driver import plan_run
+from support.helpers import gradients_of, reference_loss, tiered
+
+# Sums of the shapes in the checkpoints that their makers published; tied tables once.
+PUBLISHED = {
+    "gpt2_124m": 124_439_808,  # openai-community/gpt2
+    "llama2_7b": 6_738_415_616,  # meta-llama/Llama-2-7b-hf
+    "llama2_70b": 68_976_648_192,  # meta-llama/Llama-2-70b-hf
+    "llama3_8b": 8_030_261_248,  # meta-llama/Meta-Llama-3-8B
+    "llama3_70b": 70_553_706_496,  # meta-llama/Meta-Llama-3-70B
+    "llama3_405b": 405_853_388_800,  # meta-llama/Llama-3.1-405B
+    "qwen3_0_6b": 596_049_920,  # Qwen/Qwen3-0.6B
+    "qwen3_8b": 8_190_735_360,  # Qwen/Qwen3-8B
+    "gemma2_9b": 9_241_705_984,  # google/gemma-2-9b
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_named_model_has_as_many_parameters_as_published(name):
+    plan = read_spec(Request((f"model={name}",)), then=plan_run)
+    assert plan.num_parameters == PUBLISHED[name]
+
+
+SHAPES = {
+    "gpt2": ("model=gpt2_124m", "model.vocab_size=264", "model.num_kv_heads=16", "model.num_positions=16",
+             "model.dropout_rate=0.0"),
+    "gemma2": ("model=gemma2_9b", "model.vocab_size=264", "model.num_layers=4", "model.attention_windows=[5,null]"),
+    "qwen3": ("model=qwen3_0_6b", "model.vocab_size=264"),
+}  # fmt: skip
+LAYOUTS = {
+    "fsdp": ("sharding=fsdp", "num_microbatches=2", "loss.max_logits_bytes=8192"),
+    "fsdp_tensor": ("sharding=fsdp_tensor", "remat=full"),
+}
+
+
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, plain=["fsdp"]))
+@pytest.mark.parametrize("shape", tiered(SHAPES, plain=["gpt2"]))
+def test_every_gradient_of_every_shape_is_that_of_one_device(shape, layout, tokens):
+    plan = plan_of(*SHAPES[shape], *LAYOUTS[layout])
+    leaves, tree = jax.tree.flatten(plan.abstract["params"])
+    chance = np.random.default_rng(0)  # biases and scales too, which start at zeros and ones
+    params = jax.tree.unflatten(tree, [chance.normal(0, 0.2, x.shape).astype(np.float32) for x in leaves])
+    inputs, targets = jnp.asarray(tokens[0][:, :-1]), jnp.asarray(tokens[0][:, 1:])
+    expected_loss, expected = jax.jit(jax.value_and_grad(lambda p: reference_loss(plan.model, p, inputs, targets)))(
+        params
+    )
+    loss, gradients = gradients_of(plan, params, tokens[0])
+    assert loss == pytest.approx(float(expected_loss), rel=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max() + 1e-7), gradients, expected)
+
+
+def test_a_tied_table_is_one_parameter_with_the_gradients_of_both_uses(tokens):
+    """Against a model with two tables: their gradients, added."""
+    tied, separate = (plan_of("target=cpu-1", f"model.embeddings={kind}") for kind in ("tied", "separate"))
+    params = tied.model.init(jax.random.key(0))
+    table = params["embed"]["table_VE"]
+    assert "table_VE" not in params["head"]
+    _, together = gradients_of(tied, params, tokens[0])
+    apart = params | {"head": params["head"] | {"kernel_EV": table.T}}
+    _, each = gradients_of(separate, apart, tokens[0])
+    expected = each["embed"]["table_VE"] + each["head"]["kernel_EV"].T
+    np.testing.assert_allclose(together["embed"]["table_VE"], expected, atol=1e-6)

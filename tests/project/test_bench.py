@@ -1,0 +1,109 @@
+"""Tables of bench/ that `meshloom compile` fills: a row that cannot be compiled is told, and the others are there."""
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshloom.compiler.analysis.program_memory import read_peak
+from meshloom.compiler.xla.hlo import parse_module
+from support import reports
+from support.helpers import recorded_text
+
+FOLDER = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def script(monkeypatch) -> Callable[[str], Any]:
+    """A module of the folder, where the command fails for what is said to be `broken` and gives a report else."""
+
+    def compiled(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        (run_dir,) = (word.removeprefix("hydra.run.dir=") for word in command if word.startswith("hydra.run.dir="))
+        report = reports.fits()[0].model_copy(update={"search": reports.searched()})
+        if "broken" in " ".join(command):
+            return subprocess.CompletedProcess(command, 2)
+        Path(run_dir, "report.json").write_text(report.model_dump_json())
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(subprocess, "run", compiled)
+    return importlib.import_module
+
+
+def rows_of(path: Path) -> list[str]:
+    return [json.loads(line)["name"] for line in path.read_text().splitlines()]
+
+
+def test_a_recipe_that_cannot_be_compiled_leaves_the_others(script, tmp_path, monkeypatch, capsys):
+    published = script("published")
+    recipes = [
+        published.Recipe("first", "here", 100.0, None, "full", ("model=broken",)),
+        published.Recipe("second", "here", 100.0, 0.5, "full", ("model=tiny",), {"xla_broken": True}, is_compared=True),
+        published.Recipe("third", "here", None, 0.5, "full", ("model=large",)),
+    ]
+    monkeypatch.setattr(published, "RECIPES", recipes)
+    monkeypatch.setattr(sys, "argv", ["published.py", str(tmp_path / "kept.jsonl")])
+    assert published.main() == 1
+    told = capsys.readouterr()
+    failed = [line for line in told.err.splitlines() if line.startswith("not compiled, exit code 2: ")]
+    assert [line.split(": ")[1] for line in failed] == ["first", "second"]
+    assert rows_of(tmp_path / "kept.jsonl") == ["second", "third"]
+    table = [line.split(" | ") for line in told.out.splitlines()[2:5]]
+    assert [row[3] for row in table] == ["not compiled", "not compiled / 61.3%", "61.3%"]
+    assert all(len(row) == 8 for row in table)
+
+    monkeypatch.setattr(published, "RECIPES", recipes[2:])
+    assert published.main() == 0
+    assert "compiling" not in capsys.readouterr().err, "it is kept"
+
+
+def test_a_row_that_cannot_be_compiled_leaves_the_others(script, tmp_path, monkeypatch, capsys):
+    overlap = script("overlap")
+    rows = [overlap.Row(model, "v5e-8", 8, 1, 128) for model in ("broken", "tiny")]
+    monkeypatch.setattr(overlap, "ROWS", rows)
+    monkeypatch.setattr(sys, "argv", ["overlap.py", str(tmp_path / "kept.jsonl")])
+    assert overlap.main() == 1
+    told = capsys.readouterr()
+    assert told.err.count("not compiled, exit code 2: broken, v5e-8") == 3
+    assert rows_of(tmp_path / "kept.jsonl") == [rows[1].name] * 3
+    assert [line.split(",")[0] for line in told.out.splitlines() if line.startswith("| tiny")] == ["| tiny"]
+
+
+def test_what_could_not_be_judged_says_why(script):
+    cell = script("overlap")._cell
+    unknown = {"predicted_seconds": None, "fits": True, "why_not": "the program's text cannot be read: line 7"}
+    assert cell(unknown) == "the program's text cannot be read: line 7"
+    assert cell(unknown | {"fits": False}) == "does not fit"
+
+
+def test_a_shortened_program_takes_the_same_memory(monkeypatch):
+    """What `record_schedules.py` leaves out of a program, the walk of its memory does not read."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    without_unread = importlib.import_module("record_schedules").without_unread
+    for name in ("v5e_tensor", "h100_fsdp"):
+        text = recorded_text(name)
+        short = without_unread(text)
+        assert len(short) < 0.7 * len(text)
+        assert read_peak(parse_module(short)) == read_peak(parse_module(text))
+    recorded = recorded_text("llama_v5e8_two_microbatches")
+    assert without_unread(recorded) == recorded
+
+
+def test_deliberate_faults_fit_the_code_and_their_tests(script):
+    """Each changes text that its file has once, and names a test that is there; running them is the script's part."""
+    faults = script("faults")
+    table = faults.read_faults()
+    assert len(table) >= 60
+    assert faults.mistakes_in(table) == []
+    stale = replace(table[0], old="no such text", test="tests/project/test_bench.py::test_nowhere")
+    assert [line.split(": ", 1)[1] for line in faults.mistakes_in([stale, table[0]])] == [
+        "2 faults have this name",
+        "the old text is 0 times in compiler/parallel/weights.py",
+        "there is no test tests/project/test_bench.py::test_nowhere",
+    ]

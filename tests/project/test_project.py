@@ -1,0 +1,185 @@
+"""The repository keeps its own promises."""
+
+import ast
+import inspect
+import re
+import shlex
+import tomllib
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+import meshloom
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.data_spec import Source, TokenizerSpec
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.driver import plan_run
+from meshloom.models.config import Config
+from meshloom.runtime.train.train import plan_and_check
+
+ROOT = Path(__file__).parents[2]
+CONF = ROOT / "conf"
+OPTIONS = [(path.parent.relative_to(CONF).as_posix(), path.stem)
+           for path in sorted(CONF.glob("*/**/*.yaml")) if path.stem[0] != "_"]  # fmt: skip
+TARGETS = [("target", path.stem) for path in sorted(CONF.glob("target/_*.yaml"))]
+
+
+def test_ci_runs_the_two_commands_of_the_readme():
+    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    commands = re.findall(r"^    (pip install .*)$", readme, re.M)
+    assert commands == ["pip install -e . && meshloom train", "pip install -e '.[test]' && pytest"]
+    assert [line for line in ci.splitlines() if line in commands] == commands
+
+
+@pytest.mark.ci
+def test_every_command_of_the_readme_is_right():
+    readme = (ROOT / "README.md").read_text()
+    lines = [line.split("  ")[0] for line in re.findall(r"^    meshloom (?:train|explain|compile) (.*)$", readme, re.M)]
+    lines += [line.split("  ")[0] for line in re.findall(r"^    meshloom data (.*)$", readme, re.M)]
+    assert len(lines) >= 8
+    for line in lines:
+        words = [word for word in shlex.split(line) if not word.startswith("-")]
+        if "-m" in line:
+            words = [re.sub(r"=([^,]*),.*", r"=\1", word) for word in words]
+        if "seed=x" in words:
+            with pytest.raises(ValueError, match="three"):
+                _count_problems(words)
+            continue
+        read_spec(Request(tuple(words)), then=plan_run)
+
+
+def _count_problems(words: list[str]) -> None:
+    try:
+        read_spec(Request(tuple(words)), then=plan_and_check)
+    except Exception as error:
+        raise ValueError({1: "one", 2: "two", 3: "three"}.get(str(error).count("error: "), "many")) from error
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_of_every_group_makes_a_run(group, option):
+    overrides = {
+        ("target", "local"): ("mesh.fsdp=8",),
+        ("mesh", "ddp"): ("sharding=ddp",),
+        ("mesh", "tensor"): ("sharding=tensor",),
+        ("mesh", "fsdp_tensor"): ("sharding=fsdp_tensor",),
+        ("mesh", "hsdp"): ("sharding=hsdp",),
+        ("mesh", "zero1"): ("sharding=zero1",),
+        ("mesh", "zero2"): ("sharding=zero2",),
+        ("data", "text_files"): ("data.source.paths=[x]",),
+        ("data", "jsonl"): ("data.source.paths=[x]",),
+        ("data", "parquet"): ("data.source.paths=[x]",),
+        ("data", "array_record"): ("data.source.paths=[x]",),
+        ("data", "tokens"): ("data.source.directory=x",),
+        ("data", "python"): ("data.source.object=a:b",),
+        ("data", "mixture"): ("data.source.parts={a:{weight:1,source:{kind:synthetic}}}",),
+        ("data/tokenizer", "huggingface"): ("data.tokenizer.path=x",),
+        ("data/tokenizer", "sentencepiece"): ("data.tokenizer.path=x",),
+    }.get((group, option), ())
+    plan = read_spec(Request((f"{group}={option}", *overrides)), then=plan_run)
+    assert plan.mesh.num_devices == plan.target.num_devices == 8
+
+
+def _with_base(group, values):
+    """The keys of a file and of the files that it starts from."""
+    bases = [name for name in values.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
+    return {
+        k: v for base in bases for k, v in yaml.safe_load((CONF / group / f"{base}.yaml").read_text()).items()
+    } | values
+
+
+@pytest.mark.parametrize(("group", "option"), [*OPTIONS, *TARGETS])
+def test_every_option_says_what_it_is_and_holds_all_of_its_keys(group, option):
+    """A default is written once, in its file: none is missing there and none is in the code."""
+    text = (CONF / group / f"{option}.yaml").read_text()
+    assert re.match(r"(# @package.*\n)?# \w", text)
+    if group == "experiment":
+        return
+    base, _, node = group.partition("/")
+    values = _with_base(group, yaml.safe_load(text))
+    if group == "data":
+        source = values["source"]
+        assert set(source) == set(_member_of(Source, source).model_fields)
+    kind = _member_of(TokenizerSpec, values) if node else _member_of(RunSpec.model_fields[base].annotation, values)
+    assert set(values) == set(kind.model_fields)
+
+
+def _member_of(kind: typing.Any, values: dict[str, typing.Any]) -> type[Config]:
+    """A class itself; of a tagged union (`family: decoder`) the one whose tag is among the values."""
+    if isinstance(kind, type):
+        return kind
+    members = typing.get_args(kind)
+    members = typing.get_args(members[0]) if typing.get_origin(kind) is typing.Annotated else members
+    tagged = [(m, key, typing.get_args(field.annotation)) for m in members for key, field in m.model_fields.items()]
+    return next(m for m, key, allowed in tagged if len(allowed) == 1 and allowed[0] == values.get(key))
+
+
+def test_no_spec_has_a_default_in_code():
+    def configs(node):
+        for sub in node.__subclasses__():
+            yield sub
+            yield from configs(sub)
+
+    assert len(list(configs(Config))) >= 14
+    for config in configs(Config):
+        assert all(field.is_required() for field in config.model_fields.values()), config
+
+
+def test_the_loop_is_short():
+    assert len((ROOT / "runtime" / "train" / "loop.py").read_text().splitlines()) < 150
+
+
+def test_tracebacks_name_the_real_files():
+    assert Path(inspect.getfile(plan_run)) == ROOT / "compiler" / "driver.py"
+    assert meshloom.__version__
+
+
+def test_links_of_the_readme_and_docs_lead_somewhere():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_page_of_the_architecture_has_every_folder_with_its_charter_in_the_order_of_imports():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    layers = {
+        contract["containers"][0].removeprefix("meshloom."): [*reversed(contract["layers"])]
+        for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+        if "containers" in contract
+    }
+    assert list(layers) == ["compiler", "runtime"]
+    for top, names in layers.items():
+        folders = {name: ROOT / top / name for name in names}
+        rows = [
+            f"| `{name}/` | {_charter(folder / '__init__.py')} |" if folder.is_dir()
+            else f"| `{name}.py` | {_charter(folder.with_suffix('.py'))} |"
+            for name, folder in folders.items()
+        ]  # fmt: skip
+        assert "\n".join(rows) in page
+        assert {path.stem for path in (ROOT / top).iterdir()} - {"__init__", "__pycache__"} == {*names}
+
+
+def test_functions_that_the_page_of_the_architecture_names_are_there():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`?((?:compiler|runtime)/[\w/]+\.py): ([\w.]+)", page)
+    assert len(named) >= 15
+    for path, name in named:
+        tree = ast.parse((ROOT / path).read_text())
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        assert {*name.split(".")} <= defined, (path, name)
+
+
+def test_tests_mirror_the_folders_and_import_no_other_test():
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        folder = path.parent.relative_to(ROOT / "tests").as_posix()
+        assert folder in ("models", "project") or (ROOT / folder).is_dir(), path
+        modules = [
+            node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+        ]
+        assert not [module for module in modules if module.split(".")[-1].startswith("test_")], path
+
+
+def _charter(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]

@@ -1,0 +1,236 @@
+"""The command line as its users type it: in this process, but for what is of processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import SMALL
+from meshloom import __version__
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.hydra_settings import search_path_override
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.runtime.cli.main import COMMANDS
+from meshloom.runtime.train.next_steps import next_steps
+from support.helpers import meshloom, run_in_process
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from meshloom.runtime.cli.main import run; run(['--help']); print([m for m in ('jax', 'hydra', 'flax', 'rich', 'pydantic') if m in sys.modules])"  # noqa: E501
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert all(command in done.stdout for command in COMMANDS)
+
+
+def test_a_reader_that_has_gone_away_is_no_crash():
+    """As of `| head`."""
+    gone, ours = os.pipe()
+    os.close(gone)
+    done = subprocess.run([sys.executable, "-m", "meshloom", "--help"], stdout=ours, stderr=subprocess.PIPE, text=True)
+    os.close(ours)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_an_unknown_command_is_one_error():
+    done = run_in_process("trian")
+    assert done.returncode == 2
+    fix = f"use one of {', '.join(COMMANDS)} (did you mean 'train'?)"
+    assert done.stderr == f"error: there is no command 'trian'\n  fix: {fix}\n"
+
+
+def test_train_help_lists_every_group_and_option_a_line_each():
+    lines = run_in_process("train", "--help").stdout.splitlines()
+    for group, options in {
+        "model": ["tiny", "llama3_8b", "llama3_70b", "llama3_405b", "linear_stack"], "target": ["cpu-N", "local"],
+        "mesh": ["ddp", "fsdp", "tensor", "fsdp_tensor", "zero1", "zero2", "hsdp"],
+        "sharding": ["ddp", "fsdp", "tensor", "fsdp_tensor", "zero1", "zero2", "hsdp"],
+        "precision": ["float32", "bfloat16", "bfloat16_params", "bfloat16_pure", "float16"],
+        "remat": ["none", "full", "save_dots", "save_names", "offload"],
+        "optimizer": ["adamw", "adafactor", "lion", "muon", "sgd"], "schedule": ["constant", "cosine", "linear", "wsd"],
+        "data": ["python_stdlib", "synthetic"], "checkpoint": ["every_100", "disabled"],
+        "distributed": ["auto", "alone"], "logging": ["default", "quiet"], "experiment": ["smoke"],
+    }.items():  # fmt: skip
+        at = lines.index(f"{group}=")
+        listed = [line for line in lines[at + 1 : at + 12] if line.startswith("  ")]
+        for option in options:
+            line = next(line for line in listed if line.split()[0] == option)
+            assert len(line.split()) >= 3, f"{line} says what it is"
+
+
+def test_mistakes_are_told_at_once_and_leave_nothing(tmp_path):
+    for command in ("train", "explain"):
+        done = run_in_process(command, "model.layrs=3", "global_batch_size=12", "sharding=fsdq", "seed=x", cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert done.stderr.count("error: ") == 3  # the batch rests on the sharding, which is not known
+        assert "Traceback" not in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_is_checked_before_it_starts(tmp_path):
+    done = run_in_process("train", "-m", "sharding=ddp,fsdq", "model.layrs=1,2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cfg_prints_the_whole_config(tmp_path):
+    done = run_in_process("train", "--cfg", "job", "optimizer.learning_rate=1e-4", "mesh.tensor=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load(done.stdout)
+    assert config["optimizer"]["learning_rate"] == 1e-4
+    assert config["mesh"]["tensor"] == 2
+    part = run_in_process("train", "--cfg", "job", "-p", "remat", cwd=tmp_path).stdout
+    assert yaml.safe_load(part) == {"policy": "none", "stacks": {}, "names": []}
+    assert run_in_process("train", "--cfg", "job", "seedd=1", cwd=tmp_path).returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_users_own_configs_are_found(tmp_path):
+    own = tmp_path / "it's mine" / "model"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("# mine\ndefaults: [tiny, _self_]\nnum_layers: 5\n")
+    done = run_in_process("explain", "model=mine", "--config-dir", str(own.parent), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "layers 5 [1]  embed 128 fsdp [0]  mlp 384 [1]" in done.stdout
+    done = run_in_process("explain", "model=mien", "--config-dir", str(own.parent), cwd=tmp_path)
+    assert "did you mean 'mine'?" in done.stderr
+    (own / "mine.yaml").write_text("num_layers: [5\n")
+    done = run_in_process("explain", "model=mine", "--config-dir", str(own.parent), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "mine.yaml" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = run_in_process("explain", "--config-dir", "nowhere", cwd=tmp_path)
+    assert "there is no directory nowhere" in done.stderr
+
+
+def test_help_describes_a_users_own_options(tmp_path):
+    for name, text in {
+        "model/mine.yaml": "# @package _group_\n# Half of the layers\ndefaults: [tiny, _self_]\n",
+        "team/search.yaml": "# @package notes.team\n# Of the search team\nowner: ada\n",
+    }.items():
+        (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "conf" / name).write_text(text)
+    lines = run_in_process("train", "--help", "--config-dir", "conf", cwd=tmp_path).stdout.splitlines()
+    assert "  mine            Half of the layers" in lines
+    assert lines[lines.index("team=") + 1] == "  search          Of the search team"
+    assert next(line for line in lines if line.startswith("  tiny ")).endswith("(default)")
+
+
+def test_a_users_own_keys_and_groups_are_kept_and_others_refused(tmp_path):
+    (tmp_path / "team").mkdir()
+    (tmp_path / "team/search.yaml").write_text("# @package notes.team\nowner: ada\n")
+    (tmp_path / "team/known.yaml").write_text("# @package _global_\nseed: 7\n")
+    (tmp_path / "team/bare.yaml").write_text("owner: ada\n")
+
+    def spec(*overrides: str) -> RunSpec:
+        return read_spec(Request(tuple(search_path_override(overrides, str(tmp_path)))), then=lambda spec: spec)
+
+    own = spec("team=search", "notes.name=baseline", "notes.tags=[a,b]")
+    assert own.notes == {"team": {"owner": "ada"}, "name": "baseline", "tags": ["a", "b"]}
+    assert spec("+team=known").seed == 7
+    assert spec().notes == {}
+    with pytest.raises(ConfigError) as error:
+        spec("team=bare", "run_name=x")
+    assert {problem.where: problem.fix for problem in error.value.problems}["team"] == (
+        "begin its files with `# @package notes.team`, or `# @package _global_` for keys that there are"
+    )
+    assert [problem.where for problem in error.value.problems] == ["team", "run_name"]
+
+
+@pytest.mark.ci
+def test_each_point_of_a_sweep_is_a_process_and_one_that_fails_ends_no_other(tmp_path):
+    """Each batch is right for some mesh; the second for none of these."""
+    line = ("explain", "-m", "global_batch_size=8,12", "sharding=ddp", "target=cpu-8")
+    done = meshloom(*line, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "data=8, 8 devices" in done.stdout
+    assert "error: global_batch_size: 12 sequences are not divisible" in done.stderr
+    assert "1 of 2 runs done" in done.stdout
+    assert "exit code 2: ++global_batch_size=12" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("meshloom tr", "train"),
+        ("meshloom train remat=f", "remat=full"),
+        ("meshloom train optimizer.le", "optimizer.learning_rate="),
+        ("meshloom explain sharding=fsdp model=llama3_4", "model=llama3_405b"),
+        ("meshloom train target=", "target=cpu-8"),
+        ("meshloom train data=", "data=jsonl"),
+    ],
+)
+def test_the_shell_completes_and_offers_no_parts(line, expected):
+    done = run_in_process("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
+    words = done.stdout.split()
+    assert expected in words, done.stderr
+    assert not [word for word in words if word.split("=")[-1].startswith("_")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--num_steps", "20"], ["there is no flag '--num_steps'", "settings have no dashes: num_steps=20"]),
+        (["--num-steps=20"], ["there is no flag '--num-steps'", "settings have no dashes: num_steps=20"]),
+        (["--lerning-rate", "1e-3"], ["settings have no dashes: optimizer.learning_rate=1e-3"]),
+        (["--sharding", "fsdp"], ["settings have no dashes: sharding=fsdp"]),
+        (["--frobnicate"], ["there is no flag '--frobnicate'", "`--cfg job` prints all keys"]),
+        (["-n", "4"], ["there is no flag '-n'"]),
+        (["--resume"], ["type the same line again with hydra.run.dir=RUN_DIR"]),
+        (["--config-dir"], ["argument --config-dir", "expected one argument"]),
+        (["--experimental-rerun", "x"], ["not supported"]),
+        (["--seed", "1", "model.layrs=3", "--steps"], ["seed=1", "model.layrs: there is no such key", "'--steps'"]),
+    ],
+)
+def test_a_flag_that_is_none_is_one_error_in_our_words(flags, told, tmp_path):
+    done = run_in_process("train", *flags, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert all(text in done.stderr for text in told), done.stderr
+    assert "usage:" not in done.stderr
+    assert done.stderr.count("error: ") == done.stderr.count("fix: ") == (3 if "model.layrs=3" in flags else 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_is_ours_wherever_it_is_asked_for():
+    for line in (["--version"], ["train", "--version"]):
+        assert run_in_process(*line).stdout == f"meshloom {__version__}\n"
+
+
+def test_what_to_try_next_is_said_once_and_to_people(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = Path("outputs/2026-01-01/10-00-00"), Path("outputs/2026-01-02/10-00-00")
+    first.mkdir(parents=True)
+    assert next_steps(first, ["num_steps=3"], is_terminal=True)
+    assert not next_steps(first, [], is_terminal=False)
+    assert not next_steps(first, ["hydra.run.dir=multirun/0"], is_terminal=True), "a point of a sweep"
+    second.mkdir(parents=True)
+    assert not next_steps(second, [], is_terminal=True)
+
+
+def test_installing_completion_prints_a_script():
+    assert "complete -o nospace" in run_in_process("train", "-sc", "install=bash").stdout
+
+
+def test_info_shows_where_configs_come_from(tmp_path):
+    assert "pkg://meshloom.conf" in run_in_process("train", "--info", "searchpath", cwd=tmp_path).stdout
+
+
+def test_too_many_simulated_devices_are_refused(tmp_path):
+    done = run_in_process("train", "target=cpu-4096", "global_batch_size=4096", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "meshloom explain" in done.stderr
+
+
+@pytest.mark.ci
+def test_an_unwritable_directory_is_one_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = meshloom("train", *SMALL, "experiment=smoke", "hydra.run.dir=file/run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "file" in done.stderr

@@ -1,0 +1,597 @@
+"""Compiling ahead of time: the program that `train` runs, an artifact of it, and a verdict."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from conftest import SMALL, plan_of, spec_of
+from meshloom.compiler.analysis.exposure import TOO_EXPOSED
+from meshloom.compiler.analysis.program_memory import PeakMemory
+from meshloom.compiler.analysis.program_text import NO_PROGRAM, Unread, read_text
+from meshloom.compiler.config.compose import Request
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.report.build_report import BuildFacts, build_report
+from meshloom.compiler.report.views.facts import NO_REASON, unknown_values
+from meshloom.compiler.schema import MemoryReport, Report
+from meshloom.compiler.step.train_step import build_train_step
+from meshloom.compiler.xla.aot import (
+    Built,
+    OutOfMemory,
+    ProgramMemory,
+    compile_ahead,
+    option_problem,
+    parse_out_of_memory,
+)
+from meshloom.compiler.xla.fingerprint import Fingerprint, fingerprint_of
+from meshloom.compiler.xla.hlo import parse
+from meshloom.compiler.xla.programs import Programs, build, lower
+from meshloom.compiler.xla.stderr_capture import captured_stderr
+from meshloom.runtime.compile.artifact import Artifact, find_artifact, load_programs, read_artifact, write_artifact
+from meshloom.runtime.compile.compile_command import CompileJob, compile_step, prepare_compile
+from meshloom.runtime.train.train import find_precompiled
+from support.helpers import documented_files, meshloom, on_devices, written_files
+
+TINY = ("model.num_layers=1", "global_batch_size=8")
+LINE = (*SMALL, *TINY, "experiment=smoke", "num_steps=4")
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def lowered() -> Programs:
+    plan = plan_of(*TINY)
+    return lower(plan, plan.mesh.of_devices(jax.devices()))
+
+
+@pytest.fixture(scope="module")
+def built(lowered) -> Built:
+    return compile_ahead(lowered)
+
+
+def _fingerprint(lowered: Programs) -> Fingerprint:
+    plan = plan_of(*TINY)
+    return fingerprint_of(plan, lowered, plan.mesh.of_devices(jax.devices()))
+
+
+@pytest.fixture
+def artifact(tmp_path, lowered, built) -> Artifact:
+    return write_artifact(tmp_path / "artifact", _fingerprint(lowered), built, ("seed=0",))
+
+
+def _first_batch(programs: Programs, tokens: np.ndarray):
+    return on_devices(programs, tokens[0, :8])
+
+
+def _without_places(text: str | None) -> str:
+    """A program without the lines of the source that asked for it, which differ by who called."""
+    assert text
+    head, *computations = re.split(r"^(?=%|ENTRY)", text, flags=re.M)
+    return re.sub(r", metadata=\{[^}]*\}", "", "".join([head.splitlines()[0], *computations]))
+
+
+def test_ahead_of_time_and_just_in_time_are_one_program(lowered, built, tokens):
+    """What XLA makes of the step from shapes is what `jax.jit` makes of it from arrays."""
+    plan = plan_of(*TINY)
+    mesh = plan.mesh.of_devices(jax.devices())
+    shardings = jax.tree.map(lambda x: x.sharding, lowered.state)
+    state = build(replace(lowered, train=None, evaluate=None, is_finite=None)).init()
+    whole = NamedSharding(mesh, PartitionSpec())
+    step = jax.jit(build_train_step(plan), donate_argnums=0, out_shardings=(shardings, whole))
+    with jax.set_mesh(mesh):
+        just_in_time = step.lower(state, _first_batch(lowered, tokens)).compile()
+    assert "all-gather" in _without_places(built.text)
+    assert _without_places(just_in_time.as_text()) == _without_places(built.text)
+
+
+def test_a_loaded_program_gives_the_bits_of_a_compiled_one(artifact, lowered, tokens):
+    mesh = plan_of(*TINY).mesh.of_devices(jax.devices())
+    results = []
+    for programs in (build(lowered), load_programs(read_artifact(artifact.place), lowered, mesh)):
+        state, _ = programs.train(programs.init(), _first_batch(programs, tokens))
+        state, metrics = programs.train(state, _first_batch(programs, tokens))
+        results.append(jax.device_get((metrics, state["params"])))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_a_program_that_an_artifact_lacks_is_compiled(artifact, lowered):
+    kept = {"train": artifact.built.executables["train"]}
+    partial = replace(artifact, built=replace(artifact.built, executables=kept))
+    programs = load_programs(partial, lowered, plan_of(*TINY).mesh.of_devices(jax.devices()))
+    assert bool(programs.is_finite(programs.init()))
+
+
+def test_an_artifact_is_refused_with_all_keys_that_differ(artifact):
+    plan = plan_of(*TINY, "seed=3", "optimizer.b1=0.5", "num_steps=11")
+    with pytest.raises(ConfigError) as refused:
+        find_precompiled(plan, artifact.place)
+    assert {problem.where for problem in refused.value.problems} == {"seed", "optimizer.b1", "num_steps"}
+    assert "0.5 here, 0.9 in the artifact" in str(refused.value)
+    assert "meshloom compile seed=0" in str(refused.value), "it says what the artifact is of"
+
+
+def test_an_artifact_of_other_devices_is_refused(artifact):
+    with pytest.raises(ConfigError, match="4 here, 8 in the artifact"):
+        find_precompiled(plan_of(*TINY, "target=cpu-4"), artifact.place)
+
+
+def test_an_artifact_of_another_version_of_the_compiler_is_refused(tmp_path, lowered, built):
+    ours = _fingerprint(lowered)
+    other = replace(ours, environment={**ours.environment, "jaxlib": "0.0.1", "XLA_FLAGS": "--xla_x=1"})
+    place = write_artifact(tmp_path / "artifact", other, built, ()).place
+    with pytest.raises(ConfigError) as refused:
+        find_precompiled(plan_of(*TINY), place)
+    assert {problem.where for problem in refused.value.problems} == {"environment.jaxlib", "environment.XLA_FLAGS"}
+
+
+def test_what_is_read_is_what_was_written(artifact):
+    again = read_artifact(artifact.place)
+    assert again == artifact
+    assert read_artifact(artifact.place.parent) == artifact, "the run directory names it too"
+
+
+@pytest.mark.parametrize("name", ["train.executable", "train.hlo.txt", "built.json", "fingerprint.json"])
+def test_damage_is_found_before_anything_is_loaded(artifact, name):
+    path = artifact.place / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"damaged: the content of {name} has changed"):
+        read_artifact(artifact.place)
+    assert find_artifact(artifact.fingerprint, [artifact.place]) is None
+
+
+def test_an_artifact_is_found_by_its_fingerprint_alone(artifact, tmp_path):
+    places = [tmp_path / "nowhere", artifact.place]
+    assert find_artifact(artifact.fingerprint, places) == artifact
+    other = replace(artifact.fingerprint, programs={"train": "0" * 64})
+    assert find_artifact(other, places) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "needed_gib", "available_gib"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (192.00G) "
+         "exceeds available HBM (15.75G).", 192, 15.75),
+        ("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+         "temporaries (638.11G) exceeds available HBM (15.75G)\nmore", 638.11, 15.75),
+        ("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.12G of "
+         "15.48G hbm. Exceeded hbm capacity by 4.64G.", 20.12, 15.48),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm: too much", None, None),
+    ],
+)  # fmt: skip
+def test_a_refusal_for_memory_is_read(said, needed_gib, available_gib):
+    refused = parse_out_of_memory(said)
+    assert refused is not None
+    assert refused.needed_bytes == (needed_gib and int(needed_gib * GIB))
+    assert refused.available_bytes == (available_gib and int(available_gib * GIB))
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["INVALID_ARGUMENT: No such compile option: 'xla_nope'",
+     "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 20.12M of 16.00M vmem."],
+)  # fmt: skip
+def test_another_error_is_no_refusal_for_memory(said):
+    assert parse_out_of_memory(said) is None
+
+
+@pytest.mark.parametrize("needed", [638 * GIB, None])
+def test_a_refused_program_still_has_a_report(lowered, needed):
+    refused = Built(None, None, OutOfMemory(needed, 16 * GIB, "too large"), {}, {}, 1.0, ())
+    facts = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None)
+    report = build_report(plan_of(*TINY), refused, facts, estimate_step(plan_of(*TINY)), NO_PROGRAM, NO_PROGRAM)
+    assert report.memory.peak_bytes_per_chip == needed
+    assert report.memory.fits is False
+    assert _without_reason(report) == []
+    assert "does not fit" in report.unknown["step"]
+    assert report.memory.breakdown["gradients"] is None
+    assert "refused" in report.unknown["memory.breakdown.gradients"]
+
+
+def test_arrays_in_the_hosts_memory_are_a_figure_of_their_own():
+    """v6e: 31.25 GiB of a chip, 180 GB of its host. What libtpu calls the peak of a step is its arguments with its
+    temporaries on the device, or with its arrays on the host where those are more."""
+    plan, arguments = plan_of(*TINY, "target=v6e-8"), GIB
+    facts = BuildFacts(Fingerprint({}, {}, {"jax": "", "jaxlib": ""}, {}, {}, {}), 1.0, "off", (), (), None)
+
+    def memory(device: int, host: int, *, is_read: bool = True) -> MemoryReport:
+        said = arguments + max(device - arguments, host)
+        found = ProgramMemory(arguments, GIB, GIB, device - arguments, 0, host, said)
+        peak = PeakMemory(device, {}, "", ()) if is_read else NO_PROGRAM
+        built = Built(None, found, None, {}, {}, 1.0, ())
+        report = build_report(plan, built, facts, estimate_step(plan), NO_PROGRAM, peak)
+        assert _without_reason(report) == []
+        return report.memory
+
+    for device, host in ((16 * GIB, 4 * GIB), (16 * GIB, 36 * GIB)):
+        both = memory(device, host)
+        assert (both.peak_bytes_per_chip, both.host_bytes_per_chip) == (device, host)
+        assert (both.fits, both.host_fits, both.host_limit_bytes_per_chip) == (True, True, 180 * 10**9)
+    too_much = memory(16 * GIB, 200 * GIB)
+    assert (too_much.fits, too_much.host_fits) == (True, False)
+    assert memory(16 * GIB, 36 * GIB, is_read=False).peak_bytes_per_chip is None
+
+
+def test_memory_of_the_report_is_that_of_the_compiled_program(lowered, built):
+    facts, estimate = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None), estimate_step(plan_of(*TINY))
+    read = read_text(built.text, plan_of(*TINY), estimate.communication)
+    memory = build_report(plan_of(*TINY), built, facts, estimate, *read).memory
+    stats = build(replace(lowered, init=None, evaluate=None, is_finite=None)).train.memory_analysis()
+    known = {name: count or 0 for name, count in memory.breakdown.items() if name not in ("reserved", "code")}
+    assert memory.peak_bytes_per_chip == sum(known.values())
+    arguments = stats.argument_size_in_bytes
+    assert sum(known[n] for n in ("parameters", "master", "optimizer", "scalars", "batch")) == arguments
+    temporaries = [known[n] for n in ("working_weights", "gradients", "activations", "temporaries")]
+    assert all(temporaries)
+    assert sum(temporaries) == stats.temp_size_in_bytes
+    assert memory.fits is None, "what a simulated device has is not known"
+
+
+def test_what_is_counted_wrong_is_not_told_apart(lowered, built):
+    """The text of one program beside the figures of another."""
+    facts, estimate = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None), estimate_step(plan_of(*TINY))
+    other = replace(built, memory=replace(built.memory, temporaries_bytes=2 * built.memory.temporaries_bytes))
+    read = read_text(other.text, plan_of(*TINY), estimate.communication)
+    report = build_report(plan_of(*TINY), other, facts, estimate, *read)
+    assert report.memory.breakdown["activations"] is None
+    assert report.memory.breakdown["temporaries"] == other.memory.temporaries_bytes
+    assert "the compiler counts" in report.unknown["memory.breakdown.activations"]
+
+
+def test_the_text_is_read_once(artifact, tmp_path, monkeypatch):
+    """It is megabytes, and the most of what is left to do where the program was compiled before."""
+    read = []
+
+    class Counted(parse._Computations):
+        def __init__(self):
+            super().__init__()
+            read.append(self)
+
+    monkeypatch.setattr(parse, "_Computations", Counted)
+    shutil.copytree(artifact.place, tmp_path / "run/artifact")
+    (tmp_path / "run/logs").mkdir()
+    job = CompileJob(plan_of(*TINY), jax.devices())
+    console = Console(is_quiet=True)
+    assert compile_step(job, tmp_path / "run", request=Request(TINY), model=None, console=console) == 0
+    report = Report.model_validate_json((tmp_path / "run/report.json").read_text())
+    assert (report.build.cache, report.program.model) == ("hit", "decoder")
+    assert report.collectives
+    assert report.memory.breakdown["gradients"]
+    assert len(read) == 1
+
+
+def _without_reason(report: Report) -> list[str]:
+    return [path for path, why in unknown_values(report) if why == NO_REASON]
+
+
+def _without_end(text: str) -> str:
+    return text[: text.rindex("ROOT")]
+
+
+def _without_groups(text: str) -> str:
+    return text.replace("replica_groups=", "replica_groups=?")
+
+
+def _without_a_value(text: str) -> str:
+    """The first that a tuple of the entry computation holds."""
+    entry = text.index("\nENTRY")
+    name = re.search(r" tuple\((?:[^%)]* )?%?([\w.\-]+)", text[entry:])
+    assert name
+    made = re.search(rf"\n  %?{re.escape(name[1])} = .*", text[entry:])
+    assert made
+    return text.replace(made[0], "", 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said", "is_schedule_known", "is_memory_known"),
+    [(_without_end, "line ", False, False), (_without_groups, "replica groups of an unknown form", False, True),
+     (_without_a_value, "KeyError", True, False)],
+)  # fmt: skip
+def test_a_text_that_cannot_be_read_costs_no_artifact(
+    artifact, tmp_path, capsys, damage, said, is_schedule_known, is_memory_known
+):
+    run = tmp_path / "run"
+    built = replace(artifact.built, text=damage(artifact.built.text))
+    write_artifact(run / "artifact", artifact.fingerprint, built, ())
+    (run / "logs").mkdir()
+    job = CompileJob(plan_of(*TINY), jax.devices())
+    assert compile_step(job, run, request=Request(TINY), model=None, console=Console()) == 0
+    report = Report.model_validate_json((run / "report.json").read_text())
+    assert bool(report.collectives) == is_schedule_known
+    assert ("cannot be read" in report.unknown.get("step", "")) == (not is_schedule_known)
+    assert (report.memory.breakdown["gradients"] is not None) == is_memory_known
+    assert report.memory.peak_bytes_per_chip, "what the compiler says of its memory is not in the text"
+    assert _without_reason(report) == []
+    assert read_artifact(run).built == built
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1
+    part = "memory by class" if is_schedule_known else "the schedule"
+    assert warnings[0].startswith(f"warning: {part} is unknown: the program's text cannot be read: ")
+    assert said in warnings[0]
+    assert warnings[0].endswith(f"; it is kept as {run}/artifact/train.hlo.txt")
+
+
+def test_a_schedule_that_cannot_be_read_delivers_no_demand(lowered, built):
+    plan = plan_of(*TINY, "target=h100-8", "overlap.max_exposed=0.99")
+    facts = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None)
+    unread = Unread("the program's text cannot be read: line 7")
+    report = build_report(plan, built, facts, estimate_step(plan), unread, unread)
+    assert TOO_EXPOSED in [finding.rule for finding in report.findings]
+    assert report.unknown["step"] == unread.why
+
+
+def test_wrong_compiler_options_are_all_told_before_anything_is_written():
+    options = ("compiler_options={xla_nope: 1, xla_cpu_enable_fast_math: maybe, xla_embed_ir_in_executable: true}",)
+    with pytest.raises(ConfigError) as refused:
+        prepare_compile(spec_of(*TINY, *options))
+    told = {problem.where for problem in refused.value.problems}
+    assert told == {"compiler_options.xla_nope", "compiler_options.xla_cpu_enable_fast_math"}
+    assert option_problem("RESOURCE_EXHAUSTED: too much", "cpu") is None
+
+
+def test_compiler_options_reach_the_compiler(tmp_path):
+    plan = plan_of(*TINY, f"compiler_options.xla_dump_to={tmp_path}", "compiler_options.xla_dump_hlo_as_text=true")
+    programs = lower(plan, plan.mesh.of_devices(jax.devices()), ("is_finite",))
+    build(programs)
+    assert list(tmp_path.glob("*after_optimizations.txt"))
+
+
+def test_compile_takes_no_artifact():
+    with pytest.raises(ConfigError, match="compile makes an artifact and takes none"):
+        prepare_compile(spec_of(*TINY, "artifact=somewhere"))
+
+
+def test_what_c_prints_is_captured_and_kept(tmp_path, capfd):
+    log = tmp_path / "compiler.log"
+    log.write_text("before\n")
+
+    def speak(text: bytes) -> None:
+        with captured_stderr(log) as captured:
+            os.write(2, text)
+            print("by Python", file=sys.__stderr__, flush=True)
+        told.append(captured.lines)
+
+    told: list[tuple[str, ...]] = []
+    speak(b"Involuntary full rematerialization\n")
+    speak(b"two\n")
+    os.write(2, b"after\n")
+    assert told == [("Involuntary full rematerialization", "by Python"), ("two", "by Python")]
+    assert log.read_text().splitlines()[:2] == ["before", "Involuntary full rematerialization"]
+    assert capfd.readouterr().err == "after\n"
+
+
+# From here on in processes of their own.
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> Path:
+    """A folder with a finished run of `meshloom compile` in it, `run`."""
+    folder = tmp_path_factory.mktemp("compiled")
+    done = meshloom("compile", *LINE, "hydra.run.dir=run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return folder
+
+
+@pytest.mark.ci
+def test_compile_writes_the_contract(compiled):
+    run = compiled / "run"
+    assert written_files(run) == documented_files("compile")
+    report = Report.model_validate_json((run / "report.json").read_text())
+    fingerprint = json.loads((run / "artifact/fingerprint.json").read_text())
+    assert report.build.fingerprint == fingerprint["digest"]
+    assert set(fingerprint["programs"]) == {"init", "train", "evaluate", "is_finite"}
+    assert report.build.cache == "miss"
+    assert report.overrides == (*LINE, "hydra.run.dir=run")
+    assert {path.name for path in run.iterdir()} >= {"spec.yaml", "plan.json", "report.json", "artifact", "logs"}
+
+
+@pytest.mark.ci
+def test_compiling_the_same_again_is_a_no_op_that_says_so(compiled):
+    run = compiled / "run" / "artifact"
+    before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
+    done = meshloom("compile", *LINE, "hydra.run.dir=run", "compilation_cache=null", cwd=compiled)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "compiled before, nothing to do: run/artifact" in done.stdout
+    assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
+
+
+@pytest.mark.ci
+def test_another_run_directory_takes_over_what_was_compiled(compiled):
+    done = meshloom("compile", *LINE, "hydra.run.dir=other", cwd=compiled)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "compiled before, nothing to do" in done.stdout
+    assert json.loads((compiled / "other/report.json").read_text())["build"]["cache"] == "hit"
+    ours, theirs = (read_artifact(compiled / name) for name in ("other", "run"))
+    assert ours.built == theirs.built
+
+
+@pytest.mark.ci
+def test_a_program_that_the_compiler_aborted_on_is_not_tried_again(compiled):
+    digest = read_artifact(compiled / "run").fingerprint.digest
+    words = compiled / f"fresh/artifacts/{digest}.aborted"
+    words.parent.mkdir(parents=True)
+    words.write_text("b.cc:560] Check failed: x == y")
+    done = meshloom("compile", *LINE, "hydra.run.dir=aborted", "compilation_cache=fresh", cwd=compiled)
+    assert done.returncode == 1
+    assert "error: the compiler: aborted on this program before: b.cc:560] Check failed: x == y" in done.stderr
+    assert f"remove {words} to let it try again" in done.stderr
+    assert not (compiled / "aborted/report.json").exists()
+
+
+@pytest.mark.ci
+def test_the_models_name_is_told_everywhere_and_is_no_part_of_the_program(compiled):
+    (compiled / "conf/model").mkdir(parents=True)
+    (compiled / "conf/model/same.yaml").write_text("defaults: [tiny, _self_]\n")
+    done = meshloom("compile", "--config-dir=conf", *LINE, "model=same", "hydra.run.dir=same", cwd=compiled)
+    assert "compiled before, nothing to do" in done.stdout, done.stderr
+    changes = "(initializer_stddev=0.2, embed_dim=32 and 5 more)"
+    assert f"\nsame {changes} on cpu-8: 8 chips" in done.stdout
+    assert f"<title>same {changes} on cpu-8" in (compiled / "same/report.html").read_text()
+    timeline = json.loads((compiled / "same/timeline.json").read_text())
+    assert f"same {changes} on cpu-8" in json.dumps(timeline)
+    diff = json.loads(meshloom("diff", "run", "same", "--json", cwd=compiled).stdout)
+    changed = [{"where": "program.model", "way": "changed", "before": f"tiny {changes}", "after": f"same {changes}"}]
+    assert diff["program"] == changed
+    assert [change for change in diff["config"] if change["where"].startswith("model")] == []
+
+
+@pytest.mark.ci
+def test_train_loads_the_artifact(compiled):
+    done = meshloom("train", *LINE, "artifact=run", "hydra.run.dir=trained", cwd=compiled)
+    assert done.returncode == 0, done.stderr
+    assert "compiled before: init, train, evaluate, is_finite loaded from run/artifact" in done.stdout
+    assert len((compiled / "trained/metrics.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.ci
+def test_train_refuses_another_declaration_and_writes_nothing(compiled):
+    done = meshloom("train", *LINE, "num_steps=5", "artifact=run", "hydra.run.dir=refused", cwd=compiled)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: num_steps: 5 here, 4 in the artifact\n")
+    assert not (compiled / "refused").exists()
+
+
+@pytest.mark.release
+def test_a_sweep_compiles_for_several_targets(tmp_path):
+    done = meshloom("compile", "-m", *LINE, "target=cpu-2,cpu-4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 runs done" in done.stdout
+    reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("multirun/*/*/*/report.json"))]
+    assert [report["target"]["num_chips"] for report in reports] == [2, 4]
+
+
+@pytest.mark.ci
+def test_an_unwritable_directory_is_one_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = meshloom("compile", *LINE, "hydra.run.dir=file/run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "file" in done.stderr
+
+
+@pytest.mark.ci
+def test_a_missing_compiler_is_named_with_what_to_install():
+    """In a process that cannot import it, as where the extra was not installed."""
+    code = """if True:
+        import sys
+        class Hidden:
+            def find_spec(self, name, path=None, target=None):
+                if name.split('.')[0] in ('libtpu', 'jax_plugins'):
+                    raise ModuleNotFoundError(name)
+        sys.meta_path.insert(0, Hidden())
+        from meshloom.runtime.cli.main import run
+        codes = [run(['compile', f'target={name}', 'global_batch_size=64']) for name in ('v5e-16', 'h100-8')]
+        print(codes)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "[2, 2]\n"
+    assert done.stderr.splitlines() == [
+        "error: target: v5e-16 is compiled for by libtpu, which is not installed",
+        "  fix: pip install 'meshloom[tpu]'",
+        "error: target: h100-8 is compiled for by JAX's CUDA plugin, which is not installed",
+        "  fix: pip install 'meshloom[cuda]'",
+    ]
+
+
+@pytest.mark.ci
+def test_ctrl_c_during_a_compile_ends_it_and_leaves_no_report(tmp_path):
+    line = [sys.executable, "-u", "-m", "meshloom", "compile", *SMALL, "model.num_layers=40", "hydra.run.dir=run",
+            "compilation_cache=null"]  # fmt: skip
+    with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout
+        assert "meshloom compile" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        told = process.stdout.read()
+    assert process.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in told
+    assert "interrupted" in told
+    assert not (tmp_path / "run/report.json").exists()
+    assert not (tmp_path / "run/artifact").exists()
+    shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.ci
+def test_an_interrupt_that_a_callback_swallowed_is_heard_behind_it():
+    """What is raised in `__del__` is ignored by Python, as in a callback of C++."""
+    code = """
+import os, signal
+from meshloom.runtime.core.interruptible import hear_interrupts, interruptibly, raise_if_interrupted
+class Swallows:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(1000))
+hear_interrupts()
+raise_if_interrupted()
+Swallows()
+print("lost", flush=True)
+try:
+    interruptibly(lambda: print("compiled"))
+except KeyboardInterrupt:
+    print("heard")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["lost", "heard"]
+
+
+# A quarter of embed_dim fills a row of 128. Where it does not, and arrays are as small as these, libtpu 0.0.50.1 fails:
+# "UNIMPLEMENTED: AllReduceScatterFusion ...".
+WIDE_HEADS = ("model.embed_dim=512", "model.num_heads=1", "model.num_kv_heads=1", "model.head_dim=128",
+              "sequence_length=128", "model.num_layers=1")  # fmt: skip
+
+
+@pytest.mark.tpu
+def test_a_tpu_that_is_not_there_is_compiled_for_in_silence(tmp_path):
+    pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
+    done = meshloom("compile", *SMALL, *WIDE_HEADS, "target=v5e-4", "hydra.run.dir=run", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = Report.model_validate_json((tmp_path / "run/report.json").read_text())
+    assert (report.target.chip, report.target.num_chips, report.memory.fits) == ("v5e", 4, True)
+    assert report.build.plugin is not None
+    text = (tmp_path / "run/artifact/train.hlo.txt").read_text()
+    assert "is_scheduled=true" in text
+    assert "tpu_custom_call" in text, "the attention kernel of a TPU"
+
+
+@pytest.mark.tpu
+@pytest.mark.ci
+def test_what_does_not_fit_is_a_verdict_and_an_exit_code(tmp_path):
+    pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
+    large = ("model.vocab_size=4000000", "model.embed_dim=2048", "target=v5e-4", "hydra.run.dir=run")
+    for words in ("does not fit", "compiled before, nothing to do"):
+        done = meshloom("compile", *SMALL, *WIDE_HEADS, *large, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (DOES_NOT_FIT, "")
+        assert words in done.stdout
+        report = Report.model_validate_json((tmp_path / "run/report.json").read_text())
+        memory = report.memory
+        assert memory.fits is False
+        assert memory.peak_bytes_per_chip
+        assert memory.limit_bytes_per_chip
+        assert memory.peak_bytes_per_chip > memory.limit_bytes_per_chip
+    assert not (tmp_path / "run/artifact").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.release
+def test_a_gpu_that_is_not_there_is_compiled_for_in_silence(tmp_path):
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="pip install -e '.[cuda]'")
+    precision = "precision=bfloat16"
+    done = meshloom("compile", *SMALL, *WIDE_HEADS, precision, "target=h100-8", "hydra.run.dir=run", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = Report.model_validate_json((tmp_path / "run/report.json").read_text())
+    assert (report.target.chip, report.target.num_chips, report.memory.fits) == ("h100", 8, True)
+    text = (tmp_path / "run/artifact/train.hlo.txt").read_text()
+    assert "all-gather-start" in text
+    assert "cudnn" in text, "the attention kernel of a GPU"
