@@ -14,14 +14,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from meshloom.models.config import Record
 
 from .config.overlap_spec import Way
+from .core.collectives import CollectiveKind, LinkKind
 
 SCHEMA_VERSION = 6  # of report.json and plan.json
 
-CollectiveKind = Literal[
-    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
-]  # fmt: skip
-MOVING = ("all-gather", "all-to-all")  # kinds that add nothing up
-Link = Literal["ICI", "DCN", "NVLink", "NIC", "memory"]  # memory: simulated devices of one host
 ComputeKind = Literal["matmul", "attention", "other"]
 Fraction = Annotated[float, Field(ge=0)]
 
@@ -78,7 +74,7 @@ class CollectiveReport(Record):
     kind: CollectiveKind
     mesh_axes: tuple[str, ...]
     group_size: PositiveInt
-    link: Link
+    link: LinkKind
     bytes: NonNegativeInt  # of the full array, in all executions
     dtype: str
     count: PositiveInt  # executions in a step

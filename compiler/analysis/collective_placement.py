@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..schema import Link as LinkKind
+from ..core.collectives import LinkKind
 from ..target.axis_segments import TORUS_AXES
 from ..target.device_links import link_of_devices, send_between
 from ..target.interconnect_tiers import LINK_KINDS

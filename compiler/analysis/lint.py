@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 from ..core.format import human_names
 from ..estimate.communication import PlannedCollective
-from ..parallel.weights import WEIGHT_SCOPE
 from ..plan import Plan
 from ..schema import CollectiveReport, Finding
 from ..sharding.gradients import accumulated_layouts
@@ -222,7 +221,8 @@ def _is_of_head(path: str) -> bool:
 def _whole_of(each: HeldArray, layouts: Sequence[ArrayPlan], plan: Plan) -> ArrayPlan | None:
     """The array of the plan that a rule splits over the batch's axes, and that this is, whole: by its name; where the
     compiler dropped that, by its sizes, best in their order."""
-    named = [array for array in layouts if any(f"{WEIGHT_SCOPE}{array.array.path}" in name for name in each.names)]
+    moved = {path for name in each.names for path in name.parameters([array.array.path for array in layouts])}
+    named = [array for array in layouts if array.array.path in moved]
     if not named:
         named = [array for array in layouts if sorted(array.array.shape) == sorted(each.shape)]
         named.sort(key=lambda array: array.array.shape != each.shape)

@@ -11,26 +11,21 @@ temporaries        all others
 What the compiler copies or transposes has no name; it goes by the names of what it is made from, and goes to.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..parallel.weights import WEIGHT_SCOPE
+from ..core.scopes import OperationName, Pass
 from ..xla.hlo import Instruction, Module
 from ..xla.schedule.buffers import Buffer, Buffers, read_buffers
 from ..xla.schedule.prices import kind_of
-from .schedule_analysis import direction_of
 
 Class = Literal["working_weights", "gradients", "activations", "temporaries"]
-WORKING_SCOPE = "working_parameters"
 
 # The last word of a name that changes nothing but place, type or sum; what the compiler makes itself has no name.
 MOVES = {"", "add", "add_any", "convert_element_type", "dynamic_slice", "dynamic_update_slice", "psum",
          "reduce_scatter", "reshape", "squeeze", "transpose", "while"}  # fmt: skip
-
-_GATHER = re.compile(rf"{WEIGHT_SCOPE}.*all_gather")
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class HeldArray:
     kind: Class
     num_bytes: int
     shape: tuple[int, ...]
-    names: tuple[str, ...]
+    names: tuple[OperationName, ...]
     over_microbatches: tuple[str, ...]
     over_others: tuple[str, ...]
 
@@ -79,7 +74,7 @@ def _held(buffers: Sequence[Buffer], classes: Mapping[int, Class], module: Modul
         used = {id(instruction) for instruction in (*each.writers, *each.readers)}
         over = [name for name in each.loops if name in nested]
         idle = [name for name in each.loops if name not in nested and not used & touched[name]]
-        names = tuple(i.op_name for i in (*each.writers, *each.readers) if i.op_name)
+        names = tuple(OperationName(i.op_name) for i in (*each.writers, *each.readers) if i.op_name)
         yield HeldArray(each.name, classes[id(each)], each.num_bytes, each.array.shape, names, tuple(over), tuple(idle))
 
 
@@ -98,24 +93,19 @@ def classify(buffers: Buffers, module: Module) -> dict[int, Class]:
     return found
 
 
-def _class_of(written: Sequence[str], read: Sequence[str]) -> Class:
-    before, after = _parts(written), _parts(read)
-    if any(_GATHER.search(name) or WORKING_SCOPE in name for name in written):
+def _class_of(written: Sequence[OperationName], read: Sequence[OperationName]) -> Class:
+    before, after = _passes(written), _passes(read)
+    if any(name.gathers_weight or name.is_cast_of_parameters for name in written):
         return "working_weights"
-    if before - {"update"} and ("update" in after or any(map(_is_reduction, (*written, *read)))):
+    if before - {"update"} and ("update" in after or any(name.reduces_gradient for name in (*written, *read))):
         return "gradients"
     if "forward" in before and after & {"backward", "forward again"}:
         return "activations"
     return "temporaries"
 
 
-def _parts(names: Iterable[str]) -> set[str]:
-    return set(map(direction_of, names))
-
-
-def _is_reduction(name: str) -> bool:
-    """True for what moves, or makes ready, the gradient of a weight."""
-    return WEIGHT_SCOPE in name and not _GATHER.search(name)
+def _passes(names: Iterable[OperationName]) -> set[Pass]:
+    return {name.in_pass for name in names}
 
 
 @dataclass
@@ -135,10 +125,10 @@ class _Names:
             for writer in each.writers:
                 self._written_by[id(writer)].append(each)
 
-    def written(self, buffer: Buffer) -> list[str]:
+    def written(self, buffer: Buffer) -> list[OperationName]:
         return self._names(buffer, "writers", self._read_by)
 
-    def read(self, buffer: Buffer) -> list[str]:
+    def read(self, buffer: Buffer) -> list[OperationName]:
         return self._names(buffer, "readers", self._written_by)
 
     def parts_of(self, gradient: Buffer) -> list[Buffer]:
@@ -153,13 +143,13 @@ class _Names:
 
     def _names(
         self, buffer: Buffer, end: Literal["writers", "readers"], others: Mapping[int, list[Buffer]]
-    ) -> list[str]:
-        seen, waiting, names = {id(buffer)}, [buffer], list[str]()
+    ) -> list[OperationName]:
+        seen, waiting, names = {id(buffer)}, [buffer], list[OperationName]()
         while waiting:
             ends: tuple[Instruction, ...] = getattr(waiting.pop(), end)
             for instruction in ends:
                 if name := instruction.op_name:
-                    names.append(name)
+                    names.append(OperationName(name))
                     continue
                 for each in others.get(id(instruction), ()):
                     if id(each) not in seen and _is_part(each, buffer):
@@ -169,7 +159,7 @@ class _Names:
 
 
 def _is_move(instruction: Instruction) -> bool:
-    return instruction.op_name.rpartition("/")[2].rstrip(")") in MOVES
+    return OperationName(instruction.op_name).last in MOVES
 
 
 def _is_part(a: Buffer, b: Buffer) -> bool:

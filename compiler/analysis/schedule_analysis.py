@@ -4,17 +4,16 @@ What `compiler/xla/schedule/` finds in it is joined here with what the plan know
 is, which links those use, which parameter an operation moves.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..core.collectives import MOVING
 from ..core.format import human_names
+from ..core.scopes import OperationName
 from ..estimate.communication import PlannedCollective
-from ..parallel.embedding import ROWS_SCOPE
 from ..parallel.matmul import ring_of
-from ..parallel.weights import WEIGHT_SCOPE
 from ..plan import Plan
-from ..schema import MOVING, CollectiveReport, Event, StepReport
+from ..schema import CollectiveReport, Event, StepReport
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
 from ..xla.schedule.prices import Chip
@@ -27,8 +26,6 @@ from .match import Match, match_planned, source_by_size
 NUM_SHOWN_BEHIND = 3
 NUM_NAMED = 4  # of instructions without a time
 NO_CHIP = "the target's chip is not known: simulated devices have no links and no clock of their own"
-_WEIGHT = re.compile(rf"(?:{WEIGHT_SCOPE}|{ROWS_SCOPE})([\w/.]+)")
-_JOINED = re.compile(r"\(([^()]*:[^()]*)\)")
 
 
 @dataclass(frozen=True)
@@ -80,32 +77,13 @@ def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:
     """
     if not op_name:
         return "made by the compiler"
-    names = _separated(op_name)
-    known = (_WEIGHT.search(name) for name in names)
-    found = [path for match in known for path in paths if match and f"{match[1]}/".startswith(f"{path}/")]
-    first = found[0] if found else ring_of(names[0]) or "/".join(names[0].split("/")[-2:])
+    name = OperationName(op_name)
+    found, alone = name.parameters(paths), name.separated[0]
+    first = found[0] if found else ring_of(alone) or "/".join(alone.text.split("/")[-2:])
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    direction = direction_of(op_name)
+    direction = name.in_pass
     is_gradient = bool(found) and kind not in MOVING and direction == "forward"
     return f"{first}{more}, {'backward' if is_gradient else direction}"
-
-
-def _separated(op_name: str) -> list[str]:
-    """XLA joins names by their common parts: 'a/(b/x:c/x)' -> ['a/b/x', 'a/c/x']."""
-    joined = _JOINED.search(op_name)
-    if not joined:
-        return op_name.split(":")
-    before, after = op_name[: joined.start()], op_name[joined.end() :]
-    return [f"{before}{part}{after}" for part in joined[1].split(":")]
-
-
-def direction_of(op_name: str) -> str:
-    """Which part of the step an operation is in."""
-    if "rematted_computation" in op_name:
-        return "forward again"
-    if "transpose(" in op_name:
-        return "backward"
-    return "update" if "/optimizer/" in op_name else "forward"
 
 
 def reordered(collective: Collective, order: Sequence[int] | None) -> Collective:

@@ -9,16 +9,14 @@ the axes that are left to XLA follow from matmuls and sums over a split dimensio
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
+from ..core.collectives import MOVING, CollectiveKind
+from ..core.scopes import OperationName, Pass
 from ..jaxpr.fusion import needed
 from ..jaxpr.program import Collective, Operation, Program
 from ..jaxpr.propagate import Axes
 from ..parallel.matmul import ring_of
 from ..plan import Plan
-from ..schema import MOVING, CollectiveKind
-
-Pass = Literal["forward", "backward", "update"]
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,14 @@ class PlannedCollective:
 
 def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective, ...]:
     """The collectives of the step that `program` is (program.py), alike ones together, in the order of the program."""
-    paths = sorted((p.array.path for p in plan.sharding.parameters), key=len, reverse=True)
+    paths = [p.array.path for p in plan.sharding.parameters]
     found: Counter[PlannedCollective] = Counter()
     for operation, num_trips in run_operations(program):
         crossing = operation.collective
         if crossing is None or not crossing.axes:
             continue
-        path = next((path for path in paths if path in operation.scope), None)
+        name = OperationName(operation.scope)
+        path = next(iter(name.parameters(paths)), None)
         found[
             PlannedCollective(
                 kind=crossing.kind,
@@ -63,8 +62,8 @@ def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective,
                 bytes_each=crossing.full_bytes,
                 count=0,
                 dtype=crossing.dtype,
-                source=path or ring_of(operation.scope) or _operation_name(operation),
-                direction=_direction(operation.scope, is_gradient=path is not None and crossing.kind not in MOVING),
+                source=path or ring_of(name) or _operation_name(operation),
+                direction=_direction(name, is_gradient=path is not None and crossing.kind not in MOVING),
                 rule=_rule(plan, crossing.kind, crossing.axes, path),
             )
         ] += num_trips
@@ -98,17 +97,16 @@ def _counted(one: PlannedCollective, count: int) -> PlannedCollective:
     return PlannedCollective(**{**one.__dict__, "count": count})
 
 
-def _direction(scope: str, *, is_gradient: bool) -> Pass:
-    if "optimizer" in scope.split("/"):
+def _direction(name: OperationName, *, is_gradient: bool) -> Pass:
+    """What the backward pass computes again is part of it."""
+    if name.is_update:
         return "update"
-    return "backward" if is_gradient or "transpose(" in scope else "forward"
+    return "backward" if is_gradient or name.is_transposed else "forward"
 
 
 def _operation_name(operation: Operation) -> str:
-    part = next((name for name in operation.scope.split("/") if name), "step")
-    return (
-        f"{part.removeprefix('transpose(').removeprefix('jvp(').rstrip(')')}: {operation.name} over a split dimension"
-    )
+    part = OperationName(operation.scope).first_scope or "step"
+    return f"{part}: {operation.name} over a split dimension"
 
 
 def _rule(plan: Plan, kind: str, axes: Axes, path: str | None) -> str | None:

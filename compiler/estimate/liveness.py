@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ..core.scopes import OperationName
 from ..jaxpr.fusion import Fused, Step, fuse
 from ..jaxpr.program import Operation, Program
 
@@ -92,12 +93,12 @@ def _inside(loop: Operation) -> Peak:
 
 def _class_of(operation: Operation, value: int) -> Class:
     """What an array is kept for. Loops that are part of neither pass run both, once for each microbatch."""
-    scope = operation.scope
-    if "working_parameters" in scope:
+    name = OperationName(operation.scope)
+    if name.is_cast_of_parameters:
         return "working_parameters"
     if operation.kind == "collective" and operation.name in ("all_gather", "reduce_scatter"):
         return "gathered_weights" if operation.name == "all_gather" else "gradients"
-    if operation.kind == "loop" and ("transpose(" in scope or "jvp(" not in scope):
+    if operation.kind == "loop" and (name.is_transposed or not name.is_differentiated):
         return "gradients"
     if operation.kind == "loop" and value in operation.outputs[operation.num_carried :]:
         return "activations"

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ..core.scopes import ATTENTION, UPDATE, OperationName
 from ..jaxpr.fusion import Step, fuse
 from ..jaxpr.program import Collective, Operation, Program
 from ..plan import Plan
@@ -100,9 +101,9 @@ def _traffic(step: Step, sizes: tuple[int, ...], read_already: set[int]) -> int:
 
 def _part(scope: str, stacks: dict[str, str]) -> str:
     """'transpose(jvp(layers))/attend/..' -> attention."""
-    names = [name for piece in scope.split("/") for name in piece.replace("(", " ").replace(")", " ").split()]
-    if "optimizer" in names:
+    words = OperationName(scope).words
+    if UPDATE in words:
         return "optimizer"
-    if "attend" in names:
+    if ATTENTION in words:
         return "attention"
-    return next((name for name in names if name in stacks or name in ("embed", "head")), "optimizer")
+    return next((word for word in words if word in stacks or word in ("embed", "head")), "optimizer")

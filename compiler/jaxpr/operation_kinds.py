@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..schema import CollectiveKind
+from ..core.collectives import CollectiveKind
 from .program import Kind
 
 _MOVES = {

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ..schema import CollectiveKind
+from ..core.collectives import CollectiveKind
 from .propagate import Axes
 
 # move: the same bytes under another shape. pointwise: fused with its neighbours. reduce: fused with what it reads.

@@ -13,8 +13,9 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
 
+from ..core.collectives import MOVING, CollectiveKind
 from ..core.partition_spec import axes_of
-from ..schema import MOVING, CollectiveKind
+from ..core.scopes import nested
 from .flops import matmul_flops
 from .operation_kinds import (
     ATTENTION,
@@ -128,7 +129,7 @@ class _Reader:
 
         for equation in jaxpr.eqns:
             operands = [index(x) for x in equation.invars]
-            inner = "/".join(filter(None, (scope, str(equation.source_info.name_stack))))
+            inner = nested(scope, str(equation.source_info.name_stack))
             results = self.equation(equation, operands, inner)
             known.update(zip(equation.outvars, results, strict=True))
         return [index(x) for x in jaxpr.outvars]

@@ -24,6 +24,7 @@ from meshloom.models.attention import attend
 from ..config.spec import RunSpec
 from ..core.errors import ConfigError, Problem
 from ..core.partition_spec import axes_of
+from ..core.scopes import ATTENTION
 from ..target.target import TargetPlan
 from .cudnn import attend_cudnn, most_cudnn_head_dim, shapes_of_cudnn
 from .splash import LANES, attend_splash
@@ -97,7 +98,7 @@ def build_attend(implementation: Implementation, heads: PartitionSpec) -> Callab
     }[implementation]
 
     def named(*args: Any, **options: Any) -> Array:
-        with jax.named_scope("attend"):  # by which the schedule's report knows it
+        with jax.named_scope(ATTENTION):
             return chosen(*args, **options)
 
     return named

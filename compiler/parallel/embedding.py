@@ -20,6 +20,7 @@ from meshloom.models import Model
 from ..config.spec import RunSpec
 from ..core.errors import ConfigError, Problem
 from ..core.format import human_bytes, human_seconds
+from ..core.scopes import rows_scope
 from ..sharding.batch import tokens_of_device
 from ..sharding.gradients import accumulated_layouts
 from ..sharding.rules import ArrayPlan
@@ -27,7 +28,6 @@ from ..sharding.sharding import ShardingPlan, gathered_bytes
 from ..target.mesh import MeshPlan
 
 Axes = tuple[str, ...]
-ROWS_SCOPE = "rows="  # before a table's path, in the names of the operations that exchange its rows
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def build_look_up(plans: Sequence[LookUpPlan]) -> Callable[[str, Array, Array], 
     def look_up(name: str, table: Array, ids: Array) -> Array:
         if name not in axes:
             return table[ids]
-        with jax.named_scope(f"{ROWS_SCOPE}embed/{name}"):
+        with jax.named_scope(rows_scope(f"embed/{name}")):
             return exchange_rows(table, ids, axes[name])
 
     return look_up

@@ -11,7 +11,6 @@ another, its own last, and adds what has arrived of the shard from the neighbour
 So a transfer runs beside the next matmul. One half of each shard goes this way around, the other half the other way.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from meshloom.models.contract import project
 from ..config.spec import RunSpec
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.format import human_seconds
+from ..core.scopes import OperationName, ring_scope
 from ..sharding.arrays import Projected
 from ..sharding.batch import sequences_of_device, tokens_of_device
 from ..sharding.sharding import ShardingPlan
@@ -33,8 +33,6 @@ from ..target.compiler_options import option_table
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 
-RING_SCOPE = "ring="  # before an activation's name, in the names of the operations that make it in a ring
-_RING = re.compile(rf"{RING_SCOPE}(\w+)")
 LENGTH = 1  # the dimension of an activation (batch, length, ...)
 # Over a shard for each sum, as compiled programs have it: 0.22 ms of 67 MB on v5p (libtpu 0.0.42.1). Nothing is
 # fused with a matmul: what is multiplied is cut out, what arrived is added, halves are put together.
@@ -138,7 +136,7 @@ def build_project(plans: Sequence[ProjectionPlan]) -> Callable[[str, Array, Arra
     def project_by_plan(name: str, x: Array, weight: Array) -> Array:
         if name not in rings:
             return project(name, x, weight)
-        with jax.named_scope(f"{RING_SCOPE}{name}"):
+        with jax.named_scope(ring_scope(name)):
             return _project_in_ring(x, weight, *rings[name])
 
     return project_by_plan
@@ -165,10 +163,9 @@ def _project_in_ring(x: Array, weight: Array, axis: str, both_ways: bool) -> Arr
     return use(x, weight)
 
 
-def ring_of(scope: str) -> str | None:
+def ring_of(name: OperationName) -> str | None:
     """'mlp_output, in a ring', for an operation within one by its name; else None."""
-    found = _RING.search(scope)
-    return f"{found[1]}, in a ring" if found else None
+    return f"{name.ring}, in a ring" if name.ring else None
 
 
 def add_up_in_ring(x: Array, weight: Array, axis: str, *, both_ways: bool) -> Array:

@@ -18,8 +18,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from ..core.partition_spec import Axes, axes_in, axes_of
-
-WEIGHT_SCOPE = "weight="  # before a parameter's path, in the names of the operations that move it or its gradient
+from ..core.scopes import weight_scope
 
 Parts = tuple[tuple[int, Axes], ...]  # (dimension, the mesh axes that it is split over), for each that is
 
@@ -60,7 +59,7 @@ class WeightLayout:
     @property
     def scope(self) -> Any:
         """Within the `with`, operations carry the parameter's path: the schedule's report reads it off them."""
-        return jax.named_scope(f"{WEIGHT_SCOPE}{self.path}")
+        return jax.named_scope(weight_scope(self.path))
 
 
 def plan_weight(

@@ -14,6 +14,7 @@ from jax.tree_util import register_dataclass
 from meshloom.models import Context, LogicalAxes, Params
 
 from ..core.partition_spec import axes_in, keep_axes
+from ..core.scopes import piece_scope
 from ..core.trees import like
 from ..parallel.attention import build_attend
 from ..parallel.embedding import build_look_up
@@ -39,7 +40,7 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
     """
     model = plan.model
     make_context, shared = _context_maker(plan), _shared(part, dropout_key)
-    with jax.named_scope("embed"):
+    with jax.named_scope(piece_scope("embed")):
         exchanged = [each.name for each in plan.look_ups if each.exchanged_over]
         embed = leave_split(weights.piece("embed"), exchanged).gathered()
         context = replace(make_context(shared, 0), look_up=build_look_up(plan.look_ups))
@@ -56,14 +57,14 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
             return tuple(stack.layer.apply(params, *part) for part in zip(named, contexts, strict=True))
 
         policy = build_policy(plan.spec.remat, stack.name)
-        with jax.named_scope(stack.name):
+        with jax.named_scope(piece_scope(stack.name)):
             stacked = weights.piece(stack.name)
             if platform not in table.collectives_in_any_order:
                 stacked = gather_vectors(stacked)
             x_parts = run(layer, stacked, shared_parts, x_parts, policy=policy)
         num_before += stack.num_layers
     x_BTE = jnp.concatenate(x_parts)
-    with jax.named_scope("head"):
+    with jax.named_scope(piece_scope("head")):
         context = make_context(replace(shared, dropout_keys_B=None), 0)
         parts = _head_parts(plan, weights.piece("head"), x_BTE)
         return sum_losses(

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from meshloom.models import IGNORED_TARGET, Params
 
 from ..core.partition_spec import keep_axes
+from ..core.scopes import UPDATE, WORKING_PARAMETERS
 from ..parallel.weights import Reduction, Weights, gradient_slot, reduce_gradient
 from ..plan import Plan
 from ..sharding.state import State, initial_loss_scale, update_layouts
@@ -38,7 +39,7 @@ def build_train_step(plan: Plan) -> TrainStep:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         dropout_key = jax.random.fold_in(jax.random.key(plan.spec.seed), state["step"])
         (loss, num_targets), grads = gradients(state["params"], batch, dropout_key, scale)
-        with jax.named_scope("optimizer"):
+        with jax.named_scope(UPDATE):
             state, metrics = update(state, loss / jnp.maximum(num_targets, 1), grads)
         return state, metrics | {"num_targets": num_targets}
 
@@ -106,7 +107,7 @@ def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]
     over_batch = partial(jax.lax.psum, axis_name=batch_axes) if batch_axes else lambda x: x
 
     def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
-        with jax.named_scope("working_parameters"):
+        with jax.named_scope(WORKING_PARAMETERS):
             working = _cast(params, spec.precision.compute)
         num_targets = over_batch(jnp.sum(batch["targets"] != IGNORED_TARGET))
 

@@ -16,8 +16,8 @@ from pydantic import model_validator
 from meshloom.models.config import Record
 
 from ..config.spec import CompilerOption
+from ..core.collectives import CollectiveKind
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
-from ..schema import CollectiveKind
 from .target import TargetPlan
 
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(?P<name>[^']*)'")

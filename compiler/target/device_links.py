@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from ..config.target_spec import TorusSpec
-from ..schema import Link as LinkKind
+from ..core.collectives import LinkKind
 from .axis_segments import TORUS_AXES
 from .interconnect_tiers import LINK_KINDS, Row, link_of_rows, rates_of
 from .links import Link

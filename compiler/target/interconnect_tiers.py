@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from ..config.target_spec import SwitchSpec, TorusSpec
-from ..schema import Link as LinkKind
+from ..core.collectives import LinkKind
 from .axis_segments import TORUS_AXES, Part
 from .links import Level, Line, Link
 from .target import TargetPlan

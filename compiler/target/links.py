@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a schedule is simulated without JAX, which these would import
-    from ..schema import CollectiveKind
-    from ..schema import Link as LinkKind
+from ..core.collectives import CollectiveKind, LinkKind
 
 
 @dataclass(frozen=True)

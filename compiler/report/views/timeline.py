@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from ...schema import CollectiveKind, ComputeKind, Event, Report
+from ...core.collectives import CollectiveKind
+from ...schema import ComputeKind, Event, Report
 
 PROCESS = 1
 COMPUTE = "compute"

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...core.scopes import OperationName
 from ..hlo import Computation, Instruction, Module
 from ..hlo.types import ArrayType, parse_type
 from .steps import Compute, ComputeKind, PricedBy
@@ -36,7 +37,6 @@ _MATMULS = frozenset({"convolution", "dot", "ragged-dot"})
 _ATTENTION_MATMULS = {"dkv": 4, "_dq": 3, "backward": 5, "bwd": 5}  # by a part of the kernel's name; forward 2
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
 _DIMENSIONS = re.compile(r'"?(lhs|rhs)_(contracting|batch)_dim(?:ension)?s"?[:=]\s*[\[{]([^\]}]*)[\]}]')
-ATTENTION_SCOPE = "/attend/"  # compiler/step/forward.py names it
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ def _written(inner: Computation) -> int:
 
 
 def kind_of(instruction: Instruction, module: Module) -> ComputeKind:
-    name = f"{instruction.op_name}/"
-    if ATTENTION_SCOPE in name or re.search(r"splash|fmha", f"{instruction.name} {name}"):
+    name = OperationName(instruction.op_name)
+    if name.is_attention or re.search(r"splash|fmha", f"{instruction.name} {name.text}"):
         return "attention"
     target = instruction.attribute("custom_call_target") or ""
     is_matmul = instruction.opcode in _MATMULS or "gemm" in target or "matmul" in target

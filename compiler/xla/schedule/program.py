@@ -16,12 +16,13 @@ from functools import cached_property
 from itertools import dropwhile
 from typing import Any
 
+from ...core.collectives import MOVING, CollectiveKind
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import Groups, parse_groups
 from ..hlo.types import ArrayType, elements_of, parse_type
 from .prices import Chip, price
 from .sends import answered_by, begun_by
-from .steps import Branches, Collective, CollectiveKind, Compute, Done, Loop, Start, Step
+from .steps import Branches, Collective, Compute, Done, Loop, Start, Step
 from .trips import num_trips
 
 COLLECTIVES: dict[str, CollectiveKind] = {
@@ -161,7 +162,7 @@ class _Reader:
         alike = [Inner(each, inner.computation) for each in beside if each.opcode == within.opcode]
         groups, arrays = self._groups(within), [array for each in alike for array in _arrays(each)]
         is_sliced = kind == "all-reduce" and within is not instruction and _is_scattered(inner)
-        times = len(groups[0]) if groups and kind in ("all-gather", "all-to-all") else 1  # operands are parts
+        times = len(groups[0]) if groups and kind in MOVING else 1  # operands are parts
         return Collective(
             name=instruction.name,
             kind="reduce-scatter" if is_sliced else kind,

@@ -8,9 +8,10 @@ is an all-reduce between two slices, of each of their devices 0 to 7 with its li
 
 import re
 
+from ...core.collectives import MOVING, CollectiveKind
 from ..hlo import Computation, Instruction
 from ..hlo.groups import parse_groups
-from .steps import Collective, CollectiveKind
+from .steps import Collective
 
 _TARGET = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x')
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -29,7 +30,7 @@ def begun_by(send: Instruction, around: Computation, num_devices: int) -> Collec
     num_slices = len(target[1].split(",")) if target and kind else None
     source = around.by_name.get(send.operands[0])
     arrays = source.arrays if source is not None else ()
-    times = num_slices if num_slices and kind in ("all-gather", "all-to-all") else 1  # a part is sent
+    times = num_slices if num_slices and kind in MOVING else 1  # a part is sent
     return Collective(
         name=send.name,
         kind=kind or "send",

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-CollectiveKind = Literal[
-    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send"
-]
+from ...core.collectives import CollectiveKind
+
 ComputeKind = Literal["matmul", "attention", "other"]
 PricedBy = Literal["cycles", "flops", "bytes", "nothing"]
 

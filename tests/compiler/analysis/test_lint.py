@@ -19,6 +19,7 @@ from meshloom.compiler.analysis.match import Match
 from meshloom.compiler.analysis.program_memory import HeldArray
 from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
 from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.core.scopes import OperationName
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.communication import PlannedCollective
 from meshloom.compiler.estimate.estimate import estimate_step
@@ -186,7 +187,8 @@ def test_what_the_partitioner_says_of_several_arrays_is_one_finding():
 
 TABLE = HeldArray(
     name="custom-call.4", kind="gradients", num_bytes=500 * MIB, shape=(32000, 4096),
-    names=("jit(train_step)/shard_map/while/body/closed_call/add",), over_microbatches=("while.1",), over_others=(),
+    names=(OperationName("jit(train_step)/shard_map/while/body/closed_call/add"),),
+    over_microbatches=("while.1",), over_others=(),
 )  # fmt: skip
 LLAMA = ("model=llama2_7b", "target=cpu-8", "data=synthetic", "sharding=fsdp")
 
@@ -207,7 +209,7 @@ def test_what_a_rule_splits_and_the_program_holds_whole_for_all_microbatches():
 
 
 def test_a_name_says_which_of_two_arrays_of_the_same_sizes_it_is():
-    names = ("jit(f)/jvp(head)/weight=head/kernel_EV/all_gather",)
+    names = (OperationName("jit(f)/jvp(head)/weight=head/kernel_EV/all_gather"),)
     kept = replace(TABLE, kind="working_weights", names=names, over_microbatches=(), over_others=("while.2",))
     (finding,) = held(kept)
     assert (finding.severity, finding.what.split()[0]) == ("note", "head/kernel_EV")

@@ -6,7 +6,6 @@ from conftest import plan_of
 from meshloom.compiler.analysis.schedule_analysis import (
     ScheduleAnalysis,
     analyse_schedule,
-    direction_of,
     source_of,
 )
 from meshloom.compiler.estimate.estimate import estimate_step
@@ -129,10 +128,3 @@ def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
     assert axes <= expected[sharding]
     assert analysis.step.predicted_seconds is None
     assert "simulated devices" in analysis.unknown["step.predicted_seconds"]
-
-
-def test_directions():
-    assert direction_of(f"{BACKWARD}/x") == "backward"
-    assert direction_of(f"{BACKWARD}/rematted_computation/x") == "forward again"
-    assert direction_of("jit(f)/optimizer/x") == "update"
-    assert direction_of("jit(f)/x") == "forward"

@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from conftest import WHOLE_STREAM, plan_of
+from meshloom.compiler.core.collectives import MOVING
 from meshloom.compiler.estimate.communication import link_bytes, plan_communication
 from meshloom.compiler.estimate.read_step import read_step
 from meshloom.compiler.jaxpr.program import Collective
-from meshloom.compiler.schema import MOVING
 from meshloom.compiler.xla.programs import lower
 from support.helpers import collective_elements_per_step, collectives_per_step
 
