@@ -15,7 +15,6 @@ from ..parallel.attention import to_estimate
 from ..plan import Plan
 from ..sharding.batch import batch_arrays
 from ..step.train_step import build_train_step
-from ..target.compiler_options import option_table
 
 
 def read_step(plan: Plan) -> Program:
@@ -29,5 +28,5 @@ def read_step(plan: Plan) -> Program:
     specs = jax.tree.leaves(plan.specs, is_leaf=is_spec)
     specs += [jax.sharding.PartitionSpec(plan.sharding.batch_axes or None)] * len(batch)
     layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
-    joins_sums = plan.target.platform not in option_table().sums_each_matmul
+    joins_sums = not plan.target.compiler.all_reduces_each_matmul
     return read_jaxpr(traced.jaxpr, layouts, plan.mesh.sizes, joins_sums=joins_sums)

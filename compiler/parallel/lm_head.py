@@ -22,7 +22,7 @@ from ..sharding.batch import tokens_of_device
 from ..sharding.gradients import accumulated_layouts
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan, gathered_bytes
-from ..target.compiler_options import option_table
+from ..target.compiler_options import hidden_kinds
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 
@@ -61,15 +61,14 @@ def plan_head(
             raise ConfigError([Problem("overlap.head", f"the vocabulary cannot be cut into parts: {why_not}", fix)])
         return HeadPlan(whole, why_not)
     axes = _gathered_over(sharding)
-    table = option_table()
-    most_odd = table.most_odd(mesh.num_shards(axes), target)
+    max_odd_factor = target.compiler.max_odd_factor(mesh.num_shards(axes))
     (vocab_size,) = _vocab_sizes(sharding)
-    parts = HeadPlan(part_sizes(vocab_size, most_odd), "overlap.head=parts")
+    parts = HeadPlan(part_sizes(vocab_size, max_odd_factor), "overlap.head=parts")
     if spec.overlap.head == "parts":
         return parts
-    if target.platform not in table.gathers_before_loops:
+    if not target.compiler.gathers_before_loops:
         return HeadPlan(whole, f"the compiler for {target.name} does not wait for its gather in front of the layers")
-    if "all-gather" not in table.hides(spec.overlap.option_sets, "weights", target):
+    if "all-gather" not in hidden_kinds(spec.overlap.option_sets, "weights", target):
         return HeadPlan(whole, "with these option sets no gather runs beside its matmuls")
     if num_loss_blocks > 1:
         return HeadPlan(whole, f"each of {num_loss_blocks} blocks of tokens needs all of it")
@@ -83,17 +82,19 @@ def plan_head(
     return replace(parts, reason=figures) if passes < gather else HeadPlan(whole, figures)
 
 
-def part_sizes(vocab_size: int, most_odd: int | None) -> tuple[int, ...]:
-    """The vocabulary in few parts, the first one small, as nothing hides its gather. most_odd: of a part o 2^k, the
-    largest o with which its gradient is reduce-scattered; None: any.
+def part_sizes(vocab_size: int, max_odd_factor: int | None) -> tuple[int, ...]:
+    """The vocabulary in few parts, the first one small, as nothing hides its gather. max_odd_factor: of a part o 2^k,
+    the largest o with which its gradient is reduce-scattered; None: any.
 
-    128,256 entries, most_odd 26: 256, 25 x 1,024, 25 x 4,096.
+    128,256 entries, max_odd_factor 26: 256, 25 x 1,024, 25 x 4,096.
     """
     step = min(vocab_size & -vocab_size, max(1, vocab_size // ALIGNED))  # as well aligned as all of it
     left, sizes = vocab_size, list[int]()
     while left:
         most = min(left, int(vocab_size * MOST_OF_THE_VOCABULARY)) // step * step
-        sizes.append(next(size for size in range(most, 0, -step) if not most_odd or _odd_part(size) <= most_odd))
+        sizes.append(
+            next(size for size in range(most, 0, -step) if not max_odd_factor or _odd_part(size) <= max_odd_factor)
+        )
         left -= sizes[-1]
     return tuple(reversed(sizes))
 

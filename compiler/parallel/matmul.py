@@ -29,7 +29,7 @@ from ..core.scopes import OperationName, ring_scope
 from ..sharding.arrays import Projected
 from ..sharding.batch import sequences_of_device, tokens_of_device
 from ..sharding.sharding import ShardingPlan
-from ..target.compiler_options import option_table
+from ..target.compiler_options import why_permutes_wait
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 
@@ -80,7 +80,7 @@ def plan_projections(
 def _plan_projection(
     spec: RunSpec, made: Projected, sharding: ShardingPlan, mesh: MeshPlan, target: TargetPlan
 ) -> ProjectionPlan:
-    declared, table = spec.overlap.rings, option_table()
+    declared = spec.overlap.rings
     layouts = {plan.array.path: plan for plan in sharding.activations}
     split_over = layouts[made.of].dimensions[LENGTH + 1].axes if made.of else ()
 
@@ -97,14 +97,14 @@ def _plan_projection(
     if kept != split_over or others or axis in sharding.batch_axes:
         where = f"over {' and '.join(kept)}" if kept else "whole"
         return behind(f"they are over {' and '.join(split_over)}, and its length is {where}")
-    both_ways = target.platform not in table.collectives_in_any_order
+    both_ways = not target.compiler.unordered_collectives
     sequences = sequences_of_device(spec, mesh) // spec.overlap.layers.batch_parts
     length = spec.sequence_length // mesh.sizes[axis]
     if both_ways and sequences % 2 and length % 2:
         return behind(f"neither {sequences} (sequences) nor {length} (tokens of each in a shard) is even")
     if declared != "auto":
         return ProjectionPlan(made.name, split_over, axis, both_ways, "overlap.rings names it")
-    if why_not := table.why_permutes_wait(target):
+    if why_not := why_permutes_wait(target):
         return behind(why_not)
     is_shorter, figures = _compared(spec, made, axis, mesh, target)
     return ProjectionPlan(made.name, split_over, axis, both_ways, figures) if is_shorter else behind(figures)

@@ -4,12 +4,13 @@ A program does not grow with its layers (a loop's body repeats), nor with the de
 program. The order is that of a simple model; the judge is the schedule of each that is compiled.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import jax
 
+from ..config.flag_presets import FlagPreset
 from ..config.overlap_spec import LayerLoop, Way
 from ..config.spec import RunSpec
 from ..core.errors import ConfigError, Problem
@@ -22,7 +23,7 @@ from ..schema import TriedReport
 from ..sharding.batch import sequences_of_device
 from ..sharding.gradients import check_gradients
 from ..step.forward import automatic_axes, weight_layouts
-from ..target.compiler_options import OptionTable, option_table
+from ..target.compiler_options import aborts_unrolled, hidden_kinds, presets_for
 
 FLAT = LayerLoop(unroll=1, batch_parts=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False)
 
@@ -62,31 +63,31 @@ def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]
     """The one that is declared, then the others that the plan allows, those that expose least before; but first of all
     the best with each set for weights, and with and without rings in one part of the batch and in two: what those cost
     matmuls only a schedule tells."""
-    table, overlap = option_table(), plan.spec.overlap
+    overlap, presets = plan.spec.overlap, plan.target.flag_presets
     rings = list(_rings(plan))
     declared = Way(layers=overlap.layers, rings=rings[0], option_sets=overlap.option_sets)
     ways = (
         Way(layers=loop, rings=names, option_sets=sets)
-        for loop, names, sets in product(_loops(plan, table), rings, _option_sets(plan, table))
+        for loop, names, sets in product(_loops(plan), rings, _option_sets(plan))
     )
-    rest = [Candidate(way, expected_seconds(plan, estimate, way, table)) for way in ways if way != declared]
+    rest = [Candidate(way, expected_seconds(plan, estimate, way)) for way in ways if way != declared]
     rest.sort(key=lambda one: one.expected_seconds)
-    seen, firsts = _choices(declared, table), list[Candidate]()
+    seen, firsts = _choices(declared, presets), list[Candidate]()
     for one in rest:
-        if not _choices(one.way, table) <= seen:
+        if not _choices(one.way, presets) <= seen:
             firsts.append(one)
-            seen |= _choices(one.way, table)
+            seen |= _choices(one.way, presets)
     rest.sort(key=lambda one: one not in firsts)
-    return (Candidate(declared, expected_seconds(plan, estimate, declared, table)), *rest)
+    return (Candidate(declared, expected_seconds(plan, estimate, declared)), *rest)
 
 
-def _choices(way: Way, table: OptionTable) -> set[str]:
+def _choices(way: Way, presets: Mapping[str, FlagPreset]) -> set[str]:
     """Its sets for weights, and what it does about activations."""
-    of_weights = {name for name in way.option_sets if "weights" in table.sets[name].tried_for}
+    of_weights = {name for name in way.option_sets if "weights" in presets[name].tried_for}
     return {f"{'rings' if way.rings else 'no rings'} in {way.layers.batch_parts} parts", *of_weights}
 
 
-def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way, table: OptionTable) -> float:
+def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way) -> float:
     """What of a step is not arithmetic: collectives that nothing hides, copies of weights that wait in a loop, sums in
     rings.
 
@@ -99,10 +100,10 @@ def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way, table: Option
     loop, option_sets = way.layers, way.option_sets
     stacks = {stack.name for stack in plan.model.stacks}
     paths = {array.array.path for array in plan.sharding.parameters}
-    hidden = {moved: table.hides(option_sets, moved, plan.target) for moved in ("weights", "activations")}
-    begins_early = any(table.sets[name].begins_early for name in option_sets)
+    hidden = {moved: hidden_kinds(option_sets, moved, plan.target) for moved in ("weights", "activations")}
+    begins_early = any(plan.target.flag_presets[name].begins_early for name in option_sets)
     turns = 1 if loop.unroll % (loop.prefetch + 1) else loop.prefetch + 1
-    is_copied = plan.target.platform in table.copies_carried and loop.prefetch
+    is_copied = plan.target.compiler.copies_loop_carry and loop.prefetch
     behind = {} if loop.reduce_in_backward else _reduced_behind(plan)
     exposed, link_seconds, passed_bytes = 0.0, 0.0, 0.0
     of_layers = [one for one in estimate.communication if one.source in paths and one.source.split("/")[0] in stacks]
@@ -151,13 +152,13 @@ def best_of(tried: Sequence[TriedReport], max_exposed: float | None) -> int | No
     return min(fitting, key=lambda place: rank(tried[place]), default=None)
 
 
-def _loops(plan: Plan, table: OptionTable) -> Iterator[LayerLoop]:
+def _loops(plan: Plan) -> Iterator[LayerLoop]:
     """Where no weight is gathered there is nothing to prefetch; where every gradient is reduced as soon as it is made,
     nothing to reduce earlier; where nothing splits matmuls, nothing that a part of the batch would wait for."""
     split_axes = automatic_axes(plan)
     is_even = sequences_of_device(plan.spec, plan.mesh) % 2 == 0
     batch_parts = (1, 2) if split_axes and is_even else (1,)
-    layers_in_a_trip = (1,) if table.aborts_unrolled(split_axes, plan.target) else (1, 2)
+    layers_in_a_trip = (1,) if aborts_unrolled(split_axes, plan.target) else (1, 2)
     layouts = weight_layouts(plan)
     own = [layout for stack in plan.model.stacks for layout in jax.tree.leaves(layouts[stack.name])]
     ahead = (0, 1) if any(layout.gathered for layout in own) else (0,)
@@ -194,10 +195,10 @@ def _rings(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield ()
 
 
-def _option_sets(plan: Plan, table: OptionTable) -> Iterator[tuple[str, ...]]:
+def _option_sets(plan: Plan) -> Iterator[tuple[str, ...]]:
     """One set at most for weights, and one for the activations of tensor parallelism: of those that the model has alike
     before any the compiler's own choice, which cuts matmuls where other ways hide more (docs/tensor_parallelism.md)."""
-    sets = table.sets_for(plan.target)
+    sets = presets_for(plan.target)
     weights = [(), *((name,) for name, one in sets.items() if "weights" in one.tried_for)]
     others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if automatic_axes(plan) else []
     for weight, activation in product(weights, [*others, ()]):

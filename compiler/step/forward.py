@@ -26,7 +26,6 @@ from ..parallel.weights import WeightLayout, Weights, gather_vectors, leave_spli
 from ..plan import Plan
 from ..sharding.arrays import LAYER_INPUT, gradient_of
 from ..sharding.gradients import accumulated_layouts
-from ..target.compiler_options import option_table
 from .layers import run_layers
 
 Batch = dict[str, Array]  # int32 (sequences, sequence_length), by the names of batch_arrays
@@ -45,8 +44,8 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
         embed = leave_split(weights.piece("embed"), exchanged).gathered()
         context = replace(make_context(shared, 0), look_up=build_look_up(plan.look_ups))
         x_BTE = model.embed.apply(embed, part["inputs"], context)
-    platform, table, loop = plan.target.platform, option_table(), plan.spec.overlap.layers
-    run = partial(run_layers, loop=loop, skip_idle=platform in table.waits_for_all)
+    compiler, loop = plan.target.compiler, plan.spec.overlap.layers
+    run = partial(run_layers, loop=loop, skip_idle=compiler.synchronous_collectives)
     shared_parts, x_parts = (_parts_of_batch(tree, loop.batch_parts) for tree in (shared, x_BTE))
     num_before = 1
     for stack in model.stacks:
@@ -59,7 +58,7 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
         policy = build_policy(plan.spec.remat, stack.name)
         with jax.named_scope(piece_scope(stack.name)):
             stacked = weights.piece(stack.name)
-            if platform not in table.collectives_in_any_order:
+            if not compiler.unordered_collectives:
                 stacked = gather_vectors(stacked)
             x_parts = run(layer, stacked, shared_parts, x_parts, policy=policy)
         num_before += stack.num_layers

@@ -1,12 +1,14 @@
 """Which devices the step is for: how many, how they are connected, and what one of them can do."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 
+from ..config.compiler_traits import CompilerTraits, read_compiler_traits
+from ..config.flag_presets import FlagPreset, read_flag_presets
 from ..config.target_names import chip_file, kinds
 from ..config.target_spec import (
     ChipSpec,
@@ -29,6 +31,7 @@ class TargetPlan:
 
     shape: chips of a slice along the axes of its torus, or (nodes, GPUs in each); None for simulated devices, and where
     what is attached has no such shape. topology_name: what `jax.experimental.topologies.get_topology_desc` wants.
+    compiler: what XLA's compiler for it does. flag_presets: sets of its options, by name.
     """
 
     name: str  # as its users say it
@@ -42,6 +45,8 @@ class TargetPlan:
     topology_name: str | None
     peak_flops_per_second: float | None  # of one device, in the compute type
     hbm_bytes_per_device: int | None  # what a program may take of it
+    compiler: CompilerTraits
+    flag_presets: Mapping[str, FlagPreset]
 
     @property
     def hbm_bytes_per_chip(self) -> int | None:
@@ -112,6 +117,8 @@ def _of_chips(
         topology_name=topology_name,
         peak_flops_per_second=_peak(chip, compute),
         hbm_bytes_per_device=chip.compiler_hbm_bytes // chip.num_devices,
+        compiler=read_compiler_traits(platform, chip.name),
+        flag_presets=read_flag_presets(platform, chip.name),
     )
 
 
@@ -129,6 +136,8 @@ def _plain(name: str, platform: str, num_devices: int) -> TargetPlan:
         topology_name=None,
         peak_flops_per_second=None,
         hbm_bytes_per_device=None,
+        compiler=read_compiler_traits(platform, None),
+        flag_presets=read_flag_presets(platform, None),
     )
 
 
@@ -145,7 +154,16 @@ def _local(spec: LocalTarget, compute: ComputeType) -> TargetPlan:
         peak, hbm = peak or _peak(chip, compute), hbm or chip.compiler_hbm_bytes // chip.num_devices
         num_slices, shape = _attached_shape(devices, chip, network)
         num_chips = max(1, plan.num_devices // chip.num_devices)
-        plan = replace(plan, chip=chip, network=network, num_chips=num_chips, num_slices=num_slices, shape=shape)
+        plan = replace(
+            plan,
+            chip=chip,
+            network=network,
+            num_chips=num_chips,
+            num_slices=num_slices,
+            shape=shape,
+            compiler=read_compiler_traits(plan.platform, chip.name),
+            flag_presets=read_flag_presets(plan.platform, chip.name),
+        )
     return replace(plan, peak_flops_per_second=peak, hbm_bytes_per_device=hbm)
 
 

@@ -7,6 +7,7 @@ the same. Each candidate is kept like any compiled step, so a search that was in
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from meshloom.compiler.report.build_report import (
 from meshloom.compiler.report.views.tried import line_of
 from meshloom.compiler.schema import SearchReport, TriedReport
 from meshloom.compiler.search.candidates import Candidate, best_of, find_candidates
-from meshloom.compiler.target.compiler_options import option_table
 from meshloom.compiler.xla.fingerprint import sha256
 
 from ..core.files import replace_text
@@ -123,7 +123,8 @@ def _decision_file(plan: Plan, declared: CompiledStep, candidates: Sequence[Cand
     rests_on = [
         declared.facts.fingerprint.digest,
         plan.spec.target.model_dump_json(),
-        option_table().model_dump_json(),
+        plan.target.compiler.model_dump_json(),
+        json.dumps({name: asdict(one) for name, one in plan.target.flag_presets.items()}),
         bounds.model_dump_json() if bounds else "",
         str(plan.spec.overlap.max_exposed),
         *(" ".join(one.overrides()) for one in candidates),

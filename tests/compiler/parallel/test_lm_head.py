@@ -23,16 +23,16 @@ LLAMA3_V6E = (
 
 
 @pytest.mark.parametrize("vocab_size", [8, 256, 257, 264, 32000, 50304, 128256, 151643, 151936, 256128])
-@pytest.mark.parametrize("most_odd", [None, 1, 3, 26])
-def test_parts_are_all_of_the_vocabulary_and_each_can_be_reduce_scattered(vocab_size, most_odd):
-    sizes = part_sizes(vocab_size, most_odd)
+@pytest.mark.parametrize("max_odd_factor", [None, 1, 3, 26])
+def test_parts_are_all_of_the_vocabulary_and_each_can_be_reduce_scattered(vocab_size, max_odd_factor):
+    sizes = part_sizes(vocab_size, max_odd_factor)
     assert sum(sizes) == vocab_size
     assert len(sizes) > 1
     assert max(sizes) <= 0.8 * vocab_size
     for size in sizes:
         while size % 2 == 0:
             size //= 2
-        assert not most_odd or size <= most_odd
+        assert not max_odd_factor or size <= max_odd_factor
 
 
 def test_parts_of_llama3_on_64_chips():

@@ -14,6 +14,7 @@ import pytest
 from conftest import SMALL, plan_of
 from meshloom.compiler.analysis.program_text import NO_PROGRAM, Unread
 from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis
+from meshloom.compiler.config.flag_presets import preset_file
 from meshloom.compiler.config.overlap_spec import LayerLoop, Way
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
@@ -26,8 +27,8 @@ from meshloom.compiler.schema import Report, TriedReport
 from meshloom.compiler.search.candidates import FLAT, best_of, expected_seconds, find_candidates
 from meshloom.compiler.target.compiler_options import (
     check_compiler_options,
-    option_table,
     plan_set_options,
+    presets_for,
     refused_options,
 )
 from meshloom.compiler.target.topology import check_compiler, find_devices
@@ -140,12 +141,12 @@ def test_the_model_of_what_is_exposed_is_the_sum_by_hand():
     """Nothing hides: every collective is exposed, the roofline's sum. All layers hide: what is outside of them is left,
     and the copies of the weights that wait: each layer's, written and read, forward and backward, or every other's."""
     plan = plan_as_declared(*V5P)
-    estimate, table = estimate_step(plan), option_table()
+    estimate = estimate_step(plan)
     links = {part.name.split(" ")[0]: part.link_seconds or 0.0 for part in estimate.roofline}
-    alone = expected_seconds(plan, estimate, way(FLAT), table)
+    alone = expected_seconds(plan, estimate, way(FLAT))
     assert alone == pytest.approx(sum(links.values()), rel=1e-6)
     loops = (FLAT, AHEAD, AHEAD.model_copy(update={"unroll": 1}))
-    hidden, half_copied, copied = (expected_seconds(plan, estimate, way(loop, "sparse_core"), table) for loop in loops)
+    hidden, half_copied, copied = (expected_seconds(plan, estimate, way(loop, "sparse_core")) for loop in loops)
     assert hidden == pytest.approx(alone - links["layers"] - links.get("attention", 0.0), rel=0.02)
     layers = [array for array in plan.sharding.parameters if array.array.path.startswith("layers/")]
     matrices = sum(2 * math.prod(array.array.shape) for array in layers)
@@ -160,7 +161,7 @@ def test_more_communication_than_compute_stays_exposed_whatever_is_tried():
     compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
     links = sum(part.link_seconds or 0.0 for part in estimate.roofline)
     assert links > compute
-    assert expected_seconds(plan, estimate, way(AHEAD), option_table()) >= links - compute
+    assert expected_seconds(plan, estimate, way(AHEAD)) >= links - compute
 
 
 def test_a_set_for_another_chip_and_one_that_does_not_exist_are_both_told():
@@ -173,7 +174,7 @@ def test_a_set_for_another_chip_and_one_that_does_not_exist_are_both_told():
 def test_the_later_set_wins():
     plan = plan_of("target=h100-8", "overlap.option_sets=[combined, single]")
     threshold = "xla_gpu_all_gather_combine_threshold_bytes"
-    combined, single = (option_table().sets[name].values["gpu"][threshold] for name in ("combined", "single"))
+    combined, single = (preset_file().presets[name].values["gpu"][threshold] for name in ("combined", "single"))
     assert combined != single
     assert plan.set_options[threshold] == single
     assert plan_set_options(["single", "combined"], plan.target)[threshold] == combined
@@ -204,9 +205,9 @@ def first_device(plan):
 def test_most_options_of_each_set_are_known_to_the_compiler_that_is_installed(chip):
     plan = plan_of(f"target={chip}", "global_batch_size=64")
     device = first_device(plan)
-    for name in option_table().sets_for(plan.target):
+    for name in presets_for(plan.target):
         refused = refused_options(plan_set_options([name], plan.target), device)
-        assert all(option_table().options[option].hazard for option in refused), f"{name}: {refused}"
+        assert all(preset_file().options[option].hazard for option in refused), f"{name}: {refused}"
 
 
 @pytest.mark.ci

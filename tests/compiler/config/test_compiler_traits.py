@@ -1,0 +1,56 @@
+"""What is known of compilers: it is read where a target is planned, and carried in the plan."""
+
+from pathlib import Path
+
+import pytest
+
+from meshloom.compiler.config.compiler_traits import CompilerTraits, read_compiler_traits, traits_by_name
+from meshloom.compiler.config.flag_presets import preset_file, read_flag_presets
+from meshloom.compiler.config.target_names import kinds
+from support.helpers import target_of
+
+COMPILER = Path(__file__).parents[3] / "compiler"
+PLATFORMS = {"cpu", "gpu", "tpu"}
+
+
+def test_what_is_described_is_a_platform_or_a_chip():
+    presets = {name for one in preset_file().presets.values() for name in one.values}
+    assert set(traits_by_name()) | presets <= PLATFORMS | set(kinds())
+
+
+@pytest.mark.parametrize("name", ["cpu-8", "v5e-16", "v5p-128", "h100-8"])
+def test_a_target_carries_the_traits_of_its_own_compiler(name):
+    target = target_of(name)
+    assert target.compiler == read_compiler_traits(target.platform, target.chip.name if target.chip else None)
+    assert target.compiler.synchronous_collectives == (target.platform == "cpu")
+    assert target.compiler.copies_loop_carry == (target.platform == "tpu")
+    assert target.flag_presets["synchronous"].flags is not None
+    assert (target.flag_presets["sparse_core"].flags is not None) == (name == "v5p-128")
+
+
+def test_a_chip_replaces_what_its_platform_says_and_keeps_the_rest():
+    tpu, v5e = read_compiler_traits("tpu", None), read_compiler_traits("tpu", "v5e")
+    assert (tpu.async_by_default, v5e.async_by_default) == ((), ("all-gather",))
+    assert (tpu.max_chips_async_permutes, v5e.max_chips_async_permutes) == (None, 16)
+    assert v5e == tpu.model_copy(update={"async_by_default": ("all-gather",), "max_chips_async_permutes": 16})
+
+
+def test_nothing_is_assumed_of_an_unknown_platform():
+    assert read_compiler_traits("abacus", None) == CompilerTraits()
+    assert all(one.flags is None for one in read_flag_presets("abacus", None).values())
+
+
+def test_the_largest_odd_factor_falls_with_the_devices():
+    traits = CompilerTraits(max_reduce_scatter=1664)
+    assert [traits.max_odd_factor(n) for n in (16, 64, 1664, 2048)] == [104, 26, 1, None]
+    assert CompilerTraits().max_odd_factor(64) is None
+
+
+def test_passes_do_not_read_the_files_of_conf():
+    """Only config/, the border, opens them: every later pass is a function of frozen values."""
+    own = {path for path in COMPILER.rglob("*.py") if path.parent != COMPILER / "config"}
+    assert not [
+        path for path in own if "importlib.resources" in path.read_text() or "meshloom.conf" in path.read_text()
+    ]
+    readers = ("read_compiler_traits", "read_flag_presets", "preset_file", "chip_file")
+    assert {path.name for path in own if any(name in path.read_text() for name in readers)} == {"target.py"}
