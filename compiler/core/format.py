@@ -19,9 +19,9 @@ def be(number: int) -> str:
 
 
 def human_bytes(count: int) -> str:
-    """1536 -> '1.5 KiB'."""
+    """1536 -> '1.5 KiB'; 1048575 -> '1.0 MiB'."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while value >= 1024 and len(units) > 1:
+    while value >= 1023.95 and len(units) > 1:  # what rounds to 1024.0
         value, units = value / 1024, units[1:]
     return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
 

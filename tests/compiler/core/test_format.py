@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshloom.compiler.core.format import be, counted
+from meshloom.compiler.core.format import be, counted, human_bytes
 
 
 @pytest.mark.parametrize(
@@ -13,3 +13,10 @@ from meshloom.compiler.core.format import be, counted
 def test_a_noun_agrees_with_its_number(number, words, expected):
     assert counted(number, *words) == expected
     assert be(number) == ("is" if number == 1 else "are")
+
+
+def test_a_size_is_never_1024_of_a_unit():
+    sizes = [2**power + offset for power in range(10, 50) for offset in (-1, 0, 1)]
+    texts = [human_bytes(size) for size in sizes]
+    assert not [text for text in texts if text.startswith("1024")]
+    assert (human_bytes(1023), human_bytes(2**20 - 1), human_bytes(1536)) == ("1023 B", "1.0 MiB", "1.5 KiB")
