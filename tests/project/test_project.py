@@ -127,6 +127,52 @@ def test_no_spec_has_a_default_in_code():
         assert all(field.is_required() for field in config.model_fields.values()), config
 
 
+PRIVATE = {  # names of libraries, by the file that imports them: docs/libraries.md
+    ("compiler/config/compose.py", "hydra._internal.config_loader_impl.ConfigLoaderImpl"),
+    ("compiler/config/compose.py", "hydra._internal.config_repository.IConfigRepository"),
+    ("compiler/config/config_files.py", "hydra._internal.config_loader_impl.ConfigLoaderImpl"),
+    ("compiler/config/config_files.py", "hydra._internal.core_plugins.structured_config_source"),
+    ("compiler/config/config_files.py",
+     "hydra._internal.core_plugins.importlib_resources_config_source.ImportlibResourcesConfigSource"),
+    ("compiler/config/config_files.py", "hydra._internal.sources_registry.SourcesRegistry"),
+    ("compiler/config/config_files.py", "hydra._internal.utils.create_config_search_path"),
+    ("compiler/config/config_limits.py", "hydra._internal.core_plugins.file_config_source"),
+    ("runtime/cli/flags.py", "hydra._internal.utils.get_args_parser"),
+    ("runtime/processes/cluster.py", "jax._src.clusters.GceTpuCluster"),
+    ("runtime/processes/cluster.py", "jax._src.clusters.GkeTpuCluster"),
+    ("runtime/processes/devices.py", "jax._src.hardware_utils"),
+    ("runtime/processes/distributed.py", "jax._src.distributed"),
+}  # fmt: skip
+
+
+def _private_names(tree: ast.AST) -> set[str]:
+    """What is imported from a module whose name begins with an underscore, or reached through it as an attribute."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and node.attr in ("_src", "_internal"):
+            found.add(ast.unparse(node))
+    return {name for name in found if re.search(r"\._[a-z]", name)}
+
+
+def test_private_parts_of_libraries_are_known_and_their_versions_bounded():
+    """What is private may go with any release. Before you add one to the list, look for a public way."""
+    files = [path for folder in ("compiler", "runtime", "models") for path in (ROOT / folder).rglob("*.py")]
+    found = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in files
+        for name in _private_names(ast.parse(path.read_text()))
+    }
+    assert found == PRIVATE
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    for library in {name.split(".")[0] for _, name in found}:
+        (bounded,) = [text for text in required if re.match(rf"{library}(-core)?[<>=]", text)]
+        assert "<" in bounded, f"{library} needs an upper bound"
+
+
 def test_the_loop_is_short():
     assert len((ROOT / "runtime" / "train" / "loop.py").read_text().splitlines()) < 150
 
