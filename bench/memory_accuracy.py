@@ -30,7 +30,7 @@ from meshloom.compiler.xla.programs import lower
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 # As these were compiled: logits in blocks of loss.max_logits_bytes whatever the chip, and the whole table gathered.
-PINNED = ("loss.max_logits_share=0", "sharding.look_up=gather")
+PINNED = ("loss.max_logits_share=0", "parallel.embedding=all_gather")
 TENSOR_2, TENSOR_4 = "mesh.tensor=2", "mesh.tensor=4"
 
 # model, layers, sequences, length, target, sharding, remat, other overrides
@@ -48,7 +48,7 @@ ROWS: tuple[tuple[Any, ...], ...] = (
     ("qwen3_0_6b", 8, 32, 4096, "v6e-8", "zero1", "full"),
     ("gemma2_9b", 4, 8, 8192, "v5p-16", "fsdp", "full"),
     ("gemma2_9b", 4, 8, 4096, "v6e-8", "fsdp_tensor", "save_dots", TENSOR_2),
-    ("llama2_7b", 4, 8, 2048, "v5p-16", "fsdp", "full", "kernels.attention=xla"),
+    ("llama2_7b", 4, 8, 2048, "v5p-16", "fsdp", "full", "parallel.attention=xla"),
     ("llama3_8b", 32, 128, 8192, "v5p-128", "fsdp", "full"),
     ("llama3_70b", 80, 256, 4096, "v6e-256", "fsdp_tensor", "full", TENSOR_4),
     ("qwen3_8b", 36, 64, 4096, "v5e-64", "fsdp", "save_names"),

@@ -2,12 +2,12 @@
 
     python bench/same_programs.py CHECKOUT                       # every declaration, two at a time
     python bench/same_programs.py CHECKOUT --only prefetch       # those with this in their name
-    python bench/same_programs.py CHECKOUT --was parallel.embedding:sharding.look_up
+    python bench/same_programs.py CHECKOUT --was "parallel.embedding=all_gather => parallel.embedding=all_gather"
 
 A change of structure must not change what runs. Each declaration is compiled by the command itself, in both checkouts,
 for eight simulated devices; XLA writes its optimised HLO, and the texts are compared without metadata (scopes, source
-lines), which may be renamed. `--was NEW:OLD` names a config key, or
-key=value, as the other checkout spells it.
+lines), which may be renamed. `--was "NEW => OLD"` gives an
+override, or the beginning of one, as the other checkout spells it.
 Exit code 1: some program differs.
 """
 
@@ -55,13 +55,13 @@ ROWS: dict[str, tuple[str, ...]] = {
                                               "overlap.layers.unroll=2"),
     "prefetch, hsdp, reduced in the backward pass": ("sharding=hsdp", *PREFETCH,
                                                      "overlap.layers.reduce_in_backward=true"),
-    "collective matmul, fsdp and tensor": (*TENSOR_MESH, "overlap.rings=[attention_output,mlp_output]"),
+    "collective matmul, fsdp and tensor": (*TENSOR_MESH, "parallel.matmul=collective_matmul"),
     "batch split, fsdp and tensor": (*TENSOR_MESH, "overlap.layers.batch_parts=2"),
     "batch split, collective matmul, remat full": (*TENSOR_MESH, "overlap.layers.batch_parts=2", "remat=full",
-                                                   "overlap.rings=[attention_output]"),
-    "embedding rows exchanged": ("sharding=fsdp", "sharding.look_up=exchange"),
-    "embedding gathered": ("sharding=fsdp", "sharding.look_up=gather"),
-    "vocabulary chunks": ("sharding=fsdp", "overlap.head=parts"),
+                                                   "parallel.matmul={attention_output:collective_matmul,mlp_output:plain}"),
+    "embedding rows exchanged": ("sharding=fsdp", "parallel.embedding=all_to_all"),
+    "embedding gathered": ("sharding=fsdp", "parallel.embedding=all_gather"),
+    "vocabulary chunks": ("sharding=fsdp", "parallel.lm_head=vocab_chunks"),
     "chunked loss": ("sharding=fsdp", "loss.max_logits_bytes=16384", "loss.max_logits_share=0.0"),
     "gpt2's parts, fsdp and tensor": (*TENSOR_MESH, *GPT2),
     "packed documents, dropout": ("sharding=fsdp", "data.packing=first_fit", "model.dropout_rate=0.1"),
@@ -70,9 +70,11 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 
 def normalised(text: str) -> str:
-    """Returns a program without what may be renamed: metadata, and the tables of source lines."""
+    """Returns a program without what may be renamed: metadata, tables of source lines, numbers in names."""
     text = re.sub(r"\n(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*", "\n", text)
     text = re.sub(r", metadata=\{[^}]*\}", "", text)
+    numbers: dict[str, int] = {}
+    text = re.sub(r"%[\w.\-]+", lambda m: f"%{numbers.setdefault(m[0], len(numbers))}", text)
     return re.sub(r"\n+", "\n", text)
 
 
@@ -109,7 +111,7 @@ def compare(name: str, other: Path, was: Sequence[str]) -> list[str]:
 def _as_it_was(override: str, was: Sequence[str]) -> str:
     """Returns an override as the other checkout spells it."""
     for pair in was:
-        new, _, old = pair.partition(":")
+        new, _, old = (part.strip() for part in pair.partition("=>"))
         if override.startswith(new):
             return old + override[len(new) :]
     return override

@@ -1,14 +1,15 @@
 """The straight line, a pass per line. A decision belongs inside its pass."""
 
+from collections.abc import Sequence
+
 from .config.spec import RunSpec
 from .core.errors import all_of
+from .core.trees import like
 from .jaxpr.flops import model_flops_per_step
-from .parallel.attention import plan_attention
-from .parallel.embedding import plan_look_ups
-from .parallel.lm_head import plan_head
-from .parallel.loss import plan_loss_blocks
-from .parallel.matmul import plan_projections
+from .parallel.operation import OpInputs, ParallelOp, plan_operations
+from .parallel.registry import OPERATIONS
 from .parallel.remat import check_remat
+from .parallel.weight_plan import plan_weights
 from .plan import Plan, plan_memory, plan_state_arrays
 from .sharding.arrays import build_model, find_arrays
 from .sharding.batch import check_batch, check_length
@@ -21,8 +22,11 @@ from .target.mesh import plan_mesh
 from .target.target import plan_target
 
 
-def plan_run(spec: RunSpec) -> Plan:
-    """Decide everything that can be decided without a compiler. Raises ConfigError with all that cannot run."""
+def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
+    """Decides everything that can be decided without a compiler. Raises ConfigError with all that cannot run.
+
+    ops: the operations that run by a strategy of the plan; the registry's, and yours.
+    """
     model = build_model(spec)
     target = plan_target(spec.target, spec.precision.compute)
     arrays = find_arrays(spec, model)
@@ -32,20 +36,17 @@ def plan_run(spec: RunSpec) -> Plan:
         lambda: check_schedule(spec),
         lambda: check_remat(spec.remat, arrays),
     )
-    sharding, attention, set_options, *_ = all_of(
+    sharding, set_options, *_ = all_of(
         lambda: plan_sharding(spec.sharding, arrays, mesh),
-        lambda: plan_attention(spec, target),
         lambda: plan_set_options(spec.overlap.option_sets, target),
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
     )
-    num_loss_blocks = plan_loss_blocks(spec, sharding, mesh, target)
-    look_ups, projections, head, *_ = all_of(
-        lambda: plan_look_ups(spec, model, arrays.looked_up, sharding, mesh),
-        lambda: plan_projections(spec, arrays.projected, sharding, mesh, target),
-        lambda: plan_head(spec, model, sharding, mesh, target, num_loss_blocks),
+    inputs = OpInputs(spec, model, arrays, sharding, mesh, target)
+    operations, *_ = all_of(
+        lambda: plan_operations(ops, inputs),
         lambda: check_gradients(spec, sharding),
-        lambda: check_unroll(spec.overlap.layers.unroll, mesh.besides(sharding.batch_axes), target),
+        lambda: check_unroll(spec.overlap.layers.unroll, inputs.auto_axes, target),
     )
     optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
@@ -59,11 +60,8 @@ def plan_run(spec: RunSpec) -> Plan:
         optimizer_state=plan_state_arrays(abstract, specs, sharding.optimizer, mesh),
         abstract=abstract,
         specs=specs,
-        attention=attention,
-        look_ups=look_ups,
-        projections=projections,
-        head=head,
-        num_loss_blocks=num_loss_blocks,
+        operations=operations,
+        weights=like(abstract["params"], plan_weights(inputs, operations)),
         memory=plan_memory(spec, mesh, sharding, abstract, specs),
         model_flops_per_step=model_flops_per_step(model, spec),
         set_options=set_options,

@@ -8,16 +8,13 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from meshloom.models import Model
+from meshloom.models import Model, Params
 
 from .config.spec import RunSpec
 from .core.errors import Problem
-from .core.partition_spec import axes_of
+from .core.partition_spec import Axes, axes_of
 from .core.trees import leaves_by_path, like
-from .parallel.attention import AttentionPlan
-from .parallel.embedding import LookUpPlan
-from .parallel.lm_head import HeadPlan
-from .parallel.matmul import ProjectionPlan
+from .parallel.operation import OpPlan
 from .sharding.arrays import Array
 from .sharding.batch import batch_arrays
 from .sharding.gradients import accumulated_layouts
@@ -61,14 +58,25 @@ class Plan:
     optimizer_state: tuple[ArrayPlan, ...]  # every leaf that is no scalar, and the master weights
     abstract: dict[str, Any]
     specs: dict[str, Any]
-    attention: AttentionPlan
-    look_ups: tuple[LookUpPlan, ...]  # of the embedding's tables
-    projections: tuple[ProjectionPlan, ...]  # matmuls of layers, and how their parts are added up
-    head: HeadPlan  # parts of the vocabulary that it multiplies with
-    num_loss_blocks: int  # parts that a microbatch's tokens are run through the head in
+    operations: tuple[OpPlan, ...]  # how each operation of the model runs over the mesh
+    weights: Params  # of WeightPlan, as a tree like the parameters
     memory: MemoryPlan
     model_flops_per_step: int
     set_options: Options  # of overlap.option_sets, for the target's compiler
+
+    def operations_of(self, kind: str) -> tuple[OpPlan, ...]:
+        """The plans of one operation, for each of its sites."""
+        return tuple(each for each in self.operations if each.op.kind == kind)
+
+    def operation(self, kind: str) -> OpPlan:
+        """The plan of an operation that is done at one site."""
+        (one,) = self.operations_of(kind)
+        return one
+
+    @property
+    def auto_axes(self) -> Axes:
+        """Mesh axes that split matmuls and not the batch: the partitioner's. (One of size 1 is as good as manual.)"""
+        return self.mesh.besides(self.sharding.batch_axes)
 
     @property
     def num_parameters(self) -> int:

@@ -13,10 +13,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from meshloom.models.config import Record
 
-from .config.overlap_spec import Way
+from .config.overlap_spec import OverlapConfig
 from .core.collectives import CollectiveKind, LinkKind
 
-SCHEMA_VERSION = 6  # of report.json and plan.json
+SCHEMA_VERSION = 7  # of report.json and plan.json
 
 ComputeKind = Literal["matmul", "attention", "other"]
 Fraction = Annotated[float, Field(ge=0)]
@@ -138,7 +138,7 @@ class BuildReport(Record):
     fingerprint: str
 
 
-class TriedReport(Way):
+class TriedReport(OverlapConfig):
     """A program that `overlap.search` compiled. What is None is so because of what why_not says."""
 
     predicted_seconds: NonNegativeFloat | None
@@ -173,7 +173,7 @@ class Event(Record):
 
 
 class Report(Record):
-    schema_version: Literal[6]
+    schema_version: Literal[7]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport

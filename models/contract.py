@@ -26,41 +26,61 @@ IGNORED_TARGET = -1  # a target without loss: padding, the end of a document tha
 LogicalAxes = tuple[str | None, ...]  # one name per dimension; None: a dimension that is never sharded
 
 
-def look_up(_: str, table: Array, ids: Array) -> Array:
-    """Rows of a table: `ids` (...) of `table` (rows, columns) -> (..., columns)."""
+def embedding_lookup(table: Array, ids: Array) -> Array:
+    """Returns rows of a table: `ids` (...) of `table` (rows, columns) -> (..., columns)."""
     return table[ids]
 
 
-def project(_: str, x: Array, weight: Array) -> Array:
-    """A matmul over all dimensions of `x` behind its length: x (B, T, *K), weight (*K, E) -> (B, T, E)."""
-    return jnp.tensordot(x, weight, weight.ndim - 1)
+def matmul(x: Array, weight: Array, *, subscripts: str) -> Array:
+    """Returns the product of an activation and a weight, as `jnp.einsum` writes it: "bte,ehd->bthd"."""
+    return jnp.einsum(subscripts, x, weight)
+
+
+def plain_operation(kind: str, name: str, plain: Callable[..., Array], *operands: Any, **options: Any) -> Array:
+    """Runs an operation as the model wrote it: `Context.operation` where nothing is planned."""
+    del kind, name
+    return plain(*operands, **options)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the compiler hands to a piece beside its parameters and its input.
+    """What the compiler hands to a piece with its parameters and its input.
 
     positions_BT: int32 (batch or 1, length), the position of each token in its document.
     segment_ids_BT: int32 (batch, length), the document of each token within its sequence, 0 for padding; tokens attend
         within their document only. None: a sequence is one document.
     activation: `activation(name, x, *logical_axes)` returns `x` laid out by the activation rules. The name is what
-        tables, errors and remat policies show; in all places of a model it stands for the same dimensions. With
+        tables, errors and remat policies show; wherever a model uses it, it has the same dimensions. With
         `gradient=logical_axes` the gradient of `x` is laid out by those, where forward gathers and backward scatters.
-    attend: causal attention by the implementation that the plan chose; called as `models.attention.attend`.
+    operation: `operation(kind, name, plain, *operands, **options)` returns what `plain(*operands, **options)` does, run
+        by the strategy that the plan chose for the operation of this kind and name (compiler/parallel). The methods
+        below call it; a model calls it itself for an operation of its own.
     dropout_keys_B: a key for each sequence, of this piece alone. None: nothing is dropped.
-    look_up: rows of a table, called as `look_up` above; name: the parameter of the embedding that it is. A table that
-        the embedding reads in no other way need not be whole anywhere: the compiler may exchange rows.
-    project: a matmul, called as `project` above; name: of the activation that it makes, which the model names next.
-        Where a mesh axis splits what is contracted, devices may add their parts up while they multiply.
     """
 
     positions_BT: Array
     activation: Callable[..., Array]
-    attend: Callable[..., Array] = attend
+    operation: Callable[..., Array] = plain_operation
     segment_ids_BT: Array | None = None
     dropout_keys_B: Array | None = None
-    look_up: Callable[[str, Array, Array], Array] = look_up
-    project: Callable[[str, Array, Array], Array] = project
+
+    def attend(
+        self, q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None,
+        *, scale: float, window: int | None, soft_cap: float | None,
+    ) -> Array:  # fmt: skip
+        """Returns causal attention, as `models.attention.attend`."""
+        options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        return self.operation("attention", "attention", attend, q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, **options)
+
+    def embedding_lookup(self, name: str, table: Array, ids: Array) -> Array:
+        """Returns rows of a table, as `embedding_lookup` above. name: the parameter of the embedding that it is. A
+        table that the embedding reads in no other way need not be whole anywhere: devices may exchange rows."""
+        return self.operation("embedding", name, embedding_lookup, table, ids)
+
+    def matmul(self, name: str, subscripts: str, x: Array, weight: Array) -> Array:
+        """Returns `x` times a weight, as `matmul` above. name: of the activation that it makes. Where a mesh axis
+        splits what is contracted, partial results may be summed around a ring while they are made."""
+        return self.operation("matmul", name, matmul, x, weight, subscripts=subscripts)
 
     def dropout(self, x: Array, rate: float, *, site: int) -> Array:
         """`x` (batch, ...) with a share `rate` of it set to zero, and the rest scaled up. site: tells the calls within

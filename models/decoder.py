@@ -109,7 +109,7 @@ class Embed(nnx.Module):
             self.positions_PE = matrix(rngs, (None, "embed"), shape, stddev=config.initializer_stddev)
 
     def __call__(self, tokens_BT: Array, context: Context) -> Array:
-        x_BTE = context.look_up("table_VE", self.table_VE[...], tokens_BT)
+        x_BTE = context.embedding_lookup("table_VE", self.table_VE[...], tokens_BT)
         if self.config.embedding_scale == "sqrt_embed_dim":
             x_BTE *= jnp.asarray(self.config.embed_dim**0.5, x_BTE.dtype)
         if self.config.num_positions is not None:
@@ -172,9 +172,9 @@ class Head(nnx.Module):
     def __call__(self, x_BTE: Array, context: Context) -> Array:
         x_BTE = context.activation("head_input", self.norm(x_BTE), *WHOLE, gradient=RESIDUAL)
         if self.config.embeddings == "tied":
-            logits_BTV = jnp.einsum("bte,ve->btv", x_BTE, self.table_VE[...])
+            logits_BTV = context.matmul("logits", "bte,ve->btv", x_BTE, self.table_VE[...])
         else:
-            logits_BTV = jnp.einsum("bte,ev->btv", x_BTE, self.kernel_EV[...])
+            logits_BTV = context.matmul("logits", "bte,ev->btv", x_BTE, self.kernel_EV[...])
         if (cap := self.config.logit_soft_cap) is not None:
             logits_BTV = cap * jnp.tanh(logits_BTV.astype(jnp.float32) / cap)
         return context.activation("logits", logits_BTV, "batch", "length", "vocab")
@@ -204,7 +204,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
         config = self.config
-        q_BTHD, k_BTKD, v_BTKD = self._queries_keys_values(x_BTE)
+        q_BTHD, k_BTKD, v_BTKD = self._queries_keys_values(x_BTE, context)
         q_BTHD = context.activation("queries", q_BTHD, "batch", "length", "heads", "head_dim")
         k_BTKD = context.activation("keys", k_BTKD, "batch", "length", "kv_heads", "head_dim")
         v_BTKD = context.activation("values", v_BTKD, "batch", "length", "kv_heads", "head_dim")
@@ -217,14 +217,14 @@ class Attention(nnx.Module):
         a_BTHD = context.attend(q_BTHD, k_BTKD, v_BTKD, context.segment_ids_BT, scale=scale, window=self.window,
                                 soft_cap=config.attention_soft_cap)  # fmt: skip
         a_BTHD = context.activation("attended", a_BTHD, "batch", "length", "heads", "head_dim")
-        out_BTE = context.project("attention_output", a_BTHD, self.out_HDE[...])
+        out_BTE = context.matmul("attention_output", "bthd,hde->bte", a_BTHD, self.out_HDE[...])
         out_BTE = context.activation("attention_output", out_BTE, *RESIDUAL, gradient=WHOLE)
         return out_BTE + self.out_bias_E[...] if config.biases == "all" else out_BTE
 
-    def _queries_keys_values(self, x_BTE: Array) -> tuple[Array, Array, Array]:
-        q_BTHD = jnp.einsum("bte,ehd->bthd", x_BTE, self.query_EHD[...])
-        k_BTKD = jnp.einsum("bte,ekd->btkd", x_BTE, self.key_EKD[...])
-        v_BTKD = jnp.einsum("bte,ekd->btkd", x_BTE, self.value_EKD[...])
+    def _queries_keys_values(self, x_BTE: Array, context: Context) -> tuple[Array, Array, Array]:
+        q_BTHD = context.matmul("queries", "bte,ehd->bthd", x_BTE, self.query_EHD[...])
+        k_BTKD = context.matmul("keys", "bte,ekd->btkd", x_BTE, self.key_EKD[...])
+        v_BTKD = context.matmul("values", "bte,ekd->btkd", x_BTE, self.value_EKD[...])
         if self.config.biases == "none":
             return q_BTHD, k_BTKD, v_BTKD
         return q_BTHD + self.query_bias_HD[...], k_BTKD + self.key_bias_KD[...], v_BTKD + self.value_bias_KD[...]
@@ -247,18 +247,18 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
         activation, has_bias = ACTIVATIONS[self.config.mlp_activation], self.config.biases == "all"
-        hidden_BTM = x_BTE @ self.up_EM[...]
+        hidden_BTM = context.matmul("mlp_up", "bte,em->btm", x_BTE, self.up_EM[...])
         hidden_BTM = hidden_BTM + self.up_bias_M[...] if has_bias else hidden_BTM
         hidden_BTM = context.activation("mlp_up", hidden_BTM, *WITHIN_MLP)
         if self.config.mlp == "gated":
-            gate_BTM = x_BTE @ self.gate_EM[...]
+            gate_BTM = context.matmul("mlp_gate", "bte,em->btm", x_BTE, self.gate_EM[...])
             gate_BTM = gate_BTM + self.gate_bias_M[...] if has_bias else gate_BTM
             gate_BTM = context.activation("mlp_gate", gate_BTM, *WITHIN_MLP)
             hidden_BTM = activation(gate_BTM) * hidden_BTM
         else:
             hidden_BTM = activation(hidden_BTM)
         hidden_BTM = context.activation("hidden", hidden_BTM, *WITHIN_MLP)
-        out_BTE = context.project("mlp_output", hidden_BTM, self.down_ME[...])
+        out_BTE = context.matmul("mlp_output", "btm,me->bte", hidden_BTM, self.down_ME[...])
         out_BTE = context.activation("mlp_output", out_BTE, *RESIDUAL, gradient=WHOLE)
         return out_BTE + self.down_bias_E[...] if has_bias else out_BTE
 

@@ -6,7 +6,6 @@ Shapes: B batch, T length, E embed, M mlp (as wide as embed), V vocab.
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from pydantic import PositiveInt
@@ -39,7 +38,7 @@ class Embed(nnx.Module):
         self.table_VE = nnx.Param(table_VE, out_sharding=("vocab", "embed"))
 
     def __call__(self, tokens_BT: Array, context: Context) -> Array:
-        x_BTE = context.look_up("table_VE", self.table_VE[...], tokens_BT)
+        x_BTE = context.embedding_lookup("table_VE", self.table_VE[...], tokens_BT)
         return context.activation("embedded", x_BTE, "batch", "length", "embed")
 
 
@@ -50,7 +49,8 @@ class Layer(nnx.Module):
         self.kernel_EM = nnx.Param(kernel_EM, out_sharding=("embed", "mlp"))
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
-        return context.activation("residual", x_BTE @ self.kernel_EM[...], "batch", "length", "embed")
+        x_BTM = context.matmul("residual", "bte,em->btm", x_BTE, self.kernel_EM[...])
+        return context.activation("residual", x_BTM, "batch", "length", "embed")
 
 
 class Head(nnx.Module):
@@ -59,5 +59,5 @@ class Head(nnx.Module):
         self.kernel_EV = nnx.Param(kernel_EV, out_sharding=("embed", "vocab"))
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
-        logits_BTV = jnp.einsum("bte,ev->btv", x_BTE, self.kernel_EV[...])
+        logits_BTV = context.matmul("logits", "bte,ev->btv", x_BTE, self.kernel_EV[...])
         return context.activation("logits", logits_BTV, "batch", "length", "vocab")

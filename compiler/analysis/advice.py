@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..parallel.lm_head import VOCAB_CHUNKS
 from ..plan import Plan
 
 
@@ -17,7 +18,10 @@ class Advice:
 SPLIT_THE_GROUP = Advice("split the group: sharding=hsdp", lambda plan: plan.mesh.sizes["replica"] > 1)
 SPLIT_OVER_TENSOR = Advice("split it more: sharding=fsdp_tensor", lambda plan: plan.mesh.sizes["tensor"] > 1)
 WIDER_TENSOR = Advice("split it more: a larger mesh.tensor", lambda plan: plan.mesh.sizes["tensor"] == 1)
-HEAD_IN_PARTS = Advice("cut the vocabulary: overlap.head=parts", lambda plan: len(plan.head.part_sizes) > 1)
+HEAD_IN_CHUNKS = Advice(
+    "cut the vocabulary: parallel.lm_head=vocab_chunks",
+    lambda plan: plan.operation("lm_head").chosen.name == VOCAB_CHUNKS,
+)
 FULL_REMAT = Advice("remat=full", lambda plan: plan.spec.remat.policy == "full")
 
 

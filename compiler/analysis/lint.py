@@ -4,7 +4,7 @@ unplanned-collective        a transfer that no rule of the plan brings about
 whole-gradient              an all-reduce where the plan has a reduce-scatter: twice the bytes
 wide-collective             float32 crosses where the plan has a narrower type
 repeated-gather             what does not change from one microbatch to the next crosses once for each
-attention-fallback          the kernel of the platform was not used
+OPERATION-fallback          the strategy that a user would expect was refused: attention without the kernel
 gathered-whole              the compiler itself says that it gathers a whole array
 held-whole                  an array that a rule splits lies whole in memory, throughout a loop that could do without
 
@@ -25,7 +25,7 @@ from ..sharding.rules import ArrayPlan
 from ..xla.aot import REMATERIALIZATION
 from .advice import (
     FULL_REMAT,
-    HEAD_IN_PARTS,
+    HEAD_IN_CHUNKS,
     SPLIT_OVER_TENSOR,
     SPLIT_THE_GROUP,
     WIDER_TENSOR,
@@ -57,7 +57,7 @@ def lint(
     loop."""
     large = [each for each in collectives if each.bytes // each.count >= LEAST_BYTES]
     found = [finding for each in large for finding in _of_collective(plan, each, matches.get(each.name, ()), planned)]
-    others = (*_attention(plan), *map(_gathered_whole, notes), *_held_whole(plan, held))
+    others = (*_missed(plan), *map(_gathered_whole, notes), *_held_whole(plan, held))
     merged = _merged([*found, *(Costly(0, finding) for finding in others)])
     return tuple(each.finding for each in sorted(merged, key=lambda each: -each.cost))
 
@@ -130,7 +130,7 @@ def _whole_gradient(plan: Plan, each: CollectiveReport, scattered: Sequence[Plan
     what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of it crosses in vain"
     rules = dict.fromkeys(p.rule for p in scattered if p.rule)
     is_of_head = all(_is_of_head(p.source) for p in scattered)
-    in_parts = [HEAD_IN_PARTS] if is_of_head else []
+    in_parts = [HEAD_IN_CHUNKS] if is_of_head else []
     fix = unfollowed(plan, *in_parts, "choose another overlap or target", SPLIT_THE_GROUP)
     return _costly(each, each.bytes // 2, "whole-gradient", what, ", ".join((each.source, *rules)), fix)
 
@@ -164,12 +164,19 @@ def _repeated(plan: Plan, each: CollectiveReport, planned: PlannedCollective) ->
     return _costly(each, cost, "repeated-gather", what, each.source, fix)
 
 
-def _attention(plan: Plan) -> list[Finding]:
-    if plan.attention.implementation != "xla" or "is not used" not in plan.attention.reason:
-        return []
-    what = f"attention keeps all scores in memory: {plan.attention.reason}"
-    fix = "change what it names; kernels.attention=xla says that it is meant"
-    return [Finding(rule="attention-fallback", severity="warning", what=what, where="kernels.attention", fix=fix)]
+def _missed(plan: Plan) -> list[Finding]:
+    """Strategies that the plan would have taken, and whose refusal costs something."""
+    return [
+        Finding(
+            rule=f"{each.op.kind}-fallback",
+            severity="warning",
+            what=f"{missed.loss}: {missed.name} is not used: {missed.refusal}",
+            where=f"parallel.{each.op.kind}",
+            fix=f"change what it names; parallel.{each.op.kind}={each.chosen.name} says that it is meant",
+        )
+        for each in plan.operations
+        if (missed := each.missed)
+    ]
 
 
 def _gathered_whole(note: str) -> Finding:
@@ -209,7 +216,7 @@ def _held(plan: Plan, each: HeldArray, array: ArrayPlan) -> Finding | None:
     if each.kind == "gradients" or not each.over_others:
         return None  # added up block by block in a loop of its own, or in use in it
     text = f"{what} lies whole in memory through a loop that does not read it: {size}"
-    in_parts = [HEAD_IN_PARTS] if _is_of_head(array.array.path) else []
+    in_parts = [HEAD_IN_CHUNKS] if _is_of_head(array.array.path) else []
     fix = f"none is needed where the step fits; else {unfollowed(plan, *in_parts, SPLIT_OVER_TENSOR, WIDER_TENSOR)}"
     return Finding(rule="held-whole", severity="note", what=text, where=where, fix=fix)
 

@@ -1,6 +1,7 @@
 """How communication is to be hidden behind arithmetic."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
@@ -28,37 +29,46 @@ class LayerLoop(Config):
         return self
 
 
-def _auto_or_names(value: Any) -> Any:
-    """One error for both, where a union would tell of each."""
-    if value == "auto":
+def _one_or_by_name(value: Any) -> Any:
+    """One error for both, where a union would report each."""
+    is_text = lambda x: isinstance(x, str) and bool(x)  # noqa: E731
+    if is_text(value) or (isinstance(value, Mapping) and all(map(is_text, [*value, *value.values()]))):
         return value
-    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
-        return tuple(value)
-    context = {"what": f"{value!r} is neither auto nor a list of names", "fix": "set auto, or give a list"}
-    raise PydanticCustomError("choice", "{what}", context)
+    what = f"{value!r} is neither a strategy nor strategies by name"
+    raise PydanticCustomError("choice", "{what}", {"what": what, "fix": "set auto, a strategy, or {NAME: STRATEGY}"})
 
 
-Rings = Annotated[Literal["auto"] | tuple[Text, ...], BeforeValidator(_auto_or_names)]
+# How an operation runs over the mesh: auto, a strategy for all of its sites, or one for each of some sites.
+StrategyChoice = Annotated[Text | dict[Text, Text], BeforeValidator(_one_or_by_name)]
 
 
-class Way(Config):
-    """How layers are run: what a search tries, and one is declared."""
+class OverlapConfig(Config):
+    """How layers are run: what a search tries, one after the other.
+
+    parallel: strategies of the operations that a search decides on, as in the group `parallel`.
+    """
 
     layers: LayerLoop
-    rings: Rings  # matmuls whose parts are added up in a ring, by what they make (matmul.py)
+    parallel: dict[Text, StrategyChoice]
     option_sets: tuple[Text, ...]  # of compiler_options.py, by name; the later wins
 
     @property
     def name(self) -> str:
-        """In a few words: "prefetch 1, deferred, unroll 2, rings, sparse_core"."""
+        """In a few words: "prefetch 1, deferred, unroll 2, collective_matmul, sparse_core"."""
         loop = self.layers
         words = [f"prefetch {loop.prefetch}"] if loop.prefetch else ["scan"]
         words += ["deferred"] if loop.deferred_reduce_scatter else []
         words += ["reduced in backward"] if loop.reduce_in_backward else []
         words += [f"unroll {loop.unroll}"] if loop.unroll > 1 else []
         words += [f"{loop.batch_parts} batch parts"] if loop.batch_parts > 1 else []
-        words += ["rings"] if self.rings else []
+        words += [name for name in self.strategies if name != "plain"]
         return ", ".join([*words, *self.option_sets])
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Every strategy that some operation runs by, each once."""
+        named = ((x,) if isinstance(x, str) else tuple(x.values()) for x in self.parallel.values())
+        return tuple(dict.fromkeys(name for names in named for name in names))
 
 
 class OverlapSearch(Config):
@@ -68,7 +78,8 @@ class OverlapSearch(Config):
     budget_seconds: PositiveFloat  # no other program is begun after so long
 
 
-class OverlapSpec(Way):
-    head: Literal["auto", "whole", "parts"]  # of the vocabulary, whose weights are gathered and used (lm_head.py)
+class OverlapSpec(Config):
+    layers: LayerLoop
+    option_sets: tuple[Text, ...]  # of compiler_options.py, by name; the later wins
     search: OverlapSearch | None
     max_exposed: Fraction | None  # of the predicted step, waiting for communication; compiling fails above it

@@ -26,7 +26,7 @@ from ..optim.lr_schedules import ScheduleSpec
 from ..optim.optimizers import OptimizerSpec
 from .data_spec import DataSpec, ShardsSpec
 from .environment_values import Sources, as_compared, as_written
-from .overlap_spec import OverlapSpec
+from .overlap_spec import OverlapSpec, StrategyChoice
 from .target_spec import TargetSpec
 
 # Slowest link first: replicas across slices, tensor shards side by side.
@@ -94,7 +94,6 @@ class ShardingSpec(Config):
     gradients: Literal["parameters", "optimizer"]
     optimizer: tuple[Rule, ...]  # the optimizer's state and the master weights; never split less than the parameters
     activations: tuple[Rule, ...]
-    look_up: Literal["auto", "gather", "exchange"]  # of token rows in a split table (embedding.py)
     replicated_bytes_threshold: NumBytes  # of a parameter, or its state, that every device holds whole
     on_replicated: Literal["error", "warn", "allow"]  # where one is larger
 
@@ -158,12 +157,6 @@ class LossSpec(Config):
     max_logits_share: Fraction  # of a device's memory
 
 
-class KernelsSpec(Config):
-    """Which implementation of an operation is called, where there are several."""
-
-    attention: Literal["auto", "xla", "cudnn", "splash"]
-
-
 class CheckpointSpec(Config):
     """What is saved when, and which checkpoints stay: those that any of the three keys about keeping wants.
 
@@ -217,7 +210,7 @@ class RunSpec(Config):
     remat: RematSpec
     overlap: OverlapSpec
     loss: LossSpec
-    kernels: KernelsSpec
+    parallel: dict[Text, StrategyChoice]  # by operation (compiler/parallel/registry.py)
     optimizer: OptimizerSpec
     schedule: ScheduleSpec
     data: DataSpec

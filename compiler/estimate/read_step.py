@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from ..jaxpr.program import Program
 from ..jaxpr.read_jaxpr import layout_of, read_jaxpr
-from ..parallel.attention import to_estimate
 from ..plan import Plan
 from ..sharding.batch import batch_arrays
 from ..step.train_step import build_train_step
@@ -21,7 +20,8 @@ def read_step(plan: Plan) -> Program:
     """Trace the plan's train step and read it. Inputs: the leaves of the state, then those of the batch."""
     shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in batch_arrays(plan.spec)}
-    step = build_train_step(replace(plan, attention=to_estimate(plan.attention)))
+    operations = tuple(each.op.to_estimate(each) for each in plan.operations)
+    step = build_train_step(replace(plan, operations=operations))
     with jax.sharding.use_abstract_mesh(plan.mesh.abstract()):
         traced = jax.make_jaxpr(step)(plan.abstract, batch)
     is_spec = lambda node: isinstance(node, jax.sharding.PartitionSpec)  # noqa: E731

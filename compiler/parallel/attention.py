@@ -2,14 +2,14 @@
 
     xla     plain operations (models/attention.py), anywhere; all scores are in memory
     cudnn   cuDNN's fused kernel, NVIDIA GPUs; no soft cap
-    splash  JAX's Pallas kernel, TPUs: a kernel is no operation that the partitioner can split, so it runs under a
+    splash  JAX's Pallas kernel, TPUs: a kernel is not an operation that the partitioner can split, so it runs under a
             shard_map over the mesh axes of the heads
 
-Neither kernel keeps the length x length scores. `auto` is the kernel of the platform, with a reason; a choice that
-cannot run is an error, never another implementation.
+Neither kernel keeps the length x length scores. `auto` is the kernel of the platform; a choice that cannot run is an
+error, never another implementation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -18,84 +18,92 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models import DecoderConfig
 from meshloom.models.attention import attend
 
-from ..config.spec import RunSpec
-from ..core.errors import ConfigError, Problem
 from ..core.partition_spec import axes_of
 from ..core.scopes import ATTENTION
-from ..target.target import TargetPlan
+from ..sharding.arrays import OpSite
 from .cudnn import attend_cudnn, most_cudnn_head_dim, shapes_of_cudnn
+from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy
 from .splash import LANES, attend_splash
 
 Implementation = Literal["xla", "cudnn", "splash", "cudnn_shapes"]
-KERNEL_OF: dict[str, Implementation] = {"cpu": "xla", "gpu": "cudnn", "tpu": "splash"}
-PLATFORM_OF = {kernel: platform for platform, kernel in KERNEL_OF.items()}
+XLA, CUDNN, SPLASH = "xla", "cudnn", "splash"
+PLATFORM_OF = {CUDNN: "gpu", SPLASH: "tpu"}
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class Kernel:
+    """implementation: of attention. heads: how queries (batch, length, heads, head_dim) lie over the auto axes."""
+
     implementation: Implementation
-    reason: str
+    heads: PartitionSpec
 
 
-def plan_attention(spec: RunSpec, target: TargetPlan) -> AttentionPlan:
-    """Settle `kernels.attention` for the target. Raises ConfigError where it cannot run there."""
-    wanted, platform = spec.kernels.attention, target.platform
-    if wanted == "auto":
-        kernel = KERNEL_OF.get(platform, "xla")
-        why_not = _obstacle(kernel, spec, target)
-        if why_not is None:
-            return AttentionPlan(kernel, f"the one for {platform}")
-        return AttentionPlan("xla", f"{kernel} is not used: {why_not}")
-    if wanted != "xla" and PLATFORM_OF[wanted] != platform:
-        what = f"{wanted} does not run on {platform} (target {target.name})"
-        raise ConfigError([Problem("kernels.attention", what, "use auto, or xla")])
-    if why_not := _obstacle(wanted, spec, target):
-        raise ConfigError([Problem("kernels.attention", f"{wanted} cannot be used: {why_not}", "use auto or xla")])
-    return AttentionPlan(wanted, "by kernels.attention")
+class AttentionOp(ParallelOp):
+    kind = "attention"
+    title = "attention"
+    names = (XLA, CUDNN, SPLASH)
+    fallback = XLA
+
+    def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
+        heads, platform = inputs.auto_spec(None, None, "heads", None), inputs.target.platform
+        merit = f"the kernel for {platform}"
+        kernels = [
+            Strategy(
+                name,
+                f"by {name}",
+                Kernel(name, heads),
+                merit=merit,
+                refusal=_refusal(name, site, inputs),
+                loss="attention keeps all scores in memory" if PLATFORM_OF[name] == platform else "",
+            )
+            for name in (CUDNN, SPLASH)
+        ]
+        plain = Strategy(XLA, f"by {XLA}", Kernel(XLA, heads), merit=merit)
+        own, others = ([k for k in kernels if (PLATFORM_OF[k.name] == platform) is is_own] for is_own in (True, False))
+        return (*own, plain, *others)
+
+    def lower(self, plan: OpPlan) -> Lowered:
+        return build_attend(plan.chosen.parameters)
+
+    def to_estimate(self, plan: OpPlan) -> OpPlan:
+        """Nothing of it asks for cuDNN, which need not be there."""
+        kernel: Kernel = plan.chosen.parameters
+        if kernel.implementation != CUDNN:
+            return plan
+        shapes = replace(kernel, implementation="cudnn_shapes")
+        return replace(plan, chosen=replace(plan.chosen, parameters=shapes))
 
 
-def _obstacle(kernel: Implementation, spec: RunSpec, target: TargetPlan) -> str | None:
-    """What of this run the kernel cannot do."""
-    model = spec.model
-    if kernel == "splash" and spec.sequence_length % LANES:
-        return f"sequence_length={spec.sequence_length} is no multiple of {LANES}"
-    if kernel == "cudnn":
-        if spec.precision.compute == "float32":
-            return "it computes in 16 bits, and precision.compute=float32"
-        if spec.sequence_length % 2:
-            return f"sequence_length={spec.sequence_length} is odd"
-        if isinstance(model, DecoderConfig):
-            return _obstacle_to_cudnn(model, most_cudnn_head_dim(target))
+def _refusal(name: str, site: OpSite, inputs: OpInputs) -> str | None:
+    """What of this run the kernel cannot do; None where it can run."""
+    spec, target = inputs.spec, inputs.target
+    if PLATFORM_OF[name] != target.platform:
+        return f"it does not run on {target.platform} (target {target.name})"
+    if name == SPLASH:
+        length = spec.sequence_length
+        return f"sequence_length={length} is not a multiple of {LANES}" if length % LANES else None
+    if spec.precision.compute == "float32":
+        return "it computes in 16 bits, and precision.compute=float32"
+    if spec.sequence_length % 2:
+        return f"sequence_length={spec.sequence_length} is odd"
+    if (soft_cap := site.option("soft_cap")) is not None:
+        return f"it has no soft cap, and the model's is {soft_cap}"
+    head_dim, most = site.operands[0].shape[-1], most_cudnn_head_dim(target)
+    if head_dim % 8 or head_dim > most:
+        return f"it takes a head_dim of a multiple of 8 up to {most}, and the model's is {head_dim}"
     return None
 
 
-def _obstacle_to_cudnn(model: DecoderConfig, most: int) -> str | None:
-    if model.attention_soft_cap is not None:
-        return f"it has no soft cap, and model.attention_soft_cap={model.attention_soft_cap}"
-    if model.head_dim % 8 or model.head_dim > most:
-        return f"it takes a head_dim of a multiple of 8 up to {most}, and model.head_dim={model.head_dim}"
-    return None
-
-
-def to_estimate(plan: AttentionPlan) -> AttentionPlan:
-    """The plan for a step that is traced and not compiled: nothing of it asks for a library of the target's."""
-    return replace(plan, implementation="cudnn_shapes") if plan.implementation == "cudnn" else plan
-
-
-def build_attend(implementation: Implementation, heads: PartitionSpec) -> Callable[..., Array]:
-    """A function with the signature of `models.attention.attend`.
-
-    heads: how queries (batch, length, heads, head_dim) lie over the mesh axes that the step leaves automatic.
-    """
+def build_attend(kernel: Kernel) -> Callable[..., Array]:
+    """Returns a function with the signature of `models.attention.attend`."""
     chosen: Callable[..., Array] = {
         "cudnn": attend_cudnn,
         "cudnn_shapes": shapes_of_cudnn,
-        "splash": partial(_on_shards, partial(attend_splash, interpret=False), heads),
+        "splash": partial(_on_shards, partial(attend_splash, interpret=False), kernel.heads),
         "xla": attend,
-    }[implementation]
+    }[kernel.implementation]
 
     def named(*args: Any, **options: Any) -> Array:
         with jax.named_scope(ATTENTION):

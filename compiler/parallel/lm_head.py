@@ -1,12 +1,12 @@
-"""How the head multiplies with its weights: with all of them at once, or with one part of the vocabulary after another.
+"""The head's matmul: with the whole vocabulary at once, or with one chunk of it after another.
 
-Whole, they are gathered before the head begins, with nothing beside it; and of the gradient, as wide as the vocabulary,
-XLA may make an all-reduce. In parts the next one is gathered beside the matmul of the one before, and the gradient of
-each, as wide as XLA can reduce-scatter, crosses beside the matmuls that make the others.
+Whole, its weights are gathered before the head begins, with nothing beside it; and for the gradient, as wide as the
+vocabulary, XLA may make an all-reduce. In chunks the next one is gathered beside the matmul of the one before, and the
+gradient of each, as wide as XLA can reduce-scatter, is reduced beside the matmuls that make the others.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,77 +14,103 @@ import jax.numpy as jnp
 from meshloom.models import Context, LogicalAxes, Model, Params, is_logical_axes
 
 from ..config.spec import RunSpec
-from ..core.errors import ConfigError, Problem
 from ..core.format import human_seconds
+from ..core.partition_spec import Axes
 from ..core.trees import leaves_by_path, like
 from ..jaxpr.read_jaxpr import read_jaxpr
+from ..sharding.arrays import OpSite
 from ..sharding.batch import tokens_of_device
 from ..sharding.gradients import accumulated_layouts
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan, gathered_bytes
 from ..target.compiler_options import hidden_kinds
-from ..target.mesh import MeshPlan
-from ..target.target import TargetPlan
+from .operation import CollectiveSpec, Cost, OpInputs, ParallelOp, Strategy
 
 VOCAB = "vocab"  # the logical axis
+WHOLE, VOCAB_CHUNKS = "whole", "vocab_chunks"
 MOST_OF_THE_VOCABULARY = 0.8  # in one part: the gather of what is left of it is not hidden
 NUM_PASSES = 4  # over the head's input for each part more: its norm, and the sum of its gradients, forward and backward
 ALIGNED = 8  # parts of a vocabulary that is a power of two are multiples of this share of it
 
 
-@dataclass(frozen=True)
-class HeadPlan:
-    """part_sizes: entries of the vocabulary in each part, in the order in which they are gathered; one: whole."""
+class LmHeadOp(ParallelOp):
+    kind = "lm_head"
+    title = "head"
+    names = (WHOLE, VOCAB_CHUNKS)
+    fallback = WHOLE
 
-    part_sizes: tuple[int, ...]
-    reason: str
+    def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
+        del inputs
+        return (OpSite(self.kind, "head", "head"),)
 
-    @property
-    def how(self) -> str:
-        """In words: what it is multiplied with, and why."""
-        if len(self.part_sizes) == 1:
-            return f"of the whole vocabulary: {self.reason}"
-        sizes = ", ".join(f"{size:,}" for size in self.part_sizes)
-        return f"in parts of {sizes} entries of the vocabulary: {self.reason}"
+    def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
+        del site
+        spec, model, sharding, mesh = inputs.spec, inputs.model, inputs.sharding, inputs.mesh
+        gathers = [(plan, gathered_bytes(plan, spec, mesh)) for plan in _with_vocab(sharding)]
+        num_bytes, axes = sum(size for _, size in gathers), _gathered_over(sharding)
+        whole = Strategy(
+            WHOLE,
+            "of the whole vocabulary",
+            (spec.model.vocab_size,),
+            _moved([size for _, size in gathers], axes) if axes else (),
+            merit="in one matmul",
+        )
+        if refusal := _cannot_be_cut(spec, model, sharding):
+            return Strategy(VOCAB_CHUNKS, "", refusal=refusal), whole
+        (vocab_size,) = _vocab_sizes(sharding)
+        sizes = chunk_sizes(vocab_size, inputs.target.compiler.max_odd_factor(mesh.num_shards(axes)))
+        shown = ", ".join(f"{size:,}" for size in sizes)
+        chunks = Strategy(
+            VOCAB_CHUNKS,
+            f"in chunks of {shown} entries of the vocabulary",
+            sizes,
+            _moved([num_bytes * size // vocab_size for size in sizes], axes),
+            objection=_objection(inputs),
+        )
+        return _with_costs(inputs, chunks, whole, num_bytes, axes)
 
 
-def plan_head(
-    spec: RunSpec, model: Model, sharding: ShardingPlan, mesh: MeshPlan, target: TargetPlan, num_loss_blocks: int
-) -> HeadPlan:
-    """Raises ConfigError where `overlap.head=parts` cannot be."""
-    whole = (spec.model.vocab_size,)
-    if spec.overlap.head == "whole":
-        return HeadPlan(whole, "overlap.head=whole")
-    if why_not := _cannot_be_cut(spec, model, sharding):
-        if spec.overlap.head == "parts":
-            fix = "set overlap.head=auto, or whole"
-            raise ConfigError([Problem("overlap.head", f"the vocabulary cannot be cut into parts: {why_not}", fix)])
-        return HeadPlan(whole, why_not)
-    axes = _gathered_over(sharding)
-    max_odd_factor = target.compiler.max_odd_factor(mesh.num_shards(axes))
-    (vocab_size,) = _vocab_sizes(sharding)
-    parts = HeadPlan(part_sizes(vocab_size, max_odd_factor), "overlap.head=parts")
-    if spec.overlap.head == "parts":
-        return parts
+def _moved(sizes: Sequence[int], axes: Axes) -> tuple[CollectiveSpec, ...]:
+    """A gather forward and a reduce-scatter backward of each of these sizes in bytes."""
+    gathers = (CollectiveSpec("all-gather", axes, size, 1, "forward") for size in sizes)
+    return (*gathers, *(CollectiveSpec("reduce-scatter", axes, size, 1, "backward") for size in sizes))
+
+
+def _objection(inputs: OpInputs) -> str | None:
+    """Why chunks would hide nothing here; None where they may."""
+    target = inputs.target
     if not target.compiler.gathers_before_loops:
-        return HeadPlan(whole, f"the compiler for {target.name} does not wait for its gather in front of the layers")
-    if "all-gather" not in hidden_kinds(spec.overlap.option_sets, "weights", target):
-        return HeadPlan(whole, "with these option sets no gather runs beside its matmuls")
-    if num_loss_blocks > 1:
-        return HeadPlan(whole, f"each of {num_loss_blocks} blocks of tokens needs all of it")
-    num_bytes = sum(gathered_bytes(plan, spec, mesh) for plan in _with_vocab(sharding))
-    gather, bandwidth = mesh.alone_seconds("all-gather", num_bytes, axes), target.hbm_bytes_per_second_per_device
+        return f"the compiler for {target.name} does not wait for the head's gather before the layers"
+    if "all-gather" not in hidden_kinds(inputs.spec.overlap.option_sets, "weights", target):
+        return "with these option sets no gather runs beside the head's matmuls"
+    (loss,) = inputs.planned["loss"]
+    if loss.chosen.parameters > 1:
+        return f"each of {loss.chosen.parameters} chunks of tokens needs the whole vocabulary"
+    return None
+
+
+def _with_costs(
+    inputs: OpInputs, chunks: Strategy, whole: Strategy, num_bytes: int, axes: Axes
+) -> tuple[Strategy, Strategy]:
+    """Whole: its gather, which nothing hides. In chunks: the passes over the head's input that are added."""
+    gather, bandwidth = (
+        inputs.mesh.alone_seconds("all-gather", num_bytes, axes),
+        inputs.target.hbm_bytes_per_second_per_device,
+    )
     if gather is None or bandwidth is None:
-        return replace(parts, reason="how long its gather takes is not known")
-    input_bytes = tokens_of_device(spec, mesh) * num_bytes // vocab_size
-    passes = NUM_PASSES * (len(parts.part_sizes) - 1) * input_bytes / bandwidth
+        return replace(chunks, merit="how long the head's gather takes is not known"), whole
+    input_bytes = tokens_of_device(inputs.spec, inputs.mesh) * num_bytes // sum(chunks.parameters)
+    passes = NUM_PASSES * (len(chunks.parameters) - 1) * input_bytes / bandwidth
     figures = f"{human_seconds(gather)} of gather, {human_seconds(passes)} for its input read more often"
-    return replace(parts, reason=figures) if passes < gather else HeadPlan(whole, figures)
+    return (
+        replace(chunks, cost=Cost(passes, "seconds"), figures=figures),
+        replace(whole, cost=Cost(gather, "seconds"), figures=figures),
+    )
 
 
-def part_sizes(vocab_size: int, max_odd_factor: int | None) -> tuple[int, ...]:
-    """The vocabulary in few parts, the first one small, as nothing hides its gather. max_odd_factor: of a part o 2^k,
-    the largest o with which its gradient is reduce-scattered; None: any.
+def chunk_sizes(vocab_size: int, max_odd_factor: int | None) -> tuple[int, ...]:
+    """Returns the vocabulary in few chunks, the first one small, as nothing hides its gather. max_odd_factor: of a chunk
+    o 2^k, the largest o with which its gradient is reduce-scattered; None: any.
 
     128,256 entries, max_odd_factor 26: 256, 25 x 1,024, 25 x 4,096.
     """

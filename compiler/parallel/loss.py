@@ -14,28 +14,45 @@ from jax import Array
 from meshloom.models import IGNORED_TARGET, Params
 from meshloom.models.numbers import divisors
 
-from ..config.spec import RunSpec
+from ..core.format import human_bytes
+from ..sharding.arrays import OpSite
 from ..sharding.batch import sequences_of_device
-from ..sharding.sharding import ShardingPlan
-from ..target.mesh import MeshPlan
-from ..target.target import TargetPlan
+from .operation import OpInputs, ParallelOp, Strategy
 
 Head = Callable[[Params, Array], Array]  # (parameters, x_BTE) -> logits_BTV, pointwise along the length
 Parts = Sequence[Params]  # the head's parameters, a tree for each part of the vocabulary
 FLOAT32_BYTES = 4
+AT_ONCE, SEQUENCE_CHUNKS = "at_once", "sequence_chunks"
 
 
-def plan_loss_blocks(spec: RunSpec, sharding: ShardingPlan, mesh: MeshPlan, target: TargetPlan) -> int:
-    """Parts that the tokens of a microbatch are run through the head in: the fewest whose float32 logits are within
-    `loss.max_logits_bytes`, or within `loss.max_logits_share` of a device's memory; at most one part per token of a
-    sequence, or of its shard."""
-    most = max(spec.loss.max_logits_bytes, spec.loss.max_logits_share * (target.hbm_bytes_per_device or 0))
-    sequences = sequences_of_device(spec, mesh)
-    shards = {d.logical: mesh.num_shards(d.axes) for plan in sharding.activations for d in plan.dimensions}
-    per_token = sequences * spec.model.vocab_size * FLOAT32_BYTES // shards.get("vocab", 1)
-    most_blocks = spec.sequence_length // shards.get("residual_length", 1)  # what comes in shards is not regrouped
-    fitting = (n for n in divisors(most_blocks) if spec.sequence_length // n * per_token <= most)
-    return next(fitting, most_blocks)
+class LossOp(ParallelOp):
+    """Chunked cross-entropy: where the logits of all tokens are too large, head and loss run on some at a time."""
+
+    kind = "loss"
+    title = "loss"
+    names = (AT_ONCE, SEQUENCE_CHUNKS)
+    fallback = SEQUENCE_CHUNKS
+    is_declared = False
+
+    def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
+        del inputs
+        return (OpSite(self.kind, "cross_entropy", "head"),)
+
+    def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
+        del site
+        spec, mesh = inputs.spec, inputs.mesh
+        most = max(spec.loss.max_logits_bytes, spec.loss.max_logits_share * (inputs.target.hbm_bytes_per_device or 0))
+        shards = {d.logical: mesh.num_shards(d.axes) for plan in inputs.sharding.activations for d in plan.dimensions}
+        per_token = sequences_of_device(spec, mesh) * spec.model.vocab_size * FLOAT32_BYTES // shards.get("vocab", 1)
+        # What comes in shards of its length is not regrouped.
+        most_chunks = spec.sequence_length // shards.get("residual_length", 1)
+        fitting = (n for n in divisors(most_chunks) if spec.sequence_length // n * per_token <= most)
+        num_chunks = next(fitting, most_chunks)
+        logits = f"float32 logits of {human_bytes(spec.sequence_length * per_token)}"
+        limit = f"loss.max_logits_bytes and max_logits_share allow {human_bytes(int(most))}"
+        chunked = Strategy(SEQUENCE_CHUNKS, f"in {num_chunks} chunks of tokens", num_chunks, merit=f"{logits}, {limit}")
+        refusal = f"{logits} are held at once, and {limit}" if num_chunks > 1 else None
+        return Strategy(AT_ONCE, "of all tokens at once", 1, merit=logits, refusal=refusal), chunked
 
 
 def sum_losses(

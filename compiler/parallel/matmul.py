@@ -1,8 +1,9 @@
-"""How the parts of a matmul's result are added up where a mesh axis splits what it contracts: behind it, or in a ring.
+"""Matmuls with a contracted dimension that a mesh axis splits: partial results are summed after the matmul, or in a
+ring while they are made (a collective matmul; Wang et al. 2023, doi:10.1145/3567955.3567959).
 
-Each device has a part of what is contracted, and keeps a shard of the result's length. Behind the matmul that is a
+Each device has a part of what is contracted, and keeps a shard of the result's length. After the matmul that is a
 reduce-scatter, which waits for all of it and has nothing beside it. In a ring a device multiplies for one shard after
-another, its own last, and adds what has arrived of the shard from the neighbour behind it:
+another, its own last, and adds what has arrived of the shard from the neighbour before it:
 
     device 2 of 4    part for shard 1   +  part for shard 0   +  part for shard 3   +  part for shard 2
                               |            ^        |            ^        |            ^
@@ -11,8 +12,9 @@ another, its own last, and adds what has arrived of the shard from the neighbour
 So a transfer runs beside the next matmul. One half of each shard goes this way around, the other half the other way.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -20,19 +22,17 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models.contract import project
+from meshloom.models.contract import matmul
 
-from ..config.spec import RunSpec
-from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.format import human_seconds
+from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, ring_scope
-from ..sharding.arrays import Projected
+from ..sharding.arrays import OpSite
 from ..sharding.batch import sequences_of_device, tokens_of_device
-from ..sharding.sharding import ShardingPlan
 from ..target.compiler_options import why_permutes_wait
-from ..target.mesh import MeshPlan
-from ..target.target import TargetPlan
+from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
 
+PLAIN, COLLECTIVE_MATMUL = "plain", "collective_matmul"
 LENGTH = 1  # the dimension of an activation (batch, length, ...)
 # Over a shard for each sum, as compiled programs have it: 0.22 ms of 67 MB on v5p (libtpu 0.0.42.1). Nothing is
 # fused with a matmul: what is multiplied is cut out, what arrived is added, halves are put together.
@@ -40,112 +40,161 @@ NUM_PASSES = 9
 
 
 @dataclass(frozen=True)
-class ProjectionPlan:
-    """name: of the activation that the matmul makes. split_over: mesh axes that split what it contracts; of no axis it
-    has no parts. ring: the one around which its parts are added up while they are made; None: they are added up behind
-    it. both_ways: half of them go each way around."""
+class Ring:
+    """A collective matmul around the devices of a mesh axis. both_ways: halves of each shard go opposite ways."""
 
-    name: str
-    split_over: tuple[str, ...]
-    ring: str | None
+    axis: str
     both_ways: bool
-    reason: str
-
-    @property
-    def how(self) -> str:
-        """In words: how its parts are added up, and why."""
-        way = f"in a ring over {self.ring}" if self.ring else "behind the matmul"
-        return f"parts of {self.name} are added up {way}: {self.reason}"
+    subscripts: str
 
 
-def plan_projections(
-    spec: RunSpec, projected: Sequence[Projected], sharding: ShardingPlan, mesh: MeshPlan, target: TargetPlan
-) -> tuple[ProjectionPlan, ...]:
-    """For each matmul that the model makes by its context. Raises ConfigError where `overlap.rings` names what cannot
-    be added up in a ring."""
-    declared, known, problems = spec.overlap.rings, [each.name for each in projected], list[Problem]()
-    made = tuple(_plan_projection(spec, each, sharding, mesh, target) for each in projected)
-    for index, name in enumerate(() if declared == "auto" else declared):
-        if name not in known:
-            fix = use_one_of(name, known) if known else "leave it out"
-            problems.append(Problem(f"overlap.rings[{index}]", f"the model makes no '{name}' by its context", fix))
-        elif (plan := made[known.index(name)]).ring is None:
-            fix = "leave it out, or set overlap.rings=auto"
-            what = f"'{name}' cannot be added up in a ring: {plan.reason}"
-            problems.append(Problem(f"overlap.rings[{index}]", what, fix))
-    raise_if_any(problems)
-    return made
+@dataclass(frozen=True)
+class _Product:
+    """What a matmul's subscripts say of its operands. contracted: letters of x that are not in the result, of `depth`
+    entries together. width: of the result for each token. is_ring_shaped: x is contracted over all of its dimensions
+    after the length, with the first ones of the weight."""
+
+    letters: str
+    contracted: str
+    depth: int
+    width: int
+    is_ring_shaped: bool
 
 
-def _plan_projection(
-    spec: RunSpec, made: Projected, sharding: ShardingPlan, mesh: MeshPlan, target: TargetPlan
-) -> ProjectionPlan:
-    declared = spec.overlap.rings
-    layouts = {plan.array.path: plan for plan in sharding.activations}
-    split_over = layouts[made.of].dimensions[LENGTH + 1].axes if made.of else ()
+def _product(site: OpSite) -> _Product:
+    """ "btm,me->bte" of (16, 128, 384) and (384, 128): contracted "m", depth 384, width 128, ring-shaped."""
+    operands, result = site.option("subscripts").split("->")
+    x, weight = operands.split(",")
+    contracted = "".join(letter for letter in x if letter not in result)
+    sizes = dict(zip(x + weight, site.operands[0].shape + site.operands[1].shape, strict=True))
+    return _Product(
+        letters=x,
+        contracted=contracted,
+        depth=math.prod(sizes[letter] for letter in contracted),
+        width=math.prod(sizes[letter] for letter in result[LENGTH + 1 :]),
+        is_ring_shaped=weight.startswith(x[LENGTH + 1 :]) and result == x[: LENGTH + 1] + weight[len(contracted) :],
+    )
 
-    def behind(reason: str) -> ProjectionPlan:
-        return ProjectionPlan(made.name, split_over, None, False, reason)
 
-    if not split_over:
-        what = f"'{made.of}'" if made.of else "an array without a name"
-        return behind(f"no mesh axis splits what {what} is contracted over")
-    if declared != "auto" and made.name not in declared:
-        return behind("overlap.rings leaves it out")
+class MatmulOp(ParallelOp):
+    kind = "matmul"
+    title = "matmul"
+    names = (PLAIN, COLLECTIVE_MATMUL)
+    fallback = PLAIN
+    is_searched = True
+
+    def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
+        x, split_over = site.operands[0].activation, _split_over(site, inputs)
+        if not split_over:
+            what = f"'{x}'" if x else "an array without a name"
+            refusal = f"no mesh axis splits what {what} is contracted over"
+            ring = Strategy(COLLECTIVE_MATMUL, "", refusal=refusal)
+            return ring, Strategy(PLAIN, "on each device by itself", is_trivial=True)
+        over = " and ".join(split_over)
+        plain = Strategy(PLAIN, f"partial results summed over {over} after the matmul", None, _summed(site, inputs))
+        if refusal := _refusal(site, inputs, split_over):
+            return Strategy(COLLECTIVE_MATMUL, f"summed in a ring over {over}", refusal=refusal), plain
+        return _ring_and_plain(site, inputs, split_over[0], plain)
+
+    def lower(self, plan: OpPlan) -> Lowered | None:
+        if plan.chosen.name == PLAIN:
+            return None
+
+        def in_ring(x: Array, weight: Array, *, subscripts: str) -> Array:
+            del subscripts  # the plan has them
+            with jax.named_scope(ring_scope(plan.site.name)):
+                return _matmul_in_ring(x, weight, plan.chosen.parameters)
+
+        return in_ring
+
+
+def _split_over(site: OpSite, inputs: OpInputs) -> Axes:
+    """Mesh axes that split what is contracted, by the layout of the activation that x is."""
+    layouts = {plan.array.path: plan for plan in inputs.sharding.activations}
+    x, product = site.operands[0].activation, _product(site)
+    if x is None:
+        return ()
+    dimensions = zip(product.letters, layouts[x].dimensions, strict=True)
+    return tuple(axis for letter, d in dimensions if letter in product.contracted for axis in d.axes)
+
+
+def _result_length_axes(site: OpSite, inputs: OpInputs) -> Axes:
+    """Mesh axes that split the length of the result, by its layout."""
+    layouts = {plan.array.path: plan for plan in inputs.sharding.activations}
+    return layouts[site.name].dimensions[LENGTH].axes if site.name in layouts else ()
+
+
+def _refusal(site: OpSite, inputs: OpInputs, split_over: Axes) -> str | None:
+    """Why partial results cannot be summed in a ring; None where they can."""
+    spec, mesh = inputs.spec, inputs.mesh
+    if not _product(site).is_ring_shaped:
+        return f"{site.option('subscripts')} does not contract all of x after its length"
     axis, *others = split_over
-    kept = layouts[made.name].dimensions[LENGTH].axes
-    if kept != split_over or others or axis in sharding.batch_axes:
-        where = f"over {' and '.join(kept)}" if kept else "whole"
-        return behind(f"they are over {' and '.join(split_over)}, and its length is {where}")
-    both_ways = not target.compiler.unordered_collectives
+    kept = _result_length_axes(site, inputs)
+    if kept != split_over or others or axis in inputs.sharding.batch_axes:
+        where = f"split over {' and '.join(kept)}" if kept else "whole"
+        return f"partial results are on {' and '.join(split_over)}, and the length of their sum is {where}"
     sequences = sequences_of_device(spec, mesh) // spec.overlap.layers.batch_parts
     length = spec.sequence_length // mesh.sizes[axis]
-    if both_ways and sequences % 2 and length % 2:
-        return behind(f"neither {sequences} (sequences) nor {length} (tokens of each in a shard) is even")
-    if declared != "auto":
-        return ProjectionPlan(made.name, split_over, axis, both_ways, "overlap.rings names it")
-    if why_not := why_permutes_wait(target):
-        return behind(why_not)
-    is_shorter, figures = _compared(spec, made, axis, mesh, target)
-    return ProjectionPlan(made.name, split_over, axis, both_ways, figures) if is_shorter else behind(figures)
+    if _both_ways(inputs) and sequences % 2 and length % 2:
+        return f"neither {sequences} (sequences) nor {length} (tokens of each in a shard) is even"
+    return None
 
 
-def _compared(spec: RunSpec, made: Projected, axis: str, mesh: MeshPlan, target: TargetPlan) -> tuple[bool, str]:
-    """Whether a ring takes less of a step than a reduce-scatter behind the matmul, and the figures. Of several parts of
-    the batch only one's reduce-scatter has nothing beside it."""
-    n, itemsize = mesh.sizes[axis], jnp.dtype(spec.precision.compute).itemsize
-    num_parts = spec.overlap.layers.batch_parts
-    tokens = tokens_of_device(spec, mesh) // num_parts
-    result_bytes = tokens * made.width * itemsize
+def _both_ways(inputs: OpInputs) -> bool:
+    return not inputs.target.compiler.unordered_collectives
+
+
+def _result_bytes(site: OpSite, inputs: OpInputs) -> int:
+    """Of one part of the batch on a device, in the compute type, with its length whole."""
+    itemsize = jnp.dtype(inputs.spec.precision.compute).itemsize
+    tokens = tokens_of_device(inputs.spec, inputs.mesh) // inputs.spec.overlap.layers.batch_parts
+    return tokens * _product(site).width * itemsize
+
+
+def _summed(site: OpSite, inputs: OpInputs) -> tuple[CollectiveSpec, ...]:
+    """The collective of a plain matmul, once for each part of the batch."""
+    split_over = _split_over(site, inputs)
+    is_scattered = set(split_over) <= set(_result_length_axes(site, inputs))
+    kind = "reduce-scatter" if is_scattered else "all-reduce"
+    num_parts = inputs.spec.overlap.layers.batch_parts
+    return (CollectiveSpec(kind, split_over, _result_bytes(site, inputs), num_parts, "forward"),)
+
+
+def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) -> tuple[Strategy, Strategy]:
+    """Both strategies with their costs: of a ring, what does not run beside its matmuls; of a plain matmul, its
+    reduce-scatter. Of several parts of the batch only one's reduce-scatter has nothing beside it."""
+    spec, mesh, target = inputs.spec, inputs.mesh, inputs.target
+    n, num_parts, ways = mesh.sizes[axis], spec.overlap.layers.batch_parts, 2 if _both_ways(inputs) else 1
+    result_bytes = _result_bytes(site, inputs)
+    sent = CollectiveSpec(
+        "collective-permute", (axis,), result_bytes // n // ways, num_parts * (n - 1) * ways, "forward"
+    )
+    what = f"partial results summed in a ring over {axis}"
+    ring = Strategy(COLLECTIVE_MATMUL, what, Ring(axis, ways == 2, site.option("subscripts")), (sent,))
+    if objection := why_permutes_wait(target):
+        return replace(ring, objection=objection), plain
     scatter = mesh.alone_seconds("reduce-scatter", result_bytes, (axis,))
     transfer = mesh.alone_seconds("collective-permute", result_bytes / n / 2, (axis,))
     peak, bandwidth = target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     if scatter is None or transfer is None or peak is None or bandwidth is None:
-        return False, "how long its parts take on the links is not known"
-    matmul = 2 * (tokens / n) * (made.depth / n) * made.width / peak
+        return replace(ring, objection="how long its transfers take is not known"), plain
+    tokens, product = tokens_of_device(spec, mesh) // num_parts, _product(site)
+    multiplied = 2 * (tokens / n) * (product.depth / n) * product.width / peak
     sums = NUM_PASSES * result_bytes / n / bandwidth
-    ring = num_parts * (n - 1) * (max(0.0, transfer - matmul) + sums)
-    figures = f"{human_seconds(ring)} not beside matmuls, {human_seconds(scatter)} behind it"
-    return ring < scatter, figures
+    in_ring = num_parts * (n - 1) * (max(0.0, transfer - multiplied) + sums)
+    figures = f"{human_seconds(in_ring)} of a ring not beside matmuls, {human_seconds(scatter)} of a reduce-scatter"
+    return (
+        replace(ring, cost=Cost(in_ring, "seconds"), figures=figures),
+        replace(plain, cost=Cost(scatter, "seconds"), figures=figures),
+    )
 
 
-def build_project(plans: Sequence[ProjectionPlan]) -> Callable[[str, Array, Array], Array]:
-    """`Context.project` of a step that is automatic over the axes of its rings."""
-    rings = {each.name: (each.ring, each.both_ways) for each in plans if each.ring}
-
-    def project_by_plan(name: str, x: Array, weight: Array) -> Array:
-        if name not in rings:
-            return project(name, x, weight)
-        with jax.named_scope(ring_scope(name)):
-            return _project_in_ring(x, weight, *rings[name])
-
-    return project_by_plan
-
-
-def _project_in_ring(x: Array, weight: Array, axis: str, both_ways: bool) -> Array:
-    """The result in shards of its length. Backward it is a plain matmul: its gradient arrives whole."""
-    ring = jax.shard_map(
-        lambda x, weight: add_up_in_ring(x, weight, axis, both_ways=both_ways),
+def _matmul_in_ring(x: Array, weight: Array, ring: Ring) -> Array:
+    """Returns the result in shards of its length. Backward it is a plain matmul: its gradient arrives whole."""
+    axis, plain = ring.axis, partial(matmul, subscripts=ring.subscripts)
+    summed = jax.shard_map(
+        lambda x, weight: ring_reduce_scatter(x, weight, axis, plain, both_ways=ring.both_ways),
         in_specs=(PartitionSpec(None, None, axis), PartitionSpec(axis)),
         out_specs=PartitionSpec(None, axis),
         axis_names={axis},
@@ -154,12 +203,12 @@ def _project_in_ring(x: Array, weight: Array, axis: str, both_ways: bool) -> Arr
 
     @jax.custom_vjp
     def use(x: Array, weight: Array) -> Array:
-        return ring(x, weight)
+        return summed(x, weight)
 
     def backward(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-        return jax.vjp(partial(project, ""), *operands)[1](gradient)
+        return jax.vjp(plain, *operands)[1](gradient)
 
-    use.defvjp(lambda *operands: (ring(*operands), operands), backward)
+    use.defvjp(lambda *operands: (summed(*operands), operands), backward)
     return use(x, weight)
 
 
@@ -168,8 +217,10 @@ def ring_of(name: OperationName) -> str | None:
     return f"{name.ring}, in a ring" if name.ring else None
 
 
-def add_up_in_ring(x: Array, weight: Array, axis: str, *, both_ways: bool) -> Array:
-    """What `project` gives of this device's shard of the length, summed over the devices of a mesh axis.
+def ring_reduce_scatter(
+    x: Array, weight: Array, axis: str, multiply: Callable[[Array, Array], Array], *, both_ways: bool
+) -> Array:
+    """Returns what `multiply` gives for this device's shard of the length, summed over the devices of a mesh axis.
 
     x: (B, T, *K), weight: (*K, E), this device's part of what is contracted. Returns (B, T / n, E) of n devices.
     both_ways: halves of each shard, of its sequences or else of its tokens, go around in opposite ways at once.
@@ -180,7 +231,7 @@ def add_up_in_ring(x: Array, weight: Array, axis: str, *, both_ways: bool) -> Ar
     def part(shard: Array, half: int | None) -> Array:
         of_shard = jax.lax.dynamic_slice_in_dim(x, shard % n * length, length, LENGTH)
         of_shard = of_shard if half is None else jnp.split(of_shard, 2, halved)[half]
-        return project("", of_shard, weight)
+        return multiply(of_shard, weight)
 
     def around(way: int, half: int | None) -> Array:
         neighbours = [(device, (device + way) % n) for device in range(n)]

@@ -7,7 +7,7 @@ an all-gather in the compute type, and for its gradient a *reduce-scatter*. (Lef
 of the whole gradient for large groups on TPU, and always on CPU: twice the bytes.)
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,95 +17,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from ..core.partition_spec import Axes, axes_in, axes_of
-from ..core.scopes import weight_scope
-
-Parts = tuple[tuple[int, Axes], ...]  # (dimension, the mesh axes that it is split over), for each that is
-
-
-@dataclass(frozen=True)
-class WeightLayout:
-    """How one parameter is stored, how its gradient is accumulated, and how it is updated, over the batch axes.
-
-    path: of the parameter. gathered: dimensions whose shards are gathered for use. scattered: dimensions over which a
-    gradient is reduce-scattered as soon as it is made. Both as a layer sees them; what follows is with the dimension
-    `layers`, the first one where `is_stacked`. split_early: what `scattered` splits more than `gathered` gathers.
-    split_late: what the update splits more than that, reduce-scattered once per step. reduced: the batch axes over
-    which every device updates the same shard: its gradient is summed over them once per step.
-    automatic, automatic_stored: the part of its layout that is over axes that do not split the batch, and is XLA's to
-    keep: as a layer sees it, and with the dimension `layers`. automatic_axes: all of those axes.
-    """
-
-    path: str
-    gathered: Parts
-    scattered: Parts
-    split_early: Parts
-    split_late: Parts
-    reduced: Axes
-    is_stacked: bool
-    automatic: PartitionSpec
-    automatic_stored: PartitionSpec
-    automatic_axes: Axes
-
-    @property
-    def is_reduced_once(self) -> bool:
-        """True where something of the gradient's reduction is left for once per step."""
-        return bool(self.reduced or self.split_late)
-
-    def crosses(self, reduction: "Reduction") -> bool:
-        """True where a backward pass sends the gradient over the network."""
-        return bool(self.scattered) or (reduction.is_last and self.is_reduced_once)
-
-    @property
-    def scope(self) -> Any:
-        """Within the `with`, operations carry the parameter's path: the schedule's report reads it off them."""
-        return jax.named_scope(weight_scope(self.path))
-
-
-def plan_weight(
-    path: str,
-    stored: PartitionSpec,
-    accumulated: PartitionSpec,
-    updated: PartitionSpec,
-    batch_axes: Axes,
-    automatic_axes: Axes,
-    *,
-    is_stacked: bool,
-) -> WeightLayout:
-    """All three P(None, 'fsdp', 'tensor') with the batch over (data, fsdp), stacked -> gather and scatter dimension 0
-    over fsdp, reduce over data, leave dimension 1 to XLA over tensor.
-
-    Each layout splits every dimension over what the one before it does, and maybe more behind that (sharding.py).
-    """
-    manual = [
-        [tuple(axis for axis in axes_of(entry) if axis in batch_axes) for entry in spec]
-        for spec in (stored, accumulated, updated)
-    ]
-    # A dimension over both kinds of axes is left to XLA whole: its chunks interleave.
-    automatic = [None if axes else entry for entry, axes in zip(stored, manual[2], strict=True)]
-    first = 1 if is_stacked else 0
-    used = {axis for axes in manual[2] for axis in axes}
-    return WeightLayout(
-        path=path,
-        gathered=_parts(manual[0][first:]),
-        # One level of a hierarchy after the other: within the shards that are gathered first.
-        scattered=_added(manual[0][first:], manual[1][first:]) + _parts(manual[0][first:]),
-        split_early=_added(manual[0], manual[1]),
-        split_late=_added(manual[1], manual[2]),
-        reduced=tuple(axis for axis in batch_axes if axis not in used),
-        is_stacked=is_stacked,
-        automatic=PartitionSpec(*automatic[first:]),
-        automatic_stored=PartitionSpec(*automatic),
-        automatic_axes=automatic_axes,
-    )
-
-
-def _parts(entries: Sequence[Axes]) -> Parts:
-    return tuple((dimension, axes) for dimension, axes in enumerate(entries) if axes)
-
-
-def _added(before: Sequence[Axes], after: Sequence[Axes]) -> Parts:
-    return _parts([longer[len(shorter) :] for shorter, longer in zip(before, after, strict=True)])
+from ..core.partition_spec import Axes, axes_in
+from .weight_plan import Parts, WeightPlan
 
 
 def _moved_by(parts: Parts, num_dimensions: int) -> Parts:
@@ -129,7 +42,7 @@ class Weights:
 
     slots: of the shape and type of each gradient; their values are not looked at, the gradient flows to them. before:
     what the microbatches before have accumulated, which is added; None: nothing. working: this device's shards in the
-    compute type, cast once per step. layouts: of WeightLayout.
+    compute type, cast once per step. layouts: of WeightPlan.
     """
 
     slots: Any
@@ -181,7 +94,7 @@ class Weights:
         return replace(self, slots=cut(self.slots), before=before, working=_begun_after(earlier, cut(self.working)))
 
 
-def _gather(reduction: Reduction, layout: WeightLayout, slot: Array, before: Array | None, working: Array) -> Array:
+def _gather(reduction: Reduction, layout: WeightPlan, slot: Array, before: Array | None, working: Array) -> Array:
     @jax.custom_vjp
     def use(_: Array, _before: Array | None, working: Array) -> Array:
         return fetch(working, layout)
@@ -202,21 +115,11 @@ def _begun_after(earlier: Array, x: Array) -> Array:
     return jnp.where(jnp.isnan(first), jnp.full_like(x, jnp.nan), x)
 
 
-def leave_split(weights: Weights, names: Collection[str]) -> Weights:
-    """The same, but these parameters of a piece are used as this device's shards, and a gradient of one is that of the
-    shard already."""
-    layouts = {
-        name: replace(layout, gathered=(), scattered=()) if name in names else layout
-        for name, layout in weights.layouts.items()
-    }
-    return replace(weights, layouts=layouts)
-
-
-def gather_vectors(weights: Weights) -> Weights:
-    """Of a stack's weights those that are vectors in a layer, scales and biases, gathered for all layers at once, and
-    their gradients reduced at once: a short collective in a layer waits for the long ones that have begun before it."""
+def hoist(weights: Weights) -> Weights:
+    """Returns a stack's weights with those that the plan hoists gathered for all layers at once, and their gradients
+    reduced at once."""
     before = jax.tree.map(lambda _: None, weights.layouts) if weights.before is None else weights.before
-    each = partial(_vectors_whole, weights.reduction)
+    each = partial(_hoisted, weights.reduction)
     made = jax.tree.map(each, weights.layouts, weights.slots, before, weights.working)
     slots, before, working, layouts = (
         jax.tree.map(lambda one, place=place: one[place], made, is_leaf=lambda one: isinstance(one, tuple))
@@ -225,12 +128,11 @@ def gather_vectors(weights: Weights) -> Weights:
     return Weights(slots, None if weights.before is None else before, working, layouts, weights.reduction)
 
 
-def _vectors_whole(
-    reduction: Reduction, layout: WeightLayout, slot: Array, before: Array | None, working: Array
-) -> tuple[Array, Array | None, Array, WeightLayout]:
+def _hoisted(
+    reduction: Reduction, layout: WeightPlan, slot: Array, before: Array | None, working: Array
+) -> tuple[Array, Array | None, Array, WeightPlan]:
     """(slot, before, working, layout) of one weight of a stack, as they are or whole."""
-    is_vector = working.ndim == 2  # the first dimension is `layers`
-    if not (is_vector and layout.gathered):
+    if layout.use != "hoisted":
         return slot, before, working, layout
     at_once = replace(
         layout,
@@ -252,12 +154,12 @@ def _vectors_whole(
         return send_back(gradient, before, at_once, reduction), None
 
     of_layers.defvjp(forward, backward)
-    of_layer = replace(layout, gathered=(), scattered=(), split_early=(), split_late=(), reduced=())
+    of_layer = replace(layout, use="sharded", gathered=(), scattered=(), split_early=(), split_late=(), reduced=())
     nothing = None if before is None else jnp.zeros(whole.shape, before.dtype)
     return of_layers(slot, before), nothing, whole, of_layer
 
 
-def fetch(working: Array, layout: WeightLayout) -> Array:
+def fetch(working: Array, layout: WeightPlan) -> Array:
     """The whole weight from this device's shard of it."""
     if not layout.gathered:
         return working
@@ -265,7 +167,7 @@ def fetch(working: Array, layout: WeightLayout) -> Array:
         return _moved(lambda w: _all_gather(w, layout.gathered), layout.automatic)(working)
 
 
-def send_back(gradient: Array, before: Array | None, layout: WeightLayout, reduction: Reduction) -> Array:
+def send_back(gradient: Array, before: Array | None, layout: WeightPlan, reduction: Reduction) -> Array:
     """This device's part of the gradient of a whole weight of a layer: where a part is kept, summed over the devices
     that share it. before: what is accumulated of it already."""
     if layout.scattered:
@@ -280,7 +182,7 @@ def send_back(gradient: Array, before: Array | None, layout: WeightLayout, reduc
     return gradient.astype(reduction.slot_dtype)
 
 
-def gradient_slot(shard: Array, layout: WeightLayout, reduction: Reduction, num_shards: Callable[[Axes], int]) -> Array:
+def gradient_slot(shard: Array, layout: WeightPlan, reduction: Reduction, num_shards: Callable[[Axes], int]) -> Array:
     """The slot of the gradient of a stored parameter's shard. The compiler drops its values."""
     shape = list(shard.shape)
     for dimension, axes in layout.split_early + (layout.split_late if reduction.is_last else ()):
@@ -288,7 +190,7 @@ def gradient_slot(shard: Array, layout: WeightLayout, reduction: Reduction, num_
     return jnp.zeros(shape, reduction.slot_dtype)
 
 
-def reduce_gradient(gradient: Array, layout: WeightLayout, reduction: Reduction) -> Array:
+def reduce_gradient(gradient: Array, layout: WeightPlan, reduction: Reduction) -> Array:
     """An accumulated gradient, of all layers, summed over the batch axes that its use did not sum it over, in the
     layout of the update."""
     if not layout.is_reduced_once:
@@ -297,7 +199,7 @@ def reduce_gradient(gradient: Array, layout: WeightLayout, reduction: Reduction)
     return reduced.astype(reduction.slot_dtype)
 
 
-def _reduced_once(gradient: Array, parts: Parts, automatic: PartitionSpec, layout: WeightLayout, dtype: Any) -> Array:
+def _reduced_once(gradient: Array, parts: Parts, automatic: PartitionSpec, layout: WeightPlan, dtype: Any) -> Array:
     def reduce(g: Array) -> Array:
         g = _reduce_scatter(g, parts)
         return jax.lax.psum(g, layout.reduced) if layout.reduced else g
@@ -306,14 +208,14 @@ def _reduced_once(gradient: Array, parts: Parts, automatic: PartitionSpec, layou
         return _reduced(reduce, automatic, layout)(gradient.astype(dtype))
 
 
-def assemble(updated: Array, layout: WeightLayout) -> Array:
+def assemble(updated: Array, layout: WeightPlan) -> Array:
     """An updated parameter, from the layout of the update to the one that it is stored in."""
     parts = layout.split_late + layout.split_early  # the last split is undone first
     with layout.scope:
         return _moved(lambda x: _all_gather(x, parts), layout.automatic_stored)(updated)
 
 
-def is_assembled(layout: WeightLayout) -> bool:
+def is_assembled(layout: WeightPlan) -> bool:
     """True where a parameter is updated in smaller shards than it is stored in."""
     return bool(layout.split_early or layout.split_late)
 
@@ -336,7 +238,7 @@ def _moved(collective: Callable[[Array], Array], automatic: PartitionSpec) -> Ca
 
 
 def _reduced(
-    collective: Callable[[Array], Array], automatic: PartitionSpec, layout: WeightLayout
+    collective: Callable[[Array], Array], automatic: PartitionSpec, layout: WeightPlan
 ) -> Callable[[Array], Array]:
     """A collective that adds, likewise; and with every axis of the mesh manual. XLA's CPU compiler aborts the process
     at a reduction of bfloat16 in a program that is manual over some axes only (jaxlib 0.10.2: `Invalid binary

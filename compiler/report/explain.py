@@ -8,6 +8,7 @@ from ..config.spec import Rule
 from ..core.console import Column, Console, Line, Table
 from ..core.format import counted, human_bytes
 from ..estimate.estimate import estimate_step
+from ..parallel.operation import OpPlan, Strategy
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
 from ..sharding.rules import ArrayPlan
@@ -37,15 +38,10 @@ def explain(plan: Plan, console: Console) -> None:
     )
     size = f" {plan.num_parameters:,} parameters, {plan.model_flops_per_step:.4g} FLOPs per step"
     console.line(("model", "bold"), size)
-    blocks = f"in {plan.num_loss_blocks} blocks of tokens" if plan.num_loss_blocks > 1 else "of all tokens at once"
-    by = f" by {plan.attention.implementation}: {plan.attention.reason}; logits {blocks}"
-    console.line(("attention", "bold"), by)
-    for each in plan.look_ups:
-        console.line(("embedding", "bold"), f" {each.name} {each.how}")
-    for each in plan.projections:
-        if each.split_over:
-            console.line(("matmul", "bold"), f" {each.how}")
-    console.line(("head", "bold"), f" {plan.head.how}")
+    for each in plan.operations:
+        if not each.chosen.is_trivial:
+            name = "" if each.site.name == each.op.kind else f" {each.site.name}"
+            console.line((each.op.title, "bold"), f"{name} {each.how}")
     for warning in plan.warnings:
         for line in warning.as_warning().split("\n"):
             console.line(line, style="yellow")
@@ -83,12 +79,8 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "num_parameters": plan.num_parameters,
             "tokens_per_step": plan.spec.tokens_per_step,
             "model_flops_per_step": plan.model_flops_per_step,
-            "attention": asdict(plan.attention),
-            "look_ups": [asdict(each) for each in plan.look_ups],
-            "projections": [asdict(each) for each in plan.projections],
-            "head": asdict(plan.head),
-            "num_loss_blocks": plan.num_loss_blocks,
         },
+        "operations": [_operation(each) for each in plan.operations],
         "memory_bytes_per_device": asdict(plan.memory),
         "estimate": estimate_as_json(estimate_step(plan)),
         "arrays": {
@@ -97,6 +89,26 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "activations": [_row(array) for array in plan.sharding.activations],
         },
     }
+
+
+def _operation(plan: OpPlan) -> dict[str, Any]:
+    cost = plan.chosen.cost
+    return {
+        "operation": plan.op.kind,
+        "site": plan.site.name,
+        "piece": plan.site.piece,
+        "strategy": plan.chosen.name,
+        "what": plan.chosen.what,
+        "reason": plan.reason,
+        "cost": asdict(cost) if cost else None,
+        "collectives": [asdict(each) for each in plan.chosen.collectives],
+        "rejected": [_rejected(each) for each in plan.rejected],
+    }
+
+
+def _rejected(strategy: Strategy) -> dict[str, Any]:
+    cost = asdict(strategy.cost) if strategy.cost else None
+    return {"strategy": strategy.name, "cost": cost, "why_not": strategy.why_not}
 
 
 def _bandwidth(plan: Plan, axis: str) -> str:

@@ -11,18 +11,18 @@ from itertools import product
 import jax
 
 from ..config.flag_presets import FlagPreset
-from ..config.overlap_spec import LayerLoop, Way
+from ..config.overlap_spec import LayerLoop, OverlapConfig, StrategyChoice
 from ..config.spec import RunSpec
 from ..core.errors import ConfigError, Problem
 from ..estimate.communication import PlannedCollective
 from ..estimate.estimate import StepEstimate
-from ..parallel.matmul import NUM_PASSES
-from ..parallel.weights import WeightLayout
+from ..parallel.matmul import COLLECTIVE_MATMUL, NUM_PASSES
+from ..parallel.operation import OpPlan, ParallelOp
+from ..parallel.weight_plan import WeightPlan
 from ..plan import Plan
 from ..schema import TriedReport
 from ..sharding.batch import sequences_of_device
 from ..sharding.gradients import check_gradients
-from ..step.forward import automatic_axes, weight_layouts
 from ..target.compiler_options import aborts_unrolled, hidden_kinds, presets_for
 
 FLAT = LayerLoop(unroll=1, batch_parts=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False)
@@ -32,7 +32,7 @@ FLAT = LayerLoop(unroll=1, batch_parts=1, prefetch=0, deferred_reduce_scatter=Fa
 class Candidate:
     """A way to run the layers. expected_seconds: that compute waits for communication and copies, by the model."""
 
-    way: Way
+    way: OverlapConfig
     expected_seconds: float
 
     @property
@@ -41,14 +41,16 @@ class Candidate:
 
     def applied_to(self, spec: RunSpec) -> RunSpec:
         """The declaration with this instead of what it says, and without a search."""
-        chosen = {**dict(self.way), "search": None}
-        return spec.model_copy(update={"overlap": spec.overlap.model_copy(update=chosen)})
+        overlap = {"layers": self.way.layers, "option_sets": self.way.option_sets, "search": None}
+        parallel = {**spec.parallel, **self.way.parallel}
+        return spec.model_copy(update={"overlap": spec.overlap.model_copy(update=overlap), "parallel": parallel})
 
     def overrides(self) -> tuple[str, ...]:
         """What pins it on a command line."""
         keys = [f"overlap.layers.{key}={str(value).lower()}" for key, value in self.way.layers.model_dump().items()]
-        lists = [f"overlap.{key}=[{','.join(getattr(self.way, key))}]" for key in ("rings", "option_sets")]
-        return (*keys, *lists, "overlap.search=null")
+        strategies = [f"parallel.{kind}={_typed(choice)}" for kind, choice in self.way.parallel.items()]
+        presets = f"overlap.option_sets=[{','.join(self.way.option_sets)}]"
+        return (*keys, *strategies, presets, "overlap.search=null")
 
 
 def check_can_judge(plan: Plan) -> None:
@@ -64,11 +66,11 @@ def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]
     the best with each set for weights, and with and without rings in one part of the batch and in two: what those cost
     matmuls only a schedule tells."""
     overlap, presets = plan.spec.overlap, plan.target.flag_presets
-    rings = list(_rings(plan))
-    declared = Way(layers=overlap.layers, rings=rings[0], option_sets=overlap.option_sets)
+    choices = list(_strategies(plan))
+    declared = OverlapConfig(layers=overlap.layers, parallel=choices[0], option_sets=overlap.option_sets)
     ways = (
-        Way(layers=loop, rings=names, option_sets=sets)
-        for loop, names, sets in product(_loops(plan), rings, _option_sets(plan))
+        OverlapConfig(layers=loop, parallel=strategies, option_sets=sets)
+        for loop, strategies, sets in product(_loops(plan), choices, _option_sets(plan))
     )
     rest = [Candidate(way, expected_seconds(plan, estimate, way)) for way in ways if way != declared]
     rest.sort(key=lambda one: one.expected_seconds)
@@ -81,13 +83,13 @@ def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]
     return (Candidate(declared, expected_seconds(plan, estimate, declared)), *rest)
 
 
-def _choices(way: Way, presets: Mapping[str, FlagPreset]) -> set[str]:
+def _choices(way: OverlapConfig, presets: Mapping[str, FlagPreset]) -> set[str]:
     """Its sets for weights, and what it does about activations."""
     of_weights = {name for name in way.option_sets if "weights" in presets[name].tried_for}
-    return {f"{'rings' if way.rings else 'no rings'} in {way.layers.batch_parts} parts", *of_weights}
+    return {f"{', '.join(way.strategies)} in {way.layers.batch_parts} parts", *of_weights}
 
 
-def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way) -> float:
+def expected_seconds(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> float:
     """What of a step is not arithmetic: collectives that nothing hides, copies of weights that wait in a loop, sums in
     rings.
 
@@ -112,7 +114,7 @@ def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way) -> float:
         link_seconds += seconds
         is_gather = one.kind == "all-gather"
         if one.kind == "collective-permute":
-            if way.rings:
+            if COLLECTIVE_MATMUL in way.strategies:
                 passed_bytes += NUM_PASSES * one.num_bytes
             else:
                 exposed += seconds / 2 / loop.batch_parts
@@ -136,7 +138,7 @@ def expected_seconds(plan: Plan, estimate: StepEstimate, way: Way) -> float:
 
 def _reduced_behind(plan: Plan) -> dict[str, tuple[tuple[str, ...], ...]]:
     """By a parameter's path, the mesh axes over which its gradient is reduced behind the whole backward pass."""
-    layouts: list[WeightLayout] = jax.tree.leaves(weight_layouts(plan))
+    layouts: list[WeightPlan] = jax.tree.leaves(plan.weights)
     return {each.path: (each.reduced, *(axes for _, axes in each.split_late)) for each in layouts}
 
 
@@ -155,11 +157,11 @@ def best_of(tried: Sequence[TriedReport], max_exposed: float | None) -> int | No
 def _loops(plan: Plan) -> Iterator[LayerLoop]:
     """Where no weight is gathered there is nothing to prefetch; where every gradient is reduced as soon as it is made,
     nothing to reduce earlier; where nothing splits matmuls, nothing that a part of the batch would wait for."""
-    split_axes = automatic_axes(plan)
+    split_axes = plan.auto_axes
     is_even = sequences_of_device(plan.spec, plan.mesh) % 2 == 0
     batch_parts = (1, 2) if split_axes and is_even else (1,)
     layers_in_a_trip = (1,) if aborts_unrolled(split_axes, plan.target) else (1, 2)
-    layouts = weight_layouts(plan)
+    layouts = plan.weights
     own = [layout for stack in plan.model.stacks for layout in jax.tree.leaves(layouts[stack.name])]
     ahead = (0, 1) if any(layout.gathered for layout in own) else (0,)
     choices = product((False, True), ahead, layers_in_a_trip, batch_parts, (False, True))
@@ -180,19 +182,36 @@ def _loops(plan: Plan) -> Iterator[LayerLoop]:
 def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
     """True where some gradient is reduced once per step, and the layout of the update lets each layer's be."""
     try:
-        way = Way(layers=loop, rings=(), option_sets=())
+        way = OverlapConfig(layers=loop, parallel={}, option_sets=())
         check_gradients(Candidate(way, 0.0).applied_to(plan.spec), plan.sharding)
     except ConfigError:
         return False
-    return any(layout.is_reduced_once for layout in jax.tree.leaves(weight_layouts(plan)))
+    return any(layout.is_reduced_once for layout in jax.tree.leaves(plan.weights))
 
 
-def _rings(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Those of the plan; where it chose some itself, none as well."""
-    chosen = tuple(each.name for each in plan.projections if each.ring)
-    yield chosen
-    if chosen and plan.spec.overlap.rings == "auto":
-        yield ()
+def _strategies(plan: Plan) -> Iterator[dict[str, StrategyChoice]]:
+    """Strategies of the operations that are searched: the plan's, and the fallback where the plan chose another."""
+    kinds = dict.fromkeys(each.op for each in plan.operations if each.op.is_searched)
+    each_kind = []
+    for op in kinds:
+        sites = [each for each in plan.operations if each.op is op]
+        choices: list[StrategyChoice] = [_of_sites(op, sites)]
+        if any(each.is_auto and each.chosen.name != op.fallback for each in sites):
+            choices.append(op.fallback)
+        each_kind.append([(op.kind, choice) for choice in choices])
+    return (dict(chosen) for chosen in product(*each_kind))
+
+
+def _of_sites(op: ParallelOp, sites: Sequence[OpPlan]) -> StrategyChoice:
+    """What the plan chose: the fallback's name, or a strategy for each site that has a choice."""
+    if all(each.chosen.name == op.fallback for each in sites):
+        return op.fallback
+    return {each.site.name: each.chosen.name for each in sites if each.has_choice}
+
+
+def _typed(choice: StrategyChoice) -> str:
+    """As one types it: plain, or {attention_output:plain,mlp_output:collective_matmul}."""
+    return choice if isinstance(choice, str) else f"{{{','.join(f'{k}:{v}' for k, v in choice.items())}}}"
 
 
 def _option_sets(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -200,7 +219,7 @@ def _option_sets(plan: Plan) -> Iterator[tuple[str, ...]]:
     before any the compiler's own choice, which cuts matmuls where other ways hide more (docs/tensor_parallelism.md)."""
     sets = presets_for(plan.target)
     weights = [(), *((name,) for name, one in sets.items() if "weights" in one.tried_for)]
-    others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if automatic_axes(plan) else []
+    others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if plan.auto_axes else []
     for weight, activation in product(weights, [*others, ()]):
         yield weight + activation
 

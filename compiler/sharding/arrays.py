@@ -1,19 +1,17 @@
 """The arrays of a program before they are laid out: parameters, and the activations that the model names."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshloom.models import Context, LogicalAxes, Model, is_logical_axes
-from meshloom.models.contract import look_up, project
 
 from ..config.spec import RunSpec
 from ..config.user_code import blamed_on_user
-from ..core.errors import Problem, raise_if_any
 from ..core.trees import leaves_by_path
 from .model_check import check_embedded, check_model, check_output
 
@@ -35,27 +33,44 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Projected:
-    """A matmul that the model makes by its context. name: of the activation that it makes; of: of the one that it is
-    made of, None where that has no name. depth: entries that are contracted; width: of the result's last dimension."""
+class Operand:
+    """One operand of an operation: its global shape for a microbatch. activation: the one that it is, None where it has
+    no name."""
 
+    shape: tuple[int, ...]
+    dtype: str
+    activation: str | None
+
+
+@dataclass(frozen=True)
+class OpSite:
+    """One place where a model does an operation (`Context.operation`), as it is recorded while the model is traced.
+
+    kind: "matmul". name: "mlp_output"; calls of one kind and name are one site. piece: "embed", a stack, or "head".
+    options: keyword arguments of the call, by name.
+    """
+
+    kind: str
     name: str
-    of: str | None
-    depth: int
-    width: int
+    piece: str
+    operands: tuple[Operand, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def option(self, name: str) -> Any:
+        """The keyword argument of this name."""
+        return dict(self.options)[name]
 
 
 @dataclass(frozen=True)
 class Arrays:
     """What rules are about. parameters: all of them, by path; activations: those that the model names, and gradients of
     them that are laid out otherwise; in_layers: what a remat policy may name in the layers of each stack, by stack;
-    looked_up: the embedding's parameters of which rows are looked up; projected: matmuls in layers."""
+    sites: the operations that the model does by its context."""
 
     parameters: tuple[Array, ...]
     activations: tuple[Array, ...]
     in_layers: Mapping[str, tuple[str, ...]]
-    looked_up: tuple[str, ...]
-    projected: tuple[Projected, ...]
+    sites: tuple[OpSite, ...]
 
 
 def gradient_of(name: str) -> str:
@@ -77,13 +92,11 @@ def find_arrays(spec: RunSpec, model: Model) -> Arrays:
     with blamed_on_user("model.family", f"tracing {family}", is_theirs=":" in family):
         recorder = _Recorder(spec.precision.compute, tuple(model.embed.abstract))
         in_layers = _trace(model, spec, recorder)
-    raise_if_any(recorder.problems())
     return Arrays(
         _parameters(model, spec.precision.parameters),
         tuple(recorder.activations.values()),
         in_layers,
-        tuple(dict.fromkeys(recorder.looked_up)),
-        tuple(recorder.projected.values()),
+        tuple(recorder.sites.values()),
     )
 
 
@@ -102,15 +115,16 @@ def _trace(model: Model, spec: RunSpec, recorder: "_Recorder") -> dict[str, tupl
     tokens_BT = jax.ShapeDtypeStruct((batch, length), jnp.int32)
 
     def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
-        context = Context(jnp.arange(length)[None], recorder.activation)
-        x_BTE = model.embed.apply(params["embed"], tokens_BT, replace(context, look_up=recorder.look_up))
+        context = Context(jnp.arange(length)[None], recorder.activation, recorder.operation)
+        recorder.piece = "embed"
+        x_BTE = model.embed.apply(params["embed"], tokens_BT, context)
         check_embedded(model.embed.name, x_BTE, tokens_BT.shape)
         for stack in model.stacks:
-            first = len(recorder.marked)
-            before = x_BTE
-            x_BTE = stack.layer.apply(params[stack.name], before, replace(context, project=recorder.project))
+            recorder.piece, first, before = stack.name, len(recorder.marked), x_BTE
+            x_BTE = stack.layer.apply(params[stack.name], before, context)
             check_output(stack.layer.name, x_BTE, before.shape, dtype=before.dtype.name)
             in_layers[stack.name] = tuple(dict.fromkeys((LAYER_INPUT, *(name for _, name in recorder.marked[first:]))))
+        recorder.piece = "head"
         logits_BTV = model.head.apply(model.head_params(params["head"], params["embed"]), x_BTE, context)
         expected = (*tokens_BT.shape, spec.model.vocab_size)
         check_output(model.head.name, logits_BTV, expected, is_last_more=True)
@@ -133,8 +147,8 @@ class _Recorder:
     tables: tuple[str, ...]  # parameters of the embedding
     activations: dict[str, Array] = field(default_factory=dict)
     marked: list[tuple[jax.Array, str]] = field(default_factory=list)
-    looked_up: list[str] = field(default_factory=list)
-    projected: dict[str, Projected] = field(default_factory=dict)
+    sites: dict[tuple[str, str], OpSite] = field(default_factory=dict)
+    piece: str = ""  # that is being traced
 
     def activation(self, name: str, x: jax.Array, *axes: str | None, gradient: LogicalAxes | None = None) -> jax.Array:
         if len(axes) != x.ndim or not all(axis is None or isinstance(axis, str) for axis in axes):
@@ -147,22 +161,15 @@ class _Recorder:
             self.activations[gradient_of(name)] = Array(gradient_of(name), x.shape, self.dtype, gradient)
         return x
 
-    def look_up(self, name: str, table: jax.Array, ids: jax.Array) -> jax.Array:
-        if name not in self.tables:
+    def operation(self, kind: str, name: str, plain: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+        if kind == "embedding" and (self.piece != "embed" or name not in self.tables):
             known = ", ".join(self.tables)
-            raise ValueError(f"look_up('{name}'): the embedding has no such parameter, it has {known}")
-        self.looked_up.append(name)
-        return look_up(name, table, ids)
+            raise ValueError(f"embedding_lookup('{name}'): the embedding has no such parameter, it has {known}")
+        arrays = [x for x in operands if x is not None]
+        recorded = tuple(Operand(tuple(x.shape), str(x.dtype), self._name_of(x)) for x in arrays)
+        site = OpSite(kind, name, self.piece, recorded, tuple(sorted(options.items())))
+        self.sites.setdefault((kind, name), site)
+        return plain(*operands, **options)
 
-    def project(self, name: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-        if x.shape[2:] != weight.shape[:-1]:
-            raise ValueError(f"project('{name}'): {x.shape} and {weight.shape} are not (B, T, *K) and (*K, E)")
-        of = next((other for array, other in self.marked if array is x), None)
-        self.projected[name] = Projected(name, of, depth=math.prod(x.shape[2:]), width=weight.shape[-1])
-        return project(name, x, weight)
-
-    def problems(self) -> list[Problem]:
-        """Matmuls whose results have no name."""
-        unnamed = [name for name in self.projected if name not in self.activations]
-        what, fix = "'{}' is projected, and no activation", "name it: context.activation('{}', ...)"
-        return [Problem("model.family", what.format(name), fix.format(name)) for name in unnamed]
+    def _name_of(self, x: jax.Array) -> str | None:
+        return next((name for array, name in self.marked if array is x), None)

@@ -15,17 +15,13 @@ from meshloom.models import Context, LogicalAxes, Params
 
 from ..core.partition_spec import axes_in, keep_axes
 from ..core.scopes import piece_scope
-from ..core.trees import like
-from ..parallel.attention import build_attend
-from ..parallel.embedding import build_look_up
 from ..parallel.lm_head import vocab_dimensions
 from ..parallel.loss import sum_losses
-from ..parallel.matmul import build_project
+from ..parallel.operation import lower_operations
 from ..parallel.remat import build_policy, marked
-from ..parallel.weights import WeightLayout, Weights, gather_vectors, leave_split, plan_weight
+from ..parallel.weights import Weights, hoist
 from ..plan import Plan
 from ..sharding.arrays import LAYER_INPUT, gradient_of
-from ..sharding.gradients import accumulated_layouts
 from .layers import run_layers
 
 Batch = dict[str, Array]  # int32 (sequences, sequence_length), by the names of batch_arrays
@@ -40,12 +36,10 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
     model = plan.model
     make_context, shared = _context_maker(plan), _shared(part, dropout_key)
     with jax.named_scope(piece_scope("embed")):
-        exchanged = [each.name for each in plan.look_ups if each.exchanged_over]
-        embed = leave_split(weights.piece("embed"), exchanged).gathered()
-        context = replace(make_context(shared, 0), look_up=build_look_up(plan.look_ups))
-        x_BTE = model.embed.apply(embed, part["inputs"], context)
-    compiler, loop = plan.target.compiler, plan.spec.overlap.layers
-    run = partial(run_layers, loop=loop, skip_idle=compiler.synchronous_collectives)
+        embed = weights.piece("embed").gathered()
+        x_BTE = model.embed.apply(embed, part["inputs"], make_context(shared, 0))
+    loop = plan.spec.overlap.layers
+    run = partial(run_layers, loop=loop, skip_idle=plan.target.compiler.synchronous_collectives)
     shared_parts, x_parts = (_parts_of_batch(tree, loop.batch_parts) for tree in (shared, x_BTE))
     num_before = 1
     for stack in model.stacks:
@@ -57,10 +51,7 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
 
         policy = build_policy(plan.spec.remat, stack.name)
         with jax.named_scope(piece_scope(stack.name)):
-            stacked = weights.piece(stack.name)
-            if not compiler.unordered_collectives:
-                stacked = gather_vectors(stacked)
-            x_parts = run(layer, stacked, shared_parts, x_parts, policy=policy)
+            x_parts = run(layer, hoist(weights.piece(stack.name)), shared_parts, x_parts, policy=policy)
         num_before += stack.num_layers
     x_BTE = jnp.concatenate(x_parts)
     with jax.named_scope(piece_scope("head")):
@@ -72,13 +63,13 @@ def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None
             x_BTE,
             part["targets"],
             z_loss_weight=plan.spec.loss.z_loss_weight,
-            num_blocks=plan.num_loss_blocks,
+            num_blocks=plan.operation("loss").chosen.parameters,
         )
 
 
 def _head_parts(plan: Plan, weights: Weights, x_BTE: Array) -> list[Params]:
     """The head's own weights, gathered: a tree for each part of the vocabulary."""
-    sizes = plan.head.part_sizes
+    sizes: tuple[int, ...] = plan.operation("lm_head").chosen.parameters
     if len(sizes) == 1:
         return [weights.gathered()]
     return weights.gathered_in_parts(vocab_dimensions(plan.model), sizes, after=x_BTE)
@@ -110,29 +101,21 @@ def _parts_of_batch(tree: Any, num_parts: int) -> Parts:
 
 def _context_maker(plan: Plan) -> Callable[[Shared, Array | int], Context]:
     """(shared, number of the piece: 0 for the embedding, from 1 on for the layers) -> Context."""
-    activation, project = _activation_layout(plan), build_project(plan.projections)
-    attend = build_attend(plan.attention.implementation, _heads_layout(plan))
+    activation, operation = _activation_layout(plan), lower_operations(plan.operations)
 
     def make(shared: Shared, index: Array | int) -> Context:
         keys_B = shared.dropout_keys_B
         if keys_B is not None:
             keys_B = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B)
-        return Context(shared.positions_BT, activation, attend, shared.segment_ids_BT, keys_B, project=project)
+        return Context(shared.positions_BT, activation, operation, shared.segment_ids_BT, keys_B)
 
     return make
-
-
-def _heads_layout(plan: Plan) -> PartitionSpec:
-    """Queries (batch, length, heads, head_dim) over the automatic mesh axes."""
-    dimensions = (d for planned in plan.sharding.activations for d in planned.dimensions if d.logical == "heads")
-    axes = next((d.axes for d in dimensions), ())
-    return keep_axes(PartitionSpec(None, None, axes, None), automatic_axes(plan))
 
 
 def _activation_layout(plan: Plan) -> Callable[..., Array]:
     """Activation rules over the automatic mesh axes, as constraints; the batch axes are split already. Each activation
     is marked with its name, for remat."""
-    automatic = automatic_axes(plan)
+    automatic = plan.auto_axes
     specs = {planned.array.path: keep_axes(planned.spec, automatic) for planned in plan.sharding.activations}
 
     def activation(name: str, x: Array, *_: str | None, gradient: LogicalAxes | None = None) -> Array:
@@ -160,28 +143,3 @@ def _laid_out(x: Array, spec: PartitionSpec, of_gradient: PartitionSpec) -> Arra
 
     use.defvjp(lambda x: (crossed(x, of_gradient, spec), None), lambda _, g: (crossed(g, spec, of_gradient),))
     return use(x)
-
-
-def automatic_axes(plan: Plan) -> tuple[str, ...]:
-    """The mesh axes that split matmuls and not the batch: XLA's to arrange. (One of size 1 is as good as manual.)"""
-    return plan.mesh.besides(plan.sharding.batch_axes)
-
-
-def weight_layouts(plan: Plan) -> Params:
-    """A WeightLayout for every parameter, as a tree like them."""
-    stacked = {stack.name for stack in plan.model.stacks}
-    stored, updated = plan.sharding.parameters, plan.sharding.optimizer
-    accumulated = accumulated_layouts(plan.spec, plan.sharding)
-    layouts: dict[str, WeightLayout] = {
-        p.array.path: plan_weight(
-            p.array.path,
-            p.spec,
-            g.spec,
-            u.spec,
-            plan.sharding.batch_axes,
-            automatic_axes(plan),
-            is_stacked=p.array.path.split("/")[0] in stacked,
-        )
-        for p, g, u in zip(stored, accumulated, updated, strict=True)
-    }
-    return like(plan.abstract["params"], layouts)

@@ -23,7 +23,8 @@ from jax import Array
 
 from ..config.overlap_spec import LayerLoop
 from ..parallel.remat import Policy
-from ..parallel.weights import Reduction, WeightLayout, Weights, fetch, send_back
+from ..parallel.weight_plan import WeightPlan
+from ..parallel.weights import Reduction, Weights, fetch, send_back
 
 # (whole weights, what all layers share, number of the layer, x) -> x, a tree of arrays
 LayerFn = Callable[[Any, Any, Array, Any], Any]
@@ -95,7 +96,7 @@ class _Passes:
 
     layer: Callable[[list[Array], list[Array], Array, Any], Any]
     gradients: Any
-    layouts: list[WeightLayout]
+    layouts: list[WeightPlan]
     reduction: Reduction
     loop: LayerLoop
     skip_idle: bool
@@ -166,7 +167,10 @@ class _Passes:
 
     def _stack(self, before: Any, working: Any) -> "_Stack":
         ahead = [bool(layout.gathered) for layout in self.layouts]
-        late = [self.loop.deferred_reduce_scatter and layout.crosses(self.reduction) for layout in self.layouts]
+        late = [
+            self.loop.deferred_reduce_scatter and layout.has_collective_in_backward(is_last=self.reduction.is_last)
+            for layout in self.layouts
+        ]
         totals = [None] * len(self.layouts) if before is None else jax.tree.leaves(before)
         return _Stack(jax.tree.leaves(working), totals, self.layouts, self.reduction, ahead, late)
 
@@ -178,7 +182,7 @@ class _Stack:
 
     working: list[Array]
     before: Sequence[Array | None]
-    layouts: list[WeightLayout]
+    layouts: list[WeightPlan]
     reduction: Reduction
     ahead: list[bool]
     late: list[bool]

@@ -21,7 +21,7 @@ from ..core.scopes import UPDATE, WORKING_PARAMETERS
 from ..parallel.weights import Reduction, Weights, gradient_slot, reduce_gradient
 from ..plan import Plan
 from ..sharding.state import State, initial_loss_scale, update_layouts
-from .forward import Batch, automatic_axes, forward, weight_layouts
+from .forward import Batch, forward
 from .update import build_update
 
 TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
@@ -33,7 +33,7 @@ def build_train_step(plan: Plan) -> TrainStep:
     A global batch without any target has a loss of 0 and gradients of zero: the sum over no targets.
     """
     gradients = build_loss(plan, with_gradients=True)
-    update = build_update(plan, weight_layouts(plan))
+    update = build_update(plan)
 
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
@@ -85,7 +85,7 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
             local,
             in_specs=(params_specs, PartitionSpec(batch_axes), PartitionSpec(), PartitionSpec()),
             out_specs=(PartitionSpec(), update_specs) if with_gradients else PartitionSpec(),
-            axis_names=set(plan.mesh.sizes) - set(automatic_axes(plan)),
+            axis_names=set(plan.mesh.sizes) - set(plan.auto_axes),
             check_vma=False,  # the reductions are all written out, and tested against one device
         )
 
@@ -99,7 +99,7 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
 def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     """The same of this device's part of the batch, with its shards of the parameters."""
     spec, batch_axes = plan.spec, plan.sharding.batch_axes
-    layouts = weight_layouts(plan)
+    layouts = plan.weights
     is_left = any(layout.is_reduced_once for layout in jax.tree.leaves(layouts))
     in_backward = with_gradients and is_left and spec.overlap.layers.reduce_in_backward
     crossing_dtype = jnp.dtype(spec.precision.gradient_reduction)

@@ -27,20 +27,20 @@ from ..sharding.state import State, update_layouts
 Update = Callable[[State, Array, Any], tuple[State, dict[str, Array]]]
 
 
-def build_update(plan: Plan, layouts: Any) -> Update:
-    """(state, loss, gradients) -> (state, metrics). layouts: a WeightLayout per parameter. gradients: of the loss times
-    the loss scale, where there is one. Metrics: loss in nats per token, grad_norm before clipping, learning_rate,
-    skipped (1 where the update was left out), and loss_scale."""
+def build_update(plan: Plan) -> Update:
+    """Returns (state, loss, gradients) -> (state, metrics). gradients: of the loss times the loss scale, where there is
+    one. Metrics: loss in nats per token, grad_norm before clipping, learning_rate, skipped (1 where the update was left
+    out), and loss_scale."""
     precision, schedule = plan.spec.precision, build_schedule(plan.spec)
 
     def update(state: State, loss: Array, gradients: Any) -> tuple[State, dict[str, Array]]:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, gradients)
         grad_norm = optax.tree.norm(gradients)
-        masters = state["master"] if "master" in state else _split(plan, layouts, state["params"])
+        masters = state["master"] if "master" in state else _split(plan, state["params"])
         updates, optimizer = plan.optimizer.update(gradients, state["optimizer"], masters)
         masters = optax.apply_updates(masters, updates)
-        params = _assembled(plan, layouts, jax.tree.map(lambda x: x.astype(precision.parameters), masters))
+        params = _assembled(plan, jax.tree.map(lambda x: x.astype(precision.parameters), masters))
         new = state | {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         new |= {"master": masters} if "master" in state else {}
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -70,17 +70,17 @@ def next_loss_scale(spec: LossScaleSpec, state: dict[str, Array], is_finite: Arr
     }
 
 
-def _split(plan: Plan, layouts: Any, params: Any) -> Any:
+def _split(plan: Plan, params: Any) -> Any:
     """The parameters in float32 and in the layout of the update: a slice of what each device has."""
 
     def split(x: Array, layout: Any, spec: PartitionSpec) -> Array:
         x = jax.lax.with_sharding_constraint(x, spec) if is_assembled(layout) else x
         return x.astype(jnp.float32)
 
-    return jax.tree.map(split, params, layouts, update_layouts(plan.model, plan.sharding))
+    return jax.tree.map(split, params, plan.weights, update_layouts(plan.model, plan.sharding))
 
 
-def _assembled(plan: Plan, layouts: Any, params: Any) -> Any:
+def _assembled(plan: Plan, params: Any) -> Any:
     """Updated parameters in the layout in which they are stored."""
 
     def assembled(x: Array, layout: Any, updated: PartitionSpec, stored: PartitionSpec) -> Array:
@@ -96,4 +96,6 @@ def _assembled(plan: Plan, layouts: Any, params: Any) -> Any:
         )
         return gather(x)
 
-    return jax.tree.map(assembled, params, layouts, update_layouts(plan.model, plan.sharding), plan.specs["params"])
+    return jax.tree.map(
+        assembled, params, plan.weights, update_layouts(plan.model, plan.sharding), plan.specs["params"]
+    )

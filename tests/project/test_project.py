@@ -16,6 +16,7 @@ from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.data_spec import Source, TokenizerSpec
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.driver import plan_run
+from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.models.config import Config
 from meshloom.runtime.train.train import plan_and_check
 
@@ -102,6 +103,9 @@ def test_every_option_says_what_it_is_and_holds_all_of_its_keys(group, option):
     if group == "data":
         source = values["source"]
         assert set(source) == set(_member_of(Source, source).model_fields)
+    if group == "parallel":
+        assert set(values) == {op.kind for op in OPERATIONS if op.is_declared}
+        return
     kind = _member_of(TokenizerSpec, values) if node else _member_of(RunSpec.model_fields[base].annotation, values)
     assert set(values) == set(kind.model_fields)
 

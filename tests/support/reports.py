@@ -215,11 +215,11 @@ def searched() -> SearchReport:
     )
     return SearchReport(
         tried=(
-            TriedReport(layers=loops[0], rings=(), option_sets=(), predicted_seconds=3.3, exposed_fraction=0.12,
+            TriedReport(layers=loops[0], parallel={}, option_sets=(), predicted_seconds=3.3, exposed_fraction=0.12,
                         **figures),
-            TriedReport(layers=loops[1], rings=(), option_sets=("async_fusion",), predicted_seconds=2.9,
+            TriedReport(layers=loops[1], parallel={}, option_sets=("async_fusion",), predicted_seconds=2.9,
                         exposed_fraction=0.01, **figures),
-            TriedReport(layers=loops[1], rings=(), option_sets=(), **unknown, compile_seconds=0.0,
+            TriedReport(layers=loops[1], parallel={}, option_sets=(), **unknown, compile_seconds=0.0,
                         why_not="INTERNAL: <b>no</b>"),
         ),
         chosen=1, num_left=4, overrides=("overlap.layers.prefetch=1",), cache="miss",
@@ -239,7 +239,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=6,
+        schema_version=7,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,

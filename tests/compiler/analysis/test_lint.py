@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from conftest import plan_of
 from meshloom.compiler.analysis.advice import (
     FULL_REMAT,
-    HEAD_IN_PARTS,
+    HEAD_IN_CHUNKS,
     SPLIT_OVER_TENSOR,
     SPLIT_THE_GROUP,
 )
@@ -23,7 +23,6 @@ from meshloom.compiler.core.scopes import OperationName
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.communication import PlannedCollective
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.parallel.attention import AttentionPlan
 from meshloom.compiler.schema import CollectiveReport, Finding
 from meshloom.compiler.xla.aot import REMATERIALIZATION
 from meshloom.compiler.xla.hlo import parse_module
@@ -108,7 +107,7 @@ def test_advice_that_is_followed_is_not_given():
     ("advice", "overrides"),
     [
         (SPLIT_THE_GROUP, ["sharding=hsdp"]), (SPLIT_OVER_TENSOR, ["sharding=fsdp_tensor"]),
-        (HEAD_IN_PARTS, ["overlap.head=parts"]), (FULL_REMAT, ["remat=full"]),
+        (HEAD_IN_CHUNKS, ["parallel.lm_head=vocab_chunks"]), (FULL_REMAT, ["remat=full"]),
     ],
 )  # fmt: skip
 def test_each_advice_is_followed_by_what_it_says(advice, overrides):
@@ -130,11 +129,13 @@ def test_a_gather_in_the_loop_of_microbatches():
 
 
 def test_the_kernel_that_was_not_used():
-    plan = plan_of()
-    fallen = replace(plan, attention=AttentionPlan("xla", "splash is not used: sequence_length=8"))
-    assert [finding.rule for finding in lint(fallen, (), {}, (), ())] == ["attention-fallback"]
-    meant = replace(plan, attention=AttentionPlan("xla", "by kernels.attention"))
-    assert lint(meant, (), {}, (), ()) == ()
+    odd = ("target=v5e-8", "sequence_length=200")
+    (finding,) = lint(plan_of(*odd), (), {}, (), ())
+    assert (finding.rule, finding.where) == ("attention-fallback", "parallel.attention")
+    assert finding.what == (
+        "attention keeps all scores in memory: splash is not used: sequence_length=200 is not a multiple of 128"
+    )
+    assert lint(plan_of(*odd, "parallel.attention=xla"), (), {}, (), ()) == ()
 
 
 def test_what_the_compiler_says_itself_and_the_costly_ones_first():
@@ -195,7 +196,7 @@ LLAMA = ("model=llama2_7b", "target=cpu-8", "data=synthetic", "sharding=fsdp")
 
 def held(array: HeldArray, *overrides: str) -> list[Finding]:
     plan = read_spec(Request((*LLAMA, *overrides)), then=plan_run)
-    return list(lint(replace(plan, attention=AttentionPlan("xla", "")), (), {}, (), (), held=[array]))
+    return list(lint(plan, (), {}, (), (), held=[array]))
 
 
 def test_what_a_rule_splits_and_the_program_holds_whole_for_all_microbatches():

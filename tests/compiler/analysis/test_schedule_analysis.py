@@ -120,7 +120,9 @@ def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
     split = {array.array.path for array in plan.sharding.parameters if "fsdp" in str(array.spec)}
     kinds = {(each.kind, path) for each in analysis.collectives for path in paths if each.source.startswith(f"{path},")}
     assert {path for kind, path in kinds if kind == "all-gather"} == split
-    exchanged = {f"embed/{each.name}" for each in plan.look_ups if each.exchanged_over}  # token ids are gathered for it
+    exchanged = {
+        f"embed/{each.site.name}" for each in plan.operations_of("embedding") if each.chosen.name == "all_to_all"
+    }  # token ids are gathered for it
     assert {path for kind, path in kinds if kind == "reduce-scatter"} == split - exchanged
     assert {path for kind, path in kinds if kind == "all-to-all"} == exchanged
     axes = {each.mesh_axes for each in analysis.collectives}

@@ -109,7 +109,7 @@ def test_blocks_gather_and_scatter_the_residual_stream(platform):
     """What remat=full runs of a layer: forward two gathers and two sums, the same again but the last sum, and backward
     two of each; on accelerators the sums are joined and scattered. Megatron's g and its conjugate, arXiv:2205.05198."""
     plan = plan_of(f"target={platform}", "sharding=fsdp_tensor", "mesh.tensor=2", "remat=full", "sequence_length=128",
-                   "kernels.attention=xla")  # fmt: skip
+                   "parallel.attention=xla")  # fmt: skip
     counts = Counter()
     for one in estimate_step(plan).communication:
         if one.mesh_axes == ("tensor",) and one.source.startswith("layers") and "reduce_sum" not in one.source:
@@ -122,7 +122,7 @@ def test_a_kept_sum_over_devices_is_kept_in_its_shards():
     """save_dots over tensor=2 keeps a layer's matmuls by half: heads, the hidden layer, and of the attention's output
     the half of the tokens that the residual stream has here. Nothing is added up whole to be kept."""
     plan = plan_of("target=v5p-16", "sharding=fsdp_tensor", "mesh.tensor=2", "remat=save_dots", "sequence_length=128",
-                   "kernels.attention=xla", "precision=bfloat16")  # fmt: skip
+                   "parallel.attention=xla", "precision=bfloat16")  # fmt: skip
     config, estimate = plan.spec.model, estimate_step(plan)
     assert isinstance(config, DecoderConfig)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim

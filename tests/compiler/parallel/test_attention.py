@@ -11,12 +11,12 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from conftest import plan_of, spec_of
+from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.parallel.attention import build_attend, plan_attention
+from meshloom.compiler.parallel.attention import Kernel, build_attend
 from meshloom.compiler.parallel.splash import attend_splash
 from meshloom.models.attention import attend
-from support.helpers import forward, target_of, tiered
+from support.helpers import forward, tiered
 
 HERE = {"cpu": "cpu-8", "gpu": "h100-8", "tpu": "v5e-8"}
 CASES = {
@@ -97,7 +97,7 @@ def test_splash_compiles_for_tpu_with_no_scores_in_memory_and_no_collectives():
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=layout) for shape in shapes]
     programs = {}
     for implementation in ("splash", "xla"):
-        attend = build_attend(implementation, P(None, None, "tensor", None))
+        attend = build_attend(Kernel(implementation, P(None, None, "tensor", None)))
 
         def total(q, k, v, attend=attend):
             out = attend(q, k, v, None, scale=0.1, window=None, soft_cap=None)
@@ -128,23 +128,24 @@ def test_splash_compiles_for_tpu_with_no_scores_in_memory_and_no_collectives():
     ],
 )
 def test_auto_takes_the_platforms_kernel_where_it_can_run(overrides, platform, expected):
-    plan = plan_attention(spec_of(*overrides), target_of(HERE[platform]))
-    assert plan.implementation == expected
+    plan = plan_of(*overrides, f"target={HERE[platform]}").operation("attention")
+    assert plan.chosen.name == expected
     assert plan.reason
+    assert bool(plan.missed) is (expected == "xla" and platform != "cpu")
 
 
 @pytest.mark.parametrize(
     ("overrides", "platform"),
     [
-        (("kernels.attention=splash",), "cpu"),
-        (("kernels.attention=cudnn",), "tpu"),
-        (("kernels.attention=splash", "sequence_length=200"), "tpu"),
-        (("kernels.attention=cudnn",), "gpu"),  # float32
+        (("parallel.attention=splash",), "cpu"),
+        (("parallel.attention=cudnn",), "tpu"),
+        (("parallel.attention=splash", "sequence_length=200"), "tpu"),
+        (("parallel.attention=cudnn",), "gpu"),  # float32
     ],
 )
 def test_a_kernel_that_cannot_run_is_refused(overrides, platform):
-    with pytest.raises(ConfigError, match=r"kernels\.attention"):
-        plan_attention(spec_of(*overrides), target_of(HERE[platform]))
+    with pytest.raises(ConfigError, match=r"parallel\.attention"):
+        plan_of(*overrides, f"target={HERE[platform]}")
 
 
 @pytest.mark.parametrize(

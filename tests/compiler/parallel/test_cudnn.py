@@ -6,12 +6,10 @@ from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # private: it
 from conftest import SMALL, plan_of
 from meshloom.compiler.config.target_names import chip_file, kinds
 from meshloom.compiler.config.target_spec import SwitchSpec
-from meshloom.compiler.estimate import read_step as read_step_module
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.parallel.attention import plan_attention
+from meshloom.compiler.parallel.attention import AttentionOp
 from meshloom.compiler.report import explain as explain_module
 from meshloom.runtime.cli.app import run_command
-from support.helpers import target_of
 
 GPUS = [kind for kind in kinds() if kind != "cpu" and isinstance(chip_file(kind)[1], SwitchSpec)]
 IN_16_BITS = (*SMALL, "precision=bfloat16", "model.head_dim=8")
@@ -48,9 +46,9 @@ def test_a_page_is_printed_whole_or_not_at_all(monkeypatch, capsys):
 def test_the_estimate_is_that_of_the_kernel_that_is_compiled(overrides, monkeypatch):
     """JAX's own call is traced too where its question for cuDNN's version is answered."""
     plan = plan_of("target=h100-8", "precision=bfloat16", "model.head_dim=8", *overrides)
-    assert plan.attention.implementation == "cudnn"
+    assert plan.operation("attention").chosen.name == "cudnn"
     ours = estimate_step(plan)
-    monkeypatch.setattr(read_step_module, "to_estimate", lambda attention: attention)
+    monkeypatch.setattr(AttentionOp, "to_estimate", lambda _, plan: plan)
     monkeypatch.setattr(jax_cudnn, "check_cudnn_version", lambda: 91000)
     assert estimate_step(plan) == ours
 
@@ -64,10 +62,13 @@ def test_attention_flops_are_half_the_square():
 
 
 @pytest.mark.parametrize(
-    "overrides", [("model.head_dim=12",), ("model.head_dim=136",), ("sequence_length=15", "model.head_dim=8")]
+    ("overrides", "why"),
+    [
+        (("model.head_dim=12",), "it takes a head_dim of a multiple of 8 up to 128, and the model's is 12"),
+        (("model.head_dim=136",), "it takes a head_dim of a multiple of 8 up to 128, and the model's is 136"),
+        (("sequence_length=15", "model.head_dim=8"), "sequence_length=15 is odd"),
+    ],
 )
-def test_what_jax_would_refuse_is_not_planned(overrides):
-    plan = plan_of("precision=bfloat16", *overrides)
-    attention = plan_attention(plan.spec, target_of("h100-8"))
-    assert attention.implementation == "xla"
-    assert overrides[0].removeprefix("model.") in attention.reason.replace("model.", "")
+def test_what_jax_would_refuse_is_not_planned(overrides, why):
+    attention = plan_of("precision=bfloat16", "target=h100-8", *overrides).operation("attention")
+    assert (attention.chosen.name, attention.reason) == ("xla", f"cudnn is not used: {why}")

@@ -13,7 +13,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.parallel.embedding import exchange_rows
 from support.helpers import gradients_of, written_collectives
 
-EXCHANGE, GATHER = "sharding.look_up=exchange", "sharding.look_up=gather"
+EXCHANGE, GATHER = "parallel.embedding=all_to_all", "parallel.embedding=all_gather"
 LLAMA3_V6E = (
     "target=v6e-64", "sharding=fsdp", "precision=bfloat16", "model.embed_dim=4096", "model.vocab_size=128256",
     "sequence_length=2048",
@@ -98,19 +98,19 @@ def test_what_takes_less_time_on_the_links_is_chosen():
     """8,192 tokens of a chip, a table of 128,256 rows of 4,096 in bfloat16; v6e 8 x 8, 90 GB/s a link both ways.
 
     All-gather: 1002 MiB x 63/64 over 4 links. All-to-all: 64 MiB, each eighth of it 8 / 4 chips far along an axis."""
-    (few,) = plan_of(*LLAMA3_V6E, "global_batch_size=256").look_ups
-    assert few.exchanged_over == ("fsdp",)
+    few = plan_of(*LLAMA3_V6E, "global_batch_size=256").operation("embedding")
+    assert (few.chosen.name, few.chosen.parameters) == ("all_to_all", ("fsdp",))
     assert few.reason == "64.0 MiB of rows, 1002.0 MiB of table; 1.51 ms and 5.76 ms on the links"
-    (many,) = plan_of(*LLAMA3_V6E, "global_batch_size=2048").look_ups
-    assert many.exchanged_over == (), many.reason
-    (forced,) = plan_of(*LLAMA3_V6E, "global_batch_size=2048", EXCHANGE).look_ups
-    assert forced.exchanged_over == ("fsdp",)
+    many = plan_of(*LLAMA3_V6E, "global_batch_size=2048").operation("embedding")
+    assert many.chosen.name == "all_gather", many.reason
+    forced = plan_of(*LLAMA3_V6E, "global_batch_size=2048", EXCHANGE).operation("embedding")
+    assert (forced.chosen.name, forced.chosen.parameters) == ("all_to_all", ("fsdp",))
 
 
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (("sharding=ddp", "sharding.on_replicated=allow"), "no axis that splits the batch splits it"),
+        (("sharding=ddp", "sharding.on_replicated=allow"), "no axis that splits the batch splits the table"),
         (("model.embeddings=tied",), "the head multiplies with all of it"),
         (
             ("sharding.parameters=[{logical:[vocab],mesh:[fsdp]},{logical:[layers,embed,mlp,heads,kv_heads,head_dim],mesh:[]}]",
@@ -120,7 +120,7 @@ def test_what_takes_less_time_on_the_links_is_chosen():
     ],
 )  # fmt: skip
 def test_where_rows_cannot_be_exchanged_the_reason_is_told(overrides, why):
-    (plan,) = plan_of("sharding=fsdp", *overrides).look_ups
-    assert (plan.exchanged_over, plan.reason) == ((), why)
+    plan = plan_of("sharding=fsdp", *overrides).operation("embedding")
+    assert (plan.chosen.name, plan.reason) == ("all_gather", f"all_to_all is not used: {why}")
     with pytest.raises(ConfigError, match=why):
         plan_of("sharding=fsdp", *overrides, EXCHANGE)

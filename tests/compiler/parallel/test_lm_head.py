@@ -10,12 +10,12 @@ import pytest
 
 from conftest import LINEAR_STACK, plan_of
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.parallel.lm_head import is_cut_alike, part_sizes
+from meshloom.compiler.parallel.lm_head import chunk_sizes, is_cut_alike
 from meshloom.compiler.schema import Report
 from meshloom.models import Piece
 from support.helpers import meshloom, written_collectives
 
-PARTS, WHOLE = "overlap.head=parts", "overlap.head=whole"
+CHUNKS, WHOLE = "parallel.lm_head=vocab_chunks", "parallel.lm_head=whole"
 LLAMA3_V6E = (
     "target=v6e-64", "sharding=fsdp", "precision=bfloat16", "model.embed_dim=4096", "model.vocab_size=128256",
     "sequence_length=2048", "global_batch_size=256", "overlap=prefetch",
@@ -25,7 +25,7 @@ LLAMA3_V6E = (
 @pytest.mark.parametrize("vocab_size", [8, 256, 257, 264, 32000, 50304, 128256, 151643, 151936, 256128])
 @pytest.mark.parametrize("max_odd_factor", [None, 1, 3, 26])
 def test_parts_are_all_of_the_vocabulary_and_each_can_be_reduce_scattered(vocab_size, max_odd_factor):
-    sizes = part_sizes(vocab_size, max_odd_factor)
+    sizes = chunk_sizes(vocab_size, max_odd_factor)
     assert sum(sizes) == vocab_size
     assert len(sizes) > 1
     assert max(sizes) <= 0.8 * vocab_size
@@ -39,9 +39,10 @@ def test_parts_of_llama3_on_64_chips():
     """1,664 / 64 = 26: 25 x 4,096 entries, 25 x 1,024, and the rest. 8,192 tokens of 8 KiB, four times for each part
     but one, at 1.64 TB/s."""
     plan = plan_of(*LLAMA3_V6E, "overlap.option_sets=[sparse_core]")
-    assert plan.head.part_sizes == (256, 25 * 1024, 25 * 4096)
-    assert plan.head.how == (
-        "in parts of 256, 25,600, 102,400 entries of the vocabulary: "
+    head = plan.operation("lm_head")
+    assert head.chosen.parameters == (256, 25 * 1024, 25 * 4096)
+    assert head.how == (
+        "in chunks of 256, 25,600, 102,400 entries of the vocabulary: "
         "5.76 ms of gather, 328 µs for its input read more often"
     )
 
@@ -49,19 +50,20 @@ def test_parts_of_llama3_on_64_chips():
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        ((), "with these option sets no gather runs beside its matmuls"),
+        ((), "vocab_chunks is not used: with these option sets no gather runs beside the head's matmuls"),
         (("overlap.option_sets=[sparse_core]", "loss.max_logits_bytes=1", "loss.max_logits_share=0.05"),
-         "each of 4 blocks of tokens needs all of it"),
-        ((WHOLE,), "overlap.head=whole"),
+         "vocab_chunks is not used: each of 4 chunks of tokens needs the whole vocabulary"),
+        ((WHOLE,), "parallel.lm_head=whole"),
         (("overlap.option_sets=[sparse_core]", "global_batch_size=256", "model.vocab_size=2048"),
          "106 µs of gather, 164 µs for its input read more often"),
-        (("target=cpu-8",), "the compiler for cpu-8 does not wait for its gather in front of the layers"),
+        (("target=cpu-8",),
+         "vocab_chunks is not used: the compiler for cpu-8 does not wait for the head's gather before the layers"),
     ],
 )  # fmt: skip
 def test_where_the_head_stays_whole(overrides, why):
     plan = plan_of(*LLAMA3_V6E, *overrides)
-    assert len(plan.head.part_sizes) == 1
-    assert plan.head.reason == why
+    head = plan.operation("lm_head")
+    assert (head.chosen.name, head.reason) == ("whole", why)
 
 
 @pytest.mark.parametrize(
@@ -74,16 +76,17 @@ def test_where_the_head_stays_whole(overrides, why):
 )
 def test_a_head_that_cannot_be_cut_is_an_error_where_that_is_demanded(overrides, why):
     with pytest.raises(ConfigError) as error:
-        plan_of(*overrides, PARTS)
+        plan_of(*overrides, CHUNKS)
     (problem,) = error.value.problems
-    assert (problem.where, problem.what) == ("overlap.head", f"the vocabulary cannot be cut into parts: {why}")
-    assert plan_of(*overrides, "overlap.head=auto").head.reason == why
+    assert (problem.where, problem.what) == ("parallel.lm_head", f"'vocab_chunks' cannot be used: head: {why}")
+    told = plan_of(*overrides, "parallel.lm_head=auto").operation("lm_head").reason
+    assert told == f"vocab_chunks is not used: {why}"
 
 
 def test_it_is_told_with_what_else_cannot_be():
     with pytest.raises(ConfigError) as error:
-        plan_of("sharding=fsdp", "model.embeddings=tied", PARTS, "sharding.look_up=exchange")
-    assert [problem.where for problem in error.value.problems] == ["sharding.look_up", "overlap.head"]
+        plan_of("sharding=fsdp", "model.embeddings=tied", CHUNKS, "parallel.embedding=all_to_all")
+    assert [problem.where for problem in error.value.problems] == ["parallel.embedding", "parallel.lm_head"]
 
 
 def _scaled(params, x, _):
@@ -109,11 +112,11 @@ def test_parts_cross_one_by_one_and_no_byte_more():
     """Eight devices, a vocabulary of 264: parts of 56 and 208. As the step is written;
     tests/compiler/step/test_collectives.py compares that with the compiled program."""
     found = {}
-    for head in (WHOLE, PARTS):
+    for head in (WHOLE, CHUNKS):
         plan = plan_of("sharding=fsdp", "model.vocab_size=264", head)
         found[head] = written_collectives(plan)
-    assert plan.head.part_sizes == (56, 208)
-    (counts, elements), (counts_in_parts, elements_in_parts) = found[WHOLE], found[PARTS]
+    assert plan.operation("lm_head").chosen.parameters == (56, 208)
+    (counts, elements), (counts_in_parts, elements_in_parts) = found[WHOLE], found[CHUNKS]
     assert elements == elements_in_parts
     assert counts_in_parts - counts == {"all-gather": 1, "reduce-scatter": 1}
 
@@ -134,7 +137,7 @@ def test_on_a_tpu_parts_are_hidden_and_reduce_scattered(tmp_path):
     gathered, summed, fixes = {}, {}, {}
     for head in ("whole", "auto"):
         folder = tmp_path / head
-        done = meshloom("compile", *HEAD_OF_LLAMA3, f"overlap.head={head}", f"hydra.run.dir={folder}", cwd=tmp_path)
+        done = meshloom("compile", *HEAD_OF_LLAMA3, f"parallel.lm_head={head}", f"hydra.run.dir={folder}", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         report = Report.model_validate_json((folder / "report.json").read_text())
         of_kernel = [one for one in report.collectives if one.source.startswith("head/kernel_EV")]
@@ -146,7 +149,7 @@ def test_on_a_tpu_parts_are_hidden_and_reduce_scattered(tmp_path):
     kernel_bytes = 128256 * 1024 * 2
     assert summed["whole"] == {"all-gather": kernel_bytes, "all-reduce": kernel_bytes}
     assert summed["auto"] == {"all-gather": kernel_bytes, "reduce-scatter": kernel_bytes}
-    assert fixes["whole"]["whole-gradient"].startswith("cut the vocabulary: overlap.head=parts, or ")
+    assert fixes["whole"]["whole-gradient"].startswith("cut the vocabulary: parallel.lm_head=vocab_chunks, or ")
     assert not fixes["auto"]
     hidden = {head: sum(one.hidden_seconds for one in found) for head, found in gathered.items()}
     alone = {head: sum(one.alone_seconds for one in found) for head, found in gathered.items()}

@@ -89,8 +89,8 @@ def test_logits_that_are_huge_do_not_overflow():
 def test_parts_of_the_tokens_are_whole_in_each_shard_of_the_residual_stream():
     """A bound that no part is within: sequences of 16 tokens go one at a time, shards of 8 one token of each."""
     small = ("model.vocab_size=1024", "loss.max_logits_bytes=1")
-    assert plan_of("sharding=fsdp", *small).num_loss_blocks == 16
-    assert plan_of("sharding=fsdp_tensor", "mesh.tensor=2", *small).num_loss_blocks == 8
+    assert plan_of("sharding=fsdp", *small).operation("loss").chosen.parameters == 16
+    assert plan_of("sharding=fsdp_tensor", "mesh.tensor=2", *small).operation("loss").chosen.parameters == 8
 
 
 @pytest.mark.ci
@@ -101,8 +101,8 @@ def test_parts_of_the_tokens_are_whole_in_each_shard_of_the_residual_stream():
 def test_the_declared_bound_holds_for_the_logits_of_the_compiled_step(layout, tokens):
     """No float32 array of the program is as large as the logits of the whole microbatch; loss and gradients stay."""
     whole, blocked = plan_of(*layout, "model.vocab_size=1024"), plan_of(*layout, "model.vocab_size=1024", "loss.max_logits_bytes=16384")  # fmt: skip  # noqa: E501
-    assert whole.num_loss_blocks == 1
-    assert blocked.num_loss_blocks > 1
+    assert whole.operation("loss").chosen.parameters == 1
+    assert blocked.operation("loss").chosen.parameters > 1
     shards = whole.mesh.num_shards(whole.sharding.batch_axes)
     vocab = 1024 // whole.mesh.sizes["tensor"]
     sequences = 16 // shards // whole.spec.num_microbatches

@@ -1,7 +1,5 @@
-"""Matmuls whose parts are added up in a ring: what is decided, what crosses, and that the sum is that of one matmul."""
+"""Collective matmuls: when one is chosen, what it sends, and that its sum is that of one matmul."""
 
-import re
-from dataclasses import replace
 from itertools import product
 
 import jax
@@ -9,24 +7,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
+from conftest import WHOLE_STREAM, plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.estimate.communication import sent_bytes
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.parallel.matmul import add_up_in_ring
+from meshloom.compiler.parallel.matmul import ring_reduce_scatter
+from meshloom.compiler.parallel.operation import OpPlan
+from meshloom.compiler.plan import Plan
 from meshloom.compiler.schema import Report
 from meshloom.compiler.search.candidates import find_candidates
-from meshloom.compiler.sharding.arrays import find_arrays
 from meshloom.compiler.xla.programs import lower
-from meshloom.models import Context, Params
 from support.helpers import collectives_per_step, meshloom, plan_as_declared
 
 NAMES = ("attention_output", "mlp_output")
-RINGS, NO_RINGS = f"overlap.rings=[{','.join(NAMES)}]", "overlap.rings=[]"
+RINGS, NO_RINGS = "parallel.matmul=collective_matmul", "parallel.matmul=plain"
 TENSOR_4 = ("sharding=fsdp_tensor", "mesh.tensor=4")
 LLAMA2_V5P = (
     "model=llama2_70b", "target=v5p-256", *TENSOR_4, "sequence_length=2048", "global_batch_size=256", "overlap=auto",
 )  # fmt: skip
+
+
+def _multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.einsum("btkd,kde->bte", x, weight)
+
+
+def _split(plan: Plan) -> list[OpPlan]:
+    """The matmuls whose partial results are summed over devices."""
+    return [each for each in plan.operations_of("matmul") if not each.chosen.is_trivial]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +54,7 @@ def test_each_device_has_its_shard_of_the_whole_sum(num_devices, both_ways, num_
     x = rng.normal(size=(num_sequences, 4 * num_devices, num_devices, 3, 5)).astype(np.float32)
     weight = rng.normal(size=(num_devices, 3, 5, 6)).astype(np.float32)
     on_devices = jax.vmap(
-        lambda x, weight: add_up_in_ring(x, weight, "ring", both_ways=both_ways),
+        lambda x, weight: ring_reduce_scatter(x, weight, "ring", _multiply, both_ways=both_ways),
         in_axes=(2, 0), out_axes=1, axis_name="ring",
     )  # fmt: skip
     expected = np.einsum("btnkd,nkde->bte", x.astype(np.float64), weight.astype(np.float64))
@@ -57,7 +64,9 @@ def test_each_device_has_its_shard_of_the_whole_sum(num_devices, both_ways, num_
 @pytest.mark.parametrize("both_ways", [False, True])
 def test_what_a_device_sends_is_all_but_one_shard(both_ways):
     """Around four devices: three transfers of a shard, or three of half a shard each way."""
-    ring = jax.make_jaxpr(lambda x, w: add_up_in_ring(x, w, "ring", both_ways=both_ways), axis_env=[("ring", 4)])
+    ring = jax.make_jaxpr(
+        lambda x, w: ring_reduce_scatter(x, w, "ring", jnp.matmul, both_ways=both_ways), axis_env=[("ring", 4)]
+    )
     traced = ring(jnp.zeros((2, 16, 8)), jnp.zeros((8, 6)))
     sent = [(e.invars[0].aval.size, e.params["perm"]) for e in traced.eqns if e.primitive.name == "ppermute"]
     onward, back = (((0, 1), (1, 2), (2, 3), (3, 0)), ((0, 3), (1, 0), (2, 1), (3, 2)))
@@ -73,14 +82,15 @@ def test_a_ring_is_chosen_where_it_is_shorter():
     3 x (74 + 218) µs. The MLP's matmuls take longer than the transfers: 3 x 218 µs. Of two parts of the batch one waits
     for half of it."""
     plan = plan_as_declared(*LLAMA2_V5P)
-    assert [each.how for each in plan.projections] == [
-        "parts of attention_output are added up in a ring over tensor: 878 µs not beside matmuls, 1.12 ms behind it",
-        "parts of mlp_output are added up in a ring over tensor: 655 µs not beside matmuls, 1.12 ms behind it",
+    how = "partial results summed in a ring over tensor"
+    assert [(each.site.name, each.how) for each in _split(plan)] == [
+        ("attention_output", f"{how}: 878 µs of a ring not beside matmuls, 1.12 ms of a reduce-scatter"),
+        ("mlp_output", f"{how}: 655 µs of a ring not beside matmuls, 1.12 ms of a reduce-scatter"),
     ]
     in_parts = plan_as_declared(*LLAMA2_V5P, "overlap.layers.batch_parts=2")
-    assert [(each.ring, each.reason) for each in in_parts.projections] == [
-        (None, "881 µs not beside matmuls, 561 µs behind it"),  # and latencies twice
-        (None, "655 µs not beside matmuls, 561 µs behind it"),
+    assert [(each.chosen.name, each.reason) for each in _split(in_parts)] == [
+        ("plain", "881 µs of a ring not beside matmuls, 561 µs of a reduce-scatter"),  # and latencies twice
+        ("plain", "655 µs of a ring not beside matmuls, 561 µs of a reduce-scatter"),
     ]
 
 
@@ -88,67 +98,59 @@ def test_a_ring_is_chosen_where_it_is_shorter():
     ("overrides", "why"),
     [
         (("target=v5p-16", "sharding=fsdp"), "no mesh axis splits what 'hidden' is contracted over"),
-        (("target=v5p-16", *WHOLE_STREAM, "mesh.tensor=4"), "they are over tensor, and its length is whole"),
+        (("target=v5p-16", *WHOLE_STREAM, "mesh.tensor=4"),
+         "partial results are on tensor, and the length of their sum is whole"),
         (("target=v5p-16", *TENSOR_4, "sequence_length=12", "global_batch_size=2"),
          "neither 1 (sequences) nor 3 (tokens of each in a shard) is even"),
         (("target=h100-8", *TENSOR_4), "the compiler for h100-8 runs no permutes beside matmuls"),
         (("target=v5e-32", *TENSOR_4), "the compiler for v5e-32 runs no permutes beside matmuls on more than 16 chips"),
         (("target=cpu-8", *TENSOR_4), "the compiler for cpu-8 runs no permutes beside matmuls"),
-        (("target=v5p-16", *TENSOR_4, NO_RINGS), "overlap.rings leaves it out"),
     ],
 )  # fmt: skip
 def test_where_parts_are_added_up_at_once(overrides, why):
-    plan = plan_of("overlap=prefetch", *overrides)
-    assert [each.ring for each in plan.projections] == [None, None]
-    assert plan.projections[1].reason == why
+    made = {each.site.name: each for each in plan_of("overlap=prefetch", *overrides).operations_of("matmul")}
+    assert {each.chosen.name for each in made.values()} == {"plain"}
+    assert made["mlp_output"].reason == f"collective_matmul is not used: {why}"
+
+
+def test_a_plain_matmul_may_be_demanded():
+    (attention, mlp) = _split(plan_of("overlap=prefetch", "target=v5p-16", *TENSOR_4, NO_RINGS))
+    assert (attention.chosen.name, mlp.chosen.name, mlp.reason) == ("plain", "plain", "parallel.matmul=plain")
 
 
 def test_a_ring_that_takes_longer_is_not_chosen():
     """16 tokens of a small model: the links' latency, three times, is more than a reduce-scatter's."""
-    plans = plan_of("target=v5p-16", *TENSOR_4, "overlap=prefetch", "precision=bfloat16").projections
-    assert all(each.ring is None and each.reason.endswith("behind it") for each in plans)
+    plans = _split(plan_of("target=v5p-16", *TENSOR_4, "overlap=prefetch", "precision=bfloat16"))
+    assert len(plans) == 2
+    assert all(each.chosen.name == "plain" and each.reason.endswith("of a reduce-scatter") for each in plans)
 
 
-def test_names_are_told_that_no_matmul_has_or_that_no_ring_can_make():
+def test_sites_are_told_that_no_matmul_has_or_that_no_ring_can_sum():
     with pytest.raises(ConfigError) as error:
         plan_of(
-            "sharding=fsdp", "overlap.rings=[mlp_output, mlp_outputs]", "overlap.head=parts", "model.embeddings=tied"
-        )
+            "sharding=fsdp", "parallel.matmul={mlp_output:collective_matmul,mlp_outputs:plain}",
+            "parallel.lm_head=vocab_chunks", "model.embeddings=tied",
+        )  # fmt: skip
     first, second, head = error.value.problems
-    assert (first.where, second.where, head.where) == ("overlap.rings[0]", "overlap.rings[1]", "overlap.head")
-    assert first.what == (
-        "'mlp_output' cannot be added up in a ring: no mesh axis splits what 'hidden' is contracted over"
-    )
-    assert second.fix == "use one of attention_output, mlp_output (did you mean 'mlp_output'?)"
+    assert first.where == "parallel.matmul.mlp_output"
+    assert first.what == ("'collective_matmul' cannot be used: no mesh axis splits what 'hidden' is contracted over")
+    assert second.where == "parallel.matmul.mlp_outputs"
+    assert second.fix.endswith("(did you mean 'mlp_output'?)")
+    assert head.where == "parallel.lm_head"
 
 
-@pytest.mark.parametrize("value", ["7", "all", "[1,a]"])
-def test_what_is_neither_auto_nor_names_is_one_error(value):
+@pytest.mark.parametrize("value", ["7", "[all]", "{mlp_output:[1]}"])
+def test_what_is_neither_a_strategy_nor_strategies_by_name_is_one_error(value):
     with pytest.raises(ConfigError) as error:
-        plan_of(f"overlap.rings={value}")
+        plan_of(f"parallel.matmul={value}")
     (problem,) = error.value.problems
-    assert problem.where == "overlap.rings"
-    assert problem.fix == "set auto, or give a list"
+    assert problem.where == "parallel.matmul"
+    assert problem.fix == "set auto, a strategy, or {NAME: STRATEGY}"
 
 
-@pytest.mark.parametrize(
-    ("name", "reshape", "said"),
-    [
-        ("nothing", (), "model.family: 'nothing' is projected, and no activation"),
-        ("residual", (4, 8), "project('residual'): (16, 16, 4, 8) and (32, 32) are not (B, T, *K) and (*K, E)"),
-    ],
-)
-def test_a_model_that_projects_wrongly_is_told(name, reshape, said):
-    plan = plan_of(*LINEAR_STACK)
-    (stack,) = plan.model.stacks
-
-    def apply(params: Params, x: jax.Array, context: Context) -> jax.Array:
-        x = x.reshape(*x.shape[:2], *reshape) if reshape else x
-        return context.activation("residual", context.project(name, x, params["kernel_EM"]), "batch", "length", "embed")
-
-    model = replace(plan.model, stacks=(replace(stack, layer=replace(stack.layer, apply=apply)),))
-    with pytest.raises((ConfigError, ValueError), match=re.escape(said)):
-        find_arrays(plan.spec, model)
+def test_every_matmul_of_a_decoder_is_a_site():
+    names = [each.site.name for each in plan_of().operations_of("matmul")]
+    assert names == ["queries", "keys", "values", "attention_output", "mlp_up", "mlp_gate", "mlp_output", "logits"]
 
 
 @pytest.mark.ci
@@ -182,13 +184,14 @@ def test_a_ring_sends_what_a_reduce_scatter_does():
 def test_a_search_tries_with_rings_and_without_and_pins_what_it_took():
     plan = plan_as_declared(*LLAMA2_V5P)
     candidates = find_candidates(plan, estimate_step(plan))
-    assert {one.way.rings for one in candidates} == {NAMES, ()}
-    first = {(one.way.rings, one.way.layers.batch_parts) for one in candidates[:4]}
-    assert first == set(product((NAMES, ()), (1, 2))), "the best of each before any other"
-    for one in (candidates[0], next(one for one in candidates if not one.way.rings)):
-        assert plan_as_declared(*LLAMA2_V5P, *one.overrides()).spec.overlap == one.applied_to(plan.spec).overlap
+    assert {one.way.strategies for one in candidates} == {("collective_matmul",), ("plain",)}
+    first = {(one.way.strategies, one.way.layers.batch_parts) for one in candidates[:4]}
+    assert first == set(product((("collective_matmul",), ("plain",)), (1, 2))), "the best of each before any other"
+    for one in (candidates[0], next(one for one in candidates if one.way.strategies == ("plain",))):
+        pinned, applied = plan_as_declared(*LLAMA2_V5P, *one.overrides()).spec, one.applied_to(plan.spec)
+        assert (pinned.overlap, pinned.parallel) == (applied.overlap, applied.parallel)
     told = plan_as_declared(*LLAMA2_V5P, NO_RINGS)
-    assert {one.way.rings for one in find_candidates(told, estimate_step(told))} == {()}
+    assert {one.way.strategies for one in find_candidates(told, estimate_step(told))} == {("plain",)}
 
 
 def test_the_model_of_what_is_exposed_prefers_rings_where_nothing_else_runs_beside_a_sum():
@@ -197,8 +200,8 @@ def test_the_model_of_what_is_exposed_prefers_rings_where_nothing_else_runs_besi
     candidates = find_candidates(plan, estimate_step(plan))
     by_way = {one.way.model_dump_json(): one.expected_seconds for one in candidates}
     for one in candidates:
-        if one.way.rings and "sparse_core" in one.way.option_sets:
-            at_once = by_way[one.way.model_copy(update={"rings": ()}).model_dump_json()]
+        if "collective_matmul" in one.way.strategies and "sparse_core" in one.way.option_sets:
+            at_once = by_way[one.way.model_copy(update={"parallel": {"matmul": "plain"}}).model_dump_json()]
             assert (one.expected_seconds < at_once) == (one.way.layers.batch_parts == 1), one.name
 
 
@@ -209,7 +212,7 @@ def test_on_a_tpu_transfers_run_beside_the_matmuls(tmp_path):
     pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
     ways = {
         "at once": (NO_RINGS,),
-        "rings": ("overlap.rings=auto",),
+        "rings": ("parallel.matmul=auto",),
         "two parts": (NO_RINGS, "overlap.layers.batch_parts=2"),
     }
     reports = {}

@@ -88,7 +88,7 @@ def test_a_long_sequence_evaluates_no_mask(monkeypatch):
         monkeypatch.setattr(mask, "__getitem__", lambda self, index: evaluated.append(index))
     windows = "model.attention_windows=[4096,null]"
     plan = plan_of("target=v5e-4", "sequence_length=1048576", "model.num_layers=2", windows, "global_batch_size=4")
-    assert plan.attention.implementation == "splash"
+    assert plan.operation("attention").chosen.name == "splash"
     assert estimate_step(plan).memory.peak_bytes > 0
     assert evaluated == []
 

@@ -1,6 +1,6 @@
 """Gradients of the loops over layers against finite differences of a NumPy forward pass, all in float64."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import prod
 
@@ -12,12 +12,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshloom.compiler.config.overlap_spec import LayerLoop
 from meshloom.compiler.core.partition_spec import keep_axes
+from meshloom.compiler.parallel.weight_plan import plan_weight
 from meshloom.compiler.parallel.weights import (
     Reduction,
     Weights,
-    gather_vectors,
     gradient_slot,
-    plan_weight,
+    hoist,
     reduce_gradient,
 )
 from meshloom.compiler.step.layers import run_layers
@@ -156,6 +156,8 @@ def _gradients(layout, loop, when, skip_idle):
         name: plan_weight(name, stored[name], stored[name], updated[name], BATCH_AXES, others, is_stacked=True)
         for name in DIMENSIONS
     }
+    if plans["scale_E"].gathered:
+        plans["scale_E"] = replace(plans["scale_E"], use="hoisted")
     reduction = Reduction(jnp.float64, "float64", is_last=when != BEHIND)
 
     def local(weights, before, x, slope):
@@ -166,7 +168,7 @@ def _gradients(layout, loop, when, skip_idle):
             layers = Weights(slots, added if when == ADDED else None, weights, plans, reduction)
             policy = jax.checkpoint_policies.nothing_saveable
             run = partial(run_layers, policy=policy, loop=loop, skip_idle=skip_idle)
-            return (run(_layer, gather_vectors(layers), jnp.array(0.5), x) * slope).sum()
+            return (run(_layer, hoist(layers), jnp.array(0.5), x) * slope).sum()
 
         grads, dx = jax.grad(loss, (0, 1))(slots, x)
         if when == BEHIND:

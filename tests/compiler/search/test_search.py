@@ -15,7 +15,7 @@ from conftest import SMALL, plan_of
 from meshloom.compiler.analysis.program_text import NO_PROGRAM, Unread
 from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis
 from meshloom.compiler.config.flag_presets import preset_file
-from meshloom.compiler.config.overlap_spec import LayerLoop, Way
+from meshloom.compiler.config.overlap_spec import LayerLoop, OverlapConfig
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.estimate.estimate import estimate_step
@@ -43,12 +43,12 @@ V5P = ("target=v5p-128", "model=llama3_8b", "sharding=fsdp", "global_batch_size=
 AHEAD = LayerLoop(unroll=2, batch_parts=1, prefetch=1, deferred_reduce_scatter=True, reduce_in_backward=False)
 
 
-def way(loop: LayerLoop, *option_sets: str) -> Way:
-    return Way(layers=loop, rings=(), option_sets=option_sets)
+def way(loop: LayerLoop, *option_sets: str) -> OverlapConfig:
+    return OverlapConfig(layers=loop, parallel={}, option_sets=option_sets)
 
 
 def tried(seconds: float | None, *, fits: bool | None = True, exposed: float | None = None) -> TriedReport:
-    return TriedReport(layers=FLAT, rings=(), option_sets=(), predicted_seconds=seconds, exposed_fraction=exposed,
+    return TriedReport(layers=FLAT, parallel={}, option_sets=(), predicted_seconds=seconds, exposed_fraction=exposed,
                        peak_bytes_per_chip=None, host_bytes_per_chip=None, fits=fits, compile_seconds=1.0,
                        why_not=None)  # fmt: skip
 

@@ -26,7 +26,7 @@ NUM_LAYERS, PER_LAYER, OUTSIDE = 3, 9, 3  # parameters of a small decoder: in a 
 
 
 IN_BACKWARD = "overlap.layers.reduce_in_backward=true"
-GATHER = "sharding.look_up=gather"
+GATHER = "parallel.embedding=all_gather"
 
 
 @cache

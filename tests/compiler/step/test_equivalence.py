@@ -14,7 +14,7 @@ from support.helpers import evaluate, gradients_of, on_devices, programs_of, ref
 DDP, FSDP, TENSOR, BOTH = "sharding=ddp", "sharding=fsdp", "sharding=tensor", "sharding=fsdp_tensor"
 PREFETCH, IN_BACKWARD = "overlap=prefetch", "overlap.layers.reduce_in_backward=true"
 ZERO1, ZERO2, HSDP = "sharding=zero1", "sharding=zero2", "sharding=hsdp"
-HEAD_IN_PARTS = "overlap.head=parts"
+HEAD_IN_PARTS = "parallel.lm_head=vocab_chunks"
 WHOLE = "{logical:[layers,head_dim],mesh:[]}"
 TENSOR_AND_ZERO = (
     f"sharding.optimizer=[{{logical:[embed],mesh:[data]}},{{logical:[vocab,mlp,heads,kv_heads],mesh:[tensor]}},{WHOLE}]"
@@ -130,7 +130,7 @@ SPLIT_STREAMS = {
         "loss.max_logits_share=0.0",
     ),
 }  # fmt: skip
-RINGS, PARTS = "overlap.rings=[attention_output,mlp_output]", "overlap.layers.batch_parts=2"
+RINGS, PARTS = "parallel.matmul=collective_matmul", "overlap.layers.batch_parts=2"
 IN_RINGS = {
     "rings, fsdp_tensor 2x4": (BOTH, RINGS, "mesh.fsdp=2", "mesh.tensor=4"),
     "rings, gpt2's parts, tensor 4x2, remat full": (

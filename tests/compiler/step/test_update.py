@@ -12,7 +12,6 @@ from conftest import LINEAR_STACK, plan_of
 from meshloom.compiler.config.spec import LossScaleSpec
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.step.forward import weight_layouts
 from meshloom.compiler.step.train_step import build_init
 from meshloom.compiler.step.update import build_update, next_loss_scale
 from meshloom.compiler.xla.programs import lower
@@ -33,7 +32,7 @@ def _updating(*overrides: str):
     """A plan on one device, its compiled update, and the state before it."""
     plan = plan_of(ONE, *overrides)
     state = jax.jit(build_init(plan))()
-    return plan, jax.jit(build_update(plan, weight_layouts(plan))), state
+    return plan, jax.jit(build_update(plan)), state
 
 
 def _gradients(plan: Plan, value: float | None = None) -> Any:

@@ -1,0 +1,48 @@
+"""Keys that had another name in an earlier version: a config that still uses one is told the new one."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.errors import Problem
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _strategies_of_rings(value: Any) -> Any:
+    """auto, or the names of matmuls: [mlp_output] -> {mlp_output:collective_matmul}."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return "{" + ",".join(f"{name}:collective_matmul" for name in value) + "}" if value else "plain"
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """key: the name of today. value: an old value -> that of today."""
+
+    key: str
+    value: Callable[[Any], Any] = _same
+
+
+def _words(**words: str) -> Callable[[Any], Any]:
+    return lambda value: words.get(value, value) if isinstance(value, str) else value
+
+
+RENAMED: Mapping[str, Renamed] = {
+    "sharding.look_up": Renamed("parallel.embedding", _words(gather="all_gather", exchange="all_to_all")),
+    "overlap.rings": Renamed("parallel.matmul", _strategies_of_rings),
+    "overlap.head": Renamed("parallel.lm_head", _words(parts="vocab_chunks")),
+    "kernels.attention": Renamed("parallel.attention"),
+}
+
+
+def find_renamed(key: str, value: Any) -> Problem | None:
+    """The problem of a key that is not there today, or of the first one below it; None where it never was."""
+    if renamed := RENAMED.get(key):
+        now = renamed.value(value)
+        shown = f"={str(now).lower() if isinstance(now, bool) else now}" if isinstance(now, (str, int, float)) else ""
+        return Problem(key, f"is {renamed.key} now", f"use {renamed.key}{shown}")
+    below = value.items() if isinstance(value, Mapping) else ()
+    return next((found for name, inner in below if (found := find_renamed(f"{key}.{name}", inner))), None)

@@ -1,0 +1,268 @@
+"""One mechanism for every operation that can run over the mesh in several ways.
+
+    OpSite      one place where the model does an operation, with its operands
+    Strategy    one way to run it there: its collectives and its cost, or why it cannot run
+    OpPlan      the strategy that was chosen for a site, those that were rejected, and the reason
+
+`plan_operations` asks each operation of a registry (registry.py) for its strategies at each of its sites, and `choose`
+settles them: by name where the declaration names one (`parallel.matmul=collective_matmul`), else by cost. Whatever
+shows or uses the decision (explain, plan.json, the lint, the search, the step) is a loop over `Plan.operations`, so a
+new operation is one file, one line in the registry, and its key in `conf/parallel/`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import jax
+from jax.sharding import PartitionSpec
+
+from meshloom.models import Model
+
+from ..config.spec import RunSpec, StrategyChoice
+from ..core.collectives import CollectiveKind
+from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
+from ..core.partition_spec import Axes, keep_axes
+from ..sharding.arrays import Arrays, OpSite
+from ..sharding.sharding import ShardingPlan
+from ..target.mesh import MeshPlan
+from ..target.target import TargetPlan
+
+AUTO = "auto"
+Lowered = Callable[..., jax.Array]  # takes what the model handed to `Context.operation`: operands and options
+
+
+@dataclass(frozen=True)
+class CollectiveSpec:
+    """A collective of one execution of an operation. bytes_each: of the full array, within the shards of other mesh
+    axes, as in `PlannedCollective`. count: executions of it."""
+
+    kind: CollectiveKind
+    mesh_axes: Axes
+    bytes_each: int
+    count: int
+    direction: Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a strategy takes that nothing hides. Costs compare only where their units agree."""
+
+    value: float
+    unit: Literal["seconds", "bytes"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an operation at a site.
+
+    what: in words, for `explain`: "rows exchanged over fsdp".
+    parameters: what its implementation needs to know, frozen.
+    cost: None where it is not known; then strategies are preferred in the order in which they are given.
+    figures: what the cost is made of, in words; the reason where costs decided.
+    merit: the reason where it is chosen without a comparison.
+    refusal: why it cannot run here; None: it can.
+    objection: why `auto` does not take it although it can run; None: it may.
+    loss: what is lost where this strategy is refused, for the lint; empty: nothing that a user has to know.
+    is_trivial: there is nothing to tell about a site that is run so.
+    """
+
+    name: str
+    what: str
+    parameters: Any = None
+    collectives: tuple[CollectiveSpec, ...] = ()
+    cost: Cost | None = None
+    figures: str = ""
+    merit: str = ""
+    refusal: str | None = None
+    objection: str | None = None
+    loss: str = ""
+    is_trivial: bool = False
+
+    @property
+    def why_not(self) -> str | None:
+        """Why `auto` leaves it out before any cost is compared."""
+        return self.refusal or self.objection
+
+
+@dataclass(frozen=True)
+class OpPlan:
+    """How one site is run. op: the operation. is_auto: the declaration left the choice to the plan."""
+
+    op: "ParallelOp"
+    site: OpSite
+    chosen: Strategy
+    rejected: tuple[Strategy, ...]
+    reason: str
+    is_auto: bool
+
+    @property
+    def has_choice(self) -> bool:
+        """True where more than one strategy could run."""
+        return any(each.refusal is None for each in self.rejected)
+
+    @property
+    def missed(self) -> Strategy | None:
+        """The strategy that `auto` would have taken, and whose refusal costs something."""
+        return next((each for each in self.rejected if self.is_auto and each.refusal and each.loss), None)
+
+    @property
+    def how(self) -> str:
+        """In words: what runs, and why."""
+        return f"{self.chosen.what}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class OpInputs:
+    """What strategies are made from. planned: the operations before this one in the registry, by kind."""
+
+    spec: RunSpec
+    model: Model
+    arrays: Arrays
+    sharding: ShardingPlan
+    mesh: MeshPlan
+    target: TargetPlan
+    planned: Mapping[str, tuple[OpPlan, ...]] = field(default_factory=dict)
+
+    @property
+    def auto_axes(self) -> Axes:
+        """Mesh axes that split matmuls and not the batch: the partitioner's."""
+        return self.mesh.besides(self.sharding.batch_axes)
+
+    def auto_spec(self, *logical: str | None) -> PartitionSpec:
+        """How an activation of these logical axes lies over the auto axes, by the rules for activations."""
+        axes = {d.logical: d.axes for plan in self.sharding.activations for d in plan.dimensions if d.logical}
+        return keep_axes(PartitionSpec(*(axes.get(name, ()) if name else None for name in logical)), self.auto_axes)
+
+
+class ParallelOp(ABC):
+    """One operation: its strategies at a site, and the function that runs a chosen one.
+
+    kind: its key in `parallel`, and the first argument of `Context.operation`. title: what `explain` calls it.
+    fallback: the strategy that can always run. is_declared: it has a key in `parallel`; others are always `auto`.
+    is_searched: `overlap.search` tries what the plan chose against the fallback.
+    """
+
+    kind: ClassVar[str]
+    title: ClassVar[str]
+    names: ClassVar[tuple[str, ...]]
+    fallback: ClassVar[str]
+    is_declared: ClassVar[bool] = True
+    is_searched: ClassVar[bool] = False
+
+    def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
+        """Where the operation is done: by default, where the traced model asked for it."""
+        return [site for site in inputs.arrays.sites if site.kind == self.kind]
+
+    @abstractmethod
+    def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
+        """All ways to run it at a site, the preferred one first; the fallback is among them and is never refused."""
+
+    def lower(self, plan: OpPlan) -> Lowered | None:
+        """The function that runs the chosen strategy; None: the model's own plain function."""
+        del plan
+        return None
+
+    def to_estimate(self, plan: OpPlan) -> OpPlan:
+        """The plan for a step that is traced and never compiled, where no library of the target may be asked for."""
+        return plan
+
+
+def plan_operations(ops: Iterable[ParallelOp], inputs: OpInputs) -> tuple[OpPlan, ...]:
+    """Chooses a strategy for each site of each operation, in the order of the registry.
+
+    Raises ConfigError with all strategies that are named in `parallel` and are unknown or cannot run.
+    """
+    ops, declared = tuple(ops), inputs.spec.parallel
+    kinds = [op.kind for op in ops if op.is_declared]
+    problems = [
+        Problem(f"parallel.{kind}", "there is no such operation", use_one_of(kind, kinds))
+        for kind in declared
+        if kind not in kinds
+    ]
+    planned: dict[str, tuple[OpPlan, ...]] = {}
+    for op in ops:
+        made = replace(inputs, planned=dict(planned))
+        try:
+            planned[op.kind] = _plan_operation(op, made, declared.get(op.kind, AUTO) if op.is_declared else AUTO)
+        except ConfigError as error:
+            problems += error.problems
+            planned[op.kind] = _plan_operation(op, made, AUTO)
+    raise_if_any(problems)
+    return tuple(each for plans in planned.values() for each in plans)
+
+
+def _plan_operation(op: ParallelOp, inputs: OpInputs, declared: StrategyChoice) -> tuple[OpPlan, ...]:
+    key = f"parallel.{op.kind}"
+    ways = {site.name: (site, tuple(op.strategies(site, inputs))) for site in op.sites(inputs)}
+    raise_if_any(_problems(op, key, {name: strategies for name, (_, strategies) in ways.items()}, declared))
+    wanted = dict.fromkeys(ways, declared) if isinstance(declared, str) else dict.fromkeys(ways, AUTO) | {**declared}
+    return tuple(choose(op, site, strategies, wanted[name]) for name, (site, strategies) in ways.items())
+
+
+def _problems(
+    op: ParallelOp, key: str, ways: Mapping[str, Sequence[Strategy]], declared: StrategyChoice
+) -> list[Problem]:
+    """What is wrong with a declared choice. A strategy that is named for all sites has to run at one of them."""
+    fix = f"set {key}=auto, or {op.fallback}"
+    if isinstance(declared, str):
+        if declared not in (AUTO, *op.names):
+            return [Problem(key, f"'{declared}' is not a strategy", use_one_of(declared, (AUTO, *op.names)))]
+        if declared in (AUTO, op.fallback):
+            return []
+        refusals = {name: _named(strategies, declared).refusal for name, strategies in ways.items()}
+        if refusals and not all(refusals.values()):
+            return []
+        why = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items()) or "the model has no such operation"
+        return [Problem(key, f"'{declared}' cannot be used: {why}", fix)]
+    problems = []
+    for site, name in declared.items():
+        where = f"{key}.{site}"
+        if site not in ways:
+            there = use_one_of(site, ways) if ways else "leave it out"
+            problems.append(Problem(where, "the model has no operation of this name", there))
+        elif name not in (AUTO, *op.names):
+            problems.append(Problem(where, f"'{name}' is not a strategy", use_one_of(name, (AUTO, *op.names))))
+        elif name != AUTO and (refusal := _named(ways[site], name).refusal):
+            problems.append(Problem(where, f"'{name}' cannot be used: {refusal}", fix))
+    return problems
+
+
+def _named(strategies: Sequence[Strategy], name: str) -> Strategy:
+    return next(each for each in strategies if each.name == name)
+
+
+def choose(op: ParallelOp, site: OpSite, strategies: Sequence[Strategy], declared: str) -> OpPlan:
+    """Settles one site. declared: AUTO, or the name of a strategy; where that is refused, the fallback runs."""
+    if declared == AUTO:
+        chosen, reason = _choose_by_cost(strategies)
+    else:
+        chosen = _named(strategies, declared)
+        reason = chosen.refusal or f"parallel.{op.kind}={declared}"
+        chosen = _named(strategies, op.fallback) if chosen.refusal else chosen
+    return OpPlan(op, site, chosen, tuple(s for s in strategies if s is not chosen), reason, is_auto=declared == AUTO)
+
+
+def _choose_by_cost(strategies: Sequence[Strategy]) -> tuple[Strategy, str]:
+    """The cheapest of those that may run, where the costs of all are known; else the first of them."""
+    open_ones = [each for each in strategies if each.why_not is None]
+    units = {each.cost.unit if each.cost else None for each in open_ones}
+    if len(open_ones) > 1 and len(units) == 1 and None not in units:
+        chosen = min(open_ones, key=lambda each: each.cost.value if each.cost else 0.0)
+        return chosen, chosen.figures
+    chosen = open_ones[0]
+    before = strategies[: strategies.index(chosen)]
+    if before:
+        return chosen, f"{before[0].name} is not used: {before[0].why_not}"
+    return chosen, chosen.merit or chosen.figures
+
+
+def lower_operations(plans: Iterable[OpPlan]) -> Lowered:
+    """`Context.operation` of a step: runs each site by the strategy that was chosen for it."""
+    lowered = {(plan.site.kind, plan.site.name): plan.op.lower(plan) for plan in plans}
+
+    def operation(kind: str, name: str, plain: Lowered, *operands: Any, **options: Any) -> jax.Array:
+        return (lowered.get((kind, name)) or plain)(*operands, **options)
+
+    return operation

@@ -1,0 +1,10 @@
+"""The operations that the plan decides on, in the order in which it does: a later one may look at an earlier one."""
+
+from .attention import AttentionOp
+from .embedding import EmbeddingOp
+from .lm_head import LmHeadOp
+from .loss import LossOp
+from .matmul import MatmulOp
+from .operation import ParallelOp
+
+OPERATIONS: tuple[ParallelOp, ...] = (EmbeddingOp(), AttentionOp(), MatmulOp(), LossOp(), LmHeadOp())

@@ -1,0 +1,143 @@
+"""How each weight is stored, gathered, reduced and updated: decided with the plan, done by weights.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ..core.partition_spec import Axes, axes_of
+from ..core.scopes import weight_scope
+from ..sharding.gradients import accumulated_layouts
+from ..sharding.rules import ArrayPlan
+from .embedding import ALL_TO_ALL
+from .lm_head import VOCAB, VOCAB_CHUNKS
+from .operation import OpInputs, OpPlan
+
+Use = Literal["gathered", "hoisted", "chunked", "sharded"]
+Parts = tuple[tuple[int, Axes], ...]  # (dimension, the mesh axes that it is split over), for each that is
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """How one parameter is stored and used, its gradient accumulated, and its update split, over the batch axes.
+
+    path: of the parameter. use: how a piece gets at it:
+        gathered  whole, gathered where the piece, or the layer, begins
+        hoisted   gathered for all layers of a stack before their loop: a short collective in a layer waits for the
+                  long ones that have begun before it
+        chunked   gathered in chunks along the vocabulary (lm_head.py)
+        sharded   as this device's shard: it is whole already, or an operation works on shards (embedding.py)
+
+    gathered: dimensions whose shards are gathered for use. scattered: dimensions over which a gradient is
+    reduce-scattered as soon as it is made. Both as a layer sees them; what follows is with the dimension `layers`, the
+    first one where `is_stacked`. split_early: what `scattered` splits more than `gathered` gathers.
+    split_late: what the update splits more than that, reduce-scattered once per step. reduced: the batch axes over
+    which every device updates the same shard: its gradient is summed over them once per step.
+    automatic, automatic_stored: the part of its layout that is over axes that do not split the batch, and is XLA's to
+    keep: as a layer sees it, and with the dimension `layers`. automatic_axes: all of those axes.
+    """
+
+    path: str
+    use: Use
+    gathered: Parts
+    scattered: Parts
+    split_early: Parts
+    split_late: Parts
+    reduced: Axes
+    is_stacked: bool
+    automatic: PartitionSpec
+    automatic_stored: PartitionSpec
+    automatic_axes: Axes
+
+    @property
+    def is_reduced_once(self) -> bool:
+        """True where something of the gradient's reduction is left for once per step."""
+        return bool(self.reduced or self.split_late)
+
+    def has_collective_in_backward(self, *, is_last: bool) -> bool:
+        """True where a backward pass reduces the gradient over devices. is_last: the pass is the last of a step."""
+        return bool(self.scattered) or (is_last and self.is_reduced_once)
+
+    @property
+    def scope(self) -> Any:
+        """Within the `with`, operations carry the parameter's path: the schedule's report reads it off them."""
+        return jax.named_scope(weight_scope(self.path))
+
+
+def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan]) -> dict[str, WeightPlan]:
+    """Returns a WeightPlan for every parameter, by path. operations: what the plan chose, which decides how weights are
+    used."""
+    sharding, model = inputs.sharding, inputs.model
+    stacks = {stack.name for stack in model.stacks}
+    accumulated = accumulated_layouts(inputs.spec, sharding)
+    plans = {}
+    for p, g, u in zip(sharding.parameters, accumulated, sharding.optimizer, strict=True):
+        path, is_stacked = p.array.path, p.array.path.split("/")[0] in stacks
+        made = plan_weight(path, p.spec, g.spec, u.spec, sharding.batch_axes, inputs.auto_axes, is_stacked=is_stacked)
+        plans[path] = _used(made, p, inputs, operations)
+    return plans
+
+
+def _used(made: WeightPlan, stored: ArrayPlan, inputs: OpInputs, operations: Sequence[OpPlan]) -> WeightPlan:
+    """The plan of a weight, with how it is used."""
+    chosen = {(each.site.kind, each.site.name): each.chosen.name for each in operations}
+    piece, _, name = made.path.partition("/")
+    if not made.gathered:
+        return made
+    if piece == "embed" and chosen.get(("embedding", name)) == ALL_TO_ALL:
+        return replace(made, use="sharded", gathered=(), scattered=())
+    if piece == "head" and VOCAB in stored.array.logical_axes and chosen["lm_head", "head"] == VOCAB_CHUNKS:
+        return replace(made, use="chunked")
+    is_vector = made.is_stacked and len(stored.array.shape) == 2  # the first dimension is `layers`
+    if is_vector and not inputs.target.compiler.unordered_collectives:
+        return replace(made, use="hoisted")
+    return made
+
+
+def plan_weight(
+    path: str,
+    stored: PartitionSpec,
+    accumulated: PartitionSpec,
+    updated: PartitionSpec,
+    batch_axes: Axes,
+    automatic_axes: Axes,
+    *,
+    is_stacked: bool,
+) -> WeightPlan:
+    """All three P(None, 'fsdp', 'tensor') with the batch over (data, fsdp), stacked -> gather and scatter dimension 0
+    over fsdp, reduce over data, leave dimension 1 to XLA over tensor.
+
+    Each layout splits every dimension over what the one before it does, and maybe more behind that (sharding.py).
+    """
+    manual = [
+        [tuple(axis for axis in axes_of(entry) if axis in batch_axes) for entry in spec]
+        for spec in (stored, accumulated, updated)
+    ]
+    # A dimension over both kinds of axes is left to XLA whole: its chunks interleave.
+    automatic = [None if axes else entry for entry, axes in zip(stored, manual[2], strict=True)]
+    first = 1 if is_stacked else 0
+    used = {axis for axes in manual[2] for axis in axes}
+    return WeightPlan(
+        path=path,
+        use="gathered" if _parts(manual[0][first:]) else "sharded",
+        gathered=_parts(manual[0][first:]),
+        # One level of a hierarchy after the other: within the shards that are gathered first.
+        scattered=_added(manual[0][first:], manual[1][first:]) + _parts(manual[0][first:]),
+        split_early=_added(manual[0], manual[1]),
+        split_late=_added(manual[1], manual[2]),
+        reduced=tuple(axis for axis in batch_axes if axis not in used),
+        is_stacked=is_stacked,
+        automatic=PartitionSpec(*automatic[first:]),
+        automatic_stored=PartitionSpec(*automatic),
+        automatic_axes=automatic_axes,
+    )
+
+
+def _parts(entries: Sequence[Axes]) -> Parts:
+    return tuple((dimension, axes) for dimension, axes in enumerate(entries) if axes)
+
+
+def _added(before: Sequence[Axes], after: Sequence[Axes]) -> Parts:
+    return _parts([longer[len(shorter) :] for shorter, longer in zip(before, after, strict=True)])

@@ -1,0 +1,29 @@
+"""A key that had another name in an earlier version is answered with the new one."""
+
+import pytest
+
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.renamed_keys import RENAMED
+from meshloom.compiler.core.errors import ConfigError
+
+SAID = {
+    "sharding.look_up=gather": "parallel.embedding=all_gather",
+    "sharding.look_up=exchange": "parallel.embedding=all_to_all",
+    "overlap.rings=[mlp_output]": "parallel.matmul={mlp_output:collective_matmul}",
+    "overlap.rings=[]": "parallel.matmul=plain",
+    "overlap.head=parts": "parallel.lm_head=vocab_chunks",
+    "kernels.attention=xla": "parallel.attention=xla",
+}
+
+
+@pytest.mark.parametrize("old", SAID)
+def test_an_old_key_is_told_the_override_of_today_which_works(old):
+    with pytest.raises(ConfigError) as error:
+        read_spec(Request((old,)), then=lambda spec: spec)
+    (problem,) = error.value.problems
+    assert problem.fix == f"use {SAID[old]}"
+    assert read_spec(Request((SAID[old],)), then=lambda spec: spec)
+
+
+def test_every_renamed_key_is_tried_and_gone():
+    assert {old.partition("=")[0] for old in SAID} == set(RENAMED)

@@ -1,0 +1,144 @@
+"""The one mechanism for parallel operations: how a strategy is chosen, and what a new operation needs."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from conftest import LINEAR_STACK, plan_of, spec_of
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.parallel.operation import Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy, choose
+from meshloom.compiler.parallel.registry import OPERATIONS
+from meshloom.compiler.report.explain import plan_as_json
+from meshloom.compiler.sharding.arrays import OpSite
+from meshloom.compiler.step.train_step import build_loss
+from meshloom.models import Context, Model, Params
+
+HERE = OpSite("op", "here", "layers")
+
+
+class Doubling(ParallelOp):
+    """An operation as a user's package would bring it: x + x, or 2 x by a strategy of its own."""
+
+    kind = "doubling"
+    title = "doubling"
+    names = ("add", "multiply")
+    fallback = "add"
+
+    def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
+        del site
+        refusal = None if inputs.spec.precision.compute == "float32" else "it is for float32"
+        multiply = Strategy("multiply", "by two", 2.0, cost=Cost(1.0, "seconds"), figures="1 s", refusal=refusal)
+        return multiply, Strategy("add", "to itself", cost=Cost(2.0, "seconds"), figures="2 s")
+
+    def lower(self, plan: OpPlan) -> Lowered | None:
+        factor = plan.chosen.parameters
+        return (lambda x: jnp.multiply(x, factor)) if factor else None
+
+
+def _with_doubling(model: Model) -> Model:
+    (stack,) = model.stacks
+
+    def apply(params: Params, x: jax.Array, context: Context) -> jax.Array:
+        x = context.operation("doubling", "layer", lambda x: x + x, x)
+        return stack.layer.apply(params, x, context)
+
+    return replace(model, stacks=(replace(stack, layer=replace(stack.layer, apply=apply)),))
+
+
+def _planned(monkeypatch, *overrides):
+    spec = spec_of("sharding=fsdp", *LINEAR_STACK, *overrides)
+    build = type(spec.model).build
+    monkeypatch.setattr(type(spec.model), "build", lambda self: _with_doubling(build(self)))
+    return plan_run(spec, (*OPERATIONS, Doubling()))
+
+
+def test_an_operation_from_outside_is_planned_shown_and_run(monkeypatch):
+    plan = _planned(monkeypatch)
+    chosen = plan.operation("doubling")
+    assert (chosen.chosen.name, chosen.reason) == ("multiply", "1 s")
+    shown = next(each for each in plan_as_json(plan)["operations"] if each["operation"] == "doubling")
+    assert (shown["site"], shown["strategy"], shown["rejected"][0]["strategy"]) == ("layer", "multiply", "add")
+    traced = _traced_loss(plan)
+    added = _planned(monkeypatch, "parallel.doubling=add")
+    assert added.operation("doubling").reason == "parallel.doubling=add"
+    assert (traced["mul"] - _traced_loss(added)["mul"]) > 0
+
+
+def test_an_operation_from_outside_is_refused_as_any_other(monkeypatch):
+    with pytest.raises(ConfigError, match=r"parallel\.doubling: 'multiply' cannot be used: layer: it is for float32"):
+        _planned(monkeypatch, "precision=bfloat16", "parallel.doubling=multiply")
+    assert _planned(monkeypatch, "precision=bfloat16").operation("doubling").chosen.name == "add"
+    with pytest.raises(ConfigError, match=r"parallel\.doublin: there is no such operation"):
+        _planned(monkeypatch, "parallel.doublin=add")
+
+
+def _traced_loss(plan) -> Counter[str]:
+    """How often the forward pass has each primitive, loop bodies once."""
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plan.abstract["params"])
+    tokens = jax.ShapeDtypeStruct((plan.spec.global_batch_size, plan.spec.sequence_length), jnp.int32)
+    with jax.set_mesh(plan.mesh.of_devices(jax.devices())):
+        text = str(
+            jax.make_jaxpr(build_loss(plan, with_gradients=False))(params, {"inputs": tokens, "targets": tokens})
+        )
+    return Counter({"mul": text.count(" = mul ")})
+
+
+def _strategy(name: str, **values) -> Strategy:
+    return Strategy(name, name, **values)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "expected", "reason"),
+    [
+        ([_strategy("add", cost=Cost(3, "seconds"), figures="3"), _strategy("b", cost=Cost(2, "seconds"), figures="2")],
+         "b", "2"),
+        ([_strategy("add", cost=Cost(3, "seconds"), merit="the first"), _strategy("b", cost=Cost(2, "bytes"))],
+         "add", "the first"),
+        ([_strategy("a", refusal="of the weather"), _strategy("add")], "add", "a is not used: of the weather"),
+        ([_strategy("a", objection="it hides nothing", cost=Cost(1, "seconds")), _strategy("add")],
+         "add", "a is not used: it hides nothing"),
+    ],
+)  # fmt: skip
+def test_costs_decide_where_they_compare_else_the_order(strategies, expected, reason):
+    plan = choose(Doubling(), HERE, strategies, "auto")
+    assert (plan.chosen.name, plan.reason) == (expected, reason)
+
+
+def test_a_named_strategy_runs_although_auto_objects_and_not_where_it_is_refused():
+    objected = [_strategy("multiply", objection="it hides nothing"), _strategy("add")]
+    assert choose(Doubling(), HERE, objected, "multiply").chosen.name == "multiply"
+    refused = [_strategy("multiply", refusal="of the weather", loss="speed"), _strategy("add")]
+    plan = choose(Doubling(), HERE, refused, "multiply")
+    assert (plan.chosen.name, plan.reason, plan.missed) == ("add", "of the weather", None)
+    missed = choose(Doubling(), HERE, refused, "auto").missed
+    assert missed is not None
+    assert missed.name == "multiply"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "kinds"),
+    [
+        (("sharding=fsdp", "parallel.embedding=all_to_all"), "embedding", {"all-to-all"}),
+        (("sharding=fsdp", "parallel.embedding=all_gather"), "embedding", {"all-gather", "reduce-scatter"}),
+        (("sharding=fsdp_tensor", "mesh.tensor=4", "parallel.matmul=collective_matmul"), "matmul",
+         {"collective-permute"}),
+        (("sharding=fsdp", "parallel.lm_head=whole"), "lm_head", {"all-gather", "reduce-scatter"}),
+        (("sharding=fsdp", "parallel.lm_head=vocab_chunks", "model.vocab_size=264"), "lm_head",
+         {"all-gather", "reduce-scatter"}),
+    ],
+)  # fmt: skip
+def test_collectives_of_a_strategy_are_in_the_traced_step(overrides, kind, kinds):
+    """The estimate reads the traced step and knows no strategy: each collective of one is there, of the same size."""
+    plan = plan_of(*overrides)
+    there = {(one.kind, one.mesh_axes, one.bytes_each) for one in estimate_step(plan).communication}
+    promised = [one for each in plan.operations_of(kind) for one in each.chosen.collectives]
+    assert {one.kind for one in promised} >= kinds
+    for one in promised:
+        sizes = [size for each, axes, size in there if (each, axes) == (one.kind, one.mesh_axes)]
+        assert one.bytes_each in sizes, (one, sizes)
