@@ -109,7 +109,7 @@ def _with_costs(
 
 
 def chunk_sizes(vocab_size: int, max_odd_factor: int | None) -> tuple[int, ...]:
-    """Returns the vocabulary in few chunks, the first one small, as nothing hides its gather. max_odd_factor: of a chunk
+    """Returns the vocabulary in few chunks, the first one small: nothing hides its gather. max_odd_factor: of a chunk
     o 2^k, the largest o with which its gradient is reduce-scattered; None: any.
 
     128,256 entries, max_odd_factor 26: 256, 25 x 1,024, 25 x 4,096.
