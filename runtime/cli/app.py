@@ -32,7 +32,7 @@ from meshloom.compiler.config.hydra_settings import RUN_DIR
 from meshloom.compiler.config.override_parser import key_of
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem
 from meshloom.compiler.core.visible import write_error
 
 from .completion import offer_whole_options
@@ -71,8 +71,11 @@ def _run_command(command: str, flags: argparse.Namespace) -> int:
         return _sweep(command, request, flags)
     elif flags.cfg:
         read_spec(request, then=lambda spec: spec)
-        with masked():  # --resolve is not a reason to show what came from the environment
-            _hydra_app(request, flags, task=_nothing)
+        try:
+            with masked():  # --resolve is not a reason to show what came from the environment
+                _hydra_app(request, flags, task=_nothing)
+        except SystemExit:  # Hydra ends so where there is no such --package, and has said it
+            return MISTAKE
     elif flags.info or flags.hydra_help:
         check_config_files(request)  # Hydra sets up logging as they say
         with suppress(SystemExit):  # Hydra ends so after its own help

@@ -1,8 +1,9 @@
 """The flags of a command, which are Hydra's. Settings have no dashes: a flag that looks like one is told so."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from difflib import get_close_matches
+from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,16 +28,13 @@ def parse_flags(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, 
     parser = get_args_parser()
     parser.add_argument(FLAG, action="append", default=[], metavar="MODULE")
     parser.prog, parser.error = f"meshloom {command}", _refuse  # type: ignore[method-assign]
-    flags, unknown = parser.parse_known_args(list(args))
-    problems = []
-    for text in unknown:
-        name, has_value, value = text.partition("=")
-        place = args.index(text)
-        following = args[place + 1] if place + 1 < len(args) else "-"
-        if not has_value and "=" not in following and not following.startswith("-"):
-            flags.overrides.remove(following)
-            value = following
-        problems.append(_unknown_flag(command, name, value))
+    flags, rest = parser.parse_known_intermixed_args(list(args))
+    flags.overrides += [text for text in rest if not text.startswith("-")]  # those after a flag
+    problems = _problems_of_values(flags)
+    for name, value in _unknown_flags(args, {text for text in rest if text.startswith("-")}):
+        problems.append(_unknown_flag(command, name, value or ""))
+        if value is not None and value in flags.overrides:
+            flags.overrides.remove(value)
     if flags.experimental_rerun:
         fix = "type the line again with hydra.run.dir=RUN_DIR: spec.yaml of a run holds what it was"
         problems.append(Problem(COMMAND_LINE, "--experimental-rerun is not supported", fix))
@@ -53,6 +51,24 @@ def request_of(flags: argparse.Namespace) -> Request:
 def _refuse(message: str) -> NoReturn:
     fix = "`meshloom COMMAND --help` lists what there is; settings have no dashes: num_steps=20"
     raise ConfigError([Problem(COMMAND_LINE, message, fix)])
+
+
+def _problems_of_values(flags: argparse.Namespace) -> list[Problem]:
+    """Returns what is wrong with flags that would otherwise change nothing, and not say so."""
+    empty = [name for name in ("config_path", "config_name") if getattr(flags, name) == ""]
+    problems = [Problem(f"--{name.replace('_', '-')}", "is empty", "name one, or leave it out") for name in empty]
+    if flags.package is not None and not flags.cfg:
+        problems.append(Problem("--package", "chooses a part of what --cfg shows", "add --cfg job, or leave it out"))
+    return problems
+
+
+def _unknown_flags(args: Sequence[str], unknown: Set[str]) -> Iterator[tuple[str, str | None]]:
+    """Returns each unknown flag as typed, with its value: after `=`, or the next word where that is no override."""
+    for text, following in zip_longest(args, args[1:], fillvalue="-"):
+        if text in unknown:
+            name, has_value, value = text.partition("=")
+            is_value = not has_value and "=" not in following and not following.startswith("-")
+            yield name, value if has_value else following if is_value else None
 
 
 def _unknown_flag(command: str, name: str, value: str) -> Problem:

@@ -14,7 +14,8 @@ from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.runtime.cli.main import COMMANDS
+from meshloom.runtime.cli.flags import parse_flags
+from meshloom.runtime.cli.main import COMMANDS, run
 from meshloom.runtime.train.next_steps import next_steps
 from support.helpers import meshloom, run_in_process
 
@@ -184,6 +185,12 @@ def test_the_shell_completes_and_offers_no_parts(line, expected):
         (["--resume"], ["type the same line again with hydra.run.dir=RUN_DIR"]),
         (["--config-dir"], ["argument --config-dir", "expected one argument"]),
         (["--experimental-rerun", "x"], ["not supported"]),
+        (["num_steps=1", "--sharding", "fsdp", "seed=1"], ["settings have no dashes: sharding=fsdp"]),
+        (["--seed", "1", "--seed", "2"], ["seed=1", "seed=2"]),
+        (["--seed=1", "--seed"], ["seed=1", "seed=..."]),
+        (["--config-path", ""], ["--config-path: is empty"]),
+        (["--config-name="], ["--config-name: is empty"]),
+        (["-p", "model"], ["--package: chooses a part of what --cfg shows", "add --cfg job"]),
         (["--seed", "1", "model.layrs=3", "--steps"], ["seed=1", "model.layrs: there is no such key", "'--steps'"]),
     ],
 )
@@ -193,8 +200,23 @@ def test_a_flag_that_is_none_is_one_error_in_our_words(flags, told, tmp_path):
     assert done.stdout == ""
     assert all(text in done.stderr for text in told), done.stderr
     assert "usage:" not in done.stderr
-    assert done.stderr.count("error: ") == done.stderr.count("fix: ") == (3 if "model.layrs=3" in flags else 1)
+    num_told = 3 if "model.layrs=3" in flags else max(1, sum(flag.startswith("--seed") for flag in flags))
+    assert done.stderr.count("error: ") == done.stderr.count("fix: ") == num_told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_overrides_may_stand_on_both_sides_of_a_flag():
+    shown = run_in_process("train", "num_steps=7", "--cfg", "job", "seed=3", "-p", "notes", "notes.rate=9", "--resolve")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    flags, problems = parse_flags("train", ["seed=1", "--cfg", "job", "num_steps=7", "--resolve", "seed=2"])
+    assert (flags.overrides, problems) == (["seed=1", "num_steps=7", "seed=2"], [])
+
+
+def test_a_package_that_is_not_there_is_a_mistake(capfd):
+    assert run(["train", "--cfg", "job", "-p", "nobody"]) == 2
+    out, err = capfd.readouterr()
+    assert "package 'nobody' not found" in out + err
+    assert "sys.exit" not in out + err
 
 
 def test_the_version_is_ours_wherever_it_is_asked_for():
