@@ -184,22 +184,14 @@ def limit_bytes(plan: Plan) -> int | None:
 
 def needed_bytes(plan: Plan, built: Built, peak: PeakMemory | Unread) -> int | None:
     """What the step needs of a device; None where the compiler refused it without a number, or where its number is not
-    the device's and the program cannot be read.
-
-    Of a TPU what lives at once: the gaps between arrays are not what is refused. (Programs of 17.6 GiB with gaps and
-    13.4 GiB without compile for a limit of 15.75 GiB.) The compiler counts it; where arrays lie on the host we do, in
-    the scheduled program. libtpu 0.0.42.1 then gives the arguments with the larger of two peaks, the device's and the
-    host's: 3.08 + 10.00 GiB for llama3_70b with 10.00 GiB on the host and 9.2 GiB of temporaries on the device.
-    Elsewhere with gaps: a GPU's temporaries are one block.
-    """
+    the device's and the program cannot be read: then we count it, in the scheduled program."""
     memory = built.memory
     if memory is None:
         return built.out_of_memory.needed_bytes if built.out_of_memory else None
-    if plan.target.platform != "tpu":
-        return memory.taken_bytes
-    if not memory.host_bytes:
-        return memory.peak_bytes
-    return None if isinstance(peak, Unread) else peak.num_bytes
+    needed = memory.needed_bytes(plan.target.platform)
+    if needed is not None or isinstance(peak, Unread):
+        return needed
+    return peak.num_bytes
 
 
 def does_fit(plan: Plan, built: Built) -> bool | None:

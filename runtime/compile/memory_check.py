@@ -30,8 +30,14 @@ def check_state_memory(plan: Plan, processes: Processes) -> None:
 
 
 def check_program_memory(plan: Plan, compiled: Any, processes: Processes) -> None:
-    """Raise RunFailed where the compiled train step takes more than there is."""
-    _check_devices(plan, memory_of(compiled).taken_bytes, "for the compiled train step", processes)
+    """Raise RunFailed where the compiled train step takes more than there is, of devices or of the host."""
+    memory = memory_of(compiled)
+    needed = memory.needed_bytes(plan.target.platform)
+    if needed is not None:  # else the compiler alone knows, and it has let the program pass
+        _check_devices(plan, needed, "for the compiled train step", processes)
+    if memory.host_bytes:
+        on_host = memory.host_bytes * _devices_of_host(plan, processes)
+        _check_host(plan, on_host, "the compiled train step keeps arrays in the memory of its host")
 
 
 def _check_devices(plan: Plan, bytes_per_device: int, purpose: str, processes: Processes) -> None:
