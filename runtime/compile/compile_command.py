@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from meshloom.compiler.analysis.exposure import TOO_EXPOSED
 from meshloom.compiler.analysis.program_text import Unread
 from meshloom.compiler.config.allowed_code import allow_words
@@ -32,7 +30,6 @@ from meshloom.compiler.target.topology import find_devices
 from meshloom.compiler.xla.stderr_capture import captured_stderr
 
 from ..core.exclusive import only_run_in
-from ..core.failures import RunFailed
 from ..core.interruptible import raise_if_interrupted
 from ..processes.devices import plan_without_devices, start_devices
 from ..processes.distributed import Processes
@@ -41,6 +38,7 @@ from ..rundir.declaration import write_declaration
 from ..rundir.report_files import write_report
 from .artifact import FOLDER, TEXT, write_artifact
 from .compile_cache import cached_compilation
+from .compiler_errors import compiler_errors_reported
 from .overlap_search import search_overlap
 from .step_compiler import COMPILER_LOG, CompiledStep, StepCompiler
 
@@ -107,15 +105,10 @@ def _compiled(
     job: CompileJob, compiler: StepCompiler, overrides: tuple[str, ...]
 ) -> tuple[CompiledStep, SearchReport | None]:
     """The step as it is declared; where a search is, the best that it finds."""
-    try:
-        with cached_compilation(None):
-            if job.plan.spec.overlap.search is not None:
-                return search_overlap(job.plan, compiler, overrides)
-            return compiler.compile(job.plan, overrides, "compiling the train step"), None
-    except jax.errors.JaxRuntimeError as error:
-        what = f"failed, and not for memory: {str(error).splitlines()[0]}"
-        fix = f"see {compiler.run_dir / COMPILER_LOG}; other compiler_options or another version of it may do"
-        raise RunFailed(Problem("the compiler", what, fix), exit_code=1) from error
+    with compiler_errors_reported(compiler.run_dir / COMPILER_LOG), cached_compilation(None):
+        if job.plan.spec.overlap.search is not None:
+            return search_overlap(job.plan, compiler, overrides)
+        return compiler.compile(job.plan, overrides, "compiling the train step"), None
 
 
 def _refusal(report: Report) -> int:

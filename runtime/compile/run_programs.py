@@ -30,6 +30,7 @@ from ..processes.say import say
 from ..processes.stop import StopRequest
 from .artifact import Artifact, find_artifact, load_programs, write_artifact
 from .compile_cache import cached_compilation
+from .compiler_errors import compiler_errors_reported
 from .memory_check import check_program_memory
 from .step_compiler import store_of
 from .watched import watched
@@ -47,7 +48,7 @@ class WatchedBuild:
     lines: list[str] = field(default_factory=list)
 
     def __call__(self, lowered: Programs) -> Programs:
-        with captured_stderr(self.log) as captured:
+        with compiler_errors_reported(self.log), captured_stderr(self.log) as captured:
             programs = watched(
                 lambda: build(lowered),
                 log=self.log,
@@ -118,23 +119,26 @@ def _ready(
     start = time.perf_counter()
     if precompiled:
         artifact = precompiled.artifact
-        programs = load_programs(artifact, lowered, mesh, compile_)
-        meet(plan, programs, processes)
+        programs = meet(plan, lambda: load_programs(artifact, lowered, mesh, compile_), processes)
         loaded, seconds = ", ".join(artifact.built.executables), time.perf_counter() - start
         return Ready(programs, f"compiled before: {loaded} loaded from {artifact.place}, ready in {seconds:.1f} s")
     if processes.count > 1:
         return compile_together(plan, lowered, mesh, compile_, processes)
     with cached_compilation(plan.spec.compilation_cache) as cache:
-        programs = compile_(lowered)
-    meet(plan, programs, processes)
+        programs = meet(plan, lambda: compile_(lowered), processes)
     return Ready(programs, cache.describe(time.perf_counter() - start), tuple(cache.warnings))
 
 
-def meet(plan: Plan, programs: Programs, processes: Processes) -> None:
-    """Wait for all processes to have their programs. Raises RunFailed where one lacks the memory to run them."""
-    seconds = plan.spec.distributed.compile_timeout_seconds
-    check = partial(check_program_memory, plan, programs.train, processes)
-    together(COMPILED, check, processes=processes, timeout_seconds=seconds)
+def meet(plan: Plan, make: Callable[[], Programs], processes: Processes) -> Programs:
+    """Returns what `make` does, once all processes have theirs. Raises RunFailed in all of them where one cannot be
+    compiled, or lacks the memory to run it."""
+
+    def made() -> Programs:
+        programs = make()
+        check_program_memory(plan, programs.train, processes)
+        return programs
+
+    return together(COMPILED, made, processes=processes, timeout_seconds=plan.spec.distributed.compile_timeout_seconds)
 
 
 def compile_together(plan: Plan, lowered: Programs, mesh: Mesh, compile_: Compile, processes: Processes) -> Ready:
@@ -145,13 +149,11 @@ def compile_together(plan: Plan, lowered: Programs, mesh: Mesh, compile_: Compil
     kept = find_artifact(fingerprint, [place]) if place else None
     have = processes.gather("kept programs", ",".join(kept.built.executables) if kept else "")
     if kept and all(have):
-        programs = load_programs(kept, lowered, mesh, compile_)
-        meet(plan, programs, processes)
+        programs = meet(plan, lambda: load_programs(kept, lowered, mesh, compile_), processes)
         return Ready(programs, f"compiled before: loaded in {time.perf_counter() - start:.1f} s")
     with cached_compilation(None):  # JAX's own would serve process 0 alone
-        programs = compile_(lowered)
+        programs = meet(plan, lambda: compile_(lowered), processes)
     seconds = time.perf_counter() - start
-    meet(plan, programs, processes)
     keep = partial(_keep, place, fingerprint, programs, seconds)
     warnings = keep() if processes.is_first else ()
     processes.gather("programs of process 0", "")  # which the others find, where they share its disk

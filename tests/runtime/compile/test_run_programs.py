@@ -1,14 +1,21 @@
 """The programs of a run: what their compiler prints goes to its log, and what matters of it is said."""
 
+import json
 import os
+
+import jax
+import pytest
 
 from conftest import LINEAR_STACK, plan_of
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
 from meshloom.compiler.xla.programs import Programs, build
 from meshloom.runtime.compile import run_programs
-from meshloom.runtime.compile.run_programs import make_programs
+from meshloom.runtime.compile.run_programs import make_programs, meet
+from meshloom.runtime.core.failures import RunFailed
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
+from support.helpers import run_in_process
 
 # As jax 0.12 prints it; 0.10.2 prints none.
 WHOLE = (
@@ -36,3 +43,44 @@ def test_what_the_compiler_prints_is_in_its_log_and_a_whole_gather_is_a_warning(
     assert "warning: jit(train_step)/head/dot_general (dot.3): an array of f32[8,16] is gathered whole" in out
     assert f"(see {tmp_path}/logs/compiler.log)" in out
     assert "something else" not in out
+
+
+@pytest.mark.parametrize(
+    ("said", "exit_code", "words"),
+    [
+        ("INTERNAL: no such layout\nat x.cc", 1, "the compiler: failed, and not for memory: INTERNAL: no such layout"),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.12G of 15.48G hbm.", DOES_NOT_FIT,
+         "target: the train step does not fit: 20.1 GiB are needed on each device, and 15.5 GiB are available"),
+        ("INVALID_ARGUMENT: No such compile option: 'xla_nope'", 2, "compiler_options.xla_nope: "),
+        ("", 1, "the compiler: failed, and not for memory: it did not say why"),
+    ],
+)  # fmt: skip
+def test_what_a_compiler_raises_in_a_run_is_an_error_in_our_words(said, exit_code, words, tmp_path, monkeypatch):
+    def fail(lowered: Programs) -> Programs:  # noqa: ARG001
+        raise jax.errors.JaxRuntimeError(said)
+
+    monkeypatch.setattr(run_programs, "build", fail)
+    done = run_in_process("train", "model=linear_stack", "target=cpu-8", "data=synthetic", "num_steps=1", cwd=tmp_path)
+    assert done.returncode == exit_code
+    assert f"error: {words}" in done.stderr
+    assert done.stderr.count("\n  fix: ") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_compile_that_fails_in_one_process_ends_the_others(monkeypatch):
+    """The others have compiled by then, and would wait for it."""
+    told = []
+
+    def gather(_, name, text, **__):  # noqa: ARG001
+        told.append(text)
+        return [text, json.dumps({"is_disagreement": False, "problems": [], "exit_code": 0})]
+
+    monkeypatch.setattr(Processes, "gather", gather)
+
+    def fail() -> Programs:
+        raise RunFailed(Problem("the compiler", "failed", "see its log"), exit_code=1)
+
+    with pytest.raises(ConfigError, match="the compiler \\(process 0\\): failed") as raised:
+        meet(plan_of(*LINEAR_STACK), fail, Processes(0, 2))
+    assert raised.value.exit_code == 1
+    assert "failed" in told[0]
