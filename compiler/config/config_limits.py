@@ -109,7 +109,9 @@ def _num_values(events: Iterator[Any], path: Path) -> int:
                 count = counts.pop()
                 anchored[names.pop() or ""] = count
                 counts[-1] += count
-    return counts[0]
+        if counts[-1] > MOST_VALUES:  # what is left can only add to it
+            break
+    return max(counts)
 
 
 def _file_error(path: Path, what: str, event: Any = None) -> ConfigError:

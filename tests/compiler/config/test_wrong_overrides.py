@@ -24,7 +24,7 @@ FILES = {
     "circle": b"defaults: [other, _self_]\n",
     "other": b"defaults: [circle, _self_]\n",
     "scalar": b"5\n",
-    "many": b"".join(b"k%d: 0\n" % i for i in range(30_000)),
+    "many": b"".join(b"k%d: 0\n" % i for i in range(1_000_000)),
 }
 
 # What is typed, where the error lies, and words of it.
