@@ -45,6 +45,8 @@ def as_config_error(error: Exception) -> ConfigError:
         return error
     if isinstance(error, OSError):
         fix = "make room there or give this process access to it, or choose another hydra.run.dir"
+        if isinstance(error, FileExistsError | IsADirectoryError | NotADirectoryError):
+            fix = "move what is there out of the way, or choose another hydra.run.dir"
         return ConfigError([Problem(str(error.filename or "disk"), error.strerror or str(error), fix)])
     return ConfigError([composition_problem(error, groups=Groups())])
 

@@ -120,26 +120,31 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
     if processes.count == 1:
         _check_run_dir(request)
 
+    def run(shown: Path) -> int:
+        try:
+            if isinstance(declared, distributed.Disagreement):
+                raise declared
+            console = Console(is_quiet=not processes.is_first)
+            return train(declared, shown, overrides=request.overrides, console=console, processes=processes)
+        except MISTAKES as error:  # Hydra would print a line of its own about it
+            LOG.error(error, exc_info=isinstance(error, OSError))
+            if is_of_one_process(error) and processes.count > 1:
+                distributed.crash(error, shown)
+            return _show(as_config_error(error))
+        except BaseException as error:
+            LOG.error("crashed", exc_info=True)
+            distributed.crash(error, shown)
+            raise
+
     def task(_: DictConfig) -> None:
         run_dir = Path(HydraConfig.get().runtime.output_dir)
         shown = _shown(run_dir)
-        with process_log(run_dir, processes):
-            try:
-                if isinstance(declared, distributed.Disagreement):
-                    raise declared
-                console = Console(is_quiet=not processes.is_first)
-                exit_codes[0] = train(
-                    declared, shown, overrides=request.overrides, console=console, processes=processes
-                )
-            except MISTAKES as error:  # Hydra would print a line of its own about it
-                LOG.error(error, exc_info=isinstance(error, OSError))
-                if is_of_one_process(error) and processes.count > 1:
-                    distributed.crash(error, shown)
-                exit_codes[0] = _show(as_config_error(error))
-            except BaseException as error:
-                LOG.error("crashed", exc_info=True)
-                distributed.crash(error, shown)
-                raise
+        try:
+            with process_log(run_dir, processes):
+                exit_codes[0] = run(shown)
+        except OSError as error:  # of the log itself
+            distributed.crash(error, shown)
+            exit_codes[0] = _show(as_config_error(error))
 
     _hydra_app(in_shared_run_dir(request, processes), flags, task)
     return exit_codes[0]
@@ -169,15 +174,21 @@ def _compile(request: Request, flags: argparse.Namespace) -> int:
     job, exit_codes = read_spec(request, then=prepare_compile), [2]
     _check_run_dir(request)
 
+    def run(run_dir: Path, model: str | None) -> int:
+        try:
+            return compile_step(job, run_dir, request=request, model=model, console=Console())
+        except MISTAKES as error:  # Hydra would print a line of its own about it
+            LOG.error(error, exc_info=isinstance(error, OSError))
+            return _show(as_config_error(error))
+
     def task(composed: DictConfig) -> None:
         run_dir = _shown(Path(HydraConfig.get().runtime.output_dir))
         model = chosen_model(composed, HydraConfig.get())
-        with process_log(run_dir, Processes()):
-            try:
-                exit_codes[0] = compile_step(job, run_dir, request=request, model=model, console=Console())
-            except MISTAKES as error:  # Hydra would print a line of its own about it
-                LOG.error(error, exc_info=isinstance(error, OSError))
-                exit_codes[0] = _show(as_config_error(error))
+        try:
+            with process_log(run_dir, Processes()):
+                exit_codes[0] = run(run_dir, model)
+        except OSError as error:  # of the log itself
+            exit_codes[0] = _show(as_config_error(error))
 
     _hydra_app(request, flags, task)
     return exit_codes[0]

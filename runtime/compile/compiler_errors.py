@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
-from meshloom.compiler.core.units import human_bytes
+from meshloom.compiler.core.format import human_bytes
 from meshloom.compiler.target.compiler_options import option_problem
 from meshloom.compiler.xla.aot import OutOfMemory, parse_out_of_memory
 

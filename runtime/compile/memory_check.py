@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from meshloom.compiler.core.errors import DOES_NOT_FIT, Problem
-from meshloom.compiler.core.format import human_bytes
+from meshloom.compiler.core.format import counted, human_bytes
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.aot import memory_of
 
@@ -44,7 +44,7 @@ def _check_devices(plan: Plan, bytes_per_device: int, purpose: str, processes: P
     each = f"{human_bytes(bytes_per_device)} are needed on each"
     if plan.target.platform == "cpu":
         num_devices = _devices_of_host(plan, processes)
-        who = f"of {num_devices} simulated devices {purpose}; they share the memory of this machine"
+        who = f"of {counted(num_devices, 'simulated device')} {purpose}; the memory is this machine's"
         _check_host(plan, bytes_per_device * num_devices, f"{each} {who}")
         return
     available = _device_bytes(plan)

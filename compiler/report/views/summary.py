@@ -196,7 +196,7 @@ def _findings(report: Report) -> Iterable[Line]:
         yield [(f"  where: {finding.where}", "dim")]
         yield [f"  fix: {finding.fix}"]
     if len(found) > NUM_FINDINGS:
-        yield [(f"and {len(found) - NUM_FINDINGS} more findings", "dim")]
+        yield [(f"and {counted(len(found) - NUM_FINDINGS, 'more finding')}", "dim")]
 
 
 def _unknown(report: Report) -> Iterable[Line]:
@@ -207,6 +207,6 @@ def _unknown(report: Report) -> Iterable[Line]:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         yield [("unknown", "yellow"), f" {paths[0]}{more}: {reason}"]
     if len(reasons) > NUM_REASONS:
-        yield [(f"and {len(reasons) - NUM_REASONS} more reasons", "dim")]
+        yield [(f"and {counted(len(reasons) - NUM_REASONS, 'more reason')}", "dim")]
     if left_out := unpriced(report):
         yield [("too short", "yellow"), f" by {left_out}"]

@@ -256,3 +256,14 @@ def test_an_unwritable_directory_is_one_error(tmp_path):
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "file" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "compile"])
+def test_a_log_that_cannot_be_written_is_one_error(command, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs").touch()
+    done = run_in_process(command, "target=cpu-8", "data=synthetic", "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 2
+    problem, fix = done.stderr.splitlines()
+    assert problem.endswith("run/logs: File exists")
+    assert fix == "  fix: move what is there out of the way, or choose another hydra.run.dir"

@@ -112,3 +112,9 @@ def test_the_limit_of_a_control_group_is_the_limit(tmp_path, membership, group, 
 def test_without_control_groups_the_machine_is_the_limit():
     nowhere = Path("/nonexistent")
     assert available_bytes(nowhere, nowhere) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+def test_one_device_is_not_told_as_several(monkeypatch):
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: 0)
+    with pytest.raises(RunFailed, match="on each of 1 simulated device for parameters"):
+        check_state_memory(plan_of(*LINEAR_STACK, "target=cpu-1"), Processes())
