@@ -35,7 +35,7 @@ from .allowed_code import FLAG
 from .composition_errors import Groups, reported
 from .config_files import problems_of_files, register_sources
 from .environment_values import Sources, find_sources, register_resolver
-from .hydra_settings import SEARCH_PATH, check_places, problems_of_settings
+from .hydra_settings import SEARCH_PATH, check_places, check_subdirectories, problems_of_settings
 from .override_parser import COMMAND_LINE, MOST_POINTS, key_of, parse_override, parsed_or_none, shortened, sweep_values
 from .plain_values import plain_values
 from .spec import RunSpec
@@ -144,6 +144,10 @@ def check_sweep(request: Request) -> None:
         except ConfigError as error:
             problems += error.problems
     raise_if_any(problems)
+    if num_points > 1:
+        with hydra_session(request) as groups:
+            forced = [_forced(text, groups) for text in points[0]]
+            check_subdirectories(compose(request.config_name, overrides=forced, return_hydra_config=True))
 
 
 def hydra_arguments(request: Request) -> list[str]:
@@ -265,6 +269,9 @@ def _problems_of_override(text: str, request: Request, groups: Groups) -> list[P
     if group == "hydra.job.env_copy":
         fix = "leave it out: the points of a sweep have the environment of the command"
         return [Problem(group, "the values of these variables would be written to .hydra/hydra.yaml", fix)]
+    if group == "hydra.job.chdir" and parsed.value() not in (False, None):
+        what = "paths of the declaration would be looked for in the run directory"
+        return [Problem(group, what, "leave it out: all that a run writes is in its directory as it is")]
     if parsed.is_sweep_override():
         fix = f"add -m to run once per value, or quote it to pass a list or text: '{group}=[...]'"
         return [Problem(group, f"'{shortened(text)}' names several values", fix)]

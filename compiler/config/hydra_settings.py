@@ -14,6 +14,7 @@ from .override_text import in_quotes
 
 SEARCH_PATH = "hydra.searchpath"
 RUN_DIR = "hydra.run.dir"
+SUBDIRECTORY = "hydra.sweep.subdir"
 DIRECTORIES = (RUN_DIR, "hydra.sweep.dir")
 
 
@@ -30,6 +31,19 @@ def problems_of_settings(composed: DictConfig) -> list[Problem]:
             what = "holds a control character" if directory.strip() else "is empty"
             problems.append(Problem(key, what, f"give a directory: {key}=runs/first"))
     return problems
+
+
+def check_subdirectories(composed: DictConfig) -> None:
+    """Raises ConfigError where all points of a sweep would have the same directory. composed: nothing resolved."""
+    text = str(OmegaConf.to_container(composed.hydra.sweep, resolve=False)["subdir"])  # type: ignore[index]
+    if "${" not in text:
+        raise ConfigError([one_directory(repr(text))])
+
+
+def one_directory(directory: str) -> Problem:
+    """Returns the Problem of two points of a sweep that would write over each other."""
+    fix = f"leave it out, or make it differ: {SUBDIRECTORY}=" + "'${hydra.job.num}'"
+    return Problem(SUBDIRECTORY, f"several points of the sweep have the same directory, {directory}", fix)
 
 
 def check_places(sources: Sequence[ConfigSource]) -> None:

@@ -220,7 +220,7 @@ def _sweep(command: str, request: Request, flags: argparse.Namespace) -> int:
     points: list[Point] = []
 
     def task(_: DictConfig) -> int:
-        points.append(run_point(command, request))
+        points.append(run_point(command, request, points))
         return points[-1].exit_code
 
     _hydra_app(request, flags, task)

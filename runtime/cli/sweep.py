@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra.conf import HydraConf
@@ -9,7 +10,9 @@ from hydra.core.hydra_config import HydraConfig
 
 from meshloom.compiler.config.allowed_code import allow_words
 from meshloom.compiler.config.compose import Request
+from meshloom.compiler.config.hydra_settings import one_directory
 from meshloom.compiler.config.override_text import override
+from meshloom.compiler.core.errors import MISTAKE
 from meshloom.compiler.core.visible import write_error, write_out
 
 
@@ -22,11 +25,14 @@ class Point:
     exit_code: int
 
 
-def run_point(command: str, request: Request) -> Point:
-    """Runs the point that Hydra is at, to its end."""
+def run_point(command: str, request: Request, before: Sequence[Point]) -> Point:
+    """Runs the point that Hydra is at, to its end. before: the points that were run."""
     config = HydraConfig.get()
     overrides = list(config.overrides.task)
     write_out(f"--- {' '.join(overrides)}")
+    if config.runtime.output_dir in {point.run_dir for point in before}:
+        write_error(str(one_directory(config.runtime.output_dir)))
+        return Point(overrides, config.runtime.output_dir, MISTAKE)
     exit_code = subprocess.run(line_of_point(command, request, config), check=False).returncode
     return Point(overrides, config.runtime.output_dir, exit_code)
 

@@ -55,12 +55,15 @@ TYPED = {
     ("artifact=''",): ("artifact", "is empty"),
     ("hydra.run.dir=''",): ("hydra.run.dir", "is empty"),
     ("hydra.run.dir=${nobody}",): ("hydra.run.dir", "nobody"),
+    ("hydra.job.chdir=true",): ("hydra.job.chdir", "looked for in the run directory"),
     ("hydra.searchpath=nope",): ("hydra.searchpath", "is not a list"),
     ("hydra.searchpath=[nope]",): ("hydra.searchpath", "there is no file://nope"),
     ("-m", "num_steps=range(1,0)"): ("num_steps", "names no value"),
     ("-m", "num_steps=range(1,9,0)"): ("num_steps", "never ends"),
     ("-m", "num_steps=range(0,1000000000)"): ("num_steps", "more than 1,000 values"),
     ("-m", "seed=range(0,100)", "num_steps=range(1,100)"): ("command line", "9,900 points"),
+    ("-m", "seed=1,2", "hydra.sweep.subdir=''"): ("hydra.sweep.subdir", "the same directory, ''"),
+    ("-m", "seed=1,2", "hydra.sweep.subdir=all"): ("hydra.sweep.subdir", "the same directory, 'all'"),
     ("-m", "seed=interval(0,1)"): ("seed", "cannot be swept over"),
 }  # fmt: skip
 

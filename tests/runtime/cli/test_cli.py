@@ -267,3 +267,14 @@ def test_a_log_that_cannot_be_written_is_one_error(command, tmp_path):
     problem, fix = done.stderr.splitlines()
     assert problem.endswith("run/logs: File exists")
     assert fix == "  fix: move what is there out of the way, or choose another hydra.run.dir"
+
+
+def test_points_of_a_sweep_do_not_share_a_directory(tmp_path, monkeypatch):
+    """The second would go on from the checkpoint of the first."""
+    lines = []
+    monkeypatch.setattr(subprocess, "run", lambda line, **_: lines.append(line) or subprocess.CompletedProcess(line, 0))
+    done = run_in_process("train", "-m", "seed=1,2", "num_steps=3,4", "hydra.sweep.subdir=${seed}", cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(lines) == 2
+    assert done.stderr.count("error: hydra.sweep.subdir: several points of the sweep have the same directory") == 2
+    assert "2 of 4 runs done" in done.stdout
