@@ -50,6 +50,7 @@ WHOLE, PARTS = [np.s_[:]], [np.s_[:3], np.s_[3:20], np.s_[20:]]
         pytest.param(WHOLE, 2, 0.1, marks=pytest.mark.ci),
         pytest.param(PARTS, 12, 0.1, marks=pytest.mark.ci),
     ],
+    ids=lambda value: {1: "whole", 3: "in parts"}[len(value)] if isinstance(value, list) else None,
 )
 def test_loss_and_gradients_in_blocks_are_those_of_optax(vocabulary, num_blocks, z_loss_weight):
     params, x, targets = problem()

@@ -9,8 +9,8 @@ import pytest
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.xla.aot import Built
 from meshloom.compiler.xla.fingerprint import Fingerprint
-from meshloom.runtime.compile.artifact import TEXT, read_artifact, write_artifact
-from meshloom.runtime.core.manifest import FILE, write_manifest
+from meshloom.runtime.compile.artifact import EXPECTED, TEXT, read_artifact, write_artifact
+from meshloom.runtime.core.manifest import FILE, damage_in, write_manifest
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda _: b"",
@@ -58,5 +58,6 @@ def test_a_manifest_has_to_list_what_every_artifact_has(place):
     for name in ("fingerprint.json", "built.json", TEXT):
         (place / name).unlink()
     write_manifest(place)
+    assert damage_in(place, expected=EXPECTED) == "its manifest.json does not list built.json"
     with pytest.raises(ConfigError, match=r"its manifest\.json does not list built\.json"):
         read_artifact(place)
