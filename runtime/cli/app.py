@@ -200,7 +200,8 @@ def _check_run_dir(request: Request) -> None:
 
     from ..core.exclusive import check_is_free
 
-    if RUN_DIR in map(key_of, request.overrides):
+    is_named = RUN_DIR in map(key_of, request.overrides)
+    if is_named or request.search_path or request.config_path:  # or a file of the user's may name it
         check_is_free(_shown(hydra_run_dir(request)))
 
 

@@ -19,8 +19,9 @@ NO_DATA: Any = None
 BUSY = Problem("here", "is busy", "wait")
 
 
+@pytest.mark.parametrize("named_by", ["the line", "a file"])
 @pytest.mark.parametrize("command", ["train", "compile"])
-def test_a_run_directory_in_use_is_refused_and_left_as_it_is(tmp_path, monkeypatch, capsys, command):
+def test_a_run_directory_in_use_is_refused_and_left_as_it_is(tmp_path, monkeypatch, capsys, command, named_by):
     monkeypatch.setattr("meshloom.runtime.train.train.start_devices", lambda *_: ())  # this process has its devices
     monkeypatch.setattr("meshloom.runtime.compile.compile_command.start_devices", lambda *_: ())
     run_dir = tmp_path / "run"
@@ -28,7 +29,14 @@ def test_a_run_directory_in_use_is_refused_and_left_as_it_is(tmp_path, monkeypat
     (run_dir / ".hydra" / "config.yaml").write_text("of the run that is going on")
     with alone(run_dir, BUSY):
         before = _content(run_dir)
-        line = [*SMALL, *LINEAR_STACK, "target=cpu-2", "model.num_layers=1", f"hydra.run.dir={run_dir}"]
+        line = [*SMALL, *LINEAR_STACK, "target=cpu-2", "model.num_layers=1"]
+        if named_by == "a file":
+            (tmp_path / "configs" / "place").mkdir(parents=True)
+            file = tmp_path / "configs" / "place" / "here.yaml"
+            file.write_text(f"# @package _global_\nhydra: {{run: {{dir: {run_dir}}}}}\n")
+            line += [f"--config-dir={tmp_path}/configs", "place=here"]
+        else:
+            line.append(f"hydra.run.dir={run_dir}")
         assert run_command(command, line) == 2
         assert _content(run_dir) == before
     assert f"error: hydra.run.dir: another run is going on in {run_dir}" in capsys.readouterr().err
