@@ -52,7 +52,10 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
             )
             return Problem(key, what, fix)
         known = dict.fromkeys([*node.model_fields, *(groups if node is spec_type else ())]) if node else {}
-        return Problem(key, "there is no such key", use_one_of(shortened(str(path[-1])), known))
+        fix = use_one_of(shortened(str(path[-1])), known)
+        if node is spec_type and "did you mean" not in fix:
+            fix += f"; a word of your own goes into notes: notes.{shortened(str(path[-1]), MOST_SHOWN)}=..."
+        return Problem(key, "there is no such key", fix)
     if kind == "missing":
         return Problem(key, "has no value", f"set {key}=...")
     if kind == "literal_error":
