@@ -78,7 +78,10 @@ def find_files(patterns: Sequence[str], where: str) -> list[tuple[str, Path]]:
         for path in matches:
             found.setdefault(path.resolve(), (path.relative_to(root).as_posix(), path))
         if not matches:
-            problems.append(Problem(f"{where}[{i}]", f"no file matches '{pattern}'", _what_is_there(root)))
+            what, fix = f"no file matches '{pattern}'", _what_is_there(root)
+            if Path(pattern).is_dir():
+                what, fix = f"'{pattern}' is a directory", f"name the files in it: {pattern.rstrip('/')}/**/*"
+            problems.append(Problem(f"{where}[{i}]", what, fix))
     raise_if_any(problems)
     return sorted(found.values(), key=lambda file: (file[0], str(file[1])))
 

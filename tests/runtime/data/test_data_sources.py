@@ -20,7 +20,7 @@ from meshloom.compiler.config.allowed_code import code_allowed_from
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.corpus import open_store
-from meshloom.runtime.data.documents import parts_of
+from meshloom.runtime.data.documents import find_files, parts_of
 from meshloom.runtime.data.store import name_hash
 from meshloom.runtime.data.tokenizers import open_tokenizer, train_bpe
 from support.wrong_data import write_wrong_data
@@ -321,3 +321,11 @@ def test_a_users_arrays_are_passed_on(my_code, monkeypatch):
     spec = spec_of(*_user("Sequences", "data.source.arguments.count=100"), *SHORT, "data.isolate_documents=true")
     batch = next(iter(open_data(spec)["train"]))
     assert {name: array[3].tolist() for name, array in batch.items()} == {k: v.tolist() for k, v in arrays.items()}
+
+
+def test_a_directory_is_not_taken_for_a_file(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match=r"corpus/' is a directory\n  fix: name the files in it: .*corpus/\*\*/\*$"):
+        find_files([f"{tmp_path}/corpus/"], "data.source.paths")
+    assert [name for name, _ in find_files([f"{tmp_path}/corpus/**/*"], "data.source.paths")] == ["a.txt"]
