@@ -74,7 +74,8 @@ def _merge_problem(override: str, cause: BaseException | None) -> Problem:
     parsed = parsed_or_none(override)
     why = shortened(str(cause).partition("\n")[0] or type(cause).__name__, 200)
     what = f"'{visible_line(shortened(override.lstrip('+')))}' cannot be set: {why}"
-    return Problem(parsed.key_or_group if parsed else COMMAND_LINE, what, r"write \${ for text with ${ in it")
+    fix = r"write \${ for text with ${ in it" if "${" in override else LOOK
+    return Problem(parsed.key_or_group if parsed else COMMAND_LINE, what, fix)
 
 
 def _no_such_option(group: str, option: str, groups: Groups) -> Problem:

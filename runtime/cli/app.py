@@ -6,8 +6,10 @@ value by value, then runs each point in a process of its own: devices, compiler 
 
 import argparse
 import logging
+import logging.config
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -240,7 +242,14 @@ def _hydra_app(request: Request, flags: argparse.Namespace, task: Task) -> None:
     kept += ["--config-path", request.config_path] if request.config_path else []
     overrides = flags.overrides if flags.shell_completion else hydra_arguments(request)
     sys.argv = ["meshloom", *kept, "--config-name", request.config_name, *overrides]
-    hydra.main(version_base="1.3", config_path="pkg://meshloom.conf", config_name=request.config_name)(task)()
+    try:
+        hydra.main(version_base="1.3", config_path="pkg://meshloom.conf", config_name=request.config_name)(task)()
+    except ValueError as error:
+        if traceback.extract_tb(error.__traceback__)[-1].filename != logging.config.__file__:
+            raise
+        what = f"cannot be set up: {error.__cause__ or error}"
+        fix = "mend it, or leave it out: what a run says is in its logs/ as well"
+        raise ConfigError([Problem("hydra.job_logging", what, fix)]) from error
 
 
 def _problems_beside(flags: argparse.Namespace) -> tuple[Problem, ...]:

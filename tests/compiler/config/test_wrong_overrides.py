@@ -51,6 +51,7 @@ TYPED = {
     ("num_steps=\x1b[31m",): ("command line", "control character"),
     ("num_steps='\udcff'",): ("command line", "not UTF-8"),
     ("num_steps='${'",): ("num_steps", "cannot be set"),
+    ("notes=[1]",): ("notes", "cannot be set"),
     ("~nobody/x",): ("nobody/x", "is not there"),
     ("artifact=''",): ("artifact", "is empty"),
     ("hydra.run.dir=''",): ("hydra.run.dir", "is empty"),
@@ -99,3 +100,10 @@ def test_a_mistake_is_one_clear_error_at_once(typed, own_configs):
     assert words in first.what
     assert len(str(caught.value)) < 2000
     assert time.process_time() - begun < 10
+
+
+@pytest.mark.parametrize(("override", "is_escaped"), [("num_steps='${'", True), ("notes=[1]", False)])
+def test_only_an_interpolation_is_told_to_be_escaped(override, is_escaped):
+    with pytest.raises(ConfigError) as caught:
+        _judge([override])
+    assert ("${" in caught.value.problems[0].fix) == is_escaped

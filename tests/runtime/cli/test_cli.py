@@ -278,3 +278,11 @@ def test_points_of_a_sweep_do_not_share_a_directory(tmp_path, monkeypatch):
     assert len(lines) == 2
     assert done.stderr.count("error: hydra.sweep.subdir: several points of the sweep have the same directory") == 2
     assert "2 of 4 runs done" in done.stdout
+
+
+@pytest.mark.parametrize("override", ["hydra.job_logging.root.level=NOPE", "hydra.job_logging.version=7"])
+def test_logging_that_cannot_be_set_up_is_one_error(override, tmp_path):
+    done = run_in_process("train", "target=cpu-8", "data=synthetic", override, "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "error: hydra.job_logging: cannot be set up: " in done.stderr
+    assert "Traceback" not in done.stderr
