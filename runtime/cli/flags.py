@@ -28,8 +28,8 @@ def parse_flags(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, 
     parser = get_args_parser()
     parser.add_argument(FLAG, action="append", default=[], metavar="MODULE")
     parser.prog, parser.error = f"meshloom {command}", _refuse  # type: ignore[method-assign]
-    flags, rest = parser.parse_known_intermixed_args(list(args))
-    flags.overrides += [text for text in rest if not text.startswith("-")]  # those after a flag
+    flags, rest = parser.parse_known_args(list(args))
+    flags.overrides += [text for text in rest if not text.startswith("-")]  # argparse takes those before a flag alone
     problems = _problems_of_values(flags)
     for name, value in _unknown_flags(args, {text for text in rest if text.startswith("-")}):
         problems.append(_unknown_flag(command, name, value or ""))
