@@ -74,7 +74,7 @@ def normalised(text: str) -> str:
     text = re.sub(r"\n(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*", "\n", text)
     text = re.sub(r", metadata=\{[^}]*\}", "", text)
     numbers: dict[str, int] = {}
-    text = re.sub(r"%[\w.\-]+", lambda m: f"%{numbers.setdefault(m[0], len(numbers))}", text)
+    text = re.sub(r"%[\w.\-]+|\b[\w\-]+\.\d+(?=: )", lambda m: f"%{numbers.setdefault(m[0], len(numbers))}", text)
     return re.sub(r"\n+", "\n", text)
 
 
