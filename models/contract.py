@@ -33,6 +33,13 @@ def embedding_lookup(table: Array, ids: Array) -> Array:
 
 def matmul(x: Array, weight: Array, *, subscripts: str) -> Array:
     """Returns the product of an activation and a weight, as `jnp.einsum` writes it: "bte,ehd->bthd"."""
+    operands, result = subscripts.split("->")
+    of_x, of_weight = operands.split(",")
+    num_contracted = sum(letter not in result for letter in of_x)
+    kept = len(of_x) - num_contracted
+    if of_x[kept:] == of_weight[:num_contracted] and result == of_x[:kept] + of_weight[num_contracted:]:
+        # einsum contracts the last dimension first, for which XLA then transposes the gradient of a weight.
+        return jnp.tensordot(x, weight, num_contracted)
     return jnp.einsum(subscripts, x, weight)
 
 
