@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from .config.spec import RunSpec
 from .core.errors import all_of
 from .core.trees import like
-from .jaxpr.flops import model_flops_per_step
+from .jaxpr.flops import count_model_flops
 from .parallel.operation import OpInputs, ParallelOp, plan_operations
 from .parallel.registry import OPERATIONS
 from .parallel.remat import check_remat
@@ -63,6 +63,6 @@ def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
         operations=operations,
         weights=like(abstract["params"], plan_weights(inputs, operations)),
         memory=plan_memory(spec, mesh, sharding, abstract, specs),
-        model_flops_per_step=model_flops_per_step(model, spec),
+        model_flops=count_model_flops(model, spec),
         set_options=set_options,
     )

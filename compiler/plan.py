@@ -14,6 +14,7 @@ from .config.spec import RunSpec
 from .core.errors import Problem
 from .core.partition_spec import Axes, axes_of
 from .core.trees import leaves_by_path, like
+from .jaxpr.flops import ModelFlops
 from .parallel.operation import OpPlan
 from .sharding.arrays import Array
 from .sharding.batch import batch_arrays
@@ -61,7 +62,7 @@ class Plan:
     operations: tuple[OpPlan, ...]  # how each operation of the model runs over the mesh
     weights: Params  # of WeightPlan, as a tree like the parameters
     memory: MemoryPlan
-    model_flops_per_step: int
+    model_flops: ModelFlops
     set_options: Options  # of overlap.option_sets, for the target's compiler
 
     def operations_of(self, kind: str) -> tuple[OpPlan, ...]:
@@ -77,6 +78,11 @@ class Plan:
     def auto_axes(self) -> Axes:
         """Mesh axes that split matmuls and not the batch: the partitioner's. (One of size 1 is as good as manual.)"""
         return self.mesh.besides(self.sharding.batch_axes)
+
+    @property
+    def model_flops_per_step(self) -> int | None:
+        """None where `model_flops.unknown` says why."""
+        return self.model_flops.per_step
 
     @property
     def num_parameters(self) -> int:

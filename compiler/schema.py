@@ -39,7 +39,7 @@ class ProgramReport(Record):
     num_parameters: NonNegativeInt
     num_active_parameters: NonNegativeInt  # that a token meets
     tokens_per_step: PositiveInt
-    model_flops_per_step: NonNegativeInt
+    model_flops_per_step: NonNegativeInt | None
 
 
 class Change(Record):
@@ -107,9 +107,9 @@ class RooflinePart(Record):
     """A part of the step with the bound of each resource: FLOPs over peak, bytes over bandwidth."""
 
     name: str  # "layers (x32)", "attention", "head", "optimizer"
-    flops: NonNegativeInt
-    hbm_bytes: NonNegativeInt
-    link_bytes: NonNegativeInt
+    flops: NonNegativeInt | None
+    hbm_bytes: NonNegativeInt | None
+    link_bytes: NonNegativeInt | None
     flops_seconds: NonNegativeFloat | None
     hbm_seconds: NonNegativeFloat | None
     link_seconds: NonNegativeFloat | None

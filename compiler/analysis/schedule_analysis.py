@@ -143,10 +143,10 @@ def _step(result: Simulation, plan: Plan) -> StepReport:
             compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
             predicted_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=0,
         )  # fmt: skip
-    peak = plan.target.peak_flops_per_second
+    peak, flops = plan.target.peak_flops_per_second, plan.model_flops_per_step
     mfu = None
-    if peak and result.seconds:
-        mfu = plan.model_flops_per_step / (result.seconds * peak * plan.target.num_devices)
+    if peak and result.seconds and flops is not None:
+        mfu = flops / (result.seconds * peak * plan.target.num_devices)
     return StepReport(
         compute_seconds=sum(result.compute_seconds.values()),
         compute_seconds_by_kind=dict(result.compute_seconds),
@@ -187,6 +187,8 @@ def _unknown(result: Simulation, crossings: Mapping[str, Crossing], plan: Plan) 
     unknown: dict[str, str] = {}
     if plan.target.peak_flops_per_second is None:
         unknown["step.predicted_mfu"] = "the chip's peak in the compute type is not known"
+    elif plan.model_flops.why_unknown is not None:
+        unknown["step.predicted_mfu"] = plan.model_flops.why_unknown
     for index, name in enumerate(result.collectives):
         if why := crossings[name].why:
             unknown |= {f"collectives[{index}].{part}_seconds": why for part in ("alone", "hidden", "exposed")}

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
+from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
 from .communication import PlannedCollective, plan_communication
 from .liveness import Class, find_peak, host_bytes
 from .read_step import read_step
-from .roofline import plan_roofline
+from .roofline import find_unknown, plan_roofline
 
 HOST_UNKNOWN = "the memory of the target's hosts is not known (target.chip.host_bytes)"
 
@@ -46,9 +47,17 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class StepEstimate:
+    """unknown: primitives of the step whose arithmetic, traffic or layout is not known."""
+
     memory: MemoryEstimate
     communication: tuple[PlannedCollective, ...]
     roofline: tuple[RooflinePart, ...]
+    unknown: tuple[UnknownPrimitive, ...]
+
+    @property
+    def why_uncounted(self) -> str | None:
+        """What the bound of the step lacks; None where each operation is counted."""
+        return "; ".join(str(one) for one in self.unknown if one.why) or None
 
 
 def fits_host(num_bytes: int, limit_bytes: int | None) -> bool | None:
@@ -72,4 +81,6 @@ def estimate_step(plan: Plan) -> StepEstimate:
         host_bytes=host_bytes(program),
         host_limit_bytes=plan.target.host_bytes_per_device,
     )
-    return StepEstimate(memory, plan_communication(plan, program), plan_roofline(plan, program))
+    return StepEstimate(
+        memory, plan_communication(plan, program), plan_roofline(plan, program), find_unknown(plan, program)
+    )

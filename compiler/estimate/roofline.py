@@ -3,16 +3,18 @@ and at the full rate of the hardware. The largest of the three binds.
 
 FLOPs are those that are run: remat's included, of kernels the blocks that a causal mask leaves. HBM bytes are those
 that the fused program reads and writes (fusion.py), each operation's operands once, however it tiles them. Link bytes
-are what a device sends (communication.py).
+are what a device sends (communication.py). A part with an operation whose arithmetic or traffic is unknown has no such
+figure, and the step no bound.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..core.scopes import ATTENTION, UPDATE, OperationName
-from ..jaxpr.fusion import Step, fuse
+from ..jaxpr.fusion import Step, fuse, needed
 from ..jaxpr.program import Collective, Operation, Program
+from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
 from .communication import link_bytes
@@ -20,10 +22,10 @@ from .communication import link_bytes
 
 @dataclass
 class _Sums:
-    flops: int = 0
-    hbm_bytes: int = 0
-    link_bytes: int = 0
-    link_seconds: list[float | None] = field(default_factory=list)  # of each collective; None: unknown
+    flops: list[int | None] = field(default_factory=list)  # of each operation; None: unknown
+    hbm_bytes: list[int | None] = field(default_factory=list)
+    link_bytes: list[int | None] = field(default_factory=list)  # of each collective
+    link_seconds: list[float | None] = field(default_factory=list)
 
 
 def plan_roofline(plan: Plan, program: Program) -> tuple[RooflinePart, ...]:
@@ -34,10 +36,11 @@ def plan_roofline(plan: Plan, program: Program) -> tuple[RooflinePart, ...]:
     parts = ["embed", *names, "attention", "head", "optimizer"]
     for operation, hbm, num_trips in _operations(program, is_loop=False):
         total = sums[_part(operation.scope, names)]
-        total.flops += num_trips * operation.flops
-        total.hbm_bytes += num_trips * hbm
+        total.flops.append(_times(num_trips, operation.flops))
+        total.hbm_bytes.append(_times(num_trips, hbm))
         if (crossing := operation.collective) is not None and crossing.axes:
-            total.link_bytes += num_trips * link_bytes(crossing, plan.mesh.num_shards(crossing.axes))
+            sent = link_bytes(crossing, plan.mesh.num_shards(crossing.axes))
+            total.link_bytes.append(_times(num_trips, sent))
             total.link_seconds.append(_alone_seconds(plan, crossing, num_trips))
     return tuple(
         _row(names.get(part, part), sums[part], plan.target.peak_flops_per_second, bandwidth)
@@ -46,23 +49,51 @@ def plan_roofline(plan: Plan, program: Program) -> tuple[RooflinePart, ...]:
     )
 
 
-def _alone_seconds(plan: Plan, crossing: Collective, count: int) -> float | None:
+def find_unknown(plan: Plan, program: Program) -> tuple[UnknownPrimitive, ...]:
+    """The unknown primitives of a step, each once, with the part of the step that it is first met in."""
+    names = {stack.name: stack.name for stack in plan.model.stacks}
+    found: dict[tuple[str, str, str | None], UnknownPrimitive] = {}
+    for one in _unknown(program):
+        found.setdefault((one.name, one.place, one.why), replace(one, part=_part(one.part, names)))
+    return tuple(found.values())
+
+
+def _unknown(program: Program) -> Iterator[UnknownPrimitive]:
+    for operation in needed(program):
+        if operation.unknown is not None:
+            yield operation.unknown
+        if operation.body is not None:
+            yield from _unknown(operation.body)
+
+
+def _alone_seconds(plan: Plan, crossing: Collective, count: int | None) -> float | None:
     seconds = plan.mesh.alone_seconds(crossing.kind, crossing.full_bytes, crossing.axes)
-    return None if seconds is None else count * seconds
+    return None if seconds is None or count is None else count * seconds
+
+
+def _times(count: int | None, each: int | None) -> int | None:
+    if each == 0:
+        return 0
+    return None if count is None or each is None else count * each
+
+
+def _sum(values: list[int | None]) -> int | None:
+    return None if None in values else sum(x for x in values if x is not None)
 
 
 def _row(name: str, sums: _Sums, peak: float | None, bandwidth: float | None) -> RooflinePart:
+    flops, hbm_bytes = _sum(sums.flops), _sum(sums.hbm_bytes)
     seconds = {
-        "flops": sums.flops / peak if peak else None,
-        "hbm": sums.hbm_bytes / bandwidth if bandwidth else None,
+        "flops": flops / peak if peak and flops is not None else None,
+        "hbm": hbm_bytes / bandwidth if bandwidth and hbm_bytes is not None else None,
         "link": None if None in sums.link_seconds else sum(x for x in sums.link_seconds if x is not None),
     }
     known = {resource: value for resource, value in seconds.items() if value is not None}
     return RooflinePart(
         name=name,
-        flops=sums.flops,
-        hbm_bytes=sums.hbm_bytes,
-        link_bytes=sums.link_bytes,
+        flops=flops,
+        hbm_bytes=hbm_bytes,
+        link_bytes=_sum(sums.link_bytes),
         flops_seconds=seconds["flops"],
         hbm_seconds=seconds["hbm"],
         link_seconds=seconds["link"],
@@ -77,13 +108,16 @@ def roofline_seconds(parts: tuple[RooflinePart, ...]) -> float | None:
     return sum(longest) if len(longest) == len(each) else None
 
 
-def _operations(program: Program, *, is_loop: bool, num_trips: int = 1) -> Iterator[tuple[Operation, int, int]]:
-    """(operation, HBM bytes, times run) of each step of the fused program, loops' bodies in their place."""
+def _operations(
+    program: Program, *, is_loop: bool, num_trips: int | None = 1
+) -> Iterator[tuple[Operation, int | None, int | None]]:
+    """(operation, HBM bytes, times run) of each step of the fused program, loops' bodies in their place. What is None
+    is unknown."""
     fused = fuse(program, is_loop=is_loop)
     read_already: set[int] = set()  # by pointwise operations: those of the same arrays run together
     for step in fused.steps:
         if step.operation.body is not None:
-            inner = num_trips * step.operation.num_trips
+            inner = None if step.operation.unknown else _times(num_trips, step.operation.num_trips)
             yield from _operations(step.operation.body, is_loop=True, num_trips=inner)
             continue
         yield step.operation, _traffic(step, program.sizes, read_already), num_trips
@@ -91,7 +125,10 @@ def _operations(program: Program, *, is_loop: bool, num_trips: int = 1) -> Itera
             read_already.update((*step.reads, *step.writes))
 
 
-def _traffic(step: Step, sizes: tuple[int, ...], read_already: set[int]) -> int:
+def _traffic(step: Step, sizes: tuple[int, ...], read_already: set[int]) -> int | None:
+    operation = step.operation
+    if operation.hbm_bytes is not None or operation.flops is None:
+        return operation.hbm_bytes
     written = sum(sizes[i] for i in step.writes)
     if step.operation.name == "gather":  # of a table, the rows that are looked up
         return 2 * written

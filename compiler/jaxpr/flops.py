@@ -1,6 +1,12 @@
-"""Arithmetic of a traced program, counted from its matmuls."""
+"""Arithmetic of a traced program: what its matmuls, convolutions and FFTs take, and what cannot be counted.
+
+As in every published MFU, arithmetic of single elements counts as none. What is not known is never none: a primitive
+of no list (operation_kinds.py) is counted as JAX itself counts it, and else named (unknown.py).
+"""
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,40 +16,199 @@ from jax.extend.core import Jaxpr
 from meshloom.models import Context, Model
 
 from ..config.spec import RunSpec
-from .subprograms import subprograms
+from .operation_kinds import CALLS, PRODUCTS, causal_flops, kind_of, splash_blocks
+from .subprograms import scan_of, subprograms
+from .unknown import Cost, UnknownPrimitive, ask_jax, unknown_of
+
+NO_ESTIMATE = "the kernel has no cost estimate"
+TRIPS = "the number of its trips is not known before it runs"
+_COMPLEX_FFT = 5  # FLOPs per element and level of a radix-2 FFT (Cooley and Tukey 1965); half of it for a real one
 
 
-def model_flops_per_step(model: Model, spec: RunSpec) -> int:
-    """FLOPs of forward and backward over a global batch, matmuls only, nothing computed twice counted twice.
+@dataclass(frozen=True)
+class FlopCount:
+    """products: of sums of products, whose backward pass takes twice as many: a gradient of each factor. transforms: of
+    linear maps without a weight, whose backward pass takes as many. unknown: what is in neither."""
 
-    Backward is twice forward: a gradient for each of the two factors of a matmul. Attention counts the whole square of
-    scores, as in PaLM's MFU (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), also where a mask hides half of it.
+    products: int = 0
+    transforms: int = 0
+    unknown: tuple[UnknownPrimitive, ...] = ()
+
+    @property
+    def known(self) -> int:
+        return self.products + self.transforms
+
+    def times(self, count: int) -> "FlopCount":
+        return FlopCount(count * self.products, count * self.transforms, self.unknown)
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """per_step: of a step; None where `unknown` names what cannot be counted."""
+
+    per_step: int | None
+    unknown: tuple[UnknownPrimitive, ...]
+
+    @property
+    def why_unknown(self) -> str | None:
+        """The names of what cannot be counted, with their places; None where everything is."""
+        return "; ".join(map(str, self.unknown)) or None
+
+
+def count_model_flops(model: Model, spec: RunSpec) -> ModelFlops:
+    """FLOPs of forward and backward over a global batch, nothing computed twice counted twice.
+
+    Backward is twice forward: a gradient for each of the two factors of a product (an FFT has one). Attention counts
+    the whole square of scores, as in PaLM's MFU (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), also where a
+    mask hides half of it.
     """
     tokens_BT = jax.ShapeDtypeStruct((1, spec.sequence_length), jnp.int32)
 
-    def forward_flops(apply: Any, params: Any, x: Any) -> tuple[int, Any]:
+    def count(apply: Any, params: Any, x: Any, part: str) -> tuple[FlopCount, Any]:
         def forward(params: Any, x: Any) -> Any:  # positions are traced too, so that no array of their length is made
             return apply(params, x, Context(jnp.arange(spec.sequence_length)[None], lambda _, x, *axes, **__: x))
 
         traced = jax.jit(forward).trace(params, x)
-        return matmul_flops(traced.jaxpr.jaxpr), traced.out_info
+        return count_flops(traced.jaxpr.jaxpr, part), traced.out_info
 
-    total, x_BTE = forward_flops(model.embed.apply, model.embed.abstract, tokens_BT)
+    embed, x_BTE = count(model.embed.apply, model.embed.abstract, tokens_BT, "embed")
+    counts = [embed]
     for stack in model.stacks:
-        one_layer, x_BTE = forward_flops(stack.layer.apply, stack.layer.abstract, x_BTE)
-        total += stack.num_layers * one_layer
-    total += forward_flops(model.head.apply, model.head.abstract, x_BTE)[0]
-    return 3 * total * spec.global_batch_size
+        one_layer, x_BTE = count(stack.layer.apply, stack.layer.abstract, x_BTE, stack.name)
+        counts.append(one_layer.times(stack.num_layers))
+    counts.append(count(model.head.apply, model.head.abstract, x_BTE, "head")[0])
+    total = added(counts)
+    flops = (3 * total.products + 2 * total.transforms) * spec.global_batch_size
+    return ModelFlops(None if total.unknown else flops, total.unknown)
+
+
+def count_flops(jaxpr: Jaxpr, part: str, within: tuple[Any, ...] = ()) -> FlopCount:
+    """FLOPs of a jaxpr: 2 per multiply and add; the body of a scan once per trip; of branches the longest. within: the
+    equations that call it."""
+    return added(_count(equation, part, within) for equation in jaxpr.eqns)
+
+
+def added(counts: Iterable[FlopCount]) -> FlopCount:
+    """The sum. Each unknown primitive is named once."""
+    counts = list(counts)
+    unknown = dict.fromkeys(one for count in counts for one in count.unknown)
+    return FlopCount(sum(c.products for c in counts), sum(c.transforms for c in counts), tuple(unknown))
+
+
+def _count(equation: Any, part: str, within: tuple[Any, ...]) -> FlopCount:
+    name, params, inside = equation.primitive.name, equation.params, (*within, equation)
+    if name == "scan":
+        scan = scan_of(params)
+        return count_flops(scan.body, part, inside).times(scan.num_trips)
+    if name == "cond":
+        branches = [count_flops(branch, part, inside) for branch in subprograms(params)]
+        most = max(branches, key=lambda branch: branch.known)
+        return FlopCount(most.products, most.transforms, added(branches).unknown)
+    if name == "while":
+        body = added(count_flops(inner, part, inside) for inner in subprograms(params))
+        own = (unknown_of(equation, part, TRIPS, within),) if body.known else ()  # none are none in however many trips
+        return FlopCount(unknown=(*body.unknown, *own))
+    if name == "shard_map" or calls_one(equation):
+        return count_flops(next(subprograms(params)), part, inside)
+    cost = cost_of(equation)
+    if isinstance(cost, str):
+        return FlopCount(unknown=(unknown_of(equation, part, cost, within),))
+    return FlopCount(transforms=cost.flops) if name == "fft" else FlopCount(products=cost.flops)
+
+
+def calls_one(equation: Any) -> bool:
+    """Whether an equation is a call that can be read as if its jaxpr stood there."""
+    called = next(subprograms(equation.params), None) if equation.primitive.name in CALLS else None
+    return called is not None and len(called.invars) == len(equation.invars)
+
+
+def cost_of(equation: Any) -> Cost | str:
+    """What an equation that calls nothing takes, over all devices; a str: why that is not known."""
+    name, kind = equation.primitive.name, kind_of(equation)
+    if name in PRODUCTS:
+        return Cost(_product_flops(equation))
+    if name in _FORMULAS:
+        return Cost(_FORMULAS[name](equation))
+    if name == "pallas_call":
+        return _kernel_cost(equation)
+    if kind != "unknown":
+        return Cost(0)
+    flops = ask_jax(equation)
+    return flops if isinstance(flops, str) else Cost(flops)
+
+
+def contracted_dims(equation: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Dimensions of the two factors of a product that it sums along, in pairs."""
+    params = equation.params
+    if equation.primitive.name == "conv_general_dilated":
+        numbers = params["dimension_numbers"]
+        is_grouped = params["feature_group_count"] > 1 or params["batch_group_count"] > 1
+        return ((), ()) if is_grouped else ((numbers.lhs_spec[1],), (numbers.rhs_spec[1],))
+    numbers = params.get("dimension_numbers")
+    contracted, _ = numbers or params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    return tuple(contracted[0]), tuple(contracted[1])
+
+
+def _product_flops(equation: Any) -> int:
+    """Of a matmul 2 m k n; with groups of rows or of what is summed, each row meets one group's weights. Of a
+    convolution 2 per element of the result and of the kernel that makes it; zeros around it count, as in attention's
+    square, those that a dilation puts into it do not."""
+    left, right = (tuple(x.aval.shape) for x in equation.invars[:2])
+    out = math.prod(equation.outvars[0].aval.shape)
+    params = equation.params
+    if equation.primitive.name == "conv_general_dilated":
+        features = right[params["dimension_numbers"].rhs_spec[0]]
+        return 2 * out * math.prod(right) // max(1, features * math.prod(params["lhs_dilation"] or ()))
+    (contracted_l, contracted_r) = contracted_dims(equation)
+    if equation.primitive.name == "dot_general":
+        return 2 * out * math.prod(left[d] for d in contracted_l)
+    numbers = params["ragged_dot_dimension_numbers"]
+    _, (_, batch_r) = numbers.dot_dimension_numbers
+    gone = {*contracted_r, *batch_r, *numbers.rhs_group_dimensions}
+    return 2 * math.prod(left) * math.prod(size for d, size in enumerate(right) if d not in gone)
+
+
+def _fft_flops(equation: Any) -> int:
+    """5 N log2 N for each transform of N complex numbers, half of it where one side is real."""
+    lengths = equation.params["fft_lengths"]
+    sides = [equation.invars[0].aval, equation.outvars[0].aval]
+    size = max(math.prod(side.shape) for side in sides)  # half of a real transform's spectrum is left out
+    is_real = any(jnp.issubdtype(side.dtype, jnp.floating) for side in sides)
+    return round(_COMPLEX_FFT * size * math.log2(math.prod(lengths)) / (2 if is_real else 1))
+
+
+def _cholesky_flops(equation: Any) -> int:
+    """A third of n^3 for each matrix."""
+    shape = equation.invars[0].aval.shape
+    return math.prod(shape) * shape[-1] // 3
+
+
+def _triangular_solve_flops(equation: Any) -> int:
+    """n^2 for each right-hand side: half of a matmul."""
+    matrix, sides = (x.aval.shape for x in equation.invars[:2])
+    return math.prod(sides) * matrix[-1]
+
+
+_FORMULAS = {"fft": _fft_flops, "cholesky": _cholesky_flops, "triangular_solve": _triangular_solve_flops}
+
+
+def _kernel_cost(kernel: Any) -> Cost | str:
+    """Of a Pallas kernel what it declares. Of splash attention its blocks' matmuls, once for each step of its grid that
+    a causal mask leaves."""
+    if blocks := splash_blocks(kernel):
+        grid = math.prod(n for n in kernel.params["grid_mapping"].grid if isinstance(n, int))
+        flops = grid * sum(matmul_flops(inner) for inner in subprograms(kernel.params))
+        return Cost(causal_flops(flops, *blocks))
+    declared = kernel.params.get("cost_estimate")
+    return Cost(int(declared.flops), int(declared.bytes_accessed)) if declared else NO_ESTIMATE
 
 
 def matmul_flops(jaxpr: Jaxpr) -> int:
-    """FLOPs of the matmuls in a jaxpr: 2 per multiply and add; the body of a scan once per trip."""
+    """FLOPs of the matmuls in the body of a kernel of ours, whatever else is in it."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            left = equation.invars[0].aval.shape  # type: ignore[attr-defined]
-            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[d] for d in contracted)  # type: ignore[attr-defined]
+            total += _product_flops(equation)
         inner = [matmul_flops(sub) for sub in subprograms(equation.params)]
         if equation.primitive.name == "cond":
             total += max(inner)

@@ -63,7 +63,7 @@ def fuse(program: Program, *, is_loop: bool) -> Fused:
         return tuple(dict.fromkeys(root for i in values for root in roots.get(same.get(i, i), ())))
 
     for operation in operations:
-        if operation.kind == "move" or operation.outputs[0] in done:
+        if operation.kind == "move" or done.intersection(operation.outputs):
             continue
         writes, reads = operation.outputs, read_by(_inputs(operation))
         is_constant = operation.kind == "pointwise" and not reads
@@ -87,10 +87,11 @@ def fuse(program: Program, *, is_loop: bool) -> Fused:
 
 
 def needed(program: Program) -> list[Operation]:
-    """The operations whose results are used."""
+    """The operations whose results are used; of what is unknown also those that have no result."""
     wanted, kept = set(program.outputs), []
     for operation in reversed(program.operations):
-        if wanted.intersection(operation.outputs):
+        is_effect = operation.unknown is not None and not operation.outputs
+        if is_effect or wanted.intersection(operation.outputs):
             wanted.update(_inputs(operation))
             kept.append(operation)
     return kept[::-1]

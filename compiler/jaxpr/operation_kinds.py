@@ -1,4 +1,8 @@
-"""What an operation of a jaxpr is to the fused program: by its primitive."""
+"""What an operation of a jaxpr is to the fused program: by its primitive.
+
+The lists are closed. A primitive of none of them, such as one that a user defines or a later JAX adds, is "unknown": it
+is not taken for a cheap one, and the estimate says what it does not know of it (unknown.py).
+"""
 
 from typing import Any
 
@@ -14,25 +18,72 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "ppermute": "collective-permute",
 }  # fmt: skip
 LANES = 128  # of a row of a TPU's registers, which arrays in memory are tiled by
-OTHERS = {"gather", "scatter", "scatter-add", "sort", "top_k", "dynamic_update_slice", "cholesky", "triangular_solve"}
 ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")  # cuDNN's kernels (cudnn.py)
-KERNELS = ("pallas_call", *ATTENTION, "custom_call", "ffi_call")
 CUDNN_BLOCK = 128  # keys
+
+PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}  # sums of products: flops.py
+_OTHERS = {  # an array in, an array out
+    "gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "sort", "top_k",
+    "approx_top_k", "dynamic_update_slice", "cholesky", "triangular_solve", "fft", "reduce_window", "reduce_window_sum",
+    "reduce_window_max", "reduce_window_min", "select_and_scatter", "select_and_scatter_add", "select_and_gather_add",
+}  # fmt: skip
+_REDUCTIONS = {
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "reduce",
+    "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
+}  # fmt: skip
+CALLS = {  # of one jaxpr, whose arguments are the operands
+    "jit", "pjit", "call", "closed_call", "core_call", "remat", "remat2", "checkpoint", "composite", "custom_jvp_call",
+    "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "custom_partitioning", "xla_metadata_call",
+}  # fmt: skip
+_ARITHMETIC = {
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+    "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "cos", "cosh", "digamma", "div", "eq", "eq_to",
+    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag",
+    "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min", "mul",
+    "mulhi", "ne", "neg", "nextafter", "not", "or", "polygamma", "population_count", "pow", "real", "reciprocal",
+    "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor", "zeta",
+}  # fmt: skip
+_TYPES_AND_PARTS = {  # other bytes of the same numbers, or some of them
+    "bitcast_convert_type", "broadcast_in_dim", "broadcast_to", "concatenate", "convert_element_type", "device_put",
+    "dynamic_slice", "from_edtype", "pad", "reduce_precision", "rev", "slice", "split", "stack", "stop_gradient",
+    "tile", "to_edtype", "unstack",
+}  # fmt: skip
+_MADE = {"empty", "empty2", "iota", "zeros_like"}  # of no operand
+_RANDOM = {
+    "iota_2x32_shape", "philox2x32", "philox4x32", "prng_join", "prng_random_bits", "prng_seed", "prng_split",
+    "random_bits", "random_clone", "random_fold_in", "random_gamma", "random_seed", "random_split", "random_unwrap",
+    "random_wrap", "rng_bit_generator", "rng_uniform", "threefry2x32", "threefry4x32",
+}  # fmt: skip
+_NO_WORK = {  # for the tracer and the host, or a number that the device has
+    "axis_index", "create_token", "after_all", "debug_callback", "debug_print", "inspect_sharding", "layout_constraint",
+    "pbroadcast", "platform_index", "preduced", "pvary", "reduced_vary_cast_p", "vary_unreduced_cast_p",
+    "with_memory_space_constraint",
+}  # fmt: skip
+_POINTWISE = _ARITHMETIC | _TYPES_AND_PARTS | _MADE | _RANDOM | _NO_WORK
 
 
 def kind_of(equation: Any) -> Kind:
+    """Returns what an equation that calls no other is to the fused program."""
     name = equation.primitive.name
-    if name == "dot_general":
+    if name in PRODUCTS:
         return "matmul"
-    if name.startswith(KERNELS):
+    if name == "pallas_call" or name.startswith(ATTENTION):
         return "kernel"
     if name in COLLECTIVES:
         return "collective"
     if name in _MOVES or (name == "broadcast_in_dim" and equation.invars[0].aval.size == equation.outvars[0].aval.size):
         return "move"
-    if name.startswith(("reduce_", "arg", "cum")):
+    if name in _REDUCTIONS:
         return "reduce"
-    return "other" if name in OTHERS else "pointwise"
+    if name in _OTHERS:
+        return "other"
+    return "pointwise" if name in _POINTWISE else "unknown"
+
+
+def is_ours(kernel: Any) -> bool:
+    """Whether a kernel is one that the plan chose for attention, and so is known in every way."""
+    return kernel.primitive.name.startswith(ATTENTION) or splash_blocks(kernel) is not None
 
 
 def splash_blocks(kernel: Any) -> tuple[int, int] | None:

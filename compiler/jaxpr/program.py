@@ -5,9 +5,11 @@ from typing import Literal
 
 from ..core.collectives import CollectiveKind
 from .propagate import Axes
+from .unknown import UnknownPrimitive
 
 # move: the same bytes under another shape. pointwise: fused with its neighbours. reduce: fused with what it reads.
-Kind = Literal["matmul", "kernel", "collective", "loop", "move", "pointwise", "reduce", "other"]
+# unknown: a primitive that no list names; an array in, an array out, as of the others.
+Kind = Literal["matmul", "kernel", "collective", "loop", "move", "pointwise", "reduce", "other", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -22,18 +24,21 @@ class Collective:
 
 @dataclass(frozen=True)
 class Operation:
-    """inputs, outputs: indices of values. scope: names that say what it is part of."""
+    """inputs, outputs: indices of values. scope: names that say what it is part of. flops: of a device; None: unknown.
+    hbm_bytes: what it declares itself to read and write. unknown: what is not known of it, if something is not."""
 
     kind: Kind
     name: str
     scope: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    flops: int = 0
+    flops: int | None = 0
     collective: Collective | None = None
     body: "Program | None" = None
     num_trips: int = 1
     num_carried: int = 0  # of a loop: its first results, which each trip hands to the next; the others are stacked
+    hbm_bytes: int | None = None
+    unknown: UnknownPrimitive | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,10 @@ from typing import Any
 
 Axes = tuple[str, ...]
 Layout = tuple[Axes, ...]  # the mesh axes of each dimension
-_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
+_REDUCTIONS = {
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "reduce",
+    "argmax", "argmin",
+}  # fmt: skip
 
 
 def propagate(equation: Any, layouts: Sequence[Layout], num_shards: Callable[[Axes], int]) -> tuple[Layout, Axes]:
@@ -22,8 +25,12 @@ def propagate(equation: Any, layouts: Sequence[Layout], num_shards: Callable[[Ax
     reduced: Axes = ()
     if name == "dot_general":
         result, reduced = _dot(params["dimension_numbers"], *layouts[:2])
+    elif name == "ragged_dot_general":
+        result, reduced = _ragged_dot(params["ragged_dot_dimension_numbers"], *layouts[:2], rank=len(out))
+    elif name == "conv_general_dilated":
+        result, reduced = _convolution(params, *layouts[:2])
     elif name in _REDUCTIONS:
-        gone = params["axes"]
+        gone = params["axes"] if "axes" in params else params["dimensions"]
         result = tuple(axes for d, axes in enumerate(layouts[0]) if d not in gone)
         reduced = tuple(axis for d in gone for axis in layouts[0][d])
     elif name == "transpose":
@@ -51,6 +58,59 @@ def _dot(numbers: Any, left: Layout, right: Layout) -> tuple[Layout, Axes]:
         axis for i, j in zip(contracted_l, contracted_r, strict=True) for axis in dict.fromkeys(left[i] + right[j])
     )
     return batch + free_l + free_r, reduced
+
+
+def _ragged_dot(numbers: Any, left: Layout, right: Layout, *, rank: int) -> tuple[Layout, Axes]:
+    """As a matmul. A result of groups, as the gradient of their weights, has them first; each device makes all."""
+    groups = numbers.rhs_group_dimensions
+    free, reduced = _dot(
+        numbers.dot_dimension_numbers, left, tuple(() if d in groups else x for d, x in enumerate(right))
+    )
+    contracted_r, batch_r = numbers.dot_dimension_numbers[0][1], numbers.dot_dimension_numbers[1][1]
+    first_r = len(free) - (len(right) - len(contracted_r) - len(batch_r))
+    kept_r = [d for d in range(len(right)) if d not in (*contracted_r, *batch_r)]
+    free = free[:first_r] + tuple(axes for d, axes in zip(kept_r, free[first_r:], strict=True) if d not in groups)
+    return ((),) * (rank - len(free)) + free, reduced
+
+
+def _convolution(params: Any, left: Layout, right: Layout) -> tuple[Layout, Axes]:
+    """Sequences as they lie, features as the kernel's; those that are summed along are split in both or in none."""
+    numbers = params["dimension_numbers"]
+    result: list[Axes] = [()] * len(left)
+    result[numbers.out_spec[0]] = left[numbers.lhs_spec[0]]
+    result[numbers.out_spec[1]] = right[numbers.rhs_spec[0]]
+    if params["feature_group_count"] > 1:
+        result[numbers.out_spec[1]] = right[numbers.rhs_spec[0]] or left[numbers.lhs_spec[1]]
+        return tuple(result), ()
+    return tuple(result), tuple(dict.fromkeys(left[numbers.lhs_spec[1]] + right[numbers.rhs_spec[1]]))
+
+
+def taken(equation: Any, layouts: Sequence[Layout], *, is_known: bool) -> list[Layout]:
+    """How an operation's operands lie when it runs: whole along the dimensions that a device needs all of.
+
+    fft  x (8, 64) P('data', 'tensor') along the last dimension  ->  P('data', None)
+    """
+    whole = [range(len(layout)) if not is_known else () for layout in layouts]
+    params = equation.params
+    match equation.primitive.name:
+        case "fft":
+            rank = len(layouts[0])
+            whole[0] = range(rank - len(params["fft_lengths"]), rank)
+        case "ragged_dot_general":
+            numbers = params["ragged_dot_dimension_numbers"]
+            ragged = set(numbers.lhs_ragged_dimensions)
+            (left, right), _ = numbers.dot_dimension_numbers
+            beside = [j for i, j in zip(left, right, strict=True) if i in ragged]  # the same rows, of the other factor
+            whole = [tuple(ragged), (*numbers.rhs_group_dimensions, *beside), *(range(len(x)) for x in layouts[2:])]
+        case "conv_general_dilated":
+            numbers = params["dimension_numbers"]
+            whole = [numbers.lhs_spec[2:], numbers.rhs_spec[2:]]
+            if params["batch_group_count"] > 1:
+                whole = [range(len(layout)) for layout in layouts]
+    return [
+        tuple(() if d in dims else axes for d, axes in enumerate(layout))
+        for layout, dims in zip(layouts, whole, strict=True)
+    ]
 
 
 def _broadcast(places: Sequence[int], shape: Sequence[int], out: Sequence[int], layout: Layout) -> Layout:

@@ -16,21 +16,12 @@ from jax.extend.core import Literal as Constant
 from ..core.collectives import MOVING, CollectiveKind
 from ..core.partition_spec import axes_of
 from ..core.scopes import nested
-from .flops import matmul_flops
-from .operation_kinds import (
-    ATTENTION,
-    COLLECTIVES,
-    KERNELS,
-    LANES,
-    OTHERS,
-    causal_flops,
-    cudnn_flops,
-    kind_of,
-    splash_blocks,
-)
+from .flops import TRIPS, calls_one, contracted_dims, cost_of, count_flops
+from .operation_kinds import ATTENTION, COLLECTIVES, LANES, cudnn_flops, is_ours, kind_of
 from .program import Collective, Kind, Operation, Program
-from .propagate import Axes, Layout, propagate
+from .propagate import Axes, Layout, propagate, taken
 from .subprograms import scan_of, subprograms, without_consts
+from .unknown import Cost, unknown_of
 
 _SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # before or behind a sum over devices: alike
 _ADDITIONS = {"add", "add_any"}
@@ -66,6 +57,7 @@ class _Reader:
 
     mesh_sizes: Mapping[str, int]
     joins_sums: bool
+    within: tuple[Any, ...] = ()  # the equations that call what is read
     operations: list[Operation] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     host_sizes: list[int] = field(default_factory=list)
@@ -135,6 +127,12 @@ class _Reader:
         return [index(x) for x in jaxpr.outvars]
 
     def equation(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        outside, self.within = self.within, (*self.within, equation)
+        results = self.called(equation, operands, scope)
+        self.within = outside
+        return results
+
+    def called(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         name, params = equation.primitive.name, equation.params
         if name in ("shard_map", "scan", "while", "cond"):
             operands = [self.summed(i) for i in operands]
@@ -145,10 +143,9 @@ class _Reader:
         if name == "while":
             return self.while_loop(equation, operands, scope)
         if name == "cond":
-            return self.inline(max(subprograms(params), key=matmul_flops), operands[1:], scope)
-        called = None if name.startswith(KERNELS) or name in OTHERS else next(subprograms(params), None)
-        if called is not None and len(called.invars) == len(operands):
-            return self.inline(called, operands, scope)
+            return self.inline(max(subprograms(params), key=_weight), operands[1:], scope)
+        if calls_one(equation):
+            return self.inline(next(subprograms(params)), operands, scope)
         return self.single(equation, operands, scope)
 
     def single(self, equation: Any, operands: list[int], scope: str) -> list[int]:
@@ -161,19 +158,31 @@ class _Reader:
             return operands
         partial = self.still_partial(name, operands)
         operands = operands if partial else [self.summed(i) for i in operands]
+        is_known = kind != "unknown" and (kind != "kernel" or is_ours(equation))
+        before = operands
+        operands = self.taken(equation, operands, scope, is_known=is_known)
         if kind == "matmul":
             operands = self.gathered(equation, operands, scope)
         layouts = [self.layouts[i] for i in operands]
         reduced: Axes = ()
-        if kind in ("kernel", "collective") or len(equation.outvars) > 1:
+        if kind in ("kernel", "collective", "unknown") or len(equation.outvars) != 1:
             found = [_like_operands(x, equation, layouts) for x in equation.outvars]
         else:
             layout, reduced = propagate(equation, layouts, self.num_shards)
             found = [layout]
         results = [self.value(x.aval, layout) for x, layout in zip(equation.outvars, found, strict=True)]
-        collective = self.collective(equation, operands, results) if kind == "collective" else None
-        flops = self.flops(equation, kind, operands, results)
-        self.operations.append(Operation(kind, name, scope, tuple(operands), tuple(results), flops, collective))
+        cost, unknown = self.cost(equation, kind, operands, results, reduced), None
+        if isinstance(cost, str) or kind == "unknown" or (not is_known and operands != before):
+            unknown = unknown_of(equation, scope, cost if isinstance(cost, str) else None, self.within)
+        self.operations.append(
+            Operation(
+                kind, name, scope, tuple(operands), tuple(results),
+                flops=cost.flops if isinstance(cost, Cost) else None,
+                hbm_bytes=cost.hbm_bytes if isinstance(cost, Cost) else None,
+                unknown=unknown,
+                collective=self.collective(equation, operands, results) if kind == "collective" else None,
+            )
+        )  # fmt: skip
         if reduced := tuple(axis for axis in reduced if self.mesh_sizes[axis] > 1):
             partial = _Partial(equation.outvars[0].aval, reduced, name, scope)
         if partial:
@@ -205,10 +214,20 @@ class _Reader:
         shards = (known for key, known in self.brought.items() if key[:2] == (i, "reduce-scatter"))
         return next(shards, None) or self.summed(i)
 
+    def taken(self, equation: Any, operands: list[int], scope: str, *, is_known: bool) -> list[int]:
+        """An operation's operands, whole along the dimensions that a device needs all of: all, where it is unknown."""
+        layouts = [self.layouts[i] for i in operands]
+        found = list(operands)
+        for place, (old, new) in enumerate(zip(layouts, taken(equation, layouts, is_known=is_known), strict=True)):
+            if lost := tuple(axis for before, after in zip(old, new, strict=True) for axis in before if not after):
+                aval, name = equation.invars[place].aval, equation.primitive.name
+                found[place] = self.crossed(aval, operands[place], new, "all-gather", lost, name, scope)
+        return found
+
     def gathered(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """A matmul's operands, without the mesh axes along what is summed that split the other's part of the result:
         x (8, 64, 128) P(None, None, 'tensor') @ w (128, 32) P(None, 'tensor') gathers x."""
-        (contracted, _), found = equation.params["dimension_numbers"], list(operands)
+        contracted, found = contracted_dims(equation), list(operands)
         for side, other in ((0, 1), (1, 0)):
             layout, beside = self.layouts[operands[side]], self.layouts[operands[other]]
             kept = {axis for d, axes in enumerate(beside) if d not in contracted[other] for axis in axes}
@@ -217,7 +236,7 @@ class _Reader:
                 continue
             whole = tuple(tuple(axis for axis in axes if axis not in lost) for axes in layout)
             aval = equation.invars[side].aval
-            found[side] = self.crossed(aval, operands[side], whole, "all-gather", lost, "dot_general", scope)
+            found[side] = self.crossed(aval, operands[side], whole, "all-gather", lost, equation.primitive.name, scope)
         return found
 
     def constrained(self, equation: Any, operands: list[int], scope: str) -> list[int]:
@@ -262,22 +281,21 @@ class _Reader:
         full *= self.num_shards(axes) if name == "all_to_all" else 1  # both sides are parts
         return Collective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]])
 
-    def flops(self, equation: Any, kind: Kind, operands: list[int], results: list[int]) -> int:
-        """Of this device, matmuls alone. Of a kernel: its blocks' matmuls, once for each step of its grid that
-        a causal mask leaves."""
-        if kind == "matmul":
-            (contracted, _), _ = equation.params["dimension_numbers"]
+    def cost(self, equation: Any, kind: Kind, operands: list[int], results: list[int], reduced: Axes) -> Cost | str:
+        """What a device takes for the operation; a str: why that is not known. reduced: mesh axes that it sums over."""
+        if equation.primitive.name == "dot_general":
+            contracted, _ = contracted_dims(equation)
             left, layout = equation.invars[0].aval.shape, self.layouts[operands[0]]
             length = math.prod(left[d] // self.num_shards(layout[d]) for d in contracted)
             out = equation.outvars[0].aval
-            return 2 * length * self.sizes[results[0]] // out.dtype.itemsize
-        if equation.primitive.name == "pallas_call":
-            grid = math.prod(n for n in equation.params["grid_mapping"].grid if isinstance(n, int))
-            flops = grid * sum(matmul_flops(inner) for inner in subprograms(equation.params))
-            return causal_flops(flops, *blocks) if (blocks := splash_blocks(equation)) else flops
+            return Cost(2 * length * self.sizes[results[0]] // out.dtype.itemsize)
         if equation.primitive.name.startswith(ATTENTION):
-            return cudnn_flops(equation, self.sizes[operands[0]] // equation.invars[0].aval.dtype.itemsize)
-        return 0
+            return Cost(cudnn_flops(equation, self.sizes[operands[0]] // equation.invars[0].aval.dtype.itemsize))
+        cost = cost_of(equation)
+        if isinstance(cost, str) or kind not in ("matmul", "other"):
+            return cost
+        axes = dict.fromkeys((*(axis for axes in self.layouts[results[0]] for axis in axes), *reduced))
+        return Cost(cost.flops // self.num_shards(tuple(axes)))
 
     def shard_map(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """Inside, what was split over its manual axes has the shape of a shard."""
@@ -329,7 +347,7 @@ class _Reader:
     def loop_body(self, jaxpr: Jaxpr, layouts: list[Layout], carried: range, scope: str) -> tuple["_Reader", Program]:
         """What a loop carries lies at the start as at the end of a trip: zeros that sums begin with are split too."""
         while True:
-            body = _Reader(self.mesh_sizes, self.joins_sums)
+            body = _Reader(self.mesh_sizes, self.joins_sums, self.within)
             program = body.read(jaxpr, layouts, scope)
             ends = [body.layouts[i] for i in program.outputs[: len(carried)]]
             split = [
@@ -341,17 +359,26 @@ class _Reader:
             layouts = [*layouts[: carried.start], *split, *layouts[carried.stop :]]
 
     def while_loop(self, equation: Any, operands: list[int], scope: str) -> list[int]:
-        """Its number of trips is not known before it runs: one."""
-        params = equation.params
+        """Its number of trips is not known before it runs: its memory and communication are those of one."""
+        params, count = equation.params, count_flops(without_consts(equation.params["body_jaxpr"]), scope)
         inside = operands[params["cond_nconsts"] :]
         consts, num = params["body_nconsts"], len(inside)
         layouts = [self.layouts[i] for i in inside]
         body, program = self.loop_body(without_consts(params["body_jaxpr"]), layouts, range(consts, num), scope)
         results = [self.value(x.aval, body.layouts[i]) for x, i in zip(equation.outvars, program.outputs, strict=True)]
         self.operations.append(
-            Operation("loop", "while", scope, tuple(inside), tuple(results), body=program, num_carried=len(results))
-        )
+            Operation(
+                "loop", "while", scope, tuple(inside), tuple(results), flops=None if count.known else 0,
+                unknown=unknown_of(equation, scope, TRIPS, self.within), body=program, num_carried=len(results),
+            )
+        )  # fmt: skip
         return results
+
+
+def _weight(branch: Jaxpr) -> tuple[bool, int]:
+    """Of the branches of a cond the one with most arithmetic runs; one whose arithmetic is unknown comes first."""
+    count = count_flops(branch, "")
+    return bool(count.unknown), count.known
 
 
 def _like_operands(out: Any, equation: Any, layouts: Sequence[Layout]) -> Layout:

@@ -66,7 +66,15 @@ def build_report(
         schedule = _unanalysed(schedule.why)
     bound = roofline_seconds(estimate.roofline)
     if bound is None:
-        unknown |= dict.fromkeys(("step.roofline_seconds", "roofline"), "the target's peak or bandwidths are not known")
+        is_rated = target.peak_flops_per_second is not None and target.hbm_bytes_per_second is not None
+        rates = "the target's peak or bandwidths are not known"
+        why = (estimate.why_uncounted if is_rated else None) or rates
+        unknown |= dict.fromkeys(("step.roofline_seconds", "roofline"), why)
+    if estimate.why_uncounted:
+        figures = ("flops", "hbm_bytes", "link_bytes")
+        unknown |= dict.fromkeys((f"roofline[*].{name}" for name in figures), estimate.why_uncounted)
+    if plan.model_flops.why_unknown:
+        unknown["program.model_flops_per_step"] = plan.model_flops.why_unknown
     too_exposed = None
     if built.text:
         too_exposed = find_too_exposed(plan, schedule.step, schedule.collectives, is_searched=search is not None)

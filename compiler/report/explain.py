@@ -12,7 +12,7 @@ from ..parallel.operation import OpPlan, Strategy
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
 from ..sharding.rules import ArrayPlan
-from .explain_estimate import estimate_as_json, print_estimate
+from .explain_estimate import estimate_as_json, print_estimate, unknown_primitives
 
 COLUMNS = (
     Column("array"),
@@ -36,8 +36,11 @@ def explain(plan: Plan, console: Console) -> None:
         f"{spec.sequence_length:,}, {counted(spec.num_microbatches, 'microbatch', 'microbatches')}; "
         f"the batch is split {counted(plan.mesh.num_shards(plan.sharding.batch_axes), 'way')}",
     )
-    size = f" {plan.num_parameters:,} parameters, {plan.model_flops_per_step:.4g} FLOPs per step"
-    console.line(("model", "bold"), size)
+    flops = plan.model_flops_per_step
+    told = "an unknown number of FLOPs" if flops is None else f"{flops:.4g} FLOPs"
+    console.line(("model", "bold"), f" {plan.num_parameters:,} parameters, {told} per step")
+    for one in unknown_primitives(plan, estimate):
+        console.line(("unknown", "yellow"), f" {one}")
     for each in plan.operations:
         if not each.chosen.is_trivial:
             name = "" if each.site.name == each.op.kind else f" {each.site.name}"
@@ -81,6 +84,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "model_flops_per_step": plan.model_flops_per_step,
         },
         "operations": [_operation(each) for each in plan.operations],
+        "unknown": {"program.model_flops_per_step": why} if (why := plan.model_flops.why_unknown) else {},
         "memory_bytes_per_device": asdict(plan.memory),
         "estimate": estimate_as_json(estimate_step(plan)),
         "arrays": {

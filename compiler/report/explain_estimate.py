@@ -1,7 +1,7 @@
 """The estimate of a step in words: memory at its peak, what crosses the network, which resource bounds each part."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,11 +10,13 @@ from ..core.format import human_bytes, human_count, human_seconds
 from ..estimate.communication import PlannedCollective, sent_bytes
 from ..estimate.estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate
 from ..estimate.roofline import roofline_seconds
+from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
 
 RATES_UNKNOWN = "the target says nothing of its peak FLOP/s and bandwidths"
 SCALAR_BYTES = 8
+FIGURES = ("flops", "hbm_bytes", "link_bytes")  # of a part, before they are divided by rates
 LINKS_UNKNOWN = "simulated devices, or of unknown links"
 
 
@@ -34,8 +36,13 @@ def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None
 def estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
     """For `plan.json`. Unknown is null; `unknown` says why."""
     memory = estimate.memory
-    rates = {"roofline": RATES_UNKNOWN} if any(part.flops_seconds is None for part in estimate.roofline) else {}
-    links = {"roofline.link_seconds": LINKS_UNKNOWN} if any(p.link_seconds is None for p in estimate.roofline) else {}
+    parts, why = estimate.roofline, estimate.why_uncounted
+    is_rated = not any(p.flops_seconds is None and p.flops is not None for p in parts)
+    rates = {} if is_rated else {"roofline": RATES_UNKNOWN}
+    is_linked = not any(p.link_seconds is None and p.link_bytes is not None for p in parts)
+    links = {} if is_linked else {"roofline.link_seconds": LINKS_UNKNOWN}
+    figures = [name for name in FIGURES if any(getattr(part, name) is None for part in parts)]
+    uncounted = dict.fromkeys((*(f"roofline.{name}" for name in figures), "roofline_seconds"), why) if why else {}
     host = {"peak_memory_bytes_per_device.host_limit_bytes": HOST_UNKNOWN} if memory.host_limit_bytes is None else {}
     return {
         "peak_memory_bytes_per_device": asdict(memory)
@@ -43,8 +50,16 @@ def estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
         "communication": [asdict(one) | {"bytes": one.num_bytes} for one in estimate.communication],
         "roofline": [part.model_dump() for part in estimate.roofline],
         "roofline_seconds": roofline_seconds(estimate.roofline),
-        "unknown": rates | links | host,
+        "unknown_primitives": [asdict(one) for one in estimate.unknown],
+        "unknown": rates | links | host | uncounted,
     }
+
+
+def unknown_primitives(plan: Plan, estimate: StepEstimate) -> tuple[UnknownPrimitive, ...]:
+    """Those of the model, then those that only the step has, of its backward pass or its optimizer: each once. In the
+    step JAX may place one at the line that calls it."""
+    met = {(one.name, one.part, one.why) for one in plan.model_flops.unknown}
+    return (*plan.model_flops.unknown, *(one for one in estimate.unknown if (one.name, one.part, one.why) not in met))
 
 
 def _memory(plan: Plan, estimate: StepEstimate) -> Table:
@@ -98,12 +113,17 @@ def _roofline(parts: tuple[RooflinePart, ...]) -> Table:
     names = {"flops": "FLOPs", "hbm": "memory", "link": "links", None: "unknown"}
     for part in parts:
         known = [x for x in (part.flops_seconds, part.hbm_seconds, part.link_seconds) if x is not None]
-        least = human_seconds(max(known)) if part.flops_seconds is not None else "unknown"
+        is_known = part.flops_seconds is not None and part.hbm_bytes is not None
         rows.append((
-            part.name, human_count(part.flops), human_bytes(part.hbm_bytes), human_bytes(part.link_bytes), least,
+            part.name, _or_unknown(human_count, part.flops), _or_unknown(human_bytes, part.hbm_bytes),
+            _or_unknown(human_bytes, part.link_bytes), human_seconds(max(known)) if is_known else "unknown",
             names[part.bound],
         ))  # fmt: skip
     return _titled("the least that each part takes, per device", columns, rows)
+
+
+def _or_unknown(human: Callable[[int], str], value: int | None) -> str:
+    return "unknown" if value is None else human(value)
 
 
 def _titled(title: str, names: Sequence[str], rows: Sequence[Sequence[Part]]) -> Table:

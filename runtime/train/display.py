@@ -59,7 +59,7 @@ def show_header(console: Console, plan: Plan) -> None:
     """What is about to run, in one line."""
     say(console, f"meshloom train: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {plan.target.name}, "
         f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}")  # fmt: skip
-    for warning in (*plan.warnings, *_not_judged(plan)):
+    for warning in (*plan.warnings, *_not_judged(plan), *_not_counted(plan)):
         say(console, warning.as_warning())
 
 
@@ -69,6 +69,12 @@ def _not_judged(plan: Plan) -> tuple[Problem, ...]:
         return ()
     fix = "compile with the same line by `meshloom compile`, and train with artifact=RUN_DIR"
     return (Problem("overlap.max_exposed", "is not judged by `meshloom train`", fix),)
+
+
+def _not_counted(plan: Plan) -> tuple[Problem, ...]:
+    """Each primitive without which the model's FLOPs, and so the MFU, are not known."""
+    why = ((one, f"MFU is not reported: {one.name} at {one.place}: {one.why}") for one in plan.model_flops.unknown)
+    return tuple(Problem("model.family", what, one.fix) for one, what in why)
 
 
 def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:

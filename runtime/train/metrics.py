@@ -22,7 +22,7 @@ class Metrics:
     """step: steps done. loss, eval_loss: nats per token; eval_loss is None where no evaluation was due. skipped: the
     step had NaN or infinity and changed nothing. input_wait_seconds: that devices may have stood still for the batch, 0
     where it came while the step before it ran. num_targets: tokens of the batch with a loss.
-    mfu: model FLOPs / (time x peak), None where the peak is unknown."""
+    mfu: model FLOPs / (time x peak), None where one of the two is unknown."""
 
     step: int
     loss: float
@@ -38,9 +38,10 @@ class Metrics:
 
 
 def mfu(plan: Plan, step_seconds: float) -> float | None:
-    """Model FLOPs utilisation over all devices (remat excluded); None where the target's peak is unknown."""
-    peak = plan.target.peak_flops_per_second
-    return plan.model_flops_per_step / (step_seconds * peak * plan.target.num_devices) if peak else None
+    """Model FLOPs utilisation over all devices (remat excluded); None where the target's peak or the model's FLOPs are
+    unknown."""
+    peak, flops = plan.target.peak_flops_per_second, plan.model_flops_per_step
+    return flops / (step_seconds * peak * plan.target.num_devices) if peak and flops is not None else None
 
 
 class MetricsLog:

@@ -132,11 +132,13 @@ class RooflinePlot:
 def roofline_plot(report: Report) -> RooflinePlot | None:
     """Each part at the rate that its bound allows, and the whole step at the predicted one. None: no peak is known."""
     peak, bandwidth = report.target.peak_flops_per_second, report.target.hbm_bytes_per_second
-    known = [(str(i), part.name, part.flops, part.hbm_bytes, seconds, str(part.bound))
-             for i, part in enumerate(report.roofline, start=1) if (seconds := _bound_seconds(part))]  # fmt: skip
-    if report.step.predicted_seconds and known:
-        known.append(("S", "the whole step, as predicted", sum(p.flops for p in report.roofline),
-                      sum(p.hbm_bytes for p in report.roofline), report.step.predicted_seconds, "step"))  # fmt: skip
+    counted = [(i, part, part.flops, part.hbm_bytes) for i, part in enumerate(report.roofline, start=1)
+               if part.flops is not None and part.hbm_bytes is not None]  # fmt: skip
+    known = [(str(i), part.name, flops, num_bytes, seconds, str(part.bound))
+             for i, part, flops, num_bytes in counted if (seconds := _bound_seconds(part))]  # fmt: skip
+    if report.step.predicted_seconds and known and len(counted) == len(report.roofline):
+        known.append(("S", "the whole step, as predicted", sum(flops for _, _, flops, _ in counted),
+                      sum(num_bytes for *_, num_bytes in counted), report.step.predicted_seconds, "step"))  # fmt: skip
     known = [row for row in known if row[3] and row[2] / row[3] >= LEAST_INTENSITY]
     known.sort(key=lambda row: (row[-1] == "step", row[2] / row[3]))
     if not peak or not bandwidth or not known:

@@ -1,5 +1,7 @@
 """The schedule of compiled programs, joined with the plan."""
 
+from dataclasses import replace
+
 import pytest
 
 from conftest import plan_of
@@ -9,6 +11,8 @@ from meshloom.compiler.analysis.schedule_analysis import (
     source_of,
 )
 from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.jaxpr.flops import ModelFlops
+from meshloom.compiler.jaxpr.unknown import UnknownPrimitive
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.hlo import parse_module
 from support.helpers import programs_of
@@ -65,9 +69,21 @@ def test_times_are_those_of_the_chip_and_its_links():
     assert analysis.step.compute_seconds == pytest.approx(1.01e-3)
     assert analysis.step.predicted_seconds == pytest.approx(1.01e-3 + alone - 1e-5)
     assert analysis.step.exposed_fraction == pytest.approx((alone - 1e-5) / (1e-3 + alone))
-    mfu = plan.model_flops_per_step / (analysis.step.predicted_seconds or 0) / (4 * 197e12)
+    mfu = (plan.model_flops_per_step or 0) / (analysis.step.predicted_seconds or 0) / (4 * 197e12)
     assert analysis.step.predicted_mfu == pytest.approx(mfu)
     assert {event.track for event in analysis.events} == {"compute", "ICI x", "ICI y"}
+
+
+def test_mfu_of_a_model_with_unknown_flops_is_unknown():
+    unknown = UnknownPrimitive("while", "models.py:12", "layers", "the number of its trips is not known", "use a scan")
+    plan = replace(plan_of(*V5E), model_flops=ModelFlops(None, (unknown,)))
+    text = module(compute("a", 1_500_000), "  ROOT %b = bf16[8]{0} parameter(1)")
+    analysis = analyse_schedule(parse_module(text), plan, estimate_step(plan).communication)
+    assert analysis.step.predicted_seconds
+    assert analysis.step.predicted_mfu is None
+    assert analysis.unknown["step.predicted_mfu"].startswith(
+        "while at models.py:12, in layers: the number of its trips"
+    )
 
 
 def test_loops_are_said_and_add_up():

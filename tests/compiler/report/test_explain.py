@@ -53,6 +53,7 @@ def test_model_flops_are_the_textbook_formula(overrides):
 def test_model_flops_are_those_that_maxtext_logs(model, length, tokens_per_second, teraflops_per_second):
     """Log lines in AI-Hypercomputer/tpu-recipes, training/trillium: one step in tokens and in FLOPs a second."""
     plan = read_spec(Request((f"model={model}", f"sequence_length={length}", "data=synthetic")), then=plan_run)
+    assert plan.model_flops_per_step is not None
     flops_per_token = plan.model_flops_per_step / plan.spec.tokens_per_step
     assert flops_per_token * tokens_per_second / 1e12 == pytest.approx(teraflops_per_second, rel=1e-5)
 

@@ -125,6 +125,26 @@ def test_unknown_values_tell_why():
     assert [fact.tone for fact in verdict(report)] == ["unknown"] * 4
 
 
+def test_what_has_unknown_flops_is_shown_as_unknown():
+    """A step with a kernel that nobody can count: no number, and the same reason in each view."""
+    report, events = reports.fits()
+    why = "pallas_call my_kernel at models.py:12, in layers: the kernel has no cost estimate"
+    figures: dict[str, None] = dict.fromkeys(("flops", "hbm_bytes", "flops_seconds", "hbm_seconds", "bound"))
+    roofline = (report.roofline[0].model_copy(update=figures), *report.roofline[1:])
+    nulls = {"program.model_flops_per_step": why, "step.predicted_mfu": why, "step.roofline_seconds": why}
+    report = report.model_copy(update={
+        "program": report.program.model_copy(update={"model_flops_per_step": None}),
+        "step": report.step.model_copy(update={"predicted_mfu": None, "roofline_seconds": None}),
+        "roofline": roofline, "unknown": nulls | {"roofline": why},
+    })  # fmt: skip
+    report = Report.model_validate_json(report.model_dump_json())
+    assert set(dict(unknown_values(report)).values()) == {why}
+    assert "pallas_call my_kernel at models.py:12" in _summary(report)
+    page = render_page(report, events, reports.llama_plan())
+    assert page.count(why) >= 4
+    assert "None" not in page.partition('id="roofline"')[2].partition("</section>")[0]
+
+
 def test_each_exposed_collective_says_why():
     for make in reports.CASES.values():
         for c in make()[0].collectives:
