@@ -39,15 +39,13 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
 
     import jax
 
-    from meshloom.compiler.analysis.program_text import Unread, read_text
+    from meshloom.compiler.analysis.compiled_step import CompiledStep
+    from meshloom.compiler.analysis.program_text import read_text
     from meshloom.compiler.config.compose import Request, read_spec
-    from meshloom.compiler.driver import plan_run
+    from meshloom.compiler.driver import plan_run, report_of
     from meshloom.compiler.estimate.estimate import estimate_step
-    from meshloom.compiler.report.build_report import BuildFacts, build_report
     from meshloom.compiler.target.topology import find_devices
-    from meshloom.compiler.xla.aot import compile_ahead
-    from meshloom.compiler.xla.fingerprint import fingerprint_of
-    from meshloom.runtime.compile.step_compiler import lower_for_target
+    from meshloom.compiler.xla.aot import compile_ahead, lower_ahead
     from meshloom.runtime.processes.devices import plan_without_devices, start_devices
     from meshloom.runtime.processes.distributed import Processes
     from meshloom.runtime.rundir.report_files import write_report
@@ -70,7 +68,7 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
             seconds[part] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(count)
-    lowered = lower_for_target(plan, mesh)
+    lowered = lower_ahead(plan, mesh)
     seconds["lower"] = 0.0  # with what is done beside JAX's own events
     done("lower", without=seconds["trace"])
     built = compile_ahead(lowered)
@@ -79,10 +77,9 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     done("estimate")
     schedule, peak = read_text(built.text, plan, estimate.communication)
     done("parse and simulate")
-    facts = BuildFacts(fingerprint_of(plan, lowered, mesh), 0.0, "off", tuple(overrides), (), None)
-    events = () if isinstance(schedule, Unread) else schedule.events
+    step = CompiledStep(plan, estimate, lowered, built, schedule, peak)
     with tempfile.TemporaryDirectory() as folder:
-        write_report(build_report(plan, built, facts, estimate, schedule, peak), plan, Path(folder), events=events)
+        write_report(report_of(step, overrides=tuple(overrides)), plan, Path(folder), events=step.analysis.events)
     done("report")
     return {**seconds, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 

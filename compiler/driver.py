@@ -1,16 +1,29 @@
-"""The straight line, a pass per line. A decision belongs inside its pass."""
+"""The straight line, a pass per line. A decision belongs inside its pass.
 
-from collections.abc import Sequence
+    plan = plan_run(spec)                 RunSpec -> Plan             what can be decided without a compiler
+    step = compile_plan(plan, devices)    Plan -> CompiledStep        estimated, lowered, compiled, and its text read
+    report = report_of(step)              CompiledStep -> Report      judged, for people and tools
 
+Finding what was compiled before, and watching a compiler at work, are the caller's: it passes in how a step is compiled.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .analysis.compiled_step import CompiledStep, find_findings
+from .analysis.program_text import read_text
 from .config.spec import RunSpec
 from .core.errors import all_of
 from .core.trees import like
+from .estimate.estimate import estimate_step
 from .jaxpr.flops import count_model_flops
 from .parallel.operation import OpInputs, ParallelOp, plan_operations
 from .parallel.registry import OPERATIONS
 from .parallel.remat import check_remat
 from .parallel.weight_plan import plan_weights
 from .plan import Plan, plan_memory, plan_state_arrays
+from .report.build_report import build_report
+from .schema import Change, Report, SearchReport
 from .sharding.arrays import build_model, find_arrays
 from .sharding.batch import check_batch, check_length
 from .sharding.gradients import check_gradients
@@ -20,6 +33,7 @@ from .sharding.state import plan_state, update_layouts
 from .target.compiler_options import check_unroll, plan_set_options
 from .target.mesh import plan_mesh
 from .target.target import plan_target
+from .xla.aot import Built, LoweredStep, compile_ahead, lower_ahead
 
 
 def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
@@ -66,3 +80,32 @@ def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
         model_flops=count_model_flops(model, spec),
         set_options=set_options,
     )
+
+
+def compile_plan(
+    plan: Plan, devices: Sequence[Any], *, compile_step: Callable[[LoweredStep], Built] = compile_ahead
+) -> CompiledStep:
+    """Compile the plan's step for devices, which need not be attached, and read what the compiler made of it.
+
+    compile_step: a caller's own, such as one that looks first among what was compiled before. Raises ConfigError for
+    compiler options that are wrong, JaxRuntimeError where the compiler fails for another reason than memory.
+    """
+    estimate = estimate_step(plan)
+    lowered = lower_ahead(plan, plan.mesh.of_devices(devices))
+    built = compile_step(lowered)
+    schedule, peak = read_text(built.text, plan, estimate.communication)
+    return CompiledStep(plan, estimate, lowered, built, schedule, peak)
+
+
+def report_of(
+    step: CompiledStep,
+    *,
+    overrides: tuple[str, ...] = (),
+    model: str | None = None,
+    changes: tuple[Change, ...] = (),
+    search: SearchReport | None = None,
+) -> Report:
+    """Report a compiled step, with findings. overrides, model: what declared it, and what it calls its model.
+    changes: that would make it fit. search: of which it is the best."""
+    findings = find_findings(step, is_searched=search is not None)
+    return build_report(step, findings, overrides=overrides, model=model, changes=changes, search=search)

@@ -1,4 +1,4 @@
-"""Compile lowered programs ahead of time, and tell a refusal for memory from a mistake in the options.
+"""Lower and compile ahead of time, and tell a refusal for memory from a mistake in the options.
 
 A program for a topology is not runnable here; what there is of it is its text, its memory and its serialised form.
 """
@@ -7,15 +7,17 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from ..core.errors import ConfigError
+from ..plan import Plan
 from ..target.compiler_options import option_problem
-from .programs import Programs, build
+from .fingerprint import Fingerprint, fingerprint_of
+from .programs import PROGRAMS, Programs, build, lower
 
 REMATERIALIZATION = "Involuntary full rematerialization"  # jax 0.12 says so where it gathers a whole array
 STEP = "train"
@@ -26,6 +28,15 @@ _SIZES = (  # needed, available: each form in which libtpu has been seen to say 
     re.compile(r"\((?P<needed>[\d.]+[BKMGT]?)\) exceeds available HBM \((?P<available>[\d.]+[BKMGT]?)\)"),
     re.compile(r"Used (?P<needed>[\d.]+[BKMGT]?) of (?P<available>[\d.]+[BKMGT]?) hbm", re.I),
 )
+
+
+@dataclass(frozen=True)
+class LoweredStep:
+    """The programs of a plan before they are compiled, and what they are. seconds: that lowering them took."""
+
+    programs: Programs
+    fingerprint: Fingerprint
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,8 @@ class Built:
     """What the compiler made of the programs. text, memory: of the train step, None where it does not fit.
 
     executables: serialised, by program; not_serialised: why not, for the others. notes: lines that the compiler printed
-    about arrays that it gathers whole, unasked (REMATERIALIZATION).
+    about arrays that it gathers whole, unasked (REMATERIALIZATION). cache: whether it was found among what was compiled
+    before; off: nothing was looked for.
     """
 
     text: str | None
@@ -85,12 +97,21 @@ class Built:
     not_serialised: Mapping[str, str]
     compile_seconds: float
     notes: tuple[str, ...]
+    cache: Literal["hit", "miss", "off"] = "off"
 
 
-def compile_ahead(lowered: Programs) -> Built:
+def lower_ahead(plan: Plan, mesh: Mesh) -> LoweredStep:
+    """Lower all programs; for chips that are not there the train step alone: where it runs, the others take seconds."""
+    start = time.perf_counter()
+    programs = lower(plan, mesh, PROGRAMS if plan.target.is_attached else (STEP,))
+    seconds = time.perf_counter() - start
+    return LoweredStep(programs, fingerprint_of(plan, programs, mesh), seconds)
+
+
+def compile_ahead(lowered: LoweredStep) -> Built:
     """Compile what was lowered, the train step among it. Raises ConfigError for options that the compiler refuses."""
     start = time.perf_counter()
-    compiled, refused = _compiled_or_refused(lowered)
+    compiled, refused = _compiled_or_refused(lowered.programs)
     seconds = time.perf_counter() - start
     return built_of(compiled, seconds) if compiled else Built(None, None, refused, {}, {}, seconds, ())
 

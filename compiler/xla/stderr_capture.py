@@ -3,7 +3,7 @@
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +13,12 @@ STDERR = 2
 
 @dataclass
 class Captured:
-    """lines: what was printed, once the `with` is left. terminal: within it, where stderr went before, a descriptor."""
+    """lines: what was printed, once the `with` is left. read: within it, the lines so far. terminal: within it, where
+    stderr went before, a descriptor."""
 
     terminal: int = STDERR
     lines: tuple[str, ...] = field(default=())
+    read: Callable[[], tuple[str, ...]] = tuple
 
 
 @contextmanager
@@ -29,7 +31,7 @@ def captured_stderr(path: Path | None = None) -> Iterator[Captured]:
     with path.open("a+b") if path else tempfile.TemporaryFile() as file:
         start = file.seek(0, os.SEEK_END)
         kept = os.dup(STDERR)
-        captured = Captured(kept)
+        captured = Captured(kept, read=lambda: _lines_from(file.fileno(), start))
         os.dup2(file.fileno(), STDERR)
         try:
             yield captured
@@ -37,5 +39,11 @@ def captured_stderr(path: Path | None = None) -> Iterator[Captured]:
             sys.stderr.flush()
             os.dup2(kept, STDERR)
             os.close(kept)
-            file.seek(start)
-            captured.lines = tuple(file.read().decode(errors="replace").splitlines())
+            captured.lines = captured.read()
+
+
+def _lines_from(file: int, start: int) -> tuple[str, ...]:
+    """Returns a file's lines from an offset on; the place where it is written to stays."""
+    sys.stderr.flush()
+    written = os.pread(file, os.fstat(file).st_size - start, start)
+    return tuple(written.decode(errors="replace").splitlines())

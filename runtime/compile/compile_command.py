@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.analysis.exposure import TOO_EXPOSED
 from meshloom.compiler.analysis.program_text import Unread
 from meshloom.compiler.config.allowed_code import allow_words
@@ -17,9 +18,8 @@ from meshloom.compiler.config.override_text import override
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
-from meshloom.compiler.driver import plan_run
+from meshloom.compiler.driver import plan_run, report_of
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.report.build_report import build_report, does_fit, needed_bytes
 from meshloom.compiler.report.views.summary import show_summary as show_report
 from meshloom.compiler.schema import Change, Report, SearchReport
 from meshloom.compiler.search.candidates import check_can_judge
@@ -40,7 +40,7 @@ from .artifact import FOLDER, TEXT, write_artifact
 from .compile_cache import cached_compilation
 from .compiler_errors import compiler_errors_reported
 from .overlap_search import search_overlap
-from .step_compiler import COMPILER_LOG, CompiledStep, StepCompiler
+from .step_compiler import COMPILER_LOG, StepCompiler, StoredStep
 
 LOG = logging.getLogger("meshloom")
 
@@ -82,28 +82,25 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str
 
 def _compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str | None, console: Console) -> int:
     _show_header(console, job)
-    compiler = StepCompiler(job.devices, run_dir, model, console)
+    compiler = StepCompiler(job.devices, run_dir, console)
     made, searched = _compiled(job, compiler, request.overrides)
     raise_if_interrupted()
-    plan, built = made.plan, made.built
-    write_declaration(plan, run_dir)
-    changes = _savings(made, request) if does_fit(plan, built) is False else ()
-    report = build_report(
-        plan, built, made.facts, made.estimate, made.schedule, made.peak, changes=changes, search=searched
-    )
+    step = made.step
+    write_declaration(step.plan, run_dir)
+    changes = _savings(step, request) if step.fits is False else ()
+    report = report_of(step, overrides=made.overrides, model=model, changes=changes, search=searched)
     refused = _refusal(report)
     place = None if refused else run_dir / FOLDER
     if place:
         _put(made, place)
-    events = () if isinstance(made.schedule, Unread) else made.schedule.events
-    files = write_report(report, plan, run_dir, events=events)
+    files = write_report(report, step.plan, run_dir, events=step.analysis.events)
     _show_result(console, report, made, [*files, *([place] if place else [])], run_dir if place else None)
     return refused
 
 
 def _compiled(
     job: CompileJob, compiler: StepCompiler, overrides: tuple[str, ...]
-) -> tuple[CompiledStep, SearchReport | None]:
+) -> tuple[StoredStep, SearchReport | None]:
     """The step as it is declared; where a search is, the best that it finds."""
     with compiler_errors_reported(compiler.run_dir / COMPILER_LOG), cached_compilation(None):
         if job.plan.spec.overlap.search is not None:
@@ -118,10 +115,10 @@ def _refusal(report: Report) -> int:
     return EXPOSED if any(finding.rule == TOO_EXPOSED for finding in report.findings) else 0
 
 
-def _savings(made: CompiledStep, request: Request) -> tuple[Change, ...]:
+def _savings(step: CompiledStep, request: Request) -> tuple[Change, ...]:
     """What would make it fit, where it is known how much it lacks."""
-    plan = made.plan
-    needed, limit = needed_bytes(plan, made.built, made.peak), plan.target.hbm_bytes_per_device
+    plan = step.plan
+    needed, limit = step.needed_bytes, plan.target.hbm_bytes_per_device
     if needed is None or limit is None:
         return ()
 
@@ -137,10 +134,10 @@ def _check_makes_artifact(spec: RunSpec) -> None:
         raise ConfigError([Problem("artifact", what, "leave it out; hydra.run.dir= says where the new one goes")])
 
 
-def _put(made: CompiledStep, place: Path) -> None:
+def _put(made: StoredStep, place: Path) -> None:
     """The artifact of the run directory; it shares files with the one that is kept where they are on the same disk."""
     if made.artifact is None:
-        write_artifact(place, made.facts.fingerprint, made.built, made.facts.overrides)
+        write_artifact(place, made.step.lowered.fingerprint, made.step.built, made.overrides)
     elif made.artifact.place != place:
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(made.artifact.place, place, copy_function=_linked)
@@ -166,7 +163,7 @@ def _show_header(console: Console, job: CompileJob) -> None:
 
 
 def _show_result(
-    console: Console, report: Report, made: CompiledStep, files: Sequence[Path], run_dir: Path | None
+    console: Console, report: Report, made: StoredStep, files: Sequence[Path], run_dir: Path | None
 ) -> None:
     """run_dir: None where the step is not accepted."""
     build, kept = report.build, made.artifact
@@ -179,16 +176,16 @@ def _show_result(
         unknown = ", ".join(build.compiler_options_left_out)
         say(console, f"left out of overlap.option_sets, as this compiler does not know it: {unknown}")
     show_report(report, console, files=files)
-    _show_unread(console, made, run_dir / FOLDER if run_dir else kept.place if kept else None)
+    _show_unread(console, made.step, run_dir / FOLDER if run_dir else kept.place if kept else None)
     if run_dir:
         typed = [text for text in report.overrides if not text.startswith("hydra.")]
         words = [*allow_words(), *typed, override("artifact", str(run_dir))]
         say(console, f"train it: {shlex.join(['meshloom', 'train', *words])}")
 
 
-def _show_unread(console: Console, made: CompiledStep, place: Path | None) -> None:
+def _show_unread(console: Console, step: CompiledStep, place: Path | None) -> None:
     """What of a program that there is could not be read. place: where it is kept."""
-    parts = {"memory by class": made.peak, "the schedule": made.schedule}
-    reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unread) and made.built.text}
+    parts = {"memory by class": step.peak, "the schedule": step.schedule}
+    reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unread) and step.built.text}
     for why, name in reasons.items():
         say(console, f"warning: {name} is unknown: {why}{f'; it is kept as {place / TEXT}' if place else ''}")

@@ -15,29 +15,22 @@ import jax
 from pydantic import ValidationError
 
 from meshloom import compiler as compiler_package
-from meshloom.compiler.analysis.program_text import Unread
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.report.build_report import (
-    does_fit,
-    does_fit_host,
-    host_bytes,
-    needed_bytes,
-    used_devices_per_chip,
-)
 from meshloom.compiler.report.views.tried import line_of
 from meshloom.compiler.schema import SearchReport, TriedReport
 from meshloom.compiler.search.candidates import Candidate, best_of, find_candidates
+from meshloom.compiler.search.evaluation import evaluate, evaluate_failed
 from meshloom.compiler.xla.fingerprint import sha256
 
 from ..core.files import replace_text
 from ..processes.say import say
-from .step_compiler import CompiledStep, StepCompiler
+from .step_compiler import StepCompiler, StoredStep
 
 
-def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...]) -> tuple[CompiledStep, SearchReport]:
+def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...]) -> tuple[StoredStep, SearchReport]:
     """The step that is predicted to be the shortest, of those that meet the demand if any does, and the table of all
     that were compiled; where none fits, the one that was declared. Raises what compiling that one does."""
     bounds, max_exposed, begun = plan.spec.overlap.search, plan.spec.overlap.max_exposed, time.monotonic()
@@ -45,7 +38,7 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
     candidates = find_candidates(plan, estimate_step(plan))
     num_most = min(len(candidates), bounds.max_candidates)
 
-    def compiled(place: int) -> CompiledStep:
+    def compiled(place: int) -> StoredStep:
         one = candidates[place]
         status = f"compiling {place + 1} of at most {num_most}: {one.name}"
         return compiler.compile(plan_run(one.applied_to(plan.spec)), (*overrides, *one.overrides()), status)
@@ -55,7 +48,7 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
     if decision and (decided := _read(decision)):
         say(compiler.console, f"decided before: {candidates[decided.chosen].name}, by {decision}")
         return compiled(decided.chosen) if decided.chosen else best, decided
-    tried = [_tried(candidates[0], best)]
+    tried = [evaluate(candidates[0], best.step)]
     say(compiler.console, line_of(tried[0]))
     for place in range(1, num_most):
         if time.monotonic() - begun > bounds.budget_seconds:
@@ -78,50 +71,25 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
     return best, report
 
 
-def _attempt(one: Candidate, compile_it: Callable[[], CompiledStep]) -> tuple[CompiledStep | None, TriedReport]:
+def _attempt(one: Candidate, compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, TriedReport]:
     """None where the compiler fails, or refuses the options."""
     start = time.perf_counter()
     try:
         made = compile_it()
     except (jax.errors.JaxRuntimeError, ConfigError) as error:
         why = error.problems[0].what if isinstance(error, ConfigError) else str(error).splitlines()[0]
-        return None, _failed(one, why, time.perf_counter() - start)
-    return made, _tried(one, made)
+        return None, evaluate_failed(one, why, time.perf_counter() - start)
+    return made, evaluate(one, made.step)
 
 
-def _tried(one: Candidate, made: CompiledStep) -> TriedReport:
-    plan, schedule = made.plan, made.schedule
-    step = None if isinstance(schedule, Unread) else schedule.step
-    needed, host, per_chip = (
-        needed_bytes(plan, made.built, made.peak),
-        host_bytes(made.built),
-        used_devices_per_chip(plan),
-    )
-    return TriedReport(
-        **dict(one.way),
-        predicted_seconds=step and step.predicted_seconds,
-        exposed_fraction=step and step.exposed_fraction,
-        peak_bytes_per_chip=None if needed is None else needed * per_chip,
-        host_bytes_per_chip=None if host is None else host * per_chip,
-        fits=False if does_fit_host(plan, made.built) is False else does_fit(plan, made.built),
-        compile_seconds=made.built.compile_seconds,
-        why_not=schedule.why if isinstance(schedule, Unread) else None,
-    )
-
-
-def _failed(one: Candidate, why: str, seconds: float) -> TriedReport:
-    figures = ("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "host_bytes_per_chip", "fits")
-    return TriedReport(**dict(one.way), **dict.fromkeys(figures), compile_seconds=seconds, why_not=why)
-
-
-def _decision_file(plan: Plan, declared: CompiledStep, candidates: Sequence[Candidate]) -> Path | None:
+def _decision_file(plan: Plan, declared: StoredStep, candidates: Sequence[Candidate]) -> Path | None:
     """By all that the choice depends on: the program, the candidates and their order, the bounds and the demand, the
     figures of the chip, the code that judges."""
     if plan.spec.compilation_cache is None:
         return None
     bounds = plan.spec.overlap.search
     rests_on = [
-        declared.facts.fingerprint.digest,
+        declared.step.lowered.fingerprint.digest,
         plan.spec.target.model_dump_json(),
         plan.target.compiler.model_dump_json(),
         json.dumps({name: asdict(one) for name, one in plan.target.flag_presets.items()}),

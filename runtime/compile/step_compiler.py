@@ -1,26 +1,19 @@
-"""A plan's train step, compiled or found among what was compiled before, with what its schedule says."""
+"""A plan's train step, compiled or found among what was compiled before, and stored for the next time."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-
-from meshloom.compiler.analysis.program_memory import PeakMemory
-from meshloom.compiler.analysis.program_text import Unread, read_text
-from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis
+from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem
-from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
+from meshloom.compiler.driver import compile_plan
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.report.build_report import BuildFacts
-from meshloom.compiler.xla.aot import REMATERIALIZATION, STEP, Built, compile_ahead
-from meshloom.compiler.xla.fingerprint import Fingerprint, fingerprint_of
-from meshloom.compiler.xla.programs import PROGRAMS, Programs, lower
-from meshloom.compiler.xla.stderr_capture import captured_stderr
+from meshloom.compiler.xla.aot import REMATERIALIZATION, Built, LoweredStep, compile_ahead
+from meshloom.compiler.xla.fingerprint import Fingerprint
+from meshloom.compiler.xla.stderr_capture import Captured, captured_stderr
 
 from ..core.failures import RunFailed
 from ..processes.say import say
@@ -32,69 +25,75 @@ COMPILER_LOG = Path("logs/compiler.log")
 
 
 @dataclass(frozen=True)
-class CompiledStep:
-    """facts.cache says whether it was compiled before. artifact: where it is kept between runs; None: nowhere."""
+class StoredStep:
+    """A compiled step and where it is stored between runs; None: nowhere. overrides: that declare it."""
 
-    plan: Plan
-    built: Built
-    facts: BuildFacts
+    step: CompiledStep
     artifact: Artifact | None
-    estimate: StepEstimate
-    schedule: ScheduleAnalysis | Unread
-    peak: PeakMemory | Unread
+    overrides: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class StepCompiler:
     """Compiles for the same devices. run_dir: what was compiled into it before is looked at, and the compiler's own
-    words are logged there. model: what the declaration calls its model, where it has a name."""
+    words are logged there."""
 
     devices: Sequence[Any]
     run_dir: Path
-    model: str | None
     console: Console
 
-    def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> CompiledStep:
+    def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> StoredStep:
         """overrides: that declare it. status: shown while it compiles. Raises ConfigError for compiler options that are
         wrong, JaxRuntimeError where the compiler fails, RunFailed where it aborted on this program before."""
         with captured_stderr(self.run_dir / COMPILER_LOG) as captured:
-            mesh = plan.mesh.of_devices(self.devices)
-            start = time.perf_counter()
-            lowered = lower_for_target(plan, mesh)
-            lower_seconds = time.perf_counter() - start
-            fingerprint = fingerprint_of(plan, lowered, mesh)
-            store = store_of(plan.spec, fingerprint)
-            found = find_artifact(fingerprint, (self.run_dir / FOLDER, *([store] if store else [])))
-            aborted = store and store.with_name(f"{store.name}.aborted")
-            built = found.built if found else self._compiled(lowered, status, captured.terminal, aborted)
-        if not found:
-            built = replace(built, notes=tuple(line for line in captured.lines if REMATERIALIZATION in line))
-        cache = "hit" if found else "miss" if store else "off"
-        facts = BuildFacts(fingerprint, lower_seconds, cache, overrides, lowered.options_left_out, self.model)
-        estimate = estimate_step(plan)
-        schedule, peak = read_text(built.text, plan, estimate.communication)
-        kept = found or (self._kept(store, fingerprint, built, overrides) if store else None)
-        return CompiledStep(plan, built, facts, kept, estimate, schedule, peak)
+            stored = _StoredCompile(self, plan.spec, overrides, status, captured)
+            step = compile_plan(plan, self.devices, compile_step=stored)
+        return StoredStep(step, stored.artifact, overrides)
 
-    def _kept(self, store: Path, *artifact: Any) -> Artifact | None:
+
+@dataclass
+class _StoredCompile:
+    """Finds what a lowered step was compiled to before, or compiles and stores it. artifact: found, or stored."""
+
+    compiler: StepCompiler
+    spec: RunSpec
+    overrides: tuple[str, ...]
+    status: str
+    captured: Captured
+    artifact: Artifact | None = None
+
+    def __call__(self, lowered: LoweredStep) -> Built:
+        store = store_of(self.spec, lowered.fingerprint)
+        places = (self.compiler.run_dir / FOLDER, *([store] if store else []))
+        self.artifact = find_artifact(lowered.fingerprint, places)
+        if self.artifact:
+            return replace(self.artifact.built, cache="hit")
+        built = self._compiled(lowered, store and store.with_name(f"{store.name}.aborted"))
+        if store is None:
+            return built
+        self.artifact = self._stored(store, lowered.fingerprint, built)
+        return replace(built, cache="miss")
+
+    def _compiled(self, lowered: LoweredStep, aborted: Path | None) -> Built:
+        """aborted: where it is stored that the compiler ended a process over this program."""
+        check_did_not_abort(aborted)
+        built = watched(
+            lambda: compile_ahead(lowered),
+            log=self.compiler.run_dir / COMPILER_LOG,
+            terminal=self.captured.terminal,
+            status=self.status,
+            kept_in=aborted,
+            console=self.compiler.console,
+        )
+        return replace(built, notes=tuple(line for line in self.captured.read() if REMATERIALIZATION in line))
+
+    def _stored(self, store: Path, fingerprint: Fingerprint, built: Built) -> Artifact | None:
         """A store that cannot be written is a warning."""
         try:
-            return write_artifact(store, *artifact)
+            return write_artifact(store, fingerprint, built, self.overrides)
         except OSError as error:
-            say(self.console, f"warning: not kept in {store.parent}: {error.strerror}")
+            say(self.compiler.console, f"warning: not kept in {store.parent}: {error.strerror}")
             return None
-
-    def _compiled(self, lowered: Programs, status: str, terminal: int, aborted: Path | None) -> Built:
-        """aborted: where it is kept that the compiler ended a process over this program."""
-        check_did_not_abort(aborted)
-        return watched(
-            lambda: compile_ahead(lowered),
-            log=self.run_dir / COMPILER_LOG,
-            terminal=terminal,
-            status=status,
-            kept_in=aborted,
-            console=self.console,
-        )
 
 
 def check_did_not_abort(aborted: Path | None) -> None:
@@ -102,11 +101,6 @@ def check_did_not_abort(aborted: Path | None) -> None:
     if aborted and (why := read_last_words(aborted)):
         fix = f"other options or another version of it may do; remove {aborted} to let it try again"
         raise RunFailed(Problem("the compiler", f"aborted on this program before: {why}", fix), exit_code=1)
-
-
-def lower_for_target(plan: Plan, mesh: Mesh) -> Programs:
-    """All programs; for chips that are not there the train step alone: where it runs, the others take seconds."""
-    return lower(plan, mesh, PROGRAMS if plan.target.is_attached else (STEP,))
 
 
 def store_of(spec: RunSpec, fingerprint: Fingerprint) -> Path | None:

@@ -4,21 +4,23 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from conftest import LINEAR_STACK, SMALL
+from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.analysis.program_text import Unread
 from meshloom.compiler.config.allowed_code import code_allowed_from
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.driver import plan_run
+from meshloom.compiler.driver import plan_run, report_of
 from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.report.build_report import BuildFacts, build_report
 from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.compiler.report.views.facts import NO_REASON, unknown_values
-from meshloom.compiler.xla.aot import Built, OutOfMemory
+from meshloom.compiler.xla.aot import Built, LoweredStep, OutOfMemory
 from meshloom.compiler.xla.fingerprint import Fingerprint
 from meshloom.runtime.train.metrics import mfu
 
@@ -208,9 +210,10 @@ def test_what_cannot_be_counted_is_unknown_and_named(plan_with, case):
 def test_the_report_of_a_step_that_cannot_be_counted_says_why(plan_with):
     plan = plan_with(WHILE, "precision=bfloat16")
     built = Built(None, None, OutOfMemory(None, 1, ""), {}, {}, 1.0, ())
-    facts = BuildFacts(Fingerprint({}, {}, {"jax": "", "jaxlib": ""}, {}, {}, {}), 1.0, "off", (), (), None)
+    programs: Any = SimpleNamespace(options_left_out=())
+    lowered = LoweredStep(programs, Fingerprint({}, {}, {"jax": "", "jaxlib": ""}, {}, {}, {}), 1.0)
     unread = Unread("it was refused")
-    report = build_report(plan, built, facts, estimate_step(plan), unread, unread)
+    report = report_of(CompiledStep(plan, estimate_step(plan), lowered, built, unread, unread))
     assert report.program.model_flops_per_step is None
     reasons = dict(unknown_values(report))
     layers = next(n for n, part in enumerate(report.roofline) if part.name == "layers (x3)")

@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from conftest import SMALL, plan_of
+from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.analysis.program_text import NO_PROGRAM, Unread
 from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis
 from meshloom.compiler.config.flag_presets import preset_file
@@ -32,10 +33,9 @@ from meshloom.compiler.target.compiler_options import (
     refused_options,
 )
 from meshloom.compiler.target.topology import check_compiler, find_devices
-from meshloom.compiler.xla.aot import Built, ProgramMemory, compile_ahead
-from meshloom.compiler.xla.programs import lower
+from meshloom.compiler.xla.aot import Built, ProgramMemory, compile_ahead, lower_ahead
 from meshloom.runtime.compile.overlap_search import search_overlap
-from meshloom.runtime.compile.step_compiler import CompiledStep
+from meshloom.runtime.compile.step_compiler import StoredStep
 from support import reports
 from support.helpers import meshloom, plan_as_declared
 
@@ -185,9 +185,9 @@ def test_an_option_of_a_set_that_the_compiler_does_not_know_is_left_out_and_repo
     """A declared one would be an error: test_compile.py."""
     plan = plan_of(*SMALL, "model.num_layers=1", "compiler_options={xla_cpu_enable_fast_math: true}")
     unknown = {"xla_not_yet": True, "xla_embed_ir_in_executable": True, "xla_cpu_enable_fast_math": False}
-    lowered = lower(replace(plan, set_options=unknown), plan.mesh.of_devices(jax.devices()))
-    assert lowered.options_left_out == ("xla_not_yet",)
-    assert lowered.compiler_options == {"xla_embed_ir_in_executable": True, "xla_cpu_enable_fast_math": True}
+    lowered = lower_ahead(replace(plan, set_options=unknown), plan.mesh.of_devices(jax.devices()))
+    assert lowered.programs.options_left_out == ("xla_not_yet",)
+    assert lowered.programs.compiler_options == {"xla_embed_ir_in_executable": True, "xla_cpu_enable_fast_math": True}
     assert compile_ahead(lowered).text
 
 
@@ -244,7 +244,7 @@ class Unreadable:
     def __init__(self, *places: int, errors: Mapping[int, Exception] = MappingProxyType({})):
         self.places, self.errors, self.num_compiled = places, errors, 0
 
-    def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> CompiledStep:  # noqa: ARG002
+    def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> StoredStep:  # noqa: ARG002
         place, self.num_compiled = self.num_compiled, self.num_compiled + 1
         if place in self.errors:
             raise self.errors[place]
@@ -253,8 +253,9 @@ class Unreadable:
         schedule = Unread("line 7: no instruction") if place in self.places else analysis
         memory = ProgramMemory(*[0] * 7)
         built = Built("HloModule", memory, None, {}, {}, 1.0, ())
-        facts: Any = SimpleNamespace(fingerprint=SimpleNamespace(digest="d"))
-        return CompiledStep(plan, built, facts, None, estimate_step(plan), schedule, NO_PROGRAM)
+        lowered: Any = SimpleNamespace(fingerprint=SimpleNamespace(digest="d"))
+        step = CompiledStep(plan, estimate_step(plan), lowered, built, schedule, NO_PROGRAM)
+        return StoredStep(step, None, overrides)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +268,8 @@ def test_what_cannot_be_read_is_not_judged(unread, chosen):
     best, search = search_overlap(plan, compiler, ())
     assert search.chosen == chosen
     assert [place for place, one in enumerate(search.tried) if one.why_not == "line 7: no instruction"] == [*unread]
-    assert best.plan.spec.overlap.layers == search.tried[chosen].layers
-    assert isinstance(best.schedule, Unread) == (chosen in unread)
+    assert best.step.plan.spec.overlap.layers == search.tried[chosen].layers
+    assert isinstance(best.step.schedule, Unread) == (chosen in unread)
     report = reports.fits()[0].model_copy(update={"search": search})
     out = io.StringIO()
     show_summary(report, Console(out, width=100), files=())
@@ -283,7 +284,7 @@ def test_what_the_compiler_fails_on_or_refuses_is_told_and_the_search_goes_on():
     best, search = search_overlap(plan, compiler, ())
     assert [one.why_not for one in search.tried] == [None, "INTERNAL: no", None, "requires another"]
     assert search.chosen == 2
-    assert best.plan.spec.overlap.layers == search.tried[2].layers
+    assert best.step.plan.spec.overlap.layers == search.tried[2].layers
 
 
 @pytest.mark.ci

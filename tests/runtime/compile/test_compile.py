@@ -16,26 +16,28 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from conftest import SMALL, plan_of, spec_of
+from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.analysis.exposure import TOO_EXPOSED
 from meshloom.compiler.analysis.program_memory import PeakMemory
-from meshloom.compiler.analysis.program_text import NO_PROGRAM, Unread, read_text
+from meshloom.compiler.analysis.program_text import NO_PROGRAM, Unread
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError
+from meshloom.compiler.driver import compile_plan, report_of
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.report.build_report import BuildFacts, build_report
 from meshloom.compiler.report.views.facts import NO_REASON, unknown_values
 from meshloom.compiler.schema import MemoryReport, Report
 from meshloom.compiler.step.train_step import build_train_step
 from meshloom.compiler.xla.aot import (
     Built,
+    LoweredStep,
     OutOfMemory,
     ProgramMemory,
     compile_ahead,
+    lower_ahead,
     option_problem,
     parse_out_of_memory,
 )
-from meshloom.compiler.xla.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.xla.hlo import parse
 from meshloom.compiler.xla.programs import Programs, build, lower
 from meshloom.compiler.xla.stderr_capture import captured_stderr
@@ -50,24 +52,24 @@ GIB = 2**30
 
 
 @pytest.fixture(scope="module")
-def lowered() -> Programs:
+def lowered_step() -> LoweredStep:
     plan = plan_of(*TINY)
-    return lower(plan, plan.mesh.of_devices(jax.devices()))
+    return lower_ahead(plan, plan.mesh.of_devices(jax.devices()))
 
 
 @pytest.fixture(scope="module")
-def built(lowered) -> Built:
-    return compile_ahead(lowered)
+def lowered(lowered_step) -> Programs:
+    return lowered_step.programs
 
 
-def _fingerprint(lowered: Programs) -> Fingerprint:
-    plan = plan_of(*TINY)
-    return fingerprint_of(plan, lowered, plan.mesh.of_devices(jax.devices()))
+@pytest.fixture(scope="module")
+def built(lowered_step) -> Built:
+    return compile_ahead(lowered_step)
 
 
 @pytest.fixture
-def artifact(tmp_path, lowered, built) -> Artifact:
-    return write_artifact(tmp_path / "artifact", _fingerprint(lowered), built, ("seed=0",))
+def artifact(tmp_path, lowered_step, built) -> Artifact:
+    return write_artifact(tmp_path / "artifact", lowered_step.fingerprint, built, ("seed=0",))
 
 
 def _first_batch(programs: Programs, tokens: np.ndarray):
@@ -126,8 +128,8 @@ def test_an_artifact_of_other_devices_is_refused(artifact):
         find_precompiled(plan_of(*TINY, "target=cpu-4"), artifact.place)
 
 
-def test_an_artifact_of_another_version_of_the_compiler_is_refused(tmp_path, lowered, built):
-    ours = _fingerprint(lowered)
+def test_an_artifact_of_another_version_of_the_compiler_is_refused(tmp_path, lowered_step, built):
+    ours = lowered_step.fingerprint
     other = replace(ours, environment={**ours.environment, "jaxlib": "0.0.1", "XLA_FLAGS": "--xla_x=1"})
     place = write_artifact(tmp_path / "artifact", other, built, ()).place
     with pytest.raises(ConfigError) as refused:
@@ -188,10 +190,10 @@ def test_another_error_is_no_refusal_for_memory(said):
 
 
 @pytest.mark.parametrize("needed", [638 * GIB, None])
-def test_a_refused_program_still_has_a_report(lowered, needed):
+def test_a_refused_program_still_has_a_report(lowered_step, needed):
     refused = Built(None, None, OutOfMemory(needed, 16 * GIB, "too large"), {}, {}, 1.0, ())
-    facts = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None)
-    report = build_report(plan_of(*TINY), refused, facts, estimate_step(plan_of(*TINY)), NO_PROGRAM, NO_PROGRAM)
+    plan = plan_of(*TINY)
+    report = report_of(CompiledStep(plan, estimate_step(plan), lowered_step, refused, NO_PROGRAM, NO_PROGRAM))
     assert report.memory.peak_bytes_per_chip == needed
     assert report.memory.fits is False
     assert _without_reason(report) == []
@@ -200,18 +202,17 @@ def test_a_refused_program_still_has_a_report(lowered, needed):
     assert "refused" in report.unknown["memory.breakdown.gradients"]
 
 
-def test_arrays_in_the_hosts_memory_are_a_figure_of_their_own():
+def test_arrays_in_the_hosts_memory_are_a_figure_of_their_own(lowered_step):
     """v6e: 31.25 GiB of a chip, 180 GB of its host. What libtpu calls the peak of a step is its arguments with its
     temporaries on the device, or with its arrays on the host where those are more."""
     plan, arguments = plan_of(*TINY, "target=v6e-8"), GIB
-    facts = BuildFacts(Fingerprint({}, {}, {"jax": "", "jaxlib": ""}, {}, {}, {}), 1.0, "off", (), (), None)
 
     def memory(device: int, host: int, *, is_read: bool = True) -> MemoryReport:
         said = arguments + max(device - arguments, host)
         found = ProgramMemory(arguments, GIB, GIB, device - arguments, 0, host, said)
         peak = PeakMemory(device, {}, "", ()) if is_read else NO_PROGRAM
         built = Built(None, found, None, {}, {}, 1.0, ())
-        report = build_report(plan, built, facts, estimate_step(plan), NO_PROGRAM, peak)
+        report = report_of(CompiledStep(plan, estimate_step(plan), lowered_step, built, NO_PROGRAM, peak))
         assert _without_reason(report) == []
         return report.memory
 
@@ -224,10 +225,13 @@ def test_arrays_in_the_hosts_memory_are_a_figure_of_their_own():
     assert memory(16 * GIB, 36 * GIB, is_read=False).peak_bytes_per_chip is None
 
 
+def _report_with(built: Built) -> Report:
+    """The report of the plan, where its programs were compiled to this."""
+    return report_of(compile_plan(plan_of(*TINY), jax.devices(), compile_step=lambda _: built))
+
+
 def test_memory_of_the_report_is_that_of_the_compiled_program(lowered, built):
-    facts, estimate = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None), estimate_step(plan_of(*TINY))
-    read = read_text(built.text, plan_of(*TINY), estimate.communication)
-    memory = build_report(plan_of(*TINY), built, facts, estimate, *read).memory
+    memory = _report_with(built).memory
     stats = build(replace(lowered, init=None, evaluate=None, is_finite=None)).train.memory_analysis()
     known = {name: count or 0 for name, count in memory.breakdown.items() if name not in ("reserved", "code")}
     assert memory.peak_bytes_per_chip == sum(known.values())
@@ -239,12 +243,10 @@ def test_memory_of_the_report_is_that_of_the_compiled_program(lowered, built):
     assert memory.fits is None, "what a simulated device has is not known"
 
 
-def test_what_is_counted_wrong_is_not_told_apart(lowered, built):
+def test_what_is_counted_wrong_is_not_told_apart(built):
     """The text of one program beside the figures of another."""
-    facts, estimate = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None), estimate_step(plan_of(*TINY))
     other = replace(built, memory=replace(built.memory, temporaries_bytes=2 * built.memory.temporaries_bytes))
-    read = read_text(other.text, plan_of(*TINY), estimate.communication)
-    report = build_report(plan_of(*TINY), other, facts, estimate, *read)
+    report = _report_with(other)
     assert report.memory.breakdown["activations"] is None
     assert report.memory.breakdown["temporaries"] == other.memory.temporaries_bytes
     assert "the compiler counts" in report.unknown["memory.breakdown.activations"]
@@ -323,11 +325,10 @@ def test_a_text_that_cannot_be_read_costs_no_artifact(
     assert warnings[0].endswith(f"; it is kept as {run}/artifact/train.hlo.txt")
 
 
-def test_a_schedule_that_cannot_be_read_delivers_no_demand(lowered, built):
+def test_a_schedule_that_cannot_be_read_delivers_no_demand(lowered_step, built):
     plan = plan_of(*TINY, "target=h100-8", "overlap.max_exposed=0.99")
-    facts = BuildFacts(_fingerprint(lowered), 1.0, "miss", (), (), None)
     unread = Unread("the program's text cannot be read: line 7")
-    report = build_report(plan, built, facts, estimate_step(plan), unread, unread)
+    report = report_of(CompiledStep(plan, estimate_step(plan), lowered_step, built, unread, unread))
     assert TOO_EXPOSED in [finding.rule for finding in report.findings]
     assert report.unknown["step"] == unread.why
 

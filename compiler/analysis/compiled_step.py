@@ -1,0 +1,104 @@
+"""A compiled step with all that was read in it, and the verdicts that rest on it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..estimate.estimate import StepEstimate, fits_host
+from ..plan import Plan
+from ..schema import Finding, StepReport
+from ..xla.aot import Built, LoweredStep
+from .exposure import find_too_exposed
+from .lint import lint
+from .program_memory import PeakMemory
+from .program_text import Unread
+from .schedule_analysis import ScheduleAnalysis
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """estimate: what was planned without XLA. lowered, built: the programs before and after the compiler. schedule,
+    peak: what the text of the step says, or why that is not known."""
+
+    plan: Plan
+    estimate: StepEstimate
+    lowered: LoweredStep
+    built: Built
+    schedule: ScheduleAnalysis | Unread
+    peak: PeakMemory | Unread
+
+    @property
+    def analysis(self) -> ScheduleAnalysis:
+        """The schedule; where it is not known, one without figures that says why."""
+        return _unanalysed(self.schedule.why) if isinstance(self.schedule, Unread) else self.schedule
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a device has the memory. For TPUs the compiler decides, which refuses what does not fit; else what
+        the program takes is compared, as compilers for GPUs refuse nothing. None: unknown."""
+        if self.built.memory is None:
+            return False
+        if self.plan.target.platform == "tpu":
+            return True
+        per_device = self.plan.target.hbm_bytes_per_device
+        return None if per_device is None else self.built.memory.taken_bytes <= per_device
+
+    @property
+    def fits_host(self) -> bool | None:
+        """Whether a device's share of its host's memory holds what the step keeps there. None: unknown."""
+        num_bytes = self.host_bytes
+        return None if num_bytes is None else fits_host(num_bytes, self.plan.target.host_bytes_per_device)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """What the step keeps in the host's memory for a device; None where the compiler refused it."""
+        return None if self.built.memory is None else self.built.memory.host_bytes
+
+    @property
+    def needed_bytes(self) -> int | None:
+        """What the step needs of a device; None where the compiler refused it without a number, or where its number is
+        not the device's and the program cannot be read: then we count it, in the scheduled program."""
+        memory, refused = self.built.memory, self.built.out_of_memory
+        if memory is None:
+            return refused.needed_bytes if refused else None
+        needed = memory.needed_bytes(self.plan.target.platform)
+        if needed is not None or isinstance(self.peak, Unread):
+            return needed
+        return self.peak.num_bytes
+
+
+def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ...]:
+    """Returns what the program does that was not asked for, after what it does not deliver of what was demanded.
+
+    is_searched: this is the best of `overlap.search`.
+    """
+    analysis = step.analysis
+    too_exposed = None
+    if step.built.text:
+        too_exposed = find_too_exposed(step.plan, analysis.step, analysis.collectives, is_searched=is_searched)
+    found = lint(
+        step.plan,
+        analysis.collectives,
+        analysis.matches,
+        step.estimate.communication,
+        step.built.notes,
+        held=() if isinstance(step.peak, Unread) else step.peak.held,
+    )
+    return (*([too_exposed] if too_exposed else []), *found)
+
+
+def limit_bytes(plan: Plan) -> int | None:
+    """What a program may take of a chip."""
+    per_device = plan.target.hbm_bytes_per_device
+    return per_device and per_device * used_devices_per_chip(plan)
+
+
+def used_devices_per_chip(plan: Plan) -> int:
+    """Of JAX, by which figures of a device become those of a chip: one where a run takes a part of a chip."""
+    return max(1, plan.target.num_devices // plan.target.num_chips)
+
+
+def _unanalysed(why: str) -> ScheduleAnalysis:
+    names = [name for name in StepReport.model_fields if name.endswith(("_seconds", "_fraction", "_mfu"))]
+    step: Any = dict.fromkeys(names)
+    unknown: dict[str, str] = dict.fromkeys(("step", "collectives"), why)
+    return ScheduleAnalysis((), {}, StepReport(**step, compute_seconds_by_kind={}, num_unpriced=0), (), unknown)
