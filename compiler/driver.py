@@ -4,7 +4,7 @@
     step = compile_plan(plan, devices)    Plan -> CompiledStep        estimated, lowered, compiled, and its text read
     report = report_of(step)              CompiledStep -> Report      judged, for people and tools
 
-Finding what was compiled before, and watching a compiler at work, are the caller's: it passes in how a step is compiled.
+Finding what was compiled before and watching a compiler at work are the caller's, who passes in how to compile a step.
 """
 
 from collections.abc import Callable, Sequence

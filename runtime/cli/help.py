@@ -11,13 +11,15 @@ from meshloom.compiler.config.compose import Request, chosen_options, config_sou
 from meshloom.compiler.config.target_names import patterns
 from meshloom.compiler.core.visible import write_out
 
-from .main import COMMANDS
+from .commands import Command
 
 
-def show_help(command: str, request: Request) -> None:
+def show_help(command: Command, request: Request) -> None:
     """Print the command's groups as Hydra finds them, a user's too, each option with the first line of its file."""
-    write_out(f"meshloom {command}: {COMMANDS[command]}\n")
-    write_out(f"usage: meshloom {command} [group=option ...] [group.key=value ...] [Hydra's flags: -m, --cfg job, ...]")
+    write_out(f"meshloom {command.name}: {command.description}\n")
+    write_out(
+        f"usage: meshloom {command.name} [group=option ...] [group.key=value ...] [Hydra's flags: -m, --cfg job, ...]"
+    )
     write_out("")
     with hydra_session(request) as groups:
         chosen, sources = chosen_options(request), config_sources(request)

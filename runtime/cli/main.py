@@ -14,14 +14,8 @@ from meshloom.compiler.core.errors import MISTAKE
 from meshloom.compiler.core.visible import write_error, write_out
 
 from ..core.interruptible import hear_interrupts
-
-COMMANDS = {
-    "train": "compile for the devices at hand and run",
-    "explain": "the plan, in seconds, without compiling: shardings with reasons, memory, arithmetic",
-    "compile": "ahead of time, for hardware that need not be there: does it fit; a report and an artifact",
-    "diff": "what changed between two runs: config, predicted step, memory, collectives, layouts",
-    "data": "tokenise a corpus of any size into shards, once, for data=tokens to read",
-}
+from .commands import COMMANDS, Command
+from .completion import complete_command
 
 USAGE = """\
 meshloom: a training run is declared, compiled ahead of time, and run.
@@ -86,7 +80,8 @@ def run(args: list[str]) -> int:
     """Run one command line; returns the exit code: 0 done, 2 a mistake in what was asked, 128 + signal stopped, or one
     of failures.py where a run had to end."""
     if not args or args[0] in ("-h", "--help", "help"):
-        write_out(USAGE.format(commands="\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())), end="")
+        listed = "\n".join(f"  {command.name:10}{command.description}" for command in COMMANDS.values())
+        write_out(USAGE.format(commands=listed), end="")
         return 0
     if args[0] == "--version":
         from meshloom import __version__
@@ -94,37 +89,25 @@ def run(args: list[str]) -> int:
         write_out(f"meshloom {__version__}")
         return 0
     if args[0] in ("-sc", "--shell-completion"):
-        return _complete(args)
-    command, *rest = args
-    if command not in COMMANDS:
-        near = get_close_matches(command, COMMANDS, n=1)
+        command = complete_command()
+        return run_command(command, args) if command else 0
+    name, *rest = args
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
         write_error(
-            f"error: there is no command '{command}'\n"
+            f"error: there is no command '{name}'\n"
             f"  fix: use one of {', '.join(COMMANDS)}" + (f" (did you mean '{near[0]}'?)" if near else "")
         )
         return 2
     if "--version" in rest:
         return run(["--version"])
-    if command == "diff":  # of runs that are there already: it takes no overrides
-        from .diff import diff_command
-
-        return diff_command(rest)
-    from .app import run_command
-
-    return run_command(command, rest)
+    return run_command(COMMANDS[name], rest)
 
 
-def _complete(args: list[str]) -> int:
-    """Answer the shell, which knows of no commands: complete the command, then leave its overrides to Hydra."""
-    line = os.environ.get("COMP_LINE", "")
-    words = line.split()
-    if len(words) < 2 or (len(words) == 2 and not line.endswith(" ")):
-        write_out(" ".join(COMMANDS))
-        return 0
-    program, command = words[:2]
-    if command not in COMMANDS or command == "diff":  # the shell itself completes directories
-        return 0
-    os.environ["COMP_LINE"] = program + line[line.index(command, len(program)) + len(command) :]
-    from .app import run_command
+def run_command(command: Command, args: list[str]) -> int:
+    """Run a command that there is, with the words after its name; returns the exit code."""
+    if not command.takes_overrides:
+        return command.load()(args)
+    from .app import run_declared
 
-    return run_command(command, args)
+    return run_declared(command, args)

@@ -1,5 +1,6 @@
 """A sweep: each point is a command in a process of its own, since devices, compiler and signals belong to one run."""
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -7,13 +8,16 @@ from dataclasses import dataclass
 
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
 
 from meshloom.compiler.config.allowed_code import allow_words
-from meshloom.compiler.config.compose import Request
+from meshloom.compiler.config.compose import Request, check_sweep
 from meshloom.compiler.config.hydra_settings import one_directory
 from meshloom.compiler.config.override_text import override
 from meshloom.compiler.core.errors import MISTAKE
 from meshloom.compiler.core.visible import write_error, write_out
+
+from .hydra_app import run_hydra_app
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,19 @@ class Point:
     overrides: list[str]
     run_dir: str
     exit_code: int
+
+
+def run_sweep(command: str, request: Request, flags: argparse.Namespace) -> int:
+    """Runs every point, once all values are checked. Returns the exit code, that of the worst point."""
+    check_sweep(request)
+    points: list[Point] = []
+
+    def task(_: DictConfig) -> int:
+        points.append(run_point(command, request, points))
+        return points[-1].exit_code
+
+    run_hydra_app(request, flags, task)
+    return end_of_sweep(points)
 
 
 def run_point(command: str, request: Request, before: Sequence[Point]) -> Point:

@@ -1,4 +1,4 @@
-"""One run directory for all processes: Hydra's is named by the clock, and clocks differ."""
+"""The place of a run directory: free, and one for all processes; Hydra's is named by the clock, and clocks differ."""
 
 import time
 from dataclasses import replace
@@ -10,9 +10,22 @@ from meshloom.compiler.config.override_parser import key_of
 from meshloom.compiler.config.override_text import override
 from meshloom.compiler.core.errors import ConfigError, Problem
 
+from ..core.exclusive import check_is_free
 from ..processes.distributed import Processes, together
 
 SECONDS_UNTIL_SEEN = 30  # a directory that another host made shows up late on some network file systems
+
+
+def check_run_dir(request: Request) -> None:
+    """Raise ConfigError where the named run directory is in use, before Hydra writes its record over the run's."""
+    is_named = RUN_DIR in map(key_of, request.overrides)
+    if is_named or request.search_path or request.config_path:  # or a file of the user's may name it
+        check_is_free(as_typed(hydra_run_dir(request)))
+
+
+def as_typed(run_dir: Path) -> Path:
+    """A run directory as one types it from here."""
+    return run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
 
 
 def in_shared_run_dir(request: Request, processes: Processes) -> Request:

@@ -21,8 +21,8 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.report.views.page import _config
 from meshloom.compiler.xla.fingerprint import fields_of_program
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
-from meshloom.runtime.cli.app import _hydra_app, _nothing
 from meshloom.runtime.cli.flags import parse_flags
+from meshloom.runtime.cli.hydra_app import do_nothing, run_hydra_app
 from meshloom.runtime.cli.main import _show_crash
 from meshloom.runtime.data import open_data
 from meshloom.runtime.processes.distributed import Processes
@@ -78,7 +78,7 @@ def files_with(text: str, folder: Path) -> list[str]:
 def test_the_files_of_a_run_name_the_variable(folder):
     """Declaration, plan, checkpoint, log and Hydra's own record; the user's class has the value."""
     run_dir, words = folder / "run", (*SMALL, *REMOTE, SEED)
-    _hydra_app(Request((*words, "hydra.run.dir=run")), parse_flags("train", [])[0], task=_nothing)
+    run_hydra_app(Request((*words, "hydra.run.dir=run")), parse_flags("train", [])[0], task=do_nothing)
     assert (run_dir / ".hydra/config.yaml").exists()
     plan = read_spec(Request(words), then=plan_run)
     write_declaration(plan, run_dir)

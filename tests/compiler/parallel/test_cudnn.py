@@ -9,7 +9,7 @@ from meshloom.compiler.config.target_spec import SwitchSpec
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.parallel.attention import AttentionOp
 from meshloom.compiler.report import explain as explain_module
-from meshloom.runtime.cli.app import run_command
+from meshloom.runtime.cli.main import run
 
 GPUS = [kind for kind in kinds() if kind != "cpu" and isinstance(chip_file(kind)[1], SwitchSpec)]
 IN_16_BITS = (*SMALL, "precision=bfloat16", "model.head_dim=8")
@@ -17,7 +17,7 @@ IN_16_BITS = (*SMALL, "precision=bfloat16", "model.head_dim=8")
 
 @pytest.mark.parametrize("kind", GPUS)
 def test_every_gpu_is_explained_without_cuda(kind, capsys):
-    assert run_command("explain", [*IN_16_BITS, f"target={kind}-8"]) == 0
+    assert run(["explain", *IN_16_BITS, f"target={kind}-8"]) == 0
     printed = capsys.readouterr()
     assert "attention by cudnn" in printed.out
     assert "no step is shorter than" in printed.out
@@ -30,7 +30,7 @@ def test_a_page_is_printed_whole_or_not_at_all(monkeypatch, capsys):
 
     monkeypatch.setattr(explain_module, "estimate_step", fail)
     with pytest.raises(RuntimeError, match="the estimate fails"):
-        run_command("explain", [*SMALL, "target=cpu-8"])
+        run(["explain", *SMALL, "target=cpu-8"])
     assert capsys.readouterr().out == ""
 
 

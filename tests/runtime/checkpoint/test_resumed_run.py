@@ -10,7 +10,7 @@ import pytest
 from conftest import LINEAR_STACK, SMALL, spec_of
 from meshloom.compiler.core.console import Console
 from meshloom.runtime.checkpoint.reschedule import describe_change, schedule_record
-from meshloom.runtime.cli.app import run_command
+from meshloom.runtime.cli.main import run
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log
 from meshloom.runtime.train.train import plan_and_check, train
@@ -102,6 +102,6 @@ def test_a_wrong_place_to_restore_from_is_found_before_anything_is_written(
     place = make(stopped, tmp_path / "copy")
     monkeypatch.setattr("meshloom.runtime.train.train.start_devices", lambda *_: ())  # this process has its devices
     line = [*SMALL, *RUN, more, f"checkpoint.restore_from={place}", f"hydra.run.dir={tmp_path}/run"]
-    assert run_command("train", line) == code
+    assert run(["train", *line]) == code
     assert words in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,8 @@
 """The command line as its users type it: in this process, but for what is of processes."""
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +16,9 @@ from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.runtime.cli.commands import COMMANDS
 from meshloom.runtime.cli.flags import parse_flags
-from meshloom.runtime.cli.main import COMMANDS, run
+from meshloom.runtime.cli.main import run
 from meshloom.runtime.train.next_steps import next_steps
 from support.helpers import meshloom, run_in_process
 
@@ -25,6 +28,18 @@ def test_help_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert all(command in done.stdout for command in COMMANDS)
+
+
+def test_every_command_of_the_registry_is_there_and_is_told_alike_everywhere():
+    """One table says what there is: the usage, a command's help, the shell's completion, and what is run."""
+    usage, offered = run_in_process().stdout, run_in_process("-sc", "query=bash", COMP_LINE="meshloom ").stdout
+    assert offered.split() == [*COMMANDS]
+    for name, command in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(command.description)}$", usage, re.M)
+        first = run_in_process(name, "--help").stdout.splitlines()[0]
+        assert first == f"meshloom {name}: {command.description}" or not command.takes_overrides
+        parameters = [*inspect.signature(command.load()).parameters]
+        assert parameters == (["request", "flags"] if command.takes_overrides else ["args"])
 
 
 def test_a_reader_that_has_gone_away_is_no_crash():

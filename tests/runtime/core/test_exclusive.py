@@ -9,7 +9,7 @@ from conftest import LINEAR_STACK, SMALL, plan_of
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.runtime.cli.app import run_command
+from meshloom.runtime.cli.main import run
 from meshloom.runtime.compile.compile_command import CompileJob, compile_step
 from meshloom.runtime.core.exclusive import LOCK, alone, check_is_free
 from meshloom.runtime.processes.distributed import Processes
@@ -37,7 +37,7 @@ def test_a_run_directory_in_use_is_refused_and_left_as_it_is(tmp_path, monkeypat
             line += [f"--config-dir={tmp_path}/configs", "place=here"]
         else:
             line.append(f"hydra.run.dir={run_dir}")
-        assert run_command(command, line) == 2
+        assert run([command, *line]) == 2
         assert _content(run_dir) == before
     assert f"error: hydra.run.dir: another run is going on in {run_dir}" in capsys.readouterr().err
 

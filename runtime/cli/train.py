@@ -1,0 +1,83 @@
+"""`meshloom train`: the declaration checked in all processes, then run in a directory that Hydra makes."""
+
+import argparse
+import logging
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.composition_errors import MISTAKES, as_config_error
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import MISTAKE
+
+from ..core.failures import is_of_one_process
+from ..processes import distributed
+from ..processes.agreement import check_same_data
+from ..processes.process_log import process_log
+from ..rundir.run_dir import as_typed, check_run_dir, in_shared_run_dir
+from ..train.train import Job, prepare, train
+from .hydra_app import run_hydra_app, show_mistake
+
+LOG = logging.getLogger("meshloom")
+
+
+def train_command(request: Request, flags: argparse.Namespace) -> int:
+    """The same in every process of a run: a mistake that one of them finds ends all of them."""
+    try:
+        exit_code = _train_together(request, flags)
+    except MISTAKES as error:
+        exit_code = _show_once(error)
+    except BaseException as error:
+        distributed.crash(error)
+        raise
+    distributed.leave()
+    return exit_code
+
+
+def _train_together(request: Request, flags: argparse.Namespace) -> int:
+    declared: Job | distributed.Disagreement
+    try:
+        declared = distributed.together("declaration", lambda: read_spec(request, then=prepare))
+        check_same_data(declared.data.identity, distributed.current())
+    except distributed.Disagreement as error:  # to be named in the log of each process
+        declared = error
+    processes, exit_codes = distributed.current(), [MISTAKE]
+    if processes.count == 1:
+        check_run_dir(request)
+
+    def run(shown: Path) -> int:
+        try:
+            if isinstance(declared, distributed.Disagreement):
+                raise declared
+            console = Console(is_quiet=not processes.is_first)
+            return train(declared, shown, overrides=request.overrides, console=console, processes=processes)
+        except MISTAKES as error:  # Hydra would print a line of its own about it
+            LOG.error(error, exc_info=isinstance(error, OSError))
+            if is_of_one_process(error) and processes.count > 1:
+                distributed.crash(error, shown)
+            return _show_once(error)
+        except BaseException as error:
+            LOG.error("crashed", exc_info=True)
+            distributed.crash(error, shown)
+            raise
+
+    def task(_: DictConfig) -> None:
+        run_dir = Path(HydraConfig.get().runtime.output_dir)
+        shown = as_typed(run_dir)
+        try:
+            with process_log(run_dir, processes):
+                exit_codes[0] = run(shown)
+        except OSError as error:  # of the log itself
+            distributed.crash(error, shown)
+            exit_codes[0] = _show_once(error)
+
+    run_hydra_app(in_shared_run_dir(request, processes), flags, task)
+    return exit_codes[0]
+
+
+def _show_once(error: Exception) -> int:
+    """Process 0 says it for all; each returns the exit code."""
+    mistake = as_config_error(error)
+    return show_mistake(mistake) if distributed.current().is_first else mistake.exit_code
