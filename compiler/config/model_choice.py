@@ -8,8 +8,17 @@ from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
 from ..core.format import human_names
+from .compose import Request, hydra_arguments, hydra_session
 
 NUM_CHANGES = 2  # of keys that are named
+
+
+def model_of(request: Request) -> str | None:
+    """The same for a request that is right, where Hydra is not set up."""
+    overrides = hydra_arguments(request)
+    with hydra_session(request):
+        composed = compose(request.config_name, overrides=overrides, return_hydra_config=True)
+        return chosen_model(composed, composed.hydra)
 
 
 def chosen_model(composed: DictConfig, hydra: HydraConf) -> str | None:

@@ -3,6 +3,8 @@
 Quantities end in their unit, counts start with `num_`, batch sizes are global unless they say otherwise.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -199,6 +201,17 @@ class EvaluationSpec(Config):
     num_batches: PositiveInt  # always the same ones
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What a declaration was typed as: its overrides, a folder of configs beside ours, and modules whose code it may
+    run. It is not part of what is declared: any two are equal. overrides: None where nothing that is typed declares it.
+    """
+
+    overrides: tuple[str, ...] | None = field(default=None, compare=False)
+    config_dir: str | None = field(default=None, compare=False)
+    code_allowed_from: tuple[str, ...] = field(default=(), compare=False)
+
+
 class RunSpec(Config):
     """A whole run. `global_batch_size` is in sequences, over all devices and microbatches."""
 
@@ -233,11 +246,30 @@ class RunSpec(Config):
     notes: dict[str, Any]  # a user's own keys: they are kept and logged, and nothing here reads them
 
     _sources: Sources = PrivateAttr(default_factory=dict)  # of values that came from the environment
+    _origin: Origin = PrivateAttr(default=Origin())
 
     def with_sources(self, sources: Sources) -> Self:
         """The same declaration, which knows where values came from: they are not written in clear."""
         copied = self.model_copy()
         copied._sources = sources
+        return copied
+
+    def with_origin(self, origin: Origin) -> Self:
+        """The same declaration, which knows what it was typed as."""
+        copied = self.model_copy()
+        copied._origin = origin
+        return copied
+
+    @property
+    def origin(self) -> Origin:
+        """What it was typed as."""
+        return self._origin
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """The same with other values; its overrides are then not those that were typed."""
+        copied = super().model_copy(update=update, deep=deep)
+        if update:
+            copied._origin = replace(self._origin, overrides=None)
         return copied
 
     def as_written(self) -> dict[str, Any]:

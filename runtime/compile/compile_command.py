@@ -1,10 +1,10 @@
-"""`meshloom compile`: the train step, compiled for a target that need not be there; verdict, report, artifact."""
+"""The train step, compiled for a target that need not be there: verdict, report, artifact."""
 
 import logging
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from .overlap_search import search_overlap
 from .step_compiler import COMPILER_LOG, StepCompiler, StoredStep
 
 LOG = logging.getLogger("meshloom")
+Replan = Callable[[tuple[str, ...]], Plan]  # the plan of the same declaration with more overrides
 
 
 @dataclass(frozen=True)
@@ -54,19 +55,41 @@ class CompileJob:
     said: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """What a compile came to."""
+
+    stored: StoredStep
+    report: Report
+
+    @property
+    def refusal(self) -> int:
+        """The exit code of a step that is compiled and not accepted; 0 of one that is."""
+        if False in (self.report.memory.fits, self.report.memory.host_fits):
+            return DOES_NOT_FIT
+        return EXPOSED if any(finding.rule == TOO_EXPOSED for finding in self.report.findings) else 0
+
+
 def prepare_compile(spec: RunSpec) -> CompileJob:
     """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError."""
     is_run = spec.target.kind == "cpu"
     said = start_devices(spec.target, Processes()) if is_run else plan_without_devices(spec.target)
+    job = find_job(spec, lambda: plan_run(spec))
+    return replace(job, said=(*said, *job.said))
+
+
+def find_job(spec: RunSpec, make_plan: Callable[[], Plan]) -> CompileJob:
+    """The job of a declaration, once the devices that it runs on have started. Raises ConfigError with all that is
+    wrong."""
     with captured_stderr() as captured:
         plan, devices, *_ = all_of(
-            lambda: plan_run(spec),
+            make_plan,
             lambda: find_devices(spec.target, plan_target(spec.target, spec.precision.compute)),
             lambda: _check_makes_artifact(spec),
         )
         check_can_judge(plan)
         check_compiler_options(spec.compiler_options, devices[0])
-    return CompileJob(plan, devices, (*said, *captured.lines))
+    return CompileJob(plan, devices, captured.lines)
 
 
 def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str | None, console: Console) -> int:
@@ -76,26 +99,47 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str
     Raises ConfigError for compiler options that are wrong and a directory that is in use, RunFailed where the compiler
     fails.
     """
+
+    def replan(more: tuple[str, ...]) -> Plan:
+        return read_spec(replace(request, overrides=(*request.overrides, *more)), then=plan_run)
+
     with only_run_in(run_dir):
-        return _compile_step(job, run_dir, request=request, model=model, console=console)
+        _show_header(console, job)
+        compiled = compile_job(job, run_dir, overrides=request.overrides, model=model, replan=replan, console=console)
+        files = write_compiled(compiled, run_dir)
+        _show_result(console, compiled, files, None if compiled.refusal else run_dir)
+        return compiled.refusal
 
 
-def _compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str | None, console: Console) -> int:
-    _show_header(console, job)
-    compiler = StepCompiler(job.devices, run_dir, console)
-    made, searched = _compiled(job, compiler, request.overrides)
+def compile_job(
+    job: CompileJob,
+    run_dir: Path,
+    *,
+    overrides: tuple[str, ...],
+    model: str | None,
+    replan: Replan | None,
+    console: Console,
+) -> Compiled:
+    """Compile, or find what was compiled before, in a folder for what the compiler says.
+
+    overrides, model: as for a report. replan: None where nothing can be suggested for a step that does not fit.
+    """
+    stored, searched = _compiled(job, StepCompiler(job.devices, run_dir, console), overrides)
     raise_if_interrupted()
-    step = made.step
+    changes = _savings(stored.step, replan) if replan and stored.step.fits is False else ()
+    report = report_of(stored.step, overrides=stored.overrides, model=model, changes=changes, search=searched)
+    return Compiled(stored, report)
+
+
+def write_compiled(compiled: Compiled, run_dir: Path) -> tuple[Path, ...]:
+    """Write the declaration, the report and, of a step that is accepted, the artifact. Returns what to open first."""
+    step = compiled.stored.step
     write_declaration(step.plan, run_dir)
-    changes = _savings(step, request) if step.fits is False else ()
-    report = report_of(step, overrides=made.overrides, model=model, changes=changes, search=searched)
-    refused = _refusal(report)
-    place = None if refused else run_dir / FOLDER
+    place = None if compiled.refusal else run_dir / FOLDER
     if place:
-        _put(made, place)
-    files = write_report(report, step.plan, run_dir, events=step.analysis.events)
-    _show_result(console, report, made, [*files, *([place] if place else [])], run_dir if place else None)
-    return refused
+        _put(compiled.stored, place)
+    files = write_report(compiled.report, step.plan, run_dir, events=step.analysis.events)
+    return (*files, *([place] if place else []))
 
 
 def _compiled(
@@ -108,23 +152,12 @@ def _compiled(
         return compiler.compile(job.plan, overrides, "compiling the train step"), None
 
 
-def _refusal(report: Report) -> int:
-    """The exit code of a step that is compiled and not accepted; 0 of one that is."""
-    if False in (report.memory.fits, report.memory.host_fits):
-        return DOES_NOT_FIT
-    return EXPOSED if any(finding.rule == TOO_EXPOSED for finding in report.findings) else 0
-
-
-def _savings(step: CompiledStep, request: Request) -> tuple[Change, ...]:
+def _savings(step: CompiledStep, replan: Replan) -> tuple[Change, ...]:
     """What would make it fit, where it is known how much it lacks."""
     plan = step.plan
     needed, limit = step.needed_bytes, plan.target.hbm_bytes_per_device
     if needed is None or limit is None:
         return ()
-
-    def replan(more: tuple[str, ...]) -> Plan:
-        return read_spec(replace(request, overrides=(*request.overrides, *more)), then=plan_run)
-
     return find_savings(plan, needed, limit, replan)
 
 
@@ -162,11 +195,10 @@ def _show_header(console: Console, job: CompileJob) -> None:
         say(console, warning.as_warning())
 
 
-def _show_result(
-    console: Console, report: Report, made: StoredStep, files: Sequence[Path], run_dir: Path | None
-) -> None:
+def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], run_dir: Path | None) -> None:
     """run_dir: None where the step is not accepted."""
-    build, kept = report.build, made.artifact
+    report, kept = compiled.report, compiled.stored.artifact
+    build = report.build
     if kept and build.cache == "hit":
         say(console, f"compiled before, nothing to do: {kept.place} is of the same program, devices and versions")
     else:
@@ -176,7 +208,7 @@ def _show_result(
         unknown = ", ".join(build.compiler_options_left_out)
         say(console, f"left out of overlap.option_sets, as this compiler does not know it: {unknown}")
     show_report(report, console, files=files)
-    _show_unread(console, made.step, run_dir / FOLDER if run_dir else kept.place if kept else None)
+    _show_unread(console, compiled.stored.step, run_dir / FOLDER if run_dir else kept.place if kept else None)
     if run_dir:
         typed = [text for text in report.overrides if not text.startswith("hydra.")]
         words = [*allow_words(), *typed, override("artifact", str(run_dir))]

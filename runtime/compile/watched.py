@@ -3,14 +3,13 @@
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from meshloom.compiler.core.console import Console
 
-from ..core.interruptible import interruptibly
+from ..core.interruptible import interruptibly, leave_now
 from .abort_watchdog import last_words
 
 T = TypeVar("T")
@@ -30,6 +29,6 @@ def watched(
     except KeyboardInterrupt as interrupt:
         os.write(terminal, f"interrupted while {status}\n".encode())
         logging.getLogger("meshloom").error(f"interrupted while {status}")
-        sys.stdout.flush()
         # In order the process could end only after the compiler.
-        os._exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
+        leave_now(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
+        raise

@@ -1,7 +1,9 @@
 """Ctrl-C beside C++: during a long call Python runs no signal handler, so that it would be heard minutes later; where
 it hits a callback, as XLA has one in the garbage collector, the KeyboardInterrupt is lost."""
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,11 +13,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _heard = threading.Event()
+_is_command = False  # the whole process; else Meshloom is a guest in a program of someone else's
 
 
 def hear_interrupts() -> None:
     """From here on Ctrl-C is a KeyboardInterrupt that `raise_if_interrupted` raises again. One that is ignored, as in a
-    background job, stays so."""
+    background job, stays so. The command calls it: the process is its own, and `leave_now` may end it."""
+    global _is_command
+    _is_command = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _hear)
 
@@ -26,6 +31,14 @@ def raise_if_interrupted() -> None:
         raise KeyboardInterrupt
 
 
+def leave_now(exit_code: int) -> None:
+    """End the command at once, whatever its other threads are at. In a program of someone else's, such as a notebook,
+    return: it gets the KeyboardInterrupt, and a thread runs on until it is done."""
+    if _is_command:
+        sys.stdout.flush()
+        os._exit(exit_code)
+
+
 def _hear(number: int, frame: FrameType | None) -> None:
     _heard.set()
     signal.default_int_handler(number, frame)
@@ -34,7 +47,7 @@ def _hear(number: int, frame: FrameType | None) -> None:
 def interruptibly(step: Callable[[], T]) -> T:
     """The result of the step, which runs in a thread; Ctrl-C is a KeyboardInterrupt here at once.
 
-    The step runs on behind it, and would keep the process from ending in order: leave by `os._exit`.
+    The step runs on behind it, and would keep the process from ending in order: `leave_now` ends it.
     """
     raise_if_interrupted()
     done: Future[T] = Future()

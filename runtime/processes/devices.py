@@ -1,5 +1,6 @@
 """The devices of this process, set up before JAX looks for them."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import jax
@@ -7,6 +8,7 @@ from jax._src import hardware_utils  # private: by these files JAX decides wheth
 
 from meshloom.compiler.config.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import installed_compilers
@@ -15,6 +17,7 @@ from meshloom.compiler.xla.stderr_capture import Captured, captured_stderr
 from .distributed import Processes
 
 MOST_SIMULATED = 256  # each simulated device is a thread with its own memory
+Warn = Callable[[str], None]
 
 
 def plan_without_devices(target: TargetSpec) -> tuple[str, ...]:
@@ -26,16 +29,16 @@ def plan_without_devices(target: TargetSpec) -> tuple[str, ...]:
     return ()
 
 
-def start_devices(target: TargetSpec, processes: Processes) -> tuple[str, ...]:
+def start_devices(target: TargetSpec, processes: Processes, warn: Warn = write_error) -> tuple[str, ...]:
     """Have the devices of the target: simulate this process's part of a cpu target, find those of a kind of chip, or
-    what is attached. Returns what was said meanwhile, for the log.
+    what is attached. Returns what was said meanwhile, for the log. warn: takes a warning about what is attached.
 
-    Raises ConfigError for chips that are not there or do not start, and for devices that do not divide over the
-    processes, or are more than one can sensibly simulate.
+    Raises ConfigError for chips that are not there or do not start, for devices that do not divide over the processes
+    or are more than one can sensibly simulate, and where JAX has started in this process with fewer.
     """
     match target:
         case LocalTarget():
-            return _find_attached(processes)
+            return _find_attached(processes, warn)
         case CpuTarget():
             _simulate(target.num_devices, processes)
             return ()
@@ -43,7 +46,22 @@ def start_devices(target: TargetSpec, processes: Processes) -> tuple[str, ...]:
             return _check_attached(target)
 
 
-def _find_attached(processes: Processes) -> tuple[str, ...]:
+def start_as_found() -> None:
+    """Have JAX start with the devices that it finds by itself, in a program that may use them for something else.
+
+    Compiling for chips that are not there starts JAX; where the machine has no chip, no plugin is asked for one: it
+    comes down to the processor, and what plugins print about it is spared.
+    """
+    before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if not before and not _is_chip_seen():
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        _start_jax()
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
+def _find_attached(processes: Processes, warn: Warn = write_error) -> tuple[str, ...]:
     """Have JAX look for accelerators. Where it comes down to the processor, process 0 says so in one line, unless
     JAX_PLATFORMS has asked for it."""
     if jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
@@ -55,7 +73,7 @@ def _find_attached(processes: Processes) -> tuple[str, ...]:
         return captured.lines
     warning = _only_processor(installed_compilers(), is_chip_seen=_is_chip_seen())
     if processes.is_first:
-        write_error(warning)
+        warn(warning)
     return (warning, *captured.lines)
 
 
@@ -100,9 +118,22 @@ def _simulate(num_devices: int, processes: Processes) -> None:
     if num_local > MOST_SIMULATED:
         what = f"{num_local} simulated devices are too many to run in one process"
         raise ConfigError([Problem("target", what, f"plan them with `meshloom explain`, run at most cpu-{MOST_SIMULATED * processes.count}")])  # fmt: skip  # noqa: E501
-    jax.config.update("jax_platforms", "cpu")
-    if jax.config.jax_num_cpu_devices != num_local:  # pyright: ignore[reportAttributeAccessIssue]
+    try:
         jax.config.update("jax_num_cpu_devices", num_local)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError:  # JAX has started: a notebook may have used it, or simulated devices before
+        _check_simulated(num_local)
+
+
+def _check_simulated(num_local: int) -> None:
+    """Raise ConfigError where JAX has started without as many simulated devices."""
+    devices = jax.devices()
+    if devices[0].platform == "cpu" and len(devices) >= num_local:
+        return
+    has = f"{counted(len(devices), 'device')} of {devices[0].device_kind}"
+    what = f"JAX has started in this process with {has}, and no {num_local} devices can be simulated any more"
+    fix = f"restart Python (the kernel of a notebook), and ask for cpu-{num_local} or more before JAX is first used"
+    raise ConfigError([Problem("target", what, fix)])
 
 
 def _check_attached(target: TpuTarget | GpuTarget) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ it tells all of a SIGTERM to one, and the step that follows the furthest step of
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -30,6 +31,8 @@ class StopRequest:
         self._is_shared = processes.count > 1
         # With others, SIGTERM stays with JAX, which took it over in `initialize` and passes it on.
         self._noted = (signal.SIGINT,) if self._is_shared else SIGNALS
+        if threading.current_thread() is not threading.main_thread():  # Python hands signals to the main thread alone
+            self._noted = ()
         self._waits_for, self._can_be_left = waits_for, False
 
     def __enter__(self) -> Self:

@@ -3,6 +3,7 @@
 import os
 import shlex
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
+from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.target.compiler_options import check_compiler_options
@@ -60,15 +62,18 @@ class Job:
     said: tuple[str, ...] = ()
 
 
-def prepare(spec: RunSpec) -> Job:
-    """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError."""
+def prepare(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Job:
+    """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError.
+
+    warn: takes a warning about the devices that are attached.
+    """
     try:
         processes = join(spec)
     except ConfigError:
         plan_and_check(spec)  # raises the same, with all else that is wrong
         raise
     check_same_declaration(spec, processes)
-    said = start_devices(spec.target, processes)
+    said = start_devices(spec.target, processes, warn)
     job = replace(plan_and_check(spec), said=said)
     check_state_memory(job.plan, processes)
     return replace(job, precompiled=find_precompiled(job.plan, Path(spec.artifact))) if spec.artifact else job

@@ -140,6 +140,7 @@ PRIVATE = {  # names of libraries, by the file that imports them: docs/libraries
     ("compiler/config/config_files.py",
      "hydra._internal.core_plugins.importlib_resources_config_source.ImportlibResourcesConfigSource"),
     ("compiler/config/config_files.py", "hydra._internal.sources_registry.SourcesRegistry"),
+    ("compiler/config/hydra_state.py", "hydra._internal.sources_registry.SourcesRegistry"),
     ("compiler/config/config_files.py", "hydra._internal.utils.create_config_search_path"),
     ("compiler/config/config_limits.py", "hydra._internal.core_plugins.file_config_source"),
     ("runtime/cli/flags.py", "hydra._internal.utils.get_args_parser"),
