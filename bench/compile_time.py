@@ -39,9 +39,9 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
 
     import jax
 
+    from meshloom import compose
     from meshloom.compiler.analysis.compiled_step import CompiledStep
     from meshloom.compiler.analysis.program_text import read_text
-    from meshloom.compiler.config.compose import Request, read_spec
     from meshloom.compiler.driver import plan_run, report_of
     from meshloom.compiler.estimate.estimate import estimate_step
     from meshloom.compiler.target.topology import find_devices
@@ -51,7 +51,7 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     from meshloom.runtime.rundir.report_files import write_report
 
     done("import")
-    spec = read_spec(Request(tuple(overrides)), then=lambda spec: spec)
+    spec = compose(*overrides)
     done("config")
     if spec.target.kind == "cpu":
         start_devices(spec.target, Processes())

@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec as P
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-from meshloom.compiler.config.compose import Request, read_spec  # noqa: E402
-from meshloom.compiler.driver import plan_run  # noqa: E402
+import meshloom  # noqa: E402
 from meshloom.compiler.xla.programs import build, lower  # noqa: E402
 
 L, E, H, K, D, M, V, B, T = 4, 256, 8, 4, 32, 768, 512, 16, 64
@@ -104,7 +103,7 @@ def num_bytes(compiled):
 
 
 def compare(sharding, num_rounds):
-    plan = read_spec(Request((f"sharding={sharding}", *SHAPE)), then=plan_run)
+    plan = meshloom.plan(f"sharding={sharding}", *SHAPE)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     programs = build(lower(plan, plan.mesh.of_devices(jax.devices())))
     plain, plain_state, rows = plain_program(mesh, sharding == "fsdp")

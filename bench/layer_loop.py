@@ -15,8 +15,7 @@ import numpy as np
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-from meshloom.compiler.config.compose import Request, read_spec  # noqa: E402
-from meshloom.compiler.driver import plan_run  # noqa: E402
+import meshloom  # noqa: E402
 from meshloom.compiler.xla.programs import build, lower  # noqa: E402
 
 SHAPE = (
@@ -38,7 +37,7 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(0, 257, (16, 65), dtype=np.int32)
     steps, states, seconds = {}, {}, {name: [] for name in LOOPS}
     for name, overrides in LOOPS.items():
-        plan = read_spec(Request((*SHAPE, f"model.num_layers={num_layers}", *overrides)), then=plan_run)
+        plan = meshloom.plan(*SHAPE, f"model.num_layers={num_layers}", *overrides)
         programs = build(lower(plan, plan.mesh.of_devices(jax.devices()), ("init", "train")))
         batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
         batch = {key: jax.device_put(batch[key], x.sharding) for key, x in programs.batch.items()}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from meshloom.compiler.config.compose import Request, read_spec
+import meshloom
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.xla.programs import build, lower
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
@@ -43,7 +43,7 @@ def measure(run: Callable[[], None]) -> tuple[float, float]:
 
 def main() -> None:
     pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 15
-    job = read_spec(Request((*OVERRIDES, *sys.argv[2:])), then=prepare)
+    job = prepare(meshloom.compose(*OVERRIDES, *sys.argv[2:]))
     plan, train = job.plan, job.data["train"]
     programs = build(lower(plan, plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])))
     console = Console(io.StringIO())

@@ -11,8 +11,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-from meshloom.compiler.config.compose import Request, read_spec  # noqa: E402
-from meshloom.compiler.driver import plan_run  # noqa: E402
+import meshloom  # noqa: E402
 from meshloom.compiler.xla.programs import lower  # noqa: E402
 
 MODEL = ("model.num_layers=8", "model.embed_dim=256", "model.num_heads=16", "model.num_kv_heads=8", "model.mlp_dim=768",
@@ -24,7 +23,7 @@ MIB = 2**20
 
 def measure(*overrides: str) -> dict[str, float]:
     """MiB per device: planned and compiled state, planned gradients, temporaries."""
-    plan = read_spec(Request((*MODEL, *overrides)), then=plan_run)
+    plan = meshloom.plan(*MODEL, *overrides)
     compiled = lower(plan, plan.mesh.of_devices(jax.devices())).train.compile()
     xla = compiled.memory_analysis()
     return {

@@ -20,9 +20,8 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERAT
 
 from jax.experimental import topologies
 
-from meshloom.compiler.config.compose import Request, read_spec
+import meshloom
 from meshloom.compiler.config.target_spec import TpuTarget
-from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.target.target import topology_arguments
@@ -61,7 +60,7 @@ def plan_of(row: tuple[Any, ...]) -> Plan:
         f"model={model}", f"model.num_layers={layers}", f"global_batch_size={sequences}", f"sequence_length={length}",
         f"target={target}", f"sharding={sharding}", f"remat={remat}", "data=synthetic", *PINNED, *others,
     )  # fmt: skip
-    return read_spec(Request(overrides), then=plan_run)
+    return meshloom.plan(*overrides)
 
 
 def compile_row(plan: Plan) -> dict[str, Any]:

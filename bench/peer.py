@@ -28,6 +28,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}  # plans alone
 
 from compiled_rows import keep
 
+import meshloom
 from meshloom.compiler.analysis.collective_placement import crossing_of
 from meshloom.compiler.analysis.schedule_analysis import (
     ScheduleAnalysis,
@@ -35,9 +36,7 @@ from meshloom.compiler.analysis.schedule_analysis import (
     chip_of,
     reordered,
 )
-from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.format import human_bytes, human_seconds, human_share
-from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.schema import CollectiveReport, by_exposed, total
@@ -63,7 +62,7 @@ class Program:
 
 
 def read_program(text: Path, overrides: Sequence[str]) -> Program:
-    plan = read_spec(Request(tuple(overrides)), then=plan_run)
+    plan = meshloom.plan(*overrides)
     facts = text.with_suffix(".json")
     recorded = json.loads(facts.read_text()) if facts.exists() else {}
     order = mesh_order(recorded["devices"], plan) if recorded else None

@@ -27,7 +27,7 @@ def start(began: float, cache: str, overrides: list[str]) -> dict[str, float]:
     done("python")
     import jax
 
-    from meshloom.compiler.config.compose import Request, read_spec
+    from meshloom import compose
     from meshloom.compiler.driver import plan_run
     from meshloom.compiler.xla.programs import build, lower
     from meshloom.runtime.compile.compile_cache import cached_compilation
@@ -36,7 +36,7 @@ def start(began: float, cache: str, overrides: list[str]) -> dict[str, float]:
     from meshloom.runtime.processes.distributed import Processes
 
     done("import")
-    spec = read_spec(Request(tuple(overrides)), then=lambda spec: spec)
+    spec = compose(*overrides)
     start_devices(spec.target, Processes())
     plan = plan_run(spec)
     done("compose and plan")

@@ -1,7 +1,69 @@
-"""Meshloom: a training run is declared, compiled ahead of time, proved from its schedule, and run."""
+"""Meshloom: a training run is declared, compiled ahead of time, proved from its schedule, and run.
 
+    import meshloom
+
+    spec = meshloom.compose("model=tiny", "sharding=fsdp")     # a declaration; ConfigError has all that is wrong
+    plan = meshloom.plan(spec)                                 # what lies where and why, without a device
+    step = meshloom.compile(plan)                              # step.fits, step.report
+    run = meshloom.train(spec, run_dir="runs/first")           # run.losses
+
+docs/python.md has examples. Nothing heavy is imported before a name is used.
+"""
+
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshloom.compiler.config.spec import RunSpec
+    from meshloom.compiler.core.errors import ConfigError, Problem
+    from meshloom.runtime.api.compiled import CompiledStep, Report, compile, report
+    from meshloom.runtime.api.declared import Plan, compose, plan
+    from meshloom.runtime.api.explanation import Explanation, explain
+    from meshloom.runtime.api.trained import TrainedRun, train
+    from meshloom.runtime.core.failures import RunFailed
+    from meshloom.runtime.train.metrics import Metrics
 
 # The real folders first, so that tracebacks and breakpoints name the files one edits.
 __path__ = [str((Path(__file__).parent / "compiler").resolve().parent), *__path__]
 __version__ = "0.1.0"
+__all__ = [
+    "CompiledStep",
+    "ConfigError",
+    "Explanation",
+    "Metrics",
+    "Plan",
+    "Problem",
+    "Report",
+    "RunFailed",
+    "RunSpec",
+    "TrainedRun",
+    "compile",
+    "compose",
+    "explain",
+    "plan",
+    "report",
+    "train",
+]
+_PLACES = {  # of the names above; a module is imported when one of its names is used
+    "compiler.config.spec": ("RunSpec",),
+    "compiler.core.errors": ("ConfigError", "Problem"),
+    "runtime.api.compiled": ("CompiledStep", "Report", "compile", "report"),
+    "runtime.api.declared": ("Plan", "compose", "plan"),
+    "runtime.api.explanation": ("Explanation", "explain"),
+    "runtime.api.trained": ("TrainedRun", "train"),
+    "runtime.core.failures": ("RunFailed",),
+    "runtime.train.metrics": ("Metrics",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    place = next((place for place, names in _PLACES.items() if name in names), None)
+    if place is None:
+        raise AttributeError(f"module 'meshloom' has no attribute '{name}'")
+    globals()[name] = value = getattr(import_module(f"meshloom.{place}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -130,9 +130,9 @@ def _check_simulated(num_local: int) -> None:
     devices = jax.devices()
     if devices[0].platform == "cpu" and len(devices) >= num_local:
         return
-    has = f"{counted(len(devices), 'device')} of {devices[0].device_kind}"
-    what = f"JAX has started in this process with {has}, and no {num_local} devices can be simulated any more"
-    fix = f"restart Python (the kernel of a notebook), and ask for cpu-{num_local} or more before JAX is first used"
+    has = f"{counted(len(devices), 'device')} ({devices[0].device_kind})"
+    what = f"JAX has started in this process with {has}, and {num_local} can be simulated only before it starts"
+    fix = f"restart Python (the kernel of a notebook) and begin with cpu-{num_local} or more, before JAX is first used"
     raise ConfigError([Problem("target", what, fix)])
 
 

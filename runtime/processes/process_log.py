@@ -27,6 +27,27 @@ class _Visible(logging.Formatter):
 
 
 @contextmanager
+def meshloom_log(run_dir: Path) -> Iterator[None]:
+    """Within the `with`, the file of process 0 takes what Meshloom itself says. What other loggers are set up to do in
+    this program stays as it is, and they get nothing of it."""
+    path = run_dir / FOLDER / "process-0.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as stream:
+        file = logging.StreamHandler(stream)
+        file.setFormatter(_Visible("%(asctime)s %(levelname)s %(message)s"))
+        level, propagates = LOG.level, LOG.propagate
+        LOG.addHandler(file)
+        LOG.setLevel(logging.INFO)
+        LOG.propagate = False
+        try:
+            yield
+        finally:
+            LOG.removeHandler(file)
+            LOG.setLevel(level)
+            LOG.propagate = propagates
+
+
+@contextmanager
 def process_log(run_dir: Path, processes: Processes) -> Iterator[Path]:
     """Within the `with`, this process's file takes what is logged, warnings, and stacks of a fatal signal.
 

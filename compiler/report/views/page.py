@@ -45,7 +45,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan) -> str:
         reason = why_unknown(report, path)
         return {"reason": reason, "number": numbers.get(reason)}
 
-    environment = _environment()
+    environment = template_environment()
     script, style = (_source(environment, name) for name in ("page.js", "page.css"))
     return environment.get_template("report.html.jinja").render(
         report=report,
@@ -62,7 +62,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan) -> str:
         roofline=charts.roofline_plot(report),
         search=_search(report),
         findings=sorted(report.findings, key=lambda finding: finding.severity != "warning"),
-        tables=_tables(plan),
+        tables=array_tables(plan),
         config=_config(plan),
         notes=reasons,
         unknown=unknown,
@@ -133,7 +133,7 @@ def _collective(index: int, c: CollectiveReport, report: Report) -> dict[str, An
     }
 
 
-def _tables(plan: Plan) -> list[dict[str, Any]]:
+def array_tables(plan: Plan) -> list[dict[str, Any]]:
     """The arrays of the plan, a table for each kind."""
     tables = (("parameters", plan.sharding.parameters), ("optimizer state", plan.optimizer_state),
               ("activations of one microbatch", plan.sharding.activations))  # fmt: skip
@@ -168,7 +168,8 @@ def _config(plan: Plan) -> list[tuple[str, str]]:
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def template_environment() -> jinja2.Environment:
+    """Returns the environment of all templates: whatever they show is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("meshloom.compiler.report.views"),
         autoescape=True,

@@ -1,0 +1,171 @@
+"""A plan to a compiled step, and its report."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+
+from pydantic import PrivateAttr, ValidationError
+
+from meshloom.compiler import plan as compiler_plan
+from meshloom.compiler import schema
+from meshloom.compiler.analysis import compiled_step
+from meshloom.compiler.config.compose import read_spec
+from meshloom.compiler.config.model_choice import model_of
+from meshloom.compiler.config.spec import Origin, RunSpec
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.report.views.notebook import page_in_frame
+from meshloom.compiler.report.views.page import render_page
+
+from ..compile.compile_command import Compiled, CompileJob, compile_job, find_job, write_compiled
+from ..core.exclusive import only_run_in
+from ..core.failures import RunFailed
+from ..processes.process_log import meshloom_log
+from .declared import Plan, as_shown, request_of, specs_of, with_spec
+from .guest import as_guest, settings_put_back, start_for_compile
+
+PAGE = "report.html"
+
+
+class Report(schema.Report):
+    """What report.json holds, as typed values; a notebook shows it as the page that report.html is."""
+
+    _page: str | None = PrivateAttr(default=None)
+
+    @property
+    def html(self) -> str | None:
+        """The whole page; None where there is none."""
+        return self._page
+
+    def _repr_html_(self) -> str | None:
+        return None if self._page is None else page_in_frame(self._page, "Meshloom report")
+
+    def __repr__(self) -> str:
+        fits = {True: "fits", False: "does not fit", None: "memory limit unknown"}[self.memory.fits]
+        return f"<Report: {self.program.model} on {self.target.name}, {fits}>"
+
+    __str__ = __repr__
+
+
+@dataclass(frozen=True, repr=False)
+class CompiledStep(compiled_step.CompiledStep):
+    """A train step as the compiler made it. plan: with what a search chose. report: verdict, memory, collectives,
+    times. is_accepted: it fits, and exposes no more than is demanded. run_dir: where its files are, if anywhere."""
+
+    report: Report
+    is_accepted: bool
+    run_dir: Path | None
+
+    def __repr__(self) -> str:
+        return f"<CompiledStep: {self.report!r}>"
+
+    def _repr_html_(self) -> str | None:
+        return self.report._repr_html_()
+
+
+def compile(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None = None) -> CompiledStep:
+    """Compile a plan, a declaration or the one that overrides compose, for a target that need not be there.
+
+    run_dir: a folder for what `meshloom compile` leaves there: report, artifact, log. Raises ConfigError with all that
+    is wrong with the declaration; a step that does not fit is returned, and `fits` and `report` say so.
+    """
+    with settings_put_back():
+        job = _find(declared)
+        with as_guest(job.plan.spec.origin.code_allowed_from), _folder(run_dir) as folder:
+            compiled = _compile(job, folder)
+            if run_dir is not None:
+                write_compiled(compiled, folder)
+    return _shown(compiled, None if run_dir is None else Path(run_dir))
+
+
+def report(of: CompiledStep | str | PathLike[str]) -> Report:
+    """Return the report of a compiled step, or of the run directory of one. Raises ConfigError where there is none."""
+    if isinstance(of, CompiledStep):
+        return of.report
+    path = Path(of) / "report.json"
+    try:
+        page, found = path.with_name(PAGE), schema.Report.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        fix = "name the run directory of a compile: meshloom.compile(..., run_dir=...) makes one"
+        raise ConfigError([Problem(str(path), "there is no such file", fix)]) from None
+    except ValidationError:
+        what = "it is damaged, or was written by another version of Meshloom"
+        raise ConfigError([Problem(str(path), what, "compile it again")]) from None
+    return _with_page(found, page.read_text() if page.exists() else None)
+
+
+def _find(declared: tuple[str | RunSpec | Plan, ...]) -> CompileJob:
+    """All that can be wrong is found here: `with_spec` may try it on a part of what was typed."""
+    planned = next((each for each in declared if isinstance(each, Plan)), None)
+    if planned is not None and len(declared) == 1:
+        start_for_compile(planned.spec.target)
+        return find_job(planned.spec, lambda: planned)
+
+    def find(spec: RunSpec) -> CompileJob:
+        start_for_compile(spec.target)
+        return find_job(spec, lambda: plan_run(spec))
+
+    return with_spec(specs_of(declared), find)
+
+
+def _compile(job: CompileJob, folder: Path) -> Compiled:
+    origin = job.plan.spec.origin
+    overrides = origin.overrides
+    with meshloom_log(folder), only_run_in(folder):
+        return compile_job(
+            job,
+            folder,
+            overrides=overrides or (),
+            model=None if overrides is None else model_of(request_of(origin)),
+            replan=None if overrides is None else lambda more: _replan(origin, more),
+            console=Console(is_quiet=True),
+        )
+
+
+def _replan(origin: Origin, more: tuple[str, ...]) -> compiler_plan.Plan:
+    request = request_of(origin)
+    return read_spec(replace(request, overrides=(*request.overrides, *more)), then=plan_run)
+
+
+@contextmanager
+def _folder(run_dir: str | PathLike[str] | None) -> Iterator[Path]:
+    """The run directory; without one, a folder for the log of the compiler, which stays where the compiler fails."""
+    if run_dir is not None:
+        yield Path(run_dir)
+        return
+    folder = Path(tempfile.mkdtemp(prefix="meshloom-"))
+    try:
+        yield folder
+    except RunFailed:
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
+
+
+def _shown(compiled: Compiled, run_dir: Path | None) -> CompiledStep:
+    step = compiled.stored.step
+    page = render_page(compiled.report, step.analysis.events, step.plan)
+    return CompiledStep(
+        plan=as_shown(step.plan),
+        estimate=step.estimate,
+        lowered=step.lowered,
+        built=step.built,
+        schedule=step.schedule,
+        peak=step.peak,
+        report=_with_page(compiled.report, page),
+        is_accepted=not compiled.refusal,
+        run_dir=run_dir,
+    )
+
+
+def _with_page(found: schema.Report, page: str | None) -> Report:
+    made = Report.model_construct(**dict(found))
+    made._page = page
+    return made

@@ -1,0 +1,97 @@
+"""Meshloom in a program of someone else's: what belongs to the whole process is put back as it was found.
+
+Hydra's state, environment variables, the settings of JAX's compilation cache and the level of a logger change while
+Meshloom is at work. What cannot be put back is that JAX has started, with simulated devices where a target has them.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import jax
+from hydra.errors import HydraException
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from omegaconf.errors import OmegaConfBaseException
+
+from meshloom.compiler.config.allowed_code import code_allowed_from
+from meshloom.compiler.config.composition_errors import as_config_error
+from meshloom.compiler.config.hydra_state import hydra_state_put_back
+from meshloom.compiler.config.target_spec import LocalTarget, TargetSpec
+from meshloom.compiler.target.topology import CUDA_ENVIRONMENT, LIBTPU_ENVIRONMENT
+
+from ..processes.devices import start_as_found, start_devices
+from ..processes.distributed import Processes
+
+CACHE_SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@contextmanager
+def as_guest(modules: Sequence[str] = ()) -> Iterator[None]:
+    """Within the `with`, declarations are read, and code of these modules may run."""
+    with hydra_state_put_back(), code_allowed_from(modules):
+        try:
+            yield
+        except (HydraException, OmegaConfBaseException) as error:
+            raise as_config_error(error) from error
+
+
+@contextmanager
+def settings_put_back() -> Iterator[None]:
+    """Within the `with`, programs are compiled and run: what that takes of environment, JAX and loggers."""
+    with _environment_put_back(), _cache_put_back(), _orbax_is_silent():
+        yield
+
+
+def start_for_compile(target: TargetSpec) -> None:
+    """Have JAX started as compiling for the target needs it. Raises ConfigError where it has started otherwise."""
+    if target.kind == "cpu" or isinstance(target, LocalTarget):
+        start_devices(target, Processes(), warn)
+    else:
+        start_as_found()
+
+
+def warn(text: str) -> None:
+    """A warning of Python's, as a program can filter it."""
+    warnings.warn(text.removeprefix("warning: "), stacklevel=2)
+
+
+@contextmanager
+def _environment_put_back() -> Iterator[None]:
+    names = (*LIBTPU_ENVIRONMENT, *CUDA_ENVIRONMENT)
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ |= {} if value is None else {name: value}
+
+
+@contextmanager
+def _cache_put_back() -> Iterator[None]:
+    """JAX opens a compilation cache once, and keeps to it: so it is closed where another one takes its place."""
+    before = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
+    reset_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        reset_cache()
+
+
+@contextmanager
+def _orbax_is_silent() -> Iterator[None]:
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,98 @@
+"""A declaration to a trained run."""
+
+import json
+import math
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import ConfigError, Problem
+
+from ..processes.cluster import plan_start
+from ..processes.distributed import Processes
+from ..processes.process_log import meshloom_log
+from ..train.metrics import Metrics
+from ..train.train import Job, prepare
+from ..train.train import train as train_job
+from .declared import Plan, as_shown, specs_of, with_spec
+from .guest import as_guest, settings_put_back, warn
+
+UNKNOWN_AS_NAN = ("loss", "grad_norm")  # what metrics.jsonl has as null, since JSON has no NaN
+
+
+@dataclass(frozen=True, repr=False)
+class TrainedRun:
+    """What a run came to. metrics: of each step, those before a resume too. stopped_by: SIGINT or SIGTERM where one
+    ended it early; the same call goes on from there. run_dir: where its checkpoints are, if they were to stay."""
+
+    plan: Plan
+    metrics: tuple[Metrics, ...]
+    stopped_by: str | None
+    run_dir: Path | None
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Nats per token, step by step."""
+        return tuple(each.loss for each in self.metrics)
+
+    @property
+    def held_out_loss(self) -> float | None:
+        """The latest loss of the held-out data; None where nothing was held out."""
+        return next((each.eval_loss for each in reversed(self.metrics) if each.eval_loss is not None), None)
+
+    def __repr__(self) -> str:
+        loss = f", loss {self.losses[-1]:.3f}" if self.losses else ""
+        stopped = f", stopped by {self.stopped_by}" if self.stopped_by else ""
+        return f"<TrainedRun: {len(self.metrics)} of {self.plan.spec.num_steps} steps{loss}{stopped}>"
+
+
+def train(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None = None) -> TrainedRun:
+    """Train a declaration, or the one that overrides compose, on the devices of this process.
+
+    run_dir: a folder for what `meshloom train` leaves there; a call with the same goes on from its last checkpoint.
+    Without one nothing stays. Raises ConfigError with all that is wrong, and RunFailed, which is one, where training
+    cannot go on.
+    """
+    with settings_put_back():
+        job = with_spec(specs_of(declared), _prepare_alone)
+        spec = job.plan.spec
+        with as_guest(spec.origin.code_allowed_from), _folder(run_dir) as folder, meshloom_log(folder):
+            quiet, overrides = Console(is_quiet=True), spec.origin.overrides or ()
+            exit_code = train_job(job, folder, overrides=overrides, console=quiet, processes=Processes())
+            metrics = tuple(_metrics(folder / "metrics.jsonl"))
+    stopped_by = signal.Signals(exit_code - 128).name if exit_code else None
+    return TrainedRun(as_shown(job.plan), metrics, stopped_by, None if run_dir is None else Path(run_dir))
+
+
+def _prepare_alone(spec: RunSpec) -> Job:
+    if plan_start(spec.distributed, spec.target, os.environ) is not None:
+        what = "there are several processes, and each would train by itself here"
+        fix = "start the command in all of them, such as `srun meshloom train`, or choose distributed=alone"
+        raise ConfigError([Problem("distributed", what, fix)])
+    return prepare(spec, warn)
+
+
+@contextmanager
+def _folder(run_dir: str | PathLike[str] | None) -> Iterator[Path]:
+    if run_dir is not None:
+        yield Path(run_dir)
+        return
+    with tempfile.TemporaryDirectory(prefix="meshloom-") as folder:
+        yield Path(folder)
+
+
+def _metrics(path: Path) -> Iterator[Metrics]:
+    if not path.exists():  # nothing was left to do
+        return
+    for line in path.read_text().splitlines():
+        values: dict[str, Any] = json.loads(line)
+        values |= {name: math.nan for name in UNKNOWN_AS_NAN if values[name] is None}
+        yield Metrics(**values)
