@@ -25,7 +25,12 @@ def _facts(plan: Plan, estimate: StepEstimate) -> list[tuple[str, str]]:
     return [
         ("mesh", f"{plan.mesh}, {counted(plan.target.num_devices, 'device')} of target {plan.target.name}"),
         ("model", f"{human_parameters(plan.num_parameters)} parameters"),
-        ("step", f"{counted(spec.tokens_per_step, 'token')}, {human_count(plan.model_flops_per_step, 'FLOPs')}"),
+        ("step", f"{counted(spec.tokens_per_step, 'token')}, {_flops(plan)}"),
         ("memory, estimated", f"{human_bytes(memory.peak_bytes)} per device{limit}"),
         ("no step is shorter than", "unknown" if seconds is None else human_seconds(seconds)),
     ]
+
+
+def _flops(plan: Plan) -> str:
+    flops = plan.model_flops_per_step
+    return f"FLOPs unknown: {plan.model_flops.why_unknown}" if flops is None else human_count(flops, "FLOPs")
