@@ -316,7 +316,8 @@ def test_ctrl_c_during_the_compile_of_a_run_ends_it_at_once(tmp_path):
     """A compile of 35 s, which no signal reaches; it is in a thread."""
     code = """
 import time
-from meshloom.runtime import cli, run_programs
+from meshloom.runtime.cli import main as cli
+from meshloom.runtime.compile import run_programs
 def compiles(_):
     print("at work", flush=True)
     time.sleep(35)

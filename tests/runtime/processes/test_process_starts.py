@@ -168,7 +168,9 @@ def test_a_mistake_is_said_once_and_leaves_nothing(tmp_path):
 
 COMPILES_LATE_AND_FAILS_IN_STEP_6 = """
 import sys, time
-from meshloom.runtime import cli, loop, run_programs
+from meshloom.runtime.cli import main as cli
+from meshloom.runtime.compile import run_programs
+from meshloom.runtime.train import loop
 build = run_programs.build
 def late(lowered):
     time.sleep(35)
@@ -206,7 +208,12 @@ def test_a_late_compile_is_waited_for_and_a_crash_in_one_process_ends_all(tmp_pa
 @pytest.mark.ci
 def test_ctrl_c_is_heard_while_no_other_process_comes(tmp_path):
     """JAX waits in C++, for five minutes, and would end the process by an abort."""
-    code = "from meshloom.runtime import cli, distributed; distributed.SECONDS_UNTIL_NOTE = 1; cli.main()"
+    code = """
+from meshloom.runtime.cli import main as cli
+from meshloom.runtime.processes import distributed
+distributed.SECONDS_UNTIL_NOTE = 1
+cli.main()
+"""
     waiting = Started(tmp_path, (*RUN, *keys(2, free_port())[1]), code={0: code})
     (process,) = waiting.processes
     assert process.stderr
