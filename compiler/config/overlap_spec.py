@@ -12,7 +12,7 @@ from ..core.config_types import Fraction, Text
 
 
 class LayerLoop(Config):
-    """The loop over a stack's layers (layers.py)."""
+    """The loop over a stack's layers (scan.py, prefetch.py)."""
 
     unroll: PositiveInt  # layers in a trip
     batch_parts: PositiveInt  # of a device's sequences, side by side in a layer: one computes while another is sent

@@ -1,7 +1,8 @@
-"""The forward pass over local batches: embedding, stacks of layers, head and loss, each with its weights gathered."""
+"""The model as functions of local batches: embedding, layers, head and loss. A schedule calls them (schedule.py)."""
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
-from meshloom.models import Context, LogicalAxes, Params
+from meshloom.models import Context, LogicalAxes, Params, Stack
 
 from ..core.partition_spec import axes_in, keep_axes
 from ..core.scopes import piece_scope
@@ -19,52 +20,60 @@ from ..parallel.lm_head import vocab_dimensions
 from ..parallel.loss import sum_losses
 from ..parallel.operation import lower_operations
 from ..parallel.remat import build_policy, marked
-from ..parallel.weights import Weights, hoist
+from ..parallel.weights import Weights
 from ..plan import Plan
 from ..sharding.arrays import LAYER_INPUT, gradient_of
-from .layers import run_layers
+from .schedule import Batch, ModelFunctions, StackFunctions
 
-Batch = dict[str, Array]  # int32 (sequences, sequence_length), by the names of batch_arrays
 Parts = tuple[Any, ...]  # of the batch, a tree each
 
 
-def forward(plan: Plan, weights: Weights, part: Batch, dropout_key: Array | None) -> Array:
-    """The forward pass of one microbatch of this device: (objective, cross-entropy), summed over its targets.
+def build_functions(plan: Plan, num_targets: Array, dropout_key: Array | None) -> ModelFunctions:
+    """Returns the plan's model as functions of local arrays; x is a tuple of the parts of the batch.
 
-    weights: of the model. dropout_key: None for no dropout.
+    num_targets: of the global batch. dropout_key: None for no dropout.
     """
-    model = plan.model
-    make_context, shared = _context_maker(plan), _shared(part, dropout_key)
-    with jax.named_scope(piece_scope("embed")):
-        embed = weights.piece("embed").gathered()
-        x_BTE = model.embed.apply(embed, part["inputs"], make_context(shared, 0))
-    loop = plan.spec.overlap.layers
-    run = partial(run_layers, loop=loop, skip_idle=plan.target.compiler.synchronous_collectives)
-    shared_parts, x_parts = (_parts_of_batch(tree, loop.batch_parts) for tree in (shared, x_BTE))
-    num_before = 1
-    for stack in model.stacks:
+    model, make_context = plan.model, _context_maker(plan)
+    num_parts = plan.spec.overlap.layers.batch_parts
 
-        def layer(params: Params, shared: Parts, index: Array, x: Parts, stack=stack, num_before=num_before) -> Parts:
-            contexts = (make_context(part, num_before + index) for part in shared)
-            named = (marked(LAYER_INPUT, part) for part in x)
-            return tuple(stack.layer.apply(params, *part) for part in zip(named, contexts, strict=True))
+    def embed(weights: Weights, microbatch: Batch) -> tuple[Parts, Params]:
+        with jax.named_scope(piece_scope("embed")):
+            whole = weights.gathered()
+            x_BTE = model.embed.apply(whole, microbatch["inputs"], make_context(_shared(microbatch, dropout_key), 0))
+        return _parts_of_batch(x_BTE, num_parts), whole
 
-        policy = build_policy(plan.spec.remat, stack.name)
-        with jax.named_scope(piece_scope(stack.name)):
-            x_parts = run(layer, hoist(weights.piece(stack.name)), shared_parts, x_parts, policy=policy)
-        num_before += stack.num_layers
-    x_BTE = jnp.concatenate(x_parts)
-    with jax.named_scope(piece_scope("head")):
-        context = make_context(replace(shared, dropout_keys_B=None), 0)
-        parts = _head_parts(plan, weights.piece("head"), x_BTE)
-        return sum_losses(
-            lambda params, x_BTE: model.head.apply(params, x_BTE, context),
-            tuple(model.head_params(part, embed) for part in parts),
-            x_BTE,
-            part["targets"],
-            z_loss_weight=plan.spec.loss.z_loss_weight,
-            num_blocks=plan.operation("loss").chosen.parameters,
-        )
+    def shared(microbatch: Batch) -> Parts:
+        return _parts_of_batch(_shared(microbatch, dropout_key), num_parts)
+
+    def head(weights: Weights, embed: Params, x_parts: Parts, microbatch: Batch) -> tuple[Array, Array]:
+        x_BTE = jnp.concatenate(x_parts)
+        with jax.named_scope(piece_scope("head")):
+            context = make_context(_shared(microbatch, None), 0)
+            parts = _head_parts(plan, weights, x_BTE)
+            objective, loss = sum_losses(
+                lambda params, x_BTE: model.head.apply(params, x_BTE, context),
+                tuple(model.head_params(part, embed) for part in parts),
+                x_BTE,
+                microbatch["targets"],
+                z_loss_weight=plan.spec.loss.z_loss_weight,
+                num_blocks=plan.operation("loss").chosen.parameters,
+            )
+        return objective / jnp.maximum(num_targets, 1), loss
+
+    before = itertools.accumulate((stack.num_layers for stack in model.stacks), initial=1)
+    stacks = (_stack(plan, stack, make_context, first) for stack, first in zip(model.stacks, before, strict=False))
+    return ModelFunctions(embed, shared, tuple(stacks), head)
+
+
+def _stack(plan: Plan, stack: Stack, make_context: "ContextMaker", first: int) -> StackFunctions:
+    """first: the number of the stack's first layer in the model, from 1 on."""
+
+    def layer(params: Params, shared: Parts, index: Array, x: Parts) -> Parts:
+        contexts = (make_context(part, first + index) for part in shared)
+        named = (marked(LAYER_INPUT, part) for part in x)
+        return tuple(stack.layer.apply(params, *part) for part in zip(named, contexts, strict=True))
+
+    return StackFunctions(stack.name, stack.num_layers, layer, build_policy(plan.spec.remat, stack.name))
 
 
 def _head_parts(plan: Plan, weights: Weights, x_BTE: Array) -> list[Params]:
@@ -99,7 +108,10 @@ def _parts_of_batch(tree: Any, num_parts: int) -> Parts:
     return tuple(structure.unflatten(part) for part in zip(*cut, strict=True))
 
 
-def _context_maker(plan: Plan) -> Callable[[Shared, Array | int], Context]:
+ContextMaker = Callable[[Shared, Array | int], Context]
+
+
+def _context_maker(plan: Plan) -> ContextMaker:
     """(shared, number of the piece: 0 for the embedding, from 1 on for the layers) -> Context."""
     activation, operation = _activation_layout(plan), lower_operations(plan.operations)
 

@@ -20,7 +20,9 @@ from meshloom.compiler.parallel.weights import (
     hoist,
     reduce_gradient,
 )
-from meshloom.compiler.step.layers import run_layers
+from meshloom.compiler.step.prefetch import prefetch_layers
+from meshloom.compiler.step.scan import scan_layers
+from meshloom.compiler.step.schedule import StackFunctions
 
 DIMENSIONS = {"scale_E": "LE", "up_EM": "LEM", "down_ME": "LME"}  # of a layer's weights
 SIZES = {"L": 3, "E": 8, "M": 6}
@@ -166,9 +168,13 @@ def _gradients(layout, loop, when, skip_idle):
 
         def loss(slots, x):
             layers = Weights(slots, added if when == ADDED else None, weights, plans, reduction)
-            policy = jax.checkpoint_policies.nothing_saveable
-            run = partial(run_layers, policy=policy, loop=loop, skip_idle=skip_idle)
-            return (run(_layer, hoist(layers), jnp.array(0.5), x) * slope).sum()
+            stack = StackFunctions("layers", SIZES["L"], _layer, jax.checkpoint_policies.nothing_saveable)
+            scan, prefetch = (
+                partial(scan_layers, unroll=loop.unroll),
+                partial(prefetch_layers, loop=loop, skip_idle=skip_idle),
+            )
+            run = prefetch if loop.prefetch else scan
+            return (run(stack, hoist(layers), jnp.array(0.5), x) * slope).sum()
 
         grads, dx = jax.grad(loss, (0, 1))(slots, x)
         if when == BEHIND:

@@ -1,8 +1,7 @@
-"""The loop over the layers of a stack. The compiler owns it, so one model serves every way to run it.
+"""The loop over layers that gathers the weights of a later layer while a layer computes, forward and backward.
 
-`scan_layers` gathers a layer's weights where the layer begins. `prefetch_layers` gathers those of a later layer beside
-the layer that computes, forward and backward, and may reduce a layer's gradient beside the backward pass of the layer
-below: nothing waits for what a trip of the loop starts until the trip is over.
+It may reduce a layer's gradient beside the backward pass of the layer below: nothing waits for what an iteration of the
+loop starts until the iteration is over.
 
     forward    trip t:  gather W[t + d]             x = layer(W[t], x)
     backward   trip t:  gather W[t - d]             dx, dW[t] = derivative of layer(W[t], x[t])
@@ -13,7 +12,7 @@ what else there is to add up: over replicas, or over all devices.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,64 +21,29 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..config.overlap_spec import LayerLoop
-from ..parallel.remat import Policy
 from ..parallel.weight_plan import WeightPlan
 from ..parallel.weights import Reduction, Weights, fetch, send_back
-
-# (whole weights, what all layers share, number of the layer, x) -> x, a tree of arrays
-LayerFn = Callable[[Any, Any, Array, Any], Any]
-
-
-def run_layers(
-    layer: LayerFn, weights: Weights, shared: Any, x: Any, *, policy: Policy, loop: LayerLoop, skip_idle: bool
-) -> Any:
-    """All layers of a stack, one after the other. weights: arrays whose first dimension is `layers`. policy: what of a
-    layer is kept for the backward pass (remat.py). skip_idle: what the ends of a loop that prefetches would gather and
-    reduce in vain is behind a branch; for where it would not be hidden."""
-    if loop.prefetch:
-        return prefetch_layers(layer, weights, shared, x, policy=policy, loop=loop, skip_idle=skip_idle)
-    return scan_layers(layer, weights, shared, x, policy=policy, loop=loop)
-
-
-def scan_layers(layer: LayerFn, weights: Weights, shared: Any, x: Any, *, policy: Policy, loop: LayerLoop) -> Any:
-    """One layer's program, run once per layer."""
-
-    def one(x: Any, slots: Any, before: Any, working: Any, index: Array) -> Any:
-        of_layer = replace(weights, slots=slots, before=before, working=working)
-        return layer(of_layer.gathered(), shared, index, x)
-
-    # prevent_cse guards against the compiler merging both passes; in a loop they cannot be merged.
-    kept = jax.checkpoint(one, policy=policy, prevent_cse=False)
-    num_layers = jax.tree.leaves(weights.working)[0].shape[0]
-    layers = (weights.slots, weights.before, weights.working, jnp.arange(num_layers))
-    return jax.lax.scan(lambda x, stored: (kept(x, *stored), None), x, layers, unroll=loop.unroll)[0]
+from .schedule import StackFunctions
 
 
 def prefetch_layers(
-    layer: LayerFn,
-    weights: Weights,
-    shared: Any,
-    x: Any,
-    *,
-    policy: Policy,
-    loop: LayerLoop,
-    skip_idle: bool,
+    stack: StackFunctions, weights: Weights, shared: Any, x: Any, *, loop: LayerLoop, skip_idle: bool
 ) -> Any:
-    """The same, with the weights of `loop.prefetch` layers gathered ahead: so many more are held whole.
+    """Runs the layers with the weights of `loop.prefetch` layers gathered ahead: so many more are held whole.
 
-    The last trips of the forward pass gather what the first of the backward pass take, the last layers again; the last
-    trips of the backward pass gather the first layer in vain, and its first reduces zeros where gradients are deferred:
-    a trip is one program. With `skip_idle` these two are behind a branch.
+    The last iterations of the forward pass gather what the first of the backward pass need, the last layers again; the
+    last iterations of the backward pass gather the first layer redundantly, and its first reduces zeros where gradients
+    are deferred: an iteration is one program. With `skip_idle` these two are in a branch.
     """
     tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
 
     def flat(whole: list[Array], shared: list[Array], index: Array, x: Any) -> Any:
         """`layer` with lists for trees: the residuals of a derivative then are tuples, in the same order."""
-        return layer(jax.tree.unflatten(tree, whole), jax.tree.unflatten(tree_of_shared, shared), index, x)
+        return stack.layer(jax.tree.unflatten(tree, whole), jax.tree.unflatten(tree_of_shared, shared), index, x)
 
-    kept = jax.checkpoint(flat, policy=policy, prevent_cse=False)
+    saved = jax.checkpoint(flat, policy=stack.policy, prevent_cse=False)
     shapes = jax.tree.map(lambda slot: jax.ShapeDtypeStruct(slot.shape, slot.dtype), weights.slots)
-    passes = _Passes(kept, shapes, jax.tree.leaves(weights.layouts), weights.reduction, loop, skip_idle)
+    passes = _Passes(saved, shapes, jax.tree.leaves(weights.layouts), weights.reduction, loop, skip_idle)
 
     @jax.custom_vjp
     def run(slots: Any, before: Any, working: Any, shared: Any, x: Any) -> Any:

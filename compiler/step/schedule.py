@@ -1,0 +1,111 @@
+"""The layer schedule: in which order microbatches pass through embedding, layers and head, forward and backward.
+
+One object owns both loops, the one over microbatches and the one over layers, since a pipeline interleaves them:
+
+    sequential    for each microbatch: embed, all layers, head; then backward      sequential.py
+    a pipeline    for each tick: this stage's layers on one microbatch, forward or backward
+
+A schedule is handed the model as functions of local arrays (`ModelFunctions`), this device's weights with how they are
+gathered and how their gradients are reduced (`ModelWeights`), and this device's sequences; it returns sums over them
+and gradients in the layout of the update. It runs within the `shard_map` of the step, so it may call any collective.
+
+A pipeline over a mesh axis `stage` needs one file with a class like `SequentialSchedule`, and a line in
+`choose_schedule`: it differentiates `embed`, each layer and `head` separately, and every loss that they return has
+`gradient_scale` as its cotangent, since each is this device's part of the mean objective already.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
+from jax import Array
+
+from meshloom.models import Params
+
+from ..core.partition_spec import Axes
+from ..parallel.remat import Policy
+from ..parallel.weights import Reduction, Weights, gradient_slot, reduce_gradient
+
+Batch = dict[str, Array]  # int32 (sequences, sequence_length), by the names of batch_arrays; row: int32 (sequences,)
+
+# (whole weights of a layer, what all layers share, index of the layer, x) -> x; x is a tree of arrays
+LayerFunction = Callable[[Any, Any, Array, Any], Any]
+
+
+@dataclass(frozen=True)
+class StackFunctions:
+    """A stack of equal layers. layer: one of them. policy: what of it is saved for its backward pass (remat.py)."""
+
+    name: str
+    num_layers: int
+    layer: LayerFunction
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class ModelFunctions:
+    """A model as functions of local arrays.
+
+    embed: (weights of `embed`, microbatch) -> (x, whole parameters that the head shares with the embedding).
+    shared: microbatch -> what all layers read beside their weights. stacks: run one after the other.
+    head: (weights of `head`, whole shared parameters, x, microbatch) -> (this device's part of the mean objective over
+    the global batch, which is differentiated; summed cross-entropy).
+    """
+
+    embed: Callable[[Weights, Batch], tuple[Any, Params]]
+    shared: Callable[[Batch], Any]
+    stacks: tuple[StackFunctions, ...]
+    head: Callable[[Weights, Params, Any, Batch], tuple[Array, Array]]
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """All weights of a model on this device: trees alike, by piece.
+
+    stored: shards as the state has them. working: the same in the compute type. layouts: of WeightPlan. reduction: of
+    gradients. num_shards: the number of devices along mesh axes.
+    """
+
+    stored: Params
+    working: Params
+    layouts: Params
+    reduction: Reduction
+    num_shards: Callable[[Axes], int]
+
+    @property
+    def is_reduced_once(self) -> bool:
+        """True where some gradient has a reduction that is left for once per step."""
+        return any(layout.is_reduced_once for layout in jax.tree.leaves(self.layouts))
+
+    def gradient_slots(self, *, is_last: bool) -> Params:
+        """Zeros of the shapes and types of the gradients. The compiler drops their values."""
+        reduction = replace(self.reduction, is_last=is_last)
+        return jax.tree.map(
+            lambda x, layout: gradient_slot(x, layout, reduction, self.num_shards), self.stored, self.layouts
+        )
+
+    def bound(self, slots: Params, before: Params | None, *, is_last: bool) -> Weights:
+        """The weights of one pass. slots: what its gradients flow to. before: accumulated gradients to add, or None.
+        is_last: gradients are reduced to the layout of the update in the backward pass itself."""
+        return Weights(slots, before, self.working, self.layouts, replace(self.reduction, is_last=is_last))
+
+    def reduce(self, gradients: Params) -> Params:
+        """Accumulated gradients in the layout of the update."""
+        return jax.tree.map(lambda layout, g: reduce_gradient(g, layout, self.reduction), self.layouts, gradients)
+
+
+class LayerSchedule(Protocol):
+    """Runs a model over this device's sequences of a global batch."""
+
+    def run(
+        self, model: ModelFunctions, weights: ModelWeights, batch: Batch, *, gradient_scale: Array | None
+    ) -> tuple[Array, Params | None]:
+        """Returns the summed cross-entropy of this device's sequences; and the gradients of `gradient_scale` times the
+        objective, in the layout of the update, or None where the scale is None."""
+        ...
+
+
+def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
+    """(sequences, ...) -> (microbatches, sequences of each, ...)."""
+    return jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
