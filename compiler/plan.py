@@ -60,6 +60,7 @@ class Plan:
     abstract: dict[str, Any]
     specs: dict[str, Any]
     operations: tuple[OpPlan, ...]  # how each operation of the model runs over the mesh
+    auxiliary: tuple[str, ...]  # losses and statistics of layers and head: metrics of each step, such as layers/z_loss
     weights: Params  # of WeightPlan, as a tree like the parameters
     memory: MemoryPlan
     model_flops: ModelFlops

@@ -5,7 +5,19 @@ from typing import Annotated
 from pydantic import Field
 
 from .config import ModelConfig
-from .contract import IGNORED_TARGET, Context, LogicalAxes, Model, Params, Piece, Stack, build_piece, is_logical_axes
+from .contract import (
+    IGNORED_TARGET,
+    Aux,
+    Context,
+    LogicalAxes,
+    Model,
+    Params,
+    Piece,
+    Stack,
+    build_piece,
+    is_logical_axes,
+    split_aux,
+)
 from .decoder import DecoderConfig
 from .linear_stack import LinearStackConfig
 
@@ -18,6 +30,6 @@ LOGICAL_AXES = (
 
 
 __all__ = [
-    "IGNORED_TARGET", "LOGICAL_AXES", "AnyModelConfig", "Context", "DecoderConfig", "LinearStackConfig", "LogicalAxes",
-    "Model", "ModelConfig", "Params", "Piece", "Stack", "build_piece", "is_logical_axes",
+    "IGNORED_TARGET", "LOGICAL_AXES", "AnyModelConfig", "Aux", "Context", "DecoderConfig", "LinearStackConfig",
+    "LogicalAxes", "Model", "ModelConfig", "Params", "Piece", "Stack", "build_piece", "is_logical_axes", "split_aux",
 ]  # fmt: skip

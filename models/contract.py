@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.tree_util import register_dataclass
 
 from .attention import attend
 
@@ -99,6 +100,30 @@ class Context:
         return jnp.where(is_kept, x / (1 - rate), 0).astype(x.dtype)
 
 
+@register_dataclass
+@dataclass(frozen=True)
+class Aux:
+    """What a layer or the head may return with its output: `return x, Aux(losses={"router_z": 1e-3 * sum_of_squares})`.
+
+    Each value is a sum over the tokens that the piece is handed, a part of the global batch; the compiler adds them up
+    over microbatches and devices, and divides by the tokens of the global batch. All layers of a stack return the same
+    names; metrics show each as STACK/NAME, averaged over the layers.
+
+    losses: scalars, multiplied with the weight that the model chooses; those of all layers are added to the objective.
+    statistics: arrays that are reported and have no gradient.
+    """
+
+    losses: Mapping[str, Array] = field(default_factory=dict)
+    statistics: Mapping[str, Array] = field(default_factory=dict)
+
+
+def split_aux(output: Any) -> tuple[Any, Aux]:
+    """What a piece returned -> (its output, its auxiliary outputs, none where it returned none)."""
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Aux):
+        return output
+    return output, Aux()
+
+
 @dataclass(frozen=True)
 class Piece:
     """One pure function of a model and the parameters that it takes. name: of the class that it is made from."""
@@ -106,7 +131,7 @@ class Piece:
     abstract: Params  # nested dict of jax.ShapeDtypeStruct
     logical_axes: Params  # the same tree, of LogicalAxes
     init: Callable[[Array], Params]  # key -> parameters
-    apply: Callable[..., Array]  # (parameters, x, Context) -> x
+    apply: Callable[..., Any]  # (parameters, x, Context) -> x, or (x, Aux) for a layer or the head
     name: str = "a piece"
 
 
@@ -121,7 +146,8 @@ class Stack:
 
 @dataclass(frozen=True)
 class Model:
-    """embed: tokens_BT -> x_BTE; each stack's layer: x_BTE -> x_BTE; head: x_BTE -> logits_BTV.
+    """embed: tokens_BT -> x_BTE; each stack's layer: x_BTE -> x_BTE; head: x_BTE -> logits_BTV. A layer and the head
+    may also return losses and statistics (`Aux`).
 
     No piece looks from one sequence at another: each device, microbatch and part of the batch has some of them. The
     head is pointwise along the length, too: the compiler may run it on some tokens at a time. Where each logit is made

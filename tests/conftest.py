@@ -35,6 +35,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 # tenth to a quarter of the time of the tests.
 gc.set_threshold(50_000, 20, 100)
 
+from meshloom.compiler.config.allowed_code import code_allowed_from  # noqa: E402
 from meshloom.compiler.config.compose import Request, read_spec  # noqa: E402
 from meshloom.compiler.config.spec import RunSpec  # noqa: E402
 from meshloom.compiler.driver import plan_run  # noqa: E402
@@ -75,6 +76,14 @@ SMALL = (
 LINEAR_STACK = ("model=linear_stack", "~model.num_heads", "~model.num_kv_heads", "~model.head_dim", "~model.mlp_dim",
                 "~model.initializer_stddev")  # fmt: skip
 
+# A model of tests (support/pointwise.py), in which no token sees another.
+POINTWISE = (
+    *LINEAR_STACK,
+    "model.family=support.pointwise:PointwiseConfig",
+    "+model.mlp_dim=64",
+    "+model.penalty=0.05",
+)
+
 # Tensor parallelism with the residual stream whole on every device of `tensor`.
 WHOLE_STREAM = (
     "sharding=fsdp_tensor",
@@ -94,6 +103,12 @@ def spec_of(*overrides: str) -> RunSpec:
 def plan_of(*overrides: str) -> Plan:
     """The plan of a small run with these overrides."""
     return plan_run(spec_of(*overrides))
+
+
+def pointwise_plan(*overrides: str) -> Plan:
+    """The plan of a small run of the pointwise model."""
+    with code_allowed_from(["support.pointwise"]):
+        return plan_of(*POINTWISE, *overrides)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from meshloom.models import Context, Model
+from meshloom.models import Context, Model, split_aux
 
 from ..config.spec import RunSpec
 from .operation_kinds import CALLS, PRODUCTS, causal_flops, kind_of, splash_blocks
@@ -66,10 +66,12 @@ def count_model_flops(model: Model, spec: RunSpec) -> ModelFlops:
 
     def count(apply: Any, params: Any, x: Any, part: str) -> tuple[FlopCount, Any]:
         def forward(params: Any, x: Any) -> Any:  # positions are traced too, so that no array of their length is made
-            return apply(params, x, Context(jnp.arange(spec.sequence_length)[None], lambda _, x, *axes, **__: x))
+            return split_aux(
+                apply(params, x, Context(jnp.arange(spec.sequence_length)[None], lambda _, x, *axes, **__: x))
+            )
 
         traced = jax.jit(forward).trace(params, x)
-        return count_flops(traced.jaxpr.jaxpr, part), traced.out_info
+        return count_flops(traced.jaxpr.jaxpr, part), traced.out_info[0]
 
     embed, x_BTE = count(model.embed.apply, model.embed.abstract, tokens_BT, "embed")
     counts = [embed]

@@ -195,6 +195,8 @@ def is_cut_alike(spec: RunSpec, model: Model) -> bool:
         traced = jax.make_jaxpr(logits)(head, model.embed.abstract, tokens_BT).jaxpr
     except Exception:  # whatever a user's head raises that takes no vocabulary but its own
         return False
+    if len(traced.outvars) > 1:
+        return False  # auxiliary outputs are made of whole logits
     others = [((),) * x.aval.ndim for x in traced.invars[len(layouts) :]]
     program = read_jaxpr(traced, [*layouts.values(), *others], {VOCAB: num_devices})
     (made,) = traced.outvars

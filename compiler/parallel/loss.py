@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from meshloom.models import IGNORED_TARGET, Params
+from meshloom.models import IGNORED_TARGET, Aux, Params, split_aux
 from meshloom.models.numbers import divisors
 
 from ..core.format import human_bytes
@@ -19,7 +19,7 @@ from ..sharding.arrays import OpSite
 from ..sharding.batch import sequences_of_device
 from .operation import OpInputs, ParallelOp, Strategy
 
-Head = Callable[[Params, Array], Array]  # (parameters, x_BTE) -> logits_BTV, pointwise along the length
+Head = Callable[[Params, Array], Any]  # (parameters, x_BTE) -> logits_BTV or (logits_BTV, Aux), pointwise in length
 Parts = Sequence[Params]  # the head's parameters, a tree for each part of the vocabulary
 FLOAT32_BYTES = 4
 AT_ONCE, SEQUENCE_CHUNKS = "at_once", "sequence_chunks"
@@ -57,12 +57,13 @@ class LossOp(ParallelOp):
 
 def sum_losses(
     head: Head, parts: Parts, x_BTE: Array, targets_BT: Array, *, z_loss_weight: float, num_blocks: int
-) -> Array:
-    """(objective, cross-entropy): each summed over all targets that are not ignored, float32 (2,)."""
+) -> tuple[Array, Aux]:
+    """Returns (objective, cross-entropy), each summed over all targets that are not ignored, float32 (2,); and the
+    head's auxiliary outputs, which a head in parts of the vocabulary does not have (lm_head.py)."""
 
-    def of_block(parts: Parts, x_BTE: Array, targets_BT: Array) -> Array:
-        logits = [head(params, x_BTE) for params in parts]
-        return cross_entropy_sums(logits, targets_BT, z_loss_weight=z_loss_weight)
+    def of_block(parts: Parts, x_BTE: Array, targets_BT: Array) -> tuple[Array, Aux]:
+        logits, aux = zip(*(split_aux(head(params, x_BTE)) for params in parts), strict=True)
+        return cross_entropy_sums(logits, targets_BT, z_loss_weight=z_loss_weight), aux[0]
 
     if num_blocks == 1:
         return of_block(parts, x_BTE, targets_BT)
@@ -96,20 +97,21 @@ def _of_part(logits_BTV: Array, targets_BT: Array) -> tuple[Array, Array]:
     return jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1), jax.nn.logsumexp(logits_BTV, axis=-1)
 
 
-def _blocked(of_block: Callable[[Parts, Array, Array], Array]) -> Callable[[Parts, Array, Array], Array]:
+def _blocked(of_block: Callable[[Parts, Array, Array], Any]) -> Callable[[Parts, Array, Array], Any]:
     """The sum of `of_block` over the first dimension of x and targets, logits made again in the backward pass."""
 
     @jax.custom_vjp
-    def total(parts: Parts, x: Array, targets: Array) -> Array:
-        def add(sums: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
-            return sums + of_block(parts, *block), None
+    def total(parts: Parts, x: Array, targets: Array) -> Any:
+        def add(sums: Any, block: tuple[Array, Array]) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, sums, of_block(parts, *block)), None
 
-        return jax.lax.scan(add, jnp.zeros(2), (x, targets))[0]
+        shapes = jax.eval_shape(of_block, parts, x[0], targets[0])
+        return jax.lax.scan(add, jax.tree.map(lambda sums: jnp.zeros(sums.shape), shapes), (x, targets))[0]
 
-    def forward(parts: Parts, x: Array, targets: Array) -> tuple[Array, Any]:
+    def forward(parts: Parts, x: Array, targets: Array) -> tuple[Any, Any]:
         return total(parts, x, targets), (parts, x, targets)
 
-    def backward(kept: Any, cotangent: Array) -> tuple[Parts, Array, None]:
+    def backward(kept: Any, cotangent: Any) -> tuple[Parts, Array, None]:
         parts, x, targets = kept
 
         def add(gradient: Parts, block: tuple[Array, Array]) -> tuple[Parts, Array]:

@@ -82,6 +82,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "num_parameters": plan.num_parameters,
             "tokens_per_step": plan.spec.tokens_per_step,
             "model_flops_per_step": plan.model_flops_per_step,
+            "auxiliary": list(plan.auxiliary),
         },
         "operations": [_operation(each) for each in plan.operations],
         "unknown": {"program.model_flops_per_step": why} if (why := plan.model_flops.why_unknown) else {},

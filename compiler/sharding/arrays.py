@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshloom.models import Context, LogicalAxes, Model, is_logical_axes
+from meshloom.models import Context, LogicalAxes, Model, is_logical_axes, split_aux
 
 from ..config.spec import RunSpec
 from ..config.user_code import blamed_on_user
 from ..core.trees import leaves_by_path
-from .model_check import check_embedded, check_model, check_output
+from .model_check import check_aux, check_embedded, check_model, check_output
 
 LAYER_INPUT = "layer_input"  # the compiler's name for what a layer is handed; a remat policy may use it
 
@@ -65,12 +65,14 @@ class OpSite:
 class Arrays:
     """What rules are about. parameters: all of them, by path; activations: those that the model names, and gradients of
     them that are laid out otherwise; in_layers: what a remat policy may name in the layers of each stack, by stack;
-    sites: the operations that the model does by its context."""
+    sites: the operations that the model does by its context; auxiliary: losses and statistics that layers and the head
+    return (`Aux`), as STACK/NAME and head/NAME."""
 
     parameters: tuple[Array, ...]
     activations: tuple[Array, ...]
     in_layers: Mapping[str, tuple[str, ...]]
     sites: tuple[OpSite, ...]
+    auxiliary: tuple[str, ...]
 
 
 def gradient_of(name: str) -> str:
@@ -97,6 +99,7 @@ def find_arrays(spec: RunSpec, model: Model) -> Arrays:
         tuple(recorder.activations.values()),
         in_layers,
         tuple(recorder.sites.values()),
+        tuple(recorder.auxiliary),
     )
 
 
@@ -121,11 +124,13 @@ def _trace(model: Model, spec: RunSpec, recorder: "_Recorder") -> dict[str, tupl
         check_embedded(model.embed.name, x_BTE, tokens_BT.shape)
         for stack in model.stacks:
             recorder.piece, first, before = stack.name, len(recorder.marked), x_BTE
-            x_BTE = stack.layer.apply(params[stack.name], before, context)
+            output = stack.layer.apply(params[stack.name], before, context)
+            x_BTE = recorder.without_aux(stack.layer.name, output)
             check_output(stack.layer.name, x_BTE, before.shape, dtype=before.dtype.name)
             in_layers[stack.name] = tuple(dict.fromkeys((LAYER_INPUT, *(name for _, name in recorder.marked[first:]))))
         recorder.piece = "head"
-        logits_BTV = model.head.apply(model.head_params(params["head"], params["embed"]), x_BTE, context)
+        output = model.head.apply(model.head_params(params["head"], params["embed"]), x_BTE, context)
+        logits_BTV = recorder.without_aux(model.head.name, output)
         expected = (*tokens_BT.shape, spec.model.vocab_size)
         check_output(model.head.name, logits_BTV, expected, is_last_more=True)
         return logits_BTV
@@ -148,7 +153,15 @@ class _Recorder:
     activations: dict[str, Array] = field(default_factory=dict)
     marked: list[tuple[jax.Array, str]] = field(default_factory=list)
     sites: dict[tuple[str, str], OpSite] = field(default_factory=dict)
+    auxiliary: list[str] = field(default_factory=list)
     piece: str = ""  # that is being traced
+
+    def without_aux(self, name: str, output: Any) -> Any:
+        """What the piece of this name returned, without its auxiliary outputs."""
+        output, aux = split_aux(output)
+        check_aux(name, aux)
+        self.auxiliary += [f"{self.piece}/{each}" for each in (*aux.losses, *aux.statistics)]
+        return output
 
     def activation(self, name: str, x: jax.Array, *axes: str | None, gradient: LogicalAxes | None = None) -> jax.Array:
         if len(axes) != x.ndim or not all(axis is None or isinstance(axis, str) for axis in axes):

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshloom.models import Model, Stack, is_logical_axes
+from meshloom.models import Aux, Model, Stack, is_logical_axes
 from meshloom.models.contract import Piece
 
 from ..core.errors import ConfigError, Problem, raise_if_any
@@ -82,10 +82,30 @@ def check_embedded(piece: str, output: Any, tokens: Shape) -> None:
     check_output(piece, output, (*tokens, output.shape[-1]))
 
 
+def check_aux(piece: str, aux: Aux) -> None:
+    """Raises ConfigError if a loss is not a scalar, a statistic is not an array of numbers, or names cannot be used."""
+    for name in (*aux.losses, *aux.statistics):
+        if not isinstance(name, str) or not name.isidentifier() or (name in aux.losses and name in aux.statistics):
+            what = f"{piece} returned an auxiliary output named {name!r}"
+            fix = "name each loss and statistic once, by letters, digits and underscores"
+            raise ConfigError([Problem(WHERE, what, fix)])
+    for name, loss in aux.losses.items():
+        if not isinstance(loss, jax.Array) or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+            what = f"{piece} returned {_found(loss)} as the loss '{name}'"
+            raise ConfigError([Problem(WHERE, what, "return its sum over all tokens: a scalar of floating point")])
+    for name, statistic in aux.statistics.items():
+        if not isinstance(statistic, jax.Array) or jnp.issubdtype(statistic.dtype, jnp.complexfloating):
+            what = f"{piece} returned {_found(statistic)} as the statistic '{name}'"
+            raise ConfigError([Problem(WHERE, what, "return its sum over all tokens: an array of real numbers")])
+
+
 def _output_error(piece: str, output: Any, fix: str) -> ConfigError:
+    return ConfigError([Problem(WHERE, f"{piece}.__call__ returned {_found(output)}", fix)])
+
+
+def _found(output: Any) -> str:
     is_array = isinstance(output, jax.Array)
-    found = f"an array of shape {_shape(output.shape)} and type {output.dtype}" if is_array else _kind(output)
-    return ConfigError([Problem(WHERE, f"{piece}.__call__ returned {found}", fix)])
+    return f"an array of shape {_shape(output.shape)} and type {output.dtype}" if is_array else _kind(output)
 
 
 def _shape(shape: tuple[Any, ...]) -> str:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
-from meshloom.models import Context, LogicalAxes, Params, Stack
+from meshloom.models import Aux, Context, LogicalAxes, Params, Stack, split_aux
 
 from ..core.partition_spec import axes_in, keep_axes
 from ..core.scopes import piece_scope
@@ -23,7 +23,7 @@ from ..parallel.remat import build_policy, marked
 from ..parallel.weights import Weights
 from ..plan import Plan
 from ..sharding.arrays import LAYER_INPUT, gradient_of
-from .schedule import Batch, ModelFunctions, StackFunctions
+from .schedule import Batch, HeadOutput, Microbatch, ModelFunctions, StackFunctions
 
 Parts = tuple[Any, ...]  # of the batch, a tree each
 
@@ -36,44 +36,59 @@ def build_functions(plan: Plan, num_targets: Array, dropout_key: Array | None) -
     model, make_context = plan.model, _context_maker(plan)
     num_parts = plan.spec.overlap.layers.batch_parts
 
-    def embed(weights: Weights, microbatch: Batch) -> tuple[Parts, Params]:
+    def prepare(batch: Batch) -> Microbatch:
+        shared = _shared(batch, dropout_key)
+        return Microbatch(batch["inputs"], batch["targets"], shared, _parts_of_batch(shared, num_parts))
+
+    def embed(weights: Weights, microbatch: Microbatch) -> tuple[Parts, Params]:
         with jax.named_scope(piece_scope("embed")):
             whole = weights.gathered()
-            x_BTE = model.embed.apply(whole, microbatch["inputs"], make_context(_shared(microbatch, dropout_key), 0))
+            x_BTE = model.embed.apply(whole, microbatch.inputs_BT, make_context(microbatch.context, 0))
         return _parts_of_batch(x_BTE, num_parts), whole
 
-    def shared(microbatch: Batch) -> Parts:
-        return _parts_of_batch(_shared(microbatch, dropout_key), num_parts)
-
-    def head(weights: Weights, embed: Params, x_parts: Parts, microbatch: Batch) -> tuple[Array, Array]:
+    def head(weights: Weights, embed: Params, x_parts: Parts, microbatch: Microbatch) -> HeadOutput:
         x_BTE = jnp.concatenate(x_parts)
         with jax.named_scope(piece_scope("head")):
-            context = make_context(_shared(microbatch, None), 0)
+            context = make_context(replace(microbatch.context, dropout_keys_B=None), 0)
             parts = _head_parts(plan, weights, x_BTE)
-            objective, loss = sum_losses(
-                lambda params, x_BTE: model.head.apply(params, x_BTE, context),
+            (objective, loss), aux = sum_losses(
+                lambda params, x_BTE: _with_parts_of_means(plan, model.head.apply(params, x_BTE, context)),
                 tuple(model.head_params(part, embed) for part in parts),
                 x_BTE,
-                microbatch["targets"],
+                microbatch.targets_BT,
                 z_loss_weight=plan.spec.loss.z_loss_weight,
                 num_blocks=plan.operation("loss").chosen.parameters,
             )
-        return objective / jnp.maximum(num_targets, 1), loss
+        return HeadOutput(objective / jnp.maximum(num_targets, 1), loss, aux)
 
     before = itertools.accumulate((stack.num_layers for stack in model.stacks), initial=1)
     stacks = (_stack(plan, stack, make_context, first) for stack, first in zip(model.stacks, before, strict=False))
-    return ModelFunctions(embed, shared, tuple(stacks), head)
+    return ModelFunctions(prepare, embed, tuple(stacks), head)
 
 
 def _stack(plan: Plan, stack: Stack, make_context: "ContextMaker", first: int) -> StackFunctions:
     """first: the number of the stack's first layer in the model, from 1 on."""
 
-    def layer(params: Params, shared: Parts, index: Array, x: Parts) -> Parts:
+    def layer(params: Params, shared: Parts, index: Array, x: Parts) -> tuple[Parts, Aux]:
         contexts = (make_context(part, first + index) for part in shared)
         named = (marked(LAYER_INPUT, part) for part in x)
-        return tuple(stack.layer.apply(params, *part) for part in zip(named, contexts, strict=True))
+        outputs = [stack.layer.apply(params, *part) for part in zip(named, contexts, strict=True)]
+        x, aux = zip(*(_with_parts_of_means(plan, output) for output in outputs), strict=True)
+        return x, jax.tree.map(lambda *values: sum(values), *aux)
 
     return StackFunctions(stack.name, stack.num_layers, layer, build_policy(plan.spec.remat, stack.name))
+
+
+def _with_parts_of_means(plan: Plan, output: Any) -> tuple[Any, Aux]:
+    """What a piece returned, with sums over its tokens as parts of the mean over the tokens of the global batch."""
+    x, aux = split_aux(output)
+    num_tokens = plan.spec.tokens_per_step
+    losses = {name: loss.astype(jnp.float32) / num_tokens for name, loss in aux.losses.items()}
+    statistics = {
+        name: jax.lax.stop_gradient(statistic.astype(jnp.float32)) / num_tokens
+        for name, statistic in aux.statistics.items()
+    }
+    return x, Aux(losses, statistics)
 
 
 def _head_parts(plan: Plan, weights: Weights, x_BTE: Array) -> list[Params]:

@@ -28,16 +28,18 @@ from .schedule import StackFunctions
 
 def prefetch_layers(
     stack: StackFunctions, weights: Weights, shared: Any, x: Any, *, loop: LayerLoop, skip_idle: bool
-) -> Any:
+) -> tuple[Any, Any]:
     """Runs the layers with the weights of `loop.prefetch` layers gathered ahead: so many more are held whole.
 
     The last iterations of the forward pass gather what the first of the backward pass need, the last layers again; the
     last iterations of the backward pass gather the first layer redundantly, and its first reduces zeros where gradients
     are deferred: an iteration is one program. With `skip_idle` these two are in a branch.
+
+    Returns x, and the auxiliary outputs of all layers, stacked.
     """
     tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
 
-    def flat(whole: list[Array], shared: list[Array], index: Array, x: Any) -> Any:
+    def flat(whole: list[Array], shared: list[Array], index: Array, x: Any) -> tuple[Any, Any]:
         """`layer` with lists for trees: the residuals of a derivative then are tuples, in the same order."""
         return stack.layer(jax.tree.unflatten(tree, whole), jax.tree.unflatten(tree_of_shared, shared), index, x)
 
@@ -46,7 +48,7 @@ def prefetch_layers(
     passes = _Passes(saved, shapes, jax.tree.leaves(weights.layouts), weights.reduction, loop, skip_idle)
 
     @jax.custom_vjp
-    def run(slots: Any, before: Any, working: Any, shared: Any, x: Any) -> Any:
+    def run(slots: Any, before: Any, working: Any, shared: Any, x: Any) -> tuple[Any, Any]:
         return passes.forward(slots, before, working, shared, x)[0]
 
     run.defvjp(passes.forward, passes.backward)
@@ -58,7 +60,7 @@ class _Passes:
     """The forward and the backward pass of a loop that prefetches. layer: of (whole weights, what all layers share,
     number of the layer, x), the first two as lists. gradients: their shapes and types, a tree."""
 
-    layer: Callable[[list[Array], list[Array], Array, Any], Any]
+    layer: Callable[[list[Array], list[Array], Array, Any], tuple[Any, Any]]
     gradients: Any
     layouts: list[WeightPlan]
     reduction: Reduction
@@ -73,7 +75,8 @@ class _Passes:
     def distance(self) -> int:
         return min(self.loop.prefetch, self.num_layers)
 
-    def forward(self, _: Any, before: Any, working: Any, shared: Any, x: Any) -> tuple[Any, Any]:
+    def forward(self, _: Any, before: Any, working: Any, shared: Any, x: Any) -> tuple[tuple[Any, Any], Any]:
+        """Returns ((x, auxiliary outputs), what the backward pass needs)."""
         stack, num_layers = self._stack(before, working), self.num_layers
 
         def trip(carry: tuple[Any, list[Any]], t: Array) -> tuple[tuple[Any, list[Any]], Any]:
@@ -81,15 +84,16 @@ class _Passes:
             beyond = t + self.distance  # past the last layer: what the backward pass begins with
             next_one = stack.fetched_ahead(jnp.where(beyond < num_layers, beyond, 2 * num_layers - 1 - beyond))
             pull_back: Any  # a pytree: its leaves are what the backward pass needs
-            x, pull_back = jax.vjp(self.layer, stack.whole(t, arrived), jax.tree.leaves(shared), t, x)
+            (x, aux), pull_back = jax.vjp(self.layer, stack.whole(t, arrived), jax.tree.leaves(shared), t, x)
             pull_back.args_res[:3] = [_left_out(residuals) for residuals in pull_back.args_res[:3]]
-            return (x, [*on_the_way, next_one]), pull_back
+            return (x, [*on_the_way, next_one]), (aux, pull_back)
 
         first = [stack.fetched_ahead(jnp.array(index)) for index in range(self.distance)]
-        (x, last), pull_backs = jax.lax.scan(trip, (x, first), jnp.arange(num_layers), unroll=self.loop.unroll)
-        return x, (before, working, shared, last, pull_backs)
+        (x, last), (aux, pull_backs) = jax.lax.scan(trip, (x, first), jnp.arange(num_layers), unroll=self.loop.unroll)
+        return (x, aux), (before, working, shared, last, pull_backs)
 
-    def backward(self, saved: Any, dx: Any) -> tuple[Any, None, None, None, Any]:
+    def backward(self, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, None, None, None, Any]:
+        dx, daux = cotangents
         before, working, shared, last, pull_backs = saved
         stack = self._stack(before, working)
         slots, tree = jax.tree.flatten(self.gradients)
@@ -98,7 +102,7 @@ class _Passes:
             [jnp.zeros(x.shape, x.dtype) for x in _split(each, stack.late)[0]] for each in (whole, slots)
         )
         trip = partial(self._backward_trip, stack, jax.tree.leaves(shared))
-        trips = (jnp.arange(self.num_layers), pull_backs)
+        trips = (jnp.arange(self.num_layers), daux, pull_backs)
         (dx, _, lowest, deferred), now = jax.lax.scan(
             trip, (dx, last, zeros, deferred), trips, reverse=True, unroll=self.loop.unroll
         )
@@ -108,12 +112,12 @@ class _Passes:
     def _backward_trip(self, stack: "_Stack", shared: list[Array], carry: Any, trip: Any) -> tuple[Any, list[Array]]:
         """carry: the gradient of what the layer returned, weights that arrive and that are on the way, gradients of the
         layer above that are reduced late, those that have been. Returns those that this layer's own trip reduces."""
-        (dx, (arrived, *on_the_way), above, deferred), (t, pull_back) = carry, trip
+        (dx, (arrived, *on_the_way), above, deferred), (t, daux, pull_back) = carry, trip
         layer_ahead = jnp.maximum(t - self.distance, 0)
         next_one = self._moved(t >= self.distance, lambda: stack.fetched_ahead(layer_ahead), otherwise=lambda: arrived)
         arguments = (stack.whole(t, arrived), shared, t)
         pull_back.args_res[:3] = map(_put_back, pull_back.args_res[:3], arguments)
-        dw, _, _, dx = pull_back(dx)
+        dw, _, _, dx = pull_back((dx, daux))
         below, now = _split(dw, stack.late)
         layer_above = jnp.minimum(t + 1, self.num_layers - 1)  # the first trip's is written again by the second
         sent = self._moved(

@@ -19,9 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import Array
+from jax.tree_util import register_dataclass
 
-from meshloom.models import Params
+from meshloom.models import Aux, Params
 
 from ..core.partition_spec import Axes
 from ..parallel.remat import Policy
@@ -29,8 +31,8 @@ from ..parallel.weights import Reduction, Weights, gradient_slot, reduce_gradien
 
 Batch = dict[str, Array]  # int32 (sequences, sequence_length), by the names of batch_arrays; row: int32 (sequences,)
 
-# (whole weights of a layer, what all layers share, index of the layer, x) -> x; x is a tree of arrays
-LayerFunction = Callable[[Any, Any, Array, Any], Any]
+# (whole weights of a layer, what all layers share, index of the layer, x) -> (x, auxiliary outputs); x is a tree
+LayerFunction = Callable[[Any, Any, Array, Any], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -43,20 +45,53 @@ class StackFunctions:
     policy: Policy
 
 
+@register_dataclass
+@dataclass(frozen=True)
+class Sums:
+    """What microbatches of this device add up to. loss: cross-entropy. auxiliary: by stack, and of the head; each value
+    of a stack has a first dimension `layers`. They are parts of the mean over the tokens of the global batch."""
+
+    loss: Array
+    auxiliary: dict[str, Aux]
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class HeadOutput:
+    """objective: a part of the mean objective over the targets of the global batch. loss: summed cross-entropy."""
+
+    objective: Array
+    loss: Array
+    aux: Aux
+
+
 @dataclass(frozen=True)
 class ModelFunctions:
     """A model as functions of local arrays.
 
-    embed: (weights of `embed`, microbatch) -> (x, whole parameters that the head shares with the embedding).
-    shared: microbatch -> what all layers read beside their weights. stacks: run one after the other.
-    head: (weights of `head`, whole shared parameters, x, microbatch) -> (this device's part of the mean objective over
-    the global batch, which is differentiated; summed cross-entropy).
+    prepare: sequences -> what the other functions read of them. embed: (weights of `embed`, microbatch) -> (x, whole
+    parameters that the head shares with the embedding). stacks: run one after the other. head: (weights of `head`,
+    whole shared parameters, x, microbatch) -> HeadOutput.
+
+    What is differentiated is the head's objective plus the auxiliary losses of layers and head (`objective`).
     """
 
-    embed: Callable[[Weights, Batch], tuple[Any, Params]]
-    shared: Callable[[Batch], Any]
+    prepare: Callable[[Batch], "Microbatch"]
+    embed: Callable[[Weights, "Microbatch"], tuple[Any, Params]]
     stacks: tuple[StackFunctions, ...]
-    head: Callable[[Weights, Params, Any, Batch], tuple[Array, Array]]
+    head: Callable[[Weights, Params, Any, "Microbatch"], HeadOutput]
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Microbatch:
+    """Some sequences of this device. context: what embedding and head know of them. layers: what layers read beside
+    their weights and x."""
+
+    inputs_BT: Array
+    targets_BT: Array
+    context: Any
+    layers: Any
 
 
 @dataclass(frozen=True)
@@ -100,10 +135,16 @@ class LayerSchedule(Protocol):
 
     def run(
         self, model: ModelFunctions, weights: ModelWeights, batch: Batch, *, gradient_scale: Array | None
-    ) -> tuple[Array, Params | None]:
-        """Returns the summed cross-entropy of this device's sequences; and the gradients of `gradient_scale` times the
+    ) -> tuple[Sums, Params | None]:
+        """Returns sums over this device's sequences; and the gradients of `gradient_scale` times the
         objective, in the layout of the update, or None where the scale is None."""
         ...
+
+
+def objective(output: HeadOutput, auxiliary: dict[str, Aux]) -> Array:
+    """Returns what is differentiated: this device's part of the mean objective over the global batch."""
+    losses = [jnp.sum(loss) for aux in auxiliary.values() for loss in aux.losses.values()]
+    return sum(losses, start=output.objective)
 
 
 def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:

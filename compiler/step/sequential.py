@@ -9,17 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from meshloom.models import Params
+from meshloom.models import Aux, Params
 
 from ..core.scopes import piece_scope
 from ..parallel.weights import Weights, hoist
-from .schedule import Batch, ModelFunctions, ModelWeights, StackFunctions, split_microbatches
+from .schedule import Batch, ModelFunctions, ModelWeights, StackFunctions, Sums, objective, split_microbatches
 
 
 class StackLoop(Protocol):
-    """Runs all layers of a stack, one after the other: (stack, its weights, what layers share, x) -> x."""
+    """Runs all layers of a stack, one after the other, on x: returns x, and the layers' auxiliary outputs, stacked.
+    shared: what layers read beside their weights."""
 
-    def __call__(self, stack: StackFunctions, weights: Weights, shared: Any, x: Any, /) -> Any: ...
+    def __call__(self, stack: StackFunctions, weights: Weights, shared: Any, x: Any, /) -> tuple[Any, Aux]: ...
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,14 @@ class SequentialSchedule:
 
     def run(
         self, model: ModelFunctions, weights: ModelWeights, batch: Batch, *, gradient_scale: Array | None
-    ) -> tuple[Array, Params | None]:
+    ) -> tuple[Sums, Params | None]:
         in_backward = gradient_scale is not None and self.reduce_in_backward and weights.is_reduced_once
         one = partial(self._run_microbatch, model, weights, gradient_scale)
         run = _reduce_in_last if in_backward else _sum_over
-        loss, gradients = run(one, batch, self.num_microbatches)
+        sums, gradients = run(one, batch, self.num_microbatches)
         if gradients is not None and not in_backward:
             gradients = weights.reduce(gradients)
-        return loss, gradients
+        return sums, gradients
 
     def _run_microbatch(
         self,
@@ -54,25 +55,30 @@ class SequentialSchedule:
         before: Params | None = None,
         *,
         is_last: bool = False,
-    ) -> tuple[Array, Params | None]:
-        """Loss and gradients of a microbatch. before: gradients to add. is_last: they are reduced at once."""
+    ) -> tuple[Sums, Params | None]:
+        """Sums and gradients of a microbatch. before: gradients to add. is_last: they are reduced at once."""
 
-        def objective(slots: Params) -> tuple[Array, Array]:
+        def forward(slots: Params) -> tuple[Array, Sums]:
             return self._forward(model, weights.bound(slots, before, is_last=is_last), microbatch)
 
         slots = weights.gradient_slots(is_last=is_last)
         if gradient_scale is None:
-            return objective(slots)[1], None
-        _, pull_back, loss = jax.vjp(objective, slots, has_aux=True)
-        return loss, pull_back(gradient_scale)[0]
+            return forward(slots)[1], None
+        _, pull_back, sums = jax.vjp(forward, slots, has_aux=True)
+        return sums, pull_back(gradient_scale)[0]
 
-    def _forward(self, model: ModelFunctions, weights: Weights, microbatch: Batch) -> tuple[Array, Array]:
-        shared = model.shared(microbatch)
-        x, tied = model.embed(weights.piece("embed"), microbatch)
+    def _forward(self, model: ModelFunctions, weights: Weights, microbatch: Batch) -> tuple[Array, Sums]:
+        """Returns (what is differentiated, what is reported)."""
+        auxiliary = dict[str, Aux]()
+        prepared = model.prepare(microbatch)
+        x, tied = model.embed(weights.piece("embed"), prepared)
         for stack in model.stacks:
             with jax.named_scope(piece_scope(stack.name)):
-                x = self.run_stack(stack, hoist(weights.piece(stack.name)), shared, x)
-        return model.head(weights.piece("head"), tied, x, microbatch)
+                stacked = hoist(weights.piece(stack.name))
+                x, auxiliary[stack.name] = self.run_stack(stack, stacked, prepared.layers, x)
+        output = model.head(weights.piece("head"), tied, x, prepared)
+        auxiliary["head"] = output.aux
+        return objective(output, auxiliary), Sums(output.loss, auxiliary)
 
 
 def _sum_over(one: Callable[[Batch], Any], batch: Batch, num_microbatches: int) -> Any:
@@ -88,9 +94,9 @@ def _reduce_in_last(one: Callable[..., Any], batch: Batch, num_microbatches: int
     if num_microbatches == 1:
         return one(batch, is_last=True)
     parts = split_microbatches(batch, num_microbatches)
-    loss, gradients = _added_up(one, jax.tree.map(lambda x: x[:-1], parts))
-    own_loss, gradients = one(jax.tree.map(lambda x: x[-1], parts), gradients, is_last=True)
-    return loss + own_loss, gradients
+    sums, gradients = _added_up(one, jax.tree.map(lambda x: x[:-1], parts))
+    own_sums, gradients = one(jax.tree.map(lambda x: x[-1], parts), gradients, is_last=True)
+    return jax.tree.map(jnp.add, sums, own_sums), gradients
 
 
 def _added_up(one: Callable[[Batch], Any], parts: Batch) -> Any:

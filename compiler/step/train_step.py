@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models import IGNORED_TARGET, Params
+from meshloom.models import IGNORED_TARGET, Aux, Params
 
 from ..core.partition_spec import keep_axes
 from ..core.scopes import UPDATE, WORKING_PARAMETERS
@@ -30,7 +30,8 @@ TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 
 
 def build_train_step(plan: Plan) -> TrainStep:
-    """Returns the step as a function of global arrays; its metrics: those of the update (update.py), and num_targets.
+    """Returns the step as a function of global arrays; its metrics: those of the update (update.py), num_targets, and
+    `plan.auxiliary`.
 
     A global batch without any target has a loss of 0 and gradients of zero: the sum over no targets.
     """
@@ -40,10 +41,10 @@ def build_train_step(plan: Plan) -> TrainStep:
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         dropout_key = jax.random.fold_in(jax.random.key(plan.spec.seed), state["step"])
-        (loss, num_targets), grads = gradients(state["params"], batch, dropout_key, scale)
+        (loss, num_targets), grads, auxiliary = gradients(state["params"], batch, dropout_key, scale)
         with jax.named_scope(UPDATE):
             state, metrics = update(state, loss / jnp.maximum(num_targets, 1), grads)
-        return state, metrics | {"num_targets": num_targets}
+        return state, metrics | {"num_targets": num_targets} | _auxiliary_metrics(auxiliary)
 
     return train_step
 
@@ -70,7 +71,8 @@ def build_init(plan: Plan) -> Callable[[], State]:
 
 def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     """(params, batch, dropout_key, scale) -> sums over the targets of a global batch, [cross-entropy, number of them];
-    with `with_gradients` also the gradient of scale times the mean objective, in the layout of the update.
+    with `with_gradients` also the gradient of scale times the mean objective, in the layout of the update, and the
+    auxiliary outputs by stack, and of the head.
 
     dropout_key: None for no dropout. Gradients are accumulated in `precision.gradients` over the microbatches.
     """
@@ -85,7 +87,7 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
         split = jax.shard_map(
             local,
             in_specs=(params_specs, PartitionSpec(batch_axes), PartitionSpec(), PartitionSpec()),
-            out_specs=(PartitionSpec(), update_specs) if with_gradients else PartitionSpec(),
+            out_specs=(PartitionSpec(), update_specs, PartitionSpec()) if with_gradients else PartitionSpec(),
             axis_names=set(plan.mesh.sizes) - set(plan.auto_axes),
             check_vma=False,  # the reductions are all written out, and tested against one device
         )
@@ -110,11 +112,20 @@ def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]
         num_targets = over_batch(jnp.sum(batch["targets"] != IGNORED_TARGET))
         weights = ModelWeights(params, working, plan.weights, reduction, plan.mesh.num_shards)
         functions = build_functions(plan, num_targets, dropout_key)
-        loss, grads = schedule.run(functions, weights, batch, gradient_scale=scale if with_gradients else None)
-        sums = jnp.stack([over_batch(loss), num_targets.astype(jnp.float32)])
-        return (sums, grads) if with_gradients else sums
+        sums, grads = schedule.run(functions, weights, batch, gradient_scale=scale if with_gradients else None)
+        loss = jnp.stack([over_batch(sums.loss), num_targets.astype(jnp.float32)])
+        return (loss, grads, jax.tree.map(over_batch, sums.auxiliary)) if with_gradients else loss
 
     return local
+
+
+def _auxiliary_metrics(auxiliary: dict[str, Aux]) -> dict[str, Array]:
+    """Means over layers, and over the entries of each statistic."""
+    return {
+        f"{piece}/{name}": jnp.mean(value)
+        for piece, aux in auxiliary.items()
+        for name, value in {**aux.losses, **aux.statistics}.items()
+    }
 
 
 def _cast(params: Params, dtype: str) -> Params:

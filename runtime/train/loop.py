@@ -115,6 +115,7 @@ class Loop:
             input_wait_seconds=running.input_wait_seconds,
             num_targets=round(metrics["num_targets"]),
             mfu=mfu(self.plan, seconds),
+            auxiliary={name: metrics[name] for name in self.plan.auxiliary},
         )
         self.report(told)
         self._targets.check_step(told)

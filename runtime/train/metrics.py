@@ -2,8 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,8 @@ class Metrics:
     """step: steps done. loss, eval_loss: nats per token; eval_loss is None where no evaluation was due. skipped: the
     step had NaN or infinity and changed nothing. input_wait_seconds: that devices may have stood still for the batch, 0
     where it came while the step before it ran. num_targets: tokens of the batch with a loss.
-    mfu: model FLOPs / (time x peak), None where one of the two is unknown."""
+    mfu: model FLOPs / (time x peak), None where one of the two is unknown. auxiliary: losses and statistics of the
+    model's layers and head, by names such as layers/z_loss: means over the tokens of the batch."""
 
     step: int
     loss: float
@@ -35,6 +37,7 @@ class Metrics:
     input_wait_seconds: float
     num_targets: int
     mfu: float | None
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
 
 
 def mfu(plan: Plan, step_seconds: float) -> float | None:
@@ -72,7 +75,8 @@ class MetricsLog:
 
     def write(self, metrics: Metrics) -> None:
         """Append one step. Raises RunFailed where the disk refuses it."""
-        values = {name: _finite(value) for name, value in vars(metrics).items()}
+        known = {name: value for name, value in vars(metrics).items() if name != "auxiliary"}
+        values = {name: _finite(value) for name, value in (known | dict(metrics.auxiliary)).items()}
         try:
             self._file.write(json.dumps(values) + "\n")
             if self._curves:

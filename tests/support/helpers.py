@@ -38,7 +38,7 @@ from meshloom.compiler.sharding.batch import batch_arrays
 from meshloom.compiler.step.train_step import build_loss, build_train_step
 from meshloom.compiler.target.target import TargetPlan, plan_target
 from meshloom.compiler.xla.programs import PROGRAMS, Programs, build, lower
-from meshloom.models import Context, Model
+from meshloom.models import Context, Model, split_aux
 from meshloom.runtime.cli.main import run
 
 TESTS = Path(__file__).parents[1]
@@ -56,7 +56,7 @@ def forward(model: Model, params: Any, inputs: Array, segment_ids: Array | None 
     x = model.embed.apply(params["embed"], inputs, context)
     for stack in model.stacks:
         for i in range(stack.num_layers):
-            x = stack.layer.apply(jax.tree.map(lambda w, i=i: w[i], params[stack.name]), x, context)
+            x, _ = split_aux(stack.layer.apply(jax.tree.map(lambda w, i=i: w[i], params[stack.name]), x, context))
     return model.head.apply(model.head_params(params["head"], params["embed"]), x, context)
 
 
@@ -176,6 +176,17 @@ class NoData:
         assert state == {}
 
 
+class Batches(NoData):
+    """Gives the same batch again and again, as `Loop` reads them."""
+
+    def __init__(self, batch: dict[str, np.ndarray]):
+        super().__init__()
+        self.batch = batch
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return self.batch
+
+
 def gradients_of(plan: Plan, params: Any, tokens: np.ndarray) -> tuple[float, Any]:
     """Loss and gradients of the plan's sharded program."""
     mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
@@ -184,7 +195,7 @@ def gradients_of(plan: Plan, params: Any, tokens: np.ndarray) -> tuple[float, An
     rows = NamedSharding(mesh, PartitionSpec(plan.sharding.batch_axes or None))
     batch = {"inputs": jax.device_put(tokens[:, :-1], rows), "targets": jax.device_put(tokens[:, 1:], rows)}
     with jax.set_mesh(mesh):
-        (loss, num_targets), grads = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch)
+        (loss, num_targets), grads, _ = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch)
     return float(loss / num_targets), jax.tree.map(np.asarray, grads)
 
 

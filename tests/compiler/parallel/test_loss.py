@@ -57,7 +57,7 @@ def test_loss_and_gradients_in_blocks_are_those_of_optax(vocabulary, num_blocks,
 
     def ours(params, x):
         parts = [jax.tree.map(lambda p, part=part: p[..., part], params) for part in vocabulary]
-        return tuple(sum_losses(head, parts, x, targets, z_loss_weight=z_loss_weight, num_blocks=num_blocks))
+        return tuple(sum_losses(head, parts, x, targets, z_loss_weight=z_loss_weight, num_blocks=num_blocks)[0])
 
     expected, of_optax = jax.value_and_grad(lambda p, x: by_optax(p, x, targets, z_loss_weight), (0, 1), has_aux=True)(params, x)  # fmt: skip  # noqa: E501
     got, gradients = jax.value_and_grad(ours, (0, 1), has_aux=True)(params, x)
@@ -72,7 +72,7 @@ def test_a_heads_gradient_is_added_up_in_float32_over_the_blocks():
 
     def gradient(params, x, num_blocks):
         options = {"z_loss_weight": 0.0, "num_blocks": num_blocks}
-        return jax.grad(lambda p: sum_losses(head, [p], x, targets, **options)[0])(params)
+        return jax.grad(lambda p: sum_losses(head, [p], x, targets, **options)[0][0])(params)
 
     errors = {}
     for num_blocks in (1, 12):

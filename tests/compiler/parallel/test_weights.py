@@ -1,4 +1,7 @@
-"""Gradients of the loops over layers against finite differences of a NumPy forward pass, all in float64."""
+"""Gradients of the loops over layers against finite differences of a NumPy forward pass, all in float64.
+
+Each layer adds an auxiliary loss to the objective.
+"""
 
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -23,11 +26,13 @@ from meshloom.compiler.parallel.weights import (
 from meshloom.compiler.step.prefetch import prefetch_layers
 from meshloom.compiler.step.scan import scan_layers
 from meshloom.compiler.step.schedule import StackFunctions
+from meshloom.models import Aux
 
 DIMENSIONS = {"scale_E": "LE", "up_EM": "LEM", "down_ME": "LME"}  # of a layer's weights
 SIZES = {"L": 3, "E": 8, "M": 6}
 NUM_SEQUENCES = 16
 STEP = 1e-5  # of central differences: their error is of the size of its square
+PENALTY = 0.1  # weight of the auxiliary loss that each layer returns
 BATCH_AXES = ("replica", "fsdp")
 
 
@@ -119,11 +124,12 @@ def _arrays():
 
 
 def _numpy_loss(arrays, slope):
-    x = arrays["x"]
+    x, auxiliary = arrays["x"], 0.0
     for index in range(SIZES["L"]):
         scale, up, down = (arrays[name][index] for name in DIMENSIONS)
-        x = x + np.sin((x * scale + 0.5 * index) @ up) @ down
-    return (x * slope).sum()
+        hidden = np.sin((x * scale + 0.5 * index) @ up)
+        x, auxiliary = x + hidden @ down, auxiliary + PENALTY * (index + 1) * (hidden**2).sum()
+    return (x * slope).sum() + auxiliary
 
 
 @cache
@@ -144,7 +150,9 @@ def _differences():
 
 
 def _layer(weights, shared, index, x):
-    return x + jnp.sin((x * weights["scale_E"] + shared * index) @ weights["up_EM"]) @ weights["down_ME"]
+    hidden = jnp.sin((x * weights["scale_E"] + shared * index) @ weights["up_EM"])
+    loss = (index + 1) * jnp.sum(jnp.square(hidden))
+    return x + hidden @ weights["down_ME"], Aux({"penalty": PENALTY * loss}, {"half": jnp.sum(hidden) / 2})
 
 
 def _gradients(layout, loop, when, skip_idle):
@@ -174,7 +182,9 @@ def _gradients(layout, loop, when, skip_idle):
                 partial(prefetch_layers, loop=loop, skip_idle=skip_idle),
             )
             run = prefetch if loop.prefetch else scan
-            return (run(stack, hoist(layers), jnp.array(0.5), x) * slope).sum()
+            x, aux = run(stack, hoist(layers), jnp.array(0.5), x)
+            assert {aux.losses["penalty"].shape, aux.statistics["half"].shape} == {(SIZES["L"],)}
+            return (x * slope).sum() + aux.losses["penalty"].sum()
 
         grads, dx = jax.grad(loss, (0, 1))(slots, x)
         if when == BEHIND:

@@ -15,20 +15,9 @@ from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train.loop import Loop
-from support.helpers import NoData, programs_of, reference_adamw, reference_loss
+from support.helpers import Batches, programs_of, reference_adamw, reference_loss
 
 STEPS = ("num_steps=2", "evaluation.every_num_steps=1", "checkpoint=disabled", "schedule.num_warmup_steps=0")
-
-
-class Batches(NoData):
-    """The same batch over and over, as `Loop` reads them."""
-
-    def __init__(self, batch: dict[str, np.ndarray]):
-        super().__init__()
-        self.batch = batch
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        return self.batch
 
 
 @pytest.fixture(scope="module")
