@@ -78,7 +78,7 @@ def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
         auxiliary=arrays.auxiliary,
         weights=like(abstract["params"], plan_weights(inputs, operations)),
         memory=plan_memory(spec, mesh, sharding, abstract, specs),
-        model_flops=count_model_flops(model, spec),
+        model_flops=count_model_flops(model, spec, sharding.frozen),
         set_options=set_options,
     )
 

@@ -116,6 +116,7 @@ class PrecisionSpec(Config):
     compute: Literal["float32", "bfloat16", "float16"]  # parameters are cast to it once per step, and gathered in it
     gradients: FloatType  # they are accumulated in it over layers' uses and microbatches
     gradient_reduction: FloatType  # gradients cross the network in it
+    frozen: FloatType | None  # frozen parameters are stored in it; None: as the others
     loss_scale: LossScaleSpec | None  # for float16 alone
 
     @model_validator(mode="after")
@@ -232,6 +233,7 @@ class RunSpec(Config):
     distributed: DistributedSpec
     logging: LoggingSpec
     evaluation: EvaluationSpec
+    frozen_parameters: tuple[Text, ...]  # by patterns of paths, such as embed/*: they have no gradient and no update
     on_nonfinite: Literal["stop", "skip"]  # a step whose loss or gradient norm is no finite number; skip: no update
     num_skips_allowed: NonNegativeInt  # one after the other, where such steps are skipped
     on_too_little_memory: Literal["refuse", "try"]  # a run that needs more memory than there is

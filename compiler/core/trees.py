@@ -1,6 +1,6 @@
 """Trees by path: `{"layers": {"mlp": {"up_EM": x}}}` <-> `{"layers/mlp/up_EM": x}`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,28 @@ def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> d
 def like(tree: Any, leaves: Mapping[str, Any]) -> Any:
     """A tree with the structure of `tree` and the leaf of each path from `leaves`."""
     return jax.tree_util.tree_map_with_path(lambda keys, _: leaves[_path(keys)], tree)
+
+
+def pick(tree: Any, paths: Collection[str], is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """The nested dict of the leaves at these paths: {"a": {"b": 1}, "c": 2}, ["a/b"] -> {"a": {"b": 1}}."""
+    return nested({path: leaf for path, leaf in leaves_by_path(tree, is_leaf).items() if path in paths})
+
+
+def combined(tree: Any, other: Any) -> dict[str, Any]:
+    """The nested dict of the leaves of both."""
+    return nested(leaves_by_path(tree) | leaves_by_path(other))
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """`leaves_by_path` undone, for nested dicts."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *outer, last = path.split("/")
+        node = tree
+        for key in outer:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return tree
 
 
 def _path(keys: Any) -> str:

@@ -5,7 +5,7 @@ of no list (operation_kinds.py) is counted as JAX itself counts it, and else nam
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from meshloom.models import Context, Model, split_aux
+from meshloom.models import Context, Model, Piece, split_aux
 
 from ..config.spec import RunSpec
+from ..core.trees import combined, leaves_by_path, pick
 from .operation_kinds import CALLS, PRODUCTS, causal_flops, kind_of, splash_blocks
 from .subprograms import scan_of, subprograms
 from .unknown import Cost, UnknownPrimitive, ask_jax, unknown_of
@@ -55,13 +56,27 @@ class ModelFlops:
         return "; ".join(map(str, self.unknown)) or None
 
 
-def count_model_flops(model: Model, spec: RunSpec) -> ModelFlops:
+def count_model_flops(model: Model, spec: RunSpec, frozen: Collection[str] = ()) -> ModelFlops:
     """FLOPs of forward and backward over a global batch, nothing computed twice counted twice.
 
     Backward is twice forward: a gradient for each of the two factors of a product (an FFT has one). Attention counts
     the whole square of scores, as in PaLM's MFU (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), also where a
     mask hides half of it.
+
+    frozen: paths of parameters that are not trained. Their gradients are not counted, nor the gradients of what they
+    alone have made.
     """
+    if frozen:
+        total = _count_with_frozen(model, spec, frozen)
+        flops = total.known
+    else:
+        total = _count_forward(model, spec)
+        flops = 3 * total.products + 2 * total.transforms
+    return ModelFlops(None if total.unknown else flops * spec.global_batch_size, total.unknown)
+
+
+def _count_forward(model: Model, spec: RunSpec) -> FlopCount:
+    """The forward pass of one sequence."""
     tokens_BT = jax.ShapeDtypeStruct((1, spec.sequence_length), jnp.int32)
 
     def count(apply: Any, params: Any, x: Any, part: str) -> tuple[FlopCount, Any]:
@@ -79,9 +94,46 @@ def count_model_flops(model: Model, spec: RunSpec) -> ModelFlops:
         one_layer, x_BTE = count(stack.layer.apply, stack.layer.abstract, x_BTE, stack.name)
         counts.append(one_layer.times(stack.num_layers))
     counts.append(count(model.head.apply, model.head.abstract, x_BTE, "head")[0])
-    total = added(counts)
-    flops = (3 * total.products + 2 * total.transforms) * spec.global_batch_size
-    return ModelFlops(None if total.unknown else flops, total.unknown)
+    return added(counts)
+
+
+def _count_with_frozen(model: Model, spec: RunSpec, frozen: Collection[str]) -> FlopCount:
+    """Each piece's forward pass for one sequence, and its derivative by what is trained."""
+    context = Context(jnp.arange(spec.sequence_length)[None], lambda _, x, *axes, **__: x)
+
+    def count(piece: Piece, name: str, x: Any, *, with_dx: bool, tied: Mapping[str, str]) -> tuple[FlopCount, Any]:
+        """tied: paths of parameters that another piece has."""
+        leaves = leaves_by_path(piece.abstract)
+        trained = {path for path in leaves if tied.get(path, f"{name}/{path}") not in frozen}
+        fixed = pick(piece.abstract, leaves.keys() - trained)
+
+        def both_passes(params: Any, fixed: Any, x: Any) -> Any:
+            def forward(params: Any, x: Any) -> Any:
+                return split_aux(piece.apply(combined(params, fixed), x, context))[0]
+
+            if with_dx:
+                y, pull_back = jax.vjp(forward, params, x)
+            else:
+                y, pull_back = jax.vjp(lambda params: forward(params, x), params)
+            return y, pull_back(y)
+
+        traced = jax.jit(both_passes).trace(pick(piece.abstract, trained), fixed, x)
+        return count_flops(traced.jaxpr.jaxpr, name), traced.out_info[0]
+
+    def is_trained(name: str) -> bool:
+        return any(f"{name}/{path}" not in frozen for path in leaves_by_path(model.abstract()[name]))
+
+    tokens_BT = jax.ShapeDtypeStruct((1, spec.sequence_length), jnp.int32)
+    embed, x = count(model.embed, "embed", tokens_BT, with_dx=False, tied={})
+    counts, with_dx = [embed], is_trained("embed")
+    for stack in model.stacks:
+        first, x = count(stack.layer, stack.name, x, with_dx=with_dx, tied={})
+        with_dx |= is_trained(stack.name)
+        others, _ = count(stack.layer, stack.name, x, with_dx=with_dx, tied={})
+        counts += [first, others.times(stack.num_layers - 1)]
+    tied = {name: f"embed/{original}" for name, original in model.tied.items()}
+    counts.append(count(model.head, "head", x, with_dx=with_dx, tied=tied)[0])
+    return added(counts)
 
 
 def count_flops(jaxpr: Jaxpr, part: str, within: tuple[Any, ...] = ()) -> FlopCount:
@@ -203,6 +255,44 @@ def _kernel_cost(kernel: Any) -> Cost | str:
         return Cost(causal_flops(flops, *blocks))
     declared = kernel.params.get("cost_estimate")
     return Cost(int(declared.flops), int(declared.bytes_accessed)) if declared else NO_ESTIMATE
+
+
+def _flops_with_frozen(model: Model, spec: RunSpec, frozen: Collection[str]) -> int:
+    """Of one sequence: the matmuls of each piece's forward pass, and of its derivative by what is trained."""
+    context = Context(jnp.arange(spec.sequence_length)[None], lambda _, x, *axes, **__: x)
+
+    def flops(piece: Piece, name: str, x: Any, *, with_dx: bool, tied: Mapping[str, str]) -> tuple[int, Any]:
+        """tied: paths of parameters that are of another piece."""
+        leaves = leaves_by_path(piece.abstract)
+        trained = {path for path in leaves if tied.get(path, f"{name}/{path}") not in frozen}
+        fixed = pick(piece.abstract, leaves.keys() - trained)
+
+        def both_passes(params: Any, fixed: Any, x: Any) -> Any:
+            def forward(params: Any, x: Any) -> Any:
+                return split_aux(piece.apply(combined(params, fixed), x, context))[0]
+
+            if with_dx:
+                y, pull_back = jax.vjp(forward, params, x)
+            else:
+                y, pull_back = jax.vjp(lambda params: forward(params, x), params)
+            return y, pull_back(y)
+
+        traced = jax.jit(both_passes).trace(pick(piece.abstract, trained), fixed, x)
+        return matmul_flops(traced.jaxpr.jaxpr), traced.out_info[0]
+
+    def is_trained(name: str) -> bool:
+        return any(f"{name}/{path}" not in frozen for path in leaves_by_path(model.abstract()[name]))
+
+    total, x = flops(
+        model.embed, "embed", jax.ShapeDtypeStruct((1, spec.sequence_length), jnp.int32), with_dx=False, tied={}
+    )
+    with_dx = is_trained("embed")
+    for stack in model.stacks:
+        first, x = flops(stack.layer, stack.name, x, with_dx=with_dx, tied={})
+        with_dx |= is_trained(stack.name)
+        total += first + (stack.num_layers - 1) * flops(stack.layer, stack.name, x, with_dx=with_dx, tied={})[0]
+    tied = {name: f"embed/{original}" for name, original in model.tied.items()}
+    return total + flops(model.head, "head", x, with_dx=with_dx, tied=tied)[0]
 
 
 def matmul_flops(jaxpr: Jaxpr) -> int:

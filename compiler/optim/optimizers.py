@@ -32,8 +32,9 @@ _SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
 
 @dataclass(frozen=True)
 class Setting:
-    """What an optimizer is built for. schedule: step -> learning rate. kinds: a ParameterKind for every parameter, as
-    a tree like them. layouts: the PartitionSpec in which each is updated. mesh: devices along each mesh axis."""
+    """What an optimizer is built for. schedule: step -> learning rate. kinds: a ParameterKind for every parameter that
+    is trained, as a tree like them. layouts: the PartitionSpec in which each is updated. mesh: devices along each mesh
+    axis."""
 
     schedule: optax.Schedule
     kinds: Any

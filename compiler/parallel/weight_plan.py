@@ -34,7 +34,8 @@ class WeightPlan:
     reduce-scattered as soon as it is made. Both as a layer sees them; what follows is with the dimension `layers`, the
     first one where `is_stacked`. split_early: what `scattered` splits more than `gathered` gathers.
     split_late: what the update splits more than that, reduce-scattered once per step. reduced: the batch axes over
-    which every device updates the same shard: its gradient is summed over them once per step.
+    which every device updates the same shard: its gradient is summed over them once per step. is_trained: False for a
+    frozen parameter, which is gathered as ever, and has no gradient and no update.
     automatic, automatic_stored: the part of its layout that is over axes that do not split the batch, and is XLA's to
     keep: as a layer sees it, and with the dimension `layers`. automatic_axes: all of those axes.
     """
@@ -47,6 +48,7 @@ class WeightPlan:
     split_late: Parts
     reduced: Axes
     is_stacked: bool
+    is_trained: bool
     automatic: PartitionSpec
     automatic_stored: PartitionSpec
     automatic_axes: Axes
@@ -72,12 +74,19 @@ def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan]) -> dict[str, We
     sharding, model = inputs.sharding, inputs.model
     stacks = {stack.name for stack in model.stacks}
     accumulated = accumulated_layouts(inputs.spec, sharding)
+    updated = {each.array.path: each for each in sharding.optimizer}
     plans = {}
-    for p, g, u in zip(sharding.parameters, accumulated, sharding.optimizer, strict=True):
+    for p, g in zip(sharding.parameters, accumulated, strict=True):
         path, is_stacked = p.array.path, p.array.path.split("/")[0] in stacks
+        u = updated.get(path, p)
         made = plan_weight(path, p.spec, g.spec, u.spec, sharding.batch_axes, inputs.auto_axes, is_stacked=is_stacked)
-        plans[path] = _used(made, p, inputs, operations)
+        plans[path] = _used(made if p.array.is_trained else frozen(made), p, inputs, operations)
     return plans
+
+
+def frozen(plan: WeightPlan) -> WeightPlan:
+    """The same for a parameter that is not trained: nothing is reduced, updated or assembled."""
+    return replace(plan, scattered=(), split_early=(), split_late=(), reduced=(), is_trained=False)
 
 
 def _used(made: WeightPlan, stored: ArrayPlan, inputs: OpInputs, operations: Sequence[OpPlan]) -> WeightPlan:
@@ -129,6 +138,7 @@ def plan_weight(
         split_late=_added(manual[1], manual[2]),
         reduced=tuple(axis for axis in batch_axes if axis not in used),
         is_stacked=is_stacked,
+        is_trained=True,
         automatic=PartitionSpec(*automatic[first:]),
         automatic_stored=PartitionSpec(*automatic),
         automatic_axes=automatic_axes,

@@ -40,9 +40,9 @@ class Reduction:
 class Weights:
     """Those of a model, a piece of it or a layer, and where their gradients go: trees alike.
 
-    slots: of the shape and type of each gradient; their values are not looked at, the gradient flows to them. before:
-    what the microbatches before have accumulated, which is added; None: nothing. working: this device's shards in the
-    compute type, cast once per step. layouts: of WeightPlan.
+    slots: of the shape and type of each gradient; their values are not looked at, the gradient flows to them; None for
+    what is frozen, in `before` too. before: what the microbatches before have accumulated, which is added; None:
+    nothing. working: this device's shards in the compute type, cast once per step. layouts: of WeightPlan.
     """
 
     slots: Any
@@ -90,11 +90,16 @@ class Weights:
         def cut(x: Array) -> Array:
             return jax.lax.slice_in_dim(x, first, first + size, axis=dimension)
 
-        before = None if self.before is None else cut(self.before)
-        return replace(self, slots=cut(self.slots), before=before, working=_begun_after(earlier, cut(self.working)))
+        slots, before = (None if x is None else cut(x) for x in (self.slots, self.before))
+        return replace(self, slots=slots, before=before, working=_begun_after(earlier, cut(self.working)))
 
 
-def _gather(reduction: Reduction, layout: WeightPlan, slot: Array, before: Array | None, working: Array) -> Array:
+def _gather(
+    reduction: Reduction, layout: WeightPlan, slot: Array | None, before: Array | None, working: Array
+) -> Array:
+    if slot is None:
+        return fetch(working, layout)
+
     @jax.custom_vjp
     def use(_: Array, _before: Array | None, working: Array) -> Array:
         return fetch(working, layout)
@@ -129,8 +134,8 @@ def hoist(weights: Weights) -> Weights:
 
 
 def _hoisted(
-    reduction: Reduction, layout: WeightPlan, slot: Array, before: Array | None, working: Array
-) -> tuple[Array, Array | None, Array, WeightPlan]:
+    reduction: Reduction, layout: WeightPlan, slot: Array | None, before: Array | None, working: Array
+) -> tuple[Array | None, Array | None, Array, WeightPlan]:
     """(slot, before, working, layout) of one weight of a stack, as they are or whole."""
     if layout.use != "hoisted":
         return slot, before, working, layout
@@ -142,6 +147,9 @@ def _hoisted(
         is_stacked=False,
     )
     whole = fetch(working, at_once)
+    of_layer = replace(layout, use="sharded", gathered=(), scattered=(), split_early=(), split_late=(), reduced=())
+    if slot is None:
+        return None, None, whole, of_layer
 
     @jax.custom_vjp
     def of_layers(_: Array, _before: Array | None) -> Array:
@@ -154,7 +162,6 @@ def _hoisted(
         return send_back(gradient, before, at_once, reduction), None
 
     of_layers.defvjp(forward, backward)
-    of_layer = replace(layout, use="sharded", gathered=(), scattered=(), split_early=(), split_late=(), reduced=())
     nothing = None if before is None else jnp.zeros(whole.shape, before.dtype)
     return of_layers(slot, before), nothing, whole, of_layer
 
@@ -182,8 +189,12 @@ def send_back(gradient: Array, before: Array | None, layout: WeightPlan, reducti
     return gradient.astype(reduction.slot_dtype)
 
 
-def gradient_slot(shard: Array, layout: WeightPlan, reduction: Reduction, num_shards: Callable[[Axes], int]) -> Array:
-    """The slot of the gradient of a stored parameter's shard. The compiler drops its values."""
+def gradient_slot(
+    shard: Array, layout: WeightPlan, reduction: Reduction, num_shards: Callable[[Axes], int]
+) -> Array | None:
+    """The slot of the gradient of a stored parameter's shard; None for a frozen one. The compiler drops its values."""
+    if not layout.is_trained:
+        return None
     shape = list(shard.shape)
     for dimension, axes in layout.split_early + (layout.split_late if reduction.is_last else ()):
         shape[dimension] //= num_shards(axes)

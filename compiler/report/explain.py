@@ -89,7 +89,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "memory_bytes_per_device": asdict(plan.memory),
         "estimate": estimate_as_json(estimate_step(plan)),
         "arrays": {
-            "parameters": [_row(array) for array in plan.sharding.parameters],
+            "parameters": [_row(each) | {"is_trained": each.array.is_trained} for each in plan.sharding.parameters],
             "optimizer": [_row(array) for array in plan.optimizer_state],
             "activations": [_row(array) for array in plan.sharding.activations],
         },
@@ -195,4 +195,5 @@ def _dimensions(plan: ArrayPlan) -> Line:
             line += [" ", (f"[{d.rule}]", "dim")]
         if d.note and not shared:
             line.append(f" ({d.note})")
-    return [*line, f"  ({shared})"] if shared else line
+    line += [f"  ({shared})"] if shared else []
+    return line if plan.array.is_trained else [*line, "  ", ("frozen", "yellow")]

@@ -13,6 +13,7 @@ from meshloom.models import Context, LogicalAxes, Model, is_logical_axes, split_
 from ..config.spec import RunSpec
 from ..config.user_code import blamed_on_user
 from ..core.trees import leaves_by_path
+from .frozen import frozen_paths
 from .model_check import check_aux, check_embedded, check_model, check_output
 
 LAYER_INPUT = "layer_input"  # the compiler's name for what a layer is handed; a remat policy may use it
@@ -20,12 +21,14 @@ LAYER_INPUT = "layer_input"  # the compiler's name for what a layer is handed; a
 
 @dataclass(frozen=True)
 class Array:
-    """An array of the program before it is laid out. `path`: its place in the tree, or its name."""
+    """An array of the program before it is laid out. `path`: its place in the tree, or its name. is_trained: False for
+    a frozen parameter."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     logical_axes: LogicalAxes
+    is_trained: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -95,7 +98,7 @@ def find_arrays(spec: RunSpec, model: Model) -> Arrays:
         recorder = _Recorder(spec.precision.compute, tuple(model.embed.abstract))
         in_layers = _trace(model, spec, recorder)
     return Arrays(
-        _parameters(model, spec.precision.parameters),
+        _parameters(model, spec),
         tuple(recorder.activations.values()),
         in_layers,
         tuple(recorder.sites.values()),
@@ -103,10 +106,16 @@ def find_arrays(spec: RunSpec, model: Model) -> Arrays:
     )
 
 
-def _parameters(model: Model, dtype: str) -> tuple[Array, ...]:
+def _parameters(model: Model, spec: RunSpec) -> tuple[Array, ...]:
     """All parameters of the model by path, such as `layers/attention/query_EHD`."""
     axes = leaves_by_path(model.logical_axes(), is_leaf=is_logical_axes)
-    return tuple(Array(path, x.shape, dtype, axes[path]) for path, x in leaves_by_path(model.abstract()).items())
+    shapes = {path: x.shape for path, x in leaves_by_path(model.abstract()).items()}
+    frozen, trained_dtype = frozen_paths(spec, shapes), spec.precision.parameters
+    types = dict.fromkeys(frozen, spec.precision.frozen or trained_dtype)
+    return tuple(
+        Array(path, shape, types.get(path, trained_dtype), axes[path], is_trained=path not in frozen)
+        for path, shape in shapes.items()
+    )
 
 
 def _trace(model: Model, spec: RunSpec, recorder: "_Recorder") -> dict[str, tuple[str, ...]]:

@@ -8,9 +8,13 @@ from .sharding import ShardingPlan
 
 def accumulated_layouts(spec: RunSpec, sharding: ShardingPlan) -> tuple[ArrayPlan, ...]:
     """The layouts that gradients are accumulated in, of each parameter. A single microbatch whose gradients are reduced
-    in its backward pass accumulates none: they are made in the layout of the update."""
+    in its backward pass accumulates none: they are made in the layout of the update. A frozen parameter, which has no
+    gradient, lies as it is stored."""
     is_made_reduced = spec.overlap.layers.reduce_in_backward and spec.num_microbatches == 1
-    return sharding.optimizer if spec.sharding.gradients == "optimizer" or is_made_reduced else sharding.parameters
+    if spec.sharding.gradients != "optimizer" and not is_made_reduced:
+        return sharding.parameters
+    updated = {plan.array.path: plan for plan in sharding.optimizer}
+    return tuple(updated.get(plan.array.path, plan) for plan in sharding.parameters)
 
 
 def check_gradients(spec: RunSpec, sharding: ShardingPlan) -> None:

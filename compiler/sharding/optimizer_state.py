@@ -12,6 +12,7 @@ from meshloom.models import Model
 from ..config.spec import RunSpec
 from ..config.user_code import blamed_on_user
 from ..core.errors import raise_if_any
+from ..core.trees import leaves_by_path, pick
 from ..optim.optimizers import Setting
 from ..optim.parameter_kinds import parameter_kinds
 from ..target.mesh import MeshPlan
@@ -29,10 +30,12 @@ def build_schedule(spec: RunSpec) -> optax.Schedule:
 
 def build_optimizer(spec: RunSpec, model: Model, layouts: Any, mesh: MeshPlan) -> optax.GradientTransformation:
     """Clipping by global norm, then the optimizer. It computes in float32, whatever the parameters are stored in.
-    layouts: the PartitionSpec in which each parameter is updated."""
+    layouts: the PartitionSpec in which each parameter is updated, of those that are trained."""
+    trained = leaves_by_path(layouts, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    kinds = pick(parameter_kinds(model), trained)
     name = spec.optimizer.name
     with blamed_on_user("optimizer.name", f"building {name}", is_theirs=":" in name):
-        chosen = spec.optimizer.build(Setting(build_schedule(spec), parameter_kinds(model), layouts, mesh.sizes))
+        chosen = spec.optimizer.build(Setting(build_schedule(spec), kinds, layouts, mesh.sizes))
     limit = spec.optimizer.max_grad_norm
     clip = optax.identity() if limit is None else optax.clip_by_global_norm(limit)
     return optax.chain(clip, chosen)

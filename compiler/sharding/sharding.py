@@ -28,10 +28,20 @@ class ShardingPlan:
     """Layouts by table. `batch_axes`: the mesh axes (size > 1) that the batch is split over."""
 
     parameters: tuple[ArrayPlan, ...]
-    optimizer: tuple[ArrayPlan, ...]  # parameter-shaped optimizer state, by the path of its parameter
+    optimizer: tuple[ArrayPlan, ...]  # parameter-shaped optimizer state, by the path of its parameter, which is trained
     activations: tuple[ArrayPlan, ...]
     batch_axes: tuple[str, ...]
     warnings: tuple[Problem, ...]
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The paths of the parameters that are trained."""
+        return tuple(plan.array.path for plan in self.parameters if plan.array.is_trained)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The paths of the other parameters."""
+        return tuple(plan.array.path for plan in self.parameters if not plan.array.is_trained)
 
 
 def gathered_bytes(parameter: ArrayPlan, spec: RunSpec, mesh: MeshPlan) -> int:
@@ -48,7 +58,8 @@ def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan) -> Shardi
     # Rules that the optimizer has from the parameters refuse the same dimensions: that is told once.
     optimizer_problems = [] if rules.optimizer == rules.parameters else problems
     parameters = _resolve_all(arrays.parameters, "parameters", rules.parameters, mesh, problems)
-    optimizer = _resolve_all(arrays.parameters, "optimizer", rules.optimizer, mesh, optimizer_problems)
+    trained = [array for array in arrays.parameters if array.is_trained]
+    optimizer = _resolve_all(trained, "optimizer", rules.optimizer, mesh, optimizer_problems)
     activations = _resolve_all(arrays.activations, "activations", rules.activations, mesh, problems)
     whole = _check_replicated(rules, parameters, optimizer, mesh)
     problems += whole if rules.on_replicated == "error" else []

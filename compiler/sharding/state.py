@@ -2,8 +2,8 @@
 
 step        updates made
 params      as stored, laid out by sharding.parameters
-master      the same in float32, where precision.master asks for it, by sharding.optimizer
-optimizer   the state of optax, by sharding.optimizer and its own computation
+master      those that are trained in float32, where precision.master asks for it, by sharding.optimizer
+optimizer   the state of optax for those that are trained, by sharding.optimizer and its own computation
 loss_scale  where precision.loss_scale asks for it
 """
 
@@ -19,7 +19,7 @@ from meshloom.models import Model
 
 from ..config.spec import RunSpec
 from ..core.partition_spec import axes_of
-from ..core.trees import leaves_by_path, like
+from ..core.trees import leaves_by_path, like, pick
 from ..target.mesh import MeshPlan
 from .optimizer_state import plan_optimizer_state
 from .sharding import ShardingPlan
@@ -32,17 +32,17 @@ def plan_state(
 ) -> tuple[State, State]:
     """The state as two trees: of ShapeDtypeStruct and of PartitionSpec."""
 
-    def typed(dtype: str) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), model.abstract())
-
-    params = typed(spec.precision.parameters)
+    arrays = {plan.array.path: plan.array for plan in sharding.parameters}
+    params = like(model.abstract(), {p: jax.ShapeDtypeStruct(x.shape, x.dtype) for p, x in arrays.items()})
+    trained = pick(params, sharding.trained)
     params_specs = like(params, {plan.array.path: plan.spec for plan in sharding.parameters})
     update_specs = update_layouts(model, sharding)
-    state, state_specs = plan_optimizer_state(optimizer, params, update_specs, mesh)
+    state, state_specs = plan_optimizer_state(optimizer, trained, update_specs, mesh)
     abstract: State = {"step": jax.ShapeDtypeStruct((), jnp.int32), "params": params, "optimizer": state}
     specs: State = {"step": PartitionSpec(), "params": params_specs, "optimizer": state_specs}
     if spec.precision.master is not None:
-        abstract["master"], specs["master"] = typed(spec.precision.master), update_specs
+        master = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, spec.precision.master), trained)
+        abstract["master"], specs["master"] = master, update_specs
     if spec.precision.loss_scale is not None:
         abstract["loss_scale"] = jax.eval_shape(lambda: initial_loss_scale(spec))
         specs["loss_scale"] = jax.tree.map(lambda _: PartitionSpec(), abstract["loss_scale"])
@@ -50,8 +50,9 @@ def plan_state(
 
 
 def update_layouts(model: Model, sharding: ShardingPlan) -> Any:
-    """The PartitionSpec in which each parameter is updated, as a tree like them."""
-    return like(model.abstract(), {plan.array.path: plan.spec for plan in sharding.optimizer})
+    """The PartitionSpec in which each parameter is updated, as a tree like those that are trained."""
+    trained = pick(model.abstract(), sharding.trained)
+    return like(trained, {plan.array.path: plan.spec for plan in sharding.optimizer})
 
 
 def initial_loss_scale(spec: RunSpec) -> dict[str, jax.Array]:

@@ -38,14 +38,16 @@ def prefetch_layers(
     Returns x, and the auxiliary outputs of all layers, stacked.
     """
     tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
+    layouts = jax.tree.leaves(weights.layouts)
 
     def flat(whole: list[Array], shared: list[Array], index: Array, x: Any) -> tuple[Any, Any]:
         """`layer` with lists for trees: the residuals of a derivative then are tuples, in the same order."""
-        return stack.layer(jax.tree.unflatten(tree, whole), jax.tree.unflatten(tree_of_shared, shared), index, x)
+        trained = [w if one.is_trained else jax.lax.stop_gradient(w) for w, one in zip(whole, layouts, strict=True)]
+        return stack.layer(jax.tree.unflatten(tree, trained), jax.tree.unflatten(tree_of_shared, shared), index, x)
 
     saved = jax.checkpoint(flat, policy=stack.policy, prevent_cse=False)
     shapes = jax.tree.map(lambda slot: jax.ShapeDtypeStruct(slot.shape, slot.dtype), weights.slots)
-    passes = _Passes(saved, shapes, jax.tree.leaves(weights.layouts), weights.reduction, loop, skip_idle)
+    passes = _Passes(saved, stack.num_layers, shapes, tree, layouts, weights.reduction, loop, skip_idle)
 
     @jax.custom_vjp
     def run(slots: Any, before: Any, working: Any, shared: Any, x: Any) -> tuple[Any, Any]:
@@ -58,18 +60,17 @@ def prefetch_layers(
 @dataclass(frozen=True)
 class _Passes:
     """The forward and the backward pass of a loop that prefetches. layer: of (whole weights, what all layers share,
-    number of the layer, x), the first two as lists. gradients: their shapes and types, a tree."""
+    number of the layer, x), the first two as lists. gradients: their shapes and types, a tree, None for what is frozen.
+    tree: the structure of all weights."""
 
     layer: Callable[[list[Array], list[Array], Array, Any], tuple[Any, Any]]
+    num_layers: int
     gradients: Any
+    tree: Any
     layouts: list[WeightPlan]
     reduction: Reduction
     loop: LayerLoop
     skip_idle: bool
-
-    @property
-    def num_layers(self) -> int:
-        return jax.tree.leaves(self.gradients)[0].shape[0]
 
     @property
     def distance(self) -> int:
@@ -96,10 +97,10 @@ class _Passes:
         dx, daux = cotangents
         before, working, shared, last, pull_backs = saved
         stack = self._stack(before, working)
-        slots, tree = jax.tree.flatten(self.gradients)
+        slots = self.tree.flatten_up_to(self.gradients)
         whole = jax.eval_shape(lambda: stack.whole(jnp.array(0), last[0]))  # gradients are as large as the weights
         zeros, deferred = (
-            [jnp.zeros(x.shape, x.dtype) for x in _split(each, stack.late)[0]] for each in (whole, slots)
+            [jnp.zeros(x.shape, x.dtype) for x in _selected(each, stack.late)] for each in (whole, slots)
         )
         trip = partial(self._backward_trip, stack, jax.tree.leaves(shared))
         trips = (jnp.arange(self.num_layers), daux, pull_backs)
@@ -107,7 +108,8 @@ class _Passes:
             trip, (dx, last, zeros, deferred), trips, reverse=True, unroll=self.loop.unroll
         )
         deferred = _written(deferred, stack.sent_back(lowest, jnp.array(0), stack.late), jnp.array(0))
-        return jax.tree.unflatten(tree, _merged(deferred, now, stack.late)), None, None, None, dx
+        gradients = _merged((deferred, stack.late), (now, stack.now))
+        return jax.tree.unflatten(self.tree, gradients), None, None, None, dx
 
     def _backward_trip(self, stack: "_Stack", shared: list[Array], carry: Any, trip: Any) -> tuple[Any, list[Array]]:
         """carry: the gradient of what the layer returned, weights that arrive and that are on the way, gradients of the
@@ -118,7 +120,7 @@ class _Passes:
         arguments = (stack.whole(t, arrived), shared, t)
         pull_back.args_res[:3] = map(_put_back, pull_back.args_res[:3], arguments)
         dw, _, _, dx = pull_back((dx, daux))
-        below, now = _split(dw, stack.late)
+        below, now = _selected(dw, stack.late), _selected(dw, stack.now)
         layer_above = jnp.minimum(t + 1, self.num_layers - 1)  # the first trip's is written again by the second
         sent = self._moved(
             t < self.num_layers - 1,
@@ -126,7 +128,7 @@ class _Passes:
             otherwise=lambda: [_row(x, layer_above) for x in deferred],
         )
         deferred = _written(deferred, sent, layer_above)
-        return (dx, [*on_the_way, next_one], below, deferred), stack.sent_back(now, t, _others(stack.late))
+        return (dx, [*on_the_way, next_one], below, deferred), stack.sent_back(now, t, stack.now)
 
     def _moved(
         self, is_needed: Array, move: Callable[[], list[Array]], *, otherwise: Callable[[], list[Array]]
@@ -139,14 +141,16 @@ class _Passes:
             self.loop.deferred_reduce_scatter and layout.has_collective_in_backward(is_last=self.reduction.is_last)
             for layout in self.layouts
         ]
-        totals = [None] * len(self.layouts) if before is None else jax.tree.leaves(before)
-        return _Stack(jax.tree.leaves(working), totals, self.layouts, self.reduction, ahead, late)
+        now = [layout.is_trained and not is_late for layout, is_late in zip(self.layouts, late, strict=True)]
+        totals = [None] * len(self.layouts) if before is None else self.tree.flatten_up_to(before)
+        return _Stack(jax.tree.leaves(working), totals, self.layouts, self.reduction, ahead, late, now)
 
 
 @dataclass(frozen=True)
 class _Stack:
     """The weights of a stack as lists. before: gradients of earlier passes. ahead: which are gathered ahead. late: of
-    which gradients cross a trip late."""
+    which gradients cross an iteration late. now: of which they cross in the layer's own iteration. What is frozen is in
+    neither."""
 
     working: list[Array]
     before: Sequence[Array | None]
@@ -154,6 +158,7 @@ class _Stack:
     reduction: Reduction
     ahead: list[bool]
     late: list[bool]
+    now: list[bool]
 
     def fetched_ahead(self, index: Array) -> list[Array]:
         """Weights of a layer, whole; of those that are gathered ahead."""
@@ -161,18 +166,19 @@ class _Stack:
 
     def whole(self, index: Array, arrived: list[Array]) -> list[Array]:
         """All weights of a layer, whole. arrived: those that were gathered ahead."""
-        return _merged(arrived, self._fetched(index, _others(self.ahead)), self.ahead)
+        others = [not is_ahead for is_ahead in self.ahead]
+        return _merged((arrived, self.ahead), (self._fetched(index, others), others))
 
     def sent_back(self, gradients: list[Array], index: Array, which: Sequence[bool]) -> list[Array]:
         """Gradients of a layer, added to those before; of those weights that `which` has."""
-        chosen, _ = _split(list(zip(self.before, self.layouts, strict=True)), which)
+        chosen = _selected(list(zip(self.before, self.layouts, strict=True)), which)
         return [
             send_back(gradient, None if total is None else _row(total, index), layout, self.reduction)
             for gradient, (total, layout) in zip(gradients, chosen, strict=True)
         ]
 
     def _fetched(self, index: Array, which: Sequence[bool]) -> list[Array]:
-        chosen, _ = _split(list(zip(self.working, self.layouts, strict=True)), which)
+        chosen = _selected(list(zip(self.working, self.layouts, strict=True)), which)
         return [fetch(_row(w, index), layout) for w, layout in chosen]
 
 
@@ -183,10 +189,6 @@ def _row(stacked: Array, index: Array) -> Array:
 def _written(stacks: list[Array], rows: list[Array], index: Array) -> list[Array]:
     pairs = zip(stacks, rows, strict=True)
     return [jax.lax.dynamic_update_index_in_dim(stack, row, index, 0) for stack, row in pairs]
-
-
-def _others(which: Sequence[bool]) -> list[bool]:
-    return [not is_one for is_one in which]
 
 
 def _left_out(residuals: Any) -> Any:
@@ -201,13 +203,15 @@ def _put_back(residuals: Any, values: Any) -> Any:
     return values if residuals is None else residuals
 
 
-def _split(leaves: Sequence[Any], which: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """(those of `which`, the others)."""
-    pairs = list(zip(leaves, which, strict=True))
-    return [leaf for leaf, is_one in pairs if is_one], [leaf for leaf, is_one in pairs if not is_one]
+def _selected(leaves: Sequence[Any], which: Sequence[bool]) -> list[Any]:
+    return [leaf for leaf, is_one in zip(leaves, which, strict=True) if is_one]
 
 
-def _merged(ones: Sequence[Any], others: Sequence[Any], which: Sequence[bool]) -> list[Any]:
-    """`_split` undone."""
-    one, other = iter(ones), iter(others)
-    return [next(one) if is_one else next(other) for is_one in which]
+def _merged(*groups: tuple[Sequence[Any], Sequence[bool]]) -> list[Any]:
+    """`_selected` undone, of several selections; None where none has a leaf."""
+    merged: list[Any] = [None] * len(groups[0][1])
+    for leaves, which in groups:
+        places = [place for place, is_one in enumerate(which) if is_one]
+        for place, leaf in zip(places, leaves, strict=True):
+            merged[place] = leaf
+    return merged

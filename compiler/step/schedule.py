@@ -114,7 +114,7 @@ class ModelWeights:
         return any(layout.is_reduced_once for layout in jax.tree.leaves(self.layouts))
 
     def gradient_slots(self, *, is_last: bool) -> Params:
-        """Zeros of the shapes and types of the gradients. The compiler drops their values."""
+        """Zeros of the shapes and types of the gradients, None for what is frozen. The compiler drops their values."""
         reduction = replace(self.reduction, is_last=is_last)
         return jax.tree.map(
             lambda x, layout: gradient_slot(x, layout, reduction, self.num_shards), self.stored, self.layouts

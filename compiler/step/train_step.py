@@ -18,6 +18,7 @@ from meshloom.models import IGNORED_TARGET, Aux, Params
 
 from ..core.partition_spec import keep_axes
 from ..core.scopes import UPDATE, WORKING_PARAMETERS
+from ..core.trees import pick
 from ..parallel.weights import Reduction
 from ..plan import Plan
 from ..sharding.state import State, initial_loss_scale, update_layouts
@@ -61,9 +62,10 @@ def build_init(plan: Plan) -> Callable[[], State]:
 
     def init() -> State:
         drawn = _cast(plan.model.init(jax.random.key(plan.spec.seed)), "float32")
-        params = _cast(drawn, precision.parameters)
-        state = {"step": jnp.zeros((), jnp.int32), "params": params, "optimizer": plan.optimizer.init(drawn)}
-        state |= {"master": drawn} if precision.master is not None else {}
+        trained = pick(drawn, plan.sharding.trained)
+        params = jax.tree.map(lambda x, stored: x.astype(stored.dtype), drawn, plan.abstract["params"])
+        state = {"step": jnp.zeros((), jnp.int32), "params": params, "optimizer": plan.optimizer.init(trained)}
+        state |= {"master": trained} if precision.master is not None else {}
         return state | ({"loss_scale": initial_loss_scale(plan.spec)} if precision.loss_scale is not None else {})
 
     return init
@@ -71,8 +73,8 @@ def build_init(plan: Plan) -> Callable[[], State]:
 
 def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     """(params, batch, dropout_key, scale) -> sums over the targets of a global batch, [cross-entropy, number of them];
-    with `with_gradients` also the gradient of scale times the mean objective, in the layout of the update, and the
-    auxiliary outputs by stack, and of the head.
+    with `with_gradients` also the gradient of scale times the mean objective, in the layout of the update, of those
+    parameters that are trained; and the auxiliary outputs by stack, and of the head.
 
     dropout_key: None for no dropout. Gradients are accumulated in `precision.gradients` over the microbatches.
     """
@@ -114,7 +116,9 @@ def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]
         functions = build_functions(plan, num_targets, dropout_key)
         sums, grads = schedule.run(functions, weights, batch, gradient_scale=scale if with_gradients else None)
         loss = jnp.stack([over_batch(sums.loss), num_targets.astype(jnp.float32)])
-        return (loss, grads, jax.tree.map(over_batch, sums.auxiliary)) if with_gradients else loss
+        if not with_gradients:
+            return loss
+        return loss, pick(grads, plan.sharding.trained), jax.tree.map(over_batch, sums.auxiliary)
 
     return local
 

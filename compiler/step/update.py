@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from ..config.spec import LossScaleSpec
 from ..core.partition_spec import keep_axes
+from ..core.trees import combined, pick
 from ..parallel.weights import assemble, is_assembled
 from ..plan import Plan
 from ..sharding.optimizer_state import build_schedule
@@ -28,9 +29,12 @@ Update = Callable[[State, Array, Any], tuple[State, dict[str, Array]]]
 
 
 def build_update(plan: Plan) -> Update:
-    """Returns (state, loss, gradients) -> (state, metrics). gradients: of the loss times the loss scale, where there is
-    one. Metrics: loss in nats per token, grad_norm before clipping, learning_rate, skipped (1 where the update was left
-    out), and loss_scale."""
+    """Returns (state, loss, gradients) -> (state, metrics).
+
+    gradients: of the loss times the loss scale, where there is one, for each parameter that is trained; the others stay
+    as they are. Metrics: loss in nats per token, grad_norm before clipping, learning_rate, skipped (1 where the update
+    was left out), and loss_scale.
+    """
     precision, schedule = plan.spec.precision, build_schedule(plan.spec)
 
     def update(state: State, loss: Array, gradients: Any) -> tuple[State, dict[str, Array]]:
@@ -41,6 +45,7 @@ def build_update(plan: Plan) -> Update:
         updates, optimizer = plan.optimizer.update(gradients, state["optimizer"], masters)
         masters = optax.apply_updates(masters, updates)
         params = _assembled(plan, jax.tree.map(lambda x: x.astype(precision.parameters), masters))
+        params = combined(state["params"], params)  # what is frozen stays
         new = state | {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         new |= {"master": masters} if "master" in state else {}
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -71,13 +76,14 @@ def next_loss_scale(spec: LossScaleSpec, state: dict[str, Array], is_finite: Arr
 
 
 def _split(plan: Plan, params: Any) -> Any:
-    """The parameters in float32 and in the layout of the update: a slice of what each device has."""
+    """The trained parameters in float32 and in the layout of the update: a slice of what each device has."""
 
     def split(x: Array, layout: Any, spec: PartitionSpec) -> Array:
         x = jax.lax.with_sharding_constraint(x, spec) if is_assembled(layout) else x
         return x.astype(jnp.float32)
 
-    return jax.tree.map(split, params, plan.weights, update_layouts(plan.model, plan.sharding))
+    trained, weights = (pick(tree, plan.sharding.trained) for tree in (params, plan.weights))
+    return jax.tree.map(split, trained, weights, update_layouts(plan.model, plan.sharding))
 
 
 def _assembled(plan: Plan, params: Any) -> Any:
@@ -96,6 +102,6 @@ def _assembled(plan: Plan, params: Any) -> Any:
         )
         return gather(x)
 
-    return jax.tree.map(
-        assembled, params, plan.weights, update_layouts(plan.model, plan.sharding), plan.specs["params"]
-    )
+    weights = pick(plan.weights, plan.sharding.trained)
+    stored = pick(plan.specs["params"], plan.sharding.trained, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    return jax.tree.map(assembled, params, weights, update_layouts(plan.model, plan.sharding), stored)

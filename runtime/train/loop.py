@@ -93,10 +93,8 @@ class Loop:
         return batch, 0.0 if is_running else seconds
 
     def _finish(self, running: Running | None, state: Any = None) -> float | None:
-        """Wait for a step, evaluate its state where that is due, and report; returns the held-out loss.
-
-        No evaluation counts as step time.
-        """
+        """Wait for a step, evaluate its state where that is due, and report; returns the held-out loss. No evaluation
+        counts as step time."""
         if running is None:
             return None
         step, metrics = running.step, {name: float(value) for name, value in jax.device_get(running.metrics).items()}

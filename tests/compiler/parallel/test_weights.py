@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshloom.compiler.config.overlap_spec import LayerLoop
 from meshloom.compiler.core.partition_spec import keep_axes
-from meshloom.compiler.parallel.weight_plan import plan_weight
+from meshloom.compiler.parallel.weight_plan import frozen, plan_weight
 from meshloom.compiler.parallel.weights import (
     Reduction,
     Weights,
@@ -43,6 +43,7 @@ class Layout:
     stored: dict[str, tuple[str, ...]]
     updated: dict[str, tuple[str, ...]]
     mesh: dict[str, int] = field(default_factory=lambda: {"replica": 2, "fsdp": 4})
+    frozen: tuple[str, ...] = ()
 
     def num_devices(self, axes: tuple[str, ...]) -> int:
         return prod(self.mesh[axis] for axis in axes)
@@ -59,6 +60,7 @@ LAYOUTS = {
     "hsdp": Layout(FSDP, FSDP),
     "hsdp, updated over replicas too": Layout(FSDP, BOTH),
     "zero1": Layout({}, FSDP),
+    "hsdp, a matrix and a vector frozen": Layout(FSDP, FSDP, frozen=("scale_E", "up_EM")),
     "hsdp with a tensor axis": Layout(WITH_TENSOR, WITH_TENSOR, {"replica": 2, "fsdp": 2, "tensor": 2}),
 }
 LOOPS = {f"scan, {unroll} in a trip": (unroll, 0, False) for unroll in (1, 2)} | {
@@ -86,6 +88,7 @@ PLAIN = {
     ("zero1", "prefetch 2, 2 in a trip, one late", BEHIND, False),
     ("hsdp, updated over replicas too", "prefetch 2, 2 in a trip, one late", ADDED, False),
     ("hsdp with a tensor axis", "prefetch 2, 2 in a trip, one late", INSIDE, False),
+    ("hsdp, a matrix and a vector frozen", "prefetch 2, 2 in a trip, one late", ADDED, False),
 }
 CI = {
     ("hsdp", "scan, 2 in a trip", ADDED, False),
@@ -96,6 +99,7 @@ CI = {
     ("zero1", "prefetch 2, 2 in a trip, one late", ADDED, False),
     ("hsdp, updated over replicas too", "scan, 1 in a trip", INSIDE, False),
     ("hsdp with a tensor axis", "scan, 1 in a trip", ADDED, False),
+    ("hsdp, a matrix and a vector frozen", "scan, 1 in a trip", ADDED, False),
 }
 
 
@@ -168,11 +172,14 @@ def _gradients(layout, loop, when, skip_idle):
     }
     if plans["scale_E"].gathered:
         plans["scale_E"] = replace(plans["scale_E"], use="hoisted")
+    plans |= {name: frozen(plans[name]) for name in layout.frozen}
+    trained = [name for name in plans if name not in layout.frozen]
     reduction = Reduction(jnp.float64, "float64", is_last=when != BEHIND)
 
     def local(weights, before, x, slope):
         slots = {name: gradient_slot(weights[name], plans[name], reduction, layout.num_devices) for name in plans}
-        added = {name: before[name] * (1.0 + jax.lax.axis_index(layout.alone)) for name in plans}
+        added = {name: before[name] * (1.0 + jax.lax.axis_index(layout.alone)) for name in trained}
+        added |= dict.fromkeys(layout.frozen)
 
         def loss(slots, x):
             layers = Weights(slots, added if when == ADDED else None, weights, plans, reduction)
@@ -188,8 +195,8 @@ def _gradients(layout, loop, when, skip_idle):
 
         grads, dx = jax.grad(loss, (0, 1))(slots, x)
         if when == BEHIND:
-            grads = {name: reduce_gradient(grads[name], plans[name], reduction) for name in plans}
-        return grads, dx
+            grads = {name: reduce_gradient(grads[name], plans[name], reduction) for name in trained}
+        return {name: grads[name] for name in trained}, dx
 
     rows = PartitionSpec(BATCH_AXES)
     manual_stored, manual_updated = (
@@ -198,7 +205,7 @@ def _gradients(layout, loop, when, skip_idle):
     split = jax.shard_map(
         local,
         in_specs=(manual_stored, manual_stored, rows, rows),
-        out_specs=(manual_updated, rows),
+        out_specs=({name: manual_updated[name] for name in trained}, rows),
         axis_names=set(BATCH_AXES),
         check_vma=False,
     )
@@ -224,6 +231,7 @@ def test_gradients_are_finite_differences(name, loop, when, skip_idle):
     copies = layout.num_devices(layout.alone)
     before = copies * (copies + 1) / 2 if when == ADDED else 0  # 1 + 2 + ... along these devices
     expected = {name: _differences()[name] + before * _arrays()[1][name] for name in DIMENSIONS}
+    assert set(grads) == set(DIMENSIONS) - set(layout.frozen)
     for weight, ours in {**grads, "x": dx}.items():
         assert ours.dtype == np.float64
         wanted = _differences()["x"] if weight == "x" else expected[weight]
