@@ -27,6 +27,7 @@ from .schema import Change, Report, SearchReport
 from .sharding.arrays import build_model, find_arrays
 from .sharding.batch import check_batch, check_length
 from .sharding.gradients import check_gradients
+from .sharding.length_split import check_length_split
 from .sharding.optimizer_state import build_optimizer, check_schedule
 from .sharding.sharding import check_rules, plan_sharding, usable_mesh
 from .sharding.state import plan_state, update_layouts
@@ -55,6 +56,7 @@ def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
         lambda: plan_set_options(spec.overlap.option_sets, target),
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
+        lambda: check_length_split(spec, model, arrays, mesh),
     )
     inputs = OpInputs(spec, model, arrays, sharding, mesh, target)
     operations, *_ = all_of(

@@ -16,7 +16,7 @@ from meshloom.models.numbers import divisors
 
 from ..core.format import human_bytes
 from ..sharding.arrays import OpSite
-from ..sharding.batch import sequences_of_device
+from ..sharding.batch import length_of_device, sequences_of_device
 from .operation import OpInputs, ParallelOp, Strategy
 
 Head = Callable[[Params, Array], Any]  # (parameters, x_BTE) -> logits_BTV or (logits_BTV, Aux), pointwise in length
@@ -45,10 +45,11 @@ class LossOp(ParallelOp):
         shards = {d.logical: mesh.num_shards(d.axes) for plan in inputs.sharding.activations for d in plan.dimensions}
         per_token = sequences_of_device(spec, mesh) * spec.model.vocab_size * FLOAT32_BYTES // shards.get("vocab", 1)
         # What comes in shards of its length is not regrouped.
-        most_chunks = spec.sequence_length // shards.get("residual_length", 1)
-        fitting = (n for n in divisors(most_chunks) if spec.sequence_length // n * per_token <= most)
+        length = length_of_device(spec, mesh)
+        most_chunks = length // shards.get("residual_length", 1)
+        fitting = (n for n in divisors(most_chunks) if length // n * per_token <= most)
         num_chunks = next(fitting, most_chunks)
-        logits = f"float32 logits of {human_bytes(spec.sequence_length * per_token)}"
+        logits = f"float32 logits of {human_bytes(length * per_token)}"
         limit = f"loss.max_logits_bytes and max_logits_share allow {human_bytes(int(most))}"
         chunked = Strategy(SEQUENCE_CHUNKS, f"in {num_chunks} chunks of tokens", num_chunks, merit=f"{logits}, {limit}")
         refusal = f"{logits} are held at once, and {limit}" if num_chunks > 1 else None

@@ -9,7 +9,7 @@ from ..config.spec import RunSpec
 from ..core.errors import Problem, raise_if_any
 from ..core.format import be, counted
 from ..target.mesh import MeshPlan, nearest
-from .sharding import batch_axes
+from .batch_layout import plan_batch_layout
 
 
 def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
@@ -24,18 +24,27 @@ def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
 
 def sequences_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
     """Of one microbatch."""
-    return spec.global_batch_size // spec.num_microbatches // mesh.num_shards(batch_axes(spec.sharding, mesh))
+    return (
+        spec.global_batch_size
+        // spec.num_microbatches
+        // mesh.num_shards(plan_batch_layout(spec.sharding, mesh).sequence_axes)
+    )
 
 
 def tokens_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
     """Of one microbatch."""
-    return sequences_of_device(spec, mesh) * spec.sequence_length
+    return sequences_of_device(spec, mesh) * length_of_device(spec, mesh)
+
+
+def length_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
+    """Tokens of a sequence that a device has."""
+    return spec.sequence_length // mesh.num_shards(plan_batch_layout(spec.sharding, mesh).length_axes)
 
 
 def check_batch(spec: RunSpec, mesh: MeshPlan) -> None:
     """Raise ConfigError where microbatches times data shards do not divide the global batch, or parts of a layer not
     what a device has of it."""
-    axes = batch_axes(spec.sharding, mesh)
+    axes = plan_batch_layout(spec.sharding, mesh).sequence_axes
     shards, microbatches = mesh.num_shards(axes), spec.num_microbatches
     size, parts = spec.global_batch_size, shards * microbatches
     if size % parts == 0:

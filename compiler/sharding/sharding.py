@@ -17,6 +17,7 @@ from ..config.spec import MeshSpec, Rule, RunSpec, ShardingSpec
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..target.mesh import MeshPlan
 from .arrays import Array, Arrays
+from .batch_layout import BatchLayout, plan_batch_layout
 from .rules import ArrayPlan, Refusal, Table, resolve
 
 # What mesh axes are for that only a user's own rules can split anything over.
@@ -25,13 +26,18 @@ NOT_IMPLEMENTED = {"stage": "pipeline parallelism", "context": "context parallel
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Layouts by table. `batch_axes`: the mesh axes (size > 1) that the batch is split over."""
+    """Layouts by table."""
 
     parameters: tuple[ArrayPlan, ...]
     optimizer: tuple[ArrayPlan, ...]  # parameter-shaped optimizer state, by the path of its parameter, which is trained
     activations: tuple[ArrayPlan, ...]
-    batch_axes: tuple[str, ...]
+    batch: BatchLayout
     warnings: tuple[Problem, ...]
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes (size > 1) that the batch is split over, by sequences or by length."""
+        return self.batch.axes
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -46,7 +52,7 @@ class ShardingPlan:
 
 def gathered_bytes(parameter: ArrayPlan, spec: RunSpec, mesh: MeshPlan) -> int:
     """On a device, in the compute type, with its shards over the axes of the batch gathered."""
-    of_batch = batch_axes(spec.sharding, mesh)
+    of_batch = plan_batch_layout(spec.sharding, mesh).axes
     kept = tuple(axis for d in parameter.dimensions for axis in d.axes if axis not in of_batch)
     itemsize = jnp.dtype(spec.precision.compute).itemsize
     return math.prod(parameter.array.shape) * itemsize // mesh.num_shards(kept)
@@ -64,13 +70,15 @@ def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan) -> Shardi
     whole = _check_replicated(rules, parameters, optimizer, mesh)
     problems += whole if rules.on_replicated == "error" else []
     problems += _check_layers_dimension(parameters)
-    problems += _check_update_layout(parameters, optimizer, batch_axes(rules, mesh))
-    problems += _check_batch_dimension(activations, batch_axes(rules, mesh))
+    batch = plan_batch_layout(rules, mesh)
+    problems += _check_update_layout(parameters, optimizer, batch.axes)
+    problems += _check_batch_dimension(activations, "batch", batch.sequence_axes)
+    problems += _check_batch_dimension(activations, "length", batch.length_axes)
     if not problems and len(activations) == len(arrays.activations):  # a batch that does not divide is not laid out
         problems += _check_idle_axes(parameters, activations, mesh)
     raise_if_any(problems)
     warnings = tuple(whole) if rules.on_replicated == "warn" else ()
-    return ShardingPlan(parameters, optimizer, activations, batch_axes(rules, mesh), warnings)
+    return ShardingPlan(parameters, optimizer, activations, batch, warnings)
 
 
 def usable_mesh(spec: RunSpec) -> MeshSpec:
@@ -123,12 +131,6 @@ def _resolve_all(
     return tuple(plans)  # a batch that does not divide is told once, in its own words: compiler/sharding/batch.py
 
 
-def batch_axes(rules: ShardingSpec, mesh: MeshPlan) -> tuple[str, ...]:
-    """The mesh axes of size > 1 that the batch is split over, by the first rule that names it."""
-    rule = next((rule for rule in rules.activations if "batch" in rule.logical), None)
-    return tuple(axis for axis in rule.mesh if mesh.sizes[axis] > 1) if rule else ()
-
-
 def _check_layers_dimension(plans: Iterable[ArrayPlan]) -> list[Problem]:
     sharded = [plan.array.path for plan in plans if _is_layers_dimension_sharded(plan)]
     if not sharded:
@@ -157,14 +159,16 @@ def _check_update_layout(
     return []
 
 
-def _check_batch_dimension(activations: Iterable[ArrayPlan], split: tuple[str, ...]) -> list[Problem]:
-    """The step is split over the axes of the first rule for the batch; an activation cannot lie otherwise."""
+def _check_batch_dimension(activations: Iterable[ArrayPlan], logical: str, split: tuple[str, ...]) -> list[Problem]:
+    """The step is split over the axes of the first rules for batch and length; an activation cannot lie otherwise."""
     for plan in activations:
         for dimension in plan.dimensions:
-            if dimension.logical == "batch" and dimension.axes != split:
-                what = f"'{plan.array.path}' has its batch {', '.join(dimension.axes) or 'whole'} ({dimension.note})"
-                what += f", and the step splits the batch over {', '.join(split)}"
-                return [Problem("sharding.activations", what, "put the rule for batch first")]
+            if dimension.logical == logical and dimension.axes != split:
+                what = (
+                    f"'{plan.array.path}' has its {logical} {', '.join(dimension.axes) or 'whole'} ({dimension.note})"
+                )
+                what += f", and the step splits the {logical} over {', '.join(split)}"
+                return [Problem("sharding.activations", what, f"put the rule for {logical} first")]
     return []
 
 

@@ -21,6 +21,7 @@ from ..core.scopes import UPDATE, WORKING_PARAMETERS
 from ..core.trees import pick
 from ..parallel.weights import Reduction
 from ..plan import Plan
+from ..sharding.batch import batch_arrays
 from ..sharding.state import State, initial_loss_scale, update_layouts
 from .choose_schedule import choose_schedule
 from .forward import build_functions
@@ -81,6 +82,7 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     batch_axes = plan.sharding.batch_axes
     local = _build_local_loss(plan, with_gradients=with_gradients)
     split = local
+    tokens_specs = dict.fromkeys(batch_arrays(plan.spec), plan.sharding.batch.spec)
     if batch_axes:
         params_specs, update_specs = (
             jax.tree.map(lambda p: keep_axes(p, batch_axes), specs, is_leaf=_is_spec)
@@ -88,7 +90,12 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
         )
         split = jax.shard_map(
             local,
-            in_specs=(params_specs, PartitionSpec(batch_axes), PartitionSpec(), PartitionSpec()),
+            in_specs=(
+                params_specs,
+                tokens_specs | {"row": plan.sharding.batch.rows_spec},
+                PartitionSpec(),
+                PartitionSpec(),
+            ),
             out_specs=(PartitionSpec(), update_specs, PartitionSpec()) if with_gradients else PartitionSpec(),
             axis_names=set(plan.mesh.sizes) - set(plan.auto_axes),
             check_vma=False,  # the reductions are all written out, and tested against one device

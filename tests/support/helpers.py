@@ -25,7 +25,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from jax import Array
 from jax.profiler import ProfileData
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.spec import RunSpec
@@ -192,7 +192,7 @@ def gradients_of(plan: Plan, params: Any, tokens: np.ndarray) -> tuple[float, An
     mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
     specs = plan.specs["params"]
     sharded = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
-    rows = NamedSharding(mesh, PartitionSpec(plan.sharding.batch_axes or None))
+    rows = NamedSharding(mesh, plan.sharding.batch.spec)
     batch = {"inputs": jax.device_put(tokens[:, :-1], rows), "targets": jax.device_put(tokens[:, 1:], rows)}
     with jax.set_mesh(mesh):
         (loss, num_targets), grads, _ = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch)

@@ -90,7 +90,7 @@ def test_memory_holds_no_state_of_frozen_parameters(bfloat16):
 def test_no_gradient_of_a_frozen_parameter_crosses_the_network():
     gathered, reduced = (
         [
-            written_collectives(pointwise_plan(*FSDP, "parallel.embedding=gather", *more))[0][kind]
+            written_collectives(pointwise_plan(*FSDP, "parallel.embedding=all_gather", *more))[0][kind]
             for more in ((), (FROZEN,))
         ]
         for kind in ("all-gather", "reduce-scatter")
