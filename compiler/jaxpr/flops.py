@@ -99,7 +99,6 @@ def _count_forward(model: Model, spec: RunSpec) -> FlopCount:
 
 def _count_with_frozen(model: Model, spec: RunSpec, frozen: Collection[str]) -> FlopCount:
     """Each piece's forward pass for one sequence, and its derivative by what is trained."""
-    context = Context(jnp.arange(spec.sequence_length)[None], lambda _, x, *axes, **__: x)
 
     def count(piece: Piece, name: str, x: Any, *, with_dx: bool, tied: Mapping[str, str]) -> tuple[FlopCount, Any]:
         """tied: paths of parameters that another piece has."""
@@ -107,7 +106,9 @@ def _count_with_frozen(model: Model, spec: RunSpec, frozen: Collection[str]) -> 
         trained = {path for path in leaves if tied.get(path, f"{name}/{path}") not in frozen}
         fixed = pick(piece.abstract, leaves.keys() - trained)
 
-        def both_passes(params: Any, fixed: Any, x: Any) -> Any:
+        def both_passes(params: Any, fixed: Any, x: Any) -> Any:  # positions are traced, as in `_count_forward`
+            context = Context(jnp.arange(spec.sequence_length)[None], lambda _, x, *axes, **__: x)
+
             def forward(params: Any, x: Any) -> Any:
                 return split_aux(piece.apply(combined(params, fixed), x, context))[0]
 
@@ -255,44 +256,6 @@ def _kernel_cost(kernel: Any) -> Cost | str:
         return Cost(causal_flops(flops, *blocks))
     declared = kernel.params.get("cost_estimate")
     return Cost(int(declared.flops), int(declared.bytes_accessed)) if declared else NO_ESTIMATE
-
-
-def _flops_with_frozen(model: Model, spec: RunSpec, frozen: Collection[str]) -> int:
-    """Of one sequence: the matmuls of each piece's forward pass, and of its derivative by what is trained."""
-    context = Context(jnp.arange(spec.sequence_length)[None], lambda _, x, *axes, **__: x)
-
-    def flops(piece: Piece, name: str, x: Any, *, with_dx: bool, tied: Mapping[str, str]) -> tuple[int, Any]:
-        """tied: paths of parameters that are of another piece."""
-        leaves = leaves_by_path(piece.abstract)
-        trained = {path for path in leaves if tied.get(path, f"{name}/{path}") not in frozen}
-        fixed = pick(piece.abstract, leaves.keys() - trained)
-
-        def both_passes(params: Any, fixed: Any, x: Any) -> Any:
-            def forward(params: Any, x: Any) -> Any:
-                return split_aux(piece.apply(combined(params, fixed), x, context))[0]
-
-            if with_dx:
-                y, pull_back = jax.vjp(forward, params, x)
-            else:
-                y, pull_back = jax.vjp(lambda params: forward(params, x), params)
-            return y, pull_back(y)
-
-        traced = jax.jit(both_passes).trace(pick(piece.abstract, trained), fixed, x)
-        return matmul_flops(traced.jaxpr.jaxpr), traced.out_info[0]
-
-    def is_trained(name: str) -> bool:
-        return any(f"{name}/{path}" not in frozen for path in leaves_by_path(model.abstract()[name]))
-
-    total, x = flops(
-        model.embed, "embed", jax.ShapeDtypeStruct((1, spec.sequence_length), jnp.int32), with_dx=False, tied={}
-    )
-    with_dx = is_trained("embed")
-    for stack in model.stacks:
-        first, x = flops(stack.layer, stack.name, x, with_dx=with_dx, tied={})
-        with_dx |= is_trained(stack.name)
-        total += first + (stack.num_layers - 1) * flops(stack.layer, stack.name, x, with_dx=with_dx, tied={})[0]
-    tied = {name: f"embed/{original}" for name, original in model.tied.items()}
-    return total + flops(model.head, "head", x, with_dx=with_dx, tied=tied)[0]
 
 
 def matmul_flops(jaxpr: Jaxpr) -> int:

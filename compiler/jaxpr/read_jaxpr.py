@@ -1,6 +1,6 @@
 """A traced program, read without a compiler: operations in order, bytes on a device of each value.
 
-Calls are inlined, loops stay loops. Values that are split over automatic mesh axes are followed through the operations
+Calls are inlined, loops stay loops. Values that are split over auto axes are followed through the operations
 (propagate.py); an operation that contracts a split dimension brings an all-reduce.
 """
 

@@ -36,8 +36,8 @@ class WeightPlan:
     split_late: what the update splits more than that, reduce-scattered once per step. reduced: the batch axes over
     which every device updates the same shard: its gradient is summed over them once per step. is_trained: False for a
     frozen parameter, which is gathered as ever, and has no gradient and no update.
-    automatic, automatic_stored: the part of its layout that is over axes that do not split the batch, and is XLA's to
-    keep: as a layer sees it, and with the dimension `layers`. automatic_axes: all of those axes.
+    auto_spec, auto_stored_spec: the part of its layout that is over axes that do not split the batch, and is XLA's to
+    keep: as a layer sees it, and with the dimension `layers`. auto_axes: all of those axes.
     """
 
     path: str
@@ -49,9 +49,9 @@ class WeightPlan:
     reduced: Axes
     is_stacked: bool
     is_trained: bool
-    automatic: PartitionSpec
-    automatic_stored: PartitionSpec
-    automatic_axes: Axes
+    auto_spec: PartitionSpec
+    auto_stored_spec: PartitionSpec
+    auto_axes: Axes
 
     @property
     def is_reduced_once(self) -> bool:
@@ -111,7 +111,7 @@ def plan_weight(
     accumulated: PartitionSpec,
     updated: PartitionSpec,
     batch_axes: Axes,
-    automatic_axes: Axes,
+    auto_axes: Axes,
     *,
     is_stacked: bool,
 ) -> WeightPlan:
@@ -125,7 +125,7 @@ def plan_weight(
         for spec in (stored, accumulated, updated)
     ]
     # A dimension over both kinds of axes is left to XLA whole: its chunks interleave.
-    automatic = [None if axes else entry for entry, axes in zip(stored, manual[2], strict=True)]
+    auto_spec = [None if axes else entry for entry, axes in zip(stored, manual[2], strict=True)]
     first = 1 if is_stacked else 0
     used = {axis for axes in manual[2] for axis in axes}
     return WeightPlan(
@@ -139,9 +139,9 @@ def plan_weight(
         reduced=tuple(axis for axis in batch_axes if axis not in used),
         is_stacked=is_stacked,
         is_trained=True,
-        automatic=PartitionSpec(*automatic[first:]),
-        automatic_stored=PartitionSpec(*automatic),
-        automatic_axes=automatic_axes,
+        auto_spec=PartitionSpec(*auto_spec[first:]),
+        auto_stored_spec=PartitionSpec(*auto_spec),
+        auto_axes=auto_axes,
     )
 
 

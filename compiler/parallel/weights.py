@@ -1,7 +1,7 @@
 """From a parameter's shard to the weights that a layer multiplies with, from their gradient to the shard that is
 updated, and from there back to the one that is stored.
 
-The step is manual over the mesh axes that split the batch (`shard_map`) and automatic over the others. So what crosses
+The step is manual over the mesh axes that split the batch (`shard_map`) and auto over the others. So what crosses
 the network for a weight is written here, and is not left to the partitioner: for a dimension sharded over a batch axis
 an all-gather in the compute type, and for its gradient a *reduce-scatter*. (Left to itself, XLA emits an all-reduce
 of the whole gradient for large groups on TPU, and always on CPU: twice the bytes.)
@@ -27,25 +27,28 @@ def _moved_by(parts: Parts, num_dimensions: int) -> Parts:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a backward pass does with gradients. dtype: in which they cross the network. slot_dtype: in which they are
-    accumulated. is_last: once per step, they are reduced all the way to the layout of the update; else to the one that
-    they are accumulated in."""
+    """What a backward pass does with gradients.
+
+    dtype: the type in which they are reduced over devices. accumulator_dtype: the type in which they are accumulated.
+    is_last: once per step, they are reduced all the way to the layout of the update; else to the one that they are
+    accumulated in.
+    """
 
     dtype: Any
-    slot_dtype: Any
+    accumulator_dtype: Any
     is_last: bool
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Those of a model, a piece of it or a layer, and where their gradients go: trees alike.
+    """The weights of a model, a piece of it or a layer, and where their gradients go: trees alike.
 
-    slots: of the shape and type of each gradient; their values are not looked at, the gradient flows to them; None for
-    what is frozen, in `before` too. before: what the microbatches before have accumulated, which is added; None:
+    accumulators: arrays of the shape and type of each gradient, which flows to them; their values are not read. None
+    for what is frozen, in `before` too. before: what earlier microbatches have accumulated, which is added; None:
     nothing. working: this device's shards in the compute type, cast once per step. layouts: of WeightPlan.
     """
 
-    slots: Any
+    accumulators: Any
     before: Any
     working: Any
     layouts: Any
@@ -53,12 +56,12 @@ class Weights:
 
     def piece(self, name: str) -> "Weights":
         before = None if self.before is None else self.before[name]
-        return Weights(self.slots[name], before, self.working[name], self.layouts[name], self.reduction)
+        return Weights(self.accumulators[name], before, self.working[name], self.layouts[name], self.reduction)
 
     def gathered(self) -> Any:
         """The whole weights in the compute type, in a tree."""
         before = jax.tree.map(lambda _: None, self.layouts) if self.before is None else self.before
-        return jax.tree.map(partial(_gather, self.reduction), self.layouts, self.slots, before, self.working)
+        return jax.tree.map(partial(_gather, self.reduction), self.layouts, self.accumulators, before, self.working)
 
     def gathered_in_parts(self, cut: Any, sizes: Sequence[int], after: Array) -> list[Any]:
         """The whole weights in parts, a tree each; the gather of a part begins when the part before it is there.
@@ -69,8 +72,9 @@ class Weights:
         """
         layouts, structure = jax.tree.flatten(self.layouts)
         befores = [None] * len(layouts) if self.before is None else structure.flatten_up_to(self.before)
-        slots, workings, places = (structure.flatten_up_to(tree) for tree in (self.slots, self.working, cut))
-        each = [Weights(*one, self.reduction) for one in zip(slots, befores, workings, layouts, strict=True)]
+        trees = (self.accumulators, self.working, cut)
+        accumulators, workings, places = (structure.flatten_up_to(tree) for tree in trees)
+        each = [Weights(*one, self.reduction) for one in zip(accumulators, befores, workings, layouts, strict=True)]
         uncut = {at: each[at].gathered() for at, place in enumerate(places) if place is None}
         trees, first = [], 0
         for size in sizes:
@@ -90,28 +94,28 @@ class Weights:
         def cut(x: Array) -> Array:
             return jax.lax.slice_in_dim(x, first, first + size, axis=dimension)
 
-        slots, before = (None if x is None else cut(x) for x in (self.slots, self.before))
-        return replace(self, slots=slots, before=before, working=_begun_after(earlier, cut(self.working)))
+        accumulators, before = (None if x is None else cut(x) for x in (self.accumulators, self.before))
+        return replace(self, accumulators=accumulators, before=before, working=_begun_after(earlier, cut(self.working)))
 
 
 def _gather(
-    reduction: Reduction, layout: WeightPlan, slot: Array | None, before: Array | None, working: Array
+    reduction: Reduction, layout: WeightPlan, accumulator: Array | None, before: Array | None, working: Array
 ) -> Array:
-    if slot is None:
-        return fetch(working, layout)
+    if accumulator is None:
+        return all_gather_weight(working, layout)
 
     @jax.custom_vjp
     def use(_: Array, _before: Array | None, working: Array) -> Array:
-        return fetch(working, layout)
+        return all_gather_weight(working, layout)
 
     def forward(_: Array, before: Array | None, working: Array) -> tuple[Array, Array | None]:
-        return fetch(working, layout), before
+        return all_gather_weight(working, layout), before
 
     def backward(before: Array | None, gradient: Array) -> tuple[Array, None, None]:
-        return send_back(gradient, before, layout, reduction), None, None
+        return reduce_weight_gradient(gradient, before, layout, reduction), None, None
 
     use.defvjp(forward, backward)
-    return use(slot, before, working)
+    return use(accumulator, before, working)
 
 
 def _begun_after(earlier: Array, x: Array) -> Array:
@@ -125,80 +129,81 @@ def hoist(weights: Weights) -> Weights:
     reduced at once."""
     before = jax.tree.map(lambda _: None, weights.layouts) if weights.before is None else weights.before
     each = partial(_hoisted, weights.reduction)
-    made = jax.tree.map(each, weights.layouts, weights.slots, before, weights.working)
-    slots, before, working, layouts = (
+    made = jax.tree.map(each, weights.layouts, weights.accumulators, before, weights.working)
+    accumulators, before, working, layouts = (
         jax.tree.map(lambda one, place=place: one[place], made, is_leaf=lambda one: isinstance(one, tuple))
         for place in range(4)
     )
-    return Weights(slots, None if weights.before is None else before, working, layouts, weights.reduction)
+    return Weights(accumulators, None if weights.before is None else before, working, layouts, weights.reduction)
 
 
 def _hoisted(
-    reduction: Reduction, layout: WeightPlan, slot: Array | None, before: Array | None, working: Array
+    reduction: Reduction, layout: WeightPlan, accumulator: Array | None, before: Array | None, working: Array
 ) -> tuple[Array | None, Array | None, Array, WeightPlan]:
-    """(slot, before, working, layout) of one weight of a stack, as they are or whole."""
+    """(accumulator, before, working, layout) of one weight of a stack, as they are or whole."""
     if layout.use != "hoisted":
-        return slot, before, working, layout
+        return accumulator, before, working, layout
     at_once = replace(
         layout,
         gathered=_moved_by(layout.gathered, 1),
         scattered=_moved_by(layout.scattered, 1),
-        automatic=layout.automatic_stored,
+        auto_spec=layout.auto_stored_spec,
         is_stacked=False,
     )
-    whole = fetch(working, at_once)
+    whole = all_gather_weight(working, at_once)
     of_layer = replace(layout, use="sharded", gathered=(), scattered=(), split_early=(), split_late=(), reduced=())
-    if slot is None:
+    if accumulator is None:
         return None, None, whole, of_layer
 
     @jax.custom_vjp
     def of_layers(_: Array, _before: Array | None) -> Array:
-        return jnp.zeros(whole.shape, reduction.slot_dtype)
+        return jnp.zeros(whole.shape, reduction.accumulator_dtype)
 
-    def forward(slot: Array, before: Array | None) -> tuple[Array, Array | None]:
-        return of_layers(slot, before), before
+    def forward(accumulator: Array, before: Array | None) -> tuple[Array, Array | None]:
+        return of_layers(accumulator, before), before
 
     def backward(before: Array | None, gradient: Array) -> tuple[Array, None]:
-        return send_back(gradient, before, at_once, reduction), None
+        return reduce_weight_gradient(gradient, before, at_once, reduction), None
 
     of_layers.defvjp(forward, backward)
     nothing = None if before is None else jnp.zeros(whole.shape, before.dtype)
-    return of_layers(slot, before), nothing, whole, of_layer
+    return of_layers(accumulator, before), nothing, whole, of_layer
 
 
-def fetch(working: Array, layout: WeightPlan) -> Array:
+def all_gather_weight(working: Array, layout: WeightPlan) -> Array:
     """The whole weight from this device's shard of it."""
     if not layout.gathered:
         return working
     with layout.scope:
-        return _moved(lambda w: _all_gather(w, layout.gathered), layout.automatic)(working)
+        return _moved(lambda w: _all_gather(w, layout.gathered), layout.auto_spec)(working)
 
 
-def send_back(gradient: Array, before: Array | None, layout: WeightPlan, reduction: Reduction) -> Array:
+def reduce_weight_gradient(gradient: Array, before: Array | None, layout: WeightPlan, reduction: Reduction) -> Array:
     """This device's part of the gradient of a whole weight of a layer: where a part is kept, summed over the devices
     that share it. before: what is accumulated of it already."""
     if layout.scattered:
-        scatter = _reduced(lambda g: _reduce_scatter(g, layout.scattered), layout.automatic, layout)
+        scatter = _reduced(lambda g: _reduce_scatter(g, layout.scattered), layout.auto_spec, layout)
         with layout.scope:
             gradient = scatter(gradient.astype(reduction.dtype))
     if before is not None:
         gradient = before + gradient.astype(before.dtype)
     if reduction.is_last and layout.is_reduced_once:
         parts = _moved_by(layout.split_late, -1 if layout.is_stacked else 0)
-        gradient = _reduced_once(gradient, parts, layout.automatic, layout, reduction.dtype)
-    return gradient.astype(reduction.slot_dtype)
+        gradient = _reduced_once(gradient, parts, layout.auto_spec, layout, reduction.dtype)
+    return gradient.astype(reduction.accumulator_dtype)
 
 
-def gradient_slot(
+def gradient_accumulator(
     shard: Array, layout: WeightPlan, reduction: Reduction, num_shards: Callable[[Axes], int]
 ) -> Array | None:
-    """The slot of the gradient of a stored parameter's shard; None for a frozen one. The compiler drops its values."""
+    """Returns the accumulator of the gradient of a parameter's shard; None for a frozen one. The compiler drops its
+    values."""
     if not layout.is_trained:
         return None
     shape = list(shard.shape)
     for dimension, axes in layout.split_early + (layout.split_late if reduction.is_last else ()):
         shape[dimension] //= num_shards(axes)
-    return jnp.zeros(shape, reduction.slot_dtype)
+    return jnp.zeros(shape, reduction.accumulator_dtype)
 
 
 def reduce_gradient(gradient: Array, layout: WeightPlan, reduction: Reduction) -> Array:
@@ -206,24 +211,24 @@ def reduce_gradient(gradient: Array, layout: WeightPlan, reduction: Reduction) -
     layout of the update."""
     if not layout.is_reduced_once:
         return gradient
-    reduced = _reduced_once(gradient, layout.split_late, layout.automatic_stored, layout, reduction.dtype)
-    return reduced.astype(reduction.slot_dtype)
+    reduced = _reduced_once(gradient, layout.split_late, layout.auto_stored_spec, layout, reduction.dtype)
+    return reduced.astype(reduction.accumulator_dtype)
 
 
-def _reduced_once(gradient: Array, parts: Parts, automatic: PartitionSpec, layout: WeightPlan, dtype: Any) -> Array:
+def _reduced_once(gradient: Array, parts: Parts, auto_spec: PartitionSpec, layout: WeightPlan, dtype: Any) -> Array:
     def reduce(g: Array) -> Array:
         g = _reduce_scatter(g, parts)
         return jax.lax.psum(g, layout.reduced) if layout.reduced else g
 
     with layout.scope:
-        return _reduced(reduce, automatic, layout)(gradient.astype(dtype))
+        return _reduced(reduce, auto_spec, layout)(gradient.astype(dtype))
 
 
 def assemble(updated: Array, layout: WeightPlan) -> Array:
     """An updated parameter, from the layout of the update to the one that it is stored in."""
     parts = layout.split_late + layout.split_early  # the last split is undone first
     with layout.scope:
-        return _moved(lambda x: _all_gather(x, parts), layout.automatic_stored)(updated)
+        return _moved(lambda x: _all_gather(x, parts), layout.auto_stored_spec)(updated)
 
 
 def is_assembled(layout: WeightPlan) -> bool:
@@ -243,18 +248,18 @@ def _reduce_scatter(x: Array, parts: Parts) -> Array:
     return x
 
 
-def _moved(collective: Callable[[Array], Array], automatic: PartitionSpec) -> Callable[[Array], Array]:
-    """A collective that moves, on each shard of the automatic axes: without this XLA gathers those first."""
-    return _within(collective, automatic, axes_in(automatic))
+def _moved(collective: Callable[[Array], Array], auto_spec: PartitionSpec) -> Callable[[Array], Array]:
+    """A collective that moves, on each shard of the auto axes: without this XLA gathers those first."""
+    return _within(collective, auto_spec, axes_in(auto_spec))
 
 
 def _reduced(
-    collective: Callable[[Array], Array], automatic: PartitionSpec, layout: WeightPlan
+    collective: Callable[[Array], Array], auto_spec: PartitionSpec, layout: WeightPlan
 ) -> Callable[[Array], Array]:
     """A collective that adds, likewise; and with every axis of the mesh manual. XLA's CPU compiler aborts the process
     at a reduction of bfloat16 in a program that is manual over some axes only (jaxlib 0.10.2: `Invalid binary
     instruction opcode copy`)."""
-    return _within(collective, automatic, layout.automatic_axes)
+    return _within(collective, auto_spec, layout.auto_axes)
 
 
 def _within(collective: Callable[[Array], Array], spec: PartitionSpec, axes: Axes) -> Callable[[Array], Array]:

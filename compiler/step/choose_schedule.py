@@ -13,7 +13,8 @@ def choose_schedule(plan: Plan) -> LayerSchedule:
     """Returns the schedule that the plan declares, with the loop over layers that it declares."""
     loop = plan.spec.overlap.layers
     scan = partial(scan_layers, unroll=loop.unroll)
-    prefetch = partial(prefetch_layers, loop=loop, skip_idle=plan.target.compiler.synchronous_collectives)
+    is_synchronous = plan.target.compiler.synchronous_collectives
+    prefetch = partial(prefetch_layers, loop=loop, skip_boundary_collectives=is_synchronous)
     return SequentialSchedule(
         prefetch if loop.prefetch else scan,
         num_microbatches=plan.spec.num_microbatches,

@@ -147,13 +147,13 @@ def _context_maker(plan: Plan) -> ContextMaker:
 
 
 def _activation_layout(plan: Plan) -> Callable[..., Array]:
-    """Activation rules over the automatic mesh axes, as constraints; the batch axes are split already. Each activation
+    """Activation rules over the auto axes, as constraints; the batch axes are split already. Each activation
     is marked with its name, for remat."""
-    automatic = plan.auto_axes
-    specs = {planned.array.path: keep_axes(planned.spec, automatic) for planned in plan.sharding.activations}
+    auto_axes = plan.auto_axes
+    specs = {planned.array.path: keep_axes(planned.spec, auto_axes) for planned in plan.sharding.activations}
 
     def activation(name: str, x: Array, *_: str | None, gradient: LogicalAxes | None = None) -> Array:
-        if not automatic:
+        if not auto_axes:
             return marked(name, x)
         forward, backward = specs[name], specs[gradient_of(name) if gradient else name]
         return marked(name, _laid_out(x, forward, backward))

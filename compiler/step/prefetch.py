@@ -22,18 +22,18 @@ from jax import Array
 
 from ..config.overlap_spec import LayerLoop
 from ..parallel.weight_plan import WeightPlan
-from ..parallel.weights import Reduction, Weights, fetch, send_back
+from ..parallel.weights import Reduction, Weights, all_gather_weight, reduce_weight_gradient
 from .schedule import StackFunctions
 
 
 def prefetch_layers(
-    stack: StackFunctions, weights: Weights, shared: Any, x: Any, *, loop: LayerLoop, skip_idle: bool
+    stack: StackFunctions, weights: Weights, shared: Any, x: Any, *, loop: LayerLoop, skip_boundary_collectives: bool
 ) -> tuple[Any, Any]:
     """Runs the layers with the weights of `loop.prefetch` layers gathered ahead: so many more are held whole.
 
     The last iterations of the forward pass gather what the first of the backward pass need, the last layers again; the
     last iterations of the backward pass gather the first layer redundantly, and its first reduces zeros where gradients
-    are deferred: an iteration is one program. With `skip_idle` these two are in a branch.
+    are deferred: an iteration is one program. With `skip_boundary_collectives` these two are in a branch.
 
     Returns x, and the auxiliary outputs of all layers, stacked.
     """
@@ -46,15 +46,15 @@ def prefetch_layers(
         return stack.layer(jax.tree.unflatten(tree, trained), jax.tree.unflatten(tree_of_shared, shared), index, x)
 
     saved = jax.checkpoint(flat, policy=stack.policy, prevent_cse=False)
-    shapes = jax.tree.map(lambda slot: jax.ShapeDtypeStruct(slot.shape, slot.dtype), weights.slots)
-    passes = _Passes(saved, stack.num_layers, shapes, tree, layouts, weights.reduction, loop, skip_idle)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights.accumulators)
+    passes = _Passes(saved, stack.num_layers, shapes, tree, layouts, weights.reduction, loop, skip_boundary_collectives)
 
     @jax.custom_vjp
-    def run(slots: Any, before: Any, working: Any, shared: Any, x: Any) -> tuple[Any, Any]:
-        return passes.forward(slots, before, working, shared, x)[0]
+    def run(accumulators: Any, before: Any, working: Any, shared: Any, x: Any) -> tuple[Any, Any]:
+        return passes.forward(accumulators, before, working, shared, x)[0]
 
     run.defvjp(passes.forward, passes.backward)
-    return run(weights.slots, weights.before, weights.working, shared, x)
+    return run(weights.accumulators, weights.before, weights.working, shared, x)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Passes:
     layouts: list[WeightPlan]
     reduction: Reduction
     loop: LayerLoop
-    skip_idle: bool
+    skip_boundary_collectives: bool
 
     @property
     def distance(self) -> int:
@@ -97,10 +97,10 @@ class _Passes:
         dx, daux = cotangents
         before, working, shared, last, pull_backs = saved
         stack = self._stack(before, working)
-        slots = self.tree.flatten_up_to(self.gradients)
+        accumulators = self.tree.flatten_up_to(self.gradients)
         whole = jax.eval_shape(lambda: stack.whole(jnp.array(0), last[0]))  # gradients are as large as the weights
         zeros, deferred = (
-            [jnp.zeros(x.shape, x.dtype) for x in _selected(each, stack.late)] for each in (whole, slots)
+            [jnp.zeros(x.shape, x.dtype) for x in _selected(each, stack.late)] for each in (whole, accumulators)
         )
         trip = partial(self._backward_trip, stack, jax.tree.leaves(shared))
         trips = (jnp.arange(self.num_layers), daux, pull_backs)
@@ -133,7 +133,7 @@ class _Passes:
     def _moved(
         self, is_needed: Array, move: Callable[[], list[Array]], *, otherwise: Callable[[], list[Array]]
     ) -> list[Array]:
-        return jax.lax.cond(is_needed, move, otherwise) if self.skip_idle else move()
+        return jax.lax.cond(is_needed, move, otherwise) if self.skip_boundary_collectives else move()
 
     def _stack(self, before: Any, working: Any) -> "_Stack":
         ahead = [bool(layout.gathered) for layout in self.layouts]
@@ -173,13 +173,13 @@ class _Stack:
         """Gradients of a layer, added to those before; of those weights that `which` has."""
         chosen = _selected(list(zip(self.before, self.layouts, strict=True)), which)
         return [
-            send_back(gradient, None if total is None else _row(total, index), layout, self.reduction)
+            reduce_weight_gradient(gradient, None if total is None else _row(total, index), layout, self.reduction)
             for gradient, (total, layout) in zip(gradients, chosen, strict=True)
         ]
 
     def _fetched(self, index: Array, which: Sequence[bool]) -> list[Array]:
         chosen = _selected(list(zip(self.working, self.layouts, strict=True)), which)
-        return [fetch(_row(w, index), layout) for w, layout in chosen]
+        return [all_gather_weight(_row(w, index), layout) for w, layout in chosen]
 
 
 def _row(stacked: Array, index: Array) -> Array:

@@ -15,11 +15,11 @@ def scan_layers(stack: StackFunctions, weights: Weights, shared: Any, x: Any, *,
     """Runs one layer's program once per layer. weights: arrays whose first dimension is `layers`. Returns x, and the
     auxiliary outputs of all layers, stacked."""
 
-    def one(x: Any, slots: Any, before: Any, working: Any, index: Array) -> tuple[Any, Any]:
-        of_layer = replace(weights, slots=slots, before=before, working=working)
+    def one(x: Any, accumulators: Any, before: Any, working: Any, index: Array) -> tuple[Any, Any]:
+        of_layer = replace(weights, accumulators=accumulators, before=before, working=working)
         return stack.layer(of_layer.gathered(), shared, index, x)
 
     # prevent_cse guards against the compiler merging both passes; in a loop they cannot be merged.
     saved = jax.checkpoint(one, policy=stack.policy, prevent_cse=False)
-    layers = (weights.slots, weights.before, weights.working, jnp.arange(stack.num_layers))
+    layers = (weights.accumulators, weights.before, weights.working, jnp.arange(stack.num_layers))
     return jax.lax.scan(lambda x, stored: saved(x, *stored), x, layers, unroll=unroll)

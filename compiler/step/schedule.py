@@ -27,7 +27,7 @@ from meshloom.models import Aux, Params
 
 from ..core.partition_spec import Axes
 from ..parallel.remat import Policy
-from ..parallel.weights import Reduction, Weights, gradient_slot, reduce_gradient
+from ..parallel.weights import Reduction, Weights, gradient_accumulator, reduce_gradient
 
 Batch = dict[str, Array]  # int32 (sequences, sequence_length), by the names of batch_arrays; row: int32 (sequences,)
 
@@ -113,17 +113,17 @@ class ModelWeights:
         """True where some gradient has a reduction that is left for once per step."""
         return any(layout.is_reduced_once for layout in jax.tree.leaves(self.layouts))
 
-    def gradient_slots(self, *, is_last: bool) -> Params:
+    def gradient_accumulators(self, *, is_last: bool) -> Params:
         """Zeros of the shapes and types of the gradients, None for what is frozen. The compiler drops their values."""
         reduction = replace(self.reduction, is_last=is_last)
         return jax.tree.map(
-            lambda x, layout: gradient_slot(x, layout, reduction, self.num_shards), self.stored, self.layouts
+            lambda x, layout: gradient_accumulator(x, layout, reduction, self.num_shards), self.stored, self.layouts
         )
 
-    def bound(self, slots: Params, before: Params | None, *, is_last: bool) -> Weights:
-        """The weights of one pass. slots: what its gradients flow to. before: accumulated gradients to add, or None.
-        is_last: gradients are reduced to the layout of the update in the backward pass itself."""
-        return Weights(slots, before, self.working, self.layouts, replace(self.reduction, is_last=is_last))
+    def bound(self, accumulators: Params, before: Params | None, *, is_last: bool) -> Weights:
+        """Returns the weights of one pass. accumulators: what its gradients flow to. before: gradients to
+        add. is_last: gradients are reduced to the layout of the update in the backward pass itself."""
+        return Weights(accumulators, before, self.working, self.layouts, replace(self.reduction, is_last=is_last))
 
     def reduce(self, gradients: Params) -> Params:
         """Accumulated gradients in the layout of the update."""

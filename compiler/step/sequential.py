@@ -58,13 +58,13 @@ class SequentialSchedule:
     ) -> tuple[Sums, Params | None]:
         """Sums and gradients of a microbatch. before: gradients to add. is_last: they are reduced at once."""
 
-        def forward(slots: Params) -> tuple[Array, Sums]:
-            return self._forward(model, weights.bound(slots, before, is_last=is_last), microbatch)
+        def forward(accumulators: Params) -> tuple[Array, Sums]:
+            return self._forward(model, weights.bound(accumulators, before, is_last=is_last), microbatch)
 
-        slots = weights.gradient_slots(is_last=is_last)
+        accumulators = weights.gradient_accumulators(is_last=is_last)
         if gradient_scale is None:
-            return forward(slots)[1], None
-        _, pull_back, sums = jax.vjp(forward, slots, has_aux=True)
+            return forward(accumulators)[1], None
+        _, pull_back, sums = jax.vjp(forward, accumulators, has_aux=True)
         return sums, pull_back(gradient_scale)[0]
 
     def _forward(self, model: ModelFunctions, weights: Weights, microbatch: Batch) -> tuple[Array, Sums]:

@@ -1,7 +1,7 @@
 """The train step: (state, batch) -> (state, metrics). Pure; everything about devices comes from the plan.
 
 The gradient is a function of local batches: manual over the mesh axes that split the batch, so that what crosses the
-network for data parallelism is written down (weights.py); automatic over the others, along which activation rules say
+network for data parallelism is written down (weights.py); auto over the others, along which activation rules say
 how matmuls are split.
 """
 

@@ -19,7 +19,7 @@ from meshloom.compiler.parallel.weight_plan import frozen, plan_weight
 from meshloom.compiler.parallel.weights import (
     Reduction,
     Weights,
-    gradient_slot,
+    gradient_accumulator,
     hoist,
     reduce_gradient,
 )
@@ -159,7 +159,7 @@ def _layer(weights, shared, index, x):
     return x + hidden @ weights["down_ME"], Aux({"penalty": PENALTY * loss}, {"half": jnp.sum(hidden) / 2})
 
 
-def _gradients(layout, loop, when, skip_idle):
+def _gradients(layout, loop, when, skip_boundary_collectives):
     """By the weights, in the layout of the update, and by the inputs."""
     stored, updated = (
         {name: PartitionSpec(*map(axes.get, dimensions)) for name, dimensions in DIMENSIONS.items()}
@@ -177,23 +177,25 @@ def _gradients(layout, loop, when, skip_idle):
     reduction = Reduction(jnp.float64, "float64", is_last=when != BEHIND)
 
     def local(weights, before, x, slope):
-        slots = {name: gradient_slot(weights[name], plans[name], reduction, layout.num_devices) for name in plans}
+        accumulators = {
+            name: gradient_accumulator(weights[name], plans[name], reduction, layout.num_devices) for name in plans
+        }
         added = {name: before[name] * (1.0 + jax.lax.axis_index(layout.alone)) for name in trained}
         added |= dict.fromkeys(layout.frozen)
 
-        def loss(slots, x):
-            layers = Weights(slots, added if when == ADDED else None, weights, plans, reduction)
+        def loss(accumulators, x):
+            layers = Weights(accumulators, added if when == ADDED else None, weights, plans, reduction)
             stack = StackFunctions("layers", SIZES["L"], _layer, jax.checkpoint_policies.nothing_saveable)
             scan, prefetch = (
                 partial(scan_layers, unroll=loop.unroll),
-                partial(prefetch_layers, loop=loop, skip_idle=skip_idle),
+                partial(prefetch_layers, loop=loop, skip_boundary_collectives=skip_boundary_collectives),
             )
             run = prefetch if loop.prefetch else scan
             x, aux = run(stack, hoist(layers), jnp.array(0.5), x)
             assert {aux.losses["penalty"].shape, aux.statistics["half"].shape} == {(SIZES["L"],)}
             return (x * slope).sum() + aux.losses["penalty"].sum()
 
-        grads, dx = jax.grad(loss, (0, 1))(slots, x)
+        grads, dx = jax.grad(loss, (0, 1))(accumulators, x)
         if when == BEHIND:
             grads = {name: reduce_gradient(grads[name], plans[name], reduction) for name in trained}
         return {name: grads[name] for name in trained}, dx
@@ -216,8 +218,8 @@ def _gradients(layout, loop, when, skip_idle):
         return jax.tree.map(np.asarray, jax.jit(split)(*jax.device_put(_arrays(), shardings)))
 
 
-@pytest.mark.parametrize(("name", "loop", "when", "skip_idle"), list(_in_tiers()), ids=str)
-def test_gradients_are_finite_differences(name, loop, when, skip_idle):
+@pytest.mark.parametrize(("name", "loop", "when", "skip_boundary_collectives"), list(_in_tiers()), ids=str)
+def test_gradients_are_finite_differences(name, loop, when, skip_boundary_collectives):
     layout, (unroll, distance, deferred) = LAYOUTS[name], LOOPS[loop]
     chosen = LayerLoop(
         unroll=unroll,
@@ -227,7 +229,7 @@ def test_gradients_are_finite_differences(name, loop, when, skip_idle):
         reduce_in_backward=when != BEHIND,
     )
     with jax.enable_x64(True):
-        grads, dx = _gradients(layout, chosen, when, skip_idle)
+        grads, dx = _gradients(layout, chosen, when, skip_boundary_collectives)
     copies = layout.num_devices(layout.alone)
     before = copies * (copies + 1) / 2 if when == ADDED else 0  # 1 + 2 + ... along these devices
     expected = {name: _differences()[name] + before * _arrays()[1][name] for name in DIMENSIONS}

@@ -24,22 +24,24 @@ class BreadthFirst:
     num_microbatches: int
 
     def run(self, model: Any, weights: Any, batch: Any, *, gradient_scale: Any) -> Any:
-        slots, parts = weights.gradient_slots(is_last=False), split_microbatches(batch, self.num_microbatches)
+        accumulators = weights.gradient_accumulators(is_last=False)
+        parts = split_microbatches(batch, self.num_microbatches)
         microbatches = [model.prepare(jax.tree.map(lambda x, i=i: x[i], parts)) for i in range(self.num_microbatches)]
 
         def piece(name, own):
-            return weights.bound(slots | {name: own}, None, is_last=False).piece(name)
+            return weights.bound(accumulators | {name: own}, None, is_last=False).piece(name)
 
         def layer_of(stack, index, microbatch):
             def run(own, x):
-                whole = piece(stack.name, slots[stack.name])
+                whole = piece(stack.name, accumulators[stack.name])
                 working = jax.tree.map(lambda w: w[index], whole.working)
-                one = replace(whole, slots=own, working=working)
+                one = replace(whole, accumulators=own, working=working)
                 return stack.layer(one.gathered(), microbatch.layers, jnp.array(index), x)
 
             return run
 
-        made = [jax.vjp(lambda own, m=m: model.embed(piece("embed", own), m), slots["embed"]) for m in microbatches]
+        of_embed = accumulators["embed"]
+        made = [jax.vjp(lambda own, m=m: model.embed(piece("embed", own), m), of_embed) for m in microbatches]
         xs, tied, back = (
             [x for (x, _), _ in made],
             [t for (_, t), _ in made],
@@ -48,13 +50,13 @@ class BreadthFirst:
         auxiliary = {stack.name: [] for stack in model.stacks}
         for stack in model.stacks:
             for index in range(stack.num_layers):
-                own = jax.tree.map(lambda s, index=index: s[index], slots[stack.name])
+                own = jax.tree.map(lambda s, index=index: s[index], accumulators[stack.name])
                 made = [jax.vjp(layer_of(stack, index, m), own, x) for m, x in zip(microbatches, xs, strict=True)]
                 xs = [x for (x, _), _ in made]
                 back.append((stack.name, index, [pull for _, pull in made]))
                 auxiliary[stack.name].append([aux for (_, aux), _ in made])
         made = [
-            jax.vjp(lambda own, t, x, m=m: model.head(piece("head", own), t, x, m), slots["head"], t, x)
+            jax.vjp(lambda own, t, x, m=m: model.head(piece("head", own), t, x, m), accumulators["head"], t, x)
             for m, t, x in zip(microbatches, tied, xs, strict=True)
         ]
         outputs = [output for output, _ in made]
