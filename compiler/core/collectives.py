@@ -1,9 +1,9 @@
-"""Kinds of collectives and of the links that they cross: one vocabulary for the plan, the program and the report."""
+"""Kinds of collectives and links: one vocabulary for the plan, the program and the report."""
 
 from typing import Literal
 
 CollectiveKind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
 ]  # fmt: skip
-MOVING = ("all-gather", "all-to-all")  # kinds that add nothing up: each device's operand is a part of the full array
+MOVING = ("all-gather", "all-to-all")  # kinds without a reduction: each device's operand is a part of the full array
 LinkKind = Literal["ICI", "DCN", "NVLink", "NIC", "memory"]  # memory: simulated devices of one host

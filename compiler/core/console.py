@@ -1,7 +1,7 @@
-"""The one place that shows values on a terminal. Nothing else imports rich.
+"""Shows values on a terminal. No other module imports rich.
 
-What is shown is plain text, and a style beside it: `console.line("on ", (name, "bold"))`. No markup is read, so that
-none can come from a value, and control characters are shown as escapes (visible.py).
+Callers pass plain text with an optional style: `console.line("on ", (name, "bold"))`. Markup is not interpreted, so a
+value cannot inject any, and control characters are shown as escapes (visible.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ BarColumn = Literal["doing", "count", "bar", "numbers", "bytes", "bytes_per_seco
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. fold: a long cell goes on in the next line; cut: it ends in an ellipsis; keep: it is whole
-    wherever the terminal is wide enough."""
+    """A column of a table. fold: a long cell is wrapped; cut: it ends in an ellipsis; keep: it is shown whole if the
+    terminal is wide enough."""
 
     name: str = ""
     justify: Literal["left", "right"] = "left"
@@ -35,7 +35,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns that may have names."""
+    """Rows under columns, which may have names."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Part | Line]]
@@ -43,8 +43,8 @@ class Table:
 
 
 class Console:
-    """Standard output, standard error or a file. width: of tables; None: the terminal's, or 80 off a terminal.
-    off_terminal_width: where there is no terminal to fit into. is_terminal: None: found out."""
+    """Standard output, standard error or a file. width: the width of tables; None: the terminal's, or 80 without one.
+    off_terminal_width: the width without a terminal. is_terminal: None: detected."""
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class Console:
         self._rich.width = width
 
     def line(self, *parts: Part, style: str = "", cut_at: int | None = None) -> None:
-        """One line, never broken, so that it can be searched and copied. cut_at: a longer one ends in an ellipsis."""
+        """Prints one line without wrapping it, so that it can be searched and copied. cut_at: a longer line ends in an
+        ellipsis."""
         text = _text(list(parts))
         text.style = style
         if cut_at is not None:
@@ -83,7 +84,7 @@ class Console:
         self._rich.print(text, soft_wrap=True)
 
     def table(self, table: Table, *, width: int | None = None) -> None:
-        """A table without borders; the title before it."""
+        """Prints a table without borders, below its title."""
         made = rich.table.Table(
             box=None, pad_edge=False, header_style="dim",
             title=Text(visible_line(table.title), "bold") if table.title else None, title_justify="left",
@@ -102,11 +103,11 @@ class Console:
         self._rich.print(made, width=width)
 
     def status(self, text: str) -> AbstractContextManager[object]:
-        """Within the `with`, a terminal shows that something is being done."""
+        """Shows on a terminal, within the `with`, that something is being done."""
         return self._rich.status(Text(visible_line(text)))
 
     def bar(self, doing: str, *columns: BarColumn, is_transient: bool = False) -> "Bar":
-        """A progress bar on a terminal, nothing elsewhere."""
+        """Returns a progress bar on a terminal, nothing elsewhere."""
         made = [_BAR_COLUMNS[name]() for name in columns]
         progress = rich.progress.Progress(
             *made, console=self._rich, disable=not self.is_terminal, transient=is_transient
@@ -115,7 +116,7 @@ class Console:
 
 
 class Bar:
-    """The bar of one task."""
+    """The progress bar of one task."""
 
     def __init__(self, progress: rich.progress.Progress, doing: str):
         self._progress = progress
@@ -128,7 +129,7 @@ class Bar:
         self._progress.stop()
 
     def update(self, completed: float, *, total: float | None, numbers: str = "") -> None:
-        """total: None where it is not known. numbers: what the column of this name shows."""
+        """Moves the bar. total: None if it is not known. numbers: the text of the column of this name."""
         self._progress.update(self._task, completed=completed, total=total, numbers=visible_line(numbers))
 
 
@@ -145,8 +146,8 @@ _BAR_COLUMNS: dict[BarColumn, Callable[[], rich.progress.ProgressColumn]] = {
 
 
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Text]], limit: int) -> list[int | None]:
-    """Widths where columns are to be cut: of those the widest gives way, and the others are whole. rich would shrink
-    all of them alike, the short ones to nothing. None: as rich has it, which breaks the lines of columns that fold."""
+    """Widths of columns, some of which are to be cut: the widest of these is cut and the others stay whole. rich would
+    shrink all of them alike, the short ones to nothing. None: rich's own width, which wraps columns that fold."""
     cut = [n for n, column in enumerate(columns) if column.overflow == "cut"]
     if not cut or any(column.overflow == "fold" for column in columns):
         return [None] * len(columns)

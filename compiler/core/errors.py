@@ -1,11 +1,11 @@
-"""What is wrong with a declaration: where, what, what to do. A user's mistake ends here, never in a traceback."""
+"""Errors of a declaration: where, what, what to do. A user's mistake is reported this way, never as a traceback."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-# Exit codes of all commands, beside 0 and 128 + signal; runtime/core/failures.py has those of runs, 5 and 6.
+# Exit codes of all commands, besides 0 and 128 + signal; runtime/core/failures.py has 5 and 6, which only runs use.
 MISTAKE = 2
 DOES_NOT_FIT = 3  # the compiled program needs more memory than a chip has
 EXPOSED = 4  # more communication is exposed than the declaration allows
@@ -13,7 +13,8 @@ EXPOSED = 4  # more communication is exposed than the declaration allows
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """where: a config key, a file or an override. what: one sentence with the value. fix: what to type instead."""
+    """One mistake. where: a config key, a file or an override. what: one sentence with the value. fix: what to type
+    instead."""
 
     where: str
     what: str
@@ -23,12 +24,12 @@ class Problem:
         return f"error: {self.where}: {self.what}\n  fix: {self.fix}"
 
     def as_warning(self) -> str:
-        """The same words about something that runs all the same."""
+        """Returns the same text as a warning, for a declaration that can run."""
         return str(self).replace("error:", "warning:", 1)
 
 
 class ConfigError(Exception):
-    """A declaration that cannot be run, with all that is wrong with it."""
+    """Raised for a declaration that cannot be run; has all of its problems."""
 
     exit_code = MISTAKE
 
@@ -38,7 +39,7 @@ class ConfigError(Exception):
 
 
 def all_of(*steps: Callable[[], Any]) -> tuple[Any, ...]:
-    """Run steps that do not need each other and return their results; if any fail, raise the problems of all."""
+    """Runs independent steps and returns their results. If any fail, raises ConfigError with the problems of all."""
     results: list[Any] = []
     problems: list[Problem] = []
     for step in steps:
@@ -52,13 +53,13 @@ def all_of(*steps: Callable[[], Any]) -> tuple[Any, ...]:
 
 
 def raise_if_any(problems: Iterable[Problem]) -> None:
-    """Raise ConfigError where there is a problem."""
+    """Raises ConfigError if there is a problem."""
     if found := tuple(problems):
         raise ConfigError(found)
 
 
 def use_one_of(value: object, allowed: Iterable[str]) -> str:
-    """The fix for a value outside a closed choice: all that is allowed, and the nearest match."""
+    """Returns the fix for a value outside a closed choice: the allowed values, and the nearest match."""
     options = list(allowed)
     nearest = get_close_matches(str(value), options, n=1, cutoff=0.5)
     return f"use one of {', '.join(options)}" + (f" (did you mean '{nearest[0]}'?)" if nearest else "")

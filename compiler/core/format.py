@@ -1,25 +1,26 @@
-"""Quantities as people read them: three digits and a unit; lists by their first names."""
+"""Formats quantities for people: three digits and a unit; lists by their first names."""
 
 import math
 from collections.abc import Sequence
 
 SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
-LEAST_SECONDS = 1e-9  # below it is what rounding leaves
+LEAST_SECONDS = 1e-9  # anything smaller is rounding error
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """(1, 'chip') -> '1 chip'; (2000, 'chip') -> '2,000 chips'; (2, 'axis', 'axes') -> '2 axes'."""
+    """Returns a count with its noun: (1, 'chip') -> '1 chip'; (2000, 'chip') -> '2,000 chips'; (2, 'axis', 'axes') ->
+    '2 axes'."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def be(number: int) -> str:
-    """The verb after `counted`: 1 -> 'is', 2 -> 'are'."""
+    """Returns the verb after `counted`: 1 -> 'is', 2 -> 'are'."""
     return "is" if number == 1 else "are"
 
 
 def human_bytes(count: int) -> str:
-    """1536 -> '1.5 KiB'; 1048575 -> '1.0 MiB'."""
+    """Returns bytes as text: 1536 -> '1.5 KiB'; 1048575 -> '1.0 MiB'."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while value >= 1023.95 and len(units) > 1:  # what rounds to 1024.0
         value, units = value / 1024, units[1:]
@@ -27,7 +28,7 @@ def human_bytes(count: int) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """0.1784 -> '178 ms'."""
+    """Returns seconds as text: 0.1784 -> '178 ms'."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= 0.9995 * scale:
             return f"{three_digits(seconds / scale)} {unit}"
@@ -35,7 +36,8 @@ def human_seconds(seconds: float) -> str:
 
 
 def human_count(count: float, unit: str = "") -> str:
-    """(1.234e15, 'FLOPs') -> '1.23 PFLOPs'; powers of ten, as FLOP/s and link bandwidths are told."""
+    """Returns a count with a decimal prefix, as is usual for FLOP/s and bandwidths: (1.234e15, 'FLOPs') -> '1.23
+    PFLOPs'."""
     for scale, prefix in SI:
         if abs(count) >= 0.9995 * scale:
             return f"{three_digits(count / scale)} {prefix}{unit}".strip()
@@ -43,32 +45,32 @@ def human_count(count: float, unit: str = "") -> str:
 
 
 def human_parameters(count: int) -> str:
-    """6_738_415_616 -> '6.74 B'; billions, as models are named."""
+    """Returns a number of parameters, in billions as models are named: 6_738_415_616 -> '6.74 B'."""
     return human_count(count).replace(" G", " B")
 
 
 def human_share(share: float) -> str:
-    """0.0744 -> '7.4 %'; what is there is not told as nothing."""
+    """Returns a share in percent: 0.0744 -> '7.4 %'. A share above 0 is never shown as 0."""
     if 0 < share < 0.0005:
         return "< 0.1 %"
     return f"{share:.1%}".replace("%", " %")
 
 
 def human_names(names: Sequence[str], most: int, between: str = ", ") -> str:
-    """(["a", "b", "c"], 2) -> 'a, b and 1 more'."""
+    """Returns the first names of a list: (["a", "b", "c"], 2) -> 'a, b and 1 more'."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return between.join(names[:most]) + more
 
 
 def milliseconds(seconds: float) -> str:
-    """For columns: 0.0164 -> '16.40'; what is there is not told as nothing."""
+    """Returns milliseconds for a table's column: 0.0164 -> '16.40'. A time above 0 is never shown as 0."""
     if LEAST_SECONDS <= seconds < 5e-6:
         return "< 0.01"
     return f"{1e3 * seconds:,.2f}" if seconds >= LEAST_SECONDS else "0"
 
 
 def three_digits(value: float) -> str:
-    """1234.5 -> '1,234'; 12.345 -> '12.3'; 1.2 -> '1.20'; 0.01234 -> '0.0123'."""
+    """Returns a number with three digits: 1234.5 -> '1,234'; 12.345 -> '12.3'; 1.2 -> '1.20'; 0.01234 -> '0.0123'."""
     if not value:
         return "0"
     rounded = float(f"{value:.3g}")

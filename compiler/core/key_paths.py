@@ -5,7 +5,7 @@ from typing import Any
 
 
 def is_within(inner: str, outer: str) -> bool:
-    """Returns whether one key is another one, or lies below it: mesh.fsdp within mesh."""
+    """Returns whether one key is the other or lies below it: mesh.fsdp within mesh."""
     return inner == outer or inner.startswith((f"{outer}.", f"{outer}["))
 
 
@@ -22,7 +22,7 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def value_at(node: Any, key: str) -> Any:
-    """Returns what lies at a key, items of lists by their numbers; None where nothing does."""
+    """Returns the value at a key, or None if there is none. Items of lists go by their index."""
     for part in filter(None, key.split(".")):
         if isinstance(node, Mapping):
             node = node.get(part)

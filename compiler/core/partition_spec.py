@@ -8,18 +8,18 @@ Axes = tuple[str, ...]
 
 
 def axes_of(entry: Any) -> Axes:
-    """The mesh axes of one entry of a PartitionSpec."""
+    """Returns the mesh axes of one entry of a PartitionSpec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def axes_in(spec: PartitionSpec) -> Axes:
-    """The mesh axes of all entries."""
+    """Returns the mesh axes of all entries."""
     return tuple(axis for entry in spec for axis in axes_of(entry))
 
 
 def keep_axes(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
-    """The part of a PartitionSpec that is over these mesh axes."""
+    """Returns the part of a PartitionSpec that is over these mesh axes."""
     kept = (tuple(axis for axis in axes_of(entry) if axis in axes) for entry in spec)
     return PartitionSpec(*(entry or None for entry in kept))

@@ -1,14 +1,14 @@
-"""Values that no text shows: those that a declaration took from environment variables. Imports nothing heavy."""
+"""Hides values that a declaration took from environment variables. Imports nothing heavy."""
 
 import json
 
-SHORTEST = 6  # a shorter value is part of too many other words to be found in a text
+SHORTEST = 6  # a shorter value occurs in too many other words to be replaced
 
 _values: dict[str, str] = {}  # by variable
 
 
 def hide(name: str, value: str) -> None:
-    """From now on, `hidden` takes the value of this variable out of texts."""
+    """Makes `hidden` remove the value of this variable from texts from now on."""
     _values[name] = value
 
 
@@ -23,5 +23,5 @@ def hidden(text: str) -> str:
 
 
 def interpolation(name: str) -> str:
-    """ "TOKEN" -> "${oc.env:TOKEN}"."""
+    """Returns the interpolation of a variable: "TOKEN" -> "${oc.env:TOKEN}"."""
     return f"${{oc.env:{name}}}"

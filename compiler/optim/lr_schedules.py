@@ -1,4 +1,4 @@
-"""Learning rates over the steps of a run: a linear warm-up, then what the kind says.
+"""Learning rates over the steps of a run: a linear warm-up, then the decay of the schedule's kind.
 
 Steps count from 0. Peak P, run of N steps, warm-up of W, final fraction f. The warm-up gives step n the rate P n / W;
 the first step after it has the peak, and the last step of the run the final rate P f. s = (n - W) / (N - 1 - W):
@@ -8,7 +8,7 @@ the first step after it has the peak, and the last step of the run the final rat
     linear    P (1 - (1 - f) s)
     wsd       P until the last D steps; in those, d = 1/D, 2/D, .. 1: P (1 - (1 - f) d), or sqrt(d) for d
 
-Where only one step follows the warm-up, cosine and linear give it the peak.
+If only one step follows the warm-up, cosine and linear give it the peak.
 """
 
 from typing import Annotated, Literal
@@ -25,7 +25,8 @@ from ..core.format import counted
 
 
 class ScheduleConfig(Config):
-    """The base of every schedule: what follows the warm-up is `decay`. One adds its kind, `kind: Literal[...]`."""
+    """The base of every schedule: `decay` is what follows the warm-up. A subclass adds its kind, `kind:
+    Literal[...]`."""
 
     num_warmup_steps: NonNegativeInt  # linear from 0 to the peak
 
@@ -38,7 +39,7 @@ class ScheduleConfig(Config):
         return []
 
     def warnings(self, peak: float, num_steps: int) -> list[Problem]:
-        """Returns what is not wrong in a run of `num_steps`, and seldom meant. A short trial may end in its warm-up."""
+        """Returns warnings about a run of `num_steps` that is valid but seldom intended: it may end in its warm-up."""
         if self.num_warmup_steps < num_steps:
             return []
         last = peak * (num_steps - 1) / self.num_warmup_steps
@@ -47,7 +48,7 @@ class ScheduleConfig(Config):
         return [Problem("schedule.num_warmup_steps", what, fix)]
 
     def build(self, peak: float, num_steps: int) -> optax.Schedule:
-        """step -> learning rate; the first step is 0."""
+        """Returns a function of the step to its learning rate; the first step is 0."""
         decay = self.decay(peak, max(num_steps - self.num_warmup_steps, 1))
         if not self.num_warmup_steps:
             return decay
@@ -63,7 +64,7 @@ class ConstantSchedule(ScheduleConfig):
 
 
 class CosineSchedule(ScheduleConfig):
-    """Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts."""
+    """Cosine decay: Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts."""
 
     kind: Literal["cosine"]
     final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
@@ -84,7 +85,7 @@ class WsdSchedule(ScheduleConfig):
     """Warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395. sqrt: Haegele et al. 2024, arXiv:2405.18392."""
 
     kind: Literal["wsd"]
-    num_decay_steps: PositiveInt  # the last ones
+    num_decay_steps: PositiveInt  # at the end of the run
     decay_shape: Literal["linear", "sqrt"]
     final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
 

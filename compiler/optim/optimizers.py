@@ -1,8 +1,7 @@
-"""The optimizers: each a typed config that builds its optax transformation.
+"""The optimizers: each is a typed config that builds its optax transformation.
 
 An optimizer is a subclass of `OptimizerConfig` with a `name` and `build`. The compiler does the rest for all of them
-alike (compiler/sharding/optimizer_state.py): clipping by global norm before it, float32 arithmetic, the layout of its
-state.
+(compiler/sharding/optimizer_state.py): clipping by global norm, float32 arithmetic and the layout of the state.
 """
 
 import math
@@ -32,9 +31,9 @@ _SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
 
 @dataclass(frozen=True)
 class Setting:
-    """What an optimizer is built for. schedule: step -> learning rate. kinds: a ParameterKind for every parameter that
-    is trained, as a tree like them. layouts: the PartitionSpec in which each is updated. mesh: devices along each mesh
-    axis."""
+    """What an optimizer is built for. schedule: step -> learning rate. kinds: the ParameterKind of every trained
+    parameter, as a tree like the parameters. layouts: the PartitionSpec in which each is updated. mesh: the size of
+    each mesh axis."""
 
     schedule: optax.Schedule
     kinds: Any
@@ -42,37 +41,37 @@ class Setting:
     mesh: Mapping[str, int]
 
     def decay_mask(self, weight_decay_on: DecayOn) -> Any:
-        """True where weight decay acts. `matrices`: not on norm scales and biases."""
+        """Returns a tree of booleans: True for parameters that decay. `matrices`: not norm scales and biases."""
         return jax.tree.map(lambda kind: kind.is_matrix or weight_decay_on == "all", self.kinds)
 
 
 class OptimizerConfig(Config):
-    """The base of every optimizer. One adds its name, `name: Literal["adamw"]`, and the keys that it needs."""
+    """The base of every optimizer. A subclass adds its name, `name: Literal["adamw"]`, and the keys that it needs."""
 
-    learning_rate: PositiveFloat  # its peak; `schedule` says how it is reached and left
+    learning_rate: PositiveFloat  # the peak; `schedule` sets the warm-up and the decay
     max_grad_norm: PositiveFloat | None  # gradients with a larger global norm are scaled down to it
 
     def build(self, setting: Setting) -> optax.GradientTransformation:
-        """Gradients behind clipping -> what is added to the parameters. Parameters and gradients come in float32."""
+        """Returns the transformation from clipped gradients to what is added to the parameters, both in float32."""
         raise NotImplementedError
 
 
 class _MomentsConfig(OptimizerConfig):
-    """What all of ours have: moments, and decay that is multiplied with the learning rate alone (decoupled)."""
+    """The base of Meshloom's optimizers: moments, and decoupled weight decay (scaled by the learning rate alone)."""
 
     weight_decay: NonNegativeFloat
     weight_decay_on: DecayOn
-    moment_dtype: FloatType  # in which moments are kept from step to step
+    moment_dtype: FloatType  # the type in which moments are stored between steps
 
     def _stepped(self, *directions: optax.GradientTransformation, setting: Setting) -> optax.GradientTransformation:
-        """The transformations, then weight decay, then the learning rate with the sign of a descent."""
+        """Returns the transformations, then weight decay, then scaling by minus the learning rate."""
         decay = optax.add_decayed_weights(self.weight_decay, mask=setting.decay_mask(self.weight_decay_on))
         return optax.chain(*directions, decay, optax.scale_by_learning_rate(setting.schedule))
 
     def _check_moments_move(self, **decays: float) -> Self:
         for key, decay in decays.items():
             if self.moment_dtype == "bfloat16" and decay > _SLOWEST_BFLOAT16_DECAY:
-                what = f"{decay} moves a moment by less than bfloat16 can hold"
+                what = f"{decay} moves a moment by less than bfloat16 can represent"
                 most = int(_SLOWEST_BFLOAT16_DECAY * 1000) / 1000
                 fix = f"set optimizer.moment_dtype=float32, or optimizer.{key}={most} or less"
                 raise _mistake(key, what, fix)
@@ -82,13 +81,13 @@ class _MomentsConfig(OptimizerConfig):
         if momentum is not None:
             return self._check_moments_move(momentum=momentum)
         if self.moment_dtype != "float32":
-            what = f"{self.moment_dtype} moments, and without a momentum there are none"
+            what = f"is {self.moment_dtype}, but without a momentum there are no moments"
             raise _mistake("moment_dtype", what, "set optimizer.moment_dtype=float32, or optimizer.momentum=0.9")
         return self
 
 
 class AdamWConfig(_MomentsConfig):
-    """Loshchilov and Hutter 2019, arXiv:1711.05101."""
+    """AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101."""
 
     name: Literal["adamw"]
     b1: Fraction
@@ -105,11 +104,11 @@ class AdamWConfig(_MomentsConfig):
 
 
 class LionConfig(_MomentsConfig):
-    """Chen et al. 2023, arXiv:2302.06675: the sign of a mean of gradients, so all entries move alike."""
+    """Lion: Chen et al. 2023, arXiv:2302.06675. The update is the sign of a mean of gradients."""
 
     name: Literal["lion"]
     b1: Fraction  # of the mean whose sign is the update
-    b2: Fraction  # of the mean that is kept
+    b2: Fraction  # of the mean that is stored
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -121,7 +120,8 @@ class LionConfig(_MomentsConfig):
 
 
 class SgdConfig(_MomentsConfig):
-    """Sutskever et al. 2013: v <- momentum v + g; the update is v, or g + momentum v with Nesterov."""
+    """SGD with momentum: Sutskever et al. 2013. v <- momentum v + g; the update is v, or g + momentum v with
+    Nesterov."""
 
     name: Literal["sgd"]
     momentum: Fraction | None
@@ -139,12 +139,12 @@ class SgdConfig(_MomentsConfig):
 
 
 class AdafactorConfig(_MomentsConfig):
-    """Shazeer and Stern 2018, arXiv:1804.04235: second moments as a row and a column of the two largest dimensions of
-    each layer's array, small and float32 always. There is a first moment only where `momentum` is set."""
+    """Adafactor: Shazeer and Stern 2018, arXiv:1804.04235. The second moment of each layer's array is factored into a
+    row and a column over its two largest dimensions, in float32. There is a first moment only if `momentum` is set."""
 
     name: Literal["adafactor"]
     decay_rate: Annotated[float, Field(gt=0, lt=1)]  # c of the second moment's decay 1 - step^-c
-    min_dim_size_to_factor: PositiveInt  # smaller arrays keep their second moment whole
+    min_dim_size_to_factor: PositiveInt  # smaller arrays have an unfactored second moment
     clipping_threshold: Annotated[float, Field(ge=1)] | None  # of the root mean square of an array's update
     multiply_by_parameter_scale: bool  # learning_rate is relative to the root mean square of each array
     momentum: Fraction | None
@@ -165,15 +165,15 @@ class AdafactorConfig(_MomentsConfig):
 
 
 class MuonConfig(_MomentsConfig):
-    """Jordan 2024 (github.com/KellerJordan/Muon), as scaled by Liu et al. 2025, arXiv:2502.16982: the momentum of each
-    matrix of a layer is made orthogonal. AdamW for the rest: embedding, head, norm scales, biases."""
+    """Muon: Jordan 2024 (github.com/KellerJordan/Muon), as scaled by Liu et al. 2025, arXiv:2502.16982. The momentum of
+    each matrix of a layer is orthogonalized. The other parameters (embedding, head, norm scales, biases) use AdamW."""
 
     name: Literal["muon"]
     momentum: Fraction
     nesterov: bool
     num_newton_schulz_steps: PositiveInt
     update_rms: PositiveFloat  # of the orthogonal update; AdamW's is about 0.2, so that one learning rate serves both
-    b1: Fraction  # of AdamW, with the next two
+    b1: Fraction  # this and the next two are AdamW's
     b2: Fraction
     epsilon: PositiveFloat
 
@@ -201,10 +201,10 @@ class MuonConfig(_MomentsConfig):
     def _orthogonal(
         self, stacked: jax.Array, *, sides: Groups, layout: PartitionSpec, mesh: Mapping[str, int]
     ) -> jax.Array:
-        """The orthogonal factor of each layer's matrix, scaled to `update_rms`.
+        """Returns the orthogonal factor of each layer's matrix, scaled to `update_rms`.
 
-        Whole layers go to devices, as many as there are for both: one change of layout there and one back. Left to the
-        partitioner, each of the 15 matmuls of five steps would gather a factor.
+        Whole layers are distributed over devices: one change of layout before and one after. Left to the partitioner,
+        each of the 15 matmuls of five steps would gather a factor.
         """
         newton_schulz = scale_by_muon(
             ns_steps=self.num_newton_schulz_steps,
@@ -222,7 +222,7 @@ class MuonConfig(_MomentsConfig):
             return of_layers(stacked)
         spec = PartitionSpec(spread_axes(stacked.shape[0], mesh) or None)
         spread = jax.shard_map(of_layers, in_specs=spec, out_specs=spec, axis_names=set(mesh), check_vma=False)
-        # Laid out on both sides: else what it is the sum of, or is added to, would be sent as well.
+        # Constrain both sides: otherwise the operands and the sum that it is part of would be resharded as well.
         here = partial(jax.lax.with_sharding_constraint, shardings=layout)
         return here(spread(here(stacked)))
 
@@ -233,7 +233,8 @@ OptimizerSpec = Annotated[
 
 
 def spread_axes(num_copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes over which copies can be spread evenly: 8 over {fsdp: 4, tensor: 4} -> fsdp. Taken in order."""
+    """Returns the mesh axes over which copies can be spread evenly, tried in order: 8 over {fsdp: 4, tensor: 4} ->
+    fsdp."""
     axes: list[str] = []
     for axis, size in mesh.items():
         if size > 1 and num_copies % size == 0:

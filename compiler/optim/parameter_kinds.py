@@ -1,4 +1,4 @@
-"""What an optimizer may want to know of a parameter beside its shape: which of its dimensions make a matrix.
+"""What an optimizer needs to know about a parameter besides its shape: which of its dimensions form a matrix.
 
 layers/attention/query_EHD  (layers, embed, heads, head_dim)  ->  per layer a matrix embed x (heads head_dim)
 layers/mlp/down_ME          (layers, mlp, embed)              ->  per layer a matrix mlp x embed
@@ -20,20 +20,20 @@ _COPIES = ("layers", "experts")  # leading dimensions along which a parameter ho
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """groups: the dimensions of one copy, those that act as one together (a head's number and what is in a head).
-    is_in_stack: a parameter of a layer, with a first dimension `layers`."""
+    """How a parameter acts. groups: the dimensions of one copy; dimensions that act as one are in one group (heads and
+    head_dim). is_in_stack: True for a parameter of a layer, whose first dimension is `layers`."""
 
     groups: Groups
     is_in_stack: bool
 
     @property
     def is_matrix(self) -> bool:
-        """True for what multiplies activations; False for norm scales and biases."""
+        """Returns True for a matrix that multiplies activations; False for norm scales and biases."""
         return len(self.groups) > 1
 
 
 def parameter_kinds(model: Model) -> Any:
-    """A `ParameterKind` for every parameter, as a tree like them."""
+    """Returns a `ParameterKind` for every parameter, as a tree like them."""
     stacks = {stack.name for stack in model.stacks}
     return {
         piece: jax.tree.map(lambda axes: kind_of(axes, is_in_stack=piece in stacks), tree, is_leaf=is_logical_axes)  # noqa: B023 (used at once)
@@ -42,7 +42,7 @@ def parameter_kinds(model: Model) -> Any:
 
 
 def kind_of(axes: LogicalAxes, *, is_in_stack: bool) -> ParameterKind:
-    """('layers', 'embed', 'heads', 'head_dim') -> groups ((1,), (2, 3))."""
+    """Returns the kind of a parameter: ('layers', 'embed', 'heads', 'head_dim') -> groups ((1,), (2, 3))."""
     num_copies = len(list(takewhile(lambda name: name in _COPIES, axes)))
     groups: list[tuple[int, ...]] = []
     for dimension in range(num_copies, len(axes)):

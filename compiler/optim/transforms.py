@@ -1,4 +1,4 @@
-"""Ways to run an optax transformation: with its state in another type, or on each layer by itself."""
+"""Wrappers of optax transformations: state in another type, or one layer at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from ..core.config_types import FloatType
 
 
 def stored_in(moments: optax.GradientTransformation, dtype: FloatType) -> optax.GradientTransformation:
-    """The transformation with the arrays of its state kept in `dtype` between steps, and computed with in float32."""
+    """Returns the transformation with its state stored in `dtype` between steps and computed in float32."""
 
     def cast(state: Any, dtype: Any) -> Any:
         is_moment = lambda x: jnp.ndim(x) > 0 and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
@@ -25,8 +25,8 @@ def stored_in(moments: optax.GradientTransformation, dtype: FloatType) -> optax.
 
 
 def each_layer(whole: optax.GradientTransformation, kinds: Any) -> optax.GradientTransformation:
-    """The transformation on each layer of a stack by itself: what it finds largest, or takes a mean over, is within a
-    layer. State: by piece of the model."""
+    """Returns the transformation applied to each layer of a stack separately, so that its maxima and means are per
+    layer. Its state is split by component of the model."""
     stacked = {piece: jax.tree.leaves(tree)[0].is_in_stack for piece, tree in kinds.items()}
 
     def run(piece: str, function: Callable[..., Any]) -> Callable[..., Any]:
