@@ -1,8 +1,8 @@
-"""Modules that a declaration may have imported: those of installed packages, and those that the user opted into.
+"""Modules that a declaration may import: those of installed packages, and those that the user opted into.
 
-Importing a module runs its code. So a module that a config names is judged by where it lies, before anything of it is
+Importing a module runs its code, so a module that a config names is checked by its location before any part of it is
 imported: in the site-packages of the running Python, in an editable project, or on the list of `--allow-code-from` and
-MESHLOOM_ALLOW_CODE_FROM. No config file can change that list. docs/security.md says what this protects from.
+MESHLOOM_ALLOW_CODE_FROM. No config file can change that list. docs/security.md says what this protects against.
 """
 
 import json
@@ -24,14 +24,15 @@ from ..core.errors import ConfigError, Problem
 
 FLAG = "--allow-code-from"
 VARIABLE = "MESHLOOM_ALLOW_CODE_FROM"
-OURS = ("meshloom", "hydra")  # wherever they were imported from, this process runs their code already
+OURS = ("meshloom", "hydra")  # this process already runs their code, wherever it was imported from
 
 _ALLOWED: ContextVar[tuple[str, ...]] = ContextVar("allowed", default=())
 
 
 @contextmanager
 def code_allowed_from(modules: Sequence[str]) -> Iterator[None]:
-    """Within the `with`, these modules and all below them may be imported; the working directory is looked at last."""
+    """Allows these modules and all below them to be imported within the `with`; the working directory is searched
+    last."""
     previous, here = _ALLOWED.set(tuple(modules)), os.getcwd()
     is_added = bool(modules) and here not in sys.path
     sys.path += [here] if is_added else []
@@ -44,22 +45,23 @@ def code_allowed_from(modules: Sequence[str]) -> Iterator[None]:
 
 
 def allow_words() -> list[str]:
-    """Returns the words of a command line that opt into what this process opted into."""
+    """Returns the command-line arguments that allow the code that this process allows."""
     return [f"{FLAG}={','.join(_ALLOWED.get())}"] if _ALLOWED.get() else []
 
 
 def parse_allowed(texts: Sequence[str], where: str) -> tuple[str, ...]:
-    """["my_code,tools.data"] -> ("my_code", "tools.data"). Raises ConfigError for what does not name a module."""
+    """Returns the names in the texts: ["my_code,tools.data"] -> ("my_code", "tools.data"). Raises ConfigError for text
+    that does not name a module."""
     names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
     wrong = [name for name in names if not _is_module_name(name)]
-    fix = "give the module's name as configs say it: my_code for my_code:Documents, not a file or a folder"
+    fix = "give the module's name as in a config: my_code for my_code:Documents, not a file or a folder"
     if wrong:
         raise ConfigError([Problem(where, f"'{name}' is not the name of a module", fix) for name in wrong])
     return tuple(dict.fromkeys(names))
 
 
 def check_importable(module: str, where: str) -> None:
-    """Raise ConfigError at `where` if a config may not have the module imported. Imports nothing."""
+    """Raises ConfigError at `where` if a config may not import the module. Imports nothing."""
     if not _is_module_name(module):
         fix = "write it as my_package.my_module; a program (__main__) is not imported"
         raise ConfigError([Problem(where, f"'{module}' is not the name of a module", fix)])
@@ -73,14 +75,14 @@ def check_importable(module: str, where: str) -> None:
 
 def _refusal(module: str, top: str, spec: ModuleSpec | None, where: str) -> Problem:
     if top in sys.stdlib_module_names:
-        what = f"'{module}' is a module of Python itself, which has no class of this kind"
+        what = f"'{module}' is a module of Python's standard library, which has no class of this kind"
         return Problem(where, what, "name a class of your own or of an installed package")
     spec = spec or PathFinder.find_spec(top, [os.getcwd()])
     if spec is None:
         what = f"there is no module '{top}', neither installed nor in the working directory"
-        return Problem(where, what, "install its package, or start where it lies")
+        return Problem(where, what, "install its package, or start Meshloom in the directory that has it")
     place = next(place for place in _places(spec) if not _is_installed(place))
-    what = f"'{module}' is not of an installed package ({_as_seen(place)}), and importing it would run its code"
+    what = f"'{module}' is not from an installed package ({_as_seen(place)}), and importing it would run its code"
     return Problem(where, what, f"if you trust that code, add {FLAG}={top} to the command line")
 
 
@@ -94,15 +96,15 @@ def _is_module_name(text: str) -> bool:
 
 
 def _spec_of(top: str) -> ModuleSpec | None:
-    """How Python would find a top-level module. Finding one imports nothing."""
+    """Returns how Python would find a top-level module, without importing it."""
     try:
         return find_spec(top)
-    except (ValueError, ImportError):  # a module that was made, not found
+    except (ValueError, ImportError):  # a module that was created in memory
         return None
 
 
 def _places(spec: ModuleSpec) -> list[Path]:
-    """The file of a module or package; all folders of a package without one; nothing for what is built in."""
+    """Returns the file of a module or package; all folders of a namespace package; nothing for a built-in module."""
     if spec.has_location and spec.origin:
         return [Path(spec.origin)]
     return [Path(place) for place in spec.submodule_search_locations or ()] or [Path(spec.origin or "built-in")]
@@ -113,7 +115,7 @@ def _is_installed(place: Path) -> bool:
 
 
 def _installed_roots() -> list[Path]:
-    """Folders of site-packages, and of projects that are installed there as editable."""
+    """Returns the folders of site-packages, and of projects that are installed there as editable."""
     scheme = sysconfig.get_paths()
     folders = [scheme["purelib"], scheme["platlib"], *site.getsitepackages()]
     folders += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
@@ -122,7 +124,8 @@ def _installed_roots() -> list[Path]:
 
 @cache
 def _editable_projects(folders: tuple[str, ...]) -> list[Path]:
-    """Projects of `pip install -e`, Meshloom's own apart. Only site-packages is asked: others could claim anything."""
+    """Returns projects of `pip install -e`, without Meshloom. Reads site-packages only: other folders could claim
+    anything."""
     projects = []
     for installed in metadata.distributions(path=list(folders)):
         url = json.loads(installed.read_text("direct_url.json") or "{}")

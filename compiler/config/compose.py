@@ -1,8 +1,8 @@
-"""Hydra overrides -> RunSpec, and everything that is wrong with them at once.
+"""Composes a RunSpec from Hydra overrides, and reports everything that is wrong with them at once.
 
 Hydra composes untyped YAML and stops at its first error; pydantic checks the whole tree against `RunSpec` and reports
-all errors. So overrides reach Hydra as `++key=value` (never refused for the key), and the typed spec is the one judge.
-docs/config.md says why.
+all errors. So overrides reach Hydra as `++key=value` (never refused for the key), and only the typed spec checks keys.
+docs/config.md explains this.
 """
 
 import json
@@ -44,26 +44,26 @@ from .user_code import blamed_on_user, spec_class
 
 T = TypeVar("T")
 OPT_IN = FLAG.lstrip("-").replace("-", "_")
-OPTIONAL = ("experiment",)  # groups of which nothing need be chosen
+OPTIONAL = ("experiment",)  # groups that need no choice
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for: overrides as typed, and where configs are found beside our own."""
+    """What the user typed: the overrides, and where to look for configs besides Meshloom's own."""
 
     overrides: tuple[str, ...]
     config_name: str = "config"
-    config_path: str | None = None  # a directory that takes the place of our own `conf/`
+    config_path: str | None = None  # a directory that replaces Meshloom's own `conf/`
 
     @property
     def search_path(self) -> list[str]:
-        """The override that says where users' configs lie; none where they are ours alone."""
+        """Returns the override that says where users' configs are; empty if there are only Meshloom's."""
         return [text for text in self.overrides if key_of(text) == SEARCH_PATH]
 
 
 @contextmanager
 def hydra_session(request: Request) -> Iterator[Groups]:
-    """Hydra's global state, set up for composing and taken down again; gives the groups that the request can see."""
+    """Sets up Hydra's global state for composing within the `with`; yields the groups that the request can see."""
     register_sources()
     register_resolver()
     GlobalHydra.instance().clear()
@@ -72,7 +72,7 @@ def hydra_session(request: Request) -> Iterator[Groups]:
     else:
         session = initialize_config_dir(str(Path(request.config_path).resolve()), version_base="1.3")
     with session:
-        with reported(Groups()), warnings.catch_warnings(action="ignore"):  # of places, which are checked next
+        with reported(Groups()), warnings.catch_warnings(action="ignore"):  # of missing places, checked next
             configs = _repository(request)
             check_places(configs.get_sources())
         outer = [group for group in _options("", configs, ObjectType.GROUP) if group != "hydra"]
@@ -84,9 +84,9 @@ def hydra_session(request: Request) -> Iterator[Groups]:
 
 
 def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
-    """`then(RunSpec)` for a request that is right; else ConfigError with all problems.
+    """Returns `then(RunSpec)` for a valid request. Raises ConfigError with all problems otherwise.
 
-    What `then` finds wrong is in the same report as wrong keys and types, wherever it does not rest on them.
+    Problems that `then` finds are reported together with wrong keys and types, unless they depend on those.
     """
     with hydra_session(request) as groups:
         judged = [(text, _problems_of_override(text, request, groups)) for text in request.overrides]
@@ -107,7 +107,7 @@ def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
 
 
 def check_config_files(request: Request) -> None:
-    """Raise ConfigError for what files of configs may not say; what else may be wrong is not looked at."""
+    """Raises ConfigError for settings that config files may not make; checks nothing else."""
     with hydra_session(request) as groups:
         forced = [_forced(text, groups) for text in request.overrides]
         composed = compose(request.config_name, overrides=forced, return_hydra_config=True)
@@ -115,7 +115,7 @@ def check_config_files(request: Request) -> None:
 
 
 def check_sweep(request: Request) -> None:
-    """Raise ConfigError for what is wrong with a sweep, whichever points it consists of: each value by itself."""
+    """Raises ConfigError for problems of a sweep. Each value is checked separately, not each combination."""
     base: list[str] = []
     alternatives: list[list[str]] = []
     problems: list[Problem] = []
@@ -130,7 +130,7 @@ def check_sweep(request: Request) -> None:
             base.append(text)
     num_points = math.prod(map(len, alternatives))
     if num_points > MOST_POINTS:
-        what = f"the sweep has {num_points:,} points, and {MOST_POINTS:,} are the most"
+        what = f"the sweep has {num_points:,} points, more than the maximum of {MOST_POINTS:,}"
         problems.append(Problem(COMMAND_LINE, what, "sweep over fewer values"))
     raise_if_any(problems)
     first = [values[0] for values in alternatives]
@@ -151,13 +151,14 @@ def check_sweep(request: Request) -> None:
 
 
 def hydra_arguments(request: Request) -> list[str]:
-    """The overrides in the form in which Hydra never refuses a key: the spec judges it, with all the others."""
+    """Returns the overrides in a form for which Hydra refuses no key: the spec checks all keys at once."""
     with hydra_session(request) as groups:
         return [_forced(text, groups) for text in request.overrides]
 
 
 def hydra_run_dir(request: Request) -> Path:
-    """The run directory that Hydra will make for the request, with today's date and time in it; makes nothing."""
+    """Returns the run directory that Hydra will make for the request, with today's date and time in it; makes
+    nothing."""
     with hydra_session(request) as groups:
         overrides = [_forced(text, groups) for text in request.overrides]
         composed = compose(request.config_name, overrides=overrides, return_hydra_config=True)
@@ -165,10 +166,10 @@ def hydra_run_dir(request: Request) -> Path:
 
 
 def _repository(request: Request) -> IConfigRepository:
-    """Returns Hydra's view of all places in which the request's configs lie.
+    """Returns Hydra's view of all places that hold the request's configs.
 
-    Hydra's public `get_group_options` parses the main config and makes a repository anew for each group that it is
-    asked for: a second of processor time where one repository takes a tenth.
+    Hydra's public `get_group_options` parses the main config and makes a new repository for each group: a second of
+    processor time, where one repository takes a tenth of that.
     """
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoaderImpl)
@@ -180,23 +181,23 @@ def _appended(groups: Groups, request: Request) -> frozenset[str]:
     try:
         with reported(groups):
             return frozenset(theirs - set(chosen_options(request))) if theirs else frozenset()
-    except ConfigError:  # composing the whole request says what is wrong
+    except ConfigError:  # composing the whole request reports it
         return frozenset()
 
 
 def config_sources(request: Request) -> Sequence[ConfigSource]:
-    """Returns the places where configs are found, the first that has a file winning; within a session."""
+    """Returns the places of configs, in order of precedence; only within a session."""
     return _repository(request).get_sources()
 
 
 def chosen_options(request: Request) -> dict[str, str]:
-    """Returns the option of each group that the primary config chooses by itself; within a session."""
+    """Returns the option of each group that the primary config chooses by default; only within a session."""
     composed = compose(request.config_name, overrides=request.search_path, return_hydra_config=True)
     return dict(composed.hydra.runtime.choices)
 
 
 def _options(group: str, configs: IConfigRepository, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
-    """Returns what a group offers; names that begin with `_` are parts of others and are left out."""
+    """Returns the options of a group. Names that begin with `_` are parts of other files and are left out."""
     return [name for name in configs.get_group_options(group, kind) if not name.startswith("_")]
 
 
@@ -212,7 +213,7 @@ def _validate(overrides: Sequence[str], request: Request, groups: Groups) -> tup
     except ConfigError as error:
         return None, list(error.problems)
     problems += not_plain
-    if problems:  # what the files say is not even imported
+    if problems:  # nothing that the files name is imported
         return None, problems
     spec_type, problems = spec_class(values)
     try:
@@ -226,7 +227,7 @@ def _validate(overrides: Sequence[str], request: Request, groups: Groups) -> tup
 
 
 def _without_values(problem: Problem, values: dict[str, Any], sources: Sources) -> Problem:
-    """The same without the value that came from the environment: a short one is not found by its text."""
+    """Returns the problem without the value that came from the environment: text search does not find a short one."""
     for key, text in sources.items():
         if is_within(problem.where, key):
             shown = str(OmegaConf.select(OmegaConf.create(values), key))
@@ -242,7 +243,7 @@ def _without_hydra(composed: DictConfig) -> DictConfig:
 
 
 def _forced(text: str, groups: Groups) -> str:
-    """`key=value` as `++key=value`; a choice of a group, a deletion and Hydra's own settings as they are."""
+    """Returns `key=value` as `++key=value`; choices of groups, deletions and Hydra's own settings stay as they are."""
     parsed = parsed_or_none(text)
     if parsed is None or parsed.is_delete() or parsed.is_hydra_override():
         return text
@@ -252,12 +253,13 @@ def _forced(text: str, groups: Groups) -> str:
 
 
 def _is_choice(parsed: Override, groups: Groups) -> bool:
-    """`group=option`, as against `key=value`."""
+    """Returns True for `group=option`, as opposed to `key=value`."""
     return parsed.package is not None or "/" in parsed.key_or_group or parsed.key_or_group in groups
 
 
 def _problems_of_override(text: str, request: Request, groups: Groups) -> list[Problem]:
-    """What can be said of one override before composing: its grammar, a sweep outside of one, its group's options."""
+    """Returns the problems of one override that are found before composing: its grammar, a sweep without -m, its
+    group's options."""
     try:
         parsed = parse_override(text)
     except ConfigError as error:
@@ -265,20 +267,20 @@ def _problems_of_override(text: str, request: Request, groups: Groups) -> list[P
     group = parsed.key_or_group
     if group == OPT_IN:
         fix = f"type {FLAG}=MODULE, without a space"
-        return [Problem(group, "is a flag and not a key, so that no config file can set it", fix)]
+        return [Problem(group, "is a flag, not a key, so that no config file can set it", fix)]
     if group == "hydra.job.env_copy":
-        fix = "leave it out: the points of a sweep have the environment of the command"
+        fix = "leave it out: the points of a sweep inherit the environment of the command"
         return [Problem(group, "the values of these variables would be written to .hydra/hydra.yaml", fix)]
     if group == "hydra.job.chdir" and parsed.value() not in (False, None):
-        what = "paths of the declaration would be looked for in the run directory"
-        return [Problem(group, what, "leave it out: all that a run writes is in its directory as it is")]
+        what = "relative paths of the declaration would be resolved in the run directory"
+        return [Problem(group, what, "leave it out: a run already writes everything to its directory")]
     if parsed.is_sweep_override():
         fix = f"add -m to run once per value, or quote it to pass a list or text: '{group}=[...]'"
         return [Problem(group, f"'{shortened(text)}' names several values", fix)]
     if not _is_choice(parsed, groups) or parsed.is_delete():
         return []
     if parsed.value() is None and group in OPTIONAL:
-        return [Problem(group, "null chooses nothing, as it is without", "leave it out")]
+        return [Problem(group, "null chooses nothing, which is the default", "leave it out")]
     name = visible_line(shortened("null" if parsed.value() is None else str(parsed.value())))
     options = groups.get(group) or _options(group, _repository(request))
     if name in options or (group == "target" and target_names.is_sized(name)):
@@ -291,18 +293,18 @@ def _problems_of_override(text: str, request: Request, groups: Groups) -> list[P
 
 
 def _concerns(text: str, problem: Problem) -> bool:
-    """True where the override sets what the problem is about, or a part of it, or a node that holds it."""
+    """Returns True if the override sets the key of the problem, a key below it or a node that holds it."""
     key = key_of(text)
     return is_within(problem.where, key) or is_within(key, problem.where)
 
 
-# What a finding of a pass rests on beside its own key: it says nothing while one of these is wrong.
+# Keys that a pass's finding depends on besides its own: it means nothing while one of these is wrong.
 _RESTS_ON = {"target": {"target"}, "mesh": {"mesh", "target", "sharding"}}
 _RESTS_ON_PLAN = {"mesh", "target", "sharding", "model", "experiment", "num_microbatches"}
 
 
 def _independent_problems(spec: RunSpec, then: Callable[[RunSpec], Any], dropped: Sequence[str]) -> list[Problem]:
-    """Problems that `then` finds in the spec without the dropped overrides, and would find with them too."""
+    """Returns problems that `then` finds in the spec without the dropped overrides, and would find with them too."""
     try:
         then(spec)
     except ConfigError as error:
@@ -313,7 +315,7 @@ def _independent_problems(spec: RunSpec, then: Callable[[RunSpec], Any], dropped
 
 
 def _rests_on(problem: Problem) -> set[str]:
-    """The top-level keys without which a pass would not have found it; a place that is no key is a file of the data."""
+    """Returns the top-level keys that the problem depends on. A place that is not a key is a file of the data."""
     root = _root(problem)
     data = set() if root in RunSpec.model_fields else {"data"}
     return {root} | data | _RESTS_ON.get(root, _RESTS_ON_PLAN)

@@ -1,4 +1,4 @@
-"""What Hydra, OmegaConf and YAML raise about what they are given, as Problems."""
+"""Translates the exceptions of Hydra, OmegaConf and YAML into Problems."""
 
 import re
 from collections.abc import Iterator
@@ -15,19 +15,19 @@ from .override_parser import COMMAND_LINE, parsed_or_none, shortened
 
 
 class Groups(dict[str, list[str]]):
-    """The options of each config group. appended: groups of users' that the primary config chooses nothing of, so that
-    Hydra wants `+` before a choice."""
+    """The options of each config group. appended: users' groups for which the primary config has no default, so that
+    Hydra requires `+` before a choice."""
 
     appended: frozenset[str] = frozenset()
 
 
-MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, OSError)  # what a user can set right
+MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, OSError)  # what a user can fix
 LOOK = "see `meshloom train --help` and `--cfg job`"
 
 
 @contextmanager
 def reported(groups: Groups) -> Iterator[None]:
-    """Turns whatever is raised about what a user wrote into ConfigError.
+    """Turns any exception about a user's input into ConfigError.
 
     Hydra and its libraries raise far more than their own classes: RecursionError, ValueError, TypeError, KeyError.
     """
@@ -40,30 +40,30 @@ def reported(groups: Groups) -> Iterator[None]:
 
 
 def as_config_error(error: Exception) -> ConfigError:
-    """One of the MISTAKES as what it is to the user."""
+    """Returns one of the MISTAKES as a ConfigError."""
     if isinstance(error, ConfigError):
         return error
     if isinstance(error, OSError):
-        fix = "make room there or give this process access to it, or choose another hydra.run.dir"
+        fix = "free space there, give this process access to it, or choose another hydra.run.dir"
         if isinstance(error, FileExistsError | IsADirectoryError | NotADirectoryError):
-            fix = "move what is there out of the way, or choose another hydra.run.dir"
+            fix = "move the file that is there, or choose another hydra.run.dir"
         return ConfigError([Problem(str(error.filename or "disk"), error.strerror or str(error), fix)])
     return ConfigError([composition_problem(error, groups=Groups())])
 
 
 def composition_problem(error: Exception, groups: Groups) -> Problem:
-    """One of Hydra's, OmegaConf's or YAML's errors in our words."""
+    """Returns an error of Hydra, OmegaConf or YAML as a Problem."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
-        return Problem(f"{mark.name}:{mark.line + 1}", f"not YAML: {error.problem}", "mend the file")
+        return Problem(f"{mark.name}:{mark.line + 1}", f"is not valid YAML: {error.problem}", "correct the file")
     if isinstance(error, RecursionError):
-        what = "a value is nested too deeply, or the `defaults` of files choose each other without end"
-        return Problem("configs", what, "look at the files that you chose last, and break the circle")
+        what = "a value is nested too deeply, or the `defaults` lists of files form a cycle"
+        return Problem("configs", what, "check the files that you chose last, and break the cycle")
     text = str(error) or str(error.__cause__ or type(error).__name__)
     if match := re.search(r"Error merging override (?P<override>.*)", text, re.S):
         return _merge_problem(match["override"], error.__cause__)
     if match := re.search(r"Could not delete from config. '(?P<key>[^']+)'", text):
-        return Problem(match["key"], "is not there, so it cannot be deleted", "leave the ~ override out")
+        return Problem(match["key"], "does not exist, so it cannot be deleted", "leave the ~ override out")
     if match := re.search(r"Could not find '(?P<group>[^/']+)/(?P<option>[^']+)'", text):
         return _no_such_option(match["group"], match["option"], groups)
     key = re.search(r"full_key: (\S+)", text)

@@ -1,9 +1,9 @@
-"""What a config file may not say, because code would run or be loaded for it; the command line may say all of it.
+"""Settings that a config file may not make, because they run or load code; the command line may make all of them.
 
     hydra.callbacks, hydra.job_logging, hydra.launcher, ...   Hydra calls what they name
     hydra.searchpath: [pkg://a.b]                             Hydra imports a.b: only what allowed_code.py allows
     artifact, compilation_cache                               programs are loaded from there
-    compiler_options: {xla_gpu_cuda_data_dir: ...}            XLA runs what lies there, or writes there
+    compiler_options: {xla_gpu_cuda_data_dir: ...}            XLA runs files there, or writes there
     distributed.coordinator_address                           every process connects to it
 
 A config file here is one that is not Meshloom's own: from --config-dir, --config-path or hydra.searchpath.
@@ -37,12 +37,12 @@ from .override_parser import parsed_or_none
 
 OWN_SOURCES = {("pkg", "hydra.conf"), ("pkg", "meshloom.conf"), ("meshloom", "targets"), ("structured", "")}
 
-# Of Hydra's own node, what a file of configs may set: names of folders, and texts that are shown.
+# The part of Hydra's own node that a config file may set: names of folders, and text that is shown.
 FREE_OF_HYDRA = ("run.dir", "sweep.dir", "sweep.subdir", "searchpath", "help", "hydra_help", "verbose", "runtime",
                  "overrides", "job.name", "job.config_name", "job.override_dirname", "job.id", "job.num",
                  "job.config")  # fmt: skip
 
-# Of a declaration, what only the command line sets. A file may say null, or what conf/config.yaml says.
+# Keys of a declaration that only the command line may set. A file may repeat the value of conf/config.yaml, or null.
 TYPED_ONLY = {
     "artifact": "its programs are loaded, which runs code",
     "compilation_cache": "the programs in it are loaded, which runs code",
@@ -53,7 +53,7 @@ _NAMES_A_PLACE = re.compile(r"dump|file|path|(^|_)dir|_to$|_from$|denylist|plugi
 
 
 class CheckedPackages(ImportlibResourcesConfigSource):
-    """`pkg://a.b` as Hydra has it, once it is known that a.b may be imported."""
+    """Hydra's `pkg://a.b`, after a check that a.b may be imported."""
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
@@ -61,7 +61,7 @@ class CheckedPackages(ImportlibResourcesConfigSource):
 
 
 class StructuredConfigSource(structured_config_source.StructuredConfigSource):
-    """`structured://a.b`, likewise. Hydra knows the last of its sources by this name."""
+    """Hydra's `structured://a.b`, with the same check. Hydra finds its last source by this class name."""
 
     def __init__(self, provider: str, path: str) -> None:
         module = path.removeprefix(f"{self.scheme()}://")
@@ -71,15 +71,15 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
 
 
 def register_sources() -> None:
-    """Make Hydra look for configs through our own sources; needed before composing."""
-    Plugins.instance()  # registers Hydra's own, which these take the place of
+    """Makes Hydra use these sources for configs; needed before composing."""
+    Plugins.instance()  # registers Hydra's own, which these replace
     for source in (CheckedPackages, FileConfigSource, StructuredConfigSource):
         SourcesRegistry.instance().types[source.scheme()] = source
     target_names.register()
 
 
 def problems_of_files(composed: DictConfig, overrides: Sequence[str]) -> list[Problem]:
-    """What config files say and may not. composed: with Hydra's node, nothing resolved. overrides: as typed."""
+    """Returns the forbidden settings of config files. composed: with Hydra's node, unresolved. overrides: as typed."""
     typed = _parsed(overrides)
     values = _plain(composed)
     problems = [*_of_typed_only(values, typed), *_of_compiler_options(values, typed)]
@@ -94,7 +94,7 @@ def _of_typed_only(values: dict[str, Any], typed: list[Override]) -> Iterator[Pr
     for key, why in TYPED_ONLY.items():
         value = value_at(values, key)
         if value not in (None, "???", value_at(own, key)) and not any(_sets(each, key) for each in typed):
-            fix = f"take it out of there, and type {key}=... if you trust that place"
+            fix = f"remove it from the file, and type {key}=... if you trust that place"
             yield Problem(key, f"a config file sets it, and {why}", fix)
 
 
@@ -103,12 +103,12 @@ def _of_compiler_options(values: dict[str, Any], typed: list[Override]) -> Itera
     for name in options if isinstance(options, dict) else ():
         key = f"{COMPILER_OPTIONS}.{name}"
         if _NAMES_A_PLACE.search(str(name)) and not any(_sets(each, key) for each in typed):
-            what = "a config file sets it, and XLA may write to the place that it names, or run what lies there"
-            yield Problem(key, what, f"take it out of there, and type {key}=... if you want it")
+            what = "a config file sets it, and XLA may write to the place that it names, or run files there"
+            yield Problem(key, what, f"remove it from the file, and type {key}=... if you want it")
 
 
 def _of_hydra(found: dict[str, Any], overrides: Sequence[str]) -> Iterator[Problem]:
-    """Settings that are not as Meshloom's own configs and the command line make them."""
+    """Yields the settings that neither Meshloom's own configs nor the command line made."""
     try:
         own = _own_hydra(overrides)
     except HydraException:  # a choice of hydra/... that only a folder of configs has
@@ -120,11 +120,12 @@ def _of_hydra(found: dict[str, Any], overrides: Sequence[str]) -> Iterator[Probl
         is_free = any(is_within(key, free) for free in FREE_OF_HYDRA)
         if not is_free and known.get(key) != value:
             what = "a config file sets it, and Hydra's own settings may run code"
-            yield Problem(f"hydra.{key}", what, f"take it out of there, and type 'hydra.{key}=...' if you want it")
+            yield Problem(f"hydra.{key}", what, f"remove it from the file, and type 'hydra.{key}=...' if you want it")
 
 
 def _own_hydra(overrides: Sequence[str]) -> dict[str, Any]:
-    """Hydra's node as it is without any other folder of configs. Raises HydraException if a choice is not in ours."""
+    """Returns Hydra's node as composed from Meshloom's configs alone. Raises HydraException if they lack a chosen
+    option."""
     typed = [each for each in _parsed(overrides) if each.is_hydra_override() and each.key_or_group != SEARCH_PATH]
     kept = [each.input_line for each in typed if each.input_line]
     loader = ConfigLoaderImpl(create_config_search_path("pkg://meshloom.conf"))

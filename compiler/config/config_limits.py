@@ -1,6 +1,6 @@
-"""How much a declaration may stand for: a few lines of YAML aliases or interpolations stand for 10^9 values.
+"""Limits on the size of a declaration: a few lines of YAML aliases or interpolations can expand to 10^9 values.
 
-What stands for too much is counted before anything is expanded, in the time that reading it takes.
+The expanded size is counted before anything is expanded, in time proportional to the file's own size.
 """
 
 import re
@@ -19,16 +19,16 @@ from ..core.key_paths import value_at
 
 MOST_VALUES = 10_000
 MOST_NESTED = 50
-MOST_CHARACTERS = 1_000_000  # of a text that is made of others
-MEND = "mend the file"
-WRITE_OUT = "write out what is meant"
+MOST_CHARACTERS = 1_000_000  # of a text that is made of interpolations
+MEND = "correct the file"
+WRITE_OUT = "write the values out"
 
-# `${a.b}` and `${oc.select:a.b}`, those inside of others first: the keys that a text refers to.
+# `${a.b}` and `${oc.select:a.b}`, innermost first: the keys that a text refers to.
 _REFERENCE = re.compile(r"\$\{\s*(?:oc\.(?:select|deprecated|dict\.keys|dict\.values)\s*:\s*)?([^\s${}:,]+)")
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Folders of configs as Hydra has them; each file is checked before it is expanded."""
+    """Hydra's folders of configs, with a check of each file before it is expanded."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path, self._normalize_file_name(config_path))
@@ -38,12 +38,12 @@ class FileConfigSource(file_config_source.FileConfigSource):
             return super().load_config(config_path)
         except (ConfigError, HydraException, OmegaConfBaseException, yaml.MarkedYAMLError, OSError):
             raise
-        except Exception as error:  # OmegaConf and YAML raise many more about a file that they cannot take
+        except Exception as error:  # OmegaConf and YAML raise many other exceptions for a file that they cannot read
             raise _file_error(path, _first_line(error)) from error
 
 
 def check_file(path: Path) -> None:
-    """Raises ConfigError for a file of YAML that is not text, or that stands for too much."""
+    """Raises ConfigError for a YAML file that is not text, or that expands to too much."""
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -53,24 +53,25 @@ def check_file(path: Path) -> None:
         num_values = _num_values(yaml.parse(text, Loader=yaml.SafeLoader), path)
     except yaml.MarkedYAMLError:  # reported when it is loaded
         return
-    except yaml.YAMLError as error:  # characters that YAML does not take
+    except yaml.YAMLError as error:  # characters that YAML does not allow
         raise _file_error(path, _first_line(error)) from error
     if num_values > MOST_VALUES:
-        raise _file_error(path, f"stands for more than {MOST_VALUES:,} values, aliases expanded")
+        raise _file_error(path, f"has more than {MOST_VALUES:,} values once aliases are expanded")
 
 
 def check_references(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError where interpolations refer to themselves, or stand for too much. values: unresolved."""
+    """Raises ConfigError if interpolations refer to themselves, or expand to too much. values: unresolved."""
     sizes: dict[str, tuple[int, int]] = {}
 
     def size(key: str, above: tuple[str, ...]) -> tuple[int, int]:
-        """The values that `key` stands for, and the characters."""
-        too_much = f"its interpolations stand for more than {MOST_VALUES:,} values or {MOST_CHARACTERS:,} characters"
+        """Returns the numbers of values and of characters that `key` expands to."""
+        too_much = f"its interpolations expand to more than {MOST_VALUES:,} values or {MOST_CHARACTERS:,} characters"
         if key in above:
             chain = " -> ".join([*above[above.index(key) :], key])
             raise ConfigError([Problem(key, f"refers to itself: {chain}", "give it a value")])
         if len(above) > MOST_NESTED:
-            raise ConfigError([Problem(above[0], f"refers through more than {MOST_NESTED} others", WRITE_OUT)])
+            what = f"refers to a value through a chain of more than {MOST_NESTED} keys"
+            raise ConfigError([Problem(above[0], what, WRITE_OUT)])
         if key not in sizes:
             found = list(_leaves(value_at(values, key), key))
             parts = [size(each, (*above, key)) for path, text in found for each in _referred(path, text)]
@@ -87,14 +88,14 @@ def check_references(values: Mapping[str, Any]) -> None:
 
 
 def _num_values(events: Iterator[Any], path: Path) -> int:
-    """Counts what a file stands for, aliases expanded, without expanding them."""
+    """Returns the number of values that a file expands to, without expanding its aliases."""
     anchored: dict[str, int | None] = {}  # None: not complete yet
     counts, names = [0], [None]
     for event in events:
         match event:
             case yaml.AliasEvent():
                 if anchored.get(event.anchor, 0) is None:
-                    raise _file_error(path, f"the alias *{event.anchor} stands for what holds it", event)
+                    raise _file_error(path, f"the alias *{event.anchor} refers to a node that contains it", event)
                 counts[-1] += anchored.get(event.anchor) or 0
             case yaml.ScalarEvent():
                 anchored[event.anchor or ""] = 1
@@ -109,7 +110,7 @@ def _num_values(events: Iterator[Any], path: Path) -> int:
                 count = counts.pop()
                 anchored[names.pop() or ""] = count
                 counts[-1] += count
-        if counts[-1] > MOST_VALUES:  # what is left can only add to it
+        if counts[-1] > MOST_VALUES:  # the rest can only add to it
             break
     return max(counts)
 
@@ -125,7 +126,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _leaves(node: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """The texts in a tree, other values as empty ones, each with its key."""
+    """Yields each key of a tree with its text; other values than text as an empty one."""
     if depth > MOST_NESTED:
         what = f"is nested deeper than {MOST_NESTED} levels"
         raise ConfigError([Problem(path.partition(".")[0], what, "write it in fewer levels")])
@@ -137,7 +138,7 @@ def _leaves(node: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str]]:
 
 
 def _referred(path: str, text: str) -> Iterator[str]:
-    """Keys that a text refers to, from the root: in a.b `${.c}` is a.c."""
+    """Yields the keys that a text refers to, from the root: in a.b `${.c}` is a.c."""
     for reference in _REFERENCE.findall(text):
         name = reference.lstrip(".")
         num_dots = len(reference) - len(name)

@@ -1,4 +1,4 @@
-"""What a run is trained on, declared: where documents come from, how they become tokens, and tokens sequences."""
+"""The data of a run: where documents come from, how they become tokens, and how tokens become sequences."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from meshloom.models.config import Config
 
 from ..core.config_types import NumBytes, Seed, Text
 
-Paths = Annotated[tuple[Text, ...], Field(min_length=1)]  # files, or patterns as a shell has them; ** for all folders
+Paths = Annotated[tuple[Text, ...], Field(min_length=1)]  # files, or glob patterns; ** matches all folders
 
 
 class PythonStdlibSource(Config):
@@ -24,14 +24,14 @@ class SyntheticSource(Config):
 
 
 class TextFilesSource(Config):
-    """Each file is a document."""
+    """Text files; each file is a document."""
 
     kind: Literal["text_files"]
     paths: Paths
 
 
 class JsonlSource(Config):
-    """Each line of each file (`.gz` or not) is a JSON object, and its `text_key` a document."""
+    """JSON lines; each line of each file (`.gz` or not) is an object, and its `text_key` is a document."""
 
     kind: Literal["jsonl"]
     paths: Paths
@@ -39,7 +39,7 @@ class JsonlSource(Config):
 
 
 class ParquetSource(Config):
-    """Each row of each file is a document: the text in `text_column`."""
+    """Parquet files; each row is a document: the text in `text_column`."""
 
     kind: Literal["parquet"]
     paths: Paths
@@ -47,26 +47,26 @@ class ParquetSource(Config):
 
 
 class ArrayRecordSource(Config):
-    """Each record of each file is a document: its text in UTF-8."""
+    """ArrayRecord files; each record is a document, its text in UTF-8."""
 
     kind: Literal["array_record"]
     paths: Paths
 
 
 class TokensSource(Config):
-    """What `meshloom data` wrote: shards of tokens, read memory-mapped."""
+    """Token shards that `meshloom data` wrote, read memory-mapped."""
 
     kind: Literal["tokens"]
     directory: Text
 
 
 class PythonSource(Config):
-    """A class of the user's own with `__len__` and `__getitem__`; docs/data.md says what an item is."""
+    """A user's class with `__len__` and `__getitem__`; docs/data.md says what an item is."""
 
     kind: Literal["python"]
     object: Text  # my_package.data:Documents
     arguments: dict[str, JsonValue]  # of its constructor
-    items: Literal["documents", "sequences"]  # documents are read at the start; sequences when they are needed
+    items: Literal["documents", "sequences"]  # documents are read at the start, sequences when they are needed
 
 
 OneSource = Annotated[
@@ -82,7 +82,7 @@ class MixturePart(Config):
 
 
 class MixtureSource(Config):
-    """Parts by name, drawn from by weight."""
+    """A mixture of named parts, sampled by weight."""
 
     kind: Literal["mixture"]
     parts: Annotated[dict[str, MixturePart], Field(min_length=1)]
@@ -96,7 +96,7 @@ Source = Annotated[
 
 
 class BytesTokenizer(Config):
-    """A token per byte, and one for the end of a document."""
+    """A token for each byte, and one for the end of a document."""
 
     kind: Literal["bytes"]
 
@@ -124,17 +124,17 @@ class DataSpec(Config):
     source: Source
     tokenizer: TokenizerSpec | None  # None: the source holds tokens already
     packing: Literal["concatenate", "first_fit"]  # of documents into sequences
-    isolate_documents: bool  # batches say where documents begin; the last token of one predicts nothing
-    held_out_fraction: Annotated[float, Field(gt=0, lt=1)]  # of the documents
+    isolate_documents: bool  # batches mark where documents begin; the last token of a document has no target
+    held_out_fraction: Annotated[float, Field(gt=0, lt=1)]  # of documents
     shuffle_seed: Seed
-    num_epochs: PositiveInt | None  # None: no end
-    max_text_bytes: NumBytes  # of text that is tokenised at the start of a run
+    num_epochs: PositiveInt | None  # None: without end
+    max_text_bytes: NumBytes  # the most text that is tokenized at the start of a run
     num_prefetch_threads: PositiveInt
     num_prefetch_batches: PositiveInt
 
 
 class ShardsSpec(Config):
-    """What `meshloom data` writes, and `data=tokens` reads."""
+    """The token shards that `meshloom data` writes and `data=tokens` reads."""
 
     directory: Text
     num_tokens_per_shard: NumBytes  # about: a document is never split over shards

@@ -1,7 +1,7 @@
-"""Values that a declaration takes from environment variables (`${oc.env:NAME}`): they may be secrets.
+"""Values that a declaration takes from environment variables (`${oc.env:NAME}`), which may be secrets.
 
-What is written or shown has the interpolation instead of the value: files of a run, checkpoints, logs, messages.
-Where two declarations are compared, a slow digest stands beside it. docs/security.md says what this does not cover.
+Files of a run, checkpoints, logs and messages show the interpolation instead of the value. Where two declarations are
+compared, a slow digest of the value is added. docs/security.md says what this does not cover.
 """
 
 import functools
@@ -20,7 +20,7 @@ from ..core.redaction import hide, interpolation
 
 Sources = Mapping[str, str]  # keys of a declaration, each with its text before it was resolved
 
-PLACES = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")  # of the default of compilation_cache: folders, no secrets
+PLACES = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")  # in the default of compilation_cache: folders, not secrets
 DIGEST_ROUNDS = 100_000  # a tenth of a second for each guess at a value
 
 _reads: list[str] = []
@@ -28,7 +28,7 @@ _is_masked = False
 
 
 def register_resolver() -> None:
-    """Make OmegaConf tell us which values come from the environment."""
+    """Makes OmegaConf record which values come from the environment."""
     OmegaConf.register_new_resolver("oc.env", _env, replace=True)
 
 
@@ -42,7 +42,7 @@ def _env(name: str, *default: Any) -> Any:
 
 @contextmanager
 def masked() -> Iterator[None]:
-    """Within the `with`, an interpolation of a variable resolves to its own text."""
+    """Makes interpolations of variables resolve to their own text within the `with`."""
     global _is_masked
     _is_masked = True
     try:
@@ -52,7 +52,7 @@ def masked() -> Iterator[None]:
 
 
 def find_sources(composed: DictConfig) -> Sources:
-    """The keys whose values come from the environment, directly or through other keys. Remembers the values.
+    """Returns the keys whose values come from the environment, directly or through other keys. Remembers the values.
 
     {token: "${oc.env:TOKEN}", names: ["${token}"]} -> {"token": "${oc.env:TOKEN}", "names[0]": "${token}"}
     """
@@ -79,12 +79,12 @@ def _sources(node: DictConfig | ListConfig, path: str) -> Iterator[tuple[str, st
 
 
 def as_written(values: Any, sources: Sources, path: str = "") -> Any:
-    """Plain values of a declaration, the one at `path`, with the texts of `sources` in their places."""
+    """Returns the plain values at `path` of a declaration, with the texts of `sources` instead of secret values."""
     return _replaced(values, sources, path, lambda text, _: text)
 
 
 def as_compared(values: Any, sources: Sources, path: str = "") -> Any:
-    """The same, with a digest of each value: equal where, and only where, the values are."""
+    """Returns the same with a digest of each value, so that texts are equal exactly if the values are."""
     return _replaced(values, sources, path, lambda text, value: f"{text} (digest {_digest(json.dumps(value))})")
 
 

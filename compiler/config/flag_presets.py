@@ -1,4 +1,4 @@
-"""Sets of XLA's options that go together for a chip, by name: data, conf/overlap/_flag_presets.yaml."""
+"""XLA flag presets: named sets of options for a chip, read from conf/overlap/_flag_presets.yaml."""
 
 import json
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ Options = Mapping[str, CompilerOption]
 
 @dataclass(frozen=True)
 class FlagPreset:
-    """One set, for one target.
+    """One preset, for one target.
 
-    flags: the options; None where there are none for the target, so that it cannot be chosen. hides: kinds of
-    collectives that run beside arithmetic with it. begins_early: of them what an iteration of a loop needs first begins
-    in the iteration before. tried_for: what `overlap.search` hopes to hide with it; empty: never tried.
+    flags: the options; None if the preset has none for the target and cannot be chosen. hides: kinds of collectives
+    that it overlaps with compute. begins_early: kinds that it starts in the loop iteration before the one that needs
+    them. tried_for: what `overlap.search` tries to hide with it; empty: never tried.
     """
 
     tried_for: tuple[Moved, ...]
@@ -35,8 +35,8 @@ class FlagPreset:
 
 
 class OptionNote(Record):
-    """One option. since: the oldest compiler that it was seen in. hazard: what it may cost or break; None: not known to
-    do either."""
+    """One option. since: the oldest compiler known to have it. hazard: what it may cost or break; None: nothing
+    known."""
 
     what: str
     why: str
@@ -45,14 +45,14 @@ class OptionNote(Record):
 
 
 class EnvironmentNote(Record):
-    """A setting that only the environment of a process can make, for whoever launches it."""
+    """A setting that only a process's environment can make, as advice for whoever launches it."""
 
     what: str
     why: str
 
 
 class PresetEntry(Record):
-    """A set in the file. values: options by chip or platform, the chip's before its platform's."""
+    """A preset in the file. values: options by chip or platform; a chip's take precedence over its platform's."""
 
     what: str
     tried_for: tuple[Moved, ...]
@@ -62,7 +62,7 @@ class PresetEntry(Record):
 
 
 class FlagPresetFile(Record):
-    """The file: each set, and each option that one of them has."""
+    """The file: every preset, and a note on every option that a preset uses."""
 
     presets: dict[str, PresetEntry]
     options: dict[str, OptionNote]
@@ -72,19 +72,21 @@ class FlagPresetFile(Record):
     def _check(self) -> Self:
         used = {name for one in self.presets.values() for values in one.values.values() for name in values}
         if used != set(self.options):
-            raise ValueError(f"described, or in a preset, and not both: {sorted(used ^ set(self.options))}")
+            raise ValueError(
+                f"options need a preset and a description; one is missing: {sorted(used ^ set(self.options))}"
+            )
         return self
 
 
 @cache
 def preset_file() -> FlagPresetFile:
-    """The file of conf/."""
+    """Returns the contents of the file in conf/."""
     text = files("meshloom.conf").joinpath("overlap", "_flag_presets.yaml").read_text()
     return FlagPresetFile.model_validate_json(json.dumps(yaml.safe_load(text)))
 
 
 def read_flag_presets(platform: str, chip: str | None) -> dict[str, FlagPreset]:
-    """Every preset by its name, as it is for a chip of a platform; None: for any device of it."""
+    """Returns every preset by name, as it is for a chip of a platform. chip None: any device of the platform."""
     return {
         name: FlagPreset(
             tried_for=one.tried_for,

@@ -1,4 +1,4 @@
-"""Settings of Hydra's own that it takes in silence, and that then do nothing, or something else."""
+"""Hydra settings that Hydra accepts silently although they do nothing, or something unexpected."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ DIRECTORIES = (RUN_DIR, "hydra.sweep.dir")
 
 
 def problems_of_settings(composed: DictConfig) -> list[Problem]:
-    """What is wrong with the directories that Hydra makes."""
+    """Returns problems with the directories that Hydra creates."""
     problems = []
     for key in DIRECTORIES:
         try:
@@ -28,35 +28,35 @@ def problems_of_settings(composed: DictConfig) -> list[Problem]:
             problems.append(Problem(key, str(error).splitlines()[0], f"give a directory: {key}=runs/first"))
             continue
         if not directory.strip() or "\0" in directory:
-            what = "holds a control character" if directory.strip() else "is empty"
+            what = "contains a control character" if directory.strip() else "is empty"
             problems.append(Problem(key, what, f"give a directory: {key}=runs/first"))
     return problems
 
 
 def check_subdirectories(composed: DictConfig) -> None:
-    """Raises ConfigError where all points of a sweep would have the same directory. composed: nothing resolved."""
+    """Raises ConfigError if all points of a sweep would have the same directory. composed: unresolved."""
     text = str(OmegaConf.to_container(composed.hydra.sweep, resolve=False)["subdir"])  # type: ignore[index]
     if "${" not in text:
         raise ConfigError([one_directory(repr(text))])
 
 
 def one_directory(directory: str) -> Problem:
-    """Returns the Problem of two points of a sweep that would write over each other."""
+    """Returns the Problem of sweep points that would overwrite each other."""
     fix = f"leave it out, or make it differ: {SUBDIRECTORY}=" + "'${hydra.job.num}'"
-    return Problem(SUBDIRECTORY, f"several points of the sweep have the same directory, {directory}", fix)
+    return Problem(SUBDIRECTORY, f"several points of the sweep would share the directory {directory}", fix)
 
 
 def check_places(sources: Sequence[ConfigSource]) -> None:
-    """Raises ConfigError for places to look for configs that do not exist."""
+    """Raises ConfigError for search-path entries that do not exist."""
     fix = "name a folder with groups in it, such as file://my/configs for my/configs/model/mine.yaml"
     missing = [source for source in sources if source.provider != "schema" and not source.available()]
     raise_if_any(Problem(SEARCH_PATH, f"there is no {source.scheme()}://{source.path}", fix) for source in missing)
 
 
 def search_path_override(overrides: Sequence[str], config_dir: str | None) -> list[str]:
-    """Returns the overrides with one `hydra.searchpath`, of the user's places, `config_dir` and our own.
+    """Returns the overrides with one `hydra.searchpath`, of the user's places, `config_dir` and Meshloom's own.
 
-    Where there is neither, they are as they were.
+    Without a user's place or `config_dir` they are returned unchanged.
     """
     kept, places = [], [target_names.SEARCH_PATH]
     for text in overrides:
@@ -85,7 +85,7 @@ def _places(value: object) -> list[str]:
 
 
 def _text(place: object) -> object:
-    """A quoted text as the text."""
+    """Returns a quoted text without its quotes."""
     return getattr(place, "text", place)
 
 

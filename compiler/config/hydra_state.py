@@ -1,7 +1,7 @@
-"""Hydra's and OmegaConf's state of a whole process, put back as it was found.
+"""Saves and restores the process-wide state of Hydra and OmegaConf.
 
-Meshloom composes through sources and resolvers of its own, and takes Hydra's place. A program that calls it may be a
-Hydra app itself.
+Meshloom composes through its own sources and resolvers, and sets up Hydra. A program that calls it may itself be a
+Hydra app.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from hydra.core.singleton import Singleton
 from hydra.version import VersionBase
 from omegaconf.basecontainer import BaseContainer
 
-OF_A_SESSION = (GlobalHydra, VersionBase)  # what composing sets anew
+OF_A_SESSION = (GlobalHydra, VersionBase)  # state that composing sets
 
 
 @contextmanager
 def hydra_state_put_back() -> Iterator[None]:
-    """Within the `with`, Hydra may be set up anew; afterwards all is as it was, an app's own Hydra too."""
+    """Restores Hydra's state after the `with`, an app's own too, so that Hydra can be set up within it."""
     Plugins.instance()  # registers Hydra's own sources, once
     instances, resolvers = dict(Singleton._instances), dict(BaseContainer._resolvers)
     sources = dict(SourcesRegistry.instance().types)

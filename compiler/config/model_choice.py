@@ -1,4 +1,4 @@
-"""What a run calls its model: the option that `model=` chose, with the keys that are set otherwise than in its file."""
+"""The name of a run's model: the option that `model=` chose, with the keys that differ from its file."""
 
 import json
 from typing import Any
@@ -10,11 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 from ..core.format import human_names
 from .compose import Request, hydra_arguments, hydra_session
 
-NUM_CHANGES = 2  # of keys that are named
+NUM_CHANGES = 2  # changed keys that are named
 
 
 def model_of(request: Request) -> str | None:
-    """The same for a request that is right, where Hydra is not set up."""
+    """Returns the same for a valid request, without Hydra being set up."""
     overrides = hydra_arguments(request)
     with hydra_session(request):
         composed = compose(request.config_name, overrides=overrides, return_hydra_config=True)
@@ -22,10 +22,10 @@ def model_of(request: Request) -> str | None:
 
 
 def chosen_model(composed: DictConfig, hydra: HydraConf) -> str | None:
-    """'llama2_7b'; with model.num_layers=4 'llama2_7b (num_layers=4)', whatever sets it.
+    """Returns 'llama2_7b', or 'llama2_7b (num_layers=4)' if something sets model.num_layers=4.
 
-    hydra: Hydra's own node of the same composition; Hydra has to be set up still. None where no option is chosen, or
-    the family is another than the option's: its name would then say nothing.
+    hydra: Hydra's own node of the same composition; Hydra must still be set up. Returns None if no option is chosen, or
+    if the family differs from the option's, whose name would then be misleading.
     """
     option = hydra.runtime.choices.get("model")
     if option is None:

@@ -1,4 +1,4 @@
-"""How communication is to be hidden behind arithmetic."""
+"""Overlap of communication with compute."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
@@ -12,49 +12,49 @@ from ..core.config_types import Fraction, Text
 
 
 class LayerLoop(Config):
-    """The loop over a stack's layers (scan.py, prefetch.py)."""
+    """The loop over the layers of a stack (scan.py, prefetch.py)."""
 
-    unroll: PositiveInt  # layers in a trip
-    batch_parts: PositiveInt  # of a device's sequences, side by side in a layer: one computes while another is sent
+    unroll: PositiveInt  # layers per iteration
+    batch_parts: PositiveInt  # parts of a device's sequences that are interleaved in a layer
     prefetch: NonNegativeInt  # layers whose weights are gathered ahead
-    deferred_reduce_scatter: bool  # a layer's gradients cross while the layer below runs backward; needs prefetch
-    reduce_in_backward: bool  # what is reduced once per step crosses while the last microbatch runs backward
+    deferred_reduce_scatter: bool  # a layer's gradients are reduced while the layer below runs backward; needs prefetch
+    reduce_in_backward: bool  # gradients reduced once per step overlap with the last microbatch's backward pass
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.deferred_reduce_scatter and not self.prefetch:
-            what = "is on, and the loop over layers prefetches nothing"
+            what = "is true, but the loop over layers prefetches nothing"
             fix = {"key": "deferred_reduce_scatter", "fix": "set overlap.layers.prefetch=1, or choose overlap=prefetch"}
             raise PydanticCustomError("choice", "{what}", {"what": what, **fix})
         return self
 
 
 def _one_or_by_name(value: Any) -> Any:
-    """One error for both, where a union would report each."""
+    """Raises one error, where a union would raise one for each of its types."""
     is_text = lambda x: isinstance(x, str) and bool(x)  # noqa: E731
     if is_text(value) or (isinstance(value, Mapping) and all(map(is_text, [*value, *value.values()]))):
         return value
-    what = f"{value!r} is neither a strategy nor strategies by name"
+    what = f"{value!r} is neither a strategy nor a mapping of names to strategies"
     raise PydanticCustomError("choice", "{what}", {"what": what, "fix": "set auto, a strategy, or {NAME: STRATEGY}"})
 
 
-# How an operation runs over the mesh: auto, a strategy for all of its sites, or one for each of some sites.
+# How an operation runs over the mesh: auto, one strategy for all of its sites, or a strategy for each named site.
 StrategyChoice = Annotated[Text | dict[Text, Text], BeforeValidator(_one_or_by_name)]
 
 
 class OverlapConfig(Config):
-    """How layers are run: what a search tries, one after the other.
+    """How layers are run: one candidate of a search.
 
-    parallel: strategies of the operations that a search decides on, as in the group `parallel`.
+    parallel: strategies of the operations that a search chooses, as in the group `parallel`.
     """
 
     layers: LayerLoop
     parallel: dict[Text, StrategyChoice]
-    option_sets: tuple[Text, ...]  # of compiler_options.py, by name; the later wins
+    option_sets: tuple[Text, ...]  # names of compiler_options.py; later ones take precedence
 
     @property
     def name(self) -> str:
-        """In a few words: "prefetch 1, deferred, unroll 2, collective_matmul, sparse_core"."""
+        """Returns a short description: "prefetch 1, deferred, unroll 2, collective_matmul, sparse_core"."""
         loop = self.layers
         words = [f"prefetch {loop.prefetch}"] if loop.prefetch else ["scan"]
         words += ["deferred"] if loop.deferred_reduce_scatter else []
@@ -66,16 +66,16 @@ class OverlapConfig(Config):
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """Every strategy that some operation runs by, each once."""
+        """Returns every strategy that some operation runs by, each once."""
         named = ((x,) if isinstance(x, str) else tuple(x.values()) for x in self.parallel.values())
         return tuple(dict.fromkeys(name for names in named for name in names))
 
 
 class OverlapSearch(Config):
-    """How far `meshloom compile` goes to find the loop and the option sets that hide most (candidates.py)."""
+    """How far `meshloom compile` searches for the loop and option sets that hide the most (candidates.py)."""
 
-    max_candidates: PositiveInt  # programs that are compiled, the one that is declared among them
-    budget_seconds: PositiveFloat  # no other program is begun after so long
+    max_candidates: PositiveInt  # programs that are compiled, including the declared one
+    budget_seconds: PositiveFloat  # after this time no further program is compiled
 
 
 class OverlapSpec(Config):

@@ -1,4 +1,4 @@
-"""Overrides as typed -> what Hydra's grammar makes of them, or what is wrong with one by itself."""
+"""Parses overrides as typed with Hydra's grammar, or reports what is wrong with one."""
 
 import unicodedata
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from ..core.errors import ConfigError, Problem
 from ..core.visible import visible_line
 
 COMMAND_LINE = "command line"
-MOST_POINTS = 1000  # of a sweep: each is a process of its own
+MOST_POINTS = 1000  # of a sweep; each runs in its own process
 
 
 def parse_override(text: str) -> Override:
-    """Returns what is meant by one override. Raises ConfigError where nothing is."""
+    """Returns one parsed override. Raises ConfigError if it is not valid."""
     what, fix = "", "write key=value; quote values with spaces: 'key=\"a b\"'"
     if any(unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" for c in text):
-        raise _no_override(text, "it holds a control character, or is not UTF-8", "leave it out")
+        raise _no_override(text, "it contains a control character, or is not UTF-8", "leave it out")
     try:
         parsed = OverridesParser.create().parse_override(text)
         if parsed.key_or_group:
@@ -36,7 +36,7 @@ def parse_override(text: str) -> Override:
 
 
 def parsed_or_none(text: str) -> Override | None:
-    """Returns None for what `parse_override` refuses, which is reported where each override is judged."""
+    """Returns None for an override that `parse_override` refuses, which is reported where each override is checked."""
     try:
         return parse_override(text)
     except ConfigError:
@@ -50,7 +50,7 @@ def key_of(text: str) -> str:
 
 
 def sweep_values(parsed: Override) -> list[str]:
-    """Returns the overrides that a sweep over one key consists of. Raises ConfigError for none, or too many."""
+    """Returns the overrides of a sweep over one key. Raises ConfigError if there are none, or too many."""
     key, text = parsed.get_key_element(), shortened(str(parsed.input_line))
     try:
         values = list(islice(_values(parsed), MOST_POINTS + 1))
@@ -66,7 +66,7 @@ def sweep_values(parsed: Override) -> list[str]:
 
 
 def shortened(text: str, most: int = 100) -> str:
-    """Returns the text, cut where it is too long for a message."""
+    """Returns the text, cut if it is too long for a message."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -77,4 +77,4 @@ def _values(parsed: Override) -> Iterator[Any]:
 
 
 def _no_override(text: str, why: str, fix: str) -> ConfigError:
-    return ConfigError([Problem(COMMAND_LINE, f"'{visible_line(shortened(text))}' is no override: {why}", fix)])
+    return ConfigError([Problem(COMMAND_LINE, f"'{visible_line(shortened(text))}' is not an override: {why}", fix)])

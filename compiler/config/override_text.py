@@ -1,4 +1,4 @@
-"""Values in Hydra's override grammar: what is written here is read back as it was."""
+"""Writes values in Hydra's override grammar, such that they are read back unchanged."""
 
 import json
 import re
@@ -11,12 +11,12 @@ _PLAIN = re.compile(r"[\w./*+-]+")
 
 
 def override(key: str, value: Any) -> str:
-    """Returns `key=value` as it is typed: a text is in quotes where it would be read as something else."""
+    """Returns `key=value` as it is typed; text is quoted if it would otherwise be read as something else."""
     return f"{key}={override_value(value)}"
 
 
 def override_value(value: Any) -> str:
-    """Returns the right-hand side alone: text, numbers, booleans, null, lists and groups of keys."""
+    """Returns only the right-hand side: text, numbers, booleans, null, lists and groups of keys."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(override_value, value))}]"
     if isinstance(value, dict):
@@ -27,7 +27,7 @@ def override_value(value: Any) -> str:
 
 
 def literal(text: str) -> str:
-    """Returns the text as OmegaConf has to be given it, which reads `${` as the start of an interpolation."""
+    """Returns the text escaped for OmegaConf, which reads `${` as the start of an interpolation."""
     return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + r"\${", text)
 
 
@@ -38,7 +38,7 @@ def in_quotes(text: str) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """True where the text without quotes is read as itself: not `12`, `true` or `null`."""
+    """Returns True if the text is read as itself without quotes: not `12`, `true` or `null`."""
     try:
         return bool(_PLAIN.fullmatch(text)) and OverridesParser.create().parse_override(f"k={text}").value() == text
     except HydraException:

@@ -1,4 +1,4 @@
-"""A composed config -> plain values that JSON can hold."""
+"""Converts a composed config to plain values that JSON can represent."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from omegaconf import DictConfig, OmegaConf
 from ..core.errors import Problem
 from .config_limits import check_references
 
-MOST_BITS = 1024  # of a whole number; what any field takes is far less
+MOST_BITS = 1024  # of a whole number; every field accepts far fewer
 
 
 def plain_values(composed: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
     """Returns the values with interpolations resolved, and what is wrong with them.
 
-    Keys that are still `???` are left out, so that they count as missing. Raises ConfigError for interpolations that
+    Keys that are still `???` are omitted, so that they count as missing. Raises ConfigError for interpolations that
     cannot be resolved in reasonable time.
     """
     check_references(OmegaConf.to_container(composed, resolve=False))  # type: ignore[arg-type]
@@ -37,11 +37,11 @@ def plain_values(composed: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _not_plain(value: Any) -> str | None:
-    """What is wrong with a value; None where nothing is."""
+    """Returns what is wrong with a value, or None."""
     if isinstance(value, str):
         return "is not Unicode text" if any("\ud800" <= character <= "\udfff" for character in value) else None
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
         return f"is a number of {value.bit_length():,} bits"
     if value is None or isinstance(value, bool | int | float):
         return None
-    return f"is {type(value).__name__}, which a declaration has no place for"
+    return f"has the type {type(value).__name__}, which a declaration cannot hold"

@@ -1,4 +1,4 @@
-"""Keys that had another name in an earlier version: a config that still uses one is told the new one."""
+"""Keys that had another name in an earlier version: the error for an old key names the new one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ def _same(value: Any) -> Any:
 
 
 def _strategies_of_rings(value: Any) -> Any:
-    """auto, or the names of matmuls: [mlp_output] -> {mlp_output:collective_matmul}."""
+    """Returns the strategies for what `rings` was, auto or names of matmuls: [mlp_output] ->
+    {mlp_output:collective_matmul}."""
     if not isinstance(value, (list, tuple)):
         return value
     return "{" + ",".join(f"{name}:collective_matmul" for name in value) + "}" if value else "plain"
@@ -20,7 +21,7 @@ def _strategies_of_rings(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Renamed:
-    """key: the name of today. value: an old value -> that of today."""
+    """A renamed key. key: the current name. value: converts an old value to a current one."""
 
     key: str
     value: Callable[[Any], Any] = _same
@@ -39,7 +40,7 @@ RENAMED: Mapping[str, Renamed] = {
 
 
 def find_renamed(key: str, value: Any) -> Problem | None:
-    """The problem of a key that is not there today, or of the first one below it; None where it never was."""
+    """Returns the problem of a renamed key, or of the first one below it; None if it never existed."""
     if renamed := RENAMED.get(key):
         now = renamed.value(value)
         shown = f"={str(now).lower() if isinstance(now, bool) else now}" if isinstance(now, (str, int, float)) else ""

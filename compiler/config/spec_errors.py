@@ -1,4 +1,4 @@
-"""pydantic's findings about a RunSpec, as Problems: the key as one types it, the value, what is allowed, a fix."""
+"""Translates pydantic's errors about a RunSpec into Problems: the key as typed, the value, what is allowed, a fix."""
 
 import re
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ..core.errors import Problem, use_one_of
+from ..core.format import counted
 from .override_parser import shortened
 from .renamed_keys import find_renamed
 from .spec import RunSpec
@@ -27,12 +28,13 @@ _BOUNDS = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at
 
 
 def problems_of(error: ValidationError, spec_type: type[RunSpec], groups: Sequence[str]) -> list[Problem]:
-    """One Problem per finding about a `spec_type`. groups: names of config groups, for suggestions at the top."""
+    """Returns one Problem per finding about a `spec_type`. groups: names of config groups, for suggestions at the
+    top."""
     details = error.errors(include_url=False)
     problems = [_problem(detail, spec_type, groups) for detail in details[:MOST_PROBLEMS]]
     if (num_left := len(details) - MOST_PROBLEMS) > 0:
-        problems.append(Problem("the declaration", f"has {num_left:,} more that are wrong", "correct these first"))
-    # The optimizer's rules are those of the parameters unless they are set: what is wrong with both is told once.
+        problems.append(Problem("the declaration", f"has {counted(num_left, 'more problem')}", "correct these first"))
+    # The optimizer's rules default to those of the parameters: what is wrong with both is reported once.
     originals = [p for p in problems if p.where.startswith("sharding.parameters")]
     echoes = [replace(p, where=p.where.replace("parameters", "optimizer", 1)) for p in originals]
     return [problem for problem in problems if problem not in echoes]
@@ -84,7 +86,7 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
 
 
 def _walk(loc: tuple[int | str, ...], spec_type: type[RunSpec]) -> tuple[type[BaseModel] | None, list[int | str]]:
-    """The config class that holds the last element of `loc`, and `loc` without the tags of unions."""
+    """Returns the config class that has the last element of `loc`, and `loc` without the tags of unions."""
     node: Any = spec_type
     holder: type[BaseModel] | None = spec_type
     path: list[int | str] = []
@@ -106,7 +108,7 @@ def _walk(loc: tuple[int | str, ...], spec_type: type[RunSpec]) -> tuple[type[Ba
 
 
 def _members(node: Any) -> list[Any]:
-    """The classes of a union, `None` and annotations taken off."""
+    """Returns the classes of a union, without `None` and annotations."""
     if get_origin(node) is Annotated:
         return _members(get_args(node)[0])
     if get_origin(node) in (Union, UnionType):
@@ -115,7 +117,7 @@ def _members(node: Any) -> list[Any]:
 
 
 def _tags(config: Any) -> list[object]:
-    """What tells a class from the others of its union: fields of one allowed value."""
+    """Returns the tags that distinguish a class from the others of its union: fields with one allowed value."""
     literals = [field.annotation for field in getattr(config, "model_fields", {}).values()]
     return [get_args(kind)[0] for kind in literals if get_origin(kind) is Literal and len(get_args(kind)) == 1]
 
@@ -126,7 +128,7 @@ def _may_be_none(holder: type[BaseModel] | None, name: int | str) -> bool:
 
 
 def _choices(holder: type[BaseModel] | None, name: int | str) -> str | None:
-    """`kind=` one of those that a field with a tagged union allows; None for any other field."""
+    """Returns `kind=... to one of ...` for a field with a tagged union; None for any other field."""
     field = holder.model_fields.get(str(name)) if holder else None
     members = [member for member in _members(field.annotation) if _tags(member)] if field else []
     if len(members) < 2 or not field or not field.discriminator:

@@ -1,8 +1,8 @@
-"""Targets by the names that their users say: `target=v5e-256` is `conf/target/_v5e.yaml` with the shape of that slice.
+"""Targets by their common names: `target=v5e-256` is `conf/target/_v5e.yaml` with the shape of that slice.
 
-Hydra asks a ConfigSource for configs; this one makes `target/KIND-N` and `target/KIND:AxB` for every kind that has a
-file `_KIND.yaml` and every size of it that exists, so that names work in overrides, in sweeps and in the defaults list
-of a file alike.
+Hydra asks a ConfigSource for configs; this one provides `target/KIND-N` and `target/KIND:AxB` for every kind with a
+file `_KIND.yaml` and every size of it that exists, so names work in overrides, in sweeps and in the defaults list of a
+file.
 """
 
 import json
@@ -31,8 +31,8 @@ from .target_spec import (
 )
 
 SEARCH_PATH = "meshloom://targets"
-CLOUD_NAMES = {"v5litepod": "v5e"}  # what Google Cloud calls a kind, where it is not what people say
-_NUMBER = r"[1-9]\d{0,29}"  # longer ones are not even read
+CLOUD_NAMES = {"v5litepod": "v5e"}  # Google Cloud's name of a kind, where it differs from the common one
+_NUMBER = r"[1-9]\d{0,29}"  # longer ones are not parsed
 _NAME = re.compile(rf"(?P<kind>[a-z]\w*)(?:-(?P<size>{_NUMBER})|:(?P<shape>{_NUMBER}(?:x{_NUMBER})+))")
 
 
@@ -70,25 +70,25 @@ class TargetNames(ConfigSource):
 
 @cache
 def kinds() -> tuple[str, ...]:
-    """Kinds of targets that have sizes: cpu, and each chip with a file of its own."""
+    """Returns the kinds of targets that have sizes: cpu, and each chip that has a file."""
     names = (path.name for path in (files("meshloom.conf") / "target").iterdir())
     sized = (name.removeprefix("_").removesuffix(".yaml") for name in names if re.fullmatch(r"_\w+\.yaml", name))
     return tuple(sorted(sized, key=lambda kind: (kind != "cpu", kind)))
 
 
 def patterns() -> tuple[str, ...]:
-    """What `target=` takes, for messages: cpu-N, v5e-N, local."""
+    """Returns the forms of `target=`, for messages: cpu-N, v5e-N, local."""
     return (*(f"{kind}-N" for kind in kinds()), "local")
 
 
 def is_sized(name: str) -> bool:
-    """True for a kind with a size that exists, such as cpu-8, v5e-256 or v5p:4x4x8."""
+    """Returns True for a kind with a size that exists, such as cpu-8, v5e-256 or v5p:4x4x8."""
     return _parse(name) is not None
 
 
 @cache
 def examples(kind: str) -> tuple[str, ...]:
-    """Some targets of a kind, the usual sizes."""
+    """Returns some targets of a kind, in the usual sizes."""
     if kind == "cpu":
         return ("cpu-8",)
     chip, network = chip_file(kind)
@@ -99,7 +99,7 @@ def examples(kind: str) -> tuple[str, ...]:
 
 
 def problem_of(name: str, options: Iterable[str]) -> Problem:
-    """What is wrong with a name that is no target. options: those of the group, a user's own among them."""
+    """Returns what is wrong with a name that is not a target. options: the group's, including a user's own."""
     match = _NAME.fullmatch(name)
     if match and _kind(match) in kinds() and _kind(match) != "cpu":
         return _no_such_size(match)
@@ -110,7 +110,7 @@ def problem_of(name: str, options: Iterable[str]) -> Problem:
 
 @cache
 def chip_file(kind: str) -> tuple[ChipSpec, TorusSpec | SwitchSpec]:
-    """The figures of one chip and its network, from its file."""
+    """Returns the figures of one chip and its network, from its file."""
     values = yaml.safe_load((files("meshloom.conf") / "target" / f"_{kind}.yaml").read_text())
     network: type[TorusSpec | SwitchSpec] = {"torus": TorusSpec, "switch": SwitchSpec}[values["network"]["kind"]]
     chip = ChipSpec.model_validate_json(json.dumps(values["chip"]))
@@ -118,7 +118,7 @@ def chip_file(kind: str) -> tuple[ChipSpec, TorusSpec | SwitchSpec]:
 
 
 def register() -> None:
-    """Make the scheme known to Hydra; needed once per process, before composing."""
+    """Registers the scheme with Hydra; needed once per process, before composing."""
     Plugins.instance().register(TargetNames)
 
 
@@ -127,7 +127,8 @@ def _name(config_path: str) -> str:
 
 
 def _parse(name: str) -> tuple[str, Mapping[str, int | list[int]]] | None:
-    """'v5e-256' -> ('v5e', {'shape': [16, 16]}); None for a size that does not exist."""
+    """Returns the kind and the values of a name: 'v5e-256' -> ('v5e', {'shape': [16, 16]}); None for a size that does
+    not exist."""
     match = _NAME.fullmatch(name)
     if match is None or (kind := _kind(match)) not in kinds():
         return None
@@ -181,7 +182,7 @@ def _no_such_size(match: re.Match[str]) -> Problem:
 
 
 def _too_large(num_cores: int, chip: ChipSpec, network: TorusSpec) -> Problem:
-    """What is wrong with a size that takes several slices; names them."""
+    """Returns the problem of a size that needs several slices, and names them."""
     largest = network.most_chips * chip.num_cores
     what = f"{chip.name}-{num_cores} is larger than a slice: the largest is {chip.name}-{largest}"
     what += f", {counted(network.most_chips, 'chip')}" if chip.num_cores > 1 else ""

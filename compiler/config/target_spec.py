@@ -1,7 +1,7 @@
-"""What a target is declared by: simulated devices, those attached, or a kind of chip and how many.
+"""Targets as declared: simulated devices, attached devices, or a kind of chip and its number.
 
-A chip is data, a file `conf/target/_NAME.yaml`: each of its figures with a source. Figures are of one chip unless they
-say otherwise; a chip may be several devices of JAX, and names may count cores. Link bandwidths are one way.
+A chip is a file `conf/target/_NAME.yaml` with a source for each figure. Figures are per chip unless they say otherwise;
+a chip may be several JAX devices, and names may count cores. Link bandwidths are one way.
 """
 
 import math
@@ -19,7 +19,7 @@ Shape = tuple[PositiveInt, ...]
 
 
 class PeakFlops(Config):
-    """Dense, per second, by the type of what is multiplied. None: not supported, or not published."""
+    """Dense FLOPs per second, by the type of the operands. None: not supported, or not published."""
 
     float32: PositiveFloat | None
     bfloat16: PositiveFloat | None
@@ -30,43 +30,43 @@ class PeakFlops(Config):
 
 class ChipSpec(Config):
     name: Text
-    device_kind: Text  # as JAX calls a device of it
-    num_cores: PositiveInt  # as the target's name counts them: v5p-128 is 64 chips
-    num_devices: PositiveInt  # of JAX
+    device_kind: Text  # JAX's name of its devices
+    num_cores: PositiveInt  # as counted in the target's name: v5p-128 is 64 chips
+    num_devices: PositiveInt  # JAX devices per chip
     peak_flops_per_second: PeakFlops
     hbm_bytes: NumBytes
-    compiler_hbm_bytes: NumBytes  # of it, what a program may take
+    compiler_hbm_bytes: NumBytes  # the part of it that a program may use
     hbm_bytes_per_second: PositiveFloat
     host_bytes: NumBytes | None  # the chip's share of its host's memory; None: hosts differ
     vector_memory_bytes: NumBytes  # on the chip: a TPU's VMEM, a GPU's shared memory
-    clock_hz: PositiveFloat  # of the cycles that XLA estimates
-    sources: dict[str, str]  # of each figure: a page or a document
+    clock_hz: PositiveFloat  # clock of the cycles that XLA estimates
+    sources: dict[str, str]  # by figure: a page or a document
 
 
 class TorusSpec(Config):
-    """Chips of a slice with links to their neighbours; slices over their hosts' network (DCN)."""
+    """Chips of a slice linked to their neighbours; slices linked by their hosts' network (DCN)."""
 
     kind: Literal["torus"]
     link_bytes_per_second: PositiveFloat  # one way
     hop_seconds: PositiveFloat
-    core_bytes_per_second: PositiveFloat | None  # between two devices of a chip, one way; None: it has one
+    core_bytes_per_second: PositiveFloat | None  # between the two devices of a chip, one way; None: one device
     wrapped_size: PositiveInt | None  # an axis of this size is a ring
-    cube_size: PositiveInt | None  # slices of whole cubes: all axes are rings
+    cube_size: PositiveInt | None  # in slices of whole cubes all axes are rings
     most_chips: PositiveInt  # of one slice
-    small_shapes: tuple[Shape, ...]  # those that exist beside whole cubes
+    small_shapes: tuple[Shape, ...]  # slices that exist besides whole cubes
     chips_per_host: Shape
     host_bytes_per_second: PositiveFloat  # into the DCN, one way
     host_seconds: PositiveFloat  # latency of a message over it
-    chip_config: Text  # libtpu's name for the way in which a chip is split in devices
+    chip_config: Text  # libtpu's name for how a chip is split into devices
     sources: dict[str, str]
 
     def wraps(self, shape: Shape) -> tuple[bool, ...]:
-        """Which axes of a slice are rings: v5e (8, 16) -> (False, True)."""
+        """Returns which axes of a slice are rings: v5e (8, 16) -> (False, True)."""
         in_cubes = self.cube_size is not None and all(size % self.cube_size == 0 for size in shape)
         return tuple(in_cubes or size == self.wrapped_size for size in shape)
 
     def shapes(self) -> Iterator[Shape]:
-        """All slices that exist, sizes ascending in each."""
+        """Yields all slices that exist, with ascending sizes in each."""
         yield from self.small_shapes
         if self.cube_size:
             most = self.most_chips // self.cube_size**3
@@ -76,7 +76,7 @@ class TorusSpec(Config):
                         yield self.cube_size * a, self.cube_size * b, self.cube_size * c
 
     def shape_of(self, num_chips: int) -> Shape | None:
-        """The slice with so many chips that is closest to a cube; None where there is none."""
+        """Returns the slice of this many chips that is closest to a cube, or None."""
         fitting = [shape for shape in self.shapes() if math.prod(shape) == num_chips]
         return min(fitting, key=lambda shape: (sum(shape), max(shape)), default=None)
 
@@ -105,12 +105,12 @@ class CpuTarget(Config):
 
 
 class LocalTarget(Config):
-    """What is attached to this machine."""
+    """Devices attached to this machine."""
 
     kind: Literal["local"]
-    num_devices: PositiveInt | None  # None: as many as there are
-    peak_flops_per_second: PositiveFloat | None  # of one device, in the compute type; None: that of its chip, if known
-    hbm_bytes_per_device: NumBytes | None  # None: that of its chip, if known
+    num_devices: PositiveInt | None  # None: all that are attached
+    peak_flops_per_second: PositiveFloat | None  # of one device, in the compute type; None: its chip's, if known
+    hbm_bytes_per_device: NumBytes | None  # None: its chip's, if known
 
     @property
     def name(self) -> str:
@@ -165,14 +165,14 @@ TargetSpec = Annotated[CpuTarget | LocalTarget | TpuTarget | GpuTarget, Field(di
 
 
 def torus_name(chip: ChipSpec, network: TorusSpec, shape: Shape) -> str:
-    """A slice as its users say it: v5p-128, or v5p:4x4x32 where another shape has that name."""
+    """Returns the common name of a slice: v5p-128, or v5p:4x4x32 if another shape has that name."""
     if network.shape_of(math.prod(shape)) == shape:
         return f"{chip.name}-{math.prod(shape) * chip.num_cores}"
     return f"{chip.name}:{'x'.join(map(str, shape))}"
 
 
 def slices_that_exist(chip: ChipSpec, network: TorusSpec) -> str:
-    """All slices of a chip, for messages: 'v5e-1, v5e-4, ... v5e-256'."""
+    """Returns all slices of a chip, for messages: 'v5e-1, v5e-4, ... v5e-256'."""
     named = ", ".join(torus_name(chip, network, shape) for shape in network.small_shapes)
     if not network.cube_size:
         return named

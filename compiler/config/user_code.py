@@ -1,9 +1,9 @@
-"""Classes from a user's own package, chosen by import path where one of ours is chosen by name.
+"""Classes from a user's own package, chosen by import path as Meshloom's are chosen by name.
 
     model: {family: decoder, ...}                         one of ours
     model: {family: "my_package.models:MyConfig", ...}    theirs: its fields become the keys of the node, as checked
 
-What goes wrong in their code is told with the last lines of their traceback.
+Errors in a user's code are reported with the last lines of its traceback.
 """
 
 import importlib
@@ -36,7 +36,8 @@ LIBRARIES = {"flax", "grain", "jax", "jaxlib", "numpy", "optax", "pydantic"}
 
 @dataclass(frozen=True)
 class ExtensionPoint:
-    """A node of the spec whose class may be a user's. key: the one that names it. base: what it must be a class of."""
+    """A node of the spec whose class may be a user's. key: the key that names the class. base: its required base
+    class."""
 
     node: str
     key: str
@@ -55,8 +56,8 @@ EXTENSION_POINTS = (
 
 
 def spec_class(values: Mapping[str, Any]) -> tuple[type[RunSpec], list[Problem]]:
-    """RunSpec with the users' classes that `values` name beside ours. A node whose class cannot be had is a problem,
-    and goes unchecked."""
+    """Returns RunSpec extended with the users' classes that `values` name. A node whose class cannot be loaded is a
+    problem, and is not checked."""
     nodes: dict[str, Any] = {}
     problems: list[Problem] = []
     for point in EXTENSION_POINTS:
@@ -77,10 +78,11 @@ def spec_class(values: Mapping[str, Any]) -> tuple[type[RunSpec], list[Problem]]
 
 
 def load_class(path: str, where: str, base: type[T]) -> type[T]:
-    """The class that `my_package.module:Class` names, in an installed package or a module that the user opted into.
+    """Returns the class that `my_package.module:Class` names, in an installed package or a module that the user opted
+    into.
 
-    Raises ConfigError at `where` if there is none, it may not be imported (allowed_code.py), its import fails, or it
-    does not derive from `base`: a declaration names classes of the declared kinds, and nothing else is called.
+    Raises ConfigError at `where` if there is no such class, it may not be imported (allowed_code.py), its import fails,
+    or it does not derive from `base`: a declaration can name classes of the declared kinds and call nothing else.
     """
     loaded = _load(path, where, base)
     if _derives(loaded, base):
@@ -90,7 +92,8 @@ def load_class(path: str, where: str, base: type[T]) -> type[T]:
 
 
 def _public_name(base: type) -> str:
-    """The shortest name that a class is imported by: meshloom.models.ModelConfig, not meshloom.models.config."""
+    """Returns the shortest name that a class is imported by: meshloom.models.ModelConfig, not
+    meshloom.models.config."""
     package, _, _ = base.__module__.rpartition(".")
     is_exported = getattr(sys.modules.get(package), base.__name__, None) is base
     return f"{package if is_exported else base.__module__}.{base.__name__}"
@@ -110,7 +113,7 @@ def _load(path: str, where: str, base: type) -> Any:
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):  # theirs imports it
             raise ConfigError([problem_in_user_code(where, f"importing {module_name}", error)]) from error
-        what, fix = f"there is no module '{error.name}'", "mend the name, or install the package that has it"
+        what, fix = f"there is no module '{error.name}'", "correct the name, or install the package that has it"
         raise ConfigError([Problem(where, what, fix)]) from error
     except (Exception, SystemExit) as error:
         raise ConfigError([problem_in_user_code(where, f"importing {module_name}", error)]) from error
@@ -123,9 +126,9 @@ def _load(path: str, where: str, base: type) -> Any:
 
 @contextmanager
 def blamed_on_user(where: str, doing: str, *, is_theirs: bool) -> Iterator[None]:
-    """Turns an exception from a user's code into a ConfigError at `where`; an exception of ours passes.
+    """Turns an exception from a user's code into a ConfigError at `where`; Meshloom's own exceptions pass.
 
-    is_theirs: what runs was made from a user's class, so that an exception without a frame of theirs is theirs, too.
+    is_theirs: the running object was built from a user's class, so an exception without a frame of theirs counts too.
     """
     try:
         yield
@@ -138,18 +141,18 @@ def blamed_on_user(where: str, doing: str, *, is_theirs: bool) -> Iterator[None]
 
 
 def problem_in_user_code(where: str, doing: str, error: Exception | SystemExit) -> Problem:
-    """An exception in a sentence, with the last frames that are the user's; else the last one of all."""
+    """Returns an exception as a sentence, with the last frames of the user's code, or else the last frame."""
     text = " ".join(str(error).split())
     frames = _their_frames(error)[-NUM_FRAMES:] or traceback.extract_tb(error.__traceback__)[-1:]
     lines = "".join(f"\n    {_short(f.filename)}:{f.lineno}: {f.line}" for f in frames if f.line)
     told = f"{doing} failed: {type(error).__name__}" + (f": {text}" if text else "")
     if isinstance(error, SystemExit):
         told = f"{doing} called sys.exit({text if error.code is not None else ''})"
-    return Problem(where, told + lines, "mend it there")
+    return Problem(where, told + lines, "correct it there")
 
 
 def _their_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Frames outside of our code, of Python's own, and of the libraries that we or they call through."""
+    """Returns the frames outside of Meshloom, Python and the libraries between them and the user's code."""
     return [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(Path(frame.filename))]
 
 

@@ -16,7 +16,7 @@ from ..core.trees import leaves_by_path
 from .frozen import frozen_paths
 from .model_check import check_aux, check_embedded, check_model, check_output
 
-LAYER_INPUT = "layer_input"  # the compiler's name for what a layer is handed; a remat policy may use it
+LAYER_INPUT = "layer_input"  # the compiler's name for a layer's input; a remat policy may use it
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of an operation: its global shape for a microbatch. activation: the one that it is, None where it has
-    no name."""
+    """One operand of an operation: its global shape for a microbatch. activation: its name; None if it has none."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -47,7 +46,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class OpSite:
-    """One place where a model does an operation (`Context.operation`), as it is recorded while the model is traced.
+    """One call of `Context.operation` in a model, as recorded while the model is traced.
 
     kind: "matmul". name: "mlp_output"; calls of one kind and name are one site. piece: "embed", a stack, or "head".
     options: keyword arguments of the call, by name.
@@ -60,16 +59,16 @@ class OpSite:
     options: tuple[tuple[str, Any], ...] = ()
 
     def option(self, name: str) -> Any:
-        """The keyword argument of this name."""
+        """Returns the keyword argument of this name."""
         return dict(self.options)[name]
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """What rules are about. parameters: all of them, by path; activations: those that the model names, and gradients of
-    them that are laid out otherwise; in_layers: what a remat policy may name in the layers of each stack, by stack;
-    sites: the operations that the model does by its context; auxiliary: losses and statistics that layers and the head
-    return (`Aux`), as STACK/NAME and head/NAME."""
+    """The arrays that rules lay out. parameters: all of them, by path; activations: the ones that the model names, and
+    their gradients if laid out differently; in_layers: by stack, the names that a remat policy may use in its layers;
+    sites: the operations that the model runs through its context; auxiliary: losses and statistics that layers and the
+    head return (`Aux`), as STACK/NAME and head/NAME."""
 
     parameters: tuple[Array, ...]
     activations: tuple[Array, ...]
@@ -79,20 +78,21 @@ class Arrays:
 
 
 def gradient_of(name: str) -> str:
-    """The name of an activation's gradient, where its layout is another."""
+    """Returns the name of an activation's gradient, for a gradient with its own layout."""
     return f"gradient of {name}"
 
 
 def build_model(spec: RunSpec) -> Model:
-    """The model that the spec declares; allocates nothing. Raises ConfigError where a user's model cannot be built."""
+    """Returns the model that the spec declares; allocates nothing. Raises ConfigError if a user's model cannot be
+    built."""
     family = spec.model.family
     with blamed_on_user("model.family", f"building {family}", is_theirs=":" in family):
         return check_model(family, spec.model.build())
 
 
 def find_arrays(spec: RunSpec, model: Model) -> Arrays:
-    """The arrays of a run, by tracing the model once; nothing is allocated. Raises ConfigError where that fails in a
-    user's model."""
+    """Returns the arrays of a run, by tracing the model once; nothing is allocated. Raises ConfigError where that fails
+    in a user's model."""
     family = spec.model.family
     with blamed_on_user("model.family", f"tracing {family}", is_theirs=":" in family):
         recorder = _Recorder(spec.precision.compute, tuple(model.embed.abstract))
@@ -107,7 +107,7 @@ def find_arrays(spec: RunSpec, model: Model) -> Arrays:
 
 
 def _parameters(model: Model, spec: RunSpec) -> tuple[Array, ...]:
-    """All parameters of the model by path, such as `layers/attention/query_EHD`."""
+    """Returns all parameters of the model by path, such as `layers/attention/query_EHD`."""
     axes = leaves_by_path(model.logical_axes(), is_leaf=is_logical_axes)
     shapes = {path: x.shape for path, x in leaves_by_path(model.abstract()).items()}
     frozen, trained_dtype = frozen_paths(spec, shapes), spec.precision.parameters
@@ -119,8 +119,8 @@ def _parameters(model: Model, spec: RunSpec) -> tuple[Array, ...]:
 
 
 def _trace(model: Model, spec: RunSpec, recorder: "_Recorder") -> dict[str, tuple[str, ...]]:
-    """Run embed, one layer of each stack and head, at the size of one global microbatch, past the recorder. Gives the
-    names of activations by stack."""
+    """Traces embed, one layer of each stack and head with the recorder, at the size of one global microbatch. Returns
+    the names of activations by stack."""
     in_layers: dict[str, tuple[str, ...]] = {}
     batch = max(1, spec.global_batch_size // spec.num_microbatches)
     length = min(spec.sequence_length, model.max_length or spec.sequence_length)  # check_length refuses a longer one
@@ -155,7 +155,8 @@ def _trace(model: Model, spec: RunSpec, recorder: "_Recorder") -> dict[str, tupl
 
 @dataclass
 class _Recorder:
-    """What a model says by its context while it is traced. marked: each activation in turn, with its name."""
+    """Records the calls that a model makes on its context while it is traced. marked: the activations so far, with
+    names."""
 
     dtype: str
     tables: tuple[str, ...]  # parameters of the embedding

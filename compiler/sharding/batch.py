@@ -13,7 +13,7 @@ from .batch_layout import plan_batch_layout
 
 
 def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
-    """Names of the arrays of a batch, each int32 (global_batch_size, sequence_length).
+    """Returns the names of the arrays of a batch, each int32 (global_batch_size, sequence_length).
 
     targets: IGNORED_TARGET (models/contract.py) where there is no loss. positions: of each token in its document,
     from 0. segment_ids: of the documents of a sequence, from 1; 0 for padding.
@@ -23,7 +23,7 @@ def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
 
 
 def sequences_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
-    """Of one microbatch."""
+    """Returns the sequences of one microbatch on a device."""
     return (
         spec.global_batch_size
         // spec.num_microbatches
@@ -32,18 +32,18 @@ def sequences_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
 
 
 def tokens_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
-    """Of one microbatch."""
+    """Returns the tokens of one microbatch on a device."""
     return sequences_of_device(spec, mesh) * length_of_device(spec, mesh)
 
 
 def length_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
-    """Tokens of a sequence that a device has."""
+    """Returns the tokens of a sequence on a device."""
     return spec.sequence_length // mesh.num_shards(plan_batch_layout(spec.sharding, mesh).length_axes)
 
 
 def check_batch(spec: RunSpec, mesh: MeshPlan) -> None:
-    """Raise ConfigError where microbatches times data shards do not divide the global batch, or parts of a layer not
-    what a device has of it."""
+    """Raises ConfigError if microbatches times data shards do not divide the global batch, or the parts of a layer do
+    not divide a device's share of it."""
     axes = plan_batch_layout(spec.sharding, mesh).sequence_axes
     shards, microbatches = mesh.num_shards(axes), spec.num_microbatches
     size, parts = spec.global_batch_size, shards * microbatches
@@ -70,9 +70,9 @@ def _check_parts(num_parts: int, num_sequences: int) -> None:
 
 
 def check_length(spec: RunSpec, model: Model) -> None:
-    """Raise ConfigError where sequences are longer than the model can read."""
+    """Raises ConfigError if sequences are longer than the model supports."""
     if model.max_length is not None and spec.sequence_length > model.max_length:
-        what = f"{spec.sequence_length} tokens are more than the {model.max_length} that the model can read"
+        what = f"{spec.sequence_length} tokens are more than the model's maximum of {model.max_length}"
         keys = [key for key, value in spec.model if value == model.max_length and re.search("length|position", key)]
         larger = f", or model.{keys[0]}={spec.sequence_length}" if len(keys) == 1 else ""
         fix = f"use {model.max_length} or less{larger}"

@@ -1,4 +1,4 @@
-"""How gradients lie while they are accumulated, and which declarations of that cannot be run."""
+"""The layout of accumulated gradients, and checks of its declaration."""
 
 from ..config.spec import RunSpec
 from ..core.errors import Problem, raise_if_any
@@ -7,9 +7,9 @@ from .sharding import ShardingPlan
 
 
 def accumulated_layouts(spec: RunSpec, sharding: ShardingPlan) -> tuple[ArrayPlan, ...]:
-    """The layouts that gradients are accumulated in, of each parameter. A single microbatch whose gradients are reduced
-    in its backward pass accumulates none: they are made in the layout of the update. A frozen parameter, which has no
-    gradient, lies as it is stored."""
+    """Returns the layout in which each parameter's gradient is accumulated. A single microbatch whose gradients are
+    reduced in its backward pass accumulates none: they are computed in the layout of the update. A frozen parameter,
+    which has no gradient, has the layout in which it is stored."""
     is_made_reduced = spec.overlap.layers.reduce_in_backward and spec.num_microbatches == 1
     if spec.sharding.gradients != "optimizer" and not is_made_reduced:
         return sharding.parameters
@@ -18,7 +18,7 @@ def accumulated_layouts(spec: RunSpec, sharding: ShardingPlan) -> tuple[ArrayPla
 
 
 def check_gradients(spec: RunSpec, sharding: ShardingPlan) -> None:
-    """Raise ConfigError where layers are reduced one by one, and the update splits them over devices."""
+    """Raises ConfigError if gradients are reduced layer by layer while the update splits layers over devices."""
     chosen = {
         "sharding.gradients": ("optimizer", "parameters", spec.sharding.gradients == "optimizer"),
         "overlap.layers.reduce_in_backward": ("true", "false", spec.overlap.layers.reduce_in_backward),

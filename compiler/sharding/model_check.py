@@ -1,4 +1,4 @@
-"""What a model must be to the compiler: checked where users write them, so that a mistake is one error and theirs."""
+"""Checks what the compiler requires of a model, so that a mistake in a user's model is one clear error."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,8 @@ Shape = tuple[int, ...]
 
 
 def check_model(family: str, model: Any) -> Model:
-    """The model as it is. Raises ConfigError if what `build` returned is not a Model whose parts fit together."""
+    """Returns the model unchanged. Raises ConfigError if `build` did not return a Model whose components fit
+    together."""
     if not isinstance(model, Model):
         what = f"{family}: build() returned {_kind(model)}, not a Model"
         raise ConfigError([Problem(WHERE, what, "return Model(embed=..., stacks=..., head=...)")])
@@ -41,7 +42,7 @@ def _wrong(model: Model) -> Iterator[tuple[str, str]]:
         if type(stack.num_layers) is not int or stack.num_layers < 1:
             yield f"stack '{stack.name}' has {stack.num_layers!r} layers", "give a whole number of at least 1"
     if len({*names, "embed", "head"}) < len(names) + 2:
-        yield f"stacks are named {', '.join(names)}", "name each differently, and none 'embed' or 'head'"
+        yield f"stacks are named {', '.join(names)}", "give each a different name, other than 'embed' and 'head'"
     if model.max_length is not None and (type(model.max_length) is not int or model.max_length < 1):
         yield f"max_length is {model.max_length!r}", "give the longest sequence in tokens, or None for any"
     yield from _wrong_ties(model)
@@ -60,9 +61,9 @@ def _wrong_ties(model: Model) -> Iterator[tuple[str, str]]:
 def check_output(
     piece: str, output: Any, expected: Shape, *, dtype: str | None = None, is_last_more: bool = False
 ) -> None:
-    """Raises ConfigError if what a piece returned is not one array of this shape.
+    """Raises ConfigError if a model component did not return one array of this shape.
 
-    dtype: the type that it must have, too; None: any of floating point. is_last_more: its last dimension may be larger.
+    dtype: its required type; None: any floating-point type. is_last_more: its last dimension may be larger.
     """
     fix = f"return an array of shape {_shape(expected)}" + (f" and type {dtype}" if dtype else "")
     if not isinstance(output, jax.Array):
@@ -76,7 +77,7 @@ def check_output(
 
 
 def check_embedded(piece: str, output: Any, tokens: Shape) -> None:
-    """Raises ConfigError if the embedding did not return a vector for each token."""
+    """Raises ConfigError if the embedding did not return one vector for each token."""
     if not isinstance(output, jax.Array) or output.ndim != 3:
         raise _output_error(piece, output, f"return an array of shape {_shape((*tokens, 'width'))}")
     check_output(piece, output, (*tokens, output.shape[-1]))

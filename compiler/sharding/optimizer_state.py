@@ -1,4 +1,4 @@
-"""The optimizer of a run: the chosen one behind clipping, in float32, and the layout of its state."""
+"""The optimizer of a run: clipping and then the chosen optimizer, in float32, and the layout of its state."""
 
 from typing import Any
 
@@ -19,18 +19,18 @@ from ..target.mesh import MeshPlan
 
 
 def check_schedule(spec: RunSpec) -> None:
-    """Raise ConfigError where the schedule does not fit in the run."""
+    """Raises ConfigError if the schedule does not fit in the run."""
     raise_if_any(spec.schedule.problems(spec.num_steps))
 
 
 def build_schedule(spec: RunSpec) -> optax.Schedule:
-    """Updates made -> learning rate of the next."""
+    """Returns the schedule: the number of updates made -> the learning rate of the next."""
     return spec.schedule.build(spec.optimizer.learning_rate, spec.num_steps)
 
 
 def build_optimizer(spec: RunSpec, model: Model, layouts: Any, mesh: MeshPlan) -> optax.GradientTransformation:
-    """Clipping by global norm, then the optimizer. It computes in float32, whatever the parameters are stored in.
-    layouts: the PartitionSpec in which each parameter is updated, of those that are trained."""
+    """Returns clipping by global norm followed by the optimizer. It computes in float32, whatever the parameters' type.
+    layouts: the PartitionSpec in which each trained parameter is updated."""
     trained = leaves_by_path(layouts, is_leaf=lambda node: isinstance(node, PartitionSpec))
     kinds = pick(parameter_kinds(model), trained)
     name = spec.optimizer.name
@@ -42,7 +42,7 @@ def build_optimizer(spec: RunSpec, model: Model, layouts: Any, mesh: MeshPlan) -
 
 
 def plan_optimizer_state(optimizer: optax.GradientTransformation, params: Any, specs: Any, mesh: MeshPlan) -> Any:
-    """The abstract optimizer state, each leaf with the PartitionSpec that its computation gives it.
+    """Returns the abstract optimizer state, with the PartitionSpec of each leaf as its computation yields it.
 
     params: tree of ShapeDtypeStruct. specs: the layout of parameter-shaped state, as a tree like it. `optimizer.init`
     is traced over explicitly sharded types, so factored, masked and partitioned states come out right without devices.

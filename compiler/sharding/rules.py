@@ -1,4 +1,4 @@
-"""One array -> the mesh axes of each of its dimensions, and why; or the dimensions that no rule could take.
+"""Lays out one array: the mesh axes of each dimension and why, or the dimensions that no rule could take.
 
     array  layers/attention/query_EHD (4, 128, 8, 16), axes (layers, embed, heads, head_dim)
     rules  [0] embed -> fsdp   [1] heads -> tensor   [2] layers, head_dim -> replicated
@@ -7,8 +7,8 @@
            layers, head_dim whole by parameters[2]; embed over fsdp by parameters[0]; heads over tensor by parameters[1]
 
 Rules are tried in order; each takes the dimensions that it names and that no earlier rule took. A rule whose mesh axes
-are taken in this array, or do not divide the dimension, passes it on to the next rule for that logical axis; where
-there is none, that is a refusal.
+are already used in this array, or do not divide the dimension, passes it on to the next rule for that logical axis. If
+there is no further rule, the array is refused.
 """
 
 import math
@@ -25,14 +25,14 @@ from ..core.errors import Problem
 from ..target.mesh import MeshPlan, nearest
 from .arrays import Array
 
-_KEYS = {"length": "sequence_length", "residual_length": "sequence_length"}  # by which a size is declared
+_KEYS = {"length": "sequence_length", "residual_length": "sequence_length"}  # the key that sets a size
 Table = Literal["parameters", "optimizer", "activations"]
 
 
 @dataclass(frozen=True)
 class DimensionPlan:
-    """Where one dimension lies. axes: the mesh axes that it is split over. rule: the index of the rule that said so,
-    None where none was needed. note: what made this rule the one, where it is not the plain first."""
+    """The layout of one dimension. axes: the mesh axes that it is split over. rule: the index of the rule that decided,
+    None if none was needed. note: why this rule applied, unless it was the first for the axis."""
 
     logical: str | None
     size: int
@@ -43,7 +43,7 @@ class DimensionPlan:
 
 @dataclass(frozen=True)
 class ArrayPlan:
-    """Where the shards of an array lie, and why. table: the rules that decided it."""
+    """The layout of one array, and why. table: the table of rules that decided it."""
 
     array: Array
     table: Table | None
@@ -52,12 +52,12 @@ class ArrayPlan:
 
     @property
     def spec(self) -> PartitionSpec:
-        """One entry per dimension: None, the one mesh axis, or a tuple of several."""
+        """Returns one entry per dimension: None, one mesh axis, or a tuple of several."""
         return PartitionSpec(*(d.axes[0] if len(d.axes) == 1 else d.axes or None for d in self.dimensions))
 
     @property
     def reason(self) -> str:
-        """'layers, mlp whole by parameters[1]; embed over fsdp by parameters[0]'."""
+        """Returns the reason: 'layers, mlp whole by parameters[1]; embed over fsdp by parameters[0]'."""
         alike: dict[str, list[str]] = {}
         for d in self.dimensions:
             where = f"over {', '.join(d.axes)}" if d.axes else "whole"
@@ -67,7 +67,7 @@ class ArrayPlan:
 
 
 def resolve(array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan) -> ArrayPlan | list["Refusal"]:
-    """Lay out one array; see the module's docstring. Gives the refusals where there are some."""
+    """Returns the layout of one array as in the module's docstring, or the refusals if there are any."""
     settled: list[DimensionPlan | None] = [
         None if name else DimensionPlan(None, size, (), None)
         for name, size in zip(array.logical_axes, array.shape, strict=True)
@@ -99,8 +99,8 @@ def resolve(array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan) -
 
 @dataclass(frozen=True)
 class Refusal:
-    """A dimension that no rule could take. rule: the last that tried, None if none names it. rival: (mesh axis, the
-    dimension of this array that has it)."""
+    """A dimension that no rule could take. rule: the last one that names it, None if there is none. rival: a mesh axis
+    and the dimension of this array that already uses it."""
 
     array: Array
     table: Table
@@ -115,7 +115,7 @@ class Refusal:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Refusals of one kind are one problem, whichever arrays they are about."""
+        """Returns a key that is equal for refusals that are reported as one problem."""
         size = self.array.shape[self.dimension]
         rival = self.rival and (self.rival[0], self.array.logical_axes[self.rival[1]])
         return (self.table, self.rule, self.logical, size if not self.rival and self.rule is not None else None, rival)
@@ -138,16 +138,16 @@ class Refusal:
         size, shards = self.array.shape[self.dimension], mesh.num_shards(self.axes)
         if self.rival:
             axis, rival = self.rival
-            fix = f"use another mesh axis for one of them, or add {whole} behind it to keep {self.logical} whole"
+            fix = f"use another mesh axis for one of them, or add {whole} after it to keep {self.logical} whole"
             rival_name = self.array.logical_axes[rival]
-            return Problem(key, f"{what}: mesh axis {axis} is taken already by dimension {rival} ({rival_name})", fix)
+            return Problem(key, f"{what}: mesh axis {axis} is already used by dimension {rival} ({rival_name})", fix)
         below, above = size // shards * shards, (size // shards + 1) * shards
         sizes = f"{above}" if below == 0 else f"{below} or {above}"
         fix = f"make {_KEYS.get(self.logical, self.logical)} {sizes}"
         if len(self.axes) == 1:
             fitting = divisors(math.gcd(size, mesh.num_devices))
             fix += f", or mesh.{self.axes[0]} {nearest(shards, fitting)}"
-        fix += f", or add {whole} behind it to keep it whole"
+        fix += f", or add {whole} after it to keep it whole"
         return Problem(key, f"{what} has size {size}, not divisible by {_product(self.axes, mesh)}", fix)
 
 

@@ -1,6 +1,6 @@
-"""Ordered logical axis rules -> a PartitionSpec and a reason for every array. Never replicated in silence.
+"""Lays out every array by ordered logical axis rules, with a reason for each. Nothing is replicated silently.
 
-How one array is laid out is in rules.py; here are all of them, and what cannot be run or should not be.
+rules.py lays out one array; this module lays out all of them, and checks for layouts that cannot or should not be run.
 """
 
 import math
@@ -20,7 +20,7 @@ from .arrays import Array, Arrays
 from .batch_layout import BatchLayout, plan_batch_layout
 from .rules import ArrayPlan, Refusal, Table, resolve
 
-# What mesh axes are for that only a user's own rules can split anything over.
+# The purpose of mesh axes that only a user's own rules can split anything over.
 NOT_IMPLEMENTED = {"stage": "pipeline parallelism", "context": "context parallelism", "expert": "expert parallelism"}
 
 
@@ -51,7 +51,7 @@ class ShardingPlan:
 
 
 def gathered_bytes(parameter: ArrayPlan, spec: RunSpec, mesh: MeshPlan) -> int:
-    """On a device, in the compute type, with its shards over the axes of the batch gathered."""
+    """Returns the bytes of a parameter on a device, in the compute type, once gathered over the batch axes."""
     of_batch = plan_batch_layout(spec.sharding, mesh).axes
     kept = tuple(axis for d in parameter.dimensions for axis in d.axes if axis not in of_batch)
     itemsize = jnp.dtype(spec.precision.compute).itemsize
@@ -59,9 +59,9 @@ def gathered_bytes(parameter: ArrayPlan, spec: RunSpec, mesh: MeshPlan) -> int:
 
 
 def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan) -> ShardingPlan:
-    """Lay out every parameter, its optimizer state and every named activation. Raises ConfigError."""
+    """Returns the layout of every parameter, its optimizer state and every named activation. Raises ConfigError."""
     problems: list[Problem] = []
-    # Rules that the optimizer has from the parameters refuse the same dimensions: that is told once.
+    # Rules that the optimizer inherits from the parameters refuse the same dimensions: reported once.
     optimizer_problems = [] if rules.optimizer == rules.parameters else problems
     parameters = _resolve_all(arrays.parameters, "parameters", rules.parameters, mesh, problems)
     trained = [array for array in arrays.parameters if array.is_trained]
@@ -90,7 +90,7 @@ def usable_mesh(spec: RunSpec) -> MeshSpec:
 
 
 def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:
-    """Raise ConfigError for rules that name no logical axis, or match no dimension of any array. Needs no mesh."""
+    """Raises ConfigError for rules that name no logical axis, or match no dimension of any array. Needs no mesh."""
     parameters, activations = _names(arrays.parameters), _names(arrays.activations)
     tables: list[tuple[Table, tuple[Rule, ...], set[str]]] = [
         ("parameters", rules.parameters, parameters),
@@ -128,7 +128,8 @@ def _resolve_all(
     for alike in refusals.values():
         if not (table == "activations" and alike[0].logical == "batch" and alike[0].rule is not None):
             problems.append(alike[0].problem(mesh, len({r.array.path for r in alike}) - 1))
-    return tuple(plans)  # a batch that does not divide is told once, in its own words: compiler/sharding/batch.py
+    return tuple(plans)  # a batch that does not divide is reported once, by compiler/sharding/batch.py
+
 
 
 def _check_layers_dimension(plans: Iterable[ArrayPlan]) -> list[Problem]:
@@ -136,15 +137,15 @@ def _check_layers_dimension(plans: Iterable[ArrayPlan]) -> list[Problem]:
     if not sharded:
         return []
     others = f" (and {len(sharded) - 1} more)" if len(sharded) > 1 else ""
-    what = f"'{sharded[0]}'{others}: the layers of a stack are run one after the other, and cannot be sharded"
+    what = f"'{sharded[0]}'{others}: the layers of a stack run one after the other and cannot be sharded"
     return [Problem("sharding.parameters", what, "give 'layers' a rule with mesh: [], and shard another dimension")]
 
 
 def _check_update_layout(
     parameters: Sequence[ArrayPlan], optimizer: Sequence[ArrayPlan], batch: tuple[str, ...]
 ) -> list[Problem]:
-    """A parameter's state is split as the parameter, or further: then its gradient is reduce-scattered to it, and the
-    updated shards are gathered. Axes that do not split the batch are XLA's to arrange."""
+    """Returns problems of optimizer state that is not split like its parameter or further: the gradient is
+    reduce-scattered to it and the updated shards are gathered. XLA handles axes that do not split the batch."""
     by_path = {plan.array.path: plan for plan in parameters}
     for plan in optimizer:
         stored = by_path.get(plan.array.path)
@@ -160,7 +161,7 @@ def _check_update_layout(
 
 
 def _check_batch_dimension(activations: Iterable[ArrayPlan], logical: str, split: tuple[str, ...]) -> list[Problem]:
-    """The step is split over the axes of the first rules for batch and length; an activation cannot lie otherwise."""
+    """Returns problems of activations that are not split over the axes of the first rules for batch and length."""
     for plan in activations:
         for dimension in plan.dimensions:
             if dimension.logical == logical and dimension.axes != split:
@@ -175,7 +176,7 @@ def _check_batch_dimension(activations: Iterable[ArrayPlan], logical: str, split
 def _check_idle_axes(
     parameters: Iterable[ArrayPlan], activations: Iterable[ArrayPlan], mesh: MeshPlan
 ) -> list[Problem]:
-    """Devices along an axis that splits no activation all compute the same, whatever they store."""
+    """Returns problems of mesh axes that split no activation: their devices would all compute the same."""
     computing, storing = _axes_in_use(activations), _axes_in_use(parameters)
     problems = []
     for axis, size in mesh.sizes.items():
@@ -200,7 +201,7 @@ def _not_implemented(axis: str) -> Problem:
 def _check_replicated(
     rules: ShardingSpec, parameters: Sequence[ArrayPlan], optimizer: Sequence[ArrayPlan], mesh: MeshPlan
 ) -> list[Problem]:
-    """Large arrays that every device holds whole: one problem for each table of rules, about its largest."""
+    """Returns one problem for each table of rules with large replicated arrays, about the largest."""
     if mesh.num_devices == 1:
         return []
     limit, problems = rules.replicated_bytes_threshold, []

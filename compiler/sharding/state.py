@@ -1,10 +1,10 @@
-"""The train state: what a step takes and gives back, and a checkpoint holds.
+"""The train state: what a step takes and returns, and a checkpoint saves.
 
 step        updates made
 params      as stored, laid out by sharding.parameters
-master      those that are trained in float32, where precision.master asks for it, by sharding.optimizer
-optimizer   the state of optax for those that are trained, by sharding.optimizer and its own computation
-loss_scale  where precision.loss_scale asks for it
+master      the trained parameters in float32 if precision.master is set, by sharding.optimizer
+optimizer   the state of optax for the trained parameters, by sharding.optimizer and its own computation
+loss_scale  if precision.loss_scale is set
 """
 
 import math
@@ -30,7 +30,7 @@ State = dict[str, Any]
 def plan_state(
     spec: RunSpec, model: Model, optimizer: optax.GradientTransformation, sharding: ShardingPlan, mesh: MeshPlan
 ) -> tuple[State, State]:
-    """The state as two trees: of ShapeDtypeStruct and of PartitionSpec."""
+    """Returns the state as two trees: of ShapeDtypeStruct and of PartitionSpec."""
 
     arrays = {plan.array.path: plan.array for plan in sharding.parameters}
     params = like(model.abstract(), {p: jax.ShapeDtypeStruct(x.shape, x.dtype) for p, x in arrays.items()})
@@ -50,13 +50,13 @@ def plan_state(
 
 
 def update_layouts(model: Model, sharding: ShardingPlan) -> Any:
-    """The PartitionSpec in which each parameter is updated, as a tree like those that are trained."""
+    """Returns the PartitionSpec in which each parameter is updated, as a tree like the trained parameters."""
     trained = pick(model.abstract(), sharding.trained)
     return like(trained, {plan.array.path: plan.spec for plan in sharding.optimizer})
 
 
 def initial_loss_scale(spec: RunSpec) -> dict[str, jax.Array]:
-    """scale: what the loss is multiplied with. num_finite_steps: since it was last changed."""
+    """Returns the initial loss scale. scale: the factor of the loss. num_finite_steps: since the scale last changed."""
     assert spec.precision.loss_scale is not None
     return {
         "scale": jnp.asarray(spec.precision.loss_scale.initial, jnp.float32),
@@ -65,7 +65,7 @@ def initial_loss_scale(spec: RunSpec) -> dict[str, jax.Array]:
 
 
 def bytes_per_device(abstract: Any, specs: Any, mesh: MeshPlan) -> int:
-    """Bytes that a tree of arrays takes on each device."""
+    """Returns the bytes of a tree of arrays on each device."""
     layouts = leaves_by_path(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
 
     def size(path: str, x: Any) -> int:

@@ -1,4 +1,4 @@
-"""The parts of mesh axes along physical axes: which of a torus, or of nodes of GPUs, each gets. Pure arithmetic.
+"""Assigns mesh axes to the physical axes of a torus, or of nodes of GPUs. Pure arithmetic.
 
 Axes with the most traffic lie innermost: behind one switch, or on chips side by side. An axis gets whole axes of the
 torus where that is possible, which are rings.
@@ -21,7 +21,7 @@ TORUS_AXES = "xyz"
 
 @dataclass(frozen=True)
 class Part:
-    """What of a mesh axis lies along one physical axis: `size` members, each `stride` behind the one before."""
+    """The segment of a mesh axis along one physical axis: `size` members, each `stride` after the one before."""
 
     physical: str  # x, y, z, core, DCN, NVLink, NIC
     size: int
@@ -39,7 +39,7 @@ class Part:
 def lay_on_torus(
     sizes: Mapping[str, int], network: TorusSpec, shape: Shape, num_cores: int
 ) -> dict[str, tuple[Part, ...]]:
-    """Parts of each mesh axis within a slice: as few as possible, the most bandwidth where there is most traffic."""
+    """Returns the segments of each mesh axis within a slice: as few as possible, most bandwidth for most traffic."""
     axes = sorted((axis for axis, size in sizes.items() if size > 1), key=lambda axis: -TRAFFIC[axis])
     left = dict(sizes)
     core: dict[str, tuple[Part, ...]] = {}
@@ -56,7 +56,7 @@ Layout = tuple[tuple[int, ...], ...]  # for each mesh axis, innermost first: how
 
 
 def _layouts(sizes: Sequence[int], shape: Shape) -> Iterator[Layout]:
-    """All ways to write each size as a product over the torus axes, such that the torus is filled."""
+    """Yields all ways to write each size as a product over the torus axes, such that the torus is filled."""
     if not sizes:
         if math.prod(shape) == 1:
             yield ()
@@ -69,7 +69,7 @@ def _layouts(sizes: Sequence[int], shape: Shape) -> Iterator[Layout]:
 
 
 def _parts(layout: Layout, index: int, shape: Shape, wraps: Sequence[bool]) -> tuple[Part, ...]:
-    """Of one mesh axis: whole and outer parts first."""
+    """Returns the segments of one mesh axis, whole and outer ones first."""
     parts = []
     for i, size in enumerate(shape):
         count, stride = layout[index][i], math.prod(inner[i] for inner in layout[:index])
@@ -79,7 +79,7 @@ def _parts(layout: Layout, index: int, shape: Shape, wraps: Sequence[bool]) -> t
 
 
 def _cost(layout: Layout, axes: Sequence[str], shape: Shape, wraps: Sequence[bool]) -> tuple[float, ...]:
-    """Parts in all; then time, as traffic over bandwidth in links; then what is laid along later axes of the torus."""
+    """Returns a sort key: the number of segments; then time, as traffic over link bandwidth; then use of later axes."""
     parts = [_parts(layout, index, shape, wraps) for index in range(len(axes))]
     seconds = sum(
         TRAFFIC[axis] / sum((2 if part.wraps else 1) / part.stride for part in own)
@@ -90,7 +90,7 @@ def _cost(layout: Layout, axes: Sequence[str], shape: Shape, wraps: Sequence[boo
 
 
 def lay_in_nodes(sizes: Mapping[str, int], shape: Shape) -> dict[str, tuple[Part, ...]]:
-    """Parts of each mesh axis: those with the most traffic fill the node."""
+    """Returns the segments of each mesh axis: the axes with the most traffic fill the node."""
     num_nodes, per_node = shape
     parts: dict[str, tuple[Part, ...]] = {}
     inside = outside = 1

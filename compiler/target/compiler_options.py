@@ -1,5 +1,5 @@
-"""Options of XLA: those that a declaration names, one by one or in presets, and what the installed compiler makes of
-them; and what follows from the compiler's traits."""
+"""XLA's options, named one by one or in presets, checks of them with the installed compiler, and what follows from the
+compiler's traits."""
 
 import re
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ _WRONG_VALUE = re.compile(r"setting option (?P<name>\w+), (?P<what>.*?)\.?$", re
 
 
 def presets_for(target: TargetPlan) -> dict[str, FlagPreset]:
-    """Those that have options for this target."""
+    """Returns the presets that have options for this target."""
     return {name: one for name, one in target.flag_presets.items() if one.flags is not None}
 
 
 def hidden_kinds(names: Sequence[str], moved: Moved, target: TargetPlan) -> frozenset[CollectiveKind]:
-    """Kinds of collectives of weights, or of activations, that run beside arithmetic with these presets."""
+    """Returns the kinds of collectives of weights, or of activations, that these presets overlap with compute."""
     other: Moved = "activations" if moved == "weights" else "weights"
     chosen = [target.flag_presets[name].hides for name in names if target.flag_presets[name].tried_for != (other,)]
     if moved == "weights" and not chosen:
@@ -33,23 +33,24 @@ def hidden_kinds(names: Sequence[str], moved: Moved, target: TargetPlan) -> froz
 
 
 def why_permutes_wait(target: TargetPlan) -> str | None:
-    """None where they run beside matmuls."""
+    """Returns why permutes do not overlap with matmuls; None if they do."""
     most = target.compiler.max_chips_async_permutes
     if not target.compiler.async_permutes:
-        return f"the compiler for {target.name} runs no permutes beside matmuls"
+        return f"the compiler for {target.name} does not overlap permutes with matmuls"
     if most is not None and target.num_chips > most:
-        return f"the compiler for {target.name} runs no permutes beside matmuls on more than {most} chips"
+        return f"the compiler for {target.name} does not overlap permutes with matmuls on more than {most} chips"
     return None
 
 
 def aborts_unrolled(split_axes: Sequence[str], target: TargetPlan) -> bool:
-    """True where the compiler would abort at several layers in a trip. split_axes: that matmuls are split over."""
+    """Returns True if the compiler would abort with several layers per iteration. split_axes: the mesh axes that split
+    matmuls."""
     return bool(split_axes) and target.compiler.aborts_on_unroll
 
 
 def plan_set_options(names: Sequence[str], target: TargetPlan) -> Options:
-    """The options of these sets for this target; what a later set says wins. Raises ConfigError for sets that do not
-    exist, or have nothing for the target."""
+    """Returns the options of these sets for this target; later sets take precedence. Raises ConfigError for sets that
+    do not exist, or have no options for the target."""
     choices, problems, found = presets_for(target), list[Problem](), dict[str, CompilerOption]()
     for index, name in enumerate(names):
         if name in choices:
@@ -64,16 +65,16 @@ def plan_set_options(names: Sequence[str], target: TargetPlan) -> Options:
 
 
 def check_unroll(num_layers: int, split_axes: Sequence[str], target: TargetPlan) -> None:
-    """Raise ConfigError where the compiler would abort the process. num_layers: in a trip. split_axes: mesh axes that
-    matmuls are split over."""
+    """Raises ConfigError if the compiler would abort the process. num_layers: layers per iteration. split_axes: the
+    mesh axes that split matmuls."""
     if num_layers > 1 and aborts_unrolled(split_axes, target):
-        what = f"the compiler for {target.name} aborts at {num_layers} layers in a trip where {', '.join(split_axes)}"
+        what = f"the compiler for {target.name} aborts with {num_layers} layers an iteration if {', '.join(split_axes)}"
         raise_if_any([Problem("overlap.layers.unroll", f"{what} splits matmuls", "set overlap.layers.unroll=1")])
 
 
 def refused_options(options: Options, device: Any) -> dict[str, Problem]:
-    """Those that the compiler of this device does not take, each with its Problem: tried on a program that does
-    nothing. Raises ConfigError for options that it knows and does not take together, or for such a chip."""
+    """Returns the options that this device's compiler refuses, each with its Problem, tried on a program that does
+    nothing. Raises ConfigError for valid options that it refuses in combination, or for this chip."""
     refused: dict[str, Problem] = {}
     left: dict[str, Any] = dict(options)
     nothing = jax.jit(lambda: 0, out_shardings=SingleDeviceSharding(device)).lower() if left else None
@@ -86,21 +87,21 @@ def refused_options(options: Options, device: Any) -> dict[str, Problem]:
             name = problem.where.partition(".")[2] if problem else ""
             if problem is None or left.pop(name, None) is None:
                 what = f"the compiler for {device.platform} refuses them: {str(error).splitlines()[0]}"
-                fix = "leave out the option that it speaks of, or set what it asks for"
+                fix = "leave out the option that it names, or set what it asks for"
                 raise ConfigError([*refused.values(), Problem("compiler_options", what, fix)]) from error
             refused[name] = problem
     return refused
 
 
 def check_compiler_options(options: Options, device: Any) -> None:
-    """Raise ConfigError with every option that the compiler of this device does not take."""
+    """Raises ConfigError with every option that this device's compiler refuses."""
     raise_if_any(list(refused_options(options, device).values()))
 
 
 def option_problem(said: str, platform: str) -> Problem | None:
-    """The Problem with a compiler option in an error of XLA's; None for any other error."""
+    """Returns the Problem if an XLA error is about a compiler option; None for any other error."""
     if match := _NO_SUCH_OPTION.search(said):
-        fix = "see the spelling; options come and go with versions of the compiler"
+        fix = "check the spelling; options change between versions of the compiler"
         return Problem(f"compiler_options.{match['name']}", f"the compiler for {platform} has no such option", fix)
     if match := _WRONG_VALUE.search(said):
         return Problem(f"compiler_options.{match['name']}", match["what"], "give a value of the option's type")

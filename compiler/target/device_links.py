@@ -1,5 +1,5 @@
-"""Which links any groups of devices use, found from where their devices lie: what a compiler makes of a mesh axis need
-not be one. Halves of an axis, a hierarchy of groups, pairs that send to each other.
+"""The links that arbitrary groups of devices use, from the devices' places: a compiler's groups need not be a mesh
+axis. They may be halves of an axis, a hierarchy of groups, or pairs that send to each other.
 
     v5e-16 (4 x 4), groups of 2 along x: {0, 1}, {2, 3}, ...  ->  ICI x, a line of 2
 """
@@ -27,8 +27,8 @@ WAYS = {1: "+", -1: "-", 0: ""}
 
 
 def link_of_devices(placement: Placement, groups: Groups) -> Link | None:
-    """What collectives over all these groups at once use: of groups that lie differently the slowest. None where one
-    is no box of the torus or the nodes: no rule says how fast such a group is. groups: of positions in the mesh."""
+    """Returns the link of collectives over all these groups at once; the slowest if groups lie differently. None if one
+    is not a box of the torus or the nodes: there is no formula for its speed. groups: positions in the mesh."""
     boxes = [_box([placement.places[position] for position in group]) for group in groups]
     known = [box for box in boxes if box is not None]
     if len(known) < len(boxes):
@@ -40,7 +40,7 @@ def link_of_devices(placement: Placement, groups: Groups) -> Link | None:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a collective-permute takes. tracks: the physical axes that it uses, of a torus with the way: x+."""
+    """The time of a collective-permute. tracks: the physical axes that it uses, on a torus with the direction: x+."""
 
     seconds: float
     kind: LinkKind  # of the slowest
@@ -48,8 +48,8 @@ class Sent:
 
 
 def send_between(placement: Placement, pairs: Groups, num_bytes: float) -> Sent:
-    """All pairs (from, to) at once, so many bytes each: on a torus along x, then y, then z, the shorter way around.
-    The busiest link decides."""
+    """Returns the time of all pairs (from, to) sending at once, this many bytes each: on a torus along x, then y, then
+    z, the shorter way around. The busiest link decides."""
     names = tuple(physical_sizes(placement.target))
     loads: Counter[Hop] = Counter()
     hops: Counter[str] = Counter()  # of the longest way along each axis
@@ -69,13 +69,13 @@ def send_between(placement: Placement, pairs: Groups, num_bytes: float) -> Sent:
 
 
 def _box(places: Sequence[Place]) -> Box | None:
-    """The places along each axis, where the group is all combinations of them."""
+    """Returns the group's places along each axis; None unless the group is all combinations of them."""
     along = tuple(tuple(sorted(set(values))) for values in zip(*places, strict=True))
     return along if math.prod(map(len, along)) == len(set(places)) else None
 
 
 def _rows(placement: Placement, boxes: Sequence[Box]) -> Callable[[Box], dict[str, Row]]:
-    """A function of a box to its rows, given all that send at the same time."""
+    """Returns a function of a box to its rows, given all groups that send at the same time."""
     sizes = physical_sizes(placement.target)
     names, network, shape = tuple(sizes), placement.target.network, placement.target.shape or ()
     rings = dict(zip(TORUS_AXES, network.wraps(shape), strict=False)) if isinstance(network, TorusSpec) else {}
@@ -121,27 +121,27 @@ def _torus_axes(names: Sequence[str], box: Box) -> list[int]:
 
 
 def _lines(box: Box, axis: int) -> Iterator[Place]:
-    """The lines along an axis that a box has members on: their places along the other axes."""
+    """Yields the lines along an axis that a box has members on: their places along the other axes."""
     return product(*(places for i, places in enumerate(box) if i != axis))
 
 
 def _arc(members: tuple[int, ...], size: int, *, wraps: bool) -> list[int]:
-    """The members in order along the shortest stretch of the axis that has them all: of a ring of 16 (0, 1, 15) is
-    15, 16, 17."""
+    """Returns the members in order along the shortest stretch of the axis that has them all: of a ring of 16 (0, 1, 15)
+    is 15, 16, 17."""
     if not wraps:
         return list(members)
     gaps = [(after - place) % size for place, after in zip(members, (*members[1:], members[0]), strict=True)]
-    first = (max(range(len(gaps)), key=lambda i: (gaps[i], i)) + 1) % len(gaps)  # behind the longest gap
+    first = (max(range(len(gaps)), key=lambda i: (gaps[i], i)) + 1) % len(gaps)  # after the longest gap
     return [*members[first:], *(place + size for place in members[:first])]
 
 
 def _links(arc: list[int], size: int) -> Iterator[int]:
-    """Between its first and its last member, each named by the place before it."""
+    """Yields the links between its first and its last member, each named by the place before it."""
     return (place % size for place in range(arc[0], arc[-1]))
 
 
 def _way(placement: Placement, start: dict[str, int], end: dict[str, int]) -> Iterator[Hop]:
-    """From one device to another."""
+    """Yields the hops from one device to another."""
     network, sizes = placement.target.network, physical_sizes(placement.target)
     slow, near = ("DCN", "core") if isinstance(network, TorusSpec) else ("NIC", "NVLink")
     if start[slow] != end[slow]:

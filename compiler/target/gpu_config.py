@@ -1,4 +1,4 @@
-"""An NVIDIA GPU as XLA's compiler wants it described where there is none: a GpuTargetConfigProto in text form.
+"""Describes an NVIDIA GPU to XLA's compiler on a machine without one: a GpuTargetConfigProto in text form.
 
 Figures of `ChipSpec` are in `conf/target/`; those that only the compiler needs are here. Source of all of them:
 openxla/xla, xla/backends/gpu/target_config/specs, which XLA's own tools read off real devices.
@@ -13,7 +13,8 @@ KIB, MIB = 2**10, 2**20
 
 @dataclass(frozen=True)
 class Processor:
-    """compute_capability: (major, minor). shared_memory: of a multiprocessor, and the most that a block may ask for."""
+    """A GPU's processor. compute_capability: (major, minor). shared_memory: of a multiprocessor, and the most that a
+    block may ask for."""
 
     compute_capability: tuple[int, int]
     num_multiprocessors: int
@@ -33,7 +34,7 @@ PROCESSORS = {
 
 
 def gpu_target_config(chip: ChipSpec) -> str:
-    """The text for one of PROCESSORS. Its memory is what programs may take of it, as a real device says too."""
+    """Returns the text for one of PROCESSORS. Its memory is what programs may use, as a real device reports too."""
     processor = PROCESSORS[chip.name]
     major, minor = processor.compute_capability
     fields = {

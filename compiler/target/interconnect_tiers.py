@@ -1,4 +1,4 @@
-"""Members of a group along each physical axis -> the link that they have together. Pure arithmetic.
+"""Derives the link of a group from its members along each physical axis. Pure arithmetic.
 
 v5e-256, x: 4 members, every 4th, a ring -> ICI, one line of 2 * 45 / 4 GB/s
 """
@@ -22,7 +22,8 @@ LINK_KINDS: dict[str, LinkKind] = {**dict.fromkeys(TORUS_AXES, "ICI"), "core": "
 
 @dataclass(frozen=True)
 class Rate:
-    """bytes_per_second: one way, of one link of a torus, or of one device into a switch. seconds: latency of a hop."""
+    """The rate of a link. bytes_per_second: one way, of one link of a torus, or of one device into a switch. seconds:
+    latency of a hop."""
 
     bytes_per_second: float
     seconds: float
@@ -44,8 +45,8 @@ class Row:
 
 
 def row_of_parts(parts: Sequence[Part]) -> Row:
-    """Of whole mesh axes: [4, every 4th] and [4] are 16 side by side. The chips between two members are those of other
-    groups, which send over the same links."""
+    """Returns the row of whole mesh axes: [4, every 4th] and [4] are 16 neighbours. The chips between two members
+    belong to other groups, which send over the same links."""
     outer = max(parts, key=lambda part: part.stride)
     size = math.prod(part.size for part in parts)
     spacing = outer.stride * outer.size // size
@@ -53,7 +54,7 @@ def row_of_parts(parts: Sequence[Part]) -> Row:
 
 
 def link_of_rows(rows: Mapping[str, Row], target: TargetPlan) -> Link:
-    """rows: by physical axis, of more than one member each."""
+    """Returns the link. rows: by physical axis, with more than one member each."""
     rates, is_torus = rates_of(target), isinstance(target.network, TorusSpec)
     near, far = ("core", "DCN") if is_torus else ("NVLink", "NIC")
     lines = [_line(name, rows[name], rates[name], target) for name in TORUS_AXES if name in rows]
@@ -66,7 +67,7 @@ def link_of_rows(rows: Mapping[str, Row], target: TargetPlan) -> Link:
 
 
 def rates_of(target: TargetPlan) -> dict[str, Rate]:
-    """By physical axis. Of DCN and NICs a device has its share of its host's bandwidth, or its node's."""
+    """Returns rates by physical axis. For DCN and NICs a device has its share of its host's or node's bandwidth."""
     network = target.network
     if isinstance(network, TorusSpec):
         devices_per_host = math.prod(network.chips_per_host) * target.devices_per_chip
@@ -83,7 +84,7 @@ def rates_of(target: TargetPlan) -> dict[str, Rate]:
 
 
 def _line(name: str, row: Row, rate: Rate, target: TargetPlan) -> Line:
-    """Devices of a chip share its links."""
+    """Returns the line of a row; devices of a chip share its links."""
     bandwidth = rate.bytes_per_second / row.num_sharing / target.devices_per_chip
     return Line(
         name=name,
@@ -96,7 +97,7 @@ def _line(name: str, row: Row, rate: Rate, target: TargetPlan) -> Line:
 
 
 def _switch(name: str, row: Row, rate: Rate) -> Level:
-    """All members of a group reach each other at once; small messages spread like a tree."""
+    """Returns the level of a switch: all members reach each other at once, and small messages spread like a tree."""
     line = Line(
         name=name,
         size=row.size,

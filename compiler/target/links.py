@@ -1,4 +1,4 @@
-"""How long a collective takes by itself on the links that its group has. Pure arithmetic; JAX is not imported.
+"""The time that a collective takes alone on its group's links. Pure arithmetic; JAX is not imported.
 
 n: size of the group. V: bytes of the full array, of which each device holds a part of V / n before an all-gather and
 after a reduce-scatter. W: bandwidth of one device into the links that the group uses. Formulas: "How to Scale Your
@@ -17,8 +17,8 @@ from ..core.collectives import CollectiveKind, LinkKind
 class Line:
     """Members of a group along one axis of a torus, or behind one switch.
 
-    bytes_per_second: W, of one device. A ring sends both ways; a line has an end that receives one way only. What other
-    groups send over the same links is taken off. neighbour_bytes_per_second: to the next member alone.
+    bytes_per_second: W, of one device. A ring sends both ways; the ends of a line receive one way only. Traffic of
+    other groups on the same links is subtracted. neighbour_bytes_per_second: to the next member only.
     """
 
     name: str  # of the physical axis: x
@@ -52,7 +52,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Link:
-    """What a collective over a group uses. levels: fastest first; none where nothing is known of the links.
+    """The links of a collective over a group. levels: fastest first; empty if the links are unknown.
 
     is_pipelined: the levels carry parts of the data at the same time (NCCL), not one after the other (ICI, then DCN).
     """
@@ -60,7 +60,7 @@ class Link:
     kind: LinkKind  # of the slowest level
     levels: tuple[Level, ...]
     is_pipelined: bool
-    note: str  # why nothing is known; else empty
+    note: str  # why the links are unknown; else empty
 
     @property
     def group_size(self) -> int:
@@ -68,7 +68,8 @@ class Link:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Of one device, for an all-gather over the whole group: V (n - 1) / n over its time; None: not known."""
+        """Returns a device's bandwidth in an all-gather over the whole group, V (n - 1) / n over its time; None:
+        unknown."""
         if self.group_size == 1:
             return None
         seconds = _combined(self, [_gather(1.0, *level) for level in _with_shares(self)])
@@ -80,10 +81,10 @@ class Link:
 
 
 def collective_seconds(kind: CollectiveKind, num_bytes: float, group_size: int, link: Link) -> float | None:
-    """Seconds that one collective takes by itself; None where the bandwidth of its links is not known.
+    """Returns the seconds that one collective takes alone; None if the bandwidth of its links is unknown.
 
-    num_bytes: V, of the full array; for collective-permute and send, what one device sends. Raises ValueError where the
-    group is not that of the link.
+    num_bytes: V, of the full array; for collective-permute and send, what one device sends. Raises ValueError if the
+    group size is not the link's.
 
     An all-gather takes V (n - 1) / n / W, a reduce-scatter the same, an all-reduce both. Latency is added.
     """
@@ -108,7 +109,8 @@ def collective_seconds(kind: CollectiveKind, num_bytes: float, group_size: int, 
 
 
 def _with_shares(link: Link) -> list[tuple[Level, int]]:
-    """Each level with the number of devices below it, which have each a part of the array: what crosses it is split."""
+    """Returns each level with the number of devices below it. Each of them has a part of the array, so the data that
+    crosses the level is split."""
     sizes = [level.size for level in link.levels]
     return [(level, math.prod(sizes[:i])) for i, level in enumerate(link.levels)]
 
@@ -118,7 +120,7 @@ def _gather(num_bytes: float, level: Level, num_below: int) -> float:
 
 
 def _exchanges(num_bytes: float, link: Link) -> list[float]:
-    """All-to-all: a device sends an n-th of its V / n to each of the others; what leaves a block takes the next level.
+    """Returns the times of an all-to-all on each level: a device sends an n-th of its V / n to each of the others.
 
     Along an axis of m chips a message goes m / 4 hops on average around a ring (both ways), and half of all must cross
     the middle of a line (one way): either way V / n (m / 4) / W of that axis, the axes at the same time.

@@ -22,8 +22,7 @@ from .target import TargetPlan
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Sizes of all mesh axes, slowest link first; an axis that is not used has size 1. placement: on which links each
-    of them lies."""
+    """Sizes of all mesh axes, slowest link first; an unused axis has size 1. placement: the links that each uses."""
 
     sizes: Mapping[str, int]
     placement: Placement
@@ -33,25 +32,25 @@ class MeshPlan:
         return math.prod(self.sizes.values())
 
     def besides(self, axes: Collection[str]) -> tuple[str, ...]:
-        """The axes of more than one device that are none of these."""
+        """Returns the other axes of more than one device."""
         return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis not in axes)
 
     def num_shards(self, axes: tuple[str, ...]) -> int:
-        """Parts that a dimension over these axes is split in."""
+        """Returns the number of shards of a dimension over these axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def alone_seconds(self, kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...]) -> float | None:
-        """That one collective along these axes takes by itself; None where its links are not known. num_bytes: of the
-        full array (links.collective_seconds)."""
+        """Returns the time that one collective along these axes takes alone; None if its links are unknown. num_bytes:
+        of the full array (links.collective_seconds)."""
         return collective_seconds(kind, num_bytes, self.num_shards(axes), self.placement.link_of(axes))
 
     def abstract(self, axis_type: AxisType = AxisType.Auto) -> AbstractMesh:
-        """The mesh without devices, for planning."""
+        """Returns the mesh without devices, for planning."""
         names = tuple(self.sizes)
         return AbstractMesh(tuple(self.sizes.values()), names, axis_types=(axis_type,) * len(names))
 
     def of_devices(self, devices: Sequence[Any]) -> Mesh:
-        """The mesh over these devices, laid as the placement says; JAX orders devices of no known links."""
+        """Returns the mesh over these devices, laid out by the placement; JAX orders devices with unknown links."""
         names = tuple(self.sizes)
         auto = (AxisType.Auto,) * len(names)
         if self.placement.is_known:
@@ -64,9 +63,9 @@ class MeshPlan:
 
 
 def plan_mesh(spec: MeshSpec, target: TargetPlan) -> MeshPlan:
-    """Sizes with -1 filled in: {fsdp: -1, tensor: 2} over 8 devices -> {fsdp: 4, tensor: 2}.
+    """Returns the mesh with -1 filled in: {fsdp: -1, tensor: 2} over 8 devices -> {fsdp: 4, tensor: 2}.
 
-    Raises ConfigError where the product of the axes is not the number of devices, or no axis can cross its slices.
+    Raises ConfigError if the product of the axes is not the number of devices, or no axis can cross slices.
     """
     sizes: dict[str, int] = spec.model_dump()
     free = [axis for axis, size in sizes.items() if size == -1]
@@ -74,7 +73,7 @@ def plan_mesh(spec: MeshSpec, target: TargetPlan) -> MeshPlan:
     shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "1"
     devices = f"{counted(target.num_devices, 'device')} of target {target.name}"
     if len(free) > 1:
-        raise ConfigError([Problem("mesh", f"{' and '.join(free)} are both -1", "leave one of them -1, give the others a size")])  # fmt: skip  # noqa: E501
+        raise ConfigError([Problem("mesh", f"{' and '.join(free)} are both -1", "leave one of them at -1 and give the others a size")])  # fmt: skip  # noqa: E501
     if free and target.num_devices % fixed:
         raise ConfigError([Problem("mesh", f"{shown}: {fixed} does not divide the {devices}", _fix(sizes, target))])
     if free:
@@ -85,7 +84,7 @@ def plan_mesh(spec: MeshSpec, target: TargetPlan) -> MeshPlan:
 
 
 def _fix(sizes: Mapping[str, int], target: TargetPlan) -> str:
-    """One axis changed such that the product is right, where that is possible."""
+    """Returns the fix: one axis changed such that the product is right, if possible."""
     options = []
     for axis, size in sizes.items():
         if size in (1, -1):
@@ -102,5 +101,5 @@ def _fix(sizes: Mapping[str, int], target: TargetPlan) -> str:
 
 
 def nearest(size: int, candidates: list[int]) -> int:
-    """The candidate closest to `size`; of two as close the larger."""
+    """Returns the candidate closest to `size`; of two as close the larger."""
     return min(candidates, key=lambda candidate: (abs(candidate - size), -candidate))

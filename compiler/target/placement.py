@@ -1,8 +1,8 @@
-"""Which links each mesh axis uses: the mesh laid onto the torus of each slice, or into the nodes, and across them.
+"""Places the mesh on the torus of each slice or in the nodes, and across them: the links that each mesh axis uses.
 
     v5e-256, fsdp=64 tensor=4  ->  fsdp: ICI x (4 of 16, every 4th, wraps) x ICI y (16, wraps); tensor: ICI x (4 of 16)
 
-Only replica, stage and data cross slices; axis_segments.py lays what is in one. docs/targets.md says why.
+Only replica, stage and data cross slices; axis_segments.py places axes within one. docs/targets.md says why.
 """
 
 import math
@@ -26,7 +26,8 @@ ACROSS_SLICES = ("replica", "stage", "data")  # tried in this order
 
 @dataclass(frozen=True)
 class Placement:
-    """parts: of each mesh axis of more than one device, outermost first; empty where nothing is known of the links."""
+    """A mesh on its links. parts: of each mesh axis of more than one device, outermost first; empty if links are
+    unknown."""
 
     sizes: Mapping[str, int]  # of the mesh
     target: TargetPlan
@@ -34,16 +35,17 @@ class Placement:
 
     @property
     def is_known(self) -> bool:
-        """False for simulated devices, and attached ones of no known shape: JAX orders them."""
+        """Returns False for simulated devices and attached devices of unknown shape, which JAX orders."""
         return self.target.network is not None and self.target.shape is not None
 
     def describe(self) -> dict[str, str]:
-        """{'fsdp': 'ICI x (16, wraps) x ICI y (16, wraps)'}; simulated devices share the host's memory."""
+        """Returns each axis' links: {'fsdp': 'ICI x (16, wraps) x ICI y (16, wraps)'}; simulated devices use host
+        memory."""
         used = [axis for axis, size in self.sizes.items() if size > 1]
         return {axis: " x ".join(map(str, self.parts[axis])) if self.is_known else "memory" for axis in used}
 
     def link_of(self, axes: Sequence[str]) -> Link:
-        """What a collective over the devices along these mesh axes uses."""
+        """Returns the link of a collective over the devices along these mesh axes."""
         axes = [axis for axis in axes if self.sizes[axis] > 1]
         if not self.is_known:
             return Link("memory", (), is_pipelined=False, note="simulated, or of unknown links")
@@ -53,19 +55,19 @@ class Placement:
         return link_of_rows({name: row_of_parts(own) for name, own in along.items() if own}, self.target)
 
     def group_size(self, axes: Sequence[str]) -> int:
-        """Devices along these mesh axes."""
+        """Returns the number of devices along these mesh axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def axes_of(self, group: Sequence[int]) -> tuple[str, ...]:
-        """The mesh axes along which a group of devices lies. group: positions in the mesh's row-major order."""
+        """Returns the mesh axes along which a group of devices lies. group: positions in the mesh's row-major order."""
         names = tuple(self.sizes)
         coordinates = np.unravel_index(np.asarray(group), tuple(self.sizes.values()))
         return tuple(name for name, at in zip(names, coordinates, strict=True) if len(set(at.tolist())) > 1)
 
     def ordered(self, devices: Sequence[Any]) -> np.ndarray[Any, Any]:
-        """The devices as the array of `jax.sharding.Mesh`, such that each mesh axis lies where this says.
+        """Returns the devices as the array of `jax.sharding.Mesh`, placed as planned.
 
-        Raises ConfigError where they are not shaped as the target.
+        Raises ConfigError if their shape is not the target's.
         """
         at = _places(devices, self.target)
         mesh = np.empty(len(self.places), dtype=object)
@@ -74,12 +76,13 @@ class Placement:
 
     @cached_property
     def places(self) -> tuple[tuple[int, ...], ...]:
-        """Where each device of the mesh lies, in its row-major order: its place along each of `physical_sizes`."""
+        """Returns where each device of the mesh lies, in its row-major order: its place along each of
+        `physical_sizes`."""
         found = []
         for index in np.ndindex(tuple(self.sizes.values())):
             place = dict.fromkeys(physical_sizes(self.target), 0)
             for axis, number in zip(self.sizes, index, strict=True):
-                for part in reversed(self.parts.get(axis, ())):  # the innermost part counts fastest
+                for part in reversed(self.parts.get(axis, ())):  # the innermost part varies fastest
                     number, digit = divmod(number, part.size)
                     place[part.physical] += digit * part.stride
             found.append(tuple(place.values()))
@@ -87,7 +90,8 @@ class Placement:
 
 
 def plan_placement(sizes: Mapping[str, int], target: TargetPlan) -> Placement:
-    """Lay a mesh of as many devices as the target has. Raises ConfigError for slices that no mesh axis can cross."""
+    """Returns the placement of a mesh on all of the target's devices. Raises ConfigError if no mesh axis can cross
+    slices."""
     sizes = MappingProxyType(dict(sizes))
     if target.network is None or target.shape is None:
         return Placement(sizes, target, {})
@@ -101,7 +105,8 @@ def plan_placement(sizes: Mapping[str, int], target: TargetPlan) -> Placement:
 
 
 def _across(sizes: Mapping[str, int], target: TargetPlan) -> tuple[dict[str, int], dict[str, tuple[Part, ...]]]:
-    """What is left in a slice of each mesh axis, and what crosses slices: replica=4 over 2 slices -> 2, DCN (2)."""
+    """Returns the part of each mesh axis within a slice, and the part across slices: replica=4 over 2 slices -> 2, DCN
+    (2)."""
     left, inner, crossing = target.num_slices, dict(sizes), {}
     for axis in ACROSS_SLICES:
         if (count := math.gcd(inner[axis], left)) > 1:
@@ -111,14 +116,14 @@ def _across(sizes: Mapping[str, int], target: TargetPlan) -> tuple[dict[str, int
             left = stride
     if left > 1:
         shown = ", ".join(f"{axis}={sizes[axis]}" for axis in ACROSS_SLICES)
-        what = f"{target.num_slices} slices, and no axis that may cross them is a multiple: {shown}"
+        what = f"no axis that can cross the {target.num_slices} slices is a multiple of {target.num_slices}: {shown}"
         fix = f"set mesh.replica={target.num_slices}, as sharding=hsdp does with 2, or target.num_slices=1"
         raise ConfigError([Problem("mesh", what, fix)])
     return inner, crossing
 
 
 def physical_sizes(target: TargetPlan) -> dict[str, int]:
-    """Sizes of the physical axes, slowest first."""
+    """Returns the sizes of the physical axes, slowest first."""
     shape = target.shape or ()
     if isinstance(target.network, SwitchSpec):
         return dict(zip(("NIC", "NVLink"), shape, strict=True))
@@ -127,7 +132,7 @@ def physical_sizes(target: TargetPlan) -> dict[str, int]:
 
 
 def _places(devices: Sequence[Any], target: TargetPlan) -> dict[tuple[int, ...], Any]:
-    """Devices by where they are along the physical axes."""
+    """Returns the devices by their places along the physical axes."""
     sizes = tuple(physical_sizes(target).values())
     if isinstance(target.network, SwitchSpec):
         in_order = sorted(devices, key=lambda device: (device.process_index, device.id))
@@ -145,6 +150,6 @@ def _places(devices: Sequence[Any], target: TargetPlan) -> dict[tuple[int, ...],
             for device in devices
         }
     if len(devices) != math.prod(sizes) or set(places) != set(np.ndindex(sizes)):
-        what = f"the {len(devices)} devices are not shaped as {target.name}: {'x'.join(map(str, sizes))}"
-        raise ConfigError([Problem("target", what, "name the target as it is, such as v5p:4x4x8")])
+        what = f"the {len(devices)} devices do not have the shape of {target.name}, {'x'.join(map(str, sizes))}"
+        raise ConfigError([Problem("target", what, "name the target with its shape, such as v5p:4x4x8")])
     return places

@@ -1,4 +1,4 @@
-"""Which devices the step is for: how many, how they are connected, and what one of them can do."""
+"""The devices that the step is compiled for: their number, their links, and the speed and memory of each."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,16 +27,16 @@ ComputeType = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class TargetPlan:
-    """The devices, figures of one *device* of JAX where a name says so; `chip` has those of a chip. None: unknown.
+    """A target with its figures, per JAX *device* where the name says so; `chip` has the chip's. None: unknown.
 
-    shape: chips of a slice along the axes of its torus, or (nodes, GPUs in each); None for simulated devices, and where
-    what is attached has no such shape. topology_name: what `jax.experimental.topologies.get_topology_desc` wants.
-    compiler: what XLA's compiler for it does. flag_presets: sets of its options, by name.
+    shape: chips of a slice along the axes of its torus, or (nodes, GPUs in each); None for simulated devices, and for
+    attached devices without such a shape. topology_name: for `jax.experimental.topologies.get_topology_desc`.
+    compiler: traits of XLA's compiler for it. flag_presets: sets of its options, by name.
     """
 
-    name: str  # as its users say it
-    platform: str  # as JAX says it: cpu, gpu, tpu
-    num_devices: int  # of JAX, in all slices
+    name: str  # its common name
+    platform: str  # JAX's name: cpu, gpu, tpu
+    num_devices: int  # JAX devices in all slices
     chip: ChipSpec | None
     network: TorusSpec | SwitchSpec | None
     num_chips: int
@@ -44,7 +44,7 @@ class TargetPlan:
     shape: Shape | None
     topology_name: str | None
     peak_flops_per_second: float | None  # of one device, in the compute type
-    hbm_bytes_per_device: int | None  # what a program may take of it
+    hbm_bytes_per_device: int | None  # the part that a program may use
     compiler: CompilerTraits
     flag_presets: Mapping[str, FlagPreset]
 
@@ -54,7 +54,7 @@ class TargetPlan:
 
     @property
     def host_bytes_per_device(self) -> int | None:
-        """A device's share of the memory of its host."""
+        """Returns a device's share of the memory of its host."""
         return self.chip.host_bytes // self.chip.num_devices if self.chip and self.chip.host_bytes else None
 
     @property
@@ -67,12 +67,12 @@ class TargetPlan:
 
     @property
     def is_attached(self) -> bool:
-        """False for chips that need not be there."""
+        """Returns False for chips that need not be attached."""
         return self.topology_name is None
 
 
 def plan_target(spec: TargetSpec, compute: ComputeType) -> TargetPlan:
-    """The target with its devices counted. Only `local` looks at what is attached."""
+    """Returns the target with its devices counted. Only `local` looks at attached devices."""
     match spec:
         case CpuTarget():
             return _plain(spec.name, "cpu", spec.num_devices)
@@ -86,7 +86,8 @@ def plan_target(spec: TargetSpec, compute: ComputeType) -> TargetPlan:
 
 
 def topology_arguments(spec: TpuTarget) -> dict[str, Any]:
-    """Arguments of `get_topology_desc`, beside the topology's name, for slices of TPUs: hosts, rings, number of slices.
+    """Returns the arguments of `get_topology_desc` besides the topology's name, for slices of TPUs: hosts, rings,
+    number of slices.
 
     libtpu takes three axes, whatever the torus has.
     """
@@ -123,7 +124,7 @@ def _of_chips(
 
 
 def _plain(name: str, platform: str, num_devices: int) -> TargetPlan:
-    """Devices of which no more is known than their number."""
+    """Returns a target of which only the number of devices is known."""
     return TargetPlan(
         name=name,
         platform=platform,
@@ -142,7 +143,7 @@ def _plain(name: str, platform: str, num_devices: int) -> TargetPlan:
 
 
 def _local(spec: LocalTarget, compute: ComputeType) -> TargetPlan:
-    """What is attached; a chip that has a file is known by its kind of device."""
+    """Returns the attached devices; a chip with a file is recognized by its kind of device."""
     attached = jax.devices()
     devices = attached[: spec.num_devices or len(attached)]
     plan = _plain(spec.name, jax.default_backend(), spec.num_devices or len(attached))
@@ -170,7 +171,8 @@ def _local(spec: LocalTarget, compute: ComputeType) -> TargetPlan:
 def _attached_shape(
     devices: Sequence[Any], chip: ChipSpec, network: TorusSpec | SwitchSpec
 ) -> tuple[int, Shape | None]:
-    """(slices, shape of one) of attached devices; no shape where they fill none, as a part of a slice may not."""
+    """Returns (slices, shape of one) of attached devices; the shape is None if they do not fill one, as in part of a
+    slice."""
     groups = {getattr(device, "slice_index", 0) or 0 for device in devices}  # of GPUs: what shares NVLink
     if isinstance(network, SwitchSpec):
         num_nodes, rest = len(groups), len(devices) % len(groups)
@@ -183,6 +185,6 @@ def _attached_shape(
 
 
 def _peak(chip: ChipSpec, compute: ComputeType) -> float | None:
-    """Of one device."""
+    """Returns the peak of one device."""
     peak = getattr(chip.peak_flops_per_second, compute)
     return peak / chip.num_devices if peak else None

@@ -1,4 +1,4 @@
-"""The devices that a step is compiled for: those of this machine, or chips that are not there."""
+"""The devices that a step is compiled for: this machine's, or chips that need not be attached."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,24 +11,24 @@ from jax.experimental import topologies
 from ..config.spec import CompilerOption
 from ..config.target_spec import TargetSpec, TpuTarget
 from ..core.errors import ConfigError, Problem
-from ..core.format import counted
+from ..core.format import be, counted
 from .gpu_config import gpu_target_config
 from .target import TargetPlan, topology_arguments
 
-# Without these libtpu asks the metadata server of a TPU machine, wants a host's name, and locks out other processes. It
-# reads them when it is loaded. The accelerator type is any that exists: the topology's name says which one is meant.
+# Without these, libtpu asks the metadata server of a TPU machine, requires a host name, and locks out other processes.
+# It reads them when it is loaded. The accelerator type may be any that exists: the topology's name selects one.
 LIBTPU_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4",
                       "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # fmt: skip
 CUDA_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1"}
 
-# Which Triton tiling is fastest XLA finds out by running them, for which there has to be a device.
+# XLA finds the fastest Triton tiling by running them, which requires a device.
 WITHOUT_DEVICE: dict[str, dict[str, CompilerOption]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
 
 
 def find_devices(spec: TargetSpec, target: TargetPlan) -> Sequence[Any]:
-    """As many devices as the target has; in a program for chips that are not there they stand for them.
+    """Returns the target's devices; for chips that are not attached, descriptions of them.
 
-    Raises ConfigError where the compiler for the chip is not installed, or there are less devices.
+    Raises ConfigError if the compiler for the chip is not installed, or if too few devices are attached.
     """
     if target.is_attached:
         return _attached(target)
@@ -44,29 +44,30 @@ def find_devices(spec: TargetSpec, target: TargetPlan) -> Sequence[Any]:
 
 
 def check_compiler(target: TargetPlan) -> None:
-    """Raise ConfigError where the compiler for the target's chip is not installed."""
+    """Raises ConfigError if the compiler for the target's chip is not installed."""
     if target.is_attached:
         return
     is_there, extra, library = _COMPILERS[target.platform]
     if not is_there():
-        what = f"{target.name} is compiled for by {library}, which is not installed"
+        what = f"compiling for {target.name} needs {library}, which is not installed"
         raise ConfigError([Problem("target", what, f"pip install 'meshloom[{extra}]'")])
 
 
 def installed_compilers() -> dict[str, str]:
-    """What is installed for chips, by their kind: {"GPU": "JAX's CUDA plugin", "TPU": "libtpu"}."""
+    """Returns the installed compilers for chips, by kind: {"GPU": "JAX's CUDA plugin", "TPU": "libtpu"}."""
     return {platform.upper(): library for platform, (is_there, _, library) in _COMPILERS.items() if is_there()}
 
 
 def options_without_device(target: TargetPlan) -> dict[str, CompilerOption]:
-    """Options that compiling for chips that are not there takes, beside those of the declaration, which win."""
+    """Returns the options for compiling for chips that are not attached; the declaration's take precedence."""
     return {} if target.is_attached else WITHOUT_DEVICE.get(target.platform, {})
 
 
 def _attached(target: TargetPlan) -> Sequence[Any]:
     devices = jax.devices()
     if len(devices) < target.num_devices:
-        what = f"target {target.name} has {counted(target.num_devices, 'device')}, and {len(devices)} are attached"
+        found = f"{counted(len(devices), 'device')} {be(len(devices))} attached"
+        what = f"target {target.name} has {counted(target.num_devices, 'device')}, but {found}"
         raise ConfigError([Problem("target", what, "use target=local for all of them")])
     return devices[: target.num_devices]
 
@@ -92,7 +93,7 @@ def _has_cuda() -> bool:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ImportError:  # the package that would hold it is not there
+    except ImportError:  # its parent package is not installed
         return False
 
 
