@@ -1,4 +1,4 @@
-"""Advice that findings give, each with the test of whether a plan follows it already: then it is not given."""
+"""Advice of findings, each with a test of whether a plan already follows it; advice that is followed is not given."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ..plan import Plan
 
 @dataclass(frozen=True)
 class Advice:
-    """text: what to do, with the override that does it. is_followed: whether the plan does so."""
+    """One piece of advice. text: what to do, with its override. is_followed: whether a plan already does it."""
 
     text: str
     is_followed: Callable[[Plan], bool]
@@ -26,7 +26,7 @@ FULL_REMAT = Advice("remat=full", lambda plan: plan.spec.remat.policy == "full")
 
 
 def unfollowed(plan: Plan, *advice: Advice | str) -> str:
-    """Returns what of the advice is not followed yet, joined by "or". A text is given whatever the plan does."""
+    """Returns the advice that is not followed yet, joined by "or". A plain text is always given."""
     return ", or ".join(
         each if isinstance(each, str) else each.text
         for each in advice

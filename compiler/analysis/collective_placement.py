@@ -1,4 +1,4 @@
-"""Where a collective of a compiled program goes: its mesh axes, its links, and how long it takes by itself."""
+"""The placement of a compiled program's collectives: mesh axes, links, and the time that each takes alone."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,18 @@ from ..target.links import Link, collective_seconds
 from ..target.placement import Placement
 from ..xla.schedule.steps import Collective
 
-NO_GROUPS = "the program does not say which devices it is among"
+NO_GROUPS = "the program does not name its group of devices"
 NO_LINKS = "the target's links are not known"
-NO_BOX = "its groups fill no box of the torus or the nodes, and how fast such a group is no rule says"
-NO_SLICES = "the program does not say which slices it is among"
+NO_BOX = "its groups are not boxes of the torus or the nodes, and there is no formula for their speed"
+NO_SLICES = "the program does not name its group of slices"
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Where a collective goes. mesh_axes: along which its groups lie, empty where the program does not say. links: that
-    it keeps busy, each way of a torus axis by itself: 'ICI x+'. why: alone_seconds is not known."""
+    """The placement of one collective. mesh_axes: the axes along which its groups lie, empty if the program does not
+    say.
+    links: the links that it keeps busy, each direction of a torus axis separately: 'ICI x+'. why: why alone_seconds is
+    unknown."""
 
     mesh_axes: tuple[str, ...]
     group_size: int
@@ -30,7 +32,7 @@ class Crossing:
 
 
 def crossing_of(collective: Collective, placement: Placement) -> Crossing:
-    """How long a collective takes over its groups, all at once."""
+    """Returns the placement of a collective over all of its groups at once."""
     groups = collective.groups
     if collective.num_slices is not None:
         groups = _across_slices(placement, collective.num_slices)
@@ -51,7 +53,7 @@ def crossing_of(collective: Collective, placement: Placement) -> Crossing:
 
 
 def _sent(collective: Collective, placement: Placement) -> Crossing:
-    """groups: pairs. It is along the axes that any of them crosses."""
+    """Returns the placement of a permute, whose groups are pairs: along all axes that any pair crosses."""
     names = tuple(placement.sizes)
     crossed = {axis for pair in collective.groups for axis in placement.axes_of(pair)}
     axes = tuple(name for name in names if name in crossed)
@@ -63,7 +65,7 @@ def _sent(collective: Collective, placement: Placement) -> Crossing:
 
 
 def _across_slices(placement: Placement, num_slices: int) -> tuple[tuple[int, ...], ...]:
-    """Each device with those at its place in all other slices; nothing where it is among some of them only."""
+    """Returns groups of the devices at one place of all slices; empty if the collective is among only some slices."""
     if not placement.is_known or num_slices != placement.target.num_slices:
         return ()
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -78,6 +80,6 @@ def _links_of(link: Link) -> tuple[str, ...]:
 
 
 def _name(track: str) -> str:
-    """'x+' -> 'ICI x+', 'DCN' -> 'DCN'."""
+    """Returns the name of a link: 'x+' -> 'ICI x+', 'DCN' -> 'DCN'."""
     kind = LINK_KINDS[track.rstrip("+-")]
     return track if kind == track else f"{kind} {track}"

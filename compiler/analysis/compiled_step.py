@@ -1,4 +1,4 @@
-"""A compiled step with all that was read in it, and the verdicts that rest on it."""
+"""A compiled step with everything that was read from it, and the verdicts that follow."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,8 @@ from .schedule_analysis import ScheduleAnalysis
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """estimate: what was planned without XLA. lowered, built: the programs before and after the compiler. schedule,
-    peak: what the text of the step says, or why that is not known."""
+    """A compiled step. estimate: the estimate without XLA. lowered, built: the programs before and after compiling.
+    schedule, peak: what the program's text says, or why that is unknown."""
 
     plan: Plan
     estimate: StepEstimate
@@ -28,13 +28,13 @@ class CompiledStep:
 
     @property
     def analysis(self) -> ScheduleAnalysis:
-        """The schedule; where it is not known, one without figures that says why."""
+        """Returns the schedule; if it is unknown, one without figures that says why."""
         return _unanalysed(self.schedule.why) if isinstance(self.schedule, Unread) else self.schedule
 
     @property
     def fits(self) -> bool | None:
-        """Whether a device has the memory. For TPUs the compiler decides, which refuses what does not fit; else what
-        the program takes is compared, as compilers for GPUs refuse nothing. None: unknown."""
+        """Returns whether the step fits in a device's memory. The TPU compiler decides this itself; for other targets
+        the program's size is compared, as compilers for GPUs refuse nothing. None: unknown."""
         if self.built.memory is None:
             return False
         if self.plan.target.platform == "tpu":
@@ -44,19 +44,19 @@ class CompiledStep:
 
     @property
     def fits_host(self) -> bool | None:
-        """Whether a device's share of its host's memory holds what the step keeps there. None: unknown."""
+        """Returns whether the step's arrays in host memory fit in a device's share of it. None: unknown."""
         num_bytes = self.host_bytes
         return None if num_bytes is None else fits_host(num_bytes, self.plan.target.host_bytes_per_device)
 
     @property
     def host_bytes(self) -> int | None:
-        """What the step keeps in the host's memory for a device; None where the compiler refused it."""
+        """Returns the bytes that the step keeps in host memory per device; None if the compiler refused the step."""
         return None if self.built.memory is None else self.built.memory.host_bytes
 
     @property
     def needed_bytes(self) -> int | None:
-        """What the step needs of a device; None where the compiler refused it without a number, or where its number is
-        not the device's and the program cannot be read: then we count it, in the scheduled program."""
+        """Returns the bytes that the step needs on a device; None if the compiler refused it without a number. Where
+        the compiler's number is not per device it is counted in the scheduled program; None if that cannot be read."""
         memory, refused = self.built.memory, self.built.out_of_memory
         if memory is None:
             return refused.needed_bytes if refused else None
@@ -67,9 +67,9 @@ class CompiledStep:
 
 
 def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ...]:
-    """Returns what the program does that was not asked for, after what it does not deliver of what was demanded.
+    """Returns all findings: unmet demands first, then what the program does that the plan did not ask for.
 
-    is_searched: this is the best of `overlap.search`.
+    is_searched: the step is the best of `overlap.search`.
     """
     analysis = step.analysis
     too_exposed = None
@@ -87,13 +87,13 @@ def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ..
 
 
 def limit_bytes(plan: Plan) -> int | None:
-    """What a program may take of a chip."""
+    """Returns the bytes that a program may use on a chip."""
     per_device = plan.target.hbm_bytes_per_device
     return per_device and per_device * used_devices_per_chip(plan)
 
 
 def used_devices_per_chip(plan: Plan) -> int:
-    """Of JAX, by which figures of a device become those of a chip: one where a run takes a part of a chip."""
+    """Returns the JAX devices per chip, which scale a device's figures to a chip's; 1 if a run uses part of a chip."""
     return max(1, plan.target.num_devices // plan.target.num_chips)
 
 

@@ -1,5 +1,5 @@
-"""`overlap.max_exposed`: the share of a step in which compute may wait for communication, and what is said where it
-waits longer."""
+"""`overlap.max_exposed`: the share of a step in which compute may wait for communication, and the finding if it waits
+longer."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ NUM_NAMED = 3
 def find_too_exposed(
     plan: Plan, step: StepReport, collectives: Sequence[CollectiveReport], *, is_searched: bool = False
 ) -> Finding | None:
-    """None where nothing is demanded, or the schedule delivers it. What is not known is not delivered.
+    """Returns the finding; None if there is no limit, or the schedule meets it. An unknown exposure does not meet it.
 
-    is_searched: this is the best of `overlap.search`."""
+    is_searched: the step is the best of `overlap.search`."""
     limit, share = plan.spec.overlap.max_exposed, step.exposed_fraction
     if limit is None:
         return None
     if share is None or None in [each.exposed_seconds for each in collectives]:
-        what = f"overlap.max_exposed allows {human_share(limit)} of the step, and what is exposed is not known"
+        what = f"overlap.max_exposed allows {human_share(limit)} of the step, and the exposed time is not known"
         fix = "see why below `unknown` in report.json; choose another target, or set overlap.max_exposed=null"
         return Finding(rule=TOO_EXPOSED, severity="warning", what=what, where="step.exposed_fraction", fix=fix)
     if share <= limit:
@@ -41,9 +41,9 @@ def find_too_exposed(
 def least_batch(
     plan: Plan, compute_seconds: float, collectives: Sequence[CollectiveReport], limit: float
 ) -> int | None:
-    """The smallest global batch at which the busiest link could be hidden behind the compute; None where none could be.
+    """Returns the smallest global batch at which compute could hide the busiest link; None if there is none.
 
-    What moves weights or gradients takes as long whatever the batch; compute and what moves activations grow with it.
+    Collectives of weights and gradients do not depend on the batch; compute and those of activations grow with it.
     """
     paths = [array.array.path for array in plan.sharding.parameters]
     factors = [1.0]

@@ -1,14 +1,14 @@
-"""What the compiled program does that the plan did not ask for: found by comparing both, never by a guess.
+"""Finds what the compiled program does that the plan did not ask for, by comparing the two.
 
-unplanned-collective        a transfer that no rule of the plan brings about
+unplanned-collective        a collective that no rule of the plan causes
 whole-gradient              an all-reduce where the plan has a reduce-scatter: twice the bytes
-wide-collective             float32 crosses where the plan has a narrower type
-repeated-gather             what does not change from one microbatch to the next crosses once for each
+wide-collective             float32 is transferred where the plan has a narrower type
+repeated-gather             a value that is the same for all microbatches is gathered once for each
 OPERATION-fallback          the strategy that a user would expect was refused: attention without the kernel
-gathered-whole              the compiler itself says that it gathers a whole array
-held-whole                  an array that a rule splits lies whole in memory, throughout a loop that could do without
+gathered-whole              the compiler itself reports that it gathers a whole array
+held-whole                  an array that a rule splits is whole in memory throughout a loop that does not need it
 
-What is found at several places in the same words is one finding: "9 places: a; b; c and 6 more".
+Findings with the same text at several places become one: "9 places: a; b; c and 6 more".
 """
 
 import math
@@ -35,7 +35,7 @@ from .advice import (
 from .match import Match
 from .program_memory import HeldArray
 
-LEAST_BYTES = 2**20  # of one execution; what is smaller costs latency alone
+LEAST_BYTES = 2**20  # of one execution; a smaller one costs only latency
 NARROW = {"bfloat16": "bf16", "float16": "f16"}
 NUM_PLACES = 3  # that one finding names
 
@@ -52,9 +52,8 @@ def lint(
     *,
     held: Sequence[HeldArray] = (),
 ) -> tuple[Finding, ...]:
-    """All findings, the ones that cost most first. matches: of each collective by name, what the plan has of its size.
-    notes: lines of the compiler about arrays that it gathers whole. held: weights and gradients that live throughout a
-    loop."""
+    """Returns all findings, the most costly first. matches: by collective, the planned ones of its size. notes: the
+    compiler's messages about arrays that it gathers whole. held: weights and gradients that live throughout a loop."""
     large = [each for each in collectives if each.bytes // each.count >= LEAST_BYTES]
     found = [finding for each in large for finding in _of_collective(plan, each, matches.get(each.name, ()), planned)]
     others = (*_missed(plan), *map(_gathered_whole, notes), *_held_whole(plan, held))
@@ -63,20 +62,20 @@ def lint(
 
 
 def find_gathered_whole(notes: Sequence[str]) -> tuple[Finding, ...]:
-    """What those lines of a compiler are about; they are all that there is to lint of a program that runs at once."""
+    """Returns findings for these messages of a compiler; a program that is run at once has no others."""
     return tuple(each.finding for each in _merged([Costly(0, finding) for finding in map(_gathered_whole, notes)]))
 
 
 @dataclass(frozen=True)
 class Costly:
-    """cost: bytes that would not have to cross."""
+    """A finding with its cost: bytes that would not have to be transferred."""
 
     cost: int
     finding: Finding
 
 
 def _merged(found: Sequence[Costly]) -> list[Costly]:
-    """Those that differ in their place alone as one, with what they cost together."""
+    """Returns the findings, merging those that differ only in their place and adding their costs."""
     alike: dict[Finding, list[Costly]] = {}
     for each in found:
         alike.setdefault(each.finding.model_copy(update={"where": ""}), []).append(each)
@@ -90,7 +89,7 @@ def _at_all_places(group: Sequence[Costly]) -> Finding:
     first = group[0].finding
     if len(group) == 1:
         return first
-    dearest = sorted(group, key=lambda each: (-each.cost, each.finding.where))  # in whatever order a compiler has them
+    dearest = sorted(group, key=lambda each: (-each.cost, each.finding.where))  # independent of the compiler's order
     places = list(dict.fromkeys(each.finding.where for each in dearest))
     where = f"{len(group)} places: {human_names(places, NUM_PLACES, between='; ')}"
     return first.model_copy(update={"where": where})
@@ -116,9 +115,9 @@ def _of_collective(
 
 
 def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> PlannedCollective | None:
-    """What the plan has of this kind, or in its place, over these axes; of several the one whose size is closest. None
-    where all of them together are smaller, in a type twice as wide."""
-    # A matmul that runs chunk by chunk sends what it would have gathered or scattered by permutes.
+    """Returns the planned collective of this kind, or one that it replaces, over these axes, of the closest size. None
+    if all of them together are smaller even in a type twice as wide."""
+    # A collective matmul sends by permutes what would have been gathered or scattered.
     kinds = (each.kind, "all-gather", "reduce-scatter") if each.kind == "collective-permute" else (each.kind,)
     alike = [p for p in planned if p.kind in kinds and set(p.mesh_axes) == set(each.mesh_axes)]
     if each.bytes // each.count > 2 * sum(p.bytes_each for p in alike):
@@ -127,7 +126,7 @@ def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> Pl
 
 
 def _whole_gradient(plan: Plan, each: CollectiveReport, scattered: Sequence[PlannedCollective]) -> Costly:
-    what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of it crosses in vain"
+    what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of the traffic is redundant"
     rules = dict.fromkeys(p.rule for p in scattered if p.rule)
     is_of_head = all(_is_of_head(p.source) for p in scattered)
     in_parts = [HEAD_IN_CHUNKS] if is_of_head else []
@@ -146,7 +145,7 @@ def _unplanned(plan: Plan, each: CollectiveReport) -> Costly:
         if set(rule.mesh) & set(each.mesh_axes)
     ]
     by = f"; rules over these axes: {', '.join(rules)}" if rules else ""
-    fix = "name the activation where it comes from, so that a rule can lay it out, or change one of these rules"
+    fix = "name the activation at its origin, so that a rule can lay it out, or change one of these rules"
     return _costly(each, each.bytes, "unplanned-collective", what, f"{each.source}{by}", fix)
 
 
@@ -165,14 +164,14 @@ def _repeated(plan: Plan, each: CollectiveReport, planned: PlannedCollective) ->
 
 
 def _missed(plan: Plan) -> list[Finding]:
-    """Strategies that the plan would have taken, and whose refusal costs something."""
+    """Returns findings for strategies that the plan would have chosen, whose refusal has a cost."""
     return [
         Finding(
             rule=f"{each.op.kind}-fallback",
             severity="warning",
             what=f"{missed.loss}: {missed.name} is not used: {missed.refusal}",
             where=f"parallel.{each.op.kind}",
-            fix=f"change what it names; parallel.{each.op.kind}={each.chosen.name} says that it is meant",
+            fix=f"change what it names, or set parallel.{each.op.kind}={each.chosen.name} if this is intended",
         )
         for each in plan.operations
         if (missed := each.missed)
@@ -180,7 +179,7 @@ def _missed(plan: Plan) -> list[Finding]:
 
 
 def _gathered_whole(note: str) -> Finding:
-    """What XLA's partitioner says, without the time and the thread that it says first."""
+    """Returns the finding for a message of XLA's partitioner, without its prefix of time and thread."""
     what, where = note[max(0, note.find(REMATERIALIZATION)) :], "compiler"
     if match := _GATHERED.search(note):
         what = f"an array of {match['type']} is gathered whole: from sharding {match['before']} to {match['after']}"
@@ -190,7 +189,7 @@ def _gathered_whole(note: str) -> Finding:
 
 
 def _held_whole(plan: Plan, held: Sequence[HeldArray]) -> list[Finding]:
-    """A finding for each parameter, the largest first."""
+    """Returns a finding for each parameter, the largest first."""
     gradients = accumulated_layouts(plan.spec, plan.sharding)
     found: dict[tuple[str, str], tuple[int, Finding]] = {}
     for each in held:
@@ -209,15 +208,15 @@ def _held(plan: Plan, each: HeldArray, array: ArrayPlan) -> Finding | None:
     where = f"{array.table}: {array.reason} ({each.name})"
     size = f"{each.num_bytes / 2**20:,.1f} MiB on every device"
     if each.over_microbatches:
-        text = f"{what} lies whole in memory for all microbatches: {size}"
+        text = f"{what} is whole in memory for all microbatches: {size}"
         fewer = "num_microbatches=1 with fewer sequences"
         fix = unfollowed(plan, fewer, FULL_REMAT, SPLIT_OVER_TENSOR, WIDER_TENSOR)
         return Finding(rule="held-whole", severity="warning", what=text, where=where, fix=fix)
     if each.kind == "gradients" or not each.over_others:
-        return None  # added up block by block in a loop of its own, or in use in it
-    text = f"{what} lies whole in memory through a loop that does not read it: {size}"
+        return None  # accumulated chunk by chunk in its own loop, or used in it
+    text = f"{what} is whole in memory throughout a loop that does not read it: {size}"
     in_parts = [HEAD_IN_CHUNKS] if _is_of_head(array.array.path) else []
-    fix = f"none is needed where the step fits; else {unfollowed(plan, *in_parts, SPLIT_OVER_TENSOR, WIDER_TENSOR)}"
+    fix = f"none is needed if the step fits; otherwise {unfollowed(plan, *in_parts, SPLIT_OVER_TENSOR, WIDER_TENSOR)}"
     return Finding(rule="held-whole", severity="note", what=text, where=where, fix=fix)
 
 
@@ -226,8 +225,8 @@ def _is_of_head(path: str) -> bool:
 
 
 def _whole_of(each: HeldArray, layouts: Sequence[ArrayPlan], plan: Plan) -> ArrayPlan | None:
-    """The array of the plan that a rule splits over the batch's axes, and that this is, whole: by its name; where the
-    compiler dropped that, by its sizes, best in their order."""
+    """Returns the planned array of which this is the whole, and which a rule splits over the batch axes: matched by
+    name, or by sizes if the compiler dropped the name, preferably in the same order."""
     moved = {path for name in each.names for path in name.parameters([array.array.path for array in layouts])}
     named = [array for array in layouts if array.array.path in moved]
     if not named:
@@ -252,5 +251,5 @@ def _size(each: CollectiveReport) -> str:
 
 
 def _a(kind: str) -> str:
-    """'an all-gather', 'a reduce-scatter'."""
+    """Returns a kind with its article: 'an all-gather', 'a reduce-scatter'."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

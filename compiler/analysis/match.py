@@ -1,9 +1,9 @@
-"""What a collective is for whose name the compiler dropped: what the plan has of its kind, its axes and its size.
+"""Matches a collective whose name the compiler dropped with the planned ones of its kind, axes and size.
 
     all-reduce over fsdp of f32[1024,4096], three times  ->  layers/mlp/up_EM, backward (matched by size)
 
-TPUs reduce-scatter over 16 devices and more as synchronous all-reduces, of many gradients at once, without names; a
-program for several slices has no names at all.
+On TPUs, reduce-scatters over 16 or more devices become synchronous all-reduces of many gradients at once, without
+names; a program for several slices has no names at all.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ LANES = 128  # TPUs pad small arrays to a row of these
 
 @dataclass(frozen=True)
 class Match:
-    """Arrays of one size in a collective. candidates: those of the plan that they may be; none where it has no such."""
+    """Arrays of one size in a collective. candidates: the planned arrays that they may be; empty if there are none."""
 
     num_arrays: int
     candidates: tuple[PlannedCollective, ...]
@@ -37,8 +37,8 @@ class Match:
 def match_planned(
     collective: Collective, axes: Sequence[str], count: int, planned: Sequence[PlannedCollective]
 ) -> tuple[Match, ...]:
-    """For each size of its arrays, the largest first. count: executions in a step, by which candidates are told apart
-    where that leaves any."""
+    """Returns a match for each size of its arrays, the largest first. count: executions in a step, which narrows the
+    candidates down unless that would leave none."""
     alike = [p for p in planned if p.kind in _kinds(collective) and _is_over(p, collective, axes)]
     alike = [p for p in alike if jnp.issubdtype(p.dtype, jnp.integer) == (collective.dtype[:1] in ("s", "u"))]
     sizes = sorted(set(collective.num_elements), reverse=True)
@@ -46,8 +46,8 @@ def match_planned(
 
 
 def source_by_size(matches: Sequence[Match]) -> str | None:
-    """'head/kernel_EV, backward (matched by size)'; 'one of a, b and 2 more (matched by size)' where the largest array
-    is a or b, and two are joined with it; None where none fits."""
+    """Returns the source: 'head/kernel_EV, backward (matched by size)'; 'one of a, b and 2 more (matched by size)' if
+    the largest array is a or b, and two more are combined with it; None if nothing matches."""
     found = [match for match in matches if match.candidates]
     if not found:
         return None
@@ -60,19 +60,20 @@ def source_by_size(matches: Sequence[Match]) -> str | None:
 
 
 def num_elements(planned: PlannedCollective) -> int:
-    """Of the full array of one execution."""
+    """Returns the elements of the full array of one execution."""
     return planned.bytes_each // jnp.dtype(planned.dtype).itemsize
 
 
 def _kinds(collective: Collective) -> tuple[str, ...]:
-    """What it may stand for: a sum of arrays of which each device fills its part is a gather."""
+    """Returns the planned kinds that it may implement: a sum of arrays, each filled in one part only, is a gather."""
     if collective.kind != "all-reduce":
         return (collective.kind,)
     return ("all-gather",) if collective.is_padded else ("all-reduce", "reduce-scatter")
 
 
 def _is_over(planned: PlannedCollective, collective: Collective, axes: Sequence[str]) -> bool:
-    """Of an all-reduce also a part: over slices it is one within each, and then one across."""
+    """Returns whether it is over these axes. An all-reduce may be over some: it runs within slices, then across
+    them."""
     over = set(planned.mesh_axes)
     return over == set(axes) or (planned.kind == collective.kind == "all-reduce" and set(axes) < over)
 
@@ -85,7 +86,7 @@ def _of_size(size: int, num_arrays: int, alike: Sequence[PlannedCollective], cou
     if found:
         counted = [each for each in found if each.count == count]
         return Match(num_arrays, tuple(counted or found))
-    for one, same in by_size.items():  # joined end to end: all that are of one size, or some of many scalars
+    for one, same in by_size.items():  # concatenated: all arrays of one size, or some of many scalars
         if size == one * len(same) or (one == 1 and size <= sum(each.count for each in same)):
             return Match(num_arrays * size // one, tuple(same))
     return Match(num_arrays, ())

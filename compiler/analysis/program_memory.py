@@ -1,6 +1,6 @@
-"""The memory of a compiled step at its worst moment, by what it is kept for.
+"""The peak memory of a compiled step, by class of arrays.
 
-Which class an array is of, the names say that JAX gave to what writes it and to what reads it; the first that holds:
+The class follows from JAX's names of the instructions that write and read an array; the first match applies:
 
 working_weights    an all-gather of a weight writes it, or the cast to the compute type
 gradients          the reduction of a weight's gradient, or the update, reads it, and something before the update wrote
@@ -8,7 +8,7 @@ gradients          the reduction of a weight's gradient, or the update, reads it
 activations        the forward pass writes it, and the backward pass reads it
 temporaries        all others
 
-What the compiler copies or transposes has no name; it goes by the names of what it is made from, and goes to.
+Copies and transposes by the compiler have no name; they take the names of their source and their use.
 """
 
 from collections import Counter, defaultdict
@@ -23,7 +23,7 @@ from ..xla.schedule.prices import kind_of
 
 Class = Literal["working_weights", "gradients", "activations", "temporaries"]
 
-# The last word of a name that changes nothing but place, type or sum; what the compiler makes itself has no name.
+# Primitives that only move, cast or sum; the compiler's own instructions have no name.
 MOVES = {"", "add", "add_any", "convert_element_type", "dynamic_slice", "dynamic_update_slice", "psum",
          "reduce_scatter", "reshape", "squeeze", "transpose", "while"}  # fmt: skip
 
@@ -31,7 +31,7 @@ MOVES = {"", "add", "add_any", "convert_element_type", "dynamic_slice", "dynamic
 @dataclass(frozen=True)
 class HeldArray:
     """A weight in use or a gradient that lives throughout a loop. shape: on one device. names: of what writes and reads
-    it. over: the loops that hold others within, so those over microbatches, and the loops that do not touch it."""
+    it. over: loops that contain other loops, such as those over microbatches, and loops that do not touch it."""
 
     name: str  # of the instruction that makes it
     kind: Class
@@ -44,7 +44,7 @@ class HeldArray:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes of a device at the worst moment. by_class: beside the arguments. at: the instruction that runs then."""
+    """Bytes on a device at the peak. by_class: besides the arguments. at: the instruction that runs at the peak."""
 
     num_bytes: int
     by_class: Mapping[Class, int]
@@ -53,7 +53,7 @@ class PeakMemory:
 
 
 def read_peak(module: Module) -> PeakMemory:
-    """Of a scheduled program. Raises HloError where it calls a computation that it does not have."""
+    """Returns the peak of a scheduled program. Raises HloError if it calls a computation that it does not have."""
     buffers = read_buffers(module)
     classes = classify(buffers, module)
     by_class = Counter[Class]()
@@ -79,10 +79,10 @@ def _held(buffers: Sequence[Buffer], classes: Mapping[int, Class], module: Modul
 
 
 def classify(buffers: Buffers, module: Module) -> dict[int, Class]:
-    """The class of each array that the program makes, by its `id`."""
+    """Returns the class of each array that the program makes, by its `id`."""
     names = _Names(buffers.others, module)
     found: dict[int, Class] = {id(each): _class_of(names.written(each), names.read(each)) for each in buffers.others}
-    # What is added to a gradient is one: of one microbatch.
+    # What is added to a gradient is a gradient: of one microbatch.
     waiting = [each for each in buffers.others if found[id(each)] == "gradients"]
     while waiting:
         total = waiting.pop()
@@ -132,7 +132,7 @@ class _Names:
         return self._names(buffer, "readers", self._written_by)
 
     def parts_of(self, gradient: Buffer) -> list[Buffer]:
-        """What is read to write a gradient, and is one too: of its shape, or moved or added."""
+        """Returns the arrays read to write a gradient that are gradients too: of its shape, or moved or added."""
         return [
             each
             for writer in gradient.writers
@@ -163,7 +163,7 @@ def _is_move(instruction: Instruction) -> bool:
 
 
 def _is_part(a: Buffer, b: Buffer) -> bool:
-    """True for the same sizes in any order but for what a shard, a layer or a microbatch has less."""
+    """Returns True if the sizes are the same in any order, except for those of a shard, a layer or a microbatch."""
     left, right = Counter(_sizes(a)), Counter(_sizes(b))
     less, more = sorted(((left - right).total(), (right - left).total()))
     return less <= 1 and more <= 2

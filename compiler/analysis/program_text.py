@@ -1,4 +1,4 @@
-"""The text of a compiled step -> what it says of its schedule and of its memory, or why that is not known."""
+"""Reads the schedule and the memory from the text of a compiled step, or says why they are unknown."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Unread:
-    """In the place of what is not known."""
+    """The reason why something is not known, instead of its value."""
 
     why: str
 
@@ -26,9 +26,9 @@ NO_PROGRAM = Unread("the step was not compiled: it does not fit")
 def read_text(
     text: str | None, plan: Plan, planned: Sequence[PlannedCollective]
 ) -> tuple[ScheduleAnalysis | Unread, PeakMemory | Unread]:
-    """text: None where the step does not fit. planned: the collectives that the plan has.
+    """Returns the schedule and the peak. text: None if the step does not fit. planned: the plan's collectives.
 
-    The program is no worse where its text is of a form that the reader does not know: each part is read by itself.
+    A text of an unknown form does not make the program invalid, so each part is read separately.
     """
     if text is None:
         return NO_PROGRAM, NO_PROGRAM
@@ -39,7 +39,7 @@ def read_text(
 
 
 def _read(part: Callable[[], T]) -> T | Unread:
-    """A form that is known to be unknown is an HloError; what else has to be there, and is not, ends in the others."""
+    """Returns the part, or why it cannot be read. Unsupported forms raise HloError; missing pieces raise the others."""
     try:
         return part()
     except (LookupError, ValueError) as error:

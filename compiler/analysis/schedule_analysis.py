@@ -1,7 +1,7 @@
-"""A compiled step -> what its schedule says: each collective with what hides it, and the time of a step.
+"""Analyses the schedule of a compiled step: what hides each collective, and the time of a step.
 
-What `compiler/xla/schedule/` finds in it is joined here with what the plan knows: which mesh axes a group of devices
-is, which links those use, which parameter an operation moves.
+This joins the findings of `compiler/xla/schedule/` with the plan: the mesh axes of a group of devices, the links that
+they use, and the parameter that an operation moves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ from .collective_placement import Crossing, crossing_of
 from .match import Match, match_planned, source_by_size
 
 NUM_SHOWN_BEHIND = 3
-NUM_NAMED = 4  # of instructions without a time
-NO_CHIP = "the target's chip is not known: simulated devices have no links and no clock of their own"
+NUM_NAMED = 4  # instructions without a time that are named
+NO_CHIP = "the target's chip is not known: simulated devices have neither links nor a clock"
 
 
 @dataclass(frozen=True)
 class ScheduleAnalysis:
-    """step: without the bound of its roofline, which is none of the schedule's. matches: of each collective by its
-    name, what the plan has of its size. unknown: as in Report."""
+    """What a schedule says. step: without the roofline bound, which is not part of the schedule. matches: by
+    collective, the planned ones of its size. unknown: as in Report."""
 
     collectives: tuple[CollectiveReport, ...]
     matches: Mapping[str, tuple[Match, ...]]
@@ -43,9 +43,8 @@ class ScheduleAnalysis:
 def analyse_schedule(
     module: Module, plan: Plan, planned: Sequence[PlannedCollective], order: Sequence[int] | None = None
 ) -> ScheduleAnalysis:
-    """What a scheduled program says. planned: the collectives that the plan has. order: of each device of the program
-    its position in the plan's mesh, where that is another. Raises HloError for a form of replica groups that is not
-    known."""
+    """Returns the analysis of a scheduled program. planned: the plan's collectives. order: the position in the plan's
+    mesh of each device of the program, if they differ. Raises HloError for an unknown form of replica groups."""
     chip, placement = chip_of(plan), plan.mesh.placement
     crossings: dict[str, Crossing] = {}
 
@@ -70,10 +69,11 @@ def analyse_schedule(
 
 
 def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:
-    """'jit(step)/transpose(jvp(head))/weight=head/kernel_EV/reduce_scatter' -> 'head/kernel_EV, backward'.
+    """Returns the source: 'jit(step)/transpose(jvp(head))/weight=head/kernel_EV/reduce_scatter' -> 'head/kernel_EV,
+    backward'.
 
-    Where the compiler joined several, the first of them and how many more. kind: of the collective; what reduces a
-    weight moves its gradient. paths: of all parameters.
+    If the compiler combined several, the first of them and how many more. kind: the collective's; one that reduces a
+    weight moves its gradient. paths: the paths of all parameters.
     """
     if not op_name:
         return "made by the compiler"
@@ -87,14 +87,14 @@ def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:
 
 
 def reordered(collective: Collective, order: Sequence[int] | None) -> Collective:
-    """Its groups in positions of the plan's mesh. order: as in `analyse_schedule`."""
+    """Returns the collective with groups in positions of the plan's mesh. order: as in `analyse_schedule`."""
     if order is None:
         return collective
     return replace(collective, groups=tuple(tuple(order[device] for device in group) for group in collective.groups))
 
 
 def chip_of(plan: Plan) -> Chip:
-    """Figures of one device."""
+    """Returns the figures of one device."""
     target = plan.target
     if target.chip is None:
         return Chip(target.platform, None, {}, float("inf"))
@@ -132,9 +132,9 @@ def _collective(
 
 
 def _where(totals: CollectiveTotals) -> str:
-    """'in a loop of 32 trips'; 'once'."""
+    """Returns how often it runs: 'in a loop of 32 iterations'; 'once'."""
     trips = [str(trips) if trips is not None else "an unknown number of" for _, trips in totals.loops]
-    return "once" if not trips else f"in a loop of {' x '.join(trips)} trips"
+    return "once" if not trips else f"in a loop of {' x '.join(trips)} iterations"
 
 
 def _step(result: Simulation, plan: Plan) -> StepReport:
@@ -160,7 +160,8 @@ def _step(result: Simulation, plan: Plan) -> StepReport:
 
 
 def _events(result: Simulation, plan: Plan) -> tuple[Event, ...]:
-    """Of a collective that takes both ways of a torus axis one event, on the axis' own track."""
+    """Returns the events; a collective that uses both directions of a torus axis is one event, on the axis' own
+    track."""
     if plan.target.chip is None:
         return ()
     there = {(each.track, each.name, each.start_seconds) for each in result.segments}
@@ -194,5 +195,5 @@ def _unknown(result: Simulation, crossings: Mapping[str, Crossing], plan: Plan) 
             unknown |= {f"collectives[{index}].{part}_seconds": why for part in ("alone", "hidden", "exposed")}
     if result.unpriced:
         names = human_names(sorted(result.unpriced), NUM_NAMED)
-        unknown["step.num_unpriced"] = f"no time is known of {names}: they count as none"
+        unknown["step.num_unpriced"] = f"the time of {names} is unknown and counts as 0"
     return unknown

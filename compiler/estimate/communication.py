@@ -1,9 +1,9 @@
-"""The collectives of a step as the plan has them: what crosses the network, over which mesh axes, how often, and why.
+"""The planned collectives of a step: what is sent, over which mesh axes, how often, and why.
 
     all-gather  fsdp  layers/attention/query_EHD  64 times a step  sharding.parameters[0]
 
-Those of weights and gradients are written in the step (weights.py) and carry the path of their parameter; those over
-the axes that are left to XLA follow from matmuls and sums over a split dimension (propagate.py).
+Collectives of weights and gradients are written in the step (weights.py) and carry the path of their parameter; those
+over auto axes follow from matmuls and sums over a split dimension (propagate.py).
 """
 
 from collections import Counter
@@ -21,11 +21,11 @@ from ..plan import Plan
 
 @dataclass(frozen=True)
 class PlannedCollective:
-    """All collectives of a step that are alike.
+    """All equal collectives of a step.
 
-    bytes_each: of the full array of one of them, within the shards of the other mesh axes. source: path of the
-    parameter, the activation that a ring makes, or the operation whose partial results are added. rule: the key of the
-    rule that brings it about.
+    bytes_each: bytes of the full array of one, within the shards of the other mesh axes. source: the path of the
+    parameter, the activation that a ring computes, or the operation whose partial results are added. rule: the key of
+    the rule that causes it.
     """
 
     kind: CollectiveKind
@@ -40,12 +40,12 @@ class PlannedCollective:
 
     @property
     def num_bytes(self) -> int:
-        """Of the full arrays, in all executions of a step."""
+        """Returns the bytes of the full arrays in all executions of a step."""
         return self.bytes_each * self.count
 
 
 def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective, ...]:
-    """The collectives of the step that `program` is (program.py), alike ones together, in the order of the program."""
+    """Returns the collectives of a step's program in its order, with equal ones grouped."""
     paths = [p.array.path for p in plan.sharding.parameters]
     found: Counter[PlannedCollective] = Counter()
     for operation, num_trips in run_operations(program):
@@ -71,7 +71,7 @@ def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective,
 
 
 def run_operations(program: Program, num_trips: int = 1) -> Iterator[tuple[Operation, int]]:
-    """Each operation whose result is used, with the times that a step runs it; of loops, those of their bodies."""
+    """Yields each operation whose result is used, with its number of executions in a step; for loops, their bodies'."""
     for operation in needed(program):
         if operation.body is None:
             yield operation, num_trips
@@ -80,14 +80,14 @@ def run_operations(program: Program, num_trips: int = 1) -> Iterator[tuple[Opera
 
 
 def sent_bytes(planned: PlannedCollective) -> int:
-    """What a device sends for all executions of one in a step."""
+    """Returns the bytes that a device sends for all executions in a step."""
     crossing = Collective(planned.kind, planned.mesh_axes, planned.bytes_each, planned.dtype)
     return planned.count * link_bytes(crossing, planned.group_size)
 
 
 def link_bytes(crossing: Collective, group_size: int) -> int:
-    """What a device sends, and receives, for one collective: all but its own part of the full array; both ways of it
-    where the sum goes back to all; in a permute the array that it has."""
+    """Returns the bytes that a device sends, and receives, for one collective: all but its own part of the full array,
+    twice if the sum is returned to all; for a permute its own array."""
     others = crossing.full_bytes * (group_size - 1) // group_size
     sent = {"all-reduce": 2 * others, "all-to-all": others // group_size, "collective-permute": crossing.full_bytes}
     return sent.get(crossing.kind, others)
@@ -98,7 +98,7 @@ def _counted(one: PlannedCollective, count: int) -> PlannedCollective:
 
 
 def _direction(name: OperationName, *, is_gradient: bool) -> Pass:
-    """What the backward pass computes again is part of it."""
+    """Returns the pass of an operation; recomputation counts as part of the backward pass."""
     if name.is_update:
         return "update"
     return "backward" if is_gradient or name.is_transposed else "forward"
@@ -110,7 +110,7 @@ def _operation_name(operation: Operation) -> str:
 
 
 def _rule(plan: Plan, kind: str, axes: Axes, path: str | None) -> str | None:
-    """The rule that splits the parameter over these axes; else that of the activations."""
+    """Returns the rule that splits the parameter over these axes, or else the activations' rule."""
     tables = (plan.sharding.parameters, plan.sharding.optimizer) if path and kind != "all-reduce" else ()
     for table in tables:
         for array in table:

@@ -1,4 +1,4 @@
-"""What can be said of a step without a compiler: memory at its peak, communication, and the bound of each part."""
+"""Estimates of a step without a compiler: peak memory, communication, and the bound of each part."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ HOST_UNKNOWN = "the memory of the target's hosts is not known (target.chip.host_
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per device at the peak of a step. state_bytes, batch_bytes: exact, there all the time. The others: what
-    lives at the worst moment beside them, so a class that is at its largest at another moment is less here. part:
-    where that moment is. host_bytes: of a device's arrays in the host's memory, not part of the peak."""
+    """Bytes per device at the peak of a step. state_bytes, batch_bytes: exact, always allocated. The others: what lives
+    at the peak besides them; a class may be larger at another moment. part: where the peak is. host_bytes: a device's
+    arrays in host memory, not part of the peak."""
 
     state_bytes: int
     batch_bytes: int
@@ -27,7 +27,7 @@ class MemoryEstimate:
     activations: int
     temporaries: int
     part: str
-    limit_bytes: int | None  # what a program may take; None: unknown
+    limit_bytes: int | None  # what a program may use; None: unknown
     host_bytes: int
     host_limit_bytes: int | None  # a device's share of the host's memory; None: unknown
 
@@ -56,17 +56,17 @@ class StepEstimate:
 
     @property
     def why_uncounted(self) -> str | None:
-        """What the bound of the step lacks; None where each operation is counted."""
+        """Returns why the step's bound is incomplete; None if every operation is counted."""
         return "; ".join(str(one) for one in self.unknown if one.why) or None
 
 
 def fits_host(num_bytes: int, limit_bytes: int | None) -> bool | None:
-    """Whether arrays fit in the host's memory; None where its size is unknown. No array needs no memory."""
+    """Returns whether arrays fit in host memory; None if its size is unknown and there are any."""
     return True if num_bytes == 0 else None if limit_bytes is None else num_bytes <= limit_bytes
 
 
 def estimate_step(plan: Plan) -> StepEstimate:
-    """Trace the step and read it; a second or two, no devices."""
+    """Traces and reads the step, which takes a second or two and no devices."""
     program = read_step(plan)
     peak = find_peak(program)
     classes: tuple[Class, ...] = (

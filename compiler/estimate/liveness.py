@@ -1,4 +1,4 @@
-"""Bytes of a device at the peak of a step, without a compiler: a walk over the fused program that counts what lives."""
+"""Estimates the peak memory of a step without a compiler, by a walk over the fused program that counts live arrays."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ Class = Literal["working_parameters", "gathered_weights", "gradients", "activati
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes that live at the worst moment, by class, beside the program's arguments. at: the operation's scope."""
+    """Bytes that live at the peak, by class, besides the program's arguments. at: the operation's scope."""
 
     num_bytes: Mapping[Class, int]
     at: str
@@ -25,22 +25,23 @@ class Peak:
 
 
 def find_peak(program: Program) -> Peak:
-    """The peak of a step beside its arguments. Its results take the place of donated arguments."""
+    """Returns the peak of a step besides its arguments. Its results replace donated arguments."""
     fused = fuse(program, is_loop=False)
     free = set(program.inputs) | {i for i in fused.outputs if i is not None}
     return _walk(fused, unowned=free, reusable=set(program.inputs))
 
 
 def host_bytes(program: Program) -> int:
-    """Bytes of a device's part in the host's memory: what loops stack there, those of a loop's body beside its own.
-    What a trip moves to the host goes straight into the stack."""
+    """Returns the bytes per device in host memory: what loops stack there, a body's in addition to its loop's. What an
+    iteration moves to the host goes straight into the stack."""
     loops = [each for each in program.operations if each.body is not None]
     own = sum(program.host_sizes[i] for each in loops for i in each.outputs)
     return own + max((host_bytes(each.body) for each in loops if each.body is not None), default=0)
 
 
 def _walk(fused: Fused, *, unowned: set[int], reusable: set[int]) -> Peak:
-    """unowned: arrays that are counted by someone else. reusable: those of them that may be overwritten."""
+    """Returns the peak of a walk. unowned: arrays that the caller counts. reusable: the ones that may be
+    overwritten."""
     sizes = fused.program.sizes
     last_read = {i: n for n, step in enumerate(fused.steps) for i in step.reads}
     for i in fused.outputs:
@@ -70,7 +71,7 @@ def _walk(fused: Fused, *, unowned: set[int], reusable: set[int]) -> Peak:
 
 
 def _overwritten(step: Step, dying: list[int], sizes: tuple[int, ...], owned: set[int]) -> dict[int, int]:
-    """Which array takes the place of which."""
+    """Returns the results that reuse an operand's memory, with the operand."""
     may = step.writes if step.is_fused else step.writes[: step.operation.num_carried]
     candidates, places = [i for i in dying if i in owned], {}
     for i in may:
@@ -82,7 +83,7 @@ def _overwritten(step: Step, dying: list[int], sizes: tuple[int, ...], owned: se
 
 
 def _inside(loop: Operation) -> Peak:
-    """The peak of a loop's body. What it reads lives outside; a stacked result is written where it will be."""
+    """Returns the peak of a loop's body. Its inputs live outside; a stacked result is written in place."""
     assert loop.body is not None
     fused = fuse(loop.body, is_loop=True)
     carried = set(loop.body.inputs[len(loop.inputs) - len(loop.body.inputs) :])
@@ -92,7 +93,7 @@ def _inside(loop: Operation) -> Peak:
 
 
 def _class_of(operation: Operation, value: int) -> Class:
-    """What an array is kept for. Loops that are part of neither pass run both, once for each microbatch."""
+    """Returns the class of an array. Loops that belong to neither pass run both, once for each microbatch."""
     name = OperationName(operation.scope)
     if name.is_cast_of_parameters:
         return "working_parameters"

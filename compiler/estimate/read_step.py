@@ -1,7 +1,7 @@
-"""The train step as operations on values.
+"""Reads the train step as operations on values.
 
-It is traced over the abstract mesh by the function that is compiled later (train_step.py), so no estimate describes
-another program.
+It traces the same function that is compiled later (train_step.py) over the abstract mesh, so an estimate describes the
+program that runs.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from ..step.train_step import build_train_step
 
 
 def read_step(plan: Plan) -> Program:
-    """Trace the plan's train step and read it. Inputs: the leaves of the state, then those of the batch."""
+    """Traces the plan's train step and reads it. Inputs: the leaves of the state, then those of the batch."""
     shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in batch_arrays(plan.spec)}
     operations = tuple(each.op.to_estimate(each) for each in plan.operations)

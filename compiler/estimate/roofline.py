@@ -1,10 +1,10 @@
-"""The least time that each part of a step can take: its arithmetic, its memory traffic, its communication, each alone
-and at the full rate of the hardware. The largest of the three binds.
+"""The roofline: the least time that each part of a step can take for its arithmetic, its memory traffic and its
+communication, each alone at the full rate of the hardware. The largest of the three is the bound.
 
-FLOPs are those that are run: remat's included, of kernels the blocks that a causal mask leaves. HBM bytes are those
-that the fused program reads and writes (fusion.py), each operation's operands once, however it tiles them. Link bytes
-are what a device sends (communication.py). A part with an operation whose arithmetic or traffic is unknown has no such
-figure, and the step no bound.
+FLOPs are the executed ones: remat's are included, and only the unmasked blocks of causal kernels count. HBM bytes are
+read and written by the fused program (fusion.py), each operand once, however it is tiled. Link bytes are what a device
+sends (communication.py). If the arithmetic or traffic of an operation is unknown, so are its part's figure and the
+step's bound.
 """
 
 from collections import defaultdict
@@ -29,7 +29,8 @@ class _Sums:
 
 
 def plan_roofline(plan: Plan, program: Program) -> tuple[RooflinePart, ...]:
-    """A row for embed, each stack of layers without its attention, attention, head and optimizer, of one device."""
+    """Returns a row for embed, each stack of layers without its attention, attention, head and optimizer, per
+    device."""
     bandwidth = plan.target.hbm_bytes_per_second_per_device
     sums: dict[str, _Sums] = defaultdict(_Sums)
     names = {stack.name: f"{stack.name} (x{stack.num_layers})" for stack in plan.model.stacks}
@@ -50,7 +51,7 @@ def plan_roofline(plan: Plan, program: Program) -> tuple[RooflinePart, ...]:
 
 
 def find_unknown(plan: Plan, program: Program) -> tuple[UnknownPrimitive, ...]:
-    """The unknown primitives of a step, each once, with the part of the step that it is first met in."""
+    """Returns the unknown primitives of a step, each once, with the part of the step that first contains it."""
     names = {stack.name: stack.name for stack in plan.model.stacks}
     found: dict[tuple[str, str, str | None], UnknownPrimitive] = {}
     for one in _unknown(program):
@@ -102,7 +103,8 @@ def _row(name: str, sums: _Sums, peak: float | None, bandwidth: float | None) ->
 
 
 def roofline_seconds(parts: tuple[RooflinePart, ...]) -> float | None:
-    """The bound of a step whose communication hides behind its compute as far as it can: each part's longest, added."""
+    """Returns the bound of a step whose communication hides behind its compute as far as it can: the
+    sum of each part's largest time."""
     each = [(part.flops_seconds, part.hbm_seconds, part.link_seconds) for part in parts]
     longest = [max(x for x in one if x is not None) for one in each if None not in one]
     return sum(longest) if len(longest) == len(each) else None
@@ -111,10 +113,11 @@ def roofline_seconds(parts: tuple[RooflinePart, ...]) -> float | None:
 def _operations(
     program: Program, *, is_loop: bool, num_trips: int | None = 1
 ) -> Iterator[tuple[Operation, int | None, int | None]]:
-    """(operation, HBM bytes, times run) of each step of the fused program, loops' bodies in their place. What is None
-    is unknown."""
+    """Yields (operation, HBM bytes, executions) for each step of the fused program, with loops replaced by their
+    bodies.
+    None: unknown."""
     fused = fuse(program, is_loop=is_loop)
-    read_already: set[int] = set()  # by pointwise operations: those of the same arrays run together
+    read_already: set[int] = set()  # by pointwise operations: those on the same arrays are fused
     for step in fused.steps:
         if step.operation.body is not None:
             inner = None if step.operation.unknown else _times(num_trips, step.operation.num_trips)
@@ -137,7 +140,7 @@ def _traffic(step: Step, sizes: tuple[int, ...], read_already: set[int]) -> int 
 
 
 def _part(scope: str, stacks: dict[str, str]) -> str:
-    """'transpose(jvp(layers))/attend/..' -> attention."""
+    """Returns the part that a scope belongs to: 'transpose(jvp(layers))/attend/..' -> attention."""
     words = OperationName(scope).words
     if UPDATE in words:
         return "optimizer"

@@ -1,7 +1,7 @@
-"""`overlap.search`: which loops over layers and option sets are worth compiling, in which order, and which one is best.
+"""`overlap.search`: which layer loops and option sets are worth compiling, in which order, and which one is best.
 
-A program does not grow with its layers (a loop's body repeats), nor with the devices, so candidates are the full
-program. The order is that of a simple model; the judge is the schedule of each that is compiled.
+A program does not grow with its layers (a loop's body repeats) or with the devices, so candidates are full programs. A
+simple model orders them; the schedules of the compiled ones decide.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,8 @@ FLAT = LayerLoop(unroll=1, batch_parts=1, prefetch=0, deferred_reduce_scatter=Fa
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run the layers. expected_seconds: that compute waits for communication and copies, by the model."""
+    """A way to run the layers. expected_seconds: the time that compute waits for communication and copies, by the
+    model."""
 
     way: OverlapConfig
     expected_seconds: float
@@ -40,13 +41,13 @@ class Candidate:
         return self.way.name
 
     def applied_to(self, spec: RunSpec) -> RunSpec:
-        """The declaration with this instead of what it says, and without a search."""
+        """Returns the declaration with this candidate's settings and without a search."""
         overlap = {"layers": self.way.layers, "option_sets": self.way.option_sets, "search": None}
         parallel = {**spec.parallel, **self.way.parallel}
         return spec.model_copy(update={"overlap": spec.overlap.model_copy(update=overlap), "parallel": parallel})
 
     def overrides(self) -> tuple[str, ...]:
-        """What pins it on a command line."""
+        """Returns the overrides that select it on a command line."""
         keys = [f"overlap.layers.{key}={str(value).lower()}" for key, value in self.way.layers.model_dump().items()]
         strategies = [f"parallel.{kind}={_typed(choice)}" for kind, choice in self.way.parallel.items()]
         presets = f"overlap.option_sets=[{','.join(self.way.option_sets)}]"
@@ -54,17 +55,17 @@ class Candidate:
 
 
 def check_can_judge(plan: Plan) -> None:
-    """Raise ConfigError where a search is asked for and no schedule has times."""
+    """Raises ConfigError if a search is declared for a target whose schedules have no times."""
     if plan.spec.overlap.search is not None and plan.target.chip is None:
-        what = f"{plan.target.name} has no clock and no links whose times are known: all schedules are alike"
-        fix = "choose overlap=xla or overlap=prefetch, or compile for the chips that are meant"
+        what = f"the clock and the links of {plan.target.name} are not known, so schedules cannot be compared"
+        fix = "choose overlap=xla or overlap=prefetch, or set target to the chips that you will train on"
         raise ConfigError([Problem("overlap.search", what, fix)])
 
 
 def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]:
-    """The one that is declared, then the others that the plan allows, those that expose least before; but first of all
-    the best with each set for weights, and with and without rings in one part of the batch and in two: what those cost
-    matmuls only a schedule tells."""
+    """Returns the declared candidate, then the others that the plan allows, ordered by expected exposure. The best with
+    each option set for weights, and with and without rings in one batch part and in two, come first: only a schedule
+    shows what those cost matmuls."""
     overlap, presets = plan.spec.overlap, plan.target.flag_presets
     choices = list(_strategies(plan))
     declared = OverlapConfig(layers=overlap.layers, parallel=choices[0], option_sets=overlap.option_sets)
@@ -84,20 +85,20 @@ def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]
 
 
 def _choices(way: OverlapConfig, presets: Mapping[str, FlagPreset]) -> set[str]:
-    """Its sets for weights, and what it does about activations."""
+    """Returns its option sets for weights, and its strategy for activations."""
     of_weights = {name for name in way.option_sets if "weights" in presets[name].tried_for}
     return {f"{', '.join(way.strategies)} in {way.layers.batch_parts} parts", *of_weights}
 
 
 def expected_seconds(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> float:
-    """What of a step is not arithmetic: collectives that nothing hides, copies of weights that wait in a loop, sums in
-    rings.
+    """Returns the time of a step that is not arithmetic: exposed collectives, copies of weights carried by a loop, and
+    ring sums.
 
-    Of what a layer gathers or reduces beside its own arithmetic, the first is exposed, unless the options let it begin
-    early; of what it moves for its neighbour, none. Weights that arrive for a later trip are copied into their place,
-    where the trips of a body take turns with the buffers those of one of them. What a ring sends runs beside its
-    matmuls; without the ring it is a reduce-scatter behind them, half as long, as that uses both ways at once. Of
-    activations that cross for one part of the batch beside another's arithmetic, one part's stay.
+    Of the collectives that overlap with their own layer's arithmetic, the first is exposed, unless the options start it
+    early; of those that a neighbouring layer hides, none. Weights prefetched for a later iteration are copied into
+    their buffer; if the layers of an unrolled body alternate buffers, only one of them is. A ring's sends overlap with
+    its matmuls; without the ring they are a reduce-scatter after them, in half the time, as it uses both directions.
+    With batch parts, the collectives of one part's activations stay exposed.
     """
     loop, option_sets = way.layers, way.option_sets
     stacks = {stack.name for stack in plan.model.stacks}
@@ -137,17 +138,17 @@ def expected_seconds(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> 
 
 
 def _reduced_behind(plan: Plan) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """By a parameter's path, the mesh axes over which its gradient is reduced behind the whole backward pass."""
+    """Returns, by parameter, the mesh axes over which its gradient is reduced after the whole backward pass."""
     layouts: list[WeightPlan] = jax.tree.leaves(plan.weights)
     return {each.path: (each.reduced, *(axes for _, axes in each.split_late)) for each in layouts}
 
 
 def best_of(tried: Sequence[TriedReport], max_exposed: float | None) -> int | None:
-    """The place of the shortest predicted step among those that fit, and of them those that meet the demand, if any
-    does; None where none fits, or no step is predicted."""
+    """Returns the index of the shortest predicted step that fits, preferring those within max_exposed; None if none
+    fits or no step is predicted."""
 
     def rank(one: TriedReport) -> tuple[bool, float]:
-        exposed = 1.0 if one.exposed_fraction is None else one.exposed_fraction  # what is not known is not hidden
+        exposed = 1.0 if one.exposed_fraction is None else one.exposed_fraction  # unknown counts as exposed
         return max_exposed is not None and exposed > max_exposed, one.predicted_seconds or 0.0
 
     fitting = [place for place, one in enumerate(tried) if one.fits is not False and one.predicted_seconds is not None]
@@ -155,8 +156,8 @@ def best_of(tried: Sequence[TriedReport], max_exposed: float | None) -> int | No
 
 
 def _loops(plan: Plan) -> Iterator[LayerLoop]:
-    """Where no weight is gathered there is nothing to prefetch; where every gradient is reduced as soon as it is made,
-    nothing to reduce earlier; where nothing splits matmuls, nothing that a part of the batch would wait for."""
+    """Yields the loops that can differ. Without gathered weights there is nothing to prefetch; if every gradient is
+    reduced at once, nothing to reduce earlier; if nothing splits matmuls, nothing that batch parts could hide."""
     split_axes = plan.auto_axes
     is_even = sequences_of_device(plan.spec, plan.mesh) % 2 == 0
     batch_parts = (1, 2) if split_axes and is_even else (1,)
@@ -180,7 +181,8 @@ def _loops(plan: Plan) -> Iterator[LayerLoop]:
 
 
 def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
-    """True where some gradient is reduced once per step, and the layout of the update lets each layer's be."""
+    """Returns True if some gradient is reduced once per step, and the layout of the update lets each layer's be
+    reduced."""
     try:
         way = OverlapConfig(layers=loop, parallel={}, option_sets=())
         check_gradients(Candidate(way, 0.0).applied_to(plan.spec), plan.sharding)
@@ -190,7 +192,7 @@ def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
 
 
 def _strategies(plan: Plan) -> Iterator[dict[str, StrategyChoice]]:
-    """Strategies of the operations that are searched: the plan's, and the fallback where the plan chose another."""
+    """Yields strategies of the searched operations: the plan's, and the fallback if the plan chose another."""
     kinds = dict.fromkeys(each.op for each in plan.operations if each.op.is_searched)
     each_kind = []
     for op in kinds:
@@ -203,20 +205,21 @@ def _strategies(plan: Plan) -> Iterator[dict[str, StrategyChoice]]:
 
 
 def _of_sites(op: ParallelOp, sites: Sequence[OpPlan]) -> StrategyChoice:
-    """What the plan chose: the fallback's name, or a strategy for each site that has a choice."""
+    """Returns what the plan chose: the fallback's name, or a strategy for each site that has a choice."""
     if all(each.chosen.name == op.fallback for each in sites):
         return op.fallback
     return {each.site.name: each.chosen.name for each in sites if each.has_choice}
 
 
 def _typed(choice: StrategyChoice) -> str:
-    """As one types it: plain, or {attention_output:plain,mlp_output:collective_matmul}."""
+    """Returns a choice as it is typed: plain, or {attention_output:plain,mlp_output:collective_matmul}."""
     return choice if isinstance(choice, str) else f"{{{','.join(f'{k}:{v}' for k, v in choice.items())}}}"
 
 
 def _option_sets(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """One set at most for weights, and one for the activations of tensor parallelism: of those that the model has alike
-    before any the compiler's own choice, which cuts matmuls where other ways hide more (docs/tensor_parallelism.md)."""
+    """Yields combinations of at most one set for weights and one for the activations of tensor parallelism. Among sets
+    that the model rates equal, the compiler's own choice, which splits matmuls, comes last
+    (docs/tensor_parallelism.md)."""
     sets = presets_for(plan.target)
     weights = [(), *((name,) for name, one in sets.items() if "weights" in one.tried_for)]
     others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if plan.auto_axes else []

@@ -1,4 +1,4 @@
-"""A candidate of a search as it was found when it was compiled: the row of the table that is judged and shown."""
+"""The evaluation of a compiled candidate: its row in the table of a search."""
 
 from ..analysis.compiled_step import CompiledStep, used_devices_per_chip
 from ..analysis.program_text import Unread
@@ -7,7 +7,7 @@ from .candidates import Candidate
 
 
 def evaluate(one: Candidate, step: CompiledStep) -> TriedReport:
-    """Returns what the schedule of a compiled candidate says of it."""
+    """Returns the row of a compiled candidate, from its schedule."""
     schedule, per_chip = step.schedule, used_devices_per_chip(step.plan)
     figures = None if isinstance(schedule, Unread) else schedule.step
     needed, host = step.needed_bytes, step.host_bytes
@@ -24,6 +24,6 @@ def evaluate(one: Candidate, step: CompiledStep) -> TriedReport:
 
 
 def evaluate_failed(one: Candidate, why: str, seconds: float) -> TriedReport:
-    """Returns the row of a candidate that the compiler failed on or refused. seconds: that it took."""
+    """Returns the row of a candidate that the compiler failed on or refused. seconds: the time that it took."""
     figures = ("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "host_bytes_per_chip", "fits")
     return TriedReport(**dict(one.way), **dict.fromkeys(figures), compile_seconds=seconds, why_not=why)

@@ -1,4 +1,4 @@
-"""Changes of a declaration that would make a step fit: each declared, planned and estimated as itself."""
+"""Suggests changes of a declaration that make a step fit; each is planned and estimated as a declaration."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from ..estimate.estimate import estimate_step
 from ..plan import Plan
 from ..schema import Change
 
-Replan = Callable[[tuple[str, ...]], Plan]  # the plan with these overrides more; raises ConfigError
+Replan = Callable[[tuple[str, ...]], Plan]  # the plan with these additional overrides; raises ConfigError
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,10 @@ class Candidate:
 
 
 def find_savings(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Replan) -> tuple[Change, ...]:
-    """What saves memory, by the estimate: first what fits, then by what it costs. Where no single change fits, several
-    together, as many as it takes.
+    """Returns changes that save memory, by the estimate: those that fit first, then by cost. If no single change fits,
+    several are combined.
 
-    needed_bytes: what the compiled program takes of a device, or would. Changes that the declaration does not allow are
-    left out.
+    needed_bytes: what the compiled program needs on a device. Changes that the declaration does not allow are omitted.
     """
     now = estimate_step(plan).memory.peak_bytes
 
@@ -45,7 +44,7 @@ def find_savings(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Replan
 
 
 def _together(singles: Sequence[Change], change: Callable[[tuple[str, ...], str], Change | None]) -> Change | None:
-    """The cheapest changes, one of a key, until they fit; None where all of them do not."""
+    """Returns the cheapest changes, one per key, that together fit; None if even all of them do not."""
     chosen: dict[str, Change] = {}
     for single in singles:
         key = single.overrides[0].split("=")[0]
@@ -59,7 +58,7 @@ def _together(singles: Sequence[Change], change: Callable[[tuple[str, ...], str]
 
 
 def _candidates(plan: Plan) -> Iterator[Candidate]:
-    """By what they cost: time first, then the result of training, then chips."""
+    """Yields candidates by what they cost: time first, then the result of training, then chips."""
     spec = plan.spec
     split = {axis for array in plan.sharding.parameters for dimension in array.dimensions for axis in dimension.axes}
     if spec.remat.policy != "full":
@@ -71,10 +70,10 @@ def _candidates(plan: Plan) -> Iterator[Candidate]:
     if not split and plan.mesh.num_devices > 1:
         yield Candidate(("sharding=fsdp",), "weights are gathered for each layer")
     if getattr(spec.optimizer, "moment_dtype", None) == "float32":
-        yield Candidate(("optimizer.moment_dtype=bfloat16",), "moments of 8 bits of precision")
+        yield Candidate(("optimizer.moment_dtype=bfloat16",), "optimizer moments have 8 bits of precision")
     if spec.precision.parameters == "float32" and spec.precision.compute == "bfloat16":
-        yield Candidate(("precision=bfloat16_pure",), "weights of 8 bits of precision")
+        yield Candidate(("precision=bfloat16_pure",), "weights have 8 bits of precision")
     if spec.optimizer.name != "adafactor":
-        yield Candidate(("optimizer=adafactor",), "another optimizer, to be tuned anew")
+        yield Candidate(("optimizer=adafactor",), "another optimizer, which has to be tuned again")
     if spec.global_batch_size % (2 * shards * spec.num_microbatches) == 0:
         yield Candidate((f"global_batch_size={spec.global_batch_size // 2}",), "half as many tokens per step")
