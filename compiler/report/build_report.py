@@ -68,7 +68,7 @@ def build_report(
 
 
 def _memory(step: CompiledStep, unknown: dict[str, str], changes: tuple[Change, ...]) -> MemoryReport:
-    """Of the compiled program; where it was refused, what the compiler said that it needs."""
+    """Returns the memory of the compiled program, or what the compiler says it needs if it was refused."""
     plan, built, peak, estimate = step.plan, step.built, step.peak, step.estimate.memory
     limit, needed, per_chip = limit_bytes(plan), step.needed_bytes, used_devices_per_chip(plan)
     planned = plan.memory
@@ -119,7 +119,7 @@ def _memory(step: CompiledStep, unknown: dict[str, str], changes: tuple[Change, 
 
 
 def _cannot_tell_apart(step: CompiledStep, rest: int | None) -> str | None:
-    """Why it is not said what the temporaries are; None where it is. rest: all of them."""
+    """Returns why the temporaries cannot be classified; None if they are. rest: all of them."""
     plan, built, peak = step.plan, step.built, step.peak
     if built.memory is None or rest is None:
         return NO_PROGRAM

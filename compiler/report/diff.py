@@ -93,13 +93,13 @@ class Diff:
 
     @property
     def is_empty(self) -> bool:
-        """True where both do the same."""
+        """Returns True where both do the same."""
         return not any((self.step, self.compute, self.memory, self.collectives, self.findings, self.config,
                         self.program, self.plan, self.shardings, self.build))  # fmt: skip
 
 
 def diff_runs(a: Run, b: Run) -> Diff:
-    """What changed from a to b. Of reports, what both have."""
+    """Returns what changed from a to b. Of reports, what both have."""
     both = (a.report, b.report) if a.report and b.report else None
 
     def of_reports(values: Callable[[Report], Any]) -> tuple[Change, ...]:
@@ -144,7 +144,7 @@ def _finding_changes(before: Finding, after: Finding) -> list[Change]:
 
 
 def _renamed(finding: Finding) -> Finding:
-    """As far as a compiler's numbering leaves it."""
+    """Returns a name without the compiler's numbering."""
     names = {"what": without_numbers(finding.what), "where": without_numbers(finding.where)}
     return finding.model_copy(update=names)
 
@@ -154,7 +154,7 @@ def _parameters(plan: Mapping[str, Any]) -> set[str]:
 
 
 def _layouts(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Where each array lies, by table and path; not why: rules may come in another order."""
+    """Returns where each array lies, by table and path; not why: rules may come in another order."""
     kept = ("shape", "dtype", "spec", "bytes_per_device")
     tables = plan.get("arrays", {})
     return {table: {row["path"]: {key: row[key] for key in kept} for row in rows} for table, rows in tables.items()}
@@ -220,19 +220,20 @@ def _words(value: Any) -> str:
 
 
 def without_numbers(text: str) -> str:
-    """'fusion.123 of all-gather-start.4' -> 'fusion of all-gather-start': compilers count anew each time."""
+    """Returns text without instruction numbers, which change: 'fusion.123 of all-gather-start.4' -> 'fusion of
+    all-gather-start'."""
     return re.sub(r"\b([A-Za-z_][\w\-]*)\.\d+\b", r"\1", text)
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Equal; of floats, within SAME_WITHIN of the larger."""
+    """Returns whether values are equal; floats may differ by SAME_WITHIN of the larger."""
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=SAME_WITHIN)
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
 def _collectives(a: Iterable[CollectiveReport], b: Iterable[CollectiveReport]) -> tuple[CollectiveChange, ...]:
-    """The largest difference in exposed time first, then in bytes."""
+    """Returns the largest difference in exposed time first, then in bytes."""
     before, after = _totals(a), _totals(b)
     found = [
         CollectiveChange(*key, way, before.get(key), after.get(key))

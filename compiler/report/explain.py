@@ -23,7 +23,7 @@ Row = tuple[str, str | Line, str]  # as COLUMNS
 
 
 def explain(plan: Plan, console: Console) -> None:
-    """Print the plan: mesh, arrays with reasons, parameters and FLOPs; memory, communication and bounds of a step."""
+    """Prints the plan: mesh, arrays with reasons, parameters and FLOPs; memory, communication and bounds of a step."""
     spec, estimate = plan.spec, estimate_step(plan)  # whatever may fail comes before the first line
     devices = f"{counted(plan.target.num_devices, 'device')} of target {plan.target.name}"
     console.line(("mesh", "bold"), f"  {plan.mesh}, {devices}")
@@ -61,7 +61,7 @@ def explain(plan: Plan, console: Console) -> None:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """`plan.json`: the same facts for tools. Unknown is null, with a reason."""
+    """Returns `plan.json`: the same facts for tools. Unknown is null, with a reason."""
     target = plan.target
     return {
         "schema_version": SCHEMA_VERSION,
@@ -148,7 +148,7 @@ def _row(plan: ArrayPlan) -> dict[str, Any]:
 
 
 def _rules(rules: Sequence[Rule]) -> str:
-    """The rules that the numbers in the table stand for."""
+    """Returns the rules that the numbers in the table stand for."""
     parts = (f"{', '.join(rule.logical)} -> {', '.join(rule.mesh) or 'whole'}" for rule in rules)
     return "; ".join(f"[{index}] {part}" for index, part in enumerate(parts))
 
@@ -171,7 +171,7 @@ def _shortened(arrays: Sequence[ArrayPlan], alike: Sequence[ArrayPlan], how: str
 
 
 def _state_rows(plan: Plan) -> list[Row]:
-    """The optimizer's state. Where its rules are not those of the parameters, one set shows what they say."""
+    """Returns the optimizer's state. Where its rules are not those of the parameters, one set shows what they say."""
     if plan.spec.sharding.optimizer == plan.spec.sharding.parameters:
         return _shortened(plan.optimizer_state, plan.sharding.parameters, "as the parameters")
     rows = _shortened(plan.optimizer_state, plan.sharding.optimizer, "each as its parameter below")
@@ -183,7 +183,7 @@ def _array_row(plan: ArrayPlan) -> Row:
 
 
 def _dimensions(plan: ArrayPlan) -> Line:
-    """'layers 4 [1]  embed 128 fsdp [0]': logical axis, size, mesh axes, rule."""
+    """Returns the layout of an array, 'layers 4 [1]  embed 128 fsdp [0]': logical axis, size, mesh axes, rule."""
     line: Line = []
     notes = {d.note for d in plan.dimensions}
     shared = notes.pop() if len(notes) == 1 else ""  # said once, after all dimensions

@@ -21,7 +21,7 @@ LINKS_UNKNOWN = "simulated devices, or of unknown links"
 
 
 def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None:
-    """Three tables."""
+    """Prints three tables."""
     console.table(_memory(plan, estimate))
     console.line()
     if estimate.communication:
@@ -34,7 +34,7 @@ def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None
 
 
 def estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
-    """For `plan.json`. Unknown is null; `unknown` says why."""
+    """Returns the estimate for `plan.json`. Unknown is null; `unknown` says why."""
     memory = estimate.memory
     parts, why = estimate.roofline, estimate.why_uncounted
     is_rated = not any(p.flops_seconds is None and p.flops is not None for p in parts)
@@ -56,8 +56,8 @@ def estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
 
 
 def unknown_primitives(plan: Plan, estimate: StepEstimate) -> tuple[UnknownPrimitive, ...]:
-    """Those of the model, then those that only the step has, of its backward pass or its optimizer: each once. In the
-    step JAX may place one at the line that calls it."""
+    """Returns those of the model, then those that only the step has, of its backward pass or its optimizer: each once.
+    In the step JAX may place one at the line that calls it."""
     met = {(one.name, one.part, one.why) for one in plan.model_flops.unknown}
     return (*plan.model_flops.unknown, *(one for one in estimate.unknown if (one.name, one.part, one.why) not in met))
 
@@ -93,7 +93,7 @@ def _host_room(memory: MemoryEstimate) -> str:
 
 
 def _communication(collectives: tuple[PlannedCollective, ...]) -> Table:
-    """A line for each kind, mesh axes and rule; scalars are left out."""
+    """Returns a line for each kind, mesh axes and rule; scalars are left out."""
     alike: dict[tuple[str, str, str], list[PlannedCollective]] = defaultdict(list)
     for one in collectives:
         if one.bytes_each > SCALAR_BYTES:

@@ -12,7 +12,7 @@ Pair = tuple[Finding, Finding]
 def pair_findings(
     a: Sequence[Finding], b: Sequence[Finding], paths: Collection[str]
 ) -> tuple[list[Pair], list[Finding], list[Finding]]:
-    """Each of a with its like of b; those of a that have none; those of b. paths: of all parameters.
+    """Returns each of a with its like of b; those of a that have none; those of b. paths: of all parameters.
 
     What is the same is paired first, then what says the same of other places, then what is of the same rule about the
     same parameter, in other figures; of a rule that is about no parameter, in other figures alone.
@@ -34,13 +34,14 @@ def pair_findings(
 
 
 def parameter_of(finding: Finding, paths: Collection[str]) -> str | None:
-    """The one that its words name, or else its first place: '9 places: layers/mlp/up_EM and 8 more, backward; ...'."""
+    """Returns the one that its words name, or else its first place: '9 places: layers/mlp/up_EM and 8 more, backward;
+    ...'."""
     words = [*re.findall(r"[\w/]+", finding.what), *re.findall(r"^(?:one of )?([\w/]+)", first_place(finding))]
     return next((word for word in words if word in paths), None)
 
 
 def first_place(finding: Finding) -> str:
-    """Of several, the one that costs most."""
+    """Returns the most costly of several."""
     return re.sub(r"^\d+ places: ", "", finding.where).split("; ")[0]
 
 

@@ -63,8 +63,8 @@ class ProgramMemory:
 
     @property
     def taken_bytes(self) -> int:
-        """What has to be free on the device. Code is not in it: libtpu has let arrays of 15.72 GiB and 0.04 GiB of code
-        pass at a limit of 15.75 GiB. (peak_bytes was 11.28 GiB for that program.)"""
+        """Returns the bytes that have to be free on the device. Code is not included: libtpu has let arrays of 15.72
+        GiB and 0.04 GiB of code pass at a limit of 15.75 GiB. (peak_bytes was 11.28 GiB for that program.)"""
         return self.arguments_bytes + self.outputs_bytes - self.aliased_bytes + self.temporaries_bytes
 
     def needed_bytes(self, platform: str) -> int | None:
@@ -101,7 +101,8 @@ class Built:
 
 
 def lower_ahead(plan: Plan, mesh: Mesh) -> LoweredStep:
-    """Lower all programs; for chips that are not there the train step alone: where it runs, the others take seconds."""
+    """Lowers all programs; for chips that are not attached only the train step: the others take seconds where it
+    runs."""
     start = time.perf_counter()
     programs = lower(plan, mesh, PROGRAMS if plan.target.is_attached else (STEP,))
     seconds = time.perf_counter() - start
@@ -109,7 +110,7 @@ def lower_ahead(plan: Plan, mesh: Mesh) -> LoweredStep:
 
 
 def compile_ahead(lowered: LoweredStep) -> Built:
-    """Compile what was lowered, the train step among it. Raises ConfigError for options that the compiler refuses."""
+    """Compiles what was lowered, the train step among it. Raises ConfigError for options that the compiler refuses."""
     start = time.perf_counter()
     compiled, refused = _compiled_or_refused(lowered.programs)
     seconds = time.perf_counter() - start
@@ -117,7 +118,7 @@ def compile_ahead(lowered: LoweredStep) -> Built:
 
 
 def built_of(compiled: Programs, seconds: float) -> Built:
-    """Compiled programs as what is kept of them. seconds: that compiling them took."""
+    """Returns compiled programs in the form in which they are saved. seconds: the time that compiling took."""
     executables, not_serialised = {}, {}
     for name, program in compiled.named().items():
         try:
@@ -129,7 +130,7 @@ def built_of(compiled: Programs, seconds: float) -> Built:
 
 
 def load_program(executable: bytes, lowered: Any, mesh: Mesh) -> Any:
-    """A serialised program as a `jax.stages.Compiled` for these devices; lowered: the same, before compiling.
+    """Returns a serialised program as a `jax.stages.Compiled` for these devices; lowered: the same, before compiling.
 
     Never give it bytes of others: loading them runs code.
     """
@@ -140,7 +141,7 @@ def load_program(executable: bytes, lowered: Any, mesh: Mesh) -> Any:
 
 
 def memory_of(compiled: Any) -> ProgramMemory:
-    """Of a compiled program."""
+    """Returns the memory of a compiled program."""
     stats = compiled.memory_analysis()
     host = ("argument", "output", "temp", "generated_code")
     return ProgramMemory(

@@ -55,12 +55,12 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """One text for all that decides what the compiler makes."""
+        """Returns one text for everything that decides the compiled program."""
         return sha256(json.dumps(asdict(self) | {"spec": None}, sort_keys=True))
 
 
 def fingerprint_of(plan: Plan, lowered: Programs, mesh: Mesh) -> Fingerprint:
-    """The fingerprint of lowered programs, before they are compiled."""
+    """Returns the fingerprint of lowered programs, before they are compiled."""
     return Fingerprint(
         programs={name: sha256(program.as_text()) for name, program in lowered.named().items()},
         devices=describe_devices(mesh),
@@ -72,13 +72,13 @@ def fingerprint_of(plan: Plan, lowered: Programs, mesh: Mesh) -> Fingerprint:
 
 
 def fields_of_program(spec: RunSpec) -> dict[str, str]:
-    """{"optimizer.b1": "0.9", ...} without the keys that no program depends on."""
+    """Returns {"optimizer.b1": "0.9", ...} without the keys that no program depends on."""
     outside = tuple(f"{key}." for key in NOT_IN_PROGRAM)
     return {key: value for key, value in flat(spec.as_compared()) if not f"{key}.".startswith(outside)}
 
 
 def describe_devices(mesh: Mesh) -> dict[str, str]:
-    """Kind and number of the devices, and which of them lies where in the mesh."""
+    """Returns kind, number and order in the mesh of the devices."""
     devices = list(mesh.devices.flat)
     first = devices[0]
     places = [[getattr(d, name, None) for name in ("coords", "core_on_chip", "slice_index")] for d in devices]
@@ -102,7 +102,7 @@ def describe_environment(platform_name: str) -> dict[str, str]:
 
 
 def plugin_version(platform_name: str) -> str | None:
-    """ "libtpu 0.0.42.1"; None where jaxlib is the compiler itself."""
+    """Returns the compiler, such as "libtpu 0.0.42.1"; None if it is part of jaxlib."""
     for name in PLUGINS.get(platform_name, ()):
         try:
             return f"{name} {metadata.version(name)}"
@@ -112,8 +112,8 @@ def plugin_version(platform_name: str) -> str | None:
 
 
 def differences(wanted: Fingerprint, found: Fingerprint, *, folder: str, fix: str) -> list[Problem]:
-    """What keeps the programs in `folder`, of fingerprint `found`, from being those that are wanted: empty where they
-    are. Programs that were not compiled there are not compared."""
+    """Returns the differences between the programs in `folder`, of fingerprint `found`, and the wanted ones; empty if
+    they are the same. Programs that were not compiled there are not compared."""
     problems = []
     for name, ours, theirs in (
         ("devices", wanted.devices, found.devices),
@@ -155,7 +155,7 @@ def _short(value: Any) -> str:
 
 
 def _processor() -> str:
-    """The instructions that this machine's processor knows: a program for one CPU may not run on another."""
+    """Returns the instructions that this machine's processor has: a program for one CPU may not run on another."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux

@@ -37,12 +37,12 @@ class Programs:
     options_left_out: tuple[str, ...]
 
     def named(self) -> dict[str, Any]:
-        """The programs that were asked for, by name."""
+        """Returns the programs that were asked for, by name."""
         return {name: program for name in PROGRAMS if (program := getattr(self, name)) is not None}
 
 
 def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs:
-    """Trace the plan's programs for a mesh of devices; each is a `jax.stages.Lowered`."""
+    """Traces and lowers the plan's programs for a mesh of devices; each is a `jax.stages.Lowered`."""
     state = jax.tree.map(lambda x, spec: _on(mesh, x.shape, x.dtype, spec), plan.abstract, plan.specs)
     tokens_shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
     tokens = _on(mesh, tokens_shape, jnp.int32, plan.sharding.batch.spec)
@@ -72,7 +72,7 @@ def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs
 
 
 def build(lowered: Programs) -> Programs:
-    """Compile each lowered program for its devices."""
+    """Compiles each lowered program for its devices."""
     options = {**lowered.options_without_device, **lowered.compiler_options} or None
     return replace(lowered, **{name: p.compile(compiler_options=options) for name, p in lowered.named().items()})
 

@@ -23,7 +23,7 @@ class Captured:
 
 @contextmanager
 def captured_stderr(path: Path | None = None) -> Iterator[Captured]:
-    """Within the `with`, what this process writes to stderr, at whatever level, goes to a file.
+    """Redirects this process's stderr, at the level of the file descriptor, to a file within the `with`.
 
     path: appended to, so that what is said before an abort is kept; None: a file that is gone afterwards.
     """

@@ -45,7 +45,7 @@ class Bar:
 
 
 def memory_bar(report: Report) -> Bar:
-    """The parts of the peak, against what a program may take and what was estimated without XLA."""
+    """Returns the parts of the peak, against what a program may take and what was estimated without XLA."""
     memory = report.memory
     counts = [(name, count) for name, count in memory.breakdown.items() if count]
     parts = [(name.replace("_", " "), count, f"m{MEMORY_COLOURS.get(name, 9)}") for name, count in counts]
@@ -58,7 +58,7 @@ def memory_bar(report: Report) -> Bar:
 
 
 def step_bar(report: Report) -> Bar:
-    """The predicted step: compute by kind, then what is exposed; and the roofline."""
+    """Returns the predicted step: compute by kind, then what is exposed; and the roofline."""
     step = report.step
     parts = [(kind, seconds, kind) for kind, seconds in compute_by_kind(report)]
     if step.exposed_seconds:
@@ -68,7 +68,7 @@ def step_bar(report: Report) -> Bar:
 
 
 def communication_bar(report: Report) -> Bar:
-    """All collectives' time: hidden, exposed."""
+    """Returns all collectives' time: hidden, exposed."""
     hidden, exposed = (total(getattr(c, name) for c in report.collectives) for name in
                        ("hidden_seconds", "exposed_seconds"))  # fmt: skip
     if hidden is None or exposed is None or hidden + exposed == 0:  # a step without communication has no bar
@@ -130,7 +130,8 @@ class RooflinePlot:
 
 
 def roofline_plot(report: Report) -> RooflinePlot | None:
-    """Each part at the rate that its bound allows, and the whole step at the predicted one. None: no peak is known."""
+    """Returns each part at the rate that its bound allows, and the whole step at the predicted one. None: no peak is
+    known."""
     peak, bandwidth = report.target.peak_flops_per_second, report.target.hbm_bytes_per_second
     counted = [(i, part, part.flops, part.hbm_bytes) for i, part in enumerate(report.roofline, start=1)
                if part.flops is not None and part.hbm_bytes is not None]  # fmt: skip

@@ -23,7 +23,7 @@ TABLES = ("parameters", "optimizer", "activations")
 
 
 def show_diff(diff: Diff, console: Console) -> None:
-    """Print it, a section for each kind of change."""
+    """Prints it, a section for each kind of change."""
     for name, run in zip("ab", diff.runs, strict=True):
         console.line(f"{name}  {run}")
     for note in diff.notes:
@@ -60,7 +60,7 @@ def _section(console: Console, title: str, rows: Sequence[tuple[Part, ...]]) -> 
 
 
 def _row(change: Change, section: str) -> tuple[str, str]:
-    """'predicted_seconds', '2.95 s -> 2.71 s  -8.1 %'."""
+    """Returns a row: 'predicted_seconds', '2.95 s -> 2.71 s  -8.1 %'."""
     human, is_measure = _unit(change.where, section)
     if section == "shardings" and change.way == "changed":
         return change.where, _layouts(change.before, change.after)
@@ -84,7 +84,7 @@ def _totals(t: CollectiveTotals) -> str:
 
 
 def _differences(a: CollectiveTotals, b: CollectiveTotals) -> Iterable[str]:
-    """What is exposed, or else the time alone; then what it rests on."""
+    """Returns what is exposed, or else the time alone; then what it rests on."""
     time = "alone" if is_same(a.exposed_seconds, b.exposed_seconds) else "exposed"
     shown: Sequence[tuple[str, str, Callable[[Any], str]]] = (
         (f"{time}_seconds", time, human_seconds), ("bytes", "", human_bytes), ("count", "times", "{:,}".format),
@@ -110,7 +110,8 @@ def _joined(values: Sequence[Any]) -> str:
 
 
 def _unit(where: str, section: str) -> tuple[Callable[[Any], str], bool]:
-    """How a value is told, by its name; and whether it is a measure: a difference in per cent says something."""
+    """Returns how a value is told, by its name; and whether it is a measure: a difference in per cent says
+    something."""
     name = where.rpartition(".")[2]
     if section == "compute" or name.endswith("_seconds"):
         return _or_plain(human_seconds), True
@@ -129,7 +130,7 @@ def _or_plain(human: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def _layouts(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Of one array in both runs: what differs."""
+    """Returns what differs of one array in two runs."""
     kept = [_spec(row) if before["spec"] != after["spec"] else "" for row in (before, after)]
     told = [f"{kept[0]} → {kept[1]}"] if kept[0] else []
     if before["shape"] != after["shape"]:
@@ -146,7 +147,7 @@ def _spec(row: dict[str, Any]) -> str:
 
 
 def _layout(row: dict[str, Any]) -> str:
-    """'(fsdp, whole) 100.4 MiB'."""
+    """Returns a layout as text: '(fsdp, whole) 100.4 MiB'."""
     return f"{_spec(row)} {human_bytes(row['bytes_per_device'])}"
 
 

@@ -88,7 +88,7 @@ def _fact(name: str, value: float | None, human: Any, detail: str, path: str) ->
 
 
 def why_unknown(report: Report, path: str) -> str:
-    """The reason for a None: that of its own path, of `[*]` in place of its index, or of what holds it."""
+    """Returns the reason for a None: that of its own path, of `[*]` in place of its index, or of what holds it."""
     while path:
         for known in (path, re.sub(r"\[\d+\]", "[*]", path)):
             if known in report.unknown:
@@ -98,7 +98,7 @@ def why_unknown(report: Report, path: str) -> str:
 
 
 def unpriced(report: Report) -> str | None:
-    """What the predicted step leaves out; None where it leaves nothing out, or nothing is predicted."""
+    """Returns what the predicted step leaves out; None where it leaves nothing out, or nothing is predicted."""
     count = report.step.num_unpriced
     if not count or report.step.predicted_seconds is None:
         return None
@@ -106,7 +106,7 @@ def unpriced(report: Report) -> str | None:
 
 
 def unknown_values(report: Report) -> Iterator[tuple[str, str]]:
-    """(path, reason) of each None that stands for something unknown, in the order of the report."""
+    """Yields (path, reason) of each None that means unknown, in the order of the report."""
     needless = {"build.plugin"} | (set() if report.memory.host_bytes_per_chip else {"memory.host_limit_bytes_per_chip"})
     for path in _nones(report.model_dump(exclude={"unknown", "search"}), ""):
         if path not in needless and not path.endswith(".bound"):  # which follows from what is unknown
@@ -131,7 +131,7 @@ def compute_by_kind(report: Report) -> list[tuple[str, float]]:
 
 
 def why_exposed(collective: CollectiveReport) -> str:
-    """One clause: what compute waits for. Empty where nothing is exposed or it is not known."""
+    """Returns one clause: what compute waits for. Empty where nothing is exposed or it is not known."""
     if not collective.exposed_seconds:
         return ""
     if not collective.is_async:
@@ -142,7 +142,7 @@ def why_exposed(collective: CollectiveReport) -> str:
 
 
 def sums(collectives: Iterable[CollectiveReport]) -> tuple[CollectiveSum, ...]:
-    """By kind, mesh axes and link; the most exposed first."""
+    """Returns collectives grouped by kind, mesh axes and link, the most exposed first."""
     groups: dict[tuple[str, tuple[str, ...], str], list[CollectiveReport]] = {}
     for c in collectives:
         groups.setdefault((c.kind, c.mesh_axes, c.link), []).append(c)

@@ -36,12 +36,12 @@ FOLDED_ROWS = 24  # a longer table of arrays is closed until it is asked for
 
 
 def render_page(report: Report, events: Sequence[Event], plan: Plan) -> str:
-    """The whole page as text."""
+    """Returns the whole page as text."""
     reasons = list(dict.fromkeys(reason for _, reason in unknown_values(report)))
     numbers = {reason: number for number, reason in enumerate(reasons, start=1)}
 
     def unknown(path: str) -> dict[str, Any]:
-        """What the template shows instead of an unknown value."""
+        """Returns what the template shows instead of an unknown value."""
         reason = why_unknown(report, path)
         return {"reason": reason, "number": numbers.get(reason)}
 
@@ -104,7 +104,7 @@ def _told(arguments: dict[str, Any]) -> str:
 
 
 def _search(report: Report) -> list[dict[str, Any]]:
-    """The programs that were compiled, the shortest step first; none where nothing was searched."""
+    """Returns the programs that were compiled, the shortest step first; none where nothing was searched."""
     tried = report.search.tried if report.search else ()
     rows = [
         {"tried": one, "name": one.name, "is_chosen": place == report.search.chosen}
@@ -115,7 +115,7 @@ def _search(report: Report) -> list[dict[str, Any]]:
 
 
 def _in_order(report: Report) -> list[tuple[int, CollectiveReport]]:
-    """The most exposed first, each with its place in the report, by which `unknown` knows it."""
+    """Returns the most exposed first, each with its place in the report, by which `unknown` knows it."""
     index = {id(c): i for i, c in enumerate(report.collectives)}
     return [(index[id(c)], c) for c in by_exposed(report.collectives)]
 
@@ -134,7 +134,7 @@ def _collective(index: int, c: CollectiveReport, report: Report) -> dict[str, An
 
 
 def array_tables(plan: Plan) -> list[dict[str, Any]]:
-    """The arrays of the plan, a table for each kind."""
+    """Returns the arrays of the plan, a table for each kind."""
     tables = (("parameters", plan.sharding.parameters), ("optimizer state", plan.optimizer_state),
               ("activations of one microbatch", plan.sharding.activations))  # fmt: skip
     return [
@@ -160,7 +160,7 @@ def _array(plan: ArrayPlan) -> dict[str, Any]:
 
 
 def _config(plan: Plan) -> list[tuple[str, str]]:
-    """The declaration by group, as YAML; single keys together first."""
+    """Returns the declaration by group, as YAML; single keys together first."""
     spec = plan.spec.as_written()
     single = {key: value for key, value in spec.items() if not isinstance(value, dict)}
     groups = {"run": single} | {key: value for key, value in spec.items() if isinstance(value, dict)}
@@ -196,5 +196,5 @@ def _source(environment: jinja2.Environment, name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a Content-Security-Policy names what it allows."""
+    """Returns the hash by which a Content-Security-Policy allows a text."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -20,7 +20,7 @@ FILLS = "█▓▒░"  # neighbours differ without colours too
 
 
 def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> None:
-    """Print the verdict, memory, the step's time, the worst exposed collectives, findings, and where the files are.
+    """Prints the verdict, memory, the step's time, the worst exposed collectives, findings, and where the files are.
 
     In a file lines have their full width; a narrower terminal cuts them.
     """
@@ -79,7 +79,7 @@ def _memory(report: Report) -> Iterable[Line]:
 
 
 def _largest(parts: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The three largest parts, and the others as one."""
+    """Returns the three largest parts, and the others as one."""
     parts = sorted(parts, key=lambda part: -part[1])
     rest = sum(count for _, count in parts[3:])
     return parts[:3] + ([("other", rest)] if rest else [])
@@ -106,7 +106,7 @@ def _step(report: Report) -> Iterable[Line]:
 
 
 def _search(report: Report) -> Iterable[Line]:
-    """What was chosen and what it gains against what was declared; or that nothing could be judged."""
+    """Returns what was chosen and what it gains against what was declared; or that nothing could be judged."""
     search = report.search
     if search is None:
         return

@@ -45,7 +45,7 @@ def lay_out(events: Sequence[Event]) -> tuple[Slice, ...]:
 
 
 def _lanes(events: Sequence[Event]) -> list[Slice]:
-    """Each event on the first lane that is free."""
+    """Returns each event on the first lane that is free."""
     free_at: list[int] = []
     slices = []
     for event in sorted(events, key=lambda event: (event.start_seconds, -event.seconds)):
@@ -57,7 +57,7 @@ def _lanes(events: Sequence[Event]) -> list[Slice]:
 
 
 def hidden_behind(slices: Sequence[Slice]) -> tuple[Hidden | None, ...]:
-    """For each slice that is a collective the compute that runs at the same time."""
+    """Returns, for each slice of a collective, the compute that runs at the same time."""
     compute = sorted((s for s in slices if s.event.kind in COMPUTES), key=lambda s: s.start_ns)
     starts = [s.start_ns for s in compute]
 
@@ -73,7 +73,7 @@ def hidden_behind(slices: Sequence[Slice]) -> tuple[Hidden | None, ...]:
 
 
 def chrome_trace(report: Report, events: Sequence[Event]) -> dict[str, Any]:
-    """`timeline.json`."""
+    """Returns `timeline.json`."""
     slices = lay_out(events)
     threads = {lane: index for index, lane in enumerate(dict.fromkeys(s.lane for s in slices), start=1)}
     hidden = hidden_behind(slices)
@@ -105,7 +105,7 @@ def _slice(s: Slice, thread: int, hidden: Hidden | None) -> dict[str, Any]:
 
 
 def _arrow(number: int, collective: Slice, behind: Slice, threads: dict[str, int]) -> list[dict[str, Any]]:
-    """Where both run: an arrow's ends have to lie within their slices."""
+    """Returns where both run: an arrow's ends have to lie within their slices."""
     at = max(collective.start_ns, behind.start_ns) / 1e3
     common = {"name": "hidden behind", "cat": "overlap", "id": number, "pid": PROCESS, "ts": at}
     return [common | {"ph": "s", "tid": threads[collective.lane]},

@@ -23,7 +23,8 @@ _TRANSPOSED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 @cache
 def parse_groups(text: str, num_devices: int) -> Groups:
-    """The groups of a `replica_groups` or `source_target_pairs` attribute. Empty braces: all devices in one group.
+    """Returns the groups of a `replica_groups` or `source_target_pairs` attribute. Empty braces: all devices in one
+    group.
 
     Raises ValueError for a form that is not known.
     """
@@ -50,7 +51,7 @@ def _of_iota(shape: tuple[int, ...], dimensions: tuple[int, ...], order: tuple[i
 
 
 def _order(text: str) -> tuple[int, ...]:
-    """The devices in the order of a mesh: listed, or those in order as an array that is transposed."""
+    """Returns the devices in the order of a mesh: listed, or those in order as an array that is transposed."""
     transposed = _TRANSPOSED.fullmatch(text)
     if not transposed:
         return _numbers(text)

@@ -49,37 +49,37 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[ArrayType, ...]:
-        """The arrays of its value."""
+        """Returns the arrays of its value."""
         return parse_type(self.type_text)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its value."""
+        """Returns the bytes of its value."""
         return num_bytes(self.type_text)
 
     @property
     def op_name(self) -> str:
-        """Where it comes from, as JAX named it; empty where the compiler made it."""
+        """Returns its origin, as JAX named it; empty if the compiler made it."""
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else ""
 
     @property
     def estimated_cycles(self) -> int | None:
-        """The TPU compiler's estimate of its compute time, in clock cycles of the chip."""
+        """Returns the TPU compiler's estimate of its compute time, in clock cycles of the chip."""
         found = _CYCLES.search(self.attributes)
         cycles = int(found[1]) if found else _UNKNOWN_CYCLES
         return None if cycles == _UNKNOWN_CYCLES else cycles
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The computations that it runs or applies."""
+        """Returns the computations that it runs or applies."""
         names = [name for _, name in _CALLED.findall(self.attributes)]
         for _, several in _CALLED_LIST.findall(self.attributes):
             names += [name.strip().lstrip("%") for name in several.split(",")]
         return tuple(names)
 
     def attribute(self, key: str) -> str | None:
-        """The text of an attribute: `attribute("custom_call_target")` -> `AsyncCollectiveStart`."""
+        """Returns the text of an attribute: `attribute("custom_call_target")` -> `AsyncCollectiveStart`."""
         found = re.search(rf"(?:^|[ ,{{]){key}=", self.attributes)
         return _value(self.attributes, found.end()) if found else None
 
@@ -102,7 +102,7 @@ class Computation:
 
     @cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        """In the order of the arguments."""
+        """Returns the parameters in the order of the arguments."""
         found = [each for each in self.instructions if each.opcode == "parameter"]
         return tuple(sorted(found, key=lambda each: int(each.argument)))
 
@@ -126,7 +126,7 @@ class Module:
         return self.computations[self.entry]
 
     def all_within(self, name: str) -> Iterator[Instruction]:
-        """The instructions of a computation and of all that it calls."""
+        """Returns the instructions of a computation and of all that it calls."""
         for instruction in self.computations[name].instructions:
             yield instruction
             for called in instruction.called:
@@ -196,7 +196,7 @@ def _operands(text: str) -> tuple[str, ...]:
 
 
 def _closing(line: str, start: int) -> int | None:
-    """The place of the parenthesis that closes the one before `start`."""
+    """Returns the index of the parenthesis that closes the one before `start`."""
     end = line.find(")", start)
     if end < 0 or line.find("(", start, end) < 0:
         return end if end >= 0 else None
@@ -209,7 +209,7 @@ def _closing(line: str, start: int) -> int | None:
 
 
 def _value(text: str, start: int) -> str:
-    """The value of an attribute: up to the comma or space behind it, brackets and quotes whole."""
+    """Returns the value of an attribute: up to the comma or space after it, with brackets and quotes whole."""
     if mesh := _MESH_VALUE.match(text, start):
         return mesh[0]
     if text.startswith('"', start):

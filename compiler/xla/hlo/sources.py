@@ -19,7 +19,8 @@ class SourceLine:
 
 
 def source_finder(module: Module) -> Callable[[Instruction], tuple[SourceLine, ...]]:
-    """A function of an instruction to the lines that led to it, the innermost first; empty where none is known."""
+    """Returns a function of an instruction to the lines that led to it, the innermost first; empty where none is
+    known."""
     tables = _tables(module.tables)
     files = {number: text.strip('"') for number, text in tables.get("FileNames", {}).items()}
     places = {number: _fields(text) for number, text in tables.get("FileLocations", {}).items()}
@@ -45,7 +46,7 @@ def source_finder(module: Module) -> Callable[[Instruction], tuple[SourceLine, .
 
 
 def _tables(lines: Sequence[str]) -> dict[str, dict[int, str]]:
-    """{"FileNames": {1: '"a.py"'}, ...}"""
+    """Returns the tables of the module: {"FileNames": {1: '"a.py"'}, ...}"""
     tables: dict[str, dict[int, str]] = {}
     current: dict[int, str] = {}
     for line in lines:

@@ -30,24 +30,25 @@ class ArrayType:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes without padding."""
+        """Returns its bytes without padding."""
         return -(-self.num_elements * bits_of(self.dtype) // 8)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes as it lies in memory, with padding."""
+        """Returns its bytes in memory, with padding."""
         return -(-(self.num_elements + self.num_padding) * bits_of(self.dtype) // 8)
 
 
 @cache
 def parse_type(text: str) -> tuple[ArrayType, ...]:
-    """The arrays of a type, those of a tuple in order; nested tuples are flat."""
+    """Returns the arrays of a type, those of a tuple in order; nested tuples are flat."""
     return tuple(_array(*match.groups()) for match in _ARRAY.finditer(text))
 
 
 @cache
 def elements_of(text: str) -> tuple[str, ...] | None:
-    """The types within a tuple's, one level down: '((f32[2]), s32[])' -> ('(f32[2])', 's32[]'). None for no tuple."""
+    """Returns the types within a tuple's, one level down: '((f32[2]), s32[])' -> ('(f32[2])', 's32[]'). None if it is
+    not a tuple."""
     text = _COMMENT.sub("", text).strip()
     if not text.startswith("("):
         return None
@@ -62,13 +63,13 @@ def elements_of(text: str) -> tuple[str, ...] | None:
 
 
 def num_bytes(text: str) -> int:
-    """Bytes of all arrays of a type."""
+    """Returns the bytes of all arrays of a type."""
     return sum(array.num_bytes for array in parse_type(text))
 
 
 @cache
 def bits_of(dtype: str) -> int:
-    """bf16 -> 16, f8e4m3fn -> 8, s4 -> 4."""
+    """Returns the bits of an element type: bf16 -> 16, f8e4m3fn -> 8, s4 -> 4."""
     if dtype in _BITS:
         return _BITS[dtype]
     digits = re.match(r"[a-z]+(\d+)", dtype)

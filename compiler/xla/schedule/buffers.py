@@ -60,7 +60,7 @@ class Buffers:
 
 
 def read_buffers(module: Module) -> Buffers:
-    """Walk a scheduled module once, loops too."""
+    """Returns the buffers that a walk over a scheduled module finds, loops included."""
     walk = _Walk(module)
     entry = module.entry_computation
     arguments = tuple(walk.made(each, each.type_text) for each in entry.parameters)
@@ -110,7 +110,7 @@ class _Walk:
     same: dict[int, int] = field(default_factory=dict)  # what is another array's place
 
     def made(self, instruction: Instruction, type_text: str) -> Value:
-        """A new array for each of a type's."""
+        """Returns a new array for each of a type's."""
         elements = elements_of(type_text)
         if elements is not None:
             return tuple(self.made(instruction, each) for each in elements)
@@ -126,7 +126,7 @@ class _Walk:
         return number
 
     def buffers(self) -> dict[int, Buffer]:
-        """What the walk found, by number; what shares a place together."""
+        """Returns the buffers found, by number; values that share memory are one buffer."""
         shared: dict[int, list[_Made]] = {}
         for number, made in enumerate(self.arrays):
             shared.setdefault(self.place(number), []).append(made)
@@ -142,7 +142,7 @@ class _Walk:
         }
 
     def run(self, computation: Computation, arguments: tuple[Value, ...], results: Value | None) -> tuple[_Peak, Value]:
-        """The peak of a computation beside its arguments, and its result.
+        """Returns the peak of a computation besides its arguments, and its result.
 
         results: the places that the result goes to; None: it is new, and the caller's to count.
         """
@@ -197,14 +197,14 @@ class _Walk:
         return peak
 
     def _dying(self, each: Instruction, values: dict[str, Value], last: dict[int, int], place: int) -> list[int]:
-        """What it reads last, where its results may take the place of an operand: a copy, and what is done element by
-        element."""
+        """Returns the operands that it reads last if its results may overwrite them: copies and elementwise
+        operations."""
         if each.opcode != "copy" and not (each.opcode == "fusion" and each.attribute("kind") == "kLoop"):
             return []
         return [n for name in each.operands for n in _flat(values[name]) if last.get(n) == place]
 
     def _put(self, value: Value, place: Value, own: set[int]) -> None:
-        """What a trip of a loop, or the program, makes lies where its result does."""
+        """Merges the results of a loop's body, or of the program, with the buffers that receive them."""
         if isinstance(value, tuple) and isinstance(place, tuple):
             for inner, outer in zip(value, place, strict=False):
                 self._put(inner, outer, own)
@@ -289,7 +289,7 @@ class _Walk:
         return {index: (origin, ()) for index, origin in found.items() if origin is not None}
 
     def _origin(self, name: str, inner: Computation) -> int | None:
-        """The parameter of a fused computation that a value of it is written into."""
+        """Returns the parameter of a fused computation that a value of it is written into."""
         each = inner.by_name[name]
         if each.opcode == "parameter":
             return int(each.argument)
@@ -300,7 +300,7 @@ class _Walk:
 
 
 def _donated(module: Module, arguments: tuple[Value, ...]) -> Value:
-    """Where the program's results go: into arguments, or nowhere that is there before."""
+    """Returns the buffers of the program's results: donated arguments, or new ones."""
     start = module.header.find("input_output_alias={")
     text = module.header[start : module.header.find("entry_computation_layout", start)] if start >= 0 else ""
     found = {_path(out): int(number) for out, number, _ in _ALIAS.findall(text)}

@@ -50,7 +50,7 @@ class Chip:
 
 
 def price(instruction: Instruction, around: Computation, module: Module, chip: Chip) -> Compute | None:
-    """The compute of an instruction that is no collective and no loop; None where it takes no time."""
+    """Returns the compute of an instruction that is neither a collective nor a loop; None if it takes no time."""
     if instruction.opcode in _FREE or instruction.attribute("custom_call_target") in _FREE_TARGETS:
         return None
     seconds, priced_by = _seconds(instruction, around, module, chip)
@@ -83,7 +83,7 @@ def _seconds(
 def _flops(
     instruction: Instruction, operands: tuple[ArrayType, ...], module: Module
 ) -> tuple[float | None, str, float]:
-    """FLOPs, the type that they are in, and the share of the peak that they reach; None for an unknown kernel."""
+    """Returns FLOPs, their type, and the share of the peak that they reach; None for an unknown kernel."""
     target = instruction.attribute("custom_call_target") or ""
     if target == "tpu_custom_call" or "fmha" in target or "cudnn$" in target:
         return (*_attention_flops(instruction, operands), ATTENTION_EFFICIENCY)
@@ -104,7 +104,7 @@ def _flops(
 
 
 def _matmul_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> tuple[float, str]:
-    """2 for each multiply and add: over the elements of the result and the contracted sizes."""
+    """Returns 2 FLOPs for each multiply-add: the elements of the result times the contracted sizes."""
     if instruction.opcode == "convolution":
         return 0.0, "float32"  # TPUs alone write matmuls so, with an estimate on the fusion around it
     text = instruction.attributes
@@ -115,9 +115,9 @@ def _matmul_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> 
 
 
 def _attention_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> tuple[float | None, str]:
-    """A causal attention kernel: queries (B, H, T, D) or (B, T, H, D), or (H, T, D) of a single sequence, the first
-    operand of so many dimensions that is no mask. Forward two matmuls of T x T x D each, for keys and values four, for
-    queries three; half of the square is skipped."""
+    """Returns the FLOPs of a causal attention kernel: queries (B, H, T, D) or (B, T, H, D), or (H, T, D) of a single
+    sequence, the first operand of that rank that is not a mask. Forward two matmuls of T x T x D each, for keys and
+    values four, for queries three; half of the square is skipped."""
     name = f"{instruction.name} {instruction.attribute('custom_call_target')}".lower()
     arrays = [array for array in operands if array.dtype in ("bf16", "f16", "f32") or array.dtype.startswith("f8")]
     queries = next((array for array in arrays if len(array.shape) in (3, 4)), None)
@@ -130,8 +130,8 @@ def _attention_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) 
 
 
 def moved_bytes(instruction: Instruction, around: Computation, module: Module) -> int:
-    """Bytes that an operation reads and writes: of an operand that is only sliced the slices, of a result that is an
-    operand updated in place the update."""
+    """Returns the bytes that an operation reads and writes. An operand that is only sliced counts its slices, and an
+    operand that is updated in place counts the update."""
     if instruction.opcode == "dynamic-update-slice":
         return 2 * _bytes_of(instruction.operands[1], around)
     if instruction.opcode in _SLICES:
@@ -184,6 +184,6 @@ def _bytes_of(name: str, around: Computation) -> int:
 
 
 def _dtype(text: str) -> str:
-    """XLA's name of a type as that of a peak: bf16 -> bfloat16, f8e4m3fn -> float8."""
+    """Returns the peak's name for XLA's name of a type: bf16 -> bfloat16, f8e4m3fn -> float8."""
     known = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "u8": "int8"}
     return known.get(text, "float8" if text.startswith("f8") else "float32")

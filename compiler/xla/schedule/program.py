@@ -49,7 +49,7 @@ class Inner:
 
 
 def read_steps(module: Module, chip: Chip) -> tuple[Step, ...]:
-    """What one device does in a step. Raises HloError for a form of replica groups that is not known."""
+    """Returns what one device does in a step. Raises HloError for a form of replica groups that is not known."""
     return _Reader(module, chip).steps_of(module.entry_computation)
 
 
@@ -114,7 +114,7 @@ class _Reader:
         return self._at_once(inner, instruction, form="synchronous, fused") + self._computed(instruction, around)
 
     def _asynchronous(self, instruction: Instruction, around: Computation) -> list[Step]:
-        """Of a chain start, update, done the last before `done` is where the transfer begins."""
+        """Returns where the transfer begins: in a chain start, update, done the last instruction before `done`."""
         chain = self._chain(instruction, around)
         inner = self._inside(chain[0])
         named = _KIND_IN_NAME.search(chain[0].name)
@@ -135,7 +135,7 @@ class _Reader:
         return [Start(self._guessed(COLLECTIVES[named[0]], instruction, chain[0], around, form))]
 
     def _chain(self, instruction: Instruction, around: Computation) -> list[Instruction]:
-        """From the start on, up to the instruction."""
+        """Returns the instructions from the start up to this one."""
         chain = [instruction]
         while chain[0].opcode not in _STARTS:
             before = around.by_name.get(chain[0].operands[0])
@@ -155,8 +155,8 @@ class _Reader:
     def _collective(
         self, inner: Inner, instruction: Instruction, around: Computation, form: str, *, is_async: bool
     ) -> Collective:
-        """The collective in `inner`, named by the instruction that starts it. One call may hold several of a kind: they
-        are taken as one of all their arrays."""
+        """Returns the collective in `inner`, named by the instruction that starts it. Several of one kind in a
+        call are counted as one with all their arrays."""
         within, kind = inner.instruction, COLLECTIVES[inner.instruction.opcode.removesuffix("-start")]
         beside = inner.computation.instructions if within is not instruction else (within,)
         alike = [Inner(each, inner.computation) for each in beside if each.opcode == within.opcode]
@@ -181,8 +181,8 @@ class _Reader:
     def _guessed(
         self, kind: CollectiveKind, instruction: Instruction, start: Instruction, around: Computation, form: str
     ) -> Collective:
-        """A collective that is hidden behind a call: its kind by its name, its size by its operands or its results,
-        whichever are larger. One call may take several arrays."""
+        """Returns a collective that is hidden behind a call: its kind by its name, its size by its operands or its
+        results, whichever are larger. One call may take several arrays."""
         ends = [parse_type(text) for text in elements_of(instruction.type_text) or (instruction.type_text,)]
         arrays = max(ends, key=lambda end: sum(array.num_bytes for array in end)) or parse_type(start.type_text)
         largest = max(arrays, key=lambda array: array.num_bytes)
@@ -202,7 +202,7 @@ class _Reader:
             raise HloError(f"{instruction.name}: {error}") from error
 
     def _inside(self, instruction: Instruction) -> Inner | None:
-        """The collective that an instruction's computations hold."""
+        """Returns the collective that an instruction's computations hold."""
         for name in instruction.called:
             computation = self.module.computations.get(name)
             for each in computation.instructions if computation else ():
@@ -213,7 +213,7 @@ class _Reader:
         return None
 
     def _started_by(self, done: Instruction, around: Computation) -> str:
-        """The instruction that started what a fused done ends: the first that its operands lead back to."""
+        """Returns the instruction that started what a fused done ends: the first that its operands lead back to."""
         seen, names = set(), list(done.operands)
         while names:
             name = names.pop(0)
@@ -235,8 +235,8 @@ class _Reader:
         return {each.attribute("custom_call_target") for c in computations for each in c.instructions}
 
     def _is_chunk(self, inner: Inner, instruction: Instruction, around: Computation) -> bool:
-        """True for compute from within which the chunks of a collective are sent that was started before it: in its own
-        computation, or outside of the loop that it is in."""
+        """Returns True for compute that sends the chunks of a collective started before it, in its own computation or
+        outside of its loop."""
         own = _identity(inner.instruction)
         before = dropwhile(lambda each: each.name != instruction.name, reversed(around.instructions))
         if own in map(self._started, before):
@@ -245,7 +245,7 @@ class _Reader:
 
     @cached_property
     def _started_elsewhere(self) -> dict[str, set[Any]]:
-        """By a loop's body, the fused collectives that are on their way while it runs."""
+        """Returns, by a loop's body, the fused collectives that are in flight while it runs."""
         found: dict[str, set[Any]] = {}
         for computation in self.module.computations.values():
             started = set[Any]()
@@ -257,7 +257,7 @@ class _Reader:
         return found
 
     def _started(self, instruction: Instruction) -> Any:
-        """What tells the collective from others that a fusion starts; None for any other instruction."""
+        """Returns the key of the collective that a fusion starts; None for any other instruction."""
         if instruction.opcode != "fusion" or "AsyncCollectiveStart" not in self._targets(instruction):
             return None
         inner = self._inside(instruction)
@@ -265,14 +265,14 @@ class _Reader:
 
 
 def _identity(collective: Instruction) -> tuple[str, str | None, tuple[tuple[int, ...], ...]]:
-    """The same for all parts of one that is fused; channels alone are used twice."""
+    """Returns the same for all parts of one that is fused; channels alone are used twice."""
     shapes = tuple(array.shape for array in parse_type(collective.type_text))
     return collective.opcode, collective.attribute("channel_id"), shapes
 
 
 def _arrays(inner: Inner) -> list[ArrayType]:
-    """What a collective takes. Of an all-reduce its results: TPUs reduce in float32 what they are given in bfloat16. Of
-    a ragged all-to-all the first operand: the others say where its parts go."""
+    """Returns what a collective takes. Of an all-reduce its results: TPUs reduce in float32 what they are given in
+    bfloat16. Of a ragged all-to-all the first operand: the others say where its parts go."""
     within = inner.instruction
     if within.opcode.startswith("all-reduce"):
         return list(within.arrays)
@@ -287,7 +287,7 @@ def _is_padded(inner: Inner) -> bool:
 
 
 def _is_scattered(inner: Inner) -> bool:
-    """True where only a slice of the result leaves the fusion that the collective is in."""
+    """Returns True where only a slice of the result leaves the fusion that the collective is in."""
     handed_on = {"bitcast", "convert", "copy", "reshape", "transpose"}
     users = _users({inner.instruction.name}, inner.computation)
     while users and all(each.opcode in handed_on for each in users):

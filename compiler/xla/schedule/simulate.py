@@ -41,14 +41,14 @@ class CollectiveTotals:
 
     @property
     def hidden_seconds(self) -> float | None:
-        """What is not exposed of the time alone, without what rounding leaves of nothing."""
+        """Returns the hidden part of the time alone, with rounding error removed."""
         if self.alone_seconds is None:
             return None
         hidden = self.alone_seconds - self.exposed_seconds
         return hidden if hidden > SMALLEST_SECONDS * self.count else 0.0
 
     def add(self, count: int, alone_seconds: float | None) -> None:
-        """So many executions more, of this time each."""
+        """Adds executions with this time each."""
         self.count += count
         if self.alone_seconds is not None:
             self.alone_seconds = None if alone_seconds is None else self.alone_seconds + count * alone_seconds
@@ -81,7 +81,7 @@ class Simulation:
 
 
 def simulate(steps: tuple[Step, ...], price: Callable[[Collective], Priced]) -> Simulation:
-    """Run the steps once."""
+    """Runs the steps once."""
     clock = _Clock(price)
     clock.run(steps, weight=1, loops=(), is_shown=True)
     clock.finish()
@@ -114,7 +114,7 @@ class _Clock:
         return self._now + self._skipped
 
     def run(self, steps: tuple[Step, ...], *, weight: int, loops: Loops, is_shown: bool) -> None:
-        """weight: how often what is run here happens in a step."""
+        """Runs steps with a weight: how often they happen in a training step."""
         for step in steps:
             if isinstance(step, Compute):
                 self._compute(step, weight, is_shown)
@@ -129,7 +129,7 @@ class _Clock:
                 self.run(longest, weight=weight, loops=loops, is_shown=is_shown)
 
     def finish(self) -> None:
-        """Wait for what is still on its way."""
+        """Waits for all collectives in flight."""
         for name in list(self._flying):
             self._done(name, weight=1, is_shown=True)
 
@@ -164,7 +164,7 @@ class _Clock:
                 self._show(link, collective.name, collective.kind, begin, transfer.end)
 
     def _done(self, name: str, weight: int, is_shown: bool) -> None:
-        """Wait for a collective; nothing where none of that name is on its way."""
+        """Waits for a collective; does nothing if it is not in flight."""
         transfer, begin = self._flying.pop(name, None), self._now
         if transfer is None or transfer.end <= begin:
             return
@@ -178,7 +178,8 @@ class _Clock:
             self._show("compute", f"waits for {name}", "exposed", begin, self._now)
 
     def _loop(self, loop: Loop, weight: int, loops: Loops, is_shown: bool) -> None:
-        """Trip after trip, until one begins as the one before it did: it stands for all that are left."""
+        """Runs iterations until one begins in the same state as the one before it, which then represents all the
+        rest."""
         if loop.num_trips is None:
             self.result.unknown_loops.add(loop.name)
         left, before = 1 if loop.num_trips is None else loop.num_trips, None
@@ -195,13 +196,13 @@ class _Clock:
                 self._skipped += rest
 
     def _state(self) -> dict[str, float]:
-        """What of the past still matters: how long links are busy, and collectives on their way."""
+        """Returns the state that later steps depend on: how long links are busy, and collectives in flight."""
         ends = {f"link {link}": each.end for link, each in self._last_on.items()}
         ends |= {name: each.end for name, each in self._flying.items()}
         return {name: end - self._now for name, end in ends.items() if end - self._now > SMALLEST_SECONDS}
 
     def _end_of(self, steps: tuple[Step, ...]) -> float:
-        """When these would end."""
+        """Returns the time at which these would end."""
         trial = _Clock(self._price)
         trial._now, trial._flying, trial._last_on = self._now, dict(self._flying), dict(self._last_on)
         trial.run(steps, weight=1, loops=(), is_shown=False)

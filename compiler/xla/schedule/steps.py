@@ -86,7 +86,7 @@ Step = Compute | Start | Done | Loop | Branches
 
 
 def collectives_of(steps: tuple[Step, ...]) -> Iterator[Collective]:
-    """Every collective of a program, once."""
+    """Returns every collective of a program, once."""
     for step in steps:
         if isinstance(step, Start):
             yield step.collective
@@ -98,7 +98,7 @@ def collectives_of(steps: tuple[Step, ...]) -> Iterator[Collective]:
 
 
 def loops_of(steps: tuple[Step, ...]) -> Iterator[Loop]:
-    """Every loop of a program, the outer ones first."""
+    """Returns every loop of a program, the outer ones first."""
     for step in steps:
         if isinstance(step, Loop):
             yield step

@@ -19,7 +19,7 @@ _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "
 
 
 def num_trips(loop: Instruction, around: Computation, module: Module) -> int | None:
-    """The trips of a `while` in the computation `around`; None where they cannot be read."""
+    """Returns the number of iterations of a `while` in the computation `around`; None if it cannot be read."""
     if known := _KNOWN.search(loop.attributes):
         return int(known[1])
     condition = module.computations.get((loop.attribute("condition") or "").lstrip("%"))
@@ -48,7 +48,7 @@ Side = Instruction | int
 
 
 def _comparison(condition: Computation, module: Module) -> tuple[str, Side, Side] | None:
-    """Direction and both sides of the comparison that a condition ends with, also where it is fused."""
+    """Returns the direction and both sides of the comparison that a condition ends with, even if it is fused."""
     root = _followed(condition.root, condition)
     if root is None:
         return None
@@ -76,7 +76,7 @@ def _side(name: str, inner: Computation, outer: Computation, outside: Mapping[st
 
 
 def _element(side: Side | None, condition: Computation) -> int | None:
-    """The element of the loop's state that an instruction of the condition reads."""
+    """Returns the element of the loop's state that an instruction of the condition reads."""
     if not isinstance(side, Instruction) or side.opcode != "get-tuple-element":
         return None
     source = condition.by_name.get(side.operands[0])
@@ -84,14 +84,14 @@ def _element(side: Side | None, condition: Computation) -> int | None:
 
 
 def _given(index: int | None, given: Instruction, around: Computation) -> int | None:
-    """The constant that the loop is given as an element of its state."""
+    """Returns the initial value of an element of the loop's state, if it is a constant."""
     if index is None or index >= len(given.operands):
         return None
     return _constant(_followed(around.by_name.get(given.operands[index]), around))
 
 
 def _step(index: int, body: Computation, module: Module) -> int | None:
-    """What a trip adds to an element of the state."""
+    """Returns what an iteration adds to an element of the state."""
     result = _followed(body.root, body)
     if result is None or result.opcode != "tuple":
         return None
@@ -107,7 +107,7 @@ def _step(index: int, body: Computation, module: Module) -> int | None:
 
 
 def _followed(instruction: Instruction | None, computation: Computation) -> Instruction | None:
-    """What an instruction only hands on."""
+    """Returns the operand that an instruction merely passes on."""
     while instruction is not None and instruction.opcode in _TRANSPARENT:
         instruction = computation.by_name.get(instruction.operands[0])
     return instruction
