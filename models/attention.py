@@ -18,7 +18,7 @@ def attend(
     window: int | None,
     soft_cap: float | None,
 ) -> Array:
-    """softmax(scores) v -> (B, T, H, D), scores = scale q k over the tokens up to each token's own.
+    """Returns softmax(scores) v of shape (B, T, H, D), scores = scale q k over the tokens up to each token's own.
 
     window: a token sees this many tokens, itself included. soft_cap: scores become soft_cap tanh(scores / soft_cap)
     (Gemma 2, arXiv:2408.00118). segment_ids_BT: a token sees tokens with its own id alone. Scores and softmax are in
@@ -36,7 +36,7 @@ def attend(
 
 
 def sees(length: int, window: int | None, segment_ids_BT: Array | None) -> Array:
-    """(B or 1, 1, 1, T, S): True where the query at T sees the key at S."""
+    """Returns a mask (B or 1, 1, 1, T, S): True where the query at T may attend to the key at S."""
     distance_TS = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     is_seen = distance_TS >= 0
     if window is not None:

@@ -37,5 +37,5 @@ class ModelConfig(Config):
     vocab_size: PositiveInt
 
     def build(self) -> Model:
-        """The pieces of the model; allocates nothing."""
+        """Returns the pieces of the model; allocates nothing."""
         raise NotImplementedError

@@ -174,7 +174,7 @@ class Model:
         return {"embed": self.embed.abstract, **stacked, "head": self._own(self.head.abstract)}
 
     def logical_axes(self) -> Params:
-        """The logical axis of every dimension of every parameter, as a tree of tuples like `abstract()`."""
+        """Returns the logical axis of every dimension of every parameter, as a tree of tuples like `abstract()`."""
         stacked = {
             stack.name: jax.tree.map(lambda axes: ("layers", *axes), stack.layer.logical_axes, is_leaf=is_logical_axes)
             for stack in self.stacks
@@ -182,7 +182,8 @@ class Model:
         return {"embed": self.embed.logical_axes, **stacked, "head": self._own(self.head.logical_axes)}
 
     def init(self, key: Array) -> Params:
-        """Fresh parameters. Pure, so it can be compiled with output shardings: every device makes its own shard."""
+        """Returns initial parameters. It is pure, so it can be compiled with output shardings: every device makes its
+        own shard."""
         embed_key, head_key, *stack_keys = jax.random.split(key, 2 + len(self.stacks))
         stacked = {
             stack.name: jax.vmap(stack.layer.init)(jax.random.split(stack_key, stack.num_layers))
@@ -191,7 +192,8 @@ class Model:
         return {"embed": self.embed.init(embed_key), **stacked, "head": self._own(self.head.init(head_key))}
 
     def head_params(self, head: Params, embed: Params) -> Params:
-        """All that the head's `apply` takes: its own parameters and those that it shares with the embedding."""
+        """Returns the parameters that the head's `apply` takes: its own, and the ones that it shares with the
+        embedding."""
         return head | {name: embed[original] for name, original in self.tied.items()}
 
     def _own(self, head: Params) -> Params:
@@ -199,12 +201,12 @@ class Model:
 
 
 def is_logical_axes(node: Any) -> bool:
-    """True for a leaf of a tree of logical axes (a tuple is a tree to JAX)."""
+    """Returns True for a leaf of a tree of logical axes (JAX treats a tuple as a tree)."""
     return isinstance(node, tuple)
 
 
 def build_piece(make: Callable[[nnx.Rngs], nnx.Module]) -> Piece:
-    """Turn an NNX module into a `Piece`.
+    """Turns an NNX module into a `Piece`.
 
     `make(rngs)` builds the module; every `nnx.Param` in it carries `out_sharding=(logical axis, ...)`, one name (or
     None) per dimension. Raises TypeError where a Param does not, where the module holds state that is no Param, or
@@ -225,7 +227,7 @@ def build_piece(make: Callable[[nnx.Rngs], nnx.Module]) -> Piece:
 
 
 def _checked(module: Any) -> nnx.Module:
-    """The module as it is. Raises TypeError where it cannot be called as a piece is."""
+    """Returns the module as it is. Raises TypeError where it cannot be called as a piece is."""
     name, expected = type(module).__name__, "the compiler calls it as __call__(self, x, context)"
     if not isinstance(module, nnx.Module):
         raise TypeError(f"{name} is not an nnx.Module, and {expected}")

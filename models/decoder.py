@@ -89,7 +89,7 @@ class DecoderConfig(ModelConfig):
 
 
 def build_decoder(config: DecoderConfig) -> Model:
-    """The three pieces of the decoder. A layer of its stack is one round through the windows."""
+    """Returns the three pieces of the decoder. A layer of its stack is one round through the windows."""
     num_rounds = config.num_layers // len(config.attention_windows)
     return Model(
         embed=build_piece(lambda rngs: Embed(config, rngs)),

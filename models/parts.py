@@ -31,7 +31,7 @@ class RopeScaling(Config):
 
 
 def matrix(rngs: nnx.Rngs, axes: tuple[str | None, ...], shape: tuple[int, ...], *, stddev: float) -> nnx.Param[Array]:
-    """A normal random parameter with these logical axes."""
+    """Returns a normal random parameter with these logical axes."""
     return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32), out_sharding=axes)
 
 

@@ -39,7 +39,7 @@ class Report(schema.Report):
 
     @property
     def html(self) -> str | None:
-        """The whole page; None where there is none."""
+        """Returns the whole page, or None."""
         return self._page
 
     def _repr_html_(self) -> str | None:
@@ -69,7 +69,7 @@ class CompiledStep(compiled_step.CompiledStep):
 
 
 def compile(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None = None) -> CompiledStep:
-    """Compile a plan, a declaration or the one that overrides compose, for a target that need not be there.
+    """Compiles a plan, a declaration or the one that overrides compose, for a target that need not be there.
 
     run_dir: a folder for what `meshloom compile` leaves there: report, artifact, log. Raises ConfigError with all that
     is wrong with the declaration; a step that does not fit is returned, and `fits` and `report` say so.
@@ -84,7 +84,7 @@ def compile(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None
 
 
 def report(of: CompiledStep | str | PathLike[str]) -> Report:
-    """Return the report of a compiled step, or of the run directory of one. Raises ConfigError where there is none."""
+    """Returns the report of a compiled step, or of the run directory of one. Raises ConfigError where there is none."""
     if isinstance(of, CompiledStep):
         return of.report
     path = Path(of) / "report.json"
@@ -100,7 +100,7 @@ def report(of: CompiledStep | str | PathLike[str]) -> Report:
 
 
 def _find(declared: tuple[str | RunSpec | Plan, ...]) -> CompileJob:
-    """All that can be wrong is found here: `with_spec` may try it on a part of what was typed."""
+    """Checks everything that can be wrong with a plan's compile; `with_spec` may run it on a part of the overrides."""
     planned = next((each for each in declared if isinstance(each, Plan)), None)
     if planned is not None and len(declared) == 1:
         start_for_compile(planned.spec.target)
@@ -134,7 +134,8 @@ def _replan(origin: Origin, more: tuple[str, ...]) -> compiler_plan.Plan:
 
 @contextmanager
 def _folder(run_dir: str | PathLike[str] | None) -> Iterator[Path]:
-    """The run directory; without one, a folder for the log of the compiler, which stays where the compiler fails."""
+    """Returns the run directory; without one, a folder for the log of the compiler, which stays where the compiler
+    fails."""
     if run_dir is not None:
         yield Path(run_dir)
         return

@@ -41,7 +41,7 @@ class Plan(compiler_plan.Plan):
 def compose(
     *overrides: str, config_dir: str | PathLike[str] | None = None, allow_code_from: Sequence[str] = ()
 ) -> RunSpec:
-    """Compose a declaration from overrides, as typed after `meshloom train`: "sharding=fsdp", "num_steps=20".
+    """Composes a declaration from overrides, as typed after `meshloom train`: "sharding=fsdp", "num_steps=20".
 
     config_dir: a folder of configs beside ours. allow_code_from: names of modules whose code the declaration may run;
     without it, a config can name classes of installed packages alone. Raises ConfigError with all that is wrong.
@@ -51,25 +51,25 @@ def compose(
 
 
 def plan(*declared: str | RunSpec) -> Plan:
-    """Plan a declaration, or the one that overrides compose, without a device. Raises ConfigError with all that is
+    """Plans a declaration, or the one that overrides compose, without a device. Raises ConfigError with all that is
     wrong."""
     return with_spec(declared, plan_as_guest)
 
 
 def plan_as_guest(spec: RunSpec) -> Plan:
-    """The same for a caller who is a guest already."""
+    """Returns the same for a caller who is a guest already."""
     if isinstance(spec.target, LocalTarget):
         start_devices(spec.target, Processes(), warn)
     return as_shown(plan_run(spec))
 
 
 def as_shown(found: compiler_plan.Plan) -> Plan:
-    """The same plan, as a terminal and a notebook can show it."""
+    """Returns the same plan, as a terminal and a notebook can show it."""
     return Plan(**{field.name: getattr(found, field.name) for field in fields(found)})
 
 
 def with_spec(declared: Sequence[str | RunSpec], then: Callable[[RunSpec], T]) -> T:
-    """Return `then` of one declaration, or of the one that overrides compose. What it finds wrong is reported with all
+    """Returns `then` of one declaration, or of the one that overrides compose. What it finds wrong is reported with all
     else that is wrong with these, for which it may be tried on a part of them."""
     overrides = tuple(each for each in declared if isinstance(each, str))
     if len(overrides) == len(declared):
@@ -82,12 +82,12 @@ def with_spec(declared: Sequence[str | RunSpec], then: Callable[[RunSpec], T]) -
 
 
 def specs_of(declared: Sequence[str | RunSpec | compiler_plan.Plan]) -> list[str | RunSpec]:
-    """The same with the declaration of each plan."""
+    """Returns the same with the declaration of each plan."""
     return [each.spec if isinstance(each, compiler_plan.Plan) else each for each in declared]
 
 
 def request_of(origin: Origin) -> Request:
-    """The request of a declaration that was typed."""
+    """Returns the request of a declaration that was typed."""
     assert origin.overrides is not None
     return Request(tuple(search_path_override(origin.overrides, origin.config_dir)))
 

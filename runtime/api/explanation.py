@@ -23,14 +23,14 @@ class Explanation:
 
     @cached_property
     def text(self) -> str:
-        """What `meshloom explain` prints."""
+        """Returns what `meshloom explain` prints."""
         out = io.StringIO()
         print_plan(self.plan, Console(out, width=WIDTH, is_terminal=False))
         return out.getvalue()
 
     @cached_property
     def json(self) -> dict[str, Any]:
-        """What plan.json of a run holds."""
+        """Returns what plan.json of a run holds."""
         return plan_as_json(self.plan)
 
     def __repr__(self) -> str:
@@ -41,7 +41,7 @@ class Explanation:
 
 
 def explain(*declared: str | RunSpec | Plan) -> Explanation:
-    """Explain a plan, or that of a declaration, or of the one that overrides compose. Raises ConfigError with all that
+    """Explains a plan, a declaration, or the declaration that overrides compose. Raises ConfigError with all that
     is wrong."""
     planned = next((each for each in declared if isinstance(each, Plan)), None)
     if planned is not None and len(declared) == 1:

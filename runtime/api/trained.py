@@ -45,7 +45,7 @@ class TrainedRun:
 
     @property
     def held_out_loss(self) -> float | None:
-        """The latest loss of the held-out data; None where nothing was held out."""
+        """Returns the latest loss of the held-out data; None where nothing was held out."""
         return next((each.eval_loss for each in reversed(self.metrics) if each.eval_loss is not None), None)
 
     def __repr__(self) -> str:
@@ -55,7 +55,7 @@ class TrainedRun:
 
 
 def train(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None = None) -> TrainedRun:
-    """Train a declaration, or the one that overrides compose, on the devices of this process.
+    """Trains a declaration, or the one that overrides compose, on the devices of this process.
 
     run_dir: a folder for what `meshloom train` leaves there; a call with the same goes on from its last checkpoint.
     Without one nothing stays. Raises ConfigError with all that is wrong, and RunFailed, which is one, where training

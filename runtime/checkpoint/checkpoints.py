@@ -82,7 +82,7 @@ class Checkpoints:
         return int(newest.name) if newest else None
 
     def save(self, step: int, state: Any, batches: Placed, *, eval_loss: float | None) -> None:
-        """Save what `step` steps made, once. The state may be donated to the next step at once.
+        """Saves what `step` steps made, once. The state may be donated to the next step at once.
 
         With it goes the position in the data, which any number of processes can go on from. Raises RunFailed where this
         save or the one before it cannot be written.
@@ -103,12 +103,12 @@ class Checkpoints:
             self._response = self._orbax.save_checkpointables_async(step, content, force=True, metrics=metrics)
 
     def wait(self) -> None:
-        """Until all saves are on disk. Raises RunFailed where one cannot be written."""
+        """Waits until all saves are on disk. Raises RunFailed if one cannot be written."""
         with self._told():
             self._finish_save()
 
     def _finish_save(self) -> None:
-        """Wait for the save under way. Each save has an event loop of its own, with a thread and three file
+        """Waits for the save under way. Each save has an event loop of its own, with a thread and three file
         descriptors, which Orbax closes in `result` only."""
         response, self._response = self._response, None
         if response is not None:
@@ -139,7 +139,7 @@ class Checkpoints:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """A save that the disk refuses ends the run; what was written of it is removed, to give the space back."""
+        """Turns a failed save into the end of the run, and removes the part that was written, to free its space."""
         try:
             yield
         except Exception as error:
@@ -149,12 +149,13 @@ class Checkpoints:
             remove_for_good(self._unfinished)
             what = f"the checkpoint of step {self._last_saved} could not be saved: {reason}"
             good = "none was saved before" if self.latest_step is None else f"the last good one is {self.latest_step}"
-            fix = "make room, and start the same command again" if self.latest_step else "make room, or write elsewhere"
+            fix = "free disk space, and start the same command again" if self.latest_step else "free disk space, or write elsewhere"  # fmt: skip  # noqa: E501
             raise RunFailed(Problem(str(self.directory), f"{what}; {good}", fix), STORAGE) from error
 
 
 def restore(start: Start, state: Any, batches: Placed) -> Restored:
-    """A checkpoint, laid out as the abstract `state` says, on any mesh; moves `batches` to its place in the data."""
+    """Returns a checkpoint, laid out as the abstract `state` says, on any mesh; moves `batches` to its place in the
+    data."""
     with CONTEXT:
         content = ocp.load_checkpointables(str(start.path), {"state": state, "data": None})
     here, there = batches.identity, content["data"]["identity"]
@@ -165,7 +166,7 @@ def restore(start: Start, state: Any, batches: Placed) -> Restored:
 
 
 def set_aside(damaged: dict[Path, str]) -> None:
-    """Rename damaged checkpoints to `STEP.damaged`, so that their steps can be saved again and nothing is lost."""
+    """Renames damaged checkpoints to `STEP.damaged`, so that their steps can be saved again and nothing is lost."""
     for path in damaged:
         path.rename(free_name(path))
 
@@ -175,7 +176,8 @@ def _is_crash(error: BaseException) -> bool:
 
 
 def _preservation_policy(spec: CheckpointSpec) -> Any:
-    """A checkpoint stays as long as one of these wants it. Orbax asks when the next one is finished."""
+    """Returns the retention policies: a checkpoint stays as long as one wants it. Orbax asks when the next is
+    finished."""
     policies = ocp.training.preservation_policies
     wanted: list[Any] = [policies.LatestN(spec.num_kept)]
     if spec.num_best_kept:

@@ -16,8 +16,8 @@ from .start import FOLDER, Start, describe, find_start
 
 
 def find_shared_start(run_dir: Path, plan: Plan, console: Console, processes: Processes) -> Start | None:
-    """The checkpoint to go on from, found whole and of this model, the same in all processes; what stands in the way of
-    saving is told. Each byte is read once, by process 0.
+    """Returns the checkpoint to go on from, found whole and of this model, the same in all processes; what stands in
+    the way of saving is told. Each byte is read once, by process 0.
 
     Raises in all processes what `find_start` and `check_space` do, and where one of them does not see the checkpoint.
     """

@@ -38,7 +38,7 @@ class Start:
 
 
 def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
-    """The checkpoint to go on from, None for a fresh start. Reads every byte of it, and loads nothing.
+    """Returns the checkpoint to go on from, None for a fresh start. Reads every byte of it, and loads nothing.
 
     Raises RunFailed where there are checkpoints and none of them is good, ConfigError where the good one does not hold
     what the abstract `state` does, or one of this run's is a link.
@@ -56,7 +56,7 @@ def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
 
 
 def check_restorable(spec: RunSpec, state: Any) -> None:
-    """Raise what `find_start` will for `checkpoint.restore_from`, as far as can be seen without reading the arrays."""
+    """Raises what `find_start` will for `checkpoint.restore_from`, as far as can be seen without reading the arrays."""
     if spec.checkpoint.restore_from is not None:
         start = _newest_good(*_candidates(spec.checkpoint.restore_from), is_own=False, compare="sizes")
         _check_same_tree(start.path, state)
@@ -68,8 +68,8 @@ def _candidates(restore_from: str) -> tuple[Path, list[Path]]:
 
 
 def check_checkpoint(spec: RunSpec) -> None:
-    """Raise ConfigError where `checkpoint.restore_from` names no finished checkpoint, no best ones can be told, or each
-    of several processes would save by a clock of its own."""
+    """Raises ConfigError where `checkpoint.restore_from` names no finished checkpoint, no best ones can be told, or
+    each of several processes would save by a clock of its own."""
     all_of(lambda: _check_best(spec), lambda: _check_restore(spec), lambda: _check_clock(spec))
 
 
@@ -103,7 +103,8 @@ def _check_restore(spec: RunSpec) -> None:
 
 
 def parse_place(text: str) -> tuple[Path, int | None]:
-    """RUN_DIR or RUN_DIR/checkpoints -> (RUN_DIR/checkpoints, None); RUN_DIR/checkpoints/STEP -> (.., STEP)."""
+    """Returns a checkpoint's folder and step: RUN_DIR or RUN_DIR/checkpoints -> (RUN_DIR/checkpoints, None);
+    RUN_DIR/checkpoints/STEP -> (.., STEP)."""
     path = Path(text).expanduser()
     if path.parent.name == FOLDER and path.name.isdecimal():
         return path.parent, int(path.name)
@@ -111,13 +112,14 @@ def parse_place(text: str) -> tuple[Path, int | None]:
 
 
 def finished(directory: Path) -> Iterator[Path]:
-    """The finished checkpoints of a run, newest first: what has a step's name. A save that was cut off has another."""
+    """Returns the finished checkpoints of a run, newest first: what has a step's name. A save that was cut off has
+    another."""
     steps = [path for path in directory.iterdir() if path.name.isdecimal()] if directory.is_dir() else []
     yield from sorted(steps, key=lambda path: int(path.name), reverse=True)
 
 
 def describe(damaged: dict[Path, str]) -> str:
-    """`checkpoint 300: what is wrong with it; checkpoint 200: ...`"""
+    """Returns the damage: `checkpoint 300: what is wrong with it; checkpoint 200: ...`"""
     return "; ".join(f"checkpoint {path.name}: {what}" for path, what in damaged.items())
 
 
@@ -140,7 +142,7 @@ def _link_problem(path: Path) -> Problem:
 
 
 def _unreadable(path: Path) -> str | None:
-    """Why Orbax cannot read what the checkpoint holds; None where it can. Some files of its own have no hash."""
+    """Returns why Orbax cannot read the checkpoint; None if it can. Some files of its own have no hash."""
     try:
         _saved_tree(path)
     except OSError:
@@ -158,7 +160,7 @@ def _saved_tree(path: Path) -> Any:
 
 
 def _check_same_tree(path: Path, state: Any) -> None:
-    """Raise ConfigError with the arrays that differ; Orbax's own message would not name them."""
+    """Raises ConfigError with the arrays that differ; Orbax's own message would not name them."""
     if differences := tree_differences(_saved_tree(path), state):
         what = f"{path} holds another model or optimizer:{shown(differences)}"
         fix = "choose the model and optimizer that were saved, or another hydra.run.dir"

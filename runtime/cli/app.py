@@ -23,7 +23,7 @@ from .sweep import run_sweep
 
 
 def run_declared(command: Command, args: list[str]) -> int:
-    """Run a command that takes overrides. Mistakes of the user's are printed, all of them, and give exit code 2."""
+    """Runs a command that takes overrides. All of the user's mistakes are printed, and give exit code 2."""
     try:
         flags, problems = parse_flags(command.name, args)
         with code_allowed_from(_allowed(flags)):
@@ -66,7 +66,7 @@ def _run(command: Command, flags: argparse.Namespace) -> int:
 
 
 def _problems_beside(flags: argparse.Namespace) -> tuple[Problem, ...]:
-    """What is wrong with the overrides of a line whose flags are wrong."""
+    """Returns what is wrong with the overrides of a line whose flags are wrong."""
     try:
         read_spec(request_of(flags), then=lambda spec: spec)
     except MISTAKES as error:

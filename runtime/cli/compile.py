@@ -23,7 +23,7 @@ LOG = logging.getLogger("meshloom")
 
 
 def compile_command(request: Request, flags: argparse.Namespace) -> int:
-    """Compile into the run directory. Raises ConfigError for mistakes that are found before it is there."""
+    """Compiles into the run directory. Raises ConfigError for mistakes that are found before it is there."""
     job, exit_codes = read_spec(request, then=prepare_compile), [MISTAKE]
     check_run_dir(request)
 

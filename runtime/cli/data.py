@@ -9,5 +9,5 @@ from .tokenize_corpus import prepare_corpus, tokenize_corpus
 
 
 def data_command(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as all commands)
-    """Write the shards. Raises ConfigError for a corpus that cannot be read."""
+    """Writes the shards. Raises ConfigError for a corpus that cannot be read."""
     return tokenize_corpus(read_spec(request, then=prepare_corpus), Console())

@@ -30,7 +30,7 @@ FLAGS = ("--json", "-h", "--help")
 
 
 def diff_command(args: Sequence[str]) -> int:
-    """Run the command line; returns the exit code: 0, or 2 where there is nothing to compare."""
+    """Runs the command line and returns the exit code: 0, or 2 if there is nothing to compare."""
     if "-h" in args or "--help" in args:
         write_out(USAGE, end="")
         return 0
@@ -62,7 +62,8 @@ def _two_runs(args: Sequence[str]) -> list[Path]:
 
 
 def read_run(run_dir: Path) -> Run:
-    """What a run directory says of its run. Raises ConfigError where it holds none, or what it holds is damaged."""
+    """Returns what a run directory says of its run. Raises ConfigError where it holds none, or what it holds is
+    damaged."""
     if not run_dir.is_dir():
         what = "this is a file" if run_dir.is_file() else "there is no such directory"
         raise ConfigError([Problem(str(run_dir), what, _near(run_dir))])
@@ -86,11 +87,11 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         fix = "name a run directory: `meshloom train` and `meshloom compile` write it"
-        raise ConfigError([Problem(str(path), "there is no such file, so this is no run", fix)]) from None
+        raise ConfigError([Problem(str(path), "there is no such file, so this is not a run directory", fix)]) from None
     except OSError as error:
         raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror}", "make it readable")]) from None
     except UnicodeDecodeError:
-        raise _damaged(path, "it is no text in UTF-8") from None
+        raise _damaged(path, "it is not UTF-8 text") from None
 
 
 def _damaged(path: Path, how: str) -> ConfigError:
@@ -103,7 +104,7 @@ def _spec(path: Path) -> dict[str, Any]:
         json.dumps(spec)  # what YAML has and JSON has not, as a date or a cycle, no declaration holds
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        raise _damaged(path, "it is no YAML" + (f", line {mark.line + 1}" if mark else "")) from None
+        raise _damaged(path, "it is not valid YAML" + (f", line {mark.line + 1}" if mark else "")) from None
     except (ValueError, TypeError, RecursionError):
         raise _damaged(path, "it holds no declaration") from None
     if not isinstance(spec, dict):
@@ -115,7 +116,7 @@ def _json(path: Path, version: int) -> dict[str, Any]:
     try:
         value = json.loads(_text(path))
     except json.JSONDecodeError as error:
-        raise _damaged(path, f"it is no JSON, line {error.lineno}") from None
+        raise _damaged(path, f"it is not valid JSON, line {error.lineno}") from None
     except (ValueError, RecursionError):  # a number is too long, lists are too deep
         raise _damaged(path, "its JSON cannot be read") from None
     found = value.get("schema_version") if isinstance(value, dict) else None

@@ -13,7 +13,7 @@ from ..processes.devices import plan_without_devices
 
 
 def explain_command(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as all commands)
-    """Print the plan. Raises ConfigError for a declaration that cannot be planned."""
+    """Prints the plan. Raises ConfigError for a declaration that cannot be planned."""
     explain(read_spec(request, then=_plan), Console(off_terminal_width=240))
     return 0
 

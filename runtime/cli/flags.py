@@ -42,7 +42,7 @@ def parse_flags(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, 
 
 
 def request_of(flags: argparse.Namespace) -> Request:
-    """The request with `--config-dir` as what it is: one more place to look for configs."""
+    """Returns the request with `--config-dir` as what it is: one more place to look for configs."""
     overrides = search_path_override(flags.overrides, flags.config_dir)
     path = str(Path(flags.config_path).resolve()) if flags.config_path else None
     return Request(tuple(overrides), flags.config_name or "config", path)
@@ -84,7 +84,7 @@ def _unknown_flag(command: str, name: str, value: str) -> Problem:
 
 
 def _keys_like(name: str) -> list[str]:
-    """Keys of the declaration that a flag may have meant, the likeliest first."""
+    """Returns keys of the declaration that a flag may have meant, the likeliest first."""
     try:
         with hydra_session(Request(())) as groups:
             values = OmegaConf.to_container(compose("config"), resolve=False)

@@ -15,7 +15,7 @@ from .commands import Command
 
 
 def show_help(command: Command, request: Request) -> None:
-    """Print the command's groups as Hydra finds them, a user's too, each option with the first line of its file."""
+    """Prints the command's groups as Hydra finds them, a user's too, each option with the first line of its file."""
     write_out(f"meshloom {command.name}: {command.description}\n")
     write_out(
         f"usage: meshloom {command.name} [group=option ...] [group.key=value ...] [Hydra's flags: -m, --cfg job, ...]"
@@ -33,7 +33,8 @@ def show_help(command: Command, request: Request) -> None:
 
 
 def _description(sources: Sequence[ConfigSource], group: str, name: str) -> str:
-    """The first comment for people in an option's file, or in the one that the sizes of a target are made from."""
+    """Returns the first comment for people in an option's file, or in the one that the sizes of a target are made
+    from."""
     names = (name, f"_{name.removesuffix('-N')}") if group == "target" else (name,)
     texts = (_text(source, f"{group}/{each}.yaml") for each in names for source in sources)
     lines = next((text.splitlines() for text in texts if text is not None), [])
@@ -42,7 +43,7 @@ def _description(sources: Sequence[ConfigSource], group: str, name: str) -> str:
 
 
 def _text(source: ConfigSource, name: str) -> str | None:
-    """A file of a place where configs are found; None where it does not have it, or has no files."""
+    """Returns a file of a place where configs are found; None where it does not have it, or has no files."""
     if source.scheme() not in ("file", "pkg"):
         return None
     place = Path(source.path) if source.scheme() == "file" else files(source.path)

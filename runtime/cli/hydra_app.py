@@ -46,6 +46,6 @@ def do_nothing(_: DictConfig) -> None:
 
 
 def show_mistake(error: ConfigError) -> int:
-    """Print all that is wrong; returns the exit code."""
+    """Prints all that is wrong; returns the exit code."""
     write_error(str(error))
     return error.exit_code

@@ -41,7 +41,7 @@ examples:
 
 
 def main() -> NoReturn:
-    """Entry point of the console script."""
+    """Runs the console script."""
     hear_interrupts()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # an ASCII terminal shows a name that it has no letters for as escapes
@@ -77,8 +77,8 @@ def _show_crash(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def run(args: list[str]) -> int:
-    """Run one command line; returns the exit code: 0 done, 2 a mistake in what was asked, 128 + signal stopped, or one
-    of failures.py where a run had to end."""
+    """Runs one command line and returns the exit code: 0 done, 2 a mistake in what was asked, 128 + signal stopped, or
+    one of failures.py where a run had to end."""
     if not args or args[0] in ("-h", "--help", "help"):
         listed = "\n".join(f"  {command.name:10}{command.description}" for command in COMMANDS.values())
         write_out(USAGE.format(commands=listed), end="")
@@ -105,7 +105,7 @@ def run(args: list[str]) -> int:
 
 
 def run_command(command: Command, args: list[str]) -> int:
-    """Run a command that there is, with the words after its name; returns the exit code."""
+    """Runs an existing command with the words after its name; returns the exit code."""
     if not command.takes_overrides:
         return command.load()(args)
     from .app import run_declared

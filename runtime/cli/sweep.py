@@ -55,7 +55,7 @@ def run_point(command: str, request: Request, before: Sequence[Point]) -> Point:
 
 
 def line_of_point(command: str, request: Request, config: HydraConf) -> list[str]:
-    """The point's own overrides in its own run directory, with configs from the same places."""
+    """Returns the point's own overrides in its own run directory, with configs from the same places."""
     paths = [text for text in config.overrides.hydra if text.startswith("hydra.searchpath=")]
     flags = ["--config-name", request.config_name]
     flags += ["--config-path", request.config_path] if request.config_path else []

@@ -55,7 +55,7 @@ class CorpusJob:
 
 
 def prepare_corpus(spec: RunSpec) -> CorpusJob:
-    """Everything that can be wrong before the first text is read. Raises ConfigError with all of it."""
+    """Checks everything that can be wrong before the first text is read. Raises ConfigError with all problems."""
     (source, parts), tokenizer = all_of(lambda: _text_source(spec), lambda: _tokenizer(spec))
     corpus = _declaration(spec, source, parts, tokenizer)
     folder = Path(spec.shards.directory)
@@ -67,12 +67,12 @@ def prepare_corpus(spec: RunSpec) -> CorpusJob:
         raise_if_any([Problem(WHERE, what, "name another directory, or delete this one")] if different else [])
     elif folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())):
         what = f"{folder} holds other files" if folder.is_dir() else f"{folder} is a file"
-        raise ConfigError([Problem(WHERE, what, "name a directory that is empty, or not there yet")])
+        raise ConfigError([Problem(WHERE, what, "name a directory that is empty or does not exist")])
     return CorpusJob(spec, parts, tokenizer, corpus, done, started)
 
 
 def tokenize_corpus(job: CorpusJob, console: Console) -> int:
-    """Write the shards, from where they were left. Returns the exit code. Raises ConfigError for texts that cannot be
+    """Writes the shards, from where they were left. Returns the exit code. Raises ConfigError for texts that cannot be
     read or encoded; what was written before them stays."""
     start = time.perf_counter()
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def _tokenizer(spec: RunSpec) -> Tokenizer | None:
 
 
 def _declaration(spec: RunSpec, source: OneSource, parts: list[Part], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What the bytes of the shards rest on, by key; flat, JSON."""
+    """Returns everything that the bytes of the shards depend on, by key, as flat JSON."""
     files = hashlib.sha256("".join(f"{part.name}\0{part.num_bytes}\0" for part in parts).encode()).hexdigest()
     declared = {f"data.source.{key}": value for key, value in source.model_dump(mode="json").items() if key != "paths"}
     corpus: dict[str, Any] = {key: spec.compared_value(key, value) for key, value in declared.items()}
@@ -171,7 +171,7 @@ def _write(job: CorpusJob, console: Console, stop: StopRequest) -> Index:
 
 
 def _trained_bpe(job: CorpusJob, console: Console, stop: StopRequest) -> Tokenizer:
-    """The BPE of this corpus: trained now, or before this was stopped."""
+    """Returns the BPE of this corpus: trained now, or before this was stopped."""
     path, vocab_size = job.folder / BPE_FILE, job.spec.shards.bpe_vocab_size
     assert vocab_size
     if not path.exists():
@@ -184,7 +184,7 @@ def _trained_bpe(job: CorpusJob, console: Console, stop: StopRequest) -> Tokeniz
 
 
 def _texts_for_bpe(job: CorpusJob, shown: TextProgress, problems: list[Problem], stop: StopRequest) -> Iterator[bytes]:
-    """About `shards.bpe_text_bytes` of the corpus: documents from all over it, by the hashes of their names."""
+    """Yields about `shards.bpe_text_bytes` of the corpus: documents from all over it, by the hashes of their names."""
     wanted = job.spec.shards.bpe_text_bytes
     share = min(1.0, wanted / max(1, sum(part.num_bytes for part in job.parts)))
     num_bytes = 0
@@ -208,7 +208,7 @@ def _texts_for_bpe(job: CorpusJob, shown: TextProgress, problems: list[Problem],
 
 
 def _show(job: CorpusJob, index: Index, console: Console, first: tuple[str, str]) -> None:
-    """What there is now, and the line that trains on it."""
+    """Shows what was written, and the command that trains on it."""
     size = index.tokenizer.vocab_size
     counts = (
         f"{counted(index.num_documents, 'document')}, {counted(index.num_tokens, 'token')} of {index.dtype}, "

@@ -24,7 +24,7 @@ LOG = logging.getLogger("meshloom")
 
 
 def train_command(request: Request, flags: argparse.Namespace) -> int:
-    """The same in every process of a run: a mistake that one of them finds ends all of them."""
+    """Returns the same in every process of a run: a mistake that one of them finds ends all of them."""
     try:
         exit_code = _train_together(request, flags)
     except MISTAKES as error:

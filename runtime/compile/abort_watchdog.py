@@ -24,7 +24,8 @@ SHOW_CURSOR = "\x1b[?25h"  # which a terminal's spinner hides
 
 @contextmanager
 def last_words(log: Path, terminal: int, *, during: str, kept_in: Path | None) -> Iterator[None]:
-    """Where this process is ended within the `with`, say so, and what it was at: on `terminal`, a file descriptor.
+    """Reports, if this process is ended within the `with`, that it was and during what: on `terminal`, a file
+    descriptor.
 
     log: where the compiler writes, a file that is there; what is fatal in it from here on is told, and kept: `kept_in`.
     """
@@ -42,7 +43,7 @@ def last_words(log: Path, terminal: int, *, during: str, kept_in: Path | None) -
 
 
 def read_last_words(kept_in: Path) -> str | None:
-    """What the compiler said before it ended a process; None where it has not."""
+    """Returns what the compiler said before it ended a process; None where it has not."""
     try:
         return kept_in.read_text()
     except OSError:

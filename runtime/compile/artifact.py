@@ -65,7 +65,8 @@ def write_artifact(place: Path, fingerprint: Fingerprint, built: Built, override
 
 
 def read_artifact(named: Path) -> Artifact:
-    """The artifact of a run directory, or of its folder. Raises ConfigError where there is none that is whole."""
+    """Returns the artifact of a run directory, or of its folder. Raises ConfigError where there is none that is
+    whole."""
     place = next((p for p in (named, named / FOLDER) if (p / MANIFEST).is_file()), None)
     if place is None:
         what = f"there is no artifact in {named}"
@@ -80,7 +81,7 @@ def read_artifact(named: Path) -> Artifact:
 
 
 def _read(place: Path) -> Artifact:
-    """The artifact of a folder that is whole; whatever it raises, its files are not those of this version."""
+    """Returns the artifact of a folder that is whole; whatever it raises, its files are not those of this version."""
     told = parse_json((place / "fingerprint.json").read_bytes())
     if told.pop("schema_version") != SCHEMA_VERSION:
         raise ValueError
@@ -90,7 +91,7 @@ def _read(place: Path) -> Artifact:
 
 
 def find_artifact(fingerprint: Fingerprint, places: Iterable[Path]) -> Artifact | None:
-    """The first artifact of this fingerprint; one that is damaged counts as none."""
+    """Returns the first artifact of this fingerprint; one that is damaged counts as none."""
     for place in places:
         try:
             artifact = read_artifact(place)
@@ -102,21 +103,21 @@ def find_artifact(fingerprint: Fingerprint, places: Iterable[Path]) -> Artifact 
 
 
 def check_artifact(artifact: Artifact, wanted: Fingerprint) -> None:
-    """Raise ConfigError with what keeps an artifact from being what is about to run; nothing else may be loaded."""
+    """Raises ConfigError with what keeps an artifact from being what is about to run; nothing else may be loaded."""
     compiled_by = " ".join(["meshloom compile", *artifact.overrides])
     fix = f"take the artifact's, or compile again: it is of `{compiled_by}`"
     if problems := differences(wanted, artifact.fingerprint, folder="the artifact", fix=fix):
         raise ConfigError(problems)
     if not artifact.built.executables:
         why = "; ".join(dict.fromkeys(artifact.built.not_serialised.values()))
-        what = f"{artifact.place} holds no program that could be kept: {why}"
+        what = f"{artifact.place} has no program that could be saved: {why}"
         raise ConfigError([Problem("artifact", what, "leave artifact= out: the programs are compiled at the start")])
 
 
 def load_programs(
     artifact: Artifact, lowered: Programs, mesh: Mesh, compile_: Callable[[Programs], Programs] = build
 ) -> Programs:
-    """The artifact's programs on these devices; those that it lacks are compiled."""
+    """Returns the artifact's programs on these devices; those that it lacks are compiled."""
     executables = artifact.built.executables
     missing = replace(lowered, **dict.fromkeys(executables))
     rest = compile_(missing) if missing.named() else missing
@@ -144,7 +145,7 @@ def _built_of(place: Path) -> Built:
 
 
 def _replace_folder(new: Path, place: Path) -> None:
-    """Rename; what was there goes first, so that for a moment there is none."""
+    """Renames a folder, after removing the old one: for a moment there is none."""
     if place.exists():
         shutil.rmtree(place)
     os.rename(new, place)

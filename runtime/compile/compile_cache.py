@@ -27,7 +27,7 @@ class CacheUse:
     warnings: list[str] = field(default_factory=list)
 
     def describe(self, seconds: float) -> str:
-        """How the programs came to be, in a line."""
+        """Returns how the programs came to be, in a line."""
         if self.num_hits == 0:
             return f"compiled in {seconds:.1f} s"
         if self.num_hits == self.num_requests:
@@ -37,7 +37,7 @@ class CacheUse:
 
 @contextmanager
 def cached_compilation(directory: str | None) -> Iterator[CacheUse]:
-    """Within the `with`, programs are looked for in `directory`, and put there once compiled; with None in no place.
+    """Loads programs from `directory` within the `with`, and saves compiled ones there; None: nowhere.
 
     A directory that cannot be used, and an entry that cannot be read or written, is a warning.
     """
@@ -66,7 +66,7 @@ def cached_compilation(directory: str | None) -> Iterator[CacheUse]:
 
 
 def _prepared(directory: str | None, use: CacheUse) -> Path | None:
-    """The directory, made if need be; one that may be read only is used for what it holds."""
+    """Returns the directory, made if need be; one that may be read only is used for what it holds."""
     if directory is None:
         return None
     place = Path(directory).expanduser().absolute()
@@ -81,7 +81,7 @@ def _prepared(directory: str | None, use: CacheUse) -> Path | None:
 
 def _failure(place: Path, action: str, program: str, reason: str) -> str:
     if action == "writing":
-        return f"{program} cannot be kept in compilation_cache {place}: {reason}"
+        return f"{program} cannot be saved in compilation_cache {place}: {reason}"
     for entry in place.glob(f"{program}-*"):  # one of them; JAX does not say which
         entry.unlink(missing_ok=True)
     return f"{program} was damaged in compilation_cache {place} and compiled again; the next start keeps it"

@@ -64,14 +64,14 @@ class Compiled:
 
     @property
     def refusal(self) -> int:
-        """The exit code of a step that is compiled and not accepted; 0 of one that is."""
+        """Returns the exit code of a step that is compiled and not accepted; 0 of one that is."""
         if False in (self.report.memory.fits, self.report.memory.host_fits):
             return DOES_NOT_FIT
         return EXPOSED if any(finding.rule == TOO_EXPOSED for finding in self.report.findings) else 0
 
 
 def prepare_compile(spec: RunSpec) -> CompileJob:
-    """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError."""
+    """Checks everything that can fail because of the declaration, before anything is written. Raises ConfigError."""
     is_run = spec.target.kind == "cpu"
     said = start_devices(spec.target, Processes()) if is_run else plan_without_devices(spec.target)
     job = find_job(spec, lambda: plan_run(spec))
@@ -79,8 +79,8 @@ def prepare_compile(spec: RunSpec) -> CompileJob:
 
 
 def find_job(spec: RunSpec, make_plan: Callable[[], Plan]) -> CompileJob:
-    """The job of a declaration, once the devices that it runs on have started. Raises ConfigError with all that is
-    wrong."""
+    """Returns the job of a declaration, once the devices that it runs on have started. Raises ConfigError with all that
+    is wrong."""
     with captured_stderr() as captured:
         plan, devices, *_ = all_of(
             make_plan,
@@ -93,7 +93,7 @@ def find_job(spec: RunSpec, make_plan: Callable[[], Plan]) -> CompileJob:
 
 
 def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str | None, console: Console) -> int:
-    """Compile, or find what was compiled before; write the report. Returns the exit code: 0, DOES_NOT_FIT or EXPOSED.
+    """Compiles, or finds an earlier compile, and writes the report. Returns the exit code: 0, DOES_NOT_FIT or EXPOSED.
 
     model: what the declaration calls its model, where it has a name.
     Raises ConfigError for compiler options that are wrong and a directory that is in use, RunFailed where the compiler
@@ -120,7 +120,7 @@ def compile_job(
     replan: Replan | None,
     console: Console,
 ) -> Compiled:
-    """Compile, or find what was compiled before, in a folder for what the compiler says.
+    """Compiles, or finds an earlier compile, in a folder for the compiler's log.
 
     overrides, model: as for a report. replan: None where nothing can be suggested for a step that does not fit.
     """
@@ -132,7 +132,7 @@ def compile_job(
 
 
 def write_compiled(compiled: Compiled, run_dir: Path) -> tuple[Path, ...]:
-    """Write the declaration, the report and, of a step that is accepted, the artifact. Returns what to open first."""
+    """Writes the declaration, the report and, of an accepted step, the artifact. Returns the file to open first."""
     step = compiled.stored.step
     write_declaration(step.plan, run_dir)
     place = None if compiled.refusal else run_dir / FOLDER
@@ -145,7 +145,7 @@ def write_compiled(compiled: Compiled, run_dir: Path) -> tuple[Path, ...]:
 def _compiled(
     job: CompileJob, compiler: StepCompiler, overrides: tuple[str, ...]
 ) -> tuple[StoredStep, SearchReport | None]:
-    """The step as it is declared; where a search is, the best that it finds."""
+    """Returns the step as it is declared; where a search is, the best that it finds."""
     with compiler_errors_reported(compiler.run_dir / COMPILER_LOG), cached_compilation(None):
         if job.plan.spec.overlap.search is not None:
             return search_overlap(job.plan, compiler, overrides)
@@ -153,7 +153,7 @@ def _compiled(
 
 
 def _savings(step: CompiledStep, replan: Replan) -> tuple[Change, ...]:
-    """What would make it fit, where it is known how much it lacks."""
+    """Returns changes that would make it fit, if it is known how much memory it lacks."""
     plan = step.plan
     needed, limit = step.needed_bytes, plan.target.hbm_bytes_per_device
     if needed is None or limit is None:
@@ -163,7 +163,7 @@ def _savings(step: CompiledStep, replan: Replan) -> tuple[Change, ...]:
 
 def _check_makes_artifact(spec: RunSpec) -> None:
     if spec.artifact is not None:
-        what = f"compile makes an artifact and takes none, and artifact={spec.artifact}"
+        what = f"compile writes an artifact and cannot load one, but artifact={spec.artifact}"
         raise ConfigError([Problem("artifact", what, "leave it out; hydra.run.dir= says where the new one goes")])
 
 
@@ -216,7 +216,7 @@ def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], ru
 
 
 def _show_unread(console: Console, step: CompiledStep, place: Path | None) -> None:
-    """What of a program that there is could not be read. place: where it is kept."""
+    """Warns about the parts of a program that could not be read. place: where it is saved."""
     parts = {"memory by class": step.peak, "the schedule": step.schedule}
     reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unread) and step.built.text}
     for why, name in reasons.items():

@@ -16,7 +16,7 @@ from ..core.failures import RunFailed
 
 @contextmanager
 def compiler_errors_reported(log: Path) -> Iterator[None]:
-    """Within the `with`, what a compiler raises becomes RunFailed, or ConfigError for options that it refuses.
+    """Turns a compiler's exceptions within the `with` into RunFailed, or ConfigError for options that it refuses.
 
     log: what it printed.
     """

@@ -21,7 +21,7 @@ REGARDLESS = "on_too_little_memory=try goes on regardless"
 
 
 def check_state_memory(plan: Plan, processes: Processes) -> None:
-    """Raise RunFailed where parameters, optimizer state and batch alone take more than there is, or on an accelerator
+    """Raises RunFailed where parameters, optimizer state and batch alone take more than there is, or on an accelerator
     the copy that a save makes of them in the memory of the host."""
     needed = plan.memory.state_bytes + plan.memory.batch
     _check_devices(plan, needed, "for parameters, optimizer state and batch alone", processes)
@@ -30,7 +30,7 @@ def check_state_memory(plan: Plan, processes: Processes) -> None:
 
 
 def check_program_memory(plan: Plan, compiled: Any, processes: Processes) -> None:
-    """Raise RunFailed where the compiled train step takes more than there is, of devices or of the host."""
+    """Raises RunFailed where the compiled train step takes more than there is, of devices or of the host."""
     memory = memory_of(compiled)
     needed = memory.needed_bytes(plan.target.platform)
     if needed is not None:  # else the compiler alone knows, and it has let the program pass
@@ -65,7 +65,8 @@ def _refuse(plan: Plan, what: str) -> None:
 
 
 def _device_bytes(plan: Plan) -> int | None:
-    """What the runtime lets programs take of a device; where it does not say, what the chip is known to have."""
+    """Returns what the runtime lets programs take of a device; where it does not say, what the chip is known to
+    have."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit", plan.target.hbm_bytes_per_device)
 

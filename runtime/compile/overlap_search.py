@@ -31,8 +31,8 @@ from .step_compiler import StepCompiler, StoredStep
 
 
 def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...]) -> tuple[StoredStep, SearchReport]:
-    """The step that is predicted to be the shortest, of those that meet the demand if any does, and the table of all
-    that were compiled; where none fits, the one that was declared. Raises what compiling that one does."""
+    """Returns the step that is predicted to be the shortest, of those that meet the demand if any does, and the table
+    of all that were compiled; where none fits, the one that was declared. Raises what compiling that one does."""
     bounds, max_exposed, begun = plan.spec.overlap.search, plan.spec.overlap.max_exposed, time.monotonic()
     assert bounds is not None
     candidates = find_candidates(plan, estimate_step(plan))
@@ -72,7 +72,7 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
 
 
 def _attempt(one: Candidate, compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, TriedReport]:
-    """None where the compiler fails, or refuses the options."""
+    """Returns the compiled candidate; None if the compiler fails, or refuses the options."""
     start = time.perf_counter()
     try:
         made = compile_it()
@@ -104,13 +104,13 @@ def _decision_file(plan: Plan, declared: StoredStep, candidates: Sequence[Candid
 
 @cache
 def _code_of_compiler() -> str:
-    """A hash of the source of our compiler: another one may judge otherwise."""
+    """Returns a hash of the source of our compiler: another one may judge otherwise."""
     folder = Path(str(compiler_package.__file__)).parent
     return sha256("".join(path.read_text() for path in sorted(folder.rglob("*.py"))))
 
 
 def _read(decision: Path) -> SearchReport | None:
-    """None where there is none, or none of this version."""
+    """Returns the saved decision; None if there is none of this version."""
     try:
         return SearchReport.model_validate_json(decision.read_bytes()).model_copy(update={"cache": "hit"})
     except (OSError, ValidationError):
@@ -122,4 +122,4 @@ def _write(decision: Path, report: SearchReport, compiler: StepCompiler) -> None
         decision.parent.mkdir(parents=True, exist_ok=True)
         replace_text(decision, report.model_dump_json(indent=1) + "\n")
     except OSError as error:
-        say(compiler.console, f"warning: what was decided is not kept in {decision.parent}: {error.strerror}")
+        say(compiler.console, f"warning: the decision could not be saved in {decision.parent}: {error.strerror}")

@@ -87,8 +87,8 @@ def make_programs(
     console: Console,
     processes: Processes,
 ) -> Programs:
-    """The compiled programs of a run, in all processes at once. Raises RunFailed where they need more memory than there
-    is; Ctrl-C in a process that is alone ends it."""
+    """Returns the compiled programs of a run, in all processes at once. Raises RunFailed where they need more memory
+    than there is; Ctrl-C in a process that is alone ends it."""
     compile_ = WatchedBuild(compiler_log(run_dir, processes), console)
     with stop.waiting_for("the compiler", can_be_left=True):
         mesh = mesh_of(plan)
@@ -104,12 +104,12 @@ def make_programs(
 
 
 def compiler_log(run_dir: Path, processes: Processes) -> Path:
-    """Where the words of this process's compiler go."""
+    """Returns where the words of this process's compiler go."""
     return run_dir / "logs" / ("compiler.log" if processes.is_first else f"compiler-{processes.index}.log")
 
 
 def mesh_of(plan: Plan) -> Mesh:
-    """The plan's mesh of the devices that are there."""
+    """Returns the plan's mesh of the devices that are there."""
     return plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
 
 
@@ -142,7 +142,7 @@ def meet(plan: Plan, make: Callable[[], Programs], processes: Processes) -> Prog
 
 
 def compile_together(plan: Plan, lowered: Programs, mesh: Mesh, compile_: Compile, processes: Processes) -> Ready:
-    """All processes load what each of them has kept, or all compile and keep it."""
+    """Returns programs that all processes load, if each has saved its own, or that all compile and save."""
     start = time.perf_counter()
     fingerprint = fingerprint_of(plan, lowered, mesh)
     place = store_of(plan.spec, fingerprint)
@@ -161,7 +161,7 @@ def compile_together(plan: Plan, lowered: Programs, mesh: Mesh, compile_: Compil
 
 
 def _keep(place: Path | None, fingerprint: Fingerprint, programs: Programs, seconds: float) -> tuple[str, ...]:
-    """Put the programs where the next start finds them, unless they are there. Returns a warning where that fails."""
+    """Puts the programs where the next start finds them, unless they are there. Returns a warning where that fails."""
     if place is None or find_artifact(fingerprint, [place]):
         return ()
     try:

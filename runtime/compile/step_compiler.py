@@ -88,7 +88,7 @@ class _StoredCompile:
         return replace(built, notes=tuple(line for line in self.captured.read() if REMATERIALIZATION in line))
 
     def _stored(self, store: Path, fingerprint: Fingerprint, built: Built) -> Artifact | None:
-        """A store that cannot be written is a warning."""
+        """Saves the step; a store that cannot be written is a warning."""
         try:
             return write_artifact(store, fingerprint, built, self.overrides)
         except OSError as error:
@@ -97,14 +97,14 @@ class _StoredCompile:
 
 
 def check_did_not_abort(aborted: Path | None) -> None:
-    """Raise RunFailed where this compiler ended a process over this program: it would do so again."""
+    """Raises RunFailed where this compiler ended a process over this program: it would do so again."""
     if aborted and (why := read_last_words(aborted)):
         fix = f"other options or another version of it may do; remove {aborted} to let it try again"
         raise RunFailed(Problem("the compiler", f"aborted on this program before: {why}", fix), exit_code=1)
 
 
 def store_of(spec: RunSpec, fingerprint: Fingerprint) -> Path | None:
-    """Where what is compiled is kept between runs; None where nothing is."""
+    """Returns where what is compiled is kept between runs; None where nothing is."""
     if spec.compilation_cache is None:
         return None
     return Path(spec.compilation_cache).expanduser().absolute() / "artifacts" / fingerprint.digest

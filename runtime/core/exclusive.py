@@ -14,7 +14,7 @@ LOCK = ".lock"  # a file: network file systems lock no directories
 
 @contextmanager
 def alone(folder: Path, busy: Problem) -> Iterator[None]:
-    """Hold the folder; the system lets go of it when this process dies. Raises ConfigError with `busy` where another
+    """Holds the folder; the system lets go of it when this process dies. Raises ConfigError with `busy` where another
     process holds it."""
     lock = FileLock(folder / LOCK, blocking=False)
     try:
@@ -29,7 +29,7 @@ def alone(folder: Path, busy: Problem) -> Iterator[None]:
 
 @contextmanager
 def only_run_in(run_dir: Path) -> Iterator[None]:
-    """Hold the directory of a run or of a compile; the first process does it for all of them."""
+    """Holds the directory of a run or of a compile; the first process does it for all of them."""
     if jax.process_index() != 0:
         yield
         return
@@ -38,7 +38,7 @@ def only_run_in(run_dir: Path) -> Iterator[None]:
 
 
 def check_is_free(run_dir: Path) -> None:
-    """Raise ConfigError where a run or a compile holds the directory. Makes nothing."""
+    """Raises ConfigError where a run or a compile holds the directory. Makes nothing."""
     if (run_dir / LOCK).exists():
         with alone(run_dir, _busy(run_dir)):
             pass
@@ -46,4 +46,4 @@ def check_is_free(run_dir: Path) -> None:
 
 def _busy(run_dir: Path) -> Problem:
     fix = "wait for its end, stop it, or choose another hydra.run.dir"
-    return Problem("hydra.run.dir", f"another run is going on in {run_dir}", fix)
+    return Problem("hydra.run.dir", f"another run is in progress in {run_dir}", fix)

@@ -18,12 +18,12 @@ class RunFailed(ConfigError):
 
 
 def is_of_one_process(error: BaseException) -> bool:
-    """True for what one of several processes may meet alone, while the others go on: what its disk refuses."""
+    """Returns True for what one of several processes may meet alone, while the others go on: what its disk refuses."""
     return isinstance(error, OSError) or (isinstance(error, RunFailed) and error.exit_code == STORAGE)
 
 
 def storage_reason(error: BaseException) -> str | None:
-    """What the operating system said, where that is what an error is about: `No space left on device`.
+    """Returns what the operating system said, where that is what an error is about: `No space left on device`.
 
     TensorStore, which writes the arrays, tells it inside of a ValueError.
     """

@@ -13,12 +13,12 @@ QUIET_SECONDS, MOST_SECONDS = 1.0, 10.0
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that it is at each moment either the old one or the new one, whole: after a power cut too."""
+    """Writes a file so that it is at each moment either the old one or the new one, whole: after a power cut too."""
     replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """The same for bytes."""
+    """Writes bytes in the same way."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     with unfinished.open("wb") as file:
         file.write(content)
@@ -28,7 +28,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 
 def replace_json(path: Path, value: Any) -> None:
-    """The same for a value as JSON."""
+    """Writes a value as JSON in the same way."""
     replace_text(path, json.dumps(value, indent=1) + "\n")
 
 
@@ -48,7 +48,7 @@ def free_name(damaged: Path) -> Path:
 
 
 def remove_for_good(directories: Callable[[], Iterable[Path]]) -> None:
-    """Remove the directories that there are, again and again until none has come back for QUIET_SECONDS.
+    """Removes existing directories, repeatedly until none has come back for QUIET_SECONDS.
 
     For what a failed save leaves: nothing tells when its writers have ended, and one that has not makes its directory
     anew, to put its file there. Gives up after MOST_SECONDS.

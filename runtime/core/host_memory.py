@@ -23,13 +23,13 @@ V2 = GroupFiles("memory.max", "memory.current", "inactive_file")
 
 
 def available_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Bytes that can be taken without swapping. cgroups: where control groups are mounted. membership: which of them
-    this process is in, as the kernel writes it."""
+    """Returns the bytes that can be allocated without swapping. cgroups: where control groups are mounted. membership:
+    which of them this process is in, as the kernel writes it."""
     return min([psutil.virtual_memory().available, *_room_in_groups(cgroups, membership)])
 
 
 def _room_in_groups(cgroups: Path, membership: Path) -> Iterator[int]:
-    """What each group of this process, and each group that those are in, leaves to it."""
+    """Returns what each group of this process, and each group that those are in, leaves to it."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # not Linux
@@ -43,7 +43,7 @@ def _room_in_groups(cgroups: Path, membership: Path) -> Iterator[int]:
 
 
 def _room_up_to(mount: Path, group: str, files: GroupFiles) -> Iterator[int]:
-    """In a container the group may have its path outside of it; then the mount itself is the group."""
+    """Returns the group's folder. In a container its path may be the host's; then the mount itself is the group."""
     for path in (mount, *(mount.joinpath(*Path(group).parts[1 : n + 1]) for n in range(1, len(Path(group).parts)))):
         try:
             limit, used = (path / files.limit).read_text().strip(), int((path / files.usage).read_text())

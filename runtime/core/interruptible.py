@@ -32,7 +32,7 @@ def raise_if_interrupted() -> None:
 
 
 def leave_now(exit_code: int) -> None:
-    """End the command at once, whatever its other threads are at. In a program of someone else's, such as a notebook,
+    """Ends the command at once, whatever its other threads are at. In a program of someone else's, such as a notebook,
     return: it gets the KeyboardInterrupt, and a thread runs on until it is done."""
     if _is_command:
         sys.stdout.flush()
@@ -45,7 +45,7 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 
 def interruptibly(step: Callable[[], T]) -> T:
-    """The result of the step, which runs in a thread; Ctrl-C is a KeyboardInterrupt here at once.
+    """Returns the result of the step, which runs in a thread; Ctrl-C is a KeyboardInterrupt here at once.
 
     The step runs on behind it, and would keep the process from ending in order: `leave_now` ends it.
     """

@@ -38,7 +38,7 @@ class Manifest(Record):
 
 
 def write_manifest(folder: Path, *, step: int | None = None) -> None:
-    """Write the manifest of a folder whose files are all there. Reads each of them once."""
+    """Writes the manifest of a folder whose files are all there. Reads each of them once."""
     names = list(_names(folder))
     with ThreadPoolExecutor() as threads:
         hashes = threads.map(_sha256, [folder / name for name in names])

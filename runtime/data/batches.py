@@ -26,11 +26,11 @@ class BatchIterator(Iterator[HostBatch]):
         return next(self._batches)
 
     def get_state(self) -> dict[str, int]:
-        """The place in the data; JSON."""
+        """Returns the place in the data; JSON."""
         return {NEXT_BATCH: self._batches.get_state()["next_index"]}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Go on from a state of `get_state`."""
+        """Continues from a state of `get_state`."""
         self._batches.set_state({"next_index": state[NEXT_BATCH]})
 
 
@@ -48,7 +48,7 @@ class Batches:
         return BatchIterator(iter(batches), self._identity)
 
     def of_rows(self, rows: Sequence[int]) -> Self:
-        """The same batches with these rows of the global batch alone, in this order: what one process needs."""
+        """Returns the same batches with these rows of the global batch alone, in this order: what one process needs."""
         return type(self)(self._source.of_rows(rows), self._options, self._identity)
 
 
@@ -76,7 +76,7 @@ class BatchSource:
         return f"BatchSource({len(self)} x {len(self._rows)})"
 
     def of_rows(self, rows: Sequence[int]) -> "BatchSource":
-        """The same batches with some of their rows."""
+        """Returns the same batches with some of their rows."""
         return BatchSource(
             self._sequences,
             batch_size=self._batch_size,
@@ -87,7 +87,7 @@ class BatchSource:
 
 
 def shuffled(parts: Sequence[Any], weights: Sequence[float], *, seed: int, num_epochs: int | None) -> Any:
-    """An order of sequences as a `grain.MapDataset`: each part shuffled anew in each epoch, the parts drawn from in
-    turn so that each has its share of any stretch of the order. It ends where the first part has no more."""
+    """Returns an order of sequences as a `grain.MapDataset`: each part shuffled anew in each epoch, the parts drawn
+    from in turn so that each has its share of any stretch of the order. It ends where the first part has no more."""
     orders = [grain.MapDataset.source(part).seed(seed).shuffle().repeat(num_epochs) for part in parts]
     return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, weights)

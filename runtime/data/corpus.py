@@ -41,7 +41,7 @@ class Corpus:
 
 
 def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokenizer | None) -> Corpus:
-    """The sequences of a source. Raises ConfigError with what is wrong with its files, texts or code."""
+    """Returns the sequences of a source. Raises ConfigError with what is wrong with its files, texts or code."""
     data = spec.data
     if source.kind == "python" and source.items == "sequences":
         names = batch_arrays(spec)
@@ -66,7 +66,7 @@ def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokeniz
 
 
 def open_store(data: DataSpec, source: OneSource, where: str, tokenizer: Tokenizer | None) -> TokenStore:
-    """The tokens of a source: those of shards as they lie, those of text made now."""
+    """Returns the tokens of a source: those of shards as they lie, those of text made now."""
     if source.kind == "tokens":
         store = open_shards(source.directory, f"{where}.directory")
         if tokenizer and tokenizer.identity != store.tokenizer:
@@ -101,7 +101,7 @@ def _tokenized(parts: list[Part], tokenizer: Tokenizer, data: DataSpec, source: 
 
 @cache
 def _built_in(kind: str) -> TokenStore:
-    """These never change while a process runs."""
+    """Returns the corpus of a source whose contents never change while a process runs."""
     is_stdlib = kind == "python_stdlib"
     source = PythonStdlibSource(kind="python_stdlib") if is_stdlib else SyntheticSource(kind="synthetic")
     return tokens_in_memory(parts_of(source, ""), Bytes(), "", advance=lambda _: None)
@@ -117,7 +117,7 @@ def _check_size(num_bytes: int, data: DataSpec, source: OneSource, where: str) -
 
 
 def overrides_of(source: OneSource, data: DataSpec) -> list[str]:
-    """What one types for this source and tokenizer."""
+    """Returns what one types for this source and tokenizer."""
     words = [f"data={source.kind}"]
     words += [override(f"data.source.{key}", value) for key, value in source.model_dump(exclude={"kind"}).items()]
     if data.tokenizer and data.tokenizer.kind != "bytes":

@@ -49,7 +49,7 @@ class Part:
 
 
 def parts_of(source: OneSource, where: str) -> list[Part]:
-    """The parts of a corpus in a fixed order. `where`: the key of the source, for messages.
+    """Returns the parts of a corpus in a fixed order. `where`: the key of the source, for messages.
 
     Raises ConfigError where nothing matches, a file cannot be read, or user code fails.
     """
@@ -69,7 +69,8 @@ def parts_of(source: OneSource, where: str) -> list[Part]:
 
 
 def find_files(patterns: Sequence[str], where: str) -> list[tuple[str, Path]]:
-    """Names and paths of the files that match, each once, by name. Raises ConfigError for a pattern without any."""
+    """Returns names and paths of the files that match, each once, by name. Raises ConfigError for a pattern without
+    any."""
     found: dict[Path, tuple[str, Path]] = {}  # by what a file really is, so that none is taken twice
     problems = []
     for i, pattern in enumerate(patterns):
@@ -87,7 +88,7 @@ def find_files(patterns: Sequence[str], where: str) -> list[tuple[str, Path]]:
 
 
 def _root_of(pattern: str) -> Path:
-    """The folder below which a pattern looks."""
+    """Returns the folder below which a pattern looks."""
     fixed = []
     for part in Path(pattern).parts[:-1]:
         if has_magic(part):
@@ -109,12 +110,12 @@ def _is_plain(source: OneSource, path: Path) -> bool:
 
 
 def num_text_bytes(parts: Sequence[Part]) -> int:
-    """About how much text a corpus has; 0 where that is not known before it is read."""
+    """Returns the approximate bytes of text in a corpus; 0 if unknown before it is read."""
     return sum(part.num_bytes for part in parts) if all(part.is_plain for part in parts) else 0
 
 
 def _read_file(source: OneSource, where: str, path: Path, name: str, first: int) -> Iterator[Document | Problem]:
-    """The documents of a file from number `first` on, with names; what the system says of it as a Problem."""
+    """Returns the documents of a file from number `first` on, with names; what the system says of it as a Problem."""
     try:
         for number, content in enumerate(_contents(source, where, path, first), start=first):
             one = name if source.kind == "text_files" else f"{name}:{number}"
@@ -134,7 +135,7 @@ def _contents(source: OneSource, where: str, path: Path, first: int) -> Iterable
 
 
 def _python_stdlib() -> list[Part]:
-    """The source files of the running Python's standard library, without what was installed beside it."""
+    """Returns the source files of the running Python's standard library, without what was installed beside it."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.py"))]
     source = TextFilesSource(kind="text_files", paths=(str(root),))
@@ -146,7 +147,7 @@ def _python_stdlib() -> list[Part]:
 
 
 def _synthetic(first: int) -> Iterator[Document]:
-    """512 documents of arithmetic statements: learnable, and made at once."""
+    """Yields 512 documents of arithmetic statements: learnable, and generated at once."""
     chance = random.Random(0)
     for number in range(512):
         pairs = [(chance.randrange(100), chance.randrange(100)) for _ in range(200)]

@@ -14,7 +14,7 @@ ROWS_AT_ONCE = 256  # of a Parquet file
 
 
 def require(module: str, where: str, what_for: str) -> Any:
-    """An optional dependency. Raises ConfigError with the line that installs it."""
+    """Returns an optional dependency. Raises ConfigError with the line that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -25,7 +25,7 @@ def require(module: str, where: str, what_for: str) -> Any:
 
 
 def jsonl(path: Path, text_key: str, where: str, first: int) -> Iterator[bytes | Problem]:
-    """The text under `text_key` of each line; blank lines are none."""
+    """Returns the text under `text_key` of each line; blank lines are none."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         number = 0
         try:
@@ -36,7 +36,7 @@ def jsonl(path: Path, text_key: str, where: str, first: int) -> Iterator[bytes |
                 if number > first:
                     yield _text_of_line(line, f"{path}:{line_number}", text_key, where)
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-            yield Problem(str(path), f"is no whole gzip file: {error}", "write it again")
+            yield Problem(str(path), f"is not a complete gzip file: {error}", "write it again")
 
 
 def _text_of_line(line: bytes, place: str, text_key: str, where: str) -> bytes | Problem:
@@ -44,30 +44,30 @@ def _text_of_line(line: bytes, place: str, text_key: str, where: str) -> bytes |
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        return Problem(place, f"is not JSON: {why}", "write one JSON object a line")
+        return Problem(place, f"is not JSON: {why}", "write one JSON object per line")
     if not isinstance(value, dict):
-        return Problem(place, f"is no JSON object but {type(value).__name__}", "write one JSON object a line")
+        return Problem(place, f"is not a JSON object but {type(value).__name__}", "write one JSON object per line")
     if text_key not in value:
         return Problem(place, f"has no key '{text_key}'", f"set {where}: {use_one_of(text_key, value)}")
     text = value[text_key]
     if not isinstance(text, str):
         return Problem(
-            place, f"'{text_key}' is {type(text).__name__}, no text", f"set {where} to a key that holds text"
+            place, f"'{text_key}' is {type(text).__name__}, not text", f"set {where} to a key that holds text"
         )
     try:
         return text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-        return Problem(place, f"'{text_key}' is no Unicode text: {error.reason}", "write it without lone surrogates")
+        return Problem(place, f"'{text_key}' is not Unicode text: {error.reason}", "write it without lone surrogates")
 
 
 def parquet(path: Path, text_column: str, where: str, first: int) -> Iterator[bytes | Problem]:
-    """The text in `text_column` of each row; a row group is skipped without being read."""
+    """Returns the text in `text_column` of each row; a row group is skipped without being read."""
     pyarrow = require("pyarrow", where, "a Parquet file")
     pq = require("pyarrow.parquet", where, "a Parquet file")
     try:
         file = pq.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
-        yield Problem(str(path), f"is no Parquet file: {str(error).splitlines()[0]}", "name Parquet files")
+        yield Problem(str(path), f"is not a Parquet file: {str(error).splitlines()[0]}", "name Parquet files")
         return
     with file:
         names = file.schema_arrow.names
@@ -76,7 +76,7 @@ def parquet(path: Path, text_column: str, where: str, first: int) -> Iterator[by
             return
         kind = file.schema_arrow.field(text_column).type
         if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-            what = f"its column '{text_column}' is {kind}, no text"
+            what = f"its column '{text_column}' is {kind}, not text"
             yield Problem(str(path), what, f"set {where} to a column of strings")
             return
         yield from _texts_of_rows(file, text_column, first)
@@ -96,7 +96,7 @@ def _texts_of_rows(file: Any, text_column: str, first: int) -> Iterator[bytes]:
 
 
 def array_record(path: Path, where: str, first: int) -> Iterator[bytes | Problem]:
-    """The bytes of each record."""
+    """Returns the bytes of each record."""
     records = require("array_record.python.array_record_module", where, "an ArrayRecord file")
     reader = None
     try:
@@ -107,7 +107,7 @@ def array_record(path: Path, where: str, first: int) -> Iterator[bytes | Problem
         for start in range(first, num_records, ROWS_AT_ONCE):
             yield from reader.read(start, min(start + ROWS_AT_ONCE, num_records))
     except RuntimeError as error:
-        yield Problem(str(path), f"is no whole ArrayRecord file: {str(error).splitlines()[0]}", "write it again")
+        yield Problem(str(path), f"is not a complete ArrayRecord file: {str(error).splitlines()[0]}", "write it again")
     finally:
         if reader is not None and reader.ok():  # closing one that is not raises what was told already
             reader.close()

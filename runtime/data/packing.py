@@ -42,7 +42,7 @@ class ConcatenatedSequences:
 
     @property
     def fill(self) -> float:
-        """The share of positions that hold a token."""
+        """Returns the share of positions that hold a token."""
         return 1.0
 
 
@@ -83,7 +83,7 @@ class PackedSequences:
 
     @property
     def fill(self) -> float:
-        """The share of positions that hold a token."""
+        """Returns the share of positions that hold a token."""
         return len(self._stream) / (len(self) * self._length) if len(self) else 0.0
 
 
@@ -101,7 +101,7 @@ def plan_first_fit(document_ends: np.ndarray, length: int) -> PackingPlan:
 
 
 def _cut(document_ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Start and stop of each piece: documents of up to `length` tokens whole, longer ones in pieces of `length`."""
+    """Starts and stop of each piece: documents of up to `length` tokens whole, longer ones in pieces of `length`."""
     sizes = np.diff(document_ends, prepend=0)
     num_pieces = -(-sizes // length)
     begins = np.repeat(document_ends - sizes, num_pieces)
@@ -111,8 +111,8 @@ def _cut(document_ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _first_fit(sizes: list[int], capacity: int) -> np.ndarray:
-    """The row of each piece. Room is kept in a binary tree of maxima over the rows, so the first row with enough is
-    found by going down it; a full tree is doubled."""
+    """Returns the row of each piece. Room is kept in a binary tree of maxima over the rows, so the first row with
+    enough is found by going down it; a full tree is doubled."""
     leaves = 1024
     room = [capacity] * (2 * leaves)
     rows = np.empty(len(sizes), np.int64)
@@ -134,7 +134,7 @@ def _first_fit(sizes: list[int], capacity: int) -> np.ndarray:
 
 
 def _doubled(room: list[int], leaves: int, capacity: int) -> list[int]:
-    """A tree of twice the leaves, the new ones empty."""
+    """Returns a tree of twice the leaves, the new ones empty."""
     doubled = [capacity] * (4 * leaves)
     width = 1
     while width <= leaves:
@@ -144,7 +144,7 @@ def _doubled(room: list[int], leaves: int, capacity: int) -> list[int]:
 
 
 def _documents(lengths: np.ndarray, length: int) -> Row:
-    """positions from 0 in each document and segment_ids from 1, of documents side by side; 0 for padding."""
+    """Returns positions, from 0 in each document, and segment_ids, from 1 for packed documents; 0 for padding."""
     positions, segment_ids = np.zeros(length, np.int32), np.zeros(length, np.int32)
     filled = int(lengths.sum())
     begins = np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -29,7 +29,7 @@ class TextProgress:
             self._bar.stop()
 
     def advance(self, num_bytes: int) -> None:
-        """So many more bytes are done."""
+        """Counts more bytes as done."""
         self._completed += num_bytes
         now = time.monotonic()
         if self._console.is_terminal:

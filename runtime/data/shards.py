@@ -59,7 +59,7 @@ class Index(Record):
 
 
 def open_shards(directory: str, where: str) -> TokenStore:
-    """The shards of a directory. Raises ConfigError for whatever index and files do not agree on."""
+    """Returns the shards of a directory. Raises ConfigError for whatever index and files do not agree on."""
     folder = Path(directory)
     index = read_index(folder, where)
     size = np.dtype(index.dtype).itemsize
@@ -86,7 +86,7 @@ def read_index(folder: Path, where: str) -> Index:
     except FileNotFoundError as error:
         unfinished = (folder / PROGRESS).exists()
         what = f"{folder} holds no {INDEX}" + (": `meshloom data` has not finished there" if unfinished else "")
-        fix = "give the same `meshloom data` line again: it goes on" if unfinished else "name a directory that `meshloom data` wrote"  # fmt: skip  # noqa: E501
+        fix = "run the same `meshloom data` command again to continue" if unfinished else "name a directory that `meshloom data` wrote"  # fmt: skip  # noqa: E501
         raise ConfigError([Problem(where, what, fix)]) from error
     except OSError as error:
         raise ConfigError([Problem(where, f"cannot read {path}: {error.strerror}", "give this process access to it")]) from error  # fmt: skip  # noqa: E501
@@ -98,7 +98,7 @@ def read_index(folder: Path, where: str) -> Index:
 
 
 def _check_files(folder: Path, shard: ShardFiles, dtype: str, size: int, where: str) -> list[Problem]:
-    """Files that are not there, or not as large as the index says."""
+    """Returns a problem for each file that is missing, or whose size is not the index's."""
     problems = []
     expected = {shard.tokens: (shard.num_tokens, size, f"tokens of {dtype}"), shard.documents: (shard.num_documents, 16, "documents")}  # fmt: skip  # noqa: E501
     for name, (count, each, unit) in expected.items():
@@ -112,11 +112,11 @@ def _check_files(folder: Path, shard: ShardFiles, dtype: str, size: int, where: 
 
 
 def _check_table(path: Path, shard: Shard, where: str) -> list[Problem]:
-    """A table whose documents do not lie end to end in the shard: tokens would be read from somewhere else."""
+    """Returns a problem if the documents of a table are not contiguous in the shard: other tokens would be read."""
     ends = shard.documents[:, 0]
     if np.all(ends[1:] >= ends[:-1]) and (int(ends[-1]) if len(ends) else 0) == len(shard.tokens):
         return []
-    return [Problem(where, f"{path} is damaged: its documents do not lie end to end in the shard", AGAIN)]
+    return [Problem(where, f"{path} is damaged: its documents are not contiguous in the shard", AGAIN)]
 
 
 def _open_shard(folder: Path, shard: ShardFiles, dtype: str) -> Shard:
@@ -128,5 +128,5 @@ def _open_shard(folder: Path, shard: ShardFiles, dtype: str) -> Shard:
 
 
 def _mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """A file as an array, read when it is used. An empty file cannot be mapped."""
+    """Returns a file as an array, read when it is used. An empty file cannot be mapped."""
     return np.memmap(path, dtype, "r", shape=shape) if shape[0] else np.zeros(shape, dtype)

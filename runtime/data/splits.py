@@ -36,7 +36,7 @@ class Data:
 
 
 def open_data(spec: RunSpec) -> Data:
-    """Open, tokenise and check the data of a run. Raises ConfigError with all that is wrong with them."""
+    """Opens, tokenizes and checks the data of a run. Raises ConfigError with all problems of the data."""
     sources = _sources(spec)
     corpora = _open_corpora(spec, sources)
     tokenizers = list(dict.fromkeys(corpus.tokenizer for corpus in corpora if corpus.tokenizer))
@@ -71,7 +71,8 @@ def _sources(spec: RunSpec) -> list[WeightedSource]:
 
 
 def _open_corpora(spec: RunSpec, sources: list[WeightedSource]) -> list[Corpus]:
-    """Every source, tokenised where it is text; without a tokenizer, at least what is wrong with their files."""
+    """Returns every source, tokenised where it is text; without a tokenizer, at least what is wrong with their
+    files."""
     declared = spec.data.tokenizer
     try:
         tokenizer = open_tokenizer(declared) if declared else None
@@ -94,7 +95,7 @@ def _check_one_tokenizer(tokenizers: list[TokenizerIdentity], corpora: list[Corp
 
 
 def _check_vocabulary(spec: RunSpec, corpora: list[Corpus]) -> None:
-    """Raise ConfigError where the model lacks tokens that the tokenizer has, or the shards."""
+    """Raises ConfigError where the model lacks tokens that the tokenizer has, or the shards."""
     size, problems = spec.model.vocab_size, []
     for tokenizer in dict.fromkeys(corpus.tokenizer for corpus in corpora if corpus.tokenizer):
         if size < tokenizer.vocab_size:
@@ -108,7 +109,7 @@ def _check_vocabulary(spec: RunSpec, corpora: list[Corpus]) -> None:
 
 
 def _check_lengths(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource]) -> None:
-    """Raise ConfigError where a split has fewer sequences than the run draws from it."""
+    """Raises ConfigError where a split has fewer sequences than the run draws from it."""
     data, batch, length = spec.data, spec.global_batch_size, spec.sequence_length
     needed: dict[Split, int] = {"train": batch, "held_out": batch * spec.evaluation.num_batches}
     total_weight = sum(source.weight for source in sources)
@@ -161,7 +162,7 @@ def _batches(
 def _identity(
     spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource], tokenizers: list[TokenizerIdentity]
 ) -> dict[str, Any]:
-    """What the sequences and their order are made from: contents, not where they lie or how they are read."""
+    """Returns what the sequences and their order are made from: contents, not where they lie or how they are read."""
     kept = ("packing", "isolate_documents", "held_out_fraction", "shuffle_seed")
     identity: dict[str, Any] = {f"data.{key}": getattr(spec.data, key) for key in kept}
     if tokenizers:
@@ -174,7 +175,7 @@ def _identity(
 
 
 def _summary(spec: RunSpec, corpora: list[Corpus]) -> str:
-    """What there is to train on, in a line for each source."""
+    """Returns what there is to train on, in a line for each source."""
     lines = []
     for corpus in corpora:
         train, held_out = corpus.sequences["train"], corpus.sequences["held_out"]

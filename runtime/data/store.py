@@ -40,12 +40,12 @@ class TokenStore:
 
 
 def name_hash(name: str) -> int:
-    """64 bits of a document's name: the same ones on every machine."""
+    """Returns a 64-bit hash of a document's name, the same on every machine."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
 
 
 def in_split(name_hashes: np.ndarray, split: Split, held_out_fraction: float) -> np.ndarray:
-    """Which documents are in the split: held out are those whose hash is in the first part of its range."""
+    """Returns which documents are in the split: held out are those whose hash is in the first part of its range."""
     is_held_out = name_hashes < np.uint64(min(int(held_out_fraction * 2**64), 2**64 - 1))
     return is_held_out if split == "held_out" else ~is_held_out
 
@@ -82,13 +82,13 @@ class TokenStream:
         return tokens
 
     def is_document_end(self, places: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Whether a document ends right before each place."""
+        """Returns whether a document ends right before each place."""
         found = np.searchsorted(self.document_ends, places)
         return self.document_ends[np.minimum(found, len(self.document_ends) - 1)] == places
 
 
 def _spans(shard: Shard, split: Split, held_out_fraction: float) -> np.ndarray:
-    """int64 (num_documents, 2): start and stop in the shard of each document in the split."""
+    """Returns int64 (num_documents, 2): start and stop in the shard of each document in the split."""
     ends = shard.documents[:, 0].astype(np.int64)
     spans = np.stack([np.concatenate([[0], ends[:-1]]) if len(ends) else ends, ends], axis=1)
     return spans[in_split(shard.documents[:, 1], split, held_out_fraction)]

@@ -32,7 +32,7 @@ class Encoded:
 def encode_corpus(
     parts: Sequence[Part], tokenizer: Tokenizer, *, part: int = 0, document: int = 0, where: str
 ) -> Iterator[Encoded]:
-    """The corpus from a document of a part on, in order, about BATCH_BYTES of text at a time.
+    """Returns the corpus from a document of a part on, in order, about BATCH_BYTES of text at a time.
 
     Raises ConfigError for documents that cannot be read or encoded.
     """
@@ -48,8 +48,8 @@ def encode_corpus(
 def tokens_in_memory(
     parts: Sequence[Part], tokenizer: Tokenizer, where: str, advance: Callable[[int], None]
 ) -> TokenStore:
-    """A whole corpus. `advance` is told of the bytes of text as they are done. Raises ConfigError with all of the
-    first documents that are wrong."""
+    """Returns a whole corpus. `advance` is told of the bytes of text as they are done. Raises ConfigError with all of
+    the first documents that are wrong."""
     arrays, tables, problems = [], [EMPTY_DOCUMENTS], []
     for part in parts:
         for batch, found in _batches(part.read(0)):

@@ -29,7 +29,7 @@ class TokenizerIdentity:
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest type that tokens are stored in, little-endian."""
+        """Returns the smallest type that tokens are stored in, little-endian."""
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
 
 
@@ -41,10 +41,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_texts(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The tokens of each text in UTF-8, without ends. Raises UnicodeDecodeError."""
+        """Returns the tokens of each text in UTF-8, without ends. Raises UnicodeDecodeError."""
 
     def encode(self, contents: Sequence[bytes | np.ndarray]) -> list[np.ndarray]:
-        """The tokens of each document with its end, in the identity's dtype. Arrays are tokens already.
+        """Returns the tokens of each document with its end, in the identity's dtype. Arrays are tokens already.
 
         Raises UnicodeDecodeError for text that is no UTF-8, OverflowError for a token that the tokenizer lacks.
         """
@@ -136,14 +136,14 @@ class SentencePiece(Tokenizer):
 
 
 def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """The tokenizer that is declared. Raises ConfigError for a file that is not there or not one."""
+    """Returns the tokenizer that is declared. Raises ConfigError for a file that is not there or not one."""
     if spec.kind == "bytes":
         return Bytes()
     return HuggingFace(spec) if spec.kind == "huggingface" else SentencePiece(spec)
 
 
 def train_bpe(texts: Iterable[bytes], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE on texts and write its JSON file; END_OF_DOCUMENT is its one special token.
+    """Trains a byte-level BPE on texts and writes its JSON file; END_OF_DOCUMENT is its one special token.
 
     Raises ConfigError where the vocabulary is smaller than the bytes and that token.
     """

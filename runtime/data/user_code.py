@@ -27,12 +27,13 @@ class UserItems:
         return _call(lambda: self._items[index], f"{self._where}.object", f"{self._source.object}[{index}]")
 
     def problem(self, index: int, what: str, fix: str) -> Problem:
-        """What is wrong with an item."""
+        """Returns what is wrong with an item."""
         return Problem(f"{self._where}.object", f"{self._source.object}[{index}] {what}", fix)
 
 
 def load_items(source: PythonSource, where: str) -> UserItems:
-    """An instance of the user's class. Raises ConfigError for whatever is wrong with class, arguments or code."""
+    """Returns an instance of the user's class. Raises ConfigError for whatever is wrong with class, arguments or
+    code."""
     cls: Any = load_class(source.object, f"{where}.object", DataSource)
     if missing := sorted(cls.__abstractmethods__):
         what = f"{source.object} has no {' and no '.join(missing)}"
@@ -52,7 +53,7 @@ class UserDocuments:
         return len(self._items)
 
     def document(self, index: int) -> bytes | np.ndarray | Problem:
-        """Document number `index`, or what is wrong with it."""
+        """Returns document number `index`, or what is wrong with it."""
         try:
             item = self._items[index]
         except ConfigError as error:
@@ -67,7 +68,8 @@ class UserDocuments:
 
 
 def load_documents(source: PythonSource, where: str) -> UserDocuments:
-    """The user's documents. Raises ConfigError as `load_items`, and where the items are declared as sequences."""
+    """Returns the user's documents. Raises ConfigError as `load_items`, and where the items are declared as
+    sequences."""
     if source.items != "documents":
         what = "sequences are ready as they are; only documents are tokenised and packed"
         raise ConfigError([Problem(f"{where}.items", what, f"set {where}.items=documents")])
@@ -75,7 +77,7 @@ def load_documents(source: PythonSource, where: str) -> UserDocuments:
 
 
 def as_tokens(item: Any) -> np.ndarray | None:
-    """An item as a one-dimensional int64 array of numbers from 0; None where it is none."""
+    """Returns an item as a one-dimensional int64 array of numbers from 0; None where it is none."""
     if isinstance(item, str | bytes | dict):
         return None
     try:
@@ -104,7 +106,7 @@ def _problems_of_arguments(cls: type[DataSource], source: PythonSource, where: s
 
 
 def _call(call: Callable[[], Any], where: str, what: str) -> Any:
-    """The result of a call of user code; its exception as a ConfigError that names the place."""
+    """Returns the result of a call of user code; its exception as a ConfigError that names the place."""
     try:
         return call()
     except (Exception, SystemExit) as error:

@@ -65,7 +65,7 @@ class UserSequences:
 def open_user_sequences(
     source: PythonSource, where: str, length: int, names: tuple[str, ...], held_out_fraction: float
 ) -> dict[Split, UserSequences]:
-    """Both splits of the user's items, by the hash of their numbers. Raises ConfigError for wrong user code."""
+    """Returns both splits of the user's items, by the hash of their numbers. Raises ConfigError for wrong user code."""
     items = load_items(source, where)
     hashes = _hashes_of_numbers(len(items))
     splits: tuple[Split, ...] = ("train", "held_out")
@@ -76,7 +76,8 @@ def open_user_sequences(
 
 
 def _hashes_of_numbers(count: int) -> np.ndarray:
-    """uint64: 0, 1, 2, ... through the finaliser of splitmix64 (Steele, Lea, Flood 2014), all at once."""
+    """Returns uint64 hashes: 0, 1, 2, ... through the finaliser of splitmix64 (Steele, Lea, Flood 2014), all at
+    once."""
     x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

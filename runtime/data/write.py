@@ -69,11 +69,11 @@ class ShardWriter:
 
     @property
     def done(self) -> Progress:
-        """What was added so far."""
+        """Returns what was added so far."""
         return self._done
 
     def add(self, encoded: Encoded) -> None:
-        """Append a batch; from time to time, see to it that it counts."""
+        """Appends a batch, and commits from time to time."""
         lengths = encoded.documents[:, 0].astype(np.int64)
         ends = np.cumsum(lengths)
         first = 0
@@ -94,7 +94,7 @@ class ShardWriter:
             self.commit()
 
     def commit(self) -> None:
-        """What was added counts from here on, whatever happens to this process."""
+        """Commits what was added, so that it survives whatever happens to this process."""
         for file in self._files or ():
             file.flush()
             os.fsync(file.fileno())
@@ -102,7 +102,7 @@ class ShardWriter:
         self._last_commit = time.monotonic()
 
     def finish(self) -> Index:
-        """Close the last shard and write the index: with it the shards are whole."""
+        """Closes the last shard and writes the index, which completes the shards."""
         if self._done.num_documents:
             self._close_shard()
         self.commit()

@@ -30,7 +30,7 @@ UNSET = "not set"
 
 
 def check_same_declaration(spec: RunSpec, processes: Processes) -> None:
-    """Raise Disagreement, in all processes alike, where one of them has another spec, version or compiler flag."""
+    """Raises Disagreement, in all processes alike, where one of them has another spec, version or compiler flag."""
     declaration = {
         "spec": {key: value for key, value in flat(spec.as_compared()) if key not in OF_ONE_PROCESS},
         "environment": environment_of_program(),
@@ -44,7 +44,7 @@ def check_same_declaration(spec: RunSpec, processes: Processes) -> None:
 
 
 def check_same_program(lowered: Programs, processes: Processes) -> None:
-    """Raise Disagreement where a process has lowered another program from the same declaration."""
+    """Raises Disagreement where a process has lowered another program from the same declaration."""
     if processes.count == 1:
         return
     programs = {"init": lowered.init, "train": lowered.train, "evaluate": lowered.evaluate}
@@ -54,7 +54,7 @@ def check_same_program(lowered: Programs, processes: Processes) -> None:
 
 
 def check_same_data(identity: Mapping[str, Any], processes: Processes) -> None:
-    """Raise Disagreement, in all processes alike, where one of them would read other data than the rest.
+    """Raises Disagreement, in all processes alike, where one of them would read other data than the rest.
 
     identity: of `Data`: what the whole data set is made from, hashes of its contents among it. Which rows of a batch a
     process reads is no part of it.
@@ -64,14 +64,14 @@ def check_same_data(identity: Mapping[str, Any], processes: Processes) -> None:
 
 
 def environment_of_program() -> dict[str, str]:
-    """All beside the spec that decides what is compiled: versions, and flags of the compiler."""
+    """Returns all beside the spec that decides what is compiled: versions, and flags of the compiler."""
     versions = {name: version(name) for name in PACKAGES}
     flags = {name: os.environ.get(name, UNSET) for name in COMPILER_FLAGS}
     return {"python": platform.python_version(), "meshloom": __version__, **versions, **flags}
 
 
 def differences(values: Sequence[Mapping[str, str]], *, fix: str) -> list[Problem]:
-    """One Problem for each key whose value is not the same in all processes, the rarest value first.
+    """Returns one Problem for each key whose value is not the same in all processes, the rarest value first.
 
     [{"seed": "0"}, {"seed": "0"}, {"seed": "1"}] -> "seed: 1 in process 2, 0 in processes 0, 1"
     """
@@ -94,13 +94,13 @@ def _check_same(name: str, values: Mapping[str, str], processes: Processes, *, f
 
 
 def _all_if_different(name: str, text: str, processes: Processes) -> list[str]:
-    """Every process's text, where they differ; else nothing. Texts travel only then."""
+    """Returns every process's text, where they differ; else nothing. Texts travel only then."""
     hashes = processes.gather(f"{name}/hash", _hash(text))
     return processes.gather(f"{name}/text", text) if len(set(hashes)) > 1 else []
 
 
 def _shown(value: Any) -> str:
-    """A hash is shortened; anything else is written as JSON."""
+    """Returns a value as JSON, or a shortened hash."""
     return value[:12] if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) else json.dumps(value)
 
 

@@ -40,7 +40,7 @@ TPU_CLUSTERS = {"gketpu": GkeTpuCluster, "gcetpu": GceTpuCluster}  # the second 
 
 
 def plan_start(spec: DistributedSpec, target: TargetSpec, environment: Mapping[str, str]) -> Arguments | None:
-    """How this process joins the others: {"cluster_detection_method": "slurm"}; None where it is alone.
+    """Returns how this process joins the others: {"cluster_detection_method": "slurm"}; None where it is alone.
 
     Raises ConfigError where keys or environment say that there are others, but not how to find them.
     """
@@ -55,7 +55,7 @@ def plan_start(spec: DistributedSpec, target: TargetSpec, environment: Mapping[s
 
 
 def _keys(spec: DistributedSpec, environment: Mapping[str, str]) -> Arguments:
-    """The keys that are set and fit together; JAX_COORDINATOR_ADDRESS counts as one of them."""
+    """Returns the keys that are set and fit together; JAX_COORDINATOR_ADDRESS counts as one of them."""
     address = spec.coordinator_address or environment.get("JAX_COORDINATOR_ADDRESS")
     problems = []
     if address is not None and not address.rpartition(":")[2].isdigit():
@@ -70,7 +70,7 @@ def _keys(spec: DistributedSpec, environment: Mapping[str, str]) -> Arguments:
 
 
 def _check_started_by(cluster: str, environment: Mapping[str, str]) -> None:
-    """Raise ConfigError where this process cannot be one of the cluster that the declaration names."""
+    """Raises ConfigError where this process cannot be one of the cluster that the declaration names."""
     reason = None
     if cluster == "mpi4py":
         reason = None if find_spec("mpi4py") else "package mpi4py is not installed"
@@ -91,7 +91,7 @@ def _launcher(environment: Mapping[str, str]) -> Launcher | None:
 
 
 def _launched(launcher: Launcher, keys: Arguments, environment: Mapping[str, str]) -> Arguments | None:
-    """The start of one of a launcher's processes."""
+    """Returns the start of one of a launcher's processes."""
     count = int(environment[launcher.num_processes])
     if count == 1 and not keys:
         return None
@@ -116,7 +116,7 @@ def _is_whole_step(environment: Mapping[str, str], count: int) -> bool:
 def _found(
     spec: DistributedSpec, target: TargetSpec, keys: Arguments, environment: Mapping[str, str]
 ) -> Arguments | None:
-    """The start of a process of which no launcher tells: by keys, or as a pod or a host of a TPU slice."""
+    """Returns the start of a process of which no launcher tells: by keys, or as a pod or a host of a TPU slice."""
     if len(keys) == 3:
         return {"cluster_detection_method": "deactivate", **keys}
     if spec.cluster == "auto" and target.kind != "cpu":  # simulated devices have no slice

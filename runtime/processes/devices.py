@@ -21,7 +21,7 @@ Warn = Callable[[str], None]
 
 
 def plan_without_devices(target: TargetSpec) -> tuple[str, ...]:
-    """Keep JAX away from accelerators, whose start takes seconds; `local` alone has to see them. Returns what is to be
+    """Keeps JAX away from accelerators, whose start takes seconds; `local` alone has to see them. Returns what is to be
     logged, as start_devices does."""
     if isinstance(target, LocalTarget):
         return _find_attached(Processes())
@@ -30,8 +30,8 @@ def plan_without_devices(target: TargetSpec) -> tuple[str, ...]:
 
 
 def start_devices(target: TargetSpec, processes: Processes, warn: Warn = write_error) -> tuple[str, ...]:
-    """Have the devices of the target: simulate this process's part of a cpu target, find those of a kind of chip, or
-    what is attached. Returns what was said meanwhile, for the log. warn: takes a warning about what is attached.
+    """Provides the devices of the target: simulates this process's part of a cpu target, find those of a kind of chip,
+    or what is attached. Returns what was said meanwhile, for the log. warn: takes a warning about what is attached.
 
     Raises ConfigError for chips that are not there or do not start, for devices that do not divide over the processes
     or are more than one can sensibly simulate, and where JAX has started in this process with fewer.
@@ -78,8 +78,8 @@ def _find_attached(processes: Processes, warn: Warn = write_error) -> tuple[str,
 
 
 def _quiet_without_chip() -> AbstractContextManager[Captured]:
-    """Where JAX looks for accelerators, and the machine has none: what their plugins print, a traceback for CUDA, is
-    for the log alone. With one it goes to the terminal at once, as a driver may end the process."""
+    """Sends what accelerator plugins print, a traceback for CUDA, to the log only if the machine has no accelerator.
+    With one it goes to the terminal at once, as a driver may end the process."""
     return nullcontext(Captured()) if _is_chip_seen() else captured_stderr()
 
 
@@ -88,7 +88,7 @@ def _is_chip_seen() -> bool:
 
 
 def _start_jax() -> str:
-    """The platform that it comes down to."""
+    """Returns the platform that it comes down to."""
     try:
         return jax.default_backend()
     except RuntimeError as error:
@@ -126,7 +126,7 @@ def _simulate(num_devices: int, processes: Processes) -> None:
 
 
 def _check_simulated(num_local: int) -> None:
-    """Raise ConfigError where JAX has started without as many simulated devices."""
+    """Raises ConfigError where JAX has started without as many simulated devices."""
     devices = jax.devices()
     if devices[0].platform == "cpu" and len(devices) >= num_local:
         return
@@ -137,7 +137,8 @@ def _check_simulated(num_local: int) -> None:
 
 
 def _check_attached(target: TpuTarget | GpuTarget) -> tuple[str, ...]:
-    """Raise ConfigError where the devices of JAX are not those of the target. Returns what looking for them printed."""
+    """Raises ConfigError where the devices of JAX are not those of the target. Returns what looking for them
+    printed."""
     plan = plan_target(target, "float32")
     fix = "plan it with `meshloom explain`; run on target=local, or on simulated devices: target=cpu-8"
     try:

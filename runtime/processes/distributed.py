@@ -60,11 +60,11 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """True in the one process that speaks on the terminal and writes what is written once."""
+        """Returns True in the one process that speaks on the terminal and writes what is written once."""
         return self.index == 0
 
     def gather(self, name: str, text: str, *, timeout_seconds: int | None = None) -> list[str]:
-        """Every process's text, in their order; waits until all have given theirs. A name is used once.
+        """Returns every process's text, in their order; waits until all have given theirs. A name is used once.
 
         timeout_seconds: how long it waits, where that is not as long as usual. Ctrl-C ends the wait. Raises ConfigError
         with those that did not come.
@@ -81,7 +81,7 @@ class Processes:
         return [value for _, value in sorted(self.client.key_value_dir_get(f"meshloom/{name}/"))]
 
     def from_first(self, name: str, text: str | None = None) -> str:
-        """The text of process 0, which gives it and does not wait. A name is used once."""
+        """Returns the text of process 0, which gives it and does not wait. A name is used once."""
         if self.count == 1 or self.is_first:
             assert text is not None
             if self.count > 1:
@@ -94,13 +94,13 @@ class Processes:
             raise self._not_come(name, [0], self.timeout_seconds) from error
 
     def _missing(self, name: str) -> list[int]:
-        """The processes that have not come to this meeting yet."""
+        """Returns the processes that have not come to this meeting yet."""
         came = {int(key.rsplit("/", 1)[1]) for key, _ in self.client.key_value_dir_get(f"meshloom/{name}/")}
         return sorted(set(range(self.count)) - came)
 
     @contextmanager
     def _note_of_wait(self, name: str, seconds: int) -> Iterator[None]:
-        """Within the `with`, process 0 says whom it waits for once that takes long."""
+        """Makes process 0 report, within the `with`, whom it waits for once that takes long."""
 
         def note() -> None:
             missing = name_processes(self._missing(name), self.count)
@@ -116,7 +116,7 @@ class Processes:
             timer.cancel()
 
     def _not_come(self, name: str, missing: list[int], seconds: int) -> ConfigError:
-        """What is left to say where a wait ended without all the others."""
+        """Returns what is left to say where a wait ended without all the others."""
         who = f"{name_processes(missing, self.count)} did not come" if missing else "a process was lost"
         what = f"{who} to '{name}' within {seconds} s"
         fix = f"see their logs and terminals; raise {TIMEOUT_OF.get(name, USUAL_TIMEOUT)} where they are slow"
@@ -127,12 +127,12 @@ _joined = Processes()  # as JAX's own state: one per process of the operating sy
 
 
 def current() -> Processes:
-    """The processes that this one has joined; itself alone before `join`."""
+    """Returns the processes that this one has joined; itself alone before `join`."""
     return _joined
 
 
 def join(spec: RunSpec) -> Processes:
-    """Meet the other processes of the run, if there are any. Raises ConfigError where they cannot be found."""
+    """Joins the other processes of the run, if any. Raises ConfigError if they cannot be found."""
     global _joined
     arguments = plan_start(spec.distributed, spec.target, os.environ)
     if arguments is None:
@@ -169,7 +169,8 @@ def join(spec: RunSpec) -> Processes:
 def together(
     name: str, step: Callable[[], T], *, processes: Processes | None = None, timeout_seconds: int | None = None
 ) -> T:
-    """The result of a step that all processes take; where it fails in any, it fails in all, with the same problems.
+    """Returns the result of a step that all processes take. If it fails in one, it fails in all, with the same
+    problems.
 
     processes: those that were joined, unless others are named. timeout_seconds: as for `gather`.
     """
@@ -205,7 +206,7 @@ def _say_waiting(timeout_seconds: int) -> None:
 
 
 def leave() -> None:
-    """Part from the other processes in order: wait until all are done."""
+    """Leaves the other processes in order: waits until all are done."""
     global _joined
     if _joined.client is not None:
         jax.distributed.shutdown()
@@ -213,7 +214,7 @@ def leave() -> None:
 
 
 def crash(error: BaseException, run_dir: Path | None = None) -> None:
-    """End one of several processes at once: the others may be waiting for it, and it must not wait for them.
+    """Ends one of several processes at once: the others may be waiting for it, and it must not wait for them.
 
     Process 0 shows where it was; of the others their last line is enough, and their logs hold the rest.
     """
@@ -238,7 +239,8 @@ def crash(error: BaseException, run_dir: Path | None = None) -> None:
 
 
 def name_processes(indices: list[int], count: int) -> str:
-    """[1] -> "process 1"; [0, 2, 3] of 4 -> "processes 0, 2, 3"; most of very many -> "the other 63"."""
+    """Returns the processes as text: [1] -> "process 1"; [0, 2, 3] of 4 -> "processes 0, 2, 3"; most of very many ->
+    "the other 63"."""
     if len(indices) == 1:
         return f"process {indices[0]}"
     if len(indices) > 4 and 2 * len(indices) > count:
@@ -247,7 +249,7 @@ def name_processes(indices: list[int], count: int) -> str:
 
 
 def _whose(problem: Problem, found: list[list[Problem]]) -> Problem:
-    """The problem as it is where all processes found it; else with the ones that did."""
+    """Returns the problem unchanged if all processes found it, otherwise with the processes that did."""
     owners = [index for index, problems in enumerate(found) if problem in problems]
     if len(owners) == len(found):
         return problem

@@ -59,7 +59,8 @@ class StopRequest:
             self._waits_for, self._can_be_left = before
 
     def is_due(self, num_steps_done: int) -> bool:
-        """True where the run stops after these steps: in all processes alike. Asked after every step, by all."""
+        """Returns True where the run stops after these steps: in all processes alike. Asked after every step, by
+        all."""
         if not self._is_shared:
             return self.signal is not None
         is_due = reached_preemption_sync_point(num_steps_done)
@@ -85,5 +86,5 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports of a process that a signal ended: not finished, and by whom."""
+        """Returns what a shell reports of a process that a signal ended: not finished, and by whom."""
         return 128 + self.signal if self.signal else 0

@@ -13,7 +13,7 @@ from ..core.files import replace_text
 
 
 def write_report(report: Report, plan: Plan, run_dir: Path, *, events: Sequence[Event]) -> tuple[Path, ...]:
-    """report.json, timeline.json and report.html; gives their paths, the one to open first.
+    """Writes report.json, timeline.json and report.html. Returns their paths, with the one to open first.
 
     All three are rendered before one is written, and report.json comes last: where it is, the others are its own.
     """

@@ -17,19 +17,20 @@ SECONDS_UNTIL_SEEN = 30  # a directory that another host made shows up late on s
 
 
 def check_run_dir(request: Request) -> None:
-    """Raise ConfigError where the named run directory is in use, before Hydra writes its record over the run's."""
+    """Raises ConfigError where the named run directory is in use, before Hydra writes its record over the run's."""
     is_named = RUN_DIR in map(key_of, request.overrides)
     if is_named or request.search_path or request.config_path:  # or a file of the user's may name it
         check_is_free(as_typed(hydra_run_dir(request)))
 
 
 def as_typed(run_dir: Path) -> Path:
-    """A run directory as one types it from here."""
+    """Returns a run directory as one types it from here."""
     return run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
 
 
 def in_shared_run_dir(request: Request, processes: Processes) -> Request:
-    """The request with the run directory of process 0, which makes it, and Hydra's own record written there alone.
+    """Returns the request with the run directory of process 0, which makes it, and Hydra's own record written there
+    alone.
 
     Raises ConfigError in all processes where it cannot be made, or one of them does not see it.
     """

@@ -14,8 +14,8 @@ LEAST_COMPRESSED = 0.5  # Orbax compresses arrays with zstd; trained float32 shr
 
 
 def check_space(run_dir: Path, spec: RunSpec, state: Any) -> str | None:
-    """A warning where the disk cannot hold all the checkpoints that the run keeps. Raises ConfigError where it surely
-    cannot hold a single one."""
+    """Returns a warning where the disk cannot hold all the checkpoints that the run keeps. Raises ConfigError where it
+    surely cannot hold a single one."""
     if not spec.checkpoint.is_saving:
         return None
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

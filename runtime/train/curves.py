@@ -29,7 +29,7 @@ class Curves:
         self._write(Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """A point of each curve. Raises OSError where the disk refuses it, or an earlier one."""
+        """Writes a point of each curve. Raises OSError if the disk refuses it, or an earlier one."""
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(Event(step=step, summary=Summary(value=points)))
         if time.monotonic() - self._last_flush > SECONDS_BETWEEN_FLUSHES:

@@ -32,7 +32,8 @@ class Display:
         self._bar.stop()
 
     def show(self, metrics: Metrics) -> None:
-        """One step: the bar moves; off a terminal, a line every `logging.every_num_steps`, and for an evaluation."""
+        """Shows a step: moves the bar, or without a terminal prints a line every `logging.every_num_steps` and
+        evaluation."""
         self._seconds += metrics.step_seconds
         self._input_wait_seconds += metrics.input_wait_seconds
         numbers = f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s"
@@ -51,12 +52,12 @@ class Display:
 
     @property
     def input_wait_share(self) -> float:
-        """Of the time of all steps shown, how much the devices may have stood still for their batches."""
+        """Returns the share of the time of all shown steps in which devices may have been idle, waiting for batches."""
         return self._input_wait_seconds / self._seconds if self._seconds else 0.0
 
 
 def show_header(console: Console, plan: Plan) -> None:
-    """What is about to run, in one line."""
+    """Shows what is about to run, in one line."""
     say(console, f"meshloom train: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {plan.target.name}, "
         f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}")  # fmt: skip
     for warning in (*plan.warnings, *_not_judged(plan), *_not_counted(plan)):
@@ -64,7 +65,7 @@ def show_header(console: Console, plan: Plan) -> None:
 
 
 def _not_judged(plan: Plan) -> tuple[Problem, ...]:
-    """A demand on the schedule, where the step is compiled by `train`."""
+    """Returns a demand on the schedule, where the step is compiled by `train`."""
     if plan.spec.overlap.max_exposed is None or plan.spec.artifact is not None:
         return ()
     fix = "compile with the same line by `meshloom compile`, and train with artifact=RUN_DIR"
@@ -72,7 +73,7 @@ def _not_judged(plan: Plan) -> tuple[Problem, ...]:
 
 
 def _not_counted(plan: Plan) -> tuple[Problem, ...]:
-    """Each primitive without which the model's FLOPs, and so the MFU, are not known."""
+    """Returns each primitive without which the model's FLOPs, and so the MFU, are not known."""
     why = ((one, f"MFU is not reported: {one.name} at {one.place}: {one.why}") for one in plan.model_flops.unknown)
     return tuple(Problem("model.family", what, one.fix) for one, what in why)
 

@@ -59,7 +59,7 @@ class Loop:
         self._last_finish = self._last_save = 0.0
 
     def run(self, state: Any, first_step: int) -> int:
-        """Train from `first_step` steps done until all are, or a stop is asked for. Returns the steps done.
+        """Trains from `first_step` steps done until all are, or a stop is asked for. Returns the steps done.
 
         Raises NonFinite, and saves nothing more, where training cannot go on.
         """
@@ -84,8 +84,8 @@ class Loop:
         return done
 
     def _next_batch(self, behind: Running | None) -> tuple[dict[str, jax.Array], float]:
-        """The next batch on the devices, and how long they stood still for it: not at all where the step before it
-        still runs, else at most as long as this took."""
+        """Returns the next batch on the devices, and how long they stood still for it: not at all where the step before
+        it still runs, else at most as long as this took."""
         start = time.perf_counter()
         batch = self._to_devices(next(self.batches))
         seconds = time.perf_counter() - start
@@ -93,7 +93,7 @@ class Loop:
         return batch, 0.0 if is_running else seconds
 
     def _finish(self, running: Running | None, state: Any = None) -> float | None:
-        """Wait for a step, evaluate its state where that is due, and report; returns the held-out loss. No evaluation
+        """Waits for a step, evaluates its state if that is due, and reports; returns the held-out loss. No evaluation
         counts as step time."""
         if running is None:
             return None
@@ -128,7 +128,7 @@ class Loop:
         return self._targets.mean(*sums)
 
     def _save(self, step: int, state: Any, eval_loss: float | None) -> None:
-        """Save a state that is finite; loss and gradients of its step say nothing of what the update made of it."""
+        """Saves a state that is finite; loss and gradients of its step say nothing of what the update made of it."""
         if self.spec.checkpoint.is_saving and not self.programs.is_finite(state):
             raise NonFinite(step, "the state behind it holds NaN or infinity, though its loss does not", None)
         self.checkpoints.save(step, state, self.batches, eval_loss=eval_loss)

@@ -74,7 +74,7 @@ class MetricsLog:
                 log.close()
 
     def write(self, metrics: Metrics) -> None:
-        """Append one step. Raises RunFailed where the disk refuses it."""
+        """Appends one step. Raises RunFailed if the disk refuses it."""
         known = {name: value for name, value in vars(metrics).items() if name != "auxiliary"}
         values = {name: _finite(value) for name, value in (known | dict(metrics.auxiliary)).items()}
         try:

@@ -17,7 +17,7 @@ class MissingTargets:
         self._warned: set[str] = set()
 
     def check_step(self, metrics: Metrics) -> None:
-        """Warn where the step's global batch had no target."""
+        """Warns if the step's global batch had no target."""
         if not metrics.num_targets:
             what = "its global batch has no target: the loss is 0, the gradients are zero"
             self._warn_once(f"step {metrics.step}", what)

@@ -21,7 +21,7 @@ class NonFinite(Exception):
     position: dict[str, Any] | None
 
     def failure(self, saved: int | None) -> RunFailed:
-        """The end of the run, whose last good checkpoint is `saved`."""
+        """Returns the end of the run, whose last good checkpoint is `saved`."""
         batch = f"; its batch lies at {json.dumps(self.position)} in the data" if self.position is not None else ""
         good = "no checkpoint was saved" if saved is None else f"the last good checkpoint is {saved}"
         fix = "lower optimizer.learning_rate, raise schedule.num_warmup_steps, or try on_nonfinite=skip or precision=float32"  # noqa: E501
@@ -36,7 +36,7 @@ class SkipCounter:
         self._num_in_a_row = 0
 
     def count(self, metrics: Metrics, position: dict[str, Any], *, is_finite: bool) -> None:
-        """Take note of a step. Raises NonFinite for one that is not finite, where no more may be skipped."""
+        """Takes note of a step. Raises NonFinite for one that is not finite, where no more may be skipped."""
         self._num_in_a_row = 0 if is_finite else self._num_in_a_row + 1
         if self._num_in_a_row > self._num_allowed:
             what = f"the loss is {metrics.loss}, the norm of the gradients {metrics.grad_norm}"

@@ -14,14 +14,14 @@ from jax.sharding import Sharding
 
 
 def rows_held(sharding: Sharding, num_rows: int, devices: Iterable[Any] | None = None) -> tuple[int, ...]:
-    """The rows of an array of `num_rows` that these devices hold (default: those of this process), in order."""
+    """Returns the rows of an array of `num_rows` that these devices hold (default: those of this process), in order."""
     held = sharding.addressable_devices if devices is None else set(devices)
     slices = [index[0] for device, index in sharding.devices_indices_map((num_rows,)).items() if device in held]
     return tuple(sorted({row for part in slices for row in range(*part.indices(num_rows))}))
 
 
 def local_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[int, ...]:
-    """The rows of the global batch that this process reads."""
+    """Returns the rows of the global batch that this process reads."""
     first = next(iter(batch.values()))
     assert first.sharding is not None
     return rows_held(_of_rows(first.sharding), first.shape[0])
@@ -30,7 +30,7 @@ def local_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[int, ...]:
 def to_devices(
     batch: Mapping[str, jax.ShapeDtypeStruct], rows: Sequence[int], local: Mapping[str, np.ndarray]
 ) -> dict[str, jax.Array]:
-    """The global batch on the devices. local: the `rows` of it, in that order, as `local_rows` names them."""
+    """Returns the global batch on the devices. local: the `rows` of it, in that order, as `local_rows` names them."""
     shardings = {name: x.sharding for name, x in batch.items()}
     if jax.process_count() == 1:  # one call instead of one per device
         return jax.device_put({name: local[name] for name in batch}, shardings)
@@ -47,5 +47,5 @@ def to_devices(
 
 
 def _of_rows(sharding: Any) -> Sharding:
-    """The same over the first dimension alone."""
+    """Returns the same over the first dimension alone."""
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:1]))

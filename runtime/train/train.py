@@ -63,7 +63,7 @@ class Job:
 
 
 def prepare(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Job:
-    """Everything that can fail for a reason of the declaration, before anything is written. Raises ConfigError.
+    """Checks everything that can fail because of the declaration, before anything is written. Raises ConfigError.
 
     warn: takes a warning about the devices that are attached.
     """
@@ -80,7 +80,8 @@ def prepare(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Job:
 
 
 def plan_and_check(spec: RunSpec) -> Job:
-    """The plan and the data of a run, on whatever devices there are. Raises ConfigError with all that is wrong."""
+    """Returns the plan and the data of a run, on whatever devices there are. Raises ConfigError with all that is
+    wrong."""
     plan, data, *_ = all_of(
         lambda: plan_run(spec),
         lambda: open_data(spec),
@@ -102,7 +103,8 @@ def _check_is_decided(spec: RunSpec) -> None:
 
 
 def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console, processes: Processes) -> int:
-    """Run the job; continue where a run in the same directory stopped. Returns the exit code, the same in all.
+    """Runs the job, continuing a run that stopped in the same directory. Returns the exit code, the same in all
+    processes.
 
     Raises RunFailed where it cannot be done to its end, ConfigError where a checkpoint is not of this model.
     """
@@ -152,7 +154,7 @@ class Ended:
 def _run(
     job: Job, start: Start | None, run_dir: Path, *, stop: StopRequest, console: Console, processes: Processes
 ) -> Ended:
-    """Compile, and train from the start to the last step or to where a stop is asked for."""
+    """Compiles, and trains from the start to the last step or until a stop is requested."""
     plan, data = job.plan, job.data
     with Checkpoints(run_dir, plan.spec) as checkpoints:
         programs = make_programs(plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes)
@@ -186,7 +188,7 @@ def _run(
 
 
 def _run_loop(loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints) -> int:
-    """The steps done; where training cannot go on, the end is told with the checkpoint that is left."""
+    """Returns the steps done; if training cannot continue, reports the end with the last checkpoint."""
     try:
         return loop.run(state, first_step)
     except NonFinite as error:
@@ -213,7 +215,7 @@ def _metrics_log(
 
 
 def find_precompiled(plan: Plan, named: Path) -> Precompiled:
-    """The artifact, found to be of this plan on these devices. Raises ConfigError with all that differs."""
+    """Returns the artifact, found to be of this plan on these devices. Raises ConfigError with all that differs."""
     artifact, mesh = read_artifact(named), mesh_of(plan)
     lowered = lower(plan, mesh)
     check_artifact(artifact, fingerprint_of(plan, lowered, mesh))
@@ -223,7 +225,7 @@ def find_precompiled(plan: Plan, named: Path) -> Precompiled:
 def _initial_state(
     start: Start | None, spec: RunSpec, programs: Programs, batches: BatchIterator, console: Console
 ) -> tuple[Any, int]:
-    """The state to start from and the steps it has behind it: this run's, another's, or a fresh one."""
+    """Returns the state to start from and the steps it has behind it: this run's, another's, or a fresh one."""
     if start is None:
         return programs.init(), 0
     restored = restore(start, programs.state, batches)
