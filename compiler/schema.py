@@ -188,13 +188,13 @@ class Report(Record):
 
 
 def total(values: Iterable[float | None]) -> float | None:
-    """The sum, the same in whatever order the values come; None where one of them is."""
+    """Returns the sum, the same in whatever order the values come; None where one of them is."""
     known = list(values)
     return None if None in known else math.fsum(v for v in known if v is not None)
 
 
 def by_exposed(collectives: Iterable[CollectiveReport]) -> list[CollectiveReport]:
-    """The most exposed first; those of which it is not known before all others."""
+    """Returns the most exposed first; those of which it is not known before all others."""
     return sorted(collectives, key=lambda c: (-or_infinity(c.exposed_seconds), -or_infinity(c.alone_seconds), -c.bytes))
 
 

@@ -281,7 +281,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
             fingerprint="6f1d0f0c7f7a2b53d9a0e7b8c5",
         ),
         overrides=(*OVERRIDES, f"target={target.name}"),
-        unknown={"step.num_unpriced": "no time is known of custom-call.3 and 13 more: they count as none"},
+        unknown={"step.num_unpriced": "the time of custom-call.3 and 13 more is unknown and counts as 0"},
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def found(**changes) -> CollectiveReport:
         "kind": "all-gather", "mesh_axes": ("fsdp",), "group_size": 8, "link": "ICI", "bytes": 4 * 64 * MIB,
         "dtype": "bf16", "count": 4, "alone_seconds": None, "hidden_seconds": None, "exposed_seconds": None,
         "hidden_behind": (), "is_async": False, "form": "synchronous", "source": "layers/mlp/up_EM, forward",
-        "where": "in a loop of 4 trips", "confidence": "high", "name": "all-gather.1",
+        "where": "in a loop of 4 iterations", "confidence": "high", "name": "all-gather.1",
     }  # fmt: skip
     return CollectiveReport(**(values | changes))
 
@@ -202,7 +202,7 @@ def held(array: HeldArray, *overrides: str) -> list[Finding]:
 def test_what_a_rule_splits_and_the_program_holds_whole_for_all_microbatches():
     (finding,) = held(TABLE)
     assert (finding.rule, finding.severity) == ("held-whole", "warning")
-    assert "the gradient of embed/table_VE lies whole in memory for all microbatches: 500.0 MiB" in finding.what
+    assert "the gradient of embed/table_VE is whole in memory for all microbatches: 500.0 MiB" in finding.what
     assert "embed over fsdp by parameters[0] (custom-call.4)" in finding.where
     assert held(replace(TABLE, shape=(32000, 512), num_bytes=63 * MIB)) == [], "a shard"
     assert held(TABLE, "sharding.replicated_bytes_threshold=1000000000") == []

@@ -72,7 +72,7 @@ def test_what_was_found_adds_up(name):
     num_layers = plan.spec.model.num_layers
     # XLA's compiler for GPUs takes a trip out of the backward loop.
     loops = {num_layers, num_layers - 1} if plan.target.platform == "gpu" else {num_layers}
-    assert trips == {f"in a loop of {number} trips" for number in loops}
+    assert trips == {f"in a loop of {number} iterations" for number in loops}
 
 
 def seconds(*known: float | None) -> float:

@@ -90,7 +90,7 @@ def test_loops_are_said_and_add_up():
     computations, run = loop(compute("a", 1500), f"  %g = {START}", "  %d = bf16[32]{0} all-gather-done(%g)", trips=32)
     analysis, _ = analysed(module(run, before=computations), *V5E)
     (found,) = analysis.collectives
-    assert (found.count, found.where, found.bytes) == (32, "in a loop of 32 trips", 32 * 64)
+    assert (found.count, found.where, found.bytes) == (32, "in a loop of 32 iterations", 32 * 64)
     assert analysis.step.predicted_seconds == pytest.approx(
         (analysis.step.compute_seconds or 0) + (analysis.step.exposed_seconds or 0)
     )
@@ -123,7 +123,7 @@ def test_a_collective_of_unknown_devices_has_unknown_times():
     analysis, _ = analysed(module(*lines).replace(GROUPS, ""), *V5E)
     (found,) = analysis.collectives
     assert (found.alone_seconds, found.exposed_seconds, found.confidence) == (None, None, "low")
-    assert analysis.unknown["collectives[0].alone_seconds"] == "the program does not say which devices it is among"
+    assert analysis.unknown["collectives[0].alone_seconds"] == "the program does not name its group of devices"
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "fsdp_tensor"])

@@ -137,7 +137,7 @@ def test_a_config_file_cannot_set_what_runs_or_loads_code_and_hears_of_all_at_on
     refused = {problem.where for problem in problems if "a config file sets it" in problem.what}
     # PATH: what env_copy makes of it.
     assert refused == {*FORBIDDEN, "hydra.job.env_set.PATH"}
-    assert all(problem.fix.startswith("take it out of there") for problem in problems)
+    assert all(problem.fix.startswith("remove it from the file") for problem in problems)
     assert not (folder / "ran").exists()
 
 

@@ -87,9 +87,7 @@ def test_a_model_from_outside_declares_its_longest_sequence(plan_with):
     assert plan_with("", "", "sequence_length=16").model.max_length == 16
     sys.modules.pop("their_models")
     (problem,) = problems_of(plan_with, "", "", "sequence_length=17")
-    assert problem == Problem(
-        "sequence_length", "17 tokens are more than the 16 that the model can read", "use 16 or less"
-    )
+    assert problem == Problem("sequence_length", "17 tokens are more than the model's maximum of 16", "use 16 or less")
 
 
 def test_the_key_that_makes_a_model_longer_is_named():

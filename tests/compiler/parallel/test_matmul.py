@@ -102,9 +102,9 @@ def test_a_ring_is_chosen_where_it_is_shorter():
          "partial results are on tensor, and the length of their sum is whole"),
         (("target=v5p-16", *TENSOR_4, "sequence_length=12", "global_batch_size=2"),
          "neither 1 (sequences) nor 3 (tokens of each in a shard) is even"),
-        (("target=h100-8", *TENSOR_4), "the compiler for h100-8 runs no permutes beside matmuls"),
-        (("target=v5e-32", *TENSOR_4), "the compiler for v5e-32 runs no permutes beside matmuls on more than 16 chips"),
-        (("target=cpu-8", *TENSOR_4), "the compiler for cpu-8 runs no permutes beside matmuls"),
+        (("target=h100-8", *TENSOR_4), "the compiler for h100-8 does not overlap permutes with matmuls"),
+        (("target=v5e-32", *TENSOR_4), "the compiler for v5e-32 does not overlap permutes with matmuls on more than 16 chips"),  # noqa: E501
+        (("target=cpu-8", *TENSOR_4), "the compiler for cpu-8 does not overlap permutes with matmuls"),
     ],
 )  # fmt: skip
 def test_where_parts_are_added_up_at_once(overrides, why):

@@ -151,7 +151,7 @@ def test_what_appeared_went_grew_and_became_synchronous():
 
 
 def gradient(where: str, size: str = "64.0 MiB", rule: str = "whole-gradient") -> Finding:
-    what = f"an all-reduce of {size} where the plan has reduce-scatters: half of it crosses in vain"
+    what = f"an all-reduce of {size} where the plan has reduce-scatters: half of the traffic is redundant"
     return Finding(rule=rule, severity="warning", what=what, where=where, fix="sharding=hsdp")
 
 
@@ -190,7 +190,7 @@ def test_what_a_finding_is_about_may_be_named_in_its_words():
     reports_of = []
     for place, size in (("embed over fsdp by parameters[0]", 500), ("embed over tensor by parameters[1]", 63)):
         held = [Finding(rule="held-whole", severity="note", where=f"parameters: {place} (copy.{size})", fix="none",
-                        what=f"{name} lies whole in memory through a loop that does not read it: {size}.0 MiB")
+                        what=f"{name} is whole in memory throughout a loop that does not read it: {size}.0 MiB")
                 for name in ("embed/table_VE", "head/kernel_EV")]  # fmt: skip
         reports_of.append(reports.fits()[0].model_copy(update={"findings": tuple(held)}))
     found = diff_runs(*map(run_of, reports_of)).findings
@@ -263,14 +263,14 @@ def _edited(text: str, **values: Any) -> str:
 
 
 DAMAGE = {
-    ("report.json", "cut off"): (lambda t: t[:500], "report.json: is damaged: it is no JSON, line"),
-    ("report.json", "empty"): (lambda t: "", "report.json: is damaged: it is no JSON, line 1"),
+    ("report.json", "cut off"): (lambda t: t[:500], "report.json: is damaged: it is not valid JSON, line"),
+    ("report.json", "empty"): (lambda t: "", "report.json: is damaged: it is not valid JSON, line 1"),
     ("report.json", "another version"): (lambda t: _edited(t, schema_version=9), "schema_version is 9, and this version of meshloom reads 7"),  # noqa: E501
     ("report.json", "no version"): (lambda t: "[]", "is damaged: it has no schema_version"),
     ("report.json", "a key less"): (lambda t: _edited(t, step={}), "is damaged: step.compute_seconds: field required, and"),  # noqa: E501
-    ("plan.json", "cut off"): (lambda t: t[:500], "plan.json: is damaged: it is no JSON, line"),
+    ("plan.json", "cut off"): (lambda t: t[:500], "plan.json: is damaged: it is not valid JSON, line"),
     ("plan.json", "another version"): (lambda t: _edited(t, schema_version=99), "schema_version is 99"),
-    ("spec.yaml", "no YAML"): (lambda t: "model: [", "spec.yaml: is damaged: it is no YAML, line"),
+    ("spec.yaml", "no YAML"): (lambda t: "model: [", "spec.yaml: is damaged: it is not valid YAML, line"),
     ("plan.json", "deep"): (lambda t: "[" * 100_000, "plan.json: is damaged: its JSON cannot be read"),
     ("spec.yaml", "deep"): (lambda t: "[" * 500, "spec.yaml: is damaged: it holds no declaration"),
     ("spec.yaml", "a cycle"): (lambda t: "a: &a [*a]", "spec.yaml: is damaged: it holds no declaration"),
@@ -297,7 +297,7 @@ def test_binary_files_and_unreadable_ones_are_told(runs, tmp_path, capsys):
         (tmp_path / file).write_bytes((runs / "trained" / file).read_bytes())
     (tmp_path / "report.json").write_bytes(b"\xff\xfe\x00")
     assert command(["diff", str(runs / "trained"), str(tmp_path)]) == 2
-    assert "is damaged: it is no text in UTF-8" in capsys.readouterr().err
+    assert "is damaged: it is not UTF-8 text" in capsys.readouterr().err
     (tmp_path / "report.json").unlink()
     (tmp_path / "plan.json").unlink()
     (tmp_path / "plan.json").mkdir()
@@ -315,7 +315,7 @@ def test_binary_files_and_unreadable_ones_are_told(runs, tmp_path, capsys):
         (["compiled", "trainde"], "trainde: there is no such directory\n  fix: name a run directory, one with "
                                   "spec.yaml and plan.json (did you mean 'trained'?)"),
         (["compiled", "compiled/spec.yaml"], "compiled/spec.yaml: this is a file"),
-        (["compiled", "."], "spec.yaml: there is no such file, so this is no run"),
+        (["compiled", "."], "spec.yaml: there is no such file, so this is not a run directory"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_line_is_told(runs, capsys, monkeypatch, args, words):

@@ -308,6 +308,6 @@ def test_memory_bars_name_every_class():
 
 def test_what_has_no_time_is_named_where_the_step_is_told():
     report = reports.fits()[0]
-    left_out = "14 instructions: no time is known of custom-call.3 and 13 more"
+    left_out = "14 instructions: the time of custom-call.3 and 13 more is unknown"
     assert left_out in _summary(report)
     assert left_out in render_page(report, (), reports.llama_plan())

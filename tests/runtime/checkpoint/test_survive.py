@@ -145,7 +145,7 @@ def test_two_runs_in_one_directory_are_refused(finished, tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX)
         done = run_in_process("train", *HERE, "num_steps=6", *SAVING, "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 2
-    assert "another run is going on in run" in done.stderr
+    assert "another run is in progress in run" in done.stderr
     assert finished_steps(tmp_path / "run") == [2, 4]
 
 

@@ -281,7 +281,7 @@ def test_a_log_that_cannot_be_written_is_one_error(command, tmp_path):
     assert done.returncode == 2
     problem, fix = done.stderr.splitlines()
     assert problem.endswith("run/logs: File exists")
-    assert fix == "  fix: move what is there out of the way, or choose another hydra.run.dir"
+    assert fix == "  fix: move the file that is there, or choose another hydra.run.dir"
 
 
 def test_points_of_a_sweep_do_not_share_a_directory(tmp_path, monkeypatch):

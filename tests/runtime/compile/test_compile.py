@@ -500,9 +500,9 @@ def test_a_missing_compiler_is_named_with_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "[2, 2]\n"
     assert done.stderr.splitlines() == [
-        "error: target: v5e-16 is compiled for by libtpu, which is not installed",
+        "error: target: compiling for v5e-16 needs libtpu, which is not installed",
         "  fix: pip install 'meshloom[tpu]'",
-        "error: target: h100-8 is compiled for by JAX's CUDA plugin, which is not installed",
+        "error: target: compiling for h100-8 needs JAX's CUDA plugin, which is not installed",
         "  fix: pip install 'meshloom[cuda]'",
     ]
 

@@ -39,7 +39,7 @@ def test_a_run_directory_in_use_is_refused_and_left_as_it_is(tmp_path, monkeypat
             line.append(f"hydra.run.dir={run_dir}")
         assert run([command, *line]) == 2
         assert _content(run_dir) == before
-    assert f"error: hydra.run.dir: another run is going on in {run_dir}" in capsys.readouterr().err
+    assert f"error: hydra.run.dir: another run is in progress in {run_dir}" in capsys.readouterr().err
 
 
 def test_a_compile_holds_its_run_directory_as_a_run_does(tmp_path):

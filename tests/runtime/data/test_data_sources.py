@@ -221,7 +221,7 @@ def test_a_wrong_parquet_column_is_an_error(corpus):  # noqa: ARG001
     assert problem.what == "has no column 'bdy'"
     assert "did you mean 'body'?" in problem.fix
     problem = _problem("data=parquet", "data.source.paths=[a.parquet]", "data.source.text_column=id")
-    assert problem.what == "its column 'id' is int64, no text"
+    assert problem.what == "its column 'id' is int64, not text"
 
 
 def test_damaged_files_are_errors(wrong, corpus):
