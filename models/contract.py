@@ -215,7 +215,7 @@ def build_piece(make: Callable[[nnx.Rngs], nnx.Module]) -> Piece:
     module = nnx.eval_shape(lambda: _checked(make(nnx.Rngs(params=0))))
     graphdef, params, other = nnx.split(module, nnx.Param, ...)
     if jax.tree.leaves(other):
-        raise TypeError(f"{type(module).__name__} holds variables that are no nnx.Param: {other}")
+        raise TypeError(f"{type(module).__name__} has variables that are not nnx.Param: {other}")
     variables = nnx.to_flat_state(params)
     return Piece(
         abstract=nnx.to_pure_dict(params),

@@ -64,11 +64,11 @@ class DecoderConfig(ModelConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            what = f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}"
+            what = f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             raise _problem("num_kv_heads", what, f"use one of {', '.join(map(str, divisors(self.num_heads)))}")
         if self.num_layers % len(self.attention_windows):
             windows = len(self.attention_windows)
-            what = f"{self.num_layers} layers are no whole number of rounds through the {windows} attention_windows"
+            what = f"num_layers={self.num_layers} is not a multiple of the {windows} attention_windows"
             raise _problem("num_layers", what, f"use a multiple of {windows}")
         return self._check_positions()
 

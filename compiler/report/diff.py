@@ -154,7 +154,7 @@ def _parameters(plan: Mapping[str, Any]) -> set[str]:
 
 
 def _layouts(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns where each array lies, by table and path; not why: rules may come in another order."""
+    """Returns the layout of each array, by table and path, without reasons: rules may be in another order."""
     kept = ("shape", "dtype", "spec", "bytes_per_device")
     tables = plan.get("arrays", {})
     return {table: {row["path"]: {key: row[key] for key in kept} for row in rows} for table, rows in tables.items()}

@@ -56,8 +56,8 @@ def estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
 
 
 def unknown_primitives(plan: Plan, estimate: StepEstimate) -> tuple[UnknownPrimitive, ...]:
-    """Returns those of the model, then those that only the step has, of its backward pass or its optimizer: each once.
-    In the step JAX may place one at the line that calls it."""
+    """Returns the unknown primitives once each: the model's, then those that only the backward pass or the optimizer
+    has. In the step JAX may place one at the line that calls it."""
     met = {(one.name, one.part, one.why) for one in plan.model_flops.unknown}
     return (*plan.model_flops.unknown, *(one for one in estimate.unknown if (one.name, one.part, one.why) not in met))
 

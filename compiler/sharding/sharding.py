@@ -131,7 +131,6 @@ def _resolve_all(
     return tuple(plans)  # a batch that does not divide is reported once, by compiler/sharding/batch.py
 
 
-
 def _check_layers_dimension(plans: Iterable[ArrayPlan]) -> list[Problem]:
     sharded = [plan.array.path for plan in plans if _is_layers_dimension_sharded(plan)]
     if not sharded:

@@ -57,7 +57,7 @@ def plan(*declared: str | RunSpec) -> Plan:
 
 
 def plan_as_guest(spec: RunSpec) -> Plan:
-    """Returns the same for a caller who is a guest already."""
+    """Returns the same for a caller that is already a guest."""
     if isinstance(spec.target, LocalTarget):
         start_devices(spec.target, Processes(), warn)
     return as_shown(plan_run(spec))

@@ -9,7 +9,7 @@ MOST_SHOWN = 6
 
 
 def tree_differences(there: Any, here: Any) -> list[str]:
-    """Returns a line for each array that is not the same; parameters first, since the optimizer's state follows them.
+    """Returns a line for each array that differs; parameters first, since the optimizer's state follows them.
 
     there, here: trees whose leaves have a shape and a dtype.
     """
@@ -19,7 +19,7 @@ def tree_differences(there: Any, here: Any) -> list[str]:
 
 
 def shown(differences: list[str]) -> str:
-    """Returns the first of them, and how many more there are."""
+    """Returns the first differences, and how many more there are."""
     more = [f"and {len(differences) - MOST_SHOWN} more"] if len(differences) > MOST_SHOWN else []
     return "".join(f"\n    {line}" for line in differences[:MOST_SHOWN] + more)
 

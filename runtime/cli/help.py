@@ -43,7 +43,7 @@ def _description(sources: Sequence[ConfigSource], group: str, name: str) -> str:
 
 
 def _text(source: ConfigSource, name: str) -> str | None:
-    """Returns a file of a place where configs are found; None where it does not have it, or has no files."""
+    """Returns a file of a place of configs; None if it does not have the file, or has no files."""
     if source.scheme() not in ("file", "pkg"):
         return None
     place = Path(source.path) if source.scheme() == "file" else files(source.path)

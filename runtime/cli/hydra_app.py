@@ -37,7 +37,7 @@ def run_hydra_app(request: Request, flags: argparse.Namespace, task: Task) -> No
         if traceback.extract_tb(error.__traceback__)[-1].filename != logging.config.__file__:
             raise
         what = f"cannot be set up: {error.__cause__ or error}"
-        fix = "mend it, or leave it out: what a run says is in its logs/ as well"
+        fix = "correct it, or leave it out: a run writes its messages to logs/ anyway"
         raise ConfigError([Problem("hydra.job_logging", what, fix)]) from error
 
 

@@ -81,7 +81,7 @@ def read_artifact(named: Path) -> Artifact:
 
 
 def _read(place: Path) -> Artifact:
-    """Returns the artifact of a folder that is whole; whatever it raises, its files are not those of this version."""
+    """Returns the artifact of a complete folder. Any exception means that another version wrote its files."""
     told = parse_json((place / "fingerprint.json").read_bytes())
     if told.pop("schema_version") != SCHEMA_VERSION:
         raise ValueError

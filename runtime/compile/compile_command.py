@@ -64,7 +64,7 @@ class Compiled:
 
     @property
     def refusal(self) -> int:
-        """Returns the exit code of a step that is compiled and not accepted; 0 of one that is."""
+        """Returns the exit code of a compiled step that is not accepted; 0 for an accepted one."""
         if False in (self.report.memory.fits, self.report.memory.host_fits):
             return DOES_NOT_FIT
         return EXPOSED if any(finding.rule == TOO_EXPOSED for finding in self.report.findings) else 0
@@ -145,7 +145,7 @@ def write_compiled(compiled: Compiled, run_dir: Path) -> tuple[Path, ...]:
 def _compiled(
     job: CompileJob, compiler: StepCompiler, overrides: tuple[str, ...]
 ) -> tuple[StoredStep, SearchReport | None]:
-    """Returns the step as it is declared; where a search is, the best that it finds."""
+    """Returns the declared step, or the best one that a declared search finds."""
     with compiler_errors_reported(compiler.run_dir / COMPILER_LOG), cached_compilation(None):
         if job.plan.spec.overlap.search is not None:
             return search_overlap(job.plan, compiler, overrides)

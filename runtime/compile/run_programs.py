@@ -104,7 +104,7 @@ def make_programs(
 
 
 def compiler_log(run_dir: Path, processes: Processes) -> Path:
-    """Returns where the words of this process's compiler go."""
+    """Returns the log file of this process's compiler."""
     return run_dir / "logs" / ("compiler.log" if processes.is_first else f"compiler-{processes.index}.log")
 
 

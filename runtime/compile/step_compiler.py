@@ -104,7 +104,7 @@ def check_did_not_abort(aborted: Path | None) -> None:
 
 
 def store_of(spec: RunSpec, fingerprint: Fingerprint) -> Path | None:
-    """Returns where what is compiled is kept between runs; None where nothing is."""
+    """Returns the folder in which compiled programs are saved between runs; None if they are not."""
     if spec.compilation_cache is None:
         return None
     return Path(spec.compilation_cache).expanduser().absolute() / "artifacts" / fingerprint.digest

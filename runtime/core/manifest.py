@@ -52,7 +52,7 @@ def write_manifest(folder: Path, *, step: int | None = None) -> None:
 def damage_in(
     folder: Path, *, expected: Collection[str], step: int | None = None, compare: Compared = "content"
 ) -> str | None:
-    """Returns the first thing that is not as it was saved, in a phrase; None if all is.
+    """Returns the first difference from what was saved, as a phrase; None if there is none.
 
     expected: files that every manifest of this kind of folder lists. step: that the folder is taken for. compare: of
     each file its content, which reads every byte, or its size alone.

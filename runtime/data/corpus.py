@@ -117,7 +117,7 @@ def _check_size(num_bytes: int, data: DataSpec, source: OneSource, where: str) -
 
 
 def overrides_of(source: OneSource, data: DataSpec) -> list[str]:
-    """Returns what one types for this source and tokenizer."""
+    """Returns the overrides that select this source and tokenizer."""
     words = [f"data={source.kind}"]
     words += [override(f"data.source.{key}", value) for key, value in source.model_dump(exclude={"kind"}).items()]
     if data.tokenizer and data.tokenizer.kind != "bytes":

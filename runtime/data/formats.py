@@ -103,7 +103,7 @@ def array_record(path: Path, where: str, first: int) -> Iterator[bytes | Problem
         reader = records.ArrayRecordReader(str(path))
         num_records = reader.num_records()  # 0 also for most files of another kind
         if num_records == 0:
-            yield Problem(str(path), "holds no ArrayRecord records", "name ArrayRecord files with records in them")
+            yield Problem(str(path), "has no ArrayRecord records", "name ArrayRecord files with records in them")
         for start in range(first, num_records, ROWS_AT_ONCE):
             yield from reader.read(start, min(start + ROWS_AT_ONCE, num_records))
     except RuntimeError as error:

@@ -85,7 +85,7 @@ def read_index(folder: Path, where: str) -> Index:
         return Index.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         unfinished = (folder / PROGRESS).exists()
-        what = f"{folder} holds no {INDEX}" + (": `meshloom data` has not finished there" if unfinished else "")
+        what = f"{folder} has no {INDEX}" + (": `meshloom data` has not finished there" if unfinished else "")
         fix = "run the same `meshloom data` command again to continue" if unfinished else "name a directory that `meshloom data` wrote"  # fmt: skip  # noqa: E501
         raise ConfigError([Problem(where, what, fix)]) from error
     except OSError as error:

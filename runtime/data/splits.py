@@ -175,7 +175,7 @@ def _identity(
 
 
 def _summary(spec: RunSpec, corpora: list[Corpus]) -> str:
-    """Returns what there is to train on, in a line for each source."""
+    """Returns a description of the training data, one line for each source."""
     lines = []
     for corpus in corpora:
         train, held_out = corpus.sequences["train"], corpus.sequences["held_out"]

@@ -67,7 +67,7 @@ def tokens_in_memory(
         if len(problems) >= MOST_PROBLEMS:
             break
     if len(problems) >= MOST_PROBLEMS:
-        more = Problem(where, "there may be more: reading stopped here", "mend these first")
+        more = Problem(where, "there may be more: reading stopped here", "correct these first")
         problems = [*problems[:MOST_PROBLEMS], more]
     raise_if_any(problems)
     tokens = np.concatenate(arrays or [np.zeros(0, tokenizer.identity.dtype)])
@@ -119,7 +119,7 @@ def _problems_of_each(batch: list[Document], tokenizer: Tokenizer, where: str) -
         try:
             tokenizer.encode([document.content])
         except UnicodeDecodeError as error:
-            what = f"document '{document.name}' is no UTF-8 at byte {error.start}"
+            what = f"document '{document.name}' is not UTF-8 at byte {error.start}"
             problems.append(Problem(where, what, "convert it, or use data/tokenizer=bytes, which takes any bytes"))
         except OverflowError as error:
             problems.append(Problem(where, f"document '{document.name}': {error}", "give tokens of the tokenizer's"))

@@ -136,7 +136,7 @@ class SentencePiece(Tokenizer):
 
 
 def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """Returns the tokenizer that is declared. Raises ConfigError for a file that is not there or not one."""
+    """Returns the declared tokenizer. Raises ConfigError for a file that is missing or not a tokenizer."""
     if spec.kind == "bytes":
         return Bytes()
     return HuggingFace(spec) if spec.kind == "huggingface" else SentencePiece(spec)
@@ -173,7 +173,7 @@ def _read(path: Path) -> bytes:
 
 
 def _broken(path: str, kind: str, why: str) -> ConfigError:
-    return ConfigError([Problem(f"{WHERE}.path", f"{path} is no {kind}{why}", "name another file, or choose another data/tokenizer")])  # fmt: skip  # noqa: E501
+    return ConfigError([Problem(f"{WHERE}.path", f"{path} is not a {kind}{why}", "name another file, or choose another data/tokenizer")])  # fmt: skip  # noqa: E501
 
 
 def _token(found: int | None, token: str, path: str, known: Iterable[str]) -> int:

@@ -75,7 +75,7 @@ def _check_started_by(cluster: str, environment: Mapping[str, str]) -> None:
     if cluster == "mpi4py":
         reason = None if find_spec("mpi4py") else "package mpi4py is not installed"
     elif cluster in TPU_CLUSTERS:
-        reason = None if TPU_CLUSTERS[cluster].is_env_present() else "this is no host of a TPU slice"
+        reason = None if TPU_CLUSTERS[cluster].is_env_present() else "this is not a host of a TPU slice"
     else:
         launcher = next(launcher for launcher in LAUNCHERS if launcher.name == cluster)
         needed = (*launcher.needs, launcher.num_processes, launcher.process_id)

@@ -93,7 +93,7 @@ def _start_jax() -> str:
         return jax.default_backend()
     except RuntimeError as error:
         what = f"JAX does not start: {' '.join(str(error).split())}"
-        fix = "mend what it names, or choose simulated devices: target=cpu-8"
+        fix = "fix what it names, or choose simulated devices: target=cpu-8"
         raise ConfigError([Problem("target", what, fix)]) from error
 
 

@@ -116,7 +116,7 @@ class Processes:
             timer.cancel()
 
     def _not_come(self, name: str, missing: list[int], seconds: int) -> ConfigError:
-        """Returns what is left to say where a wait ended without all the others."""
+        """Returns the message for a wait that ended without all the others."""
         who = f"{name_processes(missing, self.count)} did not come" if missing else "a process was lost"
         what = f"{who} to '{name}' within {seconds} s"
         fix = f"see their logs and terminals; raise {TIMEOUT_OF.get(name, USUAL_TIMEOUT)} where they are slow"

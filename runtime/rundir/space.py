@@ -24,7 +24,7 @@ def check_space(run_dir: Path, spec: RunSpec, state: Any) -> str | None:
         f"{human_bytes(free_bytes)} are free on the disk of {run_dir}, and a checkpoint has {human_bytes(state_bytes)}"
     )
     if free_bytes < LEAST_COMPRESSED * state_bytes:
-        fix = "make room, choose another hydra.run.dir, or save nothing with checkpoint=disabled"
+        fix = "free disk space, choose another hydra.run.dir, or save nothing with checkpoint=disabled"
         raise ConfigError([Problem("hydra.run.dir", has, fix)])
     num_at_once = spec.checkpoint.num_kept + spec.checkpoint.num_best_kept + 1  # the new one beside those kept
     if free_bytes < num_at_once * state_bytes:

@@ -130,7 +130,7 @@ class Loop:
     def _save(self, step: int, state: Any, eval_loss: float | None) -> None:
         """Saves a state that is finite; loss and gradients of its step say nothing of what the update made of it."""
         if self.spec.checkpoint.is_saving and not self.programs.is_finite(state):
-            raise NonFinite(step, "the state behind it holds NaN or infinity, though its loss does not", None)
+            raise NonFinite(step, "the state after it has NaN or infinity, although its loss does not", None)
         self.checkpoints.save(step, state, self.batches, eval_loss=eval_loss)
         self._last_save = time.perf_counter()
 

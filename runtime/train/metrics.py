@@ -84,7 +84,7 @@ class MetricsLog:
                 self._curves.add(metrics.step, known)
         except OSError as error:
             what = f"the metrics of step {metrics.step} could not be written: {error.strerror}"
-            fix = "make room, and start the same command again"
+            fix = "free disk space, and start the same command again"
             raise RunFailed(Problem(str(self.path.parent), what, fix), STORAGE) from error
 
 

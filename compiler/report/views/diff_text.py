@@ -110,8 +110,8 @@ def _joined(values: Sequence[Any]) -> str:
 
 
 def _unit(where: str, section: str) -> tuple[Callable[[Any], str], bool]:
-    """Returns how a value is told, by its name; and whether it is a measure: a difference in per cent says
-    something."""
+    """Returns how to format a value, by its name, and whether it is a quantity whose change in percent is
+    meaningful."""
     name = where.rpartition(".")[2]
     if section == "compute" or name.endswith("_seconds"):
         return _or_plain(human_seconds), True

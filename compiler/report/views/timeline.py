@@ -105,7 +105,7 @@ def _slice(s: Slice, thread: int, hidden: Hidden | None) -> dict[str, Any]:
 
 
 def _arrow(number: int, collective: Slice, behind: Slice, threads: dict[str, int]) -> list[dict[str, Any]]:
-    """Returns where both run: an arrow's ends have to lie within their slices."""
+    """Returns a time at which both run: an arrow's ends have to lie within their slices."""
     at = max(collective.start_ns, behind.start_ns) / 1e3
     common = {"name": "hidden behind", "cat": "overlap", "id": number, "pid": PROCESS, "ts": at}
     return [common | {"ph": "s", "tid": threads[collective.lane]},

@@ -289,7 +289,7 @@ class _Walk:
         return {index: (origin, ()) for index, origin in found.items() if origin is not None}
 
     def _origin(self, name: str, inner: Computation) -> int | None:
-        """Returns the parameter of a fused computation that a value of it is written into."""
+        """Returns the parameter of a fused computation that one of its values overwrites."""
         each = inner.by_name[name]
         if each.opcode == "parameter":
             return int(each.argument)

@@ -265,7 +265,7 @@ class _Reader:
 
 
 def _identity(collective: Instruction) -> tuple[str, str | None, tuple[tuple[int, ...], ...]]:
-    """Returns the same for all parts of one that is fused; channels alone are used twice."""
+    """Returns a key that all parts of a fused collective share; channel numbers alone are reused."""
     shapes = tuple(array.shape for array in parse_type(collective.type_text))
     return collective.opcode, collective.attribute("channel_id"), shapes
 

@@ -24,7 +24,7 @@ _PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{\{[\d,{}\s]*\}\})'
 
 
 def begun_by(send: Instruction, around: Computation, num_devices: int) -> Collective:
-    """Returns what a send begins."""
+    """Returns the transfer that a send begins."""
     target, transfer, pairs = (form.search(send.attributes) for form in (_TARGET, _TRANSFER, _PAIRS))
     kind = _KINDS.get(transfer[1]) if transfer and target else "send"
     num_slices = len(target[1].split(",")) if target and kind else None
@@ -48,8 +48,7 @@ def begun_by(send: Instruction, around: Computation, num_devices: int) -> Collec
 
 
 def answered_by(done: Instruction, around: Computation) -> list[str]:
-    """Returns the send that what a recv-done has received is the answer to: of the same rendezvous, or the same
-    pairs."""
+    """Returns the send that matches what a recv-done received: of the same rendezvous, or the same pairs."""
     received = around.by_name.get(done.operands[0])
     meeting = _meeting(received) if received is not None else None
     sends = (each for each in around.instructions if each.opcode == "send")

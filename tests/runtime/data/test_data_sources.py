@@ -207,7 +207,7 @@ def wrong(tmp_path):
 def test_text_that_is_no_utf8_is_an_error_that_names_the_file_and_byte(wrong, bpe):  # noqa: ARG001
     chosen = ("data=text_files", "data.source.paths=[corpus/latin1.text]")
     problem = _problem(*chosen, "data/tokenizer=huggingface", f"data.tokenizer.path={bpe}")
-    assert problem.what == "document 'latin1.text' is no UTF-8 at byte 1"
+    assert problem.what == "document 'latin1.text' is not UTF-8 at byte 1"
     assert _store(*chosen).num_tokens == 31  # bytes are bytes
 
 

@@ -83,4 +83,4 @@ def test_a_plugin_that_does_not_start_is_an_error(tmp_path):
     first, *others = done.stderr.splitlines()
     said = "Unable to initialize backend 'refusing': the driver is too old"
     assert first.startswith(f"error: target: JAX does not start: {said}")
-    assert others == ["  fix: mend what it names, or choose simulated devices: target=cpu-8"]
+    assert others == ["  fix: fix what it names, or choose simulated devices: target=cpu-8"]
