@@ -29,7 +29,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}  # plans alone
 from compiled_rows import keep
 
 import meshloom
-from meshloom.compiler.analysis.collective_placement import crossing_of
+from meshloom.compiler.analysis.collective_placement import place_collective
 from meshloom.compiler.analysis.schedule_analysis import (
     ScheduleAnalysis,
     analyse_schedule,
@@ -81,8 +81,8 @@ def simulate_not_queued(program: Program) -> Simulation:
     """The step where short collectives find their links free."""
 
     def price(collective: Collective) -> Priced:
-        crossing = crossing_of(reordered(collective, program.order), program.plan.mesh.placement)
-        return Priced(crossing.alone_seconds, () if collective.num_bytes < SHORT_BYTES else crossing.links)
+        where = place_collective(reordered(collective, program.order), program.plan.mesh.placement)
+        return Priced(where.alone_seconds, () if collective.num_bytes < SHORT_BYTES else where.links)
 
     return simulate(read_steps(program.module, chip_of(program.plan)), price)
 

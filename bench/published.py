@@ -114,7 +114,7 @@ TENSOR_4 = (
     "sharding=fsdp_tensor", "mesh.tensor=4",
     "sharding.activations=[{logical: [batch], mesh: [replica, data, fsdp]}, "
     "{logical: [vocab, mlp, heads, kv_heads, embed], mesh: [tensor]}, "
-    "{logical: [length, residual_length, head_dim], mesh: []}]",
+    "{logical: [length, sequence_parallel_length, head_dim], mesh: []}]",
 )  # fmt: skip
 LLAMA2_13B = default_model(5120, 40, 13824, 40)
 GRAND_TETON = "target.chip.hbm_bytes_per_second=2.4e12"  # its H100 has HBM2e

@@ -31,7 +31,7 @@ from .sharding.length_split import check_length_split
 from .sharding.optimizer_state import build_optimizer, check_schedule
 from .sharding.sharding import check_rules, plan_sharding, usable_mesh
 from .sharding.state import plan_state, update_layouts
-from .target.compiler_options import check_unroll, plan_set_options
+from .target.compiler_options import check_unroll, plan_preset_options
 from .target.mesh import plan_mesh
 from .target.target import plan_target
 from .xla.aot import Built, LoweredStep, compile_ahead, lower_ahead
@@ -51,9 +51,9 @@ def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
         lambda: check_schedule(spec),
         lambda: check_remat(spec.remat, arrays),
     )
-    sharding, set_options, *_ = all_of(
+    sharding, preset_options, *_ = all_of(
         lambda: plan_sharding(spec.sharding, arrays, mesh),
-        lambda: plan_set_options(spec.overlap.option_sets, target),
+        lambda: plan_preset_options(spec.overlap.flag_presets, target),
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
         lambda: check_length_split(spec, model, arrays, mesh),
@@ -81,7 +81,7 @@ def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
         weights=like(abstract["params"], plan_weights(inputs, operations)),
         memory=plan_memory(spec, mesh, sharding, abstract, specs),
         model_flops=count_model_flops(model, spec, sharding.frozen),
-        set_options=set_options,
+        preset_options=preset_options,
     )
 
 

@@ -64,7 +64,7 @@ class Plan:
     weights: Params  # of WeightPlan, as a tree like the parameters
     memory: MemoryPlan
     model_flops: ModelFlops
-    set_options: Options  # of overlap.option_sets, for the target's compiler
+    preset_options: Options  # of overlap.flag_presets, for the target's compiler
 
     def operations_of(self, kind: str) -> tuple[OpPlan, ...]:
         """The plans of one operation, for each of its sites."""

@@ -134,7 +134,7 @@ class BuildReport(Record):
     jaxlib: str
     plugin: str | None  # "libtpu 0.0.42.1"
     compiler_options: dict[str, str | bool | int | float]
-    compiler_options_left_out: tuple[str, ...]  # of overlap.option_sets: the compiler does not know them
+    compiler_options_left_out: tuple[str, ...]  # of overlap.flag_presets: the compiler does not know them
     fingerprint: str
 
 

@@ -25,7 +25,8 @@ AnyModelConfig = Annotated[DecoderConfig | LinearStackConfig, Field(discriminato
 
 # The axes that rules may name for any model, whether or not the model at hand has them (docs/sharding.md).
 LOGICAL_AXES = (
-    "batch", "length", "residual_length", "embed", "mlp", "heads", "kv_heads", "head_dim", "vocab", "layers", "experts",
+    "batch", "length", "sequence_parallel_length", "embed", "mlp", "heads", "kv_heads", "head_dim", "vocab",
+    "layers", "experts",
 )  # fmt: skip
 
 

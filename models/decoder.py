@@ -25,7 +25,7 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
 }
 
-RESIDUAL = ("batch", "residual_length", "embed")  # the residual stream and its norms: each token for itself
+RESIDUAL = ("batch", "sequence_parallel_length", "embed")  # the residual stream and its norms: each token for itself
 WHOLE = ("batch", "length", "embed")  # what matmuls read of it
 WITHIN_MLP = ("batch", "length", "mlp")
 
@@ -119,7 +119,7 @@ class Embed(nnx.Module):
         return context.activation("residual", x_BTE, *RESIDUAL)
 
 
-class Round(nnx.Module):
+class LayerGroup(nnx.Module):
     """Layers with different windows, one after the other: what repeats is all of them together."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
@@ -264,7 +264,7 @@ class MLP(nnx.Module):
 
 
 def _layer(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
-    return Layer(config, rngs, index=0) if len(config.attention_windows) == 1 else Round(config, rngs)
+    return Layer(config, rngs, index=0) if len(config.attention_windows) == 1 else LayerGroup(config, rngs)
 
 
 def _norm(config: DecoderConfig) -> Norm:

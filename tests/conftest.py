@@ -89,7 +89,7 @@ WHOLE_STREAM = (
     "sharding=fsdp_tensor",
     "sharding.activations=[{logical: [batch], mesh: [replica, data, fsdp]}, "
     "{logical: [vocab, mlp, heads, kv_heads], mesh: [tensor]}, "
-    "{logical: [length, residual_length, embed, head_dim], mesh: []}]",
+    "{logical: [length, sequence_parallel_length, embed, head_dim], mesh: []}]",
 )
 
 

@@ -17,7 +17,7 @@ NO_SLICES = "the program does not name its group of slices"
 
 
 @dataclass(frozen=True)
-class Crossing:
+class CollectivePlacement:
     """The placement of one collective. mesh_axes: the axes along which its groups lie, empty if the program does not
     say.
     links: the links that it keeps busy, each direction of a torus axis separately: 'ICI x+'. why: why alone_seconds is
@@ -31,37 +31,37 @@ class Crossing:
     why: str | None = None
 
 
-def crossing_of(collective: Collective, placement: Placement) -> Crossing:
+def place_collective(collective: Collective, placement: Placement) -> CollectivePlacement:
     """Returns the placement of a collective over all of its groups at once."""
     groups = collective.groups
     if collective.num_slices is not None:
         groups = _across_slices(placement, collective.num_slices)
     if not groups:
         why = NO_GROUPS if collective.num_slices is None else NO_SLICES
-        return Crossing((), 1, placement.link_of(()).kind, (), None, why)
+        return CollectivePlacement((), 1, placement.link_of(()).kind, (), None, why)
     if collective.kind in ("collective-permute", "send"):
         return _sent(collective, placement)
     axes, size = placement.axes_of(groups[0]), len(groups[0])
     whole = placement.link_of(axes)
     if not placement.is_known:
-        return Crossing(axes, size, whole.kind, (whole.kind,), None, NO_LINKS)
+        return CollectivePlacement(axes, size, whole.kind, (whole.kind,), None, NO_LINKS)
     link = whole if size == whole.group_size else link_of_devices(placement, groups)
     if link is None:
-        return Crossing(axes, size, whole.kind, _links_of(whole), None, NO_BOX)
+        return CollectivePlacement(axes, size, whole.kind, _links_of(whole), None, NO_BOX)
     seconds = collective_seconds(collective.kind, collective.num_bytes, size, link)
-    return Crossing(axes, size, link.kind, _links_of(link), seconds)
+    return CollectivePlacement(axes, size, link.kind, _links_of(link), seconds)
 
 
-def _sent(collective: Collective, placement: Placement) -> Crossing:
+def _sent(collective: Collective, placement: Placement) -> CollectivePlacement:
     """Returns the placement of a permute, whose groups are pairs: along all axes that any pair crosses."""
     names = tuple(placement.sizes)
     crossed = {axis for pair in collective.groups for axis in placement.axes_of(pair)}
     axes = tuple(name for name in names if name in crossed)
     size = placement.group_size(axes)
     if not placement.is_known:
-        return Crossing(axes, size, "memory", ("memory",), None, NO_LINKS)
+        return CollectivePlacement(axes, size, "memory", ("memory",), None, NO_LINKS)
     sent = send_between(placement, collective.groups, collective.num_bytes)
-    return Crossing(axes, size, sent.kind, tuple(map(_name, sent.tracks)), sent.seconds)
+    return CollectivePlacement(axes, size, sent.kind, tuple(map(_name, sent.tracks)), sent.seconds)
 
 
 def _across_slices(placement: Placement, num_slices: int) -> tuple[tuple[int, ...], ...]:

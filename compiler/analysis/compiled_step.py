@@ -10,7 +10,7 @@ from ..xla.aot import Built, LoweredStep
 from .exposure import find_too_exposed
 from .lint import lint
 from .program_memory import PeakMemory
-from .program_text import Unread
+from .program_text import Unavailable
 from .schedule_analysis import ScheduleAnalysis
 
 
@@ -23,13 +23,13 @@ class CompiledStep:
     estimate: StepEstimate
     lowered: LoweredStep
     built: Built
-    schedule: ScheduleAnalysis | Unread
-    peak: PeakMemory | Unread
+    schedule: ScheduleAnalysis | Unavailable
+    peak: PeakMemory | Unavailable
 
     @property
     def analysis(self) -> ScheduleAnalysis:
         """Returns the schedule; if it is unknown, one without figures that says why."""
-        return _unanalysed(self.schedule.why) if isinstance(self.schedule, Unread) else self.schedule
+        return _unanalysed(self.schedule.why) if isinstance(self.schedule, Unavailable) else self.schedule
 
     @property
     def fits(self) -> bool | None:
@@ -61,7 +61,7 @@ class CompiledStep:
         if memory is None:
             return refused.needed_bytes if refused else None
         needed = memory.needed_bytes(self.plan.target.platform)
-        if needed is not None or isinstance(self.peak, Unread):
+        if needed is not None or isinstance(self.peak, Unavailable):
             return needed
         return self.peak.num_bytes
 
@@ -81,7 +81,7 @@ def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ..
         analysis.matches,
         step.estimate.communication,
         step.built.notes,
-        held=() if isinstance(step.peak, Unread) else step.peak.held,
+        held=() if isinstance(step.peak, Unavailable) else step.peak.held,
     )
     return (*([too_exposed] if too_exposed else []), *found)
 

@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Unread:
+class Unavailable:
     """The reason why something is not known, instead of its value."""
 
     why: str
 
 
-NO_PROGRAM = Unread("the step was not compiled: it does not fit")
+NO_PROGRAM = Unavailable("the step was not compiled: it does not fit")
 
 
 def read_text(
     text: str | None, plan: Plan, planned: Sequence[PlannedCollective]
-) -> tuple[ScheduleAnalysis | Unread, PeakMemory | Unread]:
+) -> tuple[ScheduleAnalysis | Unavailable, PeakMemory | Unavailable]:
     """Returns the schedule and the peak. text: None if the step does not fit. planned: the plan's collectives.
 
     A text of an unknown form does not make the program invalid, so each part is read separately.
@@ -33,15 +33,15 @@ def read_text(
     if text is None:
         return NO_PROGRAM, NO_PROGRAM
     module = _read(lambda: parse_module(text))
-    if isinstance(module, Unread):
+    if isinstance(module, Unavailable):
         return module, module
     return _read(lambda: analyse_schedule(module, plan, planned)), _read(lambda: read_peak(module))
 
 
-def _read(part: Callable[[], T]) -> T | Unread:
+def _read(part: Callable[[], T]) -> T | Unavailable:
     """Returns the part, or why it cannot be read. Unsupported forms raise HloError; missing pieces raise the others."""
     try:
         return part()
     except (LookupError, ValueError) as error:
         said = str(error) if isinstance(error, HloError) else repr(error)
-        return Unread(f"the program's text cannot be read: {said}")
+        return Unavailable(f"the program's text cannot be read: {said}")

@@ -20,7 +20,7 @@ from ..xla.schedule.prices import Chip
 from ..xla.schedule.program import read_steps
 from ..xla.schedule.simulate import CollectiveTotals, Priced
 from ..xla.schedule.steps import Collective
-from .collective_placement import Crossing, crossing_of
+from .collective_placement import CollectivePlacement, place_collective
 from .match import Match, match_planned, source_by_size
 
 NUM_SHOWN_BEHIND = 3
@@ -46,25 +46,25 @@ def analyse_schedule(
     """Returns the analysis of a scheduled program. planned: the plan's collectives. order: the position in the plan's
     mesh of each device of the program, if they differ. Raises HloError for an unknown form of replica groups."""
     chip, placement = chip_of(plan), plan.mesh.placement
-    crossings: dict[str, Crossing] = {}
+    placed: dict[str, CollectivePlacement] = {}
 
     def price(collective: Collective) -> Priced:
-        if collective.name not in crossings:
-            crossings[collective.name] = crossing_of(reordered(collective, order), placement)
-        crossing = crossings[collective.name]
-        return Priced(crossing.alone_seconds, crossing.links)
+        if collective.name not in placed:
+            placed[collective.name] = place_collective(reordered(collective, order), placement)
+        where = placed[collective.name]
+        return Priced(where.alone_seconds, where.links)
 
     result = simulate(read_steps(module, chip), price)
     paths = [array.array.path for array in plan.sharding.parameters]
     matches = {
-        name: match_planned(totals.collective, crossings[name].mesh_axes, totals.count, planned)
+        name: match_planned(totals.collective, placed[name].mesh_axes, totals.count, planned)
         for name, totals in result.collectives.items()
     }
     collectives = tuple(
-        _collective(totals, crossings[name], paths, matches[name], is_timed=plan.target.chip is not None)
+        _collective(totals, placed[name], paths, matches[name], is_timed=plan.target.chip is not None)
         for name, totals in result.collectives.items()
     )
-    unknown = _unknown(result, crossings, plan)
+    unknown = _unknown(result, placed, plan)
     return ScheduleAnalysis(collectives, matches, _step(result, plan), _events(result, plan), unknown)
 
 
@@ -105,16 +105,21 @@ def chip_of(plan: Plan) -> Chip:
 
 
 def _collective(
-    totals: CollectiveTotals, crossing: Crossing, paths: Sequence[str], matches: Sequence[Match], *, is_timed: bool
+    totals: CollectiveTotals,
+    where: CollectivePlacement,
+    paths: Sequence[str],
+    matches: Sequence[Match],
+    *,
+    is_timed: bool,
 ) -> CollectiveReport:
     found, alone = totals.collective, totals.alone_seconds if is_timed else None
-    is_certain = found.is_certain and crossing.why is None and None not in [trips for _, trips in totals.loops]
+    is_certain = found.is_certain and where.why is None and None not in [trips for _, trips in totals.loops]
     behind = sorted(totals.hidden_behind.items(), key=lambda item: -item[1])
     return CollectiveReport(
         kind=found.kind,
-        mesh_axes=crossing.mesh_axes,
-        group_size=crossing.group_size,
-        link=crossing.kind,
+        mesh_axes=where.mesh_axes,
+        group_size=where.group_size,
+        link=where.kind,
         bytes=found.num_bytes * totals.count,
         dtype=found.dtype,
         count=totals.count,
@@ -179,7 +184,7 @@ def _events(result: Simulation, plan: Plan) -> tuple[Event, ...]:
     return tuple(events)
 
 
-def _unknown(result: Simulation, crossings: Mapping[str, Crossing], plan: Plan) -> dict[str, str]:
+def _unknown(result: Simulation, placed: Mapping[str, CollectivePlacement], plan: Plan) -> dict[str, str]:
     if plan.target.chip is None:
         of_each = ("alone_seconds", "hidden_seconds", "exposed_seconds")
         of_step = ("compute_seconds", "exposed_seconds", "exposed_fraction", "predicted_seconds", "predicted_mfu")
@@ -191,7 +196,7 @@ def _unknown(result: Simulation, crossings: Mapping[str, Crossing], plan: Plan) 
     elif plan.model_flops.why_unknown is not None:
         unknown["step.predicted_mfu"] = plan.model_flops.why_unknown
     for index, name in enumerate(result.collectives):
-        if why := crossings[name].why:
+        if why := placed[name].why:
             unknown |= {f"collectives[{index}].{part}_seconds": why for part in ("alone", "hidden", "exposed")}
     if result.unpriced:
         names = human_names(sorted(result.unpriced), NUM_NAMED)

@@ -15,7 +15,7 @@ class LayerLoop(Config):
     """The loop over the layers of a stack (scan.py, prefetch.py)."""
 
     unroll: PositiveInt  # layers per iteration
-    batch_parts: PositiveInt  # parts of a device's sequences that are interleaved in a layer
+    batch_split: PositiveInt  # parts of a device's sequences that are interleaved in a layer
     prefetch: NonNegativeInt  # layers whose weights are gathered ahead
     deferred_reduce_scatter: bool  # a layer's gradients are reduced while the layer below runs backward; needs prefetch
     reduce_in_backward: bool  # gradients reduced once per step overlap with the last microbatch's backward pass
@@ -50,7 +50,7 @@ class OverlapConfig(Config):
 
     layers: LayerLoop
     parallel: dict[Text, StrategyChoice]
-    option_sets: tuple[Text, ...]  # names of compiler_options.py; later ones take precedence
+    flag_presets: tuple[Text, ...]  # names of compiler_options.py; later ones take precedence
 
     @property
     def name(self) -> str:
@@ -60,9 +60,9 @@ class OverlapConfig(Config):
         words += ["deferred"] if loop.deferred_reduce_scatter else []
         words += ["reduced in backward"] if loop.reduce_in_backward else []
         words += [f"unroll {loop.unroll}"] if loop.unroll > 1 else []
-        words += [f"{loop.batch_parts} batch parts"] if loop.batch_parts > 1 else []
+        words += [f"batch split {loop.batch_split}"] if loop.batch_split > 1 else []
         words += [name for name in self.strategies if name != "plain"]
-        return ", ".join([*words, *self.option_sets])
+        return ", ".join([*words, *self.flag_presets])
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ class OverlapConfig(Config):
 
 
 class OverlapSearch(Config):
-    """How far `meshloom compile` searches for the loop and option sets that hide the most (candidates.py)."""
+    """How far `meshloom compile` searches for the loop and flag presets that hide the most (candidates.py)."""
 
     max_candidates: PositiveInt  # programs that are compiled, including the declared one
     budget_seconds: PositiveFloat  # after this time no further program is compiled
@@ -80,6 +80,6 @@ class OverlapSearch(Config):
 
 class OverlapSpec(Config):
     layers: LayerLoop
-    option_sets: tuple[Text, ...]  # of compiler_options.py, by name; the later wins
+    flag_presets: tuple[Text, ...]  # of compiler_options.py, by name; the later wins
     search: OverlapSearch | None
     max_exposed: Fraction | None  # of the predicted step, waiting for communication; compiling fails above it

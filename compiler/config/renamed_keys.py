@@ -19,6 +19,11 @@ def _strategies_of_rings(value: Any) -> Any:
     return "{" + ",".join(f"{name}:collective_matmul" for name in value) + "}" if value else "plain"
 
 
+def _listed(value: Any) -> Any:
+    """[a, b] -> [a,b], as one types it."""
+    return f"[{','.join(map(str, value))}]" if isinstance(value, (list, tuple)) else value
+
+
 @dataclass(frozen=True)
 class Renamed:
     """A renamed key. key: the current name. value: converts an old value to a current one."""
@@ -36,6 +41,8 @@ RENAMED: Mapping[str, Renamed] = {
     "overlap.rings": Renamed("parallel.matmul", _strategies_of_rings),
     "overlap.head": Renamed("parallel.lm_head", _words(parts="vocab_chunks")),
     "kernels.attention": Renamed("parallel.attention"),
+    "overlap.option_sets": Renamed("overlap.flag_presets", _listed),
+    "overlap.layers.batch_parts": Renamed("overlap.layers.batch_split"),
 }
 
 

@@ -49,22 +49,22 @@ def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective,
     paths = [p.array.path for p in plan.sharding.parameters]
     found: Counter[PlannedCollective] = Counter()
     for operation, num_trips in run_operations(program):
-        crossing = operation.collective
-        if crossing is None or not crossing.axes:
+        collective = operation.collective
+        if collective is None or not collective.axes:
             continue
         name = OperationName(operation.scope)
         path = next(iter(name.parameters(paths)), None)
         found[
             PlannedCollective(
-                kind=crossing.kind,
-                mesh_axes=crossing.axes,
-                group_size=plan.mesh.num_shards(crossing.axes),
-                bytes_each=crossing.full_bytes,
+                kind=collective.kind,
+                mesh_axes=collective.axes,
+                group_size=plan.mesh.num_shards(collective.axes),
+                bytes_each=collective.full_bytes,
                 count=0,
-                dtype=crossing.dtype,
+                dtype=collective.dtype,
                 source=path or ring_of(name) or _operation_name(operation),
-                direction=_direction(name, is_gradient=path is not None and crossing.kind not in MOVING),
-                rule=_rule(plan, crossing.kind, crossing.axes, path),
+                direction=_direction(name, is_gradient=path is not None and collective.kind not in MOVING),
+                rule=_rule(plan, collective.kind, collective.axes, path),
             )
         ] += num_trips
     return tuple(_counted(one, count) for one, count in found.items())
@@ -81,16 +81,16 @@ def run_operations(program: Program, num_trips: int = 1) -> Iterator[tuple[Opera
 
 def sent_bytes(planned: PlannedCollective) -> int:
     """Returns the bytes that a device sends for all executions in a step."""
-    crossing = Collective(planned.kind, planned.mesh_axes, planned.bytes_each, planned.dtype)
-    return planned.count * link_bytes(crossing, planned.group_size)
+    collective = Collective(planned.kind, planned.mesh_axes, planned.bytes_each, planned.dtype)
+    return planned.count * link_bytes(collective, planned.group_size)
 
 
-def link_bytes(crossing: Collective, group_size: int) -> int:
+def link_bytes(collective: Collective, group_size: int) -> int:
     """Returns the bytes that a device sends, and receives, for one collective: all but its own part of the full array,
     twice if the sum is returned to all; for a permute its own array."""
-    others = crossing.full_bytes * (group_size - 1) // group_size
-    sent = {"all-reduce": 2 * others, "all-to-all": others // group_size, "collective-permute": crossing.full_bytes}
-    return sent.get(crossing.kind, others)
+    others = collective.full_bytes * (group_size - 1) // group_size
+    sent = {"all-reduce": 2 * others, "all-to-all": others // group_size, "collective-permute": collective.full_bytes}
+    return sent.get(collective.kind, others)
 
 
 def _counted(one: PlannedCollective, count: int) -> PlannedCollective:

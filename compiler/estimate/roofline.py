@@ -39,10 +39,10 @@ def plan_roofline(plan: Plan, program: Program) -> tuple[RooflinePart, ...]:
         total = sums[_part(operation.scope, names)]
         total.flops.append(_times(num_trips, operation.flops))
         total.hbm_bytes.append(_times(num_trips, hbm))
-        if (crossing := operation.collective) is not None and crossing.axes:
-            sent = link_bytes(crossing, plan.mesh.num_shards(crossing.axes))
+        if (collective := operation.collective) is not None and collective.axes:
+            sent = link_bytes(collective, plan.mesh.num_shards(collective.axes))
             total.link_bytes.append(_times(num_trips, sent))
-            total.link_seconds.append(_alone_seconds(plan, crossing, num_trips))
+            total.link_seconds.append(_alone_seconds(plan, collective, num_trips))
     return tuple(
         _row(names.get(part, part), sums[part], plan.target.peak_flops_per_second, bandwidth)
         for part in parts
@@ -67,8 +67,8 @@ def _unknown(program: Program) -> Iterator[UnknownPrimitive]:
             yield from _unknown(operation.body)
 
 
-def _alone_seconds(plan: Plan, crossing: Collective, count: int | None) -> float | None:
-    seconds = plan.mesh.alone_seconds(crossing.kind, crossing.full_bytes, crossing.axes)
+def _alone_seconds(plan: Plan, collective: Collective, count: int | None) -> float | None:
+    seconds = plan.mesh.alone_seconds(collective.kind, collective.full_bytes, collective.axes)
     return None if seconds is None or count is None else count * seconds
 
 

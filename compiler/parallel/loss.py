@@ -20,7 +20,7 @@ from ..sharding.batch import length_of_device, sequences_of_device
 from .operation import OpInputs, ParallelOp, Strategy
 
 Head = Callable[[Params, Array], Any]  # (parameters, x_BTE) -> logits_BTV or (logits_BTV, Aux), pointwise in length
-Parts = Sequence[Params]  # the head's parameters, a tree for each part of the vocabulary
+VocabChunks = Sequence[Params]  # the head's parameters, a tree for each part of the vocabulary
 FLOAT32_BYTES = 4
 AT_ONCE, SEQUENCE_CHUNKS = "at_once", "sequence_chunks"
 
@@ -46,7 +46,7 @@ class LossOp(ParallelOp):
         per_token = sequences_of_device(spec, mesh) * spec.model.vocab_size * FLOAT32_BYTES // shards.get("vocab", 1)
         # What comes in shards of its length is not regrouped.
         length = length_of_device(spec, mesh)
-        most_chunks = length // shards.get("residual_length", 1)
+        most_chunks = length // shards.get("sequence_parallel_length", 1)
         fitting = (n for n in divisors(most_chunks) if length // n * per_token <= most)
         num_chunks = next(fitting, most_chunks)
         logits = f"float32 logits of {human_bytes(length * per_token)}"
@@ -57,12 +57,12 @@ class LossOp(ParallelOp):
 
 
 def sum_losses(
-    head: Head, parts: Parts, x_BTE: Array, targets_BT: Array, *, z_loss_weight: float, num_blocks: int
+    head: Head, parts: VocabChunks, x_BTE: Array, targets_BT: Array, *, z_loss_weight: float, num_blocks: int
 ) -> tuple[Array, Aux]:
     """Returns (objective, cross-entropy), each summed over all targets that are not ignored, float32 (2,); and the
     head's auxiliary outputs, which a head in parts of the vocabulary does not have (lm_head.py)."""
 
-    def of_block(parts: Parts, x_BTE: Array, targets_BT: Array) -> tuple[Array, Aux]:
+    def of_block(parts: VocabChunks, x_BTE: Array, targets_BT: Array) -> tuple[Array, Aux]:
         logits, aux = zip(*(split_aux(head(params, x_BTE)) for params in parts), strict=True)
         return cross_entropy_sums(logits, targets_BT, z_loss_weight=z_loss_weight), aux[0]
 
@@ -98,24 +98,24 @@ def _of_part(logits_BTV: Array, targets_BT: Array) -> tuple[Array, Array]:
     return jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1), jax.nn.logsumexp(logits_BTV, axis=-1)
 
 
-def _blocked(of_block: Callable[[Parts, Array, Array], Any]) -> Callable[[Parts, Array, Array], Any]:
+def _blocked(of_block: Callable[[VocabChunks, Array, Array], Any]) -> Callable[[VocabChunks, Array, Array], Any]:
     """The sum of `of_block` over the first dimension of x and targets, logits made again in the backward pass."""
 
     @jax.custom_vjp
-    def total(parts: Parts, x: Array, targets: Array) -> Any:
+    def total(parts: VocabChunks, x: Array, targets: Array) -> Any:
         def add(sums: Any, block: tuple[Array, Array]) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, sums, of_block(parts, *block)), None
 
         shapes = jax.eval_shape(of_block, parts, x[0], targets[0])
         return jax.lax.scan(add, jax.tree.map(lambda sums: jnp.zeros(sums.shape), shapes), (x, targets))[0]
 
-    def forward(parts: Parts, x: Array, targets: Array) -> tuple[Any, Any]:
+    def forward(parts: VocabChunks, x: Array, targets: Array) -> tuple[Any, Any]:
         return total(parts, x, targets), (parts, x, targets)
 
-    def backward(kept: Any, cotangent: Any) -> tuple[Parts, Array, None]:
+    def backward(kept: Any, cotangent: Any) -> tuple[VocabChunks, Array, None]:
         parts, x, targets = kept
 
-        def add(gradient: Parts, block: tuple[Array, Array]) -> tuple[Parts, Array]:
+        def add(gradient: VocabChunks, block: tuple[Array, Array]) -> tuple[VocabChunks, Array]:
             _, vjp = jax.vjp(lambda parts, x: of_block(parts, x, block[1]), parts, block[0])
             of_parts, of_x = vjp(cotangent)
             return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradient, of_parts), of_x

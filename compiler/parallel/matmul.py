@@ -134,7 +134,7 @@ def _refusal(site: OpSite, inputs: OpInputs, split_over: Axes) -> str | None:
     if kept != split_over or others or axis in inputs.sharding.batch_axes:
         where = f"split over {' and '.join(kept)}" if kept else "whole"
         return f"partial results are on {' and '.join(split_over)}, and the length of their sum is {where}"
-    sequences = sequences_of_device(spec, mesh) // spec.overlap.layers.batch_parts
+    sequences = sequences_of_device(spec, mesh) // spec.overlap.layers.batch_split
     length = spec.sequence_length // mesh.sizes[axis]
     if _both_ways(inputs) and sequences % 2 and length % 2:
         return f"neither {sequences} (sequences) nor {length} (tokens of each in a shard) is even"
@@ -148,7 +148,7 @@ def _both_ways(inputs: OpInputs) -> bool:
 def _result_bytes(site: OpSite, inputs: OpInputs) -> int:
     """Of one part of the batch on a device, in the compute type, with its length whole."""
     itemsize = jnp.dtype(inputs.spec.precision.compute).itemsize
-    tokens = tokens_of_device(inputs.spec, inputs.mesh) // inputs.spec.overlap.layers.batch_parts
+    tokens = tokens_of_device(inputs.spec, inputs.mesh) // inputs.spec.overlap.layers.batch_split
     return tokens * _product(site).width * itemsize
 
 
@@ -157,7 +157,7 @@ def _summed(site: OpSite, inputs: OpInputs) -> tuple[CollectiveSpec, ...]:
     split_over = _split_over(site, inputs)
     is_scattered = set(split_over) <= set(_result_length_axes(site, inputs))
     kind = "reduce-scatter" if is_scattered else "all-reduce"
-    num_parts = inputs.spec.overlap.layers.batch_parts
+    num_parts = inputs.spec.overlap.layers.batch_split
     return (CollectiveSpec(kind, split_over, _result_bytes(site, inputs), num_parts, "forward"),)
 
 
@@ -165,7 +165,7 @@ def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) 
     """Both strategies with their costs: of a ring, what does not run beside its matmuls; of a plain matmul, its
     reduce-scatter. Of several parts of the batch only one's reduce-scatter has nothing beside it."""
     spec, mesh, target = inputs.spec, inputs.mesh, inputs.target
-    n, num_parts, ways = mesh.sizes[axis], spec.overlap.layers.batch_parts, 2 if _both_ways(inputs) else 1
+    n, num_parts, ways = mesh.sizes[axis], spec.overlap.layers.batch_split, 2 if _both_ways(inputs) else 1
     result_bytes = _result_bytes(site, inputs)
     sent = CollectiveSpec(
         "collective-permute", (axis,), result_bytes // n // ways, num_parts * (n - 1) * ways, "forward"

@@ -16,7 +16,7 @@ from .lm_head import VOCAB, VOCAB_CHUNKS
 from .operation import OpInputs, OpPlan
 
 Use = Literal["gathered", "hoisted", "chunked", "sharded"]
-Parts = tuple[tuple[int, Axes], ...]  # (dimension, the mesh axes that it is split over), for each that is
+ShardedDims = tuple[tuple[int, Axes], ...]  # (dimension, the mesh axes that it is split over), for each that is
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class WeightPlan:
 
     path: str
     use: Use
-    gathered: Parts
-    scattered: Parts
-    split_early: Parts
-    split_late: Parts
+    gathered: ShardedDims
+    scattered: ShardedDims
+    split_early: ShardedDims
+    split_late: ShardedDims
     reduced: Axes
     is_stacked: bool
     is_trained: bool
@@ -145,9 +145,9 @@ def plan_weight(
     )
 
 
-def _parts(entries: Sequence[Axes]) -> Parts:
+def _parts(entries: Sequence[Axes]) -> ShardedDims:
     return tuple((dimension, axes) for dimension, axes in enumerate(entries) if axes)
 
 
-def _added(before: Sequence[Axes], after: Sequence[Axes]) -> Parts:
+def _added(before: Sequence[Axes], after: Sequence[Axes]) -> ShardedDims:
     return _parts([longer[len(shorter) :] for shorter, longer in zip(before, after, strict=True)])

@@ -18,10 +18,10 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from ..core.partition_spec import Axes, axes_in
-from .weight_plan import Parts, WeightPlan
+from .weight_plan import ShardedDims, WeightPlan
 
 
-def _moved_by(parts: Parts, num_dimensions: int) -> Parts:
+def _moved_by(parts: ShardedDims, num_dimensions: int) -> ShardedDims:
     return tuple((dimension + num_dimensions, axes) for dimension, axes in parts)
 
 
@@ -215,7 +215,9 @@ def reduce_gradient(gradient: Array, layout: WeightPlan, reduction: Reduction) -
     return reduced.astype(reduction.accumulator_dtype)
 
 
-def _reduced_once(gradient: Array, parts: Parts, auto_spec: PartitionSpec, layout: WeightPlan, dtype: Any) -> Array:
+def _reduced_once(
+    gradient: Array, parts: ShardedDims, auto_spec: PartitionSpec, layout: WeightPlan, dtype: Any
+) -> Array:
     def reduce(g: Array) -> Array:
         g = _reduce_scatter(g, parts)
         return jax.lax.psum(g, layout.reduced) if layout.reduced else g
@@ -236,13 +238,13 @@ def is_assembled(layout: WeightPlan) -> bool:
     return bool(layout.split_early or layout.split_late)
 
 
-def _all_gather(x: Array, parts: Parts) -> Array:
+def _all_gather(x: Array, parts: ShardedDims) -> Array:
     for dimension, axes in parts:
         x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
     return x
 
 
-def _reduce_scatter(x: Array, parts: Parts) -> Array:
+def _reduce_scatter(x: Array, parts: ShardedDims) -> Array:
     for dimension, axes in reversed(parts):
         x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
     return x

@@ -2,7 +2,7 @@
 
 from ..analysis.compiled_step import CompiledStep, limit_bytes, used_devices_per_chip
 from ..analysis.program_memory import Class
-from ..analysis.program_text import Unread
+from ..analysis.program_text import Unavailable
 from ..core.format import human_bytes
 from ..estimate.estimate import HOST_UNKNOWN
 from ..estimate.roofline import roofline_seconds
@@ -80,7 +80,7 @@ def _memory(step: CompiledStep, unknown: dict[str, str], changes: tuple[Change, 
         known["outputs"] = built.memory.outputs_bytes - built.memory.aliased_bytes
     rest = None if needed is None else max(0, needed - sum(known.values()))
     why = _cannot_tell_apart(step, rest)
-    within = {name: None if why or isinstance(peak, Unread) else peak.by_class.get(name, 0) for name in TOLD_APART}
+    within = {name: None if why or isinstance(peak, Unavailable) else peak.by_class.get(name, 0) for name in TOLD_APART}
     rest = rest if rest is None else rest - sum(count or 0 for count in within.values())
     breakdown = {name: count * per_chip for name, count in known.items()} | {
         **{name: count * per_chip if count is not None else None for name, count in within.items()},
@@ -92,7 +92,7 @@ def _memory(step: CompiledStep, unknown: dict[str, str], changes: tuple[Change, 
     if needed is None:
         names = ("memory.peak_bytes_per_chip", "memory.breakdown.temporaries")
         refused = "the compiler refused the program and did not say what it needs"
-        unknown |= dict.fromkeys(names, peak.why if built.memory and isinstance(peak, Unread) else refused)
+        unknown |= dict.fromkeys(names, peak.why if built.memory and isinstance(peak, Unavailable) else refused)
     if code is None:
         unknown["memory.breakdown.code"] = "the compiler refused the program"
     if limit is None:
@@ -123,7 +123,7 @@ def _cannot_tell_apart(step: CompiledStep, rest: int | None) -> str | None:
     plan, built, peak = step.plan, step.built, step.peak
     if built.memory is None or rest is None:
         return NO_PROGRAM
-    if isinstance(peak, Unread):
+    if isinstance(peak, Unavailable):
         return peak.why
     memory, counted = built.memory, peak.num_bytes
     # XLA's peak of a CPU's program is that of arguments and results alone.

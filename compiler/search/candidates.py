@@ -1,4 +1,4 @@
-"""`overlap.search`: which layer loops and option sets are worth compiling, in which order, and which one is best.
+"""`overlap.search`: which layer loops and flag presets are worth compiling, in which order, and which one is best.
 
 A program does not grow with its layers (a loop's body repeats) or with the devices, so candidates are full programs. A
 simple model orders them; the schedules of the compiled ones decide.
@@ -25,7 +25,7 @@ from ..sharding.batch import sequences_of_device
 from ..sharding.gradients import check_gradients
 from ..target.compiler_options import aborts_unrolled, hidden_kinds, presets_for
 
-FLAT = LayerLoop(unroll=1, batch_parts=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False)
+FLAT = LayerLoop(unroll=1, batch_split=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Candidate:
 
     def applied_to(self, spec: RunSpec) -> RunSpec:
         """Returns the declaration with this candidate's settings and without a search."""
-        overlap = {"layers": self.way.layers, "option_sets": self.way.option_sets, "search": None}
+        overlap = {"layers": self.way.layers, "flag_presets": self.way.flag_presets, "search": None}
         parallel = {**spec.parallel, **self.way.parallel}
         return spec.model_copy(update={"overlap": spec.overlap.model_copy(update=overlap), "parallel": parallel})
 
@@ -50,7 +50,7 @@ class Candidate:
         """Returns the overrides that select it on a command line."""
         keys = [f"overlap.layers.{key}={str(value).lower()}" for key, value in self.way.layers.model_dump().items()]
         strategies = [f"parallel.{kind}={_typed(choice)}" for kind, choice in self.way.parallel.items()]
-        presets = f"overlap.option_sets=[{','.join(self.way.option_sets)}]"
+        presets = f"overlap.flag_presets=[{','.join(self.way.flag_presets)}]"
         return (*keys, *strategies, presets, "overlap.search=null")
 
 
@@ -64,14 +64,14 @@ def check_can_judge(plan: Plan) -> None:
 
 def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]:
     """Returns the declared candidate, then the others that the plan allows, ordered by expected exposure. The best with
-    each option set for weights, and with and without rings in one batch part and in two, come first: only a schedule
+    each flag preset for weights, and with and without rings in one batch part and in two, come first: only a schedule
     shows what those cost matmuls."""
     overlap, presets = plan.spec.overlap, plan.target.flag_presets
     choices = list(_strategies(plan))
-    declared = OverlapConfig(layers=overlap.layers, parallel=choices[0], option_sets=overlap.option_sets)
+    declared = OverlapConfig(layers=overlap.layers, parallel=choices[0], flag_presets=overlap.flag_presets)
     ways = (
-        OverlapConfig(layers=loop, parallel=strategies, option_sets=sets)
-        for loop, strategies, sets in product(_loops(plan), choices, _option_sets(plan))
+        OverlapConfig(layers=loop, parallel=strategies, flag_presets=sets)
+        for loop, strategies, sets in product(_loops(plan), choices, _flag_presets(plan))
     )
     rest = [Candidate(way, expected_seconds(plan, estimate, way)) for way in ways if way != declared]
     rest.sort(key=lambda one: one.expected_seconds)
@@ -85,9 +85,9 @@ def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]
 
 
 def _choices(way: OverlapConfig, presets: Mapping[str, FlagPreset]) -> set[str]:
-    """Returns its option sets for weights, and its strategy for activations."""
-    of_weights = {name for name in way.option_sets if "weights" in presets[name].tried_for}
-    return {f"{', '.join(way.strategies)} in {way.layers.batch_parts} parts", *of_weights}
+    """Returns its flag presets for weights, and its strategy for activations."""
+    of_weights = {name for name in way.flag_presets if "weights" in presets[name].tried_for}
+    return {f"{', '.join(way.strategies)} in {way.layers.batch_split} parts", *of_weights}
 
 
 def expected_seconds(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> float:
@@ -98,13 +98,13 @@ def expected_seconds(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> 
     early; of those that a neighbouring layer hides, none. Weights prefetched for a later iteration are copied into
     their buffer; if the layers of an unrolled body alternate buffers, only one of them is. A ring's sends overlap with
     its matmuls; without the ring they are a reduce-scatter after them, in half the time, as it uses both directions.
-    With batch parts, the collectives of one part's activations stay exposed.
+    With a batch split, the collectives of one part's activations stay exposed.
     """
-    loop, option_sets = way.layers, way.option_sets
+    loop, flag_presets = way.layers, way.flag_presets
     stacks = {stack.name for stack in plan.model.stacks}
     paths = {array.array.path for array in plan.sharding.parameters}
-    hidden = {moved: hidden_kinds(option_sets, moved, plan.target) for moved in ("weights", "activations")}
-    begins_early = any(plan.target.flag_presets[name].begins_early for name in option_sets)
+    hidden = {moved: hidden_kinds(flag_presets, moved, plan.target) for moved in ("weights", "activations")}
+    begins_early = any(plan.target.flag_presets[name].begins_early for name in flag_presets)
     turns = 1 if loop.unroll % (loop.prefetch + 1) else loop.prefetch + 1
     is_copied = plan.target.compiler.copies_loop_carry and loop.prefetch
     behind = {} if loop.reduce_in_backward else _reduced_behind(plan)
@@ -118,10 +118,10 @@ def expected_seconds(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> 
             if COLLECTIVE_MATMUL in way.strategies:
                 passed_bytes += NUM_PASSES * one.num_bytes
             else:
-                exposed += seconds / 2 / loop.batch_parts
+                exposed += seconds / 2 / loop.batch_split
             continue
         if one.source not in paths:
-            stays = 1 / loop.batch_parts if one.kind in hidden["weights"] else 1.0
+            stays = 1 / loop.batch_split if one.kind in hidden["weights"] else 1.0
             exposed += stays * seconds if one.kind not in hidden["activations"] else 0.0
             continue
         is_behind = not is_gather and one.mesh_axes in behind.get(one.source, ())
@@ -157,19 +157,19 @@ def best_of(tried: Sequence[TriedReport], max_exposed: float | None) -> int | No
 
 def _loops(plan: Plan) -> Iterator[LayerLoop]:
     """Yields the loops that can differ. Without gathered weights there is nothing to prefetch; if every gradient is
-    reduced at once, nothing to reduce earlier; if nothing splits matmuls, nothing that batch parts could hide."""
+    reduced at once, nothing to reduce earlier; if nothing splits matmuls, nothing that a batch split could hide."""
     split_axes = plan.auto_axes
     is_even = sequences_of_device(plan.spec, plan.mesh) % 2 == 0
-    batch_parts = (1, 2) if split_axes and is_even else (1,)
+    batch_split = (1, 2) if split_axes and is_even else (1,)
     layers_in_a_trip = (1,) if aborts_unrolled(split_axes, plan.target) else (1, 2)
     layouts = plan.weights
     own = [layout for stack in plan.model.stacks for layout in jax.tree.leaves(layouts[stack.name])]
     ahead = (0, 1) if any(layout.gathered for layout in own) else (0,)
-    choices = product((False, True), ahead, layers_in_a_trip, batch_parts, (False, True))
+    choices = product((False, True), ahead, layers_in_a_trip, batch_split, (False, True))
     for is_early, distance, unroll, num_parts, is_deferred in choices:
         loop = LayerLoop(
             unroll=unroll,
-            batch_parts=num_parts,
+            batch_split=num_parts,
             prefetch=distance,
             deferred_reduce_scatter=bool(distance and is_deferred),
             reduce_in_backward=is_early,
@@ -184,7 +184,7 @@ def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
     """Returns True if some gradient is reduced once per step, and the layout of the update lets each layer's be
     reduced."""
     try:
-        way = OverlapConfig(layers=loop, parallel={}, option_sets=())
+        way = OverlapConfig(layers=loop, parallel={}, flag_presets=())
         check_gradients(Candidate(way, 0.0).applied_to(plan.spec), plan.sharding)
     except ConfigError:
         return False
@@ -216,7 +216,7 @@ def _typed(choice: StrategyChoice) -> str:
     return choice if isinstance(choice, str) else f"{{{','.join(f'{k}:{v}' for k, v in choice.items())}}}"
 
 
-def _option_sets(plan: Plan) -> Iterator[tuple[str, ...]]:
+def _flag_presets(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yields combinations of at most one set for weights and one for the activations of tensor parallelism. Among sets
     that the model rates equal, the compiler's own choice, which splits matmuls, comes last
     (docs/tensor_parallelism.md)."""

@@ -1,7 +1,7 @@
 """The evaluation of a compiled candidate: its row in the table of a search."""
 
 from ..analysis.compiled_step import CompiledStep, used_devices_per_chip
-from ..analysis.program_text import Unread
+from ..analysis.program_text import Unavailable
 from ..schema import TriedReport
 from .candidates import Candidate
 
@@ -9,7 +9,7 @@ from .candidates import Candidate
 def evaluate(one: Candidate, step: CompiledStep) -> TriedReport:
     """Returns the row of a compiled candidate, from its schedule."""
     schedule, per_chip = step.schedule, used_devices_per_chip(step.plan)
-    figures = None if isinstance(schedule, Unread) else schedule.step
+    figures = None if isinstance(schedule, Unavailable) else schedule.step
     needed, host = step.needed_bytes, step.host_bytes
     return TriedReport(
         **dict(one.way),
@@ -19,7 +19,7 @@ def evaluate(one: Candidate, step: CompiledStep) -> TriedReport:
         host_bytes_per_chip=None if host is None else host * per_chip,
         fits=False if step.fits_host is False else step.fits,
         compile_seconds=step.built.compile_seconds,
-        why_not=schedule.why if isinstance(schedule, Unread) else None,
+        why_not=schedule.why if isinstance(schedule, Unavailable) else None,
     )
 
 

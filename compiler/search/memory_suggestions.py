@@ -17,7 +17,7 @@ class Candidate:
     cost: str
 
 
-def find_savings(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Replan) -> tuple[Change, ...]:
+def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Replan) -> tuple[Change, ...]:
     """Returns changes that save memory, by the estimate: those that fit first, then by cost. If no single change fits,
     several are combined.
 

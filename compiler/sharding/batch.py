@@ -48,7 +48,7 @@ def check_batch(spec: RunSpec, mesh: MeshPlan) -> None:
     shards, microbatches = mesh.num_shards(axes), spec.num_microbatches
     size, parts = spec.global_batch_size, shards * microbatches
     if size % parts == 0:
-        _check_parts(spec.overlap.layers.batch_parts, size // parts)
+        _check_parts(spec.overlap.layers.batch_split, size // parts)
         return
     split = " x ".join(f"{axis}={mesh.sizes[axis]}" for axis in axes)
     by = f"{counted(shards, 'data shard')} ({split})" if axes else "1 data shard"
@@ -66,7 +66,7 @@ def _check_parts(num_parts: int, num_sequences: int) -> None:
     if num_sequences % num_parts:
         what = f"{counted(num_sequences, 'sequence')} of a device {be(num_sequences)} not divisible by {num_parts}"
         fix = f"use {nearest(num_parts, divisors(num_sequences))}"
-        raise_if_any([Problem("overlap.layers.batch_parts", what, fix)])
+        raise_if_any([Problem("overlap.layers.batch_split", what, fix)])
 
 
 def check_length(spec: RunSpec, model: Model) -> None:

@@ -25,7 +25,7 @@ from ..core.errors import Problem
 from ..target.mesh import MeshPlan, nearest
 from .arrays import Array
 
-_KEYS = {"length": "sequence_length", "residual_length": "sequence_length"}  # the key that sets a size
+_KEYS = {"length": "sequence_length", "sequence_parallel_length": "sequence_length"}  # the key that sets a size
 Table = Literal["parameters", "optimizer", "activations"]
 
 

@@ -25,7 +25,7 @@ from ..plan import Plan
 from ..sharding.arrays import LAYER_INPUT, gradient_of
 from .schedule import Batch, HeadOutput, Microbatch, ModelFunctions, StackFunctions
 
-Parts = tuple[Any, ...]  # of the batch, a tree each
+BatchSplit = tuple[Any, ...]  # of the batch, a tree each
 
 
 def build_functions(plan: Plan, num_targets: Array, dropout_key: Array | None) -> ModelFunctions:
@@ -34,19 +34,19 @@ def build_functions(plan: Plan, num_targets: Array, dropout_key: Array | None) -
     num_targets: of the global batch. dropout_key: None for no dropout.
     """
     model, make_context = plan.model, _context_maker(plan)
-    num_parts = plan.spec.overlap.layers.batch_parts
+    num_parts = plan.spec.overlap.layers.batch_split
 
     def prepare(batch: Batch) -> Microbatch:
         shared = _shared(batch, dropout_key, plan.sharding.batch.length_axes)
         return Microbatch(batch["inputs"], batch["targets"], shared, _parts_of_batch(shared, num_parts))
 
-    def embed(weights: Weights, microbatch: Microbatch) -> tuple[Parts, Params]:
+    def embed(weights: Weights, microbatch: Microbatch) -> tuple[BatchSplit, Params]:
         with jax.named_scope(piece_scope("embed")):
             whole = weights.gathered()
             x_BTE = model.embed.apply(whole, microbatch.inputs_BT, make_context(microbatch.context, 0))
         return _parts_of_batch(x_BTE, num_parts), whole
 
-    def head(weights: Weights, embed: Params, x_parts: Parts, microbatch: Microbatch) -> HeadOutput:
+    def head(weights: Weights, embed: Params, x_parts: BatchSplit, microbatch: Microbatch) -> HeadOutput:
         x_BTE = jnp.concatenate(x_parts)
         with jax.named_scope(piece_scope("head")):
             context = make_context(replace(microbatch.context, dropout_keys_B=None), 0)
@@ -69,7 +69,7 @@ def build_functions(plan: Plan, num_targets: Array, dropout_key: Array | None) -
 def _stack(plan: Plan, stack: Stack, make_context: "ContextMaker", first: int) -> StackFunctions:
     """first: the number of the stack's first layer in the model, from 1 on."""
 
-    def layer(params: Params, shared: Parts, index: Array, x: Parts) -> tuple[Parts, Aux]:
+    def layer(params: Params, shared: BatchSplit, index: Array, x: BatchSplit) -> tuple[BatchSplit, Aux]:
         contexts = (make_context(part, first + index) for part in shared)
         named = (marked(LAYER_INPUT, part) for part in x)
         outputs = [stack.layer.apply(params, *part) for part in zip(named, contexts, strict=True)]
@@ -122,7 +122,7 @@ def _shared(part: Batch, dropout_key: Array | None, length_axes: tuple[str, ...]
     return Shared(positions_BT, part.get("segment_ids"), keys_B)
 
 
-def _parts_of_batch(tree: Any, num_parts: int) -> Parts:
+def _parts_of_batch(tree: Any, num_parts: int) -> BatchSplit:
     """A tree for each part of the sequences; what is one for all sequences is in each."""
     leaves, structure = jax.tree.flatten(tree)
     is_whole = [num_parts == 1 or x.shape[0] == 1 for x in leaves]

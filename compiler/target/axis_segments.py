@@ -20,7 +20,7 @@ TORUS_AXES = "xyz"
 
 
 @dataclass(frozen=True)
-class Part:
+class AxisSegment:
     """The segment of a mesh axis along one physical axis: `size` members, each `stride` after the one before."""
 
     physical: str  # x, y, z, core, DCN, NVLink, NIC
@@ -38,14 +38,14 @@ class Part:
 
 def lay_on_torus(
     sizes: Mapping[str, int], network: TorusSpec, shape: Shape, num_cores: int
-) -> dict[str, tuple[Part, ...]]:
+) -> dict[str, tuple[AxisSegment, ...]]:
     """Returns the segments of each mesh axis within a slice: as few as possible, most bandwidth for most traffic."""
     axes = sorted((axis for axis, size in sizes.items() if size > 1), key=lambda axis: -TRAFFIC[axis])
     left = dict(sizes)
-    core: dict[str, tuple[Part, ...]] = {}
+    core: dict[str, tuple[AxisSegment, ...]] = {}
     if num_cores > 1:  # devices of a chip have the fastest link of all
         first = next(axis for axis in axes if left[axis] % num_cores == 0)
-        core[first] = (Part("core", num_cores, 1, num_cores, wraps=False),)
+        core[first] = (AxisSegment("core", num_cores, 1, num_cores, wraps=False),)
         left[first] //= num_cores
     wraps = network.wraps(shape)
     best = min(_layouts([left[axis] for axis in axes], shape), key=lambda layout: _cost(layout, axes, shape, wraps))
@@ -68,13 +68,13 @@ def _layouts(sizes: Sequence[int], shape: Shape) -> Iterator[Layout]:
                 yield (factors, *others)
 
 
-def _parts(layout: Layout, index: int, shape: Shape, wraps: Sequence[bool]) -> tuple[Part, ...]:
+def _parts(layout: Layout, index: int, shape: Shape, wraps: Sequence[bool]) -> tuple[AxisSegment, ...]:
     """Returns the segments of one mesh axis, whole and outer ones first."""
     parts = []
     for i, size in enumerate(shape):
         count, stride = layout[index][i], math.prod(inner[i] for inner in layout[:index])
         if count > 1:
-            parts.append(Part(TORUS_AXES[i], count, stride, size, wraps=wraps[i] and count * stride == size))
+            parts.append(AxisSegment(TORUS_AXES[i], count, stride, size, wraps=wraps[i] and count * stride == size))
     return tuple(parts)
 
 
@@ -89,16 +89,16 @@ def _cost(layout: Layout, axes: Sequence[str], shape: Shape, wraps: Sequence[boo
     return (sum(map(len, parts)), seconds, *(-factor for factors in layout for factor in factors))
 
 
-def lay_in_nodes(sizes: Mapping[str, int], shape: Shape) -> dict[str, tuple[Part, ...]]:
+def lay_in_nodes(sizes: Mapping[str, int], shape: Shape) -> dict[str, tuple[AxisSegment, ...]]:
     """Returns the segments of each mesh axis: the axes with the most traffic fill the node."""
     num_nodes, per_node = shape
-    parts: dict[str, tuple[Part, ...]] = {}
+    parts: dict[str, tuple[AxisSegment, ...]] = {}
     inside = outside = 1
     for axis in sorted((axis for axis, size in sizes.items() if size > 1), key=lambda axis: -TRAFFIC[axis]):
         near = math.gcd(sizes[axis], per_node // inside)
         far = sizes[axis] // near
-        behind_switch = Part("NVLink", near, inside, per_node, wraps=False)
-        over_network = Part("NIC", far, outside, num_nodes, wraps=False)
+        behind_switch = AxisSegment("NVLink", near, inside, per_node, wraps=False)
+        over_network = AxisSegment("NIC", far, outside, num_nodes, wraps=False)
         parts[axis] = tuple(part for part in (over_network, behind_switch) if part.size > 1)
         inside, outside = inside * near, outside * far
     return parts

@@ -48,7 +48,7 @@ def aborts_unrolled(split_axes: Sequence[str], target: TargetPlan) -> bool:
     return bool(split_axes) and target.compiler.aborts_on_unroll
 
 
-def plan_set_options(names: Sequence[str], target: TargetPlan) -> Options:
+def plan_preset_options(names: Sequence[str], target: TargetPlan) -> Options:
     """Returns the options of these sets for this target; later sets take precedence. Raises ConfigError for sets that
     do not exist, or have no options for the target."""
     choices, problems, found = presets_for(target), list[Problem](), dict[str, CompilerOption]()
@@ -59,7 +59,7 @@ def plan_set_options(names: Sequence[str], target: TargetPlan) -> Options:
         is_known = name in target.flag_presets
         what = f"'{name}' has no options for {target.name}" if is_known else f"there is no set '{name}'"
         fix = use_one_of(name, list(choices)) if choices else "leave it out"
-        problems.append(Problem(f"overlap.option_sets[{index}]", what, fix))
+        problems.append(Problem(f"overlap.flag_presets[{index}]", what, fix))
     raise_if_any(problems)
     return found
 

@@ -15,7 +15,7 @@ from itertools import pairwise, product
 from ..config.target_spec import TorusSpec
 from ..core.collectives import LinkKind
 from .axis_segments import TORUS_AXES
-from .interconnect_tiers import LINK_KINDS, Row, link_of_rows, rates_of
+from .interconnect_tiers import LINK_KINDS, GroupSpan, link_of_spans, rates_of
 from .links import Link
 from .placement import Placement, physical_sizes
 
@@ -34,7 +34,7 @@ def link_of_devices(placement: Placement, groups: Groups) -> Link | None:
     if len(known) < len(boxes):
         return None
     rows_of = _rows(placement, known)
-    links = {link_of_rows(dict(rows), placement.target) for rows in {tuple(rows_of(box).items()) for box in known}}
+    links = {link_of_spans(dict(rows), placement.target) for rows in {tuple(rows_of(box).items()) for box in known}}
     return min(links, key=lambda link: (link.bytes_per_second or math.inf, -link.latency_seconds))
 
 
@@ -74,7 +74,7 @@ def _box(places: Sequence[Place]) -> Box | None:
     return along if math.prod(map(len, along)) == len(set(places)) else None
 
 
-def _rows(placement: Placement, boxes: Sequence[Box]) -> Callable[[Box], dict[str, Row]]:
+def _rows(placement: Placement, boxes: Sequence[Box]) -> Callable[[Box], dict[str, GroupSpan]]:
     """Returns a function of a box to its rows, given all groups that send at the same time."""
     sizes = physical_sizes(placement.target)
     names, network, shape = tuple(sizes), placement.target.network, placement.target.shape or ()
@@ -92,8 +92,8 @@ def _rows(placement: Placement, boxes: Sequence[Box]) -> Callable[[Box], dict[st
                 on_line[axis, line] += 1
                 on_link.update((axis, line, link) for link in links)
 
-    def rows_of(box: Box) -> dict[str, Row]:
-        rows = {name: Row(len(box[i]), 1, 1, 1, is_ring=False) for i, name in enumerate(names) if len(box[i]) > 1}
+    def rows_of(box: Box) -> dict[str, GroupSpan]:
+        rows = {name: GroupSpan(len(box[i]), 1, 1, 1, is_ring=False) for i, name in enumerate(names) if len(box[i]) > 1}
         for axis in _torus_axes(names, box):
             name, arc, lines = names[axis], arc_of(box, axis), list(_lines(box, axis))
             meet = max(on_link[axis, line, link] for line in lines for link in _links(arc, sizes[name]))
@@ -105,15 +105,15 @@ def _rows(placement: Placement, boxes: Sequence[Box]) -> Callable[[Box], dict[st
     return rows_of
 
 
-def _along(arc: list[int], num_sharing: int) -> Row:
+def _along(arc: list[int], num_sharing: int) -> GroupSpan:
     spacing = max(after - place for place, after in pairwise(arc))
-    return Row(len(arc), num_sharing, spacing, arc[-1] - arc[0], is_ring=False)
+    return GroupSpan(len(arc), num_sharing, spacing, arc[-1] - arc[0], is_ring=False)
 
 
-def _around(arc: list[int], size: int, num_sharing: int) -> Row:
+def _around(arc: list[int], size: int, num_sharing: int) -> GroupSpan:
     spacing = max(after - place for place, after in pairwise((*arc, arc[0] + size)))
     reach = max(min((b - a) % size, (a - b) % size) for a in arc for b in arc)
-    return Row(len(arc), num_sharing, spacing, reach, is_ring=True)
+    return GroupSpan(len(arc), num_sharing, spacing, reach, is_ring=True)
 
 
 def _torus_axes(names: Sequence[str], box: Box) -> list[int]:

@@ -12,8 +12,8 @@ from typing import cast
 
 from ..config.target_spec import SwitchSpec, TorusSpec
 from ..core.collectives import LinkKind
-from .axis_segments import TORUS_AXES, Part
-from .links import Level, Line, Link
+from .axis_segments import TORUS_AXES, AxisSegment
+from .links import InterconnectTier, Line, Link
 from .target import TargetPlan
 
 # Physical axes of each kind of link.
@@ -30,7 +30,7 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Row:
+class GroupSpan:
     """Members of a group along one physical axis.
 
     num_sharing: groups that send over the busiest of its links, itself among them. spacing, reach: hops to the next
@@ -44,23 +44,23 @@ class Row:
     is_ring: bool
 
 
-def row_of_parts(parts: Sequence[Part]) -> Row:
+def span_of_segments(parts: Sequence[AxisSegment]) -> GroupSpan:
     """Returns the row of whole mesh axes: [4, every 4th] and [4] are 16 neighbours. The chips between two members
     belong to other groups, which send over the same links."""
     outer = max(parts, key=lambda part: part.stride)
     size = math.prod(part.size for part in parts)
     spacing = outer.stride * outer.size // size
-    return Row(size, spacing, spacing, spacing * (size // 2 if outer.wraps else size - 1), outer.wraps)
+    return GroupSpan(size, spacing, spacing, spacing * (size // 2 if outer.wraps else size - 1), outer.wraps)
 
 
-def link_of_rows(rows: Mapping[str, Row], target: TargetPlan) -> Link:
+def link_of_spans(rows: Mapping[str, GroupSpan], target: TargetPlan) -> Link:
     """Returns the link. rows: by physical axis, with more than one member each."""
     rates, is_torus = rates_of(target), isinstance(target.network, TorusSpec)
     near, far = ("core", "DCN") if is_torus else ("NVLink", "NIC")
     lines = [_line(name, rows[name], rates[name], target) for name in TORUS_AXES if name in rows]
     levels = (
         *([_switch(near, rows[near], rates[near])] if near in rows else []),
-        *([Level("ICI", tuple(lines), is_switch=False)] if lines else []),
+        *([InterconnectTier("ICI", tuple(lines), is_switch=False)] if lines else []),
         *([_switch(far, rows[far], rates[far])] if far in rows else []),
     )
     return Link(levels[-1].kind if levels else LINK_KINDS[near], levels, is_pipelined=not is_torus, note="")
@@ -83,7 +83,7 @@ def rates_of(target: TargetPlan) -> dict[str, Rate]:
     }
 
 
-def _line(name: str, row: Row, rate: Rate, target: TargetPlan) -> Line:
+def _line(name: str, row: GroupSpan, rate: Rate, target: TargetPlan) -> Line:
     """Returns the line of a row; devices of a chip share its links."""
     bandwidth = rate.bytes_per_second / row.num_sharing / target.devices_per_chip
     return Line(
@@ -96,7 +96,7 @@ def _line(name: str, row: Row, rate: Rate, target: TargetPlan) -> Line:
     )
 
 
-def _switch(name: str, row: Row, rate: Rate) -> Level:
+def _switch(name: str, row: GroupSpan, rate: Rate) -> InterconnectTier:
     """Returns the level of a switch: all members reach each other at once, and small messages spread like a tree."""
     line = Line(
         name=name,
@@ -106,4 +106,4 @@ def _switch(name: str, row: Row, rate: Rate) -> Level:
         gather_seconds=math.ceil(math.log2(row.size)) * rate.seconds,
         neighbour_seconds=rate.seconds,
     )
-    return Level(LINK_KINDS[name], (line,), is_switch=True)
+    return InterconnectTier(LINK_KINDS[name], (line,), is_switch=True)

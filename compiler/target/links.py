@@ -30,7 +30,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Level:
+class InterconnectTier:
     """Links of one kind in a group. Several lines are axes of a torus, which carry parts of the data at once."""
 
     kind: LinkKind
@@ -58,7 +58,7 @@ class Link:
     """
 
     kind: LinkKind  # of the slowest level
-    levels: tuple[Level, ...]
+    levels: tuple[InterconnectTier, ...]
     is_pipelined: bool
     note: str  # why the links are unknown; else empty
 
@@ -108,14 +108,14 @@ def collective_seconds(kind: CollectiveKind, num_bytes: float, group_size: int, 
             return max(num_bytes / line.neighbour_bytes_per_second + line.neighbour_seconds for line in lines)
 
 
-def _with_shares(link: Link) -> list[tuple[Level, int]]:
+def _with_shares(link: Link) -> list[tuple[InterconnectTier, int]]:
     """Returns each level with the number of devices below it. Each of them has a part of the array, so the data that
     crosses the level is split."""
     sizes = [level.size for level in link.levels]
     return [(level, math.prod(sizes[:i])) for i, level in enumerate(link.levels)]
 
 
-def _gather(num_bytes: float, level: Level, num_below: int) -> float:
+def _gather(num_bytes: float, level: InterconnectTier, num_below: int) -> float:
     return num_bytes / num_below * (level.size - 1) / level.size / level.bytes_per_second
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from ..config.target_spec import SwitchSpec, TorusSpec
 from ..core.errors import ConfigError, Problem
-from .axis_segments import TORUS_AXES, Part, lay_in_nodes, lay_on_torus
-from .interconnect_tiers import link_of_rows, row_of_parts
+from .axis_segments import TORUS_AXES, AxisSegment, lay_in_nodes, lay_on_torus
+from .interconnect_tiers import link_of_spans, span_of_segments
 from .links import Link
 from .target import TargetPlan
 
@@ -31,7 +31,7 @@ class Placement:
 
     sizes: Mapping[str, int]  # of the mesh
     target: TargetPlan
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[AxisSegment, ...]]
 
     @property
     def is_known(self) -> bool:
@@ -52,7 +52,7 @@ class Placement:
         parts = [part for axis in axes for part in self.parts[axis]]
         names = physical_sizes(self.target)
         along = {name: [part for part in parts if part.physical == name] for name in names}
-        return link_of_rows({name: row_of_parts(own) for name, own in along.items() if own}, self.target)
+        return link_of_spans({name: span_of_segments(own) for name, own in along.items() if own}, self.target)
 
     def group_size(self, axes: Sequence[str]) -> int:
         """Returns the number of devices along these mesh axes."""
@@ -104,14 +104,14 @@ def plan_placement(sizes: Mapping[str, int], target: TargetPlan) -> Placement:
     return Placement(sizes, target, MappingProxyType(joined))
 
 
-def _across(sizes: Mapping[str, int], target: TargetPlan) -> tuple[dict[str, int], dict[str, tuple[Part, ...]]]:
+def _across(sizes: Mapping[str, int], target: TargetPlan) -> tuple[dict[str, int], dict[str, tuple[AxisSegment, ...]]]:
     """Returns the part of each mesh axis within a slice, and the part across slices: replica=4 over 2 slices -> 2, DCN
     (2)."""
     left, inner, crossing = target.num_slices, dict(sizes), {}
     for axis in ACROSS_SLICES:
         if (count := math.gcd(inner[axis], left)) > 1:
             stride = left // count
-            crossing[axis] = (Part("DCN", count, stride, target.num_slices, wraps=False),)
+            crossing[axis] = (AxisSegment("DCN", count, stride, target.num_slices, wraps=False),)
             inner[axis] //= count
             left = stride
     if left > 1:

@@ -34,7 +34,7 @@ NOT_IN_PROGRAM = (
     "notes", "target", "mesh", "compiler_options", "shards", "checkpoint", "distributed", "logging", "evaluation",
     "artifact", "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold",
     "sharding.on_replicated",
-    "on_too_little_memory", "overlap.max_exposed", "overlap.search", "overlap.option_sets", "data.source",
+    "on_too_little_memory", "overlap.max_exposed", "overlap.search", "overlap.flag_presets", "data.source",
     "data.tokenizer", "data.packing", "data.held_out_fraction", "data.shuffle_seed", "data.num_epochs",
     "data.max_text_bytes", "data.num_prefetch_threads", "data.num_prefetch_batches",
 )  # fmt: skip

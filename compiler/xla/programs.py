@@ -58,8 +58,8 @@ def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs
     }
     with jax.set_mesh(mesh):
         programs = {name: traced[name]() if name in names else None for name in PROGRAMS}
-    left_out = refused_options(plan.set_options, mesh.devices.flat[0])
-    options = {k: v for k, v in plan.set_options.items() if k not in left_out} | plan.spec.compiler_options
+    left_out = refused_options(plan.preset_options, mesh.devices.flat[0])
+    options = {k: v for k, v in plan.preset_options.items() if k not in left_out} | plan.spec.compiler_options
     without_device = {k: v for k, v in options_without_device(plan.target).items() if k not in options}
     return Programs(
         **programs,

@@ -42,7 +42,7 @@ def last_words(log: Path, terminal: int, *, during: str, kept_in: Path | None) -
             watcher.communicate(ENDED_WELL)
 
 
-def read_last_words(kept_in: Path) -> str | None:
+def read_abort_reason(kept_in: Path) -> str | None:
     """Returns what the compiler said before it ended a process; None where it has not."""
     try:
         return kept_in.read_text()

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.analysis.exposure import TOO_EXPOSED
-from meshloom.compiler.analysis.program_text import Unread
+from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.config.allowed_code import allow_words
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.override_text import override
@@ -23,7 +23,7 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.summary import show_summary as show_report
 from meshloom.compiler.schema import Change, Report, SearchReport
 from meshloom.compiler.search.candidates import check_can_judge
-from meshloom.compiler.search.memory_suggestions import find_savings
+from meshloom.compiler.search.memory_suggestions import suggest_changes
 from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import find_devices
@@ -158,7 +158,7 @@ def _savings(step: CompiledStep, replan: Replan) -> tuple[Change, ...]:
     needed, limit = step.needed_bytes, plan.target.hbm_bytes_per_device
     if needed is None or limit is None:
         return ()
-    return find_savings(plan, needed, limit, replan)
+    return suggest_changes(plan, needed, limit, replan)
 
 
 def _check_makes_artifact(spec: RunSpec) -> None:
@@ -206,7 +206,7 @@ def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], ru
         say(console, f"compiled in {build.compile_seconds:.1f} s, lowered in {build.lower_seconds:.1f} s, by {by}")
     if build.compiler_options_left_out:
         unknown = ", ".join(build.compiler_options_left_out)
-        say(console, f"left out of overlap.option_sets, as this compiler does not know it: {unknown}")
+        say(console, f"left out of overlap.flag_presets, as this compiler does not know it: {unknown}")
     show_report(report, console, files=files)
     _show_unread(console, compiled.stored.step, run_dir / FOLDER if run_dir else kept.place if kept else None)
     if run_dir:
@@ -218,6 +218,6 @@ def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], ru
 def _show_unread(console: Console, step: CompiledStep, place: Path | None) -> None:
     """Warns about the parts of a program that could not be read. place: where it is saved."""
     parts = {"memory by class": step.peak, "the schedule": step.schedule}
-    reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unread) and step.built.text}
+    reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unavailable) and step.built.text}
     for why, name in reasons.items():
         say(console, f"warning: {name} is unknown: {why}{f'; it is kept as {place / TEXT}' if place else ''}")

@@ -17,7 +17,7 @@ from meshloom.compiler.xla.stderr_capture import Captured, captured_stderr
 
 from ..core.failures import RunFailed
 from ..processes.say import say
-from .abort_watchdog import read_last_words
+from .abort_watchdog import read_abort_reason
 from .artifact import FOLDER, Artifact, find_artifact, write_artifact
 from .watched import watched
 
@@ -98,7 +98,7 @@ class _StoredCompile:
 
 def check_did_not_abort(aborted: Path | None) -> None:
     """Raises RunFailed where this compiler ended a process over this program: it would do so again."""
-    if aborted and (why := read_last_words(aborted)):
+    if aborted and (why := read_abort_reason(aborted)):
         fix = f"other options or another version of it may do; remove {aborted} to let it try again"
         raise RunFailed(Problem("the compiler", f"aborted on this program before: {why}", fix), exit_code=1)
 

@@ -200,8 +200,8 @@ V5E = TargetReport(
 
 def searched() -> SearchReport:
     """Three programs: declared, best, one that the compiler failed on."""
-    loops = [LayerLoop(unroll=1, batch_parts=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False),
-             LayerLoop(unroll=2, batch_parts=1, prefetch=1, deferred_reduce_scatter=True,
+    loops = [LayerLoop(unroll=1, batch_split=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False),
+             LayerLoop(unroll=2, batch_split=1, prefetch=1, deferred_reduce_scatter=True,
                        reduce_in_backward=False)]  # fmt: skip
     figures = {
         "peak_bytes_per_chip": 9 * GIB,
@@ -215,11 +215,11 @@ def searched() -> SearchReport:
     )
     return SearchReport(
         tried=(
-            TriedReport(layers=loops[0], parallel={}, option_sets=(), predicted_seconds=3.3, exposed_fraction=0.12,
+            TriedReport(layers=loops[0], parallel={}, flag_presets=(), predicted_seconds=3.3, exposed_fraction=0.12,
                         **figures),
-            TriedReport(layers=loops[1], parallel={}, option_sets=("async_fusion",), predicted_seconds=2.9,
+            TriedReport(layers=loops[1], parallel={}, flag_presets=("async_fusion",), predicted_seconds=2.9,
                         exposed_fraction=0.01, **figures),
-            TriedReport(layers=loops[1], parallel={}, option_sets=(), **unknown, compile_seconds=0.0,
+            TriedReport(layers=loops[1], parallel={}, flag_presets=(), **unknown, compile_seconds=0.0,
                         why_not="INTERNAL: <b>no</b>"),
         ),
         chosen=1, num_left=4, overrides=("overlap.layers.prefetch=1",), cache="miss",

@@ -13,6 +13,8 @@ SAID = {
     "overlap.rings=[]": "parallel.matmul=plain",
     "overlap.head=parts": "parallel.lm_head=vocab_chunks",
     "kernels.attention=xla": "parallel.attention=xla",
+    "overlap.option_sets=[synchronous]": "overlap.flag_presets=[synchronous]",
+    "overlap.layers.batch_parts=2": "overlap.layers.batch_split=2",
 }
 
 

@@ -205,7 +205,7 @@ SPLIT_STREAM = (
     "sharding=fsdp_tensor",
     "sharding.activations=[{logical: [batch], mesh: [replica, data, fsdp]}, "
     "{logical: [vocab, mlp, heads, kv_heads, embed], mesh: [tensor]}, "
-    "{logical: [length, residual_length, head_dim], mesh: []}]",
+    "{logical: [length, sequence_parallel_length, head_dim], mesh: []}]",
 )
 
 

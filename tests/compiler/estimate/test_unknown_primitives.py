@@ -11,7 +11,7 @@ import pytest
 
 from conftest import LINEAR_STACK, SMALL
 from meshloom.compiler.analysis.compiled_step import CompiledStep
-from meshloom.compiler.analysis.program_text import Unread
+from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.config.allowed_code import code_allowed_from
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.console import Console
@@ -212,7 +212,7 @@ def test_the_report_of_a_step_that_cannot_be_counted_says_why(plan_with):
     built = Built(None, None, OutOfMemory(None, 1, ""), {}, {}, 1.0, ())
     programs: Any = SimpleNamespace(options_left_out=())
     lowered = LoweredStep(programs, Fingerprint({}, {}, {"jax": "", "jaxlib": ""}, {}, {}, {}), 1.0)
-    unread = Unread("it was refused")
+    unread = Unavailable("it was refused")
     report = report_of(CompiledStep(plan, estimate_step(plan), lowered, built, unread, unread))
     assert report.program.model_flops_per_step is None
     reasons = dict(unknown_values(report))

@@ -38,7 +38,7 @@ def test_parts_are_all_of_the_vocabulary_and_each_can_be_reduce_scattered(vocab_
 def test_parts_of_llama3_on_64_chips():
     """1,664 / 64 = 26: 25 x 4,096 entries, 25 x 1,024, and the rest. 8,192 tokens of 8 KiB, four times for each part
     but one, at 1.64 TB/s."""
-    plan = plan_of(*LLAMA3_V6E, "overlap.option_sets=[sparse_core]")
+    plan = plan_of(*LLAMA3_V6E, "overlap.flag_presets=[sparse_core]")
     head = plan.operation("lm_head")
     assert head.chosen.parameters == (256, 25 * 1024, 25 * 4096)
     assert head.how == (
@@ -50,11 +50,11 @@ def test_parts_of_llama3_on_64_chips():
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        ((), "vocab_chunks is not used: with these option sets no gather runs beside the head's matmuls"),
-        (("overlap.option_sets=[sparse_core]", "loss.max_logits_bytes=1", "loss.max_logits_share=0.05"),
+        ((), "vocab_chunks is not used: with these flag presets no gather runs beside the head's matmuls"),
+        (("overlap.flag_presets=[sparse_core]", "loss.max_logits_bytes=1", "loss.max_logits_share=0.05"),
          "vocab_chunks is not used: each of 4 chunks of tokens needs the whole vocabulary"),
         ((WHOLE,), "parallel.lm_head=whole"),
-        (("overlap.option_sets=[sparse_core]", "global_batch_size=256", "model.vocab_size=2048"),
+        (("overlap.flag_presets=[sparse_core]", "global_batch_size=256", "model.vocab_size=2048"),
          "106 µs of gather, 164 µs for its input read more often"),
         (("target=cpu-8",),
          "vocab_chunks is not used: the compiler for cpu-8 does not wait for the head's gather before the layers"),
@@ -124,7 +124,7 @@ def test_parts_cross_one_by_one_and_no_byte_more():
 HEAD_OF_LLAMA3 = (
     "model=linear_stack", "model.vocab_size=128256", "model.embed_dim=1024", "model.num_layers=2", "data=synthetic",
     "precision=bfloat16", "precision.gradient_reduction=bfloat16", "sharding=fsdp", "target=v6e-64",
-    "sequence_length=1024", "global_batch_size=512", "overlap=prefetch", "overlap.option_sets=[sparse_core]",
+    "sequence_length=1024", "global_batch_size=512", "overlap=prefetch", "overlap.flag_presets=[sparse_core]",
 )  # fmt: skip
 
 

@@ -134,7 +134,7 @@ def losses_of(*overrides, batches):
     "layout",
     [
         pytest.param(("sharding=fsdp_tensor", "num_microbatches=2", "remat=full"), marks=pytest.mark.ci),
-        pytest.param(("sharding=fsdp_tensor", "overlap.layers.batch_parts=2"), marks=pytest.mark.release),
+        pytest.param(("sharding=fsdp_tensor", "overlap.layers.batch_split=2"), marks=pytest.mark.release),
         pytest.param(("sharding=fsdp",), marks=pytest.mark.release),
         pytest.param(("sharding=tensor",), marks=pytest.mark.release),
     ],
@@ -200,7 +200,7 @@ def test_ignored_targets_do_not_count(tokens):
     "layout",
     [
         pytest.param(("sharding=fsdp", "num_microbatches=2"), marks=pytest.mark.release),
-        pytest.param(("sharding=fsdp_tensor", "remat=full", "overlap.layers.batch_parts=2"), marks=pytest.mark.ci),
+        pytest.param(("sharding=fsdp_tensor", "remat=full", "overlap.layers.batch_split=2"), marks=pytest.mark.ci),
     ],
 )
 def test_packed_documents_train_as_if_each_were_alone(layout):

@@ -87,7 +87,7 @@ def test_a_ring_is_chosen_where_it_is_shorter():
         ("attention_output", f"{how}: 878 µs of a ring not beside matmuls, 1.12 ms of a reduce-scatter"),
         ("mlp_output", f"{how}: 655 µs of a ring not beside matmuls, 1.12 ms of a reduce-scatter"),
     ]
-    in_parts = plan_as_declared(*LLAMA2_V5P, "overlap.layers.batch_parts=2")
+    in_parts = plan_as_declared(*LLAMA2_V5P, "overlap.layers.batch_split=2")
     assert [(each.chosen.name, each.reason) for each in _split(in_parts)] == [
         ("plain", "881 µs of a ring not beside matmuls, 561 µs of a reduce-scatter"),  # and latencies twice
         ("plain", "655 µs of a ring not beside matmuls, 561 µs of a reduce-scatter"),
@@ -185,7 +185,7 @@ def test_a_search_tries_with_rings_and_without_and_pins_what_it_took():
     plan = plan_as_declared(*LLAMA2_V5P)
     candidates = find_candidates(plan, estimate_step(plan))
     assert {one.way.strategies for one in candidates} == {("collective_matmul",), ("plain",)}
-    first = {(one.way.strategies, one.way.layers.batch_parts) for one in candidates[:4]}
+    first = {(one.way.strategies, one.way.layers.batch_split) for one in candidates[:4]}
     assert first == set(product((("collective_matmul",), ("plain",)), (1, 2))), "the best of each before any other"
     for one in (candidates[0], next(one for one in candidates if one.way.strategies == ("plain",))):
         pinned, applied = plan_as_declared(*LLAMA2_V5P, *one.overrides()).spec, one.applied_to(plan.spec)
@@ -200,9 +200,9 @@ def test_the_model_of_what_is_exposed_prefers_rings_where_nothing_else_runs_besi
     candidates = find_candidates(plan, estimate_step(plan))
     by_way = {one.way.model_dump_json(): one.expected_seconds for one in candidates}
     for one in candidates:
-        if "collective_matmul" in one.way.strategies and "sparse_core" in one.way.option_sets:
+        if "collective_matmul" in one.way.strategies and "sparse_core" in one.way.flag_presets:
             at_once = by_way[one.way.model_copy(update={"parallel": {"matmul": "plain"}}).model_dump_json()]
-            assert (one.expected_seconds < at_once) == (one.way.layers.batch_parts == 1), one.name
+            assert (one.expected_seconds < at_once) == (one.way.layers.batch_split == 1), one.name
 
 
 @pytest.mark.tpu
@@ -213,7 +213,7 @@ def test_on_a_tpu_transfers_run_beside_the_matmuls(tmp_path):
     ways = {
         "at once": (NO_RINGS,),
         "rings": ("parallel.matmul=auto",),
-        "two parts": (NO_RINGS, "overlap.layers.batch_parts=2"),
+        "two parts": (NO_RINGS, "overlap.layers.batch_split=2"),
     }
     reports = {}
     for name, way in ways.items():
@@ -221,7 +221,7 @@ def test_on_a_tpu_transfers_run_beside_the_matmuls(tmp_path):
         done = meshloom(
             "compile", "model=llama3_8b", "model.num_layers=2", "model.vocab_size=4096", "target=v6e-16", *TENSOR_4,
             "sequence_length=2048", "global_batch_size=64", "data=synthetic", "remat=full", "overlap=xla",
-            "overlap.option_sets=[sparse_core,no_windowed_einsum]", *way, f"hydra.run.dir={folder}", cwd=tmp_path,
+            "overlap.flag_presets=[sparse_core,no_windowed_einsum]", *way, f"hydra.run.dir={folder}", cwd=tmp_path,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         reports[name] = Report.model_validate_json((folder / "report.json").read_text())

@@ -21,7 +21,7 @@ LOOPS = {
     "scan": (),
     "prefetch": ("overlap=prefetch",),
     "unrolled": ("overlap.layers.unroll=3",),
-    "two parts of the batch": ("overlap.layers.batch_parts=2",),
+    "two parts of the batch": ("overlap.layers.batch_split=2",),
 }
 
 

@@ -223,7 +223,7 @@ def test_gradients_are_finite_differences(name, loop, when, skip_boundary_collec
     layout, (unroll, distance, deferred) = LAYOUTS[name], LOOPS[loop]
     chosen = LayerLoop(
         unroll=unroll,
-        batch_parts=1,
+        batch_split=1,
         prefetch=distance,
         deferred_reduce_scatter=deferred,
         reduce_in_backward=when != BEHIND,

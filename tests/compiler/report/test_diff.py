@@ -195,7 +195,7 @@ def test_what_a_finding_is_about_may_be_named_in_its_words():
         reports_of.append(reports.fits()[0].model_copy(update={"findings": tuple(held)}))
     found = diff_runs(*map(run_of, reports_of)).findings
     assert [change.way for change in found] == ["changed"] * 4
-    words = [change.before.split()[0] for change in found if "lies whole" in change.before]
+    words = [change.before.split()[0] for change in found if "is whole in memory" in change.before]
     assert sorted(words) == ["embed/table_VE", "head/kernel_EV"]
     assert all(change.after.split()[0] == change.before.split()[0] for change in found)
 

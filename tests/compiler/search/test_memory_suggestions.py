@@ -7,7 +7,7 @@ from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.search.memory_suggestions import find_savings
+from meshloom.compiler.search.memory_suggestions import suggest_changes
 from support.helpers import programs_of
 
 LONG = (*SMALL, "sequence_length=256", "global_batch_size=16", "model.num_layers=4")
@@ -25,7 +25,7 @@ def compiled_bytes(plan: Plan) -> int:
 def test_the_cheapest_that_fits_comes_first():
     plan = planned()
     needed = estimate_step(plan).memory.peak_bytes
-    (first,) = find_savings(plan, needed, needed - 1000, lambda more: planned(*more))
+    (first,) = suggest_changes(plan, needed, needed - 1000, lambda more: planned(*more))
     assert first.overrides == ("remat=full",)
     assert first.fits
 
@@ -35,10 +35,10 @@ def test_where_no_change_is_enough_several_are():
     """A limit that is just above what all single changes leave."""
     plan = planned()
     needed = estimate_step(plan).memory.peak_bytes
-    singles = find_savings(plan, needed, 0, lambda more: planned(*more))
+    singles = suggest_changes(plan, needed, 0, lambda more: planned(*more))
     assert not any(change.fits for change in singles)
     limit = needed - max(change.saved_bytes for change in singles) - 1
-    together, *others = find_savings(plan, needed, limit, lambda more: planned(*more))
+    together, *others = suggest_changes(plan, needed, limit, lambda more: planned(*more))
     assert together.fits
     assert len(together.overrides) > 1
     assert tuple(others) == singles
@@ -49,14 +49,14 @@ def test_where_no_change_is_enough_several_are():
 def test_what_is_promised_is_saved_in_the_compiled_program():
     plan = planned()
     before = compiled_bytes(plan)
-    for change in find_savings(plan, 2**40, 0, lambda more: planned(*more))[:2]:
+    for change in suggest_changes(plan, 2**40, 0, lambda more: planned(*more))[:2]:
         assert compiled_bytes(planned(*change.overrides)) < before, change
 
 
 @pytest.mark.ci
 def test_a_change_that_the_declaration_does_not_allow_is_left_out():
     plan = planned("optimizer.b2=0.999", "remat=full")
-    changes = find_savings(plan, 2**40, 0, lambda more: planned("remat=full", "optimizer.b2=0.999", *more))
+    changes = suggest_changes(plan, 2**40, 0, lambda more: planned("remat=full", "optimizer.b2=0.999", *more))
     offered = [change.overrides for change in changes]
     assert ("optimizer.moment_dtype=bfloat16",) not in offered
     assert ("remat=full",) not in offered

@@ -1,4 +1,4 @@
-"""`overlap.search`: which programs are compiled, in which order, and which is taken; option sets and their data."""
+"""`overlap.search`: which programs are compiled, in which order, and which is taken; flag presets and their data."""
 
 import io
 import json
@@ -13,7 +13,7 @@ import pytest
 
 from conftest import SMALL, plan_of
 from meshloom.compiler.analysis.compiled_step import CompiledStep
-from meshloom.compiler.analysis.program_text import NO_PROGRAM, Unread
+from meshloom.compiler.analysis.program_text import NO_PROGRAM, Unavailable
 from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis
 from meshloom.compiler.config.flag_presets import preset_file
 from meshloom.compiler.config.overlap_spec import LayerLoop, OverlapConfig
@@ -28,7 +28,7 @@ from meshloom.compiler.schema import Report, TriedReport
 from meshloom.compiler.search.candidates import FLAT, best_of, expected_seconds, find_candidates
 from meshloom.compiler.target.compiler_options import (
     check_compiler_options,
-    plan_set_options,
+    plan_preset_options,
     presets_for,
     refused_options,
 )
@@ -40,15 +40,15 @@ from support import reports
 from support.helpers import meshloom, plan_as_declared
 
 V5P = ("target=v5p-128", "model=llama3_8b", "sharding=fsdp", "global_batch_size=64", "sequence_length=2048")
-AHEAD = LayerLoop(unroll=2, batch_parts=1, prefetch=1, deferred_reduce_scatter=True, reduce_in_backward=False)
+AHEAD = LayerLoop(unroll=2, batch_split=1, prefetch=1, deferred_reduce_scatter=True, reduce_in_backward=False)
 
 
-def way(loop: LayerLoop, *option_sets: str) -> OverlapConfig:
-    return OverlapConfig(layers=loop, parallel={}, option_sets=option_sets)
+def way(loop: LayerLoop, *flag_presets: str) -> OverlapConfig:
+    return OverlapConfig(layers=loop, parallel={}, flag_presets=flag_presets)
 
 
 def tried(seconds: float | None, *, fits: bool | None = True, exposed: float | None = None) -> TriedReport:
-    return TriedReport(layers=FLAT, parallel={}, option_sets=(), predicted_seconds=seconds, exposed_fraction=exposed,
+    return TriedReport(layers=FLAT, parallel={}, flag_presets=(), predicted_seconds=seconds, exposed_fraction=exposed,
                        peak_bytes_per_chip=None, host_bytes_per_chip=None, fits=fits, compile_seconds=1.0,
                        why_not=None)  # fmt: skip
 
@@ -67,9 +67,9 @@ def test_a_longer_step_is_taken_where_it_alone_meets_the_demand(max_exposed, pla
 
 
 def test_the_declared_program_is_the_first_and_no_other_is_it():
-    plan = plan_as_declared(*V5P, "overlap=prefetch", "overlap.option_sets=[sparse_core]")
+    plan = plan_as_declared(*V5P, "overlap=prefetch", "overlap.flag_presets=[sparse_core]")
     candidates = find_candidates(plan, estimate_step(plan))
-    ways = [(one.way.layers, one.way.option_sets) for one in candidates]
+    ways = [(one.way.layers, one.way.flag_presets) for one in candidates]
     assert ways[0] == (plan.spec.overlap.layers, ("sparse_core",))
     assert len(set(ways)) == len(ways)
     expected = [one.expected_seconds for one in candidates[1:]]
@@ -107,16 +107,16 @@ def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(shar
 def test_parts_of_the_batch_are_tried_where_matmuls_are_split_and_there_are_two(overrides, numbers):
     plan = plan_of("target=v5p-16", *overrides)
     candidates = find_candidates(plan, estimate_step(plan))
-    assert {one.way.layers.batch_parts for one in candidates} == numbers
-    one = next(one for one in candidates if one.way.layers.batch_parts == max(numbers))
+    assert {one.way.layers.batch_split for one in candidates} == numbers
+    one = next(one for one in candidates if one.way.layers.batch_split == max(numbers))
     assert plan_of("target=v5p-16", *overrides, *one.overrides()).spec.overlap == one.applied_to(plan.spec).overlap
 
 
 def test_a_part_that_is_not_whole_sequences_is_told():
     with pytest.raises(ConfigError) as told:
-        plan_of("sharding=fsdp", "overlap.layers.batch_parts=3")
+        plan_of("sharding=fsdp", "overlap.layers.batch_split=3")
     (problem,) = told.value.problems
-    assert problem.where == "overlap.layers.batch_parts"
+    assert problem.where == "overlap.layers.batch_split"
     assert (problem.what, problem.fix) == ("2 sequences of a device are not divisible by 3", "use 2")
 
 
@@ -131,7 +131,7 @@ def test_layers_are_not_unrolled_where_the_compiler_would_abort(target, sharding
 @pytest.mark.parametrize(("sharding", "has_tensor"), [("fsdp", False), ("fsdp_tensor", True)])
 def test_sets_for_activations_are_tried_where_those_are_split(sharding, has_tensor):
     plan = plan_of("target=h100-8", f"sharding={sharding}")
-    sets = {name for one in find_candidates(plan, estimate_step(plan)) for name in one.way.option_sets}
+    sets = {name for one in find_candidates(plan, estimate_step(plan)) for name in one.way.flag_presets}
     assert ("windowed_einsum" in sets) == has_tensor
     assert "synchronous" not in sets
     assert "sparse_core" not in sets
@@ -166,18 +166,18 @@ def test_more_communication_than_compute_stays_exposed_whatever_is_tried():
 
 def test_a_set_for_another_chip_and_one_that_does_not_exist_are_both_told():
     with pytest.raises(ConfigError) as told:
-        plan_of("target=v5e-8", "overlap.option_sets=[sparse_core, sparse_cores]")
-    assert [problem.where for problem in told.value.problems] == [f"overlap.option_sets[{n}]" for n in (0, 1)]
+        plan_of("target=v5e-8", "overlap.flag_presets=[sparse_core, sparse_cores]")
+    assert [problem.where for problem in told.value.problems] == [f"overlap.flag_presets[{n}]" for n in (0, 1)]
     assert "v5e-8" in told.value.problems[0].what
 
 
 def test_the_later_set_wins():
-    plan = plan_of("target=h100-8", "overlap.option_sets=[combined, single]")
+    plan = plan_of("target=h100-8", "overlap.flag_presets=[combined, single]")
     threshold = "xla_gpu_all_gather_combine_threshold_bytes"
     combined, single = (preset_file().presets[name].values["gpu"][threshold] for name in ("combined", "single"))
     assert combined != single
-    assert plan.set_options[threshold] == single
-    assert plan_set_options(["single", "combined"], plan.target)[threshold] == combined
+    assert plan.preset_options[threshold] == single
+    assert plan_preset_options(["single", "combined"], plan.target)[threshold] == combined
 
 
 @pytest.mark.ci
@@ -185,7 +185,7 @@ def test_an_option_of_a_set_that_the_compiler_does_not_know_is_left_out_and_repo
     """A declared one would be an error: test_compile.py."""
     plan = plan_of(*SMALL, "model.num_layers=1", "compiler_options={xla_cpu_enable_fast_math: true}")
     unknown = {"xla_not_yet": True, "xla_embed_ir_in_executable": True, "xla_cpu_enable_fast_math": False}
-    lowered = lower_ahead(replace(plan, set_options=unknown), plan.mesh.of_devices(jax.devices()))
+    lowered = lower_ahead(replace(plan, preset_options=unknown), plan.mesh.of_devices(jax.devices()))
     assert lowered.programs.options_left_out == ("xla_not_yet",)
     assert lowered.programs.compiler_options == {"xla_embed_ir_in_executable": True, "xla_cpu_enable_fast_math": True}
     assert compile_ahead(lowered).text
@@ -206,7 +206,7 @@ def test_most_options_of_each_set_are_known_to_the_compiler_that_is_installed(ch
     plan = plan_of(f"target={chip}", "global_batch_size=64")
     device = first_device(plan)
     for name in presets_for(plan.target):
-        refused = refused_options(plan_set_options([name], plan.target), device)
+        refused = refused_options(plan_preset_options([name], plan.target), device)
         assert all(preset_file().options[option].hazard for option in refused), f"{name}: {refused}"
 
 
@@ -250,7 +250,7 @@ class Unreadable:
             raise self.errors[place]
         step = reports.fits()[0].step.model_copy(update={"predicted_seconds": 9.0 - place})
         analysis = ScheduleAnalysis((), {}, step, (), {})
-        schedule = Unread("line 7: no instruction") if place in self.places else analysis
+        schedule = Unavailable("line 7: no instruction") if place in self.places else analysis
         memory = ProgramMemory(*[0] * 7)
         built = Built("HloModule", memory, None, {}, {}, 1.0, ())
         lowered: Any = SimpleNamespace(fingerprint=SimpleNamespace(digest="d"))
@@ -269,7 +269,7 @@ def test_what_cannot_be_read_is_not_judged(unread, chosen):
     assert search.chosen == chosen
     assert [place for place, one in enumerate(search.tried) if one.why_not == "line 7: no instruction"] == [*unread]
     assert best.step.plan.spec.overlap.layers == search.tried[chosen].layers
-    assert isinstance(best.step.schedule, Unread) == (chosen in unread)
+    assert isinstance(best.step.schedule, Unavailable) == (chosen in unread)
     report = reports.fits()[0].model_copy(update={"search": search})
     out = io.StringIO()
     show_summary(report, Console(out, width=100), files=())
@@ -348,5 +348,5 @@ def test_no_program_is_begun_after_the_budget(tmp_path):
 def test_each_set_for_weights_is_tried_before_any_for_the_second_time(target, sets):
     plan = plan_of(f"target={target}", "sharding=fsdp")
     candidates = find_candidates(plan, estimate_step(plan))
-    firsts = [one.way.option_sets for one in candidates[1 : 1 + len(sets)]]
+    firsts = [one.way.flag_presets for one in candidates[1 : 1 + len(sets)]]
     assert {name for names in firsts for name in names} == sets

@@ -31,7 +31,7 @@ CASES = {
     ),
     "prefetch 2, tensor 2x2, 2 parts of the batch": (
         "target=cpu-4", "sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2", "overlap=prefetch",
-        "overlap.layers.prefetch=2", "overlap.layers.batch_parts=2",
+        "overlap.layers.prefetch=2", "overlap.layers.batch_split=2",
     ),
 }  # fmt: skip
 

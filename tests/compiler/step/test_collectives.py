@@ -250,7 +250,7 @@ def test_parts_of_the_batch_send_their_own_activations_and_share_weights(overlap
     """Twice as many of activations in a layer, of half the size; weights cross once for all parts. Gradients of a
     layer's two norms are added up for each part (accelerators add them first)."""
     whole = ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=4", f"overlap={overlap}")
-    parts, norms = (*whole, "overlap.layers.batch_parts=2"), NUM_LAYERS * 2
+    parts, norms = (*whole, "overlap.layers.batch_split=2"), NUM_LAYERS * 2
     assert compiled(*parts)[1] - compiled(*whole)[1] == {"all-reduce": norms * 32}
     assert compiled(*parts)[0] - compiled(*whole)[0] == {
         "all-gather": NUM_LAYERS * 6, "all-reduce": NUM_LAYERS * (2 + 5) + norms,

@@ -130,7 +130,7 @@ SPLIT_STREAMS = {
         "loss.max_logits_share=0.0",
     ),
 }  # fmt: skip
-RINGS, PARTS = "parallel.matmul=collective_matmul", "overlap.layers.batch_parts=2"
+RINGS, PARTS = "parallel.matmul=collective_matmul", "overlap.layers.batch_split=2"
 IN_RINGS = {
     "rings, fsdp_tensor 2x4": (BOTH, RINGS, "mesh.fsdp=2", "mesh.tensor=4"),
     "rings, gpt2's parts, tensor 4x2, remat full": (
@@ -144,7 +144,7 @@ IN_RINGS = {
 IN_PARTS = {
     "2 parts, fsdp_tensor 4x2, remat full": (BOTH, PARTS, "remat=full"),
     "4 parts, rings, tensor 4x2, save_dots": (
-        TENSOR, "overlap.layers.batch_parts=4", RINGS, "mesh.data=4", "mesh.tensor=2", "remat=save_dots",
+        TENSOR, "overlap.layers.batch_split=4", RINGS, "mesh.data=4", "mesh.tensor=2", "remat=save_dots",
     ),
     "2 parts, prefetch 2 in turns of 2, hsdp 2x4, in backward": (
         HSDP, PARTS, PREFETCH, IN_BACKWARD, "mesh.replica=2", "overlap.layers.prefetch=2", "overlap.layers.unroll=2",

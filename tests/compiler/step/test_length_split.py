@@ -18,7 +18,7 @@ from meshloom.models import Stack, build_piece
 from meshloom.runtime.train.rows import local_rows, to_devices
 from support.helpers import gradients_of, programs_of, tiered
 
-OTHERS = "{logical: [residual_length, vocab, embed, mlp, heads, kv_heads, head_dim], mesh: []}"
+OTHERS = "{logical: [sequence_parallel_length, vocab, embed, mlp, heads, kv_heads, head_dim], mesh: []}"
 OVER_CONTEXT = ("target=cpu-4", "sharding=fsdp", "mesh.fsdp=2", "mesh.context=2",
                 "sharding.activations=[{logical: [batch], mesh: [replica, data, fsdp]}, "
                 f"{{logical: [length], mesh: [context]}}, {OTHERS}]")  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from meshloom.compiler.analysis.collective_placement import NO_BOX, NO_SLICES, crossing_of
+from meshloom.compiler.analysis.collective_placement import NO_BOX, NO_SLICES, place_collective
 from meshloom.compiler.target.device_links import link_of_devices, send_between
 from meshloom.compiler.target.links import collective_seconds
 from meshloom.compiler.target.placement import Placement
@@ -136,25 +136,26 @@ def test_halves_of_an_axis_are_faster_than_the_axis():
     whole = tuple(map(tuple, groups_over(placement, {"fsdp"})))
     halves = tuple(half for group in whole for half in (group[:8], group[8:]))
     pairs = tuple(group[i : i + 2] for group in whole for i in range(0, 16, 2))
-    found = crossing_of(collective("all-gather", halves), placement)
+    found = place_collective(collective("all-gather", halves), placement)
     assert (found.mesh_axes, found.group_size, found.kind) == (("fsdp",), 8, "ICI")
     assert found.alone_seconds == pytest.approx(1e9 * 7 / 8 / 45e9 + 7e-6)
-    assert crossing_of(collective("all-gather", pairs), placement).alone_seconds == pytest.approx(0.5e9 / 45e9 + 1e-6)
-    of_whole = crossing_of(collective("all-gather", whole), placement).alone_seconds
+    of_pairs = place_collective(collective("all-gather", pairs), placement).alone_seconds
+    assert of_pairs == pytest.approx(0.5e9 / 45e9 + 1e-6)
+    of_whole = place_collective(collective("all-gather", whole), placement).alone_seconds
     assert of_whole == pytest.approx(1e9 * 15 / 16 / 90e9 + 8e-6)
 
 
 def test_what_no_rule_prices_is_unknown_with_a_reason():
     placement = placed("v5e-16", fsdp=4, tensor=4)
-    corner = crossing_of(collective("all-gather", ((0, 1, 4), (5, 6, 10))), placement)
+    corner = place_collective(collective("all-gather", ((0, 1, 4), (5, 6, 10))), placement)
     assert (corner.alone_seconds, corner.why) == (None, NO_BOX)
     slices = placed("v5e-16", 4, replica=4, fsdp=16)
-    some = crossing_of(collective("all-reduce", (), num_slices=2), slices)
+    some = place_collective(collective("all-reduce", (), num_slices=2), slices)
     assert (some.alone_seconds, some.why) == (None, NO_SLICES)
 
 
 def test_across_slices_each_device_meets_those_at_its_place():
     slices = placed("v5e-16", 2, replica=2, fsdp=16)
-    found = crossing_of(collective("all-reduce", (), num_slices=2), slices)
+    found = place_collective(collective("all-reduce", (), num_slices=2), slices)
     assert (found.mesh_axes, found.group_size, found.kind, found.links) == (("replica",), 2, "DCN", ("DCN",))
     assert found.alone_seconds == pytest.approx(2 * (1e9 / 2 / 3.125e9 + 10e-6))

@@ -208,7 +208,7 @@ def test_a_ring_is_a_ring_of_neighbours():
 
 
 def test_devices_of_another_shape_are_an_error():
-    with pytest.raises(ConfigError, match="not shaped as v5e-32"):
+    with pytest.raises(ConfigError, match="do not have the shape of v5e-32"):
         placed("v5e-32", fsdp=32).ordered(_topology(cached_target_of("v5e-16")))
 
 

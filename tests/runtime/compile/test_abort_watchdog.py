@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshloom.runtime.compile.abort_watchdog import read_last_words
+from meshloom.runtime.compile.abort_watchdog import read_abort_reason
 from meshloom.runtime.compile.step_compiler import check_did_not_abort
 from meshloom.runtime.core.failures import RunFailed
 
@@ -46,7 +46,7 @@ def test_an_abort_is_told_with_what_was_compiled_and_kept(tmp_path):
     assert problem == f"error: the compiler: aborted while compiling 2 of 3: scan: {WHY}"
     assert fix.startswith(f"  fix: see {tmp_path / 'log'}")
     kept_in = tmp_path / "cache" / "kept"
-    assert read_last_words(kept_in) == WHY
+    assert read_abort_reason(kept_in) == WHY
     with pytest.raises(RunFailed, match=re.escape(f"aborted on this program before: {WHY}")):
         check_did_not_abort(kept_in)
 

@@ -19,7 +19,7 @@ from conftest import SMALL, plan_of, spec_of
 from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.analysis.exposure import TOO_EXPOSED
 from meshloom.compiler.analysis.program_memory import PeakMemory
-from meshloom.compiler.analysis.program_text import NO_PROGRAM, Unread
+from meshloom.compiler.analysis.program_text import NO_PROGRAM, Unavailable
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError
@@ -327,7 +327,7 @@ def test_a_text_that_cannot_be_read_costs_no_artifact(
 
 def test_a_schedule_that_cannot_be_read_delivers_no_demand(lowered_step, built):
     plan = plan_of(*TINY, "target=h100-8", "overlap.max_exposed=0.99")
-    unread = Unread("the program's text cannot be read: line 7")
+    unread = Unavailable("the program's text cannot be read: line 7")
     report = report_of(CompiledStep(plan, estimate_step(plan), lowered_step, built, unread, unread))
     assert TOO_EXPOSED in [finding.rule for finding in report.findings]
     assert report.unknown["step"] == unread.why
