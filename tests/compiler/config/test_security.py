@@ -92,7 +92,7 @@ def test_a_namespace_package_with_one_part_outside_is_refused(folder, monkeypatc
         (place / "tracing_space").mkdir(parents=True)
         monkeypatch.syspath_prepend(place)
     monkeypatch.setattr(site, "PREFIXES", [*site.PREFIXES, str(folder / "venv")])
-    with pytest.raises(ConfigError, match=r"not of an installed package \(tracing_space\)"):
+    with pytest.raises(ConfigError, match=r"not from an installed package \(tracing_space\)"):
         check_importable("tracing_space.evil", "model.family")
 
 

@@ -248,7 +248,7 @@ def test_a_state_that_overflowed_behind_a_finite_loss_is_not_saved(tmp_path):
         "train", *run, *("optimizer.learning_rate=3e38", "optimizer.weight_decay=10"), "hydra.run.dir=run", cwd=tmp_path
     )
     assert done.returncode == NONFINITE
-    assert "error: step 1: the state behind it holds NaN or infinity" in done.stderr
+    assert "error: step 1: the state after it has NaN or infinity" in done.stderr
     assert metrics_of(tmp_path / "run")[0]["loss"] is not None
     assert finished_steps(tmp_path / "run") == []
 

@@ -291,7 +291,7 @@ def test_points_of_a_sweep_do_not_share_a_directory(tmp_path, monkeypatch):
     done = run_in_process("train", "-m", "seed=1,2", "num_steps=3,4", "hydra.sweep.subdir=${seed}", cwd=tmp_path)
     assert done.returncode == 2
     assert len(lines) == 2
-    assert done.stderr.count("error: hydra.sweep.subdir: several points of the sweep have the same directory") == 2
+    assert done.stderr.count("error: hydra.sweep.subdir: several points of the sweep would share the directory") == 2
     assert "2 of 4 runs done" in done.stdout
 
 

@@ -44,9 +44,9 @@ def test_a_run_directory_in_use_is_refused_and_left_as_it_is(tmp_path, monkeypat
 
 def test_a_compile_holds_its_run_directory_as_a_run_does(tmp_path):
     plan, nothing = plan_of("target=cpu-2"), Console(is_quiet=True)
-    with alone(tmp_path, BUSY), pytest.raises(ConfigError, match="another run is going on"):
+    with alone(tmp_path, BUSY), pytest.raises(ConfigError, match="another run is in progress"):
         compile_step(CompileJob(plan, []), tmp_path, request=Request(()), model=None, console=nothing)
-    with alone(tmp_path, BUSY), pytest.raises(ConfigError, match="another run is going on"):
+    with alone(tmp_path, BUSY), pytest.raises(ConfigError, match="another run is in progress"):
         train(Job(plan, NO_DATA), tmp_path, overrides=(), console=nothing, processes=Processes())
 
 
@@ -58,7 +58,7 @@ def test_a_folder_is_held_within_the_with_and_no_longer(tmp_path):
     with alone(tmp_path, BUSY):
         with pytest.raises(ConfigError, match="is busy"), alone(tmp_path, BUSY):
             pass
-        with pytest.raises(ConfigError, match="another run is going on"):
+        with pytest.raises(ConfigError, match="another run is in progress"):
             check_is_free(tmp_path)
     check_is_free(tmp_path)
     with alone(tmp_path, BUSY):
