@@ -350,7 +350,7 @@ def test_compiler_options_reach_the_compiler(tmp_path):
 
 
 def test_compile_takes_no_artifact():
-    with pytest.raises(ConfigError, match="compile makes an artifact and takes none"):
+    with pytest.raises(ConfigError, match="compile writes an artifact and cannot load one"):
         prepare_compile(spec_of(*TINY, "artifact=somewhere"))
 
 
