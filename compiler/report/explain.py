@@ -43,7 +43,7 @@ def explain(plan: Plan, console: Console) -> None:
         console.line(("unknown", "yellow"), f" {one}")
     for each in plan.operations:
         if not each.chosen.is_trivial:
-            name = "" if each.site.name == each.op.kind else f" {each.site.name}"
+            name = "" if each.site.name in (each.op.kind, each.op.title) else f" {each.site.name}"
             console.line((each.op.title, "bold"), f"{name} {each.how}")
     for warning in plan.warnings:
         for line in warning.as_warning().split("\n"):
