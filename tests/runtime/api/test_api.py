@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -275,10 +276,17 @@ def test_a_run_goes_on_where_it_was_and_gives_the_bits_of_one_that_was_not_left(
 
 @pytest.mark.ci
 def test_ctrl_c_stops_a_run_in_order(tmp_path):
-    timer = threading.Timer(8.0, lambda: signal.raise_signal(signal.SIGINT))
-    timer.start()
+    rows = tmp_path / "run" / "metrics.jsonl"
+
+    def interrupt() -> None:
+        while not (rows.exists() and rows.read_text().count("\n") > 2):  # sooner, it would interrupt the compile
+            time.sleep(0.1)
+        signal.raise_signal(signal.SIGINT)
+
+    asking = threading.Thread(target=interrupt, daemon=True)
+    asking.start()
     run = meshloom.train(*TINY, "num_steps=1000000", "schedule=constant", run_dir=tmp_path / "run")
-    timer.join()
+    asking.join()
     assert run.stopped_by == "SIGINT"
     assert 0 < len(run.metrics) < 1_000_000
     assert (tmp_path / f"run/checkpoints/{len(run.metrics)}").is_dir()
