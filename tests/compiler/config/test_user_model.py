@@ -185,6 +185,8 @@ def test_a_wrong_model_is_one_error_that_says_what_is_wrong(plan_with, case):
 def test_an_exit_in_any_other_code_is_no_success(monkeypatch, capsys):
     """Wherever it is: what runs a command is asked for its code, and has none to give."""
     monkeypatch.setattr(cli, "run", lambda args: sys.exit(0))
+    monkeypatch.setattr(cli, "hear_interrupts", lambda: None)  # this process stays that of the tests
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2
