@@ -110,18 +110,17 @@ class MatmulOp(ParallelOp):
 
 def _split_over(site: OpSite, inputs: OpInputs) -> Axes:
     """Mesh axes that split what is contracted, by the layout of the activation that x is."""
-    layouts = {plan.array.path: plan for plan in inputs.sharding.activations}
-    x, product = site.operands[0].activation, _product(site)
+    x, product = inputs.activation(site.operands[0].activation), _product(site)
     if x is None:
         return ()
-    dimensions = zip(product.letters, layouts[x].dimensions, strict=True)
+    dimensions = zip(product.letters, x.dimensions, strict=True)
     return tuple(axis for letter, d in dimensions if letter in product.contracted for axis in d.axes)
 
 
 def _result_length_axes(site: OpSite, inputs: OpInputs) -> Axes:
     """Mesh axes that split the length of the result, by its layout."""
-    layouts = {plan.array.path: plan for plan in inputs.sharding.activations}
-    return layouts[site.name].dimensions[LENGTH].axes if site.name in layouts else ()
+    result = inputs.activation(site.name)
+    return result.dimensions[LENGTH].axes if result else ()
 
 
 def _refusal(site: OpSite, inputs: OpInputs, split_over: Axes) -> str | None:

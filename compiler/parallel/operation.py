@@ -25,6 +25,7 @@ from ..core.collectives import CollectiveKind
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.partition_spec import Axes, keep_axes
 from ..sharding.arrays import Arrays, OpSite
+from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
@@ -129,6 +130,10 @@ class OpInputs:
     def auto_axes(self) -> Axes:
         """Mesh axes that split matmuls and not the batch: the partitioner's."""
         return self.mesh.besides(self.sharding.batch_axes)
+
+    def activation(self, name: str | None) -> ArrayPlan | None:
+        """The layout of the activation of this name; None where the model names none so."""
+        return next((plan for plan in self.sharding.activations if plan.array.path == name), None)
 
     def auto_spec(self, *logical: str | None) -> PartitionSpec:
         """How an activation of these logical axes lies over the auto axes, by the rules for activations."""
