@@ -1,0 +1,85 @@
+"""What a sweep leaves behind: `sweep.json`, what was asked for, and `sweep.jsonl`, a row for each point that has ended.
+
+`meshloom tune` writes the same two files, so that one table and one page show both.
+"""
+
+from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt
+
+from meshloom.models.config import Record
+
+SCHEMA_VERSION = 1  # of sweep.json and sweep.jsonl
+
+SWEEP_FILE = "sweep.json"
+ROWS_FILE = "sweep.jsonl"
+
+# done: it has figures. refused: the declaration is wrong. does_not_fit: it needs more memory than a chip has.
+# failed: the compiler or the run failed. aborted: the process died. timed_out: it took longer than it may.
+# out_of_memory: this machine's memory was used up. discarded: a sieve of `meshloom tune` left it out.
+Status = Literal[
+    "done", "refused", "does_not_fit", "failed", "aborted", "timed_out", "out_of_memory", "discarded"
+]  # fmt: skip
+Basis = Literal["estimate", "schedule", "measured"]  # without a compiler; of the compiled program; of a run
+
+
+class Figures(Record):
+    """Figures of one point. Seconds are of one step, bytes of one chip; None: not known, or not of this command."""
+
+    basis: Basis
+    model: str
+    target: str
+    chip: str
+    num_chips: NonNegativeInt
+    mesh: str  # "fsdp=16 x tensor=4"
+    global_batch_size: NonNegativeInt
+    num_microbatches: NonNegativeInt
+    tokens_per_step: NonNegativeInt
+    num_parameters: NonNegativeInt | None = None
+    step_seconds: NonNegativeFloat | None = None
+    compute_seconds: NonNegativeFloat | None = None
+    exposed_seconds: NonNegativeFloat | None = None
+    bubble_seconds: NonNegativeFloat | None = None  # of a pipeline; 0 without one
+    tokens_per_second_per_chip: NonNegativeFloat | None = None
+    mfu: NonNegativeFloat | None = None
+    peak_bytes: NonNegativeInt | None = None
+    limit_bytes: NonNegativeInt | None = None
+    fits: bool | None = None
+    compile_seconds: NonNegativeFloat | None = None
+    cost_per_million_tokens: NonNegativeFloat | None = None  # in the currency of the user's price per chip-hour
+    final_loss: float | None = None  # of training; infinite and NaN are None
+    evaluation_loss: float | None = None
+    last_step: NonNegativeInt | None = None
+
+
+class Row(Record):
+    """One point that has ended.
+
+    overrides: as the user typed them, one for each swept key. directory: of the point, relative to the sweep's; None if
+    it has none. why: of every status but done. fingerprint: of the lowered program with its options, topology and
+    versions; same_as: the index of the point that compiled the same one. swept: the value of each swept key.
+    """
+
+    index: NonNegativeInt
+    overrides: tuple[str, ...]
+    swept: dict[str, Any]
+    status: Status
+    why: str | None = None
+    directory: str | None = None
+    exit_code: int | None = None
+    seconds: NonNegativeFloat | None = None
+    fingerprint: str | None = None
+    same_as: int | None = None
+    figures: Figures | None = None
+
+
+class SweepFile(Record):
+    """What was asked for. overrides: what every point has. axes: swept keys with their values, in the order of typing."""
+
+    schema_version: int
+    command: Literal["explain", "compile", "train", "tune"]
+    overrides: tuple[str, ...]
+    axes: dict[str, list[Any]]
+    num_points: NonNegativeInt | None  # None: a sweeper that chooses as it goes
+    objective: str  # the figure that the table is sorted by: step_seconds
+    versions: dict[str, str]
