@@ -74,7 +74,7 @@ class Row(Record):
 
 
 class SweepFile(Record):
-    """What was asked for. overrides: what every point has. axes: swept keys with their values, in the order of typing."""
+    """What was asked for. overrides: what every point has. axes: swept keys with their values, in the typed order."""
 
     schema_version: int
     command: Literal["explain", "compile", "train", "tune"]
