@@ -10,21 +10,38 @@ from filelock import FileLock, Timeout
 from meshloom.compiler.core.errors import ConfigError, Problem
 
 LOCK = ".lock"  # a file: network file systems lock no directories
+SECONDS_OF_A_LOOK = 0.2  # `is_held` takes the lock for an instant: that is no reason to refuse a run
 
 
 @contextmanager
 def alone(folder: Path, busy: Problem) -> Iterator[None]:
     """Holds the folder; the system lets go of it when this process dies. Raises ConfigError with `busy` where another
     process holds it."""
-    lock = FileLock(folder / LOCK, blocking=False)
+    lock = FileLock(folder / LOCK, timeout=SECONDS_OF_A_LOOK)
     try:
-        lock.acquire()
+        lock.acquire(poll_interval=SECONDS_OF_A_LOOK / 10)
     except Timeout:
         raise ConfigError([busy]) from None
     try:
         yield
     finally:
         lock.release()
+
+
+def is_held(folder: Path) -> bool:
+    """Returns True while a process holds the folder. Makes nothing, and waits for nobody."""
+    path = folder / LOCK
+    if not path.exists():
+        return False
+    lock = FileLock(path, blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        return True
+    except OSError:  # a folder that may only be read: nobody of this account works in it
+        return False
+    lock.release()
+    return False
 
 
 @contextmanager

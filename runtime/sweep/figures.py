@@ -1,0 +1,134 @@
+"""The figures that points of a sweep are compared by: what each is called, which is better, and how it is written."""
+
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
+from meshloom.compiler.core.format import human_bytes, human_count, human_seconds, human_share, three_digits
+
+from .rows import Figures, Row, SweepFile
+
+_BASES = ("measured", "schedule", "estimate")  # the one that knows most first
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of a point. name: its key. heading: of its column. of: None where it is not known."""
+
+    name: str
+    heading: str
+    better: Literal["less", "more"]
+    human: Callable[[float], str]
+    of: Callable[[Figures], float | None]
+
+
+def _plain(name: str, heading: str, better: Literal["less", "more"], human: Callable[[float], str]) -> Figure:
+    return Figure(name, heading, better, human, lambda figures: getattr(figures, name))
+
+
+def _share(part: str, whole: str) -> Callable[[Figures], float | None]:
+    def share(figures: Figures) -> float | None:
+        numerator, denominator = getattr(figures, part), getattr(figures, whole)
+        return numerator / denominator if numerator is not None and denominator else None
+
+    return share
+
+
+def _bytes(count: float) -> str:
+    return human_bytes(round(count))
+
+
+def _cost(amount: float) -> str:
+    return three_digits(amount)
+
+
+def _loss(loss: float) -> str:
+    return f"{loss:.4f}"
+
+
+_ALL = (
+    _plain("step_seconds", "step", "less", human_seconds),
+    _plain("mfu", "MFU", "more", human_share),
+    _plain("tokens_per_second_per_chip", "tokens/s/chip", "more", human_count),
+    _plain("compute_seconds", "compute", "less", human_seconds),
+    _plain("exposed_seconds", "exposed", "less", human_seconds),
+    Figure("exposed_share", "exposed", "less", human_share, _share("exposed_seconds", "step_seconds")),
+    _plain("bubble_seconds", "bubble", "less", human_seconds),
+    _plain("peak_bytes", "memory", "less", _bytes),
+    Figure("memory_share", "of limit", "less", human_share, _share("peak_bytes", "limit_bytes")),
+    _plain("cost_per_million_tokens", "cost/M tokens", "less", _cost),
+    _plain("final_loss", "loss", "less", _loss),
+    _plain("evaluation_loss", "held-out loss", "less", _loss),
+    _plain("compile_seconds", "compiled in", "less", human_seconds),
+)
+FIGURES = MappingProxyType({figure.name: figure for figure in _ALL})
+# In the table on a terminal, where a point has them; the page and the files have all.
+SHOWN = ("step_seconds", "mfu", "tokens_per_second_per_chip", "exposed_share", "peak_bytes", "memory_share",
+         "cost_per_million_tokens", "final_loss", "evaluation_loss")  # fmt: skip
+
+
+def find_figure(name: str, *, where: str) -> Figure:
+    """Returns a figure by its name. Raises ConfigError, which says where it was named, if there is none."""
+    if name not in FIGURES:
+        raise ConfigError([Problem(where, f"there is no figure '{name}'", use_one_of(name, FIGURES))])
+    return FIGURES[name]
+
+
+def value_of(row: Row, figure: Figure) -> float | None:
+    return figure.of(row.figures) if row.figures else None
+
+
+def in_order(rows: Iterable[Row], figure: Figure) -> list[Row]:
+    """Returns the points that are done, the best first; then the others.
+
+    What was measured comes before what was compiled, and that before what was estimated: `meshloom tune` compiles the
+    best of its estimates, and one of these is its answer.
+    """
+
+    def key(row: Row) -> tuple[bool, int, bool, float, int]:
+        value = value_of(row, figure)
+        basis = _BASES.index(row.figures.basis) if row.figures else len(_BASES)
+        sign = 1 if figure.better == "less" else -1
+        return row.status != "done", basis, value is None, sign * (value or 0), row.index
+
+    return sorted(rows, key=key)
+
+
+def best_of(rows: Iterable[Row], figure: Figure) -> Row | None:
+    """Returns the best point; None where none is done with this figure."""
+    first = next(iter(in_order(rows, figure)), None)
+    return first if first and first.status == "done" and value_of(first, figure) is not None else None
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Returns the indices of the points that no other one beats in both, smaller being better, from the first to the
+    last coordinate: [(1, 5), (2, 6), (3, 1)] -> [0, 2]. Of equal points the first one is taken."""
+    front: list[int] = []
+    for index in sorted(range(len(points)), key=lambda index: points[index]):
+        if not front or points[index][1] < points[front[-1]][1]:
+            front.append(index)
+    return front
+
+
+def swept_keys(file: SweepFile, rows: Sequence[Row]) -> list[str]:
+    """Returns the keys that points differ in, in the typed order; keys of a sweeper that chooses as it goes last."""
+    keys = list(dict.fromkeys([*file.axes, *(key for row in rows for key in row.swept)]))
+    return [key for key in keys if len({typed_value(row, key) for row in rows}) > 1] or keys
+
+
+def typed_value(row: Row, key: str) -> str:
+    """Returns the value of a swept key as it was typed, of "+model@draft=tiny" for the key "model@draft" "tiny"; ""
+    where the point has none."""
+    for text in row.overrides:  # Hydra's parser takes milliseconds for each, and these were parsed by it
+        typed, _, value = text.lstrip("+~").partition("=")
+        if typed == key or typed.partition("@")[0] == key:
+            return value
+    return str(row.swept[key]) if key in row.swept else ""
+
+
+def name_of(row: Row) -> str:
+    """Returns the overrides of a point as one types them."""
+    return shlex.join(row.overrides) if row.overrides else "no override"

@@ -1,0 +1,137 @@
+"""Reads back what a sweep left behind, also of one that is running or was killed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.format import counted
+
+from ..core.exclusive import is_held
+from ..core.files import parse_json
+from .figures import find_figure
+from .rows import ROWS_FILE, SCHEMA_VERSION, SWEEP_FILE, Row, SweepFile
+
+_AGAIN = "type the sweep's command again: it does what is missing"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep's directory. is_running: a process holds it. notes: what its reader should know of its files."""
+
+    directory: Path
+    file: SweepFile
+    rows: tuple[Row, ...]
+    is_running: bool
+    notes: tuple[str, ...]
+
+
+def read_sweep(directory: Path) -> Sweep:
+    """Returns the sweep of a directory. Raises ConfigError where there is none, or its files are damaged.
+
+    A last row that is cut off is left out with a note: its writer was killed, or is writing it.
+    """
+    if not directory.is_dir():
+        what = "this is a file" if directory.is_file() else "there is no such directory"
+        raise ConfigError([Problem(str(directory), what, _near(directory))])
+    file = _sweep_file(directory / SWEEP_FILE)
+    find_figure(file.objective, where=f"{directory / SWEEP_FILE}: objective")
+    rows, notes = _rows(directory / ROWS_FILE)
+    is_running = is_held(directory)
+    num_left = (file.num_points or 0) - len(rows)
+    if is_running:
+        notes.append("the sweep is running" + (f", {counted(num_left, 'point')} left" if num_left > 0 else ""))
+    elif num_left > 0:
+        verb = "has" if num_left == 1 else "have"
+        notes.append(f"{counted(num_left, 'point')} {verb} no row: the sweep was stopped; {_AGAIN}")
+    return Sweep(directory, file, rows, is_running, tuple(notes))
+
+
+def _near(directory: Path) -> str:
+    fix = f"name the directory of a sweep, one with {SWEEP_FILE}"
+    names = [path.name for path in directory.parent.iterdir() if path.is_dir()] if directory.parent.is_dir() else []
+    near = get_close_matches(directory.name, names, n=1)
+    return fix + (f" (did you mean '{directory.parent / near[0]}'?)" if near else "")
+
+
+def _sweep_file(path: Path) -> SweepFile:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError([_no_sweep(path)]) from None
+    except OSError as error:
+        raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror}", "make it readable")]) from None
+    _check_version(path, content)
+    try:
+        return SweepFile.model_validate_json(content)
+    except ValidationError as error:
+        raise ConfigError([_damaged(path, _first(error))]) from None
+
+
+def _no_sweep(path: Path) -> Problem:
+    directory = path.parent
+    what = f"there is no {SWEEP_FILE} in it, so this is not the directory of a sweep"
+    if (directory / "spec.yaml").exists():
+        return Problem(str(directory), f"{what}: it is that of one run", f"try `meshloom runs {directory}`")
+    below = sorted(found.parent for found in directory.glob(f"*/{SWEEP_FILE}"))
+    below = below or sorted(found.parent for found in directory.glob(f"*/*/{SWEEP_FILE}"))
+    near = f"the newest sweep in it is {below[-1]}" if below else "`meshloom runs` lists the sweeps of this machine"
+    return Problem(str(directory), what, near)
+
+
+def _check_version(path: Path, content: bytes) -> None:
+    try:
+        value = parse_json(content)
+    except ValueError:
+        raise ConfigError([_damaged(path, "it is not valid JSON")]) from None
+    found = value.get("schema_version") if isinstance(value, dict) else None
+    if found is None:
+        raise ConfigError([_damaged(path, "it has no schema_version")])
+    if found != SCHEMA_VERSION:
+        what = f"schema_version is {found}, and this version of meshloom reads {SCHEMA_VERSION}"
+        raise ConfigError([Problem(str(path), what, "make the sweep again, or use the version that wrote it")])
+
+
+def _rows(path: Path) -> tuple[tuple[Row, ...], list[str]]:
+    """Returns the rows by index, the last one of each index, and notes about lines that are none."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return (), []
+    except OSError as error:
+        raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror}", "make it readable")]) from None
+    whole, _, rest = content.rpartition(b"\n")
+    found = list(_whole_rows(path, whole))
+    notes = []
+    if rest:
+        try:
+            found.append(Row.model_validate_json(rest))
+        except ValidationError:
+            notes.append(f"the last row of {path} is cut off, and left out")
+    rows = {row.index: row for row in found}
+    if len(rows) < len(found):
+        notes.append(f"{counted(len(found) - len(rows), 'row')} of {path} came again later; the latest ones are shown")
+    return tuple(rows[index] for index in sorted(rows)), notes
+
+
+def _whole_rows(path: Path, content: bytes) -> Iterator[Row]:
+    for number, line in enumerate(content.split(b"\n") if content else (), start=1):
+        try:
+            yield Row.model_validate_json(line)
+        except ValidationError as error:
+            raise ConfigError([_damaged(path, f"line {number}: {_first(error)}")]) from None
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    message = f"{first['msg'][0].lower()}{first['msg'][1:]}"
+    return f"{where}: {message}" if where else message
+
+
+def _damaged(path: Path, how: str) -> Problem:
+    fix = _AGAIN if path.name == SWEEP_FILE else f"remove that line, and {_AGAIN}"
+    return Problem(str(path), f"is damaged: {how}", fix)

@@ -1,0 +1,174 @@
+"""The table at the end of a sweep: its points on a terminal, the best first."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from meshloom.compiler.core.console import Column, Console, Table
+from meshloom.compiler.core.format import counted
+
+from .figures import FIGURES, SHOWN, Figure, best_of, find_figure, in_order, name_of, swept_keys, typed_value, value_of
+from .rows import Row, Status, SweepFile
+
+NUM_SHOWN = 20  # the best of a longer sweep
+NUM_REASONS = 12
+MOST_POINT_WIDTH = 36  # before it is folded, where the figures leave no more
+LEFT_OUT_FIRST = ("tokens_per_second_per_chip", "peak_bytes", "mfu", "evaluation_loss")  # where a terminal is narrow
+STATUS_TEXT: dict[Status, str] = {
+    "done": "done", "refused": "refused", "does_not_fit": "does not fit", "failed": "failed", "aborted": "aborted",
+    "timed_out": "timed out", "out_of_memory": "out of this machine's memory", "discarded": "discarded",
+}  # fmt: skip
+
+
+def show_table(
+    console: Console,
+    file: SweepFile,
+    rows: Sequence[Row],
+    *,
+    sort: str | None = None,
+    is_whole: bool = False,
+    directory: Path | None = None,
+) -> None:
+    """Shows the points, the best first, then how many came to what, and why.
+
+    sort: the figure to sort by; None: the sweep's objective. is_whole: every point, else the best of a long sweep.
+    directory: the sweep's, as one types it.
+    Raises ConfigError where `sort` is not a figure.
+    """
+    figure = find_figure(sort or file.objective, where="--sort" if sort else "objective")
+    if not rows:
+        console.line("no point has ended")
+        return
+    ordered = in_order(rows, figure)
+    shown = ordered if is_whole or len(ordered) <= NUM_SHOWN else _best(ordered)
+    best = best_of(rows, figure)
+    _show_common(console, file)
+    console.table(_table(file, rows, shown, best, figure, console.width))
+    if len(shown) < len(ordered):
+        how = f"`meshloom sweep {directory or 'DIR'} --all` shows them"
+        console.line(f"... {counted(len(ordered) - len(shown), 'more point')}: {how}")
+    _show_counts(console, rows)
+    if best:
+        value = value_of(best, figure)
+        assert value is not None
+        place = f", in {_place(best.directory, directory)}" if best.directory else ""
+        console.line("best by ", (figure.name, "bold"), ": ", (name_of(best), "bold green"),
+                     f" at {figure.human(value)}{place}")  # fmt: skip
+    else:
+        console.line(f"no point is done with {figure.name}")
+
+
+def _place(of_point: str, of_sweep: Path | None) -> str:
+    return str(of_sweep / of_point) if of_sweep else of_point
+
+
+def _best(ordered: Sequence[Row]) -> Sequence[Row]:
+    """Returns the best points; of a sweep where none is done, the first ones with their reasons."""
+    done = [row for row in ordered if row.status == "done"]
+    return (done or ordered)[:NUM_SHOWN]
+
+
+def _show_common(console: Console, file: SweepFile) -> None:
+    if file.overrides:
+        console.line(f"every point of meshloom {file.command} has ", (" ".join(file.overrides), "bold"))
+
+
+def _table(
+    file: SweepFile, rows: Sequence[Row], shown: Sequence[Row], best: Row | None, figure: Figure, width: int
+) -> Table:
+    """Returns a column for each key where the terminal is wide enough; else one for all of them, which is folded, and
+    fewer figures."""
+    keys = swept_keys(file, rows)
+    tail = _tail(shown, figure)
+
+    def cells(row: Row, names: Sequence[str]) -> list[tuple[str, str]]:
+        style = "bold green" if row is best else "" if row.status == "done" else "dim"
+        texts = ["*" if row is best else "", *names, *(one.text(row) for one in tail)]
+        return [(text, style) for text in texts]
+
+    columns = [Column(), *(Column(key) for key in keys), *(one.column for one in tail)]
+    made = [cells(row, [typed_value(row, key) for key in keys]) for row in shown]
+    if _width(columns, made) <= width:
+        return Table(columns, made)
+    longest = max(len(f"{key}={typed_value(row, key)}") for row in shown for key in keys or [""])
+    least = min(longest, MOST_POINT_WIDTH)
+    for name in LEFT_OUT_FIRST:
+        texts = [[(one.text(row), "") for one in tail] for row in shown]
+        if _width([one.column for one in tail], texts) + least + 5 > width and name != figure.name:
+            tail = [one for one in tail if one.name != name]
+    point = Column("point", overflow="fold", min_width=least)
+    folded = [cells(row, [_varying(row, keys)]) for row in shown]
+    return Table([Column(), point, *(one.column for one in tail)], folded)
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """A column after those of the keys. name: its figure, or what else it shows."""
+
+    name: str
+    column: Column
+    text: Callable[[Row], str]
+
+
+def _tail(shown: Sequence[Row], figure: Figure) -> list[_Tail]:
+    names = [*SHOWN, *([figure.name] if figure.name not in SHOWN else [])]
+    figures = [FIGURES[name] for name in names if any(value_of(row, FIGURES[name]) is not None for row in shown)]
+    tail = [_Tail(one.name, Column(one.heading, "right"), partial(_figure_text, figure=one)) for one in figures]
+    if len({row.figures.basis for row in shown if row.figures}) > 1:
+        tail.append(_Tail("basis", Column("by"), lambda row: row.figures.basis if row.figures else ""))
+    if any(row.status != "done" for row in shown):
+        tail.append(_Tail("status", Column("status"), lambda row: STATUS_TEXT[row.status]))
+    return tail
+
+
+def _figure_text(row: Row, figure: Figure) -> str:
+    value = value_of(row, figure)
+    return "" if value is None else figure.human(value)
+
+
+def _varying(row: Row, keys: Sequence[str]) -> str:
+    return " ".join(f"{key}={typed_value(row, key)}" for key in keys)
+
+
+def _width(columns: Sequence[Column], rows: Sequence[Sequence[tuple[str, str]]]) -> int:
+    longest = [max(len(column.name), *(len(row[n][0]) for row in rows)) for n, column in enumerate(columns)]
+    return sum(longest) + 2 * (len(columns) - 1)
+
+
+def _show_counts(console: Console, rows: Sequence[Row]) -> None:
+    """Shows how many points came to what, and of those that are not done the reasons, the most frequent first."""
+    statuses = Counter(row.status for row in rows)
+    counts = ", ".join(
+        f"{number:,} {came_to(status, number)}" for status in STATUS_TEXT if (number := statuses[status])
+    )
+    console.line(f"{counted(len(rows), 'point')}: {counts}")
+    reasons = count_reasons(rows)
+    for status, why, number in reasons[:NUM_REASONS]:
+        console.line(f"  {number:,} {came_to(status, number)}: {why}")
+    if len(reasons) > NUM_REASONS:
+        console.line(f"  and {counted(len(reasons) - NUM_REASONS, 'more reason')}: --json has all")
+
+
+def came_to(status: Status, number: int) -> str:
+    """Returns what so many points came to: ("does_not_fit", 2) -> "do not fit"."""
+    return "do not fit" if status == "does_not_fit" and number != 1 else STATUS_TEXT[status]
+
+
+def count_reasons(rows: Sequence[Row]) -> list[tuple[Status, str, int]]:
+    """Returns the statuses and reasons of points that are not done, the most frequent first. Reasons that differ only
+    in their numbers are one, shown as its first: "30.1 GiB of 15.75 GiB" and "17.2 GiB of 15.75 GiB"."""
+    first: dict[tuple[Status, str], str] = {}
+    counts: Counter[tuple[Status, str]] = Counter()
+    for row in rows:
+        if row.status != "done":
+            why = row.why or "no reason is recorded"
+            key = row.status, re.sub(r"[\d.,]+", "0", why)
+            first.setdefault(key, why)
+            counts[key] += 1
+    return [
+        (key[0], first[key] + (", and alike" if number > 1 and first[key] != key[1] else ""), number)
+        for key, number in counts.most_common()
+    ]

@@ -1,0 +1,85 @@
+"""The table of a sweep on a terminal: the best first, the figures that matter, and reasons counted."""
+
+import io
+import re
+
+import pytest
+
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.runtime.sweep.rows import Row
+from meshloom.runtime.sweep.table import NUM_SHOWN, count_reasons, show_table
+from support.sweeps import GIB, figures, point, sweep_file
+
+NASTY = "[bold]b[/] \x1b[2J <i>"
+
+
+def _shown(rows: list[Row], *, width: int = 160, **more) -> list[str]:
+    out = io.StringIO()
+    show_table(Console(out, width=width), sweep_file(rows), rows, **more)
+    return out.getvalue().splitlines()
+
+
+def _many(number: int) -> list[Row]:
+    return [
+        point(n, {"mesh.fsdp": n, "remat": "full"}, figures=figures(step_seconds=1 + (n * 7 % number) / number))
+        if n % 3
+        else point(n, {"mesh.fsdp": n, "remat": "full"}, status="does_not_fit", why=f"needs {n}.5 GiB of 16.0 GiB")
+        for n in range(number)
+    ]
+
+
+def test_points_are_sorted_by_the_objective_and_the_best_is_marked():
+    lines = _shown([point(n, {"mesh.fsdp": n}, figures=figures(step_seconds=s)) for n, s in enumerate((3, 1, 2))])
+    assert lines[1].split() == ["mesh.fsdp", "step", "MFU", "tokens/s/chip", "exposed", "memory", "of", "limit"]
+    assert [line.split()[0] for line in lines[2:5]] == ["*", "2", "0"]
+    assert lines[2].split()[1:] == ["1", "1.00", "s", "40.0", "%", "4.10", "k", "20.0", "%", "8.0", "GiB", "50.0", "%"]
+    assert lines[-1] == "best by step_seconds: mesh.fsdp=1 at 1.00 s, in mesh.fsdp=1"
+
+
+def test_it_can_be_sorted_by_any_figure_which_is_then_shown():
+    rows = [point(n, {"a": n}, figures=figures(compile_seconds=float(9 - n))) for n in range(3)]
+    lines = _shown(rows, sort="compile_seconds")
+    assert "compiled in" in lines[1]
+    assert lines[2].split()[:2] == ["*", "2"]
+    with pytest.raises(ConfigError, match=r"--sort: there is no figure 'mfuu'"):
+        _shown(rows, sort="mfuu")
+
+
+def test_a_long_sweep_shows_its_best_and_counts_the_rest():
+    rows = _many(3000)
+    lines = _shown(rows)
+    steps = [float(re.search(r"([\d.]+) s ", line)[1]) for line in lines if re.match(r"[* ] +\d+ +[\d.]+ s", line)]  # type: ignore[index]
+    assert len(steps) == NUM_SHOWN
+    assert steps == sorted(steps)
+    assert "... 2,980 more points: `meshloom sweep DIR --all` shows them" in lines
+    assert "3,000 points: 2,000 done, 1,000 do not fit" in lines
+    assert "  1,000 do not fit: needs 0.5 GiB of 16.0 GiB, and alike" in lines
+    assert len(_shown(rows, is_whole=True)) > 3000
+
+
+def test_reasons_that_differ_in_numbers_alone_are_one():
+    rows = [point(n, {"a": n}, status="refused", why=f"{n} does not divide 8") for n in (3, 5)]
+    rows += [point(9, {"a": 9}, status="failed", why="it had to")]
+    assert count_reasons(rows) == [("refused", "3 does not divide 8, and alike", 2), ("failed", "it had to", 1)]
+
+
+def test_where_nothing_is_done_it_says_so():
+    lines = _shown([point(n, {"a": n}, status="failed") for n in range(2)])
+    assert lines[-1] == "no point is done with step_seconds"
+    assert "  2 failed: it had to" in lines
+    assert _shown([]) == ["no point has ended"]
+
+
+def test_a_sweep_over_no_key_has_one_row():
+    assert any(line.startswith("*") for line in _shown([point(0, {})]))
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_values_stay_whole_and_act_on_nothing(width):
+    rows = [point(n, {"optimizer.learning_rate": f"{n}e-3", "notes.name": NASTY}, figures=figures(peak_bytes=n * GIB))
+            for n in range(3)]  # fmt: skip
+    text = "\n".join(_shown(rows, width=width))
+    assert "\x1b" not in text
+    assert all(f"{n}e-3" in text for n in range(3))
+    assert max(map(len, text.splitlines()[1:5])) <= width
