@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from meshloom.models.config import Config
 
-from ..core.config_types import NumBytes, Text
+from ..core.config_types import NumBytes, Text, UpToOne
 
 Shape = tuple[PositiveInt, ...]
 
@@ -28,6 +28,14 @@ class PeakFlops(Config):
     float8: PositiveFloat | None
 
 
+class Efficiency(Config):
+    """Shares of the peaks that compiled programs reach, over whole steps; what an estimate of time rests on."""
+
+    matmul: UpToOne
+    attention: UpToOne
+    memory: UpToOne
+
+
 class ChipSpec(Config):
     name: Text
     device_kind: Text  # JAX's name of its devices
@@ -40,6 +48,7 @@ class ChipSpec(Config):
     host_bytes: NumBytes | None  # the chip's share of its host's memory; None: hosts differ
     vector_memory_bytes: NumBytes  # on the chip: a TPU's VMEM, a GPU's shared memory
     clock_hz: PositiveFloat  # clock of the cycles that XLA estimates
+    efficiency: Efficiency
     sources: dict[str, str]  # by figure: a page or a document
 
 

@@ -9,6 +9,7 @@ from .communication import PlannedCollective, plan_communication
 from .liveness import Class, find_peak, host_bytes
 from .read_step import read_step
 from .roofline import find_unknown, plan_roofline
+from .step_time import TimeEstimate, estimate_time
 
 HOST_UNKNOWN = "the memory of the target's hosts is not known (target.chip.host_bytes)"
 
@@ -47,11 +48,13 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """unknown: primitives of the step whose arithmetic, traffic or layout is not known."""
+    """time: None where figures of the target, or an operation's arithmetic, are not known. unknown: primitives of the
+    step whose arithmetic, traffic or layout is not known."""
 
     memory: MemoryEstimate
     communication: tuple[PlannedCollective, ...]
     roofline: tuple[RooflinePart, ...]
+    time: TimeEstimate | None
     unknown: tuple[UnknownPrimitive, ...]
 
     @property
@@ -81,6 +84,6 @@ def estimate_step(plan: Plan) -> StepEstimate:
         host_bytes=host_bytes(program),
         host_limit_bytes=plan.target.host_bytes_per_device,
     )
-    return StepEstimate(
-        memory, plan_communication(plan, program), plan_roofline(plan, program), find_unknown(plan, program)
-    )
+    unknown = find_unknown(plan, program)
+    time = None if any(one.why for one in unknown) else estimate_time(plan, program)
+    return StepEstimate(memory, plan_communication(plan, program), plan_roofline(plan, program), time, unknown)

@@ -1,7 +1,7 @@
 """Estimates the peak memory of a step without a compiler, by a walk over the fused program that counts live arrays."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,50 +24,87 @@ class Peak:
         return sum(self.num_bytes.values())
 
 
+@dataclass(frozen=True)
+class LiveArray:
+    """An array that lives somewhere: value `index` of `program`, which may be the body of a loop."""
+
+    program: Program
+    index: int
+    kind: Class
+
+    @property
+    def num_bytes(self) -> int:
+        return self.program.sizes[self.index]
+
+
+@dataclass(frozen=True)
+class LiveSet:
+    """The arrays that live while one operation runs, besides the program's arguments. at: the operation's scope."""
+
+    arrays: tuple[LiveArray, ...]
+    at: str
+
+
 def find_peak(program: Program) -> Peak:
     """Returns the peak of a step besides its arguments. Its results replace donated arguments."""
+    highest, peak = 0, Peak({}, "")
+    for one in live_sets(program):
+        if (num_bytes := sum(array.num_bytes for array in one.arrays)) > highest:
+            total: Counter[Class] = Counter()
+            for array in one.arrays:
+                total[array.kind] += array.num_bytes
+            highest, peak = num_bytes, Peak(dict(total), one.at)
+    return peak
+
+
+def live_sets(program: Program) -> Iterator[LiveSet]:
+    """Yields what lives at each operation of a step, in loops at each of the body's."""
     fused = fuse(program, is_loop=False)
     free = set(program.inputs) | {i for i in fused.outputs if i is not None}
-    return _walk(fused, unowned=free, reusable=set(program.inputs))
+    yield from _walk(fused, unowned=free, reusable=set(program.inputs))
 
 
 def host_bytes(program: Program) -> int:
     """Returns the bytes per device in host memory: what loops stack there, a body's in addition to its loop's. What an
     iteration moves to the host goes straight into the stack."""
+    return max(sum(p.host_sizes[i] for p, i in arrays) for arrays in host_sets(program))
+
+
+def host_sets(program: Program) -> Iterator[tuple[tuple[Program, int], ...]]:
+    """Yields what may lie in host memory at once: values with the program that they belong to."""
     loops = [each for each in program.operations if each.body is not None]
-    own = sum(program.host_sizes[i] for each in loops for i in each.outputs)
-    return own + max((host_bytes(each.body) for each in loops if each.body is not None), default=0)
+    own = tuple((program, i) for each in loops for i in each.outputs if program.host_sizes[i])
+    yield own
+    for each in loops:
+        if each.body is not None:
+            yield from (own + inner for inner in host_sets(each.body))
 
 
-def _walk(fused: Fused, *, unowned: set[int], reusable: set[int]) -> Peak:
-    """Returns the peak of a walk. unowned: arrays that the caller counts. reusable: the ones that may be
+def _walk(fused: Fused, *, unowned: set[int], reusable: set[int]) -> Iterator[LiveSet]:
+    """Yields the live arrays of a walk. unowned: arrays that the caller counts. reusable: the ones that may be
     overwritten."""
-    sizes = fused.program.sizes
+    program = fused.program
     last_read = {i: n for n, step in enumerate(fused.steps) for i in step.reads}
     for i in fused.outputs:
         if i is not None:
             last_read[i] = len(fused.steps)
-    live: dict[int, tuple[Class, int]] = {}  # class and bytes
-    peak = Peak({}, "")
+    live: dict[int, LiveArray] = {}
     for n, step in enumerate(fused.steps):
         dying = [i for i in step.reads if last_read[i] == n]
-        overwritten = _overwritten(step, dying, sizes, set(live) | reusable)
-        inner = _inside(step.operation) if step.operation.body else Peak({}, "")
+        overwritten = _overwritten(step, dying, program.sizes, set(live) | reusable)
         for i in step.writes:
             old = overwritten.get(i)
             if i in unowned or (old is not None and old not in live):
                 continue
             if old is not None:
                 live.pop(old)
-            live[i] = (_class_of(step.operation, i), sizes[i])
-        total: Counter[Class] = Counter(inner.num_bytes)
-        for name, size in live.values():
-            total[name] += size
-        if total.total() > peak.total:
-            peak = Peak(dict(total), step.operation.scope + (f" > {inner.at}" if inner.at else ""))
+            live[i] = LiveArray(program, i, _class_of(step.operation, i))
+        now, scope = tuple(live.values()), step.operation.scope
+        yield LiveSet(now, scope)
+        if step.operation.body:
+            yield from (LiveSet(now + inner.arrays, f"{scope} > {inner.at}") for inner in _inside(step.operation))
         for i in [*dying, *(i for i in step.writes if i not in last_read)]:
             live.pop(i, None)
-    return peak
 
 
 def _overwritten(step: Step, dying: list[int], sizes: tuple[int, ...], owned: set[int]) -> dict[int, int]:
@@ -82,8 +119,8 @@ def _overwritten(step: Step, dying: list[int], sizes: tuple[int, ...], owned: se
     return places
 
 
-def _inside(loop: Operation) -> Peak:
-    """Returns the peak of a loop's body. Its inputs live outside; a stacked result is written in place."""
+def _inside(loop: Operation) -> Iterator[LiveSet]:
+    """Yields what lives in a loop's body. Its inputs live outside; a stacked result is written in place."""
     assert loop.body is not None
     fused = fuse(loop.body, is_loop=True)
     carried = set(loop.body.inputs[len(loop.inputs) - len(loop.body.inputs) :])

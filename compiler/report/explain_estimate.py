@@ -10,6 +10,7 @@ from ..core.format import human_bytes, human_count, human_seconds
 from ..estimate.communication import PlannedCollective, sent_bytes
 from ..estimate.estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate
 from ..estimate.roofline import roofline_seconds
+from ..estimate.step_time import TimeEstimate
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
@@ -31,6 +32,17 @@ def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None
     seconds = roofline_seconds(estimate.roofline)
     if seconds is not None:
         console.line(f"no step is shorter than {human_seconds(seconds)}: each part by its own bound")
+    if estimate.time is not None:
+        console.line(_time(plan, estimate.time))
+
+
+def _time(plan: Plan, time: TimeEstimate) -> str:
+    """Returns the estimated step, with what is waited for by mesh axes, the longest first."""
+    tokens = plan.spec.tokens_per_step / time.seconds / plan.target.num_chips
+    waited = sorted(time.exposed.items(), key=lambda one: -one[1])
+    exposed = ", ".join(f"{human_seconds(seconds)} over {'+'.join(axes)}" for axes, seconds in waited if seconds > 0)
+    text = f"estimated step: {human_seconds(time.seconds)}, {tokens:,.0f} tokens per second and chip; compute"
+    return f"{text} {human_seconds(time.compute_seconds)}, exposed communication {exposed or 'none'}"
 
 
 def estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
@@ -43,6 +55,7 @@ def estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
     links = {} if is_linked else {"roofline.link_seconds": LINKS_UNKNOWN}
     figures = [name for name in FIGURES if any(getattr(part, name) is None for part in parts)]
     uncounted = dict.fromkeys((*(f"roofline.{name}" for name in figures), "roofline_seconds"), why) if why else {}
+    timed = {"time": why or RATES_UNKNOWN} if estimate.time is None else {}
     host = {"peak_memory_bytes_per_device.host_limit_bytes": HOST_UNKNOWN} if memory.host_limit_bytes is None else {}
     return {
         "peak_memory_bytes_per_device": asdict(memory)
@@ -50,9 +63,17 @@ def estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
         "communication": [asdict(one) | {"bytes": one.num_bytes} for one in estimate.communication],
         "roofline": [part.model_dump() for part in estimate.roofline],
         "roofline_seconds": roofline_seconds(estimate.roofline),
+        "time": _time_as_json(estimate.time),
         "unknown_primitives": [asdict(one) for one in estimate.unknown],
-        "unknown": rates | links | host | uncounted,
+        "unknown": rates | links | host | uncounted | timed,
     }
+
+
+def _time_as_json(time: TimeEstimate | None) -> dict[str, Any] | None:
+    if time is None:
+        return None
+    exposed = {"+".join(axes): seconds for axes, seconds in time.exposed.items()}
+    return {"seconds": time.seconds, "compute_seconds": time.compute_seconds, "exposed_seconds": exposed}
 
 
 def unknown_primitives(plan: Plan, estimate: StepEstimate) -> tuple[UnknownPrimitive, ...]:

@@ -1,0 +1,195 @@
+"""How long a step takes, by what its operations take alone and what of its communication can hide: no compiler.
+
+compute    FLOPs and memory traffic at the shares of the chip's peaks that compiled programs reach
+           (`target.chip.efficiency`); a matmul or kernel takes the longer of its two
+exposed    collectives that the compiler overlaps hide behind the arithmetic of their own loop, as far as that is long
+           enough; the others are waited for
+
+docs/estimate.md compares it with compiled schedules.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from ..config.overlap_spec import OverlapSpec
+from ..core.collectives import CollectiveKind
+from ..jaxpr.program import Program
+from ..jaxpr.propagate import Axes
+from ..parallel.matmul import COLLECTIVE_MATMUL
+from ..plan import Plan
+from ..target.compiler_options import hidden_kinds, presets_for, why_permutes_wait
+from ..target.mesh import MeshPlan
+from ..target.target import TargetPlan
+from .program_costs import Array, Costs, RegionCosts, read_costs
+
+# Of tensor parallelism's collectives, the share that is waited for where they run beside matmuls: in rings, or in two
+# parts of the batch. 0.23 and 0.25 in the compiled rows of docs/overlap_results.md over tensor=4 with overlap=auto.
+EXPOSED_BESIDE_MATMULS = 0.24
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What programs reach on a device."""
+
+    matmul_flops_per_second: float
+    attention_flops_per_second: float
+    hbm_bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Hiding:
+    """What the compiler overlaps with compute. weights, activations: kinds of collectives. is_doubled: a gradient that
+    is not reduced beside compute is all-reduced, at twice the time of a reduce-scatter. activations_exposed: the share
+    of activations' collectives that stays."""
+
+    weights: frozenset[CollectiveKind]
+    activations_exposed: float
+    is_doubled: bool
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, for each declaration. exposed: by the mesh axes that the collectives run over."""
+
+    compute_seconds: Array
+    exposed: Mapping[Axes, Array]
+
+    @property
+    def exposed_seconds(self) -> Array:
+        return sum(self.exposed.values(), start=np.zeros_like(self.compute_seconds))
+
+    @property
+    def seconds(self) -> Array:
+        return self.compute_seconds + self.exposed_seconds
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """Of one collective over some mesh axes: latency, and seconds per byte of the full array. One for each declaration,
+    as each has a mesh of its own."""
+
+    latency: Mapping[tuple[CollectiveKind, Axes], Array]
+    per_byte: Mapping[tuple[CollectiveKind, Axes], Array]
+
+    def seconds(self, kind: CollectiveKind, axes: Axes, num_bytes: Array) -> Array:
+        return self.latency[kind, axes] + self.per_byte[kind, axes] * num_bytes
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds of the step of one declaration. exposed: by the mesh axes that the collectives run over."""
+
+    compute_seconds: float
+    exposed: Mapping[Axes, float]
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(self.exposed.values())
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.exposed_seconds
+
+
+def estimate_time(plan: Plan, program: Program) -> TimeEstimate | None:
+    """Returns the time of the plan's step; None where the target's figures are not known."""
+    rates = plan_rates(plan.target)
+    if rates is None:
+        return None
+    shape, numbers = read_costs(program, frozenset(array.array.path for array in plan.sharding.parameters))
+    links = plan_link_times([plan.mesh], shape.collectives)
+    time = time_step(Costs(shape, numbers[:, None]), rates, links, plan_hiding(plan))
+    exposed = {axes: float(seconds[0]) for axes, seconds in time.exposed.items()}
+    return TimeEstimate(float(time.compute_seconds[0]), MappingProxyType(exposed))
+
+
+def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> StepTime:
+    """Returns the time of a step of each declaration."""
+    compute = np.zeros(costs.numbers.shape[1])
+    exposed: dict[Axes, Array] = {}
+    for region in costs.regions():
+        alone = _compute_seconds(region, rates)
+        compute = compute + alone
+        for axes, seconds in _exposed(region, alone, links, hiding).items():
+            exposed[axes] = exposed.get(axes, 0.0) + seconds
+    return StepTime(compute, exposed)
+
+
+def _compute_seconds(region: RegionCosts, rates: Rates) -> Array | float:
+    peaks = {"matmul": rates.matmul_flops_per_second, "attention": rates.attention_flops_per_second}
+    total: Array | float = 0.0
+    for kind, num_bytes in region.num_bytes.items():
+        by_memory = num_bytes / rates.hbm_bytes_per_second
+        is_arithmetic = kind in peaks and kind in region.flops
+        total = total + (np.maximum(region.flops[kind] / peaks[kind], by_memory) if is_arithmetic else by_memory)
+    return total
+
+
+def _exposed(region: RegionCosts, compute: Array | float, links: LinkTimes, hiding: Hiding) -> dict[Axes, Array]:
+    """Returns seconds by mesh axes. What hides shares the region's compute in proportion to what it takes."""
+    waited: dict[Axes, Array] = {}
+    beside: dict[Axes, Array] = {}
+    for one, num_bytes, trips in region.transfers:
+        seconds = trips * links.seconds(one.kind, one.axes, num_bytes)
+        if not one.is_weight:
+            ring = 0.5 if one.kind == "collective-permute" else 1.0  # a ring sends one way around, a collective both
+            waited[one.axes] = waited.get(one.axes, 0.0) + hiding.activations_exposed * ring * seconds
+        elif one.kind in hiding.weights:
+            beside[one.axes] = beside.get(one.axes, 0.0) + seconds
+        else:
+            twice = 2.0 if hiding.is_doubled and one.kind == "reduce-scatter" else 1.0
+            waited[one.axes] = waited.get(one.axes, 0.0) + twice * seconds
+    hidden = sum(beside.values(), start=np.zeros(()))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        stays = np.where(hidden > 0, np.maximum(hidden - compute, 0.0) / hidden, 0.0)
+    for axes, seconds in beside.items():
+        waited[axes] = waited.get(axes, 0.0) + stays * seconds
+    return waited
+
+
+def plan_rates(target: TargetPlan) -> Rates | None:
+    """Returns what a device of the target reaches; None where its figures are not known."""
+    chip, peak = target.chip, target.peak_flops_per_second
+    bandwidth = target.hbm_bytes_per_second_per_device
+    if chip is None or peak is None or bandwidth is None:
+        return None
+    share = chip.efficiency
+    return Rates(peak * share.matmul, peak * share.attention, bandwidth * share.memory)
+
+
+def plan_hiding(plan: Plan) -> Hiding:
+    """Returns what the declared overlap hides. A search is taken to find the best preset of the target."""
+    overlap, target = plan.spec.overlap, plan.target
+    presets = _presets(overlap, target)
+    weights = hidden_kinds(presets, "weights", target)
+    is_ring = any(each.chosen.name == COLLECTIVE_MATMUL for each in plan.operations)
+    is_beside = is_ring or overlap.layers.batch_split > 1 or overlap.search is not None
+    can_hide = is_beside and why_permutes_wait(target) is None
+    return Hiding(
+        weights=weights,
+        activations_exposed=EXPOSED_BESIDE_MATMULS if can_hide else 1.0,
+        is_doubled=target.platform == "tpu" and "reduce-scatter" not in weights,
+    )
+
+
+def _presets(overlap: OverlapSpec, target: TargetPlan) -> Sequence[str]:
+    if overlap.search is None:
+        return overlap.flag_presets
+    tried = [(name,) for name, one in presets_for(target).items() if "weights" in one.tried_for]
+    return max([tuple(overlap.flag_presets), *tried], key=lambda names: len(hidden_kinds(names, "weights", target)))
+
+
+def plan_link_times(meshes: Sequence[MeshPlan], wanted: Iterable[tuple[CollectiveKind, Axes]]) -> LinkTimes:
+    """Returns the times of these collectives on each mesh. Raises ValueError for links that are unknown."""
+    size = 1e9
+    latency, per_byte = {}, {}
+    for kind, axes in wanted:
+        ends = np.array([[mesh.alone_seconds(kind, each, axes) for each in (0.0, size)] for mesh in meshes], float)
+        if np.isnan(ends).any():
+            raise ValueError(f"the links along {', '.join(axes)} are not known")
+        latency[kind, axes] = ends[:, 0]
+        per_byte[kind, axes] = (ends[:, 1] - ends[:, 0]) / size
+    return LinkTimes(latency, per_byte)
