@@ -43,6 +43,12 @@ _ALL = (
         "diff:diff_command",
         takes_overrides=False,
     ),
+    Command(
+        "sweep",
+        "the table and the page of a sweep: heat map, Pareto front, loss curves; CSV, Parquet, JSON",
+        "show_sweep:sweep_command",
+        takes_overrides=False,
+    ),
     Command("data", "tokenise a corpus of any size into shards, once, for data=tokens to read", "data:data_command"),
 )
 COMMANDS = MappingProxyType({command.name: command for command in _ALL})

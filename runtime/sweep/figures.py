@@ -1,8 +1,10 @@
 """The figures that points of a sweep are compared by: what each is called, which is better, and how it is written."""
 
+import math
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, pvariance
 from types import MappingProxyType
 from typing import Literal
 
@@ -14,19 +16,26 @@ from .rows import Figures, Row, SweepFile
 _BASES = ("measured", "schedule", "estimate")  # the one that knows most first
 
 
+Kind = Literal["seconds", "share", "count", "bytes", "cost", "loss"]
+
+
 @dataclass(frozen=True)
 class Figure:
-    """A number of a point. name: its key. heading: of its column. of: None where it is not known."""
+    """A number of a point. name: its key. heading: of its column. kind: how it is written. of: None where it is not
+    known."""
 
     name: str
     heading: str
     better: Literal["less", "more"]
-    human: Callable[[float], str]
+    kind: Kind
     of: Callable[[Figures], float | None]
 
+    def human(self, value: float) -> str:
+        return _HUMAN[self.kind](value)
 
-def _plain(name: str, heading: str, better: Literal["less", "more"], human: Callable[[float], str]) -> Figure:
-    return Figure(name, heading, better, human, lambda figures: getattr(figures, name))
+
+def _plain(name: str, heading: str, better: Literal["less", "more"], kind: Kind) -> Figure:
+    return Figure(name, heading, better, kind, lambda figures: getattr(figures, name))
 
 
 def _share(part: str, whole: str) -> Callable[[Figures], float | None]:
@@ -37,32 +46,28 @@ def _share(part: str, whole: str) -> Callable[[Figures], float | None]:
     return share
 
 
-def _bytes(count: float) -> str:
-    return human_bytes(round(count))
-
-
-def _cost(amount: float) -> str:
-    return three_digits(amount)
-
-
-def _loss(loss: float) -> str:
-    return f"{loss:.4f}"
-
-
+_HUMAN: dict[Kind, Callable[[float], str]] = {
+    "seconds": human_seconds,
+    "share": human_share,
+    "count": human_count,
+    "bytes": lambda count: human_bytes(round(count)),
+    "cost": three_digits,
+    "loss": lambda loss: f"{loss:.4f}",
+}
 _ALL = (
-    _plain("step_seconds", "step", "less", human_seconds),
-    _plain("mfu", "MFU", "more", human_share),
-    _plain("tokens_per_second_per_chip", "tokens/s/chip", "more", human_count),
-    _plain("compute_seconds", "compute", "less", human_seconds),
-    _plain("exposed_seconds", "exposed", "less", human_seconds),
-    Figure("exposed_share", "exposed", "less", human_share, _share("exposed_seconds", "step_seconds")),
-    _plain("bubble_seconds", "bubble", "less", human_seconds),
-    _plain("peak_bytes", "memory", "less", _bytes),
-    Figure("memory_share", "of limit", "less", human_share, _share("peak_bytes", "limit_bytes")),
-    _plain("cost_per_million_tokens", "cost/M tokens", "less", _cost),
-    _plain("final_loss", "loss", "less", _loss),
-    _plain("evaluation_loss", "held-out loss", "less", _loss),
-    _plain("compile_seconds", "compiled in", "less", human_seconds),
+    _plain("step_seconds", "step", "less", "seconds"),
+    _plain("mfu", "MFU", "more", "share"),
+    _plain("tokens_per_second_per_chip", "tokens/s/chip", "more", "count"),
+    _plain("compute_seconds", "compute", "less", "seconds"),
+    _plain("exposed_seconds", "exposed time", "less", "seconds"),
+    Figure("exposed_share", "exposed", "less", "share", _share("exposed_seconds", "step_seconds")),
+    _plain("bubble_seconds", "bubble", "less", "seconds"),
+    _plain("peak_bytes", "memory", "less", "bytes"),
+    Figure("memory_share", "of limit", "less", "share", _share("peak_bytes", "limit_bytes")),
+    _plain("cost_per_million_tokens", "cost/M tokens", "less", "cost"),
+    _plain("final_loss", "loss", "less", "loss"),
+    _plain("evaluation_loss", "held-out loss", "less", "loss"),
+    _plain("compile_seconds", "compiled in", "less", "seconds"),
 )
 FIGURES = MappingProxyType({figure.name: figure for figure in _ALL})
 # In the table on a terminal, where a point has them; the page and the files have all.
@@ -127,6 +132,26 @@ def typed_value(row: Row, key: str) -> str:
         if typed == key or typed.partition("@")[0] == key:
             return value
     return str(row.swept[key]) if key in row.swept else ""
+
+
+def influence(rows: Sequence[Row], key: str, figure: Figure) -> float:
+    """Returns the share of a figure's variance that a swept key explains alone, from 0 to 1: of the logarithm, for
+    figures whose factors matter. 0 where too little is known.
+
+    Of points with x=1: 1 s, 1 s and x=2: 2 s, 2 s, x explains all; with x=1: 1 s, 2 s and x=2: 1 s, 2 s, nothing.
+    """
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        if row.status == "done" and (value := value_of(row, figure)) is not None:
+            if value <= 0:
+                return 0.0
+            groups.setdefault(typed_value(row, key), []).append(math.log(value))
+    logs = [value for group in groups.values() for value in group]
+    if len(logs) < 2 or len(groups) < 2 or not (whole := pvariance(logs)):
+        return 0.0
+    middle = fmean(logs)
+    between = sum(len(group) * (fmean(group) - middle) ** 2 for group in groups.values()) / len(logs)
+    return min(1.0, between / whole)
 
 
 def name_of(row: Row) -> str:

@@ -16,8 +16,8 @@ def figures(**changed: Any) -> Figures:
         "basis": "schedule", "model": "llama3_8b", "target": "v5e-16", "chip": "v5e", "num_chips": 16,
         "mesh": "fsdp=16", "global_batch_size": 16, "num_microbatches": 1, "tokens_per_step": 65536,
         "step_seconds": step, "compute_seconds": 0.8 * step, "exposed_seconds": 0.2 * step, "bubble_seconds": 0.0,
-        "tokens_per_second_per_chip": 65536 / 16 / step, "mfu": 0.4 / step, "peak_bytes": 8 * GIB,
-        "limit_bytes": 16 * GIB, "fits": True,
+        "tokens_per_second_per_chip": 65536 / 16 / step if step else None, "mfu": 0.4 / step if step else None,
+        "peak_bytes": 8 * GIB, "limit_bytes": 16 * GIB, "fits": True,
     }  # fmt: skip
     return Figures(**(values | changed))
 

@@ -46,7 +46,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan) -> str:
         return {"reason": reason, "number": numbers.get(reason)}
 
     environment = template_environment()
-    script, style = (_source(environment, name) for name in ("page.js", "page.css"))
+    script, style = (template_source(environment, name) for name in ("page.js", "page.css"))
     return environment.get_template("report.html.jinja").render(
         report=report,
         title=f"{report.program.model} on {report.target.name}",
@@ -70,8 +70,8 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan) -> str:
         report_json=report.model_dump(mode="json"),
         script=script,
         style=style,
-        script_hash=_hash(script),
-        style_hash=_hash(style),
+        script_hash=policy_hash(script),
+        style_hash=policy_hash(style),
     )
 
 
@@ -190,11 +190,12 @@ def template_environment() -> jinja2.Environment:
     return environment
 
 
-def _source(environment: jinja2.Environment, name: str) -> str:
+def template_source(environment: jinja2.Environment, name: str) -> str:
+    """Returns a style or a script as it is written into a page."""
     assert environment.loader
     return environment.loader.get_source(environment, name)[0]
 
 
-def _hash(text: str) -> str:
+def policy_hash(text: str) -> str:
     """Returns the hash by which a Content-Security-Policy allows a text."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

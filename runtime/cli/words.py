@@ -1,0 +1,53 @@
+"""The words after a command that takes no overrides: paths, and flags with or without a value."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
+from meshloom.compiler.core.format import be, counted
+
+COMMAND_LINE = "command line"
+HELP = ("-h", "--help")
+
+
+@dataclass(frozen=True)
+class Words:
+    """flags: those that were given, with their values; "" for one that takes none."""
+
+    paths: tuple[Path, ...]
+    flags: Mapping[str, str]
+
+
+def parse_words(args: Sequence[str], flags: Mapping[str, str], *, num_paths: range, usage: str) -> Words:
+    """Returns paths and flags. Raises ConfigError with all that is wrong.
+
+    flags: what each flag takes, as usage names it, "" for nothing: {"--csv": "FILE", "--json": ""}. num_paths: how many
+    there may be. usage: of the command, for the fix.
+    """
+    paths: list[Path] = []
+    given: dict[str, str] = {}
+    problems: list[Problem] = []
+    rest = list(args)
+    while rest:
+        word = rest.pop(0)
+        name, has_value, value = word.partition("=")
+        if not word.startswith("-"):
+            paths.append(Path(word))
+        elif name not in flags:
+            fix = f"{use_one_of(name, [*flags, *HELP])}, or ./{word} for a path"
+            problems.append(Problem(COMMAND_LINE, f"there is no flag '{name}'", fix))
+        elif not flags[name] and has_value:
+            problems.append(Problem(COMMAND_LINE, f"{name} takes no value", f"type {name} alone"))
+        else:
+            if flags[name] and not has_value and rest and not rest[0].startswith("-"):
+                value = rest.pop(0)
+            if flags[name] and not value:
+                problems.append(Problem(COMMAND_LINE, f"{name} lacks its value", f"type {name} {flags[name]}"))
+            given[name] = value
+    if len(paths) not in num_paths:
+        what = f"{counted(len(paths), 'path')} {be(len(paths))} given"
+        problems.append(Problem(COMMAND_LINE, what, f"type: {usage}"))
+    if problems:
+        raise ConfigError(problems)
+    return Words(tuple(paths), given)

@@ -1,0 +1,203 @@
+"""`sweep.html`: the page of a sweep, which needs nothing else.
+
+Its points are embedded as JSON, and its own script draws them. Text from a config can do nothing in it
+(compiler/report/views/page.py).
+"""
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+
+from meshloom.compiler.core.format import counted
+from meshloom.compiler.report.views.page import policy_hash, template_environment, template_source
+
+from .curves import read_curves
+from .figures import (
+    FIGURES,
+    Figure,
+    best_of,
+    find_figure,
+    in_order,
+    influence,
+    name_of,
+    pareto_front,
+    swept_keys,
+    typed_value,
+    value_of,
+)
+from .read import Sweep
+from .rows import Row
+from .table import STATUS_TEXT, count_reasons
+
+PAGE = "sweep.html"
+SCRIPTS = ("sweep.js", "sweep_charts.js", "sweep_lines.js")
+REPORT = "report.html"
+
+
+def render_sweep(sweep: Sweep, page: Path, *, sort: str | None = None) -> str:
+    """Returns the page. page: where it will lie; links to points are relative to it. sort: as of `show_table`."""
+    figure = find_figure(sort or sweep.file.objective, where="--sort" if sort else "objective")
+    environment = _environment()
+    script = "\n".join(template_source(environment, name) for name in SCRIPTS)
+    style = "\n".join(template_source(environment, name) for name in ("page.css", "sweep.css"))
+    best = best_of(sweep.rows, figure)
+    data = page_data(sweep, page, figure)
+    return environment.get_template("sweep.html.jinja").render(
+        sweep=sweep,
+        title=_title(sweep),
+        figure=figure,
+        best=best,
+        best_name=name_of(best) if best else "",
+        best_value=_text(best, figure),
+        facts=_facts(sweep, best, figure),
+        reasons=[(STATUS_TEXT[status], why, number) for status, why, number in count_reasons(sweep.rows)],
+        has={name: bool(data[name]) for name in ("keys", "curves", "front")} | {"bars": _has_bars(sweep.rows)},
+        data=data,
+        script=script,
+        style=style,
+        script_hash=policy_hash(script),
+        style_hash=policy_hash(style),
+    )
+
+
+def page_data(sweep: Sweep, page: Path, figure: Figure) -> dict[str, Any]:
+    """Returns what the script draws: a column for each thing, and each text once."""
+    rows = in_order(sweep.rows, figure)
+    keys = swept_keys(sweep.file, rows)
+    figures = [one for one in FIGURES.values() if any(value_of(row, one) is not None for row in rows)]
+    values = {key: [typed_value(row, key) for row in rows] for key in keys}
+    order = {key: in_value_order(values[key]) for key in keys}
+    reasons = list(dict.fromkeys(row.why or "" for row in rows))
+    number_of = {reason: number for number, reason in enumerate(reasons)}
+    place_of = {row.index: place for place, row in enumerate(rows)}
+    return {
+        "objective": figure.name,
+        "command": sweep.file.command,
+        "keys": [
+            {"name": key, "values": order[key], "influence": round(influence(rows, key, figure), 3)} for key in keys
+        ],
+        "figures": [{name: getattr(one, name) for name in ("name", "heading", "better", "kind")} for one in figures],
+        "statuses": STATUS_TEXT,
+        "reasons": reasons,
+        "points": {
+            "index": [row.index for row in rows],
+            "values": [_numbers(values[key], order[key]) for key in keys],
+            "status": [row.status for row in rows],
+            "why": [number_of[row.why or ""] for row in rows],
+            "link": [_link(sweep.directory, row, page.parent) for row in rows],
+            "basis": [row.figures.basis if row.figures else None for row in rows],
+            "figures": [[_rounded(value_of(row, one)) for row in rows] for one in figures],
+            "limit": [row.figures.limit_bytes if row.figures else None for row in rows],
+        },
+        "front": [place_of[row.index] for row in front_of(rows)],
+        "curves": [
+            {"point": place_of[curve.index], "tokens": curve.tokens_per_step, "steps": curve.steps,
+             "losses": [_rounded(loss) for loss in curve.losses], "heldOut": curve.held_out}
+            for curve in read_curves(sweep.directory, rows)
+        ],
+    }  # fmt: skip
+
+
+def front_of(rows: Sequence[Row]) -> list[Row]:
+    """Returns the points that no other one beats in step time and memory both, the fastest first."""
+    step, memory = FIGURES["step_seconds"], FIGURES["peak_bytes"]
+    known = [
+        (row, (seconds, num_bytes))
+        for row in rows
+        if row.status == "done"
+        and (seconds := value_of(row, step)) is not None
+        and (num_bytes := value_of(row, memory)) is not None
+    ]
+    return [known[index][0] for index in pareto_front([place for _, place in known])]
+
+
+def in_value_order(values: Sequence[str]) -> list[str]:
+    """Returns each value once: numbers by size, anything else as it comes."""
+    once = list(dict.fromkeys(values))
+    try:
+        return sorted(once, key=float)
+    except ValueError:
+        return once
+
+
+def _numbers(values: Sequence[str], order: Sequence[str]) -> list[int]:
+    number_of = {value: number for number, value in enumerate(order)}
+    return [number_of[value] for value in values]
+
+
+def _rounded(value: float | None) -> float | None:
+    return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _link(directory: Path, row: Row, start: Path) -> str | None:
+    """Returns the address of a point's report, or of its directory where it has none yet; None where neither is."""
+    if row.directory is None:
+        return None
+    place = directory / row.directory
+    found = place / REPORT if (place / REPORT).is_file() else place
+    if not found.exists():
+        return None
+    address = quote(Path(os.path.relpath(found.resolve(), start.resolve())).as_posix())
+    return f"./{address}{'/' if found == place else ''}"  # ./: a name with a colon is no protocol
+
+
+def _facts(sweep: Sweep, best: Row | None, figure: Figure) -> list[tuple[str, str, str]]:
+    """Returns names, values and details of what a reader wants to know first."""
+    done = sum(row.status == "done" for row in sweep.rows)
+    short = sum(row.status == "does_not_fit" for row in sweep.rows)
+    total = sweep.file.num_points or len(sweep.rows)
+    left = total - len(sweep.rows)
+    rest = len(sweep.rows) - done - short
+    parts = [f"{short:,} too large for their chips", f"{rest:,} not done for other reasons", f"{left:,} left"]
+    said = ", ".join(text for text, number in zip(parts, (short, rest, left), strict=True) if number) or "all of them"
+    facts = [("Points done", f"{done:,} of {total:,}", said)]
+    if best is None or best.figures is None:
+        return facts
+    for name in ("step_seconds", "mfu", "exposed_share", "peak_bytes", "evaluation_loss", "cost_per_million_tokens"):
+        one = FIGURES[name]
+        if one is not figure and value_of(best, one) is not None and len(facts) < 4:
+            facts.append((f"Its {_TITLES[name]}", _text(best, one), _detail(best, name)))
+    return facts
+
+
+_TITLES = {"step_seconds": "step", "mfu": "MFU", "exposed_share": "exposed communication", "peak_bytes": "memory",
+           "evaluation_loss": "held-out loss", "cost_per_million_tokens": "cost of a million tokens"}  # fmt: skip
+
+
+def _detail(row: Row, name: str) -> str:
+    """Returns what a figure of the best point is to be seen against."""
+    if name == "peak_bytes":
+        return f"{_text(row, FIGURES['memory_share'])} of the limit of one chip"
+    if name == "exposed_share":
+        return f"{_text(row, FIGURES['exposed_seconds'])} of a step"
+    if name in ("mfu", "step_seconds"):
+        return f"{_text(row, FIGURES['tokens_per_second_per_chip'])} tokens/s per chip"
+    return ""
+
+
+def _text(row: Row | None, figure: Figure) -> str:
+    value = value_of(row, figure) if row else None
+    return "unknown" if value is None else figure.human(value)
+
+
+def _has_bars(rows: Sequence[Row]) -> bool:
+    return any(row.status == "done" and row.figures and row.figures.compute_seconds is not None for row in rows)
+
+
+def _title(sweep: Sweep) -> str:
+    keys = swept_keys(sweep.file, sweep.rows)
+    over = ", ".join(keys) if 0 < len(keys) <= 3 else counted(len(keys), "key")
+    return f"{counted(len(sweep.rows), 'point')} over {over}"
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    base = template_environment()
+    assert base.loader
+    ours = jinja2.PackageLoader("meshloom.runtime.sweep")
+    return base.overlay(loader=jinja2.ChoiceLoader([ours, base.loader]))
