@@ -49,6 +49,12 @@ _ALL = (
         "show_sweep:sweep_command",
         takes_overrides=False,
     ),
+    Command(
+        "runs",
+        "runs and sweeps on this machine: running, done, stopped, failed and why; last step, loss",
+        "runs:runs_command",
+        takes_overrides=False,
+    ),
     Command("data", "tokenise a corpus of any size into shards, once, for data=tokens to read", "data:data_command"),
 )
 COMMANDS = MappingProxyType({command.name: command for command in _ALL})

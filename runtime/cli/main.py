@@ -23,6 +23,7 @@ meshloom: a training run is declared, compiled ahead of time, and run.
 usage: meshloom COMMAND [group=option ...] [group.key=value ...]
        meshloom diff RUN_A RUN_B [--json]
        meshloom sweep DIR [--csv FILE] [--open]
+       meshloom runs [DIR]
 
 commands:
 {commands}

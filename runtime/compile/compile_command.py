@@ -18,6 +18,7 @@ from meshloom.compiler.config.override_text import override
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
+from meshloom.compiler.core.format import human_bytes, human_share
 from meshloom.compiler.driver import plan_run, report_of
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.summary import show_summary as show_report
@@ -36,6 +37,7 @@ from ..processes.distributed import Processes
 from ..processes.say import say, say_notes
 from ..rundir.declaration import write_declaration
 from ..rundir.report_files import write_report
+from ..rundir.run_record import recorded_run
 from .artifact import FOLDER, TEXT, write_artifact
 from .compile_cache import cached_compilation
 from .compiler_errors import compiler_errors_reported
@@ -103,12 +105,25 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str
     def replan(more: tuple[str, ...]) -> Plan:
         return read_spec(replace(request, overrides=(*request.overrides, *more)), then=plan_run)
 
-    with only_run_in(run_dir):
+    with only_run_in(run_dir), recorded_run(run_dir, "compile") as record:
         _show_header(console, job)
         compiled = compile_job(job, run_dir, overrides=request.overrides, model=model, replan=replan, console=console)
         files = write_compiled(compiled, run_dir)
         _show_result(console, compiled, files, None if compiled.refusal else run_dir)
-        return compiled.refusal
+        return record.end(compiled.refusal, _why_refused(compiled))
+
+
+def _why_refused(compiled: Compiled) -> str | None:
+    memory, step = compiled.report.memory, compiled.report.step
+    if compiled.refusal == EXPOSED:
+        exposed = "?" if step.exposed_fraction is None else human_share(step.exposed_fraction)
+        return f"{exposed} of the step is exposed communication, more than overlap.max_exposed allows"
+    if compiled.refusal != DOES_NOT_FIT:
+        return None
+    needed, limit = memory.peak_bytes_per_chip, memory.limit_bytes_per_chip
+    if memory.fits is not False or needed is None or limit is None:
+        return "it does not fit into memory"
+    return f"it does not fit: it needs {human_bytes(needed)} of a chip, and {human_bytes(limit)} are there"
 
 
 def compile_job(

@@ -5,14 +5,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
 
 _heard = threading.Event()
+_last_acts: list[Callable[[int], object]] = []
 _is_command = False  # the whole process; else Meshloom is a guest in a program of someone else's
 
 
@@ -35,8 +37,20 @@ def leave_now(exit_code: int) -> None:
     """Ends the command at once, whatever its other threads are at. In a program of someone else's, such as a notebook,
     return: it gets the KeyboardInterrupt, and a thread runs on until it is done."""
     if _is_command:
+        for act in reversed(_last_acts):
+            act(exit_code)
         sys.stdout.flush()
         os._exit(exit_code)
+
+
+@contextmanager
+def before_leaving(act: Callable[[int], object]) -> Iterator[None]:
+    """Within the `with`, `leave_now` does this first, with the exit code: it runs nothing else that was to be run."""
+    _last_acts.append(act)
+    try:
+        yield
+    finally:
+        _last_acts.remove(act)
 
 
 def _hear(number: int, frame: FrameType | None) -> None:

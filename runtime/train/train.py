@@ -43,6 +43,7 @@ from ..processes.distributed import Processes, join, together
 from ..processes.say import say, say_notes
 from ..processes.stop import StopRequest
 from ..rundir.declaration import write_declaration
+from ..rundir.run_record import recorded_run
 from .display import Display, show_header, show_summary
 from .loop import Loop
 from .metrics import Metrics, MetricsLog
@@ -110,7 +111,9 @@ def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Conso
     """
     with ExitStack() as held:
         together("lock of the run directory", lambda: held.enter_context(only_run_in(run_dir)))
-        return _train(job, run_dir, overrides=overrides, console=console, processes=processes)
+        record = held.enter_context(recorded_run(run_dir, "train")) if processes.is_first else None
+        exit_code = _train(job, run_dir, overrides=overrides, console=console, processes=processes)
+        return record.end(exit_code) if record else exit_code
 
 
 def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console, processes: Processes) -> int:

@@ -220,5 +220,6 @@ def test_disabled_checkpoints_save_nothing(tmp_path):
         "logs",
         "metrics.jsonl",
         "plan.json",
+        "run.json",
         "spec.yaml",
     ]

@@ -1,0 +1,145 @@
+"""Run directories on this machine, and what each says of its run: its state, its last step, its loss."""
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from ..core.exclusive import is_held
+from ..core.files import parse_json
+from .run_record import RECORD_FILE, RunRecord, read_record
+
+METRICS, SPEC, REPORT = "metrics.jsonl", "spec.yaml", "report.json"
+TAIL_BYTES = 1 << 18  # of metrics.jsonl: some hundred steps
+FIRST_LOG = "logs/process-0.log"
+
+State = Literal["running", "done", "stopped", "failed", "killed"]
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """state: killed: it has no recorded end, and no process holds its directory. why: of all states but running and
+    done. step, loss: the last in metrics.jsonl. changed: when it ended or last wrote, in UTC."""
+
+    directory: Path
+    command: str
+    state: State
+    why: str | None
+    step: int | None
+    num_steps: int | None
+    loss: float | None
+    eval_loss: float | None
+    predicted_seconds: float | None
+    began: str | None
+    changed: str
+
+
+def is_run(directory: Path) -> bool:
+    """Returns True for a directory that `meshloom train` or `meshloom compile` wrote into."""
+    return any((directory / name).is_file() for name in (RECORD_FILE, METRICS, SPEC))
+
+
+def find_directories(top: Path, *markers: str) -> Iterator[Path]:
+    """Returns the directories at and below `top` that hold one of these files. What lies in one of them is its own:
+    checkpoints, or the points of a sweep. Links are not followed."""
+    if any((top / name).is_file() for name in markers):
+        yield top
+        return
+    try:
+        with os.scandir(top) as entries:
+            below = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    except OSError:  # one that may not be read
+        return
+    for name in below:
+        if not name.startswith("."):
+            yield from find_directories(top / name, *markers)
+
+
+def read_run(directory: Path) -> FoundRun:
+    """Returns what a run directory says, also while its run goes on."""
+    is_running, record = is_held(directory), read_record(directory)
+    rows = _last_rows(directory / METRICS)
+    step = rows[-1]["step"] if rows else None
+    num_steps = _num_steps(directory / SPEC)
+    command = record.command if record else "compile" if (directory / REPORT).exists() else "train"
+    is_done = (directory / REPORT).exists() if command == "compile" else step is not None and step == num_steps
+    state, why = _state(directory, record, is_running=is_running, is_done=is_done)
+    evaluated = [row["eval_loss"] for row in rows if row.get("eval_loss") is not None]
+    return FoundRun(
+        directory, command, state, why, step, num_steps if command == "train" else None,
+        rows[-1].get("loss") if rows else None, evaluated[-1] if evaluated else None,
+        _predicted_seconds(directory / REPORT), record.began if record else None, _changed(directory, record),
+    )  # fmt: skip
+
+
+def _state(directory: Path, record: RunRecord | None, *, is_running: bool, is_done: bool) -> tuple[State, str | None]:
+    if is_running:
+        return "running", None
+    if record is not None and record.state != "running":
+        return record.state, record.why
+    if record is None and is_done:  # of a version that recorded no end
+        return "done", None
+    return "killed", _last_words(directory / FIRST_LOG) or _no_end(record)
+
+
+def _no_end(record: RunRecord | None) -> str:
+    if record is None or record.host == socket.gethostname():
+        return "it recorded no end: its process was killed, or the machine went down"
+    return f"it recorded no end, on {record.host}: killed, or its lock is not seen from here"
+
+
+def _last_words(log: Path) -> str | None:
+    """Returns the fatal error that Python's faulthandler wrote when the process died; None where it wrote none."""
+    found = re.findall(r"^Fatal Python error: (.+)$", _tail(log).decode(errors="replace"), re.MULTILINE)
+    return f"{found[-1]} ({log} has its stacks)" if found else None
+
+
+def _last_rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the steps at the end of metrics.jsonl; a line that is being written is none."""
+    rows = []
+    for line in _tail(path).splitlines():
+        try:
+            value = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and type(value.get("step")) is int:
+            rows.append(value)
+    return rows
+
+
+def _tail(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _num_steps(path: Path) -> int | None:
+    """Returns num_steps of a declaration, which stands at its top level: to parse all of YAML takes long."""
+    try:
+        found = re.search(r"^num_steps: (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(found[1]) if found else None
+
+
+def _predicted_seconds(path: Path) -> float | None:
+    try:
+        seconds = parse_json(path.read_bytes())["step"]["predicted_seconds"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return seconds if isinstance(seconds, float) else None
+
+
+def _changed(directory: Path, record: RunRecord | None) -> str:
+    if record is not None and record.ended is not None:
+        return record.ended
+    paths = [directory / name for name in (METRICS, FIRST_LOG, RECORD_FILE, SPEC)]
+    newest = max((path.stat().st_mtime for path in paths if path.exists()), default=directory.stat().st_mtime)
+    return datetime.fromtimestamp(newest, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,105 @@
+"""`run.json`: which command has a run directory, since when, and how it ended; `meshloom runs` reads it."""
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import NonNegativeInt, ValidationError
+
+from meshloom.compiler.config.composition_errors import MISTAKES, as_config_error
+from meshloom.models.config import Record
+
+from ..core.files import replace_text
+from ..core.interruptible import before_leaving
+from .latest import link_latest
+
+RECORD_FILE = "run.json"
+LOG = logging.getLogger("meshloom")
+
+Ended = Literal["done", "stopped", "failed"]
+
+
+class RunRecord(Record):
+    """state: "running" from its start to its end; a process that is killed leaves it so, and its lock is free. why: of
+    a run that stopped or failed. began, ended: in UTC, by ISO 8601."""
+
+    schema_version: Literal[1] = 1
+    command: Literal["train", "compile"]
+    state: Literal["running", "done", "stopped", "failed"]
+    why: str | None = None
+    exit_code: NonNegativeInt | None = None
+    began: str
+    ended: str | None = None
+    host: str
+    pid: NonNegativeInt
+
+
+class Recorder:
+    """Records the end of one run, once."""
+
+    def __init__(self, run_dir: Path, running: RunRecord):
+        self._run_dir, self._running, self._has_ended = run_dir, running, False
+        _write(run_dir, running)
+
+    def end(self, exit_code: int, why: str | None = None) -> int:
+        """Records that the command ended so. Returns the exit code."""
+        if not self._has_ended:
+            state: Ended = "done" if exit_code == 0 else "stopped" if exit_code > 128 else "failed"
+            why = why or (f"by {signal.Signals(exit_code - 128).name}" if state == "stopped" else None)
+            ended = {"state": state, "why": why, "exit_code": exit_code, "ended": _now()}
+            _write(self._run_dir, self._running.model_copy(update=ended))
+        self._has_ended = True
+        return exit_code
+
+    def end_with(self, error: BaseException) -> None:
+        """Records what a command was ended by."""
+        if isinstance(error, KeyboardInterrupt):
+            self.end(128 + (error.args[0] if error.args else signal.SIGINT))
+        elif isinstance(error, MISTAKES):
+            mistake = as_config_error(error)
+            self.end(mistake.exit_code, "; ".join(f"{each.where}: {each.what}" for each in mistake.problems))
+        else:
+            first = str(error).partition("\n")[0]
+            self.end(1, f"{type(error).__name__}: {first}" if first else type(error).__name__)
+
+
+@contextmanager
+def recorded_run(run_dir: Path, command: Literal["train", "compile"]) -> Iterator[Recorder]:
+    """Within the `with`, the record says that the command is running; afterwards, how it ended: done, unless
+    `Recorder.end` says otherwise, or it raised. For the process that holds the directory."""
+    running = RunRecord(command=command, state="running", began=_now(), host=socket.gethostname(), pid=os.getpid())
+    recorder = Recorder(run_dir, running)
+    link_latest(run_dir)
+    with before_leaving(recorder.end):
+        try:
+            yield recorder
+        except BaseException as error:
+            recorder.end_with(error)
+            raise
+    recorder.end(0)
+
+
+def read_record(run_dir: Path) -> RunRecord | None:
+    """Returns the record of a run directory; None where there is none that can be read, as in one of earlier times."""
+    try:
+        return RunRecord.model_validate_json((run_dir / RECORD_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _write(run_dir: Path, record: RunRecord) -> None:
+    """Writes the record. A disk that refuses it ends no run."""
+    try:
+        replace_text(run_dir / RECORD_FILE, record.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        LOG.warning(f"{run_dir / RECORD_FILE} could not be written, which `meshloom runs` reads: {error.strerror}")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
