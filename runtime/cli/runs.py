@@ -95,10 +95,9 @@ def _of_run(directory: Path) -> Line:
     of = f"{run.num_steps:,}" if run.num_steps is not None else "?"
     last = f"step {run.step:,} of {of}" if run.step is not None else ""
     if run.command == "compile":
-        result = "" if run.predicted_seconds is None else f"step {human_seconds(run.predicted_seconds)}, predicted"
+        result = "" if run.predicted_seconds is None else f"step {human_seconds(run.predicted_seconds)}"
     else:
-        parts = (("loss", run.loss), ("held-out", run.eval_loss))
-        result = ", ".join(f"{name} {loss:.4f}" for name, loss in parts if loss is not None)
+        result = "" if run.loss is None else f"loss {run.loss:.4f}"
     details = {name: value for name, value in asdict(run).items() if name not in Line.__dataclass_fields__}
     return Line(directory, run.command, run.state, run.why, last, result, run.changed, details)
 
@@ -149,16 +148,15 @@ def _show(lines: Sequence[Line], paths: Sequence[Path], *, is_whole: bool) -> No
         console.line(f"no run and no sweep in {where}; `meshloom runs DIR` looks elsewhere")
         return
     shown = lines if is_whole else lines[:NUM_SHOWN]
-    columns = [Column(name) for name in ("state", "command", "when", "last", "result")]
-    columns += [Column(name, overflow="fold", min_width=16) for name in ("directory", "why")]
-    has_why = any(line.why for line in shown)
-    rows = [_cells(line) if has_why else _cells(line)[:-1] for line in shown]
-    console.table(Table(columns if has_why else columns[:-1], rows))
+    columns = [*map(Column, ("state", "command", "when", "last", "result")), Column("directory", overflow="fold")]
+    console.table(Table(columns, [_cells(line) for line in shown]))
+    for line in shown:
+        if line.why:
+            console.line((line.state, STYLES[line.state]), f" {line.directory}: {line.why}")
     if len(shown) < len(lines):
         console.line(f"... {counted(len(lines) - len(shown), 'older one')}: `{LINE} --all` shows them")
 
 
 def _cells(line: Line) -> list[Part]:
     when = datetime.fromisoformat(line.changed).astimezone().strftime("%Y-%m-%d %H:%M")
-    return [(line.state, STYLES[line.state]), line.command, (when, "dim"), line.last, line.result,
-            str(line.directory), line.why or ""]  # fmt: skip
+    return [(line.state, STYLES[line.state]), line.command, (when, "dim"), line.last, line.result, str(line.directory)]

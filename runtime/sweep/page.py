@@ -5,7 +5,7 @@ Its points are embedded as JSON, and its own script draws them. Text from a conf
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ def page_data(sweep: Sweep, page: Path, figure: Figure) -> dict[str, Any]:
     reasons = list(dict.fromkeys(row.why or "" for row in rows))
     number_of = {reason: number for number, reason in enumerate(reasons)}
     place_of = {row.index: place for place, row in enumerate(rows)}
+    directories = {row.index: sweep.directory / row.directory for row in rows if row.directory is not None}
     return {
         "objective": figure.name,
         "command": sweep.file.command,
@@ -89,7 +90,7 @@ def page_data(sweep: Sweep, page: Path, figure: Figure) -> dict[str, Any]:
             "values": [_numbers(values[key], order[key]) for key in keys],
             "status": [row.status for row in rows],
             "why": [number_of[row.why or ""] for row in rows],
-            "link": [_link(sweep.directory, row, page.parent) for row in rows],
+            "link": [_link(row, page.parent, directories) for row in rows],
             "basis": [row.figures.basis if row.figures else None for row in rows],
             "figures": [[_rounded(value_of(row, one)) for row in rows] for one in figures],
             "limit": [row.figures.limit_bytes if row.figures else None for row in rows],
@@ -134,16 +135,17 @@ def _rounded(value: float | None) -> float | None:
     return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
 
 
-def _link(directory: Path, row: Row, start: Path) -> str | None:
-    """Returns the address of a point's report, or of its directory where it has none yet; None where neither is."""
-    if row.directory is None:
-        return None
-    place = directory / row.directory
-    found = place / REPORT if (place / REPORT).is_file() else place
-    if not found.exists():
+def _link(row: Row, start: Path, directories: Mapping[int, Path]) -> str | None:
+    """Returns the address of a point's report, or that of the point that compiled the same program; without one, of its
+    directory. None where there is neither. start: where the page lies."""
+    indices = (index for index in (row.index, row.same_as) if index is not None)
+    places = [directories[index] for index in indices if index in directories]
+    reports = [place / REPORT for place in places if (place / REPORT).is_file()]
+    found = next(iter([*reports, *(place for place in places[:1] if place.is_dir())]), None)
+    if found is None:
         return None
     address = quote(Path(os.path.relpath(found.resolve(), start.resolve())).as_posix())
-    return f"./{address}{'/' if found == place else ''}"  # ./: a name with a colon is no protocol
+    return f"./{address}{'/' if found.is_dir() else ''}"  # ./: a name with a colon is no protocol
 
 
 def _facts(sweep: Sweep, best: Row | None, figure: Figure) -> list[tuple[str, str, str]]:

@@ -72,12 +72,14 @@ def test_the_table_says_the_same_to_people(capsys):
     exit_code, out, err = _told(capsys)
     assert (exit_code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
-    assert lines[0] == ["state", "command", "when", "last", "result", "directory", "why"]
+    assert lines[0] == ["state", "command", "when", "last", "result", "directory"]
     sweep = next(line for line in lines if "compile" in line)
     assert sweep[:3] == ["done", "compile", "-m"]
-    assert " ".join(sweep[5:]) == "2 of 3 points best step 1.00 s multirun/2026-11-23/11-00-00 1 does not fit"
+    assert " ".join(sweep[5:]) == "2 of 3 points best step 1.00 s multirun/2026-11-23/11-00-00"
     failed = next(line for line in lines if line[0] == "failed")
-    assert " ".join(failed[4:]) == "step 3 of 10 loss 2.5000 outputs/2026-11-23/10-00-01 the loss is NaN"
+    assert " ".join(failed[4:]) == "step 3 of 10 loss 2.5000 outputs/2026-11-23/10-00-01"
+    assert "failed outputs/2026-11-23/10-00-01: the loss is NaN" in out.splitlines()
+    assert "done multirun/2026-11-23/11-00-00: 1 does not fit" in out.splitlines()
 
 
 @pytest.mark.usefixtures("place")
@@ -123,7 +125,8 @@ def test_a_long_list_shows_its_newest(tmp_path, monkeypatch, capsys):
     lines = _told(capsys)[1].splitlines()
     assert "outputs/34" in lines[1]
     assert lines[-1] == "... 5 older ones: `meshloom runs [DIR] --all` shows them"
-    assert len(_told(capsys, "--all")[1].splitlines()) == 36
+    lines = _told(capsys, "--all")[1].splitlines()
+    assert [line.split()[-1] for line in lines[1:36]] == [f"outputs/{n:02}" for n in reversed(range(35))]
 
 
 @pytest.mark.ci

@@ -64,12 +64,14 @@ def test_values_are_text_and_their_order_is_that_of_numbers(tmp_path):
 
 
 def test_links_lead_to_reports_whatever_a_directory_is_called(tmp_path):
-    rows = [point(0, {"a": 1}, directory="a=1,b=50%#?:é"), point(1, {"a": 2}), point(2, {"a": 3}, directory=None)]
-    for row in rows[:1]:
+    rows = [point(0, {"a": 1}, directory="a=1,b=50%#?:é"), point(1, {"a": 2}), point(2, {"a": 3}, directory=None),
+            point(3, {"a": 4}, same_as=0), point(4, {"a": 5})]  # fmt: skip
+    for row in rows[:1] + rows[3:]:
         (tmp_path / str(row.directory)).mkdir()
-        (tmp_path / str(row.directory) / "report.html").write_text("")
+    (tmp_path / str(rows[0].directory) / "report.html").write_text("")
     links = _embedded(_written(tmp_path, rows))["points"]["link"]
-    assert links == ["./a%3D1%2Cb%3D50%25%23%3F%3A%C3%A9/report.html", None, None]
+    report = "./a%3D1%2Cb%3D50%25%23%3F%3A%C3%A9/report.html"
+    assert links == [report, None, None, report, "./a%3D5/"]
 
 
 def test_the_front_has_done_points_alone():
