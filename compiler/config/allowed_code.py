@@ -49,6 +49,11 @@ def allow_words() -> list[str]:
     return [f"{FLAG}={','.join(_ALLOWED.get())}"] if _ALLOWED.get() else []
 
 
+def allowed_modules() -> tuple[str, ...]:
+    """Returns the modules that the user opted into."""
+    return _ALLOWED.get()
+
+
 def parse_allowed(texts: Sequence[str], where: str) -> tuple[str, ...]:
     """Returns the names in the texts: ["my_code,tools.data"] -> ("my_code", "tools.data"). Raises ConfigError for text
     that does not name a module."""

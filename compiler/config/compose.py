@@ -6,7 +6,6 @@ docs/config.md explains this.
 """
 
 import json
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +34,18 @@ from .allowed_code import FLAG
 from .composition_errors import Groups, reported
 from .config_files import problems_of_files, register_sources
 from .environment_values import Sources, find_sources, register_resolver
-from .hydra_settings import SEARCH_PATH, check_places, check_subdirectories, problems_of_settings
-from .override_parser import COMMAND_LINE, MOST_POINTS, key_of, parse_override, parsed_or_none, shortened, sweep_values
+from .hydra_settings import (
+    RUN_DIR,
+    SEARCH_PATH,
+    SUBDIRECTORY,
+    SWEEP_DIR,
+    SWEEPER_PARAMS,
+    check_places,
+    problems_of_settings,
+    without_plugin,
+)
+from .kept_compositions import compose_kept, kept_groups
+from .override_parser import key_of, parse_override, parsed_or_none, shortened
 from .plain_values import plain_values
 from .spec import RunSpec
 from .spec_errors import MOST_SHOWN, problems_of
@@ -72,15 +81,20 @@ def hydra_session(request: Request) -> Iterator[Groups]:
     else:
         session = initialize_config_dir(str(Path(request.config_path).resolve()), version_base="1.3")
     with session:
-        with reported(Groups()), warnings.catch_warnings(action="ignore"):  # of missing places, checked next
-            configs = _repository(request)
-            check_places(configs.get_sources())
-        outer = [group for group in _options("", configs, ObjectType.GROUP) if group != "hydra"]
-        inner = [f"{group}/{part}" for group in outer for part in _options(group, configs, ObjectType.GROUP)]
-        found = ((group, _options(group, configs)) for group in sorted(outer + inner))
-        groups = Groups({group: options for group, options in found if options})
-        groups.appended = _appended(groups, request)
-        yield groups
+        yield kept_groups((request.config_name, request.config_path, *request.search_path), lambda: _groups(request))
+
+
+def _groups(request: Request) -> Groups:
+    """Returns the groups that the request can see; only within a session."""
+    with reported(Groups()), warnings.catch_warnings(action="ignore"):  # of missing places, checked next
+        configs = _repository(request)
+        check_places(configs.get_sources())
+    outer = [group for group in _options("", configs, ObjectType.GROUP) if group != "hydra"]
+    inner = [f"{group}/{part}" for group in outer for part in _options(group, configs, ObjectType.GROUP)]
+    found = ((group, _options(group, configs)) for group in sorted(outer + inner))
+    groups = Groups({group: options for group, options in found if options})
+    groups.appended = _appended(groups, request)
+    return groups
 
 
 def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
@@ -114,40 +128,12 @@ def check_config_files(request: Request) -> None:
         raise_if_any(problems_of_files(composed, request.overrides))
 
 
-def check_sweep(request: Request) -> None:
-    """Raises ConfigError for problems of a sweep. Each value is checked separately, not each combination."""
-    base: list[str] = []
-    alternatives: list[list[str]] = []
-    problems: list[Problem] = []
-    for text in request.overrides:
-        parsed = parsed_or_none(text)
-        if parsed and parsed.is_sweep_override() and not parsed.is_hydra_override():
-            try:
-                alternatives.append(sweep_values(parsed))
-            except ConfigError as error:
-                problems += error.problems
-        else:
-            base.append(text)
-    num_points = math.prod(map(len, alternatives))
-    if num_points > MOST_POINTS:
-        what = f"the sweep has {num_points:,} points, more than the maximum of {MOST_POINTS:,}"
-        problems.append(Problem(COMMAND_LINE, what, "sweep over fewer values"))
-    raise_if_any(problems)
-    first = [values[0] for values in alternatives]
-    points = [base + first]
-    points += [
-        base + first[:i] + [value] + first[i + 1 :] for i, values in enumerate(alternatives) for value in values[1:]
-    ]
-    for point in points:
-        try:
-            read_spec(Request(tuple(point), request.config_name, request.config_path), then=lambda spec: spec)
-        except ConfigError as error:
-            problems += error.problems
-    raise_if_any(problems)
-    if num_points > 1:
-        with hydra_session(request) as groups:
-            forced = [_forced(text, groups) for text in points[0]]
-            check_subdirectories(compose(request.config_name, overrides=forced, return_hydra_config=True))
+def compose_hydra(request: Request) -> DictConfig:
+    """Returns Hydra's own node of the request, unresolved. Raises ConfigError for overrides that it does not take."""
+    with hydra_session(request) as groups, reported(groups):
+        raise_if_any(chain.from_iterable(_problems_of_override(text, request, groups) for text in request.overrides))
+        forced = [_forced(text, groups) for text in request.overrides]
+        return compose(request.config_name, overrides=forced, return_hydra_config=True).hydra
 
 
 def hydra_arguments(request: Request) -> list[str]:
@@ -159,10 +145,25 @@ def hydra_arguments(request: Request) -> list[str]:
 def hydra_run_dir(request: Request) -> Path:
     """Returns the run directory that Hydra will make for the request, with today's date and time in it; makes
     nothing."""
+    return Path(_resolved(request, RUN_DIR)).resolve()
+
+
+def hydra_sweep_dir(request: Request) -> Path:
+    """Returns the directory of a sweep in the same way; request: without what is swept over."""
+    return Path(_resolved(request, SWEEP_DIR)).resolve()
+
+
+def hydra_sweep_subdir(request: Request, index: int) -> str:
+    """Returns the directory of a point within that of its sweep. request: of the point."""
+    return _resolved(request, SUBDIRECTORY, f"++hydra.job.num={index}", f"++hydra.job.id='{index}'")
+
+
+def _resolved(request: Request, key: str, *more: str) -> str:
+    """Returns one of Hydra's own settings, with today's date and time in it."""
     with hydra_session(request) as groups:
         overrides = [_forced(text, groups) for text in request.overrides]
-        composed = compose(request.config_name, overrides=overrides, return_hydra_config=True)
-        return Path(str(OmegaConf.select(composed, "hydra.run.dir"))).resolve()
+        composed = compose(request.config_name, overrides=[*overrides, *more], return_hydra_config=True)
+        return str(OmegaConf.select(composed, key))
 
 
 def _repository(request: Request) -> IConfigRepository:
@@ -205,7 +206,7 @@ def _validate(overrides: Sequence[str], request: Request, groups: Groups) -> tup
     try:
         with reported(groups):
             forced = [_forced(text, groups) for text in overrides]
-            composed = compose(request.config_name, overrides=forced, return_hydra_config=True)
+            composed = compose_kept(request.config_name, request.config_path, forced)
             problems = problems_of_files(composed, overrides) + problems_of_settings(composed)
             declared = _without_hydra(composed)
             values, not_plain = plain_values(declared)
@@ -245,8 +246,10 @@ def _without_hydra(composed: DictConfig) -> DictConfig:
 def _forced(text: str, groups: Groups) -> str:
     """Returns `key=value` as `++key=value`; choices of groups, deletions and Hydra's own settings stay as they are."""
     parsed = parsed_or_none(text)
-    if parsed is None or parsed.is_delete() or parsed.is_hydra_override():
+    if parsed is None or parsed.is_delete():
         return text
+    if parsed.is_hydra_override():  # Hydra refuses a new key below, which is what this one is for
+        return "++" + text.lstrip("+") if parsed.key_or_group.startswith(SWEEPER_PARAMS) else text
     if _is_choice(parsed, groups):
         return f"+{text}" if text[0].isalpha() and parsed.key_or_group in groups.appended else text
     return "++" + text.lstrip("+")
@@ -287,6 +290,8 @@ def _problems_of_override(text: str, request: Request, groups: Groups) -> list[P
         return []
     if not options:
         return [Problem(group, "there is no such group", use_one_of(group, groups))]
+    if missing := without_plugin(group, name):
+        return [missing]
     if group == "target":
         return [target_names.problem_of(name, options)]
     return [Problem(group, f"there is no '{name}' in this group", use_one_of(name, options))]

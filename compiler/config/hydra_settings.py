@@ -14,8 +14,21 @@ from .override_text import in_quotes
 
 SEARCH_PATH = "hydra.searchpath"
 RUN_DIR = "hydra.run.dir"
+SWEEPER_PARAMS = "hydra.sweeper.params"
 SUBDIRECTORY = "hydra.sweep.subdir"
-DIRECTORIES = (RUN_DIR, "hydra.sweep.dir")
+JOB_NUMBER = "${hydra.job.num}"  # Hydra's default of it
+SWEEP_DIR = "hydra.sweep.dir"
+DIRECTORIES = (RUN_DIR, SWEEP_DIR)
+PLUGINS = {  # options of Hydra's groups that other packages bring
+    "hydra/launcher": {
+        "joblib": "hydra-joblib-launcher", "submitit_local": "hydra-submitit-launcher",
+        "submitit_slurm": "hydra-submitit-launcher", "ray": "hydra-ray-launcher", "ray_aws": "hydra-ray-launcher",
+        "rq": "hydra-rq-launcher",
+    },
+    "hydra/sweeper": {
+        "optuna": "hydra-optuna-sweeper", "ax": "hydra-ax-sweeper", "nevergrad": "hydra-nevergrad-sweeper",
+    },
+}  # fmt: skip
 
 
 def problems_of_settings(composed: DictConfig) -> list[Problem]:
@@ -33,11 +46,27 @@ def problems_of_settings(composed: DictConfig) -> list[Problem]:
     return problems
 
 
-def check_subdirectories(composed: DictConfig) -> None:
-    """Raises ConfigError if all points of a sweep would have the same directory. composed: unresolved."""
-    text = str(OmegaConf.to_container(composed.hydra.sweep, resolve=False)["subdir"])  # type: ignore[index]
+def without_plugin(group: str, option: str) -> Problem | None:
+    """Returns the Problem of a launcher or sweeper whose package is not installed; None for any other option."""
+    package = PLUGINS.get(group, {}).get(option)
+    return Problem(group, f"'{option}' is not installed", f"pip install {package}") if package else None
+
+
+def check_subdirectories(hydra: DictConfig) -> None:
+    """Raises ConfigError if all points of a sweep would have the same directory. hydra: its own node, unresolved."""
+    text = subdirectory_of(hydra)
     if "${" not in text:
         raise ConfigError([one_directory(repr(text))])
+
+
+def subdirectory_of(hydra: DictConfig) -> str:
+    """Returns how the directories of points are named, unresolved."""
+    return str(OmegaConf.to_container(hydra.sweep, resolve=False)["subdir"])  # type: ignore[index]
+
+
+def sweep_directory_of(hydra: DictConfig) -> str:
+    """Returns how the directory of a sweep is named, unresolved."""
+    return str(OmegaConf.to_container(hydra.sweep, resolve=False)["dir"])  # type: ignore[index]
 
 
 def one_directory(directory: str) -> Problem:

@@ -1,19 +1,19 @@
 """Parses overrides as typed with Hydra's grammar, or reports what is wrong with one."""
 
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from ..core.errors import ConfigError, Problem
 from ..core.visible import visible_line
 
 COMMAND_LINE = "command line"
-MOST_POINTS = 1000  # of a sweep; each runs in its own process
+MOST_POINTS = 100_000  # of a sweep
 
 
 def parse_override(text: str) -> Override:
@@ -49,11 +49,12 @@ def key_of(text: str) -> str:
     return parsed.key_or_group if parsed else ""
 
 
-def sweep_values(parsed: Override) -> list[str]:
-    """Returns the overrides of a sweep over one key. Raises ConfigError if there are none, or too many."""
+def sweep_values(parsed: Override, options: Sequence[str] = ()) -> list[str]:
+    """Returns the overrides of a sweep over one key. options: of its group, for `glob`. Raises ConfigError if there are
+    none, or too many."""
     key, text = parsed.get_key_element(), shortened(str(parsed.input_line))
     try:
-        values = list(islice(_values(parsed), MOST_POINTS + 1))
+        values = list(islice(_values(parsed, options), MOST_POINTS + 1))
     except (HydraException, TypeError, ValueError, ZeroDivisionError) as error:
         what = f"'{text}' cannot be swept over: {str(error).splitlines()[0]}"
         raise ConfigError([Problem(key, what, f"name the values: {key}=a,b")]) from error
@@ -70,7 +71,9 @@ def shortened(text: str, most: int = 100) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def _values(parsed: Override) -> Iterator[Any]:
+def _values(parsed: Override, options: Sequence[str]) -> Iterator[Any]:
+    if isinstance(glob := parsed.value(), Glob):
+        return iter(glob.filter(list(options)))
     if parsed.is_range_sweep() and not parsed.value().step:  # type: ignore[union-attr]
         raise ValueError("a step of 0 never ends")
     return parsed.sweep_string_iterator()

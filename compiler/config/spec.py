@@ -197,6 +197,15 @@ class LoggingSpec(Config):
     tensorboard: bool
 
 
+class SweepSpec(Config):
+    """What `-m` does with its points, whatever runs them."""
+
+    objective: Text | None  # the figure that its table is sorted by; None: step_seconds, of training final_loss
+    retry: tuple[
+        Literal["failed", "aborted", "timed_out", "out_of_memory"], ...
+    ]  # points that the same command runs again
+
+
 class EvaluationSpec(Config):
     every_num_steps: PositiveInt
     num_batches: PositiveInt  # always the same batches
@@ -233,6 +242,7 @@ class RunSpec(Config):
     distributed: DistributedSpec
     logging: LoggingSpec
     evaluation: EvaluationSpec
+    sweep: SweepSpec
     frozen_parameters: tuple[Text, ...]  # patterns of paths, such as embed/*: no gradient and no update
     on_nonfinite: Literal["stop", "skip"]  # for a step whose loss or gradient norm is not finite; skip: no update
     num_skips_allowed: NonNegativeInt  # in a row, if such steps are skipped

@@ -7,7 +7,7 @@ from typing import Any
 from ..config.spec import Rule
 from ..core.console import Column, Console, Line, Table
 from ..core.format import counted, human_bytes
-from ..estimate.estimate import estimate_step
+from ..estimate.estimate import StepEstimate, estimate_step
 from ..parallel.operation import OpPlan, Strategy
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
@@ -22,9 +22,12 @@ COLUMNS = (
 Row = tuple[str, str | Line, str]  # as COLUMNS
 
 
-def explain(plan: Plan, console: Console) -> None:
-    """Prints the plan: mesh, arrays with reasons, parameters and FLOPs; memory, communication and bounds of a step."""
-    spec, estimate = plan.spec, estimate_step(plan)  # whatever may fail comes before the first line
+def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) -> None:
+    """Prints the plan: mesh, arrays with reasons, parameters and FLOPs; memory, communication and bounds of a step.
+
+    estimate: of the plan, where it is there already.
+    """
+    spec, estimate = plan.spec, estimate or estimate_step(plan)  # whatever may fail comes before the first line
     devices = f"{counted(plan.target.num_devices, 'device')} of target {plan.target.name}"
     console.line(("mesh", "bold"), f"  {plan.mesh}, {devices}")
     for axis, where in plan.mesh.placement.describe().items():

@@ -19,7 +19,6 @@ from .completion import offer_whole_options
 from .flags import parse_flags, request_of
 from .help import show_help
 from .hydra_app import do_nothing, run_hydra_app, show_mistake
-from .sweep import run_sweep
 
 
 def run_declared(command: Command, args: list[str]) -> int:
@@ -46,6 +45,8 @@ def _run(command: Command, flags: argparse.Namespace) -> int:
     if flags.help:
         show_help(command, request)
     elif flags.multirun or "hydra.mode=MULTIRUN" in request.overrides:
+        from .sweep import run_sweep
+
         return run_sweep(command.name, request, flags)
     elif flags.cfg:
         read_spec(request, then=lambda spec: spec)

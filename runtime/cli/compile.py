@@ -29,7 +29,7 @@ def compile_command(request: Request, flags: argparse.Namespace) -> int:
 
     def run(run_dir: Path, model: str | None) -> int:
         try:
-            return compile_step(job, run_dir, request=request, model=model, console=Console())
+            return compile_step(job, run_dir, request=request, model=model, console=Console()).refusal
         except MISTAKES as error:  # Hydra would print a line of its own about it
             LOG.error(error, exc_info=isinstance(error, OSError))
             return show_mistake(as_config_error(error))

@@ -94,8 +94,8 @@ def find_job(spec: RunSpec, make_plan: Callable[[], Plan]) -> CompileJob:
     return CompileJob(plan, devices, captured.lines)
 
 
-def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str | None, console: Console) -> int:
-    """Compiles, or finds an earlier compile, and writes the report. Returns the exit code: 0, DOES_NOT_FIT or EXPOSED.
+def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str | None, console: Console) -> Compiled:
+    """Compiles, or finds an earlier compile, and writes the report. The exit code is its `refusal`.
 
     model: what the declaration calls its model, where it has a name.
     Raises ConfigError for compiler options that are wrong and a directory that is in use, RunFailed where the compiler
@@ -110,10 +110,12 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str
         compiled = compile_job(job, run_dir, overrides=request.overrides, model=model, replan=replan, console=console)
         files = write_compiled(compiled, run_dir)
         _show_result(console, compiled, files, None if compiled.refusal else run_dir)
-        return record.end(compiled.refusal, _why_refused(compiled))
+        record.end(compiled.refusal, why_refused(compiled))
+        return compiled
 
 
-def _why_refused(compiled: Compiled) -> str | None:
+def why_refused(compiled: Compiled) -> str | None:
+    """Returns why a compiled step is not accepted; None for an accepted one."""
     memory, step = compiled.report.memory, compiled.report.step
     if compiled.refusal == EXPOSED:
         exposed = "?" if step.exposed_fraction is None else human_share(step.exposed_fraction)

@@ -20,6 +20,10 @@ MOST_SIMULATED = 256  # each simulated device is a thread with its own memory
 Warn = Callable[[str], None]
 
 
+class TooFewSimulated(ConfigError):
+    """Raised where JAX has started in this process with fewer devices than are to be simulated; another process may."""
+
+
 def plan_without_devices(target: TargetSpec) -> tuple[str, ...]:
     """Keeps JAX away from accelerators, whose start takes seconds; `local` alone has to see them. Returns what is to be
     logged, as start_devices does."""
@@ -133,7 +137,7 @@ def _check_simulated(num_local: int) -> None:
     has = f"{counted(len(devices), 'device')} ({devices[0].device_kind})"
     what = f"JAX has started in this process with {has}, and {num_local} can be simulated only before it starts"
     fix = f"restart Python (the kernel of a notebook) and begin with cpu-{num_local} or more, before JAX is first used"
-    raise ConfigError([Problem("target", what, fix)])
+    raise TooFewSimulated([Problem("target", what, fix)])
 
 
 def _check_attached(target: TpuTarget | GpuTarget) -> tuple[str, ...]:

@@ -83,3 +83,4 @@ class SweepFile(Record):
     num_points: NonNegativeInt | None  # None: a sweeper that chooses as it goes
     objective: str  # the figure that the table is sorted by: step_seconds
     versions: dict[str, str]
+    identity: str | None = None  # a hash of what was asked for: the same command goes on in the same directory

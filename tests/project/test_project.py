@@ -136,6 +136,7 @@ PRIVATE = {  # names of libraries, by the file that imports them: docs/libraries
     ("compiler/config/compose.py", "hydra._internal.config_loader_impl.ConfigLoaderImpl"),
     ("compiler/config/compose.py", "hydra._internal.config_repository.IConfigRepository"),
     ("compiler/config/config_files.py", "hydra._internal.config_loader_impl.ConfigLoaderImpl"),
+    ("compiler/config/kept_compositions.py", "hydra._internal.config_loader_impl.ConfigLoaderImpl"),
     ("compiler/config/config_files.py", "hydra._internal.core_plugins.structured_config_source"),
     ("compiler/config/config_files.py",
      "hydra._internal.core_plugins.importlib_resources_config_source.ImportlibResourcesConfigSource"),

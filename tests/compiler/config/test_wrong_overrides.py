@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.compiler.config.compose import check_sweep, read_spec
+from meshloom.compiler.config.compose import read_spec
+from meshloom.compiler.config.sweep_request import read_sweep_request
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.cli.flags import parse_flags, request_of
 
@@ -61,8 +62,8 @@ TYPED = {
     ("hydra.searchpath=[nope]",): ("hydra.searchpath", "there is no file://nope"),
     ("-m", "num_steps=range(1,0)"): ("num_steps", "names no value"),
     ("-m", "num_steps=range(1,9,0)"): ("num_steps", "never ends"),
-    ("-m", "num_steps=range(0,1000000000)"): ("num_steps", "more than 1,000 values"),
-    ("-m", "seed=range(0,100)", "num_steps=range(1,100)"): ("command line", "9,900 points"),
+    ("-m", "num_steps=range(0,1000000000)"): ("num_steps", "more than 100,000 values"),
+    ("-m", "seed=range(0,1000)", "num_steps=range(1,1000)"): ("command line", "999,000 points"),
     ("-m", "seed=1,2", "hydra.sweep.subdir=''"): ("hydra.sweep.subdir", "share the directory ''"),
     ("-m", "seed=1,2", "hydra.sweep.subdir=all"): ("hydra.sweep.subdir", "share the directory 'all'"),
     ("-m", "seed=interval(0,1)"): ("seed", "cannot be swept over"),
@@ -83,7 +84,7 @@ def _judge(words: list[str]) -> None:
     flags, _ = parse_flags("train", words)
     request = request_of(flags)
     if flags.multirun:
-        check_sweep(request)
+        read_sweep_request(request)
     else:
         read_spec(request, then=lambda spec: spec)
 

@@ -36,6 +36,7 @@ OUTSIDE = (
     "data=text_files", "data.source.paths=[x]", "data/tokenizer=sentencepiece", "data.tokenizer.path=x",
     "data.packing=first_fit", "data.held_out_fraction=0.2", "data.shuffle_seed=5", "data.num_epochs=2",
     "data.max_text_bytes=1000", "data.num_prefetch_threads=2", "data.num_prefetch_batches=9",
+    "sweep.objective=mfu", "sweep.retry=[failed]",
 )  # fmt: skip
 
 

@@ -159,15 +159,15 @@ def test_a_users_own_keys_and_groups_are_kept_and_others_refused(tmp_path):
 
 
 @pytest.mark.ci
-def test_each_point_of_a_sweep_is_a_process_and_one_that_fails_ends_no_other(tmp_path):
+def test_a_point_of_a_sweep_that_fails_ends_no_other(tmp_path):
     """Each batch is right for some mesh; the second for none of these."""
     line = ("explain", "-m", "global_batch_size=8,12", "sharding=ddp", "target=cpu-8")
     done = meshloom(*line, cwd=tmp_path)
     assert done.returncode == 2
-    assert "data=8, 8 devices" in done.stdout
-    assert "error: global_batch_size: 12 sequences are not divisible" in done.stderr
-    assert "1 of 2 runs done" in done.stdout
-    assert "exit code 2: ++global_batch_size=12" in done.stderr
+    assert "2 points: 1 done, 1 refused" in done.stdout
+    assert "refused  global_batch_size=12  global_batch_size: 12 sequences are not divisible" in done.stdout
+    (plan,) = tmp_path.glob("multirun/*/*/global_batch_size=8/plan.txt")
+    assert "data=8, 8 devices" in plan.read_text()
 
 
 @pytest.mark.parametrize(
@@ -284,15 +284,13 @@ def test_a_log_that_cannot_be_written_is_one_error(command, tmp_path):
     assert fix == "  fix: move the file that is there, or choose another hydra.run.dir"
 
 
-def test_points_of_a_sweep_do_not_share_a_directory(tmp_path, monkeypatch):
+@pytest.mark.ci
+def test_points_of_a_sweep_do_not_share_a_directory(tmp_path):
     """The second would go on from the checkpoint of the first."""
-    lines = []
-    monkeypatch.setattr(subprocess, "run", lambda line, **_: lines.append(line) or subprocess.CompletedProcess(line, 0))
-    done = run_in_process("train", "-m", "seed=1,2", "num_steps=3,4", "hydra.sweep.subdir=${seed}", cwd=tmp_path)
+    done = meshloom("explain", "-m", "seed=1,2", "num_steps=3,4", "hydra.sweep.subdir=${seed}", cwd=tmp_path)
     assert done.returncode == 2
-    assert len(lines) == 2
-    assert done.stderr.count("error: hydra.sweep.subdir: several points of the sweep would share the directory") == 2
-    assert "2 of 4 runs done" in done.stdout
+    assert done.stdout.count("num_steps=4  several points of the sweep would share the directory") == 2
+    assert "4 points: 2 done, 2 refused" in done.stdout
 
 
 @pytest.mark.parametrize("override", ["hydra.job_logging.root.level=NOPE", "hydra.job_logging.version=7"])

@@ -266,7 +266,7 @@ def test_the_text_is_read_once(artifact, tmp_path, monkeypatch):
     (tmp_path / "run/logs").mkdir()
     job = CompileJob(plan_of(*TINY), jax.devices())
     console = Console(is_quiet=True)
-    assert compile_step(job, tmp_path / "run", request=Request(TINY), model=None, console=console) == 0
+    assert compile_step(job, tmp_path / "run", request=Request(TINY), model=None, console=console).refusal == 0
     report = Report.model_validate_json((tmp_path / "run/report.json").read_text())
     assert (report.build.cache, report.program.model) == ("hit", "decoder")
     assert report.collectives
@@ -309,7 +309,7 @@ def test_a_text_that_cannot_be_read_costs_no_artifact(
     write_artifact(run / "artifact", artifact.fingerprint, built, ())
     (run / "logs").mkdir()
     job = CompileJob(plan_of(*TINY), jax.devices())
-    assert compile_step(job, run, request=Request(TINY), model=None, console=Console()) == 0
+    assert compile_step(job, run, request=Request(TINY), model=None, console=Console()).refusal == 0
     report = Report.model_validate_json((run / "report.json").read_text())
     assert bool(report.collectives) == is_schedule_known
     assert ("cannot be read" in report.unknown.get("step", "")) == (not is_schedule_known)
@@ -469,7 +469,7 @@ def test_train_refuses_another_declaration_and_writes_nothing(compiled):
 def test_a_sweep_compiles_for_several_targets(tmp_path):
     done = meshloom("compile", "-m", *LINE, "target=cpu-2,cpu-4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "2 of 2 runs done" in done.stdout
+    assert "2 points: 2 done" in done.stdout
     reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("multirun/*/*/*/report.json"))]
     assert [report["target"]["num_chips"] for report in reports] == [2, 4]
 

@@ -1,0 +1,1 @@
+"""Hydra finds plugins by importing every module here, at each start of each Hydra app: they import nothing heavy."""

@@ -1,0 +1,67 @@
+"""A point of a sweep in a process of its own, started by runtime/sweep/own_process.py."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import BinaryIO
+
+from meshloom.compiler.config.allowed_code import FLAG, code_allowed_from
+from meshloom.compiler.config.model_choice import model_of
+from meshloom.compiler.config.override_text import override
+
+from ..core.files import replace_text
+from ..sweep.evaluate import evaluate
+from ..sweep.outcomes import outcome_of_run
+from ..sweep.own_process import PRINTED, read_task
+from ..sweep.points import INTERRUPTED, Outcome, Task
+from .main import main as run_command
+
+
+def main() -> None:
+    """Reads a task from standard input, and writes its outcome. A run that was interrupted has none: it goes on when
+    the sweep does."""
+    task, outcome_file = read_task(sys.stdin.buffer.read)
+    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+    outcome = _train(task) if task.command == "train" else evaluate(task)
+    assert outcome is not None
+    if outcome.exit_code != INTERRUPTED:
+        replace_text(outcome_file, outcome.model_dump_json())
+    sys.exit(outcome.exit_code)
+
+
+def _end_with(parent: BinaryIO) -> None:
+    """Ends this process and its children when its input is closed, as the system does when the parent has died."""
+    parent.read()
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _train(task: Task) -> Outcome:
+    """Trains as the command does, which ends the process by SystemExit."""
+    start, printed = time.perf_counter(), task.directory / PRINTED
+    begun = printed.stat().st_size if printed.exists() else 0
+    sys.argv = ["meshloom", "train", *_words(task)]
+    try:
+        run_command()
+    except SystemExit as left:
+        exit_code = left.code if isinstance(left.code, int) else 1
+    sys.stderr.flush()
+    said = printed.read_bytes()[begun:].decode(errors="replace") if printed.exists() else ""
+    with code_allowed_from(task.allowed):
+        model = model_of(task.request) if exit_code == 0 else None
+    outcome = outcome_of_run(task.directory, exit_code, said, model)
+    return outcome.model_copy(update={"seconds": time.perf_counter() - start})
+
+
+def _words(task: Task) -> list[str]:
+    """Returns the command line of a single run in the point's directory."""
+    request = task.request
+    allowed = [f"{FLAG}={','.join(task.allowed)}"] if task.allowed else []
+    flags = ["--config-name", request.config_name]
+    flags += ["--config-path", request.config_path] if request.config_path else []
+    return [*allowed, *flags, *request.overrides, override("hydra.run.dir", str(task.directory))]
+
+
+if __name__ == "__main__":
+    main()

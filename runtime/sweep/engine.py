@@ -1,0 +1,241 @@
+"""A sweep as it runs: its directory, the rows of its points, and what is said of them.
+
+The rows are written by this process alone, one line for each point that has ended, at once and to the disk: whatever
+ends a sweep, the same command finds them and goes on with the points that have none.
+"""
+
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from meshloom.compiler.config.compose import hydra_sweep_dir, hydra_sweep_subdir
+from meshloom.compiler.config.hydra_settings import (
+    JOB_NUMBER,
+    SWEEP_DIR,
+    one_directory,
+    subdirectory_of,
+    sweep_directory_of,
+)
+from meshloom.compiler.config.override_parser import key_of
+from meshloom.compiler.config.sweep_request import SweepRequest, value_of
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem
+from meshloom.compiler.core.format import counted
+
+from ..core.exclusive import alone
+from ..core.files import replace_json, replace_text
+from ..rundir.run_dir import as_typed
+from .figures import find_figure
+from .identity import as_glob, find_unfinished, identity_of, num_left, versions
+from .points import INTERRUPTED, Command, Outcome, Point, Task, directory_name, row_of, swept_of
+from .pool import Pool
+from .progress import Progress
+from .read import Sweep, read_sweep
+from .rows import ROWS_FILE, SCHEMA_VERSION, SWEEP_FILE, Row, Status, SweepFile
+from .settings import PoolSettings
+from .table import show_table
+
+OBJECTIVES: dict[Command, str] = {"explain": "step_seconds", "compile": "step_seconds", "train": "final_loss"}
+HAS_DIRECTORY: tuple[Status, ...] = ("done", "does_not_fit", "failed", "aborted", "timed_out", "out_of_memory")
+
+
+@dataclass
+class Engine:
+    """One sweep, from its checked request to its table. directory: as typed. rows: by index. settings: None where
+    another launcher than ours runs the points."""
+
+    command: Command
+    asked: SweepRequest
+    allowed: tuple[str, ...]
+    directory: Path
+    file: SweepFile
+    settings: PoolSettings | None
+    console: Console
+    rows: dict[int, Row]
+    progress: Progress = field(init=False)
+    _names: dict[str, int] = field(default_factory=dict, init=False)
+    _fingerprints: dict[str, int] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        num_points, objective = self.file.num_points, self.file.objective
+        self.progress = Progress(self.console, num_points=num_points, objective=objective, rows=self.rows.values())
+        for row in self.rows.values():
+            if row.fingerprint:
+                self._fingerprints.setdefault(row.fingerprint, row.index)
+
+    def run_batch(self, jobs: Sequence[Sequence[str]], first_index: int) -> None:
+        """Runs the jobs that Hydra's sweeper has made, in our own workers. Their rows are there afterwards."""
+        assert self.settings is not None
+        points = [self.point_of(overrides, first_index + number) for number, overrides in enumerate(jobs)]
+        left = []
+        for point in points:
+            if point.index in self.rows:
+                continue
+            if self._names[point.directory] != point.index:
+                self.record(point, _shared(point))
+                continue
+            left.append(point)
+        with self.progress:
+            is_own = self.command == "train"
+            Pool(self.settings, self.task_of, self.record, self.progress.update, is_own=is_own).run(left)
+
+    def point_of(self, overrides: Sequence[str], index: int) -> Point:
+        """Returns the point of a job of Hydra's, whose directory is named by its overrides if nothing else is set."""
+        swept = tuple(swept_of(overrides, list(self.asked.axes)))
+        if self.is_named_by_user:
+            declared = replace(self.asked.request, overrides=(*self.asked.settled, *swept))
+            name = hydra_sweep_subdir(declared, index)
+        else:
+            name = directory_name(swept)
+        if self._names.setdefault(name, index) != index and not self.is_named_by_user:
+            name = f"{name}-{index}"  # the same value was typed twice
+            self._names.setdefault(name, index)
+        return Point(index, swept, {text.partition("=")[0]: value_of(text) for text in swept}, name)
+
+    def point_at(self, overrides: Sequence[str], index: int, directory: Path) -> Point:
+        """Returns the point of a job that Hydra has given a directory."""
+        swept = tuple(swept_of(overrides, list(self.asked.axes)))
+        name = os.path.relpath(directory, self.directory)
+        return Point(index, swept, {text.partition("=")[0]: value_of(text) for text in swept}, name)
+
+    @property
+    def is_complete(self) -> bool:
+        """Returns True where every point has a row."""
+        return self.file.num_points is not None and len(self.rows) >= self.file.num_points
+
+    @property
+    def is_named_by_user(self) -> bool:
+        """Returns True where the user has set `hydra.sweep.subdir`."""
+        return subdirectory_of(self.asked.hydra) != JOB_NUMBER
+
+    def template(self) -> Task:
+        """Returns what all points have."""
+        return Task(
+            self.command,
+            replace(self.asked.request, overrides=self.asked.fixed),
+            self.allowed,
+            self.directory.absolute(),
+        )
+
+    def task_of(self, point: Point) -> Task:
+        """Returns what a worker needs to run a point."""
+        request = replace(self.asked.request, overrides=(*self.asked.fixed, *point.overrides))
+        return replace(self.template(), request=request, directory=(self.directory / point.directory).absolute())
+
+    def record(self, point: Point, outcome: Outcome) -> Row:
+        """Writes the row of a point that has ended, and says so."""
+        row = row_of(point, outcome, has_directory=(self.directory / point.directory).is_dir())
+        if row.fingerprint:
+            same = self._fingerprints.setdefault(row.fingerprint, row.index)
+            row = row.model_copy(update={"same_as": same if same != row.index else None})
+        append_row(self.directory / ROWS_FILE, row)
+        self.rows[row.index] = row
+        self.progress.ended(row)
+        return row
+
+    def end(self, *, is_interrupted: bool) -> int:
+        """Shows the table, and what is left. Returns the exit code, that of the worst point."""
+        rows = [self.rows[index] for index in sorted(self.rows)]
+        show_table(self.console, self.file, rows, directory=self.directory)
+        if is_interrupted:
+            total = "" if self.file.num_points is None else f" of {self.file.num_points:,}"
+            again = f"the same command goes on with the others, in {self.directory}"
+            self.console.line(f"interrupted: {len(rows):,}{total} points have a row; {again}")
+            return INTERRUPTED
+        self.console.line(f"in {self.directory}")
+        return max((row.exit_code or 0 for row in rows), default=0)
+
+
+@contextmanager
+def open_sweep(
+    command: Command, asked: SweepRequest, settings: PoolSettings | None, *, allowed: tuple[str, ...], console: Console
+) -> Iterator[Engine]:
+    """Yields the sweep that the request asks for, in its directory: the one of the same command that was ended before
+    its end, or a new one. Raises ConfigError where the directory holds another sweep, or another process is in it."""
+    sweep_spec, identity = asked.spec.sweep, identity_of(command, asked)
+    objective = sweep_spec.objective or OBJECTIVES[command]
+    find_figure(objective, where="sweep.objective")
+    file = SweepFile(
+        schema_version=SCHEMA_VERSION,
+        command=command,
+        overrides=tuple(text for text in asked.fixed if not key_of(text).startswith("hydra.")),
+        axes={key: [value_of(text) for text in values] for key, values in asked.axes.items()},
+        num_points=asked.num_points,
+        objective=objective,
+        versions=versions(),
+        identity=identity,
+    )
+    directory, earlier = _find_directory(asked, identity, sweep_spec.retry)
+    directory.mkdir(parents=True, exist_ok=True)
+    with alone(directory, _busy(directory)):
+        rows = _rows_to_keep(directory, sweep_spec.retry) if earlier else {}
+        replace_json(directory / SWEEP_FILE, file.model_dump(mode="json"))
+        if earlier:
+            _say_continued(console, directory, file, rows, earlier)
+        yield Engine(command, asked, allowed, directory, file, settings, console, rows)
+
+
+def append_row(path: Path, row: Row) -> None:
+    """Appends a whole line at once, and to the disk."""
+    line = (row.model_dump_json() + "\n").encode()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        os.write(file, line)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _find_directory(asked: SweepRequest, identity: str, retry: Sequence[Status]) -> tuple[Path, Sweep | None]:
+    """Returns the sweep's directory, and what an earlier start has left there."""
+    pattern, settled = sweep_directory_of(asked.hydra), replace(asked.request, overrides=asked.settled)
+    if "*" in as_glob(pattern):
+        earlier = find_unfinished(pattern, identity)
+        if earlier and (num_left(earlier) or any(row.status in retry for row in earlier.rows)):
+            return as_typed(earlier.directory.absolute()), earlier
+        return as_typed(hydra_sweep_dir(settled)), None
+    directory = as_typed(hydra_sweep_dir(settled))
+    if not (directory / SWEEP_FILE).exists():
+        return directory, None
+    earlier = read_sweep(directory)
+    if earlier.file.identity != identity:
+        typed = shlex.join(["meshloom", earlier.file.command, "-m", *earlier.file.overrides, *earlier.file.axes])
+        what = f"{directory} holds another sweep, or one by other versions: {typed} ..."
+        raise ConfigError([Problem(SWEEP_DIR, what, "choose another directory, or remove this one")])
+    return directory, earlier
+
+
+def _rows_to_keep(directory: Path, retry: Sequence[Status]) -> dict[int, Row]:
+    """Returns the rows that stay, and writes the file anew where others are in it, or a cut-off line."""
+    path = directory / ROWS_FILE
+    content = path.read_text() if path.exists() else ""
+    rows = {row.index: row for row in read_sweep(directory).rows if row.status not in retry}
+    wanted = "".join(row.model_dump_json() + "\n" for row in rows.values())
+    if content != wanted:
+        replace_text(path, wanted)
+    return rows
+
+
+def _say_continued(console: Console, directory: Path, file: SweepFile, rows: dict[int, Row], earlier: Sweep) -> None:
+    for note in earlier.notes:
+        if "cut off" in note:
+            console.line(f"note: {note}")
+    num_done = len(rows)
+    if file.num_points is not None and num_done >= file.num_points:
+        again = f"remove it, or choose another {SWEEP_DIR}, to run it again"
+        console.line(f"all {counted(num_done, 'point')} of this sweep are there, in {directory}: {again}")
+    else:
+        total = "" if file.num_points is None else f" of {file.num_points:,}"
+        console.line(f"continuing {directory}: {num_done:,}{total} points have a row")
+
+
+def _shared(point: Point) -> Outcome:
+    return Outcome(status="refused", exit_code=MISTAKE, why=str(one_directory(point.directory).what))
+
+
+def _busy(directory: Path) -> Problem:
+    fix = f"wait for its end, stop it, or choose another {SWEEP_DIR}"
+    return Problem(SWEEP_DIR, f"another sweep is in progress in {directory}", fix)

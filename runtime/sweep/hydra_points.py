@@ -1,0 +1,160 @@
+"""Where Hydra's launchers meet the sweep: ours hands its batch to the engine, others call a task for each point.
+
+Such a task may be pickled and called in another process or on another machine. It runs the point in a process of its
+own and leaves the outcome in the sweep's directory, where the process of the sweep finds it and writes the row.
+"""
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig
+from pydantic import ValidationError
+
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.models.config import Record
+
+from ..core.files import replace_text
+from .engine import Engine
+from .figures import find_figure
+from .own_process import OwnProcess
+from .points import POINT_NAME, Outcome, Task, swept_of
+from .rows import Figures
+
+SPOOL = ".ended"  # a folder of the sweep's: outcomes of points that other processes have run
+POLL_SECONDS = 0.5
+
+_engine: Engine | None = None
+
+
+class Ended(Record):
+    """A file of the spool: one point's outcome. overrides: all of Hydra's for it. directory: of the point."""
+
+    index: int
+    overrides: tuple[str, ...]
+    directory: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class PointTask:
+    """What another launcher calls for each point. template: of any point, without what is swept. axes: swept keys.
+    worst: the objective of a point that is not done. ended: the objectives of points that have a row, by index and
+    overrides."""
+
+    template: Task
+    axes: tuple[str, ...]
+    spool: Path
+    objective: str
+    worst: float
+    ended: Mapping[tuple[int, tuple[str, ...]], float | None]
+
+    def __call__(self, _: DictConfig) -> float:
+        """Runs the point that Hydra is at. Returns the objective: a sweeper that chooses by results stays away from
+        points that are not done."""
+        config = HydraConfig.get()
+        index, overrides = int(config.job.num), tuple(config.overrides.task)
+        swept = tuple(swept_of(overrides, self.axes))
+        if (index, swept) in self.ended:
+            return self._or_worst(self.ended[index, swept])
+        declared = replace(self.template.request, overrides=(*self.template.request.overrides, *swept))
+        task = replace(self.template, request=declared, directory=Path(config.runtime.output_dir))
+        outcome = OwnProcess(task, timeout_seconds=None).run()
+        ended = Ended(index=index, overrides=overrides, directory=str(task.directory), outcome=outcome)
+        self.spool.mkdir(parents=True, exist_ok=True)
+        replace_text(self.spool / f"{index}.json", ended.model_dump_json())
+        return self._or_worst(_objective(outcome.figures, self.objective) if outcome.status == "done" else None)
+
+    def _or_worst(self, value: float | None) -> float:
+        return self.worst if value is None else value
+
+
+def launch(jobs: Sequence[Sequence[str]], first_index: int) -> list[JobReturn]:
+    """Runs a batch of Hydra's jobs in our pool. Returns one JobReturn for each, with the objective."""
+    if _engine is None:
+        what = "meshloom_pool runs sweeps of meshloom alone"
+        raise ConfigError([Problem("hydra/launcher", what, "choose another one: hydra/launcher=basic")])
+    _engine.run_batch(jobs, first_index)
+    worst, returns = _worst(_engine.file.objective), []
+    for number, overrides in enumerate(jobs):
+        row = _engine.rows[first_index + number]
+        value = _objective(row.figures, _engine.file.objective) if row.status == "done" else None
+        returned = JobReturn()
+        returned.overrides, returned.status = list(overrides), JobStatus.COMPLETED
+        returned.return_value = worst if value is None else value
+        returns.append(returned)
+    return returns
+
+
+@contextmanager
+def launching(engine: Engine) -> Iterator[PointTask]:
+    """Within the `with`, Hydra's launchers run the points of this sweep. Yields the task of launchers other than
+    ours."""
+    global _engine
+    _engine = engine
+    objective, spool = engine.file.objective, engine.directory.absolute() / SPOOL
+    task = PointTask(
+        template=engine.template(),
+        axes=tuple(engine.asked.axes),
+        spool=spool,
+        objective=objective,
+        worst=_worst(objective),
+        ended={(row.index, row.overrides): _objective(row.figures, objective) for row in engine.rows.values()},
+    )
+    try:
+        if engine.settings is not None:
+            yield task
+        else:
+            with _collecting(engine, spool):
+                yield task
+    finally:
+        _engine = None
+
+
+def subdirectory(swept_keys: Sequence[str]) -> str:
+    """Returns the value of `hydra.sweep.subdir` that names points by their overrides."""
+    return f'${{{POINT_NAME}:${{hydra.overrides.task}},"{" ".join(swept_keys)}"}}'
+
+
+@contextmanager
+def _collecting(engine: Engine, spool: Path) -> Iterator[None]:
+    """Within the `with`, outcomes become rows as they come; afterwards there are none left."""
+    is_over = threading.Event()
+
+    def collect() -> None:
+        while not is_over.wait(POLL_SECONDS):
+            _collect(engine, spool)
+
+    _collect(engine, spool)  # of a start before this one
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        _collect(engine, spool)
+
+
+def _collect(engine: Engine, spool: Path) -> None:
+    for path in sorted(spool.glob("*.json")):
+        try:
+            ended = Ended.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            continue
+        if ended.index not in engine.rows:
+            engine.record(engine.point_at(ended.overrides, ended.index, Path(ended.directory)), ended.outcome)
+        path.unlink()
+
+
+def _objective(figures: Figures | None, name: str) -> float | None:
+    return find_figure(name, where="sweep.objective").of(figures) if figures else None
+
+
+def _worst(name: str) -> float:
+    return math.inf if find_figure(name, where="sweep.objective").better == "less" else -math.inf

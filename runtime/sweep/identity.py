@@ -1,0 +1,100 @@
+"""Which sweep a command asks for: the same command goes on where an earlier one was ended."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from meshloom import __version__
+from meshloom.compiler.config.allowed_code import allow_words
+from meshloom.compiler.config.hydra_settings import SEARCH_PATH, SWEEP_DIR
+from meshloom.compiler.config.override_parser import key_of
+from meshloom.compiler.config.sweep_request import SweepRequest
+from meshloom.compiler.core.errors import ConfigError
+
+from .points import Command
+from .read import Sweep, read_sweep
+from .rows import SWEEP_FILE
+
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
+# They say how points are run and which are run again, not what they are.
+NOT_IN_IDENTITY = (SWEEP_DIR, "hydra.launcher", "hydra/launcher", "sweep")
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that figures depend on."""
+    found = {"meshloom": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def identity_of(command: Command, asked: SweepRequest) -> str:
+    """Returns a hash of a sweep: its command, overrides, versions, and the content of the user's configs."""
+    request = asked.request
+    typed = [text for text in request.overrides if not _is_outside(key_of(text))]
+    told = {
+        "command": command,
+        "overrides": typed,
+        "axes": {key: list(values) for key, values in asked.axes.items()},
+        "config": [request.config_name, request.config_path],
+        "allowed": allow_words(),
+        "first": asked.spec.as_compared() | {"sweep": None},
+        "files": dict(_users_files(asked)),
+        "versions": versions(),
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def find_unfinished(pattern: str, identity: str) -> Sweep | None:
+    """Returns the newest sweep of this identity in a directory that the pattern of `hydra.sweep.dir` may have named;
+    None where there is none, or it is finished.
+
+    pattern: "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"; each interpolation may stand for any text without a slash.
+    """
+    found = [sweep for sweep in _sweeps(as_glob(pattern)) if sweep.file.identity == identity]
+    return found[0] if found else None
+
+
+def as_glob(pattern: str) -> str:
+    """Returns the pattern with `*` for each interpolation: "multirun/*/*". One without any is a directory's name."""
+    while (replaced := re.sub(r"\$\{[^${}]*\}", "*", pattern)) != pattern:
+        pattern = replaced
+    return pattern
+
+
+def num_left(sweep: Sweep) -> int:
+    """Returns how many points have no row yet."""
+    return max(0, (sweep.file.num_points or 0) - len(sweep.rows))
+
+
+def _sweeps(glob: str) -> Iterator[Sweep]:
+    """Yields the sweeps of directories like this, the newest first; what is none, or damaged, is left out."""
+    root = Path(glob)
+    base = Path(*(part for part in root.parts[: next(i for i, part in enumerate(root.parts) if "*" in part)]))
+    places = base.glob(str(root.relative_to(base) / SWEEP_FILE)) if base.is_dir() else []
+    for place in sorted(places, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            yield read_sweep(place.parent)
+        except ConfigError:
+            continue
+
+
+def _is_outside(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{name}.") for name in NOT_IN_IDENTITY)
+
+
+def _users_files(asked: SweepRequest) -> Iterator[tuple[str, str]]:
+    """Yields a hash of each config in the places that are not Meshloom's own."""
+    request = asked.request
+    places = [request.config_path] if request.config_path else []
+    for text in request.search_path:
+        places += re.findall(r"file://([^,'\]]+)", text.removeprefix(f"{SEARCH_PATH}="))
+    for place in places:
+        for path in sorted(Path(place).rglob("*.yaml")):
+            yield str(path), hashlib.sha256(path.read_bytes()).hexdigest()

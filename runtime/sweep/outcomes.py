@@ -1,0 +1,235 @@
+"""The outcome of a point from what it was: a plan, a compiled step, the files of a run, an error, a dead process."""
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshloom.compiler.analysis.compiled_step import limit_bytes, used_devices_per_chip
+from meshloom.compiler.core.errors import DOES_NOT_FIT, MISTAKE, ConfigError
+from meshloom.compiler.core.format import human_bytes, human_seconds
+from meshloom.compiler.estimate.estimate import StepEstimate
+from meshloom.compiler.plan import Plan
+
+from ..compile.compile_command import Compiled, why_refused
+from ..core.files import parse_json
+from .points import KILLED, TIMED_OUT, Outcome
+from .rows import Figures
+
+CRASHED = 1
+
+
+def outcome_of_plan(plan: Plan, estimate: StepEstimate, model: str | None) -> Outcome:
+    """Returns a priced point. That it does not fit is no failure of `explain`: its exit code is 0."""
+    target, spec, per_chip = plan.target, plan.spec, used_devices_per_chip(plan)
+    time, memory = estimate.time, estimate.memory
+    step = time and time.seconds
+    figures = Figures(
+        basis="estimate",
+        model=model or spec.model.family,
+        target=target.name,
+        chip=target.chip.name if target.chip else target.platform,
+        num_chips=target.num_chips,
+        mesh=str(plan.mesh),
+        global_batch_size=spec.global_batch_size,
+        num_microbatches=spec.num_microbatches,
+        tokens_per_step=spec.tokens_per_step,
+        num_parameters=plan.num_parameters,
+        step_seconds=step,
+        compute_seconds=time and time.compute_seconds,
+        exposed_seconds=time and time.exposed_seconds,
+        bubble_seconds=0.0 if time else None,  # no pipelines yet
+        tokens_per_second_per_chip=_per_chip(spec.tokens_per_step, step, target.num_chips),
+        mfu=_mfu(plan, step),
+        peak_bytes=memory.peak_bytes * per_chip,
+        limit_bytes=limit_bytes(plan),
+        fits=memory.fits,
+    )
+    if memory.fits is False or memory.host_fits is False:
+        why = _lack(figures) if memory.fits is False else "its arrays on the host do not fit the host's memory"
+        return Outcome(status="does_not_fit", exit_code=0, why=why, figures=figures)
+    return Outcome(status="done", exit_code=0, figures=figures)
+
+
+def outcome_of_compiled(compiled: Compiled, plan: Plan) -> Outcome:
+    """Returns a compiled point."""
+    report, refusal = compiled.report, compiled.refusal
+    step, memory, program, target = report.step, report.memory, report.program, report.target
+    seconds = step.predicted_seconds
+    figures = Figures(
+        basis="schedule",
+        model=program.model,
+        target=target.name,
+        chip=target.chip,
+        num_chips=target.num_chips,
+        mesh=str(plan.mesh),
+        global_batch_size=plan.spec.global_batch_size,
+        num_microbatches=plan.spec.num_microbatches,
+        tokens_per_step=program.tokens_per_step,
+        num_parameters=program.num_parameters,
+        step_seconds=seconds,
+        compute_seconds=step.compute_seconds,
+        exposed_seconds=step.exposed_seconds,
+        bubble_seconds=None if seconds is None else 0.0,  # no pipelines yet
+        tokens_per_second_per_chip=_per_chip(program.tokens_per_step, seconds, target.num_chips),
+        mfu=step.predicted_mfu,
+        peak_bytes=memory.peak_bytes_per_chip,
+        limit_bytes=memory.limit_bytes_per_chip,
+        fits=memory.fits,
+        compile_seconds=report.build.compile_seconds,
+    )
+    status = "does_not_fit" if refusal == DOES_NOT_FIT else "refused" if refusal else "done"
+    return Outcome(
+        status=status,
+        exit_code=refusal,
+        why=why_refused(compiled),
+        fingerprint=report.build.fingerprint,
+        figures=figures,
+    )
+
+
+def outcome_of_run(run_dir: Path, exit_code: int, said: str, model: str | None) -> Outcome:
+    """Returns a point that was trained, from its files. said: what it printed to stderr."""
+    figures = _figures_of_run(run_dir, model)
+    if exit_code == 0:
+        return Outcome(status="done", exit_code=0, figures=figures)
+    if exit_code < 0 or exit_code > 128:
+        return Outcome(**{**outcome_of_death(exit_code, run_dir, said).model_dump(), "figures": figures})
+    status = "refused" if exit_code == MISTAKE else "does_not_fit" if exit_code == DOES_NOT_FIT else "failed"
+    return Outcome(status=status, exit_code=exit_code, why=_first_error(said), figures=figures)
+
+
+def outcome_of_error(error: BaseException) -> Outcome:
+    """Returns a point that raised."""
+    if isinstance(error, ConfigError):
+        code = error.exit_code
+        status = "refused" if code == MISTAKE else "does_not_fit" if code == DOES_NOT_FIT else "failed"
+        why = "; ".join(f"{problem.where}: {problem.what}" for problem in error.problems)
+        return Outcome(status=status, exit_code=code, why=why)
+    if isinstance(error, MemoryError):
+        return Outcome(status="out_of_memory", exit_code=KILLED, why="this machine's memory was used up (MemoryError)")
+    first = str(error).splitlines()[0] if str(error) else ""
+    return Outcome(status="failed", exit_code=CRASHED, why=f"{type(error).__name__}: {first}".rstrip(": "))
+
+
+def outcome_of_death(exit_code: int, directory: Path, said: str = "", *, is_memory: bool = False) -> Outcome:
+    """Returns a point whose process died. exit_code: minus the signal, or 128 + it. is_memory: the system ended
+    processes for memory meanwhile."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = ""
+    if name == "SIGKILL" and is_memory:
+        why = "the system ended it, as this machine's memory was used up"
+        return Outcome(status="out_of_memory", exit_code=KILLED, why=why)
+    how = f"its process was ended by {name}" if name else f"its process ended with exit code {exit_code}"
+    reason = _fatal_line(directory, said)
+    code = 128 + number if name else max(exit_code, CRASHED)
+    return Outcome(status="aborted", exit_code=code, why=f"{how}: {reason}" if reason else how)
+
+
+def outcome_of_timeout(seconds: float) -> Outcome:
+    """Returns a point that took too long."""
+    why = f"it took longer than {human_seconds(seconds)} (hydra.launcher.timeout_seconds)"
+    return Outcome(status="timed_out", exit_code=TIMED_OUT, why=why, seconds=seconds)
+
+
+def outcome_of_memory(num_bytes: int, allowed_bytes: int, *, is_limit: bool) -> Outcome:
+    """Returns a point that was ended for memory. allowed_bytes: the limit that was set, or what was left."""
+    allowed = human_bytes(allowed_bytes)
+    rest = (
+        f"{allowed} are allowed (hydra.launcher.worker_bytes)" if is_limit else f"{allowed} of this machine were left"
+    )
+    return Outcome(
+        status="out_of_memory", exit_code=KILLED, why=f"its process took {human_bytes(num_bytes)}, and {rest}"
+    )
+
+
+def _lack(figures: Figures) -> str:
+    needed = "more" if figures.peak_bytes is None else human_bytes(figures.peak_bytes)
+    limit = "its memory" if figures.limit_bytes is None else human_bytes(figures.limit_bytes)
+    return f"needs {needed} of {limit} per chip"
+
+
+def _per_chip(tokens: int, seconds: float | None, num_chips: int) -> float | None:
+    return tokens / seconds / num_chips if seconds else None
+
+
+def _mfu(plan: Plan, seconds: float | None) -> float | None:
+    peak, flops = plan.target.peak_flops_per_second, plan.model_flops_per_step
+    return flops / (seconds * peak * plan.target.num_devices) if seconds and peak and flops is not None else None
+
+
+def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
+    """Returns None where the run wrote no plan."""
+    try:
+        plan = parse_json((run_dir / "plan.json").read_bytes())
+        spec = yaml.safe_load((run_dir / "spec.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    target, program = plan["target"], plan["program"]
+    metrics = _metrics(run_dir / "metrics.jsonl")
+    last = metrics[-1] if metrics else {}
+    seconds = _median([one["step_seconds"] for one in metrics[len(metrics) // 4 :]])  # the first ones are slower
+    held_out = next((one["eval_loss"] for one in reversed(metrics) if one["eval_loss"] is not None), None)
+    peak, flops = target["peak_flops_per_second_per_device"], program["model_flops_per_step"]
+    used = [f"{axis}={size}" for axis, size in plan["mesh"].items() if size > 1]
+    return Figures(
+        basis="measured",
+        model=model or spec["model"]["family"],
+        target=target["name"],
+        chip=target["chip"] or target["name"].partition("-")[0],
+        num_chips=target["num_chips"],
+        mesh=" x ".join(used) or "one device",
+        global_batch_size=spec["global_batch_size"],
+        num_microbatches=spec["num_microbatches"],
+        tokens_per_step=program["tokens_per_step"],
+        num_parameters=program["num_parameters"],
+        step_seconds=seconds,
+        tokens_per_second_per_chip=_per_chip(program["tokens_per_step"], seconds, target["num_chips"]),
+        mfu=flops / (seconds * peak * target["num_devices"]) if seconds and peak and flops is not None else None,
+        final_loss=_finite(last.get("loss")),
+        evaluation_loss=_finite(held_out),
+        last_step=last.get("step"),
+    )
+
+
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the steps of a run; a last line that is cut off is left out."""
+    steps = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            steps.append(json.loads(line))
+        except ValueError:
+            continue
+    return steps
+
+
+def _median(values: list[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _first_error(said: str) -> str:
+    """Returns the first error that a command printed, without its fix; else the last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    first = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+    return first or (lines[-1] if lines else "it did not say why")
+
+
+def _fatal_line(directory: Path, said: str) -> str | None:
+    """Returns what the compiler, or whatever printed last, said before it ended the process."""
+    log = directory / "logs" / "compiler.log"
+    texts = [said, log.read_text(errors="replace") if log.is_file() else ""]
+    for text in texts:
+        for line in reversed(text.splitlines()):
+            if line.startswith(("F0", "F1")) or "aborted while" in line or "terminate called" in line:
+                return line.strip()
+    return None

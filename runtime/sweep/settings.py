@@ -1,0 +1,69 @@
+"""The settings of `hydra/launcher=meshloom_pool`, checked before anything runs."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from meshloom.compiler.core.errors import Problem, raise_if_any
+
+from .points import Command
+
+NAME = "meshloom_pool"
+TARGET = "hydra_plugins.meshloom_sweeps.launcher.PoolLauncher"
+MOST_WORKERS = 1024
+GIB = 2**30
+# What a point needs until one was measured: imports, and a trace or the compile of a large model.
+EXPECTED_BYTES: dict[Command, int] = {"explain": GIB, "compile": 3 * GIB, "train": 3 * GIB}
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """num_workers: the most points at once. timeout_seconds: of a point; None: no limit. worker_bytes: memory that a
+    point is expected to need until one was measured. is_limit: a point that takes more is ended."""
+
+    num_workers: int
+    timeout_seconds: float | None
+    worker_bytes: int
+    is_limit: bool
+
+
+def pool_settings(hydra: DictConfig, command: Command, *, is_joined: bool) -> PoolSettings | None:
+    """Returns the settings; None where another launcher was chosen. is_joined: each point runs in several processes
+    together, which go through the points in the same order. Raises ConfigError with all that is wrong."""
+    values = OmegaConf.to_container(hydra.launcher, resolve=True)
+    assert isinstance(values, dict)
+    if values.get("_target_") != TARGET:
+        return None
+    raise_if_any(_problems(values, is_joined=is_joined))
+    if values["num_workers"] is not None:
+        num_workers = values["num_workers"]
+    else:
+        num_workers = 1 if command == "train" else _default_workers(command)
+    given = values["worker_bytes"]
+    return PoolSettings(num_workers, values["timeout_seconds"], given or EXPECTED_BYTES[command], given is not None)
+
+
+def _problems(values: Mapping[Any, Any], *, is_joined: bool) -> Iterator[Problem]:
+    num, seconds, size = (values[name] for name in ("num_workers", "timeout_seconds", "worker_bytes"))
+    if isinstance(num, int) and not 1 <= num <= MOST_WORKERS:
+        fix = f"give 1 to {MOST_WORKERS:,}, or null: as many as cores and memory allow"
+        yield Problem("hydra.launcher.num_workers", f"{num} is not a number of workers", fix)
+    elif is_joined and isinstance(num, int) and num > 1:
+        what = f"{num} points cannot run at once where each runs in several processes together"
+        yield Problem("hydra.launcher.num_workers", what, "leave it out, or set it to 1")
+    if isinstance(seconds, float) and not (seconds > 0 and math.isfinite(seconds)):
+        fix = "give a number of seconds above 0, or null: no limit"
+        yield Problem("hydra.launcher.timeout_seconds", f"{seconds:g} is not a time", fix)
+    if isinstance(size, int) and size <= 0:
+        fix = "give the bytes that a point may take, or null: as measured"
+        yield Problem("hydra.launcher.worker_bytes", f"{size} is not a size", fix)
+
+
+def _default_workers(command: Command) -> int:
+    """Returns one for each core that this process may use; half as many for compilers, which use several threads."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores if command == "explain" else (cores + 1) // 2)
