@@ -140,6 +140,11 @@ class TestInABrowser:
         page.js(f"document.querySelectorAll('#table th button')[{step}].click()")
         assert page.js(f"document.querySelector('#table tbody tr').cells[{step}].textContent") == "20.0 s"
 
+    def test_on_a_telephone_nothing_is_wider_than_the_screen(self, tmp_path, browser):
+        page = browser.open(_written(tmp_path, _grid(12, 3)), width=400, height=800)
+        page.drawn()
+        assert page.js("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
     def test_a_selection_along_an_axis_holds_for_the_table(self, tmp_path, browser):
         page = browser.open(_written(tmp_path, _grid(4, 3)))
         page.js("document.getElementById('parallel').scrollIntoView()")
