@@ -98,10 +98,11 @@ def test_latest_leads_to_the_newest_run(tmp_path):
     assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == ["2026-11-22", "2026-11-23", "latest"]
 
 
-def test_latest_leaves_alone_what_is_its_users(tmp_path):
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def test_latest_leaves_alone_what_is_its_users(tmp_path, make):
     run_dir = tmp_path / "2026-11-23" / "00-00-01"
     run_dir.mkdir(parents=True)
-    (tmp_path / "latest").mkdir()
+    make(tmp_path / "latest")
     link_latest(run_dir)
     assert not (tmp_path / "latest").is_symlink()
     named = tmp_path / "mine" / "a" / "run"

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from meshloom.runtime.sweep.curves import MOST, read_curves, thinned
 from support.sweeps import point
 
-losses = st.lists(st.one_of(st.none(), st.floats(-5, 5)), max_size=900)
 
-
-@given(losses, st.integers(24, 60))
-def test_a_thinned_curve_has_the_same_extremes_ends_and_gaps(values, most):
+@given(st.integers(0, 900), st.integers(24, 60), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_a_thinned_curve_has_the_same_extremes_ends_and_gaps(length, most, num_gaps, random):
+    values: list[float | None] = [random.uniform(-5, 5) for _ in range(length)]
+    for gap in random.sample(range(length), min(num_gaps, length)):
+        values[gap] = None
     kept = thinned(values, most)
     known = [value for value in values if value is not None]
     seen = [values[n] for n in kept if values[n] is not None]

@@ -12,8 +12,8 @@ from meshloom.runtime.sweep.rows import Figures
 from support.sweeps import figures, point
 
 ROWS = [
-    point(0, {"mesh.fsdp": 4, "optimizer": "adamw", "mixed": 1}, figures=figures(step_seconds=1 / 3)),
-    point(1, {"mesh.fsdp": 8, "optimizer": 'a,"b"\n[c]', "mixed": "1e-3"}, status="failed", why="it, had to",
+    point(0, {"mesh.fsdp": 4, "optimizer": "adamw", "mixed": 1, "rate": 1}, figures=figures(step_seconds=1 / 3)),
+    point(1, {"mesh.fsdp": 8, "optimizer": 'a,"b"\n[c]', "mixed": "1e-3", "rate": 0.5}, status="failed", why="it, had to",
           seconds=2.5),
     point(2, {"mesh.fsdp": 16, "optimizer": None, "mixed": [1, 2]}, same_as=0),
 ]  # fmt: skip
@@ -40,6 +40,7 @@ def test_parquet_read_back_equals_the_rows_with_their_types(tmp_path):
     assert [row["swept.mesh.fsdp"] for row in read] == [4, 8, 16]
     assert [row["swept.optimizer"] for row in read] == [row.swept["optimizer"] for row in ROWS]
     assert [json.loads(row["swept.mixed"]) for row in read[:2]] == [1, "1e-3"]
+    assert [row["swept.rate"] for row in read] == [1.0, 0.5, None]
     assert [row["same_as"] for row in read] == [None, None, 0]
     for name in Figures.model_fields:
         assert [row[f"figures.{name}"] for row in read] == [getattr(row.figures, name, None) for row in ROWS]
