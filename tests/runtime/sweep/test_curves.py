@@ -16,7 +16,7 @@ def test_a_thinned_curve_has_the_same_extremes_ends_and_gaps(length, most, num_g
         values[gap] = None
     kept = thinned(values, most)
     known = [value for value in values if value is not None]
-    seen = [values[n] for n in kept if values[n] is not None]
+    seen = [value for n in kept if (value := values[n]) is not None]
     assert len(kept) <= most
     assert kept == sorted(set(kept))
     assert (min(seen, default=None), max(seen, default=None)) == (min(known, default=None), max(known, default=None))

@@ -13,8 +13,8 @@ from support.sweeps import figures, point
 
 ROWS = [
     point(0, {"mesh.fsdp": 4, "optimizer": "adamw", "mixed": 1, "rate": 1}, figures=figures(step_seconds=1 / 3)),
-    point(1, {"mesh.fsdp": 8, "optimizer": 'a,"b"\n[c]', "mixed": "1e-3", "rate": 0.5}, status="failed", why="it, had to",
-          seconds=2.5),
+    point(1, {"mesh.fsdp": 8, "optimizer": 'a,"b"\n[c]', "mixed": "1e-3", "rate": 0.5}, status="failed",
+          why="it, had to", seconds=2.5),
     point(2, {"mesh.fsdp": 16, "optimizer": None, "mixed": [1, 2]}, same_as=0),
 ]  # fmt: skip
 
