@@ -71,7 +71,8 @@ def page_data(sweep: Sweep, page: Path, figure: Figure) -> dict[str, Any]:
     keys = swept_keys(sweep.file, rows)
     figures = [one for one in FIGURES.values() if any(value_of(row, one) is not None for row in rows)]
     values = {key: [typed_value(row, key) for row in rows] for key in keys}
-    order = {key: in_value_order(values[key]) for key in keys}
+    as_typed = sorted(rows, key=lambda row: row.index)
+    order = {key: in_value_order([typed_value(row, key) for row in as_typed]) for key in keys}
     reasons = list(dict.fromkeys(row.why or "" for row in rows))
     number_of = {reason: number for number, reason in enumerate(reasons)}
     place_of = {row.index: place for place, row in enumerate(rows)}

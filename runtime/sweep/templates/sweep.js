@@ -236,8 +236,9 @@ function buildTable() {
   const first = data.keys.length ? [] : [{ heading: "point", value: (p) => p.index, cell: (p) => linked(p, `point ${p.index}`) }];
   const isMixed = new Set(points.map((point) => point.basis).filter((basis) => basis)).size > 1;
   const by = { heading: "by", value: (p) => p.basis, cell: (p) => p.basis ?? "" };
-  const ends = [...(isMixed ? [by] : []), status, ...(points.some((point) => point.why) ? [why] : [])];
-  const columns = [...first, ...keyColumns(), ...figureNames.map((name) => figureColumn(name)), ...ends];
+  const states = [...(points.every((point) => point.isDone) ? [] : [status]), ...(isMixed ? [by] : [])];
+  const whys = points.some((point) => point.why) ? [why] : [];
+  const columns = [...first, ...keyColumns(), ...states, ...figureNames.map((name) => figureColumn(name)), ...whys];
   const rowOf = (point, cells) => element("tr", { class: point === best ? "is-best" : point.isDone ? "" : "not-done" }, ...cells);
   table = new Table(byId("table"), columns, points, { more: byId("more-points"), shown: byId("shown"), rowOf });
   byId("filter").addEventListener("input", selectRows);

@@ -63,6 +63,11 @@ def test_values_are_text_and_their_order_is_that_of_numbers(tmp_path):
     assert in_value_order(["full", "none", "2"]) == ["full", "none", "2"]
 
 
+def test_names_are_in_the_order_that_they_were_typed_in(tmp_path):
+    rows = [point(n, {"remat": name}, figures=figures(step_seconds=9.0 - n)) for n, name in enumerate("zab")]
+    assert _embedded(_written(tmp_path, rows))["keys"][0]["values"] == ["z", "a", "b"]
+
+
 def test_links_lead_to_reports_whatever_a_directory_is_called(tmp_path):
     rows = [point(0, {"a": 1}, directory="a=1,b=50%#?:é"), point(1, {"a": 2}), point(2, {"a": 3}, directory=None),
             point(3, {"a": 4}, same_as=0), point(4, {"a": 5})]  # fmt: skip
