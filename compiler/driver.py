@@ -8,7 +8,10 @@ Finding what was compiled before and watching a compiler at work are the caller'
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from meshloom.models import Model
 
 from .analysis.compiled_step import CompiledStep, find_findings
 from .analysis.program_text import read_text
@@ -17,23 +20,23 @@ from .core.errors import all_of
 from .core.trees import like
 from .estimate.estimate import estimate_step
 from .jaxpr.flops import count_model_flops
-from .parallel.operation import OpInputs, ParallelOp, plan_operations
+from .parallel.operation import OpInputs, OpPlan, ParallelOp, plan_operations
 from .parallel.registry import OPERATIONS
 from .parallel.remat import check_remat
 from .parallel.weight_plan import plan_weights
 from .plan import Plan, plan_memory, plan_state_arrays
 from .report.build_report import build_report
 from .schema import Change, Report, SearchReport
-from .sharding.arrays import build_model, find_arrays
+from .sharding.arrays import Arrays, build_model, find_arrays
 from .sharding.batch import check_batch, check_length
 from .sharding.gradients import check_gradients
 from .sharding.length_split import check_length_split
 from .sharding.optimizer_state import build_optimizer, check_schedule
-from .sharding.sharding import check_rules, plan_sharding, usable_mesh
+from .sharding.sharding import ShardingPlan, check_rules, plan_sharding, usable_mesh
 from .sharding.state import plan_state, update_layouts
-from .target.compiler_options import check_unroll, plan_preset_options
-from .target.mesh import plan_mesh
-from .target.target import plan_target
+from .target.compiler_options import Options, check_unroll, plan_preset_options
+from .target.mesh import MeshPlan, plan_mesh
+from .target.target import TargetPlan, plan_target
 from .xla.aot import Built, LoweredStep, compile_ahead, lower_ahead
 
 
@@ -45,6 +48,56 @@ def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
     model = build_model(spec)
     target = plan_target(spec.target, spec.precision.compute)
     arrays = find_arrays(spec, model)
+    layout = plan_layout(spec, model, target, arrays, ops)
+    mesh, sharding, operations = layout.mesh, layout.sharding, layout.operations
+    optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
+    abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
+    return Plan(
+        spec=spec,
+        target=target,
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        sharding=sharding,
+        optimizer_state=plan_state_arrays(abstract, specs, sharding.optimizer, mesh),
+        abstract=abstract,
+        specs=specs,
+        operations=operations,
+        auxiliary=arrays.auxiliary,
+        weights=like(abstract["params"], plan_weights(layout.inputs, operations)),
+        memory=plan_memory(spec, mesh, sharding, abstract, specs),
+        model_flops=count_model_flops(model, spec, sharding.frozen),
+        preset_options=layout.preset_options,
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the arrays of a run lie, and how its operations run over the mesh. inputs: what that was decided from."""
+
+    inputs: OpInputs
+    operations: tuple[OpPlan, ...]
+    preset_options: Options
+
+    @property
+    def mesh(self) -> MeshPlan:
+        return self.inputs.mesh
+
+    @property
+    def sharding(self) -> ShardingPlan:
+        return self.inputs.sharding
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Returns the bytes of parameters on a device."""
+        return sum(plan.bytes_per_device for plan in self.sharding.parameters)
+
+
+def plan_layout(
+    spec: RunSpec, model: Model, target: TargetPlan, arrays: Arrays, ops: Sequence[ParallelOp] = OPERATIONS
+) -> Layout:
+    """Decides the layout, in milliseconds: a search calls it for each mesh. Raises ConfigError with all that cannot
+    run."""
     mesh, *_ = all_of(
         lambda: plan_mesh(usable_mesh(spec), target),
         lambda: check_rules(spec.sharding, arrays),
@@ -64,25 +117,7 @@ def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
         lambda: check_gradients(spec, sharding),
         lambda: check_unroll(spec.overlap.layers.unroll, inputs.auto_axes, target),
     )
-    optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
-    abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
-    return Plan(
-        spec=spec,
-        target=target,
-        mesh=mesh,
-        model=model,
-        optimizer=optimizer,
-        sharding=sharding,
-        optimizer_state=plan_state_arrays(abstract, specs, sharding.optimizer, mesh),
-        abstract=abstract,
-        specs=specs,
-        operations=operations,
-        auxiliary=arrays.auxiliary,
-        weights=like(abstract["params"], plan_weights(inputs, operations)),
-        memory=plan_memory(spec, mesh, sharding, abstract, specs),
-        model_flops=count_model_flops(model, spec, sharding.frozen),
-        preset_options=preset_options,
-    )
+    return Layout(inputs, operations, preset_options)
 
 
 def compile_plan(

@@ -30,6 +30,7 @@ from .data_spec import DataSpec, ShardsSpec
 from .environment_values import Sources, as_compared, as_written
 from .overlap_spec import OverlapSpec, StrategyChoice
 from .target_spec import TargetSpec
+from .tune_spec import TuneSpec
 
 # Slowest link first: replicas across slices, tensor shards on neighbouring chips.
 MeshAxis = Literal["replica", "data", "fsdp", "stage", "context", "expert", "tensor"]
@@ -255,6 +256,7 @@ class RunSpec(Config):
     global_batch_size: PositiveInt
     sequence_length: PositiveInt
     num_microbatches: PositiveInt
+    tune: TuneSpec  # what `meshloom tune` searches
     notes: dict[str, Any]  # a user's own keys: saved and logged, but not read by Meshloom
 
     _sources: Sources = PrivateAttr(default_factory=dict)  # of values that came from the environment

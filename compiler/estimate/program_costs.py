@@ -10,7 +10,7 @@ So one piece of code prices one declaration, and ten thousand.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -65,6 +65,11 @@ class ProgramShape:
     live: tuple[tuple[int, ...], ...]
     on_host: tuple[tuple[int, ...], ...]
     arguments: tuple[int, ...]
+
+    @property
+    def operations(self) -> "ProgramShape":
+        """Returns the shape without what lives at once, which sizes have a say in."""
+        return replace(self, live=(), on_host=())
 
     @property
     def collectives(self) -> tuple[tuple[CollectiveKind, Axes], ...]:

@@ -55,6 +55,11 @@ _ALL = (
         "runs:runs_command",
         takes_overrides=False,
     ),
+    Command(
+        "tune",
+        "the best configuration for a target: mesh, sharding, remat, microbatches, searched without compiling",
+        "tune:tune_command",
+    ),
     Command("data", "tokenise a corpus of any size into shards, once, for data=tokens to read", "data:data_command"),
 )
 COMMANDS = MappingProxyType({command.name: command for command in _ALL})

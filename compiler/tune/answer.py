@@ -1,0 +1,247 @@
+"""The answer of a search: the best candidates, why the first wins, what would change it, and why the others do not."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..config.spec import RunSpec
+from ..config.tune_spec import Objective
+from ..core.errors import ConfigError, Problem
+from ..core.format import human_bytes
+from ..driver import plan_run
+from ..estimate.estimate import estimate_step
+from ..estimate.program_costs import Array
+from ..estimate.step_time import Rates, plan_rates
+from ..jaxpr.propagate import Axes
+from ..target.target import TargetPlan, plan_target
+from .families import Family, Key, Point, Reference, find_families, group_candidates, key_of
+from .price import Prices, price
+from .space import Candidate, Refused, Variant, find_candidates
+
+MARGIN = 1.06  # prices of memory that are this much over the limit are looked at again, exactly
+NUM_EXACT = 12  # of the best are estimated one by one
+MOST_ROUNDS = 4  # of so many, until enough of them fit
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """A candidate with its own estimate. exposed: seconds by the mesh axes of the collectives. cost: of a million
+    tokens, None without a price. mfu: of the model's FLOPs."""
+
+    candidate: Candidate
+    seconds: float
+    compute_seconds: float
+    exposed: Mapping[Axes, float]
+    peak_bytes: int
+    host_bytes: int
+    fits: bool
+    mfu: float | None
+    cost: float | None
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(self.exposed.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.candidate.variant.spec.tokens_per_step / self.seconds
+
+
+@dataclass(frozen=True)
+class Change:
+    """What another world would choose. what: "twice the bandwidth of all links". best: its winner, by the same prices
+    as `before`, the winner of this world; None: nothing fits."""
+
+    what: str
+    before: Candidate
+    best: Candidate | None
+    seconds_before: float
+    seconds: float | None
+
+    @property
+    def is_other(self) -> bool:
+        return self.best is None or self.best.overrides() != self.before.overrides()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """best: estimated one by one, the best first. prices: of all candidates that the rules allow. refused: the others.
+    limit_bytes: that a candidate may take on a device. changes: what would change the choice."""
+
+    target: TargetPlan
+    best: tuple[Estimated, ...]
+    prices: Prices
+    refused: Refused
+    limit_bytes: int
+    changes: tuple[Change, ...]
+
+    @property
+    def num_candidates(self) -> int:
+        """Returns the number of candidates of the space."""
+        return len(self.prices.candidates) + self.refused.total
+
+    @property
+    def num_too_large(self) -> int:
+        """Returns the number of candidates that by their price need more memory than they may take."""
+        return int((self.prices.peak_bytes > self.limit_bytes).sum())
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Maps functions over values, in several processes if the caller has them."""
+
+    trace: Callable[[Callable[[Point], Reference], Sequence[Point]], Iterable[Reference]]
+    estimate: Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
+
+
+def tune(variants: Sequence[Variant], run: Runner) -> Answer:
+    """Returns the answer of a search over these variants of one declaration.
+
+    Raises ConfigError if the target's figures are not known, or no candidate is left.
+    """
+    spec = variants[0].spec
+    target = plan_target(spec.target, spec.precision.compute)
+    rates, limit = _figures(target, spec)
+    candidates, refused = find_candidates(variants)
+    _check_any(candidates, refused)
+    families = find_families(group_candidates(candidates), run.trace)
+    prices = price(candidates, families, rates)
+    best = _estimate_best(prices, limit, target, spec, run)
+    if not best:
+        raise ConfigError([_nothing_fits(prices, limit)])
+    changes = find_changes(variants, prices, families, rates, limit)
+    return Answer(target, best, prices, refused, limit, changes)
+
+
+def find_changes(
+    variants: Sequence[Variant], prices: Prices, families: Mapping[Key, Family], rates: Rates, limit: int
+) -> tuple[Change, ...]:
+    """Returns the winners of other worlds: faster links, more memory, half the batch. By prices alone."""
+    spec = variants[0].spec
+    now = winner(prices, limit, spec.tune.objective)
+    if now is None:
+        return ()
+    fast = price(prices.candidates, families, rates, link_speed=2.0)
+    worlds = [("links of twice the bandwidth", fast, limit), ("20 % more memory", prices, int(1.2 * limit))]
+    if spec.global_batch_size % 2 == 0:
+        halved = [
+            Variant(one.choices, one.spec.model_copy(update={"global_batch_size": spec.global_batch_size // 2}))
+            for one in variants
+        ]
+        known = [one for one in find_candidates(halved)[0] if key_of(one, families)]
+        if known:
+            worlds.append(("half the global batch", price(known, families, rates), limit))
+    return tuple(_change(what, prices, now, other, room, spec.tune.objective) for what, other, room in worlds)
+
+
+def winner(prices: Prices, limit: float, objective: Objective) -> int | None:
+    """Returns the place of the best candidate that fits by its price; None: none fits."""
+    fits = prices.peak_bytes <= limit
+    if not fits.any():
+        return None
+    return int(np.argmin(np.where(fits, _merit(prices, objective), np.inf)))
+
+
+def _change(what: str, prices: Prices, now: int, other: Prices, limit: int, objective: Objective) -> Change:
+    then = winner(other, limit, objective)
+    before = prices.candidates[now]
+    best = None if then is None else other.candidates[then]
+    seconds = None if then is None else float(other.seconds[then])
+    return Change(what, before, best, float(prices.seconds[now]), seconds)
+
+
+def _figures(target: TargetPlan, spec: RunSpec) -> tuple[Rates, int]:
+    """Returns the rates of a device and the memory that a candidate may take."""
+    rates, memory = plan_rates(target), target.hbm_bytes_per_device
+    if rates is None or memory is None:
+        what = f"nothing is known of the speed and the memory of {target.name}"
+        raise ConfigError([Problem("target", what, "name chips, such as target=v5p-128 or target=h100-64")])
+    return rates, int(spec.tune.max_memory_share * memory)
+
+
+def _check_any(candidates: Sequence[Candidate], refused: Refused) -> None:
+    if not candidates:
+        reason, count = refused.counts.most_common(1)[0] if refused.counts else ("the space is empty", 0)
+        what = f"no candidate is left: {count:,} of {refused.total:,} are refused by {reason}"
+        raise ConfigError([Problem("tune", what, "widen tune.groups or tune.mesh, or remove a pin")])
+
+
+def _nothing_fits(prices: Prices, limit: int) -> Problem:
+    least = int(np.argmin(prices.peak_bytes))
+    what = f"none of {len(prices.candidates):,} candidates fits in {human_bytes(limit)}: the smallest needs about "
+    what += f"{human_bytes(int(prices.peak_bytes[least]))} ({' '.join(prices.candidates[least].overrides())})"
+    return Problem("tune", what, "use more chips, a smaller batch or shorter sequences, or widen tune.groups.remat")
+
+
+def _merit(prices: Prices, objective: Objective) -> Array:
+    return prices.peak_bytes if objective == "memory" else prices.seconds
+
+
+def _estimate_best(prices: Prices, limit: int, target: TargetPlan, spec: RunSpec, run: Runner) -> tuple[Estimated, ...]:
+    """Returns the best candidates that fit, with an estimate of each."""
+    merit = np.where(prices.peak_bytes <= MARGIN * limit, _merit(prices, spec.tune.objective), np.inf)
+    order = [int(place) for place in np.argsort(merit, kind="stable") if np.isfinite(merit[place])]
+    found: list[Estimated] = []
+    for start in range(0, min(len(order), MOST_ROUNDS * NUM_EXACT), NUM_EXACT):
+        ones = [prices.candidates[place] for place in order[start : start + NUM_EXACT]]
+        exact = run.estimate(estimate_spec, [one.spec() for one in ones])
+        estimated = [_estimated(one, each, limit, target) for one, each in zip(ones, exact, strict=True)]
+        found += [one for one in estimated if one.fits]
+        if len(found) >= min(spec.tune.num_shown, NUM_EXACT):
+            break
+    is_memory = spec.tune.objective == "memory"
+    found.sort(key=lambda one: one.peak_bytes if is_memory else one.seconds)
+    return tuple(found[: spec.tune.num_shown])
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What an estimate of one declaration says."""
+
+    compute_seconds: float
+    exposed: tuple[tuple[Axes, float], ...]
+    peak_bytes: int
+    host_bytes: int
+    host_fits: bool | None
+    model_flops: int | None
+
+
+def estimate_spec(spec: RunSpec) -> Exact:
+    """Returns the estimate of one declaration: a second, and no devices."""
+    plan = plan_run(spec)
+    estimate = estimate_step(plan)
+    time, memory = estimate.time, estimate.memory
+    if time is None:
+        problem = Problem("model", f"its time cannot be estimated: {estimate.why_uncounted}", "see `meshloom explain`")
+        raise ConfigError([problem])
+    exposed = tuple(time.exposed.items())
+    return Exact(time.compute_seconds, exposed, memory.peak_bytes, memory.host_bytes, memory.host_fits,
+                 plan.model_flops_per_step)  # fmt: skip
+
+
+def _estimated(one: Candidate, exact: Exact, limit: int, target: TargetPlan) -> Estimated:
+    exposed = dict(exact.exposed)
+    seconds = exact.compute_seconds + sum(exposed.values())
+    peak = target.peak_flops_per_second
+    mfu = exact.model_flops / (seconds * peak * target.num_devices) if exact.model_flops and peak else None
+    return Estimated(
+        candidate=one,
+        seconds=seconds,
+        compute_seconds=exact.compute_seconds,
+        exposed=exposed,
+        peak_bytes=exact.peak_bytes,
+        host_bytes=exact.host_bytes,
+        fits=exact.peak_bytes <= limit and exact.host_fits is not False,
+        mfu=mfu,
+        cost=cost_per_million_tokens(one.variant.spec, target, seconds),
+    )
+
+
+def cost_per_million_tokens(spec: RunSpec, target: TargetPlan, seconds: float) -> float | None:
+    """Returns what a million tokens cost, by the user's price of a chip-hour; None without one."""
+    price = spec.tune.price_per_chip_hour.get(target.chip.name) if target.chip else None
+    if price is None:
+        return None
+    return price * target.num_chips * seconds / 3600 / spec.tokens_per_step * 1e6

@@ -1,0 +1,273 @@
+"""Programs of one shape, as numbers that grow by powers: a few are traced, and the others follow.
+
+The bytes of an array on a device are a product of sizes of the model, of the sequences of a device, and of one over
+the sizes of mesh axes: c * sequences^1 * fsdp^-1 * tensor^-1. So are FLOPs, and trips of loops. Three or four points of
+each family are traced, and the exponents of each number follow, exactly where it is a product:
+
+  of the mesh axes    by least squares on logarithms, from points on other meshes
+  of the counts       from one point that has 2 times the sequences, 8 times the chunks of the loss and 512 times the
+                      microbatches: an exponent is -1, 0 or 1, so that a ratio of 2^-1 2^3 2^9 says which
+
+Programs that differ in more than sizes are in another family: another variant, an axis that splits activations on one
+device, one microbatch. Strategies are taken to be alike in a family: those that are not are traced as the fallback.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TypeVar
+
+import numpy as np
+import scipy.linalg
+
+from ..config.overlap_spec import StrategyChoice
+from ..config.spec import RunSpec
+from ..driver import plan_run
+from ..estimate.program_costs import Array, Costs, ProgramShape, read_costs
+from ..estimate.read_step import read_step
+from ..estimate.step_time import Hiding, plan_hiding
+from ..parallel.loss import LossOp
+from ..parallel.registry import OPERATIONS
+from .space import Candidate, Sizes, Variant, with_layout
+
+Key = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...], bool]
+T = TypeVar("T")
+R = TypeVar("R")
+ParallelMap = Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]
+
+NUM_CHUNKS = 2  # of the loss, in which the first reference's logits are computed
+COUNT_RATIOS = (2, 8, 512)  # of sequences, chunks and microbatches, in the order of Point.counts
+RANK_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a program is traced for. sizes: of all mesh axes. num_loss_chunks: at most."""
+
+    variant: Variant
+    sizes: Sizes
+    num_microbatches: int
+    sequences_of_device: int
+    num_loss_chunks: int
+    strategies: tuple[tuple[str, StrategyChoice], ...]
+
+    @property
+    def variables(self) -> tuple[float, ...]:
+        """Returns the logarithms, to the base of 2, of what numbers depend on: sizes of mesh axes, then counts."""
+        counts = (self.sequences_of_device, self.num_loss_chunks, self.num_microbatches)
+        return tuple(np.log2([*(size for _, size in self.sizes), *counts]).tolist())
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A traced point. point: with the number of chunks that the loss was computed in."""
+
+    point: Point
+    shape: ProgramShape
+    numbers: Array
+    hiding: Hiding
+
+
+@dataclass(frozen=True)
+class Family:
+    """Programs of one shape. origin: variables and logarithms of numbers of the first reference; exponents: by variable
+    and number."""
+
+    shape: ProgramShape
+    hiding: Hiding
+    origin: tuple[Array, Array]
+    exponents: Array
+
+    def costs(self, candidates: Sequence[Candidate]) -> Costs:
+        """Returns the costs of candidates of the family."""
+        variables, numbers = self.origin
+        steps = np.array([point_of(one).variables for one in candidates]) - variables
+        with np.errstate(over="ignore"):
+            found = np.exp2(numbers[:, None] + self.exponents.T @ steps.T)
+        return Costs(self.shape, found)
+
+
+def find_families(groups: Mapping[Key, Sequence[Candidate]], run: ParallelMap[Point, Reference]) -> dict[Key, Family]:
+    """Returns the family of each group of candidates. run: maps `trace` over points, in several processes if it can."""
+    points = {key: choose_points(ones) for key, ones in groups.items()}
+    traced = iter(list(run(trace, [point for ones in points.values() for point in ones])))
+    return {key: fit_family([next(traced) for _ in ones]) for key, ones in points.items()}
+
+
+def group_candidates(candidates: Iterable[Candidate]) -> dict[Key, list[Candidate]]:
+    """Returns the candidates by family.
+
+    An axis of the batch that is of one device in some of them is no other shape: collectives over one device take no
+    time. Where no meshes are left then to learn from, as on few devices, each set of axes is a family.
+    """
+    groups: dict[Key, list[Candidate]] = defaultdict(list)
+    for one in candidates:
+        groups[_wide_key(one)].append(one)
+    found: dict[Key, list[Candidate]] = {}
+    for key, ones in groups.items():
+        if _rank(_spanning(ones)) == _rank(_mesh_sizes(ones)):
+            found[key] = ones
+            continue
+        for one in ones:
+            found.setdefault(_narrow_key(one), []).append(one)
+    return found
+
+
+def key_of(one: Candidate, families: Mapping[Key, Family]) -> Key | None:
+    """Returns the key of a candidate's family; None if it has none."""
+    return next((key for key in (_wide_key(one), _narrow_key(one)) if key in families), None)
+
+
+def _wide_key(one: Candidate) -> Key:
+    batch = _batch_axes(one.variant.spec)
+    hard = tuple(axis for axis, _ in one.sizes if axis not in batch)
+    return "any axes of the batch", one.variant.choices, hard, one.num_microbatches > 1
+
+
+def _narrow_key(one: Candidate) -> Key:
+    return "these axes", one.variant.choices, tuple(axis for axis, _ in one.sizes), one.num_microbatches > 1
+
+
+def point_of(one: Candidate) -> Point:
+    """Returns the point of a candidate, for its variables."""
+    sizes = tuple(one.mesh.sizes.items())
+    return Point(one.variant, sizes, one.num_microbatches, one.sequences_of_device, one.num_loss_chunks, ())
+
+
+def choose_points(candidates: Sequence[Candidate]) -> list[Point]:
+    """Returns the points of a family to trace: one in the middle, one in each direction in which meshes differ, and one
+    with other counts.
+
+    An axis of the batch has more than one device in all of them, where it can: its collectives then belong to the
+    shape, and take no time on one device.
+    """
+    sizes = _meshes(candidates)
+    middle = float(np.median(np.log2([one.sequences_of_device for one in candidates])))
+    sequences = max(2, int(2 ** round(middle)))  # of one sequence, arrays are like those without the dimension
+    num_microbatches = 2 if candidates[0].num_microbatches > 1 else 1
+    strategies = _common_strategies(candidates)
+    first = Point(candidates[0].variant, sizes[0], num_microbatches, sequences, NUM_CHUNKS, strategies)
+    more_sequences, more_chunks, more_microbatches = COUNT_RATIOS
+    others = replace(
+        first,
+        sequences_of_device=sequences * more_sequences,
+        num_loss_chunks=NUM_CHUNKS * more_chunks,
+        num_microbatches=num_microbatches * more_microbatches if num_microbatches > 1 else 1,
+    )
+    return [first, *(replace(first, sizes=other) for other in sizes[1:]), others]
+
+
+def trace(point: Point) -> Reference:
+    """Traces the step of a point: half a second, and no devices."""
+    plan = plan_run(_spec_of(point))
+    weights = frozenset(array.array.path for array in plan.sharding.parameters)
+    shape, numbers = read_costs(read_step(plan), weights)
+    (loss,) = (each.chosen.parameters for each in plan.operations if isinstance(each.op, LossOp))
+    return Reference(replace(point, num_loss_chunks=loss), shape, numbers, plan_hiding(plan))
+
+
+def fit_family(references: Sequence[Reference]) -> Family:
+    """Returns the family of references as `choose_points` orders them; those of another shape than the first are left
+    out. Which arrays take the place of which others may depend on their sizes: it is taken from the first."""
+    first, *others = (one for one in references if one.shape.operations == references[0].shape.operations)
+    origin, numbers = np.array(first.point.variables), _logarithms(first)
+    meshes = [one for one in others if one.point.sizes != first.point.sizes]
+    counts = [one for one in others if one.point.sizes == first.point.sizes]
+    num_axes = len(first.point.sizes)
+    exponents = np.zeros((len(origin), len(numbers)))
+    if meshes:
+        steps = np.array([one.point.variables for one in meshes])[:, :num_axes] - origin[:num_axes]
+        exponents[:num_axes] = np.linalg.pinv(steps, rcond=RANK_TOLERANCE) @ _grown(meshes, numbers)
+    for one in counts:
+        steps = np.array(one.point.variables)[num_axes:] - origin[num_axes:]
+        exponents[num_axes:] = count_exponents(_grown([one], numbers)[0], steps)
+    return Family(first.shape, first.hiding, (origin, numbers), exponents)
+
+
+def count_exponents(grown: Array, steps: Array) -> Array:
+    """Returns the exponents of each number, a row for each count: of the 27 choices of -1, 0 and 1 the one that comes
+    closest to how the number has grown. grown: log2 of the ratio; steps: log2 of the ratio of each count."""
+    choices = np.array(list(product((0, 1, -1), repeat=len(steps))))  # of equal ones the first, without needless ones
+    off = np.abs(choices @ steps - grown[:, None])
+    return choices[np.argmin(off, axis=1)].T.astype(float)
+
+
+def _logarithms(one: Reference) -> Array:
+    with np.errstate(divide="ignore"):
+        return np.log2(one.numbers)
+
+
+def _grown(others: Sequence[Reference], numbers: Array) -> Array:
+    with np.errstate(invalid="ignore"):
+        grown = np.stack([_logarithms(one) for one in others]) - numbers
+    grown[~np.isfinite(grown)] = 0.0  # nothing in one of them
+    return grown
+
+
+def _spec_of(point: Point) -> RunSpec:
+    """Returns the declaration of a point: its own batch, and a limit on logits that gives its chunks."""
+    base = point.variant.spec
+    sizes = dict(point.sizes)
+    shards = int(np.prod([sizes[axis] for axis in _sequence_axes(base)]))
+    batch = point.sequences_of_device * point.num_microbatches * shards
+    split = int(
+        np.prod([sizes[axis] for rule in base.sharding.activations if "vocab" in rule.logical for axis in rule.mesh])
+    )
+    tokens = point.sequences_of_device * base.sequence_length
+    limit = max(1, -(-tokens * base.model.vocab_size * 4 // split // point.num_loss_chunks))
+    loss = base.loss.model_copy(update={"max_logits_bytes": limit, "max_logits_share": 0.0})
+    update = {"global_batch_size": batch, "loss": loss, "parallel": {**base.parallel, **dict(point.strategies)}}
+    return with_layout(base, sizes, point.num_microbatches).model_copy(update=update)
+
+
+def _meshes(candidates: Sequence[Candidate]) -> list[Sizes]:
+    """Returns meshes of the candidates that span all of theirs, the one in the middle first."""
+    known = _spanning(candidates)
+    points = _logs(known)
+    middle = int(np.argmin(np.abs(points - np.median(points, axis=0)).sum(axis=1)))
+    steps = (points - points[middle]).T
+    if not steps.any():
+        return [known[middle]]
+    _, order = scipy.linalg.qr(steps, mode="r", pivoting=True)  # pyright: ignore[reportAssignmentType]
+    return [known[middle], *(known[i] for i in order[: _rank(known)])]
+
+
+def _mesh_sizes(candidates: Sequence[Candidate]) -> list[Sizes]:
+    return list(dict.fromkeys(tuple(one.mesh.sizes.items()) for one in candidates))
+
+
+def _spanning(candidates: Sequence[Candidate]) -> list[Sizes]:
+    """Returns the meshes in which every axis of the batch that some use has more than one device; all if none has."""
+    known, batch = _mesh_sizes(candidates), _batch_axes(candidates[0].variant.spec)
+    used = {axis for sizes in known for axis, size in sizes if size > 1} & batch
+    return [sizes for sizes in known if all(size > 1 for axis, size in sizes if axis in used)] or known
+
+
+def _logs(meshes: Sequence[Sizes]) -> Array:
+    return np.log2([[size for _, size in sizes] for sizes in meshes])
+
+
+def _rank(meshes: Sequence[Sizes]) -> int:
+    """Returns the number of directions in which meshes differ."""
+    points = _logs(meshes)
+    return int(np.linalg.matrix_rank(points - points[0], tol=RANK_TOLERANCE))
+
+
+def _common_strategies(candidates: Sequence[Candidate]) -> tuple[tuple[str, StrategyChoice], ...]:
+    """Returns the strategies of each kind of operation: those that all candidates have, else the fallback."""
+    found: dict[str, StrategyChoice] = {}
+    for op in OPERATIONS:
+        if op.is_declared:
+            ways = {tuple((site, name) for kind, site, name in one.strategies if kind == op.kind) for one in candidates}
+            found[op.kind] = dict(ways.pop()) if len(ways) == 1 else op.fallback
+    return tuple(found.items())
+
+
+def _batch_axes(spec: RunSpec) -> frozenset[str]:
+    """Returns the mesh axes that split the batch."""
+    return frozenset(axis for rule in spec.sharding.activations if "batch" in rule.logical for axis in rule.mesh)
+
+
+def _sequence_axes(spec: RunSpec) -> tuple[str, ...]:
+    return tuple(sorted(_batch_axes(spec)))

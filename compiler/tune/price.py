@@ -1,0 +1,66 @@
+"""The price of every candidate at once: memory, compute, exposed communication. No candidate is traced for it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..estimate.program_costs import Array
+from ..estimate.step_time import LinkTimes, Rates, StepTime, plan_link_times, time_step
+from ..jaxpr.propagate import Axes
+from .families import Family, Key, key_of
+from .space import Candidate
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Of candidates in order. Seconds of a step, bytes of a device; exposed: by mesh axes."""
+
+    candidates: tuple[Candidate, ...]
+    peak_bytes: Array
+    host_bytes: Array
+    compute_seconds: Array
+    exposed: Mapping[Axes, Array]
+
+    @property
+    def exposed_seconds(self) -> Array:
+        return sum(self.exposed.values(), start=np.zeros(len(self.candidates)))
+
+    @property
+    def seconds(self) -> Array:
+        return self.compute_seconds + self.exposed_seconds
+
+
+def price(
+    candidates: Sequence[Candidate], families: Mapping[Key, Family], rates: Rates, link_speed: float = 1.0
+) -> Prices:
+    """Returns the prices of candidates, each of which has a family. link_speed: how much faster the links are than the
+    target's."""
+    places: dict[Key, list[int]] = {}
+    for place, one in enumerate(candidates):
+        key = key_of(one, families)
+        assert key is not None
+        places.setdefault(key, []).append(place)
+    count = len(candidates)
+    peak, host, compute = np.zeros(count), np.zeros(count), np.zeros(count)
+    exposed: dict[Axes, Array] = {}
+    for key, own in places.items():
+        family, ones = families[key], [candidates[place] for place in own]
+        costs = family.costs(ones)
+        time: StepTime = time_step(costs, rates, _link_times(ones, family, link_speed), family.hiding)
+        peak[own], host[own], compute[own] = costs.peak_bytes(), costs.host_bytes(), time.compute_seconds
+        for axes, seconds in time.exposed.items():
+            exposed.setdefault(axes, np.zeros(count))[own] += seconds
+    return Prices(tuple(candidates), peak, host, compute, exposed)
+
+
+def _link_times(candidates: Sequence[Candidate], family: Family, speed: float) -> LinkTimes:
+    """Returns the times of the family's collectives on each candidate's mesh; every mesh is looked at once."""
+    meshes = {one.sizes: one.mesh for one in candidates}
+    place = {sizes: i for i, sizes in enumerate(meshes)}
+    times = plan_link_times(list(meshes.values()), family.shape.collectives)
+    own = [place[one.sizes] for one in candidates]
+    return LinkTimes(
+        latency={key: seconds[own] for key, seconds in times.latency.items()},
+        per_byte={key: seconds[own] / speed for key, seconds in times.per_byte.items()},
+    )

@@ -1,0 +1,248 @@
+"""The space of a search: which declarations it has, and which of them the rules allow.
+
+A variant is a declaration with other options of config groups (remat=full); a candidate is a variant on a mesh, with a
+number of microbatches. The rules are those of `plan_layout`, so that a candidate is refused here for the reason that
+`explain` would give.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from meshloom.models.numbers import divisors
+
+from ..config.spec import RunSpec
+from ..core.errors import ConfigError, Problem, raise_if_any
+from ..driver import Layout, plan_layout
+from ..parallel.loss import LossOp
+from ..parallel.remat import check_remat
+from ..sharding.arrays import Arrays, build_model, find_arrays
+from ..target.mesh import MeshPlan
+from ..target.target import TargetPlan, plan_target
+
+PARAMETERS_TOO_LARGE = "the parameters alone are larger than a device's memory"
+Sizes = tuple[tuple[str, int], ...]  # of the mesh axes that are not of one device
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A declaration of the space, but for its mesh and microbatches. choices: the options of groups that make it."""
+
+    choices: tuple[tuple[str, str], ...]
+    spec: RunSpec
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Returns the mesh axes whose sizes are searched."""
+        return tuple(dict.fromkeys((*mesh_axes(self.spec), *_fixed_sizes(self.spec))))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One declaration of the space. num_loss_chunks: in which logits are computed. strategies: of the other operations,
+    by kind and site."""
+
+    variant: Variant
+    mesh: MeshPlan
+    num_microbatches: int
+    sequences_of_device: int  # of one microbatch
+    num_loss_chunks: int
+    strategies: tuple[tuple[str, str, str], ...]
+
+    @property
+    def sizes(self) -> Sizes:
+        return tuple((axis, size) for axis, size in self.mesh.sizes.items() if size > 1)
+
+    def spec(self) -> RunSpec:
+        """Returns the whole declaration."""
+        return with_layout(self.variant.spec, self.mesh.sizes, self.num_microbatches)
+
+    def overrides(self) -> tuple[str, ...]:
+        """Returns the overrides that make it of the declaration that was searched."""
+        return tuple(f"{key}={value}" for key, value in self.values().items())
+
+    def values(self) -> dict[str, str | int]:
+        """Returns the searched keys with their values."""
+        axes = {f"mesh.{axis}": self.mesh.sizes[axis] for axis in self.variant.axes}
+        return {**dict(self.variant.choices), **axes, "num_microbatches": self.num_microbatches}
+
+
+@dataclass
+class Refused:
+    """Candidates that the rules refuse, counted by reason, with one of each to show."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def add(self, reason: str, overrides: tuple[str, ...], number: int = 1) -> None:
+        self.counts[reason] += number
+        self.examples.setdefault(reason, overrides)
+
+    @property
+    def total(self) -> int:
+        return self.counts.total()
+
+
+def with_layout(spec: RunSpec, sizes: Mapping[str, int], num_microbatches: int) -> RunSpec:
+    """Returns the declaration on a mesh of these sizes, with this many microbatches."""
+    mesh = spec.mesh.model_copy(update=dict(sizes))
+    return spec.model_copy(update={"mesh": mesh, "num_microbatches": num_microbatches})
+
+
+def find_candidates(variants: Sequence[Variant]) -> tuple[list[Candidate], Refused]:
+    """Returns all candidates that the rules allow, and the others by the reason that each was refused for."""
+    found: list[Candidate] = []
+    refused = Refused()
+    known: dict[str, dict[tuple[Sizes, int], Layout | ConfigError]] = {}
+    for variant in variants:
+        rules = _Rules(variant)
+        if (refusal := rules.refusal()) is not None:
+            refused.add(reason_of(refusal), tuple(f"{k}={v}" for k, v in variant.choices), rules.num_points())
+            continue
+        layouts = known.setdefault(_layout_key(variant.spec), {})
+        for sizes, num_microbatches in rules.points():
+            key = tuple(sizes.items()), num_microbatches
+            if key not in layouts:
+                layouts[key] = rules.layout(sizes, num_microbatches)
+            layout = layouts[key]
+            if isinstance(layout, ConfigError):
+                axes = (f"mesh.{axis}={size}" for axis, size in sizes.items() if size > 1)
+                words = (f"{group}={option}" for group, option in variant.choices)
+                refused.add(reason_of(layout), (*words, *axes, f"num_microbatches={num_microbatches}"))
+                continue
+            one = _candidate(variant, layout, num_microbatches)
+            if (limit := rules.target.hbm_bytes_per_device) and layout.parameter_bytes > limit:
+                refused.add(PARAMETERS_TOO_LARGE, one.overrides())
+                continue
+            found.append(one)
+    return found, refused
+
+
+def mesh_axes(spec: RunSpec) -> tuple[str, ...]:
+    """Returns the mesh axes that the sharding rules use, each role once: of two axes that only split the batch, such
+    as replica and data, the first."""
+    roles: dict[str, frozenset[tuple[str, int]]] = {}
+    tables = {"parameters": spec.sharding.parameters, "optimizer": spec.sharding.optimizer,
+              "activations": spec.sharding.activations}  # fmt: skip
+    for axis in type(spec.mesh).model_fields:
+        role = frozenset(
+            (name, i) for name, rules in tables.items() for i, rule in enumerate(rules) if axis in rule.mesh
+        )
+        if role and role not in roles.values():
+            roles[axis] = role
+    return tuple(roles)
+
+
+def mesh_sizes(axes: Sequence[str], num_devices: int, allowed: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+    """Yields the sizes of all meshes of these axes whose product is the number of devices. allowed: by axis, the sizes
+    that it may have."""
+    if not axes:
+        if num_devices == 1:
+            yield {}
+        return
+    first, *rest = axes
+    for size in divisors(num_devices):
+        if first not in allowed or size in allowed[first]:
+            yield from ({first: size, **others} for others in mesh_sizes(rest, num_devices // size, allowed))
+
+
+def reason_of(error: ConfigError) -> str:
+    """Returns the reason of a refusal, alike for alike candidates: the key, and what is wrong without its numbers."""
+    problem = error.problems[0]
+    return f"{problem.where}: {problem.what}"
+
+
+class _Rules:
+    """The rules for one variant."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.spec, self.axes = variant.spec, variant.axes
+        spec = variant.spec
+        self.model = build_model(spec)
+        self.target: TargetPlan = plan_target(spec.target, spec.precision.compute)
+        self.arrays: dict[int, Arrays] = {}
+
+    def refusal(self) -> ConfigError | None:
+        """Returns why the variant can run on no mesh, if so."""
+        try:
+            check_remat(self.spec.remat, self.arrays_of(1))
+        except ConfigError as error:
+            return error
+        return None
+
+    def points(self) -> Iterator[tuple[dict[str, int], int]]:
+        """Yields all meshes with all numbers of microbatches."""
+        wanted = {axis: sizes for axis, sizes in self.spec.tune.mesh.items() if sizes is not None}
+        allowed = wanted | _fixed_sizes(self.spec)
+        batch_axes = [axis for rule in self.spec.sharding.activations if "batch" in rule.logical for axis in rule.mesh]
+        for sizes in mesh_sizes(self.axes, self.target.num_devices, allowed):
+            shards = math.prod(sizes.get(axis, 1) for axis in batch_axes)
+            whole = dict.fromkeys(type(self.spec.mesh).model_fields, 1) | sizes
+            for number in _microbatches(self.spec, shards):
+                yield whole, number
+
+    def num_points(self) -> int:
+        return sum(1 for _ in self.points())
+
+    def arrays_of(self, num_microbatches: int) -> Arrays:
+        if num_microbatches not in self.arrays:
+            spec = self.spec.model_copy(update={"num_microbatches": num_microbatches})
+            self.arrays[num_microbatches] = find_arrays(spec, self.model)
+        return self.arrays[num_microbatches]
+
+    def layout(self, sizes: Mapping[str, int], num_microbatches: int) -> Layout | ConfigError:
+        spec = with_layout(self.spec, sizes, num_microbatches)
+        try:
+            return plan_layout(spec, self.model, self.target, self.arrays_of(num_microbatches))
+        except ConfigError as error:
+            return error
+
+
+def _candidate(variant: Variant, layout: Layout, num_microbatches: int) -> Candidate:
+    shards = layout.mesh.num_shards(layout.sharding.batch.sequence_axes)
+    sequences = variant.spec.global_batch_size // num_microbatches // shards
+    (loss,) = (each.chosen.parameters for each in layout.operations if isinstance(each.op, LossOp))
+    declared = (each for each in layout.operations if each.op.is_declared)
+    strategies = tuple((each.op.kind, each.site.name, each.chosen.name) for each in declared)
+    return Candidate(variant, layout.mesh, num_microbatches, sequences, loss, strategies)
+
+
+def _fixed_sizes(spec: RunSpec) -> dict[str, tuple[int, ...]]:
+    return {axis: (size,) for axis, size in dict(spec.tune.fix.get("mesh", {})).items()}
+
+
+def _microbatches(spec: RunSpec, shards: int) -> Sequence[int]:
+    """Returns the numbers of microbatches that leave each shard whole sequences; one where none does, so that the
+    refusal is counted."""
+    fixed = spec.tune.fix.get("num_microbatches")
+    if fixed is not None:
+        return (int(fixed),)
+    numbers = divisors(spec.global_batch_size // shards) if spec.global_batch_size % shards == 0 else [1]
+    wanted = spec.tune.microbatches
+    return [n for n in numbers if wanted is None or n in wanted]
+
+
+def _layout_key(spec: RunSpec) -> str:
+    """Returns what a layout depends on: two variants that differ in remat or the optimizer have the same layouts."""
+    return json.dumps(spec.model_dump(mode="json", exclude={"remat", "optimizer", "schedule"}), sort_keys=True)
+
+
+def check_fix(fix: Mapping[str, Any], groups: Sequence[str]) -> None:
+    """Raises ConfigError for pins of what is not searched."""
+    known = (*groups, "mesh", "num_microbatches")
+    raise_if_any(
+        Problem(f"tune.fix.{key}", "is not a key that is searched", f"pin one of {', '.join(known)}")
+        for key in fix
+        if key not in known
+    )
+
+
+def product_of(groups: Mapping[str, Sequence[str]]) -> Iterator[tuple[tuple[str, str], ...]]:
+    """Yields the combinations of one option of each group."""
+    keys = list(groups)
+    yield from (tuple(zip(keys, options, strict=True)) for options in product(*groups.values()))

@@ -1,0 +1,55 @@
+"""`meshloom tune`: the space checked, then searched in a run directory that Hydra makes."""
+
+import argparse
+import logging
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from meshloom.compiler.config.compose import Request
+from meshloom.compiler.config.composition_errors import MISTAKES, as_config_error
+from meshloom.compiler.config.model_choice import chosen_model
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import MISTAKE
+
+from ..processes.devices import plan_without_devices
+from ..processes.distributed import Processes
+from ..processes.process_log import process_log
+from ..processes.say import say
+from ..rundir.run_dir import as_typed, check_run_dir
+from ..tune.search import search, show, write_answer
+from ..tune.variants import find_space
+from .hydra_app import run_hydra_app, show_mistake
+
+LOG = logging.getLogger("meshloom")
+
+
+def tune_command(request: Request, flags: argparse.Namespace) -> int:
+    """Searches into the run directory. Raises ConfigError for mistakes that are found before it is there."""
+    space, exit_codes = find_space(request), [MISTAKE]
+    plan_without_devices(space.spec.target)
+    check_run_dir(request)
+    console = Console(off_terminal_width=200)
+
+    def run(run_dir: Path, model: str) -> int:
+        spec = space.spec
+        say(console, f"meshloom tune: {model} on {spec.target.name}, {spec.global_batch_size:,} sequences of "
+            f"{spec.sequence_length:,} tokens")  # fmt: skip
+        try:
+            answer = search(space, console)
+        except MISTAKES as error:
+            LOG.error(error)
+            return show_mistake(as_config_error(error))
+        path = write_answer(space, answer, run_dir, model)
+        show(space, answer, path, console)
+        return 0
+
+    def task(composed: DictConfig) -> None:
+        run_dir = as_typed(Path(HydraConfig.get().runtime.output_dir))
+        model = chosen_model(composed, HydraConfig.get()) or space.spec.model.family
+        with process_log(run_dir, Processes()):
+            exit_codes[0] = run(run_dir, model)
+
+    run_hydra_app(request, flags, task)
+    return exit_codes[0]

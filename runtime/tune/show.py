@@ -1,0 +1,111 @@
+"""The answer of a search on a terminal: the best, why it wins, what would change it, what was left out."""
+
+import shlex
+from collections.abc import Sequence
+
+from meshloom.compiler.core.console import Column, Console, Part, Table
+from meshloom.compiler.core.format import counted, human_bytes, human_count, human_seconds, human_share, three_digits
+from meshloom.compiler.tune.answer import Answer, Change, Estimated
+
+NUM_LINES = 10
+NUM_REASONS = 6
+
+
+def show_answer(answer: Answer, console: Console) -> None:
+    """Shows the best candidates, and why the first is the best."""
+    console.line(_counts(answer))
+    console.line()
+    console.table(_table(answer))
+    console.line()
+    for line in why_it_wins(answer.best):
+        console.line(line)
+    for change in answer.changes:
+        console.line(_changed(change))
+    _show_refused(answer, console)
+
+
+def why_it_wins(best: Sequence[Estimated]) -> list[str]:
+    """Returns what the first takes less and more than the second, in seconds of each part."""
+    if len(best) < 2:
+        return ["it is the only one that fits"]
+    first, second = best[:2]
+    parts = {"compute": (first.compute_seconds, second.compute_seconds)}
+    for axes in dict.fromkeys((*first.exposed, *second.exposed)):
+        parts[f"exposed over {'+'.join(axes)}"] = (first.exposed.get(axes, 0.0), second.exposed.get(axes, 0.0))
+    gains = sorted(((a - b, name) for name, (a, b) in parts.items()), key=lambda one: one[0])
+    least = 1e-3 * first.seconds
+    told = [f"{name} {'-' if gain < 0 else '+'}{human_seconds(abs(gain))}" for gain, name in gains if abs(gain) > least]
+    room = first.peak_bytes - second.peak_bytes
+    told.append(f"memory {'-' if room < 0 else '+'}{human_bytes(abs(room))}")
+    share = second.seconds / first.seconds - 1
+    differ = _difference(first, second)
+    return [f"it wins over the second ({differ}) by {human_share(share)}: {', '.join(told)}"]
+
+
+def _difference(first: Estimated, second: Estimated) -> str:
+    """Returns the overrides of the second that the first does not have."""
+    own, others = first.candidate.values(), second.candidate.values()
+    return " ".join(f"{key}={value}" for key, value in others.items() if own.get(key) != value)
+
+
+def _counts(answer: Answer) -> str:
+    priced = len(answer.prices.candidates)
+    rules = f"{answer.refused.total:,} refused by rules, " if answer.refused.total else ""
+    room, num_fitting = human_bytes(answer.limit_bytes), priced - answer.num_too_large
+    large = f"{answer.num_too_large:,} too large for {room}"
+    return f"{counted(answer.num_candidates, 'candidate')}: {rules}{large}, {num_fitting:,} fit"
+
+
+def _table(answer: Answer) -> Table:
+    keys = _varying(answer.best)
+    has_cost = any(one.cost is not None for one in answer.best)
+    names = ["step", "tokens/s/chip", "MFU", "exposed", "memory", *(["cost/M tokens"] if has_cost else []), *keys]
+    columns = [Column(name, justify="left" if name in keys else "right") for name in names]
+    return Table(columns, [_line(answer, one, keys, n == 0, has_cost) for n, one in enumerate(answer.best[:NUM_LINES])])
+
+
+def _line(answer: Answer, one: Estimated, keys: Sequence[str], is_first: bool, has_cost: bool) -> list[Part]:
+    values = one.candidate.values()
+    style = "bold green" if is_first else ""
+    figures = [
+        human_seconds(one.seconds),
+        human_count(one.tokens_per_second / answer.target.num_chips),
+        human_share(one.mfu) if one.mfu is not None else "unknown",
+        human_share(one.exposed_seconds / one.seconds),
+        human_bytes(one.peak_bytes * answer.target.devices_per_chip),
+        *([three_digits(one.cost) if one.cost is not None else ""] if has_cost else []),
+        *(str(values.get(key, "")) for key in keys),
+    ]
+    return [(text, style) for text in figures]
+
+
+def _varying(best: Sequence[Estimated]) -> list[str]:
+    keys = dict.fromkeys(key for one in best for key in one.candidate.values())
+    return [key for key in keys if len({one.candidate.values().get(key) for one in best}) > 1] or list(keys)
+
+
+def _changed(change: Change) -> str:
+    if change.best is None:
+        return f"with {change.what}: nothing fits"
+    if not change.is_other:
+        return f"with {change.what}: the same choice"
+    before, then = change.before.values(), change.best.values()
+    differ = " ".join(f"{key}={value}" for key, value in then.items() if before.get(key) != value)
+    assert change.seconds is not None
+    then_and_now = f"{human_seconds(change.seconds)} a step (now {human_seconds(change.seconds_before)})"
+    return f"with {change.what}: {differ}, {then_and_now}"
+
+
+def _show_refused(answer: Answer, console: Console) -> None:
+    reasons = answer.refused.counts.most_common()
+    if not reasons:
+        return
+    console.line()
+    rows: list[list[Part]] = [
+        [f"{count:,}", reason, shlex.join(answer.refused.examples[reason])] for reason, count in reasons[:NUM_REASONS]
+    ]
+    columns = [Column("refused", justify="right"), Column("because", overflow="cut"), Column("such as", overflow="cut")]
+    console.table(Table(columns, rows))
+    if len(reasons) > NUM_REASONS:
+        rest = sum(count for _, count in reasons[NUM_REASONS:])
+        console.line(f"... {rest:,} more for {counted(len(reasons) - NUM_REASONS, 'other reason')}: tune.json has them")

@@ -1,0 +1,81 @@
+"""The variants of a request: each combination of options of the groups that are searched, composed by Hydra."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.override_parser import parse_override
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
+from meshloom.compiler.tune.space import Variant, check_fix, product_of
+
+SEARCHED_BY_KEY = ("mesh", "num_microbatches")
+
+
+@dataclass(frozen=True)
+class Space:
+    """The space of a request. request: without the pins, which are keys of `tune.fix`. pins: what is not searched, as
+    it was typed."""
+
+    request: Request
+    spec: RunSpec
+    variants: tuple[Variant, ...]
+    pins: tuple[str, ...]
+
+
+def find_space(request: Request) -> Space:
+    """Returns the space of a request. Raises ConfigError with all that is wrong with it.
+
+    What is typed is not searched: `remat=full`, `mesh.tensor=8` and `num_microbatches=1` are pins, as keys of tune.fix
+    are.
+    """
+    declared = read_spec(request, then=lambda spec: spec)
+    groups = dict(declared.tune.groups)
+    typed = _typed_pins(request, groups)
+    fix = _joined(declared.tune.fix, typed)
+    check_fix(fix, tuple(groups))
+    options = {group: (str(fix[group]),) if group in fix else found for group, found in groups.items()}
+    kept = tuple(text for text in request.overrides if not _is_pin(text, groups))
+    plain = replace(request, overrides=kept)
+    variants = tuple(_variant(plain, choices, fix) for choices in product_of(options))
+    return Space(plain, variants[0].spec, variants, tuple(text for text in request.overrides if _is_pin(text, groups)))
+
+
+def _variant(request: Request, choices: tuple[tuple[str, str], ...], fix: Mapping[str, Any]) -> Variant:
+    words = tuple(f"{group}={option}" for group, option in choices)
+    try:
+        spec = read_spec(replace(request, overrides=(*request.overrides, *words)), then=lambda spec: spec)
+    except ConfigError as error:
+        raise ConfigError([replace(each, where=f"tune.groups: {' '.join(words)}: {each.where}")
+                           for each in error.problems]) from error  # fmt: skip
+    return Variant(choices, spec.model_copy(update={"tune": spec.tune.model_copy(update={"fix": dict(fix)})}))
+
+
+def _is_pin(text: str, groups: Mapping[str, Sequence[str]]) -> bool:
+    key = parse_override(text).key_or_group
+    return key in groups or key == "num_microbatches" or key.startswith("mesh.")
+
+
+def _typed_pins(request: Request, groups: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Returns what the request pins, as `tune.fix` has it."""
+    found: dict[str, Any] = {}
+    problems = []
+    for text in request.overrides:
+        parsed = parse_override(text)
+        key, value = parsed.key_or_group, parsed.value()
+        if key == "mesh":
+            problems.append(Problem("mesh", "the mesh is searched", "pin an axis of it: mesh.tensor=8"))
+        elif key.startswith("mesh."):
+            if value == -1:
+                problems.append(Problem(key, "-1 pins nothing", "leave it out, or give a size"))
+            found.setdefault("mesh", {})[key.removeprefix("mesh.")] = value
+        elif key in groups or key == "num_microbatches":
+            found[key] = value
+    raise_if_any(problems)
+    return found
+
+
+def _joined(fix: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
+    mesh = {**dict(fix.get("mesh", {})), **typed.get("mesh", {})}
+    return {**fix, **typed, **({"mesh": mesh} if mesh else {})}

@@ -1,0 +1,44 @@
+"""Processes that trace and estimate candidates. JAX traces in Python, on one core each."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+from meshloom.compiler.config.target_spec import TargetSpec
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.tune.answer import Runner
+
+from ..processes.devices import plan_without_devices
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@contextmanager
+def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
+    """Yields what maps functions over values in as many processes as there are cores; a bar shows how far it is."""
+    context = multiprocessing.get_context("spawn")
+    count = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    with ProcessPoolExecutor(count, mp_context=context, initializer=plan_without_devices, initargs=(target,)) as pool:
+
+        def over(doing: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterator[R]]:
+            def mapped(function: Callable[[T], R], values: Sequence[T]) -> Iterator[R]:
+                bar = console.bar(doing, "doing", "bar", "count", "elapsed", is_transient=True)
+                bar.start()
+                try:
+                    for number, result in enumerate(pool.map(function, values), start=1):
+                        bar.update(number, total=len(values))
+                        yield result
+                finally:
+                    bar.stop()
+
+            return mapped
+
+        try:
+            yield Runner(over("tracing"), over("estimating the best"))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -1,0 +1,136 @@
+"""Prices of many candidates against the estimate of each, and what must hold for any search."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import LINEAR_STACK, spec_of
+from meshloom.compiler.estimate.step_time import plan_rates
+from meshloom.compiler.target.target import plan_target
+from meshloom.compiler.tune.answer import Runner, estimate_spec, find_changes, tune, winner
+from meshloom.compiler.tune.families import choose_points, count_exponents, find_families, group_candidates
+from meshloom.compiler.tune.price import price
+from meshloom.compiler.tune.space import Variant, find_candidates
+
+STACK = (
+    *LINEAR_STACK,
+    "precision=bfloat16",
+    "target=v5p-16",
+    "model.embed_dim=512",
+    "model.num_layers=4",
+    "model.vocab_size=1024",
+)
+SERIAL = Runner(map, map)
+
+
+class Space:
+    """Candidates of a small model with their families, traced once."""
+
+    def __init__(self, *overrides: str, remats: tuple[str, ...] = ("full",)):
+        self.variants = [
+            Variant((("remat", name),), spec_of(*overrides, "sharding=fsdp_tensor", f"remat={name}")) for name in remats
+        ]
+        self.candidates, self.refused = find_candidates(self.variants)
+        self.families = find_families(group_candidates(self.candidates), map)
+        spec = self.variants[0].spec
+        rates = plan_rates(plan_target(spec.target, spec.precision.compute))
+        assert rates is not None
+        self.rates = rates
+
+    def price(self, candidates=None, **how):
+        return price(self.candidates if candidates is None else candidates, self.families, self.rates, **how)
+
+
+@pytest.fixture(scope="module")
+def stack():
+    return Space(*STACK, "global_batch_size=64", "tune.microbatches=[1,2,4]")
+
+
+def test_exponents_are_read_off_one_ratio():
+    """Each of the 27 products of sequences, chunks and microbatches, from the ratios 2, 8 and 512."""
+    steps = np.log2([2, 8, 512])
+    every = np.array([[a, b, c] for a in (-1, 0, 1) for b in (-1, 0, 1) for c in (-1, 0, 1)], float)
+    assert (every == count_exponents(every @ steps, steps).T).all()
+
+
+def test_prices_are_the_estimates_of_each_candidate(stack):
+    """A few are traced for each family; the others follow. A loss that is not cut is priced as one chunk: that reads
+    and writes more, which shows where the model is small."""
+    prices = stack.price()
+    traced = sum(len(choose_points(ones)) for ones in group_candidates(stack.candidates).values())
+    assert traced < len(stack.candidates)
+    for place in np.random.default_rng(0).choice(len(stack.candidates), 6, replace=False):
+        exact = estimate_spec(stack.candidates[place].spec())
+        seconds = exact.compute_seconds + sum(seconds for _, seconds in exact.exposed)
+        assert prices.peak_bytes[place] == pytest.approx(exact.peak_bytes, rel=0.08)
+        assert prices.seconds[place] == pytest.approx(seconds, rel=0.12)
+
+
+@pytest.mark.ci
+def test_prices_of_a_decoder_are_the_estimates_of_each_candidate():
+    space = Space(
+        "target=v5p-16", "precision=bfloat16", "model.vocab_size=4096", "sequence_length=256", "global_batch_size=32"
+    )
+    prices = space.price()
+    for place in np.random.default_rng(1).choice(len(space.candidates), 8, replace=False):
+        exact = estimate_spec(space.candidates[place].spec())
+        seconds = exact.compute_seconds + sum(seconds for _, seconds in exact.exposed)
+        assert prices.peak_bytes[place] == pytest.approx(exact.peak_bytes, rel=0.1)
+        assert prices.seconds[place] == pytest.approx(seconds, rel=0.1)
+
+
+@settings(deadline=None, max_examples=20)
+@given(faster=st.floats(1.0, 100.0))
+def test_more_bandwidth_is_never_slower(stack, faster):
+    assert (stack.price(link_speed=faster).seconds <= stack.price().seconds * (1 + 1e-12)).all()
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_a_superset_of_the_space_never_has_a_worse_winner(stack, data):
+    prices, limit = stack.price(), float(np.median(stack.price().peak_bytes))
+    some = data.draw(st.sets(st.integers(0, len(stack.candidates) - 1), min_size=1))
+    more = some | data.draw(st.sets(st.integers(0, len(stack.candidates) - 1)))
+    best = {}
+    for name, kept in (("some", some), ("more", more)):
+        own = stack.price([stack.candidates[place] for place in sorted(kept)])
+        place = winner(own, limit, "step_time")
+        best[name] = np.inf if place is None else own.seconds[place]
+    assert best["more"] <= best["some"]
+    assert best["some"] >= prices.seconds[prices.peak_bytes <= limit].min(initial=np.inf)
+
+
+def test_more_chips_at_a_fixed_batch_of_each_never_need_more_memory_of_each():
+    needed = []
+    for chips in (4, 8, 16, 32):
+        stack = tuple(text for text in STACK if not text.startswith("target="))
+        spec = spec_of(*stack, f"target=v5p-{2 * chips}", "sharding=fsdp", f"global_batch_size={2 * chips}")
+        needed.append(estimate_spec(spec).peak_bytes)
+    assert needed == sorted(needed, reverse=True)
+
+
+@pytest.mark.ci
+def test_the_answer_is_the_best_that_fits(stack):
+    answer = tune(stack.variants, SERIAL)
+    seconds = [one.seconds for one in answer.best]
+    assert seconds == sorted(seconds)
+    assert all(one.peak_bytes <= answer.limit_bytes for one in answer.best)
+    fitting = answer.prices.seconds[answer.prices.peak_bytes <= answer.limit_bytes]
+    assert seconds[0] <= 1.05 * fitting.min()
+
+
+def test_other_worlds_are_asked_for_their_winners(stack):
+    """With half the memory of the winner another one wins; with all of it no more memory changes anything."""
+    prices = stack.price()
+    best = winner(prices, np.inf, "step_time")
+    assert best is not None
+    scarce = int(prices.peak_bytes[best] / 1.1)
+    changes = {one.what: one for one in find_changes(stack.variants, prices, stack.families, stack.rates, scarce)}
+    more = changes["20 % more memory"]
+    assert more.is_other
+    assert more.best is not None
+    assert more.best.overrides() == prices.candidates[best].overrides()
+    assert more.seconds is not None
+    assert more.seconds < more.seconds_before
+    assert changes["links of twice the bandwidth"].seconds is not None

@@ -1,0 +1,91 @@
+"""The space of a search: its meshes against brute force, its rules against what plans a declaration."""
+
+from itertools import product
+
+import pytest
+
+from conftest import LINEAR_STACK, spec_of
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.tune.space import (
+    PARAMETERS_TOO_LARGE,
+    Variant,
+    check_fix,
+    find_candidates,
+    mesh_axes,
+    mesh_sizes,
+    with_layout,
+)
+
+STACK = (*LINEAR_STACK, "precision=bfloat16", "target=v5p-16")
+
+
+def _variant(*overrides):
+    return Variant((("sharding", "fsdp_tensor"),), spec_of(*STACK, "sharding=fsdp_tensor", *overrides))
+
+
+@pytest.mark.parametrize("num_devices", [1, 8, 12, 30])
+def test_meshes_are_all_factorisations(num_devices):
+    axes = ("replica", "fsdp", "tensor")
+    found = {tuple(sizes.values()) for sizes in mesh_sizes(axes, num_devices, {})}
+    every = product(range(1, num_devices + 1), repeat=3)
+    assert found == {sizes for sizes in every if sizes[0] * sizes[1] * sizes[2] == num_devices}
+
+
+def test_an_axis_has_only_the_sizes_that_it_may_have():
+    found = list(mesh_sizes(("fsdp", "tensor"), 16, {"tensor": (1, 4)}))
+    assert found == [{"fsdp": 4, "tensor": 4}, {"fsdp": 16, "tensor": 1}]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "axes"),
+    [("fsdp_tensor", ("replica", "fsdp", "tensor")), ("zero1", ("replica", "data", "tensor")), ("ddp", ("replica",))],
+)
+def test_the_axes_of_a_space_are_those_that_its_rules_use_and_each_role_once(sharding, axes):
+    assert mesh_axes(spec_of(*STACK, f"sharding={sharding}")) == axes
+
+
+def test_rules_refuse_what_cannot_be_planned_and_nothing_else():
+    """Sixteen sequences, a width of 32: some meshes and microbatches divide, and others do not."""
+    variant = _variant()
+    candidates, refused = find_candidates([variant])
+    allowed = {(tuple(one.mesh.sizes.items()), one.num_microbatches) for one in candidates}
+    num_refused = 0
+    for sizes in mesh_sizes(("replica", "fsdp", "tensor"), 8, {}):
+        whole = dict.fromkeys(type(variant.spec.mesh).model_fields, 1) | sizes
+        spec = with_layout(variant.spec, whole, 1)
+        try:
+            plan_run(spec)
+            assert (tuple(whole.items()), 1) in allowed
+        except ConfigError:
+            num_refused += 1
+            assert (tuple(whole.items()), 1) not in allowed
+    assert num_refused == 0
+    assert refused.total == 0
+    assert all(16 % (one.num_microbatches * one.sequences_of_device) == 0 for one in candidates)
+
+
+def test_a_refusal_is_counted_with_its_reason():
+    """Seven does not divide by any size of tensor but one."""
+    candidates, refused = find_candidates([_variant("model.embed_dim=28", "tune.mesh={replica:[1]}")])
+    assert {one.mesh.sizes["fsdp"] for one in candidates} <= {1, 2, 4}
+    reason = next(reason for reason in refused.counts if "(fsdp=8)" in reason)
+    assert "has size 28, not divisible by 8 shards" in reason
+    assert refused.examples[reason][-1].startswith("num_microbatches=")
+
+
+def test_parameters_that_are_larger_than_a_device_are_refused_before_anything_is_traced():
+    variant = _variant("model.embed_dim=262144", "sharding.on_replicated=allow", "tune.microbatches=[1]")
+    _, refused = find_candidates([variant])
+    assert refused.counts[PARAMETERS_TOO_LARGE] > 0
+
+
+def test_a_pinned_axis_is_honoured():
+    candidates, _ = find_candidates([_variant("tune.fix.mesh.tensor=4", "tune.fix.num_microbatches=2")])
+    assert candidates
+    assert {(one.mesh.sizes["tensor"], one.num_microbatches) for one in candidates} == {(4, 2)}
+
+
+def test_a_pin_of_what_is_not_searched_is_an_error():
+    with pytest.raises(ConfigError, match=r"tune\.fix\.seed: is not a key that is searched"):
+        check_fix({"seed": 1, "remat": "full"}, ["remat"])
