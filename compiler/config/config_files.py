@@ -24,6 +24,7 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigSource
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -76,6 +77,19 @@ def register_sources() -> None:
     for source in (CheckedPackages, FileConfigSource, StructuredConfigSource):
         SourcesRegistry.instance().types[source.scheme()] = source
     target_names.register()
+
+
+class _Sources(SourcesRegistry):
+    """Hydra's registry, which keeps our sources where Hydra registers its own again."""
+
+    def register(self, type_: type[ConfigSource]) -> None:
+        self.types.setdefault(type_.scheme(), type_)
+
+
+def make_sources_portable() -> None:
+    """Lets launchers take Hydra's state to other processes: Hydra registers its own sources there, and would take ours,
+    which come with the state, for a mistake."""
+    SourcesRegistry.instance().__class__ = _Sources
 
 
 def problems_of_files(composed: DictConfig, overrides: Sequence[str]) -> list[Problem]:

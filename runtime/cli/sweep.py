@@ -13,7 +13,7 @@ from meshloom.compiler.config.sweep_request import read_sweep_request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 
-from ..processes.cluster import plan_start
+from ..processes.cluster import plan_start, process_index
 from ..sweep.engine import Engine, open_sweep
 from ..sweep.hydra_points import launching, subdirectory
 from ..sweep.points import COMMANDS, Command
@@ -28,9 +28,11 @@ def run_sweep(name: str, request: Request, flags: argparse.Namespace) -> int:
         what = f"`meshloom {name}` has no sweeps; {', '.join(COMMANDS)} have"
         raise ConfigError([Problem("-m", what, f"type `meshloom {name}` once for each value")])
     asked = read_sweep_request(request)
-    is_joined = command == "train" and plan_start(asked.spec.distributed, asked.spec.target, os.environ) is not None
-    settings = pool_settings(asked.hydra, command, is_joined=is_joined)
-    with open_sweep(command, asked, settings, allowed=allowed_modules(), console=Console()) as engine:
+    start = plan_start(asked.spec.distributed, asked.spec.target, os.environ) if command == "train" else None
+    process = process_index(start, os.environ) if start else 0
+    settings = pool_settings(asked.hydra, command, is_joined=start is not None)
+    console = Console(is_quiet=process > 0)
+    with open_sweep(command, asked, settings, process=process, allowed=allowed_modules(), console=console) as engine:
         try:
             _run(engine, flags)
         except KeyboardInterrupt:

@@ -1,9 +1,12 @@
 """A plan's train step, compiled or found among what was compiled before, and stored for the next time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.config.spec import RunSpec
@@ -64,15 +67,16 @@ class _StoredCompile:
 
     def __call__(self, lowered: LoweredStep) -> Built:
         store = store_of(self.spec, lowered.fingerprint)
-        places = (self.compiler.run_dir / FOLDER, *([store] if store else []))
-        self.artifact = find_artifact(lowered.fingerprint, places)
-        if self.artifact:
-            return replace(self.artifact.built, cache="hit")
-        built = self._compiled(lowered, store and store.with_name(f"{store.name}.aborted"))
-        if store is None:
-            return built
-        self.artifact = self._stored(store, lowered.fingerprint, built)
-        return replace(built, cache="miss")
+        with one_compiles(store):
+            places = (self.compiler.run_dir / FOLDER, *([store] if store else []))
+            self.artifact = find_artifact(lowered.fingerprint, places)
+            if self.artifact:
+                return replace(self.artifact.built, cache="hit")
+            built = self._compiled(lowered, store and store.with_name(f"{store.name}.aborted"))
+            if store is None:
+                return built
+            self.artifact = self._stored(store, lowered.fingerprint, built)
+            return replace(built, cache="miss")
 
     def _compiled(self, lowered: LoweredStep, aborted: Path | None) -> Built:
         """aborted: where it is stored that the compiler ended a process over this program."""
@@ -94,6 +98,23 @@ class _StoredCompile:
         except OSError as error:
             say(self.compiler.console, f"warning: not kept in {store.parent}: {error.strerror}")
             return None
+
+
+@contextmanager
+def one_compiles(store: Path | None) -> Iterator[None]:
+    """Within the `with`, no other process compiles the same program: the second one waits, and finds what the first has
+    stored. The system lets go of the lock when a process dies. A store that cannot be written locks nothing."""
+    lock = None
+    if store is not None:
+        with suppress(OSError):
+            store.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(store.with_name(f"{store.name}.lock"))
+            lock.acquire()
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def check_did_not_abort(aborted: Path | None) -> None:

@@ -54,6 +54,17 @@ def plan_start(spec: DistributedSpec, target: TargetSpec, environment: Mapping[s
     return None if found is None else {**found, **extra}
 
 
+def process_index(arguments: Arguments, environment: Mapping[str, str]) -> int:
+    """Returns which process this is, before it joins the others. arguments: of its start."""
+    if "process_id" in arguments:
+        return int(arguments["process_id"])
+    method = arguments.get("cluster_detection_method")
+    if method in TPU_CLUSTERS:
+        return int(TPU_CLUSTERS[method].get_process_id())
+    launcher = _launcher(environment)
+    return int(environment.get(launcher.process_id, 0)) if launcher else 0
+
+
 def _keys(spec: DistributedSpec, environment: Mapping[str, str]) -> Arguments:
     """Returns the keys that are set and fit together; JAX_COORDINATOR_ADDRESS counts as one of them."""
     address = spec.coordinator_address or environment.get("JAX_COORDINATOR_ADDRESS")

@@ -4,10 +4,11 @@ The rows are written by this process alone, one line for each point that has end
 ends a sweep, the same command finds them and goes on with the points that have none.
 """
 
+import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,7 +40,8 @@ from .settings import PoolSettings
 from .table import show_table
 
 OBJECTIVES: dict[Command, str] = {"explain": "step_seconds", "compile": "step_seconds", "train": "final_loss"}
-HAS_DIRECTORY: tuple[Status, ...] = ("done", "does_not_fit", "failed", "aborted", "timed_out", "out_of_memory")
+PROCESSES = ".processes"  # rows of all but the first, where several processes run each point together
+WORKERS = ".workers"  # what workers print; removed at the end
 
 
 @dataclass
@@ -56,31 +58,51 @@ class Engine:
     console: Console
     rows: dict[int, Row]
     progress: Progress = field(init=False)
+    pool: Pool | None = field(default=None, init=False)
+    first_index: int = field(default=0, init=False)  # of a sweeper that chooses as it goes: after those of before
+    _earlier: dict[tuple[str, ...], Row] = field(default_factory=dict, init=False)
     _names: dict[str, int] = field(default_factory=dict, init=False)
     _fingerprints: dict[str, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         num_points, objective = self.file.num_points, self.file.objective
         self.progress = Progress(self.console, num_points=num_points, objective=objective, rows=self.rows.values())
+        if self.settings:
+            is_own = self.command == "train"
+            scratch = self.directory.absolute() / WORKERS
+            self.pool = Pool(self.settings, self.task_of, scratch, self.record, self.progress.update, is_own=is_own)
+        if not self.asked.is_grid:
+            self.first_index = max(self.rows, default=-1) + 1
+            self._earlier = {row.overrides: row for row in self.rows.values()}
         for row in self.rows.values():
             if row.fingerprint:
                 self._fingerprints.setdefault(row.fingerprint, row.index)
 
-    def run_batch(self, jobs: Sequence[Sequence[str]], first_index: int) -> None:
-        """Runs the jobs that Hydra's sweeper has made, in our own workers. Their rows are there afterwards."""
-        assert self.settings is not None
-        points = [self.point_of(overrides, first_index + number) for number, overrides in enumerate(jobs)]
+    def run_batch(self, jobs: Sequence[Sequence[str]], first_index: int) -> list[Row]:
+        """Runs the jobs that Hydra's sweeper has made, in our own workers. Returns their rows."""
+        points = [
+            self.point_of(overrides, self.first_index + first_index + number) for number, overrides in enumerate(jobs)
+        ]
         left = []
         for point in points:
-            if point.index in self.rows:
+            if self.row_of(point.index, point.overrides):
                 continue
             if self._names[point.directory] != point.index:
                 self.record(point, _shared(point))
                 continue
             left.append(point)
+        assert self.pool is not None
         with self.progress:
-            is_own = self.command == "train"
-            Pool(self.settings, self.task_of, self.record, self.progress.update, is_own=is_own).run(left)
+            self.pool.run(left)
+        rows = [self.row_of(point.index, point.overrides) for point in points]
+        return [row for row in rows if row]
+
+    def row_of(self, index: int, overrides: tuple[str, ...]) -> Row | None:
+        """Returns the row of a point; None for one that has not ended. A sweeper that chooses its points as it goes
+        may ask again for one that an earlier start has run."""
+        if index in self.rows or self.asked.is_grid:
+            return self.rows.get(index)
+        return self._earlier.get(overrides)
 
     def point_of(self, overrides: Sequence[str], index: int) -> Point:
         """Returns the point of a job of Hydra's, whose directory is named by its overrides if nothing else is set."""
@@ -151,10 +173,19 @@ class Engine:
 
 @contextmanager
 def open_sweep(
-    command: Command, asked: SweepRequest, settings: PoolSettings | None, *, allowed: tuple[str, ...], console: Console
+    command: Command,
+    asked: SweepRequest,
+    settings: PoolSettings | None,
+    *,
+    allowed: tuple[str, ...],
+    console: Console,
+    process: int = 0,
 ) -> Iterator[Engine]:
     """Yields the sweep that the request asks for, in its directory: the one of the same command that was ended before
-    its end, or a new one. Raises ConfigError where the directory holds another sweep, or another process is in it."""
+    its end, or a new one. Raises ConfigError where the directory holds another sweep, or another process is in it.
+
+    process: of several that run each point together. The first has the rows, the others go through the same points.
+    """
     sweep_spec, identity = asked.spec.sweep, identity_of(command, asked)
     objective = sweep_spec.objective or OBJECTIVES[command]
     find_figure(objective, where="sweep.objective")
@@ -169,13 +200,20 @@ def open_sweep(
         identity=identity,
     )
     directory, earlier = _find_directory(asked, identity, sweep_spec.retry)
-    directory.mkdir(parents=True, exist_ok=True)
-    with alone(directory, _busy(directory)):
+    own = directory if process == 0 else directory / PROCESSES / str(process)
+    own.mkdir(parents=True, exist_ok=True)
+    with alone(own, _busy(own)):
         rows = _rows_to_keep(directory, sweep_spec.retry) if earlier else {}
-        replace_json(directory / SWEEP_FILE, file.model_dump(mode="json"))
+        if process == 0:
+            _write_rows(directory, rows)
+            replace_json(directory / SWEEP_FILE, file.model_dump(mode="json"))
+        else:
+            _write_rows(own, {})
         if earlier:
             _say_continued(console, directory, file, rows, earlier)
-        yield Engine(command, asked, allowed, directory, file, settings, console, rows)
+        engine = Engine(command, asked, allowed, own, file, settings, console, rows)
+        with engine.pool or nullcontext():
+            yield engine
 
 
 def append_row(path: Path, row: Row) -> None:
@@ -209,14 +247,18 @@ def _find_directory(asked: SweepRequest, identity: str, retry: Sequence[Status])
 
 
 def _rows_to_keep(directory: Path, retry: Sequence[Status]) -> dict[int, Row]:
-    """Returns the rows that stay, and writes the file anew where others are in it, or a cut-off line."""
+    """Returns the rows of an earlier start that stay."""
+    return {row.index: row for row in read_sweep(directory).rows if row.status not in retry}
+
+
+def _write_rows(directory: Path, rows: dict[int, Row]) -> None:
+    """Leaves the lines of these rows alone in the file, as they are: no cut-off line, and none that is made again."""
     path = directory / ROWS_FILE
     content = path.read_text() if path.exists() else ""
-    rows = {row.index: row for row in read_sweep(directory).rows if row.status not in retry}
-    wanted = "".join(row.model_dump_json() + "\n" for row in rows.values())
-    if content != wanted:
-        replace_text(path, wanted)
-    return rows
+    whole = content[: content.rfind("\n") + 1].splitlines(keepends=True)
+    kept = "".join(line for line in whole if json.loads(line)["index"] in rows)
+    if content != kept:
+        replace_text(path, kept)
 
 
 def _say_continued(console: Console, directory: Path, file: SweepFile, rows: dict[int, Row], earlier: Sweep) -> None:

@@ -7,7 +7,7 @@ own and leaves the outcome in the sweep's directory, where the process of the sw
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 from pydantic import ValidationError
 
+from meshloom.compiler.config.config_files import make_sources_portable
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.models.config import Record
 
@@ -44,24 +45,26 @@ class Ended(Record):
 @dataclass(frozen=True)
 class PointTask:
     """What another launcher calls for each point. template: of any point, without what is swept. axes: swept keys.
-    worst: the objective of a point that is not done. ended: the objectives of points that have a row, by index and
-    overrides."""
+    worst: the objective of a point that is not done. first_index: of the first point. ended: the
+    objectives of points that have a row, by index and overrides; by overrides alone where a sweeper chooses."""
 
     template: Task
     axes: tuple[str, ...]
     spool: Path
     objective: str
     worst: float
-    ended: Mapping[tuple[int, tuple[str, ...]], float | None]
+    first_index: int
+    ended: Mapping[tuple[int | None, tuple[str, ...]], float | None]
 
     def __call__(self, _: DictConfig) -> float:
         """Runs the point that Hydra is at. Returns the objective: a sweeper that chooses by results stays away from
         points that are not done."""
         config = HydraConfig.get()
-        index, overrides = int(config.job.num), tuple(config.overrides.task)
+        index, overrides = self.first_index + int(config.job.num), tuple(config.overrides.task)
         swept = tuple(swept_of(overrides, self.axes))
-        if (index, swept) in self.ended:
-            return self._or_worst(self.ended[index, swept])
+        for key in ((index, swept), (None, swept)):
+            if key in self.ended:
+                return self._or_worst(self.ended[key])
         declared = replace(self.template.request, overrides=(*self.template.request.overrides, *swept))
         task = replace(self.template, request=declared, directory=Path(config.runtime.output_dir))
         outcome = OwnProcess(task, timeout_seconds=None).run()
@@ -79,10 +82,9 @@ def launch(jobs: Sequence[Sequence[str]], first_index: int) -> list[JobReturn]:
     if _engine is None:
         what = "meshloom_pool runs sweeps of meshloom alone"
         raise ConfigError([Problem("hydra/launcher", what, "choose another one: hydra/launcher=basic")])
-    _engine.run_batch(jobs, first_index)
+    rows = _engine.run_batch(jobs, first_index)
     worst, returns = _worst(_engine.file.objective), []
-    for number, overrides in enumerate(jobs):
-        row = _engine.rows[first_index + number]
+    for overrides, row in zip(jobs, rows, strict=True):
         value = _objective(row.figures, _engine.file.objective) if row.status == "done" else None
         returned = JobReturn()
         returned.overrides, returned.status = list(overrides), JobStatus.COMPLETED
@@ -104,12 +106,17 @@ def launching(engine: Engine) -> Iterator[PointTask]:
         spool=spool,
         objective=objective,
         worst=_worst(objective),
-        ended={(row.index, row.overrides): _objective(row.figures, objective) for row in engine.rows.values()},
+        first_index=engine.first_index,
+        ended={
+            (row.index if engine.asked.is_grid else None, row.overrides): _objective(row.figures, objective)
+            for row in engine.rows.values()
+        },
     )
     try:
         if engine.settings is not None:
             yield task
         else:
+            make_sources_portable()
             with _collecting(engine, spool):
                 yield task
     finally:
@@ -139,6 +146,8 @@ def _collecting(engine: Engine, spool: Path) -> Iterator[None]:
         is_over.set()
         thread.join()
         _collect(engine, spool)
+        with suppress(OSError):
+            spool.rmdir()
 
 
 def _collect(engine: Engine, spool: Path) -> None:

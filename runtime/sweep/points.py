@@ -80,7 +80,7 @@ def directory_name(overrides: Sequence[str]) -> str:
     if name == text and len(name) <= MOST_NAME_BYTES:
         return name
     digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]
-    return f"{name[: MOST_NAME_BYTES - 9]}-{digest}"
+    return f"{name[: MOST_NAME_BYTES - 9] or 'point'}-{digest}"
 
 
 def swept_of(overrides: Sequence[str], swept_keys: Sequence[str]) -> list[str]:

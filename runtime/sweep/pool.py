@@ -7,15 +7,15 @@ at once as memory allows.
 
 import multiprocessing
 import os
+import shutil
 import signal
-import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, TimeoutError, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -48,44 +48,65 @@ class _Running:
 
 @dataclass
 class Pool:
-    """Runs points.
+    """Runs points, batch by batch, within its `with`.
 
-    task_of: what a worker needs of a point. ended: takes each that has ended, once. told: is called often, with the
-    number of points that are running. is_own: each in a process of its own. start, work: of a warm worker.
+    task_of: what a worker needs of a point. scratch: a folder that it makes, and removes at its end. ended: takes each
+    point that has ended, once. told: is called often, with the number of points that are running. is_own: each in a
+    process of its own. start, work: of a warm worker.
     """
 
     settings: PoolSettings
     task_of: Callable[[Point], Task]
+    scratch: Path
     ended: Callable[[Point, Outcome], object]
     told: Callable[[int], None]
     is_own: bool = False
     start: Callable[[int, Path], None] = start_worker
     work: Work = work
-    _scratch: Path = field(default=Path(), init=False)
+    _memory: Memory = field(init=False)
     _warm: ProcessPool | None = field(default=None, init=False)
     _running: dict[int, _Running] = field(default_factory=dict, init=False)
     _waiting: deque[tuple[Point, bool]] = field(default_factory=deque, init=False)  # with: in a process of its own
 
+    def __post_init__(self) -> None:
+        self._memory = Memory(self.settings.worker_bytes)
+
+    def __enter__(self) -> Self:
+        shutil.rmtree(self.scratch, ignore_errors=True)  # of a start that was killed
+        self.scratch.mkdir(parents=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._warm:
+            self._warm.stop()
+            self._warm.join()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
     def run(self, points: Iterable[Point]) -> None:
         """Runs all points. Ctrl-C ends those that are running, which then have no outcome, and is raised again."""
         self._waiting.extend((point, self.is_own) for point in points)
-        memory = Memory(self.settings.worker_bytes)
-        with tempfile.TemporaryDirectory(prefix="meshloom-sweep-") as folder, self._workers(Path(folder)):
+        try:
             while self._waiting or self._running:
-                while self._waiting and self._may_start(memory):
-                    self._start(*self._waiting.popleft())
-                self.told(len(self._running))
-                done, _ = wait([one.future for one in self._running.values()], POLL_SECONDS, FIRST_COMPLETED)
-                for one in [one for one in self._running.values() if one.future in done]:
-                    del self._running[one.point.index]
-                    self._finish(one)
-                memory.look(self._pids())
-                self._save_memory(memory)
+                self._go_on()
+        except BaseException:
+            self._interrupt()
+            raise
 
-    def _may_start(self, memory: Memory) -> bool:
+    def _go_on(self) -> None:
+        while self._waiting and self._may_start():
+            self._start(*self._waiting.popleft())
+        self.told(len(self._running))
+        done, _ = wait([one.future for one in self._running.values()], POLL_SECONDS, FIRST_COMPLETED)
+        for one in [one for one in self._running.values() if one.future in done]:
+            del self._running[one.point.index]
+            self._finish(one)
+        self._memory.look(self._pids())
+        self._save_memory()
+
+    def _may_start(self) -> bool:
         if not self._running:
             return True
-        return len(self._running) < self.settings.num_workers and memory.has_room(self._running)
+        return len(self._running) < self.settings.num_workers and self._memory.has_room(self._running)
 
     def _start(self, point: Point, is_own: bool) -> None:
         task, own = self.task_of(point), None
@@ -94,7 +115,7 @@ class Pool:
             future: Future[Outcome | None] = _in_thread(own.run)
         else:
             future = self._warm_pool().schedule(
-                _work, args=(self.work, task, point.index, self._scratch), timeout=self.settings.timeout_seconds
+                _work, args=(self.work, task, point.index, self.scratch), timeout=self.settings.timeout_seconds
             )
         self._running[point.index] = _Running(point, task, future, own, num_ended_for_memory())
 
@@ -104,14 +125,14 @@ class Pool:
                 max_workers=self.settings.num_workers,
                 max_tasks=MOST_POINTS_OF_A_WORKER,
                 initializer=self.start,
-                initargs=(os.getpid(), self._scratch),
+                initargs=(os.getpid(), self.scratch),
                 context=multiprocessing.get_context("spawn"),
             )
         return self._warm
 
     def _finish(self, one: _Running) -> None:
         """Hands on the outcome of a point, or lets it run again: in a process of its own, or when there is memory."""
-        for path in self._scratch.glob("*.point"):
+        for path in self.scratch.glob("*.point"):
             if path.read_text() == str(one.point.index):
                 path.unlink()
         if one.is_postponed:
@@ -137,20 +158,21 @@ class Pool:
             return outcome_of_error(error)
 
     def _printed(self, pid: int | None) -> str:
-        log = self._scratch / f"{pid}.log"
+        log = self.scratch / f"{pid}.log"
         return log.read_text(errors="replace")[-20_000:] if log.exists() else ""
 
     def _pids(self) -> dict[int, int]:
         """Returns the process of each running point that has begun."""
         found = {one.point.index: one.own.process.pid for one in self._running.values() if one.own and one.own.process}
-        for path in self._scratch.glob("*.point"):
+        for path in self.scratch.glob("*.point"):
             index = int(path.read_text() or -1)
             if index in self._running and self._running[index].own is None:
                 found[index] = int(path.stem)
         return found
 
-    def _save_memory(self, memory: Memory) -> None:
+    def _save_memory(self) -> None:
         """Ends a point that takes more than it may; and, before the system ends anything, the youngest one."""
+        memory = self._memory
         for index, taken in memory.taken.items():
             if self.settings.is_limit and taken > self.settings.worker_bytes:
                 self._end(self._running[index], outcome_of_memory(taken, self.settings.worker_bytes, is_limit=True))
@@ -167,20 +189,6 @@ class Pool:
                 one.own.end(signal.SIGKILL)
             else:
                 one.future.cancel()
-
-    @contextmanager
-    def _workers(self, scratch: Path) -> Iterator[None]:
-        """Ends all workers at the end of the `with`, however it comes."""
-        self._scratch = scratch
-        try:
-            yield
-        except BaseException:
-            self._interrupt()
-            raise
-        finally:
-            if self._warm:
-                self._warm.stop()
-                self._warm.join()
 
     def _interrupt(self) -> None:
         """Ends what is running. A run of training saves a checkpoint first; a second Ctrl-C ends it at once."""
