@@ -163,7 +163,7 @@ def plan_rates(target: TargetPlan) -> Rates | None:
 def plan_hiding(plan: Plan) -> Hiding:
     """Returns what the declared overlap hides. A search is taken to find the best preset of the target."""
     overlap, target = plan.spec.overlap, plan.target
-    presets = _presets(overlap, target)
+    presets = assumed_presets(overlap, target)
     weights = hidden_kinds(presets, "weights", target)
     is_ring = any(each.chosen.name == COLLECTIVE_MATMUL for each in plan.operations)
     is_beside = is_ring or overlap.layers.batch_split > 1 or overlap.search is not None
@@ -175,7 +175,9 @@ def plan_hiding(plan: Plan) -> Hiding:
     )
 
 
-def _presets(overlap: OverlapSpec, target: TargetPlan) -> Sequence[str]:
+def assumed_presets(overlap: OverlapSpec, target: TargetPlan) -> tuple[str, ...]:
+    """Returns the flag presets that an estimate takes the step to be compiled with: of a search the ones that hide
+    most."""
     if overlap.search is None:
         return overlap.flag_presets
     tried = [(name,) for name, one in presets_for(target).items() if "weights" in one.tried_for]

@@ -13,7 +13,7 @@ from ..core.format import human_bytes
 from ..driver import plan_run
 from ..estimate.estimate import estimate_step
 from ..estimate.program_costs import Array
-from ..estimate.step_time import Rates, plan_rates
+from ..estimate.step_time import Rates, assumed_presets, plan_rates
 from ..jaxpr.propagate import Axes
 from ..target.target import TargetPlan, plan_target
 from .families import Family, Key, Point, Reference, find_families, group_candidates, key_of
@@ -28,7 +28,7 @@ MOST_ROUNDS = 4  # of so many, until enough of them fit
 @dataclass(frozen=True)
 class Estimated:
     """A candidate with its own estimate. exposed: seconds by the mesh axes of the collectives. cost: of a million
-    tokens, None without a price. mfu: of the model's FLOPs."""
+    tokens, None without a price. mfu: of the model's FLOPs. flag_presets: that the estimate rests on."""
 
     candidate: Candidate
     seconds: float
@@ -39,6 +39,7 @@ class Estimated:
     fits: bool
     mfu: float | None
     cost: float | None
+    flag_presets: tuple[str, ...]
 
     @property
     def exposed_seconds(self) -> float:
@@ -206,6 +207,7 @@ class Exact:
     host_bytes: int
     host_fits: bool | None
     model_flops: int | None
+    flag_presets: tuple[str, ...]
 
 
 def estimate_spec(spec: RunSpec) -> Exact:
@@ -218,7 +220,7 @@ def estimate_spec(spec: RunSpec) -> Exact:
         raise ConfigError([problem])
     exposed = tuple(time.exposed.items())
     return Exact(time.compute_seconds, exposed, memory.peak_bytes, memory.host_bytes, memory.host_fits,
-                 plan.model_flops_per_step)  # fmt: skip
+                 plan.model_flops_per_step, assumed_presets(spec.overlap, plan.target))  # fmt: skip
 
 
 def _estimated(one: Candidate, exact: Exact, limit: int, target: TargetPlan) -> Estimated:
@@ -236,6 +238,7 @@ def _estimated(one: Candidate, exact: Exact, limit: int, target: TargetPlan) -> 
         fits=exact.peak_bytes <= limit and exact.host_fits is not False,
         mfu=mfu,
         cost=cost_per_million_tokens(one.variant.spec, target, seconds),
+        flag_presets=exact.flag_presets,
     )
 
 

@@ -1,5 +1,6 @@
 """Processes that trace and estimate candidates. JAX traces in Python, on one core each."""
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
     """Yields what maps functions over values in as many processes as there are cores; a bar shows how far it is."""
     context = multiprocessing.get_context("spawn")
     count = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    with ProcessPoolExecutor(count, mp_context=context, initializer=plan_without_devices, initargs=(target,)) as pool:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_start, initargs=(target,)) as pool:
 
         def over(doing: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterator[R]]:
             def mapped(function: Callable[[T], R], values: Sequence[T]) -> Iterator[R]:
@@ -42,3 +43,8 @@ def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _start(target: TargetSpec) -> None:
+    plan_without_devices(target)
+    gc.set_threshold(50_000, 20, 100)  # a traced program is many objects that stay; looking through them takes a tenth
