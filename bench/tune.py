@@ -81,11 +81,10 @@ def search(row: Row) -> dict[str, Any] | None:
 
 
 def as_compiled(row: Row, one: dict[str, Any]) -> Overrides:
-    """Returns the overrides of one of the best: its strategies and its flag presets, without a search."""
-    chosen = [text for text in one["overrides"] if text != "overlap=auto"]
+    """Returns the overrides of one of the best: with its flag presets, and without a search for others."""
     presets = f"overlap.flag_presets=[{','.join(one['flag_presets'])}]"
     typed = [text for text in row.overrides if not text.startswith("tune.")]
-    return (*typed, *chosen, "overlap=xla", "parallel=auto", presets)
+    return (*typed, *one["overrides"], "overlap.search=null", presets)
 
 
 def facts_of(report: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What `meshloom tune` searches, and for what."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from meshloom.models.config import Config
@@ -10,6 +11,16 @@ from meshloom.models.config import Config
 from ..core.config_types import Text
 
 Objective = Literal["step_time", "cost", "memory"]
+
+
+def _number_of_tokens(value: Any) -> Any:
+    """Returns 1.5e12 for "1.5T"; what is no such text as it is."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT])", value) if isinstance(value, str) else None
+    return float(match[1]) * _TIMES[match[2]] if match else value
+
+
+_TIMES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+Tokens = Annotated[PositiveFloat, BeforeValidator(_number_of_tokens)]
 
 
 class TuneSpec(Config):
@@ -31,7 +42,7 @@ class TuneSpec(Config):
     num_compiled: NonNegativeInt  # of the best, compiled to let the schedule judge
     max_candidates: PositiveInt  # a larger space is sampled by Optuna
     targets: tuple[Text, ...]  # several targets to compare; empty: the declared one
-    tokens: PositiveFloat | None  # of the whole training, for its time and cost
+    tokens: Tokens | None  # of the whole training, for its time and cost: 1.5e12, or 1.5T
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -18,7 +18,8 @@ from ..processes.distributed import Processes
 from ..processes.process_log import process_log
 from ..processes.say import say
 from ..rundir.run_dir import as_typed, check_run_dir
-from ..tune.search import search, show, write_answer
+from ..tune.search import search_into
+from ..tune.targets import compare_targets
 from ..tune.variants import find_space
 from .hydra_app import run_hydra_app, show_mistake
 
@@ -34,15 +35,17 @@ def tune_command(request: Request, flags: argparse.Namespace) -> int:
 
     def run(run_dir: Path, model: str) -> int:
         spec = space.spec
-        say(console, f"meshloom tune: {model} on {spec.target.name}, {spec.global_batch_size:,} sequences of "
+        where = ", ".join(spec.tune.targets) or spec.target.name
+        say(console, f"meshloom tune: {model} on {where}, {spec.global_batch_size:,} sequences of "
             f"{spec.sequence_length:,} tokens")  # fmt: skip
         try:
-            answer = search(space, console)
+            if spec.tune.targets:
+                compare_targets(space, request, run_dir, model, console)
+            else:
+                search_into(space, run_dir, model, console)
         except MISTAKES as error:
             LOG.error(error)
             return show_mistake(as_config_error(error))
-        path = write_answer(space, answer, run_dir, model)
-        show(space, answer, path, console)
         return 0
 
     def task(composed: DictConfig) -> None:

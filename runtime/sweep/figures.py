@@ -65,6 +65,8 @@ _ALL = (
     _plain("peak_bytes", "memory", "less", "bytes"),
     Figure("memory_share", "of limit", "less", "share", _share("peak_bytes", "limit_bytes")),
     _plain("cost_per_million_tokens", "cost/M tokens", "less", "cost"),
+    _plain("training_seconds", "training", "less", "seconds"),
+    _plain("training_cost", "cost of training", "less", "cost"),
     _plain("final_loss", "loss", "less", "loss"),
     _plain("evaluation_loss", "held-out loss", "less", "loss"),
     _plain("compile_seconds", "compiled in", "less", "seconds"),
@@ -72,7 +74,7 @@ _ALL = (
 FIGURES = MappingProxyType({figure.name: figure for figure in _ALL})
 # In the table on a terminal, where a point has them; the page and the files have all.
 SHOWN = ("step_seconds", "mfu", "tokens_per_second_per_chip", "exposed_share", "peak_bytes", "memory_share",
-         "cost_per_million_tokens", "final_loss", "evaluation_loss")  # fmt: skip
+         "cost_per_million_tokens", "training_seconds", "training_cost", "final_loss", "evaluation_loss")  # fmt: skip
 
 
 def find_figure(name: str, *, where: str) -> Figure:

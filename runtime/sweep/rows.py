@@ -47,6 +47,8 @@ class Figures(Record):
     fits: bool | None = None
     compile_seconds: NonNegativeFloat | None = None
     cost_per_million_tokens: NonNegativeFloat | None = None  # in the currency of the user's price per chip-hour
+    training_seconds: NonNegativeFloat | None = None  # for all tokens of the training, where their number is said
+    training_cost: NonNegativeFloat | None = None
     final_loss: float | None = None  # of training; infinite and NaN are None
     evaluation_loss: float | None = None
     last_step: NonNegativeInt | None = None

@@ -1,7 +1,6 @@
 """The rows of a search, as a sweep has them: one table and one page show both."""
 
-from collections.abc import Iterator
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,68 +9,55 @@ from meshloom.compiler.core.format import human_bytes
 from meshloom.compiler.tune.answer import Answer, Estimated, cost_per_million_tokens
 from meshloom.compiler.tune.space import Candidate
 
+from ..sweep.identity import versions
 from ..sweep.rows import SCHEMA_VERSION, Figures, Row, SweepFile
+from .compiled import CompiledCandidate
 from .variants import Space
 
 MOST_ROWS = 3000  # the best; the page draws each
+OBJECTIVES = {"step_time": "step_seconds", "cost": "cost_per_million_tokens", "memory": "peak_bytes"}
 
 
-def sweep_file(space: Space, answer: Answer) -> SweepFile:
-    """Returns what was asked for."""
-    axes: dict[str, list[str | int]] = {}
-    for one in answer.prices.candidates:
-        for key, value in one.values().items():
+def sweep_file(space: Space, rows: Sequence[Row], objective: str) -> SweepFile:
+    """Returns what was asked for. objective: the figure that the table is sorted by."""
+    axes: dict[str, list[Any]] = {}
+    for row in rows:
+        for key, value in row.swept.items():
             if value not in axes.setdefault(key, []):
                 axes[key].append(value)
-    objective = {"step_time": "step_seconds", "cost": "cost_per_million_tokens", "memory": "peak_bytes"}
     return SweepFile(
         schema_version=SCHEMA_VERSION,
         command="tune",
         overrides=space.request.overrides,
         axes={key: sorted(values, key=lambda x: (isinstance(x, str), x)) for key, values in axes.items()},
         num_points=None,
-        objective=objective[space.spec.tune.objective],
-        versions={"jax": version("jax"), "meshloom": version("meshloom")},
+        objective=objective,
+        versions=versions(),
     )
 
 
-def rows(answer: Answer, model: str) -> Iterator[Row]:
-    """Yields the best candidates, with their own estimates, then the others by their price."""
-    by_overrides = {one.candidate.overrides(): one for one in answer.best}
+def rows_of(answer: Answer, model: str, compiled: Sequence[CompiledCandidate]) -> Iterator[Row]:
+    """Yields the best candidates, with what they came to if they were compiled, else with their own estimates; then the
+    others by their price."""
+    made = {each.one.candidate.overrides(): each for each in compiled}
     for index, one in enumerate(answer.best):
-        yield _row(index, one.candidate, _figures(answer, one, model), None)
+        each = made.get(one.candidate.overrides())
+        yield row_of_compiled(index, each) if each else row_of_estimate(index, answer, one, model)
+    known = {one.candidate.overrides() for one in answer.best}
     prices, index = answer.prices, len(answer.best)
     merit = prices.peak_bytes if answer.best[0].candidate.variant.spec.tune.objective == "memory" else prices.seconds
     for place in np.argsort(merit, kind="stable"):
         one = prices.candidates[place]
-        if index >= MOST_ROWS:
-            return
-        if one.overrides() in by_overrides:
-            continue
-        figures = _priced(answer, int(place), model)
-        why = (
-            None
-            if figures.fits
-            else f"needs {human_bytes(figures.peak_bytes or 0)} of {human_bytes(answer.limit_bytes)}"
-        )
-        yield _row(index, one, figures, why)
-        index += 1
+        if one.overrides() not in known and index < MOST_ROWS:
+            yield _row_of_price(index, answer, int(place), model)
+            index += 1
 
 
-def _row(index: int, one: Candidate, figures: Figures, why: str | None) -> Row:
-    return Row(
-        index=index,
-        overrides=one.overrides(),
-        swept=one.values(),
-        status="does_not_fit" if why else "done",
-        why=why,
-        figures=figures,
-    )
-
-
-def _figures(answer: Answer, one: Estimated, model: str) -> Figures:
-    return Figures(
+def row_of_estimate(index: int, answer: Answer, one: Estimated, model: str, target: str | None = None) -> Row:
+    """Returns the row of one of the best. target: as it was typed, where targets are compared."""
+    figures = Figures(
         **_common(answer, one.candidate, model),
+        **_for_training(answer, one.candidate, one.seconds),
         step_seconds=one.seconds,
         compute_seconds=one.compute_seconds,
         exposed_seconds=one.exposed_seconds,
@@ -79,25 +65,52 @@ def _figures(answer: Answer, one: Estimated, model: str) -> Figures:
         mfu=one.mfu,
         peak_bytes=one.peak_bytes * answer.target.devices_per_chip,
         fits=one.fits,
-        cost_per_million_tokens=one.cost,
+    )
+    typed = {} if target is None else {"target": target}
+    words = (*(f"{key}={value}" for key, value in typed.items()), *one.candidate.overrides())
+    return Row(index=index, overrides=words, swept=typed | one.candidate.values(), status="done", figures=figures)
+
+
+def row_of_compiled(index: int, each: CompiledCandidate) -> Row:
+    """Returns the row of one that was compiled."""
+    outcome, candidate = each.outcome, each.one.candidate
+    return Row(
+        index=index,
+        overrides=candidate.overrides(),
+        swept=candidate.values(),
+        status=outcome.status,
+        why=outcome.why,
+        directory=each.directory,
+        exit_code=outcome.exit_code,
+        seconds=outcome.seconds,
+        fingerprint=outcome.fingerprint,
+        figures=outcome.figures,
     )
 
 
-def _priced(answer: Answer, place: int, model: str) -> Figures:
+def _row_of_price(index: int, answer: Answer, place: int, model: str) -> Row:
     prices, target = answer.prices, answer.target
     one, seconds = prices.candidates[place], float(prices.seconds[place])
-    spec, first = one.variant.spec, answer.best[0]
-    peak = int(prices.peak_bytes[place])
-    return Figures(
+    first, peak = answer.best[0], int(prices.peak_bytes[place])
+    fits = peak <= answer.limit_bytes
+    figures = Figures(
         **_common(answer, one, model),
+        **_for_training(answer, one, seconds),
         step_seconds=seconds,
         compute_seconds=float(prices.compute_seconds[place]),
         exposed_seconds=float(prices.exposed_seconds[place]),
-        tokens_per_second_per_chip=spec.tokens_per_step / seconds / target.num_chips,
+        tokens_per_second_per_chip=one.variant.spec.tokens_per_step / seconds / target.num_chips,
         mfu=first.mfu * first.seconds / seconds if first.mfu else None,  # of the same FLOPs
         peak_bytes=peak * target.devices_per_chip,
-        fits=peak <= answer.limit_bytes,
-        cost_per_million_tokens=cost_per_million_tokens(spec, target, seconds),
+        fits=fits,
+    )
+    return Row(
+        index=index,
+        overrides=one.overrides(),
+        swept=one.values(),
+        status="done" if fits else "does_not_fit",
+        why=None if fits else f"needs {human_bytes(peak)} of {human_bytes(answer.limit_bytes)}",
+        figures=figures,
     )
 
 
@@ -115,4 +128,15 @@ def _common(answer: Answer, one: Candidate, model: str) -> dict[str, Any]:
         "tokens_per_step": spec.tokens_per_step,
         "bubble_seconds": 0.0,
         "limit_bytes": answer.limit_bytes * target.devices_per_chip,
+    }
+
+
+def _for_training(answer: Answer, one: Candidate, seconds: float) -> dict[str, Any]:
+    """Returns the cost of a million tokens, and the time and cost of the whole training."""
+    spec = one.variant.spec
+    cost, tokens = cost_per_million_tokens(spec, answer.target, seconds), spec.tune.tokens
+    return {
+        "cost_per_million_tokens": cost,
+        "training_seconds": None if tokens is None else tokens / spec.tokens_per_step * seconds,
+        "training_cost": None if tokens is None or cost is None else tokens / 1e6 * cost,
     }

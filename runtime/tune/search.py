@@ -1,21 +1,42 @@
 """`meshloom tune`: searched, shown, and written in a run directory."""
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.format import human_seconds
+from meshloom.compiler.core.format import human_seconds, human_share
 from meshloom.compiler.tune.answer import Answer, Change, Estimated, tune
 
 from ..core.files import replace_json, replace_text
 from ..processes.say import say
-from ..sweep.rows import ROWS_FILE, SWEEP_FILE
+from ..sweep.page import render_sweep
+from ..sweep.read import read_sweep
+from ..sweep.rows import ROWS_FILE, SWEEP_FILE, Row
+from .compiled import CompiledCandidate, best_compiled, compile_best
 from .experiment import write_experiment
-from .rows import rows, sweep_file
+from .rows import OBJECTIVES, rows_of, sweep_file
 from .show import show_answer, why_it_wins
 from .variants import Space
 from .workers import workers
+
+PAGE = "sweep.html"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer of a space, and those of its best that were compiled."""
+
+    space: Space
+    answer: Answer
+    compiled: tuple[CompiledCandidate, ...]
+
+    @property
+    def winner(self) -> Estimated:
+        """Returns the best: by its schedule where some were compiled and fit, else by its estimate."""
+        best = best_compiled(self.compiled)
+        return best.one if best else self.answer.best[0]
 
 
 def search(space: Space, console: Console) -> Answer:
@@ -24,34 +45,83 @@ def search(space: Space, console: Console) -> Answer:
         return tune(space.variants, runner)
 
 
-def write_answer(space: Space, answer: Answer, run_dir: Path, model: str) -> Path:
+def search_into(space: Space, run_dir: Path, model: str, console: Console) -> None:
+    """Searches, compiles the best if that is asked for, shows and writes it all. Raises ConfigError."""
+    answer = search(space, console)
+    if space.pins:
+        say(console, f"not searched, as typed: {' '.join(space.pins)}")
+    show_answer(answer, console)
+    found = Found(space, answer, compile_best(space, answer, run_dir, console))
+    _show_compiled(found, console)
+    path = _write(found, run_dir, model)
+    console.line()
+    say(console, f"written: {run_dir}: {path.relative_to(run_dir)}, {PAGE}, {ROWS_FILE}, tune.json")
+    config = f"hydra.searchpath=[file://{run_dir.resolve()}]"
+    say(console, f"compile it: meshloom compile '{config}' experiment={path.stem}")
+
+
+def write_table(space: Space, rows: Sequence[Row], run_dir: Path, objective: str) -> None:
+    """Writes the files of a sweep, and its page."""
+    replace_text(run_dir / SWEEP_FILE, sweep_file(space, rows, objective).model_dump_json(indent=2) + "\n")
+    replace_text(run_dir / ROWS_FILE, "".join(row.model_dump_json() + "\n" for row in rows))
+    replace_text(run_dir / PAGE, render_sweep(read_sweep(run_dir), run_dir / PAGE))
+
+
+def _write(found: Found, run_dir: Path, model: str) -> Path:
     """Writes the table, the answer and the winner's experiment. Returns the experiment's file."""
-    replace_text(run_dir / SWEEP_FILE, sweep_file(space, answer).model_dump_json(indent=2) + "\n")
-    replace_text(run_dir / ROWS_FILE, "".join(row.model_dump_json() + "\n" for row in rows(answer, model)))
-    replace_json(run_dir / "tune.json", as_json(answer))
+    answer = found.answer
+    rows = list(rows_of(answer, model, found.compiled))
+    write_table(found.space, rows, run_dir, OBJECTIVES[found.space.spec.tune.objective])
+    replace_json(run_dir / "tune.json", _as_json(found))
     path = run_dir / "experiment" / f"{_file_name(model)}_{_file_name(answer.target.name)}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    first = answer.best[0]
-    why = f"estimated step {human_seconds(first.seconds)}; {why_it_wins(answer.best)[0]}"
-    write_experiment(space, first, path, why)
+    first = found.winner
+    why = f"estimated step {human_seconds(first.seconds)}"
+    why += f"; {why_it_wins(answer.best)[0]}" if first is answer.best[0] else "; the best of those that were compiled"
+    write_experiment(found.space, first, path, why)
     return path
 
 
-def as_json(answer: Answer) -> dict[str, Any]:
+def _show_compiled(found: Found, console: Console) -> None:
+    for number, each in enumerate(found.compiled, start=1):
+        estimated = human_seconds(each.one.seconds)
+        if each.seconds is None:
+            console.line(f"compiled number {number}: {each.outcome.why or each.outcome.status}", style="yellow")
+        else:
+            off = each.seconds / each.one.seconds - 1
+            text = f"compiled number {number}: {human_seconds(each.seconds)} a step, estimated {estimated} ({off:+.1%})"
+            console.line(text)
+    best = best_compiled(found.compiled)
+    if found.compiled and best is None:
+        say(console, "warning: none of the compiled ones fits; the winner is the best by its estimate")
+    elif best is not None and best.one is not found.answer.best[0]:
+        first = found.compiled[0].seconds
+        gain = f", {human_share(first / best.seconds - 1)} before the first" if first and best.seconds else ""
+        console.line(f"its schedule makes {' '.join(best.one.candidate.overrides())} the winner{gain}")
+
+
+def _as_json(found: Found) -> dict[str, Any]:
     """Returns the answer for tune.json."""
+    answer = found.answer
     return {
         "target": answer.target.name,
         "num_candidates": answer.num_candidates,
         "num_too_large": answer.num_too_large,
         "limit_bytes_per_device": answer.limit_bytes,
+        "winner": list(found.winner.candidate.overrides()),
         "best": [_estimated(one) for one in answer.best],
         "why": why_it_wins(answer.best),
         "changes": [_change(one) for one in answer.changes],
+        "compiled": [
+            {"overrides": list(each.one.candidate.overrides()), "status": each.outcome.status, "why": each.outcome.why,
+             "predicted_seconds": each.seconds}
+            for each in found.compiled
+        ],
         "refused": [
             {"reason": reason, "count": count, "example": list(answer.refused.examples[reason])}
             for reason, count in answer.refused.counts.most_common()
         ],
-    }
+    }  # fmt: skip
 
 
 def _estimated(one: Estimated) -> dict[str, Any]:
@@ -65,17 +135,6 @@ def _change(one: Change) -> dict[str, Any]:
     best = None if one.best is None else list(one.best.overrides())
     return {"what": one.what, "is_other": one.is_other, "best": best, "seconds": one.seconds,
             "seconds_before": one.seconds_before}  # fmt: skip
-
-
-def show(space: Space, answer: Answer, path: Path, console: Console) -> None:
-    """Shows the answer, what is written, and the command that goes on."""
-    if space.pins:
-        say(console, f"not searched, as typed: {' '.join(space.pins)}")
-    show_answer(answer, console)
-    console.line()
-    say(console, f"written: {path.parent.parent}: {path.relative_to(path.parent.parent)}, {ROWS_FILE}, tune.json")
-    config = f"hydra.searchpath=[file://{path.parent.parent.resolve()}]"
-    say(console, f"compile it: meshloom compile '{config}' experiment={path.stem}")
 
 
 def _file_name(text: str) -> str:

@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
+from meshloom.compiler.config.allowed_code import allowed_modules, code_allowed_from
 from meshloom.compiler.config.target_spec import TargetSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.tune.answer import Runner
@@ -23,7 +24,9 @@ def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
     """Yields what maps functions over values in as many processes as there are cores; a bar shows how far it is."""
     context = multiprocessing.get_context("spawn")
     count = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_start, initargs=(target,)) as pool:
+    with ProcessPoolExecutor(
+        count, mp_context=context, initializer=_start, initargs=(target, allowed_modules())
+    ) as pool:
 
         def over(doing: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterator[R]]:
             def mapped(function: Callable[[T], R], values: Sequence[T]) -> Iterator[R]:
@@ -45,6 +48,7 @@ def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
             raise
 
 
-def _start(target: TargetSpec) -> None:
+def _start(target: TargetSpec, allowed: tuple[str, ...]) -> None:
+    code_allowed_from(allowed).__enter__()  # for as long as the process lives
     plan_without_devices(target)
     gc.set_threshold(50_000, 20, 100)  # a traced program is many objects that stay; looking through them takes a tenth
