@@ -26,18 +26,21 @@ def _split(request: Request, winner: Estimated) -> tuple[list[Any], dict[str, An
     """Returns the choices of groups, as a defaults list has them, and the values of keys."""
     searched = winner.candidate.values()
     typed = [text for text in request.overrides if not text.startswith(("hydra.", "tune."))]
-    defaults: list[Any] = []
+    experiments: list[str] = []
+    choices: dict[str, str] = {}  # of two of one group the last one
     values = OmegaConf.create({})
     with hydra_session(request) as known:
         for text in (*typed, *(f"{key}={value}" for key, value in searched.items())):
             parsed = parse_override(text)
             key, value = parsed.key_or_group, parsed.value()
             if key == "experiment":
-                defaults.insert(0, str(value))
+                experiments = [str(value)]
             elif key in known or key == "target":
-                defaults.append({f"override /{key}": str(value)})
+                choices[f"override /{key}"] = str(value)
             elif not parsed.is_delete():
                 OmegaConf.update(values, key, value, merge=True)
     plain = OmegaConf.to_container(values)
     assert isinstance(plain, dict)
-    return defaults, {str(key): value for key, value in plain.items()}
+    return [*experiments, *({key: option} for key, option in choices.items())], {
+        str(key): value for key, value in plain.items()
+    }

@@ -1,5 +1,6 @@
 """`meshloom tune`: searched, shown, and written in a run directory."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -56,8 +57,8 @@ def search_into(space: Space, run_dir: Path, model: str, console: Console) -> No
     path = _write(found, run_dir, model)
     console.line()
     say(console, f"written: {run_dir}: {path.relative_to(run_dir)}, {PAGE}, {ROWS_FILE}, tune.json")
-    config = f"hydra.searchpath=[file://{run_dir.resolve()}]"
-    say(console, f"compile it: meshloom compile '{config}' experiment={path.stem}")
+    words = ["meshloom", "compile", "--config-dir", str(run_dir), f"experiment={path.stem}"]
+    say(console, f"compile it: {shlex.join(words)}")
 
 
 def write_table(space: Space, rows: Sequence[Row], run_dir: Path, objective: str) -> None:
@@ -73,7 +74,8 @@ def _write(found: Found, run_dir: Path, model: str) -> Path:
     rows = list(rows_of(answer, model, found.compiled))
     write_table(found.space, rows, run_dir, OBJECTIVES[found.space.spec.tune.objective])
     replace_json(run_dir / "tune.json", _as_json(found))
-    path = run_dir / "experiment" / f"{_file_name(model)}_{_file_name(answer.target.name)}.yaml"
+    option = model.partition(" ")[0]  # without the keys that are set otherwise
+    path = run_dir / "experiment" / f"{_file_name(option)}_{_file_name(answer.target.name)}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     first = found.winner
     why = f"estimated step {human_seconds(first.seconds)}"

@@ -1,0 +1,72 @@
+"""The space of a request: what is typed is a pin, and a winner's file declares the winner."""
+
+from dataclasses import replace
+
+import pytest
+
+from conftest import SMALL
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.hydra_settings import search_path_override
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.tune.answer import Estimated
+from meshloom.compiler.tune.space import find_candidates
+from meshloom.runtime.tune.experiment import write_experiment
+from meshloom.runtime.tune.variants import find_space
+
+DECLARED = (
+    *SMALL,
+    "target=v5p-16",
+    "precision=bfloat16",
+    "tune.groups={sharding: [fsdp_tensor, zero1], remat: [full, none]}",
+)
+
+
+def test_a_space_is_every_combination_of_its_groups():
+    space = find_space(Request(DECLARED))
+    assert [dict(one.choices) for one in space.variants] == [
+        {"sharding": sharding, "remat": remat, "overlap": "auto"}
+        for sharding in ("fsdp_tensor", "zero1")
+        for remat in ("full", "none")
+    ]
+    assert [one.spec.remat.policy for one in space.variants] == ["full", "none"] * 2
+    assert space.pins == ()
+
+
+def test_what_is_typed_is_not_searched():
+    space = find_space(Request((*DECLARED, "remat=save_dots", "mesh.tensor=2", "num_microbatches=4")))
+    assert {dict(one.choices)["remat"] for one in space.variants} == {"save_dots"}
+    candidates, _ = find_candidates(space.variants[:1])
+    assert {(one.mesh.sizes["tensor"], one.num_microbatches) for one in candidates} == {(2, 4)}
+    assert space.pins == ("remat=save_dots", "mesh.tensor=2", "num_microbatches=4")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("mesh=fsdp", "mesh: the mesh is searched"),
+        ("mesh.tensor=-1", "mesh.tensor: -1 pins nothing"),
+        ("tune.fix.model=tiny", r"tune\.fix\.model: is not a key that is searched"),
+        ("tune.groups.remat=[fulll]", "tune.groups: sharding=fsdp_tensor remat=fulll overlap=auto: remat: there is no"),
+        ("tune.objective=cost", "tune.objective: is cost, and no price is known"),
+    ],
+)
+def test_a_space_that_cannot_be_is_one_clear_error(override, message):
+    with pytest.raises(ConfigError, match=message):
+        find_space(Request((*DECLARED, override)))
+
+
+def test_the_winners_file_declares_the_winner(tmp_path):
+    """Composed again from the file alone, and compared with what was searched."""
+    space = find_space(Request((*DECLARED, "optimizer.learning_rate=3e-4", "notes.run=tuned", "tune.microbatches=[2]")))
+    candidates, _ = find_candidates(space.variants[:1])
+    one = next(each for each in candidates if each.mesh.sizes["tensor"] == 4)
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    winner = Estimated(one, 1.0, 1.0, {}, 1, 0, fits=True, mfu=None, cost=None, flag_presets=())
+    write_experiment(space, winner, folder / "winner.yaml", "it is the fastest")
+    request = Request(tuple(search_path_override(["experiment=winner"], str(tmp_path))))
+    found = read_spec(request, then=lambda spec: spec)
+    expected = read_spec(
+        replace(space.request, overrides=(*space.request.overrides, *one.overrides())), then=lambda s: s
+    )
+    assert found.model_copy(update={"tune": expected.tune}).as_compared() == expected.as_compared()
