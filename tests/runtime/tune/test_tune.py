@@ -45,8 +45,9 @@ def test_targets_are_compared_and_one_that_cannot_be_is_a_row(tmp_path):
     figures = first.figures
     assert figures is not None
     assert figures.step_seconds is not None
-    assert figures.training_seconds == pytest.approx(2e9 / figures.tokens_per_step * figures.step_seconds)
-    assert figures.training_cost == pytest.approx(8 * 4 * figures.training_seconds / 3600)
+    seconds = 2e9 / figures.tokens_per_step * figures.step_seconds
+    assert figures.training_seconds == pytest.approx(seconds)
+    assert figures.training_cost == pytest.approx(8 * 4 * seconds / 3600)
     assert second.status == "refused"
     assert second.why is not None
     assert "nothing is known of the speed" in second.why
