@@ -56,6 +56,9 @@ def composition_problem(error: Exception, groups: Groups) -> Problem:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return Problem(f"{mark.name}:{mark.line + 1}", f"is not valid YAML: {error.problem}", "correct the file")
+    if setting := re.match(r"Could not override '(hydra\.[^']+)'", str(error)):
+        what = "there is no such setting of Hydra, or of the launcher or sweeper that is chosen"
+        return Problem(setting[1], what, "`--cfg hydra` prints all that there are")
     if isinstance(error, RecursionError):
         what = "a value is nested too deeply, or the `defaults` lists of files form a cycle"
         return Problem("configs", what, "check the files that you chose last, and break the cycle")

@@ -2,10 +2,12 @@
 
 import argparse
 import os
+import traceback
 from typing import Any
 
 from meshloom.compiler.config.allowed_code import allowed_modules
 from meshloom.compiler.config.compose import Request
+from meshloom.compiler.config.composition_errors import MISTAKES
 from meshloom.compiler.config.hydra_settings import SUBDIRECTORY, SWEEP_DIR
 from meshloom.compiler.config.override_parser import key_of
 from meshloom.compiler.config.override_text import in_quotes, override
@@ -13,12 +15,15 @@ from meshloom.compiler.config.sweep_request import read_sweep_request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 
+from ..core.failures import RunFailed
 from ..processes.cluster import plan_start, process_index
 from ..sweep.engine import Engine, open_sweep
 from ..sweep.hydra_points import launching, subdirectory
 from ..sweep.points import COMMANDS, Command
 from ..sweep.settings import pool_settings
 from .hydra_app import run_hydra_app
+
+LAUNCHER_LOG = "launcher.log"
 
 
 def run_sweep(name: str, request: Request, flags: argparse.Namespace) -> int:
@@ -37,7 +42,24 @@ def run_sweep(name: str, request: Request, flags: argparse.Namespace) -> int:
             _run(engine, flags)
         except KeyboardInterrupt:
             return engine.end(is_interrupted=True)
+        except MISTAKES:
+            raise
+        except Exception as error:
+            if engine.settings is not None:
+                raise
+            engine.end(is_interrupted=False)
+            raise RunFailed(_launcher_failed(engine, error), exit_code=1) from error
         return engine.end(is_interrupted=False)
+
+
+def _launcher_failed(engine: Engine, error: Exception) -> Problem:
+    """Returns what another package's launcher or sweeper raised, whose traceback goes to a file."""
+    log = engine.directory / LAUNCHER_LOG
+    log.write_text("".join(traceback.format_exception(error)), errors="backslashreplace")
+    first = str(error).splitlines()[0] if str(error) else ""
+    what = f"failed, in code that is not Meshloom's: {type(error).__name__}: {first}".rstrip(": ")
+    fix = f"see {log}; the same command goes on with the points that have no row"
+    return Problem("hydra.launcher", what, fix)
 
 
 def _run(engine: Engine, flags: argparse.Namespace) -> None:
