@@ -88,6 +88,13 @@ class Refused:
         return self.counts.total()
 
 
+def _check_size(number: int, most: int) -> None:
+    if number > most:
+        what = f"the space has {number:,} candidates, more than tune.max_candidates={most:,}"
+        fix = "narrow tune.groups, tune.mesh or tune.microbatches, pin something, or set tune.max_candidates"
+        raise ConfigError([Problem("tune", what, fix)])
+
+
 def with_layout(spec: RunSpec, sizes: Mapping[str, int], num_microbatches: int) -> RunSpec:
     """Returns the declaration on a mesh of these sizes, with this many microbatches."""
     mesh = spec.mesh.model_copy(update=dict(sizes))
@@ -95,12 +102,14 @@ def with_layout(spec: RunSpec, sizes: Mapping[str, int], num_microbatches: int) 
 
 
 def find_candidates(variants: Sequence[Variant]) -> tuple[list[Candidate], Refused]:
-    """Returns all candidates that the rules allow, and the others by the reason that each was refused for."""
+    """Returns all candidates that the rules allow, and the others by the reason that each was refused for. Raises
+    ConfigError if there are more than `tune.max_candidates`."""
     found: list[Candidate] = []
     refused = Refused()
     known: dict[str, dict[tuple[Sizes, int], Layout | ConfigError]] = {}
-    for variant in variants:
-        rules = _Rules(variant)
+    every = [_Rules(variant) for variant in variants]
+    _check_size(sum(rules.num_points() for rules in every), variants[0].spec.tune.max_candidates)
+    for variant, rules in zip(variants, every, strict=True):
         if (refusal := rules.refusal()) is not None:
             refused.add(reason_of(refusal), tuple(f"{k}={v}" for k, v in variant.choices), rules.num_points())
             continue

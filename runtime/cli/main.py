@@ -33,7 +33,7 @@ examples:
   meshloom train model=tiny sharding=fsdp_tensor  choose from a config group
   meshloom train num_steps=50 optimizer.learning_rate=1e-3
   meshloom train -m sharding=ddp,fsdp             once per value; the same line goes on after Ctrl-C
-  meshloom explain -m model=llama3_8b target=v5p-128 global_batch_size=256 remat=none,full mesh.tensor=1,2,4
+  meshloom explain -m model=llama3_8b target=v5p-128 global_batch_size=256 remat=none,save_dots,full
   meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096
   meshloom compile model=llama2_7b target=v5e-256 global_batch_size=256 sequence_length=4096 remat=full
   meshloom tune model=llama3_8b target=v5p-128 global_batch_size=256 sequence_length=8192

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, get_origin
 
 import pytest
-from hydra import compose
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -19,7 +17,6 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from conftest import plan_of
-from meshloom.compiler.config.compose import hydra_run_dir, hydra_session
 from meshloom.compiler.config.override_text import in_quotes, override, override_value
 from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.errors import Problem
@@ -28,8 +25,6 @@ from meshloom.compiler.report.diff import Run, diff_runs
 from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.compiler.report.views.diff_text import show_diff
 from meshloom.compiler.report.views.summary import show_summary as show_report
-from meshloom.runtime.cli.flags import parse_flags, request_of
-from meshloom.runtime.cli.sweep import line_of_point
 from meshloom.runtime.data.progress import TextProgress
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log
@@ -213,23 +208,3 @@ def test_plain_values_are_typed_without_quotes():
     assert override("artifact", "outputs/2026-01-01/a_b") == "artifact=outputs/2026-01-01/a_b"
     assert override_value(["a/*.txt", "12", 12]) == "[a/*.txt,'12',12]"
     assert in_quotes("it's") == r"'it\'s'"
-
-
-def test_a_point_of_a_sweep_runs_in_any_directory(tmp_path, monkeypatch):
-    here = tmp_path / "it's [mine], a=b"
-    (here / "configs/model").mkdir(parents=True)
-    (here / "configs/model/mine.yaml").write_text("defaults: [tiny, _self_]\n")
-    monkeypatch.chdir(here)
-    request = request_of(parse_flags("train", ["--config-dir", "configs", "model=mine", "remat=full"])[0])
-    with hydra_session(request):
-        words = [*request.overrides, override("hydra.run.dir", str(here / "multirun/0"))]
-        composed = compose("config", overrides=words, return_hydra_config=True)
-        OmegaConf.set_readonly(composed.hydra, False)
-        composed.hydra.runtime.output_dir = str(here / "multirun/0")
-        HydraConfig.instance().set_config(composed)
-        _, _, _, _, command, *line = line_of_point("train", request, HydraConfig.get())
-    assert command == "train"
-    flags, problems = parse_flags("train", line)
-    assert not problems
-    assert hydra_run_dir(request_of(flags)) == here / "multirun/0"
-    assert flags.overrides[:2] == ["model=mine", "remat=full"]

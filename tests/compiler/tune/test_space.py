@@ -89,3 +89,11 @@ def test_a_pinned_axis_is_honoured():
 def test_a_pin_of_what_is_not_searched_is_an_error():
     with pytest.raises(ConfigError, match=r"tune\.fix\.seed: is not a key that is searched"):
         check_fix({"seed": 1, "remat": "full"}, ["remat"])
+
+
+def test_a_space_that_is_too_large_is_refused_with_its_size():
+    """Of 16 sequences, tensor 1, 2, 4 and 8 leave 4, 3, 2 and 1 meshes with 2, 3, 4 and 5 numbers of microbatches."""
+    number = 4 * 2 + 3 * 3 + 2 * 4 + 1 * 5
+    with pytest.raises(ConfigError, match=rf"has {number} candidates, more than tune\.max_candidates={number - 1}"):
+        find_candidates([_variant(f"tune.max_candidates={number - 1}")])
+    assert len(find_candidates([_variant(f"tune.max_candidates={number}")])[0]) == number

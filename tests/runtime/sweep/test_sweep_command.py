@@ -131,6 +131,18 @@ def test_another_sweep_does_not_go_on_in_a_directory(tmp_path):
 
 
 @pytest.mark.ci
+def test_a_sweep_runs_in_any_directory_with_configs_of_ones_own(tmp_path):
+    here = tmp_path / "it's [mine], a=b"
+    (here / "configs/model").mkdir(parents=True)
+    (here / "configs/model/mine.yaml").write_text("defaults: [tiny, _self_]\nnum_layers: 3\n")
+    done = meshloom("explain", "-m", "--config-dir", "configs", "model=mine", "remat=full,none", cwd=here)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (sweep,) = here.glob("multirun/*/*")
+    assert [row["status"] for row in rows_of(sweep)] == ["done"] * 2
+    assert {row["figures"]["model"] for row in rows_of(sweep)} == {"mine"}
+
+
+@pytest.mark.ci
 def test_equal_programs_are_compiled_once(tmp_path):
     line = ("compile", "-m", *SMALL, "logging.every_num_steps=1,2", "hydra.launcher.num_workers=2")
     done = meshloom(*line, "hydra.sweep.dir=sweep", cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
