@@ -20,7 +20,7 @@ from typing import Any
 from compiled_rows import Overrides, add_row, keep, read_kept
 
 KEPT = Path(__file__).with_suffix(".jsonl")
-SPACE = ("data=synthetic", "precision.gradient_reduction=bfloat16", "tune.groups.sharding=[fsdp_tensor]")
+SPACE = ("data=synthetic", "tune.groups.sharding=[fsdp_tensor]")
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,19 @@ class Point:
     strategies: tuple[tuple[str, StrategyChoice], ...]
 
     @property
+    def num_rounds(self) -> int:
+        """Returns the trips of the loop over microbatches; the last one has left it if gradients are reduced in it."""
+        is_apart = self.num_microbatches > 1 and self.variant.spec.overlap.layers.reduce_in_backward
+        return self.num_microbatches - is_apart
+
+    def with_rounds(self, number: int) -> "Point":
+        """Returns the point with this many trips of the loop over microbatches."""
+        return replace(self, num_microbatches=number + self.num_microbatches - self.num_rounds)
+
+    @property
     def variables(self) -> tuple[float, ...]:
         """Returns the logarithms, to the base of 2, of what numbers depend on: sizes of mesh axes, then counts."""
-        counts = (self.sequences_of_device, self.num_loss_chunks, self.num_microbatches)
+        counts = (self.sequences_of_device, self.num_loss_chunks, self.num_rounds)
         return tuple(np.log2([*(size for _, size in self.sizes), *counts]).tolist())
 
 
@@ -149,12 +159,9 @@ def choose_points(candidates: Sequence[Candidate]) -> list[Point]:
     strategies = _common_strategies(candidates)
     first = Point(candidates[0].variant, sizes[0], num_microbatches, sequences, NUM_CHUNKS, strategies)
     more_sequences, more_chunks, more_microbatches = COUNT_RATIOS
-    others = replace(
-        first,
-        sequences_of_device=sequences * more_sequences,
-        num_loss_chunks=NUM_CHUNKS * more_chunks,
-        num_microbatches=num_microbatches * more_microbatches if num_microbatches > 1 else 1,
-    )
+    others = replace(first, sequences_of_device=sequences * more_sequences, num_loss_chunks=NUM_CHUNKS * more_chunks)
+    if num_microbatches > 1:
+        others = others.with_rounds(first.num_rounds * more_microbatches)
     return [first, *(replace(first, sizes=other) for other in sizes[1:]), others]
 
 

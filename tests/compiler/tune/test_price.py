@@ -68,6 +68,18 @@ def test_prices_are_the_estimates_of_each_candidate(stack):
 
 
 @pytest.mark.ci
+def test_prices_know_a_microbatch_that_has_left_its_loop():
+    """Gradients are reduced in the backward pass of the last microbatch, which is no part of the loop of the others."""
+    words = ("sharding.on_replicated=allow", "overlap.layers.reduce_in_backward=true", "global_batch_size=64")
+    space = Space(*STACK, *words, "tune.fix.mesh.tensor=1", "tune.mesh.replica=[16]", "tune.microbatches=[2,4]")
+    prices = space.price()
+    for place, one in enumerate(space.candidates):
+        exact = estimate_spec(one.spec())
+        seconds = exact.compute_seconds + sum(seconds for _, seconds in exact.exposed)
+        assert prices.seconds[place] == pytest.approx(seconds, rel=0.12)
+
+
+@pytest.mark.ci
 def test_prices_of_a_decoder_are_the_estimates_of_each_candidate():
     space = Space(
         "target=v5p-16", "precision=bfloat16", "model.vocab_size=4096", "sequence_length=256", "global_batch_size=32"
