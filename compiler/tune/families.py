@@ -37,6 +37,7 @@ R = TypeVar("R")
 ParallelMap = Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]
 
 NUM_CHUNKS = 2  # of the loss, in which the first reference's logits are computed
+NUM_MICROBATCHES = 64  # of the first reference; one that is apart from their loop is then a small part
 COUNT_RATIOS = (2, 8, 512)  # of sequences, chunks and microbatches, in the order of Point.counts
 RANK_TOLERANCE = 1e-6
 
@@ -52,31 +53,28 @@ class Point:
     num_loss_chunks: int
     strategies: tuple[tuple[str, StrategyChoice], ...]
 
-    @property
-    def num_rounds(self) -> int:
-        """Returns the trips of the loop over microbatches; the last one has left it if gradients are reduced in it."""
-        is_apart = self.num_microbatches > 1 and self.variant.spec.overlap.layers.reduce_in_backward
-        return self.num_microbatches - is_apart
-
-    def with_rounds(self, number: int) -> "Point":
-        """Returns the point with this many trips of the loop over microbatches."""
-        return replace(self, num_microbatches=number + self.num_microbatches - self.num_rounds)
-
-    @property
-    def variables(self) -> tuple[float, ...]:
-        """Returns the logarithms, to the base of 2, of what numbers depend on: sizes of mesh axes, then counts."""
-        counts = (self.sequences_of_device, self.num_loss_chunks, self.num_rounds)
+    def variables(self, *, is_last_apart: bool) -> tuple[float, ...]:
+        """Returns the logarithms, to the base of 2, of what numbers depend on: sizes of mesh axes, then counts.
+        is_last_apart: the loop over microbatches has one trip less than there are."""
+        trips = self.num_microbatches - is_last_apart
+        counts = (self.sequences_of_device, self.num_loss_chunks, trips)
         return tuple(np.log2([*(size for _, size in self.sizes), *counts]).tolist())
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A traced point. point: with the number of chunks that the loss was computed in."""
+    """A traced point. point: with the number of chunks that the loss was computed in. is_last_apart: gradients are
+    reduced in the backward pass of the last microbatch, which is no part of the loop of the others."""
 
     point: Point
     shape: ProgramShape
     numbers: Array
     hiding: Hiding
+    is_last_apart: bool
+
+    @property
+    def variables(self) -> Array:
+        return np.array(self.point.variables(is_last_apart=self.is_last_apart))
 
 
 @dataclass(frozen=True)
@@ -86,13 +84,15 @@ class Family:
 
     shape: ProgramShape
     hiding: Hiding
+    is_last_apart: bool
     origin: tuple[Array, Array]
     exponents: Array
 
     def costs(self, candidates: Sequence[Candidate]) -> Costs:
         """Returns the costs of candidates of the family."""
         variables, numbers = self.origin
-        steps = np.array([point_of(one).variables for one in candidates]) - variables
+        points = [point_of(one).variables(is_last_apart=self.is_last_apart) for one in candidates]
+        steps = np.array(points) - variables
         with np.errstate(over="ignore"):
             found = np.exp2(numbers[:, None] + self.exponents.T @ steps.T)
         return Costs(self.shape, found)
@@ -155,13 +155,16 @@ def choose_points(candidates: Sequence[Candidate]) -> list[Point]:
     sizes = _meshes(candidates)
     middle = float(np.median(np.log2([one.sequences_of_device for one in candidates])))
     sequences = max(2, int(2 ** round(middle)))  # of one sequence, arrays are like those without the dimension
-    num_microbatches = 2 if candidates[0].num_microbatches > 1 else 1
+    num_microbatches = NUM_MICROBATCHES if candidates[0].num_microbatches > 1 else 1
     strategies = _common_strategies(candidates)
     first = Point(candidates[0].variant, sizes[0], num_microbatches, sequences, NUM_CHUNKS, strategies)
     more_sequences, more_chunks, more_microbatches = COUNT_RATIOS
-    others = replace(first, sequences_of_device=sequences * more_sequences, num_loss_chunks=NUM_CHUNKS * more_chunks)
-    if num_microbatches > 1:
-        others = others.with_rounds(first.num_rounds * more_microbatches)
+    others = replace(
+        first,
+        sequences_of_device=sequences * more_sequences,
+        num_loss_chunks=NUM_CHUNKS * more_chunks,
+        num_microbatches=num_microbatches * more_microbatches if num_microbatches > 1 else 1,
+    )
     return [first, *(replace(first, sizes=other) for other in sizes[1:]), others]
 
 
@@ -171,25 +174,28 @@ def trace(point: Point) -> Reference:
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
     shape, numbers = read_costs(read_step(plan), weights)
     (loss,) = (each.chosen.parameters for each in plan.operations if isinstance(each.op, LossOp))
-    return Reference(replace(point, num_loss_chunks=loss), shape, numbers, plan_hiding(plan))
+    trips = {int(numbers[region[0]]) for region in shape.regions if len(region) == 1}  # of the outer loops
+    number = point.num_microbatches
+    is_last_apart = plan.spec.overlap.layers.reduce_in_backward and number not in trips and number - 1 in trips
+    return Reference(replace(point, num_loss_chunks=loss), shape, numbers, plan_hiding(plan), is_last_apart)
 
 
 def fit_family(references: Sequence[Reference]) -> Family:
     """Returns the family of references as `choose_points` orders them; those of another shape than the first are left
     out. Which arrays take the place of which others may depend on their sizes: it is taken from the first."""
     first, *others = (one for one in references if one.shape.operations == references[0].shape.operations)
-    origin, numbers = np.array(first.point.variables), _logarithms(first)
+    origin, numbers = first.variables, _logarithms(first)
     meshes = [one for one in others if one.point.sizes != first.point.sizes]
     counts = [one for one in others if one.point.sizes == first.point.sizes]
     num_axes = len(first.point.sizes)
     exponents = np.zeros((len(origin), len(numbers)))
     if meshes:
-        steps = np.array([one.point.variables for one in meshes])[:, :num_axes] - origin[:num_axes]
+        steps = np.stack([one.variables for one in meshes])[:, :num_axes] - origin[:num_axes]
         exponents[:num_axes] = np.linalg.pinv(steps, rcond=RANK_TOLERANCE) @ _grown(meshes, numbers)
     for one in counts:
-        steps = np.array(one.point.variables)[num_axes:] - origin[num_axes:]
+        steps = one.variables[num_axes:] - origin[num_axes:]
         exponents[num_axes:] = count_exponents(_grown([one], numbers)[0], steps)
-    return Family(first.shape, first.hiding, (origin, numbers), exponents)
+    return Family(first.shape, first.hiding, first.is_last_apart, (origin, numbers), exponents)
 
 
 def count_exponents(grown: Array, steps: Array) -> Array:

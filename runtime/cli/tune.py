@@ -13,10 +13,12 @@ from meshloom.compiler.config.model_choice import chosen_model
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import MISTAKE
 
+from ..core.exclusive import only_run_in
 from ..processes.devices import plan_without_devices
 from ..processes.distributed import Processes
 from ..processes.process_log import process_log
 from ..processes.say import say
+from ..rundir.latest import link_latest
 from ..rundir.run_dir import as_typed, check_run_dir
 from ..tune.search import search_into
 from ..tune.targets import compare_targets
@@ -51,7 +53,8 @@ def tune_command(request: Request, flags: argparse.Namespace) -> int:
     def task(composed: DictConfig) -> None:
         run_dir = as_typed(Path(HydraConfig.get().runtime.output_dir))
         model = chosen_model(composed, HydraConfig.get()) or space.spec.model.family
-        with process_log(run_dir, Processes()):
+        with only_run_in(run_dir), process_log(run_dir, Processes()):
+            link_latest(run_dir)
             exit_codes[0] = run(run_dir, model)
 
     run_hydra_app(request, flags, task)

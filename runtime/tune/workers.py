@@ -3,16 +3,20 @@
 import gc
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import TypeVar
 
 from meshloom.compiler.config.allowed_code import allowed_modules, code_allowed_from
 from meshloom.compiler.config.target_spec import TargetSpec
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.tune.answer import Runner
 
+from ..core.failures import RunFailed
 from ..processes.devices import plan_without_devices
 
 T = TypeVar("T")
@@ -43,12 +47,16 @@ def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
 
         try:
             yield Runner(over("tracing"), over("estimating the best"))
+        except BrokenProcessPool as error:
+            what, fix = "a process that traces candidates died", "look for what ended it: it may be a lack of memory"
+            raise RunFailed(Problem("tune", what, fix), exit_code=1) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def _start(target: TargetSpec, allowed: tuple[str, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the command, which ends this
     code_allowed_from(allowed).__enter__()  # for as long as the process lives
     plan_without_devices(target)
     gc.set_threshold(50_000, 20, 100)  # a traced program is many objects that stay; looking through them takes a tenth
