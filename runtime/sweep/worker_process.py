@@ -16,7 +16,7 @@ def prepare_worker(parent: int, scratch: Path) -> None:
     Ctrl-C reaches all processes of a terminal, and the parent alone answers it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with(parent)
+    end_with(parent)
     log = os.open(scratch / f"{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
@@ -27,7 +27,7 @@ def say_at(index: int, scratch: Path) -> None:
     (scratch / f"{os.getpid()}.point").write_text(str(index))
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Ends this process when its parent has died, however that died; what it is at would be nobody's."""
 
     def watch() -> None:

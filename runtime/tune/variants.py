@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.kept_compositions import compositions_kept
 from meshloom.compiler.config.override_parser import parse_override
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
@@ -38,7 +39,8 @@ def find_space(request: Request) -> Space:
     options = {group: (str(fix[group]),) if group in fix else found for group, found in groups.items()}
     kept = tuple(text for text in request.overrides if not _is_pin(text, groups))
     plain = replace(request, overrides=kept)
-    variants = tuple(_variant(plain, choices, fix) for choices in product_of(options))
+    with compositions_kept():
+        variants = tuple(_variant(plain, choices, fix) for choices in product_of(options))
     return Space(plain, variants[0].spec, variants, tuple(text for text in request.overrides if _is_pin(text, groups)))
 
 

@@ -18,6 +18,7 @@ from meshloom.compiler.tune.answer import Runner
 
 from ..core.failures import RunFailed
 from ..processes.devices import plan_without_devices
+from ..sweep.worker_process import end_with
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,7 +30,7 @@ def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
     context = multiprocessing.get_context("spawn")
     count = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with ProcessPoolExecutor(
-        count, mp_context=context, initializer=_start, initargs=(target, allowed_modules())
+        count, mp_context=context, initializer=_start, initargs=(os.getpid(), target, allowed_modules())
     ) as pool:
 
         def over(doing: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterator[R]]:
@@ -55,7 +56,8 @@ def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
             raise
 
 
-def _start(target: TargetSpec, allowed: tuple[str, ...]) -> None:
+def _start(parent: int, target: TargetSpec, allowed: tuple[str, ...]) -> None:
+    end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the command, which ends this
     code_allowed_from(allowed).__enter__()  # for as long as the process lives
     plan_without_devices(target)
