@@ -36,7 +36,10 @@ OUTSIDE = (
     "data=text_files", "data.source.paths=[x]", "data/tokenizer=sentencepiece", "data.tokenizer.path=x",
     "data.packing=first_fit", "data.held_out_fraction=0.2", "data.shuffle_seed=5", "data.num_epochs=2",
     "data.max_text_bytes=1000", "data.num_prefetch_threads=2", "data.num_prefetch_batches=9",
-    "sweep.objective=mfu", "sweep.retry=[failed]",
+    "sweep.objective=mfu", "sweep.retry=[failed]", "tune.objective=cost", "tune.price_per_chip_hour={v5p: 1}",
+    "tune.max_memory_share=0.5", "tune.groups.sharding=[fsdp]", "tune.groups.remat=[full]", "tune.groups.overlap=[xla]",
+    "tune.mesh.tensor=[1]", "tune.microbatches=[1]", "tune.fix.remat=full", "tune.num_shown=3", "tune.num_compiled=1",
+    "tune.max_candidates=9", "tune.targets=[v5p-8]", "tune.tokens=1e9",
 )  # fmt: skip
 
 
