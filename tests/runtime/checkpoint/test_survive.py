@@ -162,7 +162,9 @@ def test_without_a_good_checkpoint_nothing_is_overwritten(finished, tmp_path):
         assert f"checkpoint {step}: data/data.json has 2 bytes" in done.stderr
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert before.keys() == after.keys()
-    assert {path.parent.name for path in before if before[path] != after[path]} <= {".hydra", "logs"}
+    changed = {path for path in before if before[path] != after[path]}
+    assert {path.parent.name for path in changed - {tmp_path / "run/run.json"}} <= {".hydra", "logs"}
+    assert json.loads((tmp_path / "run/run.json").read_text())["exit_code"] == STORAGE
 
 
 @pytest.fixture
