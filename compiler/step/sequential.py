@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from jax import Array
 
@@ -100,9 +101,13 @@ def _reduce_in_last(one: Callable[..., Any], batch: Batch, num_microbatches: int
 
 
 def _added_up(one: Callable[[Batch], Any], parts: Batch) -> Any:
-    def add(total: Any, part: Batch) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, one(part)), None
+    traced, result = jax.make_jaxpr(one, return_shape=True)(jax.tree.map(lambda x: x[0], parts))  # once, for both uses
+    run = jax.extend.core.jaxpr_as_fun(traced)
+    structure = jax.tree.structure(result)
 
-    result = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
+    def add(total: Any, part: Batch) -> tuple[Any, None]:
+        own = jax.tree.unflatten(structure, run(*jax.tree.leaves(part)))
+        return jax.tree.map(jnp.add, total, own), None
+
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result)
     return jax.lax.scan(add, zeros, parts)[0]
