@@ -31,6 +31,7 @@ from ..core.files import replace_json, replace_text
 from ..rundir.run_dir import as_typed
 from .figures import find_figure
 from .identity import as_glob, find_unfinished, identity_of, num_left, versions
+from .page import PAGE, render_sweep
 from .points import INTERRUPTED, Command, Outcome, Point, Task, directory_name, row_of, swept_of
 from .pool import Pool
 from .progress import Progress
@@ -167,7 +168,10 @@ class Engine:
             again = f"the same command goes on with the others, in {self.directory}"
             self.console.line(f"interrupted: {len(rows):,}{total} points have a row; {again}")
             return INTERRUPTED
-        self.console.line(f"in {self.directory}")
+        page = self.directory / PAGE
+        sweep = Sweep(self.directory, self.file, tuple(rows), is_running=False, notes=())
+        replace_text(page, render_sweep(sweep, page))
+        self.console.line(f"in {self.directory}: {PAGE} shows all of it")
         return max((row.exit_code or 0 for row in rows), default=0)
 
 

@@ -12,7 +12,7 @@ from meshloom.compiler.tune.answer import Answer, Change, Estimated, tune
 
 from ..core.files import replace_json, replace_text
 from ..processes.say import say
-from ..sweep.page import render_sweep
+from ..sweep.page import PAGE, render_sweep
 from ..sweep.read import read_sweep
 from ..sweep.rows import ROWS_FILE, SWEEP_FILE, Row
 from .compiled import CompiledCandidate, best_compiled, compile_best
@@ -21,8 +21,6 @@ from .rows import OBJECTIVES, rows_of, sweep_file
 from .show import show_answer, why_it_wins
 from .variants import Space
 from .workers import workers
-
-PAGE = "sweep.html"
 
 
 @dataclass(frozen=True)
