@@ -109,7 +109,7 @@ def plan_layout(
         lambda: plan_preset_options(spec.overlap.flag_presets, target),
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
-        lambda: check_length_split(spec, model, arrays, mesh),
+        lambda: check_length_split(spec, model, mesh),
     )
     inputs = OpInputs(spec, model, arrays, sharding, mesh, target)
     operations, *_ = all_of(

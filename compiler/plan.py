@@ -22,6 +22,7 @@ from .sharding.gradients import accumulated_layouts
 from .sharding.rules import ArrayPlan, DimensionPlan
 from .sharding.sharding import ShardingPlan, gathered_bytes
 from .sharding.state import State, bytes_per_device
+from .sharding.token_order import TokenOrder, plan_token_order
 from .target.compiler_options import Options
 from .target.mesh import MeshPlan
 from .target.target import TargetPlan
@@ -79,6 +80,11 @@ class Plan:
     def auto_axes(self) -> Axes:
         """Mesh axes that split matmuls and not the batch: the partitioner's. (One of size 1 is as good as manual.)"""
         return self.mesh.besides(self.sharding.batch_axes)
+
+    @property
+    def token_order(self) -> TokenOrder:
+        """In which order the tokens of a sequence lie on the devices that split its length."""
+        return plan_token_order(self.spec, self.mesh)
 
     @property
     def model_flops_per_step(self) -> int | None:

@@ -34,6 +34,7 @@ from .tune_spec import TuneSpec
 
 # Slowest link first: replicas across slices, tensor shards on neighbouring chips.
 MeshAxis = Literal["replica", "data", "fsdp", "stage", "context", "expert", "tensor"]
+TokenOrderName = Literal["zigzag", "contiguous"]
 RematPolicy = Literal["none", "full", "save_dots", "save_names", "offload"]
 
 
@@ -255,6 +256,7 @@ class RunSpec(Config):
     num_steps: PositiveInt
     global_batch_size: PositiveInt
     sequence_length: PositiveInt
+    token_order: TokenOrderName  # of the tokens of a sequence, where mesh axes split its length
     num_microbatches: PositiveInt
     tune: TuneSpec  # what `meshloom tune` searches
     notes: dict[str, Any]  # a user's own keys: saved and logged, but not read by Meshloom

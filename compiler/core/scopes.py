@@ -19,11 +19,13 @@ Pass = Literal["forward", "forward again", "backward", "update"]  # the parts of
 ATTENTION = "attend"
 UPDATE = "optimizer"
 WORKING_PARAMETERS = "working_parameters"  # the cast of parameters to the compute type
-_WEIGHT, _ROWS, _RING = "weight=", "rows=", "ring="
+_WEIGHT, _ROWS, _RING, _BLOCKS, _EXCHANGE = "weight=", "rows=", "ring=", "blocks=", "exchange="
 
 _PARAMETER = re.compile(rf"(?:{_WEIGHT}|{_ROWS})([\w/.]+)")
 _WEIGHT_GATHER = re.compile(rf"{_WEIGHT}.*all_gather")
 _ACTIVATION = re.compile(rf"{_RING}(\w+)")
+_USED_BLOCKS = re.compile(rf"{_BLOCKS}(\d+)_of_(\d+)")
+_KEYS_AND_VALUES = re.compile(rf"{_EXCHANGE}(\w+)")
 _JOINED = re.compile(r"\(([^()]*:[^()]*)\)")
 _SEPARATORS = re.compile(r"[/()\s]+")
 
@@ -46,6 +48,16 @@ def rows_scope(path: str) -> str:
 def ring_scope(activation: str) -> str:
     """Returns the scope of a matmul with a ring reduce-scatter, named by the activation that it computes."""
     return f"{_RING}{activation}"
+
+
+def blocks_scope(num_used: int, num_blocks: int) -> str:
+    """Returns the scope of an attention kernel that computes so many of the blocks of queries x keys."""
+    return f"{_BLOCKS}{num_used}_of_{num_blocks}"
+
+
+def exchange_scope(strategy: str) -> str:
+    """Returns the scope of attention over a split length, named by how keys and values reach the queries."""
+    return f"{_EXCHANGE}{strategy}"
 
 
 def nested(outer: str, inner: str) -> str:
@@ -107,6 +119,19 @@ class OperationName:
     def ring(self) -> str | None:
         """Returns the activation that the matmul reduce-scatters in a ring; None for other operations."""
         found = _ACTIVATION.search(self.text)
+        return found[1] if found else None
+
+    @property
+    def used_blocks(self) -> tuple[int, int] | None:
+        """Returns the blocks that an attention kernel computes, and those of all queries and keys; None where the name
+        does not say."""
+        found = _USED_BLOCKS.search(self.text)
+        return (int(found[1]), int(found[2])) if found else None
+
+    @property
+    def exchange(self) -> str | None:
+        """Returns how attention over a split length exchanges keys and values; None for other operations."""
+        found = _KEYS_AND_VALUES.search(self.text)
         return found[1] if found else None
 
     @property

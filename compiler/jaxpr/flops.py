@@ -250,12 +250,19 @@ _FORMULAS = {"fft": _fft_flops, "cholesky": _cholesky_flops, "triangular_solve":
 def _kernel_cost(kernel: Any) -> Cost | str:
     """Of a Pallas kernel what it declares. Of splash attention its blocks' matmuls, once for each step of its grid that
     a causal mask leaves."""
-    if blocks := splash_blocks(kernel):
-        grid = math.prod(n for n in kernel.params["grid_mapping"].grid if isinstance(n, int))
-        flops = grid * sum(matmul_flops(inner) for inner in subprograms(kernel.params))
-        return Cost(causal_flops(flops, *blocks))
+    if splash_blocks(kernel):
+        return Cost(splash_flops(kernel, None))
     declared = kernel.params.get("cost_estimate")
     return Cost(int(declared.flops), int(declared.bytes_accessed)) if declared else NO_ESTIMATE
+
+
+def splash_flops(kernel: Any, used_blocks: tuple[int, int] | None) -> int:
+    """FLOPs of a splash kernel. used_blocks: those of each head that it computes, and all of the square, where its name
+    says so; else those that a causal mask leaves."""
+    rows, entries = splash_blocks(kernel) or (1, 1)
+    grid = math.prod(n for n in kernel.params["grid_mapping"].grid if isinstance(n, int))
+    flops = grid * sum(matmul_flops(inner) for inner in subprograms(kernel.params))
+    return causal_flops(flops, rows, entries) if used_blocks is None else flops * used_blocks[0] // (rows * entries)
 
 
 def matmul_flops(jaxpr: Jaxpr) -> int:

@@ -15,8 +15,8 @@ from jax.extend.core import Literal as Constant
 
 from ..core.collectives import MOVING, CollectiveKind
 from ..core.partition_spec import axes_of
-from ..core.scopes import nested
-from .flops import TRIPS, calls_one, contracted_dims, cost_of, count_flops
+from ..core.scopes import OperationName, nested
+from .flops import TRIPS, calls_one, contracted_dims, cost_of, count_flops, splash_flops
 from .operation_kinds import ATTENTION, COLLECTIVES, LANES, cudnn_flops, is_ours, kind_of
 from .program import Collective, Kind, Operation, Program
 from .propagate import Axes, Layout, propagate, taken
@@ -154,7 +154,10 @@ class _Reader:
         kind = kind_of(equation)
         if name == "sharding_constraint":
             return self.constrained(equation, operands, scope)
-        if name == "reduce_precision":  # what remat keeps is put through one, to its own type
+        if name in (
+            "reduce_precision",
+            "optimization_barrier",
+        ):  # remat keeps through the first, rings order by the other
             return operands
         partial = self.still_partial(name, operands)
         operands = operands if partial else [self.summed(i) for i in operands]
@@ -171,7 +174,7 @@ class _Reader:
             layout, reduced = propagate(equation, layouts, self.num_shards)
             found = [layout]
         results = [self.value(x.aval, layout) for x, layout in zip(equation.outvars, found, strict=True)]
-        cost, unknown = self.cost(equation, kind, operands, results, reduced), None
+        cost, unknown = self.cost(equation, kind, operands, results, reduced, scope), None
         if isinstance(cost, str) or kind == "unknown" or (not is_known and operands != before):
             unknown = unknown_of(equation, scope, cost if isinstance(cost, str) else None, self.within)
         self.operations.append(
@@ -281,7 +284,9 @@ class _Reader:
         full *= self.num_shards(axes) if name == "all_to_all" else 1  # both sides are parts
         return Collective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]])
 
-    def cost(self, equation: Any, kind: Kind, operands: list[int], results: list[int], reduced: Axes) -> Cost | str:
+    def cost(
+        self, equation: Any, kind: Kind, operands: list[int], results: list[int], reduced: Axes, scope: str
+    ) -> Cost | str:
         """What a device takes for the operation; a str: why that is not known. reduced: mesh axes that it sums over."""
         if equation.primitive.name == "dot_general":
             contracted, _ = contracted_dims(equation)
@@ -291,6 +296,8 @@ class _Reader:
             return Cost(2 * length * self.sizes[results[0]] // out.dtype.itemsize)
         if equation.primitive.name.startswith(ATTENTION):
             return Cost(cudnn_flops(equation, self.sizes[operands[0]] // equation.invars[0].aval.dtype.itemsize))
+        if (used := OperationName(scope).used_blocks) and equation.primitive.name == "pallas_call":
+            return Cost(splash_flops(equation, used))
         cost = cost_of(equation)
         if isinstance(cost, str) or kind not in ("matmul", "other"):
             return cost

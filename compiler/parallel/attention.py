@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models.attention import attend
 
-from ..core.partition_spec import axes_of
-from ..core.scopes import ATTENTION
+from ..core.partition_spec import Axes, axes_in
+from ..core.scopes import ATTENTION, exchange_scope
 from ..sharding.arrays import OpSite
 from .cudnn import attend_cudnn, most_cudnn_head_dim, shapes_of_cudnn
+from .exchange import ULYSSES, Exchange, attend_over_length, plain_blocks, splash_blocks
 from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy
 from .splash import LANES, attend_splash
 
@@ -34,10 +35,13 @@ PLATFORM_OF = {CUDNN: "gpu", SPLASH: "tpu"}
 
 @dataclass(frozen=True)
 class Kernel:
-    """implementation: of attention. heads: how queries (batch, length, heads, head_dim) lie over the auto axes."""
+    """implementation: of attention. heads: how queries (batch, length, heads, head_dim) lie over the auto axes.
+    exchange: how keys and values reach the queries of other devices, where mesh axes split the length."""
 
     implementation: Implementation
     heads: PartitionSpec
+    exchange: Exchange | None = None
+    auto_axes: Axes = ()
 
 
 class AttentionOp(ParallelOp):
@@ -48,19 +52,20 @@ class AttentionOp(ParallelOp):
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         heads, platform = inputs.auto_spec(None, None, "heads", None), inputs.target.platform
+        exchange = _exchange_of(site, inputs)
         merit = f"the kernel for {platform}"
         kernels = [
             Strategy(
                 name,
                 f"by {name}",
-                Kernel(name, heads),
+                Kernel(name, heads, exchange, inputs.auto_axes),
                 merit=merit,
-                refusal=_refusal(name, site, inputs),
+                refusal=_refusal(name, site, inputs, exchange),
                 loss="attention keeps all scores in memory" if PLATFORM_OF[name] == platform else "",
             )
             for name in (CUDNN, SPLASH)
         ]
-        plain = Strategy(XLA, f"by {XLA}", Kernel(XLA, heads), merit=merit)
+        plain = Strategy(XLA, f"by {XLA}", Kernel(XLA, heads, exchange, inputs.auto_axes), merit=merit)
         own, others = ([k for k in kernels if (PLATFORM_OF[k.name] == platform) is is_own] for is_own in (True, False))
         return (*own, plain, *others)
 
@@ -76,14 +81,27 @@ class AttentionOp(ParallelOp):
         return replace(plan, chosen=replace(plan.chosen, parameters=shapes))
 
 
-def _refusal(name: str, site: OpSite, inputs: OpInputs) -> str | None:
+def _exchange_of(site: OpSite, inputs: OpInputs) -> Exchange | None:
+    return next(
+        (each.chosen.parameters for each in inputs.planned.get("context", ()) if each.site.name == site.name), None
+    )
+
+
+def _refusal(name: str, site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> str | None:
     """What of this run the kernel cannot do; None where it can run."""
     spec, target = inputs.spec, inputs.target
     if PLATFORM_OF[name] != target.platform:
         return f"it does not run on {target.platform} (target {target.name})"
     if name == SPLASH:
+        if exchange is not None and exchange.name != ULYSSES:
+            chunk = spec.sequence_length // exchange.order.num_chunks
+            return _chunk_refusal(chunk, exchange) if chunk % LANES else None
         length = spec.sequence_length
         return f"sequence_length={length} is not a multiple of {LANES}" if length % LANES else None
+    if exchange is not None and exchange.name != ULYSSES:
+        return (
+            f"it has no part in parallel.context={exchange.name}; parallel.context={ULYSSES} gives it whole sequences"
+        )
     if spec.precision.compute == "float32":
         return "it computes in 16 bits, and precision.compute=float32"
     if spec.sequence_length % 2:
@@ -96,35 +114,47 @@ def _refusal(name: str, site: OpSite, inputs: OpInputs) -> str | None:
     return None
 
 
+def _chunk_refusal(chunk: int, exchange: Exchange) -> str:
+    parts = exchange.order.num_chunks * LANES
+    return f"chunks of {chunk} tokens are not a multiple of {LANES}: sequence_length has to be a multiple of {parts}"
+
+
 def build_attend(kernel: Kernel) -> Callable[..., Array]:
     """Returns a function with the signature of `models.attention.attend`."""
-    chosen: Callable[..., Array] = {
+    on_a_device: Callable[..., Array] = {
         "cudnn": attend_cudnn,
         "cudnn_shapes": shapes_of_cudnn,
-        "splash": partial(_on_shards, partial(attend_splash, interpret=False), kernel.heads),
+        "splash": partial(attend_splash, interpret=False),
         "xla": attend,
     }[kernel.implementation]
+    chosen, scope = on_a_device, ATTENTION
+    if kernel.exchange is not None:
+        blocks = splash_blocks if kernel.implementation == SPLASH else plain_blocks
+        exchanged = partial(attend_over_length, kernel.exchange, blocks, on_a_device)
+        chosen = partial(_on_shards, exchanged, kernel.heads, kernel.auto_axes)
+        scope = f"{ATTENTION}/{exchange_scope(kernel.exchange.name)}"
+    elif kernel.implementation == SPLASH:
+        chosen = partial(_on_shards, on_a_device, kernel.heads, axes_in(kernel.heads))
 
     def named(*args: Any, **options: Any) -> Array:
-        with jax.named_scope(ATTENTION):
+        with jax.named_scope(scope):
             return chosen(*args, **options)
 
     return named
 
 
 def _on_shards(
-    kernel: Callable[..., Array], heads: PartitionSpec, q: Array, k: Array, v: Array, segment_ids: Array | None,
-    **options: float | int | None,
+    kernel: Callable[..., Array], heads: PartitionSpec, axes: Axes, q: Array, k: Array, v: Array,
+    segment_ids: Array | None, **options: float | int | None,
 ) -> Array:  # fmt: skip
-    """The kernel on each shard of the heads."""
-    axes = {axis for entry in heads for axis in axes_of(entry)}
+    """The kernel on each shard of the heads. axes: those that split them, and maybe others."""
     if not axes:
         return kernel(q, k, v, segment_ids, **options)
     run = jax.shard_map(
         partial(kernel, **options),
         in_specs=(heads, heads, heads, PartitionSpec()),
         out_specs=heads,
-        axis_names=axes,
+        axis_names=set(axes),
         check_vma=False,
     )
     return run(q, k, v, segment_ids)

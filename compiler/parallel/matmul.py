@@ -28,7 +28,7 @@ from ..core.format import human_seconds
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, ring_scope
 from ..sharding.arrays import OpSite
-from ..sharding.batch import sequences_of_device, tokens_of_device
+from ..sharding.batch import length_of_device, sequences_of_device, tokens_of_device
 from ..target.compiler_options import why_permutes_wait
 from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
 
@@ -118,9 +118,9 @@ def _split_over(site: OpSite, inputs: OpInputs) -> Axes:
 
 
 def _result_length_axes(site: OpSite, inputs: OpInputs) -> Axes:
-    """Mesh axes that split the length of the result, by its layout."""
+    """Mesh axes that split the length of the result, by its layout, besides those that split the batch."""
     result = inputs.activation(site.name)
-    return result.dimensions[LENGTH].axes if result else ()
+    return tuple(axis for axis in result.dimensions[LENGTH].axes if axis in inputs.auto_axes) if result else ()
 
 
 def _refusal(site: OpSite, inputs: OpInputs, split_over: Axes) -> str | None:
@@ -134,7 +134,7 @@ def _refusal(site: OpSite, inputs: OpInputs, split_over: Axes) -> str | None:
         where = f"split over {' and '.join(kept)}" if kept else "whole"
         return f"partial results are on {' and '.join(split_over)}, and the length of their sum is {where}"
     sequences = sequences_of_device(spec, mesh) // spec.overlap.layers.batch_split
-    length = spec.sequence_length // mesh.sizes[axis]
+    length = length_of_device(spec, mesh) // mesh.sizes[axis]
     if _both_ways(inputs) and sequences % 2 and length % 2:
         return f"neither {sequences} (sequences) nor {length} (tokens of each in a shard) is even"
     return None

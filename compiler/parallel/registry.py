@@ -1,10 +1,11 @@
 """The operations that the plan decides on, in the order in which it does: a later one may look at an earlier one."""
 
 from .attention import AttentionOp
+from .context import ContextOp
 from .embedding import EmbeddingOp
 from .lm_head import LmHeadOp
 from .loss import LossOp
 from .matmul import MatmulOp
 from .operation import ParallelOp
 
-OPERATIONS: tuple[ParallelOp, ...] = (EmbeddingOp(), AttentionOp(), MatmulOp(), LossOp(), LmHeadOp())
+OPERATIONS: tuple[ParallelOp, ...] = (EmbeddingOp(), ContextOp(), AttentionOp(), MatmulOp(), LossOp(), LmHeadOp())

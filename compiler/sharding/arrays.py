@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -49,7 +49,7 @@ class OpSite:
     """One call of `Context.operation` in a model, as recorded while the model is traced.
 
     kind: "matmul". name: "mlp_output"; calls of one kind and name are one site. piece: "embed", a stack, or "head".
-    options: keyword arguments of the call, by name.
+    options: keyword arguments of the first call, by name. others: those of further calls, where they are not the same.
     """
 
     kind: str
@@ -57,6 +57,11 @@ class OpSite:
     piece: str
     operands: tuple[Operand, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
+    others: tuple[tuple[tuple[str, Any], ...], ...] = ()
+
+    def options_of(self, name: str) -> tuple[Any, ...]:
+        """Returns the keyword argument of this name of each different call."""
+        return tuple(dict(options)[name] for options in (self.options, *self.others))
 
     def option(self, name: str) -> Any:
         """Returns the keyword argument of this name."""
@@ -191,7 +196,9 @@ class _Recorder:
         arrays = [x for x in operands if x is not None]
         recorded = tuple(Operand(tuple(x.shape), str(x.dtype), self._name_of(x)) for x in arrays)
         site = OpSite(kind, name, self.piece, recorded, tuple(sorted(options.items())))
-        self.sites.setdefault((kind, name), site)
+        known = self.sites.setdefault((kind, name), site)
+        if site.options not in (known.options, *known.others):
+            self.sites[kind, name] = replace(known, others=(*known.others, site.options))
         return plain(*operands, **options)
 
     def _name_of(self, x: jax.Array) -> str | None:

@@ -1,9 +1,8 @@
-"""Which models can run with the length of sequences split over devices: those in which no token sees another.
-
-Ring attention would be the exception: it exchanges keys and values itself. Until it is there, attention is refused.
+"""Which models can run with the length of sequences split over devices: those in which no token sees another but by
+attention, which exchanges keys and values itself (compiler/parallel/context.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from meshloom.models import Context, Model, split_aux
-from meshloom.models.contract import Piece
+from meshloom.models.contract import Piece, plain_operation
 
 from ..config.spec import RunSpec
 from ..core.errors import Problem, raise_if_any
@@ -20,8 +19,8 @@ from ..jaxpr.program import Program
 from ..jaxpr.read_jaxpr import read_jaxpr
 from ..jaxpr.subprograms import subprograms
 from ..target.mesh import MeshPlan
-from .arrays import Arrays
 from .batch_layout import plan_batch_layout
+from .token_order import token_order_problems
 
 LENGTH = "length"  # the logical axis
 # Operations that read or write at other places along a dimension, beside those that only change its size.
@@ -31,16 +30,15 @@ _RESIZING = {"slice", "pad", "concatenate", "dynamic_slice", "dynamic_update_sli
              "reduce_window_max", "conv_general_dilated"}  # fmt: skip
 
 
-def check_length_split(spec: RunSpec, model: Model, arrays: Arrays, mesh: MeshPlan) -> None:
-    """Raise ConfigError where the rules split the length, and a layer or the head looks from one token at another."""
+def check_length_split(spec: RunSpec, model: Model, mesh: MeshPlan) -> None:
+    """Raises ConfigError where the rules split the length, and the order of tokens does not divide it, or a layer or
+    the head looks from one token at another otherwise than by attention."""
     axes = plan_batch_layout(spec.sharding, mesh).length_axes
     if not axes:
         return
     over = " and ".join(axes)
     fix = f"set {', '.join(f'mesh.{axis}=1' for axis in axes)}, or give 'length' a rule with mesh: []"
-    if any(site.kind == "attention" for site in arrays.sites):
-        what = f"attention over a length that is split over {over} is not implemented"
-        raise_if_any([Problem("sharding.activations", what, fix)])
+    raise_if_any(token_order_problems(spec, mesh))
     what = "{} looks from one token at another, and the length is split over {}"
     raise_if_any(Problem("sharding.activations", what.format(name, over), fix) for name in _mixing(spec, model))
 
@@ -62,7 +60,7 @@ def _traced(piece: Piece, spec: RunSpec, x: Any) -> tuple[bool, Any]:
     params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, compute), piece.abstract)
 
     def apply(params: Any, positions_BT: jax.Array, segment_ids_BT: jax.Array, x: jax.Array) -> jax.Array:
-        context = Context(positions_BT, lambda _, x, *__, **___: x, segment_ids_BT=segment_ids_BT)
+        context = Context(positions_BT, lambda _, x, *__, **___: x, _without_attention, segment_ids_BT)
         return split_aux(piece.apply(params, x, context))[0]
 
     tokens = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)
@@ -77,6 +75,16 @@ def _traced(piece: Piece, spec: RunSpec, x: Any) -> tuple[bool, Any]:
     is_split = not _moves_along(traced.jaxpr, length)
     is_split &= program.sizes[program.outputs[0]] * num_devices == output.size * output.dtype.itemsize
     return is_split and not _has_collective(program), output
+
+
+def _without_attention(kind: str, name: str, plain: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+    """Runs an operation as the model wrote it; of attention something that each token makes of its own operands."""
+    if kind != "attention":
+        return plain_operation(kind, name, plain, *operands, **options)
+    out = jax.eval_shape(lambda: plain(*operands, **options))
+    arrays = [x for x in operands if x is not None and x.ndim > 2]
+    per_token = sum((jnp.sum(x, axis=range(2, x.ndim), keepdims=True) for x in arrays), start=jnp.zeros(()))
+    return jnp.broadcast_to(per_token, out.shape).astype(out.dtype)
 
 
 def _recognisable_length(model: Model) -> int:

@@ -21,7 +21,8 @@ from .batch_layout import BatchLayout, plan_batch_layout
 from .rules import ArrayPlan, Refusal, Table, resolve
 
 # The purpose of mesh axes that only a user's own rules can split anything over.
-NOT_IMPLEMENTED = {"stage": "pipeline parallelism", "context": "context parallelism", "expert": "expert parallelism"}
+NOT_IMPLEMENTED = {"stage": "pipeline parallelism", "expert": "expert parallelism"}
+SHARDING_OF = {"context": "sharding=fsdp_context", "tensor": "sharding=fsdp_tensor"}  # presets that use an axis
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ def _check_idle_axes(
             problems.append(Problem("sharding.activations", what, f"add {axis} to the rule for batch"))
         else:
             what = f"no rule splits anything over {axis}: its {size} devices would all do the same work"
-            problems.append(Problem(f"mesh.{axis}", what, f"set mesh.{axis}=1, or choose a sharding that uses it"))
+            choose = SHARDING_OF.get(axis, "a sharding that uses it")
+            problems.append(Problem(f"mesh.{axis}", what, f"set mesh.{axis}=1, or choose {choose}"))
     return problems
 
 

@@ -37,7 +37,7 @@ def build_functions(plan: Plan, num_targets: Array, dropout_key: Array | None) -
     num_parts = plan.spec.overlap.layers.batch_split
 
     def prepare(batch: Batch) -> Microbatch:
-        shared = _shared(batch, dropout_key, plan.sharding.batch.length_axes)
+        shared = _shared(batch, dropout_key, plan)
         return Microbatch(batch["inputs"], batch["targets"], shared, _parts_of_batch(shared, num_parts))
 
     def embed(weights: Weights, microbatch: Microbatch) -> tuple[BatchSplit, Params]:
@@ -109,15 +109,17 @@ class Shared:
     dropout_keys_B: Array | None
 
 
-def _shared(part: Batch, dropout_key: Array | None, length_axes: tuple[str, ...]) -> Shared:
-    """length_axes: those along which each device has a chunk of every sequence, and drops by keys of its own."""
-    length = part["inputs"].shape[1]
-    chunk = jax.lax.axis_index(length_axes) if length_axes else None
-    positions_BT = part["positions"] if "positions" in part else jnp.arange(length)[None]
-    if chunk is not None and "positions" not in part:
-        positions_BT += chunk * length
-    if chunk is not None and dropout_key is not None:
-        dropout_key = jax.random.fold_in(dropout_key, chunk)
+def _shared(part: Batch, dropout_key: Array | None, plan: Plan) -> Shared:
+    """Devices that have parts of the same sequences count positions in the order in which those lie on them, and drop
+    by keys of their own."""
+    length, length_axes = part["inputs"].shape[1], plan.sharding.batch.length_axes
+    shard = jax.lax.axis_index(length_axes) if length_axes else None
+    if "positions" in part:
+        positions_BT = part["positions"]
+    else:
+        positions_BT = (jnp.arange(length) if shard is None else plan.token_order.of_shard(length, shard))[None]
+    if shard is not None and dropout_key is not None:
+        dropout_key = jax.random.fold_in(dropout_key, shard)
     keys_B = None if dropout_key is None else jax.vmap(partial(jax.random.fold_in, dropout_key))(part["row"])
     return Shared(positions_BT, part.get("segment_ids"), keys_B)
 

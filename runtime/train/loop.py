@@ -22,7 +22,7 @@ from ..processes.stop import StopRequest
 from .metrics import Metrics, mfu
 from .missing_targets import MissingTargets
 from .nonfinite import NonFinite, SkipCounter
-from .rows import local_rows, to_devices
+from .rows import in_order, local_rows, to_devices
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Loop:
         self.checkpoints, self.report, self.stop = checkpoints, report, stop
         self._targets = MissingTargets(warn)
         self._rows, self._skips = local_rows(programs.batch), SkipCounter(plan.spec)
+        self._order = plan.token_order.of_sequence(plan.spec.sequence_length)
         self._last_finish = self._last_save = 0.0
 
     def run(self, state: Any, first_step: int) -> int:
@@ -135,7 +136,7 @@ class Loop:
         self._last_save = time.perf_counter()
 
     def _to_devices(self, batch: HostBatch) -> dict[str, jax.Array]:
-        return to_devices(self.programs.batch, self._rows, batch)
+        return to_devices(self.programs.batch, self._rows, in_order(batch, self._order))
 
     def _is_evaluation_due(self, step: int) -> bool:
         return step % self.spec.evaluation.every_num_steps == 0 or step == self.spec.num_steps

@@ -27,6 +27,11 @@ def local_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[int, ...]:
     return rows_held(_of_rows(first.sharding), first.shape[0])
 
 
+def in_order(local: Mapping[str, np.ndarray], order: np.ndarray | None) -> Mapping[str, np.ndarray]:
+    """Returns rows with their tokens in the order in which devices that split sequences have them (token_order.py)."""
+    return local if order is None else {name: x[:, order] for name, x in local.items()}
+
+
 def to_devices(
     batch: Mapping[str, jax.ShapeDtypeStruct], rows: Sequence[int], local: Mapping[str, np.ndarray]
 ) -> dict[str, jax.Array]:

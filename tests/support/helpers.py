@@ -40,6 +40,7 @@ from meshloom.compiler.target.target import TargetPlan, plan_target
 from meshloom.compiler.xla.programs import PROGRAMS, Programs, build, lower
 from meshloom.models import Context, Model, split_aux
 from meshloom.runtime.cli.main import run
+from meshloom.runtime.train.rows import in_order
 
 TESTS = Path(__file__).parents[1]
 SCHEDULES = TESTS / "schedules"
@@ -136,9 +137,9 @@ def tiered(names: Iterable[str], *, plain: Collection[str], release: Collection[
     return [pytest.param(name, marks=mark[name]) if name in mark else name for name in names]
 
 
-def on_devices(programs: Programs, tokens: np.ndarray) -> dict[str, Array]:
-    """(batch, length + 1) tokens as a global batch."""
-    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+def on_devices(programs: Programs, tokens: np.ndarray, order: np.ndarray | None = None) -> dict[str, Array]:
+    """(batch, length + 1) tokens as a global batch. order: of the tokens, where devices split sequences."""
+    batch = in_order({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, order)
     return {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
 
 
@@ -193,7 +194,10 @@ def gradients_of(plan: Plan, params: Any, tokens: np.ndarray) -> tuple[float, An
     specs = plan.specs["params"]
     sharded = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
     rows = NamedSharding(mesh, plan.sharding.batch.spec)
-    batch = {"inputs": jax.device_put(tokens[:, :-1], rows), "targets": jax.device_put(tokens[:, 1:], rows)}
+    host = in_order(
+        {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, plan.token_order.of_sequence(tokens.shape[1] - 1)
+    )
+    batch = {name: jax.device_put(x, rows) for name, x in host.items()}
     with jax.set_mesh(mesh):
         (loss, num_targets), grads, _ = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch)
     return float(loss / num_targets), jax.tree.map(np.asarray, grads)

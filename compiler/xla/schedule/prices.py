@@ -115,9 +115,9 @@ def _matmul_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> 
 
 
 def _attention_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> tuple[float | None, str]:
-    """Returns the FLOPs of a causal attention kernel: queries (B, H, T, D) or (B, T, H, D), or (H, T, D) of a single
-    sequence, the first operand of that rank that is not a mask. Forward two matmuls of T x T x D each, for keys and
-    values four, for queries three; half of the square is skipped."""
+    """Returns the FLOPs of an attention kernel: queries (B, H, T, D) or (B, T, H, D), or (H, T, D) of a single
+    sequence, the first operand of that rank that is not a mask, and then keys. Forward two matmuls of T x S x D each,
+    for keys and values four, for queries three; of the square the blocks that the kernel's name says, else half."""
     name = f"{instruction.name} {instruction.attribute('custom_call_target')}".lower()
     arrays = [array for array in operands if array.dtype in ("bf16", "f16", "f32") or array.dtype.startswith("f8")]
     queries = next((array for array in arrays if len(array.shape) in (3, 4)), None)
@@ -126,7 +126,11 @@ def _attention_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) 
     count = next((count for key, count in _ATTENTION_MATMULS.items() if key in name), 2)
     *batches, first, second, depth = queries.shape
     length, heads = max(first, second), min(first, second)
-    return 2.0 * count * math.prod(batches) * heads * length * length * depth / 2, _dtype(queries.dtype)
+    each = 2.0 * count * math.prod(batches) * heads * length * depth
+    if used := OperationName(instruction.op_name).used_blocks:
+        keys = next(array for array in arrays[arrays.index(queries) + 1 :] if len(array.shape) == len(queries.shape))
+        return each * max(keys.shape[-3:-1]) * used[0] / used[1], _dtype(queries.dtype)
+    return each * length / 2, _dtype(queries.dtype)
 
 
 def moved_bytes(instruction: Instruction, around: Computation, module: Module) -> int:

@@ -153,8 +153,39 @@ IN_PARTS = {
         BOTH, PARTS, "mesh.fsdp=2", "mesh.tensor=4", "num_microbatches=2", *GEMMA2,
     ),
 }  # fmt: skip
+CONTEXT, RING, GATHERED, BY_HEADS = (
+    "sharding=fsdp_context", "parallel.context=ring", "parallel.context=all_gather", "parallel.context=ulysses",
+)  # fmt: skip
+WITH_TENSOR = ("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2")
+OVER_CONTEXT = {
+    "ring, context 8, remat save_names": (CONTEXT, RING, "mesh.context=8", "remat=save_names"),
+    "ring, fsdp_context_tensor 2x2x2, prefetch, 2 microbatches": (
+        CONTEXT, RING, *WITH_TENSOR, PREFETCH, "num_microbatches=2",
+    ),
+    "ring, replica 2 x context 4, gemma2's layers, remat full": (
+        CONTEXT, RING, "mesh.replica=2", "mesh.fsdp=1", "mesh.context=4", "remat=full", *GEMMA2,
+    ),
+    "ring, parameters over fsdp alone, in backward": (
+        CONTEXT, RING, IN_BACKWARD, "sharding.parameters=[{logical:[embed],mesh:[fsdp]},"
+        "{logical:[layers,vocab,mlp,heads,kv_heads,head_dim],mesh:[]}]",
+    ),
+    "all_gather, fsdp_context_tensor 2x2x2, remat full": (CONTEXT, GATHERED, *WITH_TENSOR, "remat=full"),
+    "all_gather, context 4, prefetch, gemma2's layers, save_dots": (
+        CONTEXT, GATHERED, "mesh.context=4", PREFETCH, "remat=save_dots", *GEMMA2,
+    ),
+    "all_gather, contiguous, gpt2's parts, 2 microbatches": (
+        CONTEXT, GATHERED, "token_order=contiguous", "num_microbatches=2", *GPT2,
+    ),
+    "ulysses, fsdp_context_tensor 2x2x2, prefetch, save_dots, 2 microbatches": (
+        CONTEXT, BY_HEADS, *WITH_TENSOR, PREFETCH, "remat=save_dots", "num_microbatches=2",
+    ),
+    "ulysses, replica 2 x context 4, gemma2's layers, 2 parts": (
+        CONTEXT, BY_HEADS, "mesh.replica=2", "mesh.fsdp=1", "mesh.context=4", "overlap.layers.batch_split=2", *GEMMA2,
+    ),
+    "ring, rings of matmuls, gpt2's parts, fsdp_context_tensor 2x2x2": (CONTEXT, RING, RINGS, *WITH_TENSOR, *GPT2),
+}  # fmt: skip
 CASES = LAYOUTS | PROGRAMS
-ALL_CASES = CASES | SPLIT_STREAMS | IN_RINGS | IN_PARTS | REDUCED_IN_BACKWARD
+ALL_CASES = CASES | OVER_CONTEXT | SPLIT_STREAMS | IN_RINGS | IN_PARTS | REDUCED_IN_BACKWARD
 
 # Every sharding, loop, remat policy, number of microbatches, option of the head and model occurs in a case of the plain
 # tier, and the pairs that share code: sharding with loop, loop with remat, microbatches with reduction in backward.
@@ -165,9 +196,15 @@ COVER = (
     "prefetch 2 in turns of 2, fsdp_tensor, save_dots, 2 microbatches", "2 microbatches, ddp, in backward",
     "prefetch, head in parts and blocks, gradients over replicas too",
     "2 microbatches, prefetch 2, hsdp 4x2, updated over replicas too, in backward",
+    "ring, fsdp_context_tensor 2x2x2, prefetch, 2 microbatches",
     "rings, gpt2's parts, tensor 4x2, remat full", "2 parts, gemma2's layers, fsdp_tensor 2x4, 2 microbatches",
 )  # fmt: skip
-UPDATED = [*CASES, *list(REDUCED_IN_BACKWARD)[-2:]]  # whole steps; the other cases differ in their gradients alone
+UPDATED = [
+    *CASES,
+    *list(REDUCED_IN_BACKWARD)[-2:],
+    *list(OVER_CONTEXT)[1:7:2],
+    list(OVER_CONTEXT)[7],
+]  # whole steps; the other cases differ in their gradients alone
 
 
 def _plan(case: tuple[str, ...]):
@@ -214,7 +251,7 @@ def test_gradients_are_those_of_one_device(name, tokens, reference):
             np.testing.assert_array_less(np.abs(ours), 2e-6 * np.abs(queries["query_bias_HD"]).max())
             continue
         np.testing.assert_allclose(
-            ours, expected, atol=2e-6 * np.abs(expected).max() + 1e-9, rtol=2e-5, err_msg=str(path)
+            ours, expected, atol=3e-6 * np.abs(expected).max() + 1e-9, rtol=2e-5, err_msg=str(path)
         )
 
 
@@ -232,7 +269,8 @@ def test_ten_steps_are_those_of_one_device(name, tokens, reference):
     programs = programs_of(plan)
     state, ours = programs.init(), []
     for batch in tokens:
-        state, metrics = programs.train(state, on_devices(programs, batch))
+        on_mesh = on_devices(programs, batch, plan.token_order.of_sequence(batch.shape[1] - 1))
+        state, metrics = programs.train(state, on_mesh)
         ours.append([float(metrics[key]) for key in ("loss", "grad_norm", "learning_rate")])
     np.testing.assert_allclose(np.array(ours), curve, rtol=2e-4, atol=1e-7)
     assert int(state["step"]) == len(tokens)

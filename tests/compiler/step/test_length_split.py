@@ -9,10 +9,9 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from conftest import plan_of, pointwise_plan
+from conftest import pointwise_plan
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
-from meshloom.compiler.sharding.arrays import find_arrays
 from meshloom.compiler.sharding.length_split import check_length_split
 from meshloom.models import Stack, build_piece
 from meshloom.runtime.train.rows import local_rows, to_devices
@@ -96,15 +95,8 @@ def test_a_layer_that_looks_at_other_tokens_is_refused(how):
     plan = pointwise_plan(*OVER_CONTEXT)
     mixing = replace(plan.model, stacks=(Stack("layers", build_piece(lambda _: Mixing(how)), 1),))
     with pytest.raises(ConfigError) as raised:
-        check_length_split(plan.spec, mixing, find_arrays(plan.spec, mixing), plan.mesh)
+        check_length_split(plan.spec, mixing, plan.mesh)
     assert "Mixing looks from one token at another, and the length is split over context" in str(raised.value)
-
-
-def test_attention_over_a_split_length_is_not_implemented():
-    with pytest.raises(ConfigError) as raised:
-        plan_of(*OVER_CONTEXT)
-    assert "attention over a length that is split over context is not implemented" in str(raised.value)
-    assert "set mesh.context=1, or give 'length' a rule with mesh: []" in str(raised.value)
 
 
 def test_a_length_that_does_not_divide_is_an_error():

@@ -1,0 +1,223 @@
+"""Context parallelism: how attention works where mesh axes split the length of sequences, chosen by price or by name.
+
+What each way costs beside the kernels' arithmetic, which is the same for all in zig-zag order. n shards, each with
+2 K T D elements of keys and values (all devices' together: n times as many):
+
+    ring        n - 1 permutes of the shard forward, as many with float32 gradients beside it backward; hidden as far
+                as two whole blocks of attention take longer than one permute
+    all_gather  a gather forward, another and a reduce-scatter backward; nothing runs beside them
+    ulysses     all-to-alls of queries, keys, values and outputs, backward of their gradients; nothing beside them
+
+docs/context.md has the formulas, and where each wins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.collectives import CollectiveKind
+from ..core.format import human_seconds
+from ..core.partition_spec import axes_of
+from ..sharding.arrays import OpSite
+from ..sharding.batch import length_of_device, sequences_of_device
+from ..sharding.token_order import TokenOrder, plan_token_order
+from ..target.compiler_options import why_permutes_wait
+from .exchange import ALL_GATHER, RING, ULYSSES, Exchange
+from .operation import CollectiveSpec, Cost, OpInputs, ParallelOp, Strategy
+from .ring import full_steps, num_steps
+
+# Of attention's derivative: recomputed scores and a gradient of each of four factors are 5 matmuls, the kernels of dq
+# and of dk and dv compute scores and their gradient each, 7; forward has 2.
+BACKWARD_WORK = 3.5
+
+
+class ContextOp(ParallelOp):
+    """Runs no operation itself: attention is built with what is chosen here (attention.py)."""
+
+    kind = "context"
+    title = "attention"
+    names = (RING, ALL_GATHER, ULYSSES)
+    fallback = ALL_GATHER
+
+    def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
+        """The attention of a model."""
+        return [replace(site, kind=self.kind) for site in inputs.arrays.sites if site.kind == "attention"]
+
+    def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
+        axes, order = inputs.sharding.batch.length_axes, plan_token_order(inputs.spec, inputs.mesh)
+        if not axes:
+            why = "no mesh axis splits the length of sequences (sharding=fsdp_context with mesh.context=2 does)"
+            whole = Strategy(ALL_GATHER, "whole sequences on each device", merit=why, is_trivial=True)
+            return whole, *(Strategy(name, f"by {name}", refusal=why) for name in (RING, ULYSSES))
+        local = _local(site, inputs, order)
+        over = " and ".join(axes)
+        balance = f"{order.name} order, {balance_text(order, inputs.spec.sequence_length, local.windows)}"
+        what = {
+            RING: f"keys and values in a ring over {over}, {balance}",
+            ALL_GATHER: f"keys and values gathered over {over}, {balance}",
+            ULYSSES: f"heads exchanged for tokens over {over}",
+        }
+        seconds = {name: _seconds(name, local, inputs) for name in self.names}
+        known = {name: value for name, value in seconds.items() if value is not None}
+        figures = "; ".join(f"{name} {human_seconds(value)}" for name, value in known.items())
+        waited = f"not beside arithmetic, per layer: {figures}"
+        made = [
+            Strategy(
+                name,
+                what[name],
+                Exchange(name, axes, order),
+                _collectives(name, local, inputs),
+                Cost(known[name], "seconds") if name in known else None,
+                figures=waited if figures else "",
+                merit="" if figures else "it holds the keys and values of one other device at a time",
+            )
+            for name in (RING, ALL_GATHER, ULYSSES)
+        ]
+        ring, gather, ulysses = made
+        if order.name == "contiguous" and None in local.windows:
+            why = "the first devices wait for the last in contiguous order: token_order=zigzag balances them"
+            ring = replace(ring, objection=why)
+        return ring, gather, replace(ulysses, refusal=_too_few_heads(local))
+
+
+@dataclass(frozen=True)
+class _Local:
+    """Attention of one part of a microbatch on a device. windows: of all calls in a layer."""
+
+    sequences: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    order: TokenOrder
+    windows: tuple[int | None, ...]
+    has_ids: bool
+
+    @property
+    def kv_bytes(self) -> int:
+        return 2 * self.sequences * self.length * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def q_bytes(self) -> int:
+        return self.sequences * self.length * self.heads * self.head_dim * self.itemsize
+
+    @property
+    def chunk(self) -> int:
+        return self.length // self.order.chunks_per_shard
+
+    @property
+    def exchanged_kv_heads(self) -> int:
+        """Of Ulysses: repeated until each device has one."""
+        return max(self.kv_heads, self.order.num_shards)
+
+    def steps(self, window: int | None) -> int:
+        """Permutes of keys and values in a ring."""
+        steps = num_steps(self.order, self.chunk, window)
+        return steps if steps < full_steps(self.order) else self.order.num_shards - 1
+
+
+def _local(site: OpSite, inputs: OpInputs, order: TokenOrder) -> _Local:
+    spec, mesh = inputs.spec, inputs.mesh
+    (_, _, heads, head_dim), (_, _, kv_heads, _) = (site.operands[i].shape for i in (0, 1))
+    split = {
+        name: mesh.num_shards(axes_of(inputs.auto_spec(None, None, name, None)[2])) for name in ("heads", "kv_heads")
+    }
+    length = length_of_device(spec, mesh)
+    windows = tuple(site.options_of("window"))
+    windows = tuple(None if each is None or each >= spec.sequence_length else each for each in windows)
+    return _Local(
+        sequences=sequences_of_device(spec, mesh) // spec.overlap.layers.batch_split,
+        length=length,
+        heads=heads // split["heads"],
+        kv_heads=kv_heads // split["kv_heads"],
+        head_dim=head_dim,
+        itemsize=jnp.dtype(spec.precision.compute).itemsize,
+        order=order,
+        windows=windows,
+        has_ids=spec.data.isolate_documents,
+    )
+
+
+def _too_few_heads(local: _Local) -> str | None:
+    n, heads, kv_heads = local.order.num_shards, local.heads, local.kv_heads
+    if heads % n:
+        return f"{n} shards of the length do not divide the {heads} heads of a device: parallel.context=ring needs none"
+    if kv_heads % n and n % kv_heads:
+        why = f"{kv_heads} kv_heads of a device can be neither split nor repeated over {n} shards of the length"
+        return f"{why}: parallel.context=ring needs neither"
+    return None
+
+
+def balance(order: TokenOrder, length: int, window: int | None) -> float:
+    """Returns the work of the device with most, in causal attention, as a multiple of the mean."""
+    seen = np.minimum(np.arange(1, length + 1, dtype=np.int64), window or length)
+    of_chunks = seen.reshape(order.num_chunks, -1).sum(axis=1)
+    of_shards = of_chunks[order.chunks()].sum(axis=1)
+    return float(of_shards.max() / of_shards.mean())
+
+
+def balance_text(order: TokenOrder, length: int, windows: Sequence[int | None]) -> str:
+    most = max(balance(order, length, window) for window in windows)
+    return "all devices have the same work" if most < 1.005 else f"the busiest device has {most:.2f} times the mean"
+
+
+def _collectives(name: str, local: _Local, inputs: OpInputs) -> tuple[CollectiveSpec, ...]:
+    """Of one execution of each call in a layer."""
+    axes, n = inputs.sharding.batch.length_axes, local.order.num_shards
+    each_kv, num_parts = local.kv_bytes // 2, inputs.spec.overlap.layers.batch_split
+    times = num_parts * len(local.windows)
+    if name == ALL_GATHER:
+        return (
+            CollectiveSpec("all-gather", axes, n * each_kv, 2 * times, "forward"),
+            CollectiveSpec("all-gather", axes, n * each_kv, 2 * times, "backward"),
+            CollectiveSpec("reduce-scatter", axes, n * each_kv, 2 * times, "backward"),
+        )
+    if name == ULYSSES:
+        kv = each_kv * n * local.exchanged_kv_heads // local.kv_heads
+        both: list[CollectiveSpec] = []
+        for direction in ("forward", "backward"):
+            both.append(CollectiveSpec("all-to-all", axes, n * local.q_bytes, 2 * times, direction))
+            both.append(CollectiveSpec("all-to-all", axes, kv, 2 * times, direction))
+        return tuple(both)
+    chunks = local.order.chunks_per_shard
+    count = 2 * chunks * num_parts * sum(local.steps(window) for window in local.windows)
+    as_float32 = each_kv // chunks * 4 // local.itemsize
+    return (
+        CollectiveSpec("collective-permute", axes, each_kv // chunks, count, "forward"),
+        CollectiveSpec("collective-permute", axes, each_kv // chunks, count, "backward"),
+        CollectiveSpec("collective-permute", axes, as_float32, count, "backward"),
+    )
+
+
+def _seconds(name: str, local: _Local, inputs: OpInputs) -> float | None:
+    """What of a layer's forward and backward pass is not beside arithmetic; None where it is not known."""
+    mesh, target, axes = inputs.mesh, inputs.target, inputs.sharding.batch.length_axes
+    n, peak = local.order.num_shards, target.peak_flops_per_second
+    num_calls = inputs.spec.overlap.layers.batch_split * len(local.windows)
+    moved: dict[str, tuple[CollectiveKind, int]] = {
+        "gather": ("all-gather", n * local.kv_bytes),
+        "scatter": ("reduce-scatter", n * local.kv_bytes),
+        "exchange of q": ("all-to-all", n * local.q_bytes),
+        "exchange of kv": ("all-to-all", n * local.kv_bytes * local.exchanged_kv_heads // local.kv_heads),
+        "permute": ("collective-permute", local.kv_bytes),
+    }
+    found = {what: mesh.alone_seconds(*one, axes) for what, one in moved.items()}
+    took = {what: seconds for what, seconds in found.items() if seconds is not None}
+    if len(took) < len(moved) or peak is None or target.chip is None:
+        return None
+    if name == ALL_GATHER:
+        return num_calls * (2 * took["gather"] + took["scatter"])
+    if name == ULYSSES:
+        return num_calls * 2 * (2 * took["exchange of q"] + took["exchange of kv"])
+    flops = 2 * 4 * local.sequences * local.heads * local.chunk**2 * local.head_dim  # of two whole blocks
+    block = flops / (peak * target.chip.efficiency.attention)
+    sent = took["permute"] * (1 + 4 / local.itemsize)  # backward, float32 gradients beside keys and values
+    if why_permutes_wait(target) is not None:
+        each = took["permute"] + sent
+    else:
+        each = max(0.0, took["permute"] - block) + max(0.0, sent - BACKWARD_WORK * block)
+    steps = sum(local.steps(window) for window in local.windows)
+    return inputs.spec.overlap.layers.batch_split * steps * each

@@ -1,0 +1,181 @@
+"""How keys and values reach the queries of other devices, where mesh axes split the length of sequences.
+
+    ring        keys and values visit all devices by permutes (ring.py)
+    all_gather  every device gathers all keys and values; the gradient reduce-scatters theirs
+    ulysses     an all-to-all gives each device all tokens of some of the heads, another its tokens of all of them
+                (Jacobs et al. 2023, arXiv:2309.14509); a kv_head that has fewer copies than devices is repeated
+
+Operands and results are this device's: its tokens in the order of token_order.py, its heads.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..core.partition_spec import Axes
+from ..core.scopes import OperationName
+from ..sharding.token_order import TokenOrder
+from .blocks import (
+    Attended,
+    BlockKernel,
+    Keys,
+    PlainBlocks,
+    Queries,
+    Sight,
+    SplashBlocks,
+    gradient_of,
+    split_length,
+)  # fmt: skip
+from .ring import Ring, attend_in_ring
+from .splash_blocks import Tables, shard_tables
+
+RING, ALL_GATHER, ULYSSES = "ring", "all_gather", "ulysses"
+ExchangeName = Literal["ring", "all_gather", "ulysses"]
+Attend = Callable[..., Array]  # with the signature of `models.attention.attend`
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """axes: the mesh axes that split the length."""
+
+    name: ExchangeName
+    axes: Axes
+    order: TokenOrder
+
+
+def attend_over_length(
+    exchange: Exchange, block_kernel: Callable[[float | None], BlockKernel], attend_whole: Attend,
+    q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, ids_BT: Array | None,
+    *, scale: float, window: int | None, soft_cap: float | None,
+) -> Array:  # fmt: skip
+    """Attention, with the signature of `models.attention.attend` after the first three. block_kernel: of a soft cap,
+    for a part of the keys. attend_whole: for whole sequences of some heads."""
+    window = None if window is None or window >= q_BTHD.shape[1] * exchange.order.num_shards else window
+    if exchange.name == ULYSSES:
+        options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        return _attend_by_heads(exchange, partial(attend_whole, **options), q_BTHD, k_BTKD, v_BTKD, ids_BT)
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BTKD, v_BTKD))
+    queries, keys, kernel = Queries(q, ids_BT), Keys(k, v, ids_BT), block_kernel(soft_cap)
+    if exchange.name == RING:
+        out = attend_in_ring(Ring(exchange.axes, exchange.order, kernel), queries, keys, window)
+    else:
+        out = _attend_gathered(exchange, kernel, queries, keys, window)
+    return jnp.swapaxes(out, 1, 2)
+
+
+def _attend_gathered(
+    exchange: Exchange, kernel: BlockKernel, queries: Queries, keys: Keys, window: int | None
+) -> Array:
+    """The backward pass gathers again: whole keys and values of every layer are not held until then."""
+
+    @jax.custom_vjp
+    def attend(queries: Queries, keys: Keys) -> Array:
+        return forward(queries, keys)[0]
+
+    def forward(queries: Queries, keys: Keys) -> tuple[Array, Any]:
+        whole = _whole(exchange, keys)
+        sights = _sights(exchange, kernel, queries, whole, window)
+        parts = [kernel.forward(own, whole, sight) for own, sight in sights]
+        out, lse = (jnp.concatenate(each, axis=2) for each in zip(*parts, strict=True))
+        out = out.astype(queries.q_BHTD.dtype)
+        return out, (queries, keys, Attended(out, lse))
+
+    def pull_back(saved: Any, d_out: Array) -> tuple[Queries, Keys]:
+        queries, keys, attended = saved
+        whole = _whole(exchange, keys)
+        sights = _sights(exchange, kernel, queries, whole, window)
+        gradients = split_length(gradient_of(attended, d_out), len(sights))
+        pairs = [(own, whole, sight, g) for (own, sight), g in zip(sights, gradients, strict=True)]
+        dq = jnp.concatenate([kernel.dq(*pair) for pair in pairs], axis=2)
+        dk, dv = jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *(kernel.dkv(*pair) for pair in pairs))
+        dk, dv = (_scattered(exchange, d.astype(own.dtype), 2) for d, own in zip((dk, dv), keys, strict=False))
+        return Queries(dq.astype(queries.q_BHTD.dtype), None), Keys(dk, dv, None)
+
+    attend.defvjp(forward, pull_back)
+    return attend(queries, keys)
+
+
+def _sights(
+    exchange: Exchange, kernel: BlockKernel, queries: Queries, whole: Keys, window: int | None
+) -> list[tuple[Queries, Sight | Tables]]:
+    """This device's queries in parts, with what each sees of all keys."""
+    order, shard = exchange.order, jax.lax.axis_index(exchange.axes)
+    if isinstance(kernel, SplashBlocks):
+        places = order.of_shard(queries.q_BHTD.shape[2], shard)
+        return [(queries, shard_tables(order.chunks(), shard, places, whole.k_BKSD.shape[2], window))]
+    chunks = jnp.asarray(order.chunks())[shard]
+    parts = split_length(queries, order.chunks_per_shard)
+    return [(own, Sight(chunks[i] * own.q_BHTD.shape[2], window)) for i, own in enumerate(parts)]
+
+
+def _whole(exchange: Exchange, keys: Keys) -> Keys:
+    ids = None if keys.ids_BS is None else _gathered(exchange, keys.ids_BS, 1)
+    return Keys(_gathered(exchange, keys.k_BKSD, 2), _gathered(exchange, keys.v_BKSD, 2), ids)
+
+
+def _gathered(exchange: Exchange, x: Array, dimension: int) -> Array:
+    """The whole length, in the order of the sequence."""
+    by_shard = jax.lax.all_gather(x, exchange.axes, axis=dimension)
+    return _in_sequence(exchange.order, by_shard, dimension)
+
+
+def _scattered(exchange: Exchange, x: Array, dimension: int) -> Array:
+    """The sum over devices, of which each has its own tokens."""
+    by_shard = _by_shard(exchange.order, x, dimension)
+    return jax.lax.psum_scatter(by_shard, exchange.axes, scatter_dimension=dimension, tiled=True)
+
+
+def _in_sequence(order: TokenOrder, by_shard: Array, dimension: int) -> Array:
+    """(.., shards, tokens of each, ..) -> (.., length, ..), with the shards at `dimension`."""
+    before, after = by_shard.shape[:dimension], by_shard.shape[dimension + 2 :]
+    if order.chunks_per_shard == 1:
+        return by_shard.reshape(*before, -1, *after)
+    chunks = by_shard.reshape(*before, order.num_shards, 2, -1, *after)
+    up, down = (jax.lax.index_in_dim(chunks, i, dimension + 1, keepdims=False) for i in (0, 1))
+    return jnp.concatenate([up, jnp.flip(down, dimension)], axis=dimension).reshape(*before, -1, *after)
+
+
+def _by_shard(order: TokenOrder, x: Array, dimension: int) -> Array:
+    """`_in_sequence` undone, with the shards' tokens one after the other: (.., length, ..)."""
+    if order.chunks_per_shard == 1:
+        return x
+    before, after = x.shape[:dimension], x.shape[dimension + 1 :]
+    chunks = x.reshape(*before, 2, order.num_shards, -1, *after)
+    up, down = (jax.lax.index_in_dim(chunks, i, dimension, keepdims=False) for i in (0, 1))
+    return jnp.stack([up, jnp.flip(down, dimension)], axis=dimension + 1).reshape(x.shape)
+
+
+def _attend_by_heads(
+    exchange: Exchange, attend: Attend, q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, ids_BT: Array | None
+) -> Array:
+    n, order = exchange.order.num_shards, exchange.order
+    copies = max(1, n // k_BTKD.shape[2])
+
+    def all_tokens(x_BTHD: Array) -> Array:
+        B, T, H, D = x_BTHD.shape
+        x = jax.lax.all_to_all(x_BTHD, exchange.axes, split_axis=2, concat_axis=1, tiled=True)
+        return _in_sequence(order, x.reshape(B, n, T, H // n, D), 1)
+
+    k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k_BTKD, v_BTKD))
+    ids = None if ids_BT is None else _gathered(exchange, ids_BT, 1)
+    out = attend(all_tokens(q_BTHD), all_tokens(k), all_tokens(v), ids)
+    back: Any = _by_shard(order, out, 1)
+    return jax.lax.all_to_all(back, exchange.axes, split_axis=1, concat_axis=2, tiled=True)
+
+
+def exchange_of(name: OperationName) -> str | None:
+    """'attention, all_gather' for what a split length exchanges, by its name; else None."""
+    return f"attention, {name.exchange}" if name.exchange else None
+
+
+def plain_blocks(soft_cap: float | None) -> BlockKernel:
+    return PlainBlocks(soft_cap)
+
+
+def splash_blocks(soft_cap: float | None) -> BlockKernel:
+    return SplashBlocks(soft_cap, interpret=False)

@@ -1,0 +1,184 @@
+"""Splash attention of some queries to some of the keys, with the log of the softmax's denominator, and its gradients.
+
+JAX's kernel returns that logarithm from a forward pass that has no gradient (`save_residuals`), and its public gradient
+knows only the denominator of its own keys. A ring merges several of them, so it calls both halves of the gradient
+itself: `_splash_attention_bwd_dq` and `_splash_attention_bwd_dkv`. They are private; this file alone imports them, and
+tests/compiler/parallel/test_splash_blocks.py fails where another JAX has changed them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+
+from .splash import BLOCKS, LANES, PARTLY, TABLE_BYTES, WHOLE, CausalMask
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Which blocks of the keys each block of queries sees. block: tokens of one. queries_first, keys_first: as the
+    kernels read them. mask: which keys a query sees within a block; None: all. num_used: blocks that are computed, of
+    `num_blocks` of the whole square."""
+
+    block: int
+    queries_first: MaskInfo
+    keys_first: MaskInfo
+    mask: CausalMask | None
+    num_used: int
+    num_blocks: int
+
+
+def block_size(*lengths: int, most: int = BLOCKS[0]) -> int:
+    """Tokens of a block: the most that divide all lengths, in whole rows of registers."""
+    return next(size for size in range(min(*lengths, most), 0, -LANES) if not any(n % size for n in lengths))
+
+
+def whole_tables(num_queries: int, num_keys: int) -> Tables:
+    """Every query sees every key: no tables, and no mask."""
+    block, nothing = block_size(num_queries, num_keys), MaskInfo(None, None, None, None, None)
+    num_blocks = (num_queries // block) * (num_keys // block)
+    return Tables(block, nothing, nothing, None, num_blocks, num_blocks)
+
+
+def unknown_tables(distance: Array, num_queries: int, num_keys: int, window: int | None) -> Tables:
+    """Only the device knows how far the queries are from the keys: every block is computed, and masked."""
+    whole = whole_tables(num_queries, num_keys)
+    masked = _info(None, distance + jnp.arange(num_queries, dtype=jnp.int32))
+    return Tables(whole.block, masked, masked, CausalMask(window), whole.num_used, whole.num_blocks)
+
+
+def block_tables(distance: int, num_queries: int, num_keys: int, window: int | None) -> Tables:
+    """Queries that are `distance` tokens behind the keys."""
+    block = block_size(num_queries, num_keys, *([distance] if distance else []))
+    places = np.arange(distance // block, (distance + num_queries) // block)
+    forward, backward, num_used = tables_of(places[None], num_keys // block, block, window)
+    queries = jnp.asarray(distance + np.arange(num_queries, dtype=np.int32))
+    first, other = (_info([x[0] for x in table], queries) for table in (forward, backward))
+    return Tables(block, first, other, CausalMask(window), num_used, len(places) * (num_keys // block))
+
+
+def shard_tables(chunks: np.ndarray, shard: Array, queries: Array, num_keys: int, window: int | None) -> Tables:
+    """The tables of one shard, of queries that see all keys before them.
+
+    chunks: the chunks of the sequence that each shard's queries are, (shards, chunks of each). queries: the place in
+    the sequence of each of this shard's. Blocks are larger where tables would not fit a TPU's scalar memory.
+    """
+    chunk = queries.shape[0] // chunks.shape[1]
+    sizes = [block_size(chunk, num_keys, most=most) for most in BLOCKS]
+    made = [_tables_of_shards(chunks, chunk, num_keys, size, window) for size in dict.fromkeys(sizes)]
+    block, forward, backward, num_used = next((each for each in made if _fits(*each[1:3])), made[-1])
+    first, other = (_info([jnp.asarray(x)[shard] for x in table], queries) for table in (forward, backward))
+    num_blocks = queries.shape[0] // block * (num_keys // block)
+    return Tables(block, first, other, CausalMask(window), num_used, num_blocks)
+
+
+def _tables_of_shards(
+    chunks: np.ndarray, chunk: int, num_keys: int, block: int, window: int | None
+) -> tuple[int, "Table", "Table", int]:
+    places = (chunks[:, :, None] * (chunk // block) + np.arange(chunk // block)).reshape(len(chunks), -1)
+    return block, *tables_of(places, num_keys // block, block, window)
+
+
+def _fits(*tables: "Table") -> bool:
+    return all(sum(x[0].nbytes for x in table) <= TABLE_BYTES for table in tables)
+
+
+def _info(table: Any, queries: Array) -> MaskInfo:
+    """table: which blocks entries are, and how much of each the mask leaves; None: all blocks, in order."""
+    data, used = (None, None) if table is None else map(jnp.asarray, table)
+    places: Any = queries
+    return MaskInfo(data, None, used, None, places)
+
+
+Table = tuple[np.ndarray, np.ndarray]  # which block an entry is; how much of it the mask leaves
+
+
+def tables_of(places: np.ndarray, num_keys: int, block: int, window: int | None) -> tuple[Table, Table, int]:
+    """(shards, rows of queries) -> tables (shards, 1, rows, entries), and (shards, 1, entries, keys); and how many
+    entries of the shard with most are used. All in blocks. A row of queries that sees nothing has one entry, which the
+    mask hides: the kernel divides by what it has summed."""
+    reach = num_keys if window is None else (window + block - 2) // block
+    lowest = np.minimum(np.maximum(places - reach, 0), num_keys - 1)
+    highest = np.maximum(np.minimum(places, num_keys - 1), lowest)
+    keys = np.arange(num_keys)
+    is_seen = (lowest[..., None] <= keys) & (keys <= highest[..., None])  # (shards, rows, keys)
+    distance = (places[..., None] - keys) * block
+    is_whole = (distance >= block - 1) & (window is None or distance + block <= window)
+    value = np.where(is_seen, np.where(is_whole, WHOLE, PARTLY), 0)
+    forward = _packed(value)
+    backward = tuple(np.swapaxes(x, 1, 2) for x in _packed(np.swapaxes(value, 1, 2)))
+    used = int(is_seen.sum(axis=(1, 2)).max())
+    return _typed(forward), _typed(backward), used
+
+
+def _packed(value: np.ndarray) -> Table:
+    """(shards, rows, columns) -> the columns that each row uses, first; and their values."""
+    width = max(1, int((value > 0).sum(axis=2).max()))
+    columns = np.argsort(value == 0, axis=2, kind="stable")[..., :width]
+    used = np.take_along_axis(value, columns, axis=2)
+    return np.where(used > 0, columns, 0), used
+
+
+def _typed(table: Any) -> Table:
+    data, used = (x[:, None].astype(np.min_scalar_type(-1 - int(x.max()))) for x in table)
+    return data, used
+
+
+def forward_with_lse(
+    tables: Tables, q_HTD: Array, k_KSD: Array, v_KSD: Array, *ids: Array, soft_cap: float | None, interpret: bool
+) -> tuple[Array, Array]:
+    """(attention, lse_HT). It has no gradient."""
+    kernel = splash.SplashAttentionKernel(
+        tables.queries_first, None, None, block_sizes=splash.BlockSizes(tables.block, tables.block, tables.block),
+        is_mqa=False, save_residuals=True, mask_value=splash.DEFAULT_MASK_VALUE, attn_logits_soft_cap=soft_cap,
+        residual_checkpoint_name=None, mask_function=tables.mask, interpret=interpret,
+    )  # fmt: skip
+    result: Any = kernel(q_HTD, k_KSD, v_KSD, *_segment_ids(ids))
+    out, (lse,) = result
+    return out, lse
+
+
+def backward_dq(
+    tables: Tables, q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, *ids: Array,
+    soft_cap: float | None, interpret: bool,
+) -> Array:  # fmt: skip
+    """The part of the queries' gradient that these keys bring. gradient: (lse over all keys, gradient of the output,
+    sum of the output times that)."""
+    (segments,), no_sinks = _segment_ids(ids) or (None,), None
+    lse, d_out, dot = gradient
+    return splash._splash_attention_bwd_dq(
+        q_HTD, k_KSD, v_KSD, segments, no_sinks, lse, d_out, dot, bq=tables.block, bkv=tables.block,
+        mask_info=tables.queries_first, **_options(tables, soft_cap, interpret=interpret),
+    )  # fmt: skip
+
+
+def backward_dkv(
+    tables: Tables, q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, *ids: Array,
+    soft_cap: float | None, interpret: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """The part of the gradients of these keys and values that these queries bring."""
+    (segments,), no_sinks = _segment_ids(ids) or (None,), None
+    lse, d_out, dot = gradient
+    _, dk, dv = splash._splash_attention_bwd_dkv(
+        q_HTD, k_KSD, v_KSD, segments, no_sinks, lse, d_out, dot, bq=tables.block, bkv=tables.block,
+        bkv_compute=tables.block, mask_info=tables.keys_first, use_fused_bwd_kernel=False,
+        **_options(tables, soft_cap, interpret=interpret),
+    )  # fmt: skip
+    return dk, dv
+
+
+def _options(tables: Tables, soft_cap: float | None, *, interpret: bool) -> dict[str, Any]:
+    layout = splash.QKVLayout.HEAD_DIM_MINOR
+    return {
+        "is_mqa": False, "mask_value": splash.DEFAULT_MASK_VALUE, "attn_logits_soft_cap": soft_cap,
+        "q_layout": layout, "k_layout": layout, "v_layout": layout, "mask_function": tables.mask,
+        "interpret": interpret,
+    }  # fmt: skip
+
+
+def _segment_ids(ids: tuple[Array, ...]) -> tuple[Any, ...]:
+    return (splash.SegmentIds(*ids),) if ids else ()

@@ -1,0 +1,76 @@
+"""In which order the tokens of a sequence lie on the devices that split its length.
+
+    8 tokens on 4 devices    contiguous  01 23 45 67      zigzag  07 16 25 34
+
+Under a causal mask the last chunk of a sequence sees all of it and the first one only itself. In zig-zag order device i
+of n has the chunks i and 2n-1-i of 2n, so that all devices have the same work (Zhu et al., ring-flash-attention; Llama
+3, arXiv:2407.21783, section 3.3.2). The host puts the tokens of a batch in this order once; positions, targets and
+segment ids follow, and nothing but attention looks at the order.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshloom.models.numbers import divisors
+
+from ..config.spec import RunSpec, TokenOrderName
+from ..core.errors import Problem
+from ..target.mesh import MeshPlan, nearest
+from .batch_layout import plan_batch_layout
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """num_shards: devices that split the length of a sequence. On one device both orders are that of the sequence."""
+
+    name: TokenOrderName
+    num_shards: int
+
+    @property
+    def chunks_per_shard(self) -> int:
+        return 2 if self.name == "zigzag" and self.num_shards > 1 else 1
+
+    @property
+    def num_chunks(self) -> int:
+        return self.num_shards * self.chunks_per_shard
+
+    def chunks(self) -> np.ndarray:
+        """Returns the chunks of each shard, (shards, chunks_per_shard)."""
+        shards = np.arange(self.num_shards)[:, None]
+        return shards if self.chunks_per_shard == 1 else np.hstack([shards, self.num_chunks - 1 - shards])
+
+    def of_sequence(self, length: int) -> np.ndarray | None:
+        """Returns the place in the sequence of each token, as the shards have them; None where that is its own."""
+        if self.chunks_per_shard == 1:
+            return None
+        return np.arange(length).reshape(self.num_chunks, -1)[self.chunks().reshape(-1)].reshape(-1)
+
+    def of_shard(self, length: int, shard: jax.Array) -> jax.Array:
+        """Returns the place in the sequence of each token of a shard. length: of the shard's part."""
+        chunk = length // self.chunks_per_shard
+        return (jnp.asarray(self.chunks(), jnp.int32)[shard][:, None] * chunk + jnp.arange(chunk)).reshape(-1)
+
+
+def plan_token_order(spec: RunSpec, mesh: MeshPlan) -> TokenOrder:
+    """Returns the order in which the declaration lays out tokens on this mesh."""
+    return TokenOrder(spec.token_order, mesh.num_shards(plan_batch_layout(spec.sharding, mesh).length_axes))
+
+
+def token_order_problems(spec: RunSpec, mesh: MeshPlan) -> list[Problem]:
+    """Returns what is wrong with a length that is split evenly, but not into the chunks of zig-zag order."""
+    order, length = plan_token_order(spec, mesh), spec.sequence_length
+    if length % order.num_shards or length % order.num_chunks == 0:
+        return []
+    axes = plan_batch_layout(spec.sharding, mesh).length_axes
+    over = " x ".join(f"{axis}={mesh.sizes[axis]}" for axis in axes)
+    below, above = (length // order.num_chunks + more for more in (0, 1))
+    sizes = " or ".join(str(n * order.num_chunks) for n in (below, above) if n)
+    what = f"{length} tokens cannot be cut in zig-zag order over {over}: they are not divisible by {order.num_chunks}, "
+    what += "2 chunks for each shard"
+    fix = f"use sequence_length={sizes}, or token_order=contiguous"
+    if len(axes) == 1 and length % 2 == 0:
+        fix += f", or mesh.{axes[0]}={nearest(order.num_shards, divisors(length // 2))}"
+    return [Problem("sequence_length", what, fix)]

@@ -1,0 +1,112 @@
+"""How attention over a split length is chosen: prices, refusals, errors, and what is told of it."""
+
+import json
+from collections import Counter
+from itertools import product
+
+import numpy as np
+import pytest
+
+from conftest import plan_of
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.parallel.context import balance
+from meshloom.compiler.report.explain import plan_as_json
+from meshloom.compiler.sharding.token_order import TokenOrder
+
+CONTEXT = ("sharding=fsdp_context", "mesh.context=4", "sequence_length=32")
+FEW_KV_HEADS = ("model.num_heads=16", "model.num_kv_heads=2")
+
+
+def problem_of(*overrides):
+    with pytest.raises(ConfigError) as raised:
+        plan_of(*overrides)
+    (problem,) = raised.value.problems
+    return problem
+
+
+def test_the_balance_is_that_of_keys_counted_one_by_one():
+    length, n = 64, 4
+    for order, window in product((TokenOrder("zigzag", n), TokenOrder("contiguous", n)), (None, 9)):
+        places = order.of_sequence(length)
+        places = (np.arange(length) if places is None else places).reshape(n, -1)
+        work = [sum(sum(t - (window or length) < s <= t for s in range(length)) for t in own) for own in places]
+        assert balance(order, length, window) == pytest.approx(max(work) / np.mean(work))
+
+
+def test_the_order_and_its_balance_are_told():
+    (told,) = {each.how for each in plan_of(*CONTEXT).operations_of("context")}
+    assert "in a ring over context, zigzag order, all devices have the same work" in told
+    (told,) = {each.how for each in plan_of(*CONTEXT, "token_order=contiguous").operations_of("context")}
+    assert "contiguous order, the busiest device has 1.73 times the mean" in told
+
+
+def test_without_a_split_length_there_is_nothing_to_choose():
+    (each,) = plan_of().operations_of("context")
+    assert each.chosen.is_trivial
+    assert problem_of("parallel.context=ring").what.endswith(
+        "no mesh axis splits the length of sequences (sharding=fsdp_context with mesh.context=2 does)"
+    )
+
+
+def test_an_axis_that_no_rule_uses_names_the_sharding_that_does():
+    problem = problem_of("sharding=fsdp", "mesh.context=2")
+    assert problem.where == "mesh.context"
+    assert problem.fix == "set mesh.context=1, or choose sharding=fsdp_context"
+
+
+@pytest.mark.parametrize("axis", ["stage", "expert"])
+def test_an_axis_without_a_parallelism_is_not_implemented(axis):
+    assert "is not implemented" in problem_of(f"mesh.{axis}=2").what
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (("model.num_heads=6", "model.num_kv_heads=2"), "4 shards of the length do not divide the 6 heads of a device"),
+        (("model.num_heads=12", "model.num_kv_heads=6"), "6 kv_heads of a device can be neither split nor repeated"),
+    ],
+)
+def test_too_few_heads_for_ulysses_is_an_error_that_names_the_ring(overrides, why):
+    problem = problem_of(*CONTEXT, "parallel.context=ulysses", *overrides)
+    assert problem.where == "parallel.context"
+    assert why in problem.what
+    assert "parallel.context=ring needs n" in problem.what
+    assert plan_of(*CONTEXT, *overrides).operation("context").chosen.name == "ring"
+
+
+def test_kv_heads_are_repeated_where_there_are_fewer_than_shards():
+    assert plan_of(*CONTEXT, "parallel.context=ulysses", *FEW_KV_HEADS).operation("context").chosen.name == "ulysses"
+
+
+def test_splash_is_refused_for_chunks_that_it_cannot_cut():
+    splash = (
+        "target=v5p-8",
+        "sharding=fsdp_context",
+        "mesh.context=2",
+        "precision=bfloat16",
+        "parallel.attention=splash",
+    )
+    problem = problem_of(*splash, "sequence_length=256")
+    assert "chunks of 64 tokens are not a multiple of 128: sequence_length has to be a multiple of 512" in problem.what
+    assert plan_of(*splash, "sequence_length=512").operation("attention").chosen.name == "splash"
+
+
+def test_collectives_are_those_that_the_step_has():
+    """Those of one call of each strategy, in each of 3 layers, forward and backward."""
+    for name in ("ring", "all_gather", "ulysses"):
+        plan = plan_of(*CONTEXT, f"parallel.context={name}", "precision=bfloat16")
+        promised, found = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+        for each in plan.operation("context").chosen.collectives:
+            promised[each.kind, each.bytes_each] += 3 * each.count
+        for one in estimate_step(plan).communication:
+            if one.source == f"attention, {name}":
+                found[one.kind, one.bytes_each] += one.count
+        assert found == promised, name
+
+
+def test_the_plan_tells_tools_what_was_chosen():
+    (told,) = [each for each in plan_as_json(plan_of(*CONTEXT))["operations"] if each["operation"] == "context"]
+    assert told["strategy"] == "ring"
+    assert {each["kind"] for each in told["collectives"]} == {"collective-permute"}
+    json.dumps(told)

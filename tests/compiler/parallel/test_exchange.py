@@ -1,0 +1,208 @@
+"""Attention over a split length against float64 NumPy: each exchange, its gradients, and what it computes and holds."""
+
+import re
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from meshloom.compiler.parallel.blocks import PlainBlocks, SplashBlocks
+from meshloom.compiler.parallel.exchange import Exchange, attend_over_length
+from meshloom.compiler.sharding.token_order import TokenOrder
+from meshloom.models.attention import attend
+from support.helpers import tiered
+
+SCALE = 0.4
+# exchange, order, shards, window, soft cap, documents
+CASES = {
+    "ring": ("ring", "zigzag", 4, None, None, False),
+    "ring, documents, soft cap": ("ring", "zigzag", 2, None, 2.0, True),
+    "ring, a window of less than a chunk": ("ring", "zigzag", 4, 3, None, False),
+    "ring, a window of some chunks, documents, soft cap": ("ring", "zigzag", 4, 13, 2.0, True),
+    "ring, a window of most chunks, documents": ("ring", "zigzag", 2, 27, None, True),
+    "ring, a window of one token": ("ring", "zigzag", 2, 1, None, False),
+    "ring, contiguous": ("ring", "contiguous", 4, None, None, True),
+    "ring, contiguous, a window": ("ring", "contiguous", 2, 9, None, False),
+    "ring, 8 shards": ("ring", "zigzag", 8, None, None, True),
+    "all_gather": ("all_gather", "zigzag", 4, None, None, False),
+    "all_gather, all of them": ("all_gather", "zigzag", 2, 7, 2.0, True),
+    "all_gather, contiguous, documents": ("all_gather", "contiguous", 4, None, None, True),
+    "ulysses": ("ulysses", "zigzag", 2, None, None, False),
+    "ulysses, kv_heads repeated, all of them": ("ulysses", "zigzag", 4, 7, 2.0, True),
+    "ulysses, contiguous": ("ulysses", "contiguous", 2, None, 2.0, True),
+}
+PLAIN = ("ring, documents, soft cap", "ring, a window of some chunks, documents, soft cap", "all_gather, all of them",
+         "ulysses, kv_heads repeated, all of them")  # fmt: skip
+
+
+def inputs(length, head_dim=8, heads=4, kv_heads=2):
+    draw = np.random.default_rng(0).normal
+    shapes = [(2, length, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    return [draw(size=shape).astype(np.float32) for shape in shapes]
+
+
+def documents(length):
+    """Two sequences of documents that chunks cut; the second ends in padding."""
+    ids = np.ones((2, length), np.int32)
+    ids[0, length // 5 :], ids[0, length // 2 + 1 :] = 2, 3
+    ids[1, length // 3 :], ids[1, length - 3 :] = 2, 0
+    return ids
+
+
+def reference(q, k, v, d_out, ids, *, window, soft_cap):
+    """[output, gradients of q, k, v], from the formulas, in float64."""
+    q, k, v, d_out = (x.astype(np.float64) for x in (q, k, v, d_out))
+    num_groups, length = q.shape[2] // k.shape[2], q.shape[1]
+    k_each, v_each = (np.repeat(x, num_groups, axis=2) for x in (k, v))
+    scores = SCALE * np.einsum("bthd,bshd->bhts", q, k_each)
+    slope = 1.0
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+        slope = 1 - (scores / soft_cap) ** 2
+    distance = np.arange(length)[:, None] - np.arange(length)
+    is_seen = np.broadcast_to((distance >= 0) & (distance < (window or length)), (2, length, length))
+    if ids is not None:
+        is_seen = is_seen & (ids[:, :, None] == ids[:, None, :])
+    weights = np.where(is_seen[:, None], np.exp(scores), 0)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    d_weights = np.einsum("bthd,bshd->bhts", d_out, v_each)
+    d_scores = SCALE * slope * weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True))
+    of_kv_head = lambda x: x.reshape(*x.shape[:2], -1, num_groups, x.shape[3]).sum(axis=3)  # noqa: E731
+    return [
+        np.einsum("bhts,bshd->bthd", weights, v_each),
+        np.einsum("bhts,bshd->bthd", d_scores, k_each),
+        of_kv_head(np.einsum("bhts,bthd->bshd", d_scores, q)),
+        of_kv_head(np.einsum("bhts,bthd->bshd", weights, d_out)),
+    ]
+
+
+def split(name, order, num_shards, block_kernel, window, soft_cap):
+    """(q, k, v, ids) in the shards' order -> output, in the same."""
+    mesh = jax.make_mesh((num_shards,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_shards])
+    exchange = Exchange(name, ("context",), TokenOrder(order, num_shards))
+    run = partial(attend_over_length, exchange, block_kernel, attend, scale=SCALE, window=window, soft_cap=soft_cap)
+    by_length = P(None, "context")
+    return jax.shard_map(run, mesh=mesh, in_specs=by_length, out_specs=by_length, check_vma=False)
+
+
+def outputs(case, block_kernel, arrays, ids):
+    """[output, gradients], in the order of the sequence."""
+    name, order, num_shards, window, soft_cap = case[:5]
+    run = split(name, order, num_shards, block_kernel, window, soft_cap)
+    length = arrays[0].shape[1]
+    places = TokenOrder(order, num_shards).of_sequence(length)
+    places = np.arange(length) if places is None else places
+    q, k, v, d_out = (jnp.asarray(x[:, places]) for x in arrays)
+    ids = None if ids is None else jnp.asarray(ids[:, places])
+
+    @jax.jit
+    def both(q, k, v, d_out):
+        out, pull_back = jax.vjp(lambda q, k, v: run(q, k, v, ids), q, k, v)
+        dq, dk, dv = pull_back(d_out)
+        return out, dq, dk, dv
+
+    return [np.asarray(x)[:, np.argsort(places)] for x in both(q, k, v, d_out)]
+
+
+def compare(case, block_kernel, arrays, ids):
+    window, soft_cap = case[3:5]
+    q, k, v, d_out = arrays
+    expected = reference(q, k, v, d_out, ids, window=window, soft_cap=soft_cap)
+    for what, ours, exact in zip(
+        ("output", "dq", "dk", "dv"), outputs(case, block_kernel, arrays, ids), expected, strict=True
+    ):
+        np.testing.assert_allclose(ours, exact, atol=4e-6 * max(1, np.abs(exact).max()), err_msg=what)
+
+
+@pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN))
+def test_each_exchange_computes_attention_and_its_gradients(name):
+    case = CASES[name]
+    compare(case, PlainBlocks, inputs(32), documents(32) if case[-1] else None)
+
+
+@pytest.mark.ci  # the kernels' operations one by one
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("ring", "zigzag", 2, None, None, True),
+        ("ring", "zigzag", 2, 300, 2.0, False),
+        ("ring", "zigzag", 2, 1000, None, False),  # known to the device alone how far keys are
+        ("all_gather", "zigzag", 2, None, 2.0, True),
+        ("all_gather", "zigzag", 2, 300, None, False),
+    ],
+    ids=str,
+)
+def test_so_it_does_with_splash_for_each_block(case):
+    length = 1024 if case[3] else 512
+    ids = documents(length) if case[-1] else None
+    compare(case, partial(SplashBlocks, interpret=True), inputs(length, 128, 2, 1), ids)
+
+
+def _compiled(name, order, num_shards, length, window=None) -> Any:
+    """The forward pass. With heads of 128, nearly all of its arithmetic is in matmuls."""
+    run = split(name, order, num_shards, PlainBlocks, window, None)
+    operand = jax.ShapeDtypeStruct((1, length, 2, 128), jnp.float32)
+    return jax.jit(lambda q, k, v: run(q, k, v, None)).lower(operand, operand, operand).compile()
+
+
+@pytest.mark.parametrize(
+    ("order", "num_shards", "window", "share"),
+    [
+        # A device's queries are two chunks of 2n. Own step: 2 causal blocks and 1 whole, which plain operations compute
+        # as 3 whole ones; then 2 for each of n - 1 others: 2n + 1 of the 4n blocks with all keys.
+        ("zigzag", 4, None, 9 / 16),
+        pytest.param("zigzag", 8, None, 17 / 32, marks=pytest.mark.ci),
+        ("zigzag", 4, 128, 4 / 16),  # a window of one chunk reaches into the one before: 2 chunks for each of both
+        pytest.param("contiguous", 4, None, 1.0, marks=pytest.mark.ci),  # the last device computes all of them
+    ],
+)
+def test_blocks_that_are_masked_are_not_computed(order, num_shards, window, share):
+    length = 1024
+    flops = _compiled("ring", order, num_shards, length, window).cost_analysis()["flops"]
+    assert flops / (4 * 2 * 128 * length * length / num_shards) == pytest.approx(share, rel=0.05)
+
+
+@pytest.mark.ci
+def test_a_ring_holds_less_than_a_gather_and_computes_less_than_one_by_plain_operations():
+    ring, gather = (_compiled(name, "zigzag", 4, 4096) for name in ("ring", "all_gather"))
+    temporary = [program.memory_analysis().temp_size_in_bytes for program in (ring, gather)]
+    assert temporary[0] < temporary[1] / 2
+    flops = [program.cost_analysis()["flops"] for program in (ring, gather)]
+    assert flops[0] == pytest.approx(9 / 16 * flops[1], rel=0.05)
+
+
+def _written(lowered):
+    kinds = re.findall(
+        r"stablehlo\.(all_gather|reduce_scatter|all_to_all|collective_permute|all_reduce)", lowered.as_text()
+    )
+    return Counter(kinds)
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "forward", "both"),
+    [
+        # n - 1 steps of 4 arrays: two chunks of keys, two of values. Backward again, and float32 gradients beside them.
+        ("ring", None, {"collective_permute": 12}, {"collective_permute": 36}),
+        # Of a conveyor of one step there is nothing at the far end: 4 arrays one way, their gradients the other.
+        ("ring", 5, {"collective_permute": 4}, {"collective_permute": 12}),
+        ("all_gather", None, {"all_gather": 2}, {"all_gather": 4, "reduce_scatter": 2}),
+        ("ulysses", None, {"all_to_all": 4}, {"all_to_all": 8}),
+    ],
+)
+def test_collectives_by_kind_and_count(name, window, forward, both):
+    run = split(name, "zigzag", 4, PlainBlocks, window, None)
+    operand = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
+    one_pass = lambda q, k, v: run(q, k, v, None)  # noqa: E731
+    assert _written(jax.jit(one_pass).lower(operand, operand, operand)) == forward
+
+    def both_passes(q, k, v):
+        out, pull_back = jax.vjp(one_pass, q, k, v)
+        return pull_back(out)
+
+    assert _written(jax.jit(both_passes).lower(operand, operand, operand)) == both
