@@ -471,3 +471,13 @@ def test_an_attention_kernel_takes_the_time_of_its_matmuls_over_half_of_the_squa
     flops = 2 * matmuls * 4 * 256 * 256 * 128 / 2 * int(batch.rstrip(",") or 1)
     assert (found.kind, found.priced_by) == ("attention", "flops")
     assert found.seconds == pytest.approx(flops / (0.6 * 1e3))
+
+
+def test_an_attention_kernel_that_names_its_blocks_takes_the_time_of_those():
+    """Queries of 256 tokens and keys of 512, of whose 8 blocks 3 are seen."""
+    q, k = "bf16[4,256,128]", "bf16[4,512,128]"
+    lines = [f"  %q = {q} parameter(0)", f"  %k = {k} parameter(1)",
+             f'  ROOT %splash_mha_fwd.1 = {q} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call", '
+             'metadata={op_name="jit(step)/attend/blocks=3_of_8/pallas_call"}']  # fmt: skip
+    (found,) = computed(read_steps(parse_module(module(*lines)), TPU)).values()
+    assert found.seconds == pytest.approx(2 * 2 * 4 * 256 * 512 * 128 * 3 / 8 / (0.6 * 1e3))
