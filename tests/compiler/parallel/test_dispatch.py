@@ -1,0 +1,178 @@
+"""Exchanges of tokens with devices that have their experts: each against every expert on every token, in float64."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from meshloom.compiler.parallel import dispatch
+from meshloom.compiler.parallel.dispatch import Experts, sort_by_expert, take_rows
+from support.experts import dense_experts, emulated_ragged_all_to_all
+from support.helpers import tiered
+
+N, E, M, X, K, DEVICES = 16, 8, 4, 8, 2, 4  # tokens of each device; the rest as in dispatch.py
+EXPERTS = Experts(X, ("expert",), DEVICES)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([(1, 1, 3), (9, 2, 4), (6, 3, 5)]), st.integers(0, 9999))
+def test_sorting_is_undone_and_sends_each_choice_to_its_expert_once(sizes, seed):
+    num_tokens, num_chosen, num_experts = sizes
+    chance = np.random.default_rng(seed)
+    ids = np.stack([chance.permutation(num_experts)[:num_chosen] for _ in range(num_tokens)])
+    order, inverse, counts = (np.asarray(a) for a in sort_by_expert(jnp.asarray(ids), num_experts))
+    assert sorted(order) == list(range(ids.size))
+    assert np.array_equal(order[inverse], np.arange(ids.size))
+    sorted_ids = ids.reshape(-1)[order]
+    assert np.array_equal(sorted_ids, np.repeat(np.arange(num_experts), counts))
+    x = chance.normal(size=(num_tokens, 3)).astype(np.float32)
+    rows = take_rows(jnp.asarray(x), jnp.asarray(order), jnp.asarray(inverse), num_chosen)
+    back = np.asarray(rows)[inverse].reshape(num_tokens, num_chosen, 3)
+    assert np.array_equal(back, np.repeat(x[:, None], num_chosen, axis=1))
+
+
+def _inputs(*, skewed: bool, seed: int = 0):
+    """Tokens of all devices, their choices, the experts. skewed: many tokens choose the experts of device 0."""
+    chance = np.random.default_rng(seed)
+    x = chance.normal(size=(DEVICES * N, E))
+    weights = chance.uniform(0.1, 1, (DEVICES * N, K))
+    scores = chance.uniform(size=(DEVICES * N, X)) + (np.array([0.6, 0.3] + [0] * 6) if skewed else 0)
+    ids = np.argsort(-scores, axis=1)[:, :K].astype(np.int32)
+    matrices = [chance.normal(0, 0.5, shape) for shape in ((X, E, M), (X, E, M), (X, M, E))]
+    return [a.astype(np.float32) if a.dtype == np.float64 else a for a in (x, weights, ids, *matrices)]
+
+
+def _run(how, inputs, **options):
+    """(y, choices dropped of each device, gradients of sum(y * cos) by everything but ids)."""
+    auto = (AxisType.Auto,)
+    devices = jax.make_mesh((DEVICES,), ("expert",), auto, devices=jax.devices()[:DEVICES])
+
+    def local(x, weights, ids, gate, up, down):
+        def run(rows, sizes):
+            if rows.ndim == 3:
+                hidden = jax.nn.silu(jnp.einsum("lce,lem->lcm", rows, gate)) * jnp.einsum("lce,lem->lcm", rows, up)
+                return jnp.einsum("lcm,lme->lce", hidden, down)
+            hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
+            return jax.lax.ragged_dot(hidden, down, sizes)
+
+        y, dropped = how(x, weights, ids, run, experts=EXPERTS, **options)
+        return y, dropped[None]
+
+    spec = P("expert")
+    mapped = jax.shard_map(local, mesh=devices, in_specs=(spec,) * 6, out_specs=(spec, spec), check_vma=False)
+
+    def total(floats, ids):
+        y, dropped = mapped(floats[0], floats[1], ids, *floats[2:])
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), (y, dropped)
+
+    x, weights, ids, *matrices = inputs
+    (_, (y, dropped)), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))((x, weights, *matrices), ids)
+    return np.asarray(y), np.asarray(dropped), gradients
+
+
+def _reference_gradients(inputs):
+    x, weights, ids, *matrices = inputs
+
+    def total(floats):
+        x, weights, gate, up, down = floats
+        of_expert = jnp.zeros((len(x), X)).at[jnp.arange(len(x))[:, None], ids].add(weights)
+        hidden = jax.nn.silu(jnp.einsum("ne,xem->nxm", x, gate)) * jnp.einsum("ne,xem->nxm", x, up)
+        y = jnp.einsum("nxm,xme,nx->ne", hidden, down, of_expert)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape)))
+
+    return jax.grad(total)((x, weights, *matrices))
+
+
+DROPLESS = {
+    "padded": (dispatch.dispatch_padded, {"rows": N * K}),
+    "gathered": (dispatch.dispatch_gathered, {"rows": DEVICES * N * K}),
+    "ragged": (dispatch.dispatch_ragged, {"rows": DEVICES * N * K, "is_dropless": True}),
+    "capacity": (dispatch.dispatch_capacity, {"rows": N}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _ragged_on_cpus(monkeypatch):
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
+    # What is undefined must not matter: it is no number.
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+
+
+@pytest.mark.parametrize("name", tiered(DROPLESS, plain=["gathered"]))
+def test_with_room_for_any_imbalance_nothing_is_dropped_and_every_gradient_is_right(name):
+    inputs = _inputs(skewed=True)
+    how, options = DROPLESS[name]
+    y, dropped, gradients = _run(how, inputs, **options)
+    np.testing.assert_allclose(y, dense_experts(*inputs), atol=2e-6)
+    assert dropped.sum() == 0
+    for ours, expected in zip(gradients, _reference_gradients(inputs), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=4e-6 * np.abs(expected).max())
+
+
+def _dropped_by_hand(name, ids, rows):
+    """True for choices (N, K) that do not fit, from the description of each exchange alone."""
+    device, owner = np.arange(len(ids)) // N, ids // (X // DEVICES)
+    dropped, used = np.zeros(ids.shape, bool), {}
+    order = [(t, k) for t in range(len(ids)) for k in range(K)]
+    if name == "capacity":
+        order.sort(key=lambda at: (device[at[0]], at[1], at[0]))
+    else:
+        order.sort(key=lambda at: (ids[at], device[at[0]], *at))  # sorted by expert, then by source
+    for t, k in order:
+        to = {"padded": (device[t], owner[t, k]), "capacity": (device[t], ids[t, k])}.get(name, (owner[t, k],))
+        used[to] = used.get(to, 0) + 1
+        dropped[t, k] = used[to] > rows
+    return dropped
+
+
+ROWS = {"padded": 10, "gathered": 40, "ragged": 40, "capacity": 5}
+
+
+@pytest.mark.parametrize("name", tiered(ROWS, plain=["ragged"]))
+def test_what_does_not_fit_is_dropped_counted_and_has_no_gradient(name):
+    rows = ROWS[name]
+    inputs = _inputs(skewed=True)
+    cleared = _dropped_by_hand(name, inputs[2], rows)
+    assert 0 < cleared.sum() < cleared.size / 2
+    options = {"rows": rows} | ({"is_dropless": False} if name == "ragged" else {})
+    y, dropped, gradients = _run(DROPLESS[name][0], inputs, **options)
+    np.testing.assert_allclose(y, dense_experts(*inputs, cleared_NK=cleared), atol=2e-6)
+    assert dropped.sum() == cleared.sum()
+    kept = [inputs[0], np.where(cleared, 0, inputs[1]), *inputs[2:]]
+    expected = list(_reference_gradients(kept))
+    expected[1] = np.where(cleared, 0, expected[1])
+    for ours, reference in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(ours, reference, atol=4e-6 * np.abs(reference).max())
+
+
+@pytest.mark.ci
+def test_padded_drops_by_pair_and_the_others_by_device():
+    """An even load of each device that is uneven between pairs: a buffer for the device's total is enough."""
+    inputs = _inputs(skewed=False)
+    inputs[2] = np.stack([np.arange(DEVICES * N) // N * 2, np.arange(DEVICES * N) // N * 2 + 1], 1).astype(np.int32)
+    rows = N * K  # each device's tokens choose its own experts
+    some = {"padded": {"rows": rows // DEVICES}, "gathered": {"rows": rows}}
+    some["ragged"] = {"rows": rows, "is_dropless": False}
+    counts = {name: _run(DROPLESS[name][0], inputs, **options)[1].sum() for name, options in some.items()}
+    assert counts == {"padded": DEVICES * (rows - rows // DEVICES), "gathered": 0, "ragged": 0}
+
+
+def test_one_device_sorts_and_sends_nothing():
+    inputs = _inputs(skewed=True)
+    x, weights, ids, gate, up, down = map(jnp.asarray, inputs)
+
+    def run(rows, sizes):
+        hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
+        return jax.lax.ragged_dot(hidden, down, sizes)
+
+    local: Any = partial(dispatch.dispatch_local, experts=Experts(X, (), 1))
+    np.testing.assert_allclose(local(x, weights, ids, run)[0], dense_experts(*inputs), atol=2e-6)
+    primitives = str(jax.make_jaxpr(lambda *a: local(*a, run))(x, weights, ids))
+    assert not any(name in primitives for name in ("all_to_all", "all_gather", "psum", "ppermute"))
