@@ -16,7 +16,7 @@ from .core.partition_spec import Axes, axes_of
 from .core.trees import leaves_by_path, like, pick
 from .jaxpr.flops import ModelFlops
 from .parallel.operation import OpPlan
-from .sharding.arrays import Array
+from .sharding.arrays import EXPERTS, Array
 from .sharding.batch import batch_arrays
 from .sharding.gradients import accumulated_layouts
 from .sharding.rules import ArrayPlan, DimensionPlan
@@ -96,10 +96,20 @@ class Plan:
         return sum(math.prod(plan.array.shape) for plan in self.sharding.parameters)
 
     @property
+    def num_active_parameters(self) -> int:
+        """Those that one token meets: of a dimension `experts` as many entries as it has experts."""
+        return sum(_num_active(plan.array, self.model.num_active_experts) for plan in self.sharding.parameters)
+
+    @property
     def warnings(self) -> tuple[Problem, ...]:
         """What runs as it is declared, and may not be meant."""
         spec = self.spec
         return (*self.sharding.warnings, *spec.schedule.warnings(spec.optimizer.learning_rate, spec.num_steps))
+
+
+def _num_active(array: Array, num_experts: int | None) -> int:
+    sizes = zip(array.logical_axes, array.shape, strict=True)
+    return math.prod(num_experts if name == EXPERTS and num_experts else size for name, size in sizes)
 
 
 def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract: State, specs: State) -> MemoryPlan:
@@ -131,7 +141,8 @@ def _prefetched_bytes(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan) -> 
     """Of the largest stack, as one runs after the other; what no batch axis splits is not gathered."""
     sizes = dict[str, int]()
     for plan in sharding.parameters:
-        is_gathered = any(axis in sharding.batch_axes for d in plan.dimensions for axis in d.axes)
+        gathered = [axis for d in plan.dimensions if d.logical != EXPERTS for axis in d.axes]
+        is_gathered = any(axis in sharding.batch_axes for axis in gathered)
         if plan.dimensions[0].logical == "layers" and is_gathered:
             stack, num_layers = plan.array.path.split("/")[0], plan.array.shape[0]
             ahead = min(spec.overlap.layers.prefetch, num_layers)

@@ -18,10 +18,11 @@ from .contract import (
     is_logical_axes,
     split_aux,
 )
-from .decoder import DecoderConfig
+from .decoder import DecoderBase, DecoderConfig
 from .linear_stack import LinearStackConfig
+from .moe import MoeConfig
 
-AnyModelConfig = Annotated[DecoderConfig | LinearStackConfig, Field(discriminator="family")]
+AnyModelConfig = Annotated[DecoderConfig | LinearStackConfig | MoeConfig, Field(discriminator="family")]
 
 # The axes that rules may name for any model, whether or not the model at hand has them (docs/sharding.md).
 LOGICAL_AXES = (
@@ -31,6 +32,7 @@ LOGICAL_AXES = (
 
 
 __all__ = [
-    "IGNORED_TARGET", "LOGICAL_AXES", "AnyModelConfig", "Aux", "Context", "DecoderConfig", "LinearStackConfig",
-    "LogicalAxes", "Model", "ModelConfig", "Params", "Piece", "Stack", "build_piece", "is_logical_axes", "split_aux",
+    "IGNORED_TARGET", "LOGICAL_AXES", "AnyModelConfig", "Aux", "Context", "DecoderBase", "DecoderConfig",
+    "LinearStackConfig", "LogicalAxes", "Model", "ModelConfig", "MoeConfig", "Params", "Piece", "Stack", "build_piece",
+    "is_logical_axes", "split_aux",
 ]  # fmt: skip

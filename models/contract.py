@@ -8,6 +8,7 @@ owns the loop over layers, so a model never says how its layers are run.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import flax
@@ -18,6 +19,7 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from .attention import attend
+from .experts import apply_experts
 
 # Logical axes are resolved by compiler/sharding/sharding.py; NNX must not look for a mesh when a Param is made.
 flax.config.update("flax_always_shard_variable", False)
@@ -64,6 +66,7 @@ class Context:
         by the strategy that the plan chose for the operation of this kind and name (compiler/parallel). The methods
         below call it; a model calls it itself for an operation of its own.
     dropout_keys_B: a key for each sequence, of this piece alone. None: nothing is dropped.
+    over_batch: the sum of an array over all devices that have tokens of this microbatch. It has no gradient.
     """
 
     positions_BT: Array
@@ -71,6 +74,7 @@ class Context:
     operation: Callable[..., Array] = plain_operation
     segment_ids_BT: Array | None = None
     dropout_keys_B: Array | None = None
+    over_batch: Callable[[Array], Array] = jax.lax.stop_gradient
 
     def attend(
         self, q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None,
@@ -89,6 +93,24 @@ class Context:
         """Returns `x` times a weight, as `matmul` above. name: of the activation that it makes. Where a mesh axis
         splits what is contracted, partial results may be summed around a ring while they are made."""
         return self.operation("matmul", name, matmul, x, weight, subscripts=subscripts)
+
+    def apply_experts(
+        self, name: str, x_BTE: Array, weights_BTK: Array, ids_BTK: Array, gate_XEM: Array, up_XEM: Array,
+        down_XME: Array, *, activation: str,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """Returns what each token's experts make of it, and how many choices were dropped, as
+        `models.experts.apply_experts`. The weights have the logical axes ("experts", "embed", "mlp"), down ("experts",
+        "mlp", "embed"). Experts may be on other devices: tokens are sent to them."""
+        operands = (x_BTE, weights_BTK, ids_BTK, gate_XEM, up_XEM, down_XME)
+        y: Any = self.operation("experts", name, apply_experts, *operands, activation=activation)
+        return y
+
+    def jitter(self, x: Array, amount: float, *, site: int) -> Array:
+        """`x` (batch, ...), each entry times a random number from 1 - amount to 1 + amount, by the keys of dropout."""
+        if self.dropout_keys_B is None or amount == 0:
+            return x
+        draw = partial(jax.random.uniform, shape=x.shape[1:], minval=1 - amount, maxval=1 + amount)
+        return x * jax.vmap(lambda key: draw(jax.random.fold_in(key, site)))(self.dropout_keys_B).astype(x.dtype)
 
     def dropout(self, x: Array, rate: float, *, site: int) -> Array:
         """`x` (batch, ...) with a share `rate` of it set to zero, and the rest scaled up. site: tells the calls within
@@ -155,6 +177,7 @@ class Model:
 
     tied: parameters of the head that are those of the embedding, by name: {"table_VE": "table_VE"}. max_length: the
     longest sequence that the model can read, in tokens; None: any. A longer sequence_length is refused.
+    num_active_experts: of each dimension `experts`, the entries that one token meets; None: all.
     """
 
     embed: Piece
@@ -162,6 +185,7 @@ class Model:
     head: Piece
     tied: Mapping[str, str] = field(default_factory=dict)
     max_length: int | None = None
+    num_active_experts: int | None = None
 
     def abstract(self) -> Params:
         """Parameters as `jax.ShapeDtypeStruct`: nothing is allocated."""

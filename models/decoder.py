@@ -4,9 +4,8 @@ Shapes end in their dimensions:
 B batch, T length, E embed, H heads, K kv_heads, D head_dim, M mlp, V vocab, P positions.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -14,30 +13,26 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from .config import ModelConfig
-from .contract import Context, Model, Stack, build_piece
+from .contract import Context, Model, Stack, build_piece, split_aux
+from .experts import ACTIVATIONS
 from .numbers import divisors
 from .parts import Norm, NormKind, RopeScaling, bias, matrix, rotate
-
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
 
 RESIDUAL = ("batch", "sequence_parallel_length", "embed")  # the residual stream and its norms: each token for itself
 WHOLE = ("batch", "length", "embed")  # what matmuls read of it
 WITHIN_MLP = ("batch", "length", "mlp")
 
 
-class DecoderConfig(ModelConfig):
-    family: Literal["decoder"]
+class DecoderBase(ModelConfig):
+    """What all decoders have: those with one MLP in a layer, and those with experts (moe.py)."""
+
+    family: Literal["decoder", "moe"]
     embed_dim: PositiveInt
     num_layers: PositiveInt
     num_heads: PositiveInt
     num_kv_heads: PositiveInt  # heads that share one key and value: num_heads / num_kv_heads
     head_dim: PositiveInt
-    mlp_dim: PositiveInt
+    mlp_dim: PositiveInt  # of the MLP in a layer, or of each expert
     mlp: Literal["gated", "plain"]  # gated: (f(x gate) * (x up)) down; plain: f(x up) down
     mlp_activation: Literal["silu", "gelu", "gelu_tanh", "relu"]
     positions: Literal["rope", "learned"]
@@ -58,18 +53,15 @@ class DecoderConfig(ModelConfig):
     dropout_rate: Annotated[float, Field(ge=0, lt=1)]  # of the embeddings and of what is added to the residual stream
     initializer_stddev: PositiveFloat  # of every matrix; the two that write to the residual stream: / sqrt(2 layers)
 
-    def build(self) -> Model:
-        return build_decoder(self)
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             what = f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            raise _problem("num_kv_heads", what, f"use one of {', '.join(map(str, divisors(self.num_heads)))}")
+            raise problem("num_kv_heads", what, f"use one of {', '.join(map(str, divisors(self.num_heads)))}")
         if self.num_layers % len(self.attention_windows):
             windows = len(self.attention_windows)
             what = f"num_layers={self.num_layers} is not a multiple of the {windows} attention_windows"
-            raise _problem("num_layers", what, f"use a multiple of {windows}")
+            raise problem("num_layers", what, f"use a multiple of {windows}")
         return self._check_positions()
 
     def _check_positions(self) -> Self:
@@ -78,14 +70,21 @@ class DecoderConfig(ModelConfig):
         used, unused = (rope, learned) if self.positions == "rope" else (learned, rope)
         first = next(iter(used))
         if used[first] is None:
-            raise _problem(first, f"positions={self.positions} needs it", f"set model.{first}=...")
+            raise problem(first, f"positions={self.positions} needs it", f"set model.{first}=...")
         for key, value in unused.items():
             if value is not None:
-                raise _problem(key, f"positions={self.positions} does not use it", f"set model.{key}=null")
+                raise problem(key, f"positions={self.positions} does not use it", f"set model.{key}=null")
         if self.positions == "rope" and self.head_dim % 2:
             what = f"head_dim={self.head_dim} is odd, and rotary positions turn pairs of dimensions"
-            raise _problem("head_dim", what, f"use {self.head_dim + 1}")
+            raise problem("head_dim", what, f"use {self.head_dim + 1}")
         return self
+
+
+class DecoderConfig(DecoderBase):
+    family: Literal["decoder"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen, so it is never assigned)
+
+    def build(self) -> Model:
+        return build_decoder(self)
 
 
 def build_decoder(config: DecoderConfig) -> Model:
@@ -101,7 +100,7 @@ def build_decoder(config: DecoderConfig) -> Model:
 
 
 class Embed(nnx.Module):
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderBase, rngs: nnx.Rngs):
         self.config, E = config, config.embed_dim
         self.table_VE = matrix(rngs, ("vocab", "embed"), (config.vocab_size, E), stddev=config.initializer_stddev)
         if config.num_positions is not None:
@@ -122,7 +121,7 @@ class Embed(nnx.Module):
 class LayerGroup(nnx.Module):
     """Layers with different windows, one after the other: what repeats is all of them together."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderBase, rngs: nnx.Rngs):
         self.num_layers = len(config.attention_windows)
         for i in range(self.num_layers):
             setattr(self, f"layer_{i}", Layer(config, rngs, index=i))
@@ -134,34 +133,35 @@ class LayerGroup(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """index: of its window among `attention_windows`."""
+    """index: of its window among `attention_windows`. mlp: None for one of `mlp_dim`; the layer returns its auxiliary
+    outputs, if it has any."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, index: int):
+    def __init__(self, config: DecoderBase, rngs: nnx.Rngs, *, index: int, mlp: nnx.Module | None = None):
         self.config, self.index = config, index
         self.attention_norm = _norm(config)
         self.attention = Attention(config, rngs, window=config.attention_windows[index])
         self.mlp_norm = _norm(config)
-        self.mlp = MLP(config, rngs)
+        self.mlp = mlp or MLP(config, rngs, width=config.mlp_dim)
         if config.norm_placement == "before_and_after":
             self.attention_out_norm = _norm(config)
             self.mlp_out_norm = _norm(config)
 
-    def __call__(self, x_BTE: Array, context: Context) -> Array:
+    def __call__(self, x_BTE: Array, context: Context) -> Any:
         rate, is_normed = self.config.dropout_rate, self.config.norm_placement == "before_and_after"
         y_BTE = context.activation("attention_input", self.attention_norm(x_BTE), *WHOLE, gradient=RESIDUAL)
         y_BTE = self.attention(y_BTE, context)
         y_BTE = self.attention_out_norm(y_BTE) if is_normed else y_BTE
         x_BTE = x_BTE + context.dropout(y_BTE, rate, site=2 * self.index)
         x_BTE = context.activation("attention_residual", x_BTE, *RESIDUAL)
-        y_BTE = context.activation("mlp_input", self.mlp_norm(x_BTE), *WHOLE, gradient=RESIDUAL)
-        y_BTE = self.mlp(y_BTE, context)
+        y_BTE, aux = split_aux(self.mlp(self.mlp_norm(x_BTE), context))
         y_BTE = self.mlp_out_norm(y_BTE) if is_normed else y_BTE
         x_BTE = x_BTE + context.dropout(y_BTE, rate, site=2 * self.index + 1)
-        return context.activation("residual", x_BTE, *RESIDUAL)
+        x_BTE = context.activation("residual", x_BTE, *RESIDUAL)
+        return (x_BTE, aux) if aux.losses or aux.statistics else x_BTE
 
 
 class Head(nnx.Module):
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderBase, rngs: nnx.Rngs):
         self.config, E, V = config, config.embed_dim, config.vocab_size
         self.norm = _norm(config)
         if config.embeddings == "tied":
@@ -184,14 +184,14 @@ class Attention(nnx.Module):
     """Each head's queries meet the keys of its kv_head: num_kv_heads = num_heads is plain multi-head attention
     (Vaswani et al. 2017), 1 multi-query (Shazeer 2019), between them grouped-query (Ainslie et al. 2023)."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, window: int | None):
+    def __init__(self, config: DecoderBase, rngs: nnx.Rngs, *, window: int | None):
         self.config, self.window = config, window
         E, H, K, D = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
         stddev = config.initializer_stddev
         self.query_EHD = matrix(rngs, ("embed", "heads", "head_dim"), (E, H, D), stddev=stddev)
         self.key_EKD = matrix(rngs, ("embed", "kv_heads", "head_dim"), (E, K, D), stddev=stddev)
         self.value_EKD = matrix(rngs, ("embed", "kv_heads", "head_dim"), (E, K, D), stddev=stddev)
-        self.out_HDE = matrix(rngs, ("heads", "head_dim", "embed"), (H, D, E), stddev=_residual_stddev(config))
+        self.out_HDE = matrix(rngs, ("heads", "head_dim", "embed"), (H, D, E), stddev=residual_stddev(config))
         if config.biases != "none":
             self.query_bias_HD = bias(("heads", "head_dim"), (H, D))
             self.key_bias_KD = bias(("kv_heads", "head_dim"), (K, D))
@@ -231,14 +231,14 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Gated: Shazeer 2020, arXiv:2002.05202."""
+    """Gated: Shazeer 2020, arXiv:2002.05202. Its input comes from a norm, each token for itself."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.config, E, M = config, config.embed_dim, config.mlp_dim
+    def __init__(self, config: DecoderBase, rngs: nnx.Rngs, *, width: int):
+        self.config, E, M = config, config.embed_dim, width
         if config.mlp == "gated":
             self.gate_EM = matrix(rngs, ("embed", "mlp"), (E, M), stddev=config.initializer_stddev)
         self.up_EM = matrix(rngs, ("embed", "mlp"), (E, M), stddev=config.initializer_stddev)
-        self.down_ME = matrix(rngs, ("mlp", "embed"), (M, E), stddev=_residual_stddev(config))
+        self.down_ME = matrix(rngs, ("mlp", "embed"), (M, E), stddev=residual_stddev(config))
         if config.biases == "all":
             if config.mlp == "gated":
                 self.gate_bias_M = bias(("mlp",), (M,))
@@ -247,6 +247,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
         activation, has_bias = ACTIVATIONS[self.config.mlp_activation], self.config.biases == "all"
+        x_BTE = context.activation("mlp_input", x_BTE, *WHOLE, gradient=RESIDUAL)
         hidden_BTM = context.matmul("mlp_up", "bte,em->btm", x_BTE, self.up_EM[...])
         hidden_BTM = hidden_BTM + self.up_bias_M[...] if has_bias else hidden_BTM
         hidden_BTM = context.activation("mlp_up", hidden_BTM, *WITHIN_MLP)
@@ -263,18 +264,18 @@ class MLP(nnx.Module):
         return out_BTE + self.down_bias_E[...] if has_bias else out_BTE
 
 
-def _layer(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
+def _layer(config: DecoderBase, rngs: nnx.Rngs) -> nnx.Module:
     return Layer(config, rngs, index=0) if len(config.attention_windows) == 1 else LayerGroup(config, rngs)
 
 
-def _norm(config: DecoderConfig) -> Norm:
+def _norm(config: DecoderBase) -> Norm:
     return Norm(config.norm, config.embed_dim, axis="embed", epsilon=config.norm_epsilon)
 
 
-def _residual_stddev(config: DecoderConfig) -> float:
+def residual_stddev(config: DecoderBase) -> float:
     """Layers that write to the residual stream start smaller, so that its variance does not grow with depth (GPT-2)."""
     return config.initializer_stddev * (2 * config.num_layers) ** -0.5
 
 
-def _problem(key: str, what: str, fix: str) -> PydanticCustomError:
+def problem(key: str, what: str, fix: str) -> PydanticCustomError:
     return PydanticCustomError("decoder", "{what}", {"what": what, "key": key, "fix": fix})

@@ -26,6 +26,7 @@ class CompilerTraits(Record):
     aborts_on_unroll: the process aborts if an iteration has several layers and a mesh axis splits matmuls.
     max_reduce_scatter: the largest number of devices, times the odd factor of a dimension that is not scattered, for
         which a reduce-scatter is compiled as one; above it becomes an all-reduce. None: no limit.
+    ragged_all_to_all: it compiles one, on up to max_chips_ragged_all_to_all chips.
     """
 
     async_by_default: tuple[CollectiveKind, ...] = ()
@@ -38,6 +39,8 @@ class CompilerTraits(Record):
     gathers_before_loops: bool = False
     aborts_on_unroll: bool = False
     max_reduce_scatter: int | None = None
+    ragged_all_to_all: bool = False
+    max_chips_ragged_all_to_all: int | None = None
 
     def max_odd_factor(self, num_devices: int) -> int | None:
         """Returns the largest odd factor that a dimension may have where this many devices reduce-scatter another;

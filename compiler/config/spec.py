@@ -162,6 +162,14 @@ class LossSpec(Config):
     max_logits_share: Fraction  # of a device's memory
 
 
+class MoeSpec(Config):
+    """How tokens are sent to experts (docs/experts.md)."""
+
+    max_imbalance: Annotated[float, Field(ge=1)] | None  # rows of a buffer, over the mean; None: for any imbalance
+    capacity_factor: PositiveFloat  # parallel.experts=capacity: rows of an expert, over the mean
+    num_chunks: PositiveInt  # of a device's tokens: one is sent while another's experts run
+
+
 class CheckpointSpec(Config):
     """When checkpoints are saved, and which are retained: those that any of the three retention keys selects.
 
@@ -235,6 +243,7 @@ class RunSpec(Config):
     remat: RematSpec
     overlap: OverlapSpec
     loss: LossSpec
+    moe: MoeSpec
     parallel: dict[Text, StrategyChoice]  # by operation (compiler/parallel/registry.py)
     optimizer: OptimizerSpec
     schedule: ScheduleSpec

@@ -20,6 +20,7 @@ ATTENTION = "attend"
 UPDATE = "optimizer"
 WORKING_PARAMETERS = "working_parameters"  # the cast of parameters to the compute type
 _WEIGHT, _ROWS, _RING, _BLOCKS, _EXCHANGE = "weight=", "rows=", "ring=", "blocks=", "exchange="
+_EXPERTS, _FILLED = "experts=", "filled="
 
 _PARAMETER = re.compile(rf"(?:{_WEIGHT}|{_ROWS})([\w/.]+)")
 _WEIGHT_GATHER = re.compile(rf"{_WEIGHT}.*all_gather")
@@ -58,6 +59,12 @@ def blocks_scope(num_used: int, num_blocks: int) -> str:
 def exchange_scope(strategy: str) -> str:
     """Returns the scope of attention over a split length, named by how keys and values reach the queries."""
     return f"{_EXCHANGE}{strategy}"
+
+
+def experts_scope(site: str, filled: float) -> str:
+    """Returns the scope of a layer's experts and of the exchanges of their tokens. filled: the share of the rows of
+    their buffers that tokens fill."""
+    return f"{_EXPERTS}{site}/{_FILLED}{filled:.4f}"
 
 
 def nested(outer: str, inner: str) -> str:

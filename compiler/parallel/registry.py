@@ -3,9 +3,12 @@
 from .attention import AttentionOp
 from .context import ContextOp
 from .embedding import EmbeddingOp
+from .experts import ExpertsOp
 from .lm_head import LmHeadOp
 from .loss import LossOp
 from .matmul import MatmulOp
 from .operation import ParallelOp
 
-OPERATIONS: tuple[ParallelOp, ...] = (EmbeddingOp(), ContextOp(), AttentionOp(), MatmulOp(), LossOp(), LmHeadOp())
+OPERATIONS: tuple[ParallelOp, ...] = (
+    EmbeddingOp(), ContextOp(), AttentionOp(), MatmulOp(), ExpertsOp(), LossOp(), LmHeadOp(),
+)  # fmt: skip

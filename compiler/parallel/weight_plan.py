@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.partition_spec import Axes, axes_of
 from ..core.scopes import weight_scope
+from ..sharding.arrays import EXPERTS
 from ..sharding.gradients import accumulated_layouts
 from ..sharding.rules import ArrayPlan
 from .embedding import ALL_TO_ALL
@@ -79,7 +80,10 @@ def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan]) -> dict[str, We
     for p, g in zip(sharding.parameters, accumulated, strict=True):
         path, is_stacked = p.array.path, p.array.path.split("/")[0] in stacks
         u = updated.get(path, p)
-        made = plan_weight(path, p.spec, g.spec, u.spec, sharding.batch_axes, inputs.auto_axes, is_stacked=is_stacked)
+        kept = [index for index, d in enumerate(p.dimensions) if d.logical == EXPERTS]
+        made = plan_weight(
+            path, p.spec, g.spec, u.spec, sharding.batch_axes, inputs.auto_axes, is_stacked=is_stacked, kept=kept
+        )
         plans[path] = _used(made if p.array.is_trained else frozen(made), p, inputs, operations)
     return plans
 
@@ -114,11 +118,14 @@ def plan_weight(
     auto_axes: Axes,
     *,
     is_stacked: bool,
+    kept: Sequence[int] = (),
 ) -> WeightPlan:
     """All three P(None, 'fsdp', 'tensor') with the batch over (data, fsdp), stacked -> gather and scatter dimension 0
     over fsdp, reduce over data, leave dimension 1 to XLA over tensor.
 
     Each layout splits every dimension over what the one before it does, and maybe more behind that (sharding.py).
+    kept: dimensions that an operation uses in shards (experts.py): tokens are brought to them, so that they are not
+    gathered, and a gradient is made of the tokens of all devices that share them.
     """
     manual = [
         [tuple(axis for axis in axes_of(entry) if axis in batch_axes) for entry in spec]
@@ -128,12 +135,13 @@ def plan_weight(
     auto_spec = [None if axes else entry for entry, axes in zip(stored, manual[2], strict=True)]
     first = 1 if is_stacked else 0
     used = {axis for axes in manual[2] for axis in axes}
+    gathered = tuple((d, axes) for d, axes in _parts(manual[0][first:]) if d + first not in kept)
     return WeightPlan(
         path=path,
-        use="gathered" if _parts(manual[0][first:]) else "sharded",
-        gathered=_parts(manual[0][first:]),
+        use="gathered" if gathered else "sharded",
+        gathered=gathered,
         # One level of a hierarchy after the other: within the shards that are gathered first.
-        scattered=_added(manual[0][first:], manual[1][first:]) + _parts(manual[0][first:]),
+        scattered=_added(manual[0][first:], manual[1][first:]) + gathered,
         split_early=_added(manual[0], manual[1]),
         split_late=_added(manual[1], manual[2]),
         reduced=tuple(axis for axis in batch_axes if axis not in used),

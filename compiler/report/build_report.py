@@ -156,7 +156,7 @@ def _program(plan: Plan, model: str | None) -> ProgramReport:
     return ProgramReport(
         model=model or plan.spec.model.family,
         num_parameters=plan.num_parameters,
-        num_active_parameters=plan.num_parameters,
+        num_active_parameters=plan.num_active_parameters,
         tokens_per_step=plan.spec.tokens_per_step,
         model_flops_per_step=plan.model_flops_per_step,
     )

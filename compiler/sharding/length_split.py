@@ -78,7 +78,10 @@ def _traced(piece: Piece, spec: RunSpec, x: Any) -> tuple[bool, Any]:
 
 
 def _without_attention(kind: str, name: str, plain: Callable[..., Any], *operands: Any, **options: Any) -> Any:
-    """Runs an operation as the model wrote it; of attention something that each token makes of its own operands."""
+    """Runs an operation as the model wrote it; of attention something that each token makes of its own operands, and of
+    experts, which sort tokens and put them back."""
+    if kind == "experts":
+        return operands[0] * jnp.sum(operands[1], axis=-1, keepdims=True).astype(operands[0].dtype), jnp.zeros(())
     if kind != "attention":
         return plain_operation(kind, name, plain, *operands, **options)
     out = jax.eval_shape(lambda: plain(*operands, **options))

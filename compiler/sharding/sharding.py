@@ -16,13 +16,16 @@ from meshloom.models import LOGICAL_AXES
 from ..config.spec import MeshSpec, Rule, RunSpec, ShardingSpec
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..target.mesh import MeshPlan
-from .arrays import Array, Arrays
+from .arrays import EXPERTS, Array, Arrays
 from .batch_layout import BatchLayout, plan_batch_layout
 from .rules import ArrayPlan, Refusal, Table, resolve
 
 # The purpose of mesh axes that only a user's own rules can split anything over.
-NOT_IMPLEMENTED = {"stage": "pipeline parallelism", "expert": "expert parallelism"}
-SHARDING_OF = {"context": "sharding=fsdp_context", "tensor": "sharding=fsdp_tensor"}  # presets that use an axis
+NOT_IMPLEMENTED = {"stage": "pipeline parallelism"}
+# Presets that use an axis.
+SHARDING_OF = {
+    "context": "sharding=fsdp_context", "expert": "sharding=fsdp_expert", "tensor": "sharding=fsdp_tensor",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,10 @@ class ShardingPlan:
 
 
 def gathered_bytes(parameter: ArrayPlan, spec: RunSpec, mesh: MeshPlan) -> int:
-    """Returns the bytes of a parameter on a device, in the compute type, once gathered over the batch axes."""
+    """Returns the bytes of a parameter on a device, in the compute type, once gathered over the batch axes. Experts
+    stay where they are."""
     of_batch = plan_batch_layout(spec.sharding, mesh).axes
-    kept = tuple(axis for d in parameter.dimensions for axis in d.axes if axis not in of_batch)
+    kept = tuple(axis for d in parameter.dimensions for axis in d.axes if axis not in of_batch or d.logical == EXPERTS)
     itemsize = jnp.dtype(spec.precision.compute).itemsize
     return math.prod(parameter.array.shape) * itemsize // mesh.num_shards(kept)
 

@@ -138,12 +138,17 @@ ContextMaker = Callable[[Shared, Array | int], Context]
 def _context_maker(plan: Plan) -> ContextMaker:
     """(shared, number of the piece: 0 for the embedding, from 1 on for the layers) -> Context."""
     activation, operation = _activation_layout(plan), lower_operations(plan.operations)
+    batch_axes = plan.sharding.batch_axes
+
+    def over_batch(x: Array) -> Array:
+        x = jax.lax.stop_gradient(x)
+        return jax.lax.psum(x, batch_axes) if batch_axes else x
 
     def make(shared: Shared, index: Array | int) -> Context:
         keys_B = shared.dropout_keys_B
         if keys_B is not None:
             keys_B = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B)
-        return Context(shared.positions_BT, activation, operation, shared.segment_ids_BT, keys_B)
+        return Context(shared.positions_BT, activation, operation, shared.segment_ids_BT, keys_B, over_batch)
 
     return make
 

@@ -21,6 +21,16 @@ PUBLISHED = {
     "qwen3_0_6b": 596_049_920,  # Qwen/Qwen3-0.6B
     "qwen3_8b": 8_190_735_360,  # Qwen/Qwen3-8B
     "gemma2_9b": 9_241_705_984,  # google/gemma-2-9b
+    "mixtral_8x7b": 46_702_792_704,  # mistralai/Mixtral-8x7B-v0.1
+    "mixtral_8x22b": 140_620_634_112,  # mistralai/Mixtral-8x22B-v0.1
+    "qwen3_30b_a3b": 30_532_122_624,  # Qwen/Qwen3-30B-A3B
+    "qwen3_235b_a22b": 235_093_634_560,  # Qwen/Qwen3-235B-A22B
+}
+ACTIVE = {  # in billions, as published, the embedding among them
+    "mixtral_8x7b": 12.9,  # arXiv:2401.04088
+    "mixtral_8x22b": 39.2,  # mistral.ai/news/mixtral-8x22b: 39 B; with one more digit by its shapes
+    "qwen3_30b_a3b": 3.35,  # arXiv:2505.09388: 3.3 B
+    "qwen3_235b_a22b": 22.2,  # arXiv:2505.09388: 22 B
 }
 
 
@@ -28,6 +38,15 @@ PUBLISHED = {
 def test_a_named_model_has_as_many_parameters_as_published(name):
     plan = read_spec(Request((f"model={name}",)), then=plan_run)
     assert plan.num_parameters == PUBLISHED[name]
+    if name not in ACTIVE:
+        assert plan.num_active_parameters == plan.num_parameters
+        return
+    assert plan.num_active_parameters == pytest.approx(ACTIVE[name] * 1e9, rel=0.004)
+    # 6 FLOPs for each matrix entry that a token meets; the embedding's table is looked up, the rest is attention.
+    looked_up = plan.spec.model.vocab_size * plan.spec.model.embed_dim  # pyright: ignore[reportAttributeAccessIssue]
+    assert plan.model_flops_per_step is not None
+    per_token = plan.model_flops_per_step / plan.spec.tokens_per_step / 6
+    assert per_token == pytest.approx(plan.num_active_parameters - looked_up, rel=0.02)
 
 
 SHAPES = {

@@ -1,6 +1,7 @@
 """Our decoder against the implementations that others use: transformers on torch, in float32, with the same weights."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from conftest import plan_of
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.driver import plan_run
-from meshloom.models import DecoderConfig
+from meshloom.models import DecoderBase, MoeConfig
 from support.helpers import forward
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[peers]'")
@@ -31,10 +32,12 @@ SHAPES = {
     "qwen3_0_6b": ("model.num_kv_heads=2",),
     "qwen3_8b": ("model.num_kv_heads=2",),
     "gemma2_9b": ("model.num_kv_heads=2", "model.attention_windows=[6,null]"),
+    "mixtral_8x7b": ("model.num_kv_heads=2",),
+    "qwen3_30b_a3b": ("model.num_kv_heads=2", "model.num_experts=16", "model.num_experts_per_token=4"),
 }
 
 
-def shared_settings(c: DecoderConfig) -> dict:
+def shared_settings(c: DecoderBase) -> dict:
     rope = {"rope_theta": c.rope_theta, "rope_type": "default"}
     if c.rope_scaling:
         s = c.rope_scaling
@@ -49,12 +52,14 @@ def shared_settings(c: DecoderConfig) -> dict:
     }  # fmt: skip
 
 
-def peer_config(name: str, c: DecoderConfig):
+def peer_config(name: str, c: DecoderBase):
     if name.startswith("gpt2"):
         return transformers.GPT2Config(
             vocab_size=c.vocab_size, n_embd=c.embed_dim, n_layer=c.num_layers, n_head=c.num_heads, n_inner=c.mlp_dim,
             n_positions=c.num_positions, attn_implementation="eager",
         )  # fmt: skip
+    if isinstance(c, MoeConfig):
+        return peer_moe_config(name, c)
     if name.startswith("llama"):
         return transformers.LlamaConfig(**shared_settings(c))
     if name.startswith("qwen3"):
@@ -62,7 +67,18 @@ def peer_config(name: str, c: DecoderConfig):
     return transformers.Gemma2Config(**shared_settings(c), sliding_window=c.attention_windows[0], query_pre_attn_scalar=c.head_dim)  # fmt: skip  # noqa: E501
 
 
-def peer_weights(name: str, params: dict, c: DecoderConfig) -> dict:
+def peer_moe_config(name: str, c: MoeConfig):
+    shared = shared_settings(c) | {"num_experts_per_tok": c.num_experts_per_token}
+    if name.startswith("mixtral"):
+        return transformers.MixtralConfig(**shared, num_local_experts=c.num_experts)
+    assert c.router_weights == "normalized"
+    return transformers.Qwen3MoeConfig(
+        **shared, num_experts=c.num_experts, moe_intermediate_size=c.mlp_dim, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[],
+    )  # fmt: skip
+
+
+def peer_weights(name: str, params: dict, c: DecoderBase) -> dict:
     """Our parameters under the names and in the shapes of transformers."""
     ours = {path: np.asarray(x) for path, x in leaves_by_path(params).items()}
     E, windows = c.embed_dim, len(c.attention_windows)
@@ -86,14 +102,27 @@ def peer_weights(name: str, params: dict, c: DecoderConfig) -> dict:
         for theirs, mine in {"q": "query_EHD", "k": "key_EKD", "v": "value_EKD"}.items():
             weights[f"{there}.self_attn.{theirs}_proj.weight"] = layer(f"attention/{mine}", i).reshape(E, -1).T
         weights[f"{there}.self_attn.o_proj.weight"] = layer("attention/out_HDE", i).reshape(-1, E).T
-        for theirs, mine in {"gate": "gate_EM", "up": "up_EM", "down": "down_ME"}.items():
-            weights[f"{there}.mlp.{theirs}_proj.weight"] = layer(f"mlp/{mine}", i).T
+        if isinstance(c, MoeConfig):
+            weights |= peer_experts(f"{there}.mlp", partial(layer, i=i))
+        else:
+            for theirs, mine in {"gate": "gate_EM", "up": "up_EM", "down": "down_ME"}.items():
+                weights[f"{there}.mlp.{theirs}_proj.weight"] = layer(f"mlp/{mine}", i).T
         for theirs, mine in norms.items():
             weights[f"{there}.{theirs}.weight"] = layer(f"{mine}/scale_E", i)
     return weights
 
 
-def gpt2_weights(ours: dict, layer, c: DecoderConfig) -> dict:
+def peer_experts(there: str, layer) -> dict:
+    """transformers 5 keeps the experts of a layer in one array, gate and up side by side."""
+    into = np.concatenate([layer("mlp/gate_XEM"), layer("mlp/up_XEM")], axis=2)
+    return {
+        f"{there}.gate.weight": layer("mlp/router_EX").T,
+        f"{there}.experts.gate_up_proj": into.swapaxes(1, 2),
+        f"{there}.experts.down_proj": layer("mlp/down_XME").swapaxes(1, 2),
+    }
+
+
+def gpt2_weights(ours: dict, layer, c: DecoderBase) -> dict:
     E = c.embed_dim
     weights = {
         "transformer.wte.weight": ours["embed/table_VE"], "transformer.wpe.weight": ours["embed/positions_PE"],
@@ -131,7 +160,7 @@ def random_params(plan) -> dict:
 def test_logits_are_those_of_transformers(name):
     plan = plan_of(f"model={name}", *SIZES, *SHAPES[name], "mesh.fsdp=1", "target=cpu-1")
     config, params = plan.spec.model, random_params(plan)
-    assert isinstance(config, DecoderConfig)
+    assert isinstance(config, DecoderBase)
     peer = transformers.AutoModelForCausalLM.from_config(peer_config(name, config)).eval()
     weights = {path: torch.tensor(np.ascontiguousarray(x)) for path, x in peer_weights(name, params, config).items()}
     missing = peer.load_state_dict(weights, strict=False)
@@ -145,10 +174,10 @@ def test_logits_are_those_of_transformers(name):
     assert np.abs(theirs).max() > 0.5
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "llama2_70b", "llama3_70b"])
+@pytest.mark.parametrize("name", [*SHAPES, "llama2_70b", "llama3_70b", "mixtral_8x22b", "qwen3_235b_a22b"])
 def test_parameters_are_as_many_as_in_transformers(name):
     plan = read_spec(Request((f"model={name}",)), then=plan_run)
-    assert isinstance(plan.spec.model, DecoderConfig)
+    assert isinstance(plan.spec.model, DecoderBase)
     with torch.device("meta"):
         peer = transformers.AutoModelForCausalLM.from_config(peer_config(name, plan.spec.model))
     assert plan.num_parameters == sum(p.numel() for p in peer.parameters())

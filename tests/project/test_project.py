@@ -68,6 +68,8 @@ def test_every_option_of_every_group_makes_a_run(group, option):
         ("mesh", "tensor"): ("sharding=tensor",),
         ("mesh", "fsdp_tensor"): ("sharding=fsdp_tensor",),
         ("mesh", "hsdp"): ("sharding=hsdp",),
+        ("mesh", "fsdp_expert"): ("sharding=fsdp_expert", "model=tiny_moe"),
+        ("sharding", "fsdp_expert"): ("model=tiny_moe",),
         ("mesh", "zero1"): ("sharding=zero1",),
         ("mesh", "zero2"): ("sharding=zero2",),
         ("data", "text_files"): ("data.source.paths=[x]",),
@@ -87,9 +89,8 @@ def test_every_option_of_every_group_makes_a_run(group, option):
 def _with_base(group, values):
     """The keys of a file and of the files that it starts from."""
     bases = [name for name in values.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
-    return {
-        k: v for base in bases for k, v in yaml.safe_load((CONF / group / f"{base}.yaml").read_text()).items()
-    } | values
+    files = [_with_base(group, yaml.safe_load((CONF / group / f"{base}.yaml").read_text())) for base in bases]
+    return {k: v for keys in files for k, v in keys.items()} | values
 
 
 @pytest.mark.parametrize(("group", "option"), [*OPTIONS, *TARGETS])

@@ -32,7 +32,8 @@ def test_a_chip_replaces_what_its_platform_says_and_keeps_the_rest():
     tpu, v5e = read_compiler_traits("tpu", None), read_compiler_traits("tpu", "v5e")
     assert (tpu.async_by_default, v5e.async_by_default) == ((), ("all-gather",))
     assert (tpu.max_chips_async_permutes, v5e.max_chips_async_permutes) == (None, 16)
-    assert v5e == tpu.model_copy(update={"async_by_default": ("all-gather",), "max_chips_async_permutes": 16})
+    own = {"async_by_default": ("all-gather",), "max_chips_async_permutes": 16, "max_chips_ragged_all_to_all": 8}
+    assert v5e == tpu.model_copy(update=own)
 
 
 def test_nothing_is_assumed_of_an_unknown_platform():

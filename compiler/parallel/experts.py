@@ -1,0 +1,352 @@
+"""How tokens reach their experts, if a mesh axis that splits the batch splits the experts too.
+
+Each device then has some tokens and some experts. Three exchanges drop nothing unless a declared buffer is too small
+(`moe.max_imbalance`); one gives each expert a fixed number of rows (dispatch.py):
+
+    ragged    rows of each expert, as many as there are        TPUs, where the compiler has it
+    padded    rows of each expert, padded to a declared size   everywhere
+    gathered  all tokens, from which each device takes its own everywhere; cheap for a few devices
+    capacity  a fixed number of rows for each expert           by name alone: it drops tokens
+
+`auto` takes what is shortest on the links. Where no axis splits the experts there is nothing to send: tokens are sorted
+by expert, or put into rows of the capacity.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from meshloom.models.experts import ACTIVATIONS
+
+from ..core.errors import ConfigError, Problem
+from ..core.format import human_seconds
+from ..core.partition_spec import Axes, axes_of, keep_axes
+from ..core.scopes import experts_scope
+from ..sharding.arrays import EXPERTS, OpSite
+from ..sharding.batch import tokens_of_device
+from ..sharding.rules import ArrayPlan
+from .dispatch import (
+    Dispatch,
+    Experts,
+    dispatch_capacity,
+    dispatch_gathered,
+    dispatch_local,
+    dispatch_padded,
+    dispatch_ragged,
+)
+from .grouped_matmul import Kernels, grouped_matmul
+from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
+
+RAGGED, PADDED, GATHERED, CAPACITY = "ragged", "padded", "gathered", "capacity"
+_ROWS = 128  # buffers have a multiple of so many rows, which grouped matmuls on TPUs work on at once
+_INT32 = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the operands lie over the auto axes. tokens: of (batch, length, ...). into, out_of: of the experts' first
+    matrices (experts, embed, mlp) and of the last (experts, mlp, embed). auto_axes: all of them."""
+
+    tokens: PartitionSpec
+    into: PartitionSpec
+    out_of: PartitionSpec
+    auto_axes: Axes
+
+    @property
+    def summed_axes(self) -> Axes:
+        """Mesh axes that split the experts' hidden dimension: results are partial sums."""
+        return axes_of(self.into[2])
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    """rows: of a buffer, for the tokens of one chunk: that a device receives (ragged), takes of all tokens (gathered),
+    sends to each device (padded), or that an expert takes of each device (capacity). most_rows: with which nothing is
+    ever dropped. filled: the share of the rows of all buffers that tokens fill."""
+
+    how: str
+    experts: Experts
+    rows: int
+    most_rows: int
+    filled: float
+    num_chunks: int
+    kernels: Kernels
+    layout: Layout
+
+    @property
+    def is_dropless(self) -> bool:
+        return self.rows >= self.most_rows
+
+
+class ExpertsOp(ParallelOp):
+    kind = "experts"
+    title = "experts"
+    names = (RAGGED, PADDED, GATHERED, CAPACITY)
+    fallback = PADDED
+
+    def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
+        sizes = _Sizes.of(site, inputs)
+        capacity = _capacity(site, inputs, sizes)
+        if not sizes.experts.axes:
+            none = "no mesh axis of the batch splits the experts"
+            exchanges = (Strategy(name, "", refusal=none) for name in (RAGGED, GATHERED))
+            plan = _plan(PADDED, site, inputs, sizes, rows=0, most_rows=0, filled=1.0)
+            return Strategy(PADDED, "on each device by itself", plan, is_trivial=True), *exchanges, capacity
+        return (*(_exchange(name, site, inputs, sizes) for name in (RAGGED, GATHERED, PADDED)), capacity)
+
+    def lower(self, plan: OpPlan) -> Lowered:
+        chosen: ExpertsPlan = plan.chosen.parameters
+
+        def apply(x: Array, weights: Array, ids: Array, gate: Array, up: Array, down: Array, *, activation: str) -> Any:
+            with jax.named_scope(experts_scope(plan.site.name, chosen.filled)):
+                return apply_planned(x, weights, ids, (gate, up, down), activation, chosen)
+
+        return apply
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """tokens: of this device in one chunk. num_chosen: experts of a token. width: of a token."""
+
+    experts: Experts
+    tokens: int
+    num_chosen: int
+    width: int
+
+    @classmethod
+    def of(cls, site: OpSite, inputs: OpInputs) -> "_Sizes":
+        (*_, width), num_experts = site.operands[0].shape, site.operands[3].shape[0]
+        axes = _expert_axes(site, inputs)
+        num_devices = inputs.mesh.num_shards(axes)
+        tokens = tokens_of_device(inputs.spec, inputs.mesh) // inputs.spec.overlap.layers.batch_split
+        num_chunks = inputs.spec.moe.num_chunks
+        if tokens % num_chunks:
+            what = f"{tokens} tokens of a device are not divisible by {num_chunks} chunks"
+            raise ConfigError([Problem("moe.num_chunks", what, f"use a divisor of {tokens}")])
+        experts = Experts(num_experts, axes, num_devices)
+        return cls(experts, tokens // num_chunks, site.operands[1].shape[-1], width)
+
+    @property
+    def choices(self) -> int:
+        return self.tokens * self.num_chosen
+
+    @property
+    def most_of_device(self) -> int:
+        """Choices of the tokens of one device that can be for experts of one device."""
+        return self.tokens * min(self.num_chosen, self.experts.num_local)
+
+
+def _weights(site: OpSite, inputs: OpInputs) -> tuple[ArrayPlan, ArrayPlan]:
+    """The experts' first matrix (experts, embed, mlp) and their last one (experts, mlp, embed), by their axes."""
+    own = [p for p in inputs.sharding.parameters if p.array.path.startswith(f"{site.piece}/")]
+    found = {p.array.logical_axes[-3:]: p for p in own if EXPERTS in p.array.logical_axes}
+    return found[EXPERTS, "embed", "mlp"], found[EXPERTS, "mlp", "embed"]
+
+
+def _expert_axes(site: OpSite, inputs: OpInputs) -> Axes:
+    """Mesh axes that split the experts. Raises ConfigError for those that do not split the batch."""
+    plan = _weights(site, inputs)[0]
+    (dimension,) = (d for d in plan.dimensions if d.logical == EXPERTS)
+    others = [axis for axis in dimension.axes if axis not in inputs.sharding.batch_axes]
+    if others:
+        what = f"'{plan.array.path}' has its experts over {', '.join(others)}, which does not split the batch"
+        fix = "split them over an axis that the rule for batch names, such as expert, or split mlp instead"
+        raise ConfigError([Problem(f"sharding.parameters[{dimension.rule}]", what, fix)])
+    return dimension.axes
+
+
+def _layout(site: OpSite, inputs: OpInputs) -> Layout:
+    into, out_of = (PartitionSpec(*plan.spec[-3:]) for plan in _weights(site, inputs))
+    axes = inputs.auto_axes
+    tokens = inputs.auto_spec("batch", "sequence_parallel_length", None)
+    return Layout(tokens, keep_axes(into, axes), keep_axes(out_of, axes), axes)
+
+
+def _plan(
+    how: str, site: OpSite, inputs: OpInputs, sizes: _Sizes, *, rows: int, most_rows: int, filled: float
+) -> ExpertsPlan:
+    kernels: Kernels = "megablox" if inputs.target.platform == "tpu" else "none"
+    num_chunks = inputs.spec.moe.num_chunks
+    return ExpertsPlan(how, sizes.experts, rows, most_rows, filled, num_chunks, kernels, _layout(site, inputs))
+
+
+def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: _Sizes) -> Strategy:
+    """One of the exchanges that drop nothing unless `moe.max_imbalance` is too small."""
+    experts, n, imbalance = sizes.experts, sizes.experts.num_devices, inputs.spec.moe.max_imbalance
+    mean, most = sizes.choices, n * sizes.most_of_device
+    if name == PADDED:
+        mean, most = math.ceil(mean / n), sizes.most_of_device
+    rows = most if imbalance is None else min(most, math.ceil(imbalance * mean))
+    rows += -rows % _ROWS
+    filled = min(1.0, mean / rows)
+    plan = _plan(name, site, inputs, sizes, rows=rows, most_rows=most, filled=filled)
+    over = " and ".join(experts.axes)
+    buffer = "for any imbalance" if plan.is_dropless else f"for {imbalance:g} times the mean, what is more is dropped"
+    words = {
+        RAGGED: f"rows exchanged over {over}, as many as there are, {rows:,} received at most: {buffer}",
+        PADDED: f"rows exchanged over {over}, {rows:,} for each device: {buffer}",
+        GATHERED: f"all tokens gathered over {over}, {rows:,} rows of them taken: {buffer}",
+    }
+    collectives = _collectives(name, inputs, sizes, rows)
+    strategy = Strategy(name, words[name], plan, collectives, refusal=_refusal(name, inputs, experts))
+    seconds = _seconds(collectives, inputs)
+    if seconds is None:
+        return replace(strategy, merit="the first that runs here; the time of its exchanges is not known")
+    figures = f"{human_seconds(seconds)} a layer for its exchanges, the least"
+    return replace(strategy, cost=Cost(seconds, "seconds"), figures=figures)
+
+
+def _refusal(name: str, inputs: OpInputs, experts: Experts) -> str | None:
+    """Why an exchange cannot run; None where it can."""
+    if name != RAGGED:
+        return None
+    target = inputs.target
+    most = target.compiler.max_chips_ragged_all_to_all
+    if not target.compiler.ragged_all_to_all:
+        return f"the compiler for {target.name} has no ragged all-to-all"
+    if most is not None and target.num_chips > most:
+        return f"the compiler for {target.name} has no ragged all-to-all on more than {most} chips"
+    if len(experts.axes) > 1:
+        return f"the experts are split over several mesh axes, {' and '.join(experts.axes)}"
+    return None
+
+
+def _collectives(name: str, inputs: OpInputs, sizes: _Sizes, rows: int) -> tuple[CollectiveSpec, ...]:
+    """Of one layer: for each chunk of each part of the batch, forward and backward."""
+    n, axes = sizes.experts.num_devices, sizes.experts.axes
+    row_bytes = sizes.width * jnp.dtype(inputs.spec.precision.compute).itemsize
+    times = inputs.spec.moe.num_chunks * inputs.spec.overlap.layers.batch_split
+    if name == GATHERED:
+        tokens, choices = n * sizes.tokens * row_bytes, n * sizes.choices * _INT32
+        return (
+            CollectiveSpec("all-gather", axes, tokens, times, "forward"),
+            CollectiveSpec("all-gather", axes, choices, 2 * times, "forward"),  # ids, and their weights in float32
+            CollectiveSpec("reduce-scatter", axes, tokens, times, "forward"),
+            CollectiveSpec("all-gather", axes, tokens, times, "backward"),
+            CollectiveSpec("reduce-scatter", axes, tokens, times, "backward"),
+            CollectiveSpec("reduce-scatter", axes, choices, times, "backward"),
+        )
+    counts = CollectiveSpec("all-to-all", axes, n * sizes.experts.num_experts * _INT32, times, "forward")
+    sent = n * (n * rows if name == PADDED else sizes.choices) * row_bytes  # ragged: what there is on average
+    if name == RAGGED:
+        counts = replace(counts, kind="all-gather")
+    exchange = CollectiveSpec("all-to-all", axes, sent, 2 * times, "forward")
+    return counts, exchange, replace(exchange, direction="backward")
+
+
+def _seconds(collectives: Sequence[CollectiveSpec], inputs: OpInputs) -> float | None:
+    times = [
+        (each.count, inputs.mesh.alone_seconds(each.kind, each.bytes_each, each.mesh_axes)) for each in collectives
+    ]
+    known = [count * seconds for count, seconds in times if seconds is not None]
+    return sum(known) if len(known) == len(times) else None
+
+
+def _capacity(site: OpSite, inputs: OpInputs, sizes: _Sizes) -> Strategy:
+    factor, experts = inputs.spec.moe.capacity_factor, sizes.experts
+    each = sizes.choices / experts.num_experts
+    rows = int(factor * each)
+    least = math.ceil(1000 / each) / 1000
+    refusal = None
+    if rows < 1:
+        refusal = f"moe.capacity_factor={factor:g} leaves an expert no row for {each:g} choices of a device: "
+        refusal += f"all would be dropped; use {least:g} or more"
+    filled = min(1.0, 1 / factor)
+    plan = _plan(CAPACITY, site, inputs, sizes, rows=rows, most_rows=sizes.tokens, filled=filled)
+    row_bytes = sizes.width * jnp.dtype(inputs.spec.precision.compute).itemsize
+    times = inputs.spec.moe.num_chunks * inputs.spec.overlap.layers.batch_split
+    sent = experts.num_devices * experts.num_experts * rows * row_bytes
+    exchange = CollectiveSpec("all-to-all", experts.axes, sent, 2 * times, "forward")
+    collectives = (exchange, replace(exchange, direction="backward")) if experts.axes else ()
+    what = f"{rows:,} rows for each expert from each device, what is more is dropped"
+    objection = "it drops tokens, so it runs by name alone"
+    return Strategy(CAPACITY, what, plan, collectives, refusal=refusal, objection=objection)
+
+
+def apply_planned(
+    x: Array, weights: Array, ids: Array, matrices: tuple[Array, Array, Array], activation: str, plan: ExpertsPlan
+) -> tuple[Array, Array]:
+    """Returns what `models.experts.apply_experts` does, as planned, of this device's tokens and experts: x (batch,
+    length, embed)."""
+    layout = plan.layout
+    run = partial(_apply_on_shards, plan=plan, activation=activation)
+    if not layout.auto_axes:
+        return run(x, weights, ids, *matrices)
+    return jax.shard_map(
+        run,
+        in_specs=(layout.tokens, layout.tokens, layout.tokens, layout.into, layout.into, layout.out_of),
+        out_specs=(layout.tokens, PartitionSpec()),
+        axis_names=set(layout.auto_axes),
+        check_vma=False,
+    )(x, weights, ids, *matrices)
+
+
+def _apply_on_shards(
+    x: Array, weights: Array, ids: Array, gate: Array, up: Array, down: Array, *, plan: ExpertsPlan, activation: str
+) -> tuple[Array, Array]:
+    """The same, of shards over all mesh axes. Devices that share an expert's hidden dimension need all tokens of one
+    another, and add their results up."""
+    layout = plan.layout
+    together = [tuple(axis for axis in axes_of(e) if axis in layout.summed_axes) for e in (*layout.tokens, None, None)]
+    tokens_apart = tuple(axis for e in layout.tokens for axis in axes_of(e) if axis not in layout.summed_axes)
+    x, weights, ids = (_gathered(each, together[:2]) for each in (x, weights, ids))
+    gate, up = (_gathered(each, [(), axes_of(layout.into[1])]) for each in (gate, up))
+    down = _gathered(down, [(), (), axes_of(layout.out_of[2])])
+    y, num_dropped = _apply_in_chunks(x, weights, ids, _runner(gate, up, down, activation, plan), plan)
+    scattered = [(dimension, axes) for dimension, axes in enumerate(together[:2]) if axes]
+    for dimension, axes in scattered:
+        y = jax.lax.psum_scatter(y, axes, scatter_dimension=dimension, tiled=True)
+    rest = tuple(axis for axis in layout.summed_axes if all(axis not in axes for _, axes in scattered))
+    y = jax.lax.psum(y, rest) if rest else y
+    num_dropped = jax.lax.stop_gradient(num_dropped)
+    return y, jax.lax.psum(num_dropped, tokens_apart) if tokens_apart else num_dropped
+
+
+def _gathered(x: Array, dims: Sequence[Axes]) -> Array:
+    for dimension, axes in enumerate(dims):
+        x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True) if axes else x
+    return x
+
+
+def _apply_in_chunks(x: Array, weights: Array, ids: Array, run: Any, plan: ExpertsPlan) -> tuple[Array, Array]:
+    """Chunks do not depend on one another: one is sent while another's matmuls run."""
+    tokens = (x.reshape(-1, x.shape[-1]), weights.reshape(-1, weights.shape[-1]), ids.reshape(-1, ids.shape[-1]))
+    dispatch: Any = _dispatch(plan)
+    chunks = zip(*(jnp.split(each, plan.num_chunks) for each in tokens), strict=True)
+    y, num_dropped = zip(*(dispatch(*chunk, run) for chunk in chunks), strict=True)
+    return jnp.concatenate(y).reshape(x.shape), sum(num_dropped, start=jnp.zeros(()))
+
+
+def _dispatch(plan: ExpertsPlan) -> Dispatch:
+    experts, rows = plan.experts, plan.rows
+    if plan.how == CAPACITY:
+        return partial(dispatch_capacity, experts=experts, rows=rows)
+    if not experts.axes:
+        return partial(dispatch_local, experts=experts)
+    if plan.how == RAGGED:
+        return partial(dispatch_ragged, experts=experts, rows=rows, is_dropless=plan.is_dropless)
+    chosen: Any = {PADDED: dispatch_padded, GATHERED: dispatch_gathered}[plan.how]
+    return partial(chosen, experts=experts, rows=rows)
+
+
+def _runner(gate: Array, up: Array, down: Array, activation: str, plan: ExpertsPlan) -> Any:
+    """(rows sorted by expert, rows of each) -> what the experts make of them; for capacity (experts, rows, embed)."""
+    f = ACTIVATIONS[activation]
+
+    def of_groups(x_RE: Array, sizes_L: Array) -> Array:
+        gate_RM, up_RM = (grouped_matmul(x_RE, w, sizes_L, plan.kernels) for w in (gate, up))
+        return grouped_matmul(f(gate_RM) * up_RM, down, sizes_L, plan.kernels)
+
+    def of_equal_groups(x_LCE: Array, sizes_L: Array) -> Array:
+        del sizes_L
+        gate_LCM, up_LCM = (jnp.einsum("lce,lem->lcm", x_LCE, w) for w in (gate, up))
+        return jnp.einsum("lcm,lme->lce", f(gate_LCM) * up_LCM, down)
+
+    return of_equal_groups if plan.how == CAPACITY else of_groups

@@ -1,0 +1,66 @@
+"""Experts: which of them a token goes to, and what they make of it, on one device.
+
+    scores     of each token for each expert, in float32
+    route      the best experts of each token, and the weight of each
+    apply_experts    sum over a token's experts of weight * (f(x gate) * (x up)) down
+
+Shapes: B batch, T length, E embed, X experts, K experts of a token, M mlp, N tokens (B T), R rows (N K), G groups.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def route(
+    scores_BTX: Array, *, num_chosen: int, num_groups: int, num_groups_chosen: int, is_normalized: bool, scale: float
+) -> tuple[Array, Array]:
+    """Returns (weights, ids of experts), each (B, T, K), the best expert first.
+
+    With groups, a token chooses among the experts of its best groups alone; a group's score is the sum of its two best
+    (DeepSeek-V3, arXiv:2412.19437). is_normalized: a token's weights sum to `scale`; else they are its scores * scale.
+    """
+    eligible_BTX = scores_BTX
+    if num_groups_chosen < num_groups:
+        eligible_BTX = _of_best_groups(scores_BTX, num_groups, num_groups_chosen)
+    _, ids_BTK = jax.lax.top_k(jax.lax.stop_gradient(eligible_BTX), num_chosen)
+    # A sum over all experts, not a gather, whose derivative would be a scatter.
+    is_chosen_BTKX = ids_BTK[..., None] == jnp.arange(scores_BTX.shape[-1])
+    weights_BTK = jnp.sum(jnp.where(is_chosen_BTKX, scores_BTX[..., None, :], 0), axis=-1)
+    if is_normalized:
+        weights_BTK /= jnp.sum(weights_BTK, axis=-1, keepdims=True) + 1e-20
+    return weights_BTK * scale, ids_BTK
+
+
+def _of_best_groups(scores_BTX: Array, num_groups: int, num_chosen: int) -> Array:
+    """The scores, -infinity for experts of other groups: with 0, one of them might beat a score below 0."""
+    scores_BTGX = scores_BTX.reshape(*scores_BTX.shape[:2], num_groups, -1)
+    best_BTG2, _ = jax.lax.top_k(scores_BTGX, min(2, scores_BTGX.shape[-1]))
+    _, groups_BTK = jax.lax.top_k(jnp.sum(best_BTG2, axis=-1), num_chosen)
+    is_chosen_BTG = jnp.any(groups_BTK[..., None] == jnp.arange(num_groups), axis=-2)
+    return jnp.where(is_chosen_BTG[..., None], scores_BTGX, -jnp.inf).reshape(scores_BTX.shape)
+
+
+def apply_experts(
+    x_BTE: Array, weights_BTK: Array, ids_BTK: Array, gate_XEM: Array, up_XEM: Array, down_XME: Array,
+    *, activation: str,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Returns (the weighted sum of what each token's experts make of it, like x; choices of a token that were dropped,
+    a count: 0). Tokens are sorted by expert, so that each expert multiplies with its own alone."""
+    B, T, E = x_BTE.shape
+    order_R = jnp.argsort(ids_BTK.reshape(-1), stable=True)
+    num_chosen = ids_BTK.shape[-1]
+    sizes_X = jnp.sum(ids_BTK.reshape(-1, 1) == jnp.arange(gate_XEM.shape[0]), axis=0, dtype=jnp.int32)
+    x_RE = x_BTE.reshape(-1, E)[order_R // num_chosen]
+    gate_RM, up_RM = (jax.lax.ragged_dot(x_RE, w, sizes_X) for w in (gate_XEM, up_XEM))
+    y_RE = jax.lax.ragged_dot(ACTIVATIONS[activation](gate_RM) * up_RM, down_XME, sizes_X)
+    y_BTKE = y_RE[jnp.argsort(order_R)].reshape(B, T, num_chosen, E)
+    y_BTE = jnp.einsum("btke,btk->bte", y_BTKE.astype(jnp.float32), weights_BTK)
+    return y_BTE.astype(x_BTE.dtype), jnp.zeros(())

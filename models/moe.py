@@ -1,0 +1,174 @@
+"""Decoders with experts: Mixtral, Qwen 3 MoE and what lies between them, told apart by their configs alone.
+
+A layer is a decoder's (decoder.py) with experts instead of its MLP: a router in float32 chooses some of them for each
+token. The first layers may have one MLP, as wide as `dense_mlp_dim`.
+
+Shapes: B batch, T length, E embed, M mlp, X experts, K experts of a token.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Literal, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from .contract import Aux, Context, Model, Stack, build_piece
+from .decoder import MLP, RESIDUAL, DecoderBase, Embed, Head, Layer, problem, residual_stddev
+from .experts import route
+from .numbers import divisors
+from .parts import matrix
+
+
+class MoeConfig(DecoderBase):
+    family: Literal["moe"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen, so it is never assigned)
+    num_experts: Annotated[int, Field(ge=2)]
+    num_experts_per_token: PositiveInt
+    num_shared_experts: NonNegativeInt  # that every token has besides its own: one MLP, so many times as wide
+    num_dense_layers: NonNegativeInt  # the first layers, with one MLP and no experts
+    dense_mlp_dim: PositiveInt | None  # its width
+    router_scores: Literal["softmax", "sigmoid"]
+    router_weights: Literal["normalized", "scores"]  # normalized: those of a token's experts sum to router_scale
+    router_scale: PositiveFloat
+    num_expert_groups: PositiveInt  # a token chooses experts of its best groups alone
+    num_groups_per_token: PositiveInt
+    router_jitter: Annotated[float, Field(ge=0, lt=1)]  # the router's input times 1 - jitter .. 1 + jitter, in training
+    load_balancing_weight: NonNegativeFloat  # of an auxiliary loss, 1 where all experts have as many tokens
+    router_z_loss_weight: NonNegativeFloat  # of the mean of log(sum exp(logits))^2
+
+    def build(self) -> Model:
+        return build_moe(self)
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        experts, chosen, groups = self.num_experts, self.num_experts_per_token, self.num_expert_groups
+        if experts % groups:
+            what = f"num_experts={experts} is not a multiple of num_expert_groups={groups}"
+            raise problem("num_expert_groups", what, f"use one of {', '.join(map(str, divisors(experts)))}")
+        if self.num_groups_per_token > groups:
+            what = f"a token chooses {self.num_groups_per_token} of {groups} groups"
+            raise problem("num_groups_per_token", what, f"use {groups} or less")
+        if chosen > (eligible := self.num_groups_per_token * experts // groups):
+            what = f"a token chooses {chosen} of {eligible} experts"
+            raise problem("num_experts_per_token", what, f"use {eligible} or less")
+        return self._check_layers()
+
+    def _check_layers(self) -> Self:
+        if self.num_dense_layers >= self.num_layers:
+            what = f"{self.num_dense_layers} of num_layers={self.num_layers} layers are dense: none has experts"
+            raise problem("num_dense_layers", what, f"use {self.num_layers - 1} or less, or model.family=decoder")
+        if self.num_dense_layers and self.dense_mlp_dim is None:
+            raise problem("dense_mlp_dim", f"num_dense_layers={self.num_dense_layers} needs it", "set it")
+        if not self.num_dense_layers and self.dense_mlp_dim is not None:
+            raise problem("dense_mlp_dim", "num_dense_layers=0 does not use it", "set model.dense_mlp_dim=null")
+        for key, value, only in (("mlp", self.mlp, ("gated",)), ("biases", self.biases, ("none", "qkv"))):
+            if value not in only:
+                raise problem(key, f"{value} is not implemented for experts", f"use {' or '.join(only)}")
+        if len(self.attention_windows) > 1:
+            what = "several in turn are not implemented for layers with experts"
+            raise problem("attention_windows", what, "give one window, or null")
+        return self
+
+
+def build_moe(config: MoeConfig) -> Model:
+    """Returns the pieces of the model. Dense layers are a stack of their own, `dense_layers`."""
+    num_dense = config.num_dense_layers
+    stacks = [Stack("layers", build_piece(lambda rngs: _layer(config, rngs)), config.num_layers - num_dense)]
+    if num_dense:
+        stacks.insert(0, Stack("dense_layers", build_piece(lambda rngs: _dense_layer(config, rngs)), num_dense))
+    return Model(
+        embed=build_piece(lambda rngs: Embed(config, rngs)),
+        stacks=tuple(stacks),
+        head=build_piece(lambda rngs: Head(config, rngs)),
+        tied={"table_VE": "table_VE"} if config.embeddings == "tied" else {},
+        max_length=config.num_positions,
+        num_active_experts=config.num_experts_per_token,
+    )
+
+
+def _dense_layer(config: MoeConfig, rngs: nnx.Rngs) -> nnx.Module:
+    assert config.dense_mlp_dim is not None
+    return Layer(config, rngs, index=0, mlp=MLP(config, rngs, width=config.dense_mlp_dim))
+
+
+def _layer(config: MoeConfig, rngs: nnx.Rngs) -> nnx.Module:
+    return Layer(config, rngs, index=0, mlp=Experts(config, rngs))
+
+
+class Experts(nnx.Module):
+    """A router and its experts (Shazeer et al. 2017, arXiv:1701.06538), and those that all tokens share (DeepSeekMoE,
+    arXiv:2401.06066)."""
+
+    def __init__(self, config: MoeConfig, rngs: nnx.Rngs):
+        self.config = config
+        X, E, M, stddev = config.num_experts, config.embed_dim, config.mlp_dim, config.initializer_stddev
+        self.router_EX = matrix(rngs, ("embed", None), (E, X), stddev=stddev)
+        self.gate_XEM = matrix(rngs, ("experts", "embed", "mlp"), (X, E, M), stddev=stddev)
+        self.up_XEM = matrix(rngs, ("experts", "embed", "mlp"), (X, E, M), stddev=stddev)
+        self.down_XME = matrix(rngs, ("experts", "mlp", "embed"), (X, M, E), stddev=residual_stddev(config))
+        if config.num_shared_experts:
+            self.shared = MLP(config, rngs, width=config.num_shared_experts * M)
+
+    def __call__(self, x_BTE: Array, context: Context) -> tuple[Array, Aux]:
+        config = self.config
+        x_BTE = context.activation("experts_input", x_BTE, *RESIDUAL)
+        logits_BTX = self._logits(x_BTE, context)
+        scores_BTX = _SCORES[config.router_scores](logits_BTX)
+        weights_BTK, ids_BTK = route(
+            scores_BTX,
+            num_chosen=config.num_experts_per_token,
+            num_groups=config.num_expert_groups,
+            num_groups_chosen=config.num_groups_per_token,
+            is_normalized=config.router_weights == "normalized",
+            scale=config.router_scale,
+        )
+        y_BTE, num_dropped = context.apply_experts(
+            "routed", x_BTE, weights_BTK, ids_BTK, self.gate_XEM[...], self.up_XEM[...], self.down_XME[...],
+            activation=config.mlp_activation,
+        )  # fmt: skip
+        if config.num_shared_experts:
+            y_BTE = y_BTE + self.shared(x_BTE, context)
+        y_BTE = context.activation("experts_output", y_BTE, *RESIDUAL)
+        return y_BTE, self._aux(logits_BTX, scores_BTX, ids_BTK, num_dropped, context)
+
+    def _logits(self, x_BTE: Array, context: Context) -> Array:
+        """In float32, products too: a TPU would take them in bfloat16."""
+        x_BTE = context.jitter(x_BTE.astype(jnp.float32), self.config.router_jitter, site=3)
+        router_EX = self.router_EX[...].astype(jnp.float32)
+        logits_BTX = jnp.matmul(x_BTE, router_EX, precision=jax.lax.Precision.HIGHEST)
+        return context.activation("router_logits", logits_BTX, "batch", "sequence_parallel_length", None)
+
+    def _aux(self, logits_BTX: Array, scores_BTX: Array, ids_BTK: Array, num_dropped: Array, context: Context) -> Aux:
+        """Losses of the router, and how evenly it spreads the tokens of this microbatch, which all devices share.
+
+        load_balancing: X sum f_i p_i, of the share f_i of choices that are expert i and its mean score p_i (Switch,
+        arXiv:2101.03961). router_z: the mean of log(sum exp(logits))^2 (ST-MoE, arXiv:2202.08906). expert_load: the
+        most tokens that an expert has, over the mean. expert_entropy: of f, over that of an even spread. dropped: the
+        share of choices that no expert had room for.
+        """
+        config, num_tokens = self.config, ids_BTK.shape[0] * ids_BTK.shape[1]
+        is_chosen_BTX = jnp.any(ids_BTK[..., None] == jnp.arange(config.num_experts), axis=-2)
+        counts_X = context.over_batch(jnp.sum(is_chosen_BTX, axis=(0, 1), dtype=jnp.float32))
+        shares_X = counts_X / jnp.sum(counts_X)
+        p_BTX = scores_BTX / jnp.sum(scores_BTX, axis=-1, keepdims=True)
+        balance = config.num_experts * jnp.sum(shares_X * jnp.sum(p_BTX, axis=(0, 1)))
+        z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_BTX, axis=-1)))
+        balancing, penalty = config.load_balancing_weight, config.router_z_loss_weight
+        entropy = -jnp.sum(shares_X * jnp.log(jnp.maximum(shares_X, 1e-20))) / jnp.log(config.num_experts)
+        return Aux(
+            losses=({"load_balancing": balancing * balance} if balancing else {})
+            | ({"router_z": penalty * z} if penalty else {}),
+            statistics={
+                "expert_load": jnp.max(shares_X) * config.num_experts * num_tokens,
+                "expert_entropy": entropy * num_tokens,
+                "dropped": num_dropped / config.num_experts_per_token,
+            },
+        )
+
+
+_SCORES: dict[str, Callable[[Array], Array]] = {
+    "softmax": lambda logits: jax.nn.softmax(logits, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+}

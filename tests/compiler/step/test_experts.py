@@ -1,0 +1,214 @@
+"""Experts over a mesh: each exchange, with each sharding and loop, trains as one device does in float32."""
+
+import math
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from conftest import plan_of, spec_of
+from meshloom.compiler.config.compiler_traits import read_compiler_traits
+from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.models import Context
+from support.experts import MOE, emulated_ragged_all_to_all, objective
+from support.helpers import gradients_of, on_devices, programs_of, reference_adamw, tiered, written_collectives
+
+EXPERT = ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=2", "mesh.expert=2")
+ALONE = "model.load_balancing_weight=0.0"  # its f_i are those of a microbatch: with several it is another loss
+PADDED, GATHERED, CAPACITY, RAGGED = (
+    f"parallel.experts={name}" for name in ("padded", "gathered", "capacity", "ragged")
+)
+DEEP = (
+    "model.num_dense_layers=1", "model.dense_mlp_dim=48", "model.num_shared_experts=2", "model.router_scores=sigmoid",
+    "model.num_expert_groups=4", "model.num_groups_per_token=2", "model.router_scale=2.5", "model.num_experts=16",
+)  # fmt: skip
+CASES = {
+    "fsdp 4": ("sharding=fsdp", "target=cpu-4"),
+    "ddp 4, 2 microbatches": ("sharding=ddp", "target=cpu-4", "num_microbatches=2", ALONE),
+    "zero2 2x2, prefetch": ("sharding=zero2", "target=cpu-4", "mesh.data=4", "overlap=prefetch"),
+    "fsdp_tensor 2x2, remat full": ("sharding=fsdp_tensor", "target=cpu-4", "remat=full"),
+    "padded, expert 4": ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=1", "mesh.expert=4", PADDED),
+    "padded, replica 2, prefetch, in backward": (
+        *EXPERT[:2], "mesh.fsdp=1", "mesh.replica=2", "mesh.expert=2", PADDED, "overlap=prefetch",
+        "overlap.layers.reduce_in_backward=true",
+    ),
+    "padded, 2 chunks, remat full, 2 microbatches": (
+        *EXPERT, PADDED, "moe.num_chunks=2", "remat=full", "num_microbatches=2", ALONE,
+    ),
+    "padded, expert 2, tensor 2, 2 parts of the batch": (
+        *EXPERT[:2], "mesh.fsdp=1", "mesh.expert=2", "mesh.tensor=2", PADDED, "overlap.layers.batch_split=2", ALONE,
+    ),
+    "gathered, fsdp 2, expert 2, tensor 2": (
+        "sharding=fsdp_expert", "mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", GATHERED, "remat=save_dots",
+    ),
+    "gathered, prefetch, 2 chunks, deepseek's router": (
+        *EXPERT, GATHERED, "overlap=prefetch", "moe.num_chunks=2", *DEEP,
+    ),
+    "gathered, imbalance that fits": (*EXPERT, GATHERED, "moe.max_imbalance=1.9"),
+    "capacity for all, expert 2": (*EXPERT, CAPACITY, "moe.capacity_factor=8", "remat=save_dots"),
+    "capacity for all, fsdp_tensor, 2 chunks": (
+        "sharding=fsdp_tensor", "target=cpu-4", CAPACITY, "moe.capacity_factor=8", "moe.num_chunks=2",
+    ),
+    "padded, context 2, expert 2, tensor 2": (
+        "sharding=fsdp_expert", "mesh.fsdp=1", "mesh.context=2", "mesh.expert=2", "mesh.tensor=2", PADDED,
+    ),
+    "ragged, expert 4": ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=1", "mesh.expert=4", RAGGED),
+    "ragged, prefetch, 2 chunks, expert 2, tensor 2": (
+        *EXPERT[:2], "mesh.fsdp=1", "mesh.expert=2", "mesh.tensor=2", RAGGED, "overlap=prefetch", "moe.num_chunks=2",
+    ),
+}  # fmt: skip
+
+
+COVER = ("padded, replica 2, prefetch, in backward",)
+
+
+@pytest.fixture
+def plan_for(monkeypatch):
+    """The plan of a case. CPUs have no ragged all-to-all: it is emulated."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jax.numpy.full(shape, np.nan, dtype))
+
+    def traits(*target):
+        return read_compiler_traits(*target).model_copy(update={"ragged_all_to_all": True})
+
+    def make(*case):
+        if RAGGED not in case:
+            return plan_of(*MOE, *case)
+        monkeypatch.setattr("meshloom.compiler.target.target.read_compiler_traits", traits)
+        return plan_run(spec_of(*MOE, *case))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """By model: parameters, gradients of the first batch and ten steps, on one device without any of our step."""
+    cache = {}
+
+    def get(plan, tokens):
+        key = plan.spec.model.model_dump_json()
+        if key not in cache:
+            params = jax.tree.map(np.asarray, plan.model.init(jax.random.key(plan.spec.seed)))
+            of = lambda p, t: objective(plan.model, p, t[:, :-1], t[:, 1:])  # noqa: E731
+            grad = jax.jit(jax.value_and_grad(of, has_aux=True))
+            moments = [jax.tree.map(lambda x: np.zeros(x.shape, np.float64), params) for _ in range(2)]
+            first, curve, now = None, [], params
+            for step, batch in enumerate(tokens):
+                (_, loss), grads = grad(jax.tree.map(np.float32, now), batch)
+                first = first or (float(loss), jax.tree.map(np.asarray, grads))
+                now, norm, rate = reference_adamw(plan.spec, now, grads, moments, step)
+                curve.append((float(loss), norm, rate))
+            cache[key] = params, first, np.array(curve)
+        return cache[key]
+
+    return get
+
+
+@pytest.mark.parametrize("name", tiered(CASES, plain=COVER))
+def test_gradients_are_those_of_one_device(name, tokens, reference, plan_for):
+    plan = plan_for(*CASES[name])
+    params, (loss, grads), _ = reference(plan, tokens)
+    our_loss, our_grads = gradients_of(plan, params, tokens[0])
+    assert our_loss == pytest.approx(loss, rel=2e-6)
+    for path, expected in leaves_by_path(grads).items():
+        ours = leaves_by_path(our_grads)[path]
+        np.testing.assert_allclose(ours, expected, atol=4e-6 * np.abs(expected).max(), rtol=2e-5, err_msg=path)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "name", ["padded, 2 chunks, remat full, 2 microbatches", "ragged, prefetch, 2 chunks, expert 2, tensor 2",
+             "gathered, prefetch, 2 chunks, deepseek's router"]
+)  # fmt: skip
+def test_ten_steps_are_those_of_one_device(name, tokens, reference, plan_for):
+    plan = plan_for(*CASES[name])
+    _, _, curve = reference(plan, tokens)
+    programs = programs_of(plan)
+    state, ours = programs.init(), []
+    for batch in tokens:
+        state, metrics = programs.train(state, on_devices(programs, batch))
+        ours.append([float(metrics[key]) for key in ("loss", "grad_norm", "learning_rate")])
+        assert float(metrics["layers/dropped"]) == 0
+    np.testing.assert_allclose(np.array(ours), curve, rtol=5e-4, atol=1e-7)
+
+
+@pytest.mark.ci
+def test_metrics_say_how_evenly_tokens_are_spread_and_what_is_dropped(tokens):
+    """From the router's own choices, layer by layer, in NumPy."""
+    plan = plan_of(*MOE, *EXPERT, CAPACITY, "moe.capacity_factor=0.5")
+    programs = programs_of(plan)
+    state = programs.init()
+    params = jax.tree.map(np.asarray, state["params"])
+    _, metrics = programs.train(state, on_devices(programs, tokens[0]))
+    seen = []
+
+    def recorded(kind, _, plain, *operands, **options):
+        if kind == "experts":
+            seen.append(np.asarray(operands[2]))
+            return _with_half_the_capacity(plain, *operands, **options)
+        return plain(*operands, **options)
+
+    context = Context(jax.numpy.arange(16)[None], lambda name, x, *axes, **_: x, recorded)
+    x = plan.model.embed.apply(params["embed"], tokens[0][:, :-1], context)
+    (stack,) = plan.model.stacks
+    for i in range(stack.num_layers):
+        x, _ = stack.layer.apply(jax.tree.map(lambda w, i=i: w[i], params[stack.name]), x, context)
+    counts = np.array([np.bincount(ids.reshape(-1), minlength=8) for ids in seen])
+    shares = counts / counts.sum(1, keepdims=True)
+    entropy = -(shares * np.log(np.maximum(shares, 1e-20))).sum(1) / math.log(8)
+    assert float(metrics["layers/expert_load"]) == pytest.approx((shares.max(1) * 8).mean(), rel=1e-5)
+    assert float(metrics["layers/expert_entropy"]) == pytest.approx(entropy.mean(), rel=1e-5)
+    dropped = np.mean([_cleared(ids).mean() for ids in seen])
+    assert 0.1 < dropped < 0.9
+    assert float(metrics["layers/dropped"]) == pytest.approx(dropped, rel=1e-5)
+
+
+def _cleared(ids):
+    """True for the choices that 4 devices drop, each with room for half of the mean of its 4 sequences x 16 tokens."""
+    rows, cleared = 4 * 16 * 2 // 8 // 2, np.zeros(ids.shape, bool)
+    for device in range(4):
+        used = Counter()
+        for k in range(2):
+            for at in np.ndindex(4, 16):
+                place = (4 * device + at[0], at[1], k)
+                used[ids[place]] += 1
+                cleared[place] = used[ids[place]] > rows
+    return cleared
+
+
+def _with_half_the_capacity(plain, x, weights, ids, *matrices, **options):
+    return plain(x, np.where(_cleared(np.asarray(ids)), 0, weights), ids, *matrices, **options)
+
+
+@pytest.mark.parametrize("name", tiered(["padded", "gathered", "capacity"], plain=["padded"]))
+def test_an_exchange_has_the_collectives_that_its_strategy_promises(name):
+    """Of a layer, forward and backward; experts' gradients are never summed over the devices that have others."""
+    plan = plan_of(*MOE, *EXPERT, f"parallel.experts={name}", "moe.num_chunks=2")
+    without = plan_of(*MOE, *EXPERT, f"parallel.experts={name}")
+    promised = Counter[str]()
+    for each in plan.operation("experts").chosen.collectives:
+        promised[each.kind] += 3 * each.count  # layers
+    half = Counter({kind: count // 2 for kind, count in promised.items()})  # what a second chunk adds
+    both, one = (written_collectives(each)[0] for each in (plan, without))
+    assert both - one == half
+
+
+def test_experts_are_gathered_over_fsdp_alone_and_other_weights_over_both():
+    plan = plan_of(*MOE, *EXPERT, GATHERED)
+    planned = estimate_step(plan).communication
+    of = {
+        each.source: each.mesh_axes
+        for each in planned
+        if each.kind == "all-gather" and each.source.startswith("layers/")
+    }
+    assert of["layers/mlp/up_XEM"] == ("fsdp",)
+    assert of["layers/attention/query_EHD"] == ("fsdp", "expert")
+    scattered = {each.source: each.mesh_axes for each in planned if each.kind == "reduce-scatter"}
+    assert scattered["layers/mlp/down_XME"] == ("fsdp",)
+    assert plan.weights["layers"]["mlp"]["up_XEM"].reduced == ()
+    with_data = plan_of(*MOE, *EXPERT[:2], "mesh.fsdp=1", "mesh.data=2", "mesh.expert=2", GATHERED)
+    assert with_data.weights["layers"]["mlp"]["up_XEM"].reduced == ("data",)
+    assert with_data.weights["layers"]["attention"]["query_EHD"].reduced == ("data",)

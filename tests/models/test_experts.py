@@ -1,0 +1,72 @@
+"""Routing and experts on one device: invariants for any scores, and the sum of experts against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshloom.models.experts import apply_experts, route
+from support.experts import dense_experts
+
+# (experts, chosen, groups, chosen groups): each compiles once.
+SHAPES = [(4, 1, 1, 1), (6, 6, 2, 2), (8, 3, 4, 2), (9, 4, 3, 2)]
+
+
+@st.composite
+def routings(draw):
+    """(scores (1, T, X), arguments of `route`)."""
+    num_experts, num_chosen, num_groups, num_groups_chosen = draw(st.sampled_from(SHAPES))
+    scores = np.random.default_rng(draw(st.integers(0, 9999))).uniform(0.01, 1, (1, 7, num_experts))
+    options = {
+        "num_chosen": num_chosen, "num_groups": num_groups, "num_groups_chosen": num_groups_chosen,
+        "is_normalized": draw(st.booleans()), "scale": draw(st.sampled_from([1.0, 2.5])),
+    }  # fmt: skip
+    return scores.astype(np.float32), options
+
+
+@settings(max_examples=40, deadline=None)
+@given(routings())
+def test_each_token_has_its_best_experts_of_its_best_groups_once(case):
+    scores, options = case
+    weights, ids = (np.asarray(x) for x in route(jnp.asarray(scores), **options))
+    groups, size = options["num_groups"], scores.shape[-1] // options["num_groups"]
+    for t in range(scores.shape[1]):
+        score, chosen = scores[0, t].astype(np.float64), ids[0, t]
+        assert len(set(chosen)) == options["num_chosen"]
+        of_groups = [np.sort(score[g * size : (g + 1) * size])[-2:].sum() for g in range(groups)]
+        best_groups = np.argsort(of_groups)[::-1][: options["num_groups_chosen"]]
+        eligible = [x for x in range(len(score)) if x // size in best_groups]
+        best = sorted(eligible, key=lambda x: -score[x])[: options["num_chosen"]]
+        assert list(chosen) == best
+        expected = score[best] / (score[best].sum() if options["is_normalized"] else 1) * options["scale"]
+        np.testing.assert_allclose(weights[0, t], expected, rtol=1e-5)
+        if options["is_normalized"]:
+            assert weights[0, t].sum() == pytest.approx(options["scale"], rel=1e-5)
+
+
+def test_groups_are_compared_below_zero_too():
+    """An expert of another group must not be chosen because the score of the right one is below 0."""
+    scores = jnp.asarray([[[-5.0, -6.0, -3.0, -4.0]]])
+    _, ids = route(scores, num_chosen=2, num_groups=2, num_groups_chosen=1, is_normalized=False, scale=1.0)
+    assert ids[0, 0].tolist() == [2, 3]
+
+
+def test_experts_are_a_weighted_sum_of_gated_mlps():
+    chance = np.random.default_rng(0)
+    x, gate, up, down = (chance.normal(0, 0.5, s).astype(np.float32) for s in ((2, 6, 8), (5, 8, 4), (5, 8, 4), (5, 4, 8)))  # fmt: skip  # noqa: E501
+    ids = np.stack([chance.permutation(5)[:3] for _ in range(12)]).reshape(2, 6, 3)
+    weights = chance.uniform(0, 1, (2, 6, 3)).astype(np.float32)
+    y, num_dropped = apply_experts(*map(jnp.asarray, (x, weights, ids, gate, up, down)), activation="silu")
+    expected = dense_experts(x.reshape(12, 8), weights.reshape(12, 3), ids.reshape(12, 3), gate, up, down)
+    np.testing.assert_allclose(np.asarray(y).reshape(12, 8), expected, atol=2e-6)
+    assert num_dropped == 0
+
+
+def test_the_gradient_of_a_weight_is_that_of_its_score_alone():
+    """The choice has no gradient; weights that are normalised have one that adds up to zero."""
+    scores = jnp.asarray([[[0.5, 0.2, 0.3]]])
+    options = {"num_chosen": 2, "num_groups": 1, "num_groups_chosen": 1, "scale": 1.0}
+    gradient = jax.grad(lambda s: route(s, is_normalized=True, **options)[0][0, 0, 0])(scores)
+    np.testing.assert_allclose(gradient[0, 0], [0.3 / 0.64, 0, -0.5 / 0.64], rtol=1e-5)
