@@ -17,7 +17,6 @@ import numpy as np
 
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.estimate.step_time import plan_rates
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.tune.families import Point, Reference, find_families, group_candidates
@@ -87,10 +86,8 @@ def priced(cell: Cell) -> tuple[Prices, int, Plan]:
     families = find_families(group_candidates(candidates), traced)
     spec = variants[0].spec
     target = plan_target(spec.target, spec.precision.compute)
-    rates = plan_rates(target)
-    assert rates is not None
     assert target.hbm_bytes_per_device is not None
-    return price(candidates, families, rates), target.hbm_bytes_per_device, plan_run(candidates[0].spec())
+    return price(candidates, families), target.hbm_bytes_per_device, plan_run(candidates[0].spec())
 
 
 def traced(function: Callable[[Point], Reference], points: Sequence[Point]) -> Iterator[Reference]:

@@ -1,9 +1,10 @@
 """Ten thousand candidates priced by `meshloom tune`, beside a plain loop over `explain`.
 
-    pip install -e . && python bench/tune_speed.py [--loop 12]
+    pip install -e . && python bench/tune_speed.py [--wide] [--loop 12]
 
-One space, llama3_8b on v5p-1024 with three shardings, five remat policies and two precisions, in as many processes as
-there are cores; then --loop of its candidates, one after the other, composed, planned and estimated as `explain` does.
+llama3_8b on v5p-3072, with the groups that are searched by default, in as many processes as there are cores; then
+--loop of its candidates, one after the other, composed, planned and estimated as `explain` does. With --wide there are
+fewer meshes (v5p-1024) and more to trace: three shardings, five remat policies and two precisions.
 """
 
 import argparse
@@ -16,8 +17,6 @@ from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.estimate.step_time import plan_rates
-from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.tune.families import choose_points, find_families, group_candidates
 from meshloom.compiler.tune.price import price
 from meshloom.compiler.tune.space import find_candidates
@@ -25,7 +24,8 @@ from meshloom.runtime.processes.devices import plan_without_devices
 from meshloom.runtime.tune.variants import find_space
 from meshloom.runtime.tune.workers import workers
 
-SPACE = (
+SPACE = ("model=llama3_8b", "target=v5p-3072", "global_batch_size=4608", "sequence_length=8192", "data=synthetic")
+WIDE = (
     "model=llama3_8b", "target=v5p-1024", "global_batch_size=4096", "sequence_length=8192", "data=synthetic",
     "tune.groups={sharding: [fsdp_tensor, zero1, zero2], remat: [none, save_dots, save_names, offload, full], "
     "precision: [bfloat16, bfloat16_params]}",
@@ -35,9 +35,10 @@ SPACE = (
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--loop", type=int, default=12, help="candidates of the plain loop")
+    parser.add_argument("--wide", action="store_true", help="the space of many options")
     arguments = parser.parse_args()
     start = time.perf_counter()
-    space = find_space(Request(SPACE))
+    space = find_space(Request(WIDE if arguments.wide else SPACE))
     plan_without_devices(space.spec.target)
     marks = {"compose": time.perf_counter()}
     candidates, refused = find_candidates(space.variants)
@@ -46,9 +47,7 @@ def main() -> None:
     with workers(space.spec.target, Console(is_quiet=True)) as runner:
         families = find_families(groups, runner.trace)
     marks["traces"] = time.perf_counter()
-    rates = plan_rates(plan_target(space.spec.target, space.spec.precision.compute))
-    assert rates is not None
-    price(candidates, families, rates)
+    price(candidates, families)
     marks["prices"] = time.perf_counter()
     number, num_traces = len(candidates) + refused.total, sum(len(choose_points(ones)) for ones in groups.values())
     taken = f"{marks['prices'] - start:.1f} s"

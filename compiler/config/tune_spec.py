@@ -40,7 +40,8 @@ class TuneSpec(Config):
     fix: dict[Text, Any]
     num_shown: PositiveInt  # of the best, in the table and the page
     num_compiled: NonNegativeInt  # of the best, compiled to let the schedule judge
-    max_candidates: PositiveInt  # a larger space is an error
+    max_candidates: PositiveInt  # that are listed; of a larger space, Optuna chooses combinations of options
+    num_trials: PositiveInt  # combinations of options that Optuna tries
     targets: tuple[Text, ...]  # several targets to compare; empty: the declared one
     tokens: Tokens | None  # of the whole training, for its time and cost: 1.5e12, or 1.5T
 

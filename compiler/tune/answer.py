@@ -13,9 +13,9 @@ from ..core.format import human_bytes
 from ..driver import plan_run
 from ..estimate.estimate import estimate_step
 from ..estimate.program_costs import Array
-from ..estimate.step_time import Rates, assumed_presets, plan_rates
+from ..estimate.step_time import assumed_presets
 from ..jaxpr.propagate import Axes
-from ..target.target import TargetPlan, plan_target
+from ..target.target import TargetPlan
 from .families import Family, Key, Point, Reference, find_families, group_candidates, key_of
 from .price import Prices, price
 from .space import Candidate, Refused, Variant, find_candidates
@@ -103,28 +103,28 @@ def tune(variants: Sequence[Variant], run: Runner) -> Answer:
     Raises ConfigError if the target's figures are not known, or no candidate is left.
     """
     spec = variants[0].spec
-    target = plan_target(spec.target, spec.precision.compute)
-    rates, limit = _figures(target, spec)
+    target = variants[0].target()
+    limit = limit_of(variants[0])
     candidates, refused = find_candidates(variants)
     _check_any(candidates, refused)
     families = find_families(group_candidates(candidates), run.trace)
-    prices = price(candidates, families, rates)
-    best = _estimate_best(prices, limit, target, spec, run)
+    prices = price(candidates, families)
+    best = _estimate_best(prices, limit, spec, run)
     if not best:
         raise ConfigError([_nothing_fits(prices, limit)])
-    changes = find_changes(variants, prices, families, rates, limit)
+    changes = find_changes(variants, prices, families, limit)
     return Answer(target, best, prices, refused, limit, changes)
 
 
 def find_changes(
-    variants: Sequence[Variant], prices: Prices, families: Mapping[Key, Family], rates: Rates, limit: int
+    variants: Sequence[Variant], prices: Prices, families: Mapping[Key, Family], limit: int
 ) -> tuple[Change, ...]:
     """Returns the winners of other worlds: faster links, more memory, half the batch. By prices alone."""
     spec = variants[0].spec
     now = winner(prices, limit, spec.tune.objective)
     if now is None:
         return ()
-    fast = price(prices.candidates, families, rates, link_speed=2.0)
+    fast = price(prices.candidates, families, link_speed=2.0)
     worlds = [("links of twice the bandwidth", fast, limit), ("20 % more memory", prices, int(1.2 * limit))]
     if spec.global_batch_size % 2 == 0:
         halved = [
@@ -133,7 +133,7 @@ def find_changes(
         ]
         known = [one for one in find_candidates(halved)[0] if key_of(one, families)]
         if known:
-            worlds.append(("half the global batch", price(known, families, rates), limit))
+            worlds.append(("half the global batch", price(known, families), limit))
     return tuple(_change(what, prices, now, other, room, spec.tune.objective) for what, other, room in worlds)
 
 
@@ -142,7 +142,7 @@ def winner(prices: Prices, limit: float, objective: Objective) -> int | None:
     fits = prices.peak_bytes <= limit
     if not fits.any():
         return None
-    return int(np.argmin(np.where(fits, _merit(prices, objective), np.inf)))
+    return int(np.argmin(np.where(fits, merit(prices, objective), np.inf)))
 
 
 def _change(what: str, prices: Prices, now: int, other: Prices, limit: int, objective: Objective) -> Change:
@@ -153,13 +153,14 @@ def _change(what: str, prices: Prices, now: int, other: Prices, limit: int, obje
     return Change(what, before, best, float(prices.seconds[now]), seconds)
 
 
-def _figures(target: TargetPlan, spec: RunSpec) -> tuple[Rates, int]:
-    """Returns the rates of a device and the memory that a candidate may take."""
-    rates, memory = plan_rates(target), target.hbm_bytes_per_device
-    if rates is None or memory is None:
+def limit_of(variant: Variant) -> int:
+    """Returns the memory of a device that a candidate may take. Raises ConfigError if it is not known."""
+    target = variant.target()
+    memory = target.hbm_bytes_per_device
+    if memory is None:
         what = f"nothing is known of the speed and the memory of {target.name}"
         raise ConfigError([Problem("target", what, "name chips, such as target=v5p-128 or target=h100-64")])
-    return rates, int(spec.tune.max_memory_share * memory)
+    return int(variant.spec.tune.max_memory_share * memory)
 
 
 def _check_any(candidates: Sequence[Candidate], refused: Refused) -> None:
@@ -176,19 +177,20 @@ def _nothing_fits(prices: Prices, limit: int) -> Problem:
     return Problem("tune", what, "use more chips, a smaller batch or shorter sequences, or widen tune.groups.remat")
 
 
-def _merit(prices: Prices, objective: Objective) -> Array:
+def merit(prices: Prices, objective: Objective) -> Array:
+    """Returns what the objective makes least."""
     return prices.peak_bytes if objective == "memory" else prices.seconds
 
 
-def _estimate_best(prices: Prices, limit: int, target: TargetPlan, spec: RunSpec, run: Runner) -> tuple[Estimated, ...]:
+def _estimate_best(prices: Prices, limit: int, spec: RunSpec, run: Runner) -> tuple[Estimated, ...]:
     """Returns the best candidates that fit, with an estimate of each."""
-    merit = np.where(prices.peak_bytes <= MARGIN * limit, _merit(prices, spec.tune.objective), np.inf)
-    order = [int(place) for place in np.argsort(merit, kind="stable") if np.isfinite(merit[place])]
+    merits = np.where(prices.peak_bytes <= MARGIN * limit, merit(prices, spec.tune.objective), np.inf)
+    order = [int(place) for place in np.argsort(merits, kind="stable") if np.isfinite(merits[place])]
     found: list[Estimated] = []
     for start in range(0, min(len(order), MOST_ROUNDS * NUM_EXACT), NUM_EXACT):
         ones = [prices.candidates[place] for place in order[start : start + NUM_EXACT]]
         exact = run.estimate(estimate_spec, [one.spec() for one in ones])
-        estimated = [_estimated(one, each, limit, target) for one, each in zip(ones, exact, strict=True)]
+        estimated = [_estimated(one, each, limit) for one, each in zip(ones, exact, strict=True)]
         found += [one for one in estimated if one.fits]
         if len(found) >= min(spec.tune.num_shown, NUM_EXACT):
             break
@@ -223,7 +225,8 @@ def estimate_spec(spec: RunSpec) -> Exact:
                  plan.model_flops_per_step, assumed_presets(spec.overlap, plan.target))  # fmt: skip
 
 
-def _estimated(one: Candidate, exact: Exact, limit: int, target: TargetPlan) -> Estimated:
+def _estimated(one: Candidate, exact: Exact, limit: int) -> Estimated:
+    target = one.variant.target()
     exposed = dict(exact.exposed)
     seconds = exact.compute_seconds + sum(exposed.values())
     peak = target.peak_flops_per_second

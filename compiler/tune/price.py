@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..estimate.program_costs import Array
-from ..estimate.step_time import LinkTimes, Rates, StepTime, plan_link_times, time_step
+from ..estimate.step_time import LinkTimes, StepTime, plan_link_times, plan_rates, time_step
 from ..jaxpr.propagate import Axes
 from .families import Family, Key, key_of
 from .space import Candidate
@@ -31,11 +31,9 @@ class Prices:
         return self.compute_seconds + self.exposed_seconds
 
 
-def price(
-    candidates: Sequence[Candidate], families: Mapping[Key, Family], rates: Rates, link_speed: float = 1.0
-) -> Prices:
-    """Returns the prices of candidates, each of which has a family. link_speed: how much faster the links are than the
-    target's."""
+def price(candidates: Sequence[Candidate], families: Mapping[Key, Family], link_speed: float = 1.0) -> Prices:
+    """Returns the prices of candidates that the rules allow, each of which has a family. link_speed: how much faster
+    the links are than the target's."""
     places: dict[Key, list[int]] = {}
     for place, one in enumerate(candidates):
         key = key_of(one, families)
@@ -47,6 +45,8 @@ def price(
     for key, own in places.items():
         family, ones = families[key], [candidates[place] for place in own]
         costs = family.costs(ones)
+        rates = plan_rates(ones[0].variant.target())
+        assert rates is not None, "a variant without is refused by the rules"
         time: StepTime = time_step(costs, rates, _link_times(ones, family, link_speed), family.hiding)
         peak[own], host[own], compute[own] = costs.peak_bytes(), costs.host_bytes(), time.compute_seconds
         for axes, seconds in time.exposed.items():

@@ -19,6 +19,7 @@ from meshloom.models.numbers import divisors
 from ..config.spec import RunSpec
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..driver import Layout, plan_layout
+from ..estimate.step_time import plan_rates
 from ..parallel.loss import LossOp
 from ..parallel.remat import check_remat
 from ..sharding.arrays import Arrays, build_model, find_arrays
@@ -26,6 +27,7 @@ from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan, plan_target
 
 PARAMETERS_TOO_LARGE = "the parameters alone are larger than a device's memory"
+Choices = tuple[tuple[str, str], ...]  # the option of each config group
 Sizes = tuple[tuple[str, int], ...]  # of the mesh axes that are not of one device
 
 
@@ -33,13 +35,17 @@ Sizes = tuple[tuple[str, int], ...]  # of the mesh axes that are not of one devi
 class Variant:
     """A declaration of the space, but for its mesh and microbatches. choices: the options of groups that make it."""
 
-    choices: tuple[tuple[str, str], ...]
+    choices: Choices
     spec: RunSpec
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Returns the mesh axes whose sizes are searched."""
         return tuple(dict.fromkeys((*mesh_axes(self.spec), *_fixed_sizes(self.spec))))
+
+    def target(self) -> TargetPlan:
+        """Returns the target, with the figures of the type that the variant computes in."""
+        return plan_target(self.spec.target, self.spec.precision.compute)
 
 
 @dataclass(frozen=True)
@@ -90,8 +96,8 @@ class Refused:
 
 def _check_size(number: int, most: int) -> None:
     if number > most:
-        what = f"the space has {number:,} candidates, more than tune.max_candidates={most:,}"
-        fix = "narrow tune.groups, tune.mesh or tune.microbatches, pin something, or set tune.max_candidates"
+        what = f"one variant has {number:,} candidates, more than tune.max_candidates={most:,}"
+        fix = "narrow tune.mesh or tune.microbatches, pin an axis, or set tune.max_candidates"
         raise ConfigError([Problem("tune", what, fix)])
 
 
@@ -103,12 +109,12 @@ def with_layout(spec: RunSpec, sizes: Mapping[str, int], num_microbatches: int) 
 
 def find_candidates(variants: Sequence[Variant]) -> tuple[list[Candidate], Refused]:
     """Returns all candidates that the rules allow, and the others by the reason that each was refused for. Raises
-    ConfigError if there are more than `tune.max_candidates`."""
+    ConfigError if one variant has more than `tune.max_candidates`."""
     found: list[Candidate] = []
     refused = Refused()
     known: dict[str, dict[tuple[Sizes, int], Layout | ConfigError]] = {}
     every = [_Rules(variant) for variant in variants]
-    _check_size(sum(rules.num_points() for rules in every), variants[0].spec.tune.max_candidates)
+    _check_size(max(rules.num_points() for rules in every), variants[0].spec.tune.max_candidates)
     for variant, rules in zip(variants, every, strict=True):
         if (refusal := rules.refusal()) is not None:
             refused.add(reason_of(refusal), tuple(f"{k}={v}" for k, v in variant.choices), rules.num_points())
@@ -130,6 +136,11 @@ def find_candidates(variants: Sequence[Variant]) -> tuple[list[Candidate], Refus
                 continue
             found.append(one)
     return found, refused
+
+
+def num_points(variant: Variant) -> int:
+    """Returns the number of candidates that a variant has, before the rules."""
+    return _Rules(variant).num_points()
 
 
 def mesh_axes(spec: RunSpec) -> tuple[str, ...]:
@@ -173,11 +184,14 @@ class _Rules:
         self.spec, self.axes = variant.spec, variant.axes
         spec = variant.spec
         self.model = build_model(spec)
-        self.target: TargetPlan = plan_target(spec.target, spec.precision.compute)
+        self.target = variant.target()
         self.arrays: dict[int, Arrays] = {}
 
     def refusal(self) -> ConfigError | None:
-        """Returns why the variant can run on no mesh, if so."""
+        """Returns why the variant can run on no mesh, or cannot be priced, if so."""
+        if plan_rates(self.target) is None:
+            what = f"the speed of {self.target.name} in {self.spec.precision.compute} is not known"
+            return ConfigError([Problem("precision.compute", what, "choose a precision whose speed it declares")])
         try:
             check_remat(self.spec.remat, self.arrays_of(1))
         except ConfigError as error:
@@ -251,7 +265,7 @@ def check_fix(fix: Mapping[str, Any], groups: Sequence[str]) -> None:
     )
 
 
-def product_of(groups: Mapping[str, Sequence[str]]) -> Iterator[tuple[tuple[str, str], ...]]:
+def product_of(groups: Mapping[str, Sequence[str]]) -> Iterator[Choices]:
     """Yields the combinations of one option of each group."""
     keys = list(groups)
     yield from (tuple(zip(keys, options, strict=True)) for options in product(*groups.values()))

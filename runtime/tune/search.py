@@ -15,6 +15,7 @@ from ..processes.say import say
 from ..sweep.page import PAGE, render_sweep
 from ..sweep.read import read_sweep
 from ..sweep.rows import ROWS_FILE, SWEEP_FILE, Row
+from .choose import choose_variants
 from .compiled import CompiledCandidate, best_compiled, compile_best
 from .experiment import write_experiment
 from .rows import OBJECTIVES, rows_of, sweep_file
@@ -38,15 +39,17 @@ class Found:
         return best.one if best else self.answer.best[0]
 
 
-def search(space: Space, console: Console) -> Answer:
-    """Returns the answer of the space. Raises ConfigError where there is none."""
+def search(space: Space, run_dir: Path, console: Console) -> Answer:
+    """Returns the answer of the space: of all its variants, or of those that Optuna chooses where they are too many.
+    Raises ConfigError where there is none."""
     with workers(space.spec.target, console) as runner:
-        return tune(space.variants, runner)
+        variants = space.variants if space.is_listed else choose_variants(space, runner, run_dir, console)
+        return tune(variants, runner)
 
 
 def search_into(space: Space, run_dir: Path, model: str, console: Console) -> None:
     """Searches, compiles the best if that is asked for, shows and writes it all. Raises ConfigError."""
-    answer = search(space, console)
+    answer = search(space, run_dir, console)
     if space.pins:
         say(console, f"not searched, as typed: {' '.join(space.pins)}")
     show_answer(answer, console)

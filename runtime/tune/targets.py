@@ -22,7 +22,7 @@ def compare_targets(space: Space, request: Request, run_dir: Path, model: str, c
     rows = []
     for index, target in enumerate(space.spec.tune.targets):
         say(console, f"{target} ({index + 1} of {len(space.spec.tune.targets)})")
-        rows.append(_row(index, request, target, model, console))
+        rows.append(_row(index, request, target, model, run_dir, console))
     tune = space.spec.tune
     objective = "training_seconds" if tune.tokens and tune.objective == "step_time" else OBJECTIVES[tune.objective]
     objective = "training_cost" if tune.tokens and tune.objective == "cost" else objective
@@ -32,10 +32,10 @@ def compare_targets(space: Space, request: Request, run_dir: Path, model: str, c
     say(console, f"written: {run_dir}: {PAGE}, sweep.jsonl")
 
 
-def _row(index: int, request: Request, target: str, model: str, console: Console) -> Row:
+def _row(index: int, request: Request, target: str, model: str, run_dir: Path, console: Console) -> Row:
     words = (*request.overrides, f"target={target}")
     try:
-        answer = search(find_space(replace(request, overrides=words)), console)
+        answer = search(find_space(replace(request, overrides=words)), run_dir, console)
     except ConfigError as error:
         why = "; ".join(f"{each.where}: {each.what}" for each in error.problems)
         return Row(index=index, overrides=(f"target={target}",), swept={"target": target}, status="refused", why=why)

@@ -9,20 +9,37 @@ from meshloom.compiler.config.kept_compositions import compositions_kept
 from meshloom.compiler.config.override_parser import parse_override
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
-from meshloom.compiler.tune.space import Variant, check_fix, product_of
+from meshloom.compiler.tune.space import Choices, Variant, check_fix, num_points, product_of
 
 SEARCHED_BY_KEY = ("mesh", "num_microbatches")
 
 
 @dataclass(frozen=True)
 class Space:
-    """The space of a request. request: without the pins, which are keys of `tune.fix`. pins: what is not searched, as
-    it was typed."""
+    """The space of a request.
+
+    request: without the pins, which are keys of `tune.fix`. groups: the options of each config group. choices: all
+    combinations of these. variants: of all of them; none where the space is too large to be listed. pins: what is not
+    searched, as it was typed. about_num_candidates: before the rules, as if every variant had as many as the first.
+    """
 
     request: Request
     spec: RunSpec
+    fix: Mapping[str, Any]
+    groups: Mapping[str, tuple[str, ...]]
+    choices: tuple[Choices, ...]
     variants: tuple[Variant, ...]
     pins: tuple[str, ...]
+    about_num_candidates: int
+
+    @property
+    def is_listed(self) -> bool:
+        """Returns whether all variants are searched."""
+        return bool(self.variants)
+
+    def variant(self, choices: Choices) -> Variant:
+        """Returns the variant of these options. Raises ConfigError if Hydra cannot compose it."""
+        return _variant(self.request, choices, self.fix)
 
 
 def find_space(request: Request) -> Space:
@@ -39,12 +56,17 @@ def find_space(request: Request) -> Space:
     options = {group: (str(fix[group]),) if group in fix else found for group, found in groups.items()}
     kept = tuple(text for text in request.overrides if not _is_pin(text, groups))
     plain = replace(request, overrides=kept)
+    every = tuple(product_of(options))
     with compositions_kept():
-        variants = tuple(_variant(plain, choices, fix) for choices in product_of(options))
-    return Space(plain, variants[0].spec, variants, tuple(text for text in request.overrides if _is_pin(text, groups)))
+        first = _variant(plain, every[0], fix)
+        about = num_points(first) * len(every)
+        is_listed = about <= declared.tune.max_candidates or len(every) == 1
+        variants = (first, *(_variant(plain, choices, fix) for choices in every[1:])) if is_listed else ()
+    pins = tuple(text for text in request.overrides if _is_pin(text, groups))
+    return Space(plain, first.spec, fix, options, every, variants, pins, about)
 
 
-def _variant(request: Request, choices: tuple[tuple[str, str], ...], fix: Mapping[str, Any]) -> Variant:
+def _variant(request: Request, choices: Choices, fix: Mapping[str, Any]) -> Variant:
     words = tuple(f"{group}={option}" for group, option in choices)
     try:
         spec = read_spec(replace(request, overrides=(*request.overrides, *words)), then=lambda spec: spec)

@@ -6,8 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import LINEAR_STACK, spec_of
-from meshloom.compiler.estimate.step_time import plan_rates
-from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.tune.answer import Runner, estimate_spec, find_changes, tune, winner
 from meshloom.compiler.tune.families import choose_points, count_exponents, find_families, group_candidates
 from meshloom.compiler.tune.price import price
@@ -33,13 +31,9 @@ class Space:
         ]
         self.candidates, self.refused = find_candidates(self.variants)
         self.families = find_families(group_candidates(self.candidates), map)
-        spec = self.variants[0].spec
-        rates = plan_rates(plan_target(spec.target, spec.precision.compute))
-        assert rates is not None
-        self.rates = rates
 
     def price(self, candidates=None, **how):
-        return price(self.candidates if candidates is None else candidates, self.families, self.rates, **how)
+        return price(self.candidates if candidates is None else candidates, self.families, **how)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +132,7 @@ def test_other_worlds_are_asked_for_their_winners(stack):
     best = winner(prices, np.inf, "step_time")
     assert best is not None
     scarce = int(prices.peak_bytes[best] / 1.1)
-    changes = {one.what: one for one in find_changes(stack.variants, prices, stack.families, stack.rates, scarce)}
+    changes = {one.what: one for one in find_changes(stack.variants, prices, stack.families, scarce)}
     more = changes["20 % more memory"]
     assert more.is_other
     assert more.best is not None

@@ -91,9 +91,19 @@ def test_a_pin_of_what_is_not_searched_is_an_error():
         check_fix({"seed": 1, "remat": "full"}, ["remat"])
 
 
+def test_a_variant_whose_speed_is_not_known_is_refused_and_the_others_are_not():
+    found, refused = find_candidates([_variant("precision=float32"), _variant()])
+    assert found
+    assert {one.variant.spec.precision.compute for one in found} == {"bfloat16"}
+    (reason,) = (text for text in refused.counts if "speed" in text)
+    assert reason == "precision.compute: the speed of v5p-16 in float32 is not known"
+
+
 def test_a_space_that_is_too_large_is_refused_with_its_size():
     """Of 16 sequences, tensor 1, 2, 4 and 8 leave 4, 3, 2 and 1 meshes with 2, 3, 4 and 5 numbers of microbatches."""
     number = 4 * 2 + 3 * 3 + 2 * 4 + 1 * 5
-    with pytest.raises(ConfigError, match=rf"has {number} candidates, more than tune\.max_candidates={number - 1}"):
+    with pytest.raises(
+        ConfigError, match=rf"one variant has {number} candidates, more than tune\.max_candidates={number - 1}"
+    ):
         find_candidates([_variant(f"tune.max_candidates={number - 1}")])
     assert len(find_candidates([_variant(f"tune.max_candidates={number}")])[0]) == number
