@@ -12,6 +12,7 @@ from ..core.format import human_names
 from ..core.scopes import OperationName
 from ..estimate.communication import PlannedCollective
 from ..parallel.exchange import exchange_of
+from ..parallel.experts import experts_of
 from ..parallel.matmul import ring_of
 from ..plan import Plan
 from ..schema import CollectiveReport, Event, StepReport
@@ -80,7 +81,8 @@ def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:
         return "made by the compiler"
     name = OperationName(op_name)
     found, alone = name.parameters(paths), name.separated[0]
-    first = found[0] if found else ring_of(alone) or exchange_of(alone) or "/".join(alone.text.split("/")[-2:])
+    operation = ring_of(alone) or exchange_of(alone) or experts_of(alone) or "/".join(alone.text.split("/")[-2:])
+    first = found[0] if found else operation
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     direction = name.in_pass
     is_gradient = bool(found) and kind not in MOVING and direction == "forward"

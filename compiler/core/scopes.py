@@ -27,6 +27,8 @@ _WEIGHT_GATHER = re.compile(rf"{_WEIGHT}.*all_gather")
 _ACTIVATION = re.compile(rf"{_RING}(\w+)")
 _USED_BLOCKS = re.compile(rf"{_BLOCKS}(\d+)_of_(\d+)")
 _KEYS_AND_VALUES = re.compile(rf"{_EXCHANGE}(\w+)")
+_SITE_OF_EXPERTS = re.compile(rf"{_EXPERTS}(\w+)")
+_SHARE_FILLED = re.compile(rf"{_FILLED}([\d.]+)")
 _JOINED = re.compile(r"\(([^()]*:[^()]*)\)")
 _SEPARATORS = re.compile(r"[/()\s]+")
 
@@ -140,6 +142,18 @@ class OperationName:
         """Returns how attention over a split length exchanges keys and values; None for other operations."""
         found = _KEYS_AND_VALUES.search(self.text)
         return found[1] if found else None
+
+    @property
+    def experts(self) -> str | None:
+        """Returns the site of the experts that an operation runs, or whose tokens it exchanges; None for others."""
+        found = _SITE_OF_EXPERTS.search(self.text)
+        return found[1] if found else None
+
+    @property
+    def filled(self) -> float:
+        """Returns the share of the rows of experts' buffers that tokens fill: grouped matmuls skip the others."""
+        found = _SHARE_FILLED.search(self.text)
+        return float(found[1]) if found else 1.0
 
     @property
     def last(self) -> str:

@@ -16,6 +16,7 @@ from ..jaxpr.fusion import needed
 from ..jaxpr.program import Collective, Operation, Program
 from ..jaxpr.propagate import Axes
 from ..parallel.exchange import exchange_of
+from ..parallel.experts import experts_of
 from ..parallel.matmul import ring_of
 from ..plan import Plan
 
@@ -63,7 +64,7 @@ def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective,
                 bytes_each=collective.full_bytes,
                 count=0,
                 dtype=collective.dtype,
-                source=path or ring_of(name) or exchange_of(name) or _operation_name(operation),
+                source=path or ring_of(name) or exchange_of(name) or experts_of(name) or _operation_name(operation),
                 direction=_direction(name, is_gradient=path is not None and collective.kind not in MOVING),
                 rule=_rule(plan, collective.kind, collective.axes, path),
             )

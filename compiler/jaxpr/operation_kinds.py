@@ -11,9 +11,11 @@ from .program import Kind
 
 _MOVES = {
     "reshape", "squeeze", "expand_dims", "transpose", "name", "sharding_constraint", "copy", "optimization_barrier",
+    "reshard",
 }  # fmt: skip
 COLLECTIVES: dict[str, CollectiveKind] = {
     "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
+    "ragged_all_to_all": "all-to-all",
     "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce",
     "ppermute": "collective-permute",
 }  # fmt: skip
@@ -21,6 +23,7 @@ LANES = 128  # of a row of a TPU's registers, which arrays in memory are tiled b
 ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")  # cuDNN's kernels (cudnn.py)
 CUDNN_BLOCK = 128  # keys
 
+GROUPED = ("ragged_dot_general", "pallas_call")  # in the scope of experts: matmuls of the rows that are filled
 PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}  # sums of products: flops.py
 _OTHERS = {  # an array in, an array out
     "gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "sort", "top_k",

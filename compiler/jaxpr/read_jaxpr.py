@@ -17,7 +17,7 @@ from ..core.collectives import MOVING, CollectiveKind
 from ..core.partition_spec import axes_of
 from ..core.scopes import OperationName, nested
 from .flops import TRIPS, calls_one, contracted_dims, cost_of, count_flops, splash_flops
-from .operation_kinds import ATTENTION, COLLECTIVES, LANES, cudnn_flops, is_ours, kind_of
+from .operation_kinds import ATTENTION, COLLECTIVES, GROUPED, LANES, cudnn_flops, is_ours, kind_of
 from .program import Collective, Kind, Operation, Program
 from .propagate import Axes, Layout, propagate, taken
 from .subprograms import scan_of, subprograms, without_consts
@@ -281,7 +281,9 @@ class _Reader:
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         axes = tuple(axis for axis in axes if isinstance(axis, str) and self.mesh_sizes[axis] > 1)
         full = max(sum(self.sizes[i] for i in operands), sum(self.sizes[i] for i in results))
-        full *= self.num_shards(axes) if name == "all_to_all" else 1  # both sides are parts
+        if name == "ragged_all_to_all":  # the smaller side is full of rows, but for uneven loads; the rest is places
+            full = min(self.sizes[operands[0]], self.sizes[results[0]])
+        full *= self.num_shards(axes) if COLLECTIVES[name] == "all-to-all" else 1  # both sides are parts
         return Collective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]])
 
     def cost(
@@ -299,6 +301,8 @@ class _Reader:
         if (used := OperationName(scope).used_blocks) and equation.primitive.name == "pallas_call":
             return Cost(splash_flops(equation, used))
         cost = cost_of(equation)
+        if not isinstance(cost, str) and equation.primitive.name in GROUPED:
+            cost = replace(cost, flops=round(cost.flops * OperationName(scope).filled))
         if isinstance(cost, str) or kind not in ("matmul", "other"):
             return cost
         axes = dict.fromkeys((*(axis for axes in self.layouts[results[0]] for axis in axes), *reduced))

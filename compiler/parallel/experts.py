@@ -28,7 +28,7 @@ from meshloom.models.experts import ACTIVATIONS
 from ..core.errors import ConfigError, Problem
 from ..core.format import human_seconds
 from ..core.partition_spec import Axes, axes_of, keep_axes
-from ..core.scopes import experts_scope
+from ..core.scopes import OperationName, experts_scope
 from ..sharding.arrays import EXPERTS, OpSite
 from ..sharding.batch import tokens_of_device
 from ..sharding.rules import ArrayPlan
@@ -83,6 +83,11 @@ class ExpertsPlan:
     @property
     def is_dropless(self) -> bool:
         return self.rows >= self.most_rows
+
+
+def experts_of(name: OperationName) -> str | None:
+    """'routed, tokens to experts and back', for a collective of experts by its name; else None."""
+    return f"{name.experts}, tokens to experts and back" if name.experts else None
 
 
 class ExpertsOp(ParallelOp):

@@ -25,7 +25,10 @@ from ..core.errors import Problem
 from ..target.mesh import MeshPlan, nearest
 from .arrays import Array
 
-_KEYS = {"length": "sequence_length", "sequence_parallel_length": "sequence_length"}  # the key that sets a size
+# The keys that set sizes.
+_KEYS = {
+    "length": "sequence_length", "sequence_parallel_length": "sequence_length", "experts": "model.num_experts",
+}  # fmt: skip
 Table = Literal["parameters", "optimizer", "activations"]
 
 

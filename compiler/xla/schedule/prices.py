@@ -21,6 +21,7 @@ MEMORY_EFFICIENCY = 0.9
 # Fused attention: 740 of 989 TFLOP/s forward on an H100 at best, half of the peak and more at usual sizes
 # (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, figures 5 and 6).
 ATTENTION_EFFICIENCY = 0.6
+GROUPED_EFFICIENCY = 0.6  # of kernels that say their FLOPs, grouped matmuls of experts: an assumption
 KERNEL_SECONDS = 2e-6  # a GPU kernel cannot be shorter, launched from a graph
 
 # They do no work, or work that runs beside the compute unit: copies between memories, what other instructions do.
@@ -35,6 +36,7 @@ _FREE_TARGETS = frozenset({
 _NEGLIGIBLE_BYTES = 4096  # on TPUs, scalars beside the vector unit
 _MATMULS = frozenset({"convolution", "dot", "ragged-dot"})
 _ATTENTION_MATMULS = {"dkv": 4, "_dq": 3, "backward": 5, "bwd": 5}  # by a part of the kernel's name; forward 2
+_DECLARED_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
 _DIMENSIONS = re.compile(r'"?(lhs|rhs)_(contracting|batch)_dim(?:ension)?s"?[:=]\s*[\[{]([^\]}]*)[\]}]')
 
@@ -85,6 +87,11 @@ def _flops(
 ) -> tuple[float | None, str, float]:
     """Returns FLOPs, their type, and the share of the peak that they reach; None for an unknown kernel."""
     target = instruction.attribute("custom_call_target") or ""
+    if target == "tpu_custom_call" and instruction.name.startswith("ragged-dot-metadata"):
+        return 0, "float32", MATMUL_EFFICIENCY  # the places of groups, for the kernel after it
+    if target == "tpu_custom_call" and (name := OperationName(instruction.op_name)).experts is not None:
+        declared = _DECLARED_FLOPS.search(instruction.attributes)
+        return float(declared[1]) * name.filled if declared else None, _dtype_of_rows(operands), GROUPED_EFFICIENCY
     if target == "tpu_custom_call" or "fmha" in target or "cudnn$" in target:
         return (*_attention_flops(instruction, operands), ATTENTION_EFFICIENCY)
     if "gemm" in target or "matmul" in target:
@@ -101,6 +108,11 @@ def _flops(
             total += found or 0
             dtype = of_type if found else dtype
     return total, dtype, MATMUL_EFFICIENCY
+
+
+def _dtype_of_rows(operands: tuple[ArrayType, ...]) -> str:
+    """Returns the type of the first matrix: before it are the places of groups."""
+    return next((_dtype(each.dtype) for each in operands if len(each.shape) > 1), "float32")
 
 
 def _matmul_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> tuple[float, str]:

@@ -1,0 +1,140 @@
+"""Which exchange takes tokens to their experts, what it costs, and what is refused before anything is traced."""
+
+import math
+
+import pytest
+
+from conftest import plan_of
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.scopes import OperationName, experts_scope
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.jaxpr.flops import count_model_flops
+from meshloom.compiler.tune.space import mesh_axes
+from meshloom.compiler.xla.hlo import parse_module
+from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, Chip, price
+from support.experts import MOE
+from support.helpers import plan_as_declared
+
+EXPERT = ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=2", "mesh.expert=2")
+OVER_TENSOR = (
+    "sharding.parameters=[{logical:[experts],mesh:[tensor]},{logical:[embed],mesh:[fsdp]},"
+    "{logical:[layers,vocab,mlp,heads,kv_heads,head_dim],mesh:[]}]"
+)
+MIXTRAL = ("model=mixtral_8x7b", "sharding=fsdp_expert", "model.num_layers=2", "global_batch_size=256",
+           "sequence_length=2048", "remat=full", "moe.max_imbalance=2")  # fmt: skip
+
+
+def _problem(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        plan_of(*MOE, *overrides)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("sharding=fsdp_expert", "model.num_experts=6", "mesh.fsdp=2", "mesh.expert=4"),
+         ("dimension 1 (experts) has size 6, not divisible by 4 shards (expert=4)", "make model.num_experts 4 or 8")),
+        (("model.num_experts_per_token=9",), ("model.num_experts_per_token: a token chooses 9 of 8", "8 or less")),
+        (("model.num_expert_groups=4", "model.num_experts_per_token=3"), ("chooses 3 of 2 experts", "2 or less")),
+        (("model.num_expert_groups=3",), ("num_experts=8 is not a multiple of num_expert_groups=3", "1, 2, 4, 8")),
+        (("model.num_groups_per_token=2",), ("a token chooses 2 of 1 groups", "1 or less")),
+        (("model.num_dense_layers=3", "model.dense_mlp_dim=8"), ("none has experts", "2 or less")),
+        (("model.num_dense_layers=1",), ("model.dense_mlp_dim: num_dense_layers=1 needs it",)),
+        (("model.mlp=plain",), ("model.mlp: plain is not implemented for experts", "use gated")),
+        ((*EXPERT, "parallel.experts=capacity", "moe.capacity_factor=0.05"),
+         ("moe.capacity_factor=0.05 leaves an expert no row for 16 choices of a device", "use 0.063 or more")),
+        ((*EXPERT, "moe.num_chunks=7"), ("moe.num_chunks: 64 tokens of a device are not divisible by 7 chunks",)),
+        ((*EXPERT, "moe.max_imbalance=0.5"), ("moe.max_imbalance",)),
+        ((*EXPERT, "parallel.experts=ragged"), ("the compiler for cpu-4 has no ragged all-to-all",)),
+        (("sharding=fsdp_tensor", "parallel.experts=gathered"), ("no mesh axis of the batch splits the experts",)),
+        (("sharding=fsdp_tensor", OVER_TENSOR),
+         ("has its experts over tensor, which does not split the batch", "such as expert")),
+        (("sharding=fsdp", "mesh.expert=2"), ("choose sharding=fsdp_expert",)),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_one_clear_error(overrides, words):
+    told = _problem(*overrides)
+    assert told.count("error: ") == 1
+    assert all(one in told for one in words), told
+
+
+@pytest.fixture(scope="module")
+def mixtral():
+    return plan_as_declared(*MIXTRAL, "target=v5p-128", "mesh.fsdp=16", "mesh.expert=4")
+
+
+def test_auto_takes_the_shortest_exchange_that_the_target_has(mixtral):
+    chosen = mixtral.operation("experts")
+    costs = {each.name: each.cost.value for each in (chosen.chosen, *chosen.rejected) if each.cost}
+    assert chosen.chosen.name == min(costs, key=lambda name: costs[name]) == "ragged"
+    # Of a ring of 4 chips each sends 2 choices for each of 8192 tokens there and back, forward and backward; empty rows
+    # of the padded one are sent too.
+    row_bytes, rows = 4096 * 2, 8192 * 2
+    once = mixtral.mesh.alone_seconds("all-to-all", 4 * rows * row_bytes, ("expert",))
+    assert costs["ragged"] == pytest.approx(4 * once, rel=0.01)
+    assert costs["padded"] == pytest.approx(2 * 4 * once, rel=0.01)
+    on_v5e = plan_as_declared(*MIXTRAL, "target=v5e-64", "mesh.fsdp=16", "mesh.expert=4").operation("experts")
+    assert on_v5e.chosen.name == "gathered"
+    assert next(s for s in on_v5e.rejected if s.name == "ragged").refusal is not None
+
+
+def test_buffers_have_the_declared_room_and_without_one_room_for_all(mixtral):
+    rows = mixtral.operation("experts").chosen.parameters.rows
+    assert rows == 2 * 8192 * 2
+    assert not mixtral.operation("experts").chosen.parameters.is_dropless
+    spec = mixtral.spec.model_copy(update={"moe": mixtral.spec.moe.model_copy(update={"max_imbalance": None})})
+    for_all = plan_run(spec).operation("experts").chosen.parameters
+    assert for_all.rows == 4 * 8192 * 2
+    assert for_all.is_dropless
+
+
+@pytest.mark.ci
+def test_the_estimate_counts_filled_rows_once_each_and_larger_buffers_as_memory(mixtral):
+    """With full remat a step runs each layer's matmuls four times forward: as many FLOPs as the model has, times 4/3.
+    An imbalance of 4 takes twice the buffers of one of 2, and no more matmuls."""
+    roomy = mixtral.spec.model_copy(update={"moe": mixtral.spec.moe.model_copy(update={"max_imbalance": 4.0})})
+    estimates = [estimate_step(plan) for plan in (mixtral, plan_run(roomy))]
+    flops = [next(part.flops for part in each.roofline if part.name.startswith("layers")) for each in estimates]
+    assert flops[0] == pytest.approx(flops[1], rel=1e-3)
+    model = count_model_flops(mixtral.model, mixtral.spec).per_step
+    assert model is not None
+    tokens = mixtral.spec.tokens_per_step
+    head = 6 * 32000 * 4096 * tokens
+    attention = 2 * 3 * 4 * 2048 * 4096 * tokens
+    assert flops[0] == pytest.approx((model - head - attention) / 64 * 4 / 3, rel=0.02)
+    memory = [each.memory.peak_bytes for each in estimates]
+    assert memory[1] > memory[0] + 2 * 8192 * 2 * 14336 * 2  # the hidden rows of a layer, at least
+    assert not estimates[0].unknown
+
+
+@pytest.mark.ci
+def test_exchanges_are_told_by_the_site_of_their_experts(mixtral):
+    sources = {each.source for each in estimate_step(mixtral).communication if each.mesh_axes == ("expert",)}
+    assert sources == {"routed, tokens to experts and back"}
+
+
+def test_a_grouped_kernel_is_priced_by_the_rows_that_are_filled():
+    scope = experts_scope("routed", 0.5)
+    assert OperationName(f"jit(f)/{scope}/dot").filled == 0.5
+    assert OperationName("jit(f)/dot").filled == 1.0
+    line = (
+        "HloModule m\n\nENTRY %e (w: bf16[4,512,1024], x: bf16[1024,512]) -> bf16[1024,1024] {\n"
+        "  %w = bf16[4,512,1024]{2,1,0} parameter(0)\n  %x = bf16[1024,512]{1,0} parameter(1)\n"
+        '  ROOT %ragged-dot-none = bf16[1024,1024]{1,0} custom-call(%x, %w), custom_call_target="tpu_custom_call", '
+        f'metadata={{op_name="jit(f)/{scope}/ragged-dot-none"}}, backend_config={{"custom_call_config":'
+        '{"cost_estimate":{"flops":"1073741824000","bytes_accessed":"1"}}}\n}\n'
+    )
+    module = parse_module(line)
+    (entry,) = module.computations.values()
+    chip = Chip("tpu", 1e9, {"bfloat16": 1e12}, 1e15)
+    compute = price(entry.instructions[-1], entry, module, chip)
+    assert compute is not None
+    assert compute.seconds == pytest.approx(0.5 * 1.073741824 / GROUPED_EFFICIENCY)
+
+
+def test_expert_is_an_axis_that_a_search_varies():
+    spec = plan_of(*MOE, *EXPERT).spec
+    assert {"fsdp", "expert"} <= set(mesh_axes(spec))
+    assert math.prod(size for _, size in spec.mesh) == 4
