@@ -99,7 +99,7 @@ def plan_layout(
     """Decides the layout, in milliseconds: a search calls it for each mesh. Raises ConfigError with all that cannot
     run."""
     mesh, *_ = all_of(
-        lambda: plan_mesh(usable_mesh(spec), target),
+        lambda: plan_mesh(usable_mesh(spec), target, spec.device_order),
         lambda: check_rules(spec.sharding, arrays),
         lambda: check_schedule(spec),
         lambda: check_remat(spec.remat, arrays),

@@ -266,6 +266,7 @@ class RunSpec(Config):
     global_batch_size: PositiveInt
     sequence_length: PositiveInt
     token_order: TokenOrderName  # of the tokens of a sequence, where mesh axes split its length
+    device_order: Annotated[tuple[MeshAxis, ...], AfterValidator(_each_once)]  # mesh axes, nearest devices first
     num_microbatches: PositiveInt
     tune: TuneSpec  # what `meshloom tune` searches
     notes: dict[str, Any]  # a user's own keys: saved and logged, but not read by Meshloom

@@ -37,6 +37,7 @@ class TuneSpec(Config):
     groups: dict[Text, tuple[Text, ...]]
     microbatches: tuple[PositiveInt, ...] | None
     mesh: dict[Text, tuple[PositiveInt, ...] | None]
+    device_orders: Literal["declared", "all"]  # all: every device_order that places a mesh otherwise
     fix: dict[Text, Any]
     num_shown: PositiveInt  # of the best, in the table and the page
     num_compiled: NonNegativeInt  # of the best, compiled to let the schedule judge

@@ -36,11 +36,18 @@ class AxisSegment:
         return f"{kind}{self.physical} ({self.size}{of}{every}{', wraps' if self.wraps else ''})"
 
 
+def traffic_of(order: Sequence[str]) -> dict[str, float]:
+    """Returns the traffic of each mesh axis; those of a declared order are taken to have more than any other, the first
+    the most."""
+    most = max(TRAFFIC.values())
+    return {**TRAFFIC, **{axis: most * 2 ** (len(order) - place) for place, axis in enumerate(order)}}
+
+
 def lay_on_torus(
-    sizes: Mapping[str, int], network: TorusSpec, shape: Shape, num_cores: int
+    sizes: Mapping[str, int], network: TorusSpec, shape: Shape, num_cores: int, traffic: Mapping[str, float]
 ) -> dict[str, tuple[AxisSegment, ...]]:
     """Returns the segments of each mesh axis within a slice: as few as possible, most bandwidth for most traffic."""
-    axes = sorted((axis for axis, size in sizes.items() if size > 1), key=lambda axis: -TRAFFIC[axis])
+    axes = sorted((axis for axis, size in sizes.items() if size > 1), key=lambda axis: -traffic[axis])
     left = dict(sizes)
     core: dict[str, tuple[AxisSegment, ...]] = {}
     if num_cores > 1:  # devices of a chip have the fastest link of all
@@ -48,7 +55,8 @@ def lay_on_torus(
         core[first] = (AxisSegment("core", num_cores, 1, num_cores, wraps=False),)
         left[first] //= num_cores
     wraps = network.wraps(shape)
-    best = min(_layouts([left[axis] for axis in axes], shape), key=lambda layout: _cost(layout, axes, shape, wraps))
+    layouts = _layouts([left[axis] for axis in axes], shape)
+    best = min(layouts, key=lambda layout: _cost(layout, axes, shape, wraps, traffic))
     return {axis: (*_parts(best, i, shape, wraps), *core.get(axis, ())) for i, axis in enumerate(axes)}
 
 
@@ -78,23 +86,27 @@ def _parts(layout: Layout, index: int, shape: Shape, wraps: Sequence[bool]) -> t
     return tuple(parts)
 
 
-def _cost(layout: Layout, axes: Sequence[str], shape: Shape, wraps: Sequence[bool]) -> tuple[float, ...]:
+def _cost(
+    layout: Layout, axes: Sequence[str], shape: Shape, wraps: Sequence[bool], traffic: Mapping[str, float]
+) -> tuple[float, ...]:
     """Returns a sort key: the number of segments; then time, as traffic over link bandwidth; then use of later axes."""
     parts = [_parts(layout, index, shape, wraps) for index in range(len(axes))]
     seconds = sum(
-        TRAFFIC[axis] / sum((2 if part.wraps else 1) / part.stride for part in own)
+        traffic[axis] / sum((2 if part.wraps else 1) / part.stride for part in own)
         for axis, own in zip(axes, parts, strict=True)
         if own
     )
     return (sum(map(len, parts)), seconds, *(-factor for factors in layout for factor in factors))
 
 
-def lay_in_nodes(sizes: Mapping[str, int], shape: Shape) -> dict[str, tuple[AxisSegment, ...]]:
+def lay_in_nodes(
+    sizes: Mapping[str, int], shape: Shape, traffic: Mapping[str, float]
+) -> dict[str, tuple[AxisSegment, ...]]:
     """Returns the segments of each mesh axis: the axes with the most traffic fill the node."""
     num_nodes, per_node = shape
     parts: dict[str, tuple[AxisSegment, ...]] = {}
     inside = outside = 1
-    for axis in sorted((axis for axis, size in sizes.items() if size > 1), key=lambda axis: -TRAFFIC[axis]):
+    for axis in sorted((axis for axis, size in sizes.items() if size > 1), key=lambda axis: -traffic[axis]):
         near = math.gcd(sizes[axis], per_node // inside)
         far = sizes[axis] // near
         behind_switch = AxisSegment("NVLink", near, inside, per_node, wraps=False)

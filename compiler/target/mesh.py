@@ -62,8 +62,9 @@ class MeshPlan:
         return " x ".join(used) or "one device"
 
 
-def plan_mesh(spec: MeshSpec, target: TargetPlan) -> MeshPlan:
-    """Returns the mesh with -1 filled in: {fsdp: -1, tensor: 2} over 8 devices -> {fsdp: 4, tensor: 2}.
+def plan_mesh(spec: MeshSpec, target: TargetPlan, order: Sequence[str] = ()) -> MeshPlan:
+    """Returns the mesh with -1 filled in: {fsdp: -1, tensor: 2} over 8 devices -> {fsdp: 4, tensor: 2}. order: as of
+    `plan_placement`.
 
     Raises ConfigError if the product of the axes is not the number of devices, or no axis can cross slices.
     """
@@ -80,7 +81,7 @@ def plan_mesh(spec: MeshSpec, target: TargetPlan) -> MeshPlan:
         sizes[free[0]] = target.num_devices // fixed
     elif fixed != target.num_devices:
         raise ConfigError([Problem("mesh", f"{shown} is {fixed}, not the {devices}", _fix(sizes, target))])
-    return MeshPlan(MappingProxyType(sizes), plan_placement(sizes, target))
+    return MeshPlan(MappingProxyType(sizes), plan_placement(sizes, target, order))
 
 
 def _fix(sizes: Mapping[str, int], target: TargetPlan) -> str:

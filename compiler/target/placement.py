@@ -16,7 +16,7 @@ import numpy as np
 
 from ..config.target_spec import SwitchSpec, TorusSpec
 from ..core.errors import ConfigError, Problem
-from .axis_segments import TORUS_AXES, AxisSegment, lay_in_nodes, lay_on_torus
+from .axis_segments import TORUS_AXES, AxisSegment, lay_in_nodes, lay_on_torus, traffic_of
 from .interconnect_tiers import link_of_spans, span_of_segments
 from .links import Link
 from .target import TargetPlan
@@ -89,17 +89,18 @@ class Placement:
         return tuple(found)
 
 
-def plan_placement(sizes: Mapping[str, int], target: TargetPlan) -> Placement:
-    """Returns the placement of a mesh on all of the target's devices. Raises ConfigError if no mesh axis can cross
+def plan_placement(sizes: Mapping[str, int], target: TargetPlan, order: Sequence[str] = ()) -> Placement:
+    """Returns the placement of a mesh on all of the target's devices. order: mesh axes, the one whose devices shall lie
+    nearest to each other first; the others follow by their traffic. Raises ConfigError if no mesh axis can cross
     slices."""
     sizes = MappingProxyType(dict(sizes))
     if target.network is None or target.shape is None:
         return Placement(sizes, target, {})
     inner, crossing = _across(sizes, target) if isinstance(target.network, TorusSpec) else (dict(sizes), {})
     if isinstance(target.network, TorusSpec):
-        parts = lay_on_torus(inner, target.network, target.shape, cast(Any, target.chip).num_devices)
+        parts = lay_on_torus(inner, target.network, target.shape, cast(Any, target.chip).num_devices, traffic_of(order))
     else:
-        parts = lay_in_nodes(inner, target.shape)
+        parts = lay_in_nodes(inner, target.shape, traffic_of(order))
     joined = {axis: (*crossing.get(axis, ()), *parts.get(axis, ())) for axis, size in sizes.items() if size > 1}
     return Placement(sizes, target, MappingProxyType(joined))
 

@@ -56,10 +56,10 @@ def price(candidates: Sequence[Candidate], families: Mapping[Key, Family], link_
 
 def _link_times(candidates: Sequence[Candidate], family: Family, speed: float) -> LinkTimes:
     """Returns the times of the family's collectives on each candidate's mesh; every mesh is looked at once."""
-    meshes = {one.sizes: one.mesh for one in candidates}
-    place = {sizes: i for i, sizes in enumerate(meshes)}
+    meshes = {(one.sizes, one.device_order): one.mesh for one in candidates}
+    place = {mesh: i for i, mesh in enumerate(meshes)}
     times = plan_link_times(list(meshes.values()), family.shape.collectives)
-    own = [place[one.sizes] for one in candidates]
+    own = [place[one.sizes, one.device_order] for one in candidates]
     return LinkTimes(
         latency={key: seconds[own] for key, seconds in times.latency.items()},
         per_byte={key: seconds[own] / speed for key, seconds in times.per_byte.items()},

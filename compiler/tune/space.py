@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 from meshloom.models.numbers import divisors
@@ -24,11 +24,13 @@ from ..parallel.loss import LossOp
 from ..parallel.remat import check_remat
 from ..sharding.arrays import Arrays, build_model, find_arrays
 from ..target.mesh import MeshPlan
+from ..target.placement import plan_placement
 from ..target.target import TargetPlan, plan_target
 
 PARAMETERS_TOO_LARGE = "the parameters alone are larger than a device's memory"
 Choices = tuple[tuple[str, str], ...]  # the option of each config group
-Sizes = tuple[tuple[str, int], ...]  # of the mesh axes that are not of one device
+Sizes = tuple[tuple[str, int], ...]  # of mesh axes
+MeshPoint = tuple[Sizes, tuple[str, ...], int]  # of a variant: its whole mesh, the order of devices, and microbatches
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One declaration of the space. num_loss_chunks: in which logits are computed. strategies: of the other operations,
-    by kind and site."""
+    """One declaration of the space. device_order: of the mesh on its links. num_loss_chunks: in which logits are
+    computed. strategies: of the other operations, by kind and site."""
 
     variant: Variant
     mesh: MeshPlan
+    device_order: tuple[str, ...]
     num_microbatches: int
     sequences_of_device: int  # of one microbatch
     num_loss_chunks: int
@@ -66,7 +69,7 @@ class Candidate:
 
     def spec(self) -> RunSpec:
         """Returns the whole declaration."""
-        return with_layout(self.variant.spec, self.mesh.sizes, self.num_microbatches)
+        return with_layout(self.variant.spec, self.mesh.sizes, self.num_microbatches, self.device_order)
 
     def overrides(self) -> tuple[str, ...]:
         """Returns the overrides that make it of the declaration that was searched."""
@@ -75,7 +78,10 @@ class Candidate:
     def values(self) -> dict[str, str | int]:
         """Returns the searched keys with their values."""
         axes = {f"mesh.{axis}": self.mesh.sizes[axis] for axis in self.variant.axes}
-        return {**dict(self.variant.choices), **axes, "num_microbatches": self.num_microbatches}
+        placed = {}
+        if self.variant.spec.tune.device_orders == "all":
+            placed["device_order"] = f"[{','.join(self.device_order)}]"
+        return {**dict(self.variant.choices), **axes, **placed, "num_microbatches": self.num_microbatches}
 
 
 @dataclass
@@ -101,10 +107,14 @@ def _check_size(number: int, most: int) -> None:
         raise ConfigError([Problem("tune", what, fix)])
 
 
-def with_layout(spec: RunSpec, sizes: Mapping[str, int], num_microbatches: int) -> RunSpec:
-    """Returns the declaration on a mesh of these sizes, with this many microbatches."""
+def with_layout(
+    spec: RunSpec, sizes: Mapping[str, int], num_microbatches: int, device_order: Sequence[str] | None = None
+) -> RunSpec:
+    """Returns the declaration on a mesh of these sizes, with this many microbatches, and in another order of devices if
+    one is given."""
+    order = spec.device_order if device_order is None else tuple(device_order)
     mesh = spec.mesh.model_copy(update=dict(sizes))
-    return spec.model_copy(update={"mesh": mesh, "num_microbatches": num_microbatches})
+    return spec.model_copy(update={"mesh": mesh, "num_microbatches": num_microbatches, "device_order": order})
 
 
 def find_candidates(variants: Sequence[Variant]) -> tuple[list[Candidate], Refused]:
@@ -112,7 +122,7 @@ def find_candidates(variants: Sequence[Variant]) -> tuple[list[Candidate], Refus
     ConfigError if one variant has more than `tune.max_candidates`."""
     found: list[Candidate] = []
     refused = Refused()
-    known: dict[str, dict[tuple[Sizes, int], Layout | ConfigError]] = {}
+    known: dict[str, dict[MeshPoint, Layout | ConfigError]] = {}
     every = [_Rules(variant) for variant in variants]
     _check_size(max(rules.num_points() for rules in every), variants[0].spec.tune.max_candidates)
     for variant, rules in zip(variants, every, strict=True):
@@ -120,17 +130,17 @@ def find_candidates(variants: Sequence[Variant]) -> tuple[list[Candidate], Refus
             refused.add(reason_of(refusal), tuple(f"{k}={v}" for k, v in variant.choices), rules.num_points())
             continue
         layouts = known.setdefault(_layout_key(variant.spec), {})
-        for sizes, num_microbatches in rules.points():
-            key = tuple(sizes.items()), num_microbatches
-            if key not in layouts:
-                layouts[key] = rules.layout(sizes, num_microbatches)
-            layout = layouts[key]
+        for point in rules.points():
+            sizes, device_order, num_microbatches = point
+            if point not in layouts:
+                layouts[point] = rules.layout(point)
+            layout = layouts[point]
             if isinstance(layout, ConfigError):
-                axes = (f"mesh.{axis}={size}" for axis, size in sizes.items() if size > 1)
+                axes = (f"mesh.{axis}={size}" for axis, size in sizes if size > 1)
                 words = (f"{group}={option}" for group, option in variant.choices)
                 refused.add(reason_of(layout), (*words, *axes, f"num_microbatches={num_microbatches}"))
                 continue
-            one = _candidate(variant, layout, num_microbatches)
+            one = _candidate(variant, layout, device_order, num_microbatches)
             if (limit := rules.target.hbm_bytes_per_device) and layout.parameter_bytes > limit:
                 refused.add(PARAMETERS_TOO_LARGE, one.overrides())
                 continue
@@ -198,16 +208,30 @@ class _Rules:
             return error
         return None
 
-    def points(self) -> Iterator[tuple[dict[str, int], int]]:
-        """Yields all meshes with all numbers of microbatches."""
+    def points(self) -> Iterator[MeshPoint]:
+        """Yields all meshes in all orders of devices with all numbers of microbatches."""
         wanted = {axis: sizes for axis, sizes in self.spec.tune.mesh.items() if sizes is not None}
         allowed = wanted | _fixed_sizes(self.spec)
         batch_axes = [axis for rule in self.spec.sharding.activations if "batch" in rule.logical for axis in rule.mesh]
         for sizes in mesh_sizes(self.axes, self.target.num_devices, allowed):
             shards = math.prod(sizes.get(axis, 1) for axis in batch_axes)
             whole = dict.fromkeys(type(self.spec.mesh).model_fields, 1) | sizes
-            for number in _microbatches(self.spec, shards):
-                yield whole, number
+            for order, number in product(self.device_orders(whole), _microbatches(self.spec, shards)):
+                yield tuple(whole.items()), order, number
+
+    def device_orders(self, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+        """Returns the orders of devices of a mesh, of those that place it alike the first."""
+        if self.spec.tune.device_orders == "declared":
+            return [self.spec.device_order]
+        used = [axis for axis, size in sizes.items() if size > 1]
+        found: dict[str, tuple[str, ...]] = {}
+        for order in permutations(used):
+            try:
+                placed = plan_placement(sizes, self.target, order)
+            except ConfigError:  # no axis of it can cross slices, which the rules say in any order
+                return [self.spec.device_order]
+            found.setdefault(str(placed.describe()), order)
+        return list(found.values())
 
     def num_points(self) -> int:
         return sum(1 for _ in self.points())
@@ -218,21 +242,22 @@ class _Rules:
             self.arrays[num_microbatches] = find_arrays(spec, self.model)
         return self.arrays[num_microbatches]
 
-    def layout(self, sizes: Mapping[str, int], num_microbatches: int) -> Layout | ConfigError:
-        spec = with_layout(self.spec, sizes, num_microbatches)
+    def layout(self, point: MeshPoint) -> Layout | ConfigError:
+        sizes, device_order, num_microbatches = point
+        spec = with_layout(self.spec, dict(sizes), num_microbatches, device_order)
         try:
             return plan_layout(spec, self.model, self.target, self.arrays_of(num_microbatches))
         except ConfigError as error:
             return error
 
 
-def _candidate(variant: Variant, layout: Layout, num_microbatches: int) -> Candidate:
+def _candidate(variant: Variant, layout: Layout, device_order: tuple[str, ...], num_microbatches: int) -> Candidate:
     shards = layout.mesh.num_shards(layout.sharding.batch.sequence_axes)
     sequences = variant.spec.global_batch_size // num_microbatches // shards
     (loss,) = (each.chosen.parameters for each in layout.operations if isinstance(each.op, LossOp))
     declared = (each for each in layout.operations if each.op.is_declared)
     strategies = tuple((each.op.kind, each.site.name, each.chosen.name) for each in declared)
-    return Candidate(variant, layout.mesh, num_microbatches, sequences, loss, strategies)
+    return Candidate(variant, layout.mesh, device_order, num_microbatches, sequences, loss, strategies)
 
 
 def _fixed_sizes(spec: RunSpec) -> dict[str, tuple[int, ...]]:

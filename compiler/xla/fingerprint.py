@@ -31,8 +31,8 @@ UNSET = "not set"
 # Keys that no program depends on; each other one is taken to reach it. Target, mesh, compiler options and their sets do
 # so in their own fields of a Fingerprint, as what they come to: mesh.fsdp=-1 is mesh.fsdp=8 on eight devices.
 NOT_IN_PROGRAM = (
-    "notes", "target", "mesh", "compiler_options", "shards", "checkpoint", "distributed", "logging", "evaluation",
-    "sweep", "tune",
+    "notes", "target", "mesh", "device_order", "compiler_options", "shards", "checkpoint", "distributed", "logging",
+    "evaluation", "sweep", "tune",
     "artifact", "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold",
     "sharding.on_replicated",
     "on_too_little_memory", "overlap.max_exposed", "overlap.search", "overlap.flag_presets", "data.source",

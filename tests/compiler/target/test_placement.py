@@ -247,3 +247,20 @@ def test_devices_of_libtpu_are_taken_as_planned(name, num_slices, sizes):
         used = {"xyz"[i] for i in range(3) if len({device.coords[i] for device in along}) > 1}
         used |= {"core"} if len({device.core_on_chip for device in along}) > 1 else set()
         assert used == {part.physical for part in placement.parts.get(axis, ())}
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "parts"),
+    [
+        ("h100-16", (), {"fsdp": "NIC (2) x NVLink (4 of 8, every 2nd)", "tensor": "NVLink (2 of 8)"}),
+        ("h100-16", ("fsdp",), {"fsdp": "NVLink (8)", "tensor": "NIC (2)"}),
+        ("v5e:4x4", (), {"fsdp": "ICI x (2 of 4, every 2nd) x ICI y (4)", "tensor": "ICI x (2 of 4)"}),
+        ("v5e:4x4", ("fsdp",), {"fsdp": "ICI x (4) x ICI y (2 of 4)", "tensor": "ICI y (2 of 4, every 2nd)"}),
+    ],
+)
+def test_a_declared_order_says_which_devices_lie_nearest(name, order, parts):
+    target = cached_target_of(name)
+    sizes = dict.fromkeys(AXES, 1) | {"fsdp": 8, "tensor": 2}
+    placement = plan_placement(sizes, target, order)
+    assert placement.describe() == parts
+    assert len(set(placement.places)) == target.num_devices

@@ -1,5 +1,6 @@
 """The space of a search: its meshes against brute force, its rules against what plans a declaration."""
 
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -89,6 +90,20 @@ def test_a_pinned_axis_is_honoured():
 def test_a_pin_of_what_is_not_searched_is_an_error():
     with pytest.raises(ConfigError, match=r"tune\.fix\.seed: is not a key that is searched"):
         check_fix({"seed": 1, "remat": "full"}, ["remat"])
+
+
+def test_every_order_of_devices_is_a_candidate_that_places_its_mesh_otherwise():
+    """16 GPUs in two nodes: fsdp 8 x tensor 2, 4 x 4 and 2 x 8 lie in two ways each, one axis of all devices in one."""
+    words = ("target=h100-16", "tune.mesh={replica: [1]}", "tune.microbatches=[1]", "model.embed_dim=512")
+    own, _ = find_candidates([_variant(*words)])
+    every, _ = find_candidates([_variant(*words, "tune.device_orders=all")])
+    placed = {(one.sizes, str(one.mesh.placement.describe())) for one in every}
+    assert len(placed) == len(every)
+    assert placed > {(one.sizes, str(one.mesh.placement.describe())) for one in own}
+    assert sorted(Counter(one.sizes for one in every).values()) == [1, 2, 2, 2]
+    one = next(one for one in every if one.device_order == ("fsdp", "tensor"))
+    assert "device_order=[fsdp,tensor]" in one.overrides()
+    assert plan_run(one.spec()).mesh.placement.describe() == one.mesh.placement.describe()
 
 
 def test_a_variant_whose_speed_is_not_known_is_refused_and_the_others_are_not():

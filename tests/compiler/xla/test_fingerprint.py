@@ -39,7 +39,8 @@ OUTSIDE = (
     "sweep.objective=mfu", "sweep.retry=[failed]", "tune.objective=cost", "tune.price_per_chip_hour={v5p: 1}",
     "tune.max_memory_share=0.5", "tune.groups.sharding=[fsdp]", "tune.groups.remat=[full]", "tune.groups.overlap=[xla]",
     "tune.mesh.tensor=[1]", "tune.microbatches=[1]", "tune.fix.remat=full", "tune.num_shown=3", "tune.num_compiled=1",
-    "tune.max_candidates=9", "tune.num_trials=9", "tune.targets=[v5p-8]", "tune.tokens=1e9",
+    "tune.device_orders=all", "device_order=[data]", "tune.max_candidates=9", "tune.num_trials=9",
+    "tune.targets=[v5p-8]", "tune.tokens=1e9",
 )  # fmt: skip
 
 
