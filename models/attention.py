@@ -18,7 +18,7 @@ def attend(
     window: int | None,
     soft_cap: float | None,
 ) -> Array:
-    """Returns softmax(scores) v of shape (B, T, H, D), scores = scale q k over the tokens up to each token's own.
+    """Returns softmax(scores) v of shape (B, T, H, D of v), scores = scale q k over the tokens up to each token's own.
 
     window: a token sees this many tokens, itself included. soft_cap: scores become soft_cap tanh(scores / soft_cap)
     (Gemma 2, arXiv:2408.00118). segment_ids_BT: a token sees tokens with its own id alone. Scores and softmax are in
@@ -32,7 +32,7 @@ def attend(
     is_seen = sees(T, window, segment_ids_BT)
     weights = jax.nn.softmax(jnp.where(is_seen, scores, jnp.finfo(jnp.float32).min), axis=-1)
     attended = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v_BSKD.dtype), v_BSKD)
-    return attended.reshape(B, T, H, D)
+    return attended.reshape(B, T, H, v_BSKD.shape[-1])
 
 
 def sees(length: int, window: int | None, segment_ids_BT: Array | None) -> Array:

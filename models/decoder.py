@@ -133,13 +133,16 @@ class LayerGroup(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """index: of its window among `attention_windows`. mlp: None for one of `mlp_dim`; the layer returns its auxiliary
-    outputs, if it has any."""
+    """index: of its window among `attention_windows`. mlp, attention: None for those of a
+    decoder; the layer returns the auxiliary outputs of its MLP, if it has any."""
 
-    def __init__(self, config: DecoderBase, rngs: nnx.Rngs, *, index: int, mlp: nnx.Module | None = None):
+    def __init__(
+        self, config: DecoderBase, rngs: nnx.Rngs, *, index: int, mlp: nnx.Module | None = None,
+        attention: nnx.Module | None = None,
+    ):  # fmt: skip
         self.config, self.index = config, index
         self.attention_norm = _norm(config)
-        self.attention = Attention(config, rngs, window=config.attention_windows[index])
+        self.attention = attention or Attention(config, rngs, window=config.attention_windows[index])
         self.mlp_norm = _norm(config)
         self.mlp = mlp or MLP(config, rngs, width=config.mlp_dim)
         if config.norm_placement == "before_and_after":

@@ -1,4 +1,4 @@
-"""Decoders with experts: Mixtral, Qwen 3 MoE and what lies between them, told apart by their configs alone.
+"""Decoders with experts: Mixtral, Qwen 3 MoE, DeepSeek-V3, told apart by their configs alone.
 
 A layer is a decoder's (decoder.py) with experts instead of its MLP: a router in float32 chooses some of them for each
 token. The first layers may have one MLP, as wide as `dense_mlp_dim`.
@@ -18,6 +18,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from .contract import Aux, Context, Model, Stack, build_piece
 from .decoder import MLP, RESIDUAL, DecoderBase, Embed, Head, Layer, problem, residual_stddev
 from .experts import route
+from .latent_attention import LatentAttention, LatentAttentionConfig
 from .numbers import divisors
 from .parts import matrix
 
@@ -35,6 +36,7 @@ class MoeConfig(DecoderBase):
     num_expert_groups: PositiveInt  # a token chooses experts of its best groups alone
     num_groups_per_token: PositiveInt
     router_jitter: Annotated[float, Field(ge=0, lt=1)]  # the router's input times 1 - jitter .. 1 + jitter, in training
+    latent_attention: LatentAttentionConfig | None  # None: a decoder's attention
     load_balancing_weight: NonNegativeFloat  # of an auxiliary loss, 1 where all experts have as many tokens
     router_z_loss_weight: NonNegativeFloat  # of the mean of log(sum exp(logits))^2
 
@@ -66,10 +68,23 @@ class MoeConfig(DecoderBase):
         for key, value, only in (("mlp", self.mlp, ("gated",)), ("biases", self.biases, ("none", "qkv"))):
             if value not in only:
                 raise problem(key, f"{value} is not implemented for experts", f"use {' or '.join(only)}")
+        if self.latent_attention is not None:
+            self._check_latent()
         if len(self.attention_windows) > 1:
             what = "several in turn are not implemented for layers with experts"
             raise problem("attention_windows", what, "give one window, or null")
         return self
+
+    def _check_latent(self) -> None:
+        unused = {"num_kv_heads": self.num_heads, "positions": "rope", "qk_norm": "none", "biases": "none"}
+        for key, value in unused.items():
+            if getattr(self, key) != value:
+                what = f"{getattr(self, key)} is not implemented for latent attention"
+                raise problem(key, what, f"set model.{key}={value}")
+        assert self.latent_attention is not None
+        if self.latent_attention.rope_head_dim % 2:
+            what = f"rope_head_dim={self.latent_attention.rope_head_dim} is odd, and pairs of dimensions are turned"
+            raise problem("latent_attention", what, f"use {self.latent_attention.rope_head_dim + 1}")
 
 
 def build_moe(config: MoeConfig) -> Model:
@@ -90,11 +105,18 @@ def build_moe(config: MoeConfig) -> Model:
 
 def _dense_layer(config: MoeConfig, rngs: nnx.Rngs) -> nnx.Module:
     assert config.dense_mlp_dim is not None
-    return Layer(config, rngs, index=0, mlp=MLP(config, rngs, width=config.dense_mlp_dim))
+    mlp = MLP(config, rngs, width=config.dense_mlp_dim)
+    return Layer(config, rngs, index=0, mlp=mlp, attention=_attention(config, rngs))
 
 
 def _layer(config: MoeConfig, rngs: nnx.Rngs) -> nnx.Module:
-    return Layer(config, rngs, index=0, mlp=Experts(config, rngs))
+    return Layer(config, rngs, index=0, mlp=Experts(config, rngs), attention=_attention(config, rngs))
+
+
+def _attention(config: MoeConfig, rngs: nnx.Rngs) -> nnx.Module | None:
+    if config.latent_attention is None:
+        return None
+    return LatentAttention(config, config.latent_attention, rngs, window=config.attention_windows[0])
 
 
 class Experts(nnx.Module):

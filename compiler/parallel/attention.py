@@ -109,6 +109,8 @@ def _refusal(name: str, site: OpSite, inputs: OpInputs, exchange: Exchange | Non
     if (soft_cap := site.option("soft_cap")) is not None:
         return f"it has no soft cap, and the model's is {soft_cap}"
     head_dim, most = site.operands[0].shape[-1], most_cudnn_head_dim(target)
+    if (of_values := site.operands[2].shape[-1]) != head_dim:
+        return f"queries and keys have a head_dim of {head_dim}, and values one of {of_values}"
     if head_dim % 8 or head_dim > most:
         return f"it takes a head_dim of a multiple of 8 up to {most}, and the model's is {head_dim}"
     return None

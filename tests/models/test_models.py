@@ -25,12 +25,14 @@ PUBLISHED = {
     "mixtral_8x22b": 140_620_634_112,  # mistralai/Mixtral-8x22B-v0.1
     "qwen3_30b_a3b": 30_532_122_624,  # Qwen/Qwen3-30B-A3B
     "qwen3_235b_a22b": 235_093_634_560,  # Qwen/Qwen3-235B-A22B
+    "deepseek_v3": 671_026_404_352,  # deepseek-ai/DeepSeek-V3: 671,026,419,200 with a bias of each expert
 }
 ACTIVE = {  # in billions, as published, the embedding among them
     "mixtral_8x7b": 12.9,  # arXiv:2401.04088
     "mixtral_8x22b": 39.2,  # mistral.ai/news/mixtral-8x22b: 39 B; with one more digit by its shapes
     "qwen3_30b_a3b": 3.35,  # arXiv:2505.09388: 3.3 B
     "qwen3_235b_a22b": 22.2,  # arXiv:2505.09388: 22 B
+    "deepseek_v3": 37.55,  # arXiv:2412.19437: 37 B
 }
 
 

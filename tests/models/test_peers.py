@@ -34,6 +34,16 @@ SHAPES = {
     "gemma2_9b": ("model.num_kv_heads=2", "model.attention_windows=[6,null]"),
     "mixtral_8x7b": ("model.num_kv_heads=2",),
     "qwen3_30b_a3b": ("model.num_kv_heads=2", "model.num_experts=16", "model.num_experts_per_token=4"),
+    "deepseek_v3": (
+        "model.num_kv_heads=8",
+        "model.num_experts=16",
+        "model.num_experts_per_token=4",
+        "model.num_dense_layers=1",
+        "model.dense_mlp_dim=40",
+        "model.num_expert_groups=4",
+        "model.num_groups_per_token=2",
+        "model.latent_attention={query_dim:20,kv_dim:12,rope_head_dim:4,value_head_dim:6}",
+    ),
 }
 
 
@@ -72,6 +82,15 @@ def peer_moe_config(name: str, c: MoeConfig):
     if name.startswith("mixtral"):
         return transformers.MixtralConfig(**shared, num_local_experts=c.num_experts)
     assert c.router_weights == "normalized"
+    if (latent := c.latent_attention) is not None:
+        return transformers.DeepseekV3Config(
+            **(shared | {"head_dim": latent.rope_head_dim, "intermediate_size": c.dense_mlp_dim}),
+            n_routed_experts=c.num_experts, n_shared_experts=c.num_shared_experts, moe_intermediate_size=c.mlp_dim,
+            first_k_dense_replace=c.num_dense_layers, n_group=c.num_expert_groups, topk_group=c.num_groups_per_token,
+            routed_scaling_factor=c.router_scale, norm_topk_prob=True, q_lora_rank=latent.query_dim,
+            kv_lora_rank=latent.kv_dim, qk_rope_head_dim=latent.rope_head_dim, qk_nope_head_dim=c.head_dim,
+            v_head_dim=latent.value_head_dim, rope_interleave=True,
+        )  # fmt: skip
     return transformers.Qwen3MoeConfig(
         **shared, num_experts=c.num_experts, moe_intermediate_size=c.mlp_dim, norm_topk_prob=True,
         decoder_sparse_step=1, mlp_only_layers=[],
@@ -85,6 +104,9 @@ def peer_weights(name: str, params: dict, c: DecoderBase) -> dict:
 
     def layer(path: str, i: int) -> np.ndarray:
         where = "layers" if windows == 1 else f"layers/layer_{i % windows}"
+        if isinstance(c, MoeConfig):
+            num_dense = c.num_dense_layers
+            where, i = ("dense_layers", i) if i < num_dense else ("layers", i - num_dense)
         return ours[f"{where}/{path}"][i // windows]
 
     if name.startswith("gpt2"):
@@ -99,11 +121,14 @@ def peer_weights(name: str, params: dict, c: DecoderBase) -> dict:
         norms |= {"self_attn.q_norm": "attention/query_norm", "self_attn.k_norm": "attention/key_norm"}
     for i in range(c.num_layers):
         there = f"model.layers.{i}"
-        for theirs, mine in {"q": "query_EHD", "k": "key_EKD", "v": "value_EKD"}.items():
-            weights[f"{there}.self_attn.{theirs}_proj.weight"] = layer(f"attention/{mine}", i).reshape(E, -1).T
-        weights[f"{there}.self_attn.o_proj.weight"] = layer("attention/out_HDE", i).reshape(-1, E).T
-        if isinstance(c, MoeConfig):
-            weights |= peer_experts(f"{there}.mlp", partial(layer, i=i))
+        if isinstance(c, MoeConfig) and c.latent_attention is not None:
+            weights |= peer_latent_attention(f"{there}.self_attn", partial(layer, i=i), c)
+        else:
+            for theirs, mine in {"q": "query_EHD", "k": "key_EKD", "v": "value_EKD"}.items():
+                weights[f"{there}.self_attn.{theirs}_proj.weight"] = layer(f"attention/{mine}", i).reshape(E, -1).T
+            weights[f"{there}.self_attn.o_proj.weight"] = layer("attention/out_HDE", i).reshape(-1, E).T
+        if isinstance(c, MoeConfig) and i >= c.num_dense_layers:
+            weights |= peer_experts(f"{there}.mlp", partial(layer, i=i), c)
         else:
             for theirs, mine in {"gate": "gate_EM", "up": "up_EM", "down": "down_ME"}.items():
                 weights[f"{there}.mlp.{theirs}_proj.weight"] = layer(f"mlp/{mine}", i).T
@@ -112,10 +137,33 @@ def peer_weights(name: str, params: dict, c: DecoderBase) -> dict:
     return weights
 
 
-def peer_experts(there: str, layer) -> dict:
+def peer_latent_attention(there: str, layer, c: MoeConfig) -> dict:
+    """transformers turns pairs of neighbours (2i, 2i + 1), where we turn i and i + R/2."""
+    assert c.latent_attention is not None
+    R = c.latent_attention.rope_head_dim
+    pairs = np.arange(R).reshape(2, -1).T.reshape(-1)  # ours at each of their places
+    up, down = layer("attention/query_up_QHD"), layer("attention/kv_down_EL")
+    up = np.concatenate([up[..., :-R], up[..., -R:][..., pairs]], axis=-1)
+    down = np.concatenate([down[:, :-R], down[:, -R:][:, pairs]], axis=-1)
+    into = layer("attention/kv_up_LHD")
+    return {
+        f"{there}.q_a_proj.weight": layer("attention/query_down_EQ").T,
+        f"{there}.q_a_layernorm.weight": layer("attention/query_norm/scale_E"),
+        f"{there}.q_b_proj.weight": up.reshape(up.shape[0], -1).T,
+        f"{there}.kv_a_proj_with_mqa.weight": down.T,
+        f"{there}.kv_a_layernorm.weight": layer("attention/kv_norm/scale_E"),
+        f"{there}.kv_b_proj.weight": into.reshape(into.shape[0], -1).T,
+        f"{there}.o_proj.weight": layer("attention/out_HVE").reshape(-1, c.embed_dim).T,
+    }
+
+
+def peer_experts(there: str, layer, c: MoeConfig) -> dict:
     """transformers 5 keeps the experts of a layer in one array, gate and up side by side."""
     into = np.concatenate([layer("mlp/gate_XEM"), layer("mlp/up_XEM")], axis=2)
-    return {
+    shared = {"gate": "gate_EM", "up": "up_EM", "down": "down_ME"} if c.num_shared_experts else {}
+    bias = {f"{there}.gate.e_score_correction_bias": np.zeros(c.num_experts)} if c.num_shared_experts else {}
+    return bias | {
+        **{f"{there}.shared_experts.{t}_proj.weight": layer(f"mlp/shared/{mine}").T for t, mine in shared.items()},
         f"{there}.gate.weight": layer("mlp/router_EX").T,
         f"{there}.experts.gate_up_proj": into.swapaxes(1, 2),
         f"{there}.experts.down_proj": layer("mlp/down_XME").swapaxes(1, 2),

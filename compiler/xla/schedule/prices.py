@@ -183,7 +183,8 @@ def kind_of(instruction: Instruction, module: Module) -> ComputeKind:
     if name.is_attention or re.search(r"splash|fmha", f"{instruction.name} {name.text}"):
         return "attention"
     target = instruction.attribute("custom_call_target") or ""
-    is_matmul = instruction.opcode in _MATMULS or "gemm" in target or "matmul" in target
+    is_grouped = target == "tpu_custom_call" and name.experts is not None
+    is_matmul = instruction.opcode in _MATMULS or "gemm" in target or "matmul" in target or is_grouped
     within = (inner.opcode for name in instruction.called if name in module.computations
               for inner in module.all_within(name))  # fmt: skip
     return "matmul" if is_matmul or any(opcode in _MATMULS for opcode in within) else "other"

@@ -131,6 +131,7 @@ def test_a_grouped_kernel_is_priced_by_the_rows_that_are_filled():
     chip = Chip("tpu", 1e9, {"bfloat16": 1e12}, 1e15)
     compute = price(entry.instructions[-1], entry, module, chip)
     assert compute is not None
+    assert compute.kind == "matmul"
     assert compute.seconds == pytest.approx(0.5 * 1.073741824 / GROUPED_EFFICIENCY)
 
 

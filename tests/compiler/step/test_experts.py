@@ -25,6 +25,9 @@ DEEP = (
     "model.num_dense_layers=1", "model.dense_mlp_dim=48", "model.num_shared_experts=2", "model.router_scores=sigmoid",
     "model.num_expert_groups=4", "model.num_groups_per_token=2", "model.router_scale=2.5", "model.num_experts=16",
 )  # fmt: skip
+LATENT = (
+    "model.num_kv_heads=16", "model.latent_attention={query_dim:24,kv_dim:16,rope_head_dim:4,value_head_dim:6}",
+)  # fmt: skip
 CASES = {
     "fsdp 4": ("sharding=fsdp", "target=cpu-4"),
     "ddp 4, 2 microbatches": ("sharding=ddp", "target=cpu-4", "num_microbatches=2", ALONE),
@@ -46,6 +49,12 @@ CASES = {
     ),
     "gathered, prefetch, 2 chunks, deepseek's router": (
         *EXPERT, GATHERED, "overlap=prefetch", "moe.num_chunks=2", *DEEP,
+    ),
+    "gathered, latent attention, tensor 2": (
+        "sharding=fsdp_expert", "mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", GATHERED, *DEEP, *LATENT,
+    ),
+    "padded, latent attention, context 2": (
+        *EXPERT[:2], "mesh.fsdp=1", "mesh.context=2", "mesh.expert=2", PADDED, "remat=full", *LATENT,
     ),
     "gathered, imbalance that fits": (*EXPERT, GATHERED, "moe.max_imbalance=1.9"),
     "capacity for all, expert 2": (*EXPERT, CAPACITY, "moe.capacity_factor=8", "remat=save_dots"),

@@ -1,0 +1,75 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): heads made of short vectors.
+
+    x -> query latent -> norm -> of each head: D without a position, R turned by it
+    x -> kv latent    -> norm -> of each head: a key of D, and a value of its own width
+      -> R more, turned, the same for all heads: the rest of each key
+
+Shapes: B batch, T length, E embed, H heads, D head_dim, R rope_head_dim, V value_head_dim, Q query latent, L kv latent.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from pydantic import PositiveInt
+
+from .config import Config
+from .contract import Context
+from .decoder import RESIDUAL, WHOLE, DecoderBase, residual_stddev
+from .parts import Norm, matrix, rotate
+
+
+class LatentAttentionConfig(Config):
+    """`head_dim` of the decoder is the part of a head's query and key that has no position."""
+
+    query_dim: PositiveInt  # of the vector that all heads' queries are made of
+    kv_dim: PositiveInt  # of the one that all heads' keys and values are made of
+    rope_head_dim: PositiveInt  # the part of a head's query and key that rotary positions turn
+    value_head_dim: PositiveInt
+
+
+class LatentAttention(nnx.Module):
+    """Parameters' latent dimensions have the logical axis `embed`, so that they are sharded as other matrices are."""
+
+    def __init__(self, config: DecoderBase, latent: LatentAttentionConfig, rngs: nnx.Rngs, *, window: int | None):
+        self.config, self.latent, self.window = config, latent, window
+        E, H, D, stddev = config.embed_dim, config.num_heads, config.head_dim, config.initializer_stddev
+        Q, L, R, V = latent.query_dim, latent.kv_dim, latent.rope_head_dim, latent.value_head_dim
+        self.query_down_EQ = matrix(rngs, ("embed", None), (E, Q), stddev=stddev)
+        self.query_norm = Norm(config.norm, Q, axis="embed", epsilon=config.norm_epsilon)
+        self.query_up_QHD = matrix(rngs, ("embed", "heads", "head_dim"), (Q, H, D + R), stddev=stddev)
+        self.kv_down_EL = matrix(rngs, ("embed", None), (E, L + R), stddev=stddev)
+        self.kv_norm = Norm(config.norm, L, axis="embed", epsilon=config.norm_epsilon)
+        self.kv_up_LHD = matrix(rngs, ("embed", "heads", "head_dim"), (L, H, D + V), stddev=stddev)
+        self.out_HVE = matrix(rngs, ("heads", "head_dim", "embed"), (H, V, E), stddev=residual_stddev(config))
+
+    def __call__(self, x_BTE: Array, context: Context) -> Array:
+        q_BTHD, k_BTHD, v_BTHV = self._queries_keys_values(x_BTE, context)
+        q_BTHD = context.activation("queries", q_BTHD, "batch", "length", "heads", "head_dim")
+        k_BTHD = context.activation("keys", k_BTHD, "batch", "length", "heads", "head_dim")
+        v_BTHV = context.activation("values", v_BTHV, "batch", "length", "heads", "head_dim")
+        scale = self.config.attention_scale or q_BTHD.shape[-1] ** -0.5
+        a_BTHV = context.attend(q_BTHD, k_BTHD, v_BTHV, context.segment_ids_BT, scale=scale, window=self.window,
+                                soft_cap=self.config.attention_soft_cap)  # fmt: skip
+        a_BTHV = context.activation("attended", a_BTHV, "batch", "length", "heads", "head_dim")
+        out_BTE = context.matmul("attention_output", "bthv,hve->bte", a_BTHV, self.out_HVE[...])
+        return context.activation("attention_output", out_BTE, *RESIDUAL, gradient=WHOLE)
+
+    def _queries_keys_values(self, x_BTE: Array, context: Context) -> tuple[Array, Array, Array]:
+        D, L = self.config.head_dim, self.latent.kv_dim
+        latent_BTQ = context.matmul("query_latent", "bte,eq->btq", x_BTE, self.query_down_EQ[...])
+        latent_BTQ = context.activation("query_latent", latent_BTQ, "batch", "length", None)
+        q_BTHD = context.matmul("queries", "btq,qhd->bthd", self.query_norm(latent_BTQ), self.query_up_QHD[...])
+        latent_BTL = context.matmul("kv_latent", "bte,el->btl", x_BTE, self.kv_down_EL[...])
+        latent_BTL = context.activation("kv_latent", latent_BTL, "batch", "length", None)
+        normed_BTL = self.kv_norm(latent_BTL[..., :L])
+        kv_BTHD = context.matmul("keys_values", "btl,lhd->bthd", normed_BTL, self.kv_up_LHD[...])
+        q_turned = self._turned(q_BTHD[..., D:], context)
+        k_turned = self._turned(latent_BTL[:, :, None, L:], context)
+        k_turned = jnp.broadcast_to(k_turned, q_turned.shape)
+        q_BTHD = jnp.concatenate([q_BTHD[..., :D], q_turned], axis=-1)
+        return q_BTHD, jnp.concatenate([kv_BTHD[..., :D], k_turned], axis=-1), kv_BTHD[..., D:]
+
+    def _turned(self, x_BTHR: Array, context: Context) -> Array:
+        theta, scaling = self.config.rope_theta, self.config.rope_scaling
+        assert theta is not None
+        return rotate(x_BTHR, context.positions_BT, theta=theta, scaling=scaling)
