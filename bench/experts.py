@@ -1,0 +1,73 @@
+"""Mixtral 8x7B over FSDP 16 x EP 4 of a v5p-128, compiled: what of its exchanges stays exposed.
+
+    pip install -e '.[tpu]' && python bench/experts.py [--rows TEXT] [--show] [FILE]
+
+Two of its layers, as all are alike; each row takes some four minutes. What was found is kept in FILE
+(bench/experts.jsonl), a line for each, so that a run that was stopped goes on where it was. Prints a table in Markdown.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from compiled_rows import Overrides, add_row, read_kept
+
+KEPT = Path(__file__).with_suffix(".jsonl")
+MIXTRAL: Overrides = (
+    "model=mixtral_8x7b", "model.num_layers=2", "target=v5p-128", "sharding=fsdp_expert", "mesh.fsdp=16",
+    "mesh.expert=4", "moe.max_imbalance=2", "global_batch_size=256", "sequence_length=2048", "data=synthetic",
+    "remat=full", "overlap=prefetch",
+)  # fmt: skip
+ROWS: dict[str, Overrides] = {
+    "ragged": (*MIXTRAL, "overlap.flag_presets=[sparse_core]"),
+    "ragged, 2 chunks": (*MIXTRAL, "overlap.flag_presets=[sparse_core,async_exchange]", "moe.num_chunks=2"),
+    "padded, 2 chunks": (
+        *MIXTRAL, "overlap.flag_presets=[sparse_core,async_exchange]", "moe.num_chunks=2", "parallel.experts=padded",
+    ),
+    "gathered, 2 chunks": (
+        *MIXTRAL, "overlap.flag_presets=[sparse_core,async_exchange]", "moe.num_chunks=2", "parallel.experts=gathered",
+    ),
+}  # fmt: skip
+
+
+def facts_of(report: dict[str, Any]) -> dict[str, Any]:
+    step, build = report["step"], report["build"]
+    exchanged = [each["exposed_seconds"] for each in report["collectives"] if each["mesh_axes"] == ["expert"]]
+    return {
+        "exchange_exposed_seconds": sum(exchanged),
+        "predicted_seconds": step["predicted_seconds"],
+        "exposed_fraction": step["exposed_fraction"],
+        "predicted_mfu": step["predicted_mfu"],
+        "peak_bytes": report["memory"]["peak_bytes_per_chip"],
+        "versions": f"jax {build['jax']}, {build['plugin']}",
+    }
+
+
+def table_row(name: str, facts: dict[str, Any]) -> str:
+    cells = (name, f"{facts['exchange_exposed_seconds'] * 1e3:.1f} ms", f"{facts['predicted_seconds'] * 1e3:.0f} ms",
+             f"{facts['exposed_fraction']:.1%}", f"{facts['predicted_mfu']:.1%}",
+             f"{facts['peak_bytes'] / 2**30:.1f} GiB")  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="exchanges of experts, compiled")
+    parser.add_argument("file", nargs="?", type=Path, default=KEPT)
+    parser.add_argument("--rows", default="", help="only those with this text in their name")
+    parser.add_argument("--show", action="store_true", help="print what is kept, compile nothing")
+    arguments = parser.parse_args()
+    rows = {name: overrides for name, overrides in ROWS.items() if arguments.rows in name}
+    for name, overrides in rows.items():
+        if not arguments.show and overrides not in read_kept(arguments.file):
+            print(f"compiling: {name}", file=sys.stderr, flush=True)
+            add_row(arguments.file, name, overrides, facts_of)
+    kept = read_kept(arguments.file)
+    print("| exchange | exchanges exposed | step | all exposed | MFU | peak |\n|---|---|---|---|---|---|")
+    for name, overrides in rows.items():
+        if overrides in kept:
+            print(table_row(name, kept[overrides]))
+
+
+if __name__ == "__main__":
+    main()
