@@ -20,6 +20,7 @@ from typing import Any
 from compiled_rows import Overrides, add_row, keep, read_kept
 
 KEPT = Path(__file__).with_suffix(".jsonl")
+MOST_COMPILED = 5  # of an answer
 SPACE = ("data=synthetic", "tune.groups.sharding=[fsdp_tensor]")
 
 
@@ -70,14 +71,15 @@ ROWS = (
 
 
 def search(row: Row) -> dict[str, Any] | None:
-    """Returns tune.json of a row, with the seconds that it took; None where the command fails and has said why."""
+    """Returns the best of a row, with the seconds that it took; None where the command fails and has said why."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as run_dir:
         command = [sys.executable, "-m", "meshloom", "tune", *row.overrides, f"hydra.run.dir={run_dir}"]
         if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
             return None
         answer = json.loads(Path(run_dir, "tune.json").read_text())
-    return answer | {"search_seconds": round(time.perf_counter() - start, 1)}
+    kept = {"num_candidates": answer["num_candidates"], "best": answer["best"][:MOST_COMPILED]}
+    return kept | {"search_seconds": round(time.perf_counter() - start, 1)}
 
 
 def as_compiled(row: Row, one: dict[str, Any]) -> Overrides:
@@ -105,7 +107,8 @@ def table_row(row: Row, answer: dict[str, Any], compiled: list[dict[str, Any] | 
     known = [one["predicted_seconds"] for one in compiled if one and one["fits"] and one["predicted_seconds"]]
     step = f"{own['predicted_seconds']:.2f} s" if own and own["predicted_seconds"] else "" if own is None else "none"
     behind = f"{own['predicted_seconds'] / min(known) - 1:.1%}" if own and own["predicted_seconds"] and known else ""
-    peak = f"{own['peak_bytes'] / 2**30:.1f}" if own and own["peak_bytes"] else ""
+    per_chip = 2 if "tpu7x" in row.target else 1  # its devices: reports count memory by chip
+    peak = f"{own['peak_bytes'] / per_chip / 2**30:.1f}" if own and own["peak_bytes"] else ""
     fits = "" if own is None else "yes" if own["fits"] else "no"
     chosen = " ".join(text for text in first["overrides"] if not text.startswith(("sharding", "overlap")))
     cells = (row.name, f"{answer['num_candidates']:,}", f"{answer['search_seconds']:.0f} s", f"`{chosen}`",
