@@ -1,0 +1,30 @@
+"""Choices of experts that found no room in a buffer: the user hears of the first, metrics have them all."""
+
+from collections.abc import Callable
+
+from meshloom.compiler.core.errors import Problem
+
+from .metrics import Metrics
+
+DROPPED = "dropped"  # the statistic of a layer (models/moe.py)
+FIX = (
+    "raise moe.max_imbalance (null: room for any imbalance), or moe.capacity_factor with parallel.experts=capacity; "
+    "metrics.jsonl has the share of each step"
+)
+
+
+class DroppedTokens:
+    """Warns of the first step in which experts had no room for all choices."""
+
+    def __init__(self, warn: Callable[[Problem], None]):
+        self._warn = warn
+        self._has_warned = False
+
+    def check_step(self, metrics: Metrics) -> None:
+        """Warns if the step dropped something, once in a run."""
+        shares = [value for name, value in metrics.auxiliary.items() if name.rpartition("/")[2] == DROPPED]
+        if self._has_warned or not any(share > 0 for share in shares):
+            return
+        self._has_warned = True
+        what = f"{max(shares):.2%} of the choices of experts found no room and were dropped"
+        self._warn(Problem(f"step {metrics.step}", what, FIX))
