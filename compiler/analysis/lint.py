@@ -122,6 +122,8 @@ def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> Pl
     alike = [p for p in planned if p.kind in kinds and set(p.mesh_axes) == set(each.mesh_axes)]
     if each.bytes // each.count > 2 * sum(p.bytes_each for p in alike):
         return None
+    if each.dtype == "f32":  # a ring sends gradients in float32 beside keys and values
+        alike = [p for p in alike if p.dtype == "float32" and each.source.startswith(p.source)] or alike
     return min(alike, key=lambda p: abs(p.num_bytes - each.bytes), default=None)
 
 

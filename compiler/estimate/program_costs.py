@@ -41,13 +41,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective. is_weight: it moves a parameter or its gradient, not an activation. full_bytes: a place."""
+    """A collective. is_weight: it moves a parameter or its gradient, not an activation. full_bytes: a place. exchange:
+    how keys and values of a split length are exchanged, where it is that."""
 
     kind: CollectiveKind
     axes: Axes
     is_weight: bool
     region: int
     full_bytes: int
+    exchange: str | None = None
 
 
 @dataclass(frozen=True)
@@ -195,9 +197,11 @@ class _Reader:
                 self.region(operation.body, (*trips, self.number(operation.num_trips)), is_loop=True)
                 continue
             if (collective := operation.collective) is not None and collective.axes:
-                is_weight = next(iter(OperationName(operation.scope).parameters(self.weights)), None) is not None
+                name = OperationName(operation.scope)
+                is_weight = next(iter(name.parameters(self.weights)), None) is not None
                 full = self.number(collective.full_bytes)
-                self.transfers.append(Transfer(collective.kind, collective.axes, is_weight, number, full))
+                one = Transfer(collective.kind, collective.axes, is_weight, number, full, name.exchange)
+                self.transfers.append(one)
             moved = self.moved(program, step, read_already)
             flops = self.number(operation.flops) if operation.flops else None
             if moved or flops is not None:

@@ -18,12 +18,13 @@ from ..config.overlap_spec import OverlapSpec
 from ..core.collectives import CollectiveKind
 from ..jaxpr.program import Program
 from ..jaxpr.propagate import Axes
+from ..parallel.exchange import RING
 from ..parallel.matmul import COLLECTIVE_MATMUL
 from ..plan import Plan
 from ..target.compiler_options import hidden_kinds, presets_for, why_permutes_wait
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
-from .program_costs import Array, Costs, RegionCosts, read_costs
+from .program_costs import Array, Costs, RegionCosts, WorkKind, read_costs
 
 # Of tensor parallelism's collectives, the share that is waited for where they run beside matmuls: in rings, or in two
 # parts of the batch. 0.23 and 0.25 in the compiled rows of docs/overlap_results.md over tensor=4 with overlap=auto.
@@ -43,11 +44,12 @@ class Rates:
 class Hiding:
     """What the compiler overlaps with compute. weights, activations: kinds of collectives. is_doubled: a gradient that
     is not reduced beside compute is all-reduced, at twice the time of a reduce-scatter. activations_exposed: the share
-    of activations' collectives that stays."""
+    of activations' collectives that stays. permutes: those of ring attention run beside its blocks."""
 
     weights: frozenset[CollectiveKind]
     activations_exposed: float
     is_doubled: bool
+    permutes: bool = True
 
 
 @dataclass(frozen=True)
@@ -113,28 +115,39 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
     for region in costs.regions():
         alone = _compute_seconds(region, rates)
         compute = compute + alone
-        for axes, seconds in _exposed(region, alone, links, hiding).items():
+        blocks = _compute_seconds(region, rates, "attention") if "attention" in region.flops else alone
+        for axes, seconds in _exposed(region, alone, blocks, links, hiding).items():
             exposed[axes] = exposed.get(axes, 0.0) + seconds
     return StepTime(compute, exposed)
 
 
-def _compute_seconds(region: RegionCosts, rates: Rates) -> Array | float:
+def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = None) -> Array | float:
     peaks = {"matmul": rates.matmul_flops_per_second, "attention": rates.attention_flops_per_second}
     total: Array | float = 0.0
     for kind, num_bytes in region.num_bytes.items():
+        if only not in (None, kind):
+            continue
         by_memory = num_bytes / rates.hbm_bytes_per_second
         is_arithmetic = kind in peaks and kind in region.flops
         total = total + (np.maximum(region.flops[kind] / peaks[kind], by_memory) if is_arithmetic else by_memory)
     return total
 
 
-def _exposed(region: RegionCosts, compute: Array | float, links: LinkTimes, hiding: Hiding) -> dict[Axes, Array]:
-    """Returns seconds by mesh axes. What hides shares the region's compute in proportion to what it takes."""
+def _exposed(
+    region: RegionCosts, compute: Array | float, blocks: Array | float, links: LinkTimes, hiding: Hiding
+) -> dict[Axes, Array]:
+    """Returns seconds by mesh axes. What hides shares the region's compute in proportion to what it takes. blocks: the
+    seconds of attention, beside which a ring's permutes run."""
     waited: dict[Axes, Array] = {}
     beside: dict[Axes, Array] = {}
+    beside_blocks: dict[Axes, Array] = {}
     for one, num_bytes, trips in region.transfers:
         seconds = trips * links.seconds(one.kind, one.axes, num_bytes)
-        if not one.is_weight:
+        if one.exchange == RING and hiding.permutes:
+            beside_blocks[one.axes] = beside_blocks.get(one.axes, 0.0) + seconds
+        elif one.exchange is not None:
+            waited[one.axes] = waited.get(one.axes, 0.0) + seconds
+        elif not one.is_weight:
             ring = 0.5 if one.kind == "collective-permute" else 1.0  # a ring sends one way around, a collective both
             waited[one.axes] = waited.get(one.axes, 0.0) + hiding.activations_exposed * ring * seconds
         elif one.kind in hiding.weights:
@@ -142,6 +155,8 @@ def _exposed(region: RegionCosts, compute: Array | float, links: LinkTimes, hidi
         else:
             twice = 2.0 if hiding.is_doubled and one.kind == "reduce-scatter" else 1.0
             waited[one.axes] = waited.get(one.axes, 0.0) + twice * seconds
+    for axes, seconds in beside_blocks.items():
+        waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, 0.0)
     hidden = sum(beside.values(), start=np.zeros(()))
     with np.errstate(invalid="ignore", divide="ignore"):
         stays = np.where(hidden > 0, np.maximum(hidden - compute, 0.0) / hidden, 0.0)
@@ -172,6 +187,7 @@ def plan_hiding(plan: Plan) -> Hiding:
         weights=weights,
         activations_exposed=EXPOSED_BESIDE_MATMULS if can_hide else 1.0,
         is_doubled=target.platform == "tpu" and "reduce-scatter" not in weights,
+        permutes=why_permutes_wait(target) is None,
     )
 
 

@@ -22,7 +22,7 @@ from itertools import pairwise
 from .program import Operation, Program
 
 _FUSED = ("pointwise", "reduce")
-_IN_PLACE = ("dynamic_update_slice",)
+_IN_PLACE = ("dynamic_update_slice", "optimization_barrier")
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from ..core.collectives import CollectiveKind
 from .program import Kind
 
 _MOVES = {
-    "reshape", "squeeze", "expand_dims", "transpose", "name", "sharding_constraint", "copy", "optimization_barrier",
-    "reshard",
+    "reshape", "squeeze", "expand_dims", "transpose", "name", "sharding_constraint", "copy", "reshard",
 }  # fmt: skip
 COLLECTIVES: dict[str, CollectiveKind] = {
     "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
@@ -29,6 +28,7 @@ _OTHERS = {  # an array in, an array out
     "gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "sort", "top_k",
     "approx_top_k", "dynamic_update_slice", "cholesky", "triangular_solve", "fft", "reduce_window", "reduce_window_sum",
     "reduce_window_max", "reduce_window_min", "select_and_scatter", "select_and_scatter_add", "select_and_gather_add",
+    "optimization_barrier",
 }  # fmt: skip
 _REDUCTIONS = {
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "reduce",

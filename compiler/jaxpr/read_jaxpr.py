@@ -154,10 +154,9 @@ class _Reader:
         kind = kind_of(equation)
         if name == "sharding_constraint":
             return self.constrained(equation, operands, scope)
-        if name in (
-            "reduce_precision",
-            "optimization_barrier",
-        ):  # remat keeps through the first, rings order by the other
+        if name == "optimization_barrier":
+            return self.barrier(equation, operands, scope)
+        if name == "reduce_precision":  # what remat keeps is put through one, to its own type
             return operands
         partial = self.still_partial(name, operands)
         operands = operands if partial else [self.summed(i) for i in operands]
@@ -191,6 +190,14 @@ class _Reader:
         if partial:
             self.partial[results[0]] = replace(partial, aval=equation.outvars[0].aval)
         return results if self.joins_sums else [self.summed(i) for i in results]
+
+    def barrier(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        """What it orders is in memory on both sides of it, and is not moved."""
+        operands = [self.summed(i) for i in operands]
+        results = [self.value(x.aval, self.layouts[i]) for x, i in zip(equation.outvars, operands, strict=True)]
+        name = equation.primitive.name
+        self.operations.append(Operation("other", name, scope, tuple(operands), tuple(results), hbm_bytes=0))
+        return results
 
     def still_partial(self, name: str, operands: list[int]) -> _Partial | None:
         """Of an operation that may come before the sum over devices: what its result is still to be added up over."""

@@ -1,7 +1,7 @@
 """Context parallelism: how attention works where mesh axes split the length of sequences, chosen by price or by name.
 
-What each way costs beside the kernels' arithmetic, which is the same for all in zig-zag order. n shards, each with
-2 K T D elements of keys and values (all devices' together: n times as many):
+What each way costs beside the kernels' arithmetic, which is the same for all in zig-zag order: what is sent and not
+hidden, and passes over memory. Each of n shards has 2 K T D elements of keys and values:
 
     ring        n - 1 permutes of the shard forward, as many with float32 gradients beside it backward; hidden as far
                 as two whole blocks of attention take longer than one permute
@@ -28,6 +28,9 @@ from .exchange import ALL_GATHER, RING, ULYSSES, Exchange
 from .operation import CollectiveSpec, Cost, OpInputs, ParallelOp, Strategy
 from .ring import full_steps, num_steps
 
+# A ring's step reads and writes the float32 sums of outputs and of gradients, and picks chunks: for each element of the
+# queries 21 bytes forward at the full bandwidth, in a compiled schedule for v5p, and about as many backward.
+MERGED_BYTES = 40
 # Of attention's derivative: recomputed scores and a gradient of each of four factors are 5 matmuls, the kernels of dq
 # and of dk and dv compute scores and their gradient each, 7; forward has 2.
 BACKWARD_WORK = 3.5
@@ -62,7 +65,7 @@ class ContextOp(ParallelOp):
         seconds = {name: _seconds(name, local, inputs) for name in self.names}
         known = {name: value for name, value in seconds.items() if value is not None}
         figures = "; ".join(f"{name} {human_seconds(value)}" for name, value in known.items())
-        waited = f"not beside arithmetic, per layer: {figures}"
+        waited = f"beside attention itself, per layer: {figures}"
         made = [
             Strategy(
                 name,
@@ -76,6 +79,10 @@ class ContextOp(ParallelOp):
             for name in (RING, ALL_GATHER, ULYSSES)
         ]
         ring, gather, ulysses = made
+        if inputs.target.platform == "gpu":  # the price of the others is scores in memory
+            kernel = "cuDNN's kernel runs on whole sequences alone"
+            ulysses, ring, gather = (replace(each, cost=None, merit=kernel) for each in (ulysses, ring, gather))
+            return replace(ulysses, refusal=_too_few_heads(local)), ring, gather
         if order.name == "contiguous" and None in local.windows:
             why = "the first devices wait for the last in contiguous order: token_order=zigzag balances them"
             ring = replace(ring, objection=why)
@@ -193,25 +200,31 @@ def _collectives(name: str, local: _Local, inputs: OpInputs) -> tuple[Collective
 
 
 def _seconds(name: str, local: _Local, inputs: OpInputs) -> float | None:
-    """What of a layer's forward and backward pass is not beside arithmetic; None where it is not known."""
+    """What a layer's forward and backward pass take beside the arithmetic of attention, as far as nothing hides it:
+    what is sent, and passes over memory. None where that is not known."""
     mesh, target, axes = inputs.mesh, inputs.target, inputs.sharding.batch.length_axes
-    n, peak = local.order.num_shards, target.peak_flops_per_second
+    n, peak, bandwidth = local.order.num_shards, target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     num_calls = inputs.spec.overlap.layers.batch_split * len(local.windows)
+    exchanged_kv_bytes = local.kv_bytes * local.exchanged_kv_heads // local.kv_heads
     moved: dict[str, tuple[CollectiveKind, int]] = {
         "gather": ("all-gather", n * local.kv_bytes),
         "scatter": ("reduce-scatter", n * local.kv_bytes),
         "exchange of q": ("all-to-all", n * local.q_bytes),
-        "exchange of kv": ("all-to-all", n * local.kv_bytes * local.exchanged_kv_heads // local.kv_heads),
+        "exchange of kv": ("all-to-all", n * exchanged_kv_bytes),
         "permute": ("collective-permute", local.kv_bytes),
     }
     found = {what: mesh.alone_seconds(*one, axes) for what, one in moved.items()}
     took = {what: seconds for what, seconds in found.items() if seconds is not None}
-    if len(took) < len(moved) or peak is None or target.chip is None:
+    if len(took) < len(moved) or peak is None or bandwidth is None or target.chip is None:
         return None
+    memory = bandwidth * target.chip.efficiency.memory
+    # What is gathered or exchanged is put in the order of the sequence.
+    copied = 0 if local.order.chunks_per_shard == 1 else 2  # read and written
     if name == ALL_GATHER:
-        return num_calls * (2 * took["gather"] + took["scatter"])
+        return num_calls * (2 * took["gather"] + took["scatter"] + 3 * copied * n * local.kv_bytes / memory)
     if name == ULYSSES:
-        return num_calls * 2 * (2 * took["exchange of q"] + took["exchange of kv"])
+        copies = copied * (2 * local.q_bytes + exchanged_kv_bytes) / memory
+        return num_calls * 2 * (2 * took["exchange of q"] + took["exchange of kv"] + copies)
     flops = 2 * 4 * local.sequences * local.heads * local.chunk**2 * local.head_dim  # of two whole blocks
     block = flops / (peak * target.chip.efficiency.attention)
     sent = took["permute"] * (1 + 4 / local.itemsize)  # backward, float32 gradients beside keys and values
@@ -219,5 +232,6 @@ def _seconds(name: str, local: _Local, inputs: OpInputs) -> float | None:
         each = took["permute"] + sent
     else:
         each = max(0.0, took["permute"] - block) + max(0.0, sent - BACKWARD_WORK * block)
+    each += MERGED_BYTES * local.q_bytes / local.itemsize / bandwidth
     steps = sum(local.steps(window) for window in local.windows)
     return inputs.spec.overlap.layers.batch_split * steps * each

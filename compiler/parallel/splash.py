@@ -19,6 +19,8 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
+from ..core.scopes import blocks_scope
+
 LANES = 128  # of a TPU's vector registers: splash works in blocks of that many tokens
 BLOCKS = (512, 1024)  # tokens, the one that is wanted first; 1,024 fits the vector memory of every TPU, 2,048 does not
 TABLE_BYTES = 3 * 2**18  # of the 1 MiB of scalar memory: two tables in int16 and int8, 512 x 512 blocks
@@ -49,8 +51,16 @@ def attend_splash(
     for first in range(0, length, cut.part):
         last, kernel = first + cut.part, _kernel(cut, first, window, soft_cap, interpret=interpret)
         ids = () if segment_ids_BT is None else (_segment_ids(segment_ids_BT, first, last),)
-        parts.append(jax.vmap(kernel)(q[:, :, first:last], k[:, :, :last], v[:, :, :last], *ids))
+        with jax.named_scope(_blocks(cut, first, window)):
+            parts.append(jax.vmap(kernel)(q[:, :, first:last], k[:, :, :last], v[:, :, :last], *ids))
     return jnp.swapaxes(jnp.concatenate(parts, axis=2), 1, 2)
+
+
+def _blocks(cut: "Cut", first: int, window: int | None) -> str:
+    """The name that says how many blocks the kernel of these queries computes."""
+    rows, num_keys = np.arange(first, first + cut.part, cut.block) // cut.block, (first + cut.part) // cut.block
+    num_used = int((np.minimum(rows, _reach(cut.block, num_keys, window)) + 1).sum())
+    return blocks_scope(num_used, len(rows) * num_keys)
 
 
 def _segment_ids(ids_BT: Array, first: int, last: int) -> Any:

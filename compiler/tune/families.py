@@ -131,12 +131,19 @@ def key_of(one: Candidate, families: Mapping[Key, Family]) -> Key | None:
 
 def _wide_key(one: Candidate) -> Key:
     batch = _batch_axes(one.variant.spec)
-    hard = tuple(axis for axis, _ in one.sizes if axis not in batch)
+    hard = tuple(axis for axis in _named_axes(one) if axis not in batch)
     return "any axes of the batch", one.variant.choices, hard, one.num_microbatches > 1
 
 
 def _narrow_key(one: Candidate) -> Key:
-    return "these axes", one.variant.choices, tuple(axis for axis, _ in one.sizes), one.num_microbatches > 1
+    return "these axes", one.variant.choices, _named_axes(one), one.num_microbatches > 1
+
+
+def _named_axes(one: Candidate) -> tuple[str, ...]:
+    """Returns the axes of more than one device; of one that splits sequences with its size, as a ring over it has a
+    step for each device."""
+    length = _length_axes(one.variant.spec)
+    return tuple(f"{axis}={size}" if axis in length else axis for axis, size in one.sizes)
 
 
 def point_of(one: Candidate) -> Point:
@@ -227,7 +234,9 @@ def _spec_of(point: Point) -> RunSpec:
     split = int(
         np.prod([sizes[axis] for rule in base.sharding.activations if "vocab" in rule.logical for axis in rule.mesh])
     )
-    tokens = point.sequences_of_device * base.sequence_length
+    tokens = (
+        point.sequences_of_device * base.sequence_length // int(np.prod([sizes[axis] for axis in _length_axes(base)]))
+    )
     limit = max(1, -(-tokens * base.model.vocab_size * 4 // split // point.num_loss_chunks))
     loss = base.loss.model_copy(update={"max_logits_bytes": limit, "max_logits_share": 0.0})
     update = {"global_batch_size": batch, "loss": loss, "parallel": {**base.parallel, **dict(point.strategies)}}
@@ -280,6 +289,11 @@ def _common_strategies(candidates: Sequence[Candidate]) -> tuple[tuple[str, Stra
 def _batch_axes(spec: RunSpec) -> frozenset[str]:
     """Returns the mesh axes that split the batch."""
     return frozenset(axis for rule in spec.sharding.activations if "batch" in rule.logical for axis in rule.mesh)
+
+
+def _length_axes(spec: RunSpec) -> frozenset[str]:
+    """Returns the mesh axes that split sequences."""
+    return frozenset(axis for rule in spec.sharding.activations if "length" in rule.logical for axis in rule.mesh)
 
 
 def _sequence_axes(spec: RunSpec) -> tuple[str, ...]:

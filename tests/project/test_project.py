@@ -67,6 +67,7 @@ def test_every_option_of_every_group_makes_a_run(group, option):
         ("mesh", "ddp"): ("sharding=ddp",),
         ("mesh", "tensor"): ("sharding=tensor",),
         ("mesh", "fsdp_tensor"): ("sharding=fsdp_tensor",),
+        ("mesh", "fsdp_context"): ("sharding=fsdp_context",),
         ("mesh", "hsdp"): ("sharding=hsdp",),
         ("mesh", "fsdp_expert"): ("sharding=fsdp_expert", "model=tiny_moe"),
         ("sharding", "fsdp_expert"): ("model=tiny_moe",),
@@ -83,7 +84,8 @@ def test_every_option_of_every_group_makes_a_run(group, option):
         ("data/tokenizer", "sentencepiece"): ("data.tokenizer.path=x",),
     }.get((group, option), ())
     plan = read_spec(Request((f"{group}={option}", *overrides)), then=plan_run)
-    assert plan.mesh.num_devices == plan.target.num_devices == 8
+    assert plan.mesh.num_devices == plan.target.num_devices
+    assert plan.target.num_devices == 8 or group == "experiment"
 
 
 def _with_base(group, values):

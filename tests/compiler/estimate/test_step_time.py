@@ -61,6 +61,24 @@ def test_of_activations_the_share_beside_matmuls_is_waited_for():
     assert _seconds(costs, Hiding(ALL, 0.25, is_doubled=False))[1][("tensor",)] == pytest.approx(4 * 2.0 * 0.25)
 
 
+@pytest.mark.parametrize(
+    ("exchange", "attention_flops", "permutes", "waited"),
+    [
+        ("ring", 1000.0, True, 0.0),  # the blocks of attention take longer
+        ("ring", 0.5, True, 1.9),  # what they do not hide
+        ("ring", 1000.0, False, 2.0),  # the compiler overlaps no permute
+        ("all_gather", 1000.0, True, 2.0),  # nothing runs beside it
+    ],
+)
+def test_a_rings_permutes_hide_behind_attention_alone(exchange, attention_flops, permutes, waited):
+    """A large matmul is in the same loop; it needs what attention makes."""
+    works = [Work("matmul", 1, 1, ()), Work("attention", 1, 2, ())]
+    transfer = Transfer("all-reduce", ("tensor",), False, 1, 3, exchange)
+    costs = _loop(works, [transfer], [1000.0, attention_flops, 10.0])
+    hiding = Hiding(ALL, 0.25, is_doubled=False, permutes=permutes)
+    assert _seconds(costs, hiding)[1][("tensor",)] == pytest.approx(4 * waited)
+
+
 PLANS = [
     ("target=v5p-16", "sharding=fsdp", "remat=full"),
     ("target=v5p-16", "sharding=fsdp_tensor", "mesh.tensor=2", "remat=save_dots", "num_microbatches=2"),

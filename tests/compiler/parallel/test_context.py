@@ -13,6 +13,7 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.parallel.context import balance
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.sharding.token_order import TokenOrder
+from support.helpers import plan_as_declared
 
 CONTEXT = ("sharding=fsdp_context", "mesh.context=4", "sequence_length=32")
 FEW_KV_HEADS = ("model.num_heads=16", "model.num_kv_heads=2")
@@ -124,3 +125,20 @@ def test_the_plan_tells_tools_what_was_chosen():
     assert told["strategy"] == "ring"
     assert {each["kind"] for each in told["collectives"]} == {"collective-permute"}
     json.dumps(told)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("experiment", "length", "strategy", "kernel"),
+    [
+        ("llama_128k_v5p", 2**17, "ulysses", "splash"),
+        ("llama_128k_h100", 2**17, "ulysses", "cudnn"),
+        ("llama_1m_v5p", 2**20, "ulysses", "splash"),
+    ],
+)
+def test_the_presets_fit(experiment, length, strategy, kernel):
+    plan = plan_as_declared(f"experiment={experiment}")
+    assert plan.spec.sequence_length == length
+    assert plan.operation("context").chosen.name == strategy
+    assert plan.operation("attention").chosen.name == kernel
+    assert estimate_step(plan).memory.fits

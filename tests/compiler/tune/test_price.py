@@ -25,9 +25,9 @@ SERIAL = Runner(map, map)
 class Space:
     """Candidates of a small model with their families, traced once."""
 
-    def __init__(self, *overrides: str, remats: tuple[str, ...] = ("full",)):
+    def __init__(self, *overrides: str, remats: tuple[str, ...] = ("full",), sharding: str = "fsdp_tensor"):
         self.variants = [
-            Variant((("remat", name),), spec_of(*overrides, "sharding=fsdp_tensor", f"remat={name}")) for name in remats
+            Variant((("remat", name),), spec_of(*overrides, f"sharding={sharding}", f"remat={name}")) for name in remats
         ]
         self.candidates, self.refused = find_candidates(self.variants)
         self.families = find_families(group_candidates(self.candidates), map)
@@ -46,6 +46,30 @@ def test_exponents_are_read_off_one_ratio():
     steps = np.log2([2, 8, 512])
     every = np.array([[a, b, c] for a in (-1, 0, 1) for b in (-1, 0, 1) for c in (-1, 0, 1)], float)
     assert (every == count_exponents(every @ steps, steps).T).all()
+
+
+def test_each_number_of_devices_that_share_a_sequence_is_a_family():
+    """A ring has a step for each of them: other programs, and not only other sizes."""
+    spec = spec_of("target=v5p-16", "sharding=fsdp_context", "global_batch_size=16", "tune.microbatches=[1]")
+    candidates, _ = find_candidates([Variant((("sharding", "fsdp_context"),), spec)])
+    sizes = [{one.mesh.sizes["context"] for one in ones} for ones in group_candidates(candidates).values()]
+    assert all(len(each) == 1 for each in sizes)
+    assert set.union(*sizes) == {1, 2, 4, 8}
+
+
+@pytest.mark.release
+def test_prices_of_attention_over_a_split_length_are_the_estimates_of_each_candidate():
+    space = Space(
+        "target=v5p-16", "precision=bfloat16", "global_batch_size=8", "sequence_length=2048",
+        "model.head_dim=128", "model.embed_dim=512", "tune.microbatches=[1]", "tune.mesh={tensor:[1],replica:[1]}",
+        sharding="fsdp_context",
+    )  # fmt: skip
+    prices = space.price()
+    for place, one in enumerate(space.candidates):
+        exact = estimate_spec(one.spec())
+        seconds = exact.compute_seconds + sum(seconds for _, seconds in exact.exposed)
+        assert prices.peak_bytes[place] == pytest.approx(exact.peak_bytes, rel=0.08)
+        assert prices.seconds[place] == pytest.approx(seconds, rel=0.12)
 
 
 def test_prices_are_the_estimates_of_each_candidate(stack):

@@ -40,7 +40,12 @@ def test_an_axis_has_only_the_sizes_that_it_may_have():
 
 @pytest.mark.parametrize(
     ("sharding", "axes"),
-    [("fsdp_tensor", ("replica", "fsdp", "tensor")), ("zero1", ("replica", "data", "tensor")), ("ddp", ("replica",))],
+    [
+        ("fsdp_tensor", ("replica", "fsdp", "tensor")),
+        ("zero1", ("replica", "data", "tensor")),
+        ("ddp", ("replica",)),
+        ("fsdp_context", ("replica", "fsdp", "context", "tensor")),
+    ],
 )
 def test_the_axes_of_a_space_are_those_that_its_rules_use_and_each_role_once(sharding, axes):
     assert mesh_axes(spec_of(*STACK, f"sharding={sharding}")) == axes

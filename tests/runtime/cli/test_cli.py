@@ -68,7 +68,8 @@ def test_train_help_lists_every_group_and_option_a_line_each():
         "remat": ["none", "full", "save_dots", "save_names", "offload"],
         "optimizer": ["adamw", "adafactor", "lion", "muon", "sgd"], "schedule": ["constant", "cosine", "linear", "wsd"],
         "data": ["python_stdlib", "synthetic"], "checkpoint": ["every_100", "disabled"],
-        "distributed": ["auto", "alone"], "logging": ["default", "quiet"], "experiment": ["smoke"],
+        "distributed": ["auto", "alone"], "logging": ["default", "quiet"],
+        "experiment": ["smoke", "llama_128k_v5p"],
     }.items():  # fmt: skip
         at = lines.index(f"{group}=")
         listed = [line for line in lines[at + 1 : at + 12] if line.startswith("  ")]
