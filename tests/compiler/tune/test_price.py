@@ -50,7 +50,8 @@ def test_exponents_are_read_off_one_ratio():
 
 def test_each_number_of_devices_that_share_a_sequence_is_a_family():
     """A ring has a step for each of them: other programs, and not only other sizes."""
-    spec = spec_of("target=v5p-16", "sharding=fsdp_context", "global_batch_size=16", "tune.microbatches=[1]")
+    words = ("target=v5p-16", "precision=bfloat16", "sharding=fsdp_context", "global_batch_size=16")
+    spec = spec_of(*words, "tune.microbatches=[1]")
     candidates, _ = find_candidates([Variant((("sharding", "fsdp_context"),), spec)])
     sizes = [{one.mesh.sizes["context"] for one in ones} for ones in group_candidates(candidates).values()]
     assert all(len(each) == 1 for each in sizes)

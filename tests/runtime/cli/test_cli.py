@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_train_help_lists_every_group_and_option_a_line_each():
         "experiment": ["smoke", "llama_128k_v5p"],
     }.items():  # fmt: skip
         at = lines.index(f"{group}=")
-        listed = [line for line in lines[at + 1 : at + 12] if line.startswith("  ")]
+        listed = list(takewhile(lambda line: line.startswith("  "), lines[at + 1 :]))
         for option in options:
             line = next(line for line in listed if line.split()[0] == option)
             assert len(line.split()) >= 3, f"{line} says what it is"
