@@ -19,7 +19,6 @@ from meshloom.compiler.xla.programs import Programs
 from ..checkpoint.checkpoints import Checkpoints
 from ..data import BatchIterator, HostBatch
 from ..processes.stop import StopRequest
-from .dropped_tokens import DroppedTokens
 from .metrics import Metrics, mfu
 from .missing_targets import MissingTargets
 from .nonfinite import NonFinite, SkipCounter
@@ -56,7 +55,6 @@ class Loop:
         self.batches, self.held_out = batches, held_out
         self.checkpoints, self.report, self.stop = checkpoints, report, stop
         self._targets = MissingTargets(warn)
-        self._dropped = DroppedTokens(warn)
         self._rows, self._skips = local_rows(programs.batch), SkipCounter(plan.spec)
         self._order = plan.token_order.of_sequence(plan.spec.sequence_length)
         self._last_finish = self._last_save = 0.0
@@ -120,7 +118,6 @@ class Loop:
         )
         self.report(told)
         self._targets.check_step(told)
-        self._dropped.check_step(told)
         self._skips.count(told, running.position, is_finite=is_finite)
         return told.eval_loss
 

@@ -45,6 +45,7 @@ from ..processes.stop import StopRequest
 from ..rundir.declaration import write_declaration
 from ..rundir.run_record import recorded_run
 from .display import Display, show_header, show_summary
+from .dropped_tokens import DroppedTokens
 from .loop import Loop
 from .metrics import Metrics, MetricsLog
 from .next_steps import next_steps
@@ -170,10 +171,16 @@ def _run(
             if log and log.warning:
                 say(console, f"warning: {log.warning}")
 
+            def warn(problem: Problem) -> None:
+                say(console, problem.as_warning())
+
+            dropped = DroppedTokens(warn)
+
             def report(metrics: Metrics) -> None:
                 if log:
                     log.write(metrics)
                 display.show(metrics)
+                dropped.check_step(metrics)
 
             loop = Loop(
                 plan,
@@ -182,7 +189,7 @@ def _run(
                 held_out=data["held_out"].of_rows(rows),
                 checkpoints=checkpoints,
                 report=report,
-                warn=lambda problem: say(console, problem.as_warning()),
+                warn=warn,
                 stop=stop,
             )
             step = _run_loop(loop, state, first_step, checkpoints)
