@@ -129,18 +129,20 @@ def build_attend(kernel: Kernel) -> Callable[..., Array]:
         "splash": partial(attend_splash, interpret=False),
         "xla": attend,
     }[kernel.implementation]
-    chosen, scope = on_a_device, ATTENTION
-    if kernel.exchange is not None:
+    chosen, exchange = on_a_device, kernel.exchange
+    if exchange is not None:
         blocks = splash_blocks if kernel.implementation == SPLASH else plain_blocks
-        exchanged = partial(attend_over_length, kernel.exchange, blocks, on_a_device)
+        exchanged = partial(attend_over_length, exchange, blocks, on_a_device)
         chosen = partial(_on_shards, exchanged, kernel.heads, kernel.auto_axes)
-        scope = f"{ATTENTION}/{exchange_scope(kernel.exchange.name)}"
     elif kernel.implementation == SPLASH:
         chosen = partial(_on_shards, on_a_device, kernel.heads, axes_in(kernel.heads))
 
     def named(*args: Any, **options: Any) -> Array:
-        with jax.named_scope(scope):
-            return chosen(*args, **options)
+        with jax.named_scope(ATTENTION):
+            if exchange is None:
+                return chosen(*args, **options)
+            with jax.named_scope(exchange_scope(exchange.name)):
+                return chosen(*args, **options)
 
     return named
 
