@@ -51,16 +51,16 @@ def attend_splash(
     for first in range(0, length, cut.part):
         last, kernel = first + cut.part, _kernel(cut, first, window, soft_cap, interpret=interpret)
         ids = () if segment_ids_BT is None else (_segment_ids(segment_ids_BT, first, last),)
-        with jax.named_scope(_blocks(cut, first, window)):
+        with jax.named_scope(blocks_scope(*_used_blocks(cut, first, window))):
             parts.append(jax.vmap(kernel)(q[:, :, first:last], k[:, :, :last], v[:, :, :last], *ids))
     return jnp.swapaxes(jnp.concatenate(parts, axis=2), 1, 2)
 
 
-def _blocks(cut: "Cut", first: int, window: int | None) -> str:
-    """The name that says how many blocks the kernel of these queries computes."""
+def _used_blocks(cut: "Cut", first: int, window: int | None) -> tuple[int, int]:
+    """(the blocks that the kernel of these queries computes, all of them)."""
     rows, num_keys = np.arange(first, first + cut.part, cut.block) // cut.block, (first + cut.part) // cut.block
     num_used = int((np.minimum(rows, _reach(cut.block, num_keys, window)) + 1).sum())
-    return blocks_scope(num_used, len(rows) * num_keys)
+    return num_used, len(rows) * num_keys
 
 
 def _segment_ids(ids_BT: Array, first: int, last: int) -> Any:
