@@ -12,9 +12,9 @@ from jax import Array
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
+from .activations import ACTIVATIONS
 from .config import ModelConfig
 from .contract import Context, Model, Stack, build_piece, split_aux
-from .experts import ACTIVATIONS
 from .numbers import divisors
 from .parts import Norm, NormKind, RopeScaling, bias, matrix, rotate
 

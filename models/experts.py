@@ -11,12 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
+from .activations import ACTIVATIONS
 
 
 def route(

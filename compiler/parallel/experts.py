@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models.experts import ACTIVATIONS
+from meshloom.models.activations import ACTIVATIONS
 
 from ..core.errors import ConfigError, Problem
 from ..core.format import human_seconds
@@ -43,6 +43,8 @@ from .dispatch import (
 )
 from .grouped_matmul import Kernels, grouped_matmul
 from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
+from .weight_plan import parts_of
+from .weights import gather_dims, scatter_dims
 
 RAGGED, PADDED, GATHERED, CAPACITY = "ragged", "padded", "gathered", "capacity"
 _ROWS = 128  # buffers have a multiple of so many rows, which grouped matmuls on TPUs work on at once
@@ -118,25 +120,28 @@ class ExpertsOp(ParallelOp):
 
 @dataclass(frozen=True)
 class _Sizes:
-    """tokens: of this device in one chunk. num_chosen: experts of a token. width: of a token."""
+    """tokens: of this device in one chunk. num_chosen: experts of a token. row_bytes: of a token. num_runs: of the
+    exchanges of a layer in one direction, one for each chunk of each part of the batch."""
 
     experts: Experts
     tokens: int
     num_chosen: int
-    width: int
+    row_bytes: int
+    num_runs: int
 
     @classmethod
     def of(cls, site: OpSite, inputs: OpInputs) -> "_Sizes":
         (*_, width), num_experts = site.operands[0].shape, site.operands[3].shape[0]
         axes = _expert_axes(site, inputs)
         num_devices = inputs.mesh.num_shards(axes)
-        tokens = tokens_of_device(inputs.spec, inputs.mesh) // inputs.spec.overlap.layers.batch_split
-        num_chunks = inputs.spec.moe.num_chunks
+        num_parts, num_chunks = inputs.spec.overlap.layers.batch_split, inputs.spec.moe.num_chunks
+        tokens = tokens_of_device(inputs.spec, inputs.mesh) // num_parts
         if tokens % num_chunks:
             what = f"{tokens} tokens of a device are not divisible by {num_chunks} chunks"
             raise ConfigError([Problem("moe.num_chunks", what, f"use a divisor of {tokens}")])
         experts = Experts(num_experts, axes, num_devices)
-        return cls(experts, tokens // num_chunks, site.operands[1].shape[-1], width)
+        row_bytes = width * jnp.dtype(inputs.spec.precision.compute).itemsize
+        return cls(experts, tokens // num_chunks, site.operands[1].shape[-1], row_bytes, num_parts * num_chunks)
 
     @property
     def choices(self) -> int:
@@ -199,7 +204,7 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: _Sizes) -> Strat
         PADDED: f"rows exchanged over {over}, {rows:,} for each device: {buffer}",
         GATHERED: f"all tokens gathered over {over}, {rows:,} rows of them taken: {buffer}",
     }
-    collectives = _collectives(name, inputs, sizes, rows)
+    collectives = _collectives(name, sizes, rows)
     strategy = Strategy(name, words[name], plan, collectives, refusal=_refusal(name, inputs, experts))
     seconds = _seconds(collectives, inputs)
     if seconds is None:
@@ -223,11 +228,10 @@ def _refusal(name: str, inputs: OpInputs, experts: Experts) -> str | None:
     return None
 
 
-def _collectives(name: str, inputs: OpInputs, sizes: _Sizes, rows: int) -> tuple[CollectiveSpec, ...]:
-    """Of one layer: for each chunk of each part of the batch, forward and backward."""
+def _collectives(name: str, sizes: _Sizes, rows: int) -> tuple[CollectiveSpec, ...]:
+    """Of one layer, forward and backward."""
     n, axes = sizes.experts.num_devices, sizes.experts.axes
-    row_bytes = sizes.width * jnp.dtype(inputs.spec.precision.compute).itemsize
-    times = inputs.spec.moe.num_chunks * inputs.spec.overlap.layers.batch_split
+    row_bytes, times = sizes.row_bytes, sizes.num_runs
     if name == GATHERED:
         tokens, choices = n * sizes.tokens * row_bytes, n * sizes.choices * _INT32
         return (
@@ -265,10 +269,8 @@ def _capacity(site: OpSite, inputs: OpInputs, sizes: _Sizes) -> Strategy:
         refusal += f"all would be dropped; use {least:g} or more"
     filled = min(1.0, 1 / factor)
     plan = _plan(CAPACITY, site, inputs, sizes, rows=rows, most_rows=sizes.tokens, filled=filled)
-    row_bytes = sizes.width * jnp.dtype(inputs.spec.precision.compute).itemsize
-    times = inputs.spec.moe.num_chunks * inputs.spec.overlap.layers.batch_split
-    sent = experts.num_devices * experts.num_experts * rows * row_bytes
-    exchange = CollectiveSpec("all-to-all", experts.axes, sent, 2 * times, "forward")
+    sent = experts.num_devices * experts.num_experts * rows * sizes.row_bytes
+    exchange = CollectiveSpec("all-to-all", experts.axes, sent, 2 * sizes.num_runs, "forward")
     collectives = (exchange, replace(exchange, direction="backward")) if experts.axes else ()
     what = f"{rows:,} rows for each expert from each device, what is more is dropped"
     objection = "it drops tokens, so it runs by name alone"
@@ -299,25 +301,17 @@ def _apply_on_shards(
     """The same, of shards over all mesh axes. Devices that share an expert's hidden dimension need all tokens of one
     another, and add their results up."""
     layout = plan.layout
-    together = [tuple(axis for axis in axes_of(e) if axis in layout.summed_axes) for e in (*layout.tokens, None, None)]
+    together = parts_of([tuple(axis for axis in axes_of(e) if axis in layout.summed_axes) for e in layout.tokens])
     tokens_apart = tuple(axis for e in layout.tokens for axis in axes_of(e) if axis not in layout.summed_axes)
-    x, weights, ids = (_gathered(each, together[:2]) for each in (x, weights, ids))
-    gate, up = (_gathered(each, [(), axes_of(layout.into[1])]) for each in (gate, up))
-    down = _gathered(down, [(), (), axes_of(layout.out_of[2])])
+    x, weights, ids = (gather_dims(each, together) for each in (x, weights, ids))
+    gate, up = (gather_dims(each, parts_of([(), axes_of(layout.into[1])])) for each in (gate, up))
+    down = gather_dims(down, parts_of([(), (), axes_of(layout.out_of[2])]))
     y, num_dropped = _apply_in_chunks(x, weights, ids, _runner(gate, up, down, activation, plan), plan)
-    scattered = [(dimension, axes) for dimension, axes in enumerate(together[:2]) if axes]
-    for dimension, axes in scattered:
-        y = jax.lax.psum_scatter(y, axes, scatter_dimension=dimension, tiled=True)
-    rest = tuple(axis for axis in layout.summed_axes if all(axis not in axes for _, axes in scattered))
+    y = scatter_dims(y, together)
+    rest = tuple(axis for axis in layout.summed_axes if all(axis not in axes for _, axes in together))
     y = jax.lax.psum(y, rest) if rest else y
     num_dropped = jax.lax.stop_gradient(num_dropped)
     return y, jax.lax.psum(num_dropped, tokens_apart) if tokens_apart else num_dropped
-
-
-def _gathered(x: Array, dims: Sequence[Axes]) -> Array:
-    for dimension, axes in enumerate(dims):
-        x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True) if axes else x
-    return x
 
 
 def _apply_in_chunks(x: Array, weights: Array, ids: Array, run: Any, plan: ExpertsPlan) -> tuple[Array, Array]:

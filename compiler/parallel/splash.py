@@ -77,15 +77,15 @@ class Cut:
 
 def plan_cut(length: int, window: int | None) -> Cut:
     """The first of BLOCKS whose tables fit, else the largest with as few parts as fit."""
-    whole = [Cut(block, length) for block in dict.fromkeys(_block_size(length, most) for most in BLOCKS)]
+    whole = [Cut(block, length) for block in dict.fromkeys(block_size(length, most=most) for most in BLOCKS)]
     num_blocks = length // whole[-1].block
     parts = (Cut(whole[-1].block, length // n) for n in range(2, num_blocks + 1) if num_blocks % n == 0)
     return next(cut for cut in (*whole, *parts) if _table_bytes(cut, length, window) <= TABLE_BYTES)
 
 
-def _block_size(length: int, most: int) -> int:
-    """Tokens of a block: the most that divide the length."""
-    return next(size for size in range(min(length, most), 0, -LANES) if length % size == 0)
+def block_size(*lengths: int, most: int) -> int:
+    """Tokens of a block: the most that divide all lengths, in whole rows of registers."""
+    return next(size for size in range(min(*lengths, most), 0, -LANES) if not any(n % size for n in lengths))
 
 
 def _table_bytes(cut: Cut, length: int, window: int | None) -> int:

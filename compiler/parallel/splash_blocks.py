@@ -15,7 +15,7 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from .splash import BLOCKS, LANES, PARTLY, TABLE_BYTES, WHOLE, CausalMask
+from .splash import BLOCKS, PARTLY, TABLE_BYTES, WHOLE, CausalMask, block_size
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,9 @@ class Tables:
     num_blocks: int
 
 
-def block_size(*lengths: int, most: int = BLOCKS[0]) -> int:
-    """Tokens of a block: the most that divide all lengths, in whole rows of registers."""
-    return next(size for size in range(min(*lengths, most), 0, -LANES) if not any(n % size for n in lengths))
-
-
 def whole_tables(num_queries: int, num_keys: int) -> Tables:
     """Every query sees every key: no tables, and no mask."""
-    block, nothing = block_size(num_queries, num_keys), MaskInfo(None, None, None, None, None)
+    block, nothing = block_size(num_queries, num_keys, most=BLOCKS[0]), MaskInfo(None, None, None, None, None)
     num_blocks = (num_queries // block) * (num_keys // block)
     return Tables(block, nothing, nothing, None, num_blocks, num_blocks)
 
@@ -53,7 +48,7 @@ def unknown_tables(distance: Array, num_queries: int, num_keys: int, window: int
 
 def block_tables(distance: int, num_queries: int, num_keys: int, window: int | None) -> Tables:
     """Queries that are `distance` tokens behind the keys."""
-    block = block_size(num_queries, num_keys, *([distance] if distance else []))
+    block = block_size(num_queries, num_keys, *([distance] if distance else []), most=BLOCKS[0])
     places = np.arange(distance // block, (distance + num_queries) // block)
     forward, backward, num_used = tables_of(places[None], num_keys // block, block, window)
     queries = jnp.asarray(distance + np.arange(num_queries, dtype=np.int32))

@@ -135,7 +135,7 @@ def plan_weight(
     auto_spec = [None if axes else entry for entry, axes in zip(stored, manual[2], strict=True)]
     first = 1 if is_stacked else 0
     used = {axis for axes in manual[2] for axis in axes}
-    gathered = tuple((d, axes) for d, axes in _parts(manual[0][first:]) if d + first not in kept)
+    gathered = tuple((d, axes) for d, axes in parts_of(manual[0][first:]) if d + first not in kept)
     return WeightPlan(
         path=path,
         use="gathered" if gathered else "sharded",
@@ -153,9 +153,10 @@ def plan_weight(
     )
 
 
-def _parts(entries: Sequence[Axes]) -> ShardedDims:
+def parts_of(entries: Sequence[Axes]) -> ShardedDims:
+    """Returns the dimensions that mesh axes split. entries: the axes of each dimension."""
     return tuple((dimension, axes) for dimension, axes in enumerate(entries) if axes)
 
 
 def _added(before: Sequence[Axes], after: Sequence[Axes]) -> ShardedDims:
-    return _parts([longer[len(shorter) :] for shorter, longer in zip(before, after, strict=True)])
+    return parts_of([longer[len(shorter) :] for shorter, longer in zip(before, after, strict=True)])

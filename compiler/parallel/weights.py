@@ -175,14 +175,14 @@ def all_gather_weight(working: Array, layout: WeightPlan) -> Array:
     if not layout.gathered:
         return working
     with layout.scope:
-        return _moved(lambda w: _all_gather(w, layout.gathered), layout.auto_spec)(working)
+        return _moved(lambda w: gather_dims(w, layout.gathered), layout.auto_spec)(working)
 
 
 def reduce_weight_gradient(gradient: Array, before: Array | None, layout: WeightPlan, reduction: Reduction) -> Array:
     """This device's part of the gradient of a whole weight of a layer: where a part is kept, summed over the devices
     that share it. before: what is accumulated of it already."""
     if layout.scattered:
-        scatter = _reduced(lambda g: _reduce_scatter(g, layout.scattered), layout.auto_spec, layout)
+        scatter = _reduced(lambda g: scatter_dims(g, layout.scattered), layout.auto_spec, layout)
         with layout.scope:
             gradient = scatter(gradient.astype(reduction.dtype))
     if before is not None:
@@ -219,7 +219,7 @@ def _reduced_once(
     gradient: Array, parts: ShardedDims, auto_spec: PartitionSpec, layout: WeightPlan, dtype: Any
 ) -> Array:
     def reduce(g: Array) -> Array:
-        g = _reduce_scatter(g, parts)
+        g = scatter_dims(g, parts)
         return jax.lax.psum(g, layout.reduced) if layout.reduced else g
 
     with layout.scope:
@@ -230,7 +230,7 @@ def assemble(updated: Array, layout: WeightPlan) -> Array:
     """An updated parameter, from the layout of the update to the one that it is stored in."""
     parts = layout.split_late + layout.split_early  # the last split is undone first
     with layout.scope:
-        return _moved(lambda x: _all_gather(x, parts), layout.auto_stored_spec)(updated)
+        return _moved(lambda x: gather_dims(x, parts), layout.auto_stored_spec)(updated)
 
 
 def is_assembled(layout: WeightPlan) -> bool:
@@ -238,13 +238,15 @@ def is_assembled(layout: WeightPlan) -> bool:
     return bool(layout.split_early or layout.split_late)
 
 
-def _all_gather(x: Array, parts: ShardedDims) -> Array:
+def gather_dims(x: Array, parts: ShardedDims) -> Array:
+    """All-gathers dimensions of shards."""
     for dimension, axes in parts:
         x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
     return x
 
 
-def _reduce_scatter(x: Array, parts: ShardedDims) -> Array:
+def scatter_dims(x: Array, parts: ShardedDims) -> Array:
+    """Reduce-scatters dimensions: the transpose of `gather_dims`."""
     for dimension, axes in reversed(parts):
         x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
     return x
