@@ -18,7 +18,6 @@ import numpy as np
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.tune.families import Point, Reference, find_families, group_candidates
 from meshloom.compiler.tune.price import Prices, price
 from meshloom.compiler.tune.space import Candidate, Variant, find_candidates
@@ -84,10 +83,9 @@ def priced(cell: Cell) -> tuple[Prices, int, Plan]:
     variants = [variant(cell, zero) for zero in ZERO]
     candidates, _ = find_candidates(variants)
     families = find_families(group_candidates(candidates), traced)
-    spec = variants[0].spec
-    target = plan_target(spec.target, spec.precision.compute)
-    assert target.hbm_bytes_per_device is not None
-    return price(candidates, families), target.hbm_bytes_per_device, plan_run(candidates[0].spec())
+    memory = variants[0].target().hbm_bytes_per_device
+    assert memory is not None
+    return price(candidates, families), memory, plan_run(candidates[0].spec())
 
 
 def traced(function: Callable[[Point], Reference], points: Sequence[Point]) -> Iterator[Reference]:

@@ -1,7 +1,7 @@
 """The answer of a search: the best candidates, why the first wins, what would change it, and why the others do not."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,23 @@ class Runner:
 
     trace: Callable[[Callable[[Point], Reference], Sequence[Point]], Iterable[Reference]]
     estimate: Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
+
+
+def remembering(run: Runner) -> Runner:
+    """Returns a runner that traces no point of a space twice."""
+    known: dict[str, Reference] = {}
+
+    def trace(function: Callable[[Point], Reference], points: Sequence[Point]) -> Iterable[Reference]:
+        keys = [
+            repr((one.variant.choices, one.sizes, one.num_microbatches, one.sequences_of_device, one.num_loss_chunks,
+                  one.strategies))
+            for one in points
+        ]  # fmt: skip
+        new = {key: point for key, point in zip(keys, points, strict=True) if key not in known}
+        known.update(zip(new, run.trace(function, list(new.values())), strict=True))
+        return [known[key] for key in keys]
+
+    return replace(run, trace=trace)
 
 
 def tune(variants: Sequence[Variant], run: Runner) -> Answer:

@@ -122,19 +122,19 @@ def find_candidates(variants: Sequence[Variant]) -> tuple[list[Candidate], Refus
     ConfigError if one variant has more than `tune.max_candidates`."""
     found: list[Candidate] = []
     refused = Refused()
-    known: dict[str, dict[MeshPoint, Layout | ConfigError]] = {}
-    every = [_Rules(variant) for variant in variants]
-    _check_size(max(rules.num_points() for rules in every), variants[0].spec.tune.max_candidates)
-    for variant, rules in zip(variants, every, strict=True):
+    known: dict[str, dict[MeshPoint, Layout | ConfigError | None]] = {}  # None: not planned yet
+    for variant in variants:
+        rules, key = _Rules(variant), _layout_key(variant.spec)
+        if key not in known:
+            known[key] = dict.fromkeys(rules.points())
+            _check_size(len(known[key]), variant.spec.tune.max_candidates)
+        layouts = known[key]
         if (refusal := rules.refusal()) is not None:
-            refused.add(reason_of(refusal), tuple(f"{k}={v}" for k, v in variant.choices), rules.num_points())
+            refused.add(reason_of(refusal), tuple(f"{k}={v}" for k, v in variant.choices), len(layouts))
             continue
-        layouts = known.setdefault(_layout_key(variant.spec), {})
-        for point in rules.points():
+        for point, planned in layouts.items():
             sizes, device_order, num_microbatches = point
-            if point not in layouts:
-                layouts[point] = rules.layout(point)
-            layout = layouts[point]
+            layout = layouts[point] = planned or rules.layout(point)
             if isinstance(layout, ConfigError):
                 axes = (f"mesh.{axis}={size}" for axis, size in sizes if size > 1)
                 words = (f"{group}={option}" for group, option in variant.choices)
@@ -150,7 +150,7 @@ def find_candidates(variants: Sequence[Variant]) -> tuple[list[Candidate], Refus
 
 def num_points(variant: Variant) -> int:
     """Returns the number of candidates that a variant has, before the rules."""
-    return _Rules(variant).num_points()
+    return sum(1 for _ in _Rules(variant).points())
 
 
 def mesh_axes(spec: RunSpec) -> tuple[str, ...]:
@@ -232,9 +232,6 @@ class _Rules:
                 return [self.spec.device_order]
             found.setdefault(str(placed.describe()), order)
         return list(found.values())
-
-    def num_points(self) -> int:
-        return sum(1 for _ in self.points())
 
     def arrays_of(self, num_microbatches: int) -> Arrays:
         if num_microbatches not in self.arrays:

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.format import human_seconds, human_share
-from meshloom.compiler.tune.answer import Answer, Change, Estimated, tune
+from meshloom.compiler.tune.answer import Answer, Change, Estimated, remembering, tune
 
 from ..core.files import replace_json, replace_text
 from ..processes.say import say
@@ -43,8 +43,10 @@ def search(space: Space, run_dir: Path, console: Console) -> Answer:
     """Returns the answer of the space: of all its variants, or of those that Optuna chooses where they are too many.
     Raises ConfigError where there is none."""
     with workers(space.spec.target, console) as runner:
-        variants = space.variants if space.is_listed else choose_variants(space, runner, run_dir, console)
-        return tune(variants, runner)
+        if space.is_listed:
+            return tune(space.variants, runner)
+        once = remembering(runner)  # the chosen ones have been traced already
+        return tune(choose_variants(space, once, run_dir, console), once)
 
 
 def search_into(space: Space, run_dir: Path, model: str, console: Console) -> None:

@@ -7,7 +7,7 @@ import pytest
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.tune.answer import Runner
+from meshloom.compiler.tune.answer import Runner, remembering
 from meshloom.compiler.tune.families import Point
 from meshloom.compiler.tune.variant_values import TOO_LARGE, value_of_variants
 from meshloom.runtime.tune.choose import choose_variants
@@ -37,13 +37,19 @@ def test_without_optuna_a_space_that_is_too_large_is_one_error(monkeypatch, tmp_
 @pytest.mark.ci
 def test_of_all_combinations_the_first_is_the_best_and_none_is_tried_twice(tmp_path):
     listed = find_space(Request((*LARGE, "tune.max_candidates=16")))
-    values = dict(zip(listed.choices, value_of_variants(listed.variants, Runner(map, map)), strict=True))
-    assert all(value < TOO_LARGE for value in values.values())
     traced: list[Point] = []
 
     def trace(function, points):
         traced.extend(points)
         return map(function, points)
+
+    once = remembering(Runner(trace, map))
+    values = dict(zip(listed.choices, value_of_variants(listed.variants, once), strict=True))
+    assert all(value < TOO_LARGE for value in values.values())
+    assert traced
+    traced.clear()
+    assert value_of_variants(listed.variants, once) == list(values.values())
+    assert not traced
 
     def chosen(number):
         traced.clear()
