@@ -93,6 +93,19 @@ def reference_adamw(run: RunSpec, params: Any, gradients: Any, moments: Any, ste
     return jax.tree.unflatten(tree, updated), norm, rate
 
 
+def reference_steps(run: RunSpec, params: Any, tokens: Any, loss_and_gradients: Any) -> Any:
+    """Steps on one device without any of our step: ((loss, gradients) of the first batch, (loss, norm, rate) of each).
+    loss_and_gradients: of (parameters, a batch of tokens)."""
+    moments = [jax.tree.map(lambda x: np.zeros(x.shape, np.float64), params) for _ in range(2)]
+    first, curve = None, []
+    for step, batch in enumerate(tokens):
+        loss, grads = loss_and_gradients(jax.tree.map(np.float32, params), batch)
+        first = first or (float(loss), jax.tree.map(np.asarray, grads))
+        params, norm, rate = reference_adamw(run, params, grads, moments, step)
+        curve.append((float(loss), norm, rate))
+    return first, np.array(curve)
+
+
 def target_of(name: str, *, num_slices: int = 1) -> TargetPlan:
     """The plan of a target by its name, computing in bfloat16."""
     chosen = (f"target={name}", *(() if num_slices == 1 else (f"target.num_slices={num_slices}",)))

@@ -110,7 +110,7 @@ def outputs(case, block_kernel, arrays, ids):
     return [np.asarray(x)[:, np.argsort(places)] for x in both(q, k, v, d_out)]
 
 
-def compare(case, block_kernel, arrays, ids):
+def assert_is_reference(case, block_kernel, arrays, ids):
     window, soft_cap = case[3:5]
     q, k, v, d_out = arrays
     expected = reference(q, k, v, d_out, ids, window=window, soft_cap=soft_cap)
@@ -123,7 +123,7 @@ def compare(case, block_kernel, arrays, ids):
 @pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN))
 def test_each_exchange_computes_attention_and_its_gradients(name):
     case = CASES[name]
-    compare(case, PlainBlocks, inputs(32), documents(32) if case[-1] else None)
+    assert_is_reference(case, PlainBlocks, inputs(32), documents(32) if case[-1] else None)
 
 
 @pytest.mark.ci  # the kernels' operations one by one
@@ -141,7 +141,7 @@ def test_each_exchange_computes_attention_and_its_gradients(name):
 def test_so_it_does_with_splash_for_each_block(case):
     length = 1024 if case[3] else 512
     ids = documents(length) if case[-1] else None
-    compare(case, partial(SplashBlocks, interpret=True), inputs(length, 128, 2, 1), ids)
+    assert_is_reference(case, partial(SplashBlocks, interpret=True), inputs(length, 128, 2, 1), ids)
 
 
 def _compiled(name, order, num_shards, length, window=None) -> Any:

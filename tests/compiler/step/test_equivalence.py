@@ -9,7 +9,7 @@ import pytest
 from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
 from meshloom.compiler.step.train_step import build_loss
 from meshloom.compiler.xla.programs import lower
-from support.helpers import evaluate, gradients_of, on_devices, programs_of, reference_adamw, reference_loss, tiered
+from support.helpers import evaluate, gradients_of, on_devices, programs_of, reference_loss, reference_steps, tiered
 
 DDP, FSDP, TENSOR, BOTH = "sharding=ddp", "sharding=fsdp", "sharding=tensor", "sharding=fsdp_tensor"
 PREFETCH, IN_BACKWARD = "overlap=prefetch", "overlap.layers.reduce_in_backward=true"
@@ -221,14 +221,7 @@ def reference():
         if key not in cache:
             params = jax.tree.map(np.asarray, plan.model.init(jax.random.key(plan.spec.seed)))
             grad = jax.jit(jax.value_and_grad(lambda p, t: reference_loss(plan.model, p, t[:, :-1], t[:, 1:])))
-            moments = [jax.tree.map(lambda x: np.zeros(x.shape, np.float64), params) for _ in range(2)]
-            first, curve, now = None, [], params
-            for step, batch in enumerate(tokens):
-                loss, grads = grad(jax.tree.map(np.float32, now), batch)
-                first = first or (float(loss), jax.tree.map(np.asarray, grads))
-                now, norm, rate = reference_adamw(plan.spec, now, grads, moments, step)
-                curve.append((float(loss), norm, rate))
-            cache[key] = params, first, np.array(curve)
+            cache[key] = params, *reference_steps(plan.spec, params, tokens, grad)
         return cache[key]
 
     return get

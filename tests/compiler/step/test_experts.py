@@ -14,7 +14,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.models import Context
 from support.experts import MOE, emulated_ragged_all_to_all, objective
-from support.helpers import gradients_of, on_devices, programs_of, reference_adamw, tiered, written_collectives
+from support.helpers import gradients_of, on_devices, programs_of, reference_steps, tiered, written_collectives
 
 EXPERT = ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=2", "mesh.expert=2")
 ALONE = "model.load_balancing_weight=0.0"  # its f_i are those of a microbatch: with several it is another loss
@@ -103,14 +103,12 @@ def reference():
             params = jax.tree.map(np.asarray, plan.model.init(jax.random.key(plan.spec.seed)))
             of = lambda p, t: objective(plan.model, p, t[:, :-1], t[:, 1:])  # noqa: E731
             grad = jax.jit(jax.value_and_grad(of, has_aux=True))
-            moments = [jax.tree.map(lambda x: np.zeros(x.shape, np.float64), params) for _ in range(2)]
-            first, curve, now = None, [], params
-            for step, batch in enumerate(tokens):
-                (_, loss), grads = grad(jax.tree.map(np.float32, now), batch)
-                first = first or (float(loss), jax.tree.map(np.asarray, grads))
-                now, norm, rate = reference_adamw(plan.spec, now, grads, moments, step)
-                curve.append((float(loss), norm, rate))
-            cache[key] = params, first, np.array(curve)
+
+            def loss_and_gradients(now, batch):
+                (_, loss), grads = grad(now, batch)
+                return loss, grads
+
+            cache[key] = params, *reference_steps(plan.spec, params, tokens, loss_and_gradients)
         return cache[key]
 
     return get
