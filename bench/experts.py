@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="exchanges of experts, compiled")
     parser.add_argument("file", nargs="?", type=Path, default=KEPT)
     parser.add_argument("--rows", default="", help="only those with this text in their name")
-    parser.add_argument("--show", action="store_true", help="print what is kept, compile nothing")
+    parser.add_argument("--show", action="store_true", help="only print the results that are kept")
     arguments = parser.parse_args()
     rows = {name: overrides for name, overrides in ROWS.items() if arguments.rows in name}
     for name, overrides in rows.items():

@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("file", nargs="?", type=Path, default=KEPT)
     parser.add_argument("--rows", default="", help="only those with this text in their name")
     parser.add_argument("--compile", type=int, default=1, help="the first N of each answer")
-    parser.add_argument("--show", action="store_true", help="print what is kept, search and compile nothing")
+    parser.add_argument("--show", action="store_true", help="only print the results that are kept")
     arguments = parser.parse_args()
     rows = [row for row in ROWS if arguments.rows in row.name]
     for row in rows:

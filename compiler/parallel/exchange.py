@@ -125,7 +125,7 @@ def _gathered(exchange: Exchange, x: Array, dimension: int) -> Array:
 
 
 def _scattered(exchange: Exchange, x: Array, dimension: int) -> Array:
-    """The sum over devices, of which each has its own tokens."""
+    """The sum over all devices, of which this one keeps its own tokens."""
     by_shard = _by_shard(exchange.order, x, dimension)
     return jax.lax.psum_scatter(by_shard, exchange.axes, scatter_dimension=dimension, tiled=True)
 

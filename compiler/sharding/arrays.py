@@ -16,7 +16,7 @@ from ..core.trees import leaves_by_path
 from .frozen import frozen_paths
 from .model_check import check_aux, check_embedded, check_model, check_output
 
-EXPERTS = "experts"  # the logical axis of weights of which a token meets some; an operation takes it where they are
+EXPERTS = "experts"  # the logical axis of expert weights: they stay on their devices, and tokens are sent to them
 LAYER_INPUT = "layer_input"  # the compiler's name for a layer's input; a remat policy may use it
 
 

@@ -32,8 +32,8 @@ class Prices:
 
 
 def price(candidates: Sequence[Candidate], families: Mapping[Key, Family], link_speed: float = 1.0) -> Prices:
-    """Returns the prices of candidates that the rules allow, each of which has a family. link_speed: how much faster
-    the links are than the target's."""
+    """Returns the prices of candidates that the rules allow, each of which has a family. link_speed: a factor
+    on the bandwidth of all links."""
     places: dict[Key, list[int]] = {}
     for place, one in enumerate(candidates):
         key = key_of(one, families)
