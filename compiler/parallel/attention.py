@@ -134,7 +134,7 @@ def build_attend(kernel: Kernel) -> Callable[..., Array]:
         blocks = splash_blocks if kernel.implementation == SPLASH else plain_blocks
         exchanged = partial(attend_over_length, exchange, blocks, on_a_device)
         chosen = partial(_on_shards, exchanged, kernel.heads, kernel.auto_axes)
-    elif kernel.implementation == SPLASH:
+    elif kernel.implementation != XLA:  # the partitioner cannot split a kernel
         chosen = partial(_on_shards, on_a_device, kernel.heads, axes_in(kernel.heads))
 
     def named(*args: Any, **options: Any) -> Array:

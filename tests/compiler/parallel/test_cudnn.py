@@ -7,7 +7,9 @@ from conftest import SMALL, plan_of
 from meshloom.compiler.config.target_names import chip_file, kinds
 from meshloom.compiler.config.target_spec import SwitchSpec
 from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.parallel import attention as attention_module
 from meshloom.compiler.parallel.attention import AttentionOp
+from meshloom.compiler.parallel.cudnn import shapes_of_cudnn
 from meshloom.compiler.report import explain as explain_module
 from meshloom.runtime.cli.main import run
 
@@ -41,6 +43,7 @@ def test_a_page_is_printed_whole_or_not_at_all(monkeypatch, capsys):
         ("remat=full", "num_microbatches=2"),
         ("remat=save_dots", "data.isolate_documents=true"),
         ("remat=save_names", "model.attention_windows=[5,null,6]", "overlap=prefetch"),
+        ("remat=full", "sharding=fsdp_tensor", "mesh.tensor=2"),
     ],
 )
 def test_the_estimate_is_that_of_the_kernel_that_is_compiled(overrides, monkeypatch):
@@ -51,6 +54,19 @@ def test_the_estimate_is_that_of_the_kernel_that_is_compiled(overrides, monkeypa
     monkeypatch.setattr(AttentionOp, "to_estimate", lambda _, plan: plan)
     monkeypatch.setattr(jax_cudnn, "check_cudnn_version", lambda: 91000)
     assert estimate_step(plan) == ours
+
+
+def test_each_device_calls_the_kernel_with_its_own_heads(monkeypatch):
+    """XLA's partitioner fails on JAX's call where it has to split it: "'GSPMDSharding' object has no attribute"."""
+    found = set()
+
+    def attend(q_BTHD, *args, **options):
+        found.add(q_BTHD.shape[2])
+        return shapes_of_cudnn(q_BTHD, *args, **options)
+
+    monkeypatch.setattr(attention_module, "shapes_of_cudnn", attend)
+    estimate_step(plan_of(*IN_16_BITS, "target=h100-8", "sharding=fsdp_tensor", "mesh.tensor=4"))
+    assert found == {16 // 4}
 
 
 def test_attention_flops_are_half_the_square():
