@@ -49,6 +49,8 @@ def test_what_the_compiler_prints_is_in_its_log_and_a_whole_gather_is_a_warning(
     ("said", "exit_code", "words"),
     [
         ("INTERNAL: no such layout\nat x.cc", 1, "the compiler: failed, and not for memory: INTERNAL: no such layout"),
+        ("INTERNAL: custom_partitioner: Traceback (most recent call last):\n  x.py\nValueError: no spec\n\nin x.py",
+         1, "the compiler: failed, and not for memory: ValueError: no spec"),
         ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.12G of 15.48G hbm.", DOES_NOT_FIT,
          "target: the train step does not fit: 20.1 GiB are needed on each device, and 15.5 GiB are available"),
         ("INVALID_ARGUMENT: No such compile option: 'xla_nope'", 2, "compiler_options.xla_nope: "),
@@ -65,6 +67,7 @@ def test_what_a_compiler_raises_in_a_run_is_an_error_in_our_words(said, exit_cod
     assert f"error: {words}" in done.stderr
     assert done.stderr.count("\n  fix: ") == 1
     assert "Traceback" not in done.stderr
+    assert said in (tmp_path / next(tmp_path.glob("outputs/*/*/logs/compiler.log"))).read_text()
 
 
 def test_a_compile_that_fails_in_one_process_ends_the_others(monkeypatch):
