@@ -14,16 +14,16 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..config.overlap_spec import OverlapSpec
 from ..core.collectives import CollectiveKind
 from ..jaxpr.program import Program
 from ..jaxpr.propagate import Axes
 from ..parallel.exchange import RING
 from ..parallel.matmul import COLLECTIVE_MATMUL
 from ..plan import Plan
-from ..target.compiler_options import hidden_kinds, presets_for, why_permutes_wait
+from ..target.compiler_options import hidden_kinds, why_permutes_wait
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
+from .assumed_overlap import assume_overlap
 from .program_costs import Array, Costs, RegionCosts, WorkKind, read_costs
 
 # Of tensor parallelism's collectives, the share that is waited for where they run beside matmuls: in rings, or in two
@@ -44,10 +44,11 @@ class Rates:
 class Hiding:
     """What the compiler overlaps with compute. weights, activations: kinds of collectives. is_doubled: a gradient that
     is not reduced beside compute is all-reduced, at twice the time of a reduce-scatter. activations_exposed: the share
-    of activations' collectives that stays. permutes: those of ring attention run beside its blocks."""
+    of activations' collectives that stays, of all declarations or of each. permutes: those of ring attention run
+    beside its blocks."""
 
     weights: frozenset[CollectiveKind]
-    activations_exposed: float
+    activations_exposed: float | Array
     is_doubled: bool
     permutes: bool = True
 
@@ -176,28 +177,17 @@ def plan_rates(target: TargetPlan) -> Rates | None:
 
 
 def plan_hiding(plan: Plan) -> Hiding:
-    """Returns what the declared overlap hides. A search is taken to find the best preset of the target."""
-    overlap, target = plan.spec.overlap, plan.target
-    presets = assumed_presets(overlap, target)
-    weights = hidden_kinds(presets, "weights", target)
+    """Returns what the declared overlap hides, or what a search is taken to find (assumed_overlap.py)."""
+    target, assumed = plan.target, assume_overlap(plan)
+    weights = hidden_kinds(assumed.flag_presets, "weights", target)
     is_ring = any(each.chosen.name == COLLECTIVE_MATMUL for each in plan.operations)
-    is_beside = is_ring or overlap.layers.batch_split > 1 or overlap.search is not None
-    can_hide = is_beside and why_permutes_wait(target) is None
+    can_hide = (is_ring or assumed.batch_split > 1) and why_permutes_wait(target) is None
     return Hiding(
         weights=weights,
         activations_exposed=EXPOSED_BESIDE_MATMULS if can_hide else 1.0,
         is_doubled=target.platform == "tpu" and "reduce-scatter" not in weights,
         permutes=why_permutes_wait(target) is None,
     )
-
-
-def assumed_presets(overlap: OverlapSpec, target: TargetPlan) -> tuple[str, ...]:
-    """Returns the flag presets that an estimate takes the step to be compiled with: of a search the ones that hide
-    most."""
-    if overlap.search is None:
-        return overlap.flag_presets
-    tried = [(name,) for name, one in presets_for(target).items() if "weights" in one.tried_for]
-    return max([tuple(overlap.flag_presets), *tried], key=lambda names: len(hidden_kinds(names, "weights", target)))
 
 
 def plan_link_times(meshes: Sequence[MeshPlan], wanted: Iterable[tuple[CollectiveKind, Axes]]) -> LinkTimes:

@@ -11,9 +11,9 @@ from ..config.tune_spec import Objective
 from ..core.errors import ConfigError, Problem
 from ..core.format import human_bytes
 from ..driver import plan_run
+from ..estimate.assumed_overlap import AssumedOverlap, assume_overlap
 from ..estimate.estimate import estimate_step
 from ..estimate.program_costs import Array
-from ..estimate.step_time import assumed_presets
 from ..jaxpr.propagate import Axes
 from ..target.target import TargetPlan
 from .families import Family, Key, Point, Reference, find_families, group_candidates, key_of
@@ -28,7 +28,7 @@ MOST_ROUNDS = 4  # of so many, until enough of them fit
 @dataclass(frozen=True)
 class Estimated:
     """A candidate with its own estimate. exposed: seconds by the mesh axes of the collectives. cost: of a million
-    tokens, None without a price. mfu: of the model's FLOPs. flag_presets: that the estimate rests on."""
+    tokens, None without a price. mfu: of the model's FLOPs. overlap: that the estimate rests on."""
 
     candidate: Candidate
     seconds: float
@@ -39,11 +39,16 @@ class Estimated:
     fits: bool
     mfu: float | None
     cost: float | None
-    flag_presets: tuple[str, ...]
+    overlap: AssumedOverlap
 
     @property
     def exposed_seconds(self) -> float:
         return sum(self.exposed.values())
+
+    @property
+    def compile_overrides(self) -> tuple[str, ...]:
+        """Returns the overrides that compile what was estimated, without a search for another overlap."""
+        return (*self.candidate.overrides(), *self.overlap.overrides(self.candidate.variant.spec.overlap))
 
     @property
     def tokens_per_second(self) -> float:
@@ -226,7 +231,7 @@ class Exact:
     host_bytes: int
     host_fits: bool | None
     model_flops: int | None
-    flag_presets: tuple[str, ...]
+    overlap: AssumedOverlap
 
 
 def estimate_spec(spec: RunSpec) -> Exact:
@@ -239,7 +244,7 @@ def estimate_spec(spec: RunSpec) -> Exact:
         raise ConfigError([problem])
     exposed = tuple(time.exposed.items())
     return Exact(time.compute_seconds, exposed, memory.peak_bytes, memory.host_bytes, memory.host_fits,
-                 plan.model_flops_per_step, assumed_presets(spec.overlap, plan.target))  # fmt: skip
+                 plan.model_flops_per_step, assume_overlap(plan))  # fmt: skip
 
 
 def _estimated(one: Candidate, exact: Exact, limit: int) -> Estimated:
@@ -258,7 +263,7 @@ def _estimated(one: Candidate, exact: Exact, limit: int) -> Estimated:
         fits=exact.peak_bytes <= limit and exact.host_fits is not False,
         mfu=mfu,
         cost=cost_per_million_tokens(one.variant.spec, target, seconds),
-        flag_presets=exact.flag_presets,
+        overlap=exact.overlap,
     )
 
 

@@ -24,11 +24,14 @@ import scipy.linalg
 from ..config.overlap_spec import StrategyChoice
 from ..config.spec import RunSpec
 from ..driver import plan_run
+from ..estimate.assumed_overlap import can_split_batch
 from ..estimate.program_costs import Array, Costs, ProgramShape, read_costs
 from ..estimate.read_step import read_step
 from ..estimate.step_time import Hiding, plan_hiding
 from ..parallel.loss import LossOp
+from ..parallel.matmul import COLLECTIVE_MATMUL
 from ..parallel.registry import OPERATIONS
+from ..target.target import TargetPlan
 from .space import Candidate, Sizes, Variant, with_layout
 
 Key = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...], bool]
@@ -96,6 +99,14 @@ class Family:
         with np.errstate(over="ignore"):
             found = np.exp2(numbers[:, None] + self.exponents.T @ steps.T)
         return Costs(self.shape, found)
+
+    def hiding_of(self, candidates: Sequence[Candidate]) -> Hiding:
+        """Returns what the compiler overlaps in candidates of the family: in some, nothing computes while activations
+        are sent. The family's own is that of an even number of sequences."""
+        target = candidates[0].variant.target()
+        can_hide = [_computes_beside_activations(one, target) for one in candidates]
+        shares = [self.hiding.activations_exposed if can else 1.0 for can in can_hide]
+        return replace(self.hiding, activations_exposed=np.array(shares))
 
 
 def find_families(groups: Mapping[Key, Sequence[Candidate]], run: ParallelMap[Point, Reference]) -> dict[Key, Family]:
@@ -211,6 +222,12 @@ def count_exponents(grown: Array, steps: Array) -> Array:
     choices = np.array(list(product((0, 1, -1), repeat=len(steps))))  # of equal ones the first, without needless ones
     off = np.abs(choices @ steps - grown[:, None])
     return choices[np.argmin(off, axis=1)].T.astype(float)
+
+
+def _computes_beside_activations(one: Candidate, target: TargetPlan) -> bool:
+    """Returns True if a device's sequences can be split, or a matmul runs in a ring."""
+    is_ring = any(strategy == COLLECTIVE_MATMUL for _, _, strategy in one.strategies)
+    return is_ring or can_split_batch(one.sequences_of_device, target)
 
 
 def _logarithms(one: Reference) -> Array:

@@ -47,7 +47,7 @@ def price(candidates: Sequence[Candidate], families: Mapping[Key, Family], link_
         costs = family.costs(ones)
         rates = plan_rates(ones[0].variant.target())
         assert rates is not None, "a variant without is refused by the rules"
-        time: StepTime = time_step(costs, rates, _link_times(ones, family, link_speed), family.hiding)
+        time: StepTime = time_step(costs, rates, _link_times(ones, family, link_speed), family.hiding_of(ones))
         peak[own], host[own], compute[own] = costs.peak_bytes(), costs.host_bytes(), time.compute_seconds
         for axes, seconds in time.exposed.items():
             exposed.setdefault(axes, np.zeros(count))[own] += seconds

@@ -48,17 +48,9 @@ def compile_best(space: Space, answer: Answer, run_dir: Path, console: Console) 
 def _compiled(space: Space, ones: tuple[Estimated, ...], run_dir: Path) -> Iterator[CompiledCandidate]:
     for one in ones:
         name = directory_name(one.candidate.overrides())
-        request = replace(space.request, overrides=(*space.request.overrides, *compile_overrides(one)))
+        request = replace(space.request, overrides=(*space.request.overrides, *one.compile_overrides))
         task = Task("compile", request, allowed_modules(), run_dir.resolve() / name)
         yield CompiledCandidate(one, OwnProcess(task, None).run(), name)
-
-
-def compile_overrides(one: Estimated) -> tuple[str, ...]:
-    """Returns the overrides that compile what was estimated: with its flag presets, and without a search for others."""
-    if one.candidate.variant.spec.overlap.search is None:
-        return one.candidate.overrides()
-    presets = f"overlap.flag_presets=[{','.join(one.flag_presets)}]"
-    return (*one.candidate.overrides(), "overlap.search=null", presets)
 
 
 def best_compiled(compiled: tuple[CompiledCandidate, ...]) -> CompiledCandidate | None:

@@ -130,10 +130,12 @@ def _as_json(found: Found) -> dict[str, Any]:
 
 
 def _estimated(one: Estimated) -> dict[str, Any]:
-    names = (each.name for each in fields(one) if each.name not in ("candidate", "exposed"))
+    names = (each.name for each in fields(one) if each.name not in ("candidate", "exposed", "overlap"))
     kept = {name: getattr(one, name) for name in names}
     exposed = {"+".join(axes): seconds for axes, seconds in one.exposed.items()}
-    return {"overrides": list(one.candidate.overrides()), **kept, "exposed_seconds": exposed}
+    compiled_by = list(one.compile_overrides)
+    return {"overrides": list(one.candidate.overrides()), "compile_overrides": compiled_by, **kept,
+            "exposed_seconds": exposed}  # fmt: skip
 
 
 def _change(one: Change) -> dict[str, Any]:

@@ -87,6 +87,19 @@ def test_prices_are_the_estimates_of_each_candidate(stack):
 
 
 @pytest.mark.ci
+def test_prices_know_which_batches_cannot_be_split():
+    """With one sequence of a device nothing computes while activations are sent: four times as much is exposed."""
+    space = Space(*STACK, "overlap=auto", "global_batch_size=32", "tune.mesh.tensor=[2]", "tune.microbatches=[1,2,4,8]")
+    prices = space.price()
+    assert {one.sequences_of_device % 2 for one in space.candidates} == {0, 1}
+    for place, one in enumerate(space.candidates):
+        exposed = dict(estimate_spec(one.spec()).exposed)
+        assert prices.exposed["tensor",][place] == pytest.approx(
+            exposed["tensor",], rel=0.15
+        )  # four times as much if all is exposed
+
+
+@pytest.mark.ci
 def test_prices_know_a_microbatch_that_has_left_its_loop():
     """Gradients are reduced in the backward pass of the last microbatch, which is no part of the loop of the others."""
     words = ("sharding.on_replicated=allow", "overlap.layers.reduce_in_backward=true", "global_batch_size=64")

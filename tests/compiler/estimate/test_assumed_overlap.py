@@ -1,0 +1,36 @@
+"""What an estimate takes a search of the overlap to find."""
+
+import pytest
+
+from conftest import SMALL, plan_of
+from meshloom.compiler.estimate.assumed_overlap import assume_overlap
+from meshloom.compiler.estimate.step_time import plan_hiding
+
+TENSOR = (*SMALL, "sharding=fsdp_tensor", "mesh.tensor=2", "precision=bfloat16", "overlap=auto")
+SEARCHED = [
+    (*TENSOR, "target=v5p-16", "global_batch_size=16"),  # four sequences of a device
+    (*TENSOR, "target=v5p-16", "global_batch_size=4"),  # one: nothing to split
+    (*TENSOR, "target=v5e-32", "global_batch_size=32"),  # permutes wait there
+    (*SMALL, "sharding=fsdp", "precision=bfloat16", "overlap=auto", "target=h100-8"),
+]
+
+
+@pytest.mark.parametrize("overrides", SEARCHED, ids=lambda words: " ".join(words[-2:]))
+def test_what_is_compiled_hides_what_the_estimate_hid(overrides):
+    """The estimate of a search, and that of the declaration which is compiled for it."""
+    searched = plan_of(*overrides)
+    compiled = plan_of(*overrides, *assume_overlap(searched).overrides(searched.spec.overlap))
+    assert compiled.spec.overlap.search is None
+    assert plan_hiding(compiled) == plan_hiding(searched)
+    assert assume_overlap(compiled).overrides(compiled.spec.overlap) == ()
+
+
+def test_a_batch_is_split_where_halves_can_wait_for_one_another():
+    splits = [assume_overlap(plan_of(*overrides)).batch_split for overrides in SEARCHED]
+    assert splits == [2, 1, 1, 1]
+
+
+def test_of_presets_that_hide_the_same_one_that_begins_early_is_assumed():
+    plan = plan_of(*SEARCHED[-1])
+    (name,) = assume_overlap(plan).flag_presets
+    assert plan.target.flag_presets[name].begins_early
