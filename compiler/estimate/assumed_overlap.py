@@ -43,15 +43,9 @@ def assume_overlap(plan: Plan) -> AssumedOverlap:
 
 
 def assumed_weight_presets(declared: Sequence[str], target: TargetPlan) -> tuple[str, ...]:
-    """Returns the declared presets, or the one that overlaps more kinds of weights' collectives with compute; of equal
-    ones one that begins them an iteration early, as a loop's first gather is exposed otherwise."""
-
-    def rank(names: Sequence[str]) -> tuple[int, bool]:
-        begins_early = any(target.flag_presets[name].begins_early for name in names)
-        return len(hidden_kinds(names, "weights", target)), begins_early
-
+    """Returns the declared presets, or the one that overlaps more kinds of weights' collectives with compute."""
     tried = [(name,) for name, one in presets_for(target).items() if "weights" in one.tried_for]
-    return max([tuple(declared), *tried], key=rank)
+    return max([tuple(declared), *tried], key=lambda names: len(hidden_kinds(names, "weights", target)))
 
 
 def can_split_batch(num_sequences: int, target: TargetPlan) -> bool:

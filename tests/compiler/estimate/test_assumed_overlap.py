@@ -30,7 +30,7 @@ def test_a_batch_is_split_where_halves_can_wait_for_one_another():
     assert splits == [2, 1, 1, 1]
 
 
-def test_of_presets_that_hide_the_same_one_that_begins_early_is_assumed():
-    plan = plan_of(*SEARCHED[-1])
-    (name,) = assume_overlap(plan).flag_presets
-    assert plan.target.flag_presets[name].begins_early
+def test_a_preset_is_assumed_only_where_it_hides_more():
+    """XLA overlaps the collectives of weights on GPUs by itself; on v5p it needs the options."""
+    assert assume_overlap(plan_of(*SEARCHED[-1])).flag_presets == ()
+    assert "sparse_core" in assume_overlap(plan_of(*SEARCHED[0])).flag_presets
