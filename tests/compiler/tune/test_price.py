@@ -94,9 +94,8 @@ def test_prices_know_which_batches_cannot_be_split():
     assert {one.sequences_of_device % 2 for one in space.candidates} == {0, 1}
     for place, one in enumerate(space.candidates):
         exposed = dict(estimate_spec(one.spec()).exposed)
-        assert prices.exposed["tensor",][place] == pytest.approx(
-            exposed["tensor",], rel=0.15
-        )  # four times as much if all is exposed
+        # The price of a loss that is not cut has the hops of a chunk more: on this small model, up to a fifth.
+        assert prices.exposed["tensor",][place] == pytest.approx(exposed["tensor",], rel=0.25)
 
 
 @pytest.mark.ci
