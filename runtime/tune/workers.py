@@ -5,10 +5,10 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import TypeVar
+
+from pebble import ProcessExpired, ProcessPool
 
 from meshloom.compiler.config.allowed_code import allowed_modules, code_allowed_from
 from meshloom.compiler.config.target_spec import TargetSpec
@@ -29,31 +29,30 @@ def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
     """Yields what maps functions over values in as many processes as there are cores; a bar shows how far it is."""
     context = multiprocessing.get_context("spawn")
     count = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    with ProcessPoolExecutor(
-        count, mp_context=context, initializer=_start, initargs=(os.getpid(), target, allowed_modules())
-    ) as pool:
+    initargs = (os.getpid(), target, allowed_modules())
+    pool = ProcessPool(count, initializer=_start, initargs=initargs, context=context)
 
-        def over(doing: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterator[R]]:
-            def mapped(function: Callable[[T], R], values: Sequence[T]) -> Iterator[R]:
-                bar = console.bar(doing, "doing", "bar", "count", "elapsed", is_transient=True)
-                bar.start()
-                try:
-                    for number, result in enumerate(pool.map(function, values), start=1):
-                        bar.update(number, total=len(values))
-                        yield result
-                finally:
-                    bar.stop()
+    def over(doing: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterator[R]]:
+        def mapped(function: Callable[[T], R], values: Sequence[T]) -> Iterator[R]:
+            bar = console.bar(doing, "doing", "bar", "count", "elapsed", is_transient=True)
+            bar.start()
+            try:
+                for number, result in enumerate(pool.map(function, values).result(), start=1):
+                    bar.update(number, total=len(values))
+                    yield result
+            finally:
+                bar.stop()
 
-            return mapped
+        return mapped
 
-        try:
-            yield Runner(over("tracing"), over("estimating the best"))
-        except BrokenProcessPool as error:
-            what, fix = "a process that traces candidates died", "look for what ended it: it may be a lack of memory"
-            raise RunFailed(Problem("tune", what, fix), exit_code=1) from error
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    try:
+        yield Runner(over("tracing"), over("estimating the best"))
+    except ProcessExpired as error:
+        what, fix = "a process that traces candidates died", "look for what ended it: it may be a lack of memory"
+        raise RunFailed(Problem("tune", what, fix), exit_code=1) from error
+    finally:
+        pool.stop()  # nothing is waited for: a trace that runs when Ctrl-C is pressed takes seconds
+        pool.join()
 
 
 def _start(parent: int, target: TargetSpec, allowed: tuple[str, ...]) -> None:
