@@ -13,7 +13,7 @@ from meshloom.models import Model, Params
 from .config.spec import RunSpec
 from .core.errors import Problem
 from .core.partition_spec import Axes, axes_of
-from .core.trees import leaves_by_path, like, pick
+from .core.trees import leaves_by_path, like, nested, pick
 from .jaxpr.flops import ModelFlops
 from .parallel.operation import OpPlan
 from .sharding.arrays import EXPERTS, Array
@@ -123,7 +123,8 @@ def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract:
     scalars_of_optimizer = sum(x.dtype.itemsize for x in jax.tree.leaves(abstract["optimizer"]) if not x.shape)
     trained = pick(params, sharding.trained)
     gradients_specs = like(trained, {plan.array.path: plan.spec for plan in accumulated_layouts(spec, sharding)})
-    cast = [plan.array.path for plan in sharding.parameters if plan.array.dtype != precision.compute]
+    arrays = [plan.array for plan in sharding.parameters if plan.array.dtype != plan.array.compute_dtype]
+    working = {x.path: jax.ShapeDtypeStruct(x.shape, x.compute_dtype) for x in arrays}
     is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
     return MemoryPlan(
         parameters=size(params, specs["params"]),
@@ -131,7 +132,7 @@ def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract:
         optimizer=size(abstract["optimizer"], specs["optimizer"]) - scalars_of_optimizer,
         scalars=scalars,
         gradients=size(_typed(trained, precision.gradients), gradients_specs),
-        working_parameters=size(_typed(pick(params, cast), precision.compute), pick(specs["params"], cast, is_spec)),
+        working_parameters=size(nested(working), pick(specs["params"], working, is_spec)),
         prefetched_weights=_prefetched_bytes(spec, mesh, sharding),
         batch=len(batch_arrays(spec)) * spec.tokens_per_step * 4 // mesh.num_shards(sharding.batch_axes),  # int32
     )

@@ -148,13 +148,24 @@ def split_aux(output: Any) -> tuple[Any, Aux]:
 
 @dataclass(frozen=True)
 class Piece:
-    """One pure function of a model and the parameters that it takes. name: of the class that it is made from."""
+    """One pure function of a model and the parameters that it takes. name: of the class that it is made from.
+    float32: the paths of those parameters that it takes in float32, whatever type it computes in."""
 
     abstract: Params  # nested dict of jax.ShapeDtypeStruct
     logical_axes: Params  # the same tree, of LogicalAxes
     init: Callable[[Array], Params]  # key -> parameters
     apply: Callable[..., Any]  # (parameters, x, Context) -> x, or (x, Aux) for a layer or the head
     name: str = "a piece"
+    float32: frozenset[str] = frozenset()
+
+    def abstract_in(self, dtype: str) -> Params:
+        """Returns the parameters as `apply` takes them where the model computes in a type: abstract, in a tree."""
+
+        def typed(keys: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            path = jax.tree_util.keystr(keys, simple=True, separator="/")
+            return jax.ShapeDtypeStruct(x.shape, jnp.dtype("float32" if path in self.float32 else dtype))
+
+        return jax.tree_util.tree_map_with_path(typed, self.abstract)
 
 
 @dataclass(frozen=True)
@@ -205,6 +216,12 @@ class Model:
         }
         return {"embed": self.embed.logical_axes, **stacked, "head": self._own(self.head.logical_axes)}
 
+    @property
+    def float32(self) -> frozenset[str]:
+        """The paths of the parameters that are stored, gathered and used in float32, in any precision."""
+        pieces = {"embed": self.embed, "head": self.head} | {stack.name: stack.layer for stack in self.stacks}
+        return frozenset(f"{name}/{path}" for name, piece in pieces.items() for path in piece.float32)
+
     def init(self, key: Array) -> Params:
         """Returns initial parameters. It is pure, so it can be compiled with output shardings: every device makes its
         own shard."""
@@ -233,8 +250,8 @@ def build_piece(make: Callable[[nnx.Rngs], nnx.Module]) -> Piece:
     """Turns an NNX module into a `Piece`.
 
     `make(rngs)` builds the module; every `nnx.Param` in it carries `out_sharding=(logical axis, ...)`, one name (or
-    None) per dimension. Raises TypeError where a Param does not, where the module holds state that is no Param, or
-    where it cannot be called with its input and a Context.
+    None) per dimension; `in_float32=True` keeps it in float32 in any precision. Raises TypeError where a Param has no
+    axes, where the module holds state that is no Param, or where it cannot be called with its input and a Context.
     """
     module = nnx.eval_shape(lambda: _checked(make(nnx.Rngs(params=0))))
     graphdef, params, other = nnx.split(module, nnx.Param, ...)
@@ -247,6 +264,7 @@ def build_piece(make: Callable[[nnx.Rngs], nnx.Module]) -> Piece:
         init=lambda key: nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), nnx.Param)),
         apply=lambda params, *args: nnx.merge(graphdef, params)(*args),
         name=type(module).__name__,
+        float32=frozenset("/".join(map(str, path)) for path, v in variables if v.get_metadata("in_float32", False)),
     )
 
 

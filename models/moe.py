@@ -126,7 +126,7 @@ class Experts(nnx.Module):
     def __init__(self, config: MoeConfig, rngs: nnx.Rngs):
         self.config = config
         X, E, M, stddev = config.num_experts, config.embed_dim, config.mlp_dim, config.initializer_stddev
-        self.router_EX = matrix(rngs, ("embed", None), (E, X), stddev=stddev)
+        self.router_EX = matrix(rngs, ("embed", None), (E, X), stddev=stddev, in_float32=True)
         self.gate_XEM = matrix(rngs, ("experts", "embed", "mlp"), (X, E, M), stddev=stddev)
         self.up_XEM = matrix(rngs, ("experts", "embed", "mlp"), (X, E, M), stddev=stddev)
         self.down_XME = matrix(rngs, ("experts", "mlp", "embed"), (X, M, E), stddev=residual_stddev(config))
@@ -158,8 +158,7 @@ class Experts(nnx.Module):
     def _logits(self, x_BTE: Array, context: Context) -> Array:
         """In float32, products too: a TPU would take them in bfloat16."""
         x_BTE = context.jitter(x_BTE.astype(jnp.float32), self.config.router_jitter, site=3)
-        router_EX = self.router_EX[...].astype(jnp.float32)
-        logits_BTX = jnp.matmul(x_BTE, router_EX, precision=jax.lax.Precision.HIGHEST)
+        logits_BTX = jnp.matmul(x_BTE, self.router_EX[...], precision=jax.lax.Precision.HIGHEST)
         return context.activation("router_logits", logits_BTX, "batch", "sequence_parallel_length", None)
 
     def _aux(self, logits_BTX: Array, scores_BTX: Array, ids_BTK: Array, num_dropped: Array, context: Context) -> Aux:

@@ -30,9 +30,12 @@ class RopeScaling(Config):
     original_length: PositiveInt
 
 
-def matrix(rngs: nnx.Rngs, axes: tuple[str | None, ...], shape: tuple[int, ...], *, stddev: float) -> nnx.Param[Array]:
-    """Returns a normal random parameter with these logical axes."""
-    return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32), out_sharding=axes)
+def matrix(
+    rngs: nnx.Rngs, axes: tuple[str | None, ...], shape: tuple[int, ...], *, stddev: float, in_float32: bool = False
+) -> nnx.Param[Array]:
+    """Returns a normal random parameter with these logical axes. in_float32: in any precision."""
+    drawn = stddev * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(drawn, out_sharding=axes, in_float32=in_float32)
 
 
 def bias(axes: tuple[str, ...], shape: tuple[int, ...]) -> nnx.Param[Array]:

@@ -177,14 +177,14 @@ def _with_vocab(sharding: ShardingPlan) -> tuple[ArrayPlan, ...]:
 def is_cut_alike(spec: RunSpec, model: Model) -> bool:
     """True where a part of the parameters' vocabulary makes that part of the logits, and nothing else has a part in it:
     split over two devices along the vocabulary, they exchange nothing, and each has half of the logits."""
-    num_devices, length, compute = 2, 2, jnp.dtype(spec.precision.compute)
+    num_devices, length = 2, 2
     places = leaves_by_path(vocab_dimensions(model), is_leaf=lambda node: node is None)
-    every = leaves_by_path(model.head.abstract)
+    every = leaves_by_path(model.head.abstract_in(spec.precision.compute))
     layouts = {p: tuple((VOCAB,) if d == places.get(p) else () for d in range(x.ndim)) for p, x in every.items()}
 
     def smaller(path: str) -> jax.ShapeDtypeStruct:
         sizes = zip(every[path].shape, layouts[path], strict=True)
-        return jax.ShapeDtypeStruct(tuple(num_devices if axes else size for size, axes in sizes), compute)
+        return jax.ShapeDtypeStruct(tuple(num_devices if axes else size for size, axes in sizes), every[path].dtype)
 
     def logits(head: Params, embed: Params, tokens_BT: jax.Array) -> jax.Array:
         context = Context(jnp.arange(length)[None], lambda name, x, *_, **__: x)

@@ -23,13 +23,14 @@ LAYER_INPUT = "layer_input"  # the compiler's name for a layer's input; a remat 
 @dataclass(frozen=True)
 class Array:
     """An array of the program before it is laid out. `path`: its place in the tree, or its name. is_trained: False for
-    a frozen parameter."""
+    a frozen parameter. compute_dtype: of a parameter, the type in which it is gathered and used."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     logical_axes: LogicalAxes
     is_trained: bool = True
+    compute_dtype: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -118,8 +119,10 @@ def _parameters(model: Model, spec: RunSpec) -> tuple[Array, ...]:
     shapes = {path: x.shape for path, x in leaves_by_path(model.abstract()).items()}
     frozen, trained_dtype = frozen_paths(spec, shapes), spec.precision.parameters
     types = dict.fromkeys(frozen, spec.precision.frozen or trained_dtype)
+    types |= dict.fromkeys(model.float32, "float32")
+    used = dict.fromkeys(shapes, spec.precision.compute) | dict.fromkeys(model.float32, "float32")
     return tuple(
-        Array(path, shape, types.get(path, trained_dtype), axes[path], is_trained=path not in frozen)
+        Array(path, shape, types.get(path, trained_dtype), axes[path], path not in frozen, used[path])
         for path, shape in shapes.items()
     )
 
@@ -151,10 +154,7 @@ def _trace(model: Model, spec: RunSpec, recorder: "_Recorder") -> dict[str, tupl
         return logits_BTV
 
     pieces = {"embed": model.embed, "head": model.head, **{stack.name: stack.layer for stack in model.stacks}}
-    params = {
-        name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(recorder.dtype)), piece.abstract)
-        for name, piece in pieces.items()
-    }
+    params = {name: piece.abstract_in(recorder.dtype) for name, piece in pieces.items()}
     jax.eval_shape(forward, params, tokens_BT)
     return in_layers
 

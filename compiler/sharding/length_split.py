@@ -56,8 +56,7 @@ def _mixing(spec: RunSpec, model: Model) -> Iterator[str]:
 def _traced(piece: Piece, spec: RunSpec, x: Any) -> tuple[bool, Any]:
     """(True where two devices, each with half of the tokens, make their halves of the output and exchange nothing; the
     shape of the whole output)."""
-    num_devices, compute = 2, jnp.dtype(spec.precision.compute)
-    params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, compute), piece.abstract)
+    num_devices, params = 2, piece.abstract_in(spec.precision.compute)
 
     def apply(params: Any, positions_BT: jax.Array, segment_ids_BT: jax.Array, x: jax.Array) -> jax.Array:
         context = Context(positions_BT, lambda _, x, *__, **___: x, _without_attention, segment_ids_BT)

@@ -55,11 +55,11 @@ class ShardingPlan:
 
 
 def gathered_bytes(parameter: ArrayPlan, spec: RunSpec, mesh: MeshPlan) -> int:
-    """Returns the bytes of a parameter on a device, in the compute type, once gathered over the batch axes. Experts
-    stay where they are."""
+    """Returns the bytes of a parameter on a device, in the type that it is used in, once gathered over the batch axes.
+    Experts stay where they are."""
     of_batch = plan_batch_layout(spec.sharding, mesh).axes
     kept = tuple(axis for d in parameter.dimensions for axis in d.axes if axis not in of_batch or d.logical == EXPERTS)
-    itemsize = jnp.dtype(spec.precision.compute).itemsize
+    itemsize = jnp.dtype(parameter.array.compute_dtype).itemsize
     return math.prod(parameter.array.shape) * itemsize // mesh.num_shards(kept)
 
 

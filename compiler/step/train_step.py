@@ -18,7 +18,7 @@ from meshloom.models import IGNORED_TARGET, Aux, Params
 
 from ..core.partition_spec import keep_axes
 from ..core.scopes import UPDATE, WORKING_PARAMETERS
-from ..core.trees import pick
+from ..core.trees import like, pick
 from ..parallel.weights import Reduction
 from ..plan import Plan
 from ..sharding.batch import batch_arrays
@@ -62,7 +62,8 @@ def build_init(plan: Plan) -> Callable[[], State]:
     precision = plan.spec.precision
 
     def init() -> State:
-        drawn = _cast(plan.model.init(jax.random.key(plan.spec.seed)), "float32")
+        drawn = plan.model.init(jax.random.key(plan.spec.seed))
+        drawn = jax.tree.map(lambda x: x.astype("float32"), drawn)
         trained = pick(drawn, plan.sharding.trained)
         params = jax.tree.map(lambda x, stored: x.astype(stored.dtype), drawn, plan.abstract["params"])
         state = {"step": jnp.zeros((), jnp.int32), "params": params, "optimizer": plan.optimizer.init(trained)}
@@ -112,12 +113,13 @@ def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]
     """The same of this device's part of the batch, with its shards of the parameters."""
     precision, batch_axes = plan.spec.precision, plan.sharding.batch_axes
     schedule = choose_schedule(plan)
+    used_types = like(plan.abstract["params"], {p.array.path: p.array.compute_dtype for p in plan.sharding.parameters})
     reduction = Reduction(jnp.dtype(precision.gradient_reduction), precision.gradients, is_last=False)
     over_batch = partial(jax.lax.psum, axis_name=batch_axes) if batch_axes else lambda x: x
 
     def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
         with jax.named_scope(WORKING_PARAMETERS):
-            working = _cast(params, precision.compute)
+            working = jax.tree.map(lambda x, dtype: x.astype(dtype), params, used_types)
         num_targets = over_batch(jnp.sum(batch["targets"] != IGNORED_TARGET))
         weights = ModelWeights(params, working, plan.weights, reduction, plan.mesh.num_shards)
         functions = build_functions(plan, num_targets, dropout_key)
@@ -137,10 +139,6 @@ def _auxiliary_metrics(auxiliary: dict[str, Aux]) -> dict[str, Array]:
         for piece, aux in auxiliary.items()
         for name, value in {**aux.losses, **aux.statistics}.items()
     }
-
-
-def _cast(params: Params, dtype: str) -> Params:
-    return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
 def _is_spec(node: Any) -> bool:

@@ -36,6 +36,7 @@ def build_update(plan: Plan) -> Update:
     was left out), and loss_scale.
     """
     precision, schedule = plan.spec.precision, build_schedule(plan.spec)
+    stored_types = pick(plan.abstract["params"], plan.sharding.trained)
 
     def update(state: State, loss: Array, gradients: Any) -> tuple[State, dict[str, Array]]:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
@@ -44,7 +45,7 @@ def build_update(plan: Plan) -> Update:
         masters = state["master"] if "master" in state else _split(plan, state["params"])
         updates, optimizer = plan.optimizer.update(gradients, state["optimizer"], masters)
         masters = optax.apply_updates(masters, updates)
-        params = _assembled(plan, jax.tree.map(lambda x: x.astype(precision.parameters), masters))
+        params = _assembled(plan, jax.tree.map(lambda x, stored: x.astype(stored.dtype), masters, stored_types))
         params = combined(state["params"], params)  # what is frozen stays
         new = state | {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         new |= {"master": masters} if "master" in state else {}

@@ -1,6 +1,7 @@
 """Experts over a mesh: each exchange, with each sharding and loop, trains as one device does in float32."""
 
 import math
+import re
 from collections import Counter
 
 import jax
@@ -12,6 +13,7 @@ from meshloom.compiler.config.compiler_traits import read_compiler_traits
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.step.train_step import build_train_step
 from meshloom.models import Context
 from support.experts import MOE, emulated_ragged_all_to_all, objective
 from support.helpers import gradients_of, on_devices, programs_of, reference_steps, tiered, written_collectives
@@ -219,3 +221,18 @@ def test_experts_are_gathered_over_fsdp_alone_and_other_weights_over_both():
     with_data = plan_of(*MOE, *EXPERT[:2], "mesh.fsdp=1", "mesh.data=2", "mesh.expert=2", GATHERED)
     assert with_data.weights["layers"]["mlp"]["up_XEM"].reduced == ("data",)
     assert with_data.weights["layers"]["attention"]["query_EHD"].reduced == ("data",)
+
+
+def test_a_router_is_float32_in_any_precision():
+    """Stored, gathered, and after an update; the other weights are bfloat16."""
+    plan = plan_of(*MOE, "sharding=fsdp", "target=cpu-2", "mesh.fsdp=2", "precision=bfloat16_pure")
+    types = {path: str(x.dtype) for path, x in leaves_by_path(plan.abstract["params"]).items()}
+    assert [path for path, dtype in types.items() if dtype == "float32"] == ["layers/mlp/router_EX"]
+    with jax.set_mesh(plan.mesh.of_devices(jax.devices()[:2])):
+        batch = {name: jax.ShapeDtypeStruct((16, 16), "int32") for name in ("inputs", "targets")}
+        traced = jax.jit(build_train_step(plan)).trace(plan.abstract, batch)
+    state, _ = traced.out_info
+    assert {path: str(x.dtype) for path, x in leaves_by_path(state["params"]).items()} == types
+    gathered = re.findall(r"all_gather.*?-> tensor<([\dx]*)x(\w+)>", traced.lower().as_text())
+    assert {dtype for shape, dtype in gathered if shape == "32x8"} == {"f32"}
+    assert {dtype for shape, dtype in gathered if shape != "32x8"} == {"bf16", "i32"}
