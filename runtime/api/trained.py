@@ -1,16 +1,14 @@
 """A declaration to a trained run."""
 
-import json
-import math
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
@@ -19,13 +17,11 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from ..processes.cluster import plan_start
 from ..processes.distributed import Processes
 from ..processes.process_log import meshloom_log
-from ..train.metrics import Metrics
+from ..train.metrics import Metrics, read_metrics
 from ..train.train import Job, prepare
 from ..train.train import train as train_job
 from .declared import Plan, as_shown, specs_of, with_spec
 from .guest import as_guest, settings_put_back, warn
-
-UNKNOWN_AS_NAN = ("loss", "grad_norm")  # what metrics.jsonl has as null, since JSON has no NaN
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,13 +57,15 @@ def train(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None =
     Without one nothing stays. Raises ConfigError with all that is wrong, and RunFailed, which is one, where training
     cannot go on.
     """
+    began = time.time()
     with settings_put_back():
         job = with_spec(specs_of(declared), _prepare_alone)
         spec = job.plan.spec
         with as_guest(spec.origin.code_allowed_from), _folder(run_dir) as folder, meshloom_log(folder):
             quiet, overrides = Console(is_quiet=True), spec.origin.overrides or ()
-            exit_code = train_job(job, folder, overrides=overrides, console=quiet, processes=Processes())
-            metrics = tuple(_metrics(folder / "metrics.jsonl"))
+            alone = Processes()
+            exit_code = train_job(job, folder, overrides=overrides, console=quiet, processes=alone, began=began)
+            metrics = tuple(map(read_metrics, _lines(folder / "metrics.jsonl")))
     stopped_by = signal.Signals(exit_code - 128).name if exit_code else None
     return TrainedRun(as_shown(job.plan), metrics, stopped_by, None if run_dir is None else Path(run_dir))
 
@@ -89,10 +87,5 @@ def _folder(run_dir: str | PathLike[str] | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _metrics(path: Path) -> Iterator[Metrics]:
-    if not path.exists():  # nothing was left to do
-        return
-    for line in path.read_text().splitlines():
-        values: dict[str, Any] = json.loads(line)
-        values |= {name: math.nan for name in UNKNOWN_AS_NAN if values[name] is None}
-        yield Metrics(**values)
+def _lines(path: Path) -> Sequence[str]:
+    return path.read_text().splitlines() if path.exists() else ()  # without a file, nothing was left to do

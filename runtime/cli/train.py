@@ -17,6 +17,7 @@ from ..processes import distributed
 from ..processes.agreement import check_same_data
 from ..processes.process_log import process_log
 from ..rundir.run_dir import as_typed, check_run_dir, in_shared_run_dir
+from ..train.time_spent import process_began
 from ..train.train import Job, prepare, train
 from .hydra_app import run_hydra_app, show_mistake
 
@@ -52,7 +53,8 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
             if isinstance(declared, distributed.Disagreement):
                 raise declared
             console = Console(is_quiet=not processes.is_first)
-            return train(declared, shown, overrides=request.overrides, console=console, processes=processes)
+            words, began = request.overrides, process_began()
+            return train(declared, shown, overrides=words, console=console, processes=processes, began=began)
         except MISTAKES as error:  # Hydra would print a line of its own about it
             LOG.error(error, exc_info=isinstance(error, OSError))
             if is_of_one_process(error) and processes.count > 1:

@@ -18,7 +18,6 @@ class Display:
     def __init__(self, console: Console, plan: Plan, *, first_step: int, token_unit: str):
         self.console, self.plan, self.token_unit = console, plan, token_unit
         self.latest_eval_loss: float | None = None
-        self._seconds = self._input_wait_seconds = 0.0
         self._bar = console.bar("step", "doing", "count", "bar", "numbers", "elapsed", "left")
         self._bar.update(first_step, total=plan.spec.num_steps)
 
@@ -34,8 +33,6 @@ class Display:
     def show(self, metrics: Metrics) -> None:
         """Shows a step: moves the bar, or without a terminal prints a line every `logging.every_num_steps` and
         evaluation."""
-        self._seconds += metrics.step_seconds
-        self._input_wait_seconds += metrics.input_wait_seconds
         numbers = f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s"
         if metrics.mfu is not None:
             numbers += f"  MFU {metrics.mfu:.1%}"
@@ -49,11 +46,6 @@ class Display:
         if metrics.eval_loss is not None:
             self.latest_eval_loss = metrics.eval_loss
             say(self.console, f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f} nats per {self.token_unit}")
-
-    @property
-    def input_wait_share(self) -> float:
-        """Returns the share of the time of all shown steps in which devices may have been idle, waiting for batches."""
-        return self._input_wait_seconds / self._seconds if self._seconds else 0.0
 
 
 def show_header(console: Console, plan: Plan) -> None:

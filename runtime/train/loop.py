@@ -23,6 +23,7 @@ from .metrics import Metrics, mfu
 from .missing_targets import MissingTargets
 from .nonfinite import NonFinite, SkipCounter
 from .rows import in_order, local_rows, to_devices
+from .time_spent import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,11 @@ class Loop:
         report: Callable[[Metrics], None],
         warn: Callable[[Problem], None],
         stop: StopRequest,
+        watch: Stopwatch,
     ):
         self.plan, self.spec, self.programs = plan, plan.spec, programs
         self.batches, self.held_out = batches, held_out
-        self.checkpoints, self.report, self.stop = checkpoints, report, stop
+        self.checkpoints, self.report, self.stop, self.watch = checkpoints, report, stop, watch
         self._targets = MissingTargets(warn)
         self._rows, self._skips = local_rows(programs.batch), SkipCounter(plan.spec)
         self._order = plan.token_order.of_sequence(plan.spec.sequence_length)
@@ -91,7 +93,10 @@ class Loop:
         batch = self._to_devices(next(self.batches))
         seconds = time.perf_counter() - start
         is_running = behind is not None and not behind.metrics["loss"].is_ready()  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
-        return batch, 0.0 if is_running else seconds
+        if is_running:
+            return batch, 0.0
+        self.watch.move(seconds, to="input")
+        return batch, seconds
 
     def _finish(self, running: Running | None, state: Any = None) -> float | None:
         """Waits for a step, evaluates its state if that is due, and reports; returns the held-out loss. No evaluation
@@ -102,10 +107,11 @@ class Loop:
         finish = time.perf_counter()
         seconds, self._last_finish = finish - self._last_finish, finish
         is_finite = isfinite(metrics["loss"]) and isfinite(metrics["grad_norm"])
+        eval_loss = self._evaluate(state) if state is not None and self._is_evaluation_due(step) else None
         told = Metrics(
             step=step,
             loss=metrics["loss"],
-            eval_loss=self._evaluate(state) if state is not None and self._is_evaluation_due(step) else None,
+            eval_loss=eval_loss,
             grad_norm=metrics["grad_norm"],
             learning_rate=metrics["learning_rate"],
             skipped=bool(metrics["skipped"]),
@@ -114,6 +120,9 @@ class Loop:
             input_wait_seconds=running.input_wait_seconds,
             num_targets=round(metrics["num_targets"]),
             mfu=mfu(self.plan, seconds),
+            num_tokens=step * self.spec.tokens_per_step,
+            time=time.time(),
+            spent=self.watch.by_all(),
             auxiliary={name: metrics[name] for name in self.plan.auxiliary},
         )
         self.report(told)
@@ -124,15 +133,18 @@ class Loop:
     def _evaluate(self, state: Any) -> float | None:
         """Returns the mean loss over the held-out batches, in nats per token; None where they have no targets."""
         sums = np.zeros(2)
-        for batch in self.held_out:  # one at a time: with many in flight on CPU, several processes were seen to hang
-            sums += jax.device_get(self.programs.evaluate(state["params"], self._to_devices(batch)))
+        with self.watch.spending("evaluation"):
+            # One at a time: with many in flight on CPU, several processes were seen to hang.
+            for batch in self.held_out:
+                sums += jax.device_get(self.programs.evaluate(state["params"], self._to_devices(batch)))
         return self._targets.mean(*sums)
 
     def _save(self, step: int, state: Any, eval_loss: float | None) -> None:
         """Saves a state that is finite; loss and gradients of its step say nothing of what the update made of it."""
-        if self.spec.checkpoint.is_saving and not self.programs.is_finite(state):
-            raise NonFinite(step, "the state after it has NaN or infinity, although its loss does not", None)
-        self.checkpoints.save(step, state, self.batches, eval_loss=eval_loss)
+        with self.watch.spending("save"):
+            if self.spec.checkpoint.is_saving and not self.programs.is_finite(state):
+                raise NonFinite(step, "the state after it has NaN or infinity, although its loss does not", None)
+            self.checkpoints.save(step, state, self.batches, eval_loss=eval_loss)
         self._last_save = time.perf_counter()
 
     def _to_devices(self, batch: HostBatch) -> dict[str, jax.Array]:

@@ -4,11 +4,11 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from math import isfinite
+from dataclasses import dataclass, field, fields
+from math import isfinite, nan
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.plan import Plan
@@ -16,6 +16,7 @@ from meshloom.compiler.plan import Plan
 from ..core.failures import STORAGE, RunFailed
 from ..core.files import free_name, parse_json, replace_bytes
 from .curves import Curves
+from .time_spent import TimeSpent, take_time_spent
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,9 @@ class Metrics:
     """step: steps done. loss, eval_loss: nats per token; eval_loss is None where no evaluation was due. skipped: the
     step had NaN or infinity and changed nothing. input_wait_seconds: that devices may have stood still for the batch, 0
     where it came while the step before it ran. num_targets: tokens of the batch with a loss.
-    mfu: model FLOPs / (time x peak), None where one of the two is unknown. auxiliary: losses and statistics of the
-    model's layers and head, by names such as layers/z_loss: means over the tokens of the batch."""
+    mfu: model FLOPs / (time x peak), None where one of the two is unknown. num_tokens: seen in all steps so far. time:
+    when the step was done, in seconds since 1970. spent: what the time so far went to. auxiliary: losses and statistics
+    of the model's layers and head, by names such as layers/z_loss: means over the tokens of the batch."""
 
     step: int
     loss: float
@@ -37,6 +39,9 @@ class Metrics:
     input_wait_seconds: float
     num_targets: int
     mfu: float | None
+    num_tokens: int
+    time: float
+    spent: TimeSpent
     auxiliary: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -47,19 +52,32 @@ def mfu(plan: Plan, step_seconds: float) -> float | None:
     return flops / (step_seconds * peak * plan.target.num_devices) if peak and flops is not None else None
 
 
+def read_metrics(line: str) -> Metrics:
+    """Returns the metrics of a line of `metrics.jsonl`; a loss or norm that was not finite as NaN."""
+    values: dict[str, Any] = json.loads(line)
+    values |= {name: nan for name in ("loss", "grad_norm") if values[name] is None}
+    spent = take_time_spent(values)
+    own = {each.name: values.pop(each.name) for each in fields(Metrics) if each.name in values}
+    return Metrics(**own, spent=spent, auxiliary=values)
+
+
 class MetricsLog:
     """Appends each step to `metrics.jsonl`, whole lines at once; NaN and infinity, which JSON has not, as null.
 
     A resumed run first drops what it will do again. Of a damaged file it keeps the lines that can be read, and a copy
-    of the file as it was; `warning` says so.
+    of the file as it was; `warning` says so. kept_line, last_line: those of the step that the run goes on from, and of
+    the last one before it stopped; None where there is none.
     """
 
     def __init__(self, run_dir: Path, *, first_step: int, tensorboard: bool):
         self.path = run_dir / "metrics.jsonl"
         content = self.path.read_bytes() if self.path.exists() else b""
-        kept, damaged = _read(content, first_step)
+        lines, damaged = _read(content, first_step)
+        kept = [line for step, line in lines if step <= first_step]
         self.warning = _set_aside(self.path, damaged) if damaged else None
-        replace_bytes(self.path, kept)
+        self.kept_line = parse_json(kept[-1]) if kept else None
+        self.last_line = parse_json(lines[-1][1]) if lines else None
+        replace_bytes(self.path, b"".join(line + b"\n" for line in kept))
         self._file = self.path.open("a", buffering=1)
         self._curves = Curves(run_dir / "tensorboard", first_step=first_step) if tensorboard else None
 
@@ -75,8 +93,9 @@ class MetricsLog:
 
     def write(self, metrics: Metrics) -> None:
         """Appends one step. Raises RunFailed if the disk refuses it."""
-        known = {name: value for name, value in vars(metrics).items() if name != "auxiliary"}
-        values = {name: _finite(value) for name, value in (known | dict(metrics.auxiliary)).items()}
+        known = {name: value for name, value in vars(metrics).items() if name not in ("spent", "auxiliary")}
+        named = known | metrics.spent.as_metrics() | dict(metrics.auxiliary)
+        values = {name: _finite(value) for name, value in named.items()}
         try:
             self._file.write(json.dumps(values) + "\n")
             if self._curves:
@@ -92,21 +111,21 @@ def _finite(value: float | None) -> float | None:
     return value if value is None or isfinite(value) else None
 
 
-def _read(content: bytes, last_step: int) -> tuple[bytes, list[int]]:
-    """Returns the lines of steps up to `last_step`, and the numbers of the lines that hold no step.
+def _read(content: bytes, last_step: int) -> tuple[list[tuple[int, bytes]], list[int]]:
+    """Returns the lines that hold a step, with it, and the numbers of those that hold none.
 
-    A last line that is cut off counts as neither where its step is done again: a killed process leaves it.
+    A last line that is cut off counts as neither where its step, after `last_step`, is done again: a killed process
+    leaves it.
     """
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     steps = [_step_of(line) for line in lines]
-    kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
     damaged = [number for number, step in enumerate(steps, start=1) if step is None]
     is_done_again = max((step for step in steps if step is not None), default=last_step) >= last_step
     rest = content.rpartition(b"\n")[2]
     is_cut_off = rest.startswith(b"{") and b"\0" not in rest
     if damaged and damaged[-1] == len(lines) and is_cut_off and is_done_again:
         damaged.pop()
-    return b"".join(line + b"\n" for line in kept), damaged
+    return [(step, line) for line, step in zip(lines, steps, strict=True) if step is not None], damaged
 
 
 def _step_of(line: bytes) -> int | None:

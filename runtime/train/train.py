@@ -51,6 +51,7 @@ from .metrics import Metrics, MetricsLog
 from .next_steps import next_steps
 from .nonfinite import NonFinite
 from .rows import local_rows
+from .time_spent import Stopwatch, rows_of, spent_by_earlier_starts
 
 
 @dataclass(frozen=True)
@@ -104,21 +105,33 @@ def _check_is_decided(spec: RunSpec) -> None:
         raise ConfigError([Problem("overlap.search", "is done by `meshloom compile`, and not by a run", fix)])
 
 
-def train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console, processes: Processes) -> int:
+def train(
+    job: Job,
+    run_dir: Path,
+    *,
+    overrides: tuple[str, ...],
+    console: Console,
+    processes: Processes,
+    began: float | None = None,
+) -> int:
     """Runs the job, continuing a run that stopped in the same directory. Returns the exit code, the same in all
     processes.
 
-    Raises RunFailed where it cannot be done to its end, ConfigError where a checkpoint is not of this model.
+    began: when this start of the run began, in seconds since 1970; None: now. Raises RunFailed where it cannot be done
+    to its end, ConfigError where a checkpoint is not of this model.
     """
+    watch = Stopwatch(time.time() if began is None else began)
     with ExitStack() as held:
         together("lock of the run directory", lambda: held.enter_context(only_run_in(run_dir)))
         record = held.enter_context(recorded_run(run_dir, "train")) if processes.is_first else None
-        exit_code = _train(job, run_dir, overrides=overrides, console=console, processes=processes)
+        exit_code = _train(job, run_dir, watch, overrides=overrides, console=console, processes=processes)
         return record.end(exit_code) if record else exit_code
 
 
-def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Console, processes: Processes) -> int:
-    plan, num_steps, begun = job.plan, job.plan.spec.num_steps, time.perf_counter()
+def _train(
+    job: Job, run_dir: Path, watch: Stopwatch, *, overrides: tuple[str, ...], console: Console, processes: Processes
+) -> int:
+    plan, num_steps = job.plan, job.plan.spec.num_steps
     _show_job(job, console)
     start = find_shared_start(run_dir, plan, console, processes)
     if start and start.is_own and start.step >= num_steps:
@@ -126,21 +139,20 @@ def _train(job: Job, run_dir: Path, *, overrides: tuple[str, ...], console: Cons
         show_summary(console, [("nothing to do", enough), *_where(plan, run_dir, start.step)])
         return 0
     with StopRequest(processes) as stop:
-        ended = _run(job, start, run_dir, stop=stop, console=console, processes=processes)
+        ended = _run(job, start, run_dir, watch, stop=stop, console=console, processes=processes)
     where = _where(plan, run_dir, ended.saved)
     if stop.signal and ended.step < num_steps:
         stopped = ("stopped", f"by {stop.signal.name} after step {ended.step} of {num_steps}")
-        show_summary(console, [stopped, *where, ("continue", _how_to_continue(overrides, run_dir, ended.saved))])
+        how = ("continue", _how_to_continue(overrides, run_dir, ended.saved))
+        show_summary(console, [stopped, *rows_of(watch), *where, how])
         return stop.exit_code
     if ended.eval_loss is not None:
         loss = f"{ended.eval_loss:.3f} nats per {job.data.token_unit}"
     else:
         is_done = start is not None and start.step >= num_steps
         loss = "no step was left to do" if is_done else "none: no held-out token has a target"
-    took = ("time", f"{time.perf_counter() - begun:.0f} s, compile included")
-    waited = ("waiting for input", f"{ended.input_wait_share:.1%} of the steps")
     more = next_steps(run_dir, overrides, is_terminal=console.is_terminal)
-    show_summary(console, [("held-out loss", loss), took, waited, *where, *more])
+    show_summary(console, [("held-out loss", loss), *rows_of(watch), *where, *more])
     return 0
 
 
@@ -152,24 +164,33 @@ class Ended:
     step: int
     saved: int | None
     eval_loss: float | None
-    input_wait_share: float
 
 
 def _run(
-    job: Job, start: Start | None, run_dir: Path, *, stop: StopRequest, console: Console, processes: Processes
+    job: Job,
+    start: Start | None,
+    run_dir: Path,
+    watch: Stopwatch,
+    *,
+    stop: StopRequest,
+    console: Console,
+    processes: Processes,
 ) -> Ended:
     """Compiles, and trains from the start to the last step or until a stop is requested."""
     plan, data = job.plan, job.data
     with Checkpoints(run_dir, plan.spec) as checkpoints:
-        programs = make_programs(plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes)
+        with watch.spending("compile"):
+            programs = make_programs(plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes)
         rows = local_rows(programs.batch)
         batches = iter(data["train"].of_rows(rows))
-        with stop.waiting_for("the state to start from"):
+        with stop.waiting_for("the state to start from"), watch.spending("restore" if start else "start"):
             state, first_step = _initial_state(start, plan.spec, programs, batches, console)
         display = Display(console, plan, first_step=first_step, token_unit=data.token_unit)
         with _metrics_log(plan, run_dir, first_step, processes) as log, display:
             if log and log.warning:
                 say(console, f"warning: {log.warning}")
+            if log:
+                watch.earlier = spent_by_earlier_starts(log.kept_line, log.last_line, watch.began)
 
             def warn(problem: Problem) -> None:
                 say(console, problem.as_warning())
@@ -191,10 +212,13 @@ def _run(
                 report=report,
                 warn=warn,
                 stop=stop,
+                watch=watch,
             )
-            step = _run_loop(loop, state, first_step, checkpoints)
-        checkpoints.wait()
-        return Ended(step, checkpoints.latest_step, display.latest_eval_loss, display.input_wait_share)
+            with watch.spending("steps"):
+                step = _run_loop(loop, state, first_step, checkpoints)
+        with watch.spending("save"):
+            checkpoints.wait()
+        return Ended(step, checkpoints.latest_step, display.latest_eval_loss)
 
 
 def _run_loop(loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints) -> int:

@@ -34,6 +34,10 @@ def _metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def _seconds(metrics: dict) -> float:
+    return sum(value for name, value in metrics.items() if name.startswith("seconds/"))
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """A run of five steps that got as far as its checkpoint of step 4."""
@@ -60,6 +64,14 @@ def test_another_schedule_is_said_before_the_first_step_with_the_old_and_the_new
     metrics = _metrics(run_dir)
     assert [each["step"] for each in metrics] == list(range(1, 10))
     assert metrics[4]["learning_rate"] == pytest.approx(PEAK / 2)
+    _, _, _, fourth, fifth = _metrics(stopped)
+    last, redone = metrics[-1], _seconds(fifth) - _seconds(fourth)
+    assert (fifth["num_starts"], last["num_starts"]) == (1, 2)
+    assert last["seconds/redone"] == pytest.approx(redone, abs=0.002)
+    assert last["seconds/compile"] > fifth["seconds/compile"] == fourth["seconds/compile"]
+    assert _seconds(last) == pytest.approx(last["time"] - fifth["time"] + _seconds(fifth), abs=0.5)
+    assert last["goodput"] == pytest.approx(last["seconds/steps"] / _seconds(last), abs=1e-3)
+    assert "time of 2 starts: " in said
 
 
 @pytest.mark.ci

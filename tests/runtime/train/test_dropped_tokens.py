@@ -3,11 +3,12 @@
 from meshloom.compiler.core.errors import Problem
 from meshloom.runtime.train.dropped_tokens import DroppedTokens
 from meshloom.runtime.train.metrics import Metrics
+from meshloom.runtime.train.time_spent import NOTHING
 
 
 def _step(number: int, **auxiliary: float) -> Metrics:
     named = {f"layers/{name}": value for name, value in auxiliary.items()}
-    return Metrics(number, 2.0, None, 1.0, 0.1, False, 1.0, 1.0, 0.0, 256, None, named)
+    return Metrics(number, 2.0, None, 1.0, 0.1, False, 1.0, 1.0, 0.0, 256, None, 256, 0.0, NOTHING, named)
 
 
 def test_the_first_step_that_drops_is_told_with_its_share():

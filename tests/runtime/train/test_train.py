@@ -19,17 +19,23 @@ from conftest import SMALL, plan_of, spec_of
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
 from meshloom.runtime.checkpoint.start import Start
 from meshloom.runtime.data import open_data
+from meshloom.runtime.train.time_spent import KINDS
 from support.helpers import documented_files, meshloom, on_devices, programs_of, written_files
 
 NUM_STEPS = 90
 RUN = (*SMALL, f"num_steps={NUM_STEPS}", "evaluation.every_num_steps=30", "evaluation.num_batches=2",
        "checkpoint.every_num_steps=30")  # fmt: skip
 KEYS = ["step", "loss", "eval_loss", "grad_norm", "learning_rate", "skipped", "tokens_per_second",
-        "step_seconds", "input_wait_seconds", "num_targets", "mfu"]  # fmt: skip
+        "step_seconds", "input_wait_seconds", "num_targets", "mfu", "num_tokens", "time", "goodput", "num_starts",
+        *(f"seconds/{kind}" for kind in KINDS)]  # fmt: skip
 
 
 def _metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _seconds(metrics: dict) -> float:
+    return sum(metrics[f"seconds/{kind}"] for kind in KINDS)
 
 
 def _curves(run_dir: Path) -> dict[str, list[float]]:
@@ -81,6 +87,10 @@ def test_a_run_leaves_its_contract_behind(finished):
     for m in metrics:
         assert m["mfu"] == pytest.approx(flops / (m["step_seconds"] * 8e12))
         assert m["tokens_per_second"] == pytest.approx(16 * 16 / m["step_seconds"])
+        assert m["num_tokens"] == 16 * 16 * m["step"]
+    began = metrics[0]["time"] - _seconds(metrics[0])
+    assert [_seconds(m) for m in metrics] == pytest.approx([m["time"] - began for m in metrics], abs=0.5)
+    assert metrics[-1]["seconds/steps"] == pytest.approx(sum(m["step_seconds"] for m in metrics), rel=0.3)
     assert yaml.safe_load((run_dir / "spec.yaml").read_text())["num_steps"] == NUM_STEPS
     assert _curves(run_dir)["loss"] == [np.float32(m["loss"]) for m in metrics]
     assert set(_curves(run_dir)) == {*KEYS} - {"step"}
