@@ -26,9 +26,9 @@ GROUPED = ("ragged_dot_general", "pallas_call")  # in the scope of experts: matm
 PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}  # sums of products: flops.py
 _OTHERS = {  # an array in, an array out
     "gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "sort", "top_k",
-    "approx_top_k", "dynamic_update_slice", "cholesky", "triangular_solve", "fft", "reduce_window", "reduce_window_sum",
-    "reduce_window_max", "reduce_window_min", "select_and_scatter", "select_and_scatter_add", "select_and_gather_add",
-    "optimization_barrier",
+    "approx_top_k", "dynamic_slice", "dynamic_update_slice", "cholesky", "triangular_solve", "fft", "reduce_window",
+    "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter", "select_and_scatter_add",
+    "select_and_gather_add", "optimization_barrier",
 }  # fmt: skip
 _REDUCTIONS = {
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "reduce",
@@ -49,7 +49,7 @@ _ARITHMETIC = {
 }  # fmt: skip
 _TYPES_AND_PARTS = {  # other bytes of the same numbers, or some of them
     "bitcast_convert_type", "broadcast_in_dim", "broadcast_to", "concatenate", "convert_element_type", "device_put",
-    "dynamic_slice", "from_edtype", "pad", "reduce_precision", "rev", "slice", "split", "stack", "stop_gradient",
+    "from_edtype", "pad", "reduce_precision", "rev", "slice", "split", "stack", "stop_gradient",
     "tile", "to_edtype", "unstack",
 }  # fmt: skip
 _MADE = {"empty", "empty2", "iota", "zeros_like"}  # of no operand

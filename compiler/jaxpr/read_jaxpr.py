@@ -307,6 +307,10 @@ class _Reader:
             return Cost(cudnn_flops(equation, self.sizes[operands[0]] // equation.invars[0].aval.dtype.itemsize))
         if (used := OperationName(scope).used_blocks) and equation.primitive.name == "pallas_call":
             return Cost(splash_flops(equation, used))
+        if equation.primitive.name == "dynamic_slice":  # the slice is read and written
+            return Cost(0, 2 * self.sizes[results[0]])
+        if equation.primitive.name == "dynamic_update_slice":  # in place
+            return Cost(0, 2 * self.sizes[operands[1]])
         cost = cost_of(equation)
         if not isinstance(cost, str) and equation.primitive.name in GROUPED:
             cost = replace(cost, flops=round(cost.flops * OperationName(scope).filled))

@@ -1,6 +1,7 @@
 """Which implementation of attention the step calls, and how it is called.
 
-    xla     plain operations (models/attention.py), anywhere; all scores are in memory
+    xla     plain operations, anywhere: all scores are in memory (models/attention.py), or those of a tile where the
+            length is split (tiles.py)
     cudnn   cuDNN's fused kernel, NVIDIA GPUs; no soft cap
     splash  JAX's Pallas kernel, TPUs: a kernel is not an operation that the partitioner can split, so it runs under a
             shard_map over the mesh axes of the heads
@@ -24,7 +25,7 @@ from ..core.partition_spec import Axes, axes_in
 from ..core.scopes import ATTENTION, exchange_scope
 from ..sharding.arrays import OpSite
 from .cudnn import attend_cudnn, most_cudnn_head_dim, shapes_of_cudnn
-from .exchange import ULYSSES, Exchange, attend_over_length, plain_blocks, splash_blocks
+from .exchange import ULYSSES, Exchange, attend_over_length, splash_blocks, tiled_blocks
 from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy
 from .splash import LANES, attend_splash
 
@@ -131,7 +132,7 @@ def build_attend(kernel: Kernel) -> Callable[..., Array]:
     }[kernel.implementation]
     chosen, exchange = on_a_device, kernel.exchange
     if exchange is not None:
-        blocks = splash_blocks if kernel.implementation == SPLASH else plain_blocks
+        blocks = splash_blocks if kernel.implementation == SPLASH else tiled_blocks
         exchanged = partial(attend_over_length, exchange, blocks, on_a_device)
         chosen = partial(_on_shards, exchanged, kernel.heads, kernel.auto_axes)
     elif kernel.implementation != XLA:  # the partitioner cannot split a kernel

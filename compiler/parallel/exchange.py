@@ -20,19 +20,10 @@ from jax import Array
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
 from ..sharding.token_order import TokenOrder
-from .blocks import (
-    Attended,
-    BlockKernel,
-    Keys,
-    PlainBlocks,
-    Queries,
-    Sight,
-    SplashBlocks,
-    gradient_of,
-    split_length,
-)  # fmt: skip
+from .blocks import Attended, BlockKernel, Keys, Queries, gradient_of
 from .ring import Ring, attend_in_ring
-from .splash_blocks import Tables, shard_tables
+from .splash_blocks import SplashBlocks, shard_tables
+from .tiles import TiledBlocks, tiles_of_shards
 
 RING, ALL_GATHER, ULYSSES = "ring", "all_gather", "ulysses"
 ExchangeName = Literal["ring", "all_gather", "ulysses"]
@@ -72,45 +63,37 @@ def _attend_gathered(
     exchange: Exchange, kernel: BlockKernel, queries: Queries, keys: Keys, window: int | None
 ) -> Array:
     """The backward pass gathers again: whole keys and values of every layer are not held until then."""
+    length = queries.q_BHTD.shape[2]
 
     @jax.custom_vjp
     def attend(queries: Queries, keys: Keys) -> Array:
         return forward(queries, keys)[0]
 
     def forward(queries: Queries, keys: Keys) -> tuple[Array, Any]:
-        whole = _whole(exchange, keys)
-        sights = _sights(exchange, kernel, queries, whole, window)
-        parts = [kernel.forward(own, whole, sight) for own, sight in sights]
-        out, lse = (jnp.concatenate(each, axis=2) for each in zip(*parts, strict=True))
-        out = out.astype(queries.q_BHTD.dtype)
-        return out, (queries, keys, Attended(out, lse))
+        attended = kernel.forward(queries, _whole(exchange, keys), _sight(exchange, kernel, length, window))
+        out = attended.out_BHTD.astype(queries.q_BHTD.dtype)
+        return out, (queries, keys, Attended(out, attended.lse_BHT))
 
     def pull_back(saved: Any, d_out: Array) -> tuple[Queries, Keys]:
         queries, keys, attended = saved
         whole = _whole(exchange, keys)
-        sights = _sights(exchange, kernel, queries, whole, window)
-        gradients = split_length(gradient_of(attended, d_out), len(sights))
-        pairs = [(own, whole, sight, g) for (own, sight), g in zip(sights, gradients, strict=True)]
-        dq = jnp.concatenate([kernel.dq(*pair) for pair in pairs], axis=2)
-        dk, dv = jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *(kernel.dkv(*pair) for pair in pairs))
-        dk, dv = (_scattered(exchange, d.astype(own.dtype), 2) for d, own in zip((dk, dv), keys, strict=False))
+        sight = _sight(exchange, kernel, length, window)
+        dq, *of_keys = kernel.gradients(queries, whole, sight, gradient_of(attended, d_out))
+        dk, dv = (_scattered(exchange, d.astype(own.dtype), 2) for d, own in zip(of_keys, keys, strict=False))
         return Queries(dq.astype(queries.q_BHTD.dtype), None), Keys(dk, dv, None)
 
     attend.defvjp(forward, pull_back)
     return attend(queries, keys)
 
 
-def _sights(
-    exchange: Exchange, kernel: BlockKernel, queries: Queries, whole: Keys, window: int | None
-) -> list[tuple[Queries, Sight | Tables]]:
-    """This device's queries in parts, with what each sees of all keys."""
+def _sight(exchange: Exchange, kernel: BlockKernel, length: int, window: int | None) -> Any:
+    """What this device's queries see of all keys, as tables of the kernel. length: tokens of a device."""
     order, shard = exchange.order, jax.lax.axis_index(exchange.axes)
+    chunks, chunk, num_keys = order.chunks(), length // order.chunks_per_shard, length * order.num_shards
     if isinstance(kernel, SplashBlocks):
-        places = order.of_shard(queries.q_BHTD.shape[2], shard)
-        return [(queries, shard_tables(order.chunks(), shard, places, whole.k_BKSD.shape[2], window))]
-    chunks = jnp.asarray(order.chunks())[shard]
-    parts = split_length(queries, order.chunks_per_shard)
-    return [(own, Sight(chunks[i] * own.q_BHTD.shape[2], window)) for i, own in enumerate(parts)]
+        return shard_tables(chunks, shard, order.of_shard(length, shard), num_keys, window)
+    assert isinstance(kernel, TiledBlocks)
+    return tiles_of_shards(chunks, shard, chunk, num_keys, window, wanted=kernel.tile)
 
 
 def _whole(exchange: Exchange, keys: Keys) -> Keys:
@@ -173,8 +156,8 @@ def exchange_of(name: OperationName) -> str | None:
     return f"attention, {name.exchange}" if name.exchange else None
 
 
-def plain_blocks(soft_cap: float | None) -> BlockKernel:
-    return PlainBlocks(soft_cap)
+def tiled_blocks(soft_cap: float | None) -> BlockKernel:
+    return TiledBlocks(soft_cap)
 
 
 def splash_blocks(soft_cap: float | None) -> BlockKernel:

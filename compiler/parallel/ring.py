@@ -154,16 +154,14 @@ def _zigzag_forward(ring: Ring, window: int | None, queries: Queries, keys: Keys
 def _zigzag_backward(
     ring: Ring, window: int | None, queries: Queries, keys: Keys, gradient: Gradient
 ) -> tuple[Array, Array, Array]:
-    """The own block's dq runs beside the first permute, its dk and dv beside the last: gradients coming home."""
+    """Two halves of the own step hide a permute each: lo on lo and hi on hi the first, of keys; hi on lo the last, of
+    gradients that come home."""
     place = _Zigzag(ring, window, queries.q_BHTD.shape[2] // 2)
-    kernel = ring.kernel
+    run = partial(_gradients, ring.kernel)
     (q_lo, q_hi), (kv_lo, kv_hi), (g_lo, g_hi) = (split_length(x, 2) for x in (queries, keys, gradient))
-    own_lo, own_hi = kv_lo, kv_hi
+    own_lo = kv_lo
     arriving = place.up((kv_lo, kv_hi))
-    dq_lo, dq_hi = _float32(
-        (kernel.dq(q_lo, kv_lo, place.own(), g_lo),
-         kernel.dq(q_hi, kv_hi, place.own(), g_hi) + kernel.dq(q_hi, kv_lo, place.across(0), g_hi))
-    )  # fmt: skip
+    (dq_lo, home_lo), (dq_hi, home_hi) = run(q_lo, kv_lo, place.own(), g_lo), run(q_hi, kv_hi, place.own(), g_hi)
     travelling = None
     for step in range(1, place.n):
         (kv_lo, kv_hi), dq_lo, dq_hi, travelling = jax.lax.optimization_barrier((arriving, dq_lo, dq_hi, travelling))
@@ -172,22 +170,27 @@ def _zigzag_backward(
         travelled = None if travelling is None else place.up(travelling)
         is_before = place.index >= step
         q, kv, of_q = (_select(is_before, *pair) for pair in ((q_lo, q_hi), (kv_lo, kv_hi), (g_lo, g_hi)))
-        across, along = place.across(step), place.along(step)
-        dq = _float32(kernel.dq(q, kv, along, of_q))
-        dq_lo = dq_lo + jnp.where(is_before, dq, 0.0)
-        dq_hi = dq_hi + _float32(kernel.dq(q_hi, kv_lo, across, g_hi)) + jnp.where(is_before, 0.0, dq)
-        d_across = _float32(kernel.dkv(q_hi, kv_lo, across, g_hi))
-        d_along = _float32(kernel.dkv(q, kv, along, of_q))
+        dq_across, d_across = run(q_hi, kv_lo, place.across(step), g_hi)
+        dq_along, d_along = run(q, kv, place.along(step), of_q)
+        dq_lo = dq_lo + jnp.where(is_before, dq_along, 0.0)
+        dq_hi = dq_hi + dq_across + jnp.where(is_before, 0.0, dq_along)
         zeros = jax.tree.map(jnp.zeros_like, d_along)
         made = (_add(d_across, _select(is_before, d_along, zeros)), _select(is_before, zeros, d_along))
         travelling = made if travelled is None else _add(travelled, made)
-    travelling, dq_lo, dq_hi, g_lo, g_hi = jax.lax.optimization_barrier((travelling, dq_lo, dq_hi, g_lo, g_hi))
+    travelling, dq_lo, dq_hi, g_hi = jax.lax.optimization_barrier((travelling, dq_lo, dq_hi, g_hi))
     d_lo, d_hi = place.up(travelling)
-    d_lo = _add(d_lo, _float32(kernel.dkv(q_hi, own_lo, place.across(0), g_hi)))
-    d_lo = _add(d_lo, _float32(kernel.dkv(q_lo, own_lo, place.own(), g_lo)))
-    d_hi = _add(d_hi, _float32(kernel.dkv(q_hi, own_hi, place.own(), g_hi)))
+    dq_across, d_across = run(q_hi, own_lo, place.across(0), g_hi)
+    d_lo, d_hi = _add(d_lo, _add(home_lo, d_across)), _add(d_hi, home_hi)
     dk, dv = (_joined(of_lo, of_hi) for of_lo, of_hi in zip(d_lo, d_hi, strict=True))
-    return _joined(dq_lo, dq_hi), dk, dv
+    return _joined(dq_lo, dq_hi + dq_across), dk, dv
+
+
+def _gradients(
+    kernel: BlockKernel, queries: Queries, keys: Keys, sight: Sight, gradient: Gradient
+) -> tuple[Array, tuple[Array, Array]]:
+    """(of the queries, of keys and values), in float32."""
+    dq, *d_keys = _float32(kernel.gradients(queries, keys, sight, gradient))
+    return dq, tuple(d_keys)
 
 
 # --- windows: all chunks in a line, which moves past the queries
@@ -269,8 +272,8 @@ def _conveyor_backward(
         lse = jnp.where(line.is_empty(step, batch), -HIDDEN, of_all.lse_BHT) if step else of_all.lse_BHT
         arguments = (stacked, seen, Sight(step * chunk, window), Gradient(lse, of_all.out_BHTD, of_all.dot_BHT))
         home = None if travelling is None else line.moved(travelling, is_back=True)
-        dq = dq + _float32(ring.kernel.dq(*arguments))
-        made = line.unstacked(_float32(ring.kernel.dkv(*arguments)))
+        d_queries, d_keys = _gradients(ring.kernel, *arguments)
+        dq, made = dq + d_queries, line.unstacked(d_keys)
         travelling = made if home is None else _add(home, made)
     dk, dv = (_rejoined(line, x) for x in line.stacked(travelling or []))
     return _rejoined(line, dq), dk, dv

@@ -3,18 +3,22 @@
 JAX's kernel returns that logarithm from a forward pass that has no gradient (`save_residuals`), and its public gradient
 knows only the denominator of its own keys. A ring merges several of them, so it calls both halves of the gradient
 itself: `_splash_attention_bwd_dq` and `_splash_attention_bwd_dkv`. They are private; this file alone imports them, and
-tests/compiler/parallel/test_splash_blocks.py fails where another JAX has changed them.
+tests/compiler/parallel/test_exchange.py fails where another JAX has changed them.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
+from ..core.scopes import blocks_scope
+from .blocks import Attended, Gradient, Gradients, Keys, Queries, Sight, both_ids
 from .splash import BLOCKS, PARTLY, TABLE_BYTES, WHOLE, CausalMask, block_size
 
 
@@ -177,3 +181,38 @@ def _options(tables: Tables, soft_cap: float | None, *, interpret: bool) -> dict
 
 def _segment_ids(ids: tuple[Array, ...]) -> tuple[Any, ...]:
     return (splash.SegmentIds(*ids),) if ids else ()
+
+
+@dataclass(frozen=True)
+class SplashBlocks:
+    """Splash attention, whose scores stay in the chip's vector memory. interpret: run it operation by operation."""
+
+    soft_cap: float | None
+    interpret: bool
+
+    def forward(self, queries: Queries, keys: Keys, sight: Sight | Tables) -> Attended:
+        tables = self._tables(queries, keys, sight)
+        with jax.named_scope(blocks_scope(tables.num_used, tables.num_blocks)):
+            call = partial(forward_with_lse, tables, soft_cap=self.soft_cap, interpret=self.interpret)
+            return Attended(*jax.vmap(call)(queries.q_BHTD, keys.k_BKSD, keys.v_BKSD, *both_ids(queries, keys)))
+
+    def gradients(self, queries: Queries, keys: Keys, sight: Sight | Tables, gradient: Gradient) -> Gradients:
+        tables = self._tables(queries, keys, sight)
+        lse, d_out, dot = gradient
+        of_all = (lse, d_out.astype(queries.q_BHTD.dtype), dot)
+        operands = (queries.q_BHTD, keys.k_BKSD, keys.v_BKSD, of_all, *both_ids(queries, keys))
+        options = {"soft_cap": self.soft_cap, "interpret": self.interpret}
+        with jax.named_scope(blocks_scope(tables.num_used, tables.num_blocks)):
+            dq = jax.vmap(partial(backward_dq, tables, **options))(*operands)
+            dk, dv = jax.vmap(partial(backward_dkv, tables, **options))(*operands)
+        return Gradients(dq, dk, dv)
+
+    def _tables(self, queries: Queries, keys: Keys, sight: Sight | Tables) -> Tables:
+        if isinstance(sight, Tables):
+            return sight
+        num_queries, num_keys = queries.q_BHTD.shape[2], keys.k_BKSD.shape[2]
+        if sight.sees_all(num_queries, num_keys):
+            return whole_tables(num_queries, num_keys)
+        if isinstance(sight.distance, Array):
+            return unknown_tables(sight.distance, num_queries, num_keys, sight.window)
+        return block_tables(sight.distance, num_queries, num_keys, sight.window)

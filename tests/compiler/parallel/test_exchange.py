@@ -1,5 +1,6 @@
 """Attention over a split length against float64 NumPy: each exchange, its gradients, and what it computes and holds."""
 
+import math
 import re
 from collections import Counter
 from functools import partial
@@ -12,8 +13,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from meshloom.compiler.parallel.blocks import PlainBlocks, SplashBlocks
+from meshloom.compiler.jaxpr.subprograms import subprograms
 from meshloom.compiler.parallel.exchange import Exchange, attend_over_length
+from meshloom.compiler.parallel.splash_blocks import SplashBlocks
+from meshloom.compiler.parallel.tiles import TiledBlocks, plan_visits, tile_size
 from meshloom.compiler.sharding.token_order import TokenOrder
 from meshloom.models.attention import attend
 from support.helpers import tiered
@@ -122,8 +125,9 @@ def assert_is_reference(case, block_kernel, arrays, ids):
 
 @pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN))
 def test_each_exchange_computes_attention_and_its_gradients(name):
+    """Tiles of 4 tokens: a chunk of 32 tokens over 2 devices has two."""
     case = CASES[name]
-    assert_is_reference(case, PlainBlocks, inputs(32), documents(32) if case[-1] else None)
+    assert_is_reference(case, partial(TiledBlocks, tile=4), inputs(32), documents(32) if case[-1] else None)
 
 
 @pytest.mark.ci  # the kernels' operations one by one
@@ -146,7 +150,7 @@ def test_so_it_does_with_splash_for_each_block(case):
 
 def _compiled(name, order, num_shards, length, window=None) -> Any:
     """The forward pass. With heads of 128, nearly all of its arithmetic is in matmuls."""
-    run = split(name, order, num_shards, PlainBlocks, window, None)
+    run = split(name, order, num_shards, TiledBlocks, window, None)
     operand = jax.ShapeDtypeStruct((1, length, 2, 128), jnp.float32)
     return jax.jit(lambda q, k, v: run(q, k, v, None)).lower(operand, operand, operand).compile()
 
@@ -168,13 +172,55 @@ def test_blocks_that_are_masked_are_not_computed(order, num_shards, window, shar
     assert flops / (4 * 2 * 128 * length * length / num_shards) == pytest.approx(share, rel=0.05)
 
 
-@pytest.mark.ci
-def test_a_ring_holds_less_than_a_gather_and_computes_less_than_one_by_plain_operations():
-    ring, gather = (_compiled(name, "zigzag", 4, 4096) for name in ("ring", "all_gather"))
-    temporary = [program.memory_analysis().temp_size_in_bytes for program in (ring, gather)]
-    assert temporary[0] < temporary[1] / 2
-    flops = [program.cost_analysis()["flops"] for program in (ring, gather)]
-    assert flops[0] == pytest.approx(9 / 16 * flops[1], rel=0.05)
+def sizes_of(jaxpr):
+    """Elements of every array that a jaxpr and all within it make."""
+    for equation in jaxpr.eqns:
+        yield from (math.prod(x.aval.shape) for x in equation.outvars)
+        for inner in subprograms(equation.params):
+            yield from sizes_of(inner)
+
+
+@pytest.mark.parametrize("name", ["ring", "all_gather"])
+@pytest.mark.parametrize("window", [None, 1500, 3000])  # 3,000 of 4,096: only the device knows how far keys are
+def test_no_array_has_the_scores_of_a_device(name, window):
+    """2,048 tokens of 2 heads on each of 4 devices, forward and backward; a conveyor computes both chunks at once."""
+    run = split(name, "zigzag", 4, TiledBlocks, window, 2.0)
+    operand = jax.ShapeDtypeStruct((1, 8192, 2, 8), jnp.float32)
+    ids = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
+
+    def both_passes(q, k, v, ids):
+        out, pull_back = jax.vjp(lambda q, k, v: run(q, k, v, ids), q, k, v)
+        return pull_back(out)
+
+    traced = jax.jit(both_passes).trace(operand, operand, operand, ids)
+    assert max(sizes_of(traced.jaxpr.jaxpr)) <= 2 * 2 * 512 * 512 < 2048 * 2048
+
+
+@pytest.mark.parametrize(
+    ("window", "most"),
+    [
+        # 16 rows of tiles, in zig-zag order 2 of 8 chunks of 2 rows on each of 4 devices. Chunk i sees 2i + 1 and
+        # 2i + 2 tiles: chunks i and 7 - i together 34 of 64.
+        (None, 34),
+        (32, 8),  # each row its own tile and the one before
+    ],
+)
+def test_tiles_that_are_masked_are_not_visited(window, most):
+    order, tile, length = TokenOrder("zigzag", 4), 32, 512
+    starts = (order.chunks()[:, :, None] * 64 + tile * np.arange(2)).reshape(4, -1)
+    distance = np.arange(length)[:, None] - np.arange(length)
+    is_seen = np.logical_and(distance >= 0, distance < (window or length))
+    of_tiles = np.any(is_seen.reshape(16, tile, 16, tile), axis=(1, 3))
+    visits = plan_visits(starts, length, tile, window)
+    assert visits.shape == (4, 3, most)
+    for own, (rows, columns, far) in zip(starts // tile, visits, strict=True):
+        visited = [(r, c) for r, c, d in zip(rows, columns, far, strict=True) if d > -tile]
+        assert visited == [tuple(each) for each in np.argwhere(of_tiles[own])]
+
+
+@pytest.mark.parametrize(("lengths", "size"), [((1024, 8192), 512), ((24, 24), 24), ((1536,), 512), ((1042,), 521)])
+def test_a_tile_is_a_common_divisor_near_512(lengths, size):
+    assert tile_size(*lengths) == size
 
 
 def _written(lowered):
@@ -196,7 +242,7 @@ def _written(lowered):
     ],
 )
 def test_collectives_by_kind_and_count(name, window, forward, both):
-    run = split(name, "zigzag", 4, PlainBlocks, window, None)
+    run = split(name, "zigzag", 4, TiledBlocks, window, None)
     operand = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
     one_pass = lambda q, k, v: run(q, k, v, None)  # noqa: E731
     assert _written(jax.jit(one_pass).lower(operand, operand, operand)) == forward

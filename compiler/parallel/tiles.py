@@ -1,0 +1,200 @@
+"""Attention between blocks by plain operations, in tiles of queries x keys: the scores of one tile are in memory.
+
+Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867): each tile corrects the sums of the tiles before it. The
+backward pass computes the scores of a tile again (Dao et al. 2022, arXiv:2205.14135). Tiles that a mask hides whole
+are not visited: `plan_visits` lists the others, and a loop runs over that list.
+
+Shapes: as in blocks.py; G heads per kv_head, t tokens of a tile, V visited tiles.
+"""
+
+from dataclasses import dataclass
+from math import log
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .blocks import HIDDEN, Attended, Gradient, Gradients, Keys, Queries, Sight
+
+TILE = 512  # tokens
+QUERIES, KEYS, IDS = 3, 2, 1  # the dimension that is the length, with heads in groups of a kv_head
+
+
+class Visits(NamedTuple):
+    """Tiles of queries and of keys in pairs, (V) each. distance: of the first query from the first key, in tokens."""
+
+    queries: Array
+    keys: Array
+    distance: Array
+
+
+@dataclass(frozen=True)
+class TiledSight:
+    """Which tiles of the keys the queries see. tile: tokens of one. is_masked: False where all visits see all keys."""
+
+    visits: Visits
+    tile: int
+    window: int | None
+    is_masked: bool
+
+
+def tile_size(*lengths: int, wanted: int = TILE) -> int:
+    """Returns the common divisor of all lengths that is nearest to the wanted one, by their ratio."""
+    common = int(np.gcd.reduce(lengths))
+    divisors = (size for size in range(1, common + 1) if common % size == 0)
+    return min(divisors, key=lambda size: abs(log(size / wanted)))
+
+
+def plan_visits(starts: np.ndarray, num_keys: int, tile: int, window: int | None) -> np.ndarray:
+    """Returns the visits of each shard, (shards, 3, V): a tile of its queries, a tile of the keys, their distance.
+
+    starts: the place of each shard's tiles of queries, in tokens from the first key, (shards, tiles). All shards have
+    as many visits as the one with most: others visit the first tiles at a distance at which nothing is seen.
+    """
+    distance = starts[:, :, None] - tile * np.arange(num_keys // tile)
+    is_seen = (distance > -tile) & (distance < (window or np.iinfo(np.int32).max) + tile - 1)
+    most = max(1, int(is_seen.sum(axis=(1, 2)).max()))
+    found = np.zeros((len(starts), 3, most), np.int32)
+    found[:, 2] = -tile
+    for shard, (seen, far) in enumerate(zip(is_seen, distance, strict=True)):
+        rows, columns = np.nonzero(seen)
+        found[shard, :, : len(rows)] = rows, columns, far[rows, columns]
+    return found
+
+
+def tiles_of_shards(
+    chunks: np.ndarray, shard: Array, chunk: int, num_keys: int, window: int | None, *, wanted: int
+) -> TiledSight:
+    """What this shard's queries see of all keys of the sequence.
+
+    chunks: the chunks of the sequence that each shard's queries are, (shards, chunks of each). chunk: tokens of one.
+    """
+    tile = tile_size(chunk, num_keys, wanted=wanted)
+    starts = (chunks[:, :, None] * chunk + tile * np.arange(chunk // tile)).reshape(len(chunks), -1)
+    visits = jnp.asarray(plan_visits(starts, num_keys, tile, window))[shard]
+    return TiledSight(Visits(*visits), tile, window, is_masked=True)
+
+
+def tiles_of(sight: Sight, num_queries: int, num_keys: int, *, wanted: int) -> TiledSight:
+    """All tiles, where only the device knows how far the queries are from the keys."""
+    tile = tile_size(num_queries, num_keys, wanted=wanted)
+    starts = tile * np.arange(num_queries // tile)[None]
+    if isinstance(sight.distance, Array):
+        rows, columns = (x.reshape(-1) for x in np.indices((num_queries // tile, num_keys // tile), np.int32))
+        visits = Visits(jnp.asarray(rows), jnp.asarray(columns), sight.distance + jnp.asarray(tile * (rows - columns)))
+    else:
+        visits = Visits(*map(jnp.asarray, plan_visits(sight.distance + starts, num_keys, tile, sight.window)[0]))
+    return TiledSight(visits, tile, sight.window, is_masked=not sight.sees_all(num_queries, num_keys))
+
+
+@dataclass(frozen=True)
+class TiledBlocks:
+    """Plain operations, anywhere. tile: the wanted number of tokens of one."""
+
+    soft_cap: float | None
+    tile: int = TILE
+
+    def forward(self, queries: Queries, keys: Keys, sight: Sight | TiledSight) -> Attended:
+        tiles = self._tiles(queries, keys, sight)
+        q = _grouped(queries.q_BHTD, keys.k_BKSD.shape[1])
+        rows = q.shape[:-1]
+
+        def visit(sums: Any, visit: Visits) -> Any:
+            out, highest, total = (_tile(x, visit.queries, tiles.tile, QUERIES) for x in sums)
+            scores, _ = self._scores(queries, keys, tiles, visit)
+            most = jnp.maximum(highest, jnp.max(scores, axis=-1))
+            weights, before = jnp.exp(scores - most[..., None]), jnp.exp(highest - most)
+            v = _tile(keys.v_BKSD, visit.keys, tiles.tile, KEYS)
+            out = out * before[..., None] + _product("bkgts,bksd->bkgtd", weights, v)
+            total = total * before + jnp.sum(weights, axis=-1)
+            made = zip(sums, (out, most, total), strict=True)
+            return tuple(_with_tile(x, new, visit.queries, tiles.tile, QUERIES) for x, new in made)
+
+        out = jnp.zeros((*rows, keys.v_BKSD.shape[-1]), jnp.float32)
+        sums = out, jnp.full(rows, HIDDEN, jnp.float32), jnp.zeros(rows, jnp.float32)
+        out, highest, total = _over(tiles.visits, visit, sums)
+        total = jnp.where(total == 0, 1.0, total)  # of queries that no visit brought a key
+        return Attended(_ungrouped(out / total[..., None]), _ungrouped(highest + jnp.log(total)))
+
+    def gradients(self, queries: Queries, keys: Keys, sight: Sight | TiledSight, gradient: Gradient) -> Gradients:
+        tiles, num_kv_heads = self._tiles(queries, keys, sight), keys.k_BKSD.shape[1]
+        of_queries = tuple(_grouped(x, num_kv_heads) for x in (queries.q_BHTD, *gradient))
+
+        def visit(sums: Any, visit: Visits) -> Any:
+            scores, is_seen = self._scores(queries, keys, tiles, visit)
+            q, lse, d_out, dot = (_tile(x, visit.queries, tiles.tile, QUERIES) for x in of_queries)
+            k, v = (_tile(x, visit.keys, tiles.tile, KEYS) for x in (keys.k_BKSD, keys.v_BKSD))
+            weights = jnp.exp(scores - lse[..., None])
+            d_scores = weights * (_scores_of(d_out, v) - dot[..., None])
+            if self.soft_cap is not None:
+                slope = 1 - jnp.square(scores / self.soft_cap)
+                d_scores = d_scores * (slope if is_seen is None else jnp.where(is_seen, slope, 0.0))
+            dq, dk, dv = sums
+            dq = _added(dq, _product("bkgts,bksd->bkgtd", d_scores, k), visit.queries, tiles.tile, QUERIES)
+            dk = _added(dk, _product("bkgts,bkgtd->bksd", d_scores, q), visit.keys, tiles.tile, KEYS)
+            dv = _added(dv, _product("bkgts,bkgtd->bksd", weights, d_out), visit.keys, tiles.tile, KEYS)
+            return dq, dk, dv
+
+        zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (of_queries[0], keys.k_BKSD, keys.v_BKSD))
+        dq, dk, dv = _over(tiles.visits, visit, zeros)
+        return Gradients(_ungrouped(dq), dk, dv)
+
+    def _tiles(self, queries: Queries, keys: Keys, sight: Sight | TiledSight) -> TiledSight:
+        if isinstance(sight, TiledSight):
+            return sight
+        return tiles_of(sight, queries.q_BHTD.shape[2], keys.k_BKSD.shape[2], wanted=self.tile)
+
+    def _scores(self, queries: Queries, keys: Keys, tiles: TiledSight, visit: Visits) -> tuple[Array, Array | None]:
+        """(scores of a tile, with HIDDEN where nothing is seen; the mask, None where all is)."""
+        tile = tiles.tile
+        q = _tile(_grouped(queries.q_BHTD, keys.k_BKSD.shape[1]), visit.queries, tile, QUERIES)
+        scores = _scores_of(q, _tile(keys.k_BKSD, visit.keys, tile, KEYS))
+        if self.soft_cap is not None:
+            scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
+        is_seen = Sight(visit.distance, tiles.window).mask(tile, tile)[None] if tiles.is_masked else None
+        if queries.ids_BT is not None and keys.ids_BS is not None:
+            of_queries = _tile(queries.ids_BT, visit.queries, tile, IDS)
+            is_same = of_queries[:, :, None] == _tile(keys.ids_BS, visit.keys, tile, IDS)[:, None, :]
+            is_seen = is_same if is_seen is None else is_seen & is_same
+        if is_seen is None:
+            return scores, None
+        is_seen = is_seen[:, None, None]
+        return jnp.where(is_seen, scores, HIDDEN), is_seen
+
+
+def _over(visits: Visits, visit: Any, sums: Any) -> Any:
+    """The sums after all visits. One alone needs no loop."""
+    if visits.keys.shape[0] == 1:
+        return visit(sums, jax.tree.map(lambda x: x[0], visits))
+    return jax.lax.scan(lambda sums, one: (visit(sums, one), None), sums, visits)[0]
+
+
+def _scores_of(left: Array, right: Array) -> Array:
+    return jnp.einsum("bkgtd,bksd->bkgts", left, right, preferred_element_type=jnp.float32)
+
+
+def _product(subscripts: str, left: Array, right: Array) -> Array:
+    """In the type of the right factor, summed in float32."""
+    return jnp.einsum(subscripts, left.astype(right.dtype), right, preferred_element_type=jnp.float32)
+
+
+def _tile(x: Array, index: Array, tile: int, axis: int) -> Array:
+    return x if x.shape[axis] == tile else jax.lax.dynamic_slice_in_dim(x, index * tile, tile, axis)
+
+
+def _with_tile(x: Array, new: Array, index: Array, tile: int, axis: int) -> Array:
+    return new if x.shape[axis] == tile else jax.lax.dynamic_update_slice_in_dim(x, new, index * tile, axis)
+
+
+def _added(x: Array, more: Array, index: Array, tile: int, axis: int) -> Array:
+    return _with_tile(x, _tile(x, index, tile, axis) + more, index, tile, axis)
+
+
+def _grouped(x: Array, num_kv_heads: int) -> Array:
+    return x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:])
+
+
+def _ungrouped(x: Array) -> Array:
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
