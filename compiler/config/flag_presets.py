@@ -45,10 +45,12 @@ class OptionNote(Record):
 
 
 class EnvironmentNote(Record):
-    """A setting that only a process's environment can make, as advice for whoever launches it."""
+    """A setting that only a process's environment can make. values: what `meshloom launch` sets, by chip or platform;
+    a chip's takes precedence. Where there is none, it is left to the user."""
 
     what: str
     why: str
+    values: dict[str, str]
 
 
 class PresetEntry(Record):
@@ -96,3 +98,10 @@ def read_flag_presets(platform: str, chip: str | None) -> dict[str, FlagPreset]:
         )
         for name, one in preset_file().presets.items()
     }
+
+
+def read_environment(platform: str, chip: str | None) -> dict[str, str]:
+    """Returns the variables that a process needs besides compile options, for a chip of a platform."""
+    notes = preset_file().environment.items()
+    found = {name: note.values.get(chip or "", note.values.get(platform)) for name, note in notes}
+    return {name: value for name, value in found.items() if value is not None}

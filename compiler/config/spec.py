@@ -28,6 +28,7 @@ from ..optim.lr_schedules import ScheduleSpec
 from ..optim.optimizers import OptimizerSpec
 from .data_spec import DataSpec, ShardsSpec
 from .environment_values import Sources, as_compared, as_written
+from .launch_spec import LaunchSpec
 from .overlap_spec import OverlapSpec, StrategyChoice
 from .target_spec import TargetSpec
 from .tune_spec import TuneSpec
@@ -269,6 +270,7 @@ class RunSpec(Config):
     device_order: Annotated[tuple[MeshAxis, ...], AfterValidator(_each_once)]  # mesh axes, nearest devices first
     num_microbatches: PositiveInt
     tune: TuneSpec  # what `meshloom tune` searches
+    launch: LaunchSpec  # how `meshloom launch` starts the run on its hosts
     notes: dict[str, Any]  # a user's own keys: saved and logged, but not read by Meshloom
 
     _sources: Sources = PrivateAttr(default_factory=dict)  # of values that came from the environment

@@ -60,6 +60,11 @@ _ALL = (
         "the best configuration for a target: mesh, sharding, remat, microbatches, searched without compiling",
         "tune:tune_command",
     ),
+    Command(
+        "launch",
+        "the same run on every host of its target, through SLURM, or rehearsed here",
+        "launch:launch_command",
+    ),
     Command("data", "tokenise a corpus of any size into shards, once, for data=tokens to read", "data:data_command"),
 )
 COMMANDS = MappingProxyType({command.name: command for command in _ALL})

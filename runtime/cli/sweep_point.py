@@ -7,10 +7,11 @@ import threading
 import time
 from typing import BinaryIO
 
-from meshloom.compiler.config.allowed_code import FLAG, code_allowed_from
+from meshloom.compiler.config.allowed_code import code_allowed_from
 from meshloom.compiler.config.model_choice import model_of
 from meshloom.compiler.config.override_text import override
 
+from ..core.command_line import run_words
 from ..core.files import replace_text
 from ..sweep.evaluate import evaluate
 from ..sweep.outcomes import outcome_of_run
@@ -41,7 +42,8 @@ def _train(task: Task) -> Outcome:
     """Trains as the command does, which ends the process by SystemExit."""
     start, printed = time.perf_counter(), task.directory / PRINTED
     begun = printed.stat().st_size if printed.exists() else 0
-    sys.argv = ["meshloom", "train", *_words(task)]
+    here = override("hydra.run.dir", str(task.directory))
+    sys.argv = ["meshloom", "train", *run_words(task.request, task.allowed, here)]
     try:
         run_command()
     except SystemExit as left:
@@ -52,15 +54,6 @@ def _train(task: Task) -> Outcome:
         model = model_of(task.request) if exit_code == 0 else None
     outcome = outcome_of_run(task.directory, exit_code, said, model)
     return outcome.model_copy(update={"seconds": time.perf_counter() - start})
-
-
-def _words(task: Task) -> list[str]:
-    """Returns the command line of a single run in the point's directory."""
-    request = task.request
-    allowed = [f"{FLAG}={','.join(task.allowed)}"] if task.allowed else []
-    flags = ["--config-name", request.config_name]
-    flags += ["--config-path", request.config_path] if request.config_path else []
-    return [*allowed, *flags, *request.overrides, override("hydra.run.dir", str(task.directory))]
 
 
 if __name__ == "__main__":

@@ -2,11 +2,18 @@
 
 import os
 import re
+import signal
 
-from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, MISTAKE, ConfigError, Problem
 
 NONFINITE = 5  # NaN or infinity where training cannot go on
 STORAGE = 6  # a checkpoint or a metric cannot be written, or no checkpoint can be read
+PREEMPTED = 128 + signal.SIGTERM  # asked to stop; what it had done is saved
+INTERRUPTED = 128 + signal.SIGINT  # by a person, who does not want it started again
+
+# The same start would end in the same way. After any other code but 0 a run is started again: a host was lost, the
+# processes that waited for it ended by an error or by JAX (134), a disk was full.
+FINAL = (MISTAKE, DOES_NOT_FIT, EXPOSED, NONFINITE, INTERRUPTED)
 
 
 class RunFailed(ConfigError):

@@ -1,0 +1,68 @@
+"""How `meshloom launch` starts a run on its hosts: one class for each engine, and what all of them need.
+
+No program depends on any of it. The hosts follow from the target; an engine only says how to get them.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic_core import PydanticCustomError
+
+from meshloom.models.config import Config
+
+from ..core.config_types import Text
+
+
+def _as_text(value: Any) -> Any:
+    """A variable of an environment is text; a number is typed without quotes."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _variables(environment: dict[str, str]) -> dict[str, str]:
+    wrong = [name for name in environment if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]
+    if not wrong:
+        return environment
+    context = {"what": f"'{wrong[0]}' is not the name of a variable", "fix": "use letters, digits and _"}
+    raise PydanticCustomError("choice", "{what}", context)
+
+
+Environment = Annotated[dict[Text, Annotated[str, BeforeValidator(_as_text)]], AfterValidator(_variables)]
+
+
+class LaunchConfig(Config):
+    """What every engine has."""
+
+    dry_run: bool | None  # print what would run, and run nothing; None: where the engine's tool is not installed
+    program: Text  # what starts Meshloom on a host; its words are split as a shell does
+    setup: tuple[Text, ...]  # shell lines that each host runs before
+    environment: Environment  # of every process, besides what the target needs
+    directory: Text | None  # all hosts see it; the run is in a folder of it, unless hydra.run.dir says otherwise
+    max_restarts: NonNegativeInt  # after a lost host or a crash; a mistake in the declaration is never tried again
+
+
+class LocalLaunch(LaunchConfig):
+    """Processes on this machine, with simulated devices: a rehearsal."""
+
+    engine: Literal["local"]
+    num_processes: PositiveInt
+    num_slices: PositiveInt  # above 1, processes get the variables that GKE gives the hosts of several TPU slices
+
+
+class SlurmLaunch(LaunchConfig):
+    """A batch job of SLURM."""
+
+    engine: Literal["slurm"]
+    num_hosts: PositiveInt | None  # None: those of the target
+    processes_per_host: PositiveInt  # of GPUs: 1, or one for each GPU
+    partition: Text | None
+    account: Text | None
+    qos: Text | None
+    time_limit: Text | None  # as SLURM writes it: 12:00:00
+    grace_seconds: PositiveInt  # before the time limit the run is asked to save, and the job is queued again
+    image: Text | None  # a container of Pyxis
+    mounts: tuple[Text, ...]  # of the container: /data:/data
+    options: dict[Text, Annotated[str, BeforeValidator(_as_text)] | None]  # of sbatch, others: {reservation: mine}
+
+
+LaunchSpec = Annotated[LocalLaunch | SlurmLaunch, Field(discriminator="engine")]

@@ -1,0 +1,39 @@
+"""`meshloom launch`: the declaration checked here, then started on every host of its target by an engine."""
+
+import argparse
+
+from meshloom.compiler.config.allowed_code import allowed_modules
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.model_choice import model_of
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.config.target_spec import LocalTarget
+from meshloom.compiler.core.errors import all_of
+from meshloom.compiler.driver import plan_run
+
+from ..launch.engines import run_launch
+from ..launch.plan import LaunchPlan, plan_launch
+from ..processes.devices import plan_without_devices
+
+
+def launch_command(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as all commands)
+    """Starts the run, or prints what would. Raises ConfigError for a declaration that its hosts would refuse."""
+    spec = read_spec(request, then=lambda spec: _checked(spec, request))
+    model, _, _ = (model_of(request) or spec.model.family).partition(" (")
+    label = f"{model}-{spec.target.name}"
+    return run_launch(spec, _plan(spec, request, label))
+
+
+def _checked(spec: RunSpec, request: Request) -> RunSpec:
+    all_of(lambda: _plan(spec, request, "run"), lambda: _check_plan(spec))
+    return spec
+
+
+def _plan(spec: RunSpec, request: Request, label: str) -> LaunchPlan:
+    return plan_launch(spec, request, label=label, allowed=allowed_modules())
+
+
+def _check_plan(spec: RunSpec) -> None:
+    """Plans the run, unless only its hosts have the devices that it is planned for."""
+    if not isinstance(spec.target, LocalTarget):
+        plan_without_devices(spec.target)
+        plan_run(spec)

@@ -1,0 +1,96 @@
+"""Engines: what each is told, rendered as text, and the one that runs it."""
+
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshloom.compiler.config.launch_spec import LaunchSpec, LocalLaunch, SlurmLaunch
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.visible import write_error, write_out
+
+from .local import PORT, as_shell, local_processes, run_local
+from .plan import LaunchPlan
+from .slurm import render_slurm
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What an engine is told. tool: the program that tells it. file: the name of a file, and text: what is in it.
+    commands: in order, in a directory that has the file. folders: made before, for what the engine writes."""
+
+    tool: str
+    commands: tuple[tuple[str, ...], ...]
+    file: str | None = None
+    text: str = ""
+    folders: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def render(launch: LaunchSpec, plan: LaunchPlan) -> Rendering:
+    """Returns what the declared engine is told."""
+    match launch:
+        case SlurmLaunch():
+            file = f"{plan.name}.sbatch"
+            text = render_slurm(plan, launch)
+            return Rendering("sbatch", (("sbatch", file),), file, text, folders=(f"{plan.run_dir}/logs",))
+        case LocalLaunch():
+            raise TypeError(launch)
+
+
+def run_launch(spec: RunSpec, plan: LaunchPlan) -> int:
+    """Starts the run, or shows what would. Returns the exit code."""
+    launch = spec.launch
+    if isinstance(launch, LocalLaunch):
+        if launch.dry_run:
+            for process in local_processes(plan, PORT):
+                write_out(str(process))
+            return _say_dry(plan, "launch.dry_run=true")
+        write_error(f"launch: {plan.name}: {plan.hosts}, in {plan.run_dir}")
+        return run_local(plan, launch, spec.distributed)
+    rendering = render(launch, plan)
+    is_missing = shutil.which(rendering.tool) is None
+    is_dry = launch.dry_run if launch.dry_run is not None else is_missing
+    if is_dry:
+        _show(rendering)
+        why = "launch.dry_run=true" if launch.dry_run else f"{rendering.tool} is not installed here"
+        return _say_dry(plan, why)
+    write_error(f"launch: {plan.name}: {plan.hosts}, in {plan.run_dir}")
+    return _submit(rendering)
+
+
+def _show(rendering: Rendering) -> None:
+    """Prints the file as it is, so that standard output can be kept as that file; what runs is a comment after it."""
+    if rendering.file:
+        write_out(rendering.text.rstrip("\n"))
+    for command in rendering.commands:
+        write_out(f"# {shlex.join(command)}" if rendering.file else shlex.join(command))
+
+
+def _say_dry(plan: LaunchPlan, why: str) -> int:
+    write_error(f"launch: {plan.name}: {plan.hosts}; nothing was started: {why}")
+    return 0
+
+
+def _submit(rendering: Rendering) -> int:
+    """Returns the exit code of the first command that fails, else 0."""
+    for folder in rendering.folders:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="meshloom-launch-") as folder:
+        if rendering.file:
+            (Path(folder) / rendering.file).write_text(rendering.text)
+        for command in rendering.commands:
+            argv = [str(Path(folder) / word) if word == rendering.file else word for word in command]
+            try:
+                code = as_shell(subprocess.run(argv, check=False).returncode)
+            except FileNotFoundError:
+                write_error(f"error: launch: {rendering.tool} is not installed here")
+                write_error("  fix: install it, or set launch.dry_run=true to see what would run")
+                return 2
+            if code:
+                write_error(f"error: launch: {shlex.join(command)} failed with exit code {code}")
+                return code
+    return 0

@@ -1,0 +1,165 @@
+"""The plan of a launch: hosts, processes, their environment and their command, from a declaration and its target.
+
+    target=v5p-128 target.num_slices=2 -> 2 slices of 16 hosts, 4 chips and a process on each
+
+It is a pure function; an engine (engines.py) turns its result into a job of its own.
+"""
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+from meshloom.compiler.config.compose import Request
+from meshloom.compiler.config.flag_presets import read_environment
+from meshloom.compiler.config.hydra_settings import RUN_DIR
+from meshloom.compiler.config.launch_spec import LocalLaunch
+from meshloom.compiler.config.override_parser import key_of, parse_override
+from meshloom.compiler.config.override_text import override
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.config.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
+from meshloom.compiler.core.errors import ConfigError, Problem, all_of
+from meshloom.compiler.core.format import counted
+from meshloom.compiler.core.key_paths import is_within
+
+from ..core.command_line import run_words
+from .names import job_name
+
+# They say how a run is started, labelled or watched, not what it computes.
+NOT_IN_NAME = ("launch", "distributed", "logging", "compilation_cache", "artifact", "sweep", "tune")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The machines of a run. chips: of each host; None for simulated devices and for whatever is attached. kind: of the
+    chip, such as v5p; shape: chips along the axes of a slice."""
+
+    num_slices: int
+    per_slice: int
+    chips: int | None = None
+    kind: str | None = None
+    shape: tuple[int, ...] | None = None
+    is_gpu: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.num_slices * self.per_slice
+
+    def __str__(self) -> str:
+        of = f" with {counted(self.chips, 'chip')} of {self.kind} each" if self.chips else ""
+        slices = f"{counted(self.num_slices, 'slice')} of " if self.num_slices > 1 else ""
+        return f"{slices}{counted(self.per_slice, 'host')}{of}"
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """name: of the job. program: what starts Meshloom. words: after it, the same on every host. environment: of every
+    process. run_dir: where the run is, for all hosts."""
+
+    name: str
+    hosts: Hosts
+    program: tuple[str, ...]
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    run_dir: str
+
+    def command(self, *more: str) -> str:
+        """Returns the shell command of a process. more: words of this process, in shell syntax."""
+        return " ".join([shlex.join([*self.program, *self.words]), *more])
+
+
+def plan_launch(spec: RunSpec, request: Request, *, label: str, allowed: Sequence[str] = ()) -> LaunchPlan:
+    """Returns the plan. Raises ConfigError if the hosts that were asked for are not those of the target, or no
+    directory is named that all hosts share.
+
+    request: what declares the run. label: for people, in the job's name. allowed: modules whose code it may run.
+    """
+    declared = {key: value for key, value in spec.as_compared().items() if key not in NOT_IN_NAME}
+    name = job_name(label, declared)
+    hosts, run_dir = all_of(lambda: find_hosts(spec), lambda: _run_dir(spec, request, name))
+    typed = [text for text in request.overrides if not _is_of_launch(key_of(text))]
+    words = run_words(replace(request, overrides=tuple(typed)), allowed, override(RUN_DIR, run_dir))
+    return LaunchPlan(
+        name=name,
+        hosts=hosts,
+        program=tuple(shlex.split(spec.launch.program)),
+        words=("train", *words),
+        environment=_environment(spec.target) | spec.launch.environment,
+        run_dir=run_dir,
+    )
+
+
+def find_hosts(spec: RunSpec) -> Hosts:
+    """Returns the hosts of the declared target. Raises ConfigError if the engine was asked for others."""
+    launch, target = spec.launch, spec.target
+    if isinstance(launch, LocalLaunch):
+        return _hosts_here(launch, target)
+    asked = launch.num_hosts
+    match target:
+        case TpuTarget():
+            host = [min(size, most) for size, most in zip(target.shape, target.network.chips_per_host, strict=True)]
+            chips, num_slices = math.prod(host), target.num_slices
+            hosts = Hosts(num_slices, math.prod(target.shape) // chips, chips, target.chip.name, target.shape)
+        case GpuTarget():
+            num_nodes, chips = target.shape
+            hosts = Hosts(1, num_nodes, chips, target.chip.name, target.shape, is_gpu=True)
+        case _:
+            hosts = Hosts(1, asked or 1)
+    if asked is not None and asked != hosts.count:
+        what = f"{counted(asked, 'host')} {'is' if asked == 1 else 'are'} not {target.name}, which is {hosts}"
+        raise ConfigError([Problem("launch.num_hosts", what, "leave it out, or choose another target")])
+    _check_divides(target, hosts.count)
+    return hosts
+
+
+def _hosts_here(launch: LocalLaunch, target: TargetSpec) -> Hosts:
+    """Returns what is rehearsed: each process plays a host."""
+    per_slice, rest = divmod(launch.num_processes, launch.num_slices)
+    if rest:
+        what = f"{launch.num_processes} processes cannot be {launch.num_slices} slices of equal size"
+        raise ConfigError([Problem("launch.num_processes", what, f"use a multiple of {launch.num_slices}")])
+    if not isinstance(target, CpuTarget):
+        what = f"launch=local rehearses on simulated devices, and the target is {target.name}"
+        raise ConfigError(
+            [Problem("target", what, "use target=cpu-8; `meshloom train` needs no launch on one machine")]
+        )
+    _check_divides(target, launch.num_processes)
+    return Hosts(launch.num_slices, per_slice)
+
+
+def _check_divides(target: TargetSpec, num_processes: int) -> None:
+    if isinstance(target, CpuTarget) and target.num_devices % num_processes:
+        what = f"{target.num_devices} simulated devices do not divide over {num_processes} processes"
+        more = num_processes * (target.num_devices // num_processes + 1)
+        raise ConfigError([Problem("target", what, f"use cpu-{more}, or another number of processes")])
+
+
+def _environment(target: TargetSpec) -> dict[str, str]:
+    """Returns what only the environment of a process can carry; compile options go with the compile."""
+    match target:
+        case TpuTarget():
+            return read_environment("tpu", target.chip.name)
+        case GpuTarget():
+            return read_environment("gpu", target.chip.name)
+        case CpuTarget() | LocalTarget():
+            return {}
+
+
+def _run_dir(spec: RunSpec, request: Request, name: str) -> str:
+    """Returns one directory for every host and every restart: the typed one, or one of the run's name."""
+    typed = [text for text in request.overrides if key_of(text) == RUN_DIR]
+    if typed:
+        run_dir = str(parse_override(typed[-1]).value())
+        if "${" in run_dir:
+            what = f"{run_dir} is another directory on each host and at each restart"
+            raise ConfigError([Problem(RUN_DIR, what, f"name one, or leave it out: it is launch.directory/{name}")])
+        return run_dir.strip("'\"")
+    if spec.launch.directory is None:
+        what = "is not set: all hosts write one run directory, and a restart continues there"
+        raise ConfigError([Problem("launch.directory", what, "name a folder that all hosts see: /mnt/runs")])
+    return str(PurePath(spec.launch.directory) / name)
+
+
+def _is_of_launch(key: str) -> bool:
+    return is_within(key, "launch") or key.startswith("launch@") or key == RUN_DIR

@@ -1,0 +1,143 @@
+"""Processes on this machine: signals reach all of them, exit codes decide, and nothing is left behind."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import SMALL, spec_of
+from meshloom.compiler.config.launch_spec import LocalLaunch
+from meshloom.runtime.launch.local import local_processes, run_local
+from meshloom.runtime.launch.plan import Hosts, LaunchPlan
+from support.helpers import meshloom
+
+# A process of a run: its words are overrides, of which it reads its index; then it runs the code.
+PROGRAM = """
+import os, re, signal, sys, time
+index = int(re.search(r"distributed.process_id=(\\d+)", " ".join(sys.argv))[1])
+def note(*said):
+    with open("said", "a") as file:
+        print(index, *said, file=file)
+"""
+
+
+def plan_of_code(folder: Path, code: str, count: int = 3) -> LaunchPlan:
+    (folder / "program.py").write_text(PROGRAM + code)
+    program = (sys.executable, str(folder / "program.py"))
+    return LaunchPlan("test", Hosts(1, count), program, ("train",), {"MINE": "7"}, str(folder / "run"))
+
+
+def run(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
+    monkeypatch.chdir(folder)
+    spec = spec_of("distributed.heartbeat_timeout_seconds=1", "distributed.shutdown_timeout_seconds=1", *overrides)
+    assert isinstance(spec.launch, LocalLaunch)
+    return run_local(plan_of_code(folder, code), spec.launch, spec.distributed)
+
+
+def said(folder: Path) -> list[str]:
+    return sorted((folder / "said").read_text().splitlines())
+
+
+def test_all_processes_run_with_their_index_and_environment(tmp_path, monkeypatch, capfd):
+    assert run(tmp_path, 'note(os.environ["MINE"]); print("out", index)', monkeypatch) == 0
+    assert said(tmp_path) == ["0 7", "1 7", "2 7"]
+    assert capfd.readouterr().out == "out 0\n"
+    logs = tmp_path / "run" / "logs"
+    assert [(logs / f"output-{index}.log").read_text() for index in (1, 2)] == ["out 1\n", "out 2\n"]
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "starts"),
+    [
+        ("sys.exit(3 if index == 1 else 0)", 3, 1),  # a mistake fails for good
+        ("sys.exit(1)", 1, 3),
+        ("os.kill(os.getpid(), signal.SIGKILL) if index == 2 else time.sleep(30)", 137, 3),
+        ("sys.exit(0 if open('said').read().count('1 start') == 2 else 134)", 0, 2),  # restarted once, and well
+    ],
+)
+def test_the_exit_code_decides_whether_all_start_again(tmp_path, monkeypatch, code, exit_code, starts):
+    wait = "time.sleep(0.5)\n"  # until all have said that they started
+    assert run(tmp_path, f'note("start")\n{wait}{code}', monkeypatch, "launch.max_restarts=2") == exit_code
+    assert said(tmp_path).count("1 start") == starts
+
+
+def test_a_process_that_hangs_after_another_failed_is_ended(tmp_path, monkeypatch, capfd):
+    begin = time.monotonic()
+    assert run(tmp_path, "sys.exit(1) if index == 1 else time.sleep(60)", monkeypatch) == 1
+    assert time.monotonic() - begin < 30
+    told = capfd.readouterr().err
+    assert "launch: process 1 of 3 ended with exit code 1: see " in told
+    assert "the others still ran 2 s later, and are ended" in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_all_processes_once_and_starts_none_again(tmp_path, monkeypatch, number):
+    code = """
+def stop(number, frame):
+    note("signal", number)
+    time.sleep(0.3)
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, stop), signal.signal(signal.SIGINT, stop)
+note("ready")
+time.sleep(60)
+"""
+
+    def send() -> None:
+        while not (tmp_path / "said").exists() or len(said(tmp_path)) < 3:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send).start()
+    assert run(tmp_path, code, monkeypatch, "launch.max_restarts=2") == 128 + number
+    assert [line for line in said(tmp_path) if "signal" in line] == [f"{i} signal {number}" for i in range(3)]
+
+
+def test_setup_runs_before_each_process(tmp_path, monkeypatch):
+    assert run(tmp_path, "note(os.environ['SET'])", monkeypatch, "launch.setup=['export SET=up']") == 0
+    assert said(tmp_path) == ["0 up", "1 up", "2 up"]
+
+
+def test_a_dry_run_prints_commands_that_a_shell_takes(tmp_path):
+    plan = plan_of_code(tmp_path, "note('it is', *sys.argv[1:3])", count=2)
+    for process in local_processes(plan, 1234):
+        subprocess.run(["bash", "-c", str(process)], check=True, cwd=tmp_path)
+    assert said(tmp_path) == [
+        "0 it is train distributed.coordinator_address='127.0.0.1:1234'",
+        "1 it is train distributed.coordinator_address='127.0.0.1:1234'",
+    ]
+    assert shlex.split(str(local_processes(plan, 1)[0]))[0] == "MINE=7"
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+RUN = (*SMALL, "model.num_layers=1", "num_steps=3", "schedule.num_warmup_steps=1", "checkpoint=disabled",
+       "distributed.initialization_timeout_seconds=120", "distributed.shutdown_timeout_seconds=60")  # fmt: skip
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "launch",
+    [
+        ("launch.num_processes=4",),
+        ("launch.num_processes=4", "launch.num_slices=2"),  # GKE's variables, replica over the network of the slices
+    ],
+)
+def test_four_processes_train_as_one_does(tmp_path, launch):
+    layout = ("sharding=hsdp", "mesh.replica=2", "mesh.fsdp=4")
+    alone = meshloom("train", *RUN, *layout, f"hydra.run.dir={tmp_path}/alone", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    four = meshloom("launch", *RUN, *layout, *launch, f"hydra.run.dir={tmp_path}/four", cwd=tmp_path)
+    assert four.returncode == 0, four.stderr
+    assert "4 hosts" in four.stderr or "2 slices of 2 hosts" in four.stderr
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
+    for index in range(4):
+        assert f"process {index} of 4" in (tmp_path / "four" / "logs" / f"process-{index}.log").read_text()
