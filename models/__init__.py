@@ -14,6 +14,7 @@ from .contract import (
     Params,
     Piece,
     Stack,
+    UpdateRule,
     build_piece,
     is_logical_axes,
     split_aux,
@@ -33,6 +34,6 @@ LOGICAL_AXES = (
 
 __all__ = [
     "IGNORED_TARGET", "LOGICAL_AXES", "AnyModelConfig", "Aux", "Context", "DecoderBase", "DecoderConfig",
-    "LinearStackConfig", "LogicalAxes", "Model", "ModelConfig", "MoeConfig", "Params", "Piece", "Stack", "build_piece",
-    "is_logical_axes", "split_aux",
+    "LinearStackConfig", "LogicalAxes", "Model", "ModelConfig", "MoeConfig", "Params", "Piece", "Stack", "UpdateRule",
+    "build_piece", "is_logical_axes", "split_aux",
 ]  # fmt: skip

@@ -132,11 +132,13 @@ class Aux:
     names; metrics show each as STACK/NAME, averaged over the layers.
 
     losses: scalars, multiplied with the weight that the model chooses; those of all layers are added to the objective.
-    statistics: arrays that are reported and have no gradient.
+    statistics: arrays that are reported and have no gradient. totals: arrays without gradient that the rules of a stack
+    read (`UpdateRule`); they are not reported, and stay sums over the global batch.
     """
 
     losses: Mapping[str, Array] = field(default_factory=dict)
     statistics: Mapping[str, Array] = field(default_factory=dict)
+    totals: Mapping[str, Array] = field(default_factory=dict)
 
 
 def split_aux(output: Any) -> tuple[Any, Aux]:
@@ -169,12 +171,26 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class UpdateRule:
+    """How a parameter of a layer is updated once per step without a gradient: not by the optimizer, and without decay.
+
+    total: the name of what it reads in the layer's `Aux.totals`, summed over all tokens of the global batch: over
+    microbatches and devices. update: (parameter, total) of one layer -> the parameter, of the same shape and type.
+    """
+
+    total: str
+    update: Callable[[Array, Array], Array]
+
+
+@dataclass(frozen=True)
 class Stack:
-    """`num_layers` equal layers, run one after the other; parameters are stacked along a first dimension `layers`."""
+    """`num_layers` equal layers, run one after the other; parameters are stacked along a first dimension `layers`.
+    rules: of those parameters that a rule updates and not the optimizer, by their paths in the layer."""
 
     name: str
     layer: Piece
     num_layers: int
+    rules: Mapping[str, UpdateRule] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -221,6 +237,11 @@ class Model:
         """The paths of the parameters that are stored, gathered and used in float32, in any precision."""
         pieces = {"embed": self.embed, "head": self.head} | {stack.name: stack.layer for stack in self.stacks}
         return frozenset(f"{name}/{path}" for name, piece in pieces.items() for path in piece.float32)
+
+    @property
+    def rules(self) -> dict[str, UpdateRule]:
+        """The rules of all stacks, by the paths of their parameters."""
+        return {f"{stack.name}/{path}": rule for stack in self.stacks for path, rule in stack.rules.items()}
 
     def init(self, key: Array) -> Params:
         """Returns initial parameters. It is pure, so it can be compiled with output shardings: every device makes its

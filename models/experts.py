@@ -15,16 +15,19 @@ from .activations import ACTIVATIONS
 
 
 def route(
-    scores_BTX: Array, *, num_chosen: int, num_groups: int, num_groups_chosen: int, is_normalized: bool, scale: float
-) -> tuple[Array, Array]:
+    scores_BTX: Array, bias_X: Array | None = None,
+    *, num_chosen: int, num_groups: int, num_groups_chosen: int, is_normalized: bool, scale: float,
+) -> tuple[Array, Array]:  # fmt: skip
     """Returns (weights, ids of experts), each (B, T, K), the best expert first.
+
+    bias_X: is added to the scores by which a token chooses, and not to those that are its weights (arXiv:2408.15664).
 
     With groups, a token chooses among the experts of its best groups alone; a group's score is the sum of its two best
     (DeepSeek-V3, arXiv:2412.19437). is_normalized: a token's weights sum to `scale`; else they are its scores * scale.
     """
-    eligible_BTX = scores_BTX
+    eligible_BTX = scores_BTX if bias_X is None else scores_BTX + bias_X
     if num_groups_chosen < num_groups:
-        eligible_BTX = _of_best_groups(scores_BTX, num_groups, num_groups_chosen)
+        eligible_BTX = _of_best_groups(eligible_BTX, num_groups, num_groups_chosen)
     _, ids_BTK = jax.lax.top_k(jax.lax.stop_gradient(eligible_BTX), num_chosen)
     # A sum over all experts, not a gather, whose derivative would be a scatter.
     is_chosen_BTKX = ids_BTK[..., None] == jnp.arange(scores_BTX.shape[-1])
@@ -32,6 +35,12 @@ def route(
     if is_normalized:
         weights_BTK /= jnp.sum(weights_BTK, axis=-1, keepdims=True) + 1e-20
     return weights_BTK * scale, ids_BTK
+
+
+def balanced_bias(bias_X: Array, tokens_X: Array, *, rate: float) -> Array:
+    """Returns the router's bias after a step in which each expert had so many tokens: `rate` more for those that had
+    less than the mean, `rate` less for those that had more (loss-free balancing, arXiv:2408.15664)."""
+    return bias_X + rate * jnp.sign(jnp.mean(tokens_X) - tokens_X)
 
 
 def _of_best_groups(scores_BTX: Array, num_groups: int, num_chosen: int) -> Array:

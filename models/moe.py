@@ -7,6 +7,7 @@ Shapes: B batch, T length, E embed, M mlp, X experts, K experts of a token.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Literal, Self
 
 import jax
@@ -15,9 +16,9 @@ from flax import nnx
 from jax import Array
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from .contract import Aux, Context, Model, Stack, build_piece
+from .contract import Aux, Context, Model, Stack, UpdateRule, build_piece
 from .decoder import MLP, RESIDUAL, DecoderBase, Embed, Head, Layer, problem, residual_stddev
-from .experts import route
+from .experts import balanced_bias, route
 from .latent_attention import LatentAttention, LatentAttentionConfig
 from .numbers import divisors
 from .parts import matrix
@@ -39,6 +40,7 @@ class MoeConfig(DecoderBase):
     latent_attention: LatentAttentionConfig | None  # None: a decoder's attention
     load_balancing_weight: NonNegativeFloat  # of an auxiliary loss, 1 where all experts have as many tokens
     router_z_loss_weight: NonNegativeFloat  # of the mean of log(sum exp(logits))^2
+    router_bias_update_rate: NonNegativeFloat | None  # of a bias by which tokens choose experts; None: no bias
 
     def build(self) -> Model:
         return build_moe(self)
@@ -90,7 +92,11 @@ class MoeConfig(DecoderBase):
 def build_moe(config: MoeConfig) -> Model:
     """Returns the pieces of the model. Dense layers are a stack of their own, `dense_layers`."""
     num_dense = config.num_dense_layers
-    stacks = [Stack("layers", build_piece(lambda rngs: _layer(config, rngs)), config.num_layers - num_dense)]
+    layer, rate = build_piece(lambda rngs: _layer(config, rngs)), config.router_bias_update_rate
+    rules = {}
+    if rate is not None:
+        rules["mlp/router_bias_X"] = UpdateRule("expert_tokens", partial(balanced_bias, rate=rate))
+    stacks = [Stack("layers", layer, config.num_layers - num_dense, rules)]
     if num_dense:
         stacks.insert(0, Stack("dense_layers", build_piece(lambda rngs: _dense_layer(config, rngs)), num_dense))
     return Model(
@@ -127,6 +133,8 @@ class Experts(nnx.Module):
         self.config = config
         X, E, M, stddev = config.num_experts, config.embed_dim, config.mlp_dim, config.initializer_stddev
         self.router_EX = matrix(rngs, ("embed", None), (E, X), stddev=stddev, in_float32=True)
+        if config.router_bias_update_rate is not None:
+            self.router_bias_X = nnx.Param(jnp.zeros(X), out_sharding=(None,), in_float32=True)
         self.gate_XEM = matrix(rngs, ("experts", "embed", "mlp"), (X, E, M), stddev=stddev)
         self.up_XEM = matrix(rngs, ("experts", "embed", "mlp"), (X, E, M), stddev=stddev)
         self.down_XME = matrix(rngs, ("experts", "mlp", "embed"), (X, M, E), stddev=residual_stddev(config))
@@ -140,6 +148,7 @@ class Experts(nnx.Module):
         scores_BTX = _SCORES[config.router_scores](logits_BTX)
         weights_BTK, ids_BTK = route(
             scores_BTX,
+            None if config.router_bias_update_rate is None else self.router_bias_X[...],
             num_chosen=config.num_experts_per_token,
             num_groups=config.num_expert_groups,
             num_groups_chosen=config.num_groups_per_token,
@@ -167,11 +176,12 @@ class Experts(nnx.Module):
         load_balancing: X sum f_i p_i, of the share f_i of choices that are expert i and its mean score p_i (Switch,
         arXiv:2101.03961). router_z: the mean of log(sum exp(logits))^2 (ST-MoE, arXiv:2202.08906). expert_load: the
         most tokens that an expert has, over the mean. expert_entropy: of f, over that of an even spread. dropped: the
-        share of choices that no expert had room for.
+        share of choices that no expert had room for. expert_tokens: of each expert, which the router's bias follows.
         """
         config, num_tokens = self.config, ids_BTK.shape[0] * ids_BTK.shape[1]
         is_chosen_BTX = jnp.any(ids_BTK[..., None] == jnp.arange(config.num_experts), axis=-2)
-        counts_X = context.over_batch(jnp.sum(is_chosen_BTX, axis=(0, 1), dtype=jnp.float32))
+        tokens_X = jnp.sum(is_chosen_BTX, axis=(0, 1), dtype=jnp.float32)
+        counts_X = context.over_batch(tokens_X)
         shares_X = counts_X / jnp.sum(counts_X)
         p_BTX = scores_BTX / jnp.sum(scores_BTX, axis=-1, keepdims=True)
         balance = config.num_experts * jnp.sum(shares_X * jnp.sum(p_BTX, axis=(0, 1)))
@@ -186,6 +196,7 @@ class Experts(nnx.Module):
                 "expert_entropy": entropy * num_tokens,
                 "dropped": num_dropped / config.num_experts_per_token,
             },
+            totals={} if config.router_bias_update_rate is None else {"expert_tokens": tokens_X},
         )
 
 

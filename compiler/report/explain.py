@@ -11,6 +11,7 @@ from ..estimate.estimate import StepEstimate, estimate_step
 from ..parallel.operation import OpPlan, Strategy
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
+from ..sharding.arrays import Array
 from ..sharding.rules import ArrayPlan
 from .explain_estimate import estimate_as_json, print_estimate, unknown_primitives
 
@@ -92,11 +93,15 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "memory_bytes_per_device": asdict(plan.memory),
         "estimate": estimate_as_json(estimate_step(plan)),
         "arrays": {
-            "parameters": [_row(each) | {"is_trained": each.array.is_trained} for each in plan.sharding.parameters],
+            "parameters": [_row(each) | _updated(each.array) for each in plan.sharding.parameters],
             "optimizer": [_row(array) for array in plan.optimizer_state],
             "activations": [_row(array) for array in plan.sharding.activations],
         },
     }
+
+
+def _updated(array: Array) -> dict[str, Any]:
+    return {"is_trained": array.is_trained, "updated_by": array.updated_by}
 
 
 def _operation(plan: OpPlan) -> dict[str, Any]:
@@ -199,4 +204,5 @@ def _dimensions(plan: ArrayPlan) -> Line:
         if d.note and not shared:
             line.append(f" ({d.note})")
     line += [f"  ({shared})"] if shared else []
-    return line if plan.array.is_trained else [*line, "  ", ("frozen", "yellow")]
+    by = {"optimizer": [], "rule": ["  updated by a rule"], "nothing": ["  ", ("frozen", "yellow")]}
+    return line + by[plan.array.updated_by]

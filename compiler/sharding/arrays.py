@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,23 +14,30 @@ from ..config.spec import RunSpec
 from ..config.user_code import blamed_on_user
 from ..core.trees import leaves_by_path
 from .frozen import frozen_paths
-from .model_check import check_aux, check_embedded, check_model, check_output
+from .model_check import check_aux, check_embedded, check_model, check_output, check_totals
 
 EXPERTS = "experts"  # the logical axis of expert weights: they stay on their devices, and tokens are sent to them
+UpdatedBy = Literal["optimizer", "rule", "nothing"]  # nothing: it is frozen
 LAYER_INPUT = "layer_input"  # the compiler's name for a layer's input; a remat policy may use it
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array of the program before it is laid out. `path`: its place in the tree, or its name. is_trained: False for
-    a frozen parameter. compute_dtype: of a parameter, the type in which it is gathered and used."""
+    """An array of the program before it is laid out. `path`: its place in the tree, or its name. updated_by: what
+    changes a parameter. compute_dtype: of a parameter, the type in which it is gathered and
+    used."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     logical_axes: LogicalAxes
-    is_trained: bool = True
+    updated_by: UpdatedBy = "optimizer"
     compute_dtype: str = ""
+
+    @property
+    def is_trained(self) -> bool:
+        """Returns True for a parameter that has a gradient."""
+        return self.updated_by == "optimizer"
 
     @property
     def num_bytes(self) -> int:
@@ -117,12 +124,16 @@ def _parameters(model: Model, spec: RunSpec) -> tuple[Array, ...]:
     """Returns all parameters of the model by path, such as `layers/attention/query_EHD`."""
     axes = leaves_by_path(model.logical_axes(), is_leaf=is_logical_axes)
     shapes = {path: x.shape for path, x in leaves_by_path(model.abstract()).items()}
-    frozen, trained_dtype = frozen_paths(spec, shapes), spec.precision.parameters
+    frozen, trained_dtype = frozen_paths(spec, shapes, ruled=model.rules), spec.precision.parameters
     types = dict.fromkeys(frozen, spec.precision.frozen or trained_dtype)
     types |= dict.fromkeys(model.float32, "float32")
     used = dict.fromkeys(shapes, spec.precision.compute) | dict.fromkeys(model.float32, "float32")
+
+    def updated_by(path: str) -> UpdatedBy:
+        return "nothing" if path in frozen else "rule" if path in model.rules else "optimizer"
+
     return tuple(
-        Array(path, shape, types.get(path, trained_dtype), axes[path], path not in frozen, used[path])
+        Array(path, shape, types.get(path, trained_dtype), axes[path], updated_by(path), used[path])
         for path, shape in shapes.items()
     )
 
@@ -144,6 +155,7 @@ def _trace(model: Model, spec: RunSpec, recorder: "_Recorder") -> dict[str, tupl
             recorder.piece, first, before = stack.name, len(recorder.marked), x_BTE
             output = stack.layer.apply(params[stack.name], before, context)
             x_BTE = recorder.without_aux(stack.layer.name, output)
+            check_totals(stack, split_aux(output)[1])
             check_output(stack.layer.name, x_BTE, before.shape, dtype=before.dtype.name)
             in_layers[stack.name] = tuple(dict.fromkeys((LAYER_INPUT, *(name for _, name in recorder.marked[first:]))))
         recorder.piece = "head"

@@ -46,6 +46,7 @@ def _wrong(model: Model) -> Iterator[tuple[str, str]]:
     if model.max_length is not None and (type(model.max_length) is not int or model.max_length < 1):
         yield f"max_length is {model.max_length!r}", "give the longest sequence in tokens, or None for any"
     yield from _wrong_ties(model)
+    yield from _wrong_rules(model)
 
 
 def _wrong_ties(model: Model) -> Iterator[tuple[str, str]]:
@@ -56,6 +57,30 @@ def _wrong_ties(model: Model) -> Iterator[tuple[str, str]]:
         for name, known, piece in ((own, axes[0], "head"), (shared, axes[1], "embed")):
             if name not in known:
                 yield f"tied names '{name}', which {piece} does not have", f"use one of {', '.join(known)}"
+
+
+def _wrong_rules(model: Model) -> Iterator[tuple[str, str]]:
+    for stack in model.stacks:
+        parameters = leaves_by_path(stack.layer.abstract)
+        for path in stack.rules:
+            if path not in parameters:
+                yield f"stack '{stack.name}' has a rule for '{path}'", f"use one of {', '.join(parameters)}"
+
+
+def check_totals(stack: Stack, aux: Aux) -> None:
+    """Raises ConfigError if a rule of the stack reads a total that its layer does not return, or changes the shape or
+    type of its parameter."""
+    parameters = leaves_by_path(stack.layer.abstract)
+    for path, rule in stack.rules.items():
+        where = f"the rule for '{path}' of stack '{stack.name}'"
+        if rule.total not in aux.totals:
+            what = f"{where} reads the total '{rule.total}', which {stack.layer.name} does not return"
+            raise ConfigError([Problem(WHERE, what, f"return x, Aux(totals={{{rule.total!r}: ...}})")])
+        before = parameters[path]
+        after = jax.eval_shape(rule.update, before, aux.totals[rule.total])
+        if after.shape != before.shape or after.dtype != before.dtype:
+            what = f"{where} makes an array of shape {_shape(after.shape)} and type {after.dtype} of it"
+            raise ConfigError([Problem(WHERE, what, f"keep its shape {_shape(before.shape)} and type {before.dtype}")])
 
 
 def check_output(
@@ -84,19 +109,22 @@ def check_embedded(piece: str, output: Any, tokens: Shape) -> None:
 
 
 def check_aux(piece: str, aux: Aux) -> None:
-    """Raises ConfigError if a loss is not a scalar, a statistic is not an array of numbers, or names cannot be used."""
-    for name in (*aux.losses, *aux.statistics):
-        if not isinstance(name, str) or not name.isidentifier() or (name in aux.losses and name in aux.statistics):
+    """Raises ConfigError if a loss is not a scalar, if another output is not an array of numbers, or for names that
+    cannot be used."""
+    names = [*aux.losses, *aux.statistics, *aux.totals]
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier() or names.count(name) > 1:
             what = f"{piece} returned an auxiliary output named {name!r}"
-            fix = "name each loss and statistic once, by letters, digits and underscores"
+            fix = "name each loss, statistic and total once, by letters, digits and underscores"
             raise ConfigError([Problem(WHERE, what, fix)])
     for name, loss in aux.losses.items():
         if not isinstance(loss, jax.Array) or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             what = f"{piece} returned {_found(loss)} as the loss '{name}'"
             raise ConfigError([Problem(WHERE, what, "return its sum over all tokens: a scalar of floating point")])
-    for name, statistic in aux.statistics.items():
-        if not isinstance(statistic, jax.Array) or jnp.issubdtype(statistic.dtype, jnp.complexfloating):
-            what = f"{piece} returned {_found(statistic)} as the statistic '{name}'"
+    others = [("statistic", *each) for each in aux.statistics.items()] + [("total", *t) for t in aux.totals.items()]
+    for kind, name, value in others:
+        if not isinstance(value, jax.Array) or jnp.issubdtype(value.dtype, jnp.complexfloating):
+            what = f"{piece} returned {_found(value)} as the {kind} '{name}'"
             raise ConfigError([Problem(WHERE, what, "return its sum over all tokens: an array of real numbers")])
 
 

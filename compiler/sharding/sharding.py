@@ -50,7 +50,7 @@ class ShardingPlan:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The paths of the other parameters."""
+        """The paths of the other parameters: those without a gradient."""
         return tuple(plan.array.path for plan in self.parameters if not plan.array.is_trained)
 
 

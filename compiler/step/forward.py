@@ -80,7 +80,7 @@ def _stack(plan: Plan, stack: Stack, make_context: "ContextMaker", first: int) -
 
 
 def _with_parts_of_means(plan: Plan, output: Any) -> tuple[Any, Aux]:
-    """What a piece returned, with sums over its tokens as parts of the mean over the tokens of the global batch."""
+    """What a piece returned, with losses and statistics as parts of the mean over the tokens of the global batch."""
     x, aux = split_aux(output)
     num_tokens = plan.spec.tokens_per_step
     losses = {name: loss.astype(jnp.float32) / num_tokens for name, loss in aux.losses.items()}
@@ -88,7 +88,8 @@ def _with_parts_of_means(plan: Plan, output: Any) -> tuple[Any, Aux]:
         name: jax.lax.stop_gradient(statistic.astype(jnp.float32)) / num_tokens
         for name, statistic in aux.statistics.items()
     }
-    return x, Aux(losses, statistics)
+    totals = {name: jax.lax.stop_gradient(total.astype(jnp.float32)) for name, total in aux.totals.items()}
+    return x, Aux(losses, statistics, totals)
 
 
 def _head_parts(plan: Plan, weights: Weights, x_BTE: Array) -> list[Params]:

@@ -45,7 +45,8 @@ def build_train_step(plan: Plan) -> TrainStep:
         dropout_key = jax.random.fold_in(jax.random.key(plan.spec.seed), state["step"])
         (loss, num_targets), grads, auxiliary = gradients(state["params"], batch, dropout_key, scale)
         with jax.named_scope(UPDATE):
-            state, metrics = update(state, loss / jnp.maximum(num_targets, 1), grads)
+            totals = {name: aux.totals for name, aux in auxiliary.items()}
+            state, metrics = update(state, loss / jnp.maximum(num_targets, 1), grads, totals)
         return state, metrics | {"num_targets": num_targets} | _auxiliary_metrics(auxiliary)
 
     return train_step

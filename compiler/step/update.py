@@ -2,13 +2,14 @@
 
     gradients  in the layout of the update, a reduce-scatter behind those of the backward pass
     masters    float32: state["master"], or this layout's part of the parameters
-    params     the masters in their stored type, all-gathered where they are stored in larger shards
+    rules      what the model updates by a rule of its own, from totals of the global batch
+params     the masters in their stored type, all-gathered where they are stored in larger shards
 
 Arithmetic is float32. Where a step may be skipped, the whole of it is selected away: moments, counts and weights keep
 their bits; nothing waits for the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,26 +20,28 @@ from jax.sharding import PartitionSpec
 
 from ..config.spec import LossScaleSpec
 from ..core.partition_spec import keep_axes
-from ..core.trees import combined, pick
+from ..core.trees import combined, leaves_by_path, nested, pick
 from ..parallel.weights import assemble, is_assembled
 from ..plan import Plan
 from ..sharding.optimizer_state import build_schedule
 from ..sharding.state import State, update_layouts
 
-Update = Callable[[State, Array, Any], tuple[State, dict[str, Array]]]
+Totals = Mapping[str, Mapping[str, Array]]
+Update = Callable[[State, Array, Any, Totals], tuple[State, dict[str, Array]]]
 
 
 def build_update(plan: Plan) -> Update:
-    """Returns (state, loss, gradients) -> (state, metrics).
+    """Returns (state, loss, gradients, totals) -> (state, metrics).
 
     gradients: of the loss times the loss scale, where there is one, for each parameter that is trained; the others stay
-    as they are. Metrics: loss in nats per token, grad_norm before clipping, learning_rate, skipped (1 where the update
+    as they are, but those that a rule updates. totals: that rules read, by stack and name, each with a first dimension
+    `layers`. Metrics: loss in nats per token, grad_norm before clipping, learning_rate, skipped (1 where the update
     was left out), and loss_scale.
     """
     precision, schedule = plan.spec.precision, build_schedule(plan.spec)
     stored_types = pick(plan.abstract["params"], plan.sharding.trained)
 
-    def update(state: State, loss: Array, gradients: Any) -> tuple[State, dict[str, Array]]:
+    def update(state: State, loss: Array, gradients: Any, totals: Totals) -> tuple[State, dict[str, Array]]:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, gradients)
         grad_norm = optax.tree.norm(gradients)
@@ -47,6 +50,7 @@ def build_update(plan: Plan) -> Update:
         masters = optax.apply_updates(masters, updates)
         params = _assembled(plan, jax.tree.map(lambda x, stored: x.astype(stored.dtype), masters, stored_types))
         params = combined(state["params"], params)  # what is frozen stays
+        params = combined(params, _ruled(plan, params, totals))
         new = state | {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         new |= {"master": masters} if "master" in state else {}
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -60,6 +64,16 @@ def build_update(plan: Plan) -> Update:
         return new, metrics
 
     return update
+
+
+def _ruled(plan: Plan, params: Any, totals: Totals) -> Any:
+    """The parameters that rules update, after a step; a frozen one is not updated."""
+    ruled = [p.array.path for p in plan.sharding.parameters if p.array.updated_by == "rule"]
+    now, made = leaves_by_path(params), dict[str, Array]()
+    for path in ruled:
+        rule = plan.model.rules[path]
+        made[path] = jax.vmap(rule.update)(now[path], totals[path.split("/")[0]][rule.total])
+    return nested(made)
 
 
 def next_loss_scale(spec: LossScaleSpec, state: dict[str, Array], is_finite: Array) -> dict[str, Array]:

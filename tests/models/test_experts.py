@@ -70,3 +70,13 @@ def test_the_gradient_of_a_weight_is_that_of_its_score_alone():
     options = {"num_chosen": 2, "num_groups": 1, "num_groups_chosen": 1, "scale": 1.0}
     gradient = jax.grad(lambda s: route(s, is_normalized=True, **options)[0][0, 0, 0])(scores)
     np.testing.assert_allclose(gradient[0, 0], [0.3 / 0.64, 0, -0.5 / 0.64], rtol=1e-5)
+
+
+def test_a_bias_decides_which_experts_and_not_their_weights():
+    scores, bias = jnp.asarray([[[0.5, 0.4, 0.3, 0.2]]]), jnp.asarray([-0.25, 0.0, 0.0, 0.15])
+    options = {"num_chosen": 2, "num_groups": 1, "num_groups_chosen": 1, "scale": 2.0}
+    weights, ids = route(scores, bias, is_normalized=True, **options)
+    assert ids[0, 0].tolist() == [1, 3]
+    np.testing.assert_allclose(weights[0, 0], [2 * 0.4 / 0.6, 2 * 0.2 / 0.6], rtol=1e-5)
+    _, of_groups = route(scores, bias, is_normalized=True, **options | {"num_groups": 2})
+    assert of_groups[0, 0].tolist() == [3, 2]  # 0.35 + 0.3 against 0.4 + 0.25

@@ -25,7 +25,7 @@ PUBLISHED = {
     "mixtral_8x22b": 140_620_634_112,  # mistralai/Mixtral-8x22B-v0.1
     "qwen3_30b_a3b": 30_532_122_624,  # Qwen/Qwen3-30B-A3B
     "qwen3_235b_a22b": 235_093_634_560,  # Qwen/Qwen3-235B-A22B
-    "deepseek_v3": 671_026_404_352,  # deepseek-ai/DeepSeek-V3: 671,026,419,200 with a bias of each expert
+    "deepseek_v3": 671_026_419_200,  # deepseek-ai/DeepSeek-V3
 }
 ACTIVE = {  # in billions, as published, the embedding among them
     "mixtral_8x7b": 12.9,  # arXiv:2401.04088

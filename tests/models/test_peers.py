@@ -161,7 +161,7 @@ def peer_experts(there: str, layer, c: MoeConfig) -> dict:
     """transformers 5 keeps the experts of a layer in one array, gate and up side by side."""
     into = np.concatenate([layer("mlp/gate_XEM"), layer("mlp/up_XEM")], axis=2)
     shared = {"gate": "gate_EM", "up": "up_EM", "down": "down_ME"} if c.num_shared_experts else {}
-    bias = {f"{there}.gate.e_score_correction_bias": np.zeros(c.num_experts)} if c.num_shared_experts else {}
+    bias = {f"{there}.gate.e_score_correction_bias": layer("mlp/router_bias_X")} if c.num_shared_experts else {}
     return bias | {
         **{f"{there}.shared_experts.{t}_proj.weight": layer(f"mlp/shared/{mine}").T for t, mine in shared.items()},
         f"{there}.gate.weight": layer("mlp/router_EX").T,
@@ -228,4 +228,5 @@ def test_parameters_are_as_many_as_in_transformers(name):
     assert isinstance(plan.spec.model, DecoderBase)
     with torch.device("meta"):
         peer = transformers.AutoModelForCausalLM.from_config(peer_config(name, plan.spec.model))
-    assert plan.num_parameters == sum(p.numel() for p in peer.parameters())
+    biases = [x for path, x in peer.named_buffers() if path.endswith("e_score_correction_bias")]
+    assert plan.num_parameters == sum(p.numel() for p in (*peer.parameters(), *biases))

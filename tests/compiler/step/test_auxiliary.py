@@ -116,6 +116,8 @@ def test_metrics_file_and_curves_have_them_by_name(tmp_path):
             "an object of float as the statistic 'load'",
         ),
         (Aux({"z": jnp.ones(())}, {"z": jnp.ones(())}), "named 'z'"),
+        (Aux({}, {"z": jnp.ones(())}, {"z": jnp.ones(3)}), "named 'z'"),
+        (Aux({}, {}, {"tokens": jnp.ones(3, jnp.complex64)}), "complex64 as the total 'tokens'"),
         (Aux({"a/b": jnp.ones(())}), "named 'a/b'"),
     ],
 )

@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 
 from conftest import plan_of, spec_of
 from meshloom.compiler.config.compiler_traits import read_compiler_traits
+from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.sharding.model_check import check_model, check_totals
 from meshloom.compiler.step.train_step import build_train_step
-from meshloom.models import Context
+from meshloom.models import Aux, Context, UpdateRule, split_aux
 from support.experts import MOE, emulated_ragged_all_to_all, objective
 from support.helpers import gradients_of, on_devices, programs_of, reference_steps, tiered, written_collectives
 
@@ -192,6 +195,65 @@ def _with_half_the_capacity(plain, x, weights, ids, *matrices, **options):
     return plain(x, np.where(_cleared(np.asarray(ids)), 0, weights), ids, *matrices, **options)
 
 
+BALANCED = (*DEEP, "model.router_bias_update_rate=0.01", "model.num_layers=3")
+BALANCES = {
+    "one device": ("target=cpu-1", "mesh.fsdp=1"),
+    "padded, 2 microbatches, remat full, prefetch": (
+        *EXPERT, PADDED, "num_microbatches=2", "remat=full", "overlap=prefetch",
+    ),
+    "gathered, tensor 2, 2 parts of the batch": (
+        *EXPERT[:2], "mesh.fsdp=1", "mesh.expert=2", "mesh.tensor=2", GATHERED, "overlap.layers.batch_split=2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", tiered(BALANCES, plain=["padded, 2 microbatches, remat full, prefetch"]))
+def test_a_bias_follows_the_tokens_of_the_whole_batch(name, tokens):
+    """Three steps; the choices are those of one device without our step, the rule is written in NumPy."""
+    plan = plan_of(*MOE, *BALANCED, *BALANCES[name])
+    programs = programs_of(plan)
+    state, expected = programs.init(), np.zeros((2, 16), np.float32)
+    for batch in tokens[:3]:
+        counts = np.stack([np.bincount(ids.reshape(-1), minlength=16) for ids in _choices(plan, state, batch)])
+        expected += np.float32(0.01) * np.sign(counts.mean(1, keepdims=True) - counts).astype(np.float32)
+        state, _ = programs.train(state, on_devices(programs, batch))
+        np.testing.assert_array_equal(state["params"]["layers"]["mlp"]["router_bias_X"], expected)
+    assert len(np.unique(expected)) > 3
+    assert not [path for path in leaves_by_path(plan.abstract["optimizer"]) if "router_bias" in path]
+
+
+def test_a_frozen_bias_stays_and_a_wrong_rule_is_an_error():
+    frozen = plan_of(*MOE, *BALANCED, "frozen_parameters=[layers/mlp/router_bias_X]")
+    how = {plan.array.path: plan.array.updated_by for plan in frozen.sharding.parameters}
+    assert how["layers/mlp/router_bias_X"] == "nothing"
+    model = plan_of(*MOE, *BALANCED).model
+    *_, stack = model.stacks
+    aux = Aux(totals={"tokens": jax.numpy.ones(16)})
+    grown = {"mlp/router_bias_X": UpdateRule("tokens", lambda bias, tokens: bias[:3] + tokens[:3])}
+    for rules, words in ((stack.rules, "reads the total 'expert_tokens'"), (grown, "makes an array of shape (3)")):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            check_totals(replace(stack, rules=rules), aux)
+    unknown = replace(stack, rules={"mlp/bias": UpdateRule("tokens", lambda bias, tokens: bias)})
+    with pytest.raises(ConfigError, match="has a rule for 'mlp/bias'"):
+        check_model("moe", replace(model, stacks=(unknown,)))
+
+
+def _choices(plan, state, batch):
+    """The experts that tokens choose, by layer, on one device."""
+    params, seen = jax.tree.map(np.asarray, state["params"]), []
+
+    def recorded(kind, _, plain, *operands, **options):
+        seen.extend([np.asarray(operands[2])] if kind == "experts" else [])
+        return plain(*operands, **options)
+
+    context = Context(jax.numpy.arange(16)[None], lambda name, x, *axes, **_: x, recorded)
+    x = plan.model.embed.apply(params["embed"], batch[:, :-1], context)
+    for stack in plan.model.stacks:
+        for i in range(stack.num_layers):
+            x, _ = split_aux(stack.layer.apply(jax.tree.map(lambda w, i=i: w[i], params[stack.name]), x, context))
+    return seen
+
+
 @pytest.mark.parametrize("name", tiered(["padded", "gathered", "capacity"], plain=["padded"]))
 def test_an_exchange_has_the_collectives_that_its_strategy_promises(name):
     """Of a layer, forward and backward; experts' gradients are never summed over the devices that have others."""
@@ -225,14 +287,17 @@ def test_experts_are_gathered_over_fsdp_alone_and_other_weights_over_both():
 
 def test_a_router_is_float32_in_any_precision():
     """Stored, gathered, and after an update; the other weights are bfloat16."""
-    plan = plan_of(*MOE, "sharding=fsdp", "target=cpu-2", "mesh.fsdp=2", "precision=bfloat16_pure")
+    plan = plan_of(*MOE, *BALANCED, "sharding=fsdp", "target=cpu-2", "mesh.fsdp=2", "precision=bfloat16_pure")
     types = {path: str(x.dtype) for path, x in leaves_by_path(plan.abstract["params"]).items()}
-    assert [path for path, dtype in types.items() if dtype == "float32"] == ["layers/mlp/router_EX"]
+    assert [path for path, dtype in types.items() if dtype == "float32"] == [
+        "layers/mlp/router_EX",
+        "layers/mlp/router_bias_X",
+    ]
     with jax.set_mesh(plan.mesh.of_devices(jax.devices()[:2])):
         batch = {name: jax.ShapeDtypeStruct((16, 16), "int32") for name in ("inputs", "targets")}
         traced = jax.jit(build_train_step(plan)).trace(plan.abstract, batch)
     state, _ = traced.out_info
     assert {path: str(x.dtype) for path, x in leaves_by_path(state["params"]).items()} == types
     gathered = re.findall(r"all_gather.*?-> tensor<([\dx]*)x(\w+)>", traced.lower().as_text())
-    assert {dtype for shape, dtype in gathered if shape == "32x8"} == {"f32"}
-    assert {dtype for shape, dtype in gathered if shape != "32x8"} == {"bf16", "i32"}
+    assert {dtype for shape, dtype in gathered if shape == "32x16"} == {"f32"}
+    assert {dtype for shape, dtype in gathered if shape != "32x16"} == {"bf16", "i32"}
