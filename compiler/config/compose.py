@@ -81,7 +81,7 @@ def hydra_session(request: Request) -> Iterator[Groups]:
     else:
         session = initialize_config_dir(str(Path(request.config_path).resolve()), version_base="1.3")
     with session:
-        yield kept_groups((request.config_name, request.config_path, *request.search_path), lambda: _groups(request))
+        yield kept_groups(request.config_name, request.config_path, request.search_path, lambda: _groups(request))
 
 
 def _groups(request: Request) -> Groups:
@@ -206,7 +206,7 @@ def _validate(overrides: Sequence[str], request: Request, groups: Groups) -> tup
     try:
         with reported(groups):
             forced = [_forced(text, groups) for text in overrides]
-            composed = compose_kept(request.config_name, request.config_path, forced)
+            composed = compose_kept(request.config_name, request.config_path, forced, groups)
             problems = problems_of_files(composed, overrides) + problems_of_settings(composed)
             declared = _without_hydra(composed)
             values, not_plain = plain_values(declared)

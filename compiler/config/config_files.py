@@ -12,6 +12,7 @@ A config file here is one that is not Meshloom's own: from --config-dir, --confi
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -104,12 +105,17 @@ def problems_of_files(composed: DictConfig, overrides: Sequence[str]) -> list[Pr
 
 
 def _of_typed_only(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
-    own = yaml.safe_load((files("meshloom.conf") / "config.yaml").read_text())
+    own = _own_values()
     for key, why in TYPED_ONLY.items():
         value = value_at(values, key)
         if value not in (None, "???", value_at(own, key)) and not any(_sets(each, key) for each in typed):
             fix = f"remove it from the file, and type {key}=... if you trust that place"
             yield Problem(key, f"a config file sets it, and {why}", fix)
+
+
+@cache
+def _own_values() -> dict[str, Any]:
+    return yaml.safe_load((files("meshloom.conf") / "config.yaml").read_text())
 
 
 def _of_compiler_options(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:

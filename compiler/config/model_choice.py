@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..core.format import human_names
 from .compose import Request, hydra_arguments, hydra_session
+from .composition_errors import Groups
 from .kept_compositions import compose_kept
 
 NUM_CHANGES = 2  # changed keys that are named
@@ -16,8 +17,8 @@ NUM_CHANGES = 2  # changed keys that are named
 def model_of(request: Request) -> str | None:
     """Returns the same for a valid request, without Hydra being set up."""
     overrides = hydra_arguments(request)
-    with hydra_session(request):
-        composed = compose_kept(request.config_name, request.config_path, overrides)
+    with hydra_session(request) as groups:
+        composed = compose_kept(request.config_name, request.config_path, overrides, groups)
         return chosen_model(composed, composed.hydra)
 
 
@@ -31,7 +32,7 @@ def chosen_model(composed: DictConfig, hydra: HydraConf) -> str | None:
     if option is None:
         return None
     places = [text for text in hydra.overrides.hydra if text.startswith("hydra.searchpath=")]
-    beside = compose_kept(str(hydra.job.config_name), None, [*places, f"+model@plain={option}"])
+    beside = compose_kept(str(hydra.job.config_name), None, [*places, f"+model@plain={option}"], Groups())
     model, plain = (OmegaConf.to_container(node, resolve=False) for node in (composed.model, beside.plain))
     assert isinstance(model, dict)
     assert isinstance(plain, dict)

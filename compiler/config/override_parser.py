@@ -2,6 +2,7 @@
 
 import unicodedata
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -16,6 +17,7 @@ COMMAND_LINE = "command line"
 MOST_POINTS = 100_000  # of a sweep
 
 
+@lru_cache(maxsize=4096)  # one declaration has each override parsed five times; nothing changes what is returned
 def parse_override(text: str) -> Override:
     """Returns one parsed override. Raises ConfigError if it is not valid."""
     what, fix = "", "write key=value; quote values with spaces: 'key=\"a b\"'"
