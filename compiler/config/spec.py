@@ -206,6 +206,7 @@ class DistributedSpec(Config):
 class LoggingSpec(Config):
     every_num_steps: PositiveInt  # for plain lines without a terminal; every step goes to metrics.jsonl
     tensorboard: bool
+    layer_metrics: Literal["mean", "each"]  # of what layers return: the mean over a stack's layers, or a value of each
 
 
 class SweepSpec(Config):

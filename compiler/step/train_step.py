@@ -33,7 +33,7 @@ TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 
 def build_train_step(plan: Plan) -> TrainStep:
     """Returns the step as a function of global arrays; its metrics: those of the update (update.py), num_targets, and
-    `plan.auxiliary`.
+    `plan.auxiliary`, those of a stack by layer.
 
     A global batch without any target has a loss of 0 and gradients of zero: the sum over no targets.
     """
@@ -134,9 +134,9 @@ def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]
 
 
 def _auxiliary_metrics(auxiliary: dict[str, Aux]) -> dict[str, Array]:
-    """Means over layers, and over the entries of each statistic."""
+    """Means over the entries of each output: of a stack (layers,), of the head a scalar."""
     return {
-        f"{piece}/{name}": jnp.mean(value)
+        f"{piece}/{name}": jnp.mean(value, axis=tuple(range(0 if piece == "head" else 1, value.ndim)))
         for piece, aux in auxiliary.items()
         for name, value in {**aux.losses, **aux.statistics}.items()
     }

@@ -6,7 +6,7 @@ from meshloom.compiler.core.errors import Problem
 
 from .metrics import Metrics
 
-DROPPED = "dropped"  # the statistic of a layer (models/moe.py)
+DROPPED = "dropped"  # the statistic of a layer (models/moe.py): layers/dropped, or layers/dropped/0 of one layer
 FIX = (
     "raise moe.max_imbalance (null: room for any imbalance), or moe.capacity_factor with parallel.experts=capacity; "
     "metrics.jsonl has the share of each step"
@@ -22,7 +22,7 @@ class DroppedTokens:
 
     def check_step(self, metrics: Metrics) -> None:
         """Warns if the step dropped something, once in a run."""
-        shares = [value for name, value in metrics.auxiliary.items() if name.rpartition("/")[2] == DROPPED]
+        shares = [value for name, value in metrics.auxiliary.items() if name.split("/")[1] == DROPPED]
         if self._has_warned or not any(share > 0 for share in shares):
             return
         self._has_warned = True

@@ -19,7 +19,7 @@ from meshloom.compiler.xla.programs import Programs
 from ..checkpoint.checkpoints import Checkpoints
 from ..data import BatchIterator, HostBatch
 from ..processes.stop import StopRequest
-from .metrics import Metrics, mfu
+from .metrics import Metrics, by_layer, mfu
 from .missing_targets import MissingTargets
 from .nonfinite import NonFinite, SkipCounter
 from .rows import in_order, local_rows, to_devices
@@ -103,7 +103,8 @@ class Loop:
         counts as step time."""
         if running is None:
             return None
-        step, metrics = running.step, {name: float(value) for name, value in jax.device_get(running.metrics).items()}
+        step, read = running.step, jax.device_get(running.metrics)
+        metrics = {name: float(value) for name, value in read.items() if not value.shape}
         finish = time.perf_counter()
         seconds, self._last_finish = finish - self._last_finish, finish
         is_finite = isfinite(metrics["loss"]) and isfinite(metrics["grad_norm"])
@@ -123,7 +124,7 @@ class Loop:
             num_tokens=step * self.spec.tokens_per_step,
             time=time.time(),
             spent=self.watch.by_all(),
-            auxiliary={name: metrics[name] for name in self.plan.auxiliary},
+            auxiliary=by_layer({name: read[name] for name in self.plan.auxiliary}, self.spec.logging.layer_metrics),
         )
         self.report(told)
         self._targets.check_step(told)

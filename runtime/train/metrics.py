@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, fields
 from math import isfinite, nan
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
+
+import numpy as np
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.plan import Plan
@@ -43,6 +45,18 @@ class Metrics:
     time: float
     spent: TimeSpent
     auxiliary: Mapping[str, float] = field(default_factory=dict)
+
+
+def by_layer(auxiliary: Mapping[str, np.ndarray], how: Literal["mean", "each"]) -> dict[str, float]:
+    """Returns auxiliary outputs under the names of metrics: {"layers/load": [1, 3]} -> {"layers/load": 2} or, of each,
+    {"layers/load/0": 1, "layers/load/1": 3}. The head's are scalars."""
+    if how == "mean":
+        return {name: float(np.mean(value)) for name, value in auxiliary.items()}
+    return {
+        f"{name}/{layer}" if value.ndim else name: float(x)
+        for name, value in auxiliary.items()
+        for layer, x in enumerate(np.atleast_1d(value))
+    }
 
 
 def mfu(plan: Plan, step_seconds: float) -> float | None:

@@ -1,6 +1,7 @@
 """Auxiliary losses and statistics of layers and head: added to the objective, and in the metrics, on every layout."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train.loop import Loop
 from meshloom.runtime.train.metrics import Metrics, MetricsLog
+from meshloom.runtime.train.time_spent import NOTHING, Stopwatch
 from support.helpers import Batches, gradients_of, programs_of, tiered
 
 PENALTY = 0.05
@@ -52,8 +54,8 @@ def _reference(params, tokens):
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
     of_head = PENALTY * (log_z**2).mean()
     metrics = {
-        "layers/penalty": sum(penalties) / 3,
-        "layers/squares": jnp.mean(jnp.stack(squares)),
+        "layers/penalty": jnp.stack(penalties),
+        "layers/squares": jnp.stack(squares).mean(1),
         "head/log_z_penalty": of_head,
         "head/log_z": log_z.mean(),
     }
@@ -72,12 +74,20 @@ def test_gradients_are_of_the_loss_and_every_auxiliary_loss(name, tokens):
         np.testing.assert_allclose(gradient, reference, atol=2e-6 * np.abs(reference).max(), rtol=2e-5, err_msg=path)
 
 
-def test_metrics_of_a_run_are_means_over_tokens_and_layers(tokens, tmp_path):
+@pytest.mark.parametrize("layer_metrics", ["mean", "each"])
+def test_metrics_of_a_run_are_means_over_tokens_and_by_choice_over_layers(layer_metrics, tokens, tmp_path):
     plan = pointwise_plan(*CASES[list(CASES)[1]], f"model.penalty={PENALTY}", "num_steps=1", "checkpoint=disabled",
                           "schedule=constant", "schedule.num_warmup_steps=0")  # fmt: skip
     programs, batch = programs_of(plan), {"inputs": tokens[0][:, :-1], "targets": tokens[0][:, 1:]}
     state, reported = programs.init(), []
     expected = _reference(jax.tree.map(np.array, state["params"]), tokens[0])[1][1]
+    if layer_metrics == "each":
+        logging = plan.spec.logging.model_copy(update={"layer_metrics": "each"})
+        plan = replace(plan, spec=plan.spec.model_copy(update={"logging": logging}))
+        each = (
+            (f"{name}/{i}" if x.ndim else name, x.reshape(-1)[i]) for name, x in expected.items() for i in range(x.size)
+        )
+        expected = dict(each)
     with StopRequest(Processes()) as stop, Checkpoints(tmp_path, plan.spec) as checkpoints:
         loop = Loop(
             plan,
@@ -88,17 +98,18 @@ def test_metrics_of_a_run_are_means_over_tokens_and_layers(tokens, tmp_path):
             report=reported.append,
             warn=reported.append,
             stop=stop,
+            watch=Stopwatch(0.0),
         )
         loop.run(state, 0)
-    assert set(plan.auxiliary) == set(expected)
+    assert set(reported[0].auxiliary) == set(expected)
     for name, value in expected.items():
-        assert reported[0].auxiliary[name] == pytest.approx(float(value), rel=2e-6), name
+        assert reported[0].auxiliary[name] == pytest.approx(float(value.mean()), rel=2e-6), name
 
 
 def test_metrics_file_and_curves_have_them_by_name(tmp_path):
     auxiliary = {"layers/penalty": 0.5, "head/log_z": float("inf")}
     with MetricsLog(tmp_path, first_step=0, tensorboard=True) as log:
-        log.write(Metrics(1, 2.0, None, 1.0, 0.1, False, 1.0, 1.0, 0.0, 256, None, auxiliary))
+        log.write(Metrics(1, 2.0, None, 1.0, 0.1, False, 1.0, 1.0, 0.0, 256, None, 256, 0.0, NOTHING, auxiliary))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (line["layers/penalty"], line["head/log_z"]) == (0.5, None)
     assert "auxiliary" not in line

@@ -143,7 +143,7 @@ def test_ten_steps_are_those_of_one_device(name, tokens, reference, plan_for):
     for batch in tokens:
         state, metrics = programs.train(state, on_devices(programs, batch))
         ours.append([float(metrics[key]) for key in ("loss", "grad_norm", "learning_rate")])
-        assert float(metrics["layers/dropped"]) == 0
+        assert not metrics["layers/dropped"].any()
     np.testing.assert_allclose(np.array(ours), curve, rtol=5e-4, atol=1e-7)
 
 
@@ -171,11 +171,11 @@ def test_metrics_say_how_evenly_tokens_are_spread_and_what_is_dropped(tokens):
     counts = np.array([np.bincount(ids.reshape(-1), minlength=8) for ids in seen])
     shares = counts / counts.sum(1, keepdims=True)
     entropy = -(shares * np.log(np.maximum(shares, 1e-20))).sum(1) / math.log(8)
-    assert float(metrics["layers/expert_load"]) == pytest.approx((shares.max(1) * 8).mean(), rel=1e-5)
-    assert float(metrics["layers/expert_entropy"]) == pytest.approx(entropy.mean(), rel=1e-5)
-    dropped = np.mean([_cleared(ids).mean() for ids in seen])
-    assert 0.1 < dropped < 0.9
-    assert float(metrics["layers/dropped"]) == pytest.approx(dropped, rel=1e-5)
+    np.testing.assert_allclose(metrics["layers/expert_load"], shares.max(1) * 8, rtol=1e-5)
+    np.testing.assert_allclose(metrics["layers/expert_entropy"], entropy, rtol=1e-5)
+    dropped = np.array([_cleared(ids).mean() for ids in seen])
+    assert 0.1 < dropped.mean() < 0.9
+    np.testing.assert_allclose(metrics["layers/dropped"], dropped, rtol=1e-5)
 
 
 def _cleared(ids):

@@ -11,6 +11,12 @@ def _step(number: int, **auxiliary: float) -> Metrics:
     return Metrics(number, 2.0, None, 1.0, 0.1, False, 1.0, 1.0, 0.0, 256, None, 256, 0.0, NOTHING, named)
 
 
+def test_a_layer_that_drops_is_enough():
+    told: list[Problem] = []
+    DroppedTokens(told.append).check_step(_step(1, **{"dropped/0": 0.0, "dropped/1": 0.25, "expert_load/1": 3.0}))
+    assert told[0].what.startswith("25.00% of the choices")
+
+
 def test_the_first_step_that_drops_is_told_with_its_share():
     told: list[Problem] = []
     check = DroppedTokens(told.append)
