@@ -9,12 +9,7 @@ from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import find_devices
-from meshloom.runtime.launch.plan import LaunchPlan, plan_launch
-
-
-def launched(*overrides: str, allowed: tuple[str, ...] = ()) -> LaunchPlan:
-    request = Request((*SMALL, *overrides))
-    return read_spec(request, then=lambda spec: plan_launch(spec, request, label="test", allowed=allowed))
+from support.launch import launched
 
 
 def problems(*overrides: str) -> list[str]:
