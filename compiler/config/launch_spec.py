@@ -65,4 +65,35 @@ class SlurmLaunch(LaunchConfig):
     options: dict[Text, Annotated[str, BeforeValidator(_as_text)] | None]  # of sbatch, others: {reservation: mine}
 
 
-LaunchSpec = Annotated[LocalLaunch | SlurmLaunch, Field(discriminator="engine")]
+class Volume(Config):
+    """Storage that every host of a JobSet sees."""
+
+    kind: Literal[
+        "claim", "bucket", "host"
+    ]  # a persistent volume claim, a bucket by GKE's Cloud Storage FUSE, a folder
+    name: Text  # of the claim or the bucket, or the path on the host
+    mount: Annotated[Text, Field(pattern=r"^/")]
+
+
+class JobSetLaunch(LaunchConfig):
+    """A JobSet of Kubernetes: a slice is a Job, a host is a pod."""
+
+    engine: Literal["jobset"]
+    num_hosts: PositiveInt | None  # None: those of the target
+    image: Text | None  # of the container; it has Meshloom and bash
+    namespace: Text | None
+    queue: Text | None  # of Kueue
+    priority_class: Text | None
+    service_account: Text | None
+    volumes: tuple[Volume, ...]
+    secrets: tuple[Text, ...]  # of Kubernetes: their keys are variables of every process
+    spot: bool  # GKE's spot nodes
+    host_network: bool  # needed by some clusters for several TPU slices; without it Workload Identity works
+    grace_seconds: PositiveInt  # between SIGTERM and SIGKILL of a pod: time to save
+    node_selector: dict[Text, Text]  # besides the chip's
+    resources: dict[Text, Annotated[str, BeforeValidator(_as_text)]]  # of a host, besides its chips: {memory: 300Gi}
+    labels: dict[Text, Text]  # of the JobSet and its pods
+    annotations: dict[Text, Text]  # of the pods
+
+
+LaunchSpec = Annotated[LocalLaunch | SlurmLaunch | JobSetLaunch, Field(discriminator="engine")]

@@ -4,14 +4,14 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from meshloom.compiler.config.launch_spec import LaunchSpec, LocalLaunch, SlurmLaunch
+from meshloom.compiler.config.launch_spec import JobSetLaunch, LaunchSpec, LocalLaunch, SlurmLaunch
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.visible import write_error, write_out
 
+from .jobset import is_schema_there, render_jobset
 from .local import PORT, as_shell, local_processes, run_local
 from .plan import LaunchPlan
 from .slurm import render_slurm
@@ -20,14 +20,15 @@ from .slurm import render_slurm
 @dataclass(frozen=True)
 class Rendering:
     """What an engine is told. tool: the program that tells it. file: the name of a file, and text: what is in it.
-    commands: in order, in a directory that has the file. folders: made before, for what the engine writes."""
+    commands: in order, in a directory that has the file. folders: made before, for what the engine writes. notes: said
+    beside."""
 
     tool: str
     commands: tuple[tuple[str, ...], ...]
     file: str | None = None
     text: str = ""
     folders: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def render(launch: LaunchSpec, plan: LaunchPlan) -> Rendering:
@@ -37,6 +38,14 @@ def render(launch: LaunchSpec, plan: LaunchPlan) -> Rendering:
             file = f"{plan.name}.sbatch"
             text = render_slurm(plan, launch)
             return Rendering("sbatch", (("sbatch", file),), file, text, folders=(f"{plan.run_dir}/logs",))
+        case JobSetLaunch():
+            file = f"{plan.name}.yaml"
+            notes = (
+                () if is_schema_there() else ("not checked against JobSet's schema: pip install 'meshloom[jobset]'",)
+            )
+            return Rendering(
+                "kubectl", (("kubectl", "apply", "--filename", file),), file, render_jobset(plan, launch), notes=notes
+            )
         case LocalLaunch():
             raise TypeError(launch)
 
@@ -52,6 +61,8 @@ def run_launch(spec: RunSpec, plan: LaunchPlan) -> int:
         write_error(f"launch: {plan.name}: {plan.hosts}, in {plan.run_dir}")
         return run_local(plan, launch, spec.distributed)
     rendering = render(launch, plan)
+    for note in rendering.notes:
+        write_error(f"launch: {note}")
     is_missing = shutil.which(rendering.tool) is None
     is_dry = launch.dry_run if launch.dry_run is not None else is_missing
     if is_dry:

@@ -1,0 +1,235 @@
+"""`launch=jobset`: a JobSet of Kubernetes, for TPU slices and GPU nodes.
+
+A slice is a Job, a host is a pod. Hosts of TPUs find each other by the variables that GKE gives them, others by the
+DNS name of the first pod. The whole set restarts when a pod fails, except with an exit code that is final.
+"""
+
+import shlex
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from meshloom.compiler.config.launch_spec import JobSetLaunch, Volume
+from meshloom.compiler.core.errors import Problem, raise_if_any
+
+from ..core.failures import FINAL
+from .chips import chip_names
+from .plan import LaunchPlan
+from .yaml_text import as_yaml
+
+HOSTS = "hosts"  # the only replicated job; a part of its pods' names (names.py)
+CONTAINER = "run"
+COORDINATOR_PORT = 8476
+TPU_PORTS = (8471, 8080, 8482, 8431)  # between chips, between slices, of JAX's coordinator, of metrics
+NODE_POOL = "cloud.google.com/gke-nodepool"
+
+
+def render_jobset(plan: LaunchPlan, launch: JobSetLaunch) -> str:
+    """Returns the manifest as YAML. Raises ConfigError if something that it needs is missing."""
+    manifest = build_jobset(plan, launch)
+    raise_if_any(schema_problems(manifest))
+    return as_yaml(manifest)
+
+
+def build_jobset(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
+    """Returns the manifest."""
+    raise_if_any(_problems(plan, launch))
+    queue = {"kueue.x-k8s.io/queue-name": launch.queue} if launch.queue else {}
+    # One slice is one node pool: GKE's TPU slices, and no two Jobs share one.
+    exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": NODE_POOL} if _is_tpu(plan) else {}
+    metadata = _without_empty(
+        {"name": plan.name, "namespace": launch.namespace, "labels": queue | launch.labels, "annotations": exclusive}
+    )
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "failurePolicy": {
+                "maxRestarts": launch.max_restarts,
+                # Any other failure restarts the set, up to maxRestarts: that is JobSet's default.
+                "rules": [
+                    {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+                ],
+            },
+            "replicatedJobs": [
+                {"name": HOSTS, "replicas": plan.hosts.num_slices, "template": {"spec": _job(plan, launch)}}
+            ],
+        },
+    }
+
+
+def schema_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
+    """Yields what is wrong with a manifest by the published schema of JobSet, if its package is installed."""
+    if not is_schema_there():
+        return
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import (  # noqa: PLC0415 (it takes a second)
+        JobsetV1alpha2JobSet,
+    )
+    from pydantic import ValidationError  # noqa: PLC0415
+
+    fix = "correct the keys of launch that set it"
+    try:
+        read = JobsetV1alpha2JobSet.from_dict(manifest)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            where = ".".join(map(str, detail["loc"]))
+            yield Problem("launch", f"the JobSet is not valid at {where}: {detail['msg']}", fix)
+        return
+    assert read is not None
+    for where in _lost(manifest, read.to_dict()):
+        yield Problem("launch", f"the JobSet has no field {where}", fix)
+
+
+def is_schema_there() -> bool:
+    """Returns True if the published schema of JobSet is installed."""
+    return find_spec("kubeflow_trainer_api") is not None
+
+
+def _lost(given: Any, read: Any, path: str = "") -> Iterator[str]:
+    """Yields the fields that a typed reader dropped: it does not know them."""
+    if isinstance(given, dict) and isinstance(read, dict):
+        for key, value in given.items():
+            if key not in read:
+                yield f"{path}{key}"
+            else:
+                yield from _lost(value, read[key], f"{path}{key}.")
+    elif isinstance(given, list) and isinstance(read, list):
+        for index, (one, other) in enumerate(zip(given, read, strict=True)):
+            yield from _lost(one, other, f"{path}{index}.")
+
+
+def _problems(plan: LaunchPlan, launch: JobSetLaunch) -> Iterator[Problem]:
+    if launch.image is None:
+        yield Problem("launch.image", "is not set: a pod runs in a container", "set launch.image=REGISTRY/IMAGE:TAG")
+    if not plan.run_dir.startswith("/"):
+        what = f"{plan.run_dir} is in the container, and is lost with it"
+        yield Problem("launch.directory", what, "name a folder of one of launch.volumes: /mnt/runs")
+    elif not any(_is_below(plan.run_dir, volume.mount) for volume in launch.volumes):
+        what = f"no volume is mounted at {plan.run_dir}, which all hosts write"
+        fix = "set launch.volumes=[{kind: claim, name: NAME, mount: /mnt/runs}], or kind bucket or host"
+        yield Problem("launch.volumes", what, fix)
+    if launch.spot and not plan.hosts.chips:
+        yield Problem("launch.spot", "is of nodes with chips, and the target has none", "leave it out")
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
+
+
+def _is_tpu(plan: LaunchPlan) -> bool:
+    return plan.hosts.chips is not None and not plan.hosts.is_gpu
+
+
+def _job(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
+    metadata = _without_empty({"labels": launch.labels, "annotations": launch.annotations | _of_buckets(launch)})
+    codes = {"containerName": CONTAINER, "operator": "In", "values": list(FINAL)}
+    return {
+        "parallelism": plan.hosts.per_slice,
+        "completions": plan.hosts.per_slice,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": codes}]},
+        "template": {**({"metadata": metadata} if metadata else {}), "spec": _pod(plan, launch)},
+    }
+
+
+def _of_buckets(launch: JobSetLaunch) -> dict[str, str]:
+    return {"gke-gcsfuse/volumes": "true"} if any(each.kind == "bucket" for each in launch.volumes) else {}
+
+
+def _pod(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
+    network = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if launch.host_network else {}
+    volumes = [_volume(index, volume) for index, volume in enumerate(launch.volumes)]
+    if plan.hosts.is_gpu:  # NCCL exchanges data between processes through it; a container has 64 MB
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    return _without_empty(
+        {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": launch.grace_seconds,
+            **network,
+            "priorityClassName": launch.priority_class,
+            "serviceAccountName": launch.service_account,
+            "nodeSelector": _node_selector(plan, launch),
+            "tolerations": _tolerations(plan, launch),
+            "containers": [_container(plan, launch)],
+            "volumes": volumes,
+        }
+    )
+
+
+def _node_selector(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, str]:
+    hosts, selector = plan.hosts, dict[str, str]()
+    if hosts.kind and hosts.is_gpu:
+        selector["cloud.google.com/gke-accelerator"] = chip_names(hosts.kind).gke
+    elif hosts.kind:
+        selector["cloud.google.com/gke-tpu-accelerator"] = chip_names(hosts.kind).gke
+        selector["cloud.google.com/gke-tpu-topology"] = "x".join(map(str, hosts.shape or ()))
+    if launch.spot:
+        selector["cloud.google.com/gke-spot"] = "true"
+    return selector | launch.node_selector
+
+
+def _tolerations(plan: LaunchPlan, launch: JobSetLaunch) -> list[dict[str, str]]:
+    keys = [_resource(plan)] if plan.hosts.chips else []
+    keys += ["cloud.google.com/gke-spot"] if launch.spot else []
+    return [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in keys]
+
+
+def _resource(plan: LaunchPlan) -> str:
+    return "nvidia.com/gpu" if plan.hosts.is_gpu else "google.com/tpu"
+
+
+def _container(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
+    # exec: SIGTERM reaches the run, and its exit code is the container's.
+    script = "\n".join(["set -e", *launch.setup, f"exec {plan.command(*_words(plan))}"])
+    chips = {_resource(plan): str(plan.hosts.chips)} if plan.hosts.chips else {}
+    mounts = [{"name": f"volume-{i}", "mountPath": volume.mount} for i, volume in enumerate(launch.volumes)]
+    mounts += [{"name": "shm", "mountPath": "/dev/shm"}] if plan.hosts.is_gpu else []
+    ports = TPU_PORTS if _is_tpu(plan) else (COORDINATOR_PORT,)
+    limits = chips | launch.resources
+    return _without_empty(
+        {
+            "name": CONTAINER,
+            "image": launch.image,
+            "command": ["bash", "-c", _literal(script)],
+            "env": [{"name": name, "value": _literal(value)} for name, value in plan.environment.items()],
+            "envFrom": [{"secretRef": {"name": name}} for name in launch.secrets],
+            "ports": [{"containerPort": port} for port in ports],
+            "resources": {"limits": limits, "requests": limits} if limits else {},
+            "volumeMounts": mounts,
+        }
+    )
+
+
+def _words(plan: LaunchPlan) -> list[str]:
+    """Returns how a process finds the others: JAX reads GKE's variables on a TPU, and elsewhere is told."""
+    if _is_tpu(plan) or plan.hosts.count == 1:
+        return []
+    first = f"{plan.name}-{HOSTS}-0-0.{plan.name}:{COORDINATOR_PORT}"
+    return [
+        shlex.quote(f"distributed.coordinator_address='{first}'"),
+        f"distributed.num_processes={plan.hosts.count}",
+        'distributed.process_id="$JOB_COMPLETION_INDEX"',
+    ]
+
+
+def _volume(index: int, volume: Volume) -> dict[str, Any]:
+    name = f"volume-{index}"
+    match volume.kind:
+        case "claim":
+            return {"name": name, "persistentVolumeClaim": {"claimName": volume.name}}
+        case "bucket":
+            attributes = {"bucketName": volume.name, "mountOptions": "implicit-dirs"}
+            return {"name": name, "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
+        case "host":
+            return {"name": name, "hostPath": {"path": volume.name}}
+
+
+def _literal(text: str) -> str:
+    """Kubernetes replaces $(NAME) in commands and values; $$ is a dollar there."""
+    return text.replace("$(", "$$(")
+
+
+def _without_empty(node: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in node.items() if value not in (None, {}, [])}
