@@ -103,12 +103,13 @@ def causal_flops(flops: int, rows: int, entries: int) -> int:
     return flops * (2 * rows - entries + 1) // (2 * rows)
 
 
-def cudnn_flops(kernel: Any, num_queries: int) -> int:
-    """FLOPs of cuDNN's causal attention. num_queries: elements of the queries on this device.
+def cudnn_flops(kernel: Any, num_queries: int, used: tuple[int, int] | None) -> int:
+    """FLOPs of cuDNN's attention. num_queries: elements of the queries on this device. used: blocks that are seen, and
+    all of them, where the kernel's name says so; None: the mask is causal.
 
     Two matmuls forward; backward the scores again and a gradient of each of four factors (arXiv:2205.14135).
     """
     num_matmuls = 2 if kernel.primitive.name.startswith(ATTENTION[0]) else 5
-    num_keys = kernel.invars[1].aval.shape[1]
-    blocks = max(1, num_keys // CUDNN_BLOCK)
-    return causal_flops(2 * num_matmuls * num_queries * num_keys, blocks, blocks)
+    num_keys = kernel.invars[1].aval.shape[2 if kernel.params["layout"] else 1]
+    flops, blocks = 2 * num_matmuls * num_queries * num_keys, max(1, num_keys // CUDNN_BLOCK)
+    return causal_flops(flops, blocks, blocks) if used is None else flops * used[0] // used[1]

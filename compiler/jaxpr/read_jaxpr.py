@@ -304,7 +304,8 @@ class _Reader:
             out = equation.outvars[0].aval
             return Cost(2 * length * self.sizes[results[0]] // out.dtype.itemsize)
         if equation.primitive.name.startswith(ATTENTION):
-            return Cost(cudnn_flops(equation, self.sizes[operands[0]] // equation.invars[0].aval.dtype.itemsize))
+            num_queries = self.sizes[operands[0]] // equation.invars[0].aval.dtype.itemsize
+            return Cost(cudnn_flops(equation, num_queries, OperationName(scope).used_blocks))
         if (used := OperationName(scope).used_blocks) and equation.primitive.name == "pallas_call":
             return Cost(splash_flops(equation, used))
         if equation.primitive.name == "dynamic_slice":  # the slice is read and written

@@ -2,7 +2,7 @@
 
     xla     plain operations, anywhere: all scores are in memory (models/attention.py), or those of a tile where the
             length is split (tiles.py)
-    cudnn   cuDNN's fused kernel, NVIDIA GPUs; no soft cap
+    cudnn   cuDNN's fused kernel, NVIDIA GPUs; no soft cap, and in a ring or with gathered keys no window or documents
     splash  JAX's Pallas kernel, TPUs: a kernel is not an operation that the partitioner can split, so it runs under a
             shard_map over the mesh axes of the heads
 
@@ -25,7 +25,7 @@ from ..core.partition_spec import Axes, axes_in
 from ..core.scopes import ATTENTION, exchange_scope
 from ..sharding.arrays import OpSite
 from .cudnn import attend_cudnn, most_cudnn_head_dim, shapes_of_cudnn
-from .exchange import ULYSSES, Exchange, attend_over_length, splash_blocks, tiled_blocks
+from .exchange import BLOCKS, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length
 from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy
 from .splash import LANES, attend_splash
 
@@ -99,10 +99,12 @@ def _refusal(name: str, site: OpSite, inputs: OpInputs, exchange: Exchange | Non
             return _chunk_refusal(chunk, exchange) if chunk % LANES else None
         length = spec.sequence_length
         return f"sequence_length={length} is not a multiple of {LANES}" if length % LANES else None
-    if exchange is not None and exchange.name != ULYSSES:
-        return (
-            f"it has no part in parallel.context={exchange.name}; parallel.context={ULYSSES} gives it whole sequences"
-        )
+    return cudnn_refusal(site, inputs, None if exchange is None else exchange.name)
+
+
+def cudnn_refusal(site: OpSite, inputs: OpInputs, exchange: ExchangeName | None) -> str | None:
+    """Returns what of this run cuDNN's kernel cannot do with keys and values exchanged so; None where it can run."""
+    spec, target = inputs.spec, inputs.target
     if spec.precision.compute == "float32":
         return "it computes in 16 bits, and precision.compute=float32"
     if spec.sequence_length % 2:
@@ -114,6 +116,13 @@ def _refusal(name: str, site: OpSite, inputs: OpInputs, exchange: Exchange | Non
         return f"queries and keys have a head_dim of {head_dim}, and values one of {of_values}"
     if head_dim % 8 or head_dim > most:
         return f"it takes a head_dim of a multiple of 8 up to {most}, and the model's is {head_dim}"
+    if exchange in (None, ULYSSES):
+        return None
+    instead = f"parallel.context={ULYSSES} gives it whole sequences"
+    if any(window is not None and window < spec.sequence_length for window in site.options_of("window")):
+        return f"it has no windows between parts of a sequence; {instead}"
+    if spec.data.isolate_documents:
+        return f"it knows no documents between parts of a sequence; {instead}"
     return None
 
 
@@ -132,8 +141,9 @@ def build_attend(kernel: Kernel) -> Callable[..., Array]:
     }[kernel.implementation]
     chosen, exchange = on_a_device, kernel.exchange
     if exchange is not None:
-        blocks = splash_blocks if kernel.implementation == SPLASH else tiled_blocks
-        exchanged = partial(attend_over_length, exchange, blocks, on_a_device)
+        blocks = BLOCKS[kernel.implementation]
+        whole = partial(attend_by_blocks, blocks) if kernel.implementation == XLA else on_a_device
+        exchanged = partial(attend_over_length, exchange, blocks, whole)
         chosen = partial(_on_shards, exchanged, kernel.heads, kernel.auto_axes)
     elif kernel.implementation != XLA:  # the partitioner cannot split a kernel
         chosen = partial(_on_shards, on_a_device, kernel.heads, axes_in(kernel.heads))

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..sharding.token_order import TokenOrder
+
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a score that softmax gives no weight
 
 
@@ -38,11 +40,12 @@ class Attended(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Of what all keys gave. dot_BHT: the sum over D of the output times its gradient, float32."""
+    """Of what all keys gave. result: the output; out: its gradient; dot: the sum over D of both, float32."""
 
     lse_BHT: Array
     out_BHTD: Array
     dot_BHT: Array
+    result_BHTD: Array
 
 
 class Gradients(NamedTuple):
@@ -85,15 +88,19 @@ def split_length(tree: Any, num_parts: int) -> list[Any]:
 
 def gradient_of(attended: Attended, d_out_BHTD: Array) -> Gradient:
     products = attended.out_BHTD.astype(jnp.float32) * d_out_BHTD.astype(jnp.float32)
-    return Gradient(attended.lse_BHT, d_out_BHTD, jnp.sum(products, axis=-1))
+    return Gradient(attended.lse_BHT, d_out_BHTD, jnp.sum(products, axis=-1), attended.out_BHTD)
 
 
 class BlockKernel(Protocol):
-    """sight: which keys the queries see, or tables of a kernel that say so."""
+    """sight: which keys the queries see, as a Sight or as the kernel's `shard_sight`."""
 
     def forward(self, queries: Queries, keys: Keys, sight: Any) -> Attended: ...
 
     def gradients(self, queries: Queries, keys: Keys, sight: Any, gradient: Gradient) -> Gradients: ...
+
+    def shard_sight(self, order: TokenOrder, shard: Array, length: int, window: int | None) -> Any:
+        """Returns what the queries of one shard see of all keys of a sequence. length: tokens of a shard."""
+        ...
 
 
 def merge(one: Attended, other: Attended) -> Attended:

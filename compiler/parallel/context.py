@@ -13,6 +13,7 @@ docs/context.md has the formulas, and where each wins.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +25,8 @@ from ..sharding.arrays import OpSite
 from ..sharding.batch import length_of_device, sequences_of_device
 from ..sharding.token_order import TokenOrder, plan_token_order
 from ..target.compiler_options import why_permutes_wait
-from .exchange import ALL_GATHER, RING, ULYSSES, Exchange
+from .attention import cudnn_refusal
+from .exchange import ALL_GATHER, RING, ULYSSES, Exchange, ExchangeName
 from .operation import CollectiveSpec, Cost, OpInputs, ParallelOp, Strategy
 from .ring import full_steps, num_steps
 
@@ -79,14 +81,22 @@ class ContextOp(ParallelOp):
             for name in (RING, ALL_GATHER, ULYSSES)
         ]
         ring, gather, ulysses = made
-        if inputs.target.platform == "gpu":  # the price of the others is scores in memory
-            kernel = "cuDNN's kernel runs on whole sequences alone"
-            ulysses, ring, gather = (replace(each, cost=None, merit=kernel) for each in (ulysses, ring, gather))
-            return replace(ulysses, refusal=_too_few_heads(local)), ring, gather
+        ulysses = replace(ulysses, refusal=_too_few_heads(local))
+        if inputs.target.platform == "gpu":
+            return _with_kernels((ulysses, ring, gather), site, inputs)
         if order.name == "contiguous" and None in local.windows:
             why = "the first devices wait for the last in contiguous order: token_order=zigzag balances them"
             ring = replace(ring, objection=why)
-        return ring, gather, replace(ulysses, refusal=_too_few_heads(local))
+        return ring, gather, ulysses
+
+
+def _with_kernels(made: Sequence[Strategy], site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
+    """On GPUs, `auto` leaves out what cuDNN's kernel cannot run in, if it can run in another."""
+    why_not = {each.name: cudnn_refusal(site, inputs, cast(ExchangeName, each.name)) for each in made}
+    if all(each.refusal or why_not[each.name] for each in made):
+        return made
+    objections = {name: f"cuDNN's kernel cannot be used: {why}" for name, why in why_not.items() if why}
+    return [replace(each, objection=objections.get(each.name)) for each in made]
 
 
 @dataclass(frozen=True)

@@ -52,17 +52,18 @@ def _is_same(segment_ids_BT: Array) -> Array:
 
 @jax.custom_vjp
 def _attend(q: Array, k: Array, v: Array, bias: tuple[Array, ...]) -> Array:
-    return _forward.bind(q, k, v, *bias)[0]
+    return bind_shapes_forward(q, k, v, *bias)[0]
 
 
 def _attend_forward(q: Array, k: Array, v: Array, bias: tuple[Array, ...]) -> tuple[Array, Any]:
-    out, statistics = _forward.bind(q, k, v, *bias)
+    out, statistics = bind_shapes_forward(q, k, v, *bias)
     return out, (q, k, v, bias, statistics, out)
 
 
 def _attend_backward(residuals: Any, gradient: Array) -> tuple[Array, Array, Array, tuple[None, ...]]:
     q, k, v, bias, statistics, out = residuals
-    dq, dk, dv, *dbias = _backward.bind(q, k, v, *bias, statistics, out, gradient, num_biases=len(bias))
+    operands = (q, k, v, *bias, statistics, out, gradient)
+    dq, dk, dv, *dbias = bind_shapes_backward(*operands, num_biases=len(bias))
     return dq, dk, dv, (None,) * len(dbias)
 
 
@@ -74,12 +75,26 @@ _backward = Primitive("dot_product_attention_bwd_shapes")
 _forward.multiple_results = _backward.multiple_results = True
 
 
+BTNH, BNTH = 0, 1  # layouts, as JAX numbers them: heads after the length, or before it
+
+
+def bind_shapes_forward(*operands: Array, layout: int = BTNH) -> list[Array]:
+    """[output, the log of the softmax's denominator], of queries, keys, values, and what else the kernel takes."""
+    return _forward.bind(*operands, layout=layout)
+
+
+def bind_shapes_backward(*operands: Array, num_biases: int = 0, layout: int = BTNH) -> list[Array]:
+    """Gradients of the queries, keys, values, and biases, which are the first operands."""
+    return _backward.bind(*operands, num_biases=num_biases, layout=layout)
+
+
 @_forward.def_abstract_eval
-def _(q: Any, _k: Any, _v: Any, *_bias: Any) -> list[ShapedArray]:
-    B, T, H, _ = q.shape
+def _(q: Any, *_others: Any, layout: int) -> list[ShapedArray]:
+    (B, T, H) = q.shape[:3] if layout == BTNH else (q.shape[0], q.shape[2], q.shape[1])
     return [ShapedArray(q.shape, q.dtype), ShapedArray((B, H, T), jnp.float32)]
 
 
 @_backward.def_abstract_eval
-def _(*operands: Any, num_biases: int) -> list[ShapedArray]:
+def _(*operands: Any, num_biases: int, layout: int) -> list[ShapedArray]:
+    del layout
     return [ShapedArray(x.shape, x.dtype) for x in operands[: 3 + num_biases]]

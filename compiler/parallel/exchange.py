@@ -20,10 +20,11 @@ from jax import Array
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
 from ..sharding.token_order import TokenOrder
-from .blocks import Attended, BlockKernel, Keys, Queries, gradient_of
+from .blocks import Attended, BlockKernel, Keys, Queries, Sight, gradient_of
+from .cudnn_blocks import CudnnBlocks, OnCudnn, ShapesOfCudnn
 from .ring import Ring, attend_in_ring
-from .splash_blocks import SplashBlocks, shard_tables
-from .tiles import TiledBlocks, tiles_of_shards
+from .splash_blocks import SplashBlocks
+from .tiles import TiledBlocks
 
 RING, ALL_GATHER, ULYSSES = "ring", "all_gather", "ulysses"
 ExchangeName = Literal["ring", "all_gather", "ulysses"]
@@ -87,13 +88,38 @@ def _attend_gathered(
 
 
 def _sight(exchange: Exchange, kernel: BlockKernel, length: int, window: int | None) -> Any:
-    """What this device's queries see of all keys, as tables of the kernel. length: tokens of a device."""
-    order, shard = exchange.order, jax.lax.axis_index(exchange.axes)
-    chunks, chunk, num_keys = order.chunks(), length // order.chunks_per_shard, length * order.num_shards
-    if isinstance(kernel, SplashBlocks):
-        return shard_tables(chunks, shard, order.of_shard(length, shard), num_keys, window)
-    assert isinstance(kernel, TiledBlocks)
-    return tiles_of_shards(chunks, shard, chunk, num_keys, window, wanted=kernel.tile)
+    """What this device's queries see of all keys. length: tokens of a device."""
+    return kernel.shard_sight(exchange.order, jax.lax.axis_index(exchange.axes), length, window)
+
+
+def attend_by_blocks(
+    kernel: Callable[[float | None], BlockKernel], q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, ids_BT: Array | None,
+    *, scale: float, window: int | None, soft_cap: float | None,
+) -> Array:  # fmt: skip
+    """Attention within whole sequences, with the signature of `models.attention.attend` after the kernel."""
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BSKD, v_BSKD))
+    out = _attend_whole(kernel(soft_cap), Queries(q, ids_BT), Keys(k, v, ids_BT), Sight(0, window))
+    return jnp.swapaxes(out, 1, 2)
+
+
+def _attend_whole(kernel: BlockKernel, queries: Queries, keys: Keys, sight: Sight) -> Array:
+    @jax.custom_vjp
+    def attend(queries: Queries, keys: Keys) -> Array:
+        return forward(queries, keys)[0]
+
+    def forward(queries: Queries, keys: Keys) -> tuple[Array, Any]:
+        out, lse = kernel.forward(queries, keys, sight)
+        out = out.astype(queries.q_BHTD.dtype)
+        return out, (queries, keys, Attended(out, lse))
+
+    def pull_back(saved: Any, d_out: Array) -> tuple[Queries, Keys]:
+        queries, keys, attended = saved
+        dq, *of_keys = kernel.gradients(queries, keys, sight, gradient_of(attended, d_out))
+        dk, dv = (d.astype(own.dtype) for d, own in zip(of_keys, keys, strict=False))
+        return Queries(dq.astype(queries.q_BHTD.dtype), None), Keys(dk, dv, None)
+
+    attend.defvjp(forward, pull_back)
+    return attend(queries, keys)
 
 
 def _whole(exchange: Exchange, keys: Keys) -> Keys:
@@ -156,9 +182,9 @@ def exchange_of(name: OperationName) -> str | None:
     return f"attention, {name.exchange}" if name.exchange else None
 
 
-def tiled_blocks(soft_cap: float | None) -> BlockKernel:
-    return TiledBlocks(soft_cap)
-
-
-def splash_blocks(soft_cap: float | None) -> BlockKernel:
-    return SplashBlocks(soft_cap, interpret=False)
+BLOCKS: dict[str, Callable[[float | None], BlockKernel]] = {  # by the implementation of attention, of a soft cap
+    "xla": TiledBlocks,
+    "splash": partial(SplashBlocks, interpret=False),
+    "cudnn": lambda _: CudnnBlocks(OnCudnn()),
+    "cudnn_shapes": lambda _: CudnnBlocks(ShapesOfCudnn()),
+}

@@ -270,7 +270,7 @@ def _conveyor_backward(
     for step in reversed(range(len(visits))):
         seen = line.stacked(visits[step])
         lse = jnp.where(line.is_empty(step, batch), -HIDDEN, of_all.lse_BHT) if step else of_all.lse_BHT
-        arguments = (stacked, seen, Sight(step * chunk, window), Gradient(lse, of_all.out_BHTD, of_all.dot_BHT))
+        arguments = (stacked, seen, Sight(step * chunk, window), of_all._replace(lse_BHT=lse))
         home = None if travelling is None else line.moved(travelling, is_back=True)
         d_queries, d_keys = _gradients(ring.kernel, *arguments)
         dq, made = dq + d_queries, line.unstacked(d_keys)

@@ -18,6 +18,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from ..core.scopes import blocks_scope
+from ..sharding.token_order import TokenOrder
 from .blocks import Attended, Gradient, Gradients, Keys, Queries, Sight, both_ids
 from .splash import BLOCKS, PARTLY, TABLE_BYTES, WHOLE, CausalMask, block_size
 
@@ -198,7 +199,7 @@ class SplashBlocks:
 
     def gradients(self, queries: Queries, keys: Keys, sight: Sight | Tables, gradient: Gradient) -> Gradients:
         tables = self._tables(queries, keys, sight)
-        lse, d_out, dot = gradient
+        lse, d_out, dot, _ = gradient
         of_all = (lse, d_out.astype(queries.q_BHTD.dtype), dot)
         operands = (queries.q_BHTD, keys.k_BKSD, keys.v_BKSD, of_all, *both_ids(queries, keys))
         options = {"soft_cap": self.soft_cap, "interpret": self.interpret}
@@ -206,6 +207,10 @@ class SplashBlocks:
             dq = jax.vmap(partial(backward_dq, tables, **options))(*operands)
             dk, dv = jax.vmap(partial(backward_dkv, tables, **options))(*operands)
         return Gradients(dq, dk, dv)
+
+    def shard_sight(self, order: TokenOrder, shard: Array, length: int, window: int | None) -> Tables:
+        places = order.of_shard(length, shard)
+        return shard_tables(order.chunks(), shard, places, order.num_shards * length, window)
 
     def _tables(self, queries: Queries, keys: Keys, sight: Sight | Tables) -> Tables:
         if isinstance(sight, Tables):

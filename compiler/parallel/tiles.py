@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..sharding.token_order import TokenOrder
 from .blocks import HIDDEN, Attended, Gradient, Gradients, Keys, Queries, Sight
 
 TILE = 512  # tokens
@@ -64,19 +65,6 @@ def plan_visits(starts: np.ndarray, num_keys: int, tile: int, window: int | None
     return found
 
 
-def tiles_of_shards(
-    chunks: np.ndarray, shard: Array, chunk: int, num_keys: int, window: int | None, *, wanted: int
-) -> TiledSight:
-    """What this shard's queries see of all keys of the sequence.
-
-    chunks: the chunks of the sequence that each shard's queries are, (shards, chunks of each). chunk: tokens of one.
-    """
-    tile = tile_size(chunk, num_keys, wanted=wanted)
-    starts = (chunks[:, :, None] * chunk + tile * np.arange(chunk // tile)).reshape(len(chunks), -1)
-    visits = jnp.asarray(plan_visits(starts, num_keys, tile, window))[shard]
-    return TiledSight(Visits(*visits), tile, window, is_masked=True)
-
-
 def tiles_of(sight: Sight, num_queries: int, num_keys: int, *, wanted: int) -> TiledSight:
     """All tiles, where only the device knows how far the queries are from the keys."""
     tile = tile_size(num_queries, num_keys, wanted=wanted)
@@ -120,7 +108,7 @@ class TiledBlocks:
 
     def gradients(self, queries: Queries, keys: Keys, sight: Sight | TiledSight, gradient: Gradient) -> Gradients:
         tiles, num_kv_heads = self._tiles(queries, keys, sight), keys.k_BKSD.shape[1]
-        of_queries = tuple(_grouped(x, num_kv_heads) for x in (queries.q_BHTD, *gradient))
+        of_queries = tuple(_grouped(x, num_kv_heads) for x in (queries.q_BHTD, *gradient[:3]))
 
         def visit(sums: Any, visit: Visits) -> Any:
             scores, is_seen = self._scores(queries, keys, tiles, visit)
@@ -140,6 +128,13 @@ class TiledBlocks:
         zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (of_queries[0], keys.k_BKSD, keys.v_BKSD))
         dq, dk, dv = _over(tiles.visits, visit, zeros)
         return Gradients(_ungrouped(dq), dk, dv)
+
+    def shard_sight(self, order: TokenOrder, shard: Array, length: int, window: int | None) -> TiledSight:
+        chunk = length // order.chunks_per_shard
+        tile = tile_size(chunk, wanted=self.tile)
+        starts = order.chunks()[:, :, None] * chunk + tile * np.arange(chunk // tile)
+        visits = plan_visits(starts.reshape(order.num_shards, -1), order.num_shards * length, tile, window)
+        return TiledSight(Visits(*jnp.asarray(visits)[shard]), tile, window, is_masked=True)
 
     def _tiles(self, queries: Queries, keys: Keys, sight: Sight | TiledSight) -> TiledSight:
         if isinstance(sight, TiledSight):

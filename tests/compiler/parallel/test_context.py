@@ -92,6 +92,38 @@ def test_splash_is_refused_for_chunks_that_it_cannot_cut():
     assert plan_of(*splash, "sequence_length=512").operation("attention").chosen.name == "splash"
 
 
+GPU = (*CONTEXT, "target=h100-8", "precision=bfloat16", "model.head_dim=8")
+
+
+def test_on_gpus_prices_choose_where_cudnn_runs_in_all():
+    plan = plan_of(*GPU)
+    context = plan.operation("context")
+    costs = {
+        each.name: each.cost.value for each in (context.chosen, *context.rejected) if each.cost and not each.why_not
+    }
+    assert set(costs) == {"ring", "all_gather", "ulysses"}
+    assert context.chosen.name == min(costs, key=lambda name: costs[name])
+    assert plan.operation("attention").chosen.name == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "chosen", "kernel", "why"),
+    [
+        (("data.isolate_documents=true",), "ulysses", "cudnn", "it knows no documents between parts of a sequence"),
+        (("model.attention_windows=[5,null,5]",), "ulysses", "cudnn", "it has no windows between parts of a sequence"),
+        (("data.isolate_documents=true", "model.num_heads=6", "model.num_kv_heads=2"), None, "xla", None),
+        (("precision=float32",), None, "xla", None),  # prices decide
+    ],
+)
+def test_on_gpus_what_the_kernel_cannot_do_decides(overrides, chosen, kernel, why):
+    plan = plan_of(*GPU, *overrides)
+    assert chosen in (None, plan.operation("context").chosen.name)
+    assert plan.operation("attention").chosen.name == kernel
+    objections = {each.name: each.objection for each in plan.operation("context").rejected if each.objection}
+    assert all(why in text for text in objections.values()) if why else not objections
+    assert set(objections) == ({"ring", "all_gather"} if why else set())
+
+
 def test_collectives_are_those_that_the_step_has():
     """Those of one call of each strategy, in each of 3 layers, forward and backward."""
     for name in ("ring", "all_gather", "ulysses"):

@@ -44,6 +44,8 @@ def test_a_page_is_printed_whole_or_not_at_all(monkeypatch, capsys):
         ("remat=save_dots", "data.isolate_documents=true"),
         ("remat=save_names", "model.attention_windows=[5,null,6]", "overlap=prefetch"),
         ("remat=full", "sharding=fsdp_tensor", "mesh.tensor=2"),
+        ("remat=full", "sharding=fsdp_context", "mesh.context=2", "parallel.context=ring"),
+        ("remat=full", "sharding=fsdp_context", "mesh.context=2", "parallel.context=all_gather"),
     ],
 )
 def test_the_estimate_is_that_of_the_kernel_that_is_compiled(overrides, monkeypatch):
@@ -75,6 +77,20 @@ def test_attention_flops_are_half_the_square():
     attention = next(part for part in estimate_step(plan).roofline if part.name == "attention")
     square = 3 * (16 // 8) * 16 * 8 * 1024**2  # layers, sequences of a device, heads, head_dim, scores
     assert attention.flops == 2 * 7 * square * (8 + 1) // (2 * 8)
+
+
+@pytest.mark.parametrize("name", ["ring", "all_gather", "ulysses"])
+def test_attention_over_a_split_length_takes_the_flops_that_the_mask_leaves(name):
+    """1,024 tokens in 4 chunks of 256 on 2 devices: of 4 x 4 chunks 10 are seen, 4 of them half, on each device 4; with
+    all tokens, half of the heads and half of the square. cuDNN's blocks of 128 leave more of what is seen in half."""
+    plan = plan_of(
+        "target=h100-8", "precision=bfloat16", "model.head_dim=8", "sequence_length=1024", "remat=none",
+        "sharding=fsdp_context", "mesh.fsdp=4", "mesh.context=2", f"parallel.context={name}", "global_batch_size=4",
+    )  # fmt: skip
+    assert plan.operation("attention").chosen.name == "cudnn"
+    attention = next(part for part in estimate_step(plan).roofline if part.name == "attention")
+    of_chunks = {"ring": 3 + 2 * 3 / 4, "all_gather": 3 + 2 * 3 / 4, "ulysses": 8 * (8 + 1) / 16}[name]
+    assert attention.flops == pytest.approx(3 * 16 * of_chunks * 256**2 * 8 * 2 * 7, rel=0.01)  # layers, heads
 
 
 @pytest.mark.parametrize(

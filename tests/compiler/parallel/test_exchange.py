@@ -14,11 +14,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshloom.compiler.jaxpr.subprograms import subprograms
-from meshloom.compiler.parallel.exchange import Exchange, attend_over_length
+from meshloom.compiler.parallel.blocks import Attended, Gradients
+from meshloom.compiler.parallel.cudnn_blocks import CudnnBlocks
+from meshloom.compiler.parallel.exchange import Exchange, attend_by_blocks, attend_over_length
 from meshloom.compiler.parallel.splash_blocks import SplashBlocks
 from meshloom.compiler.parallel.tiles import TiledBlocks, plan_visits, tile_size
 from meshloom.compiler.sharding.token_order import TokenOrder
-from meshloom.models.attention import attend
 from support.helpers import tiered
 
 SCALE = 0.4
@@ -89,7 +90,8 @@ def split(name, order, num_shards, block_kernel, window, soft_cap):
     """(q, k, v, ids) in the shards' order -> output, in the same."""
     mesh = jax.make_mesh((num_shards,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_shards])
     exchange = Exchange(name, ("context",), TokenOrder(order, num_shards))
-    run = partial(attend_over_length, exchange, block_kernel, attend, scale=SCALE, window=window, soft_cap=soft_cap)
+    whole = partial(attend_by_blocks, block_kernel)
+    run = partial(attend_over_length, exchange, block_kernel, whole, scale=SCALE, window=window, soft_cap=soft_cap)
     by_length = P(None, "context")
     return jax.shard_map(run, mesh=mesh, in_specs=by_length, out_specs=by_length, check_vma=False)
 
@@ -148,6 +150,57 @@ def test_so_it_does_with_splash_for_each_block(case):
     assert_is_reference(case, partial(SplashBlocks, interpret=True), inputs(length, 128, 2, 1), ids)
 
 
+class LikeCudnn:
+    """What cuDNN's documentation says of its kernels, in plain operations. Gradients behind the given keys are NaN."""
+
+    def forward(self, queries, keys, num_keys_B, *, is_causal):
+        weights, lse = self._weights(queries, keys, num_keys_B, None, is_causal=is_causal)
+        return Attended(jnp.einsum("bhts,bhsd->bhtd", weights, _of_heads(keys.v_BKSD, queries)), lse)
+
+    def backward(self, queries, keys, num_keys_B, gradient, *, is_causal):
+        weights, _ = self._weights(queries, keys, num_keys_B, gradient.lse_BHT, is_causal=is_causal)
+        dot = jnp.sum(gradient.result_BHTD * gradient.out_BHTD, axis=-1, keepdims=True)
+        d_weights = jnp.einsum("bhtd,bhsd->bhts", gradient.out_BHTD, _of_heads(keys.v_BKSD, queries))
+        d_scores = weights * (d_weights - dot)
+        sums = [
+            jnp.einsum("bhts,bhtd->bhsd", one, other).reshape(*keys.k_BKSD.shape[:2], -1, *keys.k_BKSD.shape[2:]).sum(2)
+            for one, other in ((d_scores, queries.q_BHTD), (weights, gradient.out_BHTD))
+        ]
+        if num_keys_B is not None:
+            is_given = jnp.arange(sums[0].shape[2])[:, None] < num_keys_B[:, None, None, None]
+            sums = [jnp.where(is_given, x, jnp.nan) for x in sums]
+        return Gradients(jnp.einsum("bhts,bhsd->bhtd", d_scores, _of_heads(keys.k_BKSD, queries)), *sums)
+
+    def _weights(self, queries, keys, num_keys_B, lse, *, is_causal):
+        scores = jnp.einsum("bhtd,bhsd->bhts", queries.q_BHTD, _of_heads(keys.k_BKSD, queries))
+        places = jnp.arange(scores.shape[-1])
+        if is_causal:
+            scores = jnp.where(jnp.arange(scores.shape[-2])[:, None] >= places, scores, -jnp.inf)
+        if num_keys_B is not None:
+            scores = jnp.where(places < num_keys_B[:, None, None, None], scores, -jnp.inf)
+        lse = jax.nn.logsumexp(scores, axis=-1) if lse is None else lse
+        return jnp.exp(scores - lse[..., None]), lse
+
+
+def _of_heads(x_BKSD, queries):
+    return jnp.repeat(x_BKSD, queries.q_BHTD.shape[1] // x_BKSD.shape[1], axis=1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("ring", "zigzag", 4, None, None),
+        ("all_gather", "zigzag", 2, None, None),
+        pytest.param(("ring", "contiguous", 4, None, None), marks=pytest.mark.ci),
+        pytest.param(("all_gather", "contiguous", 4, None, None), marks=pytest.mark.ci),
+    ],
+    ids=str,
+)
+def test_so_it_does_with_a_kernel_that_works_as_cudnn_does(case):
+    """A stand-in: this proves what is done with the kernels, and not the kernels."""
+    assert_is_reference(case, lambda _: CudnnBlocks(LikeCudnn()), inputs(32), None)
+
+
 def _compiled(name, order, num_shards, length, window=None) -> Any:
     """The forward pass. With heads of 128, nearly all of its arithmetic is in matmuls."""
     run = split(name, order, num_shards, TiledBlocks, window, None)
@@ -180,11 +233,11 @@ def sizes_of(jaxpr):
             yield from sizes_of(inner)
 
 
-@pytest.mark.parametrize("name", ["ring", "all_gather"])
+@pytest.mark.parametrize("name", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("window", [None, 1500, 3000])  # 3,000 of 4,096: only the device knows how far keys are
 def test_no_array_has_the_scores_of_a_device(name, window):
     """2,048 tokens of 2 heads on each of 4 devices, forward and backward; a conveyor computes both chunks at once."""
-    run = split(name, "zigzag", 4, TiledBlocks, window, 2.0)
+    run = split(name, "zigzag", 2 if name == "ulysses" else 4, TiledBlocks, window, 2.0)
     operand = jax.ShapeDtypeStruct((1, 8192, 2, 8), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
 

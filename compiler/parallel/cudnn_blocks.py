@@ -1,0 +1,180 @@
+"""cuDNN's attention of some queries to some of the keys, with the log of the softmax's denominator, and its gradients.
+
+The public `jax.nn.dot_product_attention` rounds that logarithm to 16 bits, and its gradient knows only the denominator
+of its own keys. What is called here instead is JAX's own function below it, and the primitive of its gradient with the
+output and the logarithm of all keys, as Transformer Engine does (docs.nvidia.com/deeplearning/transformer-engine,
+context parallelism). Both are private; this file alone imports them.
+
+The kernel knows two masks for parts of a sequence: all keys, and the causal one from the first query and key on. So
+gathered keys are two parts: the chunks before the queries', by a padding mask with their number of tokens, which only
+the device knows; and the queries' own chunk.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax._src.cudnn import fused_attention_stablehlo
+
+from ..core.scopes import blocks_scope
+from ..sharding.token_order import TokenOrder
+from .blocks import HIDDEN, Attended, Gradient, Gradients, Keys, Queries, Sight, merge, split_length
+from .cudnn import BNTH, bind_shapes_backward, bind_shapes_forward
+
+fused: Any = fused_attention_stablehlo  # without types
+
+
+class Calls(Protocol):
+    """cuDNN's kernels, of scaled queries. num_keys: of each sequence, so many of the first are seen; None: all, or with
+    is_causal those up to each query's own place."""
+
+    def forward(self, queries: Queries, keys: Keys, num_keys_B: Array | None, *, is_causal: bool) -> Attended: ...
+
+    def backward(
+        self, queries: Queries, keys: Keys, num_keys_B: Array | None, gradient: Gradient, *, is_causal: bool
+    ) -> Gradients: ...
+
+
+class ChunkSight(NamedTuple):
+    """Of chunks of queries on all keys of a sequence. starts: the place of each chunk, in tokens. num_used: blocks
+    before the chunks that are seen, of num_blocks."""
+
+    starts: Array
+    num_used: int
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class CudnnBlocks:
+    calls: Calls
+
+    def forward(self, queries: Queries, keys: Keys, sight: Sight | ChunkSight) -> Attended:
+        if isinstance(sight, Sight):
+            is_causal, scope = _mask(sight)
+            with jax.named_scope(scope):
+                return self.calls.forward(queries, keys, None, is_causal=is_causal)
+        parts = [self._after(own, keys, start, sight) for own, start in self._chunks(queries, sight)]
+        out, lse = (jnp.concatenate(each, axis=2) for each in zip(*parts, strict=True))
+        return Attended(out, lse)
+
+    def gradients(self, queries: Queries, keys: Keys, sight: Sight | ChunkSight, gradient: Gradient) -> Gradients:
+        if isinstance(sight, Sight):
+            is_causal, scope = _mask(sight)
+            with jax.named_scope(scope):
+                return self.calls.backward(queries, keys, None, gradient, is_causal=is_causal)
+        of_keys = tuple(jnp.zeros(x.shape, jnp.float32) for x in keys[:2])
+        found = []
+        for (own, start), g in zip(
+            self._chunks(queries, sight), split_length(gradient, len(sight.starts)), strict=True
+        ):
+            dq, of_keys = self._gradients_after(own, keys, start, sight, g, of_keys)
+            found.append(dq)
+        return Gradients(jnp.concatenate(found, axis=2), *of_keys)
+
+    def shard_sight(self, order: TokenOrder, shard: Array, length: int, window: int | None) -> ChunkSight:
+        assert window is None  # `cudnn_refusal`
+        chunks = order.chunks()
+        starts = jnp.asarray(chunks * (length // order.chunks_per_shard), jnp.int32)[shard]
+        return ChunkSight(starts, int(chunks.sum(axis=1).max()), order.chunks_per_shard * order.num_chunks)
+
+    def _chunks(self, queries: Queries, sight: ChunkSight) -> list[tuple[Queries, Array]]:
+        return list(zip(split_length(queries, len(sight.starts)), sight.starts, strict=True))
+
+    def _after(self, queries: Queries, keys: Keys, start: Array, sight: ChunkSight) -> Attended:
+        """One chunk of queries: the keys before it, and its own."""
+        with jax.named_scope(blocks_scope(sight.num_used, sight.num_blocks)):
+            out, lse = self.calls.forward(queries, keys, _num_keys(queries, start), is_causal=False)
+        before = Attended(jnp.where(start > 0, out, 0), jnp.where(start > 0, lse, HIDDEN))
+        return merge(before, self.calls.forward(queries, _own(keys, queries, start), None, is_causal=True))
+
+    def _gradients_after(
+        self, queries: Queries, keys: Keys, start: Array, sight: ChunkSight, gradient: Gradient, of_keys: Any
+    ) -> tuple[Array, Any]:
+        """(of the queries, what was known of keys and values with theirs)."""
+        far = gradient._replace(lse_BHT=jnp.where(start > 0, gradient.lse_BHT, -HIDDEN))
+        with jax.named_scope(blocks_scope(sight.num_used, sight.num_blocks)):
+            dq, *d_keys = self.calls.backward(queries, keys, _num_keys(queries, start), far, is_causal=False)
+        is_before = (jnp.arange(keys.k_BKSD.shape[2]) < start)[:, None]
+        of_keys = tuple(x + jnp.where(is_before, d, 0) for x, d in zip(of_keys, d_keys, strict=True))
+        own = self.calls.backward(queries, _own(keys, queries, start), None, gradient, is_causal=True)
+        added = []
+        for x, d in zip(of_keys, own[1:], strict=True):
+            there = jax.lax.dynamic_slice_in_dim(x, start, d.shape[2], axis=2)
+            added.append(jax.lax.dynamic_update_slice_in_dim(x, there + d, start, axis=2))
+        return jnp.where(start > 0, dq, 0).astype(jnp.float32) + own.q_BHTD, tuple(added)
+
+
+def _mask(sight: Sight) -> tuple[bool, str]:
+    """(is it causal, the scope of the kernel)."""
+    assert isinstance(sight.distance, int)
+    assert sight.window is None  # `cudnn_refusal`
+    is_causal = sight.distance == 0
+    return is_causal, "causal" if is_causal else blocks_scope(1, 1)
+
+
+def _num_keys(queries: Queries, start: Array) -> Array:
+    """At least one: what the kernel does without any is not said anywhere."""
+    return jnp.full(queries.q_BHTD.shape[0], jnp.maximum(start, 1), jnp.int32)
+
+
+def _own(keys: Keys, queries: Queries, start: Array) -> Keys:
+    k, v = (jax.lax.dynamic_slice_in_dim(x, start, queries.q_BHTD.shape[2], axis=2) for x in keys[:2])
+    return Keys(k, v, None)
+
+
+class OnCudnn:
+    """By the kernels."""
+
+    def forward(self, queries: Queries, keys: Keys, num_keys_B: Array | None, *, is_causal: bool) -> Attended:
+        q, k, v = queries.q_BHTD, keys.k_BKSD, keys.v_BKSD
+        lengths = {} if num_keys_B is None else {"q_seqlen": _all_of(q), "kv_seqlen": num_keys_B}
+        mask = _mask_type(num_keys_B, is_causal=is_causal)
+        out, lse = fused.dot_product_attention(
+            q, k, v, **lengths, scale=1.0, mask_type=mask, qkv_layout="BNTH", return_residual=True
+        )
+        return Attended(out, lse)
+
+    def backward(
+        self, queries: Queries, keys: Keys, num_keys_B: Array | None, gradient: Gradient, *, is_causal: bool
+    ) -> Gradients:
+        q, k, v = queries.q_BHTD, keys.k_BKSD, keys.v_BKSD
+        none = jnp.zeros(0, q.dtype)
+        lengths = (none, none) if num_keys_B is None else (_all_of(q), num_keys_B)
+        dq, dk, dv = fused._dot_product_attention_bwd_p_wrapper.bind(
+            q, k, v, none, *lengths, none, none, none, none,
+            gradient.lse_BHT, gradient.result_BHTD.astype(q.dtype), gradient.out_BHTD.astype(q.dtype),
+            scale=1.0, seed=0, dropout_rate=0.0, variadic_args=(False, False),
+            mask_type=_mask_type(num_keys_B, is_causal=is_causal), layout=fused.AttentionLayout.BNTH.value,
+            sliding_window_length=None,
+        )  # fmt: skip
+        return Gradients(dq, dk, dv)
+
+
+class ShapesOfCudnn:
+    """To be traced and never compiled; needs no cuDNN."""
+
+    def forward(self, queries: Queries, keys: Keys, num_keys_B: Array | None, *, is_causal: bool) -> Attended:
+        del is_causal
+        lengths = () if num_keys_B is None else (_all_of(queries.q_BHTD), num_keys_B)
+        return Attended(*bind_shapes_forward(queries.q_BHTD, keys.k_BKSD, keys.v_BKSD, *lengths, layout=BNTH))
+
+    def backward(
+        self, queries: Queries, keys: Keys, num_keys_B: Array | None, gradient: Gradient, *, is_causal: bool
+    ) -> Gradients:
+        del is_causal
+        q, k, v = queries.q_BHTD, keys.k_BKSD, keys.v_BKSD
+        lengths = () if num_keys_B is None else (_all_of(q), num_keys_B)
+        of_all = gradient.lse_BHT, gradient.result_BHTD.astype(q.dtype), gradient.out_BHTD.astype(q.dtype)
+        return Gradients(*bind_shapes_backward(q, k, v, *lengths, *of_all, layout=BNTH))
+
+
+def _all_of(q_BHTD: Array) -> Array:
+    return jnp.full(q_BHTD.shape[0], q_BHTD.shape[2], jnp.int32)
+
+
+def _mask_type(num_keys_B: Array | None, *, is_causal: bool) -> Any:
+    if num_keys_B is not None:
+        return fused.MaskType.PADDING
+    return fused.MaskType.CAUSAL if is_causal else fused.MaskType.NO_MASK
