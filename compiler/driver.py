@@ -29,6 +29,7 @@ from .report.build_report import build_report
 from .schema import Change, Report, SearchReport
 from .sharding.arrays import Arrays, build_model, find_arrays
 from .sharding.batch import check_batch, check_length
+from .sharding.check_order import check_token_order
 from .sharding.gradients import check_gradients
 from .sharding.length_split import check_length_split
 from .sharding.optimizer_state import build_optimizer, check_schedule
@@ -104,11 +105,14 @@ def plan_layout(
         lambda: check_schedule(spec),
         lambda: check_remat(spec.remat, arrays),
     )
+    all_of(  # before layouts, which name every array of a length that does not divide
+        lambda: check_token_order(spec, mesh, target),
+        lambda: check_batch(spec, mesh),
+        lambda: check_length(spec, model),
+    )
     sharding, preset_options, *_ = all_of(
         lambda: plan_sharding(spec.sharding, arrays, mesh),
         lambda: plan_preset_options(spec.overlap.flag_presets, target),
-        lambda: check_batch(spec, mesh),
-        lambda: check_length(spec, model),
         lambda: check_length_split(spec, model, mesh),
     )
     inputs = OpInputs(spec, model, arrays, sharding, mesh, target)

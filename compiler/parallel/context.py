@@ -81,7 +81,7 @@ class ContextOp(ParallelOp):
             for name in (RING, ALL_GATHER, ULYSSES)
         ]
         ring, gather, ulysses = made
-        ulysses = replace(ulysses, refusal=_too_few_heads(local))
+        ulysses = replace(ulysses, refusal=_too_few_heads(local), instead=RING)
         if inputs.target.platform == "gpu":
             return _with_kernels((ulysses, ring, gather), site, inputs)
         if order.name == "contiguous" and None in local.windows:
@@ -161,10 +161,10 @@ def _local(site: OpSite, inputs: OpInputs, order: TokenOrder) -> _Local:
 def _too_few_heads(local: _Local) -> str | None:
     n, heads, kv_heads = local.order.num_shards, local.heads, local.kv_heads
     if heads % n:
-        return f"{n} shards of the length do not divide the {heads} heads of a device: parallel.context=ring needs none"
+        return f"{n} shards of the length do not divide the {heads} heads of a device; a ring splits no heads"
     if kv_heads % n and n % kv_heads:
         why = f"{kv_heads} kv_heads of a device can be neither split nor repeated over {n} shards of the length"
-        return f"{why}: parallel.context=ring needs neither"
+        return f"{why}; a ring splits no heads"
     return None
 
 

@@ -64,6 +64,7 @@ class Strategy:
     figures: what the cost is made of, in words; the reason where costs decided.
     merit: the reason where it is chosen without a comparison.
     refusal: why it cannot run here; None: it can.
+    instead: the strategy to name in its place where it is refused; empty: the operation's fallback.
     objection: why `auto` does not take it although it can run; None: it may.
     loss: what is lost where this strategy is refused, for the lint; empty: nothing that a user has to know.
     is_trivial: there is nothing to tell about a site that is run so.
@@ -77,6 +78,7 @@ class Strategy:
     figures: str = ""
     merit: str = ""
     refusal: str | None = None
+    instead: str = ""
     objection: str | None = None
     loss: str = ""
     is_trivial: bool = False
@@ -216,11 +218,13 @@ def _problems(
             return [Problem(key, f"'{declared}' is not a strategy", use_one_of(declared, (AUTO, *op.names)))]
         if declared in (AUTO, op.fallback):
             return []
-        refusals = {name: _named(strategies, declared).refusal for name, strategies in ways.items()}
+        refused = {name: _named(strategies, declared) for name, strategies in ways.items()}
+        refusals = {name: each.refusal for name, each in refused.items()}
         if refusals and not all(refusals.values()):
             return []
         why = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items()) or "the model has no such operation"
-        return [Problem(key, f"'{declared}' cannot be used: {why}", fix)]
+        instead = next((each.instead for each in refused.values() if each.instead), op.fallback)
+        return [Problem(key, f"'{declared}' cannot be used: {why}", f"set {key}=auto, or {instead}")]
     problems = []
     for site, name in declared.items():
         where = f"{key}.{site}"

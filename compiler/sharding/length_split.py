@@ -20,7 +20,6 @@ from ..jaxpr.read_jaxpr import read_jaxpr
 from ..jaxpr.subprograms import subprograms
 from ..target.mesh import MeshPlan
 from .batch_layout import plan_batch_layout
-from .token_order import token_order_problems
 
 LENGTH = "length"  # the logical axis
 # Operations that read or write at other places along a dimension, beside those that only change its size.
@@ -31,14 +30,13 @@ _RESIZING = {"slice", "pad", "concatenate", "dynamic_slice", "dynamic_update_sli
 
 
 def check_length_split(spec: RunSpec, model: Model, mesh: MeshPlan) -> None:
-    """Raises ConfigError where the rules split the length, and the order of tokens does not divide it, or a layer or
-    the head looks from one token at another otherwise than by attention."""
+    """Raises ConfigError where the rules split the length, and a layer or the head looks from one token at another
+    otherwise than by attention."""
     axes = plan_batch_layout(spec.sharding, mesh).length_axes
     if not axes:
         return
     over = " and ".join(axes)
     fix = f"set {', '.join(f'mesh.{axis}=1' for axis in axes)}, or give 'length' a rule with mesh: []"
-    raise_if_any(token_order_problems(spec, mesh))
     what = "{} looks from one token at another, and the length is split over {}"
     raise_if_any(Problem("sharding.activations", what.format(name, over), fix) for name in _mixing(spec, model))
 

@@ -14,11 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshloom.models.numbers import divisors
-
 from ..config.spec import RunSpec, TokenOrderName
-from ..core.errors import Problem
-from ..target.mesh import MeshPlan, nearest
+from ..target.mesh import MeshPlan
 from .batch_layout import plan_batch_layout
 
 
@@ -57,20 +54,3 @@ class TokenOrder:
 def plan_token_order(spec: RunSpec, mesh: MeshPlan) -> TokenOrder:
     """Returns the order in which the declaration lays out tokens on this mesh."""
     return TokenOrder(spec.token_order, mesh.num_shards(plan_batch_layout(spec.sharding, mesh).length_axes))
-
-
-def token_order_problems(spec: RunSpec, mesh: MeshPlan) -> list[Problem]:
-    """Returns what is wrong with a length that is split evenly, but not into the chunks of zig-zag order."""
-    order, length = plan_token_order(spec, mesh), spec.sequence_length
-    if length % order.num_shards or length % order.num_chunks == 0:
-        return []
-    axes = plan_batch_layout(spec.sharding, mesh).length_axes
-    over = " x ".join(f"{axis}={mesh.sizes[axis]}" for axis in axes)
-    below, above = (length // order.num_chunks + more for more in (0, 1))
-    sizes = " or ".join(str(n * order.num_chunks) for n in (below, above) if n)
-    what = f"{length} tokens cannot be cut in zig-zag order over {over}: they are not divisible by {order.num_chunks}, "
-    what += "2 chunks for each shard"
-    fix = f"use sequence_length={sizes}, or token_order=contiguous"
-    if len(axes) == 1 and length % 2 == 0:
-        fix += f", or mesh.{axes[0]}={nearest(order.num_shards, divisors(length // 2))}"
-    return [Problem("sequence_length", what, fix)]

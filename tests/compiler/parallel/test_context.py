@@ -71,7 +71,7 @@ def test_too_few_heads_for_ulysses_is_an_error_that_names_the_ring(overrides, wh
     problem = problem_of(*CONTEXT, "parallel.context=ulysses", *overrides)
     assert problem.where == "parallel.context"
     assert why in problem.what
-    assert "parallel.context=ring needs n" in problem.what
+    assert problem.fix == "set parallel.context=auto, or ring"
     assert plan_of(*CONTEXT, *overrides).operation("context").chosen.name == "ring"
 
 

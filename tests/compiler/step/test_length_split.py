@@ -102,4 +102,8 @@ def test_a_layer_that_looks_at_other_tokens_is_refused(how):
 def test_a_length_that_does_not_divide_is_an_error():
     with pytest.raises(ConfigError) as raised:
         pointwise_plan(*OVER_CONTEXT, "sequence_length=15")
-    assert "15, not divisible by 2 shards (context=2)" in str(raised.value)
+    (problem,) = raised.value.problems
+    assert problem.what.startswith(
+        "15 tokens cannot be cut in zigzag order over context=2: they are not divisible by 4"
+    )
+    assert problem.fix == "use sequence_length=12 or 16"  # the mesh is declared whole
