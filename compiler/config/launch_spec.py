@@ -96,4 +96,43 @@ class JobSetLaunch(LaunchConfig):
     annotations: dict[Text, Text]  # of the pods
 
 
-LaunchSpec = Annotated[LocalLaunch | SlurmLaunch | JobSetLaunch, Field(discriminator="engine")]
+class TpuVmLaunch(LaunchConfig):
+    """Cloud TPU VMs, by queued resources and ssh to all workers."""
+
+    engine: Literal["tpu_vm"]
+    num_hosts: PositiveInt | None  # None: those of the target
+    project: Text | None  # None: gcloud's own
+    zone: Text | None
+    runtime_version: Text | None  # of the hosts' software; None: the usual one of the chip
+    provisioning: Literal["on_demand", "spot", "reserved"]
+    options: dict[Text, Annotated[str, BeforeValidator(_as_text)] | None]  # of `queued-resources create`, others
+    delete_after: bool  # delete the slices when the run has ended
+
+
+class XpkLaunch(LaunchConfig):
+    """A workload of xpk, which makes a JobSet of its own."""
+
+    engine: Literal["xpk"]
+    num_hosts: PositiveInt | None  # None: those of the target
+    cluster: Text | None
+    project: Text | None
+    zone: Text | None
+    image: Text | None
+    priority: Text | None
+    options: dict[Text, Annotated[str, BeforeValidator(_as_text)] | None]  # of `xpk workload create`, others
+
+
+class SkyPilotLaunch(LaunchConfig):
+    """A managed job of SkyPilot."""
+
+    engine: Literal["skypilot"]
+    num_hosts: PositiveInt | None  # None: those of the target
+    infra: Text | None  # such as gcp/us-central1 or kubernetes; None: the cheapest
+    image: Text | None  # a container
+    spot: bool
+    workdir: Text | None  # a local folder that is copied to each host
+    file_mounts: dict[Text, Text]  # by path on the hosts: {/mnt/runs: gs://my-bucket}
+
+
+AnyLaunch = LocalLaunch | SlurmLaunch | JobSetLaunch | TpuVmLaunch | XpkLaunch | SkyPilotLaunch
+LaunchSpec = Annotated[AnyLaunch, Field(discriminator="engine")]

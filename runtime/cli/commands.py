@@ -62,7 +62,7 @@ _ALL = (
     ),
     Command(
         "launch",
-        "the same run on every host of its target, through SLURM, or rehearsed here",
+        "the same run on every host of its target: SLURM, Kubernetes, Cloud TPU, or a rehearsal here",
         "launch:launch_command",
     ),
     Command("data", "tokenise a corpus of any size into shards, once, for data=tokens to read", "data:data_command"),

@@ -4,13 +4,22 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshloom.compiler.config.launch_spec import JobSetLaunch, LaunchSpec, LocalLaunch, SlurmLaunch
+from meshloom.compiler.config.launch_spec import (
+    JobSetLaunch,
+    LaunchSpec,
+    LocalLaunch,
+    SkyPilotLaunch,
+    SlurmLaunch,
+    TpuVmLaunch,
+    XpkLaunch,
+)
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.visible import write_error, write_out
 
+from .clouds import render_skypilot, render_tpu_vm, xpk_command
 from .jobset import is_schema_there, render_jobset
 from .local import PORT, as_shell, local_processes, run_local
 from .plan import LaunchPlan
@@ -32,22 +41,31 @@ class Rendering:
 
 
 def render(launch: LaunchSpec, plan: LaunchPlan) -> Rendering:
-    """Returns what the declared engine is told."""
+    """Returns what the declared engine is told. Raises ConfigError if something that it needs is missing."""
+    name = plan.name
     match launch:
         case SlurmLaunch():
-            file = f"{plan.name}.sbatch"
             text = render_slurm(plan, launch)
-            return Rendering("sbatch", (("sbatch", file),), file, text, folders=(f"{plan.run_dir}/logs",))
+            return _of_file("sbatch", f"{name}.sbatch", text, folders=(f"{plan.run_dir}/logs",))
         case JobSetLaunch():
-            file = f"{plan.name}.yaml"
             notes = (
                 () if is_schema_there() else ("not checked against JobSet's schema: pip install 'meshloom[jobset]'",)
             )
-            return Rendering(
-                "kubectl", (("kubectl", "apply", "--filename", file),), file, render_jobset(plan, launch), notes=notes
-            )
+            return _of_file("kubectl apply --filename", f"{name}.yaml", render_jobset(plan, launch), notes=notes)
+        case TpuVmLaunch():
+            return replace(_of_file("bash", f"{name}.sh", render_tpu_vm(plan, launch)), tool="gcloud")
+        case XpkLaunch():
+            return Rendering("xpk", (xpk_command(plan, launch),))
+        case SkyPilotLaunch():
+            return _of_file(f"sky jobs launch --yes --name {name}", f"{name}.yaml", render_skypilot(plan, launch))
         case LocalLaunch():
             raise TypeError(launch)
+
+
+def _of_file(command: str, file: str, text: str, **more: tuple[str, ...]) -> Rendering:
+    """Returns the rendering of a command that takes one file as its last word."""
+    words = (*command.split(), file)
+    return Rendering(words[0], (words,), file, text, **more)
 
 
 def run_launch(spec: RunSpec, plan: LaunchPlan) -> int:

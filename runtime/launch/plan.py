@@ -33,7 +33,8 @@ NOT_IN_NAME = ("launch", "distributed", "logging", "compilation_cache", "artifac
 @dataclass(frozen=True)
 class Hosts:
     """The machines of a run. chips: of each host; None for simulated devices and for whatever is attached. kind: of the
-    chip, such as v5p; shape: chips along the axes of a slice."""
+    chip, such as v5p; shape: chips along the axes of a slice; is_usual_shape: the one that its size alone names. cores:
+    of a chip, as names count them."""
 
     num_slices: int
     per_slice: int
@@ -41,6 +42,8 @@ class Hosts:
     kind: str | None = None
     shape: tuple[int, ...] | None = None
     is_gpu: bool = False
+    is_usual_shape: bool = True
+    cores: int = 1
 
     @property
     def count(self) -> int:
@@ -100,7 +103,11 @@ def find_hosts(spec: RunSpec) -> Hosts:
         case TpuTarget():
             host = [min(size, most) for size, most in zip(target.shape, target.network.chips_per_host, strict=True)]
             chips, num_slices = math.prod(host), target.num_slices
-            hosts = Hosts(num_slices, math.prod(target.shape) // chips, chips, target.chip.name, target.shape)
+            is_usual = target.network.shape_of(math.prod(target.shape)) == target.shape
+            hosts = Hosts(
+                num_slices, math.prod(target.shape) // chips, chips, target.chip.name, target.shape,
+                is_usual_shape=is_usual, cores=target.chip.num_cores,
+            )  # fmt: skip
         case GpuTarget():
             num_nodes, chips = target.shape
             hosts = Hosts(1, num_nodes, chips, target.chip.name, target.shape, is_gpu=True)

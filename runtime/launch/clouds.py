@@ -1,0 +1,167 @@
+"""Engines that get the machines, too: Cloud TPU VMs by gcloud, xpk and SkyPilot, as their own commands and files."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshloom.compiler.config.launch_spec import LaunchConfig, SkyPilotLaunch, TpuVmLaunch, XpkLaunch
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
+
+from ..core.failures import FINAL, STORAGE
+from .chips import ChipNames, chip_names
+from .plan import LaunchPlan
+from .templates import template
+from .yaml_text import as_yaml
+
+CRASHED = 1  # Python's own; xpk restarts after 42 and from 127 up, unless it is told of others
+SECONDS_BETWEEN_STARTS = 30  # until the coordinator of the last one has let go of its port
+
+
+def render_tpu_vm(plan: LaunchPlan, launch: TpuVmLaunch) -> str:
+    """Returns a script that creates the slices, waits for them and runs on all of their hosts."""
+    names, hosts = _tpu_names(plan, "tpu_vm"), plan.hosts
+    raise_if_any([*_needs(launch, "zone"), *_place(plan)])
+    where = [f"--zone={launch.zone}", *([f"--project={launch.project}"] if launch.project else [])]
+    nodes = [plan.name] if hosts.num_slices == 1 else [f"{plan.name}-{i}" for i in range(hosts.num_slices)]
+    named = (
+        [f"--node-id={plan.name}"]
+        if hosts.num_slices == 1
+        else [f"--node-count={hosts.num_slices}", f"--node-prefix={plan.name}"]
+    )
+    create = [
+        *named, f"--accelerator-type={_slice_name(plan, names)}",
+        f"--runtime-version={launch.runtime_version or names.runtime}",
+        *([] if launch.provisioning == "on_demand" else [f"--{launch.provisioning}"]),
+        *_options(launch.options), *where,
+    ]  # fmt: skip
+    return template("tpu_vm.sh.jinja").render(
+        name=plan.name,
+        create=shlex.join(create),
+        where=shlex.join(where),
+        nodes=shlex.join(nodes),
+        script=shlex.quote(restarting_script(plan, launch)),
+        delete_after=launch.delete_after,
+    )
+
+
+def xpk_command(plan: LaunchPlan, launch: XpkLaunch) -> tuple[str, ...]:
+    """Returns the command that creates the workload."""
+    names = _tpu_names(plan, "xpk")
+    raise_if_any([*_needs(launch, "cluster", "image"), *_place(plan)])
+    given = {"cluster": launch.cluster, "project": launch.project, "zone": launch.zone, "priority": launch.priority}
+    variables = [f"--env={name}={value}" for name, value in plan.environment.items()]
+    return (
+        "xpk", "workload", "create", f"--workload={plan.name}",
+        *(f"--{name}={value}" for name, value in given.items() if value),
+        f"--tpu-type={_slice_name(plan, names, shaped=True)}", f"--num-slices={plan.hosts.num_slices}",
+        f"--docker-image={launch.image}", f"--max-restarts={launch.max_restarts}",
+        f"--restart-on-exit-codes={CRASHED},{STORAGE}",
+        *variables, *_options(launch.options),
+        f"--command={' && '.join([*launch.setup, plan.command()])}",
+    )  # fmt: skip
+
+
+def render_skypilot(plan: LaunchPlan, launch: SkyPilotLaunch) -> str:
+    """Returns a task of SkyPilot as YAML."""
+    hosts = plan.hosts
+    raise_if_any(_place(plan))
+    resources = {
+        "infra": launch.infra,
+        **_accelerators(plan),
+        "use_spot": launch.spot or None,
+        "image_id": f"docker:{launch.image}" if launch.image else None,
+        "job_recovery": {"max_restarts_on_errors": launch.max_restarts} if launch.max_restarts else None,
+    }
+    is_told = hosts.count > 1 and (hosts.is_gpu or hosts.chips is None)
+    words = _sky_words() if is_told else []
+    task = {
+        "name": plan.name,
+        "num_nodes": hosts.count if is_told else 1,
+        "workdir": launch.workdir,
+        "resources": {key: value for key, value in resources.items() if value is not None},
+        "envs": dict(plan.environment),
+        "file_mounts": launch.file_mounts,
+        "setup": "\n".join(["set -e", *launch.setup]) if launch.setup else None,
+        "run": "\n".join(["set -e", *launch.setup, plan.command(*words)]) + "\n",
+    }
+    return as_yaml({key: value for key, value in task.items() if value not in (None, {})})
+
+
+def restarting_script(plan: LaunchPlan, launch: LaunchConfig) -> str:
+    """Returns a script for each host that starts its process again after an exit code that is not final.
+
+    All hosts do the same: one that is lost ends the processes of the others, too.
+    """
+    return template("restarting.sh.jinja").render(
+        environment={name: shlex.quote(value) for name, value in plan.environment.items()},
+        setup=launch.setup,
+        command=plan.command(),
+        final="|".join(map(str, FINAL)),
+        max_restarts=launch.max_restarts,
+        seconds=SECONDS_BETWEEN_STARTS,
+    )
+
+
+def _sky_words() -> list[str]:
+    return [
+        'distributed.coordinator_address="\'$(echo "$SKYPILOT_NODE_IPS" | head -n1):8476\'"',
+        'distributed.num_processes="$SKYPILOT_NUM_NODES"',
+        'distributed.process_id="$SKYPILOT_NODE_RANK"',
+    ]
+
+
+def _accelerators(plan: LaunchPlan) -> dict[str, Any]:
+    hosts = plan.hosts
+    if hosts.kind is None:
+        return {}
+    if hosts.is_gpu:
+        return {"accelerators": f"{chip_names(hosts.kind).sky}:{hosts.chips}"}
+    names = _tpu_names(plan, "skypilot")
+    if hosts.num_slices > 1:
+        what = "SkyPilot starts one TPU slice, and the target has several"
+        raise ConfigError([Problem("target.num_slices", what, "use launch=jobset, xpk or tpu_vm")])
+    return {
+        "accelerators": _slice_name(plan, names, pattern=names.sky),
+        "accelerator_args": {"runtime_version": names.runtime, "tpu_vm": True},
+    }
+
+
+def _tpu_names(plan: LaunchPlan, engine: str) -> ChipNames:
+    hosts = plan.hosts
+    if hosts.kind is None or hosts.is_gpu:
+        what = f"launch={engine} starts TPUs"
+        raise ConfigError([Problem("target", what, "choose one, such as v5p-128, or launch=slurm or jobset")])
+    names = chip_names(hosts.kind)
+    if engine != "xpk" and names.gcloud is None:
+        raise ConfigError([Problem("launch", f"{engine} has no {hosts.kind}", "use launch=jobset or launch=xpk")])
+    return names
+
+
+def _slice_name(plan: LaunchPlan, names: ChipNames, *, pattern: str | None = None, shaped: bool = False) -> str:
+    """Returns an engine's name of a slice: v5litepod-256 for 16x16 chips of v5e. shaped: by its topology where the
+    engine takes one, as xpk does."""
+    hosts = plan.hosts
+    if shaped and len(hosts.shape or ()) == 3:
+        return f"{hosts.kind}-{'x'.join(map(str, hosts.shape or ()))}"
+    chips = hosts.per_slice * (hosts.chips or 1)
+    if not hosts.is_usual_shape:
+        shape = "x".join(map(str, hosts.shape or ()))
+        what = f"the engine names a slice by its size, and {shape} is not the usual shape of it"
+        raise ConfigError([Problem("target", what, f"use target={hosts.kind}-N, or launch=jobset or xpk")])
+    return (pattern or names.gcloud or "").format(chips=chips, cores=chips * hosts.cores)
+
+
+def _needs(launch: LaunchConfig, *keys: str) -> Iterator[Problem]:
+    for key in keys:
+        if getattr(launch, key) is None:
+            yield Problem(f"launch.{key}", "is not set", f"set launch.{key}=...")
+
+
+def _place(plan: LaunchPlan) -> Iterator[Problem]:
+    if not plan.run_dir.startswith("/"):
+        what = f"{plan.run_dir} is another folder on each host"
+        yield Problem("launch.directory", what, "name a folder that all hosts see: /mnt/runs")
+
+
+def _options(options: Mapping[str, str | None]) -> list[str]:
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
