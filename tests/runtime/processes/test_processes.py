@@ -259,8 +259,8 @@ def _start_of_both(places: Sequence[Path], *, slow_seconds: float = 0, timeout_s
 def test_all_processes_load_or_all_compile_whoever_has_the_programs(tmp_path):
     """On two hosts with disks of their own, the second of which loses what it kept."""
     disks = (tmp_path / "host0", tmp_path / "host1")
-    _, order = _start_of_both(disks)
-    assert sorted(order[:2]) == ["compiled in 0", "compiled in 1"]
+    told, order = _start_of_both(disks)
+    assert sorted(order[:2]) == ["compiled in 0", "compiled in 1"], told
     told, order = _start_of_both(disks)
     assert all(how.startswith("compiled before: loaded in ") for how in told)
     assert sorted(order) == ["ready in 0", "ready in 1"]
