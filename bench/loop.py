@@ -24,7 +24,10 @@ from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train.display import Display
 from meshloom.runtime.train.loop import Loop
-from meshloom.runtime.train.metrics import Metrics, MetricsLog
+from meshloom.runtime.train.metrics import Metrics, MetricsLog, values_of
+from meshloom.runtime.train.tensorboard import TensorBoard
+from meshloom.runtime.train.time_spent import Stopwatch
+from meshloom.runtime.train.trackers import Trackers, tracked_run
 from meshloom.runtime.train.train import prepare
 
 NUM_STEPS = 200
@@ -61,12 +64,14 @@ def main() -> None:
             tempfile.TemporaryDirectory() as folder,
             StopRequest(Processes()) as stop,
             Checkpoints(Path(folder), plan.spec) as checkpoints,
-            MetricsLog(Path(folder), first_step=0, tensorboard=plan.spec.logging.tensorboard) as log,
+            MetricsLog(Path(folder), first_step=0) as log,
+            Trackers((TensorBoard,), tracked_run(plan, Path(folder), 0), lambda _: None) as trackers,
             Display(console, plan, first_step=0, token_unit="byte") as display,
         ):
 
             def report(metrics: Metrics) -> None:
                 log.write(metrics)
+                trackers.log(metrics.step, values_of(metrics))
                 display.show(metrics)
 
             batches = iter(train)
@@ -79,6 +84,7 @@ def main() -> None:
                 report=report,
                 warn=lambda _: None,
                 stop=stop,
+                watch=Stopwatch(time.time()),
             )
             loop._evaluate = lambda state: float("nan")  # the last step is always evaluated: not here
             loop.run(programs.init(), 0)

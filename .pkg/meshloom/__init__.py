@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshloom.runtime.api.trained import TrainedRun, train
     from meshloom.runtime.core.failures import RunFailed
     from meshloom.runtime.train.metrics import Metrics
+    from meshloom.runtime.train.trackers import TrackedRun, Tracker
 
 # The real folders first, so that tracebacks and breakpoints name the files one edits.
 __path__ = [str((Path(__file__).parent / "compiler").resolve().parent), *__path__]
@@ -37,6 +38,8 @@ __all__ = [
     "Report",
     "RunFailed",
     "RunSpec",
+    "TrackedRun",
+    "Tracker",
     "TrainedRun",
     "compile",
     "compose",
@@ -54,6 +57,7 @@ _PLACES = {  # of the names above; a module is imported when one of its names is
     "runtime.api.trained": ("TrainedRun", "train"),
     "runtime.core.failures": ("RunFailed",),
     "runtime.train.metrics": ("Metrics",),
+    "runtime.train.trackers": ("TrackedRun", "Tracker"),
 }
 
 

@@ -43,6 +43,7 @@ RENAMED: Mapping[str, Renamed] = {
     "kernels.attention": Renamed("parallel.attention"),
     "overlap.option_sets": Renamed("overlap.flag_presets", _listed),
     "overlap.layers.batch_parts": Renamed("overlap.layers.batch_split"),
+    "logging.tensorboard": Renamed("logging.trackers", lambda value: "[tensorboard]" if value else "[]"),
 }
 
 

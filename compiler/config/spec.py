@@ -29,6 +29,7 @@ from ..optim.optimizers import OptimizerSpec
 from .data_spec import DataSpec, ShardsSpec
 from .environment_values import Sources, as_compared, as_written
 from .launch_spec import LaunchSpec
+from .logging_spec import LoggingSpec
 from .overlap_spec import OverlapSpec, StrategyChoice
 from .target_spec import TargetSpec
 from .tune_spec import TuneSpec
@@ -201,12 +202,6 @@ class DistributedSpec(Config):
     compile_timeout_seconds: PositiveInt  # how long the first process to finish compiling waits for the last
     heartbeat_timeout_seconds: PositiveInt  # without a heartbeat for this long, a process counts as dead
     shutdown_timeout_seconds: PositiveInt  # to wait until all have finished
-
-
-class LoggingSpec(Config):
-    every_num_steps: PositiveInt  # for plain lines without a terminal; every step goes to metrics.jsonl
-    tensorboard: bool
-    layer_metrics: Literal["mean", "each"]  # of what layers return: the mean over a stack's layers, or a value of each
 
 
 class SweepSpec(Config):

@@ -17,7 +17,6 @@ from meshloom.compiler.plan import Plan
 
 from ..core.failures import STORAGE, RunFailed
 from ..core.files import free_name, parse_json, replace_bytes
-from .curves import Curves
 from .time_spent import TimeSpent, take_time_spent
 
 
@@ -66,6 +65,13 @@ def mfu(plan: Plan, step_seconds: float) -> float | None:
     return flops / (step_seconds * peak * plan.target.num_devices) if peak and flops is not None else None
 
 
+def values_of(metrics: Metrics) -> dict[str, float | None]:
+    """Returns the values of a line of `metrics.jsonl`: what is not finite as None."""
+    known = {name: value for name, value in vars(metrics).items() if name not in ("spent", "auxiliary")}
+    named = known | metrics.spent.as_metrics() | dict(metrics.auxiliary)
+    return {name: _finite(value) for name, value in named.items()}
+
+
 def read_metrics(line: str) -> Metrics:
     """Returns the metrics of a line of `metrics.jsonl`; a loss or norm that was not finite as NaN."""
     values: dict[str, Any] = json.loads(line)
@@ -83,7 +89,7 @@ class MetricsLog:
     the last one before it stopped; None where there is none.
     """
 
-    def __init__(self, run_dir: Path, *, first_step: int, tensorboard: bool):
+    def __init__(self, run_dir: Path, *, first_step: int):
         self.path = run_dir / "metrics.jsonl"
         content = self.path.read_bytes() if self.path.exists() else b""
         lines, damaged = _read(content, first_step)
@@ -93,7 +99,6 @@ class MetricsLog:
         self.last_line = parse_json(lines[-1][1]) if lines else None
         replace_bytes(self.path, b"".join(line + b"\n" for line in kept))
         self._file = self.path.open("a", buffering=1)
-        self._curves = Curves(run_dir / "tensorboard", first_step=first_step) if tensorboard else None
 
     def __enter__(self) -> Self:
         return self
@@ -101,20 +106,13 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for log in filter(None, (self._file, self._curves)):
-            with suppress(OSError) if isinstance(error, RunFailed) else nullcontext():  # it would be told twice
-                log.close()
+        with suppress(OSError) if isinstance(error, RunFailed) else nullcontext():  # it would be told twice
+            self._file.close()
 
     def write(self, metrics: Metrics) -> None:
         """Appends one step. Raises RunFailed if the disk refuses it."""
-        known = {name: value for name, value in vars(metrics).items() if name not in ("spent", "auxiliary")}
-        named = known | metrics.spent.as_metrics() | dict(metrics.auxiliary)
-        values = {name: _finite(value) for name, value in named.items()}
         try:
-            self._file.write(json.dumps(values) + "\n")
-            if self._curves:
-                known = {name: value for name, value in values.items() if name != "step" and value is not None}
-                self._curves.add(metrics.step, known)
+            self._file.write(json.dumps(values_of(metrics)) + "\n")
         except OSError as error:
             what = f"the metrics of step {metrics.step} could not be written: {error.strerror}"
             fix = "free disk space, and start the same command again"

@@ -47,20 +47,22 @@ from ..rundir.run_record import recorded_run
 from .display import Display, show_header, show_summary
 from .dropped_tokens import DroppedTokens
 from .loop import Loop
-from .metrics import Metrics, MetricsLog
+from .metrics import Metrics, MetricsLog, values_of
 from .next_steps import next_steps
 from .nonfinite import NonFinite
 from .rows import local_rows
 from .time_spent import Stopwatch, rows_of, spent_by_earlier_starts
+from .trackers import Tracker, Trackers, find_trackers, tracked_run
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run that was found to be right: its plan, its data, what is loaded instead of compiling, and what looking
-    for the devices printed."""
+    """A run that was found to be right: its plan, its data, its trackers, what is loaded instead of compiling, and what
+    looking for the devices printed."""
 
     plan: Plan
     data: Data
+    trackers: tuple[type[Tracker], ...] = ()
     precompiled: Precompiled | None = None
     said: tuple[str, ...] = ()
 
@@ -85,9 +87,10 @@ def prepare(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Job:
 def plan_and_check(spec: RunSpec) -> Job:
     """Returns the plan and the data of a run, on whatever devices there are. Raises ConfigError with all that is
     wrong."""
-    plan, data, *_ = all_of(
+    plan, data, trackers, *_ = all_of(
         lambda: plan_run(spec),
         lambda: open_data(spec),
+        lambda: find_trackers(spec.logging),
         lambda: check_checkpoint(spec),
         lambda: plan_start(spec.distributed, spec.target, os.environ),
         lambda: read_artifact(Path(spec.artifact)) if spec.artifact else None,
@@ -95,7 +98,7 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: check_compiler_options(spec.compiler_options, jax.local_devices()[0]),
     )
     check_restorable(spec, plan.abstract)
-    return Job(plan, data)
+    return Job(plan, data, trackers)
 
 
 def _check_is_decided(spec: RunSpec) -> None:
@@ -186,7 +189,7 @@ def _run(
         with stop.waiting_for("the state to start from"), watch.spending("restore" if start else "start"):
             state, first_step = _initial_state(start, plan.spec, programs, batches, console)
         display = Display(console, plan, first_step=first_step, token_unit=data.token_unit)
-        with _metrics_log(plan, run_dir, first_step, processes) as log, display:
+        with _metrics_log(plan, run_dir, first_step, processes) as log, display, ExitStack() as held:
             if log and log.warning:
                 say(console, f"warning: {log.warning}")
             if log:
@@ -196,10 +199,13 @@ def _run(
                 say(console, problem.as_warning())
 
             dropped = DroppedTokens(warn)
+            tracked = tracked_run(plan, run_dir, first_step)
+            trackers = held.enter_context(Trackers(job.trackers, tracked, warn)) if log else None
 
             def report(metrics: Metrics) -> None:
-                if log:
+                if log and trackers:
                     log.write(metrics)
+                    trackers.log(metrics.step, values_of(metrics))
                 display.show(metrics)
                 dropped.check_step(metrics)
 
@@ -245,7 +251,7 @@ def _metrics_log(
     if not processes.is_first:
         return nullcontext()
     write_declaration(plan, run_dir)
-    return MetricsLog(run_dir, first_step=first_step, tensorboard=plan.spec.logging.tensorboard)
+    return MetricsLog(run_dir, first_step=first_step)
 
 
 def find_precompiled(plan: Plan, named: Path) -> Precompiled:
@@ -275,7 +281,7 @@ def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]
     rows = [("run directory", f"{run_dir}"), ("metrics", f"{run_dir}/metrics.jsonl")]
     if saved is not None:
         rows.append(("checkpoint", f"{run_dir}/{FOLDER}/{saved}"))
-    if plan.spec.logging.tensorboard:
+    if "tensorboard" in plan.spec.logging.trackers:
         rows.append(("curves", f"{run_dir}/tensorboard, for TensorBoard"))
     return rows
 

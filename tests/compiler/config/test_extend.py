@@ -47,7 +47,7 @@ MODEL = (
 def files_of_the_page() -> dict[str, str]:
     """Code blocks of docs/extend.md whose first line is a comment with a path."""
     blocks = re.findall(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```", DOCS.read_text(), re.M | re.S)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     return dict(blocks)
 
 
@@ -88,10 +88,20 @@ def meshloom(package: Path, cwd: Path, *arguments: str) -> subprocess.CompletedP
 @pytest.mark.ci
 def test_an_installed_package_trains_its_model_with_its_optimizer_on_its_data(package, tmp_path):
     """Found by the search-path plugin: nothing but the names is said."""
-    small = ("num_steps=3", "data=counting", "checkpoint=disabled", "evaluation.num_batches=1", "sequence_length=32")
+    tracker = "logging.trackers=['my_package.tracking:LossFile']"
+    small = (
+        tracker,
+        "num_steps=3",
+        "data=counting",
+        "checkpoint=disabled",
+        "evaluation.num_batches=1",
+        "sequence_length=32",
+    )
     done = meshloom(package, tmp_path, "train", "model=convolution", "optimizer=sign", *small, "hydra.run.dir=run")
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    losses = (tmp_path / "run" / "losses.txt").read_text().splitlines()
+    assert [line.split()[0] for line in losses] == ["1", "2", "3"]
     spec = (tmp_path / "run" / "spec.yaml").read_text()
     assert all(f"my_package.{name}" in spec for name in ("models:Conv", "optimizers:Sign", "data:Counting"))
 

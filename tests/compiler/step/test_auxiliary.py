@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from conftest import pointwise_plan
+from conftest import plan_of, pointwise_plan
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.sharding.model_check import check_aux
@@ -18,8 +18,10 @@ from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train.loop import Loop
-from meshloom.runtime.train.metrics import Metrics, MetricsLog
+from meshloom.runtime.train.metrics import Metrics, MetricsLog, values_of
+from meshloom.runtime.train.tensorboard import TensorBoard
 from meshloom.runtime.train.time_spent import NOTHING, Stopwatch
+from meshloom.runtime.train.trackers import Trackers, tracked_run
 from support.helpers import Batches, gradients_of, programs_of, tiered
 
 PENALTY = 0.05
@@ -108,8 +110,11 @@ def test_metrics_of_a_run_are_means_over_tokens_and_by_choice_over_layers(layer_
 
 def test_metrics_file_and_curves_have_them_by_name(tmp_path):
     auxiliary = {"layers/penalty": 0.5, "head/log_z": float("inf")}
-    with MetricsLog(tmp_path, first_step=0, tensorboard=True) as log:
-        log.write(Metrics(1, 2.0, None, 1.0, 0.1, False, 1.0, 1.0, 0.0, 256, None, 256, 0.0, NOTHING, auxiliary))
+    metrics = Metrics(1, 2.0, None, 1.0, 0.1, False, 1.0, 1.0, 0.0, 256, None, 256, 0.0, NOTHING, auxiliary)
+    run = tracked_run(plan_of(), tmp_path, 0)
+    with MetricsLog(tmp_path, first_step=0) as log, Trackers((TensorBoard,), run, print) as trackers:
+        log.write(metrics)
+        trackers.log(1, values_of(metrics))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (line["layers/penalty"], line["head/log_z"]) == (0.5, None)
     assert "auxiliary" not in line

@@ -25,7 +25,7 @@ OUTSIDE = (
     "sharding.replicated_bytes_threshold=70000000", "sharding.on_replicated=warn", "num_skips_allowed=3",
     "overlap.max_exposed=0.5", "overlap.search={max_candidates: 2, budget_seconds: 9}",
     "compilation_cache=elsewhere", "artifact=somewhere", "evaluation.every_num_steps=7", "evaluation.num_batches=3",
-    "logging.every_num_steps=3", "logging.tensorboard=false", "checkpoint.every_num_steps=3",
+    "logging.every_num_steps=3", "logging.trackers=[]", "checkpoint.every_num_steps=3",
     "checkpoint.every_num_minutes=1.5", "checkpoint.num_kept=9", "checkpoint.num_best_kept=2",
     "checkpoint.keep_every_num_steps=4", "checkpoint.restore_from=there", "distributed.cluster=slurm",
     "distributed.coordinator_address=a:1", "distributed.num_processes=2", "distributed.process_id=1",

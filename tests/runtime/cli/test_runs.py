@@ -18,7 +18,7 @@ from meshloom.runtime.rundir.run_record import recorded_run
 from support.sweeps import figures, point, sweep_file, write_sweep
 
 BUSY = Problem("here", "is busy", "wait")
-TINY = (*SMALL, *LINEAR_STACK, "target=cpu-2", "model.num_layers=1", "logging.tensorboard=false")
+TINY = (*SMALL, *LINEAR_STACK, "target=cpu-2", "model.num_layers=1", "logging.trackers=[]")
 
 
 def _run_dir(directory: Path, *, step: int = 3, num_steps: int = 10) -> Path:

@@ -21,7 +21,7 @@ def _resumed(tmp_path: Path, content: bytes, *, first_step: int = 3) -> tuple[by
     """The file after a resume at `first_step`, the warning, and the files beside it."""
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(content)
-    with MetricsLog(tmp_path, first_step=first_step, tensorboard=False) as log:
+    with MetricsLog(tmp_path, first_step=first_step) as log:
         pass
     beside = {each.name: each.read_bytes() for each in tmp_path.iterdir() if each != path}
     return path.read_bytes(), log.warning, beside
@@ -85,7 +85,7 @@ def test_an_older_damaged_copy_is_not_written_over(tmp_path):
 
 def test_a_resumed_file_goes_on_in_whole_lines(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(FIVE[:4]) + b'{"step": 5, "lo')
-    with MetricsLog(tmp_path, first_step=4, tensorboard=False) as log:
+    with MetricsLog(tmp_path, first_step=4) as log:
         log.write(Metrics(5, float("nan"), None, 1.0, 0.1, False, 1.0, 1.0, 0.0, 256, None, 256, 0.0, NOTHING))
     values = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [value["step"] for value in values] == [1, 2, 3, 4, 5]

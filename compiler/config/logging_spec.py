@@ -1,0 +1,47 @@
+"""What a run says, and where its metrics go."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, PositiveInt
+from pydantic_core import PydanticCustomError
+
+from meshloom.models.config import Config
+
+from ..core.config_types import Text
+from ..core.errors import use_one_of
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+
+
+def _known(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if name not in TRACKERS and ":" not in name:
+            context = {"what": f"there is no '{name}'", "fix": use_one_of(name, [*TRACKERS, "module:Class"])}
+            raise PydanticCustomError("choice", "{what}", context)
+    if twice := {name for name in names if names.count(name) > 1}:
+        context = {"what": f"'{min(twice)}' comes twice", "fix": "name each once"}
+        raise PydanticCustomError("choice", "{what}", context)
+    return names
+
+
+class WandbSpec(Config):
+    """Weights & Biases. entity None: the account's own. offline: the run stays in the run directory."""
+
+    project: Text
+    entity: Text | None
+    mode: Literal["online", "offline"]
+
+
+class MlflowSpec(Config):
+    """MLflow. uri: of its server; None: a file in the run directory."""
+
+    uri: Text | None
+    experiment: Text
+
+
+class LoggingSpec(Config):
+    every_num_steps: PositiveInt  # for plain lines without a terminal; every step goes to metrics.jsonl
+    trackers: Annotated[tuple[Text, ...], AfterValidator(_known)]  # besides metrics.jsonl; a user's as module:Class
+    layer_metrics: Literal["mean", "each"]  # of what layers return: the mean over a stack's layers, or a value of each
+    wandb: WandbSpec
+    mlflow: MlflowSpec

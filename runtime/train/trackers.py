@@ -1,0 +1,125 @@
+"""Where a run's metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow, or a user's own class.
+
+    logging.trackers=[tensorboard,wandb,my_package.tracking:MyTracker]
+
+Process 0 has the trackers, since metrics are the same in all processes. One that fails while the run trains is told of
+once and gets no more; it ends no run. The disk is an exception: TensorBoard's files are as much the run's as its
+metrics.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from meshloom.compiler.config.logging_spec import LoggingSpec
+from meshloom.compiler.config.user_code import load_class
+from meshloom.compiler.core.errors import ConfigError, Problem, all_of
+from meshloom.compiler.plan import Plan
+
+from ..core.failures import RunFailed
+from ..core.files import parse_json, replace_json
+
+WHERE = "logging.trackers"
+IDS_FILE = "trackers.json"  # of a run directory: by which ids trackers know the run, so that a resumed one goes on
+OURS = {
+    "tensorboard": "tensorboard:TensorBoard",
+    "wandb": "weights_and_biases:WeightsAndBiases",
+    "mlflow": "mlflow_tracker:MLflow",
+}
+FAILED = object()
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker knows of a run. name: for people. directory: the run directory. first_step: the steps that are
+    done already, above 0 where the run goes on. declaration: as in `spec.yaml`. options: the node `logging`."""
+
+    name: str
+    directory: Path
+    first_step: int
+    declaration: Mapping[str, Any]
+    options: LoggingSpec
+
+    def remembered_id(self, tracker: str, make: Callable[[], str]) -> str:
+        """Returns the id that a tracker has for this run: the one of its first start, or a new one."""
+        path = self.directory / IDS_FILE
+        ids = parse_json(path.read_bytes()) if path.exists() else {}
+        if tracker not in ids:
+            ids[tracker] = make()
+            replace_json(path, ids)
+        return str(ids[tracker])
+
+
+class Tracker(ABC):
+    """Gets the metrics of a run. It is made when the run starts, and used by the thread that trains: what takes long
+    belongs into a thread of its own."""
+
+    def __init__(self, run: TrackedRun):
+        self.run = run
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes the metrics of a step by their names in `metrics.jsonl`, without those that are null."""
+
+    def close(self, *, has_failed: bool) -> None:  # noqa: B027 (most trackers need none)
+        """Ends the tracking of this start. has_failed: the run ended by an error; one that a signal ended has not."""
+
+
+class Trackers:
+    """The trackers of a run. warn: takes what is wrong with one of them."""
+
+    def __init__(self, kinds: Sequence[type[Tracker]], run: TrackedRun, warn: Callable[[Problem], None]):
+        self._warn = warn
+        started = (self._guarded("when it was started", kind, kind, run) for kind in kinds)
+        self._open = [tracker for tracker in started if tracker is not FAILED]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each in self._open:
+            self._guarded("when it was closed", type(each), each.close, has_failed=isinstance(error, Exception))
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Gives each tracker the metrics of a step. Raises RunFailed if the disk refuses TensorBoard's."""
+        known = {name: value for name, value in values.items() if name != "step" and value is not None}
+        logged = [(each, self._guarded(f"at step {step}", type(each), each.log, step, known)) for each in self._open]
+        self._open = [each for each, result in logged if result is not FAILED]
+
+    def _guarded(self, when: str, kind: type[Tracker], call: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        """Returns what the call returns; FAILED, and has warned, if it raises."""
+        try:
+            return call(*values, **named)
+        except RunFailed:
+            raise
+        except Exception as error:
+            what = f"{kind.__name__} failed {when}, and gets no more: {type(error).__name__}: {error}"
+            self._warn(Problem(WHERE, what, "the run goes on without it; metrics.jsonl has every step"))
+            return FAILED
+
+
+def find_trackers(options: LoggingSpec) -> tuple[type[Tracker], ...]:
+    """Returns the classes of the declared trackers. Raises ConfigError for one that cannot be had."""
+    return tuple(all_of(*(lambda name=name: _class_of(name) for name in options.trackers)))
+
+
+def tracked_run(plan: Plan, run_dir: Path, first_step: int) -> TrackedRun:
+    """Returns what trackers are told of a run."""
+    return TrackedRun(str(run_dir), run_dir.resolve(), first_step, plan.spec.as_written(), plan.spec.logging)
+
+
+def _class_of(name: str) -> type[Tracker]:
+    if name not in OURS:
+        return load_class(name, WHERE, Tracker)
+    module, _, kind = OURS[name].partition(":")
+    try:
+        return getattr(import_module(f".{module}", __package__), kind)
+    except ImportError as error:
+        fix = f"pip install 'meshloom[{name}]', or leave it out"
+        raise ConfigError([Problem(WHERE, f"the package of {name} is not installed: {error}", fix)]) from error

@@ -1,0 +1,34 @@
+"""A run in Weights & Biases. Offline, it is in `wandb/` of the run directory, for `wandb sync`."""
+
+import secrets
+from collections.abc import Mapping
+
+import wandb
+
+from .trackers import TrackedRun, Tracker
+
+
+class WeightsAndBiases(Tracker):
+    """One run there for all starts of a run here. What steps done again have measured replaces nothing: W&B keeps the
+    first value of a step."""
+
+    def __init__(self, run: TrackedRun):
+        super().__init__(run)
+        options = run.options.wandb
+        self._wandb_run = wandb.init(
+            project=options.project,
+            entity=options.entity,
+            mode=options.mode,
+            id=run.remembered_id("wandb", lambda: secrets.token_hex(4)),
+            resume="allow",
+            name=run.name,
+            dir=run.directory,
+            config=dict(run.declaration),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._wandb_run.log(dict(values), step=step)
+
+    def close(self, *, has_failed: bool) -> None:
+        self._wandb_run.finish(exit_code=1 if has_failed else 0)
