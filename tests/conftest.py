@@ -14,6 +14,8 @@ os.environ["XLA_FLAGS"] = (
     f"{' --xla_cpu_use_fusion_emitters=false' if version('jaxlib').startswith('0.10.') else ''}"
 )
 
+os.environ.setdefault("PJRT_NPROC", "16")  # threads for 8 devices (runtime/processes/devices.py)
+
 # Where libtpu is installed, it compiles for TPUs that are not there, in several processes at once, and says nothing.
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",
                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # fmt: skip
