@@ -137,8 +137,8 @@ def _give_threads(num_local: int) -> None:
 
     A simulated device holds a thread while it waits for the others in a collective. By itself the pool has as many
     threads as processors, or as devices where those are more. Steps in flight take some of them; then a device finds
-    none, and the others wait until XLA ends the process: "Expected 8 threads to join the rendezvous". With 9 threads for
-    8 devices and 150 steps in flight, 7 of 8 processes ended so; with 16 threads none of 8 did.
+    none, and the others wait until XLA ends the process: "Expected 8 threads to join the rendezvous". With 9 threads
+    for 8 devices and 150 steps in flight, 7 of 8 processes ended so; with 16 threads none of 8 did.
     """
     if not {"NPROC", "PJRT_NPROC"} & os.environ.keys():
         os.environ["PJRT_NPROC"] = str(max(os.cpu_count() or 1, THREADS_OF_A_DEVICE * num_local))
