@@ -118,6 +118,7 @@ def dispatch_gathered(
     local = (ids_all - jax.lax.axis_index(experts.axis) * L).reshape(-1)
     local = jnp.where((local >= 0) & (local < L), local, L)
     counts_L = jnp.sum(local[:, None] == jnp.arange(L), axis=0, dtype=jnp.int32)
+    rows = min(rows, local.size)  # a buffer is rounded up
     order_R = jnp.argsort(local, stable=True)[:rows]
     sizes_L = jnp.clip(rows - _before(counts_L), 0, counts_L)
     is_real_R1 = (jnp.arange(rows) < sizes_L.sum())[:, None]

@@ -1,5 +1,6 @@
 """What tests of experts share: references without sorting, buffers or devices."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,10 +26,23 @@ def dense_experts(x_NE, weights_NK, ids_NK, gate_XEM, up_XEM, down_XME, *, clear
     return np.einsum("nxm,xme,nx->ne", hidden, down, of_expert_NX)
 
 
-def objective(model: Model, params: Any, inputs: Array, targets: Array) -> tuple[Array, Array]:
+def documents_of(tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns positions and segment ids of sequences (batch, length + 1) that are two documents each, cut at another
+    place in each."""
+    cuts, places = 3 + np.arange(len(tokens))[:, None] % 9, np.arange(tokens.shape[1] - 1)[None]
+    is_second = places >= cuts
+    positions = places - np.where(is_second, cuts, 0)
+    return {"positions": positions.astype(np.int32), "segment_ids": 1 + is_second.astype(np.int32)}
+
+
+def objective(
+    model: Model, params: Any, inputs: Array, targets: Array, documents: Mapping[str, Any]
+) -> tuple[Array, Array]:
     """(mean cross-entropy plus the auxiliary losses of all layers, mean cross-entropy) on one device: no scan, no mesh,
-    no planned operation."""
-    context = Context(jnp.arange(inputs.shape[1])[None], lambda name, x, *axes, **_: x)
+    no planned operation. documents: positions and segment ids, or nothing."""
+    positions = documents.get("positions", jnp.arange(inputs.shape[1])[None])
+    segment_ids = documents.get("segment_ids")
+    context = Context(positions, lambda name, x, *axes, **_: x, segment_ids_BT=segment_ids)
     x, losses = model.embed.apply(params["embed"], inputs, context), []
     for stack in model.stacks:
         for i in range(stack.num_layers):

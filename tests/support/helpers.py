@@ -9,10 +9,11 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import absl.logging
@@ -201,15 +202,16 @@ class Batches(NoData):
         return self.batch
 
 
-def gradients_of(plan: Plan, params: Any, tokens: np.ndarray) -> tuple[float, Any]:
-    """Loss and gradients of the plan's sharded program."""
+def gradients_of(
+    plan: Plan, params: Any, tokens: np.ndarray, documents: Mapping[str, np.ndarray] = MappingProxyType({})
+) -> tuple[float, Any]:
+    """Loss and gradients of the plan's sharded program. documents: positions and segment_ids of packed sequences."""
     mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
     specs = plan.specs["params"]
     sharded = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
     rows = NamedSharding(mesh, plan.sharding.batch.spec)
-    host = in_order(
-        {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, plan.token_order.of_sequence(tokens.shape[1] - 1)
-    )
+    host = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], **documents}
+    host = in_order(host, plan.token_order.of_sequence(tokens.shape[1] - 1))
     batch = {name: jax.device_put(x, rows) for name, x in host.items()}
     with jax.set_mesh(mesh):
         (loss, num_targets), grads, _ = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch)

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import jax
 import numpy as np
@@ -12,14 +13,15 @@ import pytest
 from conftest import plan_of, spec_of
 from meshloom.compiler.config.compiler_traits import read_compiler_traits
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.core.trees import combined, leaves_by_path
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.sharding.model_check import check_model, check_totals
 from meshloom.compiler.step.train_step import build_train_step
 from meshloom.models import Aux, Context, UpdateRule, split_aux
-from support.experts import MOE, emulated_ragged_all_to_all, objective
+from support.experts import MOE, documents_of, emulated_ragged_all_to_all, objective
 from support.helpers import gradients_of, on_devices, programs_of, reference_steps, tiered, written_collectives
+from support.pairs import all_pairs, pairs_of, pairwise
 
 EXPERT = ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=2", "mesh.expert=2")
 ALONE = "model.load_balancing_weight=0.0"  # its f_i are those of a microbatch: with several it is another loss
@@ -33,50 +35,43 @@ DEEP = (
 LATENT = (
     "model.num_kv_heads=16", "model.latent_attention={query_dim:24,kv_dim:16,rope_head_dim:4,value_head_dim:6}",
 )  # fmt: skip
+LEVELS = {
+    "mesh": {
+        "fsdp 2, expert 2": EXPERT,
+        "replica 2, expert 2": (*EXPERT[:2], "mesh.fsdp=1", "mesh.replica=2", "mesh.expert=2"),
+        "context 2, expert 2": (*EXPERT[:2], "mesh.fsdp=1", "mesh.context=2", "mesh.expert=2"),
+        "fsdp 2, expert 2, tensor 2": ("sharding=fsdp_expert", "mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2"),
+    },
+    "exchange": {"padded": (PADDED,), "gathered": (GATHERED,), "ragged": (RAGGED,),
+                 "capacity": (CAPACITY, "moe.capacity_factor=8")},  # room for all
+    "remat": {"kept": (), "full": ("remat=full",), "dots": ("remat=save_dots",)},
+    "cut": {"whole": (), "2 chunks": ("moe.num_chunks=2",), "2 parts": ("overlap.layers.batch_split=2",)},
+    "loop": {"scan": (), "prefetch": ("overlap=prefetch",)},
+    "microbatches": {"1": (), "2": ("num_microbatches=2",)},
+    "documents": {"one": (), "packed": ("data.isolate_documents=true",)},
+    "family": {"mixtral": (), "deepseek": (*DEEP, *LATENT, "model.router_bias_update_rate=0.0")},
+}  # fmt: skip
+
+
+def _declared(row):
+    """The overrides of a row. Each microbatch, and each part of a batch, has its own share f of choices in the loss of
+    balance: with two it is another loss, and left out."""
+    chosen = [override for factor, level in row.items() for override in LEVELS[factor][level]]
+    return (*chosen, *([ALONE] if row["microbatches"] == "2" or row["cut"] == "2 parts" else []))
+
+
+COVER = pairwise({factor: tuple(levels) for factor, levels in LEVELS.items()})
 CASES = {
-    "fsdp 4": ("sharding=fsdp", "target=cpu-4"),
-    "ddp 4, 2 microbatches": ("sharding=ddp", "target=cpu-4", "num_microbatches=2", ALONE),
     "zero2 2x2, prefetch": ("sharding=zero2", "target=cpu-4", "mesh.data=4", "overlap=prefetch"),
     "fsdp_tensor 2x2, remat full": ("sharding=fsdp_tensor", "target=cpu-4", "remat=full"),
-    "padded, expert 4": ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=1", "mesh.expert=4", PADDED),
     "padded, replica 2, prefetch, in backward": (
         *EXPERT[:2], "mesh.fsdp=1", "mesh.replica=2", "mesh.expert=2", PADDED, "overlap=prefetch",
         "overlap.layers.reduce_in_backward=true",
     ),
-    "padded, 2 chunks, remat full, 2 microbatches": (
-        *EXPERT, PADDED, "moe.num_chunks=2", "remat=full", "num_microbatches=2", ALONE,
-    ),
-    "padded, expert 2, tensor 2, 2 parts of the batch": (
-        *EXPERT[:2], "mesh.fsdp=1", "mesh.expert=2", "mesh.tensor=2", PADDED, "overlap.layers.batch_split=2", ALONE,
-    ),
-    "gathered, fsdp 2, expert 2, tensor 2": (
-        "sharding=fsdp_expert", "mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", GATHERED, "remat=save_dots",
-    ),
-    "gathered, prefetch, 2 chunks, deepseek's router": (
-        *EXPERT, GATHERED, "overlap=prefetch", "moe.num_chunks=2", *DEEP,
-    ),
-    "gathered, latent attention, tensor 2": (
-        "sharding=fsdp_expert", "mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", GATHERED, *DEEP, *LATENT,
-    ),
-    "padded, latent attention, context 2": (
-        *EXPERT[:2], "mesh.fsdp=1", "mesh.context=2", "mesh.expert=2", PADDED, "remat=full", *LATENT,
-    ),
     "gathered, imbalance that fits": (*EXPERT, GATHERED, "moe.max_imbalance=1.9"),
-    "capacity for all, expert 2": (*EXPERT, CAPACITY, "moe.capacity_factor=8", "remat=save_dots"),
-    "capacity for all, fsdp_tensor, 2 chunks": (
-        "sharding=fsdp_tensor", "target=cpu-4", CAPACITY, "moe.capacity_factor=8", "moe.num_chunks=2",
-    ),
-    "padded, context 2, expert 2, tensor 2": (
-        "sharding=fsdp_expert", "mesh.fsdp=1", "mesh.context=2", "mesh.expert=2", "mesh.tensor=2", PADDED,
-    ),
-    "ragged, expert 4": ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=1", "mesh.expert=4", RAGGED),
-    "ragged, prefetch, 2 chunks, expert 2, tensor 2": (
-        *EXPERT[:2], "mesh.fsdp=1", "mesh.expert=2", "mesh.tensor=2", RAGGED, "overlap=prefetch", "moe.num_chunks=2",
-    ),
+    **{"; ".join(row.values()): _declared(row) for row in COVER},
 }  # fmt: skip
-
-
-COVER = ("padded, replica 2, prefetch, in backward",)
+PLAIN = ("padded, replica 2, prefetch, in backward",)
 
 
 @pytest.fixture
@@ -99,49 +94,69 @@ def plan_for(monkeypatch):
 
 @pytest.fixture(scope="module")
 def reference():
-    """By model: parameters, gradients of the first batch and ten steps, on one device without any of our step."""
-    cache = {}
+    """By model: (initial parameters, (parameters, tokens, documents) -> (loss, gradients)), on one device without any
+    of our step."""
 
-    def get(plan, tokens):
-        key = plan.spec.model.model_dump_json()
-        if key not in cache:
-            params = jax.tree.map(np.asarray, plan.model.init(jax.random.key(plan.spec.seed)))
-            of = lambda p, t: objective(plan.model, p, t[:, :-1], t[:, 1:])  # noqa: E731
-            grad = jax.jit(jax.value_and_grad(of, has_aux=True))
+    @cache
+    def of_model(config):
+        model = config.build()
 
-            def loss_and_gradients(now, batch):
-                (_, loss), grads = grad(now, batch)
-                return loss, grads
+        def objective_of(params, tokens, documents):
+            return objective(model, params, tokens[:, :-1], tokens[:, 1:], documents)
 
-            cache[key] = params, *reference_steps(plan.spec, params, tokens, loss_and_gradients)
-        return cache[key]
+        grad = jax.jit(jax.value_and_grad(objective_of, has_aux=True))
 
-    return get
+        def loss_and_gradients(params, tokens, documents):
+            (_, loss), grads = grad(params, tokens, documents)
+            return loss, grads
+
+        return jax.tree.map(np.asarray, model.init(jax.random.key(0))), loss_and_gradients
+
+    return lambda plan: of_model(plan.spec.model)
 
 
-@pytest.mark.parametrize("name", tiered(CASES, plain=COVER))
+def test_the_cover_has_every_pair():
+    factors = {factor: tuple(levels) for factor, levels in LEVELS.items()}
+    assert set().union(*map(pairs_of, COVER)) == all_pairs(factors)
+    assert len(COVER) == 16  # four meshes with four exchanges need as many
+
+
+@pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN))
 def test_gradients_are_those_of_one_device(name, tokens, reference, plan_for):
     plan = plan_for(*CASES[name])
-    params, (loss, grads), _ = reference(plan, tokens)
-    our_loss, our_grads = gradients_of(plan, params, tokens[0])
-    assert our_loss == pytest.approx(loss, rel=2e-6)
+    params, loss_and_gradients = reference(plan)
+    if "router_bias_X" in params["layers"]["mlp"]:  # starts at zero
+        bias = np.random.default_rng(1).normal(0, 0.1, params["layers"]["mlp"]["router_bias_X"].shape)
+        params = combined(params, {"layers": {"mlp": {"router_bias_X": bias.astype(np.float32)}}})
+    documents = documents_of(tokens[0]) if plan.spec.data.isolate_documents else {}
+    loss, grads = loss_and_gradients(params, tokens[0], documents)
+    our_loss, our_grads = gradients_of(plan, params, tokens[0], documents)
+    assert our_loss == pytest.approx(float(loss), rel=2e-6)
+    ours_by_path = leaves_by_path(our_grads)
+    assert set(ours_by_path) == set(plan.sharding.trained)
     for path, expected in leaves_by_path(grads).items():
-        ours = leaves_by_path(our_grads)[path]
+        if path not in ours_by_path:
+            assert not np.any(expected), path
+            continue
+        ours = ours_by_path[path]
         np.testing.assert_allclose(ours, expected, atol=4e-6 * np.abs(expected).max(), rtol=2e-5, err_msg=path)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "name", ["padded, 2 chunks, remat full, 2 microbatches", "ragged, prefetch, 2 chunks, expert 2, tensor 2",
-             "gathered, prefetch, 2 chunks, deepseek's router"]
+    "name", ["fsdp 2, expert 2; padded; kept; whole; scan; 1; one; mixtral",
+             "replica 2, expert 2; ragged; kept; 2 chunks; prefetch; 1; one; mixtral",
+             "context 2, expert 2; gathered; kept; 2 parts; prefetch; 1; one; mixtral",
+             "replica 2, expert 2; capacity; dots; whole; prefetch; 1; one; deepseek"]
 )  # fmt: skip
 def test_ten_steps_are_those_of_one_device(name, tokens, reference, plan_for):
     plan = plan_for(*CASES[name])
-    _, _, curve = reference(plan, tokens)
+    params, loss_and_gradients = reference(plan)
+    _, curve = reference_steps(plan.spec, params, tokens, lambda now, batch: loss_and_gradients(now, batch, {}))
     programs = programs_of(plan)
     state, ours = programs.init(), []
     for batch in tokens:
-        state, metrics = programs.train(state, on_devices(programs, batch))
+        state, metrics = programs.train(state, on_devices(programs, batch, plan.token_order.of_sequence(16)))
         ours.append([float(metrics[key]) for key in ("loss", "grad_norm", "learning_rate")])
         assert not metrics["layers/dropped"].any()
     np.testing.assert_allclose(np.array(ours), curve, rtol=5e-4, atol=1e-7)
