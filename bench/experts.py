@@ -14,20 +14,28 @@ from typing import Any
 from compiled_rows import Overrides, add_row, read_kept
 
 KEPT = Path(__file__).with_suffix(".jsonl")
+COMMON = ("sharding=fsdp_expert", "moe.max_imbalance=2", "data=synthetic", "remat=full", "overlap=prefetch")
 MIXTRAL: Overrides = (
     "model=mixtral_8x7b", "model.num_layers=2", "target=v5p-128", "sharding=fsdp_expert", "mesh.fsdp=16",
     "mesh.expert=4", "moe.max_imbalance=2", "global_batch_size=256", "sequence_length=2048", "data=synthetic",
     "remat=full", "overlap=prefetch",
 )  # fmt: skip
+QWEN3: Overrides = (
+    "model=qwen3_30b_a3b", "model.num_layers=2", "target=v6e-256", "mesh.fsdp=32", "mesh.expert=8",
+    "global_batch_size=512", "sequence_length=4096", *COMMON,
+)  # fmt: skip
+DEEPSEEK: Overrides = (  # a dense layer and two with experts
+    "model=deepseek_v3", "model.num_layers=3", "model.num_dense_layers=1", "target=v5p-2048", "mesh.fsdp=32",
+    "mesh.expert=32", "global_batch_size=4096", "sequence_length=4096", *COMMON,
+)  # fmt: skip
+CHUNKS: Overrides = ("overlap.flag_presets=[sparse_core,async_exchange]", "moe.num_chunks=2")
 ROWS: dict[str, Overrides] = {
-    "ragged": (*MIXTRAL, "overlap.flag_presets=[sparse_core]"),
-    "ragged, 2 chunks": (*MIXTRAL, "overlap.flag_presets=[sparse_core,async_exchange]", "moe.num_chunks=2"),
-    "padded, 2 chunks": (
-        *MIXTRAL, "overlap.flag_presets=[sparse_core,async_exchange]", "moe.num_chunks=2", "parallel.experts=padded",
-    ),
-    "gathered, 2 chunks": (
-        *MIXTRAL, "overlap.flag_presets=[sparse_core,async_exchange]", "moe.num_chunks=2", "parallel.experts=gathered",
-    ),
+    "ragged": (*MIXTRAL, "overlap.flag_presets=[sparse_core]", "parallel.experts=ragged"),
+    "ragged, 2 chunks": (*MIXTRAL, *CHUNKS, "parallel.experts=ragged"),
+    "padded, 2 chunks": (*MIXTRAL, *CHUNKS, "parallel.experts=padded"),
+    "gathered, 2 chunks": (*MIXTRAL, *CHUNKS, "parallel.experts=gathered"),
+    **{f"{model}, {how}": (*overrides, *CHUNKS, f"parallel.experts={how}") for how in ("gathered", "ragged")
+       for model, overrides in {"qwen3": QWEN3, "deepseek": DEEPSEEK}.items()},
 }  # fmt: skip
 
 

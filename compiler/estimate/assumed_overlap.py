@@ -1,12 +1,11 @@
 """The loop over layers and the flag presets that an estimate rests on where the declaration leaves them to a search."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config.overlap_spec import OverlapSpec
 from ..plan import Plan
 from ..sharding.batch import sequences_of_device
-from ..target.compiler_options import hidden_kinds, presets_for, why_permutes_wait
+from ..target.compiler_options import assumed_weight_presets, presets_for, why_permutes_wait
 from ..target.target import TargetPlan
 
 BATCH_SPLIT = 2  # what the searches of docs/overlap_results.md chose wherever axes split matmuls
@@ -40,12 +39,6 @@ def assume_overlap(plan: Plan) -> AssumedOverlap:
         return AssumedOverlap(overlap.layers.batch_split, presets)
     of_activations = [name for name, one in presets_for(target).items() if "activations" in one.tried_for]
     return AssumedOverlap(max(BATCH_SPLIT, overlap.layers.batch_split), (*presets, *of_activations[:1]))
-
-
-def assumed_weight_presets(declared: Sequence[str], target: TargetPlan) -> tuple[str, ...]:
-    """Returns the declared presets, or the one that overlaps more kinds of weights' collectives with compute."""
-    tried = [(name,) for name, one in presets_for(target).items() if "weights" in one.tried_for]
-    return max([tuple(declared), *tried], key=lambda names: len(hidden_kinds(names, "weights", target)))
 
 
 def can_split_batch(num_sequences: int, target: TargetPlan) -> bool:

@@ -42,7 +42,8 @@ class Work:
 @dataclass(frozen=True)
 class Transfer:
     """A collective. is_weight: it moves a parameter or its gradient, not an activation. full_bytes: a place. exchange:
-    how keys and values of a split length are exchanged, where it is that."""
+    how keys and values of a split length are exchanged, where it is that. is_of_experts: it moves tokens to experts or
+    back."""
 
     kind: CollectiveKind
     axes: Axes
@@ -50,6 +51,7 @@ class Transfer:
     region: int
     full_bytes: int
     exchange: str | None = None
+    is_of_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,9 @@ class _Reader:
                 name = OperationName(operation.scope)
                 is_weight = next(iter(name.parameters(self.weights)), None) is not None
                 full = self.number(collective.full_bytes)
-                one = Transfer(collective.kind, collective.axes, is_weight, number, full, name.exchange)
+                one = Transfer(
+                    collective.kind, collective.axes, is_weight, number, full, name.exchange, name.experts is not None
+                )
                 self.transfers.append(one)
             moved = self.moved(program, step, read_already)
             flops = self.number(operation.flops) if operation.flops else None

@@ -45,12 +45,13 @@ class Hiding:
     """What the compiler overlaps with compute. weights, activations: kinds of collectives. is_doubled: a gradient that
     is not reduced beside compute is all-reduced, at twice the time of a reduce-scatter. activations_exposed: the share
     of activations' collectives that stays, of all declarations or of each. permutes: those of ring attention run
-    beside its blocks."""
+    beside its blocks. experts_exposed: the share of the exchanges of tokens that is waited for (expert_exchange.py)."""
 
     weights: frozenset[CollectiveKind]
     activations_exposed: float | Array
     is_doubled: bool
     permutes: bool = True
+    experts_exposed: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,8 @@ def _exposed(
             beside_blocks[one.axes] = beside_blocks.get(one.axes, 0.0) + seconds
         elif one.exchange is not None:
             waited[one.axes] = waited.get(one.axes, 0.0) + seconds
+        elif one.is_of_experts:
+            waited[one.axes] = waited.get(one.axes, 0.0) + hiding.experts_exposed * seconds
         elif not one.is_weight:
             ring = 0.5 if one.kind == "collective-permute" else 1.0  # a ring sends one way around, a collective both
             waited[one.axes] = waited.get(one.axes, 0.0) + hiding.activations_exposed * ring * seconds
@@ -181,12 +184,14 @@ def plan_hiding(plan: Plan) -> Hiding:
     target, assumed = plan.target, assume_overlap(plan)
     weights = hidden_kinds(assumed.flag_presets, "weights", target)
     is_ring = any(each.chosen.name == COLLECTIVE_MATMUL for each in plan.operations)
+    experts = plan.operations_of("experts")
     can_hide = (is_ring or assumed.batch_split > 1) and why_permutes_wait(target) is None
     return Hiding(
         weights=weights,
         activations_exposed=EXPOSED_BESIDE_MATMULS if can_hide else 1.0,
         is_doubled=target.platform == "tpu" and "reduce-scatter" not in weights,
         permutes=why_permutes_wait(target) is None,
+        experts_exposed=max((each.chosen.parameters.waited_share for each in experts), default=1.0),
     )
 
 

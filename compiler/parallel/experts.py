@@ -8,8 +8,8 @@ Each device then has some tokens and some experts. Three exchanges drop nothing 
     gathered  all tokens, from which each device takes its own everywhere; cheap for a few devices
     capacity  a fixed number of rows for each expert           by name alone: it drops tokens
 
-`auto` takes what is shortest on the links. Where no axis splits the experts there is nothing to send: tokens are sorted
-by expert, or put into rows of the capacity.
+`auto` takes the one that a layer waits for least (expert_exchange.py). Where no axis splits the experts there is
+nothing to send: tokens are sorted by expert, or put into rows of the capacity.
 """
 
 import math
@@ -41,14 +41,22 @@ from .dispatch import (
     dispatch_padded,
     dispatch_ragged,
 )
+from .expert_exchange import (
+    CAPACITY,
+    GATHERED,
+    PADDED,
+    RAGGED,
+    ExchangeSizes,
+    exchange_legs,
+    exchange_time,
+    sent_once,
+)
 from .grouped_matmul import Kernels, grouped_matmul
-from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
+from .operation import Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
 from .weight_plan import parts_of
 from .weights import gather_dims, scatter_dims
 
-RAGGED, PADDED, GATHERED, CAPACITY = "ragged", "padded", "gathered", "capacity"
 _ROWS = 128  # buffers have a multiple of so many rows, which grouped matmuls on TPUs work on at once
-_INT32 = 4
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,8 @@ class Layout:
 class ExpertsPlan:
     """rows: of a buffer, for the tokens of one chunk: that a device receives (ragged), takes of all tokens (gathered),
     sends to each device (padded), or that an expert takes of each device (capacity). most_rows: with which nothing is
-    ever dropped. filled: the share of the rows of all buffers that tokens fill."""
+    ever dropped. filled: the share of the rows of all buffers that tokens fill. waited_share: of
+    the time of its exchanges, what a layer waits for."""
 
     how: str
     experts: Experts
@@ -81,6 +90,7 @@ class ExpertsPlan:
     num_chunks: int
     kernels: Kernels
     layout: Layout
+    waited_share: float = 1.0
 
     @property
     def is_dropless(self) -> bool:
@@ -99,7 +109,7 @@ class ExpertsOp(ParallelOp):
     fallback = PADDED
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
-        sizes = _Sizes.of(site, inputs)
+        sizes = _sizes_of(site, inputs)
         capacity = _capacity(site, inputs, sizes)
         if not sizes.experts.axes:
             none = "no mesh axis of the batch splits the experts"
@@ -118,39 +128,19 @@ class ExpertsOp(ParallelOp):
         return apply
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """tokens: of this device in one chunk. num_chosen: experts of a token. row_bytes: of a token. num_runs: of the
-    exchanges of a layer in one direction, one for each chunk of each part of the batch."""
-
-    experts: Experts
-    tokens: int
-    num_chosen: int
-    row_bytes: int
-    num_runs: int
-
-    @classmethod
-    def of(cls, site: OpSite, inputs: OpInputs) -> "_Sizes":
-        (*_, width), num_experts = site.operands[0].shape, site.operands[3].shape[0]
-        axes = _expert_axes(site, inputs)
-        num_devices = inputs.mesh.num_shards(axes)
-        num_parts, num_chunks = inputs.spec.overlap.layers.batch_split, inputs.spec.moe.num_chunks
-        tokens = tokens_of_device(inputs.spec, inputs.mesh) // num_parts
-        if tokens % num_chunks:
-            what = f"{tokens} tokens of a device are not divisible by {num_chunks} chunks"
-            raise ConfigError([Problem("moe.num_chunks", what, f"use a divisor of {tokens}")])
-        experts = Experts(num_experts, axes, num_devices)
-        row_bytes = width * jnp.dtype(inputs.spec.precision.compute).itemsize
-        return cls(experts, tokens // num_chunks, site.operands[1].shape[-1], row_bytes, num_parts * num_chunks)
-
-    @property
-    def choices(self) -> int:
-        return self.tokens * self.num_chosen
-
-    @property
-    def most_of_device(self) -> int:
-        """Choices of the tokens of one device that can be for experts of one device."""
-        return self.tokens * min(self.num_chosen, self.experts.num_local)
+def _sizes_of(site: OpSite, inputs: OpInputs) -> ExchangeSizes:
+    """Raises ConfigError where the chunks do not divide a device's tokens."""
+    (*_, width), num_experts = site.operands[0].shape, site.operands[3].shape[0]
+    axes = _expert_axes(site, inputs)
+    num_parts, num_chunks = inputs.spec.overlap.layers.batch_split, inputs.spec.moe.num_chunks
+    tokens = tokens_of_device(inputs.spec, inputs.mesh) // num_parts
+    if tokens % num_chunks:
+        what = f"{tokens} tokens of a device are not divisible by {num_chunks} chunks"
+        raise ConfigError([Problem("moe.num_chunks", what, f"use a divisor of {tokens}")])
+    experts = Experts(num_experts, axes, inputs.mesh.num_shards(axes))
+    row_bytes = width * jnp.dtype(inputs.spec.precision.compute).itemsize
+    num_chosen = site.operands[1].shape[-1]
+    return ExchangeSizes(experts, tokens // num_chunks, num_chosen, row_bytes, num_parts * num_chunks)
 
 
 def _weights(site: OpSite, inputs: OpInputs) -> tuple[ArrayPlan, ArrayPlan]:
@@ -180,14 +170,14 @@ def _layout(site: OpSite, inputs: OpInputs) -> Layout:
 
 
 def _plan(
-    how: str, site: OpSite, inputs: OpInputs, sizes: _Sizes, *, rows: int, most_rows: int, filled: float
+    how: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes, *, rows: int, most_rows: int, filled: float
 ) -> ExpertsPlan:
     kernels: Kernels = "megablox" if inputs.target.platform == "tpu" else "none"
     num_chunks = inputs.spec.moe.num_chunks
     return ExpertsPlan(how, sizes.experts, rows, most_rows, filled, num_chunks, kernels, _layout(site, inputs))
 
 
-def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: _Sizes) -> Strategy:
+def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
     """One of the exchanges that drop nothing unless `moe.max_imbalance` is too small."""
     experts, n, imbalance = sizes.experts, sizes.experts.num_devices, inputs.spec.moe.max_imbalance
     mean, most = sizes.choices, n * sizes.most_of_device
@@ -204,13 +194,15 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: _Sizes) -> Strat
         PADDED: f"rows exchanged over {over}, {rows:,} for each device: {buffer}",
         GATHERED: f"all tokens gathered over {over}, {rows:,} rows of them taken: {buffer}",
     }
-    collectives = _collectives(name, sizes, rows)
-    strategy = Strategy(name, words[name], plan, collectives, refusal=_refusal(name, inputs, experts))
-    seconds = _seconds(collectives, inputs)
-    if seconds is None:
+    legs = exchange_legs(name, sizes, rows)
+    strategy = Strategy(name, words[name], plan, sent_once(legs), refusal=_refusal(name, inputs, experts))
+    time = exchange_time(legs, site, inputs, sizes.num_runs)
+    if time is None:
         return replace(strategy, merit="the first that runs here; the time of its exchanges is not known")
-    figures = f"{human_seconds(seconds)} a layer for its exchanges, the least"
-    return replace(strategy, cost=Cost(seconds, "seconds"), figures=figures)
+    waited, sent = human_seconds(time.waited_seconds), human_seconds(time.sent_seconds)
+    figures = f"a layer waits {waited} of the {sent} of its exchanges, the least"
+    plan = replace(plan, waited_share=time.waited_seconds / time.sent_seconds)
+    return replace(strategy, parameters=plan, cost=Cost(time.waited_seconds, "seconds"), figures=figures)
 
 
 def _refusal(name: str, inputs: OpInputs, experts: Experts) -> str | None:
@@ -228,37 +220,7 @@ def _refusal(name: str, inputs: OpInputs, experts: Experts) -> str | None:
     return None
 
 
-def _collectives(name: str, sizes: _Sizes, rows: int) -> tuple[CollectiveSpec, ...]:
-    """Of one layer, forward and backward."""
-    n, axes = sizes.experts.num_devices, sizes.experts.axes
-    row_bytes, times = sizes.row_bytes, sizes.num_runs
-    if name == GATHERED:
-        tokens, choices = n * sizes.tokens * row_bytes, n * sizes.choices * _INT32
-        return (
-            CollectiveSpec("all-gather", axes, tokens, times, "forward"),
-            CollectiveSpec("all-gather", axes, choices, 2 * times, "forward"),  # ids, and their weights in float32
-            CollectiveSpec("reduce-scatter", axes, tokens, times, "forward"),
-            CollectiveSpec("all-gather", axes, tokens, times, "backward"),
-            CollectiveSpec("reduce-scatter", axes, tokens, times, "backward"),
-            CollectiveSpec("reduce-scatter", axes, choices, times, "backward"),
-        )
-    counts = CollectiveSpec("all-to-all", axes, n * sizes.experts.num_experts * _INT32, times, "forward")
-    sent = n * (n * rows if name == PADDED else sizes.choices) * row_bytes  # ragged: what there is on average
-    if name == RAGGED:
-        counts = replace(counts, kind="all-gather")
-    exchange = CollectiveSpec("all-to-all", axes, sent, 2 * times, "forward")
-    return counts, exchange, replace(exchange, direction="backward")
-
-
-def _seconds(collectives: Sequence[CollectiveSpec], inputs: OpInputs) -> float | None:
-    times = [
-        (each.count, inputs.mesh.alone_seconds(each.kind, each.bytes_each, each.mesh_axes)) for each in collectives
-    ]
-    known = [count * seconds for count, seconds in times if seconds is not None]
-    return sum(known) if len(known) == len(times) else None
-
-
-def _capacity(site: OpSite, inputs: OpInputs, sizes: _Sizes) -> Strategy:
+def _capacity(site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
     factor, experts = inputs.spec.moe.capacity_factor, sizes.experts
     each = sizes.choices / experts.num_experts
     rows = int(factor * each)
@@ -269,9 +231,7 @@ def _capacity(site: OpSite, inputs: OpInputs, sizes: _Sizes) -> Strategy:
         refusal += f"all would be dropped; use {least:g} or more"
     filled = min(1.0, 1 / factor)
     plan = _plan(CAPACITY, site, inputs, sizes, rows=rows, most_rows=sizes.tokens, filled=filled)
-    sent = experts.num_devices * experts.num_experts * rows * sizes.row_bytes
-    exchange = CollectiveSpec("all-to-all", experts.axes, sent, 2 * sizes.num_runs, "forward")
-    collectives = (exchange, replace(exchange, direction="backward")) if experts.axes else ()
+    collectives = sent_once(exchange_legs(CAPACITY, sizes, rows)) if experts.axes else ()
     what = f"{rows:,} rows for each expert from each device, what is more is dropped"
     objection = "it drops tokens, so it runs by name alone"
     return Strategy(CAPACITY, what, plan, collectives, refusal=refusal, objection=objection)

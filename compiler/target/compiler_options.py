@@ -32,6 +32,12 @@ def hidden_kinds(names: Sequence[str], moved: Moved, target: TargetPlan) -> froz
     return frozenset(kind for kinds in chosen for kind in kinds)
 
 
+def assumed_weight_presets(declared: Sequence[str], target: TargetPlan) -> tuple[str, ...]:
+    """Returns the declared presets, or the one that overlaps more kinds of weights' collectives with compute."""
+    tried = [(name,) for name, one in presets_for(target).items() if "weights" in one.tried_for]
+    return max([tuple(declared), *tried], key=lambda names: len(hidden_kinds(names, "weights", target)))
+
+
 def why_permutes_wait(target: TargetPlan) -> str | None:
     """Returns why permutes do not overlap with matmuls; None if they do."""
     most = target.compiler.max_chips_async_permutes

@@ -272,13 +272,16 @@ def _identity(collective: Instruction) -> tuple[str, str | None, tuple[tuple[int
 
 def _arrays(inner: Inner) -> list[ArrayType]:
     """Returns what a collective takes. Of an all-reduce its results: TPUs reduce in float32 what they are given in
-    bfloat16. Of a ragged all-to-all the first operand: the others say where its parts go."""
+    bfloat16. Of a ragged all-to-all the smaller of its first two operands, what is sent and where it arrives: that one
+    is full of rows, the other has room for uneven loads; the rest says where its parts go."""
     within = inner.instruction
     if within.opcode.startswith("all-reduce"):
         return list(within.arrays)
-    names = within.operands[:1] if within.opcode.startswith("ragged") else within.operands
+    is_ragged = within.opcode.startswith("ragged")
+    names = within.operands[:2] if is_ragged else within.operands
     operands = [inner.computation.by_name[name] for name in names if name in inner.computation.by_name]
-    return [array for each in operands for array in each.arrays]
+    arrays = [array for each in operands for array in each.arrays]
+    return [min(arrays, key=lambda array: array.num_bytes)] if is_ragged and arrays else arrays
 
 
 def _is_padded(inner: Inner) -> bool:

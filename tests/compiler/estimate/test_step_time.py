@@ -61,6 +61,13 @@ def test_of_activations_the_share_beside_matmuls_is_waited_for():
     assert _seconds(costs, Hiding(ALL, 0.25, is_doubled=False))[1][("tensor",)] == pytest.approx(4 * 2.0 * 0.25)
 
 
+def test_exchanges_of_tokens_are_waited_for_as_far_as_their_plan_says():
+    transfer = Transfer("all-reduce", ("tensor",), False, 1, 2, is_of_experts=True)
+    costs = _loop([Work("matmul", 1, 1, ())], [transfer], [1000.0, 10.0])
+    hiding = Hiding(ALL, 0.25, is_doubled=False, experts_exposed=0.5)
+    assert _seconds(costs, hiding)[1][("tensor",)] == pytest.approx(4 * 2.0 * 0.5)
+
+
 @pytest.mark.parametrize(
     ("exchange", "attention_flops", "permutes", "waited"),
     [

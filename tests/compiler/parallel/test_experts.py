@@ -1,5 +1,6 @@
 """Which exchange takes tokens to their experts, what it costs, and what is refused before anything is traced."""
 
+import json
 import math
 
 import pytest
@@ -14,7 +15,7 @@ from meshloom.compiler.tune.space import mesh_axes
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, Chip, price
 from support.experts import MOE
-from support.helpers import plan_as_declared
+from support.helpers import TESTS, plan_as_declared
 
 EXPERT = ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=2", "mesh.expert=2")
 OVER_TENSOR = (
@@ -66,18 +67,59 @@ def mixtral():
 
 
 def test_auto_takes_the_shortest_exchange_that_the_target_has(mixtral):
+    """Without options the compiler overlaps none, and the forward ones are done again by full remat."""
     chosen = mixtral.operation("experts")
-    costs = {each.name: each.cost.value for each in (chosen.chosen, *chosen.rejected) if each.cost}
+    costs = _costs(chosen)
     assert chosen.chosen.name == min(costs, key=lambda name: costs[name]) == "ragged"
-    # Of a ring of 4 chips each sends 2 choices for each of 8192 tokens there and back, forward and backward; empty rows
-    # of the padded one are sent too.
+    # Of a ring of 4 chips each sends 2 choices for each of 8192 tokens there and back, forward, again, and backward;
+    # empty rows of the padded one are sent too.
     row_bytes, rows = 4096 * 2, 8192 * 2
     once = mixtral.mesh.alone_seconds("all-to-all", 4 * rows * row_bytes, ("expert",))
-    assert costs["ragged"] == pytest.approx(4 * once, rel=0.01)
-    assert costs["padded"] == pytest.approx(2 * 4 * once, rel=0.01)
+    assert costs["ragged"] == pytest.approx(6 * once, rel=0.01)
+    assert costs["padded"] == pytest.approx(2 * 6 * once, rel=0.01)
     on_v5e = plan_as_declared(*MIXTRAL, "target=v5e-64", "mesh.fsdp=16", "mesh.expert=4").operation("experts")
     assert on_v5e.chosen.name == "gathered"
     assert next(s for s in on_v5e.rejected if s.name == "ragged").refusal is not None
+
+
+def _costs(plan):
+    return {each.name: each.cost.value for each in (plan.chosen, *plan.rejected) if each.cost}
+
+
+ASYNC = "overlap.flag_presets=[sparse_core,async_exchange]"
+ON_V5P = (*MIXTRAL, "overlap=prefetch", "target=v5p-128", "mesh.fsdp=16", "mesh.expert=4")
+
+
+def test_an_exchange_is_priced_by_what_nothing_hides():
+    """Of two chunks, the first is sent and the last comes back beside no matmul. Gathering tokens does not wait for the
+    router; recomputed results feed the gradient of its weights alone."""
+    plans = [plan_as_declared(*ON_V5P, "moe.num_chunks=2", *more) for more in ((ASYNC,), (ASYNC, "remat=none"))]
+    mesh, tokens_bytes = plans[0].mesh, 8192 * 4096 * 2
+    exchanged = mesh.alone_seconds("all-to-all", 4 * 2 * tokens_bytes, ("expert",)) or math.nan
+    scattered = mesh.alone_seconds("reduce-scatter", 4 * tokens_bytes, ("expert",)) or math.nan
+    for plan, num_legs in zip(plans, (4, 3), strict=True):
+        costs = _costs(plan.operation("experts"))
+        assert costs["ragged"] == pytest.approx(num_legs * exchanged / 2, rel=0.03)
+        assert costs["gathered"] == pytest.approx(2 * scattered / 2, rel=0.03)
+    assert plans[0].operation("experts").chosen.name == "gathered"
+    # The SparseCores send no all-to-all: all six legs of it are waited for.
+    on_cores = plan_as_declared(*ON_V5P, "overlap.flag_presets=[sparse_core]").operation("experts")
+    assert _costs(on_cores)["ragged"] == pytest.approx(6 * exchanged, rel=0.03)
+    assert on_cores.chosen.name == "gathered"
+
+
+def test_prices_are_near_what_compiled_schedules_leave_exposed():
+    """bench/experts.jsonl: two layers with experts in each row. Padded: its empty rows are priced as if they were sent
+    like the others."""
+    rows = [json.loads(line) for line in (TESTS.parent / "bench" / "experts.jsonl").read_text().splitlines()]
+    compiled = {row["name"]: row["exchange_exposed_seconds"] / 2 for row in rows if "padded" not in row["name"]}
+    priced = {}
+    for row in rows:
+        plan = plan_as_declared(*row["overrides"]).operation("experts")
+        priced[row["name"]] = _costs(plan)[plan.chosen.name]
+    assert {name: priced[name] for name in compiled} == pytest.approx(compiled, rel=0.5)
+    of_mixtral = ("gathered, 2 chunks", "ragged, 2 chunks", "ragged")
+    assert sorted(of_mixtral, key=lambda name: priced[name]) == list(of_mixtral)
 
 
 def test_buffers_have_the_declared_room_and_without_one_room_for_all(mixtral):

@@ -40,6 +40,17 @@ def test_a_synchronous_collective_is_exposed_whole():
     assert (found.kind, found.num_bytes, found.group_size, found.is_async) == ("all-gather", 64, 4, False)
 
 
+@pytest.mark.parametrize(("sent", "arrives"), [(8, 16), (16, 8)], ids=["there", "back"])
+def test_a_ragged_exchange_sends_what_its_smaller_side_holds(sent, arrives):
+    """The other side is a buffer with room for uneven loads. 8 rows of 2 bytes from each of 4 devices."""
+    places = ", ".join(f"%i{n}" for n in range(4))
+    lines = [f"  %rows = bf16[{sent}]{{0}} parameter(1)", f"  %buffer = bf16[{arrives}]{{0}} parameter(2)",
+             *(f"  %i{n} = s32[4]{{0}} parameter({n + 3})" for n in range(4)),
+             f"  ROOT %r = bf16[{arrives}]{{0}} ragged-all-to-all(%rows, %buffer, {places}), {GROUPS}"]  # fmt: skip
+    (found,) = collectives_of(read_steps(parse_module(module(*lines)), TPU))
+    assert (found.kind, found.num_bytes, found.group_size) == ("all-to-all", 4 * 8 * 2, 4)
+
+
 @pytest.mark.parametrize(("between", "exposed"), [(100, 0.0), (64, 0.0), (40, 0.024), (0, 0.064)])
 def test_what_runs_between_start_and_done_hides_it(between, exposed):
     lines = [f"  %s = {START}", *([compute("a", between)] if between else []),

@@ -1,0 +1,142 @@
+"""What each exchange of tokens sends, and how long a layer waits for it.
+
+A transfer is waited for as far as nothing else can run meanwhile:
+
+    input     needs only what the layer has from its start, x or its gradient: it is sent beside the router, what is
+              recomputed, or the layer's other work. Only `gathered` sends tokens before it is known where they go
+    routing   needs the router's choices, and all experts wait for it
+    experts   needs the last result of the experts, and the layer ends with it
+    weights   feeds the gradient of the router's weights alone: the rest of the backward pass runs meanwhile
+
+Of those two in the middle, C chunks or parts of the batch hide all but one C-th, behind the matmuls of the others.
+Whatever the compiler does not overlap with compute is waited for whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..core.collectives import CollectiveKind
+from ..sharding.arrays import OpSite
+from ..target.compiler_options import assumed_weight_presets, hidden_kinds
+from .dispatch import Experts
+from .operation import CollectiveSpec, OpInputs
+
+RAGGED, PADDED, GATHERED, CAPACITY = "ragged", "padded", "gathered", "capacity"
+Wait = Literal["input", "routing", "experts", "weights"]
+_INT32 = 4
+
+
+@dataclass(frozen=True)
+class ExchangeSizes:
+    """tokens: of this device in one chunk. num_chosen: experts of a token. row_bytes: of a token. num_runs: of the
+    exchanges of a layer in one direction, one for each chunk of each part of the batch."""
+
+    experts: Experts
+    tokens: int
+    num_chosen: int
+    row_bytes: int
+    num_runs: int
+
+    @property
+    def choices(self) -> int:
+        return self.tokens * self.num_chosen
+
+    @property
+    def most_of_device(self) -> int:
+        """Choices of the tokens of one device that can be for experts of one device."""
+        return self.tokens * min(self.num_chosen, self.experts.num_local)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A transfer of an exchange. waits: what it needs, as above. again: what it needs where the backward pass
+    recomputes the forward pass, and it with it; None: it is not sent again."""
+
+    sent: CollectiveSpec
+    waits: Wait
+    again: Wait | None = None
+
+
+@dataclass(frozen=True)
+class ExchangeTime:
+    """Of a layer, forward and backward. sent_seconds: on the links. waited_seconds: that nothing hides."""
+
+    sent_seconds: float
+    waited_seconds: float
+
+
+def exchange_legs(name: str, sizes: ExchangeSizes, rows: int) -> tuple[Leg, ...]:
+    """Returns the transfers of one layer, forward and backward. rows: that a device sends to each (padded), or that an
+    expert takes of each device (capacity)."""
+    n, axes, times = sizes.experts.num_devices, sizes.experts.axes, sizes.num_runs
+
+    def forward(kind: CollectiveKind, num_bytes: int, waits: Wait, again: Wait | None) -> Leg:
+        return Leg(CollectiveSpec(kind, axes, num_bytes, times, "forward"), waits, again)
+
+    def backward(kind: CollectiveKind, num_bytes: int, waits: Wait) -> Leg:
+        return Leg(CollectiveSpec(kind, axes, num_bytes, times, "backward"), waits)
+
+    if name == GATHERED:
+        tokens, choices = n * sizes.tokens * sizes.row_bytes, n * sizes.choices * _INT32
+        return (
+            forward("all-gather", tokens, "input", "input"),
+            forward("all-gather", choices, "routing", "routing"),
+            forward("all-gather", choices, "routing", "routing"),  # their weights, in float32
+            forward("reduce-scatter", tokens, "experts", None),
+            backward("all-gather", tokens, "input"),
+            backward("reduce-scatter", tokens, "experts"),
+            backward("reduce-scatter", choices, "weights"),
+        )
+    if name == CAPACITY:
+        counts, sent = (), n * sizes.experts.num_experts * rows * sizes.row_bytes
+    else:
+        kind = "all-gather" if name == RAGGED else "all-to-all"
+        counts = (forward(kind, n * sizes.experts.num_experts * _INT32, "routing", "routing"),)
+        sent = n * (n * rows if name == PADDED else sizes.choices) * sizes.row_bytes  # ragged: what there is on average
+    return (
+        *counts,
+        forward("all-to-all", sent, "routing", "routing"),
+        forward("all-to-all", sent, "experts", "weights"),
+        backward("all-to-all", sent, "input"),
+        backward("all-to-all", sent, "experts"),
+    )
+
+
+def sent_once(legs: Sequence[Leg]) -> tuple[CollectiveSpec, ...]:
+    """Returns the collectives of a layer whose forward pass is not recomputed, equal ones together."""
+    counts: dict[CollectiveSpec, int] = {}
+    for each in legs:
+        one = replace(each.sent, count=0)
+        counts[one] = counts.get(one, 0) + each.sent.count
+    return tuple(replace(one, count=count) for one, count in counts.items())
+
+
+def exchange_time(legs: Sequence[Leg], site: OpSite, inputs: OpInputs, num_runs: int) -> ExchangeTime | None:
+    """Returns the time of an exchange; None where that of a collective is not known. num_runs: C above."""
+    spec, sent, waited = inputs.spec, 0.0, 0.0
+    is_recomputed = spec.remat.stacks.get(site.piece, spec.remat.policy) != "none"
+    hidden = _hidden_kinds(inputs)
+    for each in legs:
+        one = each.sent
+        seconds = inputs.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes)
+        if seconds is None:
+            return None
+        for wait in (each.waits, each.again if is_recomputed else None):
+            if wait is None:
+                continue
+            sent += one.count * seconds
+            waited += one.count * seconds * (_share(wait, num_runs) if one.kind in hidden else 1.0)
+    return ExchangeTime(sent, waited)
+
+
+def _share(wait: Wait, num_runs: int) -> float:
+    return 0.0 if wait in ("input", "weights") else 1.0 / num_runs
+
+
+def _hidden_kinds(inputs: OpInputs) -> frozenset[CollectiveKind]:
+    """Kinds of collectives that the compiler overlaps with compute, with the declared presets, or with the one that
+    `overlap.search` is taken to find."""
+    overlap, target = inputs.spec.overlap, inputs.target
+    names = overlap.flag_presets if overlap.search is None else assumed_weight_presets(overlap.flag_presets, target)
+    return hidden_kinds(names, "weights", target) | hidden_kinds(names, "activations", target)
