@@ -37,6 +37,7 @@ def _words(**words: str) -> Callable[[Any], Any]:
 
 
 RENAMED: Mapping[str, Renamed] = {
+    "notes": Renamed("run.extra"),
     "sharding.look_up": Renamed("parallel.embedding", _words(gather="all_gather", exchange="all_to_all")),
     "overlap.rings": Renamed("parallel.matmul", _strategies_of_rings),
     "overlap.head": Renamed("parallel.lm_head", _words(parts="vocab_chunks")),

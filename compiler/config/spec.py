@@ -218,6 +218,15 @@ class EvaluationSpec(Config):
     num_batches: PositiveInt  # always the same batches
 
 
+class RunLabels(Config):
+    """What people call a run: saved, logged and shown, but not part of any program."""
+
+    name: Text | None  # also in the name of its job, if it is launched
+    tags: tuple[Text, ...]
+    notes: Text | None
+    extra: dict[str, Any]  # a user's own keys
+
+
 @dataclass(frozen=True)
 class Origin:
     """How a declaration was typed: its overrides, an extra folder of configs, and modules whose code it may run. It is
@@ -267,7 +276,7 @@ class RunSpec(Config):
     num_microbatches: PositiveInt
     tune: TuneSpec  # what `meshloom tune` searches
     launch: LaunchSpec  # how `meshloom launch` starts the run on its hosts
-    notes: dict[str, Any]  # a user's own keys: saved and logged, but not read by Meshloom
+    run: RunLabels
 
     _sources: Sources = PrivateAttr(default_factory=dict)  # of values that came from the environment
     _origin: Origin = PrivateAttr(default=Origin())

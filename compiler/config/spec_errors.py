@@ -49,14 +49,13 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
             return renamed
         if node is spec_type and path[-1] in groups and path[-1] not in node.model_fields:
             what = "a group of your own sets keys that the declaration does not have"
-            fix = (
-                f"begin its files with `# @package notes.{path[-1]}`, or `# @package _global_` for keys that there are"
-            )
+            own = f"`# @package run.extra.{path[-1]}`"
+            fix = f"begin its files with {own}, or `# @package _global_` for keys that there are"
             return Problem(key, what, fix)
         known = dict.fromkeys([*node.model_fields, *(groups if node is spec_type else ())]) if node else {}
         fix = use_one_of(shortened(str(path[-1])), known)
         if node is spec_type and "did you mean" not in fix:
-            fix += f"; a word of your own goes into notes: notes.{shortened(str(path[-1]), MOST_SHOWN)}=..."
+            fix += f"; a key of your own goes into run.extra: run.extra.{shortened(str(path[-1]), MOST_SHOWN)}=..."
         return Problem(key, "there is no such key", fix)
     if kind == "missing":
         return Problem(key, "has no value", f"set {key}=...")

@@ -12,7 +12,7 @@ def is_within(inner: str, outer: str) -> bool:
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Returns each key with its value; lists are values, and so is a group without keys.
 
-    {"optimizer": {"b1": 0.9}, "notes": {}} -> ("optimizer.b1", 0.9), ("notes", {})
+    {"optimizer": {"b1": 0.9}, "parallel": {}} -> ("optimizer.b1", 0.9), ("parallel", {})
     """
     if isinstance(node, Mapping) and node:
         for key, value in node.items():

@@ -31,7 +31,7 @@ UNSET = "not set"
 # Keys that no program depends on; each other one is taken to reach it. Target, mesh, compiler options and their sets do
 # so in their own fields of a Fingerprint, as what they come to: mesh.fsdp=-1 is mesh.fsdp=8 on eight devices.
 NOT_IN_PROGRAM = (
-    "notes", "target", "mesh", "device_order", "compiler_options", "shards", "checkpoint", "distributed", "logging",
+    "run", "target", "mesh", "device_order", "compiler_options", "shards", "checkpoint", "distributed", "logging",
     "evaluation", "sweep", "tune", "launch",
     "artifact", "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold",
     "sharding.on_replicated",

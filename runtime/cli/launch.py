@@ -19,7 +19,7 @@ def launch_command(request: Request, flags: argparse.Namespace) -> int:  # noqa:
     """Starts the run, or prints what would. Raises ConfigError for a declaration that its hosts would refuse."""
     spec = read_spec(request, then=lambda spec: _checked(spec, request))
     model, _, _ = (model_of(request) or spec.model.family).partition(" (")
-    label = f"{model}-{spec.target.name}"
+    label = spec.run.name or f"{model}-{spec.target.name}"
     return run_launch(spec, _plan(spec, request, label))
 
 

@@ -34,7 +34,7 @@ from ..core.exclusive import only_run_in
 from ..core.interruptible import raise_if_interrupted
 from ..processes.devices import plan_without_devices, start_devices
 from ..processes.distributed import Processes
-from ..processes.say import say, say_notes
+from ..processes.say import say, say_labels
 from ..rundir.declaration import write_declaration
 from ..rundir.report_files import write_report
 from ..rundir.run_record import recorded_run
@@ -207,7 +207,7 @@ def _show_header(console: Console, job: CompileJob) -> None:
         LOG.info(line)
     say(console, f"meshloom compile: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {target.name}, "
         f"{plan.spec.tokens_per_step:,} tokens per step")  # fmt: skip
-    say_notes(console, plan.spec)
+    say_labels(console, plan.spec)
     for warning in plan.warnings:
         say(console, warning.as_warning())
 

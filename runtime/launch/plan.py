@@ -27,7 +27,7 @@ from ..core.command_line import run_words
 from .names import job_name
 
 # They say how a run is started, labelled or watched, not what it computes.
-NOT_IN_NAME = ("launch", "distributed", "logging", "compilation_cache", "artifact", "sweep", "tune")
+NOT_IN_NAME = ("run", "launch", "distributed", "logging", "compilation_cache", "artifact", "sweep", "tune")
 
 
 @dataclass(frozen=True)

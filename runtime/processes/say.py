@@ -17,7 +17,8 @@ def say(console: Console, text: str, *, is_shown: bool = True) -> None:
             console.line(line)
 
 
-def say_notes(console: Console, spec: RunSpec) -> None:
-    """Shows and logs the user's own notes, where a run has any."""
-    if spec.notes:
-        say(console, f"notes: {json.dumps(spec.notes, ensure_ascii=False)}")
+def say_labels(console: Console, spec: RunSpec) -> None:
+    """Shows and logs what the user calls the run, where it is called anything."""
+    labels = {key: value for key, value in spec.run.model_dump(mode="json").items() if value}
+    if labels:
+        say(console, f"run: {json.dumps(labels, ensure_ascii=False)}")

@@ -40,7 +40,7 @@ from ..processes.agreement import check_same_declaration
 from ..processes.cluster import plan_start
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes, join, together
-from ..processes.say import say, say_notes
+from ..processes.say import say, say_labels
 from ..processes.stop import StopRequest
 from ..rundir.declaration import write_declaration
 from ..rundir.run_record import recorded_run
@@ -240,7 +240,7 @@ def _show_job(job: Job, console: Console) -> None:
     for line in job.said:
         say(console, line, is_shown=False)
     show_header(console, job.plan)
-    say_notes(console, job.plan.spec)
+    say_labels(console, job.plan.spec)
     say(console, job.data.summary)
 
 

@@ -12,7 +12,7 @@ LINES = [
     ("seed=3",),
     ("model.num_layers=2", "mesh.tensor=2", "sharding=fsdp_tensor"),
     ("sharding=fsdp_tensor", "mesh.tensor=4"),
-    ("notes={a: 1}", "++notes.b=${seed}", "seed=5"),
+    ("run.extra={a: 1}", "++run.extra.b=${seed}", "seed=5"),
     ("~model.num_kv_heads", "+model.num_kv_heads=2"),
     (*SMALL, *LINEAR_STACK),
     ("~experiment", "num_steps=3"),

@@ -52,7 +52,7 @@ TYPED = {
     ("num_steps=\x1b[31m",): ("command line", "control character"),
     ("num_steps='\udcff'",): ("command line", "not UTF-8"),
     ("num_steps='${'",): ("num_steps", "cannot be set"),
-    ("notes=[1]",): ("notes", "cannot be set"),
+    ("run.extra=[1]",): ("run.extra", "cannot be set"),
     ("~nobody/x",): ("nobody/x", "does not exist"),
     ("artifact=''",): ("artifact", "is empty"),
     ("hydra.run.dir=''",): ("hydra.run.dir", "is empty"),
@@ -103,7 +103,7 @@ def test_a_mistake_is_one_clear_error_at_once(typed, own_configs):
     assert time.process_time() - begun < 10
 
 
-@pytest.mark.parametrize(("override", "is_escaped"), [("num_steps='${'", True), ("notes=[1]", False)])
+@pytest.mark.parametrize(("override", "is_escaped"), [("num_steps='${'", True), ("run.extra=[1]", False)])
 def test_only_an_interpolation_is_told_to_be_escaped(override, is_escaped):
     with pytest.raises(ConfigError) as caught:
         _judge([override])

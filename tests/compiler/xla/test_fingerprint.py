@@ -21,7 +21,16 @@ TINY = ("model.num_layers=1", "global_batch_size=8")
 
 # Every key that is said to reach no program, with another value than it has in the runs of the tests.
 OUTSIDE = (
-    "notes.name=other",
+    "run.name=other",
+    "run.tags=[other]",
+    "run.notes=other",
+    "run.extra={name: other}",
+    "launch=slurm",
+    "launch.dry_run=true",
+    "launch.program=other",
+    "launch.setup=[other]",
+    "launch.environment={A: 1}",
+    "launch.directory=other",
     "sharding.replicated_bytes_threshold=70000000", "sharding.on_replicated=warn", "num_skips_allowed=3",
     "overlap.max_exposed=0.5", "overlap.search={max_candidates: 2, budget_seconds: 9}",
     "compilation_cache=elsewhere", "artifact=somewhere", "evaluation.every_num_steps=7", "evaluation.num_batches=3",

@@ -66,7 +66,7 @@ def test_every_name_is_there_and_says_what_it_is():
 
 
 def test_a_declaration_is_what_the_command_reads():
-    typed = ("sharding=fsdp_tensor", "mesh.tensor=2", "notes.team=search")
+    typed = ("sharding=fsdp_tensor", "mesh.tensor=2", "run.extra.team=search")
     assert meshloom.compose(*typed) == read_spec(Request(typed), then=lambda spec: spec)
     assert meshloom.compose(*typed).origin.overrides == typed
 

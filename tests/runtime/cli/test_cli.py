@@ -129,7 +129,7 @@ def test_a_users_own_configs_are_found(tmp_path):
 def test_help_describes_a_users_own_options(tmp_path):
     for name, text in {
         "model/mine.yaml": "# @package _group_\n# Half of the layers\ndefaults: [tiny, _self_]\n",
-        "team/search.yaml": "# @package notes.team\n# Of the search team\nowner: ada\n",
+        "team/search.yaml": "# @package run.extra.team\n# Of the search team\nowner: ada\n",
     }.items():
         (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "conf" / name).write_text(text)
@@ -141,21 +141,22 @@ def test_help_describes_a_users_own_options(tmp_path):
 
 def test_a_users_own_keys_and_groups_are_kept_and_others_refused(tmp_path):
     (tmp_path / "team").mkdir()
-    (tmp_path / "team/search.yaml").write_text("# @package notes.team\nowner: ada\n")
+    (tmp_path / "team/search.yaml").write_text("# @package run.extra.team\nowner: ada\n")
     (tmp_path / "team/known.yaml").write_text("# @package _global_\nseed: 7\n")
     (tmp_path / "team/bare.yaml").write_text("owner: ada\n")
 
     def spec(*overrides: str) -> RunSpec:
         return read_spec(Request(tuple(search_path_override(overrides, str(tmp_path)))), then=lambda spec: spec)
 
-    own = spec("team=search", "notes.name=baseline", "notes.tags=[a,b]")
-    assert own.notes == {"team": {"owner": "ada"}, "name": "baseline", "tags": ["a", "b"]}
+    own = spec("team=search", "run.name=baseline", "run.tags=[a,b]", "run.notes='a sentence'")
+    assert own.run.extra == {"team": {"owner": "ada"}}
+    assert (own.run.name, own.run.tags, own.run.notes) == ("baseline", ("a", "b"), "a sentence")
     assert spec("+team=known").seed == 7
-    assert spec().notes == {}
+    assert spec().run.extra == {}
     with pytest.raises(ConfigError) as error:
         spec("team=bare", "run_name=x")
     assert {problem.where: problem.fix for problem in error.value.problems}["team"] == (
-        "begin its files with `# @package notes.team`, or `# @package _global_` for keys that there are"
+        "begin its files with `# @package run.extra.team`, or `# @package _global_` for keys that there are"
     )
     assert [problem.where for problem in error.value.problems] == ["team", "run_name"]
 
@@ -223,7 +224,9 @@ def test_a_flag_that_is_none_is_one_error_in_our_words(flags, told, tmp_path):
 
 
 def test_overrides_may_stand_on_both_sides_of_a_flag():
-    shown = run_in_process("train", "num_steps=7", "--cfg", "job", "seed=3", "-p", "notes", "notes.rate=9", "--resolve")
+    shown = run_in_process(
+        "train", "num_steps=7", "--cfg", "job", "seed=3", "-p", "run.extra", "run.extra.rate=9", "--resolve"
+    )
     assert (shown.returncode, shown.stderr) == (0, "")
     flags, problems = parse_flags("train", ["seed=1", "--cfg", "job", "num_steps=7", "--resolve", "seed=2"])
     assert (flags.overrides, problems) == (["seed=1", "num_steps=7", "seed=2"], [])

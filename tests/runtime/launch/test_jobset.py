@@ -134,13 +134,13 @@ def test_an_exit_code_decides_whether_the_set_restarts():
 @pytest.mark.parametrize("value", ["$(HOME)", "a $(touch hacked) b", "`touch hacked`", "'"])
 def test_values_are_text_for_kubernetes_and_the_shell(tmp_path, value):
     typed = "'" + value.replace("'", r"\'") + "'"
-    made = manifest(f"launch.environment={{MINE: {typed}}}", f"notes.mine={typed}")
+    made = manifest(f"launch.environment={{MINE: {typed}}}", f"run.extra.mine={typed}")
     (variable,) = pod_of(made)["containers"][0]["env"]
     assert variable["value"].replace("$$(", "$(") == value
     assert "$(" not in variable["value"].replace("$$(", "")
     lines = f"meshloom() {{ printf '%s\\n' \"$@\"; }}\n{script_of(made).replace('exec ', '')}"
     done = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert f"notes.mine={typed}" in done.stdout.splitlines()
+    assert f"run.extra.mine={typed}" in done.stdout.splitlines()
     assert not list(tmp_path.iterdir())
 
 

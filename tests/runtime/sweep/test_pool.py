@@ -22,7 +22,7 @@ MB = 10**6
 
 
 def points_of(names: list[str]) -> list[Point]:
-    return [Point(index, (f"notes.name={name}",), {"notes.name": name}, name) for index, name in enumerate(names)]
+    return [Point(index, (f"run.name={name}",), {"run.name": name}, name) for index, name in enumerate(names)]
 
 
 def run(

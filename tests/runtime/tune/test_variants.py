@@ -58,7 +58,7 @@ def test_a_space_that_cannot_be_is_one_clear_error(override, message):
 
 def test_the_winners_file_declares_the_winner(tmp_path):
     """Composed again from the file alone, and compared with what was searched."""
-    space = find_space(Request((*DECLARED, "optimizer.learning_rate=3e-4", "notes.run=tuned", "tune.microbatches=[2]")))
+    space = find_space(Request((*DECLARED, "optimizer.learning_rate=3e-4", "run.name=tuned", "tune.microbatches=[2]")))
     candidates, _ = find_candidates(space.variants[:1])
     one = next(each for each in candidates if each.mesh.sizes["tensor"] == 4)
     folder = tmp_path / "experiment"
