@@ -1,7 +1,8 @@
 """`launch=slurm`: a batch script, which SLURM runs again after a preemption, a time limit or a lost host."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from meshloom.compiler.config.launch_spec import SlurmLaunch
 from meshloom.compiler.core.errors import ConfigError, Problem
@@ -13,17 +14,48 @@ from .templates import template
 
 def render_slurm(plan: LaunchPlan, launch: SlurmLaunch) -> str:
     """Returns the script for `sbatch`."""
+    return _render(
+        plan,
+        launch,
+        options=[*_options(plan, launch), f"--output={plan.run_dir}/logs/slurm-%j.log"],
+        command=plan.command(*_words(plan, launch)),
+        failures=shlex.quote(f"{plan.run_dir}/logs/failures"),
+        elements=[],
+    )
+
+
+def render_slurm_array(
+    elements: Sequence[tuple[LaunchPlan, str, str]], launch: SlurmLaunch, *, num_at_once: int | None, log: str
+) -> str:
+    """Returns the script of an array, each element of which is a run of its own on hosts of the same kind.
+
+    elements: plans, with the files that take what each prints and its exit code. log: of the script itself.
+    """
+    first = elements[0][0]
+    limit = f"%{num_at_once}" if num_at_once else ""
+    runs = [
+        {
+            "command": plan.command(*_words(plan, launch)),
+            "output": shlex.quote(output),
+            "exit_file": shlex.quote(exit_file),
+            "failures": shlex.quote(f"{exit_file}.failures"),
+        }
+        for plan, output, exit_file in elements
+    ]
+    options = [*_options(first, launch), f"--array=0-{len(elements) - 1}{limit}", f"--output={log}"]
+    return _render(first, launch, options=options, elements=runs)
+
+
+def _render(plan: LaunchPlan, launch: SlurmLaunch, **more: Any) -> str:
     _check(plan, launch)
     return template("slurm.sh.jinja").render(
-        options=list(_options(plan, launch)),
         environment={name: shlex.quote(value) for name, value in plan.environment.items()},
         setup=launch.setup,
         srun=shlex.join(_srun(launch)),
-        command=plan.command(*_words(plan, launch)),
-        failures=shlex.quote(f"{plan.run_dir}/logs/failures"),
         final="|".join(map(str, FINAL)),
         preempted=PREEMPTED,
         max_restarts=launch.max_restarts,
+        **more,
     )
 
 
@@ -52,7 +84,6 @@ def _options(plan: LaunchPlan, launch: SlurmLaunch) -> Iterator[str]:
         yield f"--signal=TERM@{launch.grace_seconds}"  # to the processes, not to this script
     yield "--requeue"
     yield "--open-mode=append"
-    yield f"--output={plan.run_dir}/logs/slurm-%j.log"
     for name, value in launch.options.items():
         yield f"--{name}" if value is None else f"--{name}={value}"
 

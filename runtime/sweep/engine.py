@@ -38,10 +38,12 @@ from .progress import Progress
 from .read import Sweep, read_sweep
 from .rows import ROWS_FILE, SCHEMA_VERSION, SWEEP_FILE, Row, Status, SweepFile
 from .settings import PoolSettings
+from .slurm_array import ArraySettings, SlurmArrays
 from .table import show_table
 
 OBJECTIVES: dict[Command, str] = {"explain": "step_seconds", "compile": "step_seconds", "train": "final_loss"}
 PROCESSES = ".processes"  # rows of all but the first, where several processes run each point together
+ARRAYS = ".slurm"  # scripts of arrays, and exit codes of their elements
 WORKERS = ".workers"  # what workers print; removed at the end
 
 
@@ -55,11 +57,11 @@ class Engine:
     allowed: tuple[str, ...]
     directory: Path
     file: SweepFile
-    settings: PoolSettings | None
+    settings: PoolSettings | ArraySettings | None
     console: Console
     rows: dict[int, Row]
     progress: Progress = field(init=False)
-    pool: Pool | None = field(default=None, init=False)
+    pool: Pool | SlurmArrays | None = field(default=None, init=False)
     first_index: int = field(default=0, init=False)  # of a sweeper that chooses as it goes: after those of before
     _earlier: dict[tuple[str, ...], Row] = field(default_factory=dict, init=False)
     _names: dict[str, int] = field(default_factory=dict, init=False)
@@ -68,7 +70,10 @@ class Engine:
     def __post_init__(self) -> None:
         num_points, objective = self.file.num_points, self.file.objective
         self.progress = Progress(self.console, num_points=num_points, objective=objective, rows=self.rows.values())
-        if self.settings:
+        if isinstance(self.settings, ArraySettings):
+            scratch = self.directory.absolute() / ARRAYS
+            self.pool = SlurmArrays(self.settings, self.task_of, scratch, self.record, self.progress.update)
+        elif self.settings:
             is_own = self.command == "train"
             scratch = self.directory.absolute() / WORKERS
             self.pool = Pool(self.settings, self.task_of, scratch, self.record, self.progress.update, is_own=is_own)
@@ -179,7 +184,7 @@ class Engine:
 def open_sweep(
     command: Command,
     asked: SweepRequest,
-    settings: PoolSettings | None,
+    settings: PoolSettings | ArraySettings | None,
     *,
     allowed: tuple[str, ...],
     console: Console,

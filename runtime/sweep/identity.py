@@ -20,7 +20,7 @@ from .rows import SWEEP_FILE
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
 # They say how points are run and which are run again, not what they are.
-NOT_IN_IDENTITY = (SWEEP_DIR, "hydra.launcher", "hydra/launcher", "sweep", "distributed")
+NOT_IN_IDENTITY = (SWEEP_DIR, "hydra.launcher", "hydra/launcher", "sweep", "distributed", "launch")
 
 
 def versions() -> dict[str, str]:
@@ -44,7 +44,7 @@ def identity_of(command: Command, asked: SweepRequest) -> str:
         "axes": {key: list(values) for key, values in asked.axes.items()},
         "config": [request.config_name, request.config_path],
         "allowed": allow_words(),
-        "first": asked.spec.as_compared() | {"sweep": None, "distributed": None},
+        "first": asked.spec.as_compared() | {"sweep": None, "distributed": None, "launch": None},
         "files": dict(_users_files(asked)),
         "versions": versions(),
     }

@@ -1,6 +1,7 @@
 """A job of SLURM: its script, and on two real nodes what starts it again and what does not."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from conftest import SMALL
 from meshloom.compiler.core.errors import ConfigError
-from support.helpers import meshloom
+from support.helpers import meshloom, run_in_process
 from support.launch import rendered
 from support.several import TIMEOUTS, free_port
 from support.slurm import MISSING, Slurm, can_start, slurm
@@ -56,12 +57,12 @@ def test_a_process_for_each_gpu_takes_the_one_that_slurm_gives_it():
 @pytest.mark.parametrize("name", ["a b; touch hacked", "$(touch hacked)", "'\"`touch hacked`"])
 def test_values_are_text_for_the_shell(tmp_path, name):
     value = "'" + name.replace("'", r"\'") + "'"
-    script = rendered("launch=slurm", f"launch.environment={{MINE: {value}}}", f"notes.mine={value}").text
+    script = rendered("launch=slurm", f"launch.environment={{MINE: {value}}}", f"run.extra.mine={value}").text
     (line,) = [line for line in script.splitlines() if line.startswith("srun ")]
     fake = f'srun() {{ printf "%s\\n" "$MINE" "$@"; }}\n{script[: script.index("srun ")]}{line}\n'
     done = subprocess.run(["bash", "-c", fake], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.splitlines()[0] == name
-    assert f"notes.mine={value}" in done.stdout.splitlines()
+    assert f"run.extra.mine={value}" in done.stdout.splitlines()
     assert not list(tmp_path.iterdir())
 
 
@@ -141,3 +142,58 @@ def _until(is_true: Callable[[], bool], seconds: float = 240) -> None:
     while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+SWEEP = ("train", "-m", *SMALL, *TIMEOUTS, "model.num_layers=1", "num_steps=4", "checkpoint=disabled",
+         "hydra/launcher=meshloom_slurm", "launch=slurm", "launch.num_hosts=2",
+         f"launch.program='{sys.executable} -m meshloom'", "hydra.sweep.dir=sweep")  # fmt: skip
+
+
+@pytest.mark.ci
+def test_a_sweep_is_an_array_whose_points_have_rows(cluster, tmp_path):
+    environment = f"launch.environment={{JAX_COORDINATOR_ADDRESS: '127.0.0.1:{free_port()}', JAX_PLATFORMS: cpu}}"
+    line = (*SWEEP, environment, "hydra.launcher.num_at_once=1", "optimizer.learning_rate=1e-3,2e-3",
+            "mesh.data=1,3")  # fmt: skip
+    told = meshloom(*line, cwd=tmp_path, **cluster.environment)
+    rows = [json.loads(text) for text in (tmp_path / "sweep/sweep.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in sorted(rows, key=lambda row: row["index"])] == ["done", "refused"] * 2, told
+    done = [row for row in rows if row["status"] == "done"]
+    assert all(row["figures"]["last_step"] == 4 for row in done)
+    assert all((tmp_path / "sweep" / row["directory"] / "logs/process-1.log").exists() for row in done)
+    assert len({row["figures"]["final_loss"] for row in done}) == 2
+    again = meshloom(*line, cwd=tmp_path, **cluster.environment)
+    assert "all 4 points of this sweep are there" in again.stdout
+
+
+@pytest.mark.ci
+def test_a_sweep_finds_the_jobs_that_it_left_when_it_died(cluster, tmp_path):
+    (tmp_path / "program.py").write_text(f"{PROGRAM}\ntime.sleep(15 if process == 0 else 0)\nsys.exit(3)")
+    line = (*SWEEP, f"launch.program='{sys.executable} {tmp_path}/program.py'", "launch.environment={MINE: 7}",
+            "seed=1,2")  # fmt: skip
+    command = [sys.executable, "-m", "meshloom", *line]
+    environment = os.environ | cluster.environment
+    first = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    _until(lambda: (tmp_path / "said").exists() and len(said(tmp_path)) == 4)
+    first.kill()
+    first.communicate()
+    meshloom(*line, cwd=tmp_path, **cluster.environment)
+    rows = [json.loads(text) for text in (tmp_path / "sweep/sweep.jsonl").read_text().splitlines()]
+    assert [(row["status"], row["exit_code"]) for row in rows] == [("does_not_fit", 3)] * 2
+    assert len(said(tmp_path)) == 4  # no point was submitted twice
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train", "seed=1,2"), "error: launch: the jobs of hydra/launcher=meshloom_slurm are as launch=slurm says"),
+        (("compile", "launch=slurm", "seed=1,2"), "error: hydra/launcher: meshloom_slurm runs sweeps of train"),
+        (("train", "launch=slurm", "seed=1,2", "hydra.launcher.num_at_once=0"),
+         "error: hydra.launcher.num_at_once: 0 is not a number of jobs"),
+    ],
+)  # fmt: skip
+def test_a_sweep_that_slurm_cannot_run_is_refused_at_once(words, message, tmp_path):
+    told = run_in_process(*words, "-m", "hydra/launcher=meshloom_slurm", cwd=tmp_path)
+    assert told.returncode == 2
+    assert told.stderr.count("error: ") == 1
+    assert message in told.stderr
+    assert not list(tmp_path.iterdir())
