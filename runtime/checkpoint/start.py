@@ -55,11 +55,14 @@ def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
     return start
 
 
-def check_restorable(spec: RunSpec, state: Any) -> None:
-    """Raises what `find_start` will for `checkpoint.restore_from`, as far as can be seen without reading the arrays."""
-    if spec.checkpoint.restore_from is not None:
-        start = _newest_good(*_candidates(spec.checkpoint.restore_from), is_own=False, compare="sizes")
-        _check_same_tree(start.path, state)
+def find_restorable(spec: RunSpec, state: Any) -> Start | None:
+    """Returns the checkpoint of `checkpoint.restore_from`; None if nothing is to be restored. Raises what `find_start`
+    will, as far as can be seen without reading the arrays."""
+    if spec.checkpoint.restore_from is None:
+        return None
+    start = _newest_good(*_candidates(spec.checkpoint.restore_from), is_own=False, compare="sizes")
+    _check_same_tree(start.path, state)
+    return start
 
 
 def _candidates(restore_from: str) -> tuple[Path, list[Path]]:
@@ -144,7 +147,7 @@ def _link_problem(path: Path) -> Problem:
 def _unreadable(path: Path) -> str | None:
     """Returns why Orbax cannot read the checkpoint; None if it can. Some files of its own have no hash."""
     try:
-        _saved_tree(path)
+        saved_tree(path)
     except OSError:
         raise
     except Exception as error:  # of any kind: it trusts these files
@@ -152,8 +155,8 @@ def _unreadable(path: Path) -> str | None:
     return None
 
 
-def _saved_tree(path: Path) -> Any:
-    """Shapes and types of the arrays in a checkpoint."""
+def saved_tree(path: Path) -> Any:
+    """Returns shape, type and sharding of the arrays in a checkpoint."""
     with CONTEXT:
         metadata: Any = ocp.checkpointables_metadata(str(path)).metadata
     return metadata["state"]
@@ -161,7 +164,7 @@ def _saved_tree(path: Path) -> Any:
 
 def _check_same_tree(path: Path, state: Any) -> None:
     """Raises ConfigError with the arrays that differ; Orbax's own message would not name them."""
-    if differences := tree_differences(_saved_tree(path), state):
+    if differences := tree_differences(saved_tree(path), state):
         what = f"{path} holds another model or optimizer:{shown(differences)}"
         fix = "choose the model and optimizer that were saved, or another hydra.run.dir"
         raise ConfigError([Problem("model", what, fix)])

@@ -29,8 +29,9 @@ from meshloom.compiler.xla.programs import Programs, lower
 
 from ..checkpoint.checkpoints import Checkpoints, restore
 from ..checkpoint.reschedule import describe_change
+from ..checkpoint.restore_plan import plan_restore
 from ..checkpoint.shared_start import find_shared_start
-from ..checkpoint.start import FOLDER, Start, check_checkpoint, check_restorable
+from ..checkpoint.start import FOLDER, Start, check_checkpoint, find_restorable
 from ..compile.artifact import check_artifact, read_artifact
 from ..compile.memory_check import check_state_memory
 from ..compile.run_programs import Precompiled, make_programs, mesh_of
@@ -97,7 +98,7 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: _check_is_decided(spec),
         lambda: check_compiler_options(spec.compiler_options, jax.local_devices()[0]),
     )
-    check_restorable(spec, plan.abstract)
+    find_restorable(spec, plan.abstract)
     return Job(plan, data, trackers)
 
 
@@ -187,7 +188,7 @@ def _run(
         rows = local_rows(programs.batch)
         batches = iter(data["train"].of_rows(rows))
         with stop.waiting_for("the state to start from"), watch.spending("restore" if start else "start"):
-            state, first_step = _initial_state(start, plan.spec, programs, batches, console)
+            state, first_step = _initial_state(start, plan, programs, batches, console)
         display = Display(console, plan, first_step=first_step, token_unit=data.token_unit)
         with _metrics_log(plan, run_dir, first_step, processes) as log, display, ExitStack() as held:
             if log and log.warning:
@@ -263,16 +264,18 @@ def find_precompiled(plan: Plan, named: Path) -> Precompiled:
 
 
 def _initial_state(
-    start: Start | None, spec: RunSpec, programs: Programs, batches: BatchIterator, console: Console
+    start: Start | None, plan: Plan, programs: Programs, batches: BatchIterator, console: Console
 ) -> tuple[Any, int]:
     """Returns the state to start from and the steps it has behind it: this run's, another's, or a fresh one."""
     if start is None:
         return programs.init(), 0
+    for line in plan_restore(start, plan).lines():
+        say(console, line)
     restored = restore(start, programs.state, batches)
     say(console, f"continuing after step {restored.step}, from {start.path}")
     if restored.other_data:
         say(console, f"the data start at their beginning: not the same {', '.join(restored.other_data)}")
-    if change := describe_change(restored.schedule, spec, int(restored.state["step"])):
+    if change := describe_change(restored.schedule, plan.spec, int(restored.state["step"])):
         say(console, change)
     return restored.state, restored.step
 
