@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import mlflow
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from meshloom.compiler.core.key_paths import leaves
 
@@ -43,7 +44,8 @@ class MLflow(Tracker):
         name = self.run.options.mlflow.experiment
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self._client.create_experiment(name)
-        created = self._client.create_run(experiment, run_name=self.run.name).info.run_id
+        tags = dict.fromkeys(self.run.tags, "") | ({MLFLOW_RUN_NOTE: self.run.notes} if self.run.notes else {})
+        created = self._client.create_run(experiment, run_name=self.run.name, tags=tags).info.run_id
         parameters = [Param(key, _text(value)) for key, value in leaves(self.run.declaration)]
         for first in range(0, len(parameters), MOST_PARAMETERS):
             self._client.log_batch(created, params=parameters[first : first + MOST_PARAMETERS])

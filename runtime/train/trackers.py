@@ -35,10 +35,13 @@ FAILED = object()
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker knows of a run. name: for people. directory: the run directory. first_step: the steps that are
-    done already, above 0 where the run goes on. declaration: as in `spec.yaml`. options: the node `logging`."""
+    """What a tracker knows of a run. name: `run.name`, or the run directory as it was typed. tags, notes: those of
+    `run`. first_step: the steps that are done already, above 0 where the run goes on. declaration: as in `spec.yaml`.
+    options: the node `logging`."""
 
     name: str
+    tags: tuple[str, ...]
+    notes: str | None
     directory: Path
     first_step: int
     declaration: Mapping[str, Any]
@@ -111,7 +114,16 @@ def find_trackers(options: LoggingSpec) -> tuple[type[Tracker], ...]:
 
 def tracked_run(plan: Plan, run_dir: Path, first_step: int) -> TrackedRun:
     """Returns what trackers are told of a run."""
-    return TrackedRun(str(run_dir), run_dir.resolve(), first_step, plan.spec.as_written(), plan.spec.logging)
+    spec, labels = plan.spec, plan.spec.run
+    return TrackedRun(
+        name=labels.name or str(run_dir),
+        tags=labels.tags,
+        notes=labels.notes,
+        directory=run_dir.resolve(),
+        first_step=first_step,
+        declaration=spec.as_written(),
+        options=spec.logging,
+    )
 
 
 def _class_of(name: str) -> type[Tracker]:

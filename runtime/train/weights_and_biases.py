@@ -22,6 +22,8 @@ class WeightsAndBiases(Tracker):
             id=run.remembered_id("wandb", lambda: secrets.token_hex(4)),
             resume="allow",
             name=run.name,
+            tags=run.tags,
+            notes=run.notes,
             dir=run.directory,
             config=dict(run.declaration),
             settings=wandb.Settings(silent=True, console="off"),

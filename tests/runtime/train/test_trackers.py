@@ -89,6 +89,7 @@ def test_wandb_and_mlflow_have_both_starts_of_a_run_as_one(tmp_path):
     words = (
         *SMALL, *LINEAR_STACK, "target=cpu-2", "model.num_layers=1", "checkpoint.every_num_steps=2",
         "logging.trackers=[wandb,mlflow,tensorboard]", "logging.wandb.mode=offline", "hydra.run.dir=run",
+        "run.name=first", "run.tags=[tiny,v2]", "run.notes='a try'",
     )  # fmt: skip
     for num_steps in (2, 4):
         done = meshloom("train", *words, f"num_steps={num_steps}", cwd=tmp_path)
@@ -104,3 +105,5 @@ def test_wandb_and_mlflow_have_both_starts_of_a_run_as_one(tmp_path):
     assert [point.value for point in database.get_metric_history(ids["mlflow"], "loss")] == losses
     tracked = database.get_run(ids["mlflow"])
     assert (tracked.info.status, tracked.data.params["model.family"]) == ("FINISHED", "linear_stack")
+    assert tracked.info.run_name == "first"
+    assert {"tiny": "", "v2": "", "mlflow.note.content": "a try"}.items() <= tracked.data.tags.items()
