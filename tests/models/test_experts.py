@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import plan_of
+from meshloom.models import Context
 from meshloom.models.experts import apply_experts, route
-from support.experts import dense_experts
+from support.experts import MOE, dense_experts
 
 # (experts, chosen, groups, chosen groups): each compiles once.
 SHAPES = [(4, 1, 1, 1), (6, 6, 2, 2), (8, 3, 4, 2), (9, 4, 3, 2)]
@@ -80,3 +82,49 @@ def test_a_bias_decides_which_experts_and_not_their_weights():
     np.testing.assert_allclose(weights[0, 0], [2 * 0.4 / 0.6, 2 * 0.2 / 0.6], rtol=1e-5)
     _, of_groups = route(scores, bias, is_normalized=True, **options | {"num_groups": 2})
     assert of_groups[0, 0].tolist() == [3, 2]  # 0.35 + 0.3 against 0.4 + 0.25
+
+
+def test_the_shared_expert_and_the_exchange_do_not_wait_for_each_other():
+    """In the traced program, forward and backward: a compiler may run one beside the other."""
+    config = plan_of(*MOE, "model.num_shared_experts=3").spec.model
+    layer = config.build().stacks[0].layer
+
+    def scoped(kind, _, plain, *operands, **options):
+        with jax.named_scope("exchange" if kind == "experts" else "other"):
+            return plain(*operands, **options)
+
+    def derivative(params, x, g):
+        context = Context(jnp.arange(4)[None], lambda name, x, *_, **__: x, scoped)
+        y, pull_back = jax.vjp(lambda p, x: layer.apply(p, x, context)[0], params, x)
+        return y, pull_back(g)
+
+    x = jax.ShapeDtypeStruct((2, 4, 32), "float32")
+    traced = jax.make_jaxpr(derivative)(layer.abstract, x, x)
+    equations = traced.jaxpr.eqns
+    exchange = {
+        at
+        for at, each in enumerate(equations)  # add_any: the gradients of x by the two, added up
+        if "exchange" in str(each.source_info.name_stack) and each.primitive.name != "add_any"
+    }
+    width = 3 * 32  # of the shared expert, and of nothing else
+    shared = {
+        at
+        for at, each in enumerate(equations)
+        if each.primitive.name == "dot_general" and any(width in x.aval.shape for x in each.invars)
+    }
+    assert len(shared) == 9  # three matmuls, two derivatives of each
+    for later, earlier in ((shared, exchange), (exchange, shared)):
+        assert not _needed_by(equations, later) & earlier
+
+
+def _needed_by(equations, which):
+    """The equations that some are made from."""
+    made_by = {id(x): at for at, each in enumerate(equations) for x in each.outvars}
+    found, todo = set(), list(which)
+    while todo:
+        for x in equations[todo.pop()].invars:
+            at = made_by.get(id(x))
+            if at is not None and at not in found:
+                found.add(at)
+                todo.append(at)
+    return found
