@@ -10,6 +10,7 @@ from meshloom.compiler.config.target_spec import LocalTarget
 from meshloom.compiler.core.errors import all_of
 from meshloom.compiler.driver import plan_run
 
+from ..launch.artifact_flags import flags_of_artifact
 from ..launch.engines import run_launch
 from ..launch.plan import LaunchPlan, plan_launch
 from ..processes.devices import plan_without_devices
@@ -29,7 +30,8 @@ def _checked(spec: RunSpec, request: Request) -> RunSpec:
 
 
 def _plan(spec: RunSpec, request: Request, label: str) -> LaunchPlan:
-    return plan_launch(spec, request, label=label, allowed=allowed_modules())
+    variables = flags_of_artifact(spec.artifact) if spec.artifact else {}
+    return plan_launch(spec, request, label=label, allowed=allowed_modules(), environment=variables)
 
 
 def _check_plan(spec: RunSpec) -> None:

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from types import MappingProxyType
 
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.config.flag_presets import read_environment
@@ -27,6 +28,7 @@ from ..core.command_line import run_words
 from .names import job_name
 
 # They say how a run is started, labelled or watched, not what it computes.
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 NOT_IN_NAME = ("run", "launch", "distributed", "logging", "compilation_cache", "artifact", "sweep", "tune")
 
 
@@ -72,14 +74,23 @@ class LaunchPlan:
         return " ".join([shlex.join([*self.program, *self.words]), *more])
 
 
-def plan_launch(spec: RunSpec, request: Request, *, label: str, allowed: Sequence[str] = ()) -> LaunchPlan:
+def plan_launch(
+    spec: RunSpec,
+    request: Request,
+    *,
+    label: str,
+    allowed: Sequence[str] = (),
+    environment: Mapping[str, str] = NO_VARIABLES,
+) -> LaunchPlan:
     """Returns the plan. Raises ConfigError if the hosts that were asked for are not those of the target, or no
     directory is named that all hosts share.
 
     request: what declares the run. label: for people, in the job's name. allowed: modules whose code it may run.
+    environment: variables besides those of the target; launch.environment takes precedence.
     """
     declared = {key: value for key, value in spec.as_compared().items() if key not in NOT_IN_NAME}
-    name = job_name(label, declared)
+    typed = [text for text in request.overrides if key_of(text) == RUN_DIR]  # another directory is another run
+    name = job_name(label, [declared, typed])
     hosts, run_dir = all_of(lambda: find_hosts(spec), lambda: _run_dir(spec, request, name))
     typed = [text for text in request.overrides if not _is_of_launch(key_of(text))]
     words = run_words(replace(request, overrides=tuple(typed)), allowed, override(RUN_DIR, run_dir))
@@ -88,7 +99,7 @@ def plan_launch(spec: RunSpec, request: Request, *, label: str, allowed: Sequenc
         hosts=hosts,
         program=tuple(shlex.split(spec.launch.program)),
         words=("train", *words),
-        environment=_environment(spec.target) | spec.launch.environment,
+        environment={**_environment(spec.target), **environment, **spec.launch.environment},
         run_dir=run_dir,
     )
 

@@ -141,3 +141,19 @@ def test_four_processes_train_as_one_does(tmp_path, launch):
     assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
     for index in range(4):
         assert f"process {index} of 4" in (tmp_path / "four" / "logs" / f"process-{index}.log").read_text()
+
+
+@pytest.mark.ci
+def test_all_processes_load_an_artifact_with_the_flags_of_its_compile(tmp_path):
+    cache, flags = tmp_path / "cache", "--xla_backend_optimization_level=1"
+    first = meshloom("launch", *RUN, f"compilation_cache={cache}", f"hydra.run.dir={tmp_path}/first",
+                     cwd=tmp_path, XLA_FLAGS=flags)  # fmt: skip
+    assert first.returncode == 0, first.stderr
+    (artifact,) = [path.parent for path in cache.glob("artifacts/*/manifest.json")]
+    second = meshloom("launch", *RUN, "compilation_cache=null", f"artifact={artifact}",
+                      f"hydra.run.dir={tmp_path}/second", cwd=tmp_path, XLA_FLAGS="")  # fmt: skip
+    assert second.returncode == 0, second.stderr
+    assert f"loaded from {artifact}" in second.stdout
+    assert losses(tmp_path / "second") == losses(tmp_path / "first")
+    shown = meshloom("launch", *RUN, f"artifact={artifact}", "launch.dry_run=true", cwd=tmp_path, XLA_FLAGS="")
+    assert shown.stdout.count(f"XLA_FLAGS={flags}") == 2
