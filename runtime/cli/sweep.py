@@ -20,7 +20,7 @@ from ..processes.cluster import plan_start, process_index
 from ..sweep.engine import Engine, open_sweep
 from ..sweep.hydra_points import launching, subdirectory
 from ..sweep.points import COMMANDS, Command
-from ..sweep.settings import array_settings, pool_settings
+from ..sweep.settings import cluster_settings, pool_settings
 from .hydra_app import run_hydra_app
 
 LAUNCHER_LOG = "launcher.log"
@@ -35,8 +35,8 @@ def run_sweep(name: str, request: Request, flags: argparse.Namespace) -> int:
     asked = read_sweep_request(request)
     start = plan_start(asked.spec.distributed, asked.spec.target, os.environ) if command == "train" else None
     process = process_index(start, os.environ) if start else 0
-    arrays = array_settings(asked.hydra, command, asked.spec.launch)
-    settings = arrays or pool_settings(asked.hydra, command, is_joined=start is not None)
+    cluster = cluster_settings(asked.hydra, command, asked.spec.launch)
+    settings = cluster or pool_settings(asked.hydra, command, is_joined=start is not None)
     console = Console(is_quiet=process > 0)
     with open_sweep(command, asked, settings, process=process, allowed=allowed_modules(), console=console) as engine:
         try:

@@ -31,6 +31,7 @@ from ..core.files import replace_json, replace_text
 from ..rundir.run_dir import as_typed
 from .figures import find_figure
 from .identity import as_glob, find_unfinished, identity_of, num_left, versions
+from .jobsets import JobSets
 from .page import PAGE, render_sweep
 from .points import INTERRUPTED, Command, Outcome, Point, Task, directory_name, row_of, swept_of
 from .pool import Pool
@@ -38,12 +39,13 @@ from .progress import Progress
 from .read import Sweep, read_sweep
 from .rows import ROWS_FILE, SCHEMA_VERSION, SWEEP_FILE, Row, Status, SweepFile
 from .settings import PoolSettings
-from .slurm_array import ArraySettings, SlurmArrays
+from .slurm_array import SlurmArrays
+from .submitted import ClusterSettings, SubmittedPoints
 from .table import show_table
 
 OBJECTIVES: dict[Command, str] = {"explain": "step_seconds", "compile": "step_seconds", "train": "final_loss"}
 PROCESSES = ".processes"  # rows of all but the first, where several processes run each point together
-ARRAYS = ".slurm"  # scripts of arrays, and exit codes of their elements
+JOBS = ".jobs"  # what a cluster is told, and what its jobs leave
 WORKERS = ".workers"  # what workers print; removed at the end
 
 
@@ -57,11 +59,11 @@ class Engine:
     allowed: tuple[str, ...]
     directory: Path
     file: SweepFile
-    settings: PoolSettings | ArraySettings | None
+    settings: PoolSettings | ClusterSettings | None
     console: Console
     rows: dict[int, Row]
     progress: Progress = field(init=False)
-    pool: Pool | SlurmArrays | None = field(default=None, init=False)
+    pool: Pool | SubmittedPoints | None = field(default=None, init=False)
     first_index: int = field(default=0, init=False)  # of a sweeper that chooses as it goes: after those of before
     _earlier: dict[tuple[str, ...], Row] = field(default_factory=dict, init=False)
     _names: dict[str, int] = field(default_factory=dict, init=False)
@@ -70,9 +72,10 @@ class Engine:
     def __post_init__(self) -> None:
         num_points, objective = self.file.num_points, self.file.objective
         self.progress = Progress(self.console, num_points=num_points, objective=objective, rows=self.rows.values())
-        if isinstance(self.settings, ArraySettings):
-            scratch = self.directory.absolute() / ARRAYS
-            self.pool = SlurmArrays(self.settings, self.task_of, scratch, self.record, self.progress.update)
+        if isinstance(self.settings, ClusterSettings):
+            submitted = {"slurm": SlurmArrays, "jobset": JobSets}[self.settings.engine]
+            scratch = self.directory.absolute() / JOBS
+            self.pool = submitted(self.settings, self.task_of, scratch, self.record, self.progress.update)
         elif self.settings:
             is_own = self.command == "train"
             scratch = self.directory.absolute() / WORKERS
@@ -84,8 +87,9 @@ class Engine:
             if row.fingerprint:
                 self._fingerprints.setdefault(row.fingerprint, row.index)
 
-    def run_batch(self, jobs: Sequence[Sequence[str]], first_index: int) -> list[Row]:
-        """Runs the jobs that Hydra's sweeper has made, in our own workers. Returns their rows."""
+    def run_batch(self, jobs: Sequence[Sequence[str]], first_index: int) -> list[Row | None]:
+        """Runs the jobs that Hydra's sweeper has made, in our own workers. Returns their rows; None for a point that
+        was only shown (launch.dry_run=true)."""
         points = [
             self.point_of(overrides, self.first_index + first_index + number) for number, overrides in enumerate(jobs)
         ]
@@ -100,8 +104,7 @@ class Engine:
         assert self.pool is not None
         with self.progress:
             self.pool.run(left)
-        rows = [self.row_of(point.index, point.overrides) for point in points]
-        return [row for row in rows if row]
+        return [self.row_of(point.index, point.overrides) for point in points]
 
     def row_of(self, index: int, overrides: tuple[str, ...]) -> Row | None:
         """Returns the row of a point; None for one that has not ended. A sweeper that chooses its points as it goes
@@ -184,7 +187,7 @@ class Engine:
 def open_sweep(
     command: Command,
     asked: SweepRequest,
-    settings: PoolSettings | ArraySettings | None,
+    settings: PoolSettings | ClusterSettings | None,
     *,
     allowed: tuple[str, ...],
     console: Console,

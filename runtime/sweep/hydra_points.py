@@ -85,7 +85,7 @@ def launch(jobs: Sequence[Sequence[str]], first_index: int) -> list[JobReturn]:
     rows = _engine.run_batch(jobs, first_index)
     worst, returns = _worst(_engine.file.objective), []
     for overrides, row in zip(jobs, rows, strict=True):
-        value = _objective(row.figures, _engine.file.objective) if row.status == "done" else None
+        value = _objective(row.figures, _engine.file.objective) if row and row.status == "done" else None
         returned = JobReturn()
         returned.overrides, returned.status = list(overrides), JobStatus.COMPLETED
         returned.return_value = worst if value is None else value

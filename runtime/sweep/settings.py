@@ -8,15 +8,18 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from meshloom.compiler.config.launch_spec import LaunchSpec, SlurmLaunch
+from meshloom.compiler.config.launch_spec import LaunchSpec
 from meshloom.compiler.core.errors import Problem, raise_if_any
 
 from .points import Command
-from .slurm_array import ArraySettings
+from .submitted import ClusterSettings
 
 NAME = "meshloom_pool"
 TARGET = "hydra_plugins.meshloom_sweeps.launcher.PoolLauncher"
-SLURM_TARGET = "hydra_plugins.meshloom_sweeps.slurm.SlurmLauncher"
+CLUSTERS = {  # engines of launch
+    "hydra_plugins.meshloom_sweeps.clusters.SlurmLauncher": "slurm",
+    "hydra_plugins.meshloom_sweeps.clusters.JobSetLauncher": "jobset",
+}
 MOST_WORKERS = 1024
 GIB = 2**30
 # What a point needs until one was measured: imports, and a trace or the compile of a large model.
@@ -34,24 +37,28 @@ class PoolSettings:
     is_limit: bool
 
 
-def array_settings(hydra: DictConfig, command: Command, launch: LaunchSpec) -> ArraySettings | None:
-    """Returns the settings of `hydra/launcher=meshloom_slurm`; None where another launcher was chosen. Raises
-    ConfigError where it cannot run this sweep."""
+def cluster_settings(hydra: DictConfig, command: Command, launch: LaunchSpec) -> ClusterSettings | None:
+    """Returns the settings of a launcher of a cluster; None where another launcher was chosen. Raises ConfigError where
+    it cannot run this sweep."""
     values = OmegaConf.to_container(hydra.launcher, resolve=True)
     assert isinstance(values, dict)
-    if values.get("_target_") != SLURM_TARGET:
+    engine = CLUSTERS.get(str(values.get("_target_")))
+    if engine is None:
         return None
-    raise_if_any(_problems_of_array(values["num_at_once"], command, launch))
-    return ArraySettings(values["num_at_once"])
+    num_at_once = values.get("num_at_once")
+    raise_if_any(_problems_of_cluster(engine, num_at_once, command, launch))
+    return ClusterSettings(engine, num_at_once)
 
 
-def _problems_of_array(num_at_once: Any, command: Command, launch: LaunchSpec) -> Iterator[Problem]:
+def _problems_of_cluster(
+    engine: str, num_at_once: int | None, command: Command, launch: LaunchSpec
+) -> Iterator[Problem]:
     if command != "train":
-        what = f"meshloom_slurm runs sweeps of train, and {command} needs no other machine"
+        what = f"meshloom_{engine} runs sweeps of train, and {command} needs no other machine"
         yield Problem("hydra/launcher", what, "leave it out")
-    if not isinstance(launch, SlurmLaunch):
-        what = f"the jobs of hydra/launcher=meshloom_slurm are as launch=slurm says, and launch is {launch.engine}"
-        yield Problem("launch", what, "add launch=slurm, with its partition and what else your cluster needs")
+    if launch.engine != engine:
+        what = f"hydra/launcher=meshloom_{engine} submits what launch={engine} says, and launch is {launch.engine}"
+        yield Problem("launch", what, f"add launch={engine}, with what your cluster needs")
     if num_at_once is not None and num_at_once < 1:
         what = f"{num_at_once} is not a number of jobs"
         yield Problem("hydra.launcher.num_at_once", what, "give 1 or more, or null: as many as there is room for")

@@ -185,7 +185,7 @@ def test_a_sweep_finds_the_jobs_that_it_left_when_it_died(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("train", "seed=1,2"), "error: launch: the jobs of hydra/launcher=meshloom_slurm are as launch=slurm says"),
+        (("train", "seed=1,2"), "error: launch: hydra/launcher=meshloom_slurm submits what launch=slurm says"),
         (("compile", "launch=slurm", "seed=1,2"), "error: hydra/launcher: meshloom_slurm runs sweeps of train"),
         (("train", "launch=slurm", "seed=1,2", "hydra.launcher.num_at_once=0"),
          "error: hydra.launcher.num_at_once: 0 is not a number of jobs"),

@@ -1,0 +1,157 @@
+"""The points of a sweep as jobs of a cluster, which start their processes on other hosts.
+
+This process submits them, waits until each has ended, and makes rows of what they left in their directories. Ctrl-C
+cancels those that have not ended.
+"""
+
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self
+
+from meshloom.compiler.config.allowed_code import code_allowed_from
+from meshloom.compiler.config.compose import read_spec
+from meshloom.compiler.config.model_choice import model_of
+from meshloom.compiler.config.override_text import override
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.errors import ConfigError, Problem
+
+from ..launch.plan import LaunchPlan, plan_launch
+from .outcomes import outcome_of_error, outcome_of_run
+from .own_process import PRINTED
+from .points import Outcome, Point, Task
+
+POLL_SECONDS = 2.0
+POLLS_UNTIL_LOST = 5  # a job is gone, and what it left may still be on its way over a network disk
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """Of the launcher. engine: of `launch`. num_at_once: the most points that run at once; None: as many as the cluster
+    has room for."""
+
+    engine: str
+    num_at_once: int | None
+
+
+@dataclass(frozen=True)
+class PlannedPoint:
+    """A point, with what its job is made from."""
+
+    point: Point
+    spec: RunSpec
+    plan: LaunchPlan
+
+
+@dataclass
+class SubmittedPoints(ABC):
+    """Runs points as the pool does. scratch: a folder for scripts and what jobs leave. task_of, ended, told: as of the
+    pool."""
+
+    settings: ClusterSettings
+    task_of: Callable[[Point], Task]
+    scratch: Path
+    ended: Callable[[Point, Outcome], object]
+    told: Callable[[int], None]
+    jobs: dict[int, str] = field(default_factory=dict, init=False)  # of points, by index
+    _missed: dict[int, int] = field(default_factory=dict, init=False)
+
+    def __enter__(self) -> Self:
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves the files: they are how the same command finds jobs that still run."""
+        self.jobs.clear()
+
+    @abstractmethod
+    def find(self, points: Mapping[int, Point]) -> dict[int, str]:
+        """Returns the jobs of points that an earlier start has submitted, by index."""
+
+    @abstractmethod
+    def submit(self, points: Sequence[PlannedPoint]) -> dict[int, str]:
+        """Submits points. Returns their jobs by index; a point without one is not waited for."""
+
+    @abstractmethod
+    def alive(self, jobs: Set[str]) -> Set[str]:
+        """Returns the jobs that wait or run."""
+
+    @abstractmethod
+    def exit_code(self, index: int) -> int | None:
+        """Returns the exit code of a point that has ended; None before."""
+
+    def forget(self, index: int) -> None:  # noqa: B027 (not every cluster has something to forget)
+        """Removes what says that a point has ended, once it has a row: it may be run again."""
+
+    @abstractmethod
+    def cancel(self, jobs: Sequence[str]) -> None:
+        """Ends jobs."""
+
+    def run(self, points: Iterable[Point]) -> None:
+        """Runs all points. Ctrl-C cancels those that have not ended, and is raised again."""
+        left = {point.index: point for point in points}
+        self.jobs = self.find(left)
+        try:
+            new = [point for index, point in left.items() if index not in self.jobs]
+            planned = [one for one in map(self._plan, new) if one]
+            self.jobs |= self.submit(planned) if planned else {}
+            left = {index: point for index, point in left.items() if index in self.jobs}
+            while left:
+                self.told(len(left))
+                alive = self.alive({self.jobs[index] for index in left})
+                for index in [index for index in left if self._has_ended(index, alive)]:
+                    self._end(left.pop(index))
+                    self.forget(index)
+                time.sleep(POLL_SECONDS if left else 0)
+        except BaseException:
+            if jobs := {self.jobs[index] for index in left if index in self.jobs}:
+                self.cancel(sorted(jobs))
+            raise
+
+    def _plan(self, point: Point) -> PlannedPoint | None:
+        """Returns what the point's job is made from. A point that cannot run ends at once."""
+        task = self.task_of(point)
+        here = override("hydra.run.dir", str(task.directory))
+        request = replace(task.request, overrides=(*task.request.overrides, here))
+        try:
+            with code_allowed_from(task.allowed):
+                spec = read_spec(request, then=lambda spec: spec)
+            plan = plan_launch(spec, request, label=spec.run.name or spec.model.family, allowed=task.allowed)
+        except ConfigError as error:
+            self.ended(point, outcome_of_error(error))
+            return None
+        return PlannedPoint(point, spec, plan)
+
+    def _has_ended(self, index: int, alive: Set[str]) -> bool:
+        if self.exit_code(index) is not None:
+            return True
+        self._missed[index] = 0 if self.jobs[index] in alive else self._missed.get(index, 0) + 1
+        return self._missed[index] >= POLLS_UNTIL_LOST
+
+    def _end(self, point: Point) -> None:
+        task, exit_code = self.task_of(point), self.exit_code(point.index)
+        if exit_code is None:
+            why = f"job {self.jobs[point.index]} is gone, and left no exit code: it was cancelled, or lost"
+            self.ended(point, Outcome(status="aborted", exit_code=1, why=why))
+            return
+        printed = task.directory / PRINTED
+        said = printed.read_text(errors="replace") if printed.exists() else ""
+        with code_allowed_from(task.allowed):
+            model = model_of(task.request) if exit_code == 0 else None
+        self.ended(point, outcome_of_run(task.directory, exit_code, said, model))
+
+
+def run_tool(*words: str) -> str:
+    """Returns what a tool of the cluster prints. Raises ConfigError where it is not there, or fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        what = f"{words[0]} is not installed here"
+        raise ConfigError([Problem("hydra/launcher", what, "type this where the cluster's tools are")]) from None
+    if done.returncode:
+        what = f"{words[0]} failed: {done.stderr.strip()}"
+        raise ConfigError([Problem("hydra/launcher", what, "correct the keys of launch that it names")])
+    return done.stdout.strip()
