@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..core.collectives import CollectiveKind
 from ..parallel.lm_head import VOCAB_CHUNKS
 from ..plan import Plan
+from ..target.compiler_options import hidden_kinds, presets_for
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,19 @@ HEAD_IN_CHUNKS = Advice(
     lambda plan: plan.operation("lm_head").chosen.name == VOCAB_CHUNKS,
 )
 FULL_REMAT = Advice("remat=full", lambda plan: plan.spec.remat.policy == "full")
+
+
+def with_preset_for(plan: Plan, kind: CollectiveKind) -> Advice | None:
+    """Returns the advice to take the flag preset of the target that runs collectives of weights of this kind beside
+    compute. None if there is none."""
+    tried = ((name, one) for name, one in presets_for(plan.target).items() if "weights" in one.tried_for)
+    name = next((name for name, one in tried if kind in one.hides), None)
+    if name is None:
+        return None
+    return Advice(
+        f"set overlap.flag_presets=[{name}], with which {kind}s of most shapes stay what they are",
+        lambda plan: kind in hidden_kinds(plan.spec.overlap.flag_presets, "weights", plan.target),
+    )
 
 
 def unfollowed(plan: Plan, *advice: Advice | str) -> str:

@@ -31,6 +31,7 @@ from .advice import (
     WIDER_TENSOR,
     Advice,
     unfollowed,
+    with_preset_for,
 )
 from .match import Match
 from .program_memory import HeldArray
@@ -131,8 +132,9 @@ def _whole_gradient(plan: Plan, each: CollectiveReport, scattered: Sequence[Plan
     what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of the traffic is redundant"
     rules = dict.fromkeys(p.rule for p in scattered if p.rule)
     is_of_head = all(_is_of_head(p.source) for p in scattered)
-    in_parts = [HEAD_IN_CHUNKS] if is_of_head else []
-    fix = unfollowed(plan, *in_parts, "choose another overlap or target", SPLIT_THE_GROUP)
+    in_parts, preset = [HEAD_IN_CHUNKS] if is_of_head else [], with_preset_for(plan, "reduce-scatter")
+    other = preset if preset and not preset.is_followed(plan) else "choose another overlap or target"
+    fix = unfollowed(plan, *in_parts, other, SPLIT_THE_GROUP)
     return _costly(each, each.bytes // 2, "whole-gradient", what, ", ".join((each.source, *rules)), fix)
 
 

@@ -90,6 +90,18 @@ def test_an_all_reduce_in_place_of_a_reduce_scatter():
     assert "layers/mlp/up_EM, backward, sharding.parameters[0]" in finding.where
 
 
+def test_a_preset_that_keeps_reduce_scatters_is_named_where_the_target_has_one():
+    whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", source="layers/mlp/up_EM, backward")
+    matches = {whole.name: (Match(1, (SCATTER,)),)}
+    v5p = ("target=v5p-16", "precision=bfloat16")
+    fixes = [
+        lint(plan_of(*overrides), [whole], matches, (PLANNED, SCATTER), ())[0].fix
+        for overrides in (v5p, (*v5p, "overlap.flag_presets=[sparse_core]"), ("target=v5e-16", "precision=bfloat16"))
+    ]
+    assert fixes[0].startswith("set overlap.flag_presets=[sparse_core], with which reduce-scatters of most shapes stay")
+    assert all(fix.startswith("choose another overlap or target, or ") for fix in fixes[1:])
+
+
 def test_advice_that_is_followed_is_not_given():
     whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", source="layers/mlp/up_EM, backward")
     matches = {whole.name: (Match(1, (SCATTER,)),)}
