@@ -1,5 +1,7 @@
 """Launches of small runs."""
 
+from functools import cache
+
 from conftest import SMALL
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.spec import RunSpec
@@ -18,6 +20,7 @@ def rendered(*overrides: str) -> Rendering:
     return render(spec.launch, plan)
 
 
+@cache
 def _read(*overrides: str, allowed: tuple[str, ...] = ()) -> tuple[RunSpec, LaunchPlan]:
     request = Request((*SMALL, *overrides))
     return read_spec(request, then=lambda spec: (spec, plan_launch(spec, request, label="test", allowed=allowed)))

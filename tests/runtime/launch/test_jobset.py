@@ -42,7 +42,7 @@ EVERYTHING = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [(), EVERYTHING], ids=["least", "everything"])
+@pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.ci), EVERYTHING], ids=["least", "everything"])
 @pytest.mark.parametrize(
     "target", [TWO_SLICES, ("target=v5e-1",), ("target=tpu7x-128",), ("target=h100-64",), ("target=cpu-8",)],
     ids=lambda target: target[0],

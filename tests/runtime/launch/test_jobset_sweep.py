@@ -64,6 +64,7 @@ def test_a_sweep_is_a_jobset_for_each_point(tmp_path):
     assert len({row["figures"]["final_loss"] for row in rows if row["figures"]}) == 2
 
 
+@pytest.mark.ci
 def test_a_dry_run_writes_manifests_and_no_rows(tmp_path):
     told = run_in_process(*sweep(tmp_path, "launch.dry_run=true", "seed=1,2"), cwd=tmp_path)
     assert told.returncode == 0, told.stderr

@@ -38,6 +38,7 @@ def test_hosts_follow_from_the_target(target, num_slices, per_slice, chips):
 
 
 @pytest.mark.tpu
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["v4:2x2x4", "v5e-16", "v5p-32", "v6e-16", "tpu7x-32"])
 def test_libtpu_counts_the_same_hosts(name):
     request = Request((*SMALL, "launch=slurm", f"target={name}"))

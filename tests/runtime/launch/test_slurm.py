@@ -186,9 +186,14 @@ def test_a_sweep_finds_the_jobs_that_it_left_when_it_died(cluster, tmp_path):
     ("words", "message"),
     [
         (("train", "seed=1,2"), "error: launch: hydra/launcher=meshloom_slurm submits what launch=slurm says"),
-        (("compile", "launch=slurm", "seed=1,2"), "error: hydra/launcher: meshloom_slurm runs sweeps of train"),
-        (("train", "launch=slurm", "seed=1,2", "hydra.launcher.num_at_once=0"),
-         "error: hydra.launcher.num_at_once: 0 is not a number of jobs"),
+        pytest.param(
+            ("compile", "launch=slurm", "seed=1,2"), "error: hydra/launcher: meshloom_slurm runs sweeps of train",
+            marks=pytest.mark.ci,
+        ),
+        pytest.param(
+            ("train", "launch=slurm", "seed=1,2", "hydra.launcher.num_at_once=0"),
+            "error: hydra.launcher.num_at_once: 0 is not a number of jobs", marks=pytest.mark.ci,
+        ),
     ],
 )  # fmt: skip
 def test_a_sweep_that_slurm_cannot_run_is_refused_at_once(words, message, tmp_path):
@@ -197,3 +202,20 @@ def test_a_sweep_that_slurm_cannot_run_is_refused_at_once(words, message, tmp_pa
     assert told.stderr.count("error: ") == 1
     assert message in told.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.ci
+def test_a_time_limit_asks_a_run_to_save_and_queues_it_again(cluster, submit, tmp_path):
+    code = """
+def stop(*_):
+    with open("said", "a") as file:
+        print(start, process, "saved", file=file)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+time.sleep(0 if start else 100)
+"""
+    job = submit("launch.time_limit='1'", "launch.grace_seconds=30", "launch.max_restarts=0", code=code)
+    cluster.wait(job, "COMPLETED", "FAILED", "TIMEOUT")
+    assert cluster.state(job) == "COMPLETED"
+    assert said(tmp_path) == ["0 0 7", "0 0 saved", "0 1 7", "0 1 saved", "1 0 7", "1 1 7"]
+    assert not (tmp_path / "run/logs/failures").exists()
