@@ -29,6 +29,7 @@ from meshloom.runtime.train.tensorboard import TensorBoard
 from meshloom.runtime.train.time_spent import Stopwatch
 from meshloom.runtime.train.trackers import Trackers, tracked_run
 from meshloom.runtime.train.train import prepare
+from meshloom.runtime.train.watchdog import Watchdog
 
 NUM_STEPS = 200
 OVERRIDES = (
@@ -85,6 +86,7 @@ def main() -> None:
                 warn=lambda _: None,
                 stop=stop,
                 watch=Stopwatch(time.time()),
+                watchdog=Watchdog(None, Processes(), Path(folder), print),
             )
             loop._evaluate = lambda state: float("nan")  # the last step is always evaluated: not here
             loop.run(programs.init(), 0)

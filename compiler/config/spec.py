@@ -218,6 +218,14 @@ class EvaluationSpec(Config):
     num_batches: PositiveInt  # always the same batches
 
 
+class WatchdogSpec(Config):
+    """How long a step may take: factor times the median of the steps before it, and min_seconds at least."""
+
+    factor: PositiveFloat
+    min_seconds: PositiveFloat
+    abort: bool  # end the processes, so that what launched them starts the run again
+
+
 class RunLabels(Config):
     """What people call a run: saved, logged and shown, but not part of any program."""
 
@@ -276,6 +284,7 @@ class RunSpec(Config):
     num_microbatches: PositiveInt
     tune: TuneSpec  # what `meshloom tune` searches
     launch: LaunchSpec  # how `meshloom launch` starts the run on its hosts
+    watchdog: WatchdogSpec | None  # None: a run that hangs is not noticed
     run: RunLabels
 
     _sources: Sources = PrivateAttr(default_factory=dict)  # of values that came from the environment

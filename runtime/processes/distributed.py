@@ -50,13 +50,14 @@ class Disagreement(ConfigError):
 @dataclass(frozen=True)
 class Processes:
     """The processes of this run, and which of them this is; alone without `jax.distributed`. num_on_host: how many of
-    them share this machine's memory, by its name."""
+    them share this machine's memory, by its name. hosts: the names of all their machines."""
 
     index: int = 0
     count: int = 1
     timeout_seconds: int = 0  # how long they wait for each other
     client: Any = None  # of JAX's coordination service
     num_on_host: int = 1
+    hosts: tuple[str, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -162,7 +163,7 @@ def join(spec: RunSpec) -> Processes:
     state = jax_distributed.global_state
     _joined = Processes(state.process_id, state.num_processes, timeouts.initialization_timeout_seconds, state.client)
     hosts = _joined.gather("hosts", socket.gethostname())
-    _joined = replace(_joined, num_on_host=hosts.count(socket.gethostname()))
+    _joined = replace(_joined, num_on_host=hosts.count(socket.gethostname()), hosts=tuple(hosts))
     return _joined
 
 

@@ -24,6 +24,7 @@ from .missing_targets import MissingTargets
 from .nonfinite import NonFinite, SkipCounter
 from .rows import in_order, local_rows, to_devices
 from .time_spent import Stopwatch
+from .watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,12 @@ class Loop:
         warn: Callable[[Problem], None],
         stop: StopRequest,
         watch: Stopwatch,
+        watchdog: Watchdog,
     ):
         self.plan, self.spec, self.programs = plan, plan.spec, programs
         self.batches, self.held_out = batches, held_out
-        self.checkpoints, self.report, self.stop, self.watch = checkpoints, report, stop, watch
+        self.checkpoints, self.report, self.stop = checkpoints, report, stop
+        self.watch, self.watchdog = watch, watchdog
         self._targets = MissingTargets(warn)
         self._rows, self._skips = local_rows(programs.batch), SkipCounter(plan.spec)
         self._order = plan.token_order.of_sequence(plan.spec.sequence_length)
@@ -107,6 +110,7 @@ class Loop:
         metrics = {name: float(value) for name, value in read.items() if not value.shape}
         finish = time.perf_counter()
         seconds, self._last_finish = finish - self._last_finish, finish
+        self.watchdog.step_ended(step, seconds)
         is_finite = isfinite(metrics["loss"]) and isfinite(metrics["grad_norm"])
         eval_loss = self._evaluate(state) if state is not None and self._is_evaluation_due(step) else None
         told = Metrics(
@@ -134,7 +138,7 @@ class Loop:
     def _evaluate(self, state: Any) -> float | None:
         """Returns the mean loss over the held-out batches, in nats per token; None where they have no targets."""
         sums = np.zeros(2)
-        with self.watch.spending("evaluation"):
+        with self.watch.spending("evaluation"), self.watchdog.paused():
             # One at a time: with many in flight on CPU, several processes were seen to hang.
             for batch in self.held_out:
                 sums += jax.device_get(self.programs.evaluate(state["params"], self._to_devices(batch)))
@@ -142,7 +146,7 @@ class Loop:
 
     def _save(self, step: int, state: Any, eval_loss: float | None) -> None:
         """Saves a state that is finite; loss and gradients of its step say nothing of what the update made of it."""
-        with self.watch.spending("save"):
+        with self.watch.spending("save"), self.watchdog.paused():
             if self.spec.checkpoint.is_saving and not self.programs.is_finite(state):
                 raise NonFinite(step, "the state after it has NaN or infinity, although its loss does not", None)
             self.checkpoints.save(step, state, self.batches, eval_loss=eval_loss)

@@ -41,6 +41,7 @@ from ..processes.agreement import check_same_declaration
 from ..processes.cluster import plan_start
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes, join, together
+from ..processes.process_log import FOLDER as LOG_FOLDER
 from ..processes.say import say, say_labels
 from ..processes.stop import StopRequest
 from ..rundir.declaration import write_declaration
@@ -54,6 +55,7 @@ from .nonfinite import NonFinite
 from .rows import local_rows
 from .time_spent import Stopwatch, rows_of, spent_by_earlier_starts
 from .trackers import Tracker, Trackers, find_trackers, tracked_run
+from .watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,8 @@ def _run(
                 display.show(metrics)
                 dropped.check_step(metrics)
 
+            log_file = run_dir / LOG_FOLDER / f"process-{processes.index}.log"
+            watchdog = held.enter_context(Watchdog(plan.spec.watchdog, processes, log_file, warn))
             loop = Loop(
                 plan,
                 programs,
@@ -220,6 +224,7 @@ def _run(
                 warn=warn,
                 stop=stop,
                 watch=watch,
+                watchdog=watchdog,
             )
             with watch.spending("steps"):
                 step = _run_loop(loop, state, first_step, checkpoints)

@@ -22,6 +22,7 @@ from meshloom.runtime.train.metrics import Metrics, MetricsLog, values_of
 from meshloom.runtime.train.tensorboard import TensorBoard
 from meshloom.runtime.train.time_spent import NOTHING, Stopwatch
 from meshloom.runtime.train.trackers import Trackers, tracked_run
+from meshloom.runtime.train.watchdog import Watchdog
 from support.helpers import Batches, gradients_of, programs_of, tiered
 
 PENALTY = 0.05
@@ -101,6 +102,7 @@ def test_metrics_of_a_run_are_means_over_tokens_and_by_choice_over_layers(layer_
             warn=reported.append,
             stop=stop,
             watch=Stopwatch(0.0),
+            watchdog=Watchdog(None, Processes(), tmp_path, print),
         )
         loop.run(state, 0)
     assert set(reported[0].auxiliary) == set(expected)

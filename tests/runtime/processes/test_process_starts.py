@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshloom.runtime.core.failures import HUNG
 from support.helpers import run_in_process, with_plugin
 from support.several import Started, free_port, keys, open_mpi, slurm
 
@@ -222,3 +223,23 @@ cli.main()
     ((exit_code, _, said),) = waiting.end()
     assert (exit_code, said) == (130, "\ninterrupted while waiting for the other processes\n")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ci
+def test_a_process_that_stands_still_is_named_and_the_run_ends_to_be_started_again(tmp_path):
+    """SIGSTOP: it lives, and heartbeats are missed long after the watchdog has noticed."""
+    watchdog = ("watchdog.min_seconds=3", "watchdog.abort=true", "distributed.heartbeat_timeout_seconds=100")
+    line = (*RUN, *watchdog, "num_steps=100000")
+    started = Started(tmp_path, *((*line, *each) for each in keys(2, free_port())))
+    lines, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
+    while not (lines.exists() and lines.read_text().count("\n") > 3):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    started.processes[1].send_signal(signal.SIGSTOP)
+    code = started.processes[0].wait(timeout=100)
+    started.processes[1].kill()
+    (_, out, _), _ = started.end()
+    assert code == HUNG
+    assert f"process 1 on {socket.gethostname()} does not answer" in out
+    assert "the processes end, to be started again" in out
+    assert "_finish" in (tmp_path / "run" / "logs" / "process-0.log").read_text()

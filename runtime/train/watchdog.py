@@ -1,0 +1,160 @@
+"""A run that hangs: every process writes its stacks, process 0 says which hosts are behind, and the run may be ended.
+
+A collective waits for all devices, so where one host stands still, all do, and JAX itself notices only a process that
+has died. The watchdog is a thread: a step has to end within `watchdog.factor` times the median of the steps before it,
+and `watchdog.min_seconds`. What comes between steps does not count: compile, evaluation, save.
+"""
+
+import faulthandler
+import json
+import logging
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from meshloom.compiler.config.spec import WatchdogSpec
+from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.core.format import counted, human_seconds
+
+from ..core.failures import HUNG
+from ..processes.distributed import Processes
+
+LOG = logging.getLogger("meshloom")
+FOLDER = "meshloom/watchdog"  # in the store of the coordination service, a key for each process that stands still
+NUM_STEPS = 32  # of which the median is taken
+MOST_POLL_SECONDS = 5.0
+ANSWER_SECONDS = 20.0  # at most, which process 0 gives the others to notice it too
+
+
+class Watchdog:
+    """Watches steps within the `with`. log: takes this process's stacks. say: takes what is found, once for each time
+    that the run stands still. end: ends this process, where `watchdog.abort` asks for it."""
+
+    def __init__(
+        self,
+        spec: WatchdogSpec | None,
+        processes: Processes,
+        log: Path,
+        say: Callable[[Problem], None],
+        *,
+        end: Callable[[int], Any] = os._exit,
+    ):
+        self._spec, self._processes, self._log, self._say, self._end = spec, processes, log, say, end
+        self._seconds: deque[float] = deque(maxlen=NUM_STEPS)
+        self._lock, self._over = threading.RLock(), threading.Event()
+        self._since: float | None = None  # the last sign of life; None while nothing is watched
+        self._done, self._is_told = 0, False
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._spec is not None:
+            self._since = time.monotonic()
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+
+    def step_ended(self, step: int, seconds: float) -> None:
+        """Takes note of a step, and how long it took."""
+        with self._lock:
+            self._done, self._since = step, time.monotonic()
+            self._seconds.append(seconds)
+            was_told, self._is_told = self._is_told, False
+        if was_told:
+            LOG.info(f"step {step} has ended: the run goes on")
+            if self._processes.client is not None:
+                self._processes.client.key_value_delete(self._key)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the `with`, nothing is watched: what is done there may take its time."""
+        self._since = None
+        try:
+            yield
+        finally:
+            self._since = time.monotonic()
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long a step may take."""
+        assert self._spec is not None
+        return max(self._spec.min_seconds, self._spec.factor * (self._median() or 0.0))
+
+    def _median(self) -> float | None:
+        with self._lock:
+            return statistics.median(self._seconds) if self._seconds else None
+
+    @property
+    def _key(self) -> str:
+        return f"{FOLDER}/{self._processes.index:06}"
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(MOST_POLL_SECONDS, self.limit_seconds / 10)):
+            with self._lock:
+                waited = time.monotonic() - self._since if self._since is not None else 0.0
+                is_hung = waited > self.limit_seconds and not self._is_told
+                self._is_told |= is_hung
+            if is_hung:
+                self._tell(waited)
+
+    def _tell(self, waited: float) -> None:
+        assert self._spec is not None
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(f"step {self._done + 1} has not ended for {human_seconds(waited)}; where this process is:\n")
+            log.flush()
+            faulthandler.dump_traceback(log, all_threads=True)
+        who = self._who_is_behind()
+        if self._processes.is_first:
+            median = self._median()
+            usual = f", the median is {human_seconds(median)}" if median is not None else ""
+            what = f"has not ended for {human_seconds(waited)}{usual}: {who}"
+            then = (
+                "the processes end, to be started again" if self._spec.abort else "watchdog.abort=true ends such a run"
+            )
+            fix = f"see logs/process-N.log for where each process is; {then}"
+            self._say(Problem(f"step {self._done + 1}", what, fix))
+        if self._spec.abort and not self._over.is_set():
+            logging.shutdown()
+            self._end(HUNG)
+
+    def _who_is_behind(self) -> str:
+        """Returns what process 0 learns from the others, which tell of themselves when they notice."""
+        processes = self._processes
+        if processes.count == 1:
+            return "the log says where"
+        try:
+            processes.client.key_value_set(self._key, json.dumps({"done": self._done}), allow_overwrite=True)
+            time.sleep(min(ANSWER_SECONDS, self.limit_seconds))
+            told = processes.client.key_value_dir_get(f"{FOLDER}/")
+        except jax.errors.JaxRuntimeError as error:
+            return f"the other processes cannot be asked: {str(error).splitlines()[0]}"
+        return describe_hang(
+            {int(key.rsplit("/", 1)[1]): json.loads(text)["done"] for key, text in told}, processes.hosts
+        )
+
+
+def describe_hang(done: Mapping[int, int], hosts: tuple[str, ...]) -> str:
+    """Returns who is behind. done: the steps that processes which noticed have done. hosts: of all processes."""
+    silent = [index for index in range(len(hosts)) if index not in done]
+    furthest = max(done.values())
+    behind = [index for index in sorted(done) if done[index] < furthest]
+    found = [f"{_named(silent, hosts)} {'does' if len(silent) == 1 else 'do'} not answer"] if silent else []
+    found += [f"{_named([i], hosts)} has done {counted(done[i], 'step')}, others {furthest}" for i in behind]
+    return "; ".join(found) or f"all {len(hosts)} processes wait in the same step, in a collective or for a device"
+
+
+def _named(indices: list[int], hosts: tuple[str, ...]) -> str:
+    named = [f"process {index} on {hosts[index]}" for index in indices[:4]]
+    return ", ".join(named) + (f" and {len(indices) - 4} more" if len(indices) > 4 else "")
