@@ -37,6 +37,7 @@ examples:
   meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096
   meshloom compile model=llama2_7b target=v5e-256 global_batch_size=256 sequence_length=4096 remat=full
   meshloom tune model=llama3_8b target=v5p-128 global_batch_size=256 sequence_length=8192
+  meshloom launch model=llama3_8b target=h100-64 launch=slurm global_batch_size=64 launch.dry_run=true
   meshloom data data=jsonl data.source.paths=[corpus/*.jsonl] shards.directory=tokens
 
 `meshloom COMMAND --help` lists the config groups, `--cfg job` prints the whole config, and the flags of Hydra work:

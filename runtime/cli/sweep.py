@@ -31,7 +31,10 @@ def run_sweep(name: str, request: Request, flags: argparse.Namespace) -> int:
     command: Command | None = next((command for command in COMMANDS if command == name), None)
     if command is None:
         what = f"`meshloom {name}` has no sweeps; {', '.join(COMMANDS)} have"
-        raise ConfigError([Problem("-m", what, f"type `meshloom {name}` once for each value")])
+        fix = f"type `meshloom {name}` once for each value"
+        if name == "launch":
+            fix = "type `meshloom train -m hydra/launcher=meshloom_slurm launch=slurm ...`, or jobset in both"
+        raise ConfigError([Problem("-m", what, fix)])
     asked = read_sweep_request(request)
     start = plan_start(asked.spec.distributed, asked.spec.target, os.environ) if command == "train" else None
     process = process_index(start, os.environ) if start else 0
