@@ -17,6 +17,7 @@ import numpy as np
 from ..core.collectives import CollectiveKind
 from ..jaxpr.program import Program
 from ..jaxpr.propagate import Axes
+from ..parallel.context import EXPOSED_PERMUTES
 from ..parallel.exchange import RING
 from ..parallel.matmul import COLLECTIVE_MATMUL
 from ..plan import Plan
@@ -160,7 +161,7 @@ def _exposed(
             twice = 2.0 if hiding.is_doubled and one.kind == "reduce-scatter" else 1.0
             waited[one.axes] = waited.get(one.axes, 0.0) + twice * seconds
     for axes, seconds in beside_blocks.items():
-        waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, 0.0)
+        waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, EXPOSED_PERMUTES * seconds)
     hidden = sum(beside.values(), start=np.zeros(()))
     with np.errstate(invalid="ignore", divide="ignore"):
         stays = np.where(hidden > 0, np.maximum(hidden - compute, 0.0) / hidden, 0.0)

@@ -4,7 +4,7 @@ What each way costs beside the kernels' arithmetic, which is the same for all in
 hidden, and passes over memory. Each of n shards has 2 K T D elements of keys and values:
 
     ring        n - 1 permutes of the shard forward, as many with float32 gradients beside it backward; hidden as far
-                as two whole blocks of attention take longer than one permute
+                as two whole blocks of attention take longer than one permute, but for a share
     all_gather  a gather forward, another and a reduce-scatter backward; nothing runs beside them
     ulysses     all-to-alls of queries, keys, values and outputs, backward of their gradients; nothing beside them
 
@@ -33,6 +33,12 @@ from .ring import full_steps, num_steps
 # A ring's step reads and writes the float32 sums of outputs and of gradients, and picks chunks: for each element of the
 # queries 21 bytes forward at the full bandwidth, in a compiled schedule for v5p, and about as many backward.
 MERGED_BYTES = 40
+# Gathered or exchanged tokens are put in the order of the sequence by slices, a reversal and a concatenation. For each
+# byte: an array of 8 MiB takes 36 us forward and 46 us backward in a compiled schedule for v5p:2x2x1.
+ORDERED_BYTES = 9
+# Of a ring's permutes beside blocks that are long enough, the share that is waited for with default options: 536 of
+# 1,481 us for v5p:2x2x1, 0.91 of 2.60 ms for h100-8, in compiled schedules of two layers.
+EXPOSED_PERMUTES = 0.35
 # Of attention's derivative: recomputed scores and a gradient of each of four factors are 5 matmuls, the kernels of dq
 # and of dk and dv compute scores and their gradient each, 7; forward has 2.
 BACKWARD_WORK = 3.5
@@ -228,8 +234,7 @@ def _seconds(name: str, local: _Local, inputs: OpInputs) -> float | None:
     if len(took) < len(moved) or peak is None or bandwidth is None or target.chip is None:
         return None
     memory = bandwidth * target.chip.efficiency.memory
-    # What is gathered or exchanged is put in the order of the sequence.
-    copied = 0 if local.order.chunks_per_shard == 1 else 2  # read and written
+    copied = 0 if local.order.chunks_per_shard == 1 else ORDERED_BYTES
     if name == ALL_GATHER:
         return num_calls * (2 * took["gather"] + took["scatter"] + 3 * copied * n * local.kv_bytes / memory)
     if name == ULYSSES:
@@ -241,7 +246,8 @@ def _seconds(name: str, local: _Local, inputs: OpInputs) -> float | None:
     if why_permutes_wait(target) is not None:
         each = took["permute"] + sent
     else:
-        each = max(0.0, took["permute"] - block) + max(0.0, sent - BACKWARD_WORK * block)
+        pairs = ((took["permute"], block), (sent, BACKWARD_WORK * block))
+        each = sum(max(EXPOSED_PERMUTES * moved, moved - beside) for moved, beside in pairs)
     each += MERGED_BYTES * local.q_bytes / local.itemsize / bandwidth
     steps = sum(local.steps(window) for window in local.windows)
     return inputs.spec.overlap.layers.batch_split * steps * each
