@@ -39,7 +39,7 @@ def test_ci_runs_the_two_commands_of_the_readme():
 def test_every_command_of_the_readme_is_right():
     readme = (ROOT / "README.md").read_text()
     lines = [line.split("  ")[0] for line in re.findall(r"^    meshloom (?:train|explain|compile) (.*)$", readme, re.M)]
-    lines += [line.split("  ")[0] for line in re.findall(r"^    meshloom data (.*)$", readme, re.M)]
+    lines += [line.split("  ")[0] for line in re.findall(r"^    meshloom (?:data|launch) (.*)$", readme, re.M)]
     assert len(lines) >= 8
     for line in lines:
         words = [word for word in shlex.split(line) if not word.startswith("-")]
