@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -167,7 +168,7 @@ def test_a_sweep_is_an_array_whose_points_have_rows(cluster, tmp_path):
 
 @pytest.mark.ci
 def test_a_sweep_finds_the_jobs_that_it_left_when_it_died(cluster, tmp_path):
-    (tmp_path / "program.py").write_text(f"{PROGRAM}\ntime.sleep(15 if process == 0 else 0)\nsys.exit(3)")
+    (tmp_path / "program.py").write_text(f"{PROGRAM}\nwhile not os.path.exists('go'): time.sleep(0.3)\nsys.exit(3)")
     line = (*SWEEP, f"launch.program='{sys.executable} {tmp_path}/program.py'", "launch.environment={MINE: 7}",
             "seed=1,2")  # fmt: skip
     command = [sys.executable, "-m", "meshloom", *line]
@@ -176,6 +177,7 @@ def test_a_sweep_finds_the_jobs_that_it_left_when_it_died(cluster, tmp_path):
     _until(lambda: (tmp_path / "said").exists() and len(said(tmp_path)) == 4)
     first.kill()
     first.communicate()
+    threading.Timer(30, (tmp_path / "go").touch).start()  # the second has looked for jobs by then, or submitted its own
     meshloom(*line, cwd=tmp_path, **cluster.environment)
     rows = [json.loads(text) for text in (tmp_path / "sweep/sweep.jsonl").read_text().splitlines()]
     assert [(row["status"], row["exit_code"]) for row in rows] == [("does_not_fit", 3)] * 2
