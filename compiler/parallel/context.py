@@ -34,8 +34,10 @@ from .ring import full_steps, num_steps
 # queries 21 bytes forward at the full bandwidth, in a compiled schedule for v5p, and about as many backward.
 MERGED_BYTES = 40
 # Gathered or exchanged tokens are put in the order of the sequence by slices, a reversal and a concatenation. For each
-# byte: an array of 8 MiB takes 36 us forward and 46 us backward in a compiled schedule for v5p:2x2x1.
-ORDERED_BYTES = 9
+# byte: on TPUs an array of 8 MiB takes 36 us forward and 46 us backward in a compiled schedule for v5p:2x2x1. On GPUs
+# these are one pass: two layers on h100-64 with gathered keys are 17 ms shorter than in a ring.
+ORDERED_BYTES = {"tpu": 9}
+ONE_PASS_BYTES = 2
 # Of a ring's permutes beside blocks that are long enough, the share that is waited for with default options: 536 of
 # 1,481 us for v5p:2x2x1, 0.91 of 2.60 ms for h100-8, in compiled schedules of two layers.
 EXPOSED_PERMUTES = 0.35
@@ -234,7 +236,8 @@ def _seconds(name: str, local: _Local, inputs: OpInputs) -> float | None:
     if len(took) < len(moved) or peak is None or bandwidth is None or target.chip is None:
         return None
     memory = bandwidth * target.chip.efficiency.memory
-    copied = 0 if local.order.chunks_per_shard == 1 else ORDERED_BYTES
+    ordered = ORDERED_BYTES.get(target.platform, ONE_PASS_BYTES)
+    copied = 0 if local.order.chunks_per_shard == 1 else ordered
     if name == ALL_GATHER:
         return num_calls * (2 * took["gather"] + took["scatter"] + 3 * copied * n * local.kv_bytes / memory)
     if name == ULYSSES:
