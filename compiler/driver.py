@@ -105,14 +105,11 @@ def plan_layout(
         lambda: check_schedule(spec),
         lambda: check_remat(spec.remat, arrays),
     )
-    all_of(  # before layouts, which name every array of a length that does not divide
-        lambda: check_token_order(spec, mesh, target),
+    sharding, preset_options, *_ = all_of(
+        lambda: _plan_sharding(spec, arrays, mesh, target),
+        lambda: plan_preset_options(spec.overlap.flag_presets, target),
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
-    )
-    sharding, preset_options, *_ = all_of(
-        lambda: plan_sharding(spec.sharding, arrays, mesh),
-        lambda: plan_preset_options(spec.overlap.flag_presets, target),
         lambda: check_length_split(spec, model, mesh),
     )
     inputs = OpInputs(spec, model, arrays, sharding, mesh, target)
@@ -122,6 +119,12 @@ def plan_layout(
         lambda: check_unroll(spec.overlap.layers.unroll, inputs.auto_axes, target),
     )
     return Layout(inputs, operations, preset_options)
+
+
+def _plan_sharding(spec: RunSpec, arrays: Arrays, mesh: MeshPlan, target: TargetPlan) -> ShardingPlan:
+    """Returns the layouts; of a length that cannot be cut one error, and not one for each array that has it."""
+    check_token_order(spec, mesh, target)
+    return plan_sharding(spec.sharding, arrays, mesh)
 
 
 def compile_plan(

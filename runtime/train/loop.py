@@ -19,7 +19,7 @@ from meshloom.compiler.xla.programs import Programs
 from ..checkpoint.checkpoints import Checkpoints
 from ..data import BatchIterator, HostBatch
 from ..processes.stop import StopRequest
-from .metrics import Metrics, by_layer, mfu
+from .metrics import Metrics, metrics_of
 from .missing_targets import MissingTargets
 from .nonfinite import NonFinite, SkipCounter
 from .rows import in_order, local_rows, to_devices
@@ -56,9 +56,8 @@ class Loop:
         watchdog: Watchdog,
     ):
         self.plan, self.spec, self.programs = plan, plan.spec, programs
-        self.batches, self.held_out = batches, held_out
-        self.checkpoints, self.report, self.stop = checkpoints, report, stop
-        self.watch, self.watchdog = watch, watchdog
+        self.batches, self.held_out, self.checkpoints = batches, held_out, checkpoints
+        self.report, self.stop, self.watch, self.watchdog = report, stop, watch, watchdog
         self._targets = MissingTargets(warn)
         self._rows, self._skips = local_rows(programs.batch), SkipCounter(plan.spec)
         self._order = plan.token_order.of_sequence(plan.spec.sequence_length)
@@ -102,37 +101,21 @@ class Loop:
         return batch, seconds
 
     def _finish(self, running: Running | None, state: Any = None) -> float | None:
-        """Waits for a step, evaluates its state if that is due, and reports; returns the held-out loss. No evaluation
-        counts as step time."""
+        """Waits for a step, evaluates its state if that is due, and reports; returns the held-out loss."""
         if running is None:
             return None
         step, read = running.step, jax.device_get(running.metrics)
-        metrics = {name: float(value) for name, value in read.items() if not value.shape}
         finish = time.perf_counter()
         seconds, self._last_finish = finish - self._last_finish, finish
         self.watchdog.step_ended(step, seconds)
-        is_finite = isfinite(metrics["loss"]) and isfinite(metrics["grad_norm"])
         eval_loss = self._evaluate(state) if state is not None and self._is_evaluation_due(step) else None
-        told = Metrics(
-            step=step,
-            loss=metrics["loss"],
-            eval_loss=eval_loss,
-            grad_norm=metrics["grad_norm"],
-            learning_rate=metrics["learning_rate"],
-            skipped=bool(metrics["skipped"]),
-            tokens_per_second=self.spec.tokens_per_step / seconds,
-            step_seconds=seconds,
-            input_wait_seconds=running.input_wait_seconds,
-            num_targets=round(metrics["num_targets"]),
-            mfu=mfu(self.plan, seconds),
-            num_tokens=step * self.spec.tokens_per_step,
-            time=time.time(),
-            spent=self.watch.by_all(),
-            auxiliary=by_layer({name: read[name] for name in self.plan.auxiliary}, self.spec.logging.layer_metrics),
+        spent = self.watch.by_all()
+        told = metrics_of(
+            self.plan, step, read, eval_loss, spent, seconds=seconds, input_wait_seconds=running.input_wait_seconds
         )
         self.report(told)
         self._targets.check_step(told)
-        self._skips.count(told, running.position, is_finite=is_finite)
+        self._skips.count(told, running.position, is_finite=isfinite(told.loss) and isfinite(told.grad_norm))
         return told.eval_loss
 
     def _evaluate(self, state: Any) -> float | None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields
@@ -63,6 +64,38 @@ def mfu(plan: Plan, step_seconds: float) -> float | None:
     unknown."""
     peak, flops = plan.target.peak_flops_per_second, plan.model_flops_per_step
     return flops / (step_seconds * peak * plan.target.num_devices) if peak and flops is not None else None
+
+
+def metrics_of(
+    plan: Plan,
+    step: int,
+    read: Mapping[str, Any],
+    eval_loss: float | None,
+    spent: TimeSpent,
+    *,
+    seconds: float,
+    input_wait_seconds: float,
+) -> Metrics:
+    """Returns the metrics of a step that is done now. read: what the step returned, on the host. seconds: that it
+    took."""
+    tokens = plan.spec.tokens_per_step
+    return Metrics(
+        step=step,
+        loss=float(read["loss"]),
+        eval_loss=eval_loss,
+        grad_norm=float(read["grad_norm"]),
+        learning_rate=float(read["learning_rate"]),
+        skipped=bool(read["skipped"]),
+        tokens_per_second=tokens / seconds,
+        step_seconds=seconds,
+        input_wait_seconds=input_wait_seconds,
+        num_targets=round(float(read["num_targets"])),
+        mfu=mfu(plan, seconds),
+        num_tokens=step * tokens,
+        time=time.time(),
+        spent=spent,
+        auxiliary=by_layer({name: read[name] for name in plan.auxiliary}, plan.spec.logging.layer_metrics),
+    )
 
 
 def values_of(metrics: Metrics) -> dict[str, float | None]:

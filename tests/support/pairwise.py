@@ -7,8 +7,15 @@ Row = dict[str, str]  # the value of each choice
 Pair = frozenset[tuple[str, str]]
 
 
-def pairs_of(row: Row) -> set[Pair]:
-    return {frozenset(pair) for pair in combinations(row.items(), 2)}
+def pairs_of(row: Mapping[str, str]) -> set[Pair]:
+    """Returns all pairs of (choice, value) of a row, which need not have all choices."""
+    return set(map(frozenset, combinations(row.items(), 2)))
+
+
+def all_pairs(choices: Mapping[str, Sequence[str]]) -> list[Pair]:
+    """Returns every pair of values of different choices, in their order."""
+    values = [[(name, value) for value in of_one] for name, of_one in choices.items()]
+    return [frozenset(pair) for one, other in combinations(values, 2) for pair in product(one, other)]
 
 
 def cover_pairs(choices: Mapping[str, Sequence[str]]) -> list[Row]:
@@ -17,8 +24,7 @@ def cover_pairs(choices: Mapping[str, Sequence[str]]) -> list[Row]:
     Greedy: each row begins with the first pair that is missing, and takes for each other choice the value that brings
     most missing pairs with what it has.
     """
-    values = [[(name, value) for value in of_one] for name, of_one in choices.items()]
-    missing = dict.fromkeys(frozenset(pair) for one, other in combinations(values, 2) for pair in product(one, other))
+    missing = dict.fromkeys(all_pairs(choices))
     rows: list[Row] = []
     while missing:
         row = dict(sorted(next(iter(missing)), key=lambda each: list(choices).index(each[0])))
