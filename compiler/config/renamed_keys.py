@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import Problem
+from .override_text import override_value
 
 
 def _same(value: Any) -> Any:
@@ -37,7 +38,7 @@ def _words(**words: str) -> Callable[[Any], Any]:
 
 
 RENAMED: Mapping[str, Renamed] = {
-    "notes": Renamed("run.extra"),
+    "notes": Renamed("run.extra", override_value),
     "sharding.look_up": Renamed("parallel.embedding", _words(gather="all_gather", exchange="all_to_all")),
     "overlap.rings": Renamed("parallel.matmul", _strategies_of_rings),
     "overlap.head": Renamed("parallel.lm_head", _words(parts="vocab_chunks")),

@@ -163,7 +163,7 @@ def _config(plan: Plan) -> list[tuple[str, str]]:
     """Returns the declaration by group, as YAML; single keys together first."""
     spec = plan.spec.as_written()
     single = {key: value for key, value in spec.items() if not isinstance(value, dict)}
-    groups = {"run": single} | {key: value for key, value in spec.items() if isinstance(value, dict)}
+    groups = {"keys": single} | {key: value for key, value in spec.items() if isinstance(value, dict)}
     return [(name, yaml.safe_dump(value, sort_keys=False)) for name, value in groups.items()]
 
 

@@ -7,6 +7,9 @@ from meshloom.compiler.config.renamed_keys import RENAMED
 from meshloom.compiler.core.errors import ConfigError
 
 SAID = {
+    "notes={ticket: 7}": "run.extra={ticket:7}",
+    "logging.tensorboard=true": "logging.trackers=[tensorboard]",
+    "logging.tensorboard=false": "logging.trackers=[]",
     "sharding.look_up=gather": "parallel.embedding=all_gather",
     "sharding.look_up=exchange": "parallel.embedding=all_to_all",
     "overlap.rings=[mlp_output]": "parallel.matmul={mlp_output:collective_matmul}",
