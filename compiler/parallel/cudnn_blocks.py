@@ -10,6 +10,7 @@ gathered keys are two parts: the chunks before the queries', by a padding mask w
 the device knows; and the queries' own chunk.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -52,8 +53,8 @@ class CudnnBlocks:
 
     def forward(self, queries: Queries, keys: Keys, sight: Sight | ChunkSight) -> Attended:
         if isinstance(sight, Sight):
-            is_causal, scope = _mask(sight)
-            with jax.named_scope(scope):
+            is_causal = _is_causal(sight)
+            with _scope(is_causal=is_causal):
                 return self.calls.forward(queries, keys, None, is_causal=is_causal)
         parts = [self._after(own, keys, start, sight) for own, start in self._chunks(queries, sight)]
         out, lse = (jnp.concatenate(each, axis=2) for each in zip(*parts, strict=True))
@@ -61,8 +62,8 @@ class CudnnBlocks:
 
     def gradients(self, queries: Queries, keys: Keys, sight: Sight | ChunkSight, gradient: Gradient) -> Gradients:
         if isinstance(sight, Sight):
-            is_causal, scope = _mask(sight)
-            with jax.named_scope(scope):
+            is_causal = _is_causal(sight)
+            with _scope(is_causal=is_causal):
                 return self.calls.backward(queries, keys, None, gradient, is_causal=is_causal)
         of_keys = tuple(jnp.zeros(x.shape, jnp.float32) for x in keys[:2])
         found = []
@@ -106,12 +107,15 @@ class CudnnBlocks:
         return jnp.where(start > 0, dq, 0).astype(jnp.float32) + own.q_BHTD, tuple(added)
 
 
-def _mask(sight: Sight) -> tuple[bool, str]:
-    """(is it causal, the scope of the kernel)."""
+def _is_causal(sight: Sight) -> bool:
     assert isinstance(sight.distance, int)
     assert sight.window is None  # `cudnn_refusal`
-    is_causal = sight.distance == 0
-    return is_causal, "causal" if is_causal else blocks_scope(1, 1)
+    return sight.distance == 0
+
+
+def _scope(*, is_causal: bool) -> AbstractContextManager[object]:
+    """The scope of a kernel, by which its FLOPs are counted: without one, those of a causal mask."""
+    return nullcontext() if is_causal else jax.named_scope(blocks_scope(1, 1))
 
 
 def _num_keys(queries: Queries, start: Array) -> Array:

@@ -25,6 +25,7 @@ from meshloom.runtime.core.failures import NONFINITE, STORAGE
 from meshloom.runtime.core.manifest import FILE, damage_in
 from meshloom.runtime.train.metrics import Metrics
 from meshloom.runtime.train.nonfinite import NonFinite, SkipCounter
+from meshloom.runtime.train.time_spent import NOTHING
 from support.helpers import meshloom, run_in_process
 
 QUICK = (
@@ -266,7 +267,7 @@ def test_skipped_steps_are_told_and_only_so_many_allowed(tmp_path):
 
 
 def test_skips_are_counted_one_after_the_other():
-    step = Metrics(1, float("nan"), None, 1.0, 0.1, True, 1.0, 1.0, 0.0, 1, None)
+    step = Metrics(1, float("nan"), None, 1.0, 0.1, True, 1.0, 1.0, 0.0, 1, None, 1, 0.0, NOTHING)
 
     def refused_at(on_nonfinite: str, *are_finite: bool) -> int | None:
         skips = SkipCounter(spec_of(f"on_nonfinite={on_nonfinite}", "num_skips_allowed=2"))
