@@ -144,7 +144,7 @@ def table_row(row: Row, answer: dict[str, Any], kept: dict[Overrides, dict[str, 
     behind = f"{own['predicted_seconds'] / min(known) - 1:.1%}" if own and own["predicted_seconds"] and known else ""
     per_chip = 2 if "tpu7x" in row.target else 1  # its devices: reports count memory by chip
     fits = "" if own is None else "yes" if own["fits"] else "no"
-    chosen = " ".join(text for text in first["overrides"] if not text.startswith(("sharding", "overlap")))
+    chosen = " ".join(filter(None, map(_short, first["overrides"])))
     refused = kept.get(as_compiled(row, too_large)) if too_large else None
     cells = (row.name, f"{answer['num_candidates']:,}", f"{answer['search_seconds']:.0f} s", f"`{chosen}`",
              f"{first['compute_seconds'] + sum(first['exposed_seconds'].values()):.2f} s", step,
@@ -153,6 +153,12 @@ def table_row(row: Row, answer: dict[str, Any], kept: dict[Overrides, dict[str, 
              f"{too_large['peak_bytes'] / 2**30:.1f}" if too_large else "none",
              _gib(refused, per_chip) + (", fits" if refused and refused["fits"] else ""))  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def _short(text: str) -> str:
+    """An override as the table has it: 'mesh.fsdp=64' -> 'fsdp=64'; '' for what all rows have, or changes nothing."""
+    is_whole = text.startswith("mesh.") and text.endswith("=1")
+    return "" if is_whole or text.startswith(("sharding", "overlap")) else text.removeprefix("mesh.")
 
 
 def _gib(compiled: dict[str, Any] | None, per_chip: int) -> str:
