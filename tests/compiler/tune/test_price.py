@@ -140,8 +140,9 @@ def test_a_superset_of_the_space_never_has_a_worse_winner(stack, data):
         own = stack.price([stack.candidates[place] for place in sorted(kept)])
         place = winner(own, limit, "step_time")
         best[name] = np.inf if place is None else own.seconds[place]
-    assert best["more"] <= best["some"]
-    assert best["some"] >= prices.seconds[prices.peak_bytes <= limit].min(initial=np.inf)
+    rounded = 1 - 1e-12  # a price is rounded by the number of candidates that are priced with it
+    assert best["more"] * rounded <= best["some"]
+    assert best["some"] >= prices.seconds[prices.peak_bytes <= limit].min(initial=np.inf) * rounded
 
 
 def test_more_chips_at_a_fixed_batch_of_each_never_need_more_memory_of_each():
