@@ -42,7 +42,7 @@ class TimeSpent:
         return {"goodput": self.goodput, "num_starts": self.num_starts, **named}
 
     def __str__(self) -> str:
-        """84 s, 71.2 % in steps; compile 14.1 s, start 9.2 s."""
+        """Returns it in a line: 84 s, 71.2 % in steps; compile 14.1 s, start 9.2 s."""
         others = sorted(((self.seconds[kind], kind) for kind in KINDS if kind != "steps"), reverse=True)
         parts = ", ".join(f"{kind} {human_seconds(seconds)}" for seconds, kind in others if seconds >= 0.0005)
         return f"{human_seconds(self.total)}, {human_share(self.goodput)} in steps; {parts}".removesuffix("; ")
