@@ -5,10 +5,10 @@ import logging
 import time
 from collections.abc import Mapping
 
-import mlflow
-from mlflow.entities import Metric, Param
-from mlflow.tracking import MlflowClient
-from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
+import mlflow  # pyright: ignore[reportMissingImports] (an extra)
+from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports] (an extra)
+from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports] (an extra)
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE  # pyright: ignore[reportMissingImports] (an extra)
 
 from meshloom.compiler.core.key_paths import leaves
 

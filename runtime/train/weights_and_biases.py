@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Mapping
 
-import wandb
+import wandb  # pyright: ignore[reportMissingImports] (an extra)
 
 from .trackers import TrackedRun, Tracker
 
