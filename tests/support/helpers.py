@@ -168,7 +168,7 @@ def documented_files(command: str) -> set[str]:
     lines = (TESTS.parent / "docs" / "running.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
     column = next(row for row in rows if row[0] == "file").index(f"`{command}`")
-    written = [re.findall(r"`(.*?)`", row[0]) for row in rows if row[column] == "yes"]
+    written = [re.findall(r"`(.*?)`", row[0]) for row in rows if row[column : column + 1] == ["yes"]]
     return {name if name.startswith("logs/") else name.split("/")[0] for names in written for name in names}
 
 
