@@ -58,8 +58,12 @@ class MeshPlan:
         return jax.make_mesh(tuple(self.sizes.values()), names, axis_types=auto, devices=devices)
 
     def __str__(self) -> str:
-        used = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]
-        return " x ".join(used) or "one device"
+        return describe_mesh(self.sizes)
+
+
+def describe_mesh(sizes: Mapping[str, int]) -> str:
+    """Returns the axes of more than one device: {fsdp: 4, tensor: 2, data: 1} -> "fsdp=4 x tensor=2"."""
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 def plan_mesh(spec: MeshSpec, target: TargetPlan, order: Sequence[str] = ()) -> MeshPlan:

@@ -13,15 +13,16 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from meshloom.compiler.core.format import counted, human_bytes
+from meshloom.compiler.core.format import be, counted, human_bytes
 from meshloom.compiler.core.partition_spec import axes_of
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.sharding.state import bytes_per_device
+from meshloom.compiler.target.mesh import describe_mesh
 
 from .start import Start, saved_tree
+from .tree_diff import described, first_lines, parameters_first
 
-MOST_SHOWN = 6  # arrays
 Shards = tuple[int, ...]  # of an array, for each dimension
 
 
@@ -64,15 +65,14 @@ class RestorePlan:
         run = self.path.parents[1]
         head = f"restore plan: checkpoint {self.path.name} of {run}: {counted(len(self.arrays), 'array')} of {whole}"
         lines = [f"{head}, {human_bytes(self.bytes_per_device)} on each device"]
-        saved = "an unknown mesh" if self.saved_mesh is None else _mesh(self.saved_mesh)
+        saved = "an unknown mesh" if self.saved_mesh is None else describe_mesh(self.saved_mesh)
         meshes = self.mesh if saved == self.mesh else f"{saved} -> {self.mesh}"
         if not self.resharded:
             return [*lines, f"{meshes}: all are laid out as they were saved"]
-        are = "is" if len(self.resharded) == 1 else "are"
-        lines.append(f"{meshes}: {counted(len(self.resharded), 'array')} {are} laid out anew")
-        ordered = sorted(self.resharded, key=lambda each: (not each.path.startswith("params/"), each.path))
-        more = len(ordered) - MOST_SHOWN
-        return [*lines, *(f"  {each}" for each in ordered[:MOST_SHOWN]), *([f"  and {more} more"] if more > 0 else [])]
+        number = len(self.resharded)
+        lines.append(f"{meshes}: {counted(number, 'array')} {be(number)} laid out anew")
+        ordered = sorted(self.resharded, key=lambda each: parameters_first(each.path))
+        return [*lines, *(f"  {line}" for line in first_lines(list(map(str, ordered))))]
 
 
 def plan_restore(start: Start, plan: Plan) -> RestorePlan:
@@ -82,7 +82,7 @@ def plan_restore(start: Start, plan: Plan) -> RestorePlan:
     arrays = tuple(
         ArrayRestore(
             path,
-            f"{here.dtype}{list(here.shape)}".replace(" ", ""),
+            described(here),
             math.prod(here.shape) * here.dtype.itemsize,
             _saved_shards(saved[path]),
             _shards(specs[path], here.shape, plan.mesh.sizes),
@@ -117,10 +117,6 @@ def _saved_shards(saved: Any) -> Shards | None:
 def _shards(spec: Any, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Shards:
     entries = (*spec, *[None] * (len(shape) - len(spec)))
     return tuple(math.prod(sizes.get(axis, 1) for axis in axes_of(entry)) for entry in entries)
-
-
-def _mesh(sizes: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device"
 
 
 def _shown(shards: Shards) -> str:

@@ -15,13 +15,28 @@ def tree_differences(there: Any, here: Any) -> list[str]:
     """
     a, b = _described(there), _described(here)
     paths = [path for path in a.keys() | b.keys() if a.get(path) != b.get(path)]
-    return [_difference(path, a, b) for path in sorted(paths, key=lambda path: (not path.startswith("params/"), path))]
+    return [_difference(path, a, b) for path in sorted(paths, key=parameters_first)]
+
+
+def parameters_first(path: str) -> tuple[bool, str]:
+    """Returns the key by which paths of a state are sorted for people."""
+    return not path.startswith("params/"), path
+
+
+def first_lines(lines: list[str]) -> list[str]:
+    """Returns the first lines, and how many more there are."""
+    more = [f"and {len(lines) - MOST_SHOWN} more"] if len(lines) > MOST_SHOWN else []
+    return lines[:MOST_SHOWN] + more
 
 
 def shown(differences: list[str]) -> str:
     """Returns the first differences, and how many more there are."""
-    more = [f"and {len(differences) - MOST_SHOWN} more"] if len(differences) > MOST_SHOWN else []
-    return "".join(f"\n    {line}" for line in differences[:MOST_SHOWN] + more)
+    return "".join(f"\n    {line}" for line in first_lines(differences))
+
+
+def described(array: Any) -> str:
+    """Returns type and shape: float32[264,32]."""
+    return f"{array.dtype}{list(array.shape)}".replace(" ", "")
 
 
 def _difference(path: str, there: Mapping[str, str], here: Mapping[str, str]) -> str:
@@ -33,4 +48,4 @@ def _difference(path: str, there: Mapping[str, str], here: Mapping[str, str]) ->
 
 
 def _described(tree: Any) -> dict[str, str]:
-    return {path: f"{x.dtype}{list(x.shape)}".replace(" ", "") for path, x in leaves_by_path(tree).items()}
+    return {path: described(x) for path, x in leaves_by_path(tree).items()}

@@ -21,7 +21,7 @@ from meshloom.compiler.config.override_text import override
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.config.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
-from meshloom.compiler.core.format import counted
+from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
 
 from ..core.command_line import run_words
@@ -125,7 +125,7 @@ def find_hosts(spec: RunSpec) -> Hosts:
         case _:
             hosts = Hosts(1, asked or 1)
     if asked is not None and asked != hosts.count:
-        what = f"{counted(asked, 'host')} {'is' if asked == 1 else 'are'} not {target.name}, which is {hosts}"
+        what = f"{counted(asked, 'host')} {be(asked)} not {target.name}, which is {hosts}"
         raise ConfigError([Problem("launch.num_hosts", what, "leave it out, or choose another target")])
     _check_divides(target, hosts.count)
     return hosts

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,16 +15,11 @@ from jax._src.lib import (
 )
 
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.runtime.launch.local import free_port
 from meshloom.runtime.processes.distributed import Processes
 
 TIMEOUTS = ("distributed.initialization_timeout_seconds=60", "distributed.heartbeat_timeout_seconds=10",
             "distributed.shutdown_timeout_seconds=30")  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def slurm(num_processes: int, port: int) -> list[dict[str, str]]:
