@@ -226,6 +226,20 @@ class WatchdogSpec(Config):
     abort: bool  # end the processes, so that what launched them starts the run again
 
 
+def _first_and_last(steps: tuple[int, ...]) -> tuple[int, ...]:
+    if len(steps) == 2 and steps[0] <= steps[1]:
+        return steps
+    what = f"[{', '.join(map(str, steps))}] is not a first and a last step"
+    fix = "give both, such as [10,13]: steps 10, 11, 12 and 13"
+    raise PydanticCustomError("choice", "{what}", {"what": what, "fix": fix})
+
+
+class ProfileSpec(Config):
+    """steps: the first and the last step of a trace, by the numbers in metrics.jsonl."""
+
+    steps: Annotated[tuple[PositiveInt, ...], AfterValidator(_first_and_last)] | None
+
+
 class RunLabels(Config):
     """What people call a run: saved, logged and shown, but not part of any program."""
 
@@ -285,6 +299,7 @@ class RunSpec(Config):
     tune: TuneSpec  # what `meshloom tune` searches
     launch: LaunchSpec  # how `meshloom launch` starts the run on its hosts
     watchdog: WatchdogSpec | None  # None: a run that hangs is not noticed
+    profile: ProfileSpec
     run: RunLabels
 
     _sources: Sources = PrivateAttr(default_factory=dict)  # of values that came from the environment

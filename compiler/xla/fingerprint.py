@@ -33,7 +33,7 @@ UNSET = "not set"
 NOT_IN_PROGRAM = (
     "run", "target", "mesh", "device_order", "compiler_options", "shards", "checkpoint", "distributed", "logging",
     "evaluation", "sweep", "tune", "launch", "watchdog",
-    "artifact", "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold",
+    "profile", "artifact", "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold",
     "sharding.on_replicated",
     "on_too_little_memory", "overlap.max_exposed", "overlap.search", "overlap.flag_presets", "data.source",
     "data.tokenizer", "data.packing", "data.held_out_fraction", "data.shuffle_seed", "data.num_epochs",

@@ -28,7 +28,9 @@ from ..core.command_line import run_words
 from .names import job_name
 
 # They say how a run is started, labelled or watched, not what it computes.
-NOT_IN_NAME = ("run", "watchdog", "launch", "distributed", "logging", "compilation_cache", "artifact", "sweep", "tune")
+NOT_IN_NAME = (
+    "run", "watchdog", "profile", "launch", "distributed", "logging", "compilation_cache", "artifact", "sweep", "tune",
+)  # fmt: skip
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 

@@ -22,6 +22,7 @@ from ..processes.stop import StopRequest
 from .metrics import Metrics, metrics_of
 from .missing_targets import MissingTargets
 from .nonfinite import NonFinite, SkipCounter
+from .profiler import Profiler
 from .rows import in_order, local_rows, to_devices
 from .time_spent import Stopwatch
 from .watchdog import Watchdog
@@ -54,10 +55,12 @@ class Loop:
         stop: StopRequest,
         watch: Stopwatch,
         watchdog: Watchdog,
+        profiler: Profiler,
     ):
         self.plan, self.spec, self.programs = plan, plan.spec, programs
         self.batches, self.held_out, self.checkpoints = batches, held_out, checkpoints
         self.report, self.stop, self.watch, self.watchdog = report, stop, watch, watchdog
+        self.profiler = profiler
         self._targets = MissingTargets(warn)
         self._rows, self._skips = local_rows(programs.batch), SkipCounter(plan.spec)
         self._order = plan.token_order.of_sequence(plan.spec.sequence_length)
@@ -69,24 +72,36 @@ class Loop:
         Raises NonFinite, and saves nothing more, where training cannot go on.
         """
         running, done, eval_loss = None, first_step, None
+        self.profiler.begin_run(first_step)
         self._last_finish = self._last_save = time.perf_counter()
         while done < self.spec.num_steps and not self.stop.is_due(done):
             position = self.batches.get_state()
             batch, input_wait_seconds = self._next_batch(behind=running)
-            state, metrics = self.programs.train(state, batch)
+            if self.profiler.is_first(done + 1):
+                self._finish(running)
+                running = self._begin_trace(state)
+            with self.profiler.step(done + 1):
+                state, metrics = self.programs.train(state, batch)
             done, eval_loss = done + 1, None
             self._finish(running)
             running = Running(done, metrics, position, input_wait_seconds)
-            if self._is_evaluation_due(done) or self._is_save_due(done):
+            if self._is_evaluation_due(done) or self._is_save_due(done) or self.profiler.is_last(done):
                 eval_loss = self._finish(running, state)
                 running = None
                 if self._is_save_due(done):
                     self._save(done, state, eval_loss)
                 self._last_finish = time.perf_counter()
         self._finish(running)
+        self.profiler.end_run(done)
         if done > first_step:
             self._save(done, state, eval_loss)
         return done
+
+    def _begin_trace(self, state: Any) -> None:
+        with self.watch.spending("profile"), self.watchdog.paused():
+            jax.block_until_ready(state)  # metrics are there when one device has them
+            self.profiler.start()
+        self._last_finish = time.perf_counter()
 
     def _next_batch(self, behind: Running | None) -> tuple[dict[str, jax.Array], float]:
         """Returns the next batch on the devices, and how long they stood still for it: not at all where the step before
@@ -108,6 +123,10 @@ class Loop:
         finish = time.perf_counter()
         seconds, self._last_finish = finish - self._last_finish, finish
         self.watchdog.step_ended(step, seconds)
+        if self.profiler.is_last(step):
+            with self.watch.spending("profile"), self.watchdog.paused():
+                jax.block_until_ready(state)
+                self.profiler.stop()
         eval_loss = self._evaluate(state) if state is not None and self._is_evaluation_due(step) else None
         spent = self.watch.by_all()
         told = metrics_of(

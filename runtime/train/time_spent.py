@@ -10,7 +10,7 @@ import psutil
 
 from meshloom.compiler.core.format import human_seconds, human_share
 
-Kind = Literal["start", "compile", "restore", "steps", "input", "evaluation", "save", "redone", "down"]
+Kind = Literal["start", "compile", "restore", "steps", "input", "evaluation", "save", "profile", "redone", "down"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -19,9 +19,9 @@ class TimeSpent:
     """Seconds of the wall clock by what they went to. num_starts: processes that ran one after the other.
 
     start: from the process to its first step, without compile and restore. steps: training, without input, for which
-    devices stood still. evaluation, save: as long as no step ran for them. redone: of earlier starts, what came after
-    the checkpoint that the next start began with. down: between the last step that an earlier start told of and the
-    next start.
+    devices stood still. evaluation, save: as long as no step ran for them. profile: beginning and writing a trace.
+    redone: of earlier starts, what came after the checkpoint that the next start began with. down: between the last
+    step that an earlier start told of and the next start.
     """
 
     num_starts: int
@@ -67,9 +67,10 @@ def spent_by_earlier_starts(kept: Mapping[str, Any] | None, last: Mapping[str, A
 
 
 def take_time_spent(values: dict[str, Any]) -> TimeSpent:
-    """Takes the values of `as_metrics` out of those of a line. Raises KeyError if they are not in it."""
+    """Takes the values of `as_metrics` out of those of a line; a kind that an earlier version did not have is 0. Raises
+    KeyError if the line says nothing of time."""
     del values["goodput"]
-    return TimeSpent(values.pop("num_starts"), {kind: values.pop(f"seconds/{kind}") for kind in KINDS})
+    return TimeSpent(values.pop("num_starts"), {kind: values.pop(f"seconds/{kind}", 0.0) for kind in KINDS})
 
 
 def _of_line(line: Mapping[str, Any]) -> TimeSpent | None:

@@ -52,6 +52,7 @@ from .loop import Loop
 from .metrics import Metrics, MetricsLog, values_of
 from .next_steps import next_steps
 from .nonfinite import NonFinite
+from .profiler import Profiler, check_profile
 from .rows import local_rows
 from .time_spent import Stopwatch, rows_of, spent_by_earlier_starts
 from .trackers import Tracker, Trackers, find_trackers, tracked_run
@@ -98,6 +99,7 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: plan_start(spec.distributed, spec.target, os.environ),
         lambda: read_artifact(Path(spec.artifact)) if spec.artifact else None,
         lambda: _check_is_decided(spec),
+        lambda: check_profile(spec),
         lambda: check_compiler_options(spec.compiler_options, jax.local_devices()[0]),
     )
     find_restorable(spec, plan.abstract)
@@ -214,6 +216,15 @@ def _run(
 
             log_file = run_dir / LOG_FOLDER / f"process-{processes.index}.log"
             watchdog = held.enter_context(Watchdog(plan.spec.watchdog, processes, log_file, warn))
+            profiler = Profiler(
+                plan.spec,
+                processes,
+                run_dir,
+                text=programs.train.as_text,
+                say=lambda text: say(console, text),
+                warn=warn,
+            )
+            held.enter_context(profiler)
             loop = Loop(
                 plan,
                 programs,
@@ -225,6 +236,7 @@ def _run(
                 stop=stop,
                 watch=watch,
                 watchdog=watchdog,
+                profiler=profiler,
             )
             with watch.spending("steps"):
                 step = _run_loop(loop, state, first_step, checkpoints)

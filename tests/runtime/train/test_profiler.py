@@ -1,0 +1,145 @@
+"""The steps that are asked for are traced, and no others; what is not traced is said."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+
+from conftest import LINEAR_STACK, plan_of, spec_of
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.runtime.checkpoint.checkpoints import Checkpoints
+from meshloom.runtime.processes.distributed import Processes
+from meshloom.runtime.processes.stop import StopRequest
+from meshloom.runtime.train.loop import Loop
+from meshloom.runtime.train.profiler import Profiler, check_profile
+from meshloom.runtime.train.time_spent import Stopwatch
+from meshloom.runtime.train.watchdog import Watchdog
+from support.helpers import Batches, programs_of
+
+STEPS = ("num_steps=5", "evaluation.every_num_steps=4", "checkpoint=disabled", "schedule.num_warmup_steps=0",
+         "profile.steps=[2,3]")  # fmt: skip
+
+
+SLOW_SECONDS = 0.3  # that a trace takes to begin, and to be written
+
+
+class SlowProfiler(Profiler):
+    def start(self) -> None:
+        time.sleep(SLOW_SECONDS)
+        super().start()
+
+    def stop(self) -> None:
+        if self._is_on:
+            time.sleep(SLOW_SECONDS)
+        super().stop()
+
+
+@dataclass
+class Traced:
+    run_dir: Path
+    said: list[str] = field(default_factory=list)
+    warned: list[Any] = field(default_factory=list)
+    reported: list[Any] = field(default_factory=list)
+
+
+def _train(folder: Path, tokens: np.ndarray, *, first_step: int = 0) -> Traced:
+    """Runs the loop from after `first_step`."""
+    plan = plan_of("target=cpu-2", *LINEAR_STACK, "model.num_layers=1", *STEPS)
+    programs, traced, watch = programs_of(plan), Traced(folder), Stopwatch(time.time())
+    batch = {"inputs": tokens[0][:, :-1].copy(), "targets": tokens[0][:, 1:].copy()}
+    with (
+        StopRequest(Processes()) as stop,
+        watch.spending("steps"),
+        Checkpoints(folder, plan.spec) as checkpoints,
+        SlowProfiler(
+            plan.spec, Processes(), folder,
+            text=programs.train.as_text, say=traced.said.append, warn=traced.warned.append,
+        ) as profiler,
+    ):  # fmt: skip
+        loop = Loop(
+            plan,
+            programs,
+            batches=Batches(batch),  # pyright: ignore[reportArgumentType]
+            held_out=[batch],
+            checkpoints=checkpoints,
+            report=traced.reported.append,
+            warn=traced.warned.append,
+            stop=stop,
+            watch=watch,
+            watchdog=Watchdog(None, Processes(), folder, print),
+            profiler=profiler,
+        )
+        assert loop.run(programs.init(), first_step) == 5
+    return traced
+
+
+def _annotated(folder: Path) -> list[int]:
+    """The numbers of the steps in a trace."""
+    data = ProfileData.from_file(str(next((folder / "profile/process-0").rglob("*.xplane.pb"))))
+    events = (event for plane in data.planes for line in plane.lines for event in line.events)
+    return sorted(dict(event.stats)["step_num"] for event in events if event.name == "train")
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory, tokens):
+    return _train(tmp_path_factory.mktemp("traced"), tokens)
+
+
+def test_the_steps_asked_for_are_traced_and_no_others(traced):
+    assert _annotated(traced.run_dir) == [2, 3]
+    data = ProfileData.from_file(str(next(traced.run_dir.rglob("*.xplane.pb"))))
+    events = (dict(event.stats) for plane in data.planes for line in plane.lines for event in line.events)
+    executions = {(s["run_id"], s["device_ordinal"]) for s in events if s.get("hlo_module") == "jit_train_step"}
+    assert len(executions) == 4, "two steps on two devices"
+    assert traced.said == [f"traced steps 2 to 3, in {traced.run_dir}/profile"]
+    assert traced.warned == []
+    assert "HloModule jit_train_step" in (traced.run_dir / "profile/train.hlo.txt").read_text()
+
+
+def test_writing_a_trace_counts_as_no_step(traced):
+    assert [metrics.step for metrics in traced.reported] == [1, 2, 3, 4, 5]
+    assert traced.reported[-1].spent.seconds["profile"] >= 2 * SLOW_SECONDS
+    assert max(metrics.step_seconds for metrics in traced.reported[1:]) < SLOW_SECONDS  # the first one compiles
+
+
+def test_a_run_that_goes_on_within_the_steps_traces_the_rest(tmp_path, tokens):
+    traced = _train(tmp_path, tokens, first_step=2)
+    assert _annotated(tmp_path) == [3]
+    assert traced.said[0] == "profile.steps=[2,3]: only step 3 can be traced, as the run goes on after step 2"
+
+
+def _profiler(folder: Path, steps: str, said: list[str], warned: list[Any] | None = None) -> Profiler:
+    take = warned if warned is not None else []
+    return Profiler(spec_of(steps), Processes(), folder, text=str, say=said.append, warn=take.append)
+
+
+@pytest.mark.parametrize(
+    ("began", "ended", "told"),
+    [(13, 20, "profile.steps=[10,13]: nothing is traced, as the run goes on after step 13"),
+     (0, 7, "profile.steps: steps 10 to 13 not traced, as the run ended after step 7"),
+     (0, 12, "profile.steps: step 13 not traced, as the run ended after step 12")],
+)  # fmt: skip
+def test_what_is_not_traced_is_said(tmp_path, began, ended, told):
+    said: list[str] = []
+    profiler = _profiler(tmp_path, "profile.steps=[10,13]", said)
+    profiler.begin_run(began)
+    profiler.end_run(ended)
+    assert said == [told]
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    (tmp_path / "profile").write_text("a file where the folder belongs")
+    warned: list[Any] = []
+    with _profiler(tmp_path, "profile.steps=[1,1]", [], warned) as profiler:
+        profiler.start()
+    assert [problem.where for problem in warned] == ["profile.steps"]
+
+
+def test_steps_that_the_run_does_not_have_are_a_mistake():
+    check_profile(spec_of("profile.steps=[10,13]", "num_steps=13"))
+    with pytest.raises(ConfigError, match="step 13 is traced last, and num_steps is 12"):
+        check_profile(spec_of("profile.steps=[10,13]", "num_steps=12"))
