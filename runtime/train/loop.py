@@ -19,6 +19,7 @@ from meshloom.compiler.xla.programs import Programs
 from ..checkpoint.checkpoints import Checkpoints
 from ..data import BatchIterator, HostBatch
 from ..processes.stop import StopRequest
+from .due import Due
 from .metrics import Metrics, metrics_of
 from .missing_targets import MissingTargets
 from .nonfinite import NonFinite, SkipCounter
@@ -59,12 +60,12 @@ class Loop:
     ):
         self.plan, self.spec, self.programs = plan, plan.spec, programs
         self.batches, self.held_out, self.checkpoints = batches, held_out, checkpoints
-        self.report, self.stop, self.watch, self.watchdog = report, stop, watch, watchdog
-        self.profiler = profiler
+        self.report, self.stop, self.watch = report, stop, watch
+        self.watchdog, self.profiler, self.due = watchdog, profiler, Due(plan.spec)
         self._targets = MissingTargets(warn)
         self._rows, self._skips = local_rows(programs.batch), SkipCounter(plan.spec)
         self._order = plan.token_order.of_sequence(plan.spec.sequence_length)
-        self._last_finish = self._last_save = 0.0
+        self._last_finish = 0.0
 
     def run(self, state: Any, first_step: int) -> int:
         """Trains from `first_step` steps done until all are, or a stop is asked for. Returns the steps done.
@@ -72,36 +73,29 @@ class Loop:
         Raises NonFinite, and saves nothing more, where training cannot go on.
         """
         running, done, eval_loss = None, first_step, None
-        self.profiler.begin_run(first_step)
-        self._last_finish = self._last_save = time.perf_counter()
+        self._last_finish = time.perf_counter()
         while done < self.spec.num_steps and not self.stop.is_due(done):
             position = self.batches.get_state()
             batch, input_wait_seconds = self._next_batch(behind=running)
             if self.profiler.is_first(done + 1):
                 self._finish(running)
-                running = self._begin_trace(state)
+                running = self.profiler.start(state)
+                self._last_finish = time.perf_counter()
             with self.profiler.step(done + 1):
                 state, metrics = self.programs.train(state, batch)
             done, eval_loss = done + 1, None
             self._finish(running)
             running = Running(done, metrics, position, input_wait_seconds)
-            if self._is_evaluation_due(done) or self._is_save_due(done) or self.profiler.is_last(done):
+            if self.due.is_evaluation(done) or self.due.is_save(done) or self.profiler.is_last(done):
                 eval_loss = self._finish(running, state)
                 running = None
-                if self._is_save_due(done):
+                if self.due.is_save(done):
                     self._save(done, state, eval_loss)
                 self._last_finish = time.perf_counter()
         self._finish(running)
-        self.profiler.end_run(done)
         if done > first_step:
             self._save(done, state, eval_loss)
         return done
-
-    def _begin_trace(self, state: Any) -> None:
-        with self.watch.spending("profile"), self.watchdog.paused():
-            jax.block_until_ready(state)  # metrics are there when one device has them
-            self.profiler.start()
-        self._last_finish = time.perf_counter()
 
     def _next_batch(self, behind: Running | None) -> tuple[dict[str, jax.Array], float]:
         """Returns the next batch on the devices, and how long they stood still for it: not at all where the step before
@@ -123,11 +117,8 @@ class Loop:
         finish = time.perf_counter()
         seconds, self._last_finish = finish - self._last_finish, finish
         self.watchdog.step_ended(step, seconds)
-        if self.profiler.is_last(step):
-            with self.watch.spending("profile"), self.watchdog.paused():
-                jax.block_until_ready(state)
-                self.profiler.stop()
-        eval_loss = self._evaluate(state) if state is not None and self._is_evaluation_due(step) else None
+        self.profiler.stop_after(step, state)
+        eval_loss = self._evaluate(state) if state is not None and self.due.is_evaluation(step) else None
         spent = self.watch.by_all()
         told = metrics_of(
             self.plan, step, read, eval_loss, spent, seconds=seconds, input_wait_seconds=running.input_wait_seconds
@@ -152,17 +143,7 @@ class Loop:
             if self.spec.checkpoint.is_saving and not self.programs.is_finite(state):
                 raise NonFinite(step, "the state after it has NaN or infinity, although its loss does not", None)
             self.checkpoints.save(step, state, self.batches, eval_loss=eval_loss)
-        self._last_save = time.perf_counter()
+        self.due.saved()
 
     def _to_devices(self, batch: HostBatch) -> dict[str, jax.Array]:
         return to_devices(self.programs.batch, self._rows, in_order(batch, self._order))
-
-    def _is_evaluation_due(self, step: int) -> bool:
-        return step % self.spec.evaluation.every_num_steps == 0 or step == self.spec.num_steps
-
-    def _is_save_due(self, step: int) -> bool:
-        checkpoint = self.spec.checkpoint
-        if checkpoint.every_num_steps is not None and step % checkpoint.every_num_steps == 0:
-            return True
-        minutes = (time.perf_counter() - self._last_save) / 60
-        return checkpoint.every_num_minutes is not None and minutes >= checkpoint.every_num_minutes

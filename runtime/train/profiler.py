@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
 
@@ -20,6 +20,8 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from ..core.files import replace_text
 from ..processes.distributed import Processes
 from ..rundir.profile_files import FOLDER, STEP, TEXT, place_of
+from .time_spent import Stopwatch
+from .watchdog import Watchdog
 
 KEY = "profile.steps"
 
@@ -42,11 +44,14 @@ class Profiler:
         processes: Processes,
         run_dir: Path,
         *,
+        watch: Stopwatch,
+        watchdog: Watchdog,
         text: Callable[[], str],
         say: Callable[[str], None],
         warn: Callable[[Problem], None],
     ):
         self._steps, self._processes, self._run_dir = spec.profile.steps, processes, run_dir
+        self._watch, self._watchdog = watch, watchdog
         self._text, self._say, self._warn = text, say, warn
         self._last_begun: int | None = None  # None: no trace was begun
         self._is_on = False
@@ -82,11 +87,12 @@ class Profiler:
         """Returns whether a trace is under way that ends with this step."""
         return self._is_on and self._steps is not None and step == self._steps[1]
 
-    def start(self) -> None:
-        """Begins the trace."""
+    def start(self, state: Any) -> None:
+        """Begins the trace, once the step that made this state is done on all devices."""
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # calls of Python functions would make it large, and the steps slow
-        with self._warned_of_failure():
+        with self._set_aside():
+            jax.block_until_ready(state)  # metrics are there when one device has them
             jax.profiler.start_trace(place_of(self._run_dir, self._processes.index), profiler_options=options)
             self._is_on = True
 
@@ -97,12 +103,18 @@ class Profiler:
         self._last_begun = step
         return jax.profiler.StepTraceAnnotation(STEP, step_num=step)
 
-    def stop(self) -> None:
-        """Ends the trace, if one is under way, and writes it. The steps in it have to be done."""
+    def stop_after(self, step: int, state: Any) -> None:
+        """Ends the trace if this is its last step, which made this state."""
+        if self.is_last(step):
+            self.stop(state)
+
+    def stop(self, state: Any = None) -> None:
+        """Ends the trace, if one is under way, and writes it, once the step that made this state is done."""
         if not self._is_on:
             return
         self._is_on = False
-        with self._warned_of_failure():
+        with self._set_aside():
+            jax.block_until_ready(state)
             jax.profiler.stop_trace()
             if self._processes.is_first:
                 replace_text(self._run_dir / FOLDER / TEXT, self._text())
@@ -111,9 +123,11 @@ class Profiler:
                 self._say(f"traced {steps}, in {self._run_dir / FOLDER}")
 
     @contextmanager
-    def _warned_of_failure(self) -> Iterator[None]:
+    def _set_aside(self) -> Iterator[None]:
+        """Within the `with`, time is not that of a step, and a failure is a warning."""
         try:
-            yield
+            with self._watch.spending("profile"), self._watchdog.paused():
+                yield
         except (OSError, RuntimeError) as error:  # a full disk, a session of another profiler
             what = f"the trace is not written: {error}"
             self._warn(Problem(KEY, what, "the run goes on; train again to trace it"))

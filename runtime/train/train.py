@@ -220,6 +220,8 @@ def _run(
                 plan.spec,
                 processes,
                 run_dir,
+                watch=watch,
+                watchdog=watchdog,
                 text=programs.train.as_text,
                 say=lambda text: say(console, text),
                 warn=warn,
@@ -238,8 +240,10 @@ def _run(
                 watchdog=watchdog,
                 profiler=profiler,
             )
+            profiler.begin_run(first_step)
             with watch.spending("steps"):
                 step = _run_loop(loop, state, first_step, checkpoints)
+            profiler.end_run(step)
         with watch.spending("save"):
             checkpoints.wait()
         return Ended(step, checkpoints.latest_step, display.latest_eval_loss)

@@ -41,7 +41,11 @@ from meshloom.compiler.target.target import TargetPlan, plan_target
 from meshloom.compiler.xla.programs import PROGRAMS, Programs, build, lower
 from meshloom.models import Context, Model, split_aux
 from meshloom.runtime.cli.main import run
+from meshloom.runtime.processes.distributed import Processes
+from meshloom.runtime.train.profiler import Profiler
 from meshloom.runtime.train.rows import in_order
+from meshloom.runtime.train.time_spent import Stopwatch
+from meshloom.runtime.train.watchdog import Watchdog
 
 TESTS = Path(__file__).parents[1]
 SCHEDULES = TESTS / "schedules"
@@ -200,6 +204,13 @@ class Batches(NoData):
 
     def __next__(self) -> dict[str, np.ndarray]:
         return self.batch
+
+
+def unwatched(spec: RunSpec, folder: Path) -> dict[str, Any]:
+    """What a loop takes that watches it, for a test that looks at something else."""
+    watch, watchdog = Stopwatch(0.0), Watchdog(None, Processes(), folder, print)
+    profiler = Profiler(spec, Processes(), folder, watch=watch, watchdog=watchdog, text=str, say=print, warn=print)
+    return {"watch": watch, "watchdog": watchdog, "profiler": profiler}
 
 
 def gradients_of(

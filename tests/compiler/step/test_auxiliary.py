@@ -19,12 +19,10 @@ from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train.loop import Loop
 from meshloom.runtime.train.metrics import Metrics, MetricsLog, values_of
-from meshloom.runtime.train.profiler import Profiler
 from meshloom.runtime.train.tensorboard import TensorBoard
-from meshloom.runtime.train.time_spent import NOTHING, Stopwatch
+from meshloom.runtime.train.time_spent import NOTHING
 from meshloom.runtime.train.trackers import Trackers, tracked_run
-from meshloom.runtime.train.watchdog import Watchdog
-from support.helpers import Batches, gradients_of, programs_of, tiered
+from support.helpers import Batches, gradients_of, programs_of, tiered, unwatched
 
 PENALTY = 0.05
 CASES = {
@@ -102,9 +100,7 @@ def test_metrics_of_a_run_are_means_over_tokens_and_by_choice_over_layers(layer_
             report=reported.append,
             warn=reported.append,
             stop=stop,
-            watch=Stopwatch(0.0),
-            watchdog=Watchdog(None, Processes(), tmp_path, print),
-            profiler=Profiler(plan.spec, Processes(), tmp_path, text=str, say=print, warn=print),
+            **unwatched(plan.spec, tmp_path),
         )
         loop.run(state, 0)
     assert set(reported[0].auxiliary) == set(expected)

@@ -15,10 +15,7 @@ from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train.loop import Loop
-from meshloom.runtime.train.profiler import Profiler
-from meshloom.runtime.train.time_spent import Stopwatch
-from meshloom.runtime.train.watchdog import Watchdog
-from support.helpers import Batches, programs_of, reference_adamw, reference_loss
+from support.helpers import Batches, programs_of, reference_adamw, reference_loss, unwatched
 
 STEPS = ("num_steps=2", "evaluation.every_num_steps=1", "checkpoint=disabled", "schedule.num_warmup_steps=0")
 
@@ -94,9 +91,7 @@ def test_a_run_without_targets_goes_on_and_warns_once_of_each_kind(compiled, tok
             report=reported.append,
             warn=warned.append,
             stop=stop,
-            watch=Stopwatch(0.0),
-            watchdog=Watchdog(None, Processes(), tmp_path, print),
-            profiler=Profiler(plan.spec, Processes(), tmp_path, text=str, say=print, warn=print),
+            **unwatched(plan.spec, tmp_path),
         )
         assert loop.run(programs.init(), 0) == 2
     assert [(m.loss, m.eval_loss, m.num_targets) for m in reported] == [(0.0, None, 0)] * 2

@@ -1,6 +1,7 @@
 """The steps that are asked for are traced, and no others; what is not traced is said."""
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,11 @@ SLOW_SECONDS = 0.3  # that a trace takes to begin, and to be written
 
 
 class SlowProfiler(Profiler):
-    def start(self) -> None:
-        time.sleep(SLOW_SECONDS)
-        super().start()
-
-    def stop(self) -> None:
-        if self._is_on:
+    @contextmanager
+    def _set_aside(self):
+        with super()._set_aside():
             time.sleep(SLOW_SECONDS)
-        super().stop()
+            yield
 
 
 @dataclass
@@ -50,13 +48,14 @@ def _train(folder: Path, tokens: np.ndarray, *, first_step: int = 0) -> Traced:
     """Runs the loop from after `first_step`."""
     plan = plan_of("target=cpu-2", *LINEAR_STACK, "model.num_layers=1", *STEPS)
     programs, traced, watch = programs_of(plan), Traced(folder), Stopwatch(time.time())
+    watchdog = Watchdog(None, Processes(), folder, print)
     batch = {"inputs": tokens[0][:, :-1].copy(), "targets": tokens[0][:, 1:].copy()}
     with (
         StopRequest(Processes()) as stop,
         watch.spending("steps"),
         Checkpoints(folder, plan.spec) as checkpoints,
         SlowProfiler(
-            plan.spec, Processes(), folder,
+            plan.spec, Processes(), folder, watch=watch, watchdog=watchdog,
             text=programs.train.as_text, say=traced.said.append, warn=traced.warned.append,
         ) as profiler,
     ):  # fmt: skip
@@ -70,9 +69,10 @@ def _train(folder: Path, tokens: np.ndarray, *, first_step: int = 0) -> Traced:
             warn=traced.warned.append,
             stop=stop,
             watch=watch,
-            watchdog=Watchdog(None, Processes(), folder, print),
+            watchdog=watchdog,
             profiler=profiler,
         )
+        profiler.begin_run(first_step)
         assert loop.run(programs.init(), first_step) == 5
     return traced
 
@@ -114,7 +114,10 @@ def test_a_run_that_goes_on_within_the_steps_traces_the_rest(tmp_path, tokens):
 
 def _profiler(folder: Path, steps: str, said: list[str], warned: list[Any] | None = None) -> Profiler:
     take = warned if warned is not None else []
-    return Profiler(spec_of(steps), Processes(), folder, text=str, say=said.append, warn=take.append)
+    watch, watchdog = Stopwatch(0.0), Watchdog(None, Processes(), folder, print)
+    return Profiler(
+        spec_of(steps), Processes(), folder, watch=watch, watchdog=watchdog, text=str, say=said.append, warn=take.append
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path):
     (tmp_path / "profile").write_text("a file where the folder belongs")
     warned: list[Any] = []
     with _profiler(tmp_path, "profile.steps=[1,1]", [], warned) as profiler:
-        profiler.start()
+        profiler.start(None)
     assert [problem.where for problem in warned] == ["profile.steps"]
 
 
