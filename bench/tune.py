@@ -24,7 +24,7 @@ from compiled_rows import Overrides, add_row, keep, read_kept
 
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.estimate.assumed_overlap import assume_overlap
+from meshloom.compiler.estimate.assumed_overlap import assume_overlap, overrides_of
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.runtime.processes.devices import plan_without_devices
 
@@ -108,7 +108,7 @@ def smallest_too_large(row: Row, refused: Sequence[dict[str, Any]]) -> dict[str,
         peak, memory = estimate_step(plan).memory.peak_bytes, plan.target.hbm_bytes_per_device
         assert memory is not None
         if peak > memory:
-            compiled_by = [*one["overrides"], *assume_overlap(plan).overrides(spec.overlap)]
+            compiled_by = [*one["overrides"], *overrides_of(assume_overlap(plan), spec.overlap)]
             return {"overrides": one["overrides"], "compile_overrides": compiled_by, "peak_bytes": peak}
     return None
 

@@ -15,8 +15,8 @@ from .core.errors import Problem
 from .core.partition_spec import Axes, axes_of
 from .core.trees import leaves_by_path, like, nested, pick
 from .jaxpr.flops import ModelFlops
-from .parallel.operation import OpPlan
-from .sharding.arrays import EXPERTS, Array
+from .parallel.operation import OpPlan, ParallelOp
+from .sharding.arrays import EXPERTS, Array, Arrays
 from .sharding.batch import batch_arrays
 from .sharding.gradients import accumulated_layouts
 from .sharding.rules import ArrayPlan, DimensionPlan
@@ -55,13 +55,14 @@ class Plan:
     target: TargetPlan
     mesh: MeshPlan
     model: Model
+    arrays: Arrays
     optimizer: optax.GradientTransformation
     sharding: ShardingPlan
     optimizer_state: tuple[ArrayPlan, ...]  # every leaf that is no scalar, and the master weights
     abstract: dict[str, Any]
     specs: dict[str, Any]
+    ops: tuple[ParallelOp, ...]  # that run by a strategy, in the order in which they are planned
     operations: tuple[OpPlan, ...]  # how each operation of the model runs over the mesh
-    auxiliary: tuple[str, ...]  # losses and statistics of layers and head: metrics of each step, such as layers/z_loss
     weights: Params  # of WeightPlan, as a tree like the parameters
     memory: MemoryPlan
     model_flops: ModelFlops
@@ -75,6 +76,11 @@ class Plan:
         """The plan of an operation that is done at one site."""
         (one,) = self.operations_of(kind)
         return one
+
+    @property
+    def auxiliary(self) -> tuple[str, ...]:
+        """Losses and statistics of layers and head: metrics of each step, such as layers/z_loss."""
+        return self.arrays.auxiliary
 
     @property
     def auto_axes(self) -> Axes:

@@ -1,8 +1,11 @@
 """The loop over layers and the flag presets that an estimate rests on where the declaration leaves them to a search."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from ..config.overlap_spec import OverlapSpec
+from ..core.trees import like
+from ..parallel.operation import OpInputs, plan_operations
+from ..parallel.weight_plan import plan_weights
 from ..plan import Plan
 from ..sharding.batch import sequences_of_device
 from ..target.compiler_options import assumed_weight_presets, presets_for, why_permutes_wait
@@ -11,34 +14,42 @@ from ..target.target import TargetPlan
 BATCH_SPLIT = 2  # what the searches of docs/overlap_results.md chose wherever axes split matmuls
 
 
-@dataclass(frozen=True)
-class AssumedOverlap:
-    """How an estimate takes the layers to be run. batch_split: parts of a device's sequences that are interleaved in a
-    layer."""
+def plan_assumed(plan: Plan) -> Plan:
+    """Returns the plan with the overlap that a search is taken to find; as it is, where none is declared.
 
-    batch_split: int
-    flag_presets: tuple[str, ...]
-
-    def overrides(self, declared: OverlapSpec) -> tuple[str, ...]:
-        """Returns the overrides that compile it and search for nothing; none if nothing was to be searched."""
-        if declared.search is None:
-            return ()
-        split = f"overlap.layers.batch_split={self.batch_split}"
-        presets = f"overlap.flag_presets=[{','.join(self.flag_presets)}]"
-        return (*([split] if self.batch_split != declared.layers.batch_split else []), "overlap.search=null", presets)
+    Operations and weights are planned anew, since their strategies depend on it: a split batch saves other activations
+    than a whole one, and so needs other memory.
+    """
+    if plan.spec.overlap.search is None:
+        return plan
+    spec = plan.spec.model_copy(update={"overlap": assume_overlap(plan)})
+    inputs = OpInputs(spec, plan.model, plan.arrays, plan.sharding, plan.mesh, plan.target)
+    operations = plan_operations(plan.ops, inputs)
+    weights = like(plan.abstract["params"], plan_weights(inputs, operations))
+    return replace(plan, spec=spec, operations=operations, weights=weights)
 
 
-def assume_overlap(plan: Plan) -> AssumedOverlap:
+def assume_overlap(plan: Plan) -> OverlapSpec:
     """Returns what the declaration says, or what a search is taken to find: the flag preset that hides most, and a
     batch split where tensor parallelism's collectives can then run beside matmuls."""
     overlap, target = plan.spec.overlap, plan.target
     if overlap.search is None:
-        return AssumedOverlap(overlap.layers.batch_split, overlap.flag_presets)
-    presets = assumed_weight_presets(overlap.flag_presets, target)
-    if not plan.auto_axes or not can_split_batch(sequences_of_device(plan.spec, plan.mesh), target):
-        return AssumedOverlap(overlap.layers.batch_split, presets)
-    of_activations = [name for name, one in presets_for(target).items() if "activations" in one.tried_for]
-    return AssumedOverlap(max(BATCH_SPLIT, overlap.layers.batch_split), (*presets, *of_activations[:1]))
+        return overlap
+    layers, presets = overlap.layers, assumed_weight_presets(overlap.flag_presets, target)
+    if plan.auto_axes and can_split_batch(sequences_of_device(plan.spec, plan.mesh), target):
+        layers = layers.model_copy(update={"batch_split": max(BATCH_SPLIT, layers.batch_split)})
+        of_activations = [name for name, one in presets_for(target).items() if "activations" in one.tried_for]
+        presets = (*presets, *of_activations[:1])
+    return overlap.model_copy(update={"layers": layers, "flag_presets": presets, "search": None})
+
+
+def overrides_of(assumed: OverlapSpec, declared: OverlapSpec) -> tuple[str, ...]:
+    """Returns the overrides that compile it and search for nothing; none if nothing was to be searched."""
+    if declared.search is None:
+        return ()
+    number = assumed.layers.batch_split
+    split = [f"overlap.layers.batch_split={number}"] if number != declared.layers.batch_split else []
+    return (*split, "overlap.search=null", f"overlap.flag_presets=[{','.join(assumed.flag_presets)}]")
 
 
 def can_split_batch(num_sequences: int, target: TargetPlan) -> bool:

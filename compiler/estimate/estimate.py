@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from ..config.overlap_spec import OverlapSpec
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
+from .assumed_overlap import plan_assumed
 from .communication import PlannedCollective, plan_communication
 from .liveness import Class, find_peak, host_bytes
 from .read_step import read_step
@@ -49,13 +51,14 @@ class MemoryEstimate:
 @dataclass(frozen=True)
 class StepEstimate:
     """time: None where figures of the target, or an operation's arithmetic, are not known. unknown: primitives of the
-    step whose arithmetic, traffic or layout is not known."""
+    step whose arithmetic, traffic or layout is not known. overlap: of the estimated step."""
 
     memory: MemoryEstimate
     communication: tuple[PlannedCollective, ...]
     roofline: tuple[RooflinePart, ...]
     time: TimeEstimate | None
     unknown: tuple[UnknownPrimitive, ...]
+    overlap: OverlapSpec
 
     @property
     def why_uncounted(self) -> str | None:
@@ -69,7 +72,11 @@ def fits_host(num_bytes: int, limit_bytes: int | None) -> bool | None:
 
 
 def estimate_step(plan: Plan) -> StepEstimate:
-    """Traces and reads the step, which takes a second or two and no devices."""
+    """Traces and reads the step, which takes a second or two and no devices.
+
+    Where the overlap is left to a search, memory, communication and time are of the step that it is taken to find.
+    """
+    plan = plan_assumed(plan)
     program = read_step(plan)
     peak = find_peak(program)
     classes: tuple[Class, ...] = (
@@ -86,4 +93,5 @@ def estimate_step(plan: Plan) -> StepEstimate:
     )
     unknown = find_unknown(plan, program)
     time = None if any(one.why for one in unknown) else estimate_time(plan, program)
-    return StepEstimate(memory, plan_communication(plan, program), plan_roofline(plan, program), time, unknown)
+    communication, roofline = plan_communication(plan, program), plan_roofline(plan, program)
+    return StepEstimate(memory, communication, roofline, time, unknown, plan.spec.overlap)

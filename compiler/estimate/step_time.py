@@ -186,7 +186,7 @@ def plan_hiding(plan: Plan) -> Hiding:
     weights = hidden_kinds(assumed.flag_presets, "weights", target)
     is_ring = any(each.chosen.name == COLLECTIVE_MATMUL for each in plan.operations)
     experts = plan.operations_of("experts")
-    can_hide = (is_ring or assumed.batch_split > 1) and why_permutes_wait(target) is None
+    can_hide = (is_ring or assumed.layers.batch_split > 1) and why_permutes_wait(target) is None
     return Hiding(
         weights=weights,
         activations_exposed=EXPOSED_BESIDE_MATMULS if can_hide else 1.0,

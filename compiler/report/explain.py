@@ -91,7 +91,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "operations": [_operation(each) for each in plan.operations],
         "unknown": {"program.model_flops_per_step": why} if (why := plan.model_flops.why_unknown) else {},
         "memory_bytes_per_device": asdict(plan.memory),
-        "estimate": estimate_as_json(estimate_step(plan)),
+        "estimate": estimate_as_json(plan, estimate_step(plan)),
         "arrays": {
             "parameters": [_row(each) | _updated(each.array) for each in plan.sharding.parameters],
             "optimizer": [_row(array) for array in plan.optimizer_state],

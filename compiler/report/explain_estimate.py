@@ -7,6 +7,7 @@ from typing import Any
 
 from ..core.console import Column, Console, Part, Table
 from ..core.format import human_bytes, human_count, human_seconds
+from ..estimate.assumed_overlap import overrides_of
 from ..estimate.communication import PlannedCollective, sent_bytes
 from ..estimate.estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate
 from ..estimate.roofline import roofline_seconds
@@ -22,7 +23,11 @@ LINKS_UNKNOWN = "simulated devices, or of unknown links"
 
 
 def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None:
-    """Prints three tables."""
+    """Prints three tables, and of which overlap they are where that is left to a search."""
+    assumed = overrides_of(estimate.overlap, plan.spec.overlap)
+    if assumed:
+        console.line(("overlap", "bold"), f" is left to a search; the estimate assumes {' '.join(assumed)}")
+        console.line()
     console.table(_memory(plan, estimate))
     console.line()
     if estimate.communication:
@@ -45,8 +50,9 @@ def _time(plan: Plan, time: TimeEstimate) -> str:
     return f"{text} {human_seconds(time.compute_seconds)}, exposed communication {exposed or 'none'}"
 
 
-def estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
-    """Returns the estimate for `plan.json`. Unknown is null; `unknown` says why."""
+def estimate_as_json(plan: Plan, estimate: StepEstimate) -> dict[str, Any]:
+    """Returns the estimate for `plan.json`. Unknown is null; `unknown` says why. assumed_overlap: overrides, where the
+    overlap is left to a search."""
     memory = estimate.memory
     parts, why = estimate.roofline, estimate.why_uncounted
     is_rated = not any(p.flops_seconds is None and p.flops is not None for p in parts)
@@ -58,6 +64,7 @@ def estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
     timed = {"time": why or RATES_UNKNOWN} if estimate.time is None else {}
     host = {"peak_memory_bytes_per_device.host_limit_bytes": HOST_UNKNOWN} if memory.host_limit_bytes is None else {}
     return {
+        "assumed_overlap": list(overrides_of(estimate.overlap, plan.spec.overlap)),
         "peak_memory_bytes_per_device": asdict(memory)
         | {"peak_bytes": memory.peak_bytes, "fits": memory.fits, "host_fits": memory.host_fits},
         "communication": [asdict(one) | {"bytes": one.num_bytes} for one in estimate.communication],

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from ..config.overlap_spec import OverlapSpec
 from ..config.spec import RunSpec
 from ..config.tune_spec import Objective
 from ..core.errors import ConfigError, Problem
 from ..core.format import human_bytes
 from ..driver import plan_run
-from ..estimate.assumed_overlap import AssumedOverlap, assume_overlap
+from ..estimate.assumed_overlap import assume_overlap, overrides_of
 from ..estimate.estimate import estimate_step
 from ..estimate.program_costs import Array
 from ..jaxpr.propagate import Axes
@@ -39,7 +40,7 @@ class Estimated:
     fits: bool
     mfu: float | None
     cost: float | None
-    overlap: AssumedOverlap
+    overlap: OverlapSpec
 
     @property
     def exposed_seconds(self) -> float:
@@ -48,7 +49,7 @@ class Estimated:
     @property
     def compile_overrides(self) -> tuple[str, ...]:
         """Returns the overrides that compile what was estimated, without a search for another overlap."""
-        return (*self.candidate.overrides(), *self.overlap.overrides(self.candidate.variant.spec.overlap))
+        return (*self.candidate.overrides(), *overrides_of(self.overlap, self.candidate.variant.spec.overlap))
 
     @property
     def tokens_per_second(self) -> float:
@@ -231,7 +232,7 @@ class Exact:
     host_bytes: int
     host_fits: bool | None
     model_flops: int | None
-    overlap: AssumedOverlap
+    overlap: OverlapSpec
 
 
 def estimate_spec(spec: RunSpec) -> Exact:

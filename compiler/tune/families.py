@@ -24,7 +24,7 @@ import scipy.linalg
 from ..config.overlap_spec import StrategyChoice
 from ..config.spec import RunSpec
 from ..driver import plan_run
-from ..estimate.assumed_overlap import can_split_batch
+from ..estimate.assumed_overlap import can_split_batch, plan_assumed
 from ..estimate.program_costs import Array, Costs, ProgramShape, read_costs
 from ..estimate.read_step import read_step
 from ..estimate.step_time import Hiding, plan_hiding
@@ -188,7 +188,7 @@ def choose_points(candidates: Sequence[Candidate]) -> list[Point]:
 
 def trace(point: Point) -> Reference:
     """Traces the step of a point: half a second, and no devices."""
-    plan = plan_run(_spec_of(point))
+    plan = plan_assumed(plan_run(_spec_of(point)))
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
     shape, numbers = read_costs(read_step(plan), weights)
     (loss,) = (each.chosen.parameters for each in plan.operations if isinstance(each.op, LossOp))

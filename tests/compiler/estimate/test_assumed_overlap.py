@@ -3,7 +3,8 @@
 import pytest
 
 from conftest import SMALL, plan_of
-from meshloom.compiler.estimate.assumed_overlap import assume_overlap
+from meshloom.compiler.estimate.assumed_overlap import assume_overlap, overrides_of
+from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.step_time import plan_hiding
 
 TENSOR = (*SMALL, "sharding=fsdp_tensor", "mesh.tensor=2", "precision=bfloat16", "overlap=auto")
@@ -16,17 +17,25 @@ SEARCHED = [
 
 
 @pytest.mark.parametrize("overrides", SEARCHED, ids=lambda words: " ".join(words[-2:]))
-def test_what_is_compiled_hides_what_the_estimate_hid(overrides):
+def test_what_is_compiled_is_what_was_estimated(overrides):
     """The estimate of a search, and that of the declaration which is compiled for it."""
     searched = plan_of(*overrides)
-    compiled = plan_of(*overrides, *assume_overlap(searched).overrides(searched.spec.overlap))
+    compiled = plan_of(*overrides, *overrides_of(assume_overlap(searched), searched.spec.overlap))
     assert compiled.spec.overlap.search is None
     assert plan_hiding(compiled) == plan_hiding(searched)
-    assert assume_overlap(compiled).overrides(compiled.spec.overlap) == ()
+    assert estimate_step(compiled) == estimate_step(searched)
+    assert overrides_of(assume_overlap(compiled), compiled.spec.overlap) == ()
+
+
+def test_a_split_batch_needs_other_memory_than_a_whole_one():
+    """The estimate of the step that is taken to be found, not of the one that is declared before the search."""
+    searched = plan_of(*SEARCHED[0])
+    whole = plan_of(*SEARCHED[0], "overlap.search=null")
+    assert estimate_step(searched).memory.peak_bytes != estimate_step(whole).memory.peak_bytes
 
 
 def test_a_batch_is_split_where_halves_can_wait_for_one_another():
-    splits = [assume_overlap(plan_of(*overrides)).batch_split for overrides in SEARCHED]
+    splits = [assume_overlap(plan_of(*overrides)).layers.batch_split for overrides in SEARCHED]
     assert splits == [2, 1, 1, 1]
 
 

@@ -8,7 +8,6 @@ from conftest import SMALL
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.estimate.assumed_overlap import AssumedOverlap
 from meshloom.compiler.tune.answer import Estimated
 from meshloom.compiler.tune.space import find_candidates
 from meshloom.runtime.tune.experiment import write_experiment
@@ -63,7 +62,7 @@ def test_the_winners_file_declares_the_winner(tmp_path):
     one = next(each for each in candidates if each.mesh.sizes["tensor"] == 4)
     folder = tmp_path / "experiment"
     folder.mkdir()
-    winner = Estimated(one, 1.0, 1.0, {}, 1, 0, fits=True, mfu=None, cost=None, overlap=AssumedOverlap(1, ()))
+    winner = Estimated(one, 1.0, 1.0, {}, 1, 0, fits=True, mfu=None, cost=None, overlap=one.spec().overlap)
     write_experiment(space, winner, folder / "winner.yaml", "it is the fastest")
     request = Request(tuple(search_path_override(["experiment=winner"], str(tmp_path))))
     found = read_spec(request, then=lambda spec: spec)
