@@ -17,8 +17,8 @@ from pathlib import Path
 ENDED_WELL = "."
 POLL_SECONDS = 0.1
 # A fatal line of Abseil's log, which XLA writes: severity and date, time, thread, source, words
-# (https://abseil.io/docs/cpp/guides/logging).
-FATAL = re.compile(r"^F\d{4} \S+ +\d+ (?P<why>.*?) *\n", re.MULTILINE)
+# (https://abseil.io/docs/cpp/guides/logging). JAX's coordination service, too, which ../processes/lost.py tells of.
+FATAL = re.compile(r"^F\d{4} \S+ +\d+ (?P<why>(?!.*the JAX distributed service).*?) *\n", re.MULTILINE)
 SHOW_CURSOR = "\x1b[?25h"  # which a terminal's spinner hides
 
 

@@ -9,11 +9,12 @@ from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, MISTAKE, Config
 NONFINITE = 5  # NaN or infinity where training cannot go on
 STORAGE = 6  # a checkpoint or a metric cannot be written, or no checkpoint can be read
 HUNG = 7  # no step ended for too long, and watchdog.abort asked for the end
+LOST = 8  # another process of the run is gone, or never came
 PREEMPTED = 128 + signal.SIGTERM  # asked to stop; what it had done is saved
 INTERRUPTED = 128 + signal.SIGINT  # by a person, who does not want it started again
 
 # The same start would end in the same way. After any other code but 0 a run is started again: a host was lost, the
-# processes that waited for it ended by an error or by JAX (134), a disk was full.
+# processes that waited for it ended, a disk was full.
 FINAL = (MISTAKE, DOES_NOT_FIT, EXPOSED, NONFINITE, INTERRUPTED)
 
 
@@ -26,8 +27,9 @@ class RunFailed(ConfigError):
 
 
 def is_of_one_process(error: BaseException) -> bool:
-    """Returns True for what one of several processes may meet alone, while the others go on: what its disk refuses."""
-    return isinstance(error, OSError) or (isinstance(error, RunFailed) and error.exit_code == STORAGE)
+    """Returns True for what one of several processes may meet alone, while the others go on or are gone: what its disk
+    refuses, and a meeting to which another one did not come."""
+    return isinstance(error, OSError) or (isinstance(error, RunFailed) and error.exit_code in (STORAGE, LOST))
 
 
 def storage_reason(error: BaseException) -> str | None:

@@ -7,13 +7,13 @@ from typing import Any
 from meshloom.compiler.config.launch_spec import LaunchConfig, SkyPilotLaunch, TpuVmLaunch, XpkLaunch
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 
-from ..core.failures import FINAL, STORAGE
+from ..core.failures import FINAL, HUNG, LOST, STORAGE
 from .chips import ChipNames, chip_names
 from .plan import LaunchPlan
 from .templates import template
 from .yaml_text import as_yaml
 
-CRASHED = 1  # Python's own; xpk restarts after 42 and from 127 up, unless it is told of others
+RESTARTED = (1, STORAGE, HUNG, LOST)  # 1: a crash of Python; xpk restarts after 42 and from 127 up by itself
 SECONDS_BETWEEN_STARTS = 30  # until the coordinator of the last one has let go of its port
 
 
@@ -55,7 +55,7 @@ def xpk_command(plan: LaunchPlan, launch: XpkLaunch) -> tuple[str, ...]:
         *(f"--{name}={value}" for name, value in given.items() if value),
         f"--tpu-type={_slice_name(plan, names, shaped=True)}", f"--num-slices={plan.hosts.num_slices}",
         f"--docker-image={launch.image}", f"--max-restarts={launch.max_restarts}",
-        f"--restart-on-exit-codes={CRASHED},{STORAGE}",
+        f"--restart-on-exit-codes={','.join(map(str, RESTARTED))}",
         *variables, *_options(launch.options),
         f"--command={' && '.join([*launch.setup, plan.command()])}",
     )  # fmt: skip

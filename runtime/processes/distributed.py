@@ -7,13 +7,15 @@ program, and tells who said what. docs/processes.md says when processes meet.
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,11 +27,19 @@ from meshloom.compiler.config.composition_errors import MISTAKES, as_config_erro
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.xla.stderr_capture import captured_native_stderr
 
+from ..core.failures import LOST, RunFailed
 from ..core.interruptible import interruptibly
 from .cluster import plan_start
+from .initialize import initialize
+from .lost import Lookout
 
 T = TypeVar("T")
+CRASHED = "meshloom/crashed"  # a folder in the store: what processes that end tell
+COMMUNICATION = re.compile(r"gloo|nccl|connection|unavailable|heartbeat|coordination", re.IGNORECASE)
+SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_OVER_HEARTBEAT = 10
 SECONDS_UNTIL_NOTE = 20  # of waiting for the others
 COMPILED = "compiled programs"  # where processes meet after the compile
 USUAL_TIMEOUT = "distributed.initialization_timeout_seconds"
@@ -58,6 +68,7 @@ class Processes:
     client: Any = None  # of JAX's coordination service
     num_on_host: int = 1
     hosts: tuple[str, ...] = ()
+    lookout: Lookout | None = None  # for processes that are lost
 
     @property
     def is_first(self) -> bool:
@@ -116,15 +127,16 @@ class Processes:
         finally:
             timer.cancel()
 
-    def _not_come(self, name: str, missing: list[int], seconds: int) -> ConfigError:
+    def _not_come(self, name: str, missing: list[int], seconds: int) -> RunFailed:
         """Returns the message for a wait that ended without all the others."""
         who = f"{name_processes(missing, self.count)} did not come" if missing else "a process was lost"
         what = f"{who} to '{name}' within {seconds} s"
         fix = f"see their logs and terminals; raise {TIMEOUT_OF.get(name, USUAL_TIMEOUT)} where they are slow"
-        return ConfigError([Problem("distributed", what, fix)])
+        return RunFailed(Problem("distributed", what, fix), LOST)
 
 
 _joined = Processes()  # as JAX's own state: one per process of the operating system
+_held = ExitStack()  # what lasts until `leave`
 
 
 def current() -> Processes:
@@ -142,28 +154,26 @@ def join(spec: RunSpec) -> Processes:
     note = threading.Timer(SECONDS_UNTIL_NOTE, _say_waiting, [timeouts.initialization_timeout_seconds])
     note.daemon = True
     note.start()
+    _held.enter_context(captured_native_stderr())
+    lookout = Lookout()
     try:
-        interruptibly(
-            lambda: jax.distributed.initialize(
-                **arguments,
-                initialization_timeout=timeouts.initialization_timeout_seconds,
-                heartbeat_timeout_seconds=timeouts.heartbeat_timeout_seconds,
-                shutdown_timeout_seconds=timeouts.shutdown_timeout_seconds,
-            )
-        )
+        interruptibly(lambda: initialize(arguments, timeouts, lookout))
     except KeyboardInterrupt:
         write_error("\ninterrupted while waiting for the other processes")
         os._exit(128 + signal.SIGINT)  # in order the process could end only after the wait
+    except ConfigError:
+        raise
     except TOO_LITTLE_KNOWN as error:
         what = f"JAX could not start: {type(error).__name__}: {error}"
         fix = "set distributed.coordinator_address, num_processes and process_id, or choose distributed=alone"
         raise ConfigError([Problem("distributed", what, fix)]) from error
     finally:
         note.cancel()
-    state = jax_distributed.global_state
-    _joined = Processes(state.process_id, state.num_processes, timeouts.initialization_timeout_seconds, state.client)
-    hosts = _joined.gather("hosts", socket.gethostname())
-    _joined = replace(_joined, num_on_host=hosts.count(socket.gethostname()), hosts=tuple(hosts))
+    state, seconds = jax_distributed.global_state, timeouts.initialization_timeout_seconds
+    _joined = Processes(state.process_id, state.num_processes, seconds, state.client, lookout=lookout)
+    hosts = tuple(_joined.gather("hosts", socket.gethostname()))
+    _joined = replace(_joined, num_on_host=hosts.count(socket.gethostname()), hosts=hosts)
+    lookout.group = replace(lookout.group, hosts=hosts)
     return _joined
 
 
@@ -211,7 +221,10 @@ def leave() -> None:
     global _joined
     if _joined.client is not None:
         jax.distributed.shutdown()
+        if _joined.lookout:
+            _joined.lookout.stop()
         _joined = Processes()
+    _held.close()
 
 
 def crash(error: BaseException, run_dir: Path | None = None) -> None:
@@ -221,6 +234,9 @@ def crash(error: BaseException, run_dir: Path | None = None) -> None:
     """
     if _joined.count == 1:
         return
+    if is_of_another(error):
+        _await_reason()
+    _tell_crashed(error)
     if isinstance(error, KeyboardInterrupt):
         write_error(f"process {_joined.index}: interrupted; nothing was saved since the last checkpoint")
     elif isinstance(error, ConfigError):
@@ -237,6 +253,34 @@ def crash(error: BaseException, run_dir: Path | None = None) -> None:
     if isinstance(error, KeyboardInterrupt):
         os._exit(128 + signal.SIGINT)
     os._exit(error.exit_code if isinstance(error, ConfigError) else 1)
+
+
+def is_of_another(error: BaseException) -> bool:
+    """Returns True for an error of communication: another process is gone, and JAX will find out which one."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and bool(COMMUNICATION.search(str(error)))
+
+
+def _tell_crashed(error: BaseException) -> None:
+    """Tells the others why this process ends. Process 0 takes what it tells with it."""
+    text = str(error) if isinstance(error, ConfigError) else traceback.format_exception_only(error)[-1]
+    with suppress(jax.errors.JaxRuntimeError):
+        _joined.client.key_value_set(f"{CRASHED}/{_joined.index:06}", text.strip(), allow_overwrite=True)
+
+
+def _await_reason() -> None:
+    """Waits until another process has told why it ended, or JAX has found one gone; either ends this process."""
+    lookout = _joined.lookout
+    if lookout is None:
+        return
+    deadline = time.monotonic() + lookout.group.timeouts.heartbeat_timeout_seconds + SECONDS_OVER_HEARTBEAT
+    while time.monotonic() < deadline:
+        with suppress(jax.errors.JaxRuntimeError):
+            told = {int(key.rsplit("/", 1)[1]): text for key, text in _joined.client.key_value_dir_get(f"{CRASHED}/")}
+            if told:
+                index, text = min(told.items())
+                what = f"{lookout.group.named(index)} ended: {text}"
+                lookout.tell(Problem("distributed", what, f"see logs/process-{index}.log"), missing=told)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def name_processes(indices: list[int], count: int) -> str:

@@ -7,11 +7,12 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from meshloom import __version__
 from meshloom.compiler.core.visible import visible
+from meshloom.compiler.xla.stderr_capture import captured_native_stderr, captured_tail
 
 from .distributed import Processes
 
@@ -49,12 +50,25 @@ def meshloom_log(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def process_log(run_dir: Path, processes: Processes) -> Iterator[Path]:
-    """Within the `with`, this process's file takes what is logged, warnings, and stacks of a fatal signal.
+    """Within the `with`, this process's file takes what is logged, warnings, and stacks of a fatal signal; of one of
+    several processes also what C++ prints by itself.
 
     Warnings appear on the terminal of process 0 too, as they would without this; those of the others do not.
     """
     path = run_dir / FOLDER / f"process-{processes.index}.log"
     path.parent.mkdir(exist_ok=True)
+    with ExitStack() as held:
+        if processes.lookout:
+            with path.open("ab") as file:
+                file.write(captured_tail())  # what it printed before there was a log
+            held.enter_context(captured_native_stderr(path))
+            processes.lookout.has_log = True
+        held.enter_context(_logged_to(path, processes))
+        yield path
+
+
+@contextmanager
+def _logged_to(path: Path, processes: Processes) -> Iterator[None]:
     stream = path.open("a", encoding="utf-8")
     file = logging.StreamHandler(stream)
     file.setFormatter(_Visible("%(asctime)s %(levelname)s %(message)s"))
@@ -76,7 +90,7 @@ def process_log(run_dir: Path, processes: Processes) -> Iterator[Path]:
         f"pid {os.getpid()}: {shlex.join(sys.argv)}"
     )
     try:
-        yield path
+        yield
     finally:
         faulthandler.disable()
         logging.captureWarnings(False)

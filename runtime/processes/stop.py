@@ -15,10 +15,11 @@ from typing import Self
 
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
+from meshloom.compiler.xla.stderr_capture import terminal
+
 from .distributed import Processes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-STDERR = 2
 TRAINING = "the step that is running and its checkpoint"
 
 
@@ -36,7 +37,7 @@ class StopRequest:
         self._waits_for, self._can_be_left = waits_for, False
 
     def __enter__(self) -> Self:
-        self._terminal = os.dup(STDERR)  # while a compiler is at work, stderr is its log
+        self._terminal = os.dup(terminal())  # while a compiler is at work, stderr is its log
         self._before = {number: signal.signal(number, self._note) for number in self._noted}
         return self
 

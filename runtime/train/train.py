@@ -212,6 +212,8 @@ def _run(
                     log.write(metrics)
                     trackers.log(metrics.step, values_of(metrics))
                 display.show(metrics)
+                if processes.lookout:
+                    processes.lookout.last_step = metrics.step
                 dropped.check_step(metrics)
 
             log_file = run_dir / LOG_FOLDER / f"process-{processes.index}.log"

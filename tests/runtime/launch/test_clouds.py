@@ -89,7 +89,7 @@ def test_xpk_gets_the_slices_and_the_command():
         "--tpu-type=v5p-4x4x4",
         "--num-slices=2",
         "--max-restarts=7",
-        "--restart-on-exit-codes=1,6",
+        "--restart-on-exit-codes=1,6,7,8",
         "--env=A=3",
         "--cluster=c",
     } <= set(command)

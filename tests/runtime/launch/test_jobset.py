@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.runtime.core.failures import FINAL, PREEMPTED, STORAGE
+from meshloom.runtime.core.failures import FINAL, HUNG, LOST, PREEMPTED, STORAGE
 from meshloom.runtime.launch.jobset import schema_problems
 from support.launch import launched, rendered
 
@@ -128,7 +128,7 @@ def test_an_exit_code_decides_whether_the_set_restarts():
     assert rule["action"] == "FailJob"
     assert rule["onExitCodes"] == {"containerName": "run", "operator": "In", "values": [2, 3, 4, 5, 130]}
     assert list(FINAL) == rule["onExitCodes"]["values"]
-    assert not {1, 134, 137, PREEMPTED, STORAGE} & set(FINAL)
+    assert not {1, 134, 137, PREEMPTED, STORAGE, HUNG, LOST} & set(FINAL)
 
 
 @pytest.mark.parametrize("value", ["$(HOME)", "a $(touch hacked) b", "`touch hacked`", "'"])

@@ -1,0 +1,199 @@
+"""A process of the run is gone, or never came: the others say which one, and end with an exit code that restarts them.
+
+JAX's coordination service finds it out, and ends each process by SIGABRT from a thread of C++, which no `except` sees,
+with its stack on stderr. So stderr goes to a file while there are several processes. The signal is handled by `sleep`
+of the C library: called with the signal's number, 6, it holds that thread for so many seconds. Meanwhile a thread of
+Python reads the file, says in a line what happened, and ends the process. Where Python cannot run, the abort goes on
+after the sleep, with exit code 134.
+"""
+
+import ctypes
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from meshloom.compiler.config.spec import DistributedSpec
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.format import be
+from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.xla.stderr_capture import captured_tail
+
+from ..core.failures import LOST
+from ..core.interruptible import leave_now
+
+LOG = logging.getLogger("meshloom")
+POLL_SECONDS = 0.2
+# What jaxlib 0.10.2 writes: the fatal line, the status, and a line for each process (xla/pjrt/distributed/client.h,
+# xla/tsl/distributed_runtime/coordination).
+FATAL = b"the JAX distributed service detected fatal errors"
+STATUS = re.compile(
+    r"the JAX distributed service detected fatal errors.*?absl::Status: (.*?)(?=\*\*\* Check failure|\Z)", re.DOTALL
+)
+PROCESSES = re.compile(r"(?:stopped sending heartbeats\):|timed out task names:)\n((?:\S*\d\n)+)")
+
+Kind = Literal["never came", "gone", "did not end", "unknown"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What the coordination service found. missing: the processes that it names. why: the status in its words."""
+
+    kind: Kind
+    missing: tuple[int, ...]
+    why: str
+
+
+def read_loss(text: str) -> Loss | None:
+    """Returns what the coordination service said before it ended this process; None where it has not.
+
+    "... absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\\n1\\n" ->
+    Loss("gone", (1,), "UNAVAILABLE: ...")
+    """
+    if not (found := STATUS.search(text)):
+        return None
+    status = found[1]
+    named = PROCESSES.search(status)
+    missing = tuple(sorted(int(re.findall(r"\d+", line)[-1]) for line in named[1].splitlines())) if named else ()
+    why = status.partition("\n")[0].strip()
+    if "RegisterTask" in status or "Wait_for_all_tasks_to_register" in status:
+        return Loss("never came", missing or (0,), why)
+    if "Failed to send RPC to coordination service" in status:
+        return Loss("gone", (0,), why)
+    if "Shutdown barrier" in status and missing:
+        return Loss("did not end", missing, why)
+    return Loss("gone" if missing else "unknown", missing, why)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes of a run as one of them knows them. address: of process 0's coordination service. hosts: names of
+    their machines, () until all have come."""
+
+    index: int
+    count: int
+    address: str
+    timeouts: DistributedSpec
+    hosts: tuple[str, ...] = ()
+
+    def speaker(self, missing: Collection[int]) -> int:
+        """Returns the process that speaks on the terminal: the first of those that are left."""
+        return min(set(range(self.count)) - set(missing), default=self.index)
+
+    def named(self, index: int) -> str:
+        """Returns "process 1 on host-b"."""
+        return f"process {index} on {self.hosts[index]}" if self.hosts else f"process {index}"
+
+
+def describe_loss(loss: Loss, group: Group, last_step: int | None) -> Problem:
+    """Returns who is missing, and what to do. last_step: the last that has ended here; None before the first."""
+    timeouts = group.timeouts
+    who = _listed([group.named(index) for index in loss.missing])
+    match loss.kind:
+        case "never came":
+            came = sorted(set(range(group.count)) - set(loss.missing))
+            # Without process 0 nobody knows of the others.
+            others = f"; {_listed([group.named(index) for index in came])} did" if 0 not in loss.missing else ""
+            where = f" to {group.address}" if 0 in loss.missing else ""
+            seconds = timeouts.initialization_timeout_seconds
+            what = f"{who} of {group.count} did not come{where} within {seconds} s{others}"
+            fix = (
+                f"see whether it was started and reaches {group.address} from its host; "
+                "raise distributed.initialization_timeout_seconds where it is slow"
+            )
+        case "gone":
+            sign = (
+                f"nothing answers at {group.address}"
+                if 0 in loss.missing
+                else f"no heartbeat for {timeouts.heartbeat_timeout_seconds} s"
+            )
+            when = f"the last step that ended is {last_step}" if last_step is not None else "no step had ended"
+            what = f"{who} {be(len(loss.missing))} gone: {sign}; {when}"
+            fix = "see its host and logs/process-N.log; the same command goes on from the last checkpoint"
+        case "did not end":
+            seconds = timeouts.shutdown_timeout_seconds
+            what = f"{who} did not come to the end of the run within {seconds} s; all is saved"
+            fix = "see logs/process-N.log; raise distributed.shutdown_timeout_seconds where it is slow"
+        case "unknown":
+            what = f"JAX's coordination service ended the run: {loss.why}"
+            fix = "see logs/process-N.log; the same command goes on from the last checkpoint"
+    return Problem("distributed", what, fix)
+
+
+class Lookout:
+    """A thread that waits for what JAX says before it ends this process. group: as it is known so far; last_step: the
+    last that has ended; has_log: whether what C++ prints is in a log of the run. They are set from outside."""
+
+    group: Group
+    last_step: int | None = None
+    has_log: bool = False
+
+    def __init__(self, end: Callable[[int], object] = leave_now):
+        """end: ends this process."""
+        self._end, self._over = end, threading.Event()
+
+    def start(self, group: Group) -> None:
+        """Starts the thread, and has an abort wait for it."""
+        self.group = group
+        _hold_aborts()
+        threading.Thread(target=self._watch, name="lookout", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the thread: this process has left the others."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(POLL_SECONDS):
+            tail = captured_tail()
+            if FATAL in tail and (loss := read_loss(tail.decode(errors="replace"))):
+                self.tell(describe_loss(loss, self.group, self.last_step), loss.missing, tail)
+                return
+
+    def tell(self, problem: Problem, missing: Collection[int] = (), printed: bytes = b"") -> None:
+        """Says what happened, once for all processes that are left, and ends this one. printed: what C++ said of it,
+        where no log has it."""
+        if not self.has_log:
+            problem = Problem(problem.where, problem.what, f"{problem.fix}{_kept(printed, self.group.index)}")
+        else:
+            LOG.error("%s", problem)
+        is_alone = 0 in missing and not self.group.hosts  # without process 0 it knows of no other
+        if is_alone or self.group.index == self.group.speaker(missing):
+            write_error(str(ConfigError([problem])))
+        logging.shutdown()
+        sys.stdout.flush()
+        self._end(LOST)
+        os._exit(LOST)
+
+
+def _hold_aborts() -> None:
+    """Has SIGABRT call `sleep(6)`, after which it goes on. Handlers that are set later, as by faulthandler, call this
+    one in their turn."""
+    if os.name != "posix":
+        return
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+
+
+def _kept(printed: bytes, index: int) -> str:
+    """Writes what C++ said to a file, and returns where it is."""
+    if not printed:
+        return ""
+    try:
+        number, path = tempfile.mkstemp(prefix=f"meshloom-process-{index}-", suffix=".log")
+        with os.fdopen(number, "wb") as file:
+            file.write(printed)
+    except OSError:
+        return ""
+    return f"; JAX's own words are in {path}"
+
+
+def _listed(names: list[str]) -> str:
+    shown = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
