@@ -5,7 +5,7 @@ they use, and the parameter that an operation moves.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..core.collectives import MOVING
 from ..core.format import human_names
@@ -21,7 +21,7 @@ from ..xla.schedule import Simulation, simulate
 from ..xla.schedule.prices import Chip
 from ..xla.schedule.program import read_steps
 from ..xla.schedule.simulate import CollectiveTotals, Priced
-from ..xla.schedule.steps import Collective
+from ..xla.schedule.steps import Collective, dones_of
 from .collective_placement import CollectivePlacement, place_collective
 from .match import Match, match_planned, source_by_size
 
@@ -33,13 +33,18 @@ NO_CHIP = "the target's chip is not known: simulated devices have neither links 
 @dataclass(frozen=True)
 class ScheduleAnalysis:
     """What a schedule says. step: without the roofline bound, which is not part of the schedule. matches: by
-    collective, the planned ones of its size. unknown: as in Report."""
+    collective, the planned ones of its size. unknown: as in Report. compute_seconds: by instruction, in all executions;
+    empty if the chip is unknown. dones: the instructions that wait for a collective, and its name. latency_seconds: by
+    collective, the part of its time alone that does not depend on its size."""
 
     collectives: tuple[CollectiveReport, ...]
     matches: Mapping[str, tuple[Match, ...]]
     step: StepReport
     events: tuple[Event, ...]
     unknown: dict[str, str]
+    compute_seconds: Mapping[str, float] = field(default_factory=dict)
+    dones: Mapping[str, str] = field(default_factory=dict)
+    latency_seconds: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def analyse_schedule(
@@ -47,16 +52,16 @@ def analyse_schedule(
 ) -> ScheduleAnalysis:
     """Returns the analysis of a scheduled program. planned: the plan's collectives. order: the position in the plan's
     mesh of each device of the program, if they differ. Raises HloError for an unknown form of replica groups."""
-    chip, placement = chip_of(plan), plan.mesh.placement
     placed: dict[str, CollectivePlacement] = {}
 
     def price(collective: Collective) -> Priced:
         if collective.name not in placed:
-            placed[collective.name] = place_collective(reordered(collective, order), placement)
+            placed[collective.name] = place_collective(reordered(collective, order), plan.mesh.placement)
         where = placed[collective.name]
         return Priced(where.alone_seconds, where.links)
 
-    result = simulate(read_steps(module, chip), price)
+    steps = read_steps(module, chip_of(plan))
+    result = simulate(steps, price)
     paths = [array.array.path for array in plan.sharding.parameters]
     matches = {
         name: match_planned(totals.collective, placed[name].mesh_axes, totals.count, planned)
@@ -67,7 +72,25 @@ def analyse_schedule(
         for name, totals in result.collectives.items()
     )
     unknown = _unknown(result, placed, plan)
-    return ScheduleAnalysis(collectives, matches, _step(result, plan), _events(result, plan), unknown)
+    return ScheduleAnalysis(
+        collectives=collectives,
+        matches=matches,
+        step=_step(result, plan),
+        events=_events(result, plan),
+        unknown=unknown,
+        compute_seconds=result.operations if plan.target.chip is not None else {},
+        dones={done.by: done.name for done in dones_of(steps)},
+        latency_seconds=_latencies(result, order, plan),
+    )
+
+
+def _latencies(result: Simulation, order: Sequence[int] | None, plan: Plan) -> dict[str, float | None]:
+    """Returns the time of each collective that does not depend on its size, in all executions."""
+    found = {}
+    for name, totals in result.collectives.items():
+        empty = place_collective(reordered(replace(totals.collective, num_bytes=0), order), plan.mesh.placement)
+        found[name] = None if empty.alone_seconds is None else empty.alone_seconds * totals.count
+    return found
 
 
 def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:

@@ -29,6 +29,10 @@ _USED_BLOCKS = re.compile(rf"{_BLOCKS}(\d+)_of_(\d+)")
 _KEYS_AND_VALUES = re.compile(rf"{_EXCHANGE}(\w+)")
 _SITE_OF_EXPERTS = re.compile(rf"{_EXPERTS}(\w+)")
 _SHARE_FILLED = re.compile(rf"{_FILLED}([\d.]+)")
+_ADDED = frozenset({
+    "body", "checkpoint", "closed_call", "cond", "jit", "jvp", "rematted_computation", "shard_map", "train_step",
+    "transpose", "while",
+})  # fmt: skip
 _JOINED = re.compile(r"\(([^()]*:[^()]*)\)")
 _SEPARATORS = re.compile(r"[/()\s]+")
 
@@ -165,6 +169,12 @@ class OperationName:
         """Returns the names in order, each transformation as a separate word: 'transpose(jvp(head))/add' -> transpose,
         jvp, head, add."""
         return tuple(filter(None, _SEPARATORS.split(self.text)))
+
+    @property
+    def own(self) -> str:
+        """Returns the scopes of the code, without what JAX adds: 'jit(train_step)/transpose(jvp(layers))/while/body/
+        attend/dot_general' -> 'layers/attend/dot_general'."""
+        return "/".join(word for word in self.words if word not in _ADDED)
 
     @property
     def first_scope(self) -> str | None:

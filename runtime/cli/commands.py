@@ -44,6 +44,12 @@ _ALL = (
         takes_overrides=False,
     ),
     Command(
+        "profile",
+        "what the traced steps of a run took, beside what was predicted: step, kinds, operations",
+        "profile:profile_command",
+        takes_overrides=False,
+    ),
+    Command(
         "sweep",
         "the table and the page of a sweep: heat map, Pareto front, loss curves; CSV, Parquet, JSON",
         "show_sweep:sweep_command",

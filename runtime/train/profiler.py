@@ -1,12 +1,12 @@
 """A trace of some steps, by `jax.profiler`: every process writes its own, with the program that it is of beside it.
 
     RUN/profile/process-0/plugins/profile/TIME/HOST.xplane.pb     for `meshloom profile`, TensorBoard and XProf
-    RUN/profile/train.hlo.txt                                     the step as it was compiled, by process 0
+    RUN/profile/train.hlo.txt, predicted.json                     the compiled step and its prediction, by process 0
 
 Steps are dispatched ahead, so the step before the first is waited for, and then the trace has these steps and no other.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -16,10 +16,12 @@ import jax
 
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.profile.trace import STEP
+from meshloom.compiler.xla.hlo import HloError
 
 from ..core.files import replace_text
 from ..processes.distributed import Processes
-from ..rundir.profile_files import FOLDER, STEP, TEXT, place_of
+from ..rundir.profile_files import FOLDER, place_of
 from .time_spent import Stopwatch
 from .watchdog import Watchdog
 
@@ -35,8 +37,8 @@ def check_profile(spec: RunSpec) -> None:
 
 
 class Profiler:
-    """Traces `profile.steps` within the `with`. text: the compiled step's. say: takes what came of it; warn: what kept
-    it from being written, which does not end the run."""
+    """Traces `profile.steps` within the `with`. files: what is written beside the traces, by name. say: takes what came
+    of it; warn: what kept it from being written, which does not end the run."""
 
     def __init__(
         self,
@@ -46,13 +48,13 @@ class Profiler:
         *,
         watch: Stopwatch,
         watchdog: Watchdog,
-        text: Callable[[], str],
+        files: Callable[[], Mapping[str, str]],
         say: Callable[[str], None],
         warn: Callable[[Problem], None],
     ):
         self._steps, self._processes, self._run_dir = spec.profile.steps, processes, run_dir
         self._watch, self._watchdog = watch, watchdog
-        self._text, self._say, self._warn = text, say, warn
+        self._files, self._say, self._warn = files, say, warn
         self._last_begun: int | None = None  # None: no trace was begun
         self._is_on = False
 
@@ -117,10 +119,11 @@ class Profiler:
             jax.block_until_ready(state)
             jax.profiler.stop_trace()
             if self._processes.is_first:
-                replace_text(self._run_dir / FOLDER / TEXT, self._text())
+                for name, text in self._files().items():
+                    replace_text(self._run_dir / FOLDER / name, text)
             if self._steps and self._last_begun:
                 steps = _named(self._steps[0], self._last_begun)
-                self._say(f"traced {steps}, in {self._run_dir / FOLDER}")
+                self._say(f"traced {steps}: read it with `meshloom profile {self._run_dir}`")
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
@@ -128,8 +131,12 @@ class Profiler:
         try:
             with self._watch.spending("profile"), self._watchdog.paused():
                 yield
-        except (OSError, RuntimeError) as error:  # a full disk, a session of another profiler
-            what = f"the trace is not written: {error}"
+        except (
+            OSError,
+            RuntimeError,
+            HloError,
+        ) as error:  # a full disk, a session of another profiler, an unknown form
+            what = f"the trace, or what belongs to it, is not written: {error}"
             self._warn(Problem(KEY, what, "the run goes on; train again to trace it"))
 
 

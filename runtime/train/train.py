@@ -22,7 +22,9 @@ from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.driver import plan_run
+from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.profile.prediction import predict
 from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.xla.fingerprint import fingerprint_of
 from meshloom.compiler.xla.programs import Programs, lower
@@ -45,6 +47,7 @@ from ..processes.process_log import FOLDER as LOG_FOLDER
 from ..processes.say import say, say_labels
 from ..processes.stop import StopRequest
 from ..rundir.declaration import write_declaration
+from ..rundir.profile_files import PREDICTED, TEXT
 from ..rundir.run_record import recorded_run
 from .display import Display, show_header, show_summary
 from .dropped_tokens import DroppedTokens
@@ -224,7 +227,7 @@ def _run(
                 run_dir,
                 watch=watch,
                 watchdog=watchdog,
-                text=programs.train.as_text,
+                files=lambda: predicted_files(plan, programs),
                 say=lambda text: say(console, text),
                 warn=warn,
             )
@@ -258,6 +261,13 @@ def _run_loop(loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints)
     except NonFinite as error:
         checkpoints.wait()
         raise error.failure(checkpoints.latest_step) from error
+
+
+def predicted_files(plan: Plan, programs: Programs) -> dict[str, str]:
+    """Returns the compiled step, and what is predicted of it, as files beside its trace."""
+    text = programs.train.as_text()
+    prediction = predict(text, plan, estimate_step(plan).communication)
+    return {TEXT: text, PREDICTED: prediction.model_dump_json() + "\n"}
 
 
 def _show_job(job: Job, console: Console) -> None:

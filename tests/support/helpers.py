@@ -209,7 +209,7 @@ class Batches(NoData):
 def unwatched(spec: RunSpec, folder: Path) -> dict[str, Any]:
     """What a loop takes that watches it, for a test that looks at something else."""
     watch, watchdog = Stopwatch(0.0), Watchdog(None, Processes(), folder, print)
-    profiler = Profiler(spec, Processes(), folder, watch=watch, watchdog=watchdog, text=str, say=print, warn=print)
+    profiler = Profiler(spec, Processes(), folder, watch=watch, watchdog=watchdog, files=dict, say=print, warn=print)
     return {"watch": watch, "watchdog": watchdog, "profiler": profiler}
 
 

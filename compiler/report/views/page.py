@@ -75,11 +75,12 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan) -> str:
     )
 
 
-def compact_timeline(events: Sequence[Event]) -> dict[str, Any]:
-    """Events as rows of numbers, each text once: [lane, start ns, ns, name, kind, arguments, hidden ns or -1]."""
-    slices = lay_out(events)
+def compact_timeline(*timelines: Sequence[Event]) -> dict[str, Any]:
+    """Events as rows of numbers, each text once: [lane, start ns, ns, name, kind, arguments, hidden ns or -1]. Several
+    timelines share the time axis, and nothing else."""
+    slices = [s for events in timelines for s in lay_out(events)]
     kept = sorted(range(len(slices)), key=lambda i: slices[i].start_ns - slices[i].end_ns)[:NUM_EVENTS]
-    hidden = hidden_behind(slices)
+    hidden = [by for events in timelines for by in hidden_behind(lay_out(events))]
     texts: dict[str, dict[str, int]] = {"lanes": {}, "names": {}, "kinds": {}, "arguments": {}}
 
     def number(table: str, text: str) -> int:

@@ -84,14 +84,14 @@ class _Reader:
         if opcode == "recv":
             return []  # the other half of a send
         if opcode == "recv-done":
-            return [Done(name) for name in answered_by(instruction, around)]
+            return [Done(name, instruction.name) for name in answered_by(instruction, around)]
         if opcode == "send":
             return [Start(begun_by(instruction, around, self.num_devices))]
         if opcode in COLLECTIVES:
             return self._at_once(Inner(instruction, around), instruction, form="synchronous")
         if base in COLLECTIVES:
             if opcode.endswith("-done"):
-                return [Done(instruction.operands[0])]
+                return [Done(instruction.operands[0], instruction.name)]
             return [Start(self._collective(Inner(instruction, around), instruction, around, opcode, is_async=True))]
         if opcode in _ASYNC:
             return self._asynchronous(instruction, around)
@@ -108,7 +108,7 @@ class _Reader:
             form = "collective fusion"
             return [Start(self._collective(inner, instruction, around, form, is_async=True))]
         if "AsyncCollectiveDone" in targets:
-            return [Done(self._started_by(instruction, around))]
+            return [Done(self._started_by(instruction, around), instruction.name)]
         if self._is_chunk(inner, instruction, around):
             return self._computed(instruction, around)
         return self._at_once(inner, instruction, form="synchronous, fused") + self._computed(instruction, around)
@@ -124,7 +124,7 @@ class _Reader:
             called = [self.module.computations[name] for name in instruction.called]
             return [step for computation in called for step in self.steps_of(computation) if isinstance(step, Compute)]
         if instruction.opcode in _DONES:
-            return [Done(chain[-2].name)]
+            return [Done(chain[-2].name, instruction.name)]
         if any(each.opcode in _UPDATES and each.operands[0] == instruction.name for each in around.instructions):
             return []
         unit = chain[0].attribute("async_execution_thread")
@@ -146,7 +146,7 @@ class _Reader:
 
     def _at_once(self, inner: Inner, instruction: Instruction, *, form: str) -> list[Step]:
         collective = self._collective(inner, instruction, inner.computation, form, is_async=False)
-        return [Start(collective), Done(collective.name)]
+        return [Start(collective), Done(collective.name, collective.name)]
 
     def _computed(self, instruction: Instruction, around: Computation) -> list[Step]:
         compute = price(instruction, around, self.module, self.chip)

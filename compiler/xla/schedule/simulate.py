@@ -67,11 +67,13 @@ class Segment:
 
 @dataclass
 class Simulation:
-    """seconds: of a step. unpriced: names of operations that count as no time. unknown_loops: whose trips count as one.
-    segments: for a timeline; of a loop the first trips, and the rest as one."""
+    """seconds: of a step. operations: seconds of compute by name, of all executions. unpriced: names of operations that
+    count as no time. unknown_loops: whose trips count as one. segments: for a timeline; of a loop the first trips, and
+    the rest as one."""
 
     seconds: float = 0.0
     compute_seconds: dict[ComputeKind, float] = field(default_factory=dict)
+    operations: dict[str, float] = field(default_factory=dict)
     exposed_seconds: float = 0.0
     collectives: dict[str, CollectiveTotals] = field(default_factory=dict)
     priced_by: dict[str, int] = field(default_factory=dict)
@@ -139,6 +141,7 @@ class _Clock:
         if step.seconds is None:
             result.unpriced.add(step.name)
             return
+        result.operations[step.name] = result.operations.get(step.name, 0.0) + weight * step.seconds
         begin, self._now = self._now, self._now + step.seconds
         for transfer in self._flying.values():
             meanwhile = min(self._now, transfer.end) - max(begin, transfer.begin)

@@ -60,9 +60,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Done:
-    """What follows needs the result of the collective of that name."""
+    """What follows needs the result of the collective of that name. by: the instruction that waits for it."""
 
     name: str
+    by: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,18 @@ def collectives_of(steps: tuple[Step, ...]) -> Iterator[Collective]:
         elif isinstance(step, Branches):
             for branch in step.branches:
                 yield from collectives_of(branch)
+
+
+def dones_of(steps: tuple[Step, ...]) -> Iterator[Done]:
+    """Returns every end of a collective in a program, once."""
+    for step in steps:
+        if isinstance(step, Done):
+            yield step
+        elif isinstance(step, Loop):
+            yield from dones_of(step.body)
+        elif isinstance(step, Branches):
+            for branch in step.branches:
+                yield from dones_of(branch)
 
 
 def loops_of(steps: tuple[Step, ...]) -> Iterator[Loop]:

@@ -12,12 +12,15 @@ from jax.profiler import ProfileData
 
 from conftest import LINEAR_STACK, plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.profile.account import account, roles_of
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
+from meshloom.runtime.rundir.profile_files import read_profile
 from meshloom.runtime.train.loop import Loop
 from meshloom.runtime.train.profiler import Profiler, check_profile
 from meshloom.runtime.train.time_spent import Stopwatch
+from meshloom.runtime.train.train import predicted_files
 from meshloom.runtime.train.watchdog import Watchdog
 from support.helpers import Batches, programs_of
 
@@ -56,7 +59,8 @@ def _train(folder: Path, tokens: np.ndarray, *, first_step: int = 0) -> Traced:
         Checkpoints(folder, plan.spec) as checkpoints,
         SlowProfiler(
             plan.spec, Processes(), folder, watch=watch, watchdog=watchdog,
-            text=programs.train.as_text, say=traced.said.append, warn=traced.warned.append,
+            files=lambda: predicted_files(plan, programs),
+            say=traced.said.append, warn=traced.warned.append,
         ) as profiler,
     ):  # fmt: skip
         loop = Loop(
@@ -95,9 +99,25 @@ def test_the_steps_asked_for_are_traced_and_no_others(traced):
     events = (dict(event.stats) for plane in data.planes for line in plane.lines for event in line.events)
     executions = {(s["run_id"], s["device_ordinal"]) for s in events if s.get("hlo_module") == "jit_train_step"}
     assert len(executions) == 4, "two steps on two devices"
-    assert traced.said == [f"traced steps 2 to 3, in {traced.run_dir}/profile"]
+    assert traced.said == [f"traced steps 2 to 3: read it with `meshloom profile {traced.run_dir}`"]
     assert traced.warned == []
     assert "HloModule jit_train_step" in (traced.run_dir / "profile/train.hlo.txt").read_text()
+
+
+def test_what_each_device_ran_is_found_in_the_program(traced):
+    """Every event of the trace is an instruction of the program, and most of a step is accounted for."""
+    profile = read_profile(traced.run_dir)
+    report = profile.report
+    assert (report.steps, report.num_devices, report.num_executions, report.notes) == ((2, 3), 2, 4, ())
+    assert (report.unmatched_seconds, report.num_not_run) == (0.0, 0)
+    for execution in profile.traces[0].executions:
+        found = account(execution, roles_of(profile.prediction))
+        parts = [*found.compute.values(), *found.exposed.values(), found.idle]
+        assert sum(parts) == pytest.approx(execution.seconds)
+    assert {row.kind for row in report.kinds} >= {"matmul", "all-gather", "reduce-scatter"}
+    gathers = [row.source for row in report.operations if row.kind == "all-gather"]
+    assert any(source.startswith("layers/") and source.endswith(", forward") for source in gathers), gathers
+    assert report.step.predicted_seconds is None
 
 
 def test_writing_a_trace_counts_as_no_step(traced):
@@ -116,8 +136,15 @@ def _profiler(folder: Path, steps: str, said: list[str], warned: list[Any] | Non
     take = warned if warned is not None else []
     watch, watchdog = Stopwatch(0.0), Watchdog(None, Processes(), folder, print)
     return Profiler(
-        spec_of(steps), Processes(), folder, watch=watch, watchdog=watchdog, text=str, say=said.append, warn=take.append
-    )
+        spec_of(steps),
+        Processes(),
+        folder,
+        watch=watch,
+        watchdog=watchdog,
+        files=dict,
+        say=said.append,
+        warn=take.append,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

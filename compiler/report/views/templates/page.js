@@ -49,12 +49,14 @@ function filterCollectives() {
   document.getElementById("shown").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length}`;
 }
 
-document.getElementById("filter").addEventListener("input", filterCollectives);
-document.getElementById("only-exposed").addEventListener("change", filterCollectives);
+if (document.getElementById("filter")) {
+  document.getElementById("filter").addEventListener("input", filterCollectives);
+  document.getElementById("only-exposed").addEventListener("change", filterCollectives);
+}
 
 // ---- timeline
 
-const LANE = 34, GAP = 6, TOP = 24, LABEL = 96, LEAST_NS = 50;
+const LANE = 34, GAP = 6, TOP = 24, LEAST_LABEL = 96, LEAST_NS = 50;
 
 function readableTime(ns) {
   if (ns === 0) return "0";
@@ -69,6 +71,7 @@ class Timeline {
     this.chart = chart;
     this.detail = detail;
     this.lanes = data.lanes;
+    this.label = Math.max(LEAST_LABEL, ...data.lanes.map((name) => 7 * name.length + 6)); // the names of lanes are before it
     this.events = data.rows.map(([lane, start, length, name, kind, told, hidden], index) => ({
       index, lane, start, end: start + length, name: data.names[name], kind: data.kinds[kind],
       told: data.arguments[told], hidden,
@@ -91,8 +94,8 @@ class Timeline {
   }
 
   get width() { return Math.max(240, this.chart.clientWidth || 1000); }
-  x(ns) { return LABEL + ((ns - this.from) / (this.to - this.from)) * (this.width - LABEL); }
-  ns(x) { return this.from + ((x - LABEL) / (this.width - LABEL)) * (this.to - this.from); }
+  x(ns) { return this.label + ((ns - this.from) / (this.to - this.from)) * (this.width - this.label); }
+  ns(x) { return this.from + ((x - this.label) / (this.width - this.label)) * (this.to - this.from); }
 
   show(from, to) {
     const length = Math.min(this.end, Math.max(LEAST_NS, to - from));
@@ -175,7 +178,7 @@ class Timeline {
     window.addEventListener("pointermove", (move) => {
       if (!held || Math.abs(move.clientX - held.x) < 3) return;
       this.chart.classList.add("is-dragged");
-      const by = ((held.x - move.clientX) / (this.width - LABEL)) * (held.to - held.from);
+      const by = ((held.x - move.clientX) / (this.width - this.label)) * (held.to - held.from);
       this.show(held.from + by, held.to + by);
     });
     for (const end of ["pointerup", "pointercancel"]) {
@@ -194,7 +197,7 @@ class Timeline {
     const svg = make("svg", { viewBox: `0 0 ${this.width} ${height}`, height, "aria-hidden": "true" });
     this.drawTicks(svg, height);
     this.lanes.forEach((_, lane) => this.drawLane(svg, lane));
-    svg.append(make("rect", { class: "margin", x: 0, y: 0, width: LABEL - 2, height, fill: "var(--card)" }));
+    svg.append(make("rect", { class: "margin", x: 0, y: 0, width: this.label - 2, height, fill: "var(--card)" }));
     this.lanes.forEach((name, lane) => {
       svg.append(make("text", { x: 0, y: TOP + lane * (LANE + GAP) + LANE / 2 + 4 }, name));
     });
@@ -202,7 +205,7 @@ class Timeline {
   }
 
   drawTicks(svg, height) {
-    const target = (this.to - this.from) / Math.max(2, (this.width - LABEL) / 110);
+    const target = (this.to - this.from) / Math.max(2, (this.width - this.label) / 110);
     const power = 10 ** Math.floor(Math.log10(target));
     const every = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= target);
     for (let at = Math.ceil(this.from / every) * every; at <= this.to; at += every) {
@@ -213,7 +216,7 @@ class Timeline {
 
   drawLane(svg, lane) {
     const y = TOP + lane * (LANE + GAP);
-    svg.append(make("rect", { class: "lane", x: LABEL, y, width: this.width - LABEL, height: LANE }));
+    svg.append(make("rect", { class: "lane", x: this.label, y, width: this.width - this.label, height: LANE }));
     const drawnTo = new Map(); // by kind: what falls on the same pixel is drawn once
     const isExposed = (event) => Number(event.kind === "exposed"); // drawn last: it is looked for
     for (const event of [...this.byLane[lane]].sort((a, b) => isExposed(a) - isExposed(b))) {
@@ -221,7 +224,7 @@ class Timeline {
       const right = this.x(event.end);
       if (event !== this.selected && right - (drawnTo.get(event.kind) ?? -1) < 0.4) continue;
       drawnTo.set(event.kind, right);
-      this.drawEvent(svg, event, y, Math.max(LABEL, this.x(event.start)), Math.min(right, this.width));
+      this.drawEvent(svg, event, y, Math.max(this.label, this.x(event.start)), Math.min(right, this.width));
     }
   }
 

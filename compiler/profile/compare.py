@@ -1,0 +1,221 @@
+"""A trace beside the prediction of its program: the measured time of each kind of work, and of each operation."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from meshloom.models.config import Record
+
+from ..core.collectives import CollectiveKind, LinkKind
+from ..core.format import counted, human_names
+from ..schema import ComputeKind
+from .account import Account, Roles, account, roles_of
+from .prediction import PredictedCollective, Prediction
+from .trace import Execution, Trace
+
+SCHEMA_VERSION = 1  # of profile.json
+NUM_NAMED = 3
+
+
+class Compared(Record):
+    """Seconds of a step, and measured over predicted. measured: the median of the traced steps and devices."""
+
+    measured_seconds: NonNegativeFloat
+    predicted_seconds: NonNegativeFloat | None
+    ratio: NonNegativeFloat | None
+
+
+class KindRow(Compared):
+    """A kind of work. Compute: the time that it takes. Collectives: their times alone, of which compute waits for
+    `exposed`."""
+
+    kind: ComputeKind | CollectiveKind
+    mesh_axes: tuple[str, ...]
+    link: LinkKind | None  # None: compute
+    exposed: Compared | None  # None: compute
+
+
+class OperationRow(Compared):
+    """An instruction, all its executions in a step. is_transfer: of a collective, that the measured time is that of its
+    transfer, and does not end when compute asked for it. latency_seconds: the part of the predicted time that does not
+    depend on the size."""
+
+    name: str
+    kind: ComputeKind | CollectiveKind
+    source: str
+    link: LinkKind | None
+    count: PositiveInt  # measured
+    exposed: Compared | None
+    is_transfer: bool
+    latency_seconds: NonNegativeFloat | None
+
+
+class ProfileReport(Record):
+    """What ran beside what was predicted. steps: the traced ones, where the trace says which. fastest, slowest: of the
+    steps on any device. idle: neither compute nor a collective ran. unmatched: seconds of what the program does not
+    have. notes: what is missing in the trace. unknown: why predicted values are None."""
+
+    schema_version: Literal[1]
+    model: str
+    target: str
+    chip: str | None
+    platform: Literal["cpu", "gpu", "tpu"]
+    steps: tuple[int, ...]
+    num_executions: PositiveInt
+    num_devices: PositiveInt  # in the trace
+    num_processes: PositiveInt
+    step: Compared
+    fastest_seconds: NonNegativeFloat
+    slowest_seconds: NonNegativeFloat
+    kinds: tuple[KindRow, ...]
+    idle_seconds: NonNegativeFloat
+    operations: tuple[OperationRow, ...]
+    num_not_run: NonNegativeInt  # collectives of the program that the trace does not have
+    unmatched_seconds: NonNegativeFloat
+    notes: tuple[str, ...]
+    unknown: dict[str, str]
+
+
+def compare(traces: Sequence[Trace], prediction: Prediction) -> ProfileReport:
+    """Returns the comparison. traces: of one process each; at least one of them has an execution."""
+    roles = roles_of(prediction)
+    executions = [each for trace in traces for each in trace.executions]
+    accounts = [account(each, roles) for each in executions]
+    seconds = [each.seconds for each in executions]
+    steps = sorted({each.step for each in executions if each.step is not None})
+    unmatched = sorted({name for each in accounts for name in each.unmatched})
+    missing = [each for each in prediction.collectives if not any(each.report.name in a.in_flight for a in accounts)]
+    notes = [note for trace in traces for note in trace.notes]
+    if unmatched:
+        notes.append(f"{counted(len(unmatched), 'operation')} not in the program: {human_names(unmatched, NUM_NAMED)}")
+    return ProfileReport(
+        schema_version=SCHEMA_VERSION,
+        model=prediction.model,
+        target=prediction.target,
+        chip=prediction.chip,
+        platform=traces[0].platform,
+        steps=tuple(steps),
+        num_executions=len(executions),
+        num_devices=len({(each.process, each.device) for each in executions}),
+        num_processes=len({each.process for each in executions}),
+        step=compared(statistics.median(seconds), prediction.step.predicted_seconds),
+        fastest_seconds=min(seconds),
+        slowest_seconds=max(seconds),
+        kinds=(*_compute_kinds(accounts, prediction), *_collective_kinds(accounts, prediction)),
+        idle_seconds=statistics.median(each.idle for each in accounts),
+        operations=tuple(_operations(accounts, prediction, roles)),
+        num_not_run=len(missing),
+        unmatched_seconds=_median(accounts, lambda each: sum(each.unmatched.values())),
+        notes=tuple(notes),
+        unknown={path: why for path, why in prediction.unknown.items() if "seconds" in path},
+    )
+
+
+def typical_execution(traces: Sequence[Trace]) -> Execution:
+    """Returns the execution whose time is closest to the median of all."""
+    executions = [each for trace in traces for each in trace.executions]
+    median = statistics.median(each.seconds for each in executions)
+    return min(executions, key=lambda each: abs(each.seconds - median))
+
+
+def compared(measured: float, predicted: float | None) -> Compared:
+    """Returns two times and their ratio, which is unknown where nothing, or no time, was predicted."""
+    return Compared(**_values(measured, predicted))
+
+
+def _values(measured: float, predicted: float | None) -> dict[str, Any]:
+    ratio = measured / predicted if predicted else None
+    return {"measured_seconds": measured, "predicted_seconds": predicted, "ratio": ratio}
+
+
+def _median(accounts: Iterable[Account], value: Callable[[Account], float]) -> float:
+    return statistics.median(value(each) for each in accounts)
+
+
+def _compute_kinds(accounts: Sequence[Account], prediction: Prediction) -> list[KindRow]:
+    kinds: tuple[ComputeKind, ...] = ("matmul", "attention", "other")
+    predicted, is_known = prediction.step.compute_seconds_by_kind, prediction.step.compute_seconds is not None
+    rows = []
+    for kind in kinds:
+        measured = _median(accounts, lambda each, kind=kind: each.compute.get(kind, 0.0))
+        if measured or predicted.get(kind):
+            values = _values(measured, predicted.get(kind, 0.0) if is_known else None)
+            rows.append(KindRow(kind=kind, mesh_axes=(), link=None, exposed=None, **values))
+    return rows
+
+
+def _collective_kinds(accounts: Sequence[Account], prediction: Prediction) -> list[KindRow]:
+    """Returns a row for each kind, mesh axes and link, the longest measured first."""
+    groups: dict[tuple[CollectiveKind, tuple[str, ...], LinkKind], list[PredictedCollective]] = {}
+    for each in prediction.collectives:
+        groups.setdefault((each.report.kind, each.report.mesh_axes, each.report.link), []).append(each)
+    rows = []
+    for (kind, axes, link), each in groups.items():
+        names = [one.report.name for one in each]
+        alone = _median(accounts, lambda a, names=names: sum(a.in_flight.get(name, 0.0) for name in names))
+        exposed = _median(accounts, lambda a, names=names: sum(a.exposed.get(name, 0.0) for name in names))
+        if not any(name in a.in_flight for name in names for a in accounts):
+            continue
+        rows.append(
+            KindRow(
+                kind=kind,
+                mesh_axes=axes,
+                link=link,
+                exposed=compared(exposed, _sum(one.report.exposed_seconds for one in each)),
+                **_values(alone, _sum(one.report.alone_seconds for one in each)),
+            )
+        )
+    return sorted(rows, key=lambda row: -row.measured_seconds)
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    return None if None in known else sum(value for value in known if value is not None)
+
+
+def _operations(accounts: Sequence[Account], prediction: Prediction, roles: Roles) -> list[OperationRow]:
+    """Returns what ran, that first whose time differs most from the predicted one, or is longest where none is."""
+    rows = []
+    names = dict.fromkeys(name for each in accounts for name in each.counts)
+    computes = {each.name: each for each in prediction.compute}
+    for name in names:
+        count = max(each.counts.get(name, 0) for each in accounts)
+        begun = roles.begun.get(name)
+        if begun is None:
+            compute = computes[name]
+            measured = _median(accounts, lambda a, name=name: a.operations.get(name, 0.0))
+            rows.append(
+                OperationRow(
+                    name=name, kind=compute.kind, source=compute.source, link=None, count=count, exposed=None,
+                    is_transfer=False, latency_seconds=None, **_values(measured, compute.seconds),
+                )
+            )  # fmt: skip
+            continue
+        report = begun.report
+        measured = _median(accounts, lambda a, name=name: a.in_flight.get(name, 0.0))
+        exposed = _median(accounts, lambda a, name=name: a.exposed.get(name, 0.0))
+        rows.append(
+            OperationRow(
+                name=name,
+                kind=report.kind,
+                source=report.source,
+                link=report.link,
+                count=count,
+                exposed=compared(exposed, report.exposed_seconds),
+                is_transfer=all(a.is_exact.get(name, True) for a in accounts),
+                latency_seconds=begun.latency_seconds,
+                **_values(measured, report.alone_seconds),
+            )
+        )
+    return sorted(rows, key=lambda row: (-difference(row), row.name))
+
+
+def difference(row: OperationRow) -> float:
+    """Returns how far off the prediction is, in seconds; the measured time where there is none. Of a collective it is
+    that of the time in which compute waits for it."""
+    of_step = row.exposed or row
+    if of_step.predicted_seconds is None:
+        return of_step.measured_seconds
+    return abs(of_step.measured_seconds - of_step.predicted_seconds)

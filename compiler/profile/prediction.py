@@ -1,0 +1,122 @@
+"""What a compiled step is predicted to do, instruction by instruction, by the names that a trace has of them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from pydantic import NonNegativeFloat, PositiveInt
+
+from meshloom.models.config import Record
+
+from ..analysis.schedule_analysis import analyse_schedule
+from ..core.scopes import OperationName
+from ..estimate.communication import PlannedCollective
+from ..plan import Plan
+from ..schema import CollectiveReport, ComputeKind, Event, StepReport
+from ..xla.hlo import Instruction, Module, parse_module
+from ..xla.schedule.prices import kind_of
+
+SCHEMA_VERSION = 1  # of predicted.json
+_CONTAINERS = frozenset({"call", "conditional", "while"})  # whose events contain those of what they run
+_NOTHING = frozenset({"constant", "get-tuple-element", "parameter", "tuple"})
+
+
+class PredictedCompute(Record):
+    """An instruction of the compute unit. seconds: of all its executions in a step; None if the chip is unknown."""
+
+    name: str
+    kind: ComputeKind
+    source: str  # "layers/dot_general, backward"
+    seconds: NonNegativeFloat | None
+
+
+class PredictedCollective(Record):
+    """A collective, named by the instruction that starts it. ends: instructions that wait for it. latency_seconds: the
+    part of `report.alone_seconds` that does not depend on its size."""
+
+    report: CollectiveReport
+    ends: tuple[str, ...]
+    latency_seconds: NonNegativeFloat | None
+
+
+class Prediction(Record):
+    """A traced program and what was predicted of it. containers: instructions that only run others. unknown: why a
+    value of `step` or of a collective is None, as in report.json."""
+
+    schema_version: Literal[1]
+    module: str  # as a trace names it
+    model: str
+    target: str
+    chip: str | None
+    num_devices: PositiveInt
+    step: StepReport
+    compute: tuple[PredictedCompute, ...]
+    collectives: tuple[PredictedCollective, ...]
+    containers: tuple[str, ...]
+    events: tuple[Event, ...]
+    unknown: dict[str, str]
+
+
+def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective]) -> Prediction:
+    """Returns the prediction of a compiled step. text: as XLA scheduled it. planned: the plan's collectives. Raises
+    HloError for a text of an unknown form."""
+    module = parse_module(text)
+    analysis = analyse_schedule(module, plan, planned)
+    target = plan.target
+    ends: dict[str, list[str]] = {}
+    for instruction, collective in analysis.dones.items():
+        ends.setdefault(collective, []).append(instruction)
+    parts = {*(each.name for each in analysis.collectives), *analysis.dones}
+    ran = list(_ran(module))
+    return Prediction(
+        schema_version=SCHEMA_VERSION,
+        module=module.name,
+        model=plan.spec.model.family,
+        target=target.name,
+        chip=target.chip.name if target.chip else None,
+        num_devices=target.num_devices,
+        step=analysis.step,
+        compute=tuple(
+            PredictedCompute(
+                name=each.name,
+                kind=kind_of(each, module),
+                source=_source(each),
+                seconds=analysis.compute_seconds.get(each.name, 0.0) if target.chip else None,
+            )
+            for each in ran
+            if each.name not in parts and each.opcode not in _CONTAINERS
+        ),
+        collectives=tuple(
+            PredictedCollective(
+                report=each,
+                ends=tuple(ends.get(each.name, ())),
+                latency_seconds=analysis.latency_seconds.get(each.name),
+            )
+            for each in analysis.collectives
+        ),
+        containers=tuple(each.name for each in ran if each.opcode in _CONTAINERS),
+        events=analysis.events,
+        unknown=analysis.unknown,
+    )
+
+
+def _ran(module: Module) -> Iterator[Instruction]:
+    """Returns the instructions that a device runs one by one: not those inside of fusions."""
+    waiting, seen = [module.entry_computation], set[str]()
+    while waiting:
+        computation = waiting.pop()
+        if computation.name in seen:
+            continue
+        seen.add(computation.name)
+        for each in computation.instructions:
+            if each.opcode not in _NOTHING:
+                yield each
+            if each.opcode in _CONTAINERS:
+                waiting += [module.computations[name] for name in each.called if name in module.computations]
+
+
+def _source(instruction: Instruction) -> str:
+    """Returns the source of compute: 'layers/attend/dot_general, backward'. Of several that XLA merged, the first."""
+    if not instruction.op_name:
+        return f"{instruction.name.split('.')[0]}, made by the compiler"
+    name = OperationName(instruction.op_name).separated[0]
+    return f"{name.own or name.last}, {name.in_pass}"
