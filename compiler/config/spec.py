@@ -234,6 +234,17 @@ def _first_and_last(steps: tuple[int, ...]) -> tuple[int, ...]:
     raise PydanticCustomError("choice", "{what}", {"what": what, "fix": fix})
 
 
+class ReplaySpec(Config):
+    """Steps that run again from the state before them, which is kept for it.
+
+    spike_factor: with `on_nonfinite=replay`, how many times the median of the losses before it makes a loss suspect.
+    check_every_num_steps: how often a step that is not suspect runs twice, and replicas of the state are compared.
+    """
+
+    spike_factor: Annotated[float, Field(gt=1)]
+    check_every_num_steps: PositiveInt | None
+
+
 class ProfileSpec(Config):
     """steps: the first and the last step of a trace, by the numbers in metrics.jsonl."""
 
@@ -283,7 +294,8 @@ class RunSpec(Config):
     evaluation: EvaluationSpec
     sweep: SweepSpec
     frozen_parameters: tuple[Text, ...]  # patterns of paths, such as embed/*: no gradient and no update
-    on_nonfinite: Literal["stop", "skip"]  # for a step whose loss or gradient norm is not finite; skip: no update
+    on_nonfinite: Literal["stop", "skip", "replay"]  # for a step whose loss or gradient norm is not finite: no update,
+    # or run again to tell the data from the hardware
     num_skips_allowed: NonNegativeInt  # in a row, if such steps are skipped
     on_too_little_memory: Literal["refuse", "try"]  # if a run needs more memory than there is
     compilation_cache: Text | None  # directory of compiled programs; None: compile at each start
@@ -299,6 +311,7 @@ class RunSpec(Config):
     tune: TuneSpec  # what `meshloom tune` searches
     launch: LaunchSpec  # how `meshloom launch` starts the run on its hosts
     watchdog: WatchdogSpec | None  # None: a run that hangs is not noticed
+    replay: ReplaySpec
     profile: ProfileSpec
     run: RunLabels
 
@@ -347,6 +360,11 @@ class RunSpec(Config):
     def may_skip(self) -> bool:
         """Returns True if a non-finite step is skipped; a loss scale always skips them, to find its size."""
         return self.on_nonfinite == "skip" or self.precision.loss_scale is not None
+
+    @property
+    def keeps_state(self) -> bool:
+        """Returns True if the state before a step is kept until it is known what came of the step."""
+        return self.on_nonfinite == "replay" or self.replay.check_every_num_steps is not None
 
     @property
     def tokens_per_step(self) -> int:

@@ -46,7 +46,7 @@ class LiveSet:
 
 
 def find_peak(program: Program) -> Peak:
-    """Returns the peak of a step besides its arguments. Its results replace donated arguments."""
+    """Returns the peak of a step besides its arguments. Its results replace arguments that are donated."""
     highest, peak = 0, Peak({}, "")
     for one in live_sets(program):
         if (num_bytes := sum(array.num_bytes for array in one.arrays)) > highest:
@@ -60,8 +60,9 @@ def find_peak(program: Program) -> Peak:
 def live_sets(program: Program) -> Iterator[LiveSet]:
     """Yields what lives at each operation of a step, in loops at each of the body's."""
     fused = fuse(program, is_loop=False)
-    free = set(program.inputs) | {i for i in fused.outputs if i is not None}
-    yield from _walk(fused, unowned=free, reusable=set(program.inputs))
+    inputs, results = set(program.inputs), {i for i in fused.outputs if i is not None}
+    donated = inputs if program.donates else set[int]()
+    yield from _walk(fused, unowned=inputs | (results if program.donates else set()), reusable=donated)
 
 
 def host_bytes(program: Program) -> int:

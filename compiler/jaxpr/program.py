@@ -52,3 +52,4 @@ class Program:
     dtypes: tuple[str, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    donates: bool = True  # results may take the place of inputs

@@ -28,12 +28,15 @@ from .forward import build_functions
 from .schedule import Batch, ModelWeights
 from .update import build_update
 
+LOSS_BY_SHARD = "loss_by_shard"
+
 TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 
 
 def build_train_step(plan: Plan) -> TrainStep:
-    """Returns the step as a function of global arrays; its metrics: those of the update (update.py), num_targets, and
-    `plan.auxiliary`, those of a stack by layer.
+    """Returns the step as a function of global arrays; its metrics: those of the update (update.py), num_targets,
+    `plan.auxiliary`, those of a stack by layer; and LOSS_BY_SHARD where the state before a step is kept: the sums over
+    the shards of the batch, in the order of the mesh, by which a device that computes wrongly is found.
 
     A global batch without any target has a loss of 0 and gradients of zero: the sum over no targets.
     """
@@ -43,11 +46,11 @@ def build_train_step(plan: Plan) -> TrainStep:
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         dropout_key = jax.random.fold_in(jax.random.key(plan.spec.seed), state["step"])
-        (loss, num_targets), grads, auxiliary = gradients(state["params"], batch, dropout_key, scale)
+        (loss, num_targets), grads, auxiliary, shards = gradients(state["params"], batch, dropout_key, scale)
         with jax.named_scope(UPDATE):
             totals = {name: aux.totals for name, aux in auxiliary.items()}
             state, metrics = update(state, loss / jnp.maximum(num_targets, 1), grads, totals)
-        return state, metrics | {"num_targets": num_targets} | _auxiliary_metrics(auxiliary)
+        return state, metrics | {"num_targets": num_targets} | _auxiliary_metrics(auxiliary) | shards
 
     return train_step
 
@@ -77,7 +80,7 @@ def build_init(plan: Plan) -> Callable[[], State]:
 def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     """(params, batch, dropout_key, scale) -> sums over the targets of a global batch, [cross-entropy, number of them];
     with `with_gradients` also the gradient of scale times the mean objective, in the layout of the update, of those
-    parameters that are trained; and the auxiliary outputs by stack, and of the head.
+    parameters that are trained; the auxiliary outputs by stack, and of the head; and losses by shard, by name.
 
     dropout_key: None for no dropout. Gradients are accumulated in `precision.gradients` over the microbatches.
     """
@@ -98,7 +101,9 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
                 PartitionSpec(),
                 PartitionSpec(),
             ),
-            out_specs=(PartitionSpec(), update_specs, PartitionSpec()) if with_gradients else PartitionSpec(),
+            out_specs=(PartitionSpec(), update_specs, PartitionSpec(), PartitionSpec())
+            if with_gradients
+            else PartitionSpec(),
             axis_names=set(plan.mesh.sizes) - set(plan.auto_axes),
             check_vma=False,  # the reductions are all written out, and tested against one device
         )
@@ -117,6 +122,7 @@ def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]
     used_types = like(plan.abstract["params"], {p.array.path: p.array.compute_dtype for p in plan.sharding.parameters})
     reduction = Reduction(jnp.dtype(precision.gradient_reduction), precision.gradients, is_last=False)
     over_batch = partial(jax.lax.psum, axis_name=batch_axes) if batch_axes else lambda x: x
+    by_shard = partial(jax.lax.all_gather, axis_name=batch_axes) if batch_axes else lambda x: x[None]
 
     def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
         with jax.named_scope(WORKING_PARAMETERS):
@@ -128,7 +134,8 @@ def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]
         loss = jnp.stack([over_batch(sums.loss), num_targets.astype(jnp.float32)])
         if not with_gradients:
             return loss
-        return loss, pick(grads, plan.sharding.trained), jax.tree.map(over_batch, sums.auxiliary)
+        grads, auxiliary = pick(grads, plan.sharding.trained), jax.tree.map(over_batch, sums.auxiliary)
+        return loss, grads, auxiliary, {LOSS_BY_SHARD: by_shard(sums.loss)} if plan.spec.keeps_state else {}
 
     return local
 

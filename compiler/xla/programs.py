@@ -20,7 +20,8 @@ PROGRAMS = ("init", "train", "evaluate", "is_finite")
 
 @dataclass(frozen=True)
 class Programs:
-    """What a run executes. init: () -> state. train: (state, batch) -> (state, metrics), the state donated. evaluate:
+    """What a run executes. init: () -> state. train: (state, batch) -> (state, metrics), the state
+    donated unless `RunSpec.keeps_state`. evaluate:
     (params, batch) -> [summed loss, number of targets]. is_finite: state -> boolean. state, batch: what they take, as
     sharded ShapeDtypeStructs. compiler_options: those declared, for all programs; options_without_device: those
     that compiling for absent chips takes; options_left_out: of sets, those that the compiler does not know. None: a
@@ -49,7 +50,8 @@ def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs
     batch = dict.fromkeys(batch_arrays(plan.spec), tokens)
     shardings = jax.tree.map(lambda x: x.sharding, state)
     replicated = NamedSharding(mesh, PartitionSpec())
-    train = jax.jit(build_train_step(plan), donate_argnums=0, out_shardings=(shardings, replicated))
+    donated = () if plan.spec.keeps_state else (0,)
+    train = jax.jit(build_train_step(plan), donate_argnums=donated, out_shardings=(shardings, replicated))
     traced = {
         "init": lambda: jax.jit(build_init(plan), out_shardings=shardings).lower(),
         "train": lambda: train.lower(state, batch),

@@ -10,6 +10,7 @@ NONFINITE = 5  # NaN or infinity where training cannot go on
 STORAGE = 6  # a checkpoint or a metric cannot be written, or no checkpoint can be read
 HUNG = 7  # no step ended for too long, and watchdog.abort asked for the end
 LOST = 8  # another process of the run is gone, or never came
+FAULTY = 9  # a device does not give the same result twice
 PREEMPTED = 128 + signal.SIGTERM  # asked to stop; what it had done is saved
 INTERRUPTED = 128 + signal.SIGINT  # by a person, who does not want it started again
 

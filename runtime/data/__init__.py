@@ -8,13 +8,15 @@ tokenizers.py, tokenize.py                documents as tokens
 store.py, shards.py                       tokens with a table of documents, in memory or memory-mapped
 packing.py, user_sequences.py             tokens as sequences, each made by its index
 batches.py                                sequences in an order, global batches, iterators
+locate.py                                 the way back: which documents a batch is made of
 corpus.py, splits.py                      all of it for a declared run, and every check
 write.py                                  `meshloom data`: a corpus of any size into shards
 """
 
 from .batches import Batches, BatchIterator, HostBatch
+from .locate import describe
 from .source import DataSource
 from .splits import Data, open_data
 from .store import Split
 
-__all__ = ["BatchIterator", "Batches", "Data", "DataSource", "HostBatch", "Split", "open_data"]
+__all__ = ["BatchIterator", "Batches", "Data", "DataSource", "HostBatch", "Split", "describe", "open_data"]

@@ -40,6 +40,11 @@ class ConcatenatedSequences:
         row["targets"][ends - first - 1] = IGNORED_TARGET
         return row | _documents(lengths[lengths > 0], self._length)
 
+    def documents(self, index: int) -> tuple[int, ...]:
+        """Returns the numbers in the corpus of the documents that a sequence has tokens of."""
+        first = index * self._length
+        return self._stream.documents_at(first, first + self._length)
+
     @property
     def fill(self) -> float:
         """Returns the share of positions that hold a token."""
@@ -80,6 +85,12 @@ class PackedSequences:
             return row | _documents(stops - starts, self._length)
         targets[ends[:-1] - 1] = inputs[ends[:-1]]  # a document's end predicts how the next one begins
         return row
+
+    def documents(self, index: int) -> tuple[int, ...]:
+        """Returns the numbers in the corpus of the documents that a sequence has tokens of."""
+        pieces = slice(self._plan.firsts[index], self._plan.firsts[index + 1])
+        spans = zip(self._plan.starts[pieces].tolist(), self._plan.stops[pieces].tolist(), strict=True)
+        return tuple(number for start, stop in spans for number in self._stream.documents_at(start, stop))
 
     @property
     def fill(self) -> float:

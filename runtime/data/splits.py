@@ -1,6 +1,7 @@
 """The data of a run: both splits as global batches, checked against what the run will draw from them."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -12,9 +13,10 @@ from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import be, counted
 
-from .batches import Batches, BatchSource, shuffled
-from .corpus import SPLITS, Corpus, open_corpus
+from .batches import NEXT_BATCH, Batches, BatchSource, shuffled
+from .corpus import SPLITS, Corpus, Sequences, open_corpus
 from .documents import parts_of
+from .locate import LocatedRow, Places, names_of
 from .store import Split
 from .tokenizers import TokenizerIdentity, open_tokenizer
 
@@ -22,17 +24,44 @@ MOST_SEQUENCES = 2**32  # that Grain shuffles
 
 
 @dataclass(frozen=True)
+class WeightedSource:
+    """A source of the run. where: its key. weight: its share of the sequences, of all weights together."""
+
+    source: OneSource
+    where: str
+    weight: float
+
+
+@dataclass(frozen=True)
 class Data:
     """splits: train, shuffled, and held_out, the same batches for every run. identity: all that a place in the data
-    rests on, by key; flat, JSON. token_unit: what a token is. summary: for people."""
+    rests on, by key; flat, JSON. token_unit: what a token is. summary: for people. sources: with their sequences to
+    train on. places: of the order of these, as (source, sequence)."""
 
     splits: dict[Split, Batches]
     identity: dict[str, Any]
     token_unit: str
     summary: str
+    sources: tuple[tuple[WeightedSource, Sequences], ...]
+    places: Any
 
     def __getitem__(self, split: Split) -> Batches:
         return self.splits[split]
+
+    def locate(self, position: Mapping[str, int], rows: Sequence[int]) -> list[LocatedRow]:
+        """Returns what rows of a global batch to train on are made of. position: of `BatchIterator.get_state` before
+        it. Reads sources of text again. Raises ConfigError where one cannot be read."""
+        first = position[NEXT_BATCH] * self.identity["global_batch_size"]
+        places = [self.places[first + row] for row in rows]
+        documents = [self.sources[part][1].documents(index) for part, index in places]
+        names = []
+        for number, (source, _) in enumerate(self.sources):
+            own = [one for (part, _), each in zip(places, documents, strict=True) if part == number for one in each]
+            names.append(names_of(source.source, source.where, own))
+        return [
+            LocatedRow(row, self.sources[part][0].where, each, tuple(names[part][i] for i in each if i in names[part]))
+            for row, (part, _), each in zip(rows, places, documents, strict=True)
+        ]
 
 
 def open_data(spec: RunSpec) -> Data:
@@ -48,16 +77,10 @@ def open_data(spec: RunSpec) -> Data:
     identity = _identity(spec, corpora, sources, tokenizers)
     is_bytes = bool(tokenizers) and tokenizers[0].kind == "bytes"
     splits: dict[Split, Batches] = {split: _batches(spec, split, corpora, sources, identity) for split in SPLITS}
-    return Data(splits, identity, "byte" if is_bytes else "token", _summary(spec, corpora))
-
-
-@dataclass(frozen=True)
-class WeightedSource:
-    """A source of the run. where: its key. weight: its share of the sequences, of all weights together."""
-
-    source: OneSource
-    where: str
-    weight: float
+    of_train = tuple((source, corpus.sequences["train"]) for source, corpus in zip(sources, corpora, strict=True))
+    places = [Places(part, len(sequences)) for part, (_, sequences) in enumerate(of_train)]
+    order = _order(spec, places, sources)
+    return Data(splits, identity, "byte" if is_bytes else "token", _summary(spec, corpora), of_train, order)
 
 
 def _sources(spec: RunSpec) -> list[WeightedSource]:
@@ -137,7 +160,11 @@ def _check_lengths(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedS
 
 
 def _train_order(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource]) -> Any:
-    parts, weights = [corpus.sequences["train"] for corpus in corpora], [source.weight for source in sources]
+    return _order(spec, [corpus.sequences["train"] for corpus in corpora], sources)
+
+
+def _order(spec: RunSpec, parts: Sequence[Any], sources: list[WeightedSource]) -> Any:
+    weights = [source.weight for source in sources]
     return shuffled(parts, weights, seed=spec.data.shuffle_seed, num_epochs=spec.data.num_epochs)
 
 

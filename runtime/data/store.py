@@ -54,6 +54,9 @@ class TokenStream:
     """The documents of a split, end to end, read by place in the stream; nothing is copied before it is read."""
 
     def __init__(self, store: TokenStore, split: Split, held_out_fraction: float):
+        self._tables = [shard.documents for shard in store.shards]
+        self._split: Split = split
+        self._held_out_fraction = held_out_fraction
         self._shards = [shard.tokens for shard in store.shards]
         tables = [_spans(shard, split, held_out_fraction) for shard in store.shards]
         shard_of = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
@@ -80,6 +83,14 @@ class TokenStream:
             tokens[at - start : until - start] = self._shards[self._run_shards[run]][offset + at : offset + until]
             run, at = run + 1, until
         return tokens
+
+    def documents_at(self, start: int, stop: int) -> tuple[int, ...]:
+        """Returns the numbers in the corpus of the documents from `start` to before `stop`. Reads their whole table."""
+        first, last = np.searchsorted(self.document_ends, [start, stop - 1], "right")
+        is_here = np.concatenate(
+            [in_split(table[:, 1], self._split, self._held_out_fraction) for table in self._tables]
+        )
+        return tuple(np.flatnonzero(is_here)[first : last + 1].tolist())
 
     def is_document_end(self, places: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns whether a document ends right before each place."""

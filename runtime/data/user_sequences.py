@@ -30,6 +30,10 @@ class UserSequences:
         item = self._items[index]
         return self._arrays(index, item) if isinstance(item, dict) else self._tokens(index, item)
 
+    def documents(self, number: int) -> tuple[int, ...]:
+        """Returns the number of the user's item."""
+        return (int(self._indices[number]),)
+
     def _tokens(self, index: int, item: Any) -> Row:
         tokens = as_tokens(item)
         if tokens is None or not 2 <= len(tokens) <= self._length + 1:

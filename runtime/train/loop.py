@@ -28,6 +28,8 @@ from .rows import in_order, local_rows, to_devices
 from .time_spent import Stopwatch
 from .watchdog import Watchdog
 
+TakeStep = Callable[[Any, dict[str, jax.Array], int, dict[str, Any]], tuple[Any, dict[str, jax.Array]]]
+
 
 @dataclass(frozen=True)
 class Running:
@@ -41,7 +43,8 @@ class Running:
 
 class Loop:
     """One run of compiled programs over batches, of which this process reads its rows. held_out: the same batches each
-    time it is iterated."""
+    time it is iterated. take_step: takes a state, a batch, the step's number and the batch's place in the data; by
+    default it calls the program."""
 
     def __init__(
         self,
@@ -57,11 +60,13 @@ class Loop:
         watch: Stopwatch,
         watchdog: Watchdog,
         profiler: Profiler,
+        take_step: TakeStep | None = None,
     ):
         self.plan, self.spec, self.programs = plan, plan.spec, programs
         self.batches, self.held_out, self.checkpoints = batches, held_out, checkpoints
         self.report, self.stop, self.watch = report, stop, watch
         self.watchdog, self.profiler, self.due = watchdog, profiler, Due(plan.spec)
+        self._take_step = take_step or (lambda state, batch, *_: programs.train(state, batch))
         self._targets = MissingTargets(warn)
         self._rows, self._skips = local_rows(programs.batch), SkipCounter(plan.spec)
         self._order = plan.token_order.of_sequence(plan.spec.sequence_length)
@@ -82,11 +87,11 @@ class Loop:
                 running = self.profiler.start(state)
                 self._last_finish = time.perf_counter()
             with self.profiler.step(done + 1):
-                state, metrics = self.programs.train(state, batch)
+                state, metrics = self._take_step(state, batch, done + 1, position)
             done, eval_loss = done + 1, None
             self._finish(running)
             running = Running(done, metrics, position, input_wait_seconds)
-            if self.due.is_evaluation(done) or self.due.is_save(done) or self.profiler.is_last(done):
+            if self._is_read_at_once(done):
                 eval_loss = self._finish(running, state)
                 running = None
                 if self.due.is_save(done):
@@ -96,6 +101,11 @@ class Loop:
         if done > first_step:
             self._save(done, state, eval_loss)
         return done
+
+    def _is_read_at_once(self, step: int) -> bool:
+        """Returns True for a step whose metrics are read before the next one is dispatched."""
+        is_due = self.due.is_evaluation(step) or self.due.is_save(step)
+        return is_due or self.profiler.is_last(step) or self.spec.keeps_state
 
     def _next_batch(self, behind: Running | None) -> tuple[dict[str, jax.Array], float]:
         """Returns the next batch on the devices, and how long they stood still for it: not at all where the step before

@@ -1,6 +1,7 @@
 """NaN and infinity: what is done about a step that has them, and what is said when training cannot go on."""
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,10 @@ class NonFinite(Exception):
     what: str
     position: dict[str, Any] | None
 
-    def failure(self, saved: int | None) -> RunFailed:
-        """Returns the end of the run, whose last good checkpoint is `saved`."""
-        batch = f"; its batch lies at {json.dumps(self.position)} in the data" if self.position is not None else ""
+    def failure(self, saved: int | None, documents: Callable[[Mapping[str, Any]], str]) -> RunFailed:
+        """Returns the end of the run, whose last good checkpoint is `saved`. documents: describes those of a batch."""
+        where = self.position
+        batch = f"; its batch, {json.dumps(where)} in the data, has {documents(where)}" if where is not None else ""
         good = "no checkpoint was saved" if saved is None else f"the last good checkpoint is {saved}"
         fix = "lower optimizer.learning_rate, raise schedule.num_warmup_steps, or try on_nonfinite=skip or precision=float32"  # noqa: E501
         return RunFailed(Problem(f"step {self.step}", f"{self.what}{batch}; {good}", fix), NONFINITE)

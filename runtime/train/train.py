@@ -1,11 +1,14 @@
 """`meshloom train`: a plan and a run directory in; a trained, saved model and its metrics out."""
 
+import logging
 import os
 import shlex
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,7 @@ from ..compile.artifact import check_artifact, read_artifact
 from ..compile.memory_check import check_state_memory
 from ..compile.run_programs import Precompiled, make_programs, mesh_of
 from ..core.exclusive import only_run_in
-from ..data import BatchIterator, Data, open_data
+from ..data import BatchIterator, Data, describe, open_data
 from ..processes.agreement import check_same_declaration
 from ..processes.cluster import plan_start
 from ..processes.devices import start_devices
@@ -51,15 +54,18 @@ from ..rundir.profile_files import PREDICTED, TEXT
 from ..rundir.run_record import recorded_run
 from .display import Display, show_header, show_summary
 from .dropped_tokens import DroppedTokens
-from .loop import Loop
+from .loop import Loop, TakeStep
 from .metrics import Metrics, MetricsLog, values_of
 from .next_steps import next_steps
 from .nonfinite import NonFinite
 from .profiler import Profiler, check_profile
+from .replay import Replay
 from .rows import local_rows
 from .time_spent import Stopwatch, rows_of, spent_by_earlier_starts
 from .trackers import Tracker, Trackers, find_trackers, tracked_run
 from .watchdog import Watchdog
+
+LOG = logging.getLogger("meshloom")
 
 
 @dataclass(frozen=True)
@@ -219,6 +225,7 @@ def _run(
                     processes.lookout.last_step = metrics.step
                 dropped.check_step(metrics)
 
+            documents = partial(_documents, data, processes)
             log_file = run_dir / LOG_FOLDER / f"process-{processes.index}.log"
             watchdog = held.enter_context(Watchdog(plan.spec.watchdog, processes, log_file, warn))
             profiler = Profiler(
@@ -244,23 +251,53 @@ def _run(
                 watch=watch,
                 watchdog=watchdog,
                 profiler=profiler,
+                take_step=_take_step(plan, programs, processes, documents=documents, warn=warn),
             )
             profiler.begin_run(first_step)
             with watch.spending("steps"):
-                step = _run_loop(loop, state, first_step, checkpoints)
+                step = _run_loop(
+                    loop, state, first_step, checkpoints, partial(documents, rows=range(plan.spec.global_batch_size))
+                )
             profiler.end_run(step)
         with watch.spending("save"):
             checkpoints.wait()
         return Ended(step, checkpoints.latest_step, display.latest_eval_loss)
 
 
-def _run_loop(loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints) -> int:
+def _run_loop(
+    loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints, documents: Callable[[Mapping[str, Any]], str]
+) -> int:
     """Returns the steps done; if training cannot continue, reports the end with the last checkpoint."""
     try:
         return loop.run(state, first_step)
     except NonFinite as error:
         checkpoints.wait()
-        raise error.failure(checkpoints.latest_step) from error
+        raise error.failure(checkpoints.latest_step, documents) from error
+
+
+def _take_step(
+    plan: Plan,
+    programs: Programs,
+    processes: Processes,
+    *,
+    documents: Callable[[Mapping[str, Any], Sequence[int]], str],
+    warn: Callable[[Problem], None],
+) -> TakeStep | None:
+    """Returns what takes steps where some run again; None where the program alone does."""
+    if not plan.spec.keeps_state:
+        return None
+    hosts = processes.hosts or (socket.gethostname(),)
+    return Replay(plan, programs, mesh_of(plan), hosts=hosts, documents=documents, warn=warn).take_step
+
+
+def _documents(data: Data, processes: Processes, position: Mapping[str, Any], rows: Sequence[int]) -> str:
+    """Describes the documents of some rows of a batch. Process 0, which tells of them, writes them all to its log."""
+    if not processes.is_first:
+        return ""
+    located = data.locate(position, rows)
+    for one in located:
+        LOG.info(f"row {one.row} of the batch: {one}")
+    return describe(located)
 
 
 def predicted_files(plan: Plan, programs: Programs) -> dict[str, str]:

@@ -225,7 +225,7 @@ def gradients_of(
     host = in_order(host, plan.token_order.of_sequence(tokens.shape[1] - 1))
     batch = {name: jax.device_put(x, rows) for name, x in host.items()}
     with jax.set_mesh(mesh):
-        (loss, num_targets), grads, _ = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch)
+        (loss, num_targets), grads, *_ = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch)
     return float(loss / num_targets), jax.tree.map(np.asarray, grads)
 
 

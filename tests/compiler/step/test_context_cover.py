@@ -97,7 +97,7 @@ def sharded_step(plan: Plan) -> Step:
         batch = {name: jax.device_put(x, rows) for name, x in in_order(host, order).items()}
         layouts = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs["params"])
         with jax.set_mesh(mesh):
-            (loss, num_targets), grads, _ = run(jax.device_put(params, layouts), batch)
+            (loss, num_targets), grads, *_ = run(jax.device_put(params, layouts), batch)
         return float(loss / num_targets), jax.tree.map(np.asarray, grads)
 
     return step

@@ -1,0 +1,48 @@
+"""Checksums of a state, device by device: whether two states, or the replicas of one, have the same bits."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from ..core.partition_spec import axes_of
+from ..core.trees import leaves_by_path
+from ..plan import Plan
+from ..sharding.state import State
+
+Digest = Mapping[str, Any]  # by path, uint32 of the shape of the mesh
+
+
+def build_digest(plan: Plan) -> Callable[[State], dict[str, Array]]:
+    """Returns a function of a state: of each array and device the sum of the bits of its shard, as uint32 of the shape
+    of the mesh. Compile with replicated output."""
+    sizes = plan.mesh.sizes
+    specs = leaves_by_path(plan.specs, is_leaf=_is_spec)
+
+    def local(state: dict[str, Array]) -> dict[str, Array]:
+        sums = jnp.stack([_sum_of_bits(x) for x in state.values()])
+        everywhere = jax.lax.all_gather(sums, tuple(sizes))
+        return {path: everywhere[:, i].reshape(tuple(sizes.values())) for i, path in enumerate(state)}
+
+    over_devices = jax.shard_map(local, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
+    return lambda state: over_devices(leaves_by_path(state))
+
+
+def replicas_of(plan: Plan, path: str) -> tuple[int, ...]:
+    """Returns the dimensions of the mesh along which devices have the same shard of an array of the state."""
+    spec = leaves_by_path(plan.specs, is_leaf=_is_spec)[path]
+    split = {axis for entry in spec for axis in axes_of(entry)}
+    return tuple(i for i, axis in enumerate(plan.mesh.sizes) if axis not in split)
+
+
+def _sum_of_bits(x: Array) -> Array:
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        x = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32, 1: jnp.uint8}[x.dtype.itemsize])
+    return jnp.sum(x.astype(jnp.uint32), dtype=jnp.uint32)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)

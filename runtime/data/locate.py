@@ -1,0 +1,55 @@
+"""Which documents a global batch is made of: the way back from a place in the data."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from meshloom.compiler.config.data_spec import OneSource
+from meshloom.compiler.core.format import counted
+
+from .documents import Document, parts_of
+
+
+class Places:
+    """Stands for the sequences of a part of an order: item i is the number of the part, and i."""
+
+    def __init__(self, part: int, count: int):
+        self._part, self._count = part, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return self._part, int(index)
+
+
+@dataclass(frozen=True)
+class LocatedRow:
+    """A row of a global batch. source: the key of its source. documents: their numbers in the source, from 0; of
+    sequences that a user's class gives, the number of the item. names: of the documents, where the source is text."""
+
+    row: int
+    source: str
+    documents: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        named = ", ".join(f"'{name}'" for name in self.names) or ", ".join(map(str, self.documents))
+        return f"document{'s' if len(self.documents) > 1 else ''} {named} of {self.source}"
+
+
+def names_of(source: OneSource, where: str, numbers: Iterable[int]) -> dict[int, str]:
+    """Returns the names of documents by their numbers, from a source that is read again; none of one in tokens, which
+    holds no names, or in finished sequences. Raises ConfigError where it cannot be read."""
+    wanted = sorted(set(numbers))
+    if not wanted or source.kind == "tokens" or (source.kind == "python" and source.items == "sequences"):
+        return {}
+    documents = (one for part in parts_of(source, where) for one in part.read(0))
+    first = list(islice(documents, wanted[-1] + 1))
+    return {number: one.name for number in wanted if isinstance(one := first[number], Document)}
+
+
+def describe(rows: Sequence[LocatedRow], most: int = 3) -> str:
+    """Returns the first of them in words."""
+    more = f", and of {counted(len(rows) - most, 'more sequence')}" if len(rows) > most else ""
+    return ", ".join(dict.fromkeys(map(str, rows[:most]))) + more

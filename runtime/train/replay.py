@@ -1,0 +1,216 @@
+"""Steps that run again from the state before them: to tell the data and the model from the hardware.
+
+A step runs again where its loss or the norm of its gradients is not finite, where its loss is a spike, and every
+`replay.check_every_num_steps`. The same bits twice: it is what the data and the model give. Other bits: a device
+computes wrongly, and a third run says which of the two results is to be kept.
+
+The state before a step is not donated to it, so that there are two at a time. The host waits for a step before it
+dispatches the next.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.step.digest import build_digest, replicas_of
+from meshloom.compiler.step.train_step import LOSS_BY_SHARD
+from meshloom.compiler.xla.programs import Programs
+
+from ..core.failures import FAULTY, RunFailed
+from .rows import rows_held
+
+NUM_LOSSES = 32  # of which the median is taken
+FEWEST_LOSSES = 8  # before one is called a spike
+MOST_NAMED = 4  # devices
+
+Batch = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run of a step came to, on the host. metrics: as the program returned them. digest: of the state after
+    it, by path and device of the mesh."""
+
+    metrics: Mapping[str, np.ndarray]
+    digest: Mapping[str, np.ndarray]
+
+    @property
+    def loss(self) -> float:
+        return float(self.metrics["loss"])
+
+    def is_same(self, other: "Result") -> bool:
+        """Returns whether all bits are the same."""
+        return not _unlike(self.metrics, other.metrics) and not _unlike(self.digest, other.digest)
+
+
+class Replay:
+    """Takes steps, each again where it is suspect or its turn to be checked.
+
+    mesh: the one that the programs run on. hosts: of the processes. documents: describes those of rows of a batch, by
+    its place in the data. warn: takes what is found.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        programs: Programs,
+        mesh: Mesh,
+        *,
+        hosts: Sequence[str],
+        documents: Callable[[Mapping[str, Any], Sequence[int]], str],
+        warn: Callable[[Problem], None],
+    ):
+        self._plan, self._programs, self._mesh = plan, programs, mesh
+        self._hosts, self._documents, self._warn = hosts, documents, warn
+        self._losses: deque[float] = deque(maxlen=NUM_LOSSES)
+        self._digest = jax.jit(build_digest(plan), out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def take_step(self, state: Any, batch: Batch, step: int, position: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Returns the state after a step and its metrics. position: of the batch in the data.
+
+        Raises RunFailed where no result comes twice, or replicas of the state differ.
+        """
+        after, metrics = self._programs.train(state, batch)
+        read = jax.device_get(metrics)
+        suspicion, is_check = self._why_suspect(read), self._is_check(step)
+        if suspicion is not None or is_check:
+            first = Result(read, self._digest_of(after))
+            del after  # before it is made again: the memory holds two states
+            after, metrics = self._again(state, batch, step, position, first=first, suspicion=suspicion)
+        if is_check:
+            self._compare_replicas(step, after)
+        if isfinite(loss := float(read["loss"])):
+            self._losses.append(loss)
+        return after, metrics
+
+    def _is_check(self, step: int) -> bool:
+        every = self._plan.spec.replay.check_every_num_steps
+        return every is not None and step % every == 0
+
+    def _why_suspect(self, read: Mapping[str, Any]) -> str | None:
+        """Returns what is odd about a step; None where nothing is, or nobody asked."""
+        spec = self._plan.spec
+        if spec.on_nonfinite != "replay":
+            return None
+        loss, norm = float(read["loss"]), float(read["grad_norm"])
+        if not (isfinite(loss) and isfinite(norm)):
+            return None if spec.may_skip else f"the loss is {loss}, the norm of the gradients {norm}"
+        if len(self._losses) < FEWEST_LOSSES:
+            return None
+        times = loss / statistics.median(self._losses)
+        return f"the loss is {loss:.4g}, {times:.2g} times what it was" if times > spec.replay.spike_factor else None
+
+    def _again(
+        self, state: Any, batch: Batch, step: int, position: Mapping[str, Any], *, first: Result, suspicion: str | None
+    ) -> tuple[Any, Any]:
+        """Returns the state and the metrics of the result that comes twice, and says what that means."""
+        after, metrics = self._programs.train(state, batch)
+        second = Result(jax.device_get(metrics), self._digest_of(after))
+        if second.is_same(first):
+            if suspicion is not None:
+                what = f"{suspicion}; run again from the same state, it is the same: the data or the model"
+                fix = f"look at {self._documents(position, self._suspect_rows(first))}"
+                self._warn(Problem(f"step {step}", what, fix))
+            return after, metrics
+        del after
+        after, metrics = self._programs.train(state, batch)
+        third = Result(jax.device_get(metrics), self._digest_of(after))
+        odd = next((one for one, other in ((first, second), (second, first)) if third.is_same(other)), None)
+        begun = f"run again from the same state, it gave {_differing(first, second)}"
+        if odd is None:
+            what = f"{begun}, and a third result then: the hardware, or a program that is not deterministic"
+            raise RunFailed(Problem(f"step {step}", what, "run on other hosts"), FAULTY)
+        what = f"{suspicion}; {begun}" if suspicion else begun
+        who = self._who_differs(odd, third)
+        fix = "the run goes on with the result that came twice; leave the host out if it happens again"
+        self._warn(Problem(f"step {step}", f"{what}, and one of them twice: the hardware, {who}", fix))
+        return after, metrics
+
+    def _suspect_rows(self, result: Result) -> Sequence[int]:
+        """Returns the rows of the batch whose shards have no finite loss; all where that is not the point."""
+        parts = ~np.isfinite(result.metrics[LOSS_BY_SHARD])
+        devices = self._devices_of_shards(parts)
+        rows = NamedSharding(self._mesh, self._plan.sharding.batch.rows_spec)
+        return rows_held(rows, self._plan.spec.global_batch_size, devices or self._mesh.devices.flat)
+
+    def _who_differs(self, odd: Result, right: Result) -> str:
+        """Returns the devices that computed another loss, or else hold other bits. A wrong gradient reaches all."""
+        parts = _unlike_entries(odd.metrics[LOSS_BY_SHARD], right.metrics[LOSS_BY_SHARD])
+        devices = self._devices_of_shards(parts)
+        if not 0 < len(devices) < self._mesh.size:
+            unlike = [_unlike_entries(odd.digest[path], right.digest[path]) for path in odd.digest]
+            devices = list(self._mesh.devices.flat[np.flatnonzero(np.any(unlike, axis=0))])
+        if not 0 < len(devices) < self._mesh.size:
+            return "on which device cannot be told"
+        return self._named(devices)
+
+    def _devices_of_shards(self, is_unlike: np.ndarray) -> list[Any]:
+        """Returns the devices of those shards of the batch, which are in the order of the mesh axes that split it."""
+        axes = self._plan.sharding.batch_axes
+        sizes = tuple(self._mesh.shape[axis] for axis in axes)
+        named = is_unlike.reshape(sizes) if axes else is_unlike.reshape(())
+        order = [axis for axis in self._mesh.axis_names if axis in axes]
+        named = np.transpose(named, [axes.index(axis) for axis in order])
+        shape = [self._mesh.shape[axis] if axis in axes else 1 for axis in self._mesh.axis_names]
+        everywhere = np.broadcast_to(named.reshape(shape), self._mesh.devices.shape)
+        return list(self._mesh.devices[everywhere])
+
+    def _compare_replicas(self, step: int, state: Any) -> None:
+        """Raises RunFailed where devices hold other bits of the same shard."""
+        odd, where = np.zeros(self._mesh.devices.shape, bool), list[str]()
+        for path, sums in self._digest_of(state).items():
+            if (is_odd := odd_replicas(sums, replicas_of(self._plan, path))).any():
+                odd |= is_odd
+                where.append(path)
+        if where:
+            more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+            what = f"the replicas of {where[0]}{more} differ: the hardware, {self._named(self._mesh.devices[odd])}"
+            fix = "start the same command again, without that host: it goes on from the last checkpoint"
+            raise RunFailed(Problem(f"step {step}", what, fix), FAULTY)
+
+    def _digest_of(self, state: Any) -> dict[str, np.ndarray]:
+        with jax.set_mesh(self._mesh):
+            return jax.device_get(self._digest(state))
+
+    def _named(self, devices: Iterable[Any]) -> str:
+        devices = list(devices)
+        named = [f"{one} on {self._hosts[one.process_index]}" for one in devices[:MOST_NAMED]]
+        return ", ".join(named) + (f" and {len(devices) - MOST_NAMED} more" if len(devices) > MOST_NAMED else "")
+
+
+def odd_replicas(sums: np.ndarray, along: Sequence[int]) -> np.ndarray:
+    """Returns which devices differ from most of the replicas of their shard. sums: of the shape of the mesh. along: its
+    dimensions that replicas lie along. Of two that differ, neither is more."""
+    size = int(np.prod([sums.shape[i] for i in along]))
+    last = [i for i in range(sums.ndim) if i not in along]
+    groups = np.transpose(sums, [*last, *along]).reshape(-1, size)
+    counts = (groups[:, :, None] == groups[:, None, :]).sum(axis=2)  # of those with the same bits
+    is_odd = (counts < size) & ((counts < counts.max(axis=1, keepdims=True)) | (2 * counts <= size))
+    shape = [sums.shape[i] for i in (*last, *along)]
+    return np.transpose(is_odd.reshape(shape), np.argsort([*last, *along]))
+
+
+def _differing(first: Result, second: Result) -> str:
+    if _unlike(first.metrics, second.metrics) and first.loss != second.loss:
+        return f"a loss of {first.loss:.8g} and of {second.loss:.8g}"
+    return "two results of the same loss"
+
+
+def _unlike(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> list[str]:
+    """Returns the names whose bits differ; NaN is the same as the same NaN."""
+    return [name for name in one if np.asarray(one[name]).tobytes() != np.asarray(other[name]).tobytes()]
+
+
+def _unlike_entries(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Returns which entries have other bits."""
+    bits = np.dtype(f"u{one.dtype.itemsize}")
+    return np.asarray(one).view(bits) != np.asarray(other).view(bits)
