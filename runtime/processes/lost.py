@@ -37,6 +37,7 @@ STATUS = re.compile(
     r"the JAX distributed service detected fatal errors.*?absl::Status: (.*?)(?=\*\*\* Check failure|\Z)", re.DOTALL
 )
 PROCESSES = re.compile(r"(?:stopped sending heartbeats\):|timed out task names:)\n((?:\S*\d\n)+)")
+NO_ANSWER = re.compile(r"UNAVAILABLE|DEADLINE_EXCEEDED")  # of process 0, which runs the service
 
 Kind = Literal["never came", "gone", "did not end", "unknown"]
 
@@ -64,7 +65,7 @@ def read_loss(text: str) -> Loss | None:
     why = status.partition("\n")[0].strip()
     if "RegisterTask" in status or "Wait_for_all_tasks_to_register" in status:
         return Loss("never came", missing or (0,), why)
-    if "Failed to send RPC to coordination service" in status:
+    if not missing and NO_ANSWER.match(status):
         return Loss("gone", (0,), why)
     if "Shutdown barrier" in status and missing:
         return Loss("did not end", missing, why)
@@ -162,7 +163,8 @@ class Lookout:
             problem = Problem(problem.where, problem.what, f"{problem.fix}{_kept(printed, self.group.index)}")
         else:
             LOG.error("%s", problem)
-        is_alone = 0 in missing and not self.group.hosts  # without process 0 it knows of no other
+        # Where nobody was named, or there was no process 0 to tell of the others, it knows of no better speaker.
+        is_alone = not missing or (0 in missing and not self.group.hosts)
         if is_alone or self.group.index == self.group.speaker(missing):
             write_error(str(ConfigError([problem])))
         logging.shutdown()

@@ -49,6 +49,7 @@ ALONE = "DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: /xla.coordination.Coordina
         (UNHEALTHY, "gone", (2, 11)),
         (UNHEALTHY.replace("\n11\n2\n", "\n/job:jax_worker/replica:0/task:3\n"), "gone", (3,)),
         (NO_LEADER, "gone", (0,)),
+        ("DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: /xla.coordination.CoordinationService/Heartbeat", "gone", (0,)),
         (NEVER, "never came", (1, 3)),
         (ALONE, "never came", (0,)),
         (NO_END, "did not end", (1, 3)),
