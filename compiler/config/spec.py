@@ -234,6 +234,14 @@ def _first_and_last(steps: tuple[int, ...]) -> tuple[int, ...]:
     raise PydanticCustomError("choice", "{what}", {"what": what, "fix": fix})
 
 
+class StragglersSpec(Config):
+    """every_num_steps: how often processes tell process 0 of their times. cost_share: of a step; a process that costs
+    more is named."""
+
+    every_num_steps: PositiveInt
+    cost_share: PositiveFloat
+
+
 class ReplaySpec(Config):
     """Steps that run again from the state before them, which is kept for it.
 
@@ -311,6 +319,7 @@ class RunSpec(Config):
     tune: TuneSpec  # what `meshloom tune` searches
     launch: LaunchSpec  # how `meshloom launch` starts the run on its hosts
     watchdog: WatchdogSpec | None  # None: a run that hangs is not noticed
+    stragglers: StragglersSpec | None  # None: processes do not tell of their times
     replay: ReplaySpec
     profile: ProfileSpec
     run: RunLabels

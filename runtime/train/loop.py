@@ -25,6 +25,7 @@ from .missing_targets import MissingTargets
 from .nonfinite import NonFinite, SkipCounter
 from .profiler import Profiler
 from .rows import in_order, local_rows, to_devices
+from .stragglers import StepTimes, Stragglers
 from .time_spent import Stopwatch
 from .watchdog import Watchdog
 
@@ -33,11 +34,13 @@ TakeStep = Callable[[Any, dict[str, jax.Array], int, dict[str, Any]], tuple[Any,
 
 @dataclass(frozen=True)
 class Running:
-    """A step that was dispatched: its metrics to come, where in the data its batch lies, how long it was waited for."""
+    """A step that was dispatched: its metrics to come, where in the data its batch lies, how long this process
+    took for it, and its devices may have waited."""
 
     step: int
     metrics: dict[str, jax.Array]
     position: dict[str, Any]
+    input_seconds: float
     input_wait_seconds: float
 
 
@@ -60,12 +63,13 @@ class Loop:
         watch: Stopwatch,
         watchdog: Watchdog,
         profiler: Profiler,
+        stragglers: Stragglers,
         take_step: TakeStep | None = None,
     ):
         self.plan, self.spec, self.programs = plan, plan.spec, programs
         self.batches, self.held_out, self.checkpoints = batches, held_out, checkpoints
         self.report, self.stop, self.watch = report, stop, watch
-        self.watchdog, self.profiler, self.due = watchdog, profiler, Due(plan.spec)
+        self.watchdog, self.profiler, self.stragglers, self.due = watchdog, profiler, stragglers, Due(plan.spec)
         self._take_step = take_step or (lambda state, batch, *_: programs.train(state, batch))
         self._targets = MissingTargets(warn)
         self._rows, self._skips = local_rows(programs.batch), SkipCounter(plan.spec)
@@ -81,7 +85,7 @@ class Loop:
         self._last_finish = time.perf_counter()
         while done < self.spec.num_steps and not self.stop.is_due(done):
             position = self.batches.get_state()
-            batch, input_wait_seconds = self._next_batch(behind=running)
+            batch, *input_times = self._next_batch(behind=running)
             if self.profiler.is_first(done + 1):
                 self._finish(running)
                 running = self.profiler.start(state)
@@ -90,7 +94,7 @@ class Loop:
                 state, metrics = self._take_step(state, batch, done + 1, position)
             done, eval_loss = done + 1, None
             self._finish(running)
-            running = Running(done, metrics, position, input_wait_seconds)
+            running = Running(done, metrics, position, *input_times)
             if self._is_read_at_once(done):
                 eval_loss = self._finish(running, state)
                 running = None
@@ -107,17 +111,17 @@ class Loop:
         is_due = self.due.is_evaluation(step) or self.due.is_save(step)
         return is_due or self.profiler.is_last(step) or self.spec.keeps_state
 
-    def _next_batch(self, behind: Running | None) -> tuple[dict[str, jax.Array], float]:
-        """Returns the next batch on the devices, and how long they stood still for it: not at all where the step before
-        it still runs, else at most as long as this took."""
+    def _next_batch(self, behind: Running | None) -> tuple[dict[str, jax.Array], float, float]:
+        """Returns the next batch on the devices, how long this took, and how long they stood still for it: not at all
+        where the step before it still runs, else at most as long as this took."""
         start = time.perf_counter()
         batch = self._to_devices(next(self.batches))
         seconds = time.perf_counter() - start
         is_running = behind is not None and not behind.metrics["loss"].is_ready()  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
         if is_running:
-            return batch, 0.0
+            return batch, seconds, 0.0
         self.watch.move(seconds, to="input")
-        return batch, seconds
+        return batch, seconds, seconds
 
     def _finish(self, running: Running | None, state: Any = None) -> float | None:
         """Waits for a step, evaluates its state if that is due, and reports; returns the held-out loss."""
@@ -131,7 +135,16 @@ class Loop:
         eval_loss = self._evaluate(state) if state is not None and self.due.is_evaluation(step) else None
         spent = self.watch.by_all()
         told = metrics_of(
-            self.plan, step, read, eval_loss, spent, seconds=seconds, input_wait_seconds=running.input_wait_seconds
+            self.plan,
+            step,
+            read,
+            eval_loss,
+            spent,
+            seconds=seconds,
+            input_wait_seconds=running.input_wait_seconds,
+            of_processes=self.stragglers.count(
+                step, StepTimes(seconds, running.input_seconds, running.input_wait_seconds)
+            ),
         )
         self.report(told)
         self._targets.check_step(told)

@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from math import isfinite, nan
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -28,7 +28,8 @@ class Metrics:
     where it came while the step before it ran. num_targets: tokens of the batch with a loss.
     mfu: model FLOPs / (time x peak), None where one of the two is unknown. num_tokens: seen in all steps so far. time:
     when the step was done, in seconds since 1970. spent: what the time so far went to. auxiliary: losses and statistics
-    of the model's layers and head, by names such as layers/z_loss: means over the tokens of the batch."""
+    of the model's layers and head, by names such as layers/z_loss: means over the tokens of the batch. of_processes:
+    their times, by names such as processes/3/input_seconds, for steps that collect them (stragglers.py)."""
 
     step: int
     loss: float
@@ -45,6 +46,7 @@ class Metrics:
     time: float
     spent: TimeSpent
     auxiliary: Mapping[str, float] = field(default_factory=dict)
+    of_processes: Mapping[str, float] = field(default_factory=dict)
 
 
 def by_layer(auxiliary: Mapping[str, np.ndarray], how: Literal["mean", "each"]) -> dict[str, float]:
@@ -75,6 +77,7 @@ def metrics_of(
     *,
     seconds: float,
     input_wait_seconds: float,
+    of_processes: Mapping[str, float] = MappingProxyType({}),
 ) -> Metrics:
     """Returns the metrics of a step that is done now. read: what the step returned, on the host. seconds: that it
     took."""
@@ -95,13 +98,14 @@ def metrics_of(
         time=time.time(),
         spent=spent,
         auxiliary=by_layer({name: read[name] for name in plan.auxiliary}, plan.spec.logging.layer_metrics),
+        of_processes=of_processes,
     )
 
 
 def values_of(metrics: Metrics) -> dict[str, float | None]:
     """Returns the values of a line of `metrics.jsonl`: what is not finite as None."""
-    known = {name: value for name, value in vars(metrics).items() if name not in ("spent", "auxiliary")}
-    named = known | metrics.spent.as_metrics() | dict(metrics.auxiliary)
+    known = {name: value for name, value in vars(metrics).items() if name not in ("spent", "auxiliary", "of_processes")}
+    named = known | metrics.spent.as_metrics() | dict(metrics.auxiliary) | dict(metrics.of_processes)
     return {name: _finite(value) for name, value in named.items()}
 
 
@@ -111,7 +115,8 @@ def read_metrics(line: str) -> Metrics:
     values |= {name: nan for name in ("loss", "grad_norm") if values[name] is None}
     spent = take_time_spent(values)
     own = {each.name: values.pop(each.name) for each in fields(Metrics) if each.name in values}
-    return Metrics(**own, spent=spent, auxiliary=values)
+    of_processes = {name: values.pop(name) for name in list(values) if name.startswith("processes/")}
+    return Metrics(**own, spent=spent, auxiliary=values, of_processes=of_processes)
 
 
 class MetricsLog:

@@ -61,6 +61,7 @@ from .nonfinite import NonFinite
 from .profiler import Profiler, check_profile
 from .replay import Replay
 from .rows import local_rows
+from .stragglers import Stragglers
 from .time_spent import Stopwatch, rows_of, spent_by_earlier_starts
 from .trackers import Tracker, Trackers, find_trackers, tracked_run
 from .watchdog import Watchdog
@@ -251,6 +252,7 @@ def _run(
                 watch=watch,
                 watchdog=watchdog,
                 profiler=profiler,
+                stragglers=Stragglers(plan.spec.stragglers, processes, warn),
                 take_step=_take_step(plan, programs, processes, documents=documents, warn=warn),
             )
             profiler.begin_run(first_step)

@@ -44,6 +44,7 @@ from meshloom.runtime.cli.main import run
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.train.profiler import Profiler
 from meshloom.runtime.train.rows import in_order
+from meshloom.runtime.train.stragglers import Stragglers
 from meshloom.runtime.train.time_spent import Stopwatch
 from meshloom.runtime.train.watchdog import Watchdog
 
@@ -210,7 +211,8 @@ def unwatched(spec: RunSpec, folder: Path) -> dict[str, Any]:
     """What a loop takes that watches it, for a test that looks at something else."""
     watch, watchdog = Stopwatch(0.0), Watchdog(None, Processes(), folder, print)
     profiler = Profiler(spec, Processes(), folder, watch=watch, watchdog=watchdog, files=dict, say=print, warn=print)
-    return {"watch": watch, "watchdog": watchdog, "profiler": profiler}
+    stragglers = Stragglers(None, Processes(), print)
+    return {"watch": watch, "watchdog": watchdog, "profiler": profiler, "stragglers": stragglers}
 
 
 def gradients_of(

@@ -37,7 +37,7 @@ OUTSIDE = (
     "logging.every_num_steps=3", "logging.trackers=[]", "logging.layer_metrics=each", "logging.wandb.project=other",
     "logging.wandb.entity=other", "logging.wandb.mode=offline", "logging.mlflow.uri=other",
     "logging.mlflow.experiment=other", "watchdog.factor=3", "watchdog.min_seconds=3", "watchdog.abort=true",
-    "profile.steps=[2,3]", "replay.spike_factor=3",
+    "profile.steps=[2,3]", "replay.spike_factor=3", "stragglers.every_num_steps=3", "stragglers.cost_share=0.3",
     "checkpoint.every_num_steps=3",
     "checkpoint.every_num_minutes=1.5", "checkpoint.num_kept=9", "checkpoint.num_best_kept=2",
     "checkpoint.keep_every_num_steps=4", "checkpoint.restore_from=there", "distributed.cluster=slurm",

@@ -1,0 +1,108 @@
+"""Stragglers: what each process takes for its steps and its input, and which of them the others wait for.
+
+All processes end a step together, since a collective waits for all devices, so the time of a step does not tell which
+host is slow. What tells is the time that a host's devices stand still before their next step is dispatched: on a host
+that keeps up they still run the step before, or wait in it for the others.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+import jax
+
+from meshloom.compiler.config.spec import StragglersSpec
+from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.core.format import human_seconds, human_share
+
+from ..processes.distributed import Processes
+
+FOLDER = "meshloom/stragglers"  # in the store of the coordination service; a folder for each window of steps
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one process for a step, or means of several. step: from one to the next. input: until it has handed
+    over a batch. input_wait: of that, its devices may have stood still."""
+
+    step: float
+    input: float
+    input_wait: float
+
+
+class Stragglers:
+    """Collects the times of all processes. warn: takes who is waited for, in process 0; once, until that is over."""
+
+    def __init__(self, spec: StragglersSpec | None, processes: Processes, warn: Callable[[Problem], None]):
+        self._spec, self._processes, self._warn = spec, processes, warn
+        self._times: list[StepTimes] = []
+        self._told: int | None = None
+
+    def count(self, step: int, times: StepTimes) -> dict[str, float]:
+        """Takes note of a step. Returns, in process 0 and where a window of steps has ended, the means of every process
+        over the window before it, by names of metrics: no process waits for another one's."""
+        if self._spec is None or self._processes.count == 1:
+            return {}
+        self._times.append(times)
+        if step % self._spec.every_num_steps:
+            return {}
+        window = step // self._spec.every_num_steps
+        try:
+            self._tell(window)
+            found = self._others(window - 1) if self._processes.is_first else {}
+        except jax.errors.JaxRuntimeError:  # the service is gone, of which the run itself hears
+            return {}
+        if found:
+            self._name_slowest(step, found)
+        return as_metrics(found)
+
+    def _tell(self, window: int) -> None:
+        means = StepTimes(*(statistics.fmean(each) for each in zip(*map(astuple, self._times), strict=True)))
+        self._times.clear()
+        key = f"{FOLDER}/{window}/{self._processes.index:06}"
+        self._processes.client.key_value_set(key, json.dumps(astuple(means)), allow_overwrite=True)
+
+    def _others(self, window: int) -> dict[int, StepTimes]:
+        client, folder = self._processes.client, f"{FOLDER}/{window}/"
+        told = client.key_value_dir_get(folder)
+        client.key_value_delete(folder)
+        return {int(key.rsplit("/", 1)[1]): StepTimes(*json.loads(text)) for key, text in told}
+
+    def _name_slowest(self, step: int, found: Mapping[int, StepTimes]) -> None:
+        assert self._spec is not None
+        slowest, cost = find_straggler(found)
+        if cost <= self._spec.cost_share:
+            self._told = None
+        elif slowest != self._told:
+            self._told = slowest
+            what = describe(slowest, cost, found, self._processes.hosts)
+            fix = "see what else runs on that host and how it reads its data, or raise data.num_prefetch_threads"
+            self._warn(Problem(f"step {step}", what, fix))
+
+
+def find_straggler(found: Mapping[int, StepTimes]) -> tuple[int, float]:
+    """Returns the process whose devices stand still longest for input, and by which share of a step that is more than
+    is usual for the others."""
+    slowest = max(found, key=lambda index: found[index].input_wait)
+    others = [one.input_wait for index, one in found.items() if index != slowest] or [0.0]
+    return slowest, (found[slowest].input_wait - statistics.median(others)) / max(found[slowest].step, 1e-9)
+
+
+def describe(slowest: int, cost: float, found: Mapping[int, StepTimes], hosts: Sequence[str]) -> str:
+    """Returns who is waited for, and why."""
+    own = found[slowest]
+    others = statistics.median(one.input for index, one in found.items() if index != slowest)
+    return (
+        f"process {slowest} on {hosts[slowest]} costs {human_share(cost)} of each step: it takes "
+        f"{human_seconds(own.input)} for a batch, the others {human_seconds(others)}"
+    )
+
+
+def as_metrics(found: Mapping[int, StepTimes]) -> dict[str, float]:
+    """Returns the times by names of metrics: processes/3/input_seconds."""
+    return {
+        f"processes/{index}/{name}_seconds": seconds
+        for index, one in sorted(found.items())
+        for name, seconds in vars(one).items()
+    }
