@@ -25,6 +25,8 @@ from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train.display import Display
 from meshloom.runtime.train.loop import Loop
 from meshloom.runtime.train.metrics import Metrics, MetricsLog, values_of
+from meshloom.runtime.train.profiler import Profiler
+from meshloom.runtime.train.stragglers import Stragglers
 from meshloom.runtime.train.tensorboard import TensorBoard
 from meshloom.runtime.train.time_spent import Stopwatch
 from meshloom.runtime.train.trackers import Trackers, tracked_run
@@ -76,6 +78,10 @@ def main() -> None:
                 display.show(metrics)
 
             batches = iter(train)
+            watch, watchdog = Stopwatch(time.time()), Watchdog(None, Processes(), Path(folder), print)
+            profiler = Profiler(
+                plan.spec, Processes(), Path(folder), watch=watch, watchdog=watchdog, files=dict, say=print, warn=print
+            )
             loop = Loop(
                 plan,
                 programs,
@@ -85,8 +91,10 @@ def main() -> None:
                 report=report,
                 warn=lambda _: None,
                 stop=stop,
-                watch=Stopwatch(time.time()),
-                watchdog=Watchdog(None, Processes(), Path(folder), print),
+                watch=watch,
+                watchdog=watchdog,
+                profiler=profiler,
+                stragglers=Stragglers(None, Processes(), print),
             )
             loop._evaluate = lambda state: float("nan")  # the last step is always evaluated: not here
             loop.run(programs.init(), 0)

@@ -19,6 +19,7 @@ from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.rundir.profile_files import read_profile
 from meshloom.runtime.train.loop import Loop
 from meshloom.runtime.train.profiler import Profiler, check_profile
+from meshloom.runtime.train.stragglers import Stragglers
 from meshloom.runtime.train.time_spent import Stopwatch
 from meshloom.runtime.train.train import predicted_files
 from meshloom.runtime.train.watchdog import Watchdog
@@ -75,6 +76,7 @@ def _train(folder: Path, tokens: np.ndarray, *, first_step: int = 0) -> Traced:
             watch=watch,
             watchdog=watchdog,
             profiler=profiler,
+            stragglers=Stragglers(None, Processes(), print),
         )
         profiler.begin_run(first_step)
         assert loop.run(programs.init(), first_step) == 5
