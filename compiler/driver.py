@@ -35,6 +35,7 @@ from .sharding.length_split import check_length_split
 from .sharding.optimizer_state import build_optimizer, check_schedule
 from .sharding.sharding import ShardingPlan, check_rules, plan_sharding, usable_mesh
 from .sharding.state import plan_state, update_layouts
+from .target.calibration import calibrate_target
 from .target.compiler_options import Options, check_unroll, plan_preset_options
 from .target.mesh import MeshPlan, plan_mesh
 from .target.target import TargetPlan, plan_target
@@ -47,7 +48,7 @@ def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
     ops: the operations that run by a strategy of the plan; the registry's, and yours.
     """
     model = build_model(spec)
-    target = plan_target(spec.target, spec.precision.compute)
+    target = calibrate_target(plan_target(spec.target, spec.precision.compute), spec.calibration)
     arrays = find_arrays(spec, model)
     layout = plan_layout(spec, model, target, arrays, ops)
     mesh, sharding, operations = layout.mesh, layout.sharding, layout.operations

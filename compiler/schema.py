@@ -16,7 +16,7 @@ from meshloom.models.config import Record
 from .config.overlap_spec import OverlapConfig
 from .core.collectives import CollectiveKind, LinkKind
 
-SCHEMA_VERSION = 7  # of report.json and plan.json
+SCHEMA_VERSION = 8  # of report.json and plan.json
 
 ComputeKind = Literal["matmul", "attention", "other"]
 Fraction = Annotated[float, Field(ge=0)]
@@ -31,6 +31,7 @@ class TargetReport(Record):
     hbm_bytes_per_chip: PositiveInt | None
     hbm_bytes_per_second: PositiveFloat | None  # of one chip
     peak_flops_per_second: PositiveFloat | None  # of one chip, in the compute type
+    calibration: str  # which of its figures were measured, and on which runs; empty: none
     placement: dict[str, str]  # mesh axis -> where it lies: "fsdp": "ICI x (16, wraps) x ICI y (16, wraps)"
 
 
@@ -173,7 +174,7 @@ class Event(Record):
 
 
 class Report(Record):
-    schema_version: Literal[7]
+    schema_version: Literal[8]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport

@@ -15,7 +15,7 @@ from ..parallel.exchange import exchange_of
 from ..parallel.experts import experts_of
 from ..parallel.matmul import ring_of
 from ..plan import Plan
-from ..schema import CollectiveReport, Event, StepReport
+from ..schema import CollectiveReport, ComputeKind, Event, StepReport
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
 from ..xla.schedule.prices import Chip
@@ -127,7 +127,10 @@ def chip_of(plan: Plan) -> Chip:
     share = 1 / target.chip.num_devices
     peaks = {name: peak * share for name, peak in target.chip.peak_flops_per_second.model_dump().items() if peak}
     clock = target.chip.clock_hz if target.platform == "tpu" else None
-    return Chip(target.platform, clock, peaks, target.chip.hbm_bytes_per_second * share)
+    factors: dict[ComputeKind, float] = {}
+    if found := target.calibration:
+        factors = {"matmul": found.matmul, "attention": found.attention, "other": found.other}
+    return Chip(target.platform, clock, peaks, target.chip.hbm_bytes_per_second * share, factors)
 
 
 def _collective(

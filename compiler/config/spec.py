@@ -26,6 +26,7 @@ from meshloom.models.config import Config
 from ..core.config_types import FloatType, Fraction, NumBytes, Seed, Text
 from ..optim.lr_schedules import ScheduleSpec
 from ..optim.optimizers import OptimizerSpec
+from .calibration_spec import Calibration
 from .data_spec import DataSpec, ShardsSpec
 from .environment_values import Sources, as_compared, as_written
 from .launch_spec import LaunchSpec
@@ -284,6 +285,7 @@ class RunSpec(Config):
 
     model: AnyModelConfig
     target: TargetSpec
+    calibration: Calibration
     mesh: MeshSpec
     sharding: ShardingSpec
     precision: PrecisionSpec

@@ -8,6 +8,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from meshloom.models.config import Record
 
+from ..config.calibration_spec import Calibration
 from ..core.collectives import CollectiveKind, LinkKind
 from ..core.format import counted, human_names
 from ..schema import ComputeKind
@@ -61,6 +62,7 @@ class ProfileReport(Record):
     model: str
     target: str
     chip: str | None
+    calibration: Calibration | None  # of the predicted times
     platform: Literal["cpu", "gpu", "tpu"]
     steps: tuple[int, ...]
     num_executions: PositiveInt
@@ -95,6 +97,7 @@ def compare(traces: Sequence[Trace], prediction: Prediction) -> ProfileReport:
         model=prediction.model,
         target=prediction.target,
         chip=prediction.chip,
+        calibration=prediction.calibration,
         platform=traces[0].platform,
         steps=tuple(steps),
         num_executions=len(executions),

@@ -8,6 +8,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 from meshloom.models.config import Record
 
 from ..analysis.schedule_analysis import analyse_schedule
+from ..config.calibration_spec import Calibration
 from ..core.scopes import OperationName
 from ..estimate.communication import PlannedCollective
 from ..plan import Plan
@@ -47,6 +48,7 @@ class Prediction(Record):
     model: str
     target: str
     chip: str | None
+    calibration: Calibration | None
     num_devices: PositiveInt
     step: StepReport
     compute: tuple[PredictedCompute, ...]
@@ -73,6 +75,7 @@ def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective]) -> Pred
         model=plan.spec.model.family,
         target=target.name,
         chip=target.chip.name if target.chip else None,
+        calibration=target.calibration,
         num_devices=target.num_devices,
         step=analysis.step,
         compute=tuple(

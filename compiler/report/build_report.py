@@ -148,6 +148,7 @@ def _target(plan: Plan) -> TargetReport:
         hbm_bytes_per_chip=target.hbm_bytes_per_chip,
         hbm_bytes_per_second=target.chip.hbm_bytes_per_second if target.chip else None,
         peak_flops_per_second=peak * used_devices_per_chip(plan) if peak else None,
+        calibration=target.calibration.describe() if target.calibration else "",
         placement=plan.mesh.placement.describe(),
     )
 

@@ -34,6 +34,8 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
     for axis, where in plan.mesh.placement.describe().items():
         if plan.mesh.placement.is_known:
             console.line("      ", (axis, "bold cyan"), f" {where}{_bandwidth(plan, axis)}")
+    if plan.target.calibration:
+        console.line(("calibrated", "bold"), f" {plan.target.calibration.describe()}")
     console.line(
         ("step", "bold"),
         f"  {counted(spec.tokens_per_step, 'token')}: {counted(spec.global_batch_size, 'sequence')} of "
@@ -78,6 +80,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "shape": list(target.shape) if target.shape else None,
             "peak_flops_per_second_per_device": target.peak_flops_per_second,
             "hbm_bytes_per_device": target.hbm_bytes_per_device,
+            "calibration": target.calibration.model_dump(mode="json") if target.calibration else None,
         },
         "mesh": dict(plan.mesh.sizes),
         "placement": {axis: _placed(plan, axis) for axis in plan.mesh.placement.describe()},

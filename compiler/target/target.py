@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 
+from ..config.calibration_spec import Calibration
 from ..config.compiler_traits import CompilerTraits, read_compiler_traits
 from ..config.flag_presets import FlagPreset, read_flag_presets
 from ..config.target_names import chip_file, kinds
@@ -31,7 +32,8 @@ class TargetPlan:
 
     shape: chips of a slice along the axes of its torus, or (nodes, GPUs in each); None for simulated devices, and for
     attached devices without such a shape. topology_name: for `jax.experimental.topologies.get_topology_desc`.
-    compiler: traits of XLA's compiler for it. flag_presets: sets of its options, by name.
+    compiler: traits of XLA's compiler for it. flag_presets: sets of its options, by name. calibration: that is in the
+    figures of chip and network.
     """
 
     name: str  # its common name
@@ -47,6 +49,7 @@ class TargetPlan:
     hbm_bytes_per_device: int | None  # the part that a program may use
     compiler: CompilerTraits
     flag_presets: Mapping[str, FlagPreset]
+    calibration: Calibration | None = None
 
     @property
     def hbm_bytes_per_chip(self) -> int | None:

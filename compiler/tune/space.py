@@ -23,6 +23,7 @@ from ..estimate.step_time import plan_rates
 from ..parallel.loss import LossOp
 from ..parallel.remat import check_remat
 from ..sharding.arrays import Arrays, build_model, find_arrays
+from ..target.calibration import calibrate_target
 from ..target.mesh import MeshPlan
 from ..target.placement import plan_placement
 from ..target.target import TargetPlan, plan_target
@@ -47,7 +48,7 @@ class Variant:
 
     def target(self) -> TargetPlan:
         """Returns the target, with the figures of the type that the variant computes in."""
-        return plan_target(self.spec.target, self.spec.precision.compute)
+        return calibrate_target(plan_target(self.spec.target, self.spec.precision.compute), self.spec.calibration)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,12 @@ _ALL = (
         takes_overrides=False,
     ),
     Command(
+        "calibrate",
+        "how much longer work takes on a chip than predicted, from such runs, for later predictions",
+        "calibrate:calibrate_command",
+        takes_overrides=False,
+    ),
+    Command(
         "sweep",
         "the table and the page of a sweep: heat map, Pareto front, loss curves; CSV, Parquet, JSON",
         "show_sweep:sweep_command",

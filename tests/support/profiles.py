@@ -80,9 +80,9 @@ def prediction(target: str = "v5e-4") -> Prediction:
 
 
 @cache
-def plan_on(target: str) -> Plan:
+def plan_on(target: str, *overrides: str) -> Plan:
     """A plan for these chips; the program is not its own."""
-    return plan_as_declared(f"target={target}", "data=synthetic", "sharding=fsdp", "global_batch_size=4")
+    return plan_as_declared(f"target={target}", "data=synthetic", "sharding=fsdp", "global_batch_size=4", *overrides)
 
 
 def write_run(run_dir: Path, trace: bytes, *, process: int = 0, predicted: Prediction | None = None) -> Path:

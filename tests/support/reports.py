@@ -119,6 +119,7 @@ def gpu() -> tuple[Report, tuple[Event, ...]]:
     target = TargetReport(
         name="h100-64", chip="h100", num_chips=64, num_devices=64, num_slices=8, hbm_bytes_per_chip=80 * 10**9,
         hbm_bytes_per_second=3.35e12, peak_flops_per_second=989e12,
+        calibration="",
         placement={"fsdp": "NIC x 8 nodes", "tensor": "NVLink x 8 GPUs of a node"},
     )  # fmt: skip
     collectives = (*_of_layers(bandwidth=50e9, exposed_kinds=("all-gather",), group=8, link="NIC"),
@@ -194,6 +195,7 @@ def _of_activations() -> list[CollectiveReport]:
 V5E = TargetReport(
     name="v5e-256", chip="v5e", num_chips=NUM_CHIPS, num_devices=NUM_CHIPS, num_slices=1, hbm_bytes_per_chip=16 * GIB,
     hbm_bytes_per_second=819e9, peak_flops_per_second=197e12,
+    calibration="",
     placement={"fsdp": "ICI x (16, wraps) x ICI y (16, wraps)"},
 )  # fmt: skip
 
@@ -239,7 +241,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=7,
+        schema_version=8,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,

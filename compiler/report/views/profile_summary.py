@@ -16,6 +16,8 @@ def show_profile(report: ProfileReport, console: Console, *, files: Sequence[Pat
     """Prints the profile. is_by_name: each operation by itself, with the name of its instruction."""
     is_predicted = report.step.predicted_seconds is not None
     console.line((report.model, "bold"), f" on {report.target}: {traced(report)}, a step took {spread(report)}")
+    if report.calibration:
+        console.line(("calibrated", "bold"), f" {report.calibration.describe()}")
     console.line()
     console.table(_kinds(report, is_predicted=is_predicted))
     console.line()

@@ -32,6 +32,8 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
     size = f"{human_parameters(program.num_parameters)} parameters, {program.tokens_per_step:,} tokens per step"
     console.line(*_verdict(report), cut_at=width)
     console.line(f"{program.model} on {target.name}: {counted(target.num_chips, 'chip')}{slices}, {size}", cut_at=width)
+    if target.calibration:
+        console.line(("calibrated", "bold"), f" {target.calibration}", cut_at=width)
     for part in (_memory, _step, _search, _collectives, _roofline, _findings, _unknown):
         for shown in part(report):
             if isinstance(shown, Table):

@@ -8,7 +8,7 @@ bytes    all else: what is read and written at a stated share of the memory's ba
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...core.scopes import OperationName
 from ..hlo import Computation, Instruction, Module
@@ -43,12 +43,14 @@ _DIMENSIONS = re.compile(r'"?(lhs|rhs)_(contracting|batch)_dim(?:ension)?s"?[:=]
 
 @dataclass(frozen=True)
 class Chip:
-    """What prices rest on. Figures of one JAX device; peak: by type of the operands."""
+    """What prices rest on. Figures of one JAX device; peak: by type of the operands. factors: by kind of compute, how
+    much longer it takes, by a calibration."""
 
     platform: str  # tpu, gpu
     clock_hz: float | None
     peak_flops_per_second: Mapping[str, float]
     hbm_bytes_per_second: float
+    factors: Mapping[ComputeKind, float] = field(default_factory=dict)
 
 
 def price(instruction: Instruction, around: Computation, module: Module, chip: Chip) -> Compute | None:
@@ -58,7 +60,10 @@ def price(instruction: Instruction, around: Computation, module: Module, chip: C
     seconds, priced_by = _seconds(instruction, around, module, chip)
     if seconds == 0:
         return None
-    return Compute(instruction.name, kind_of(instruction, module), seconds, priced_by, instruction.op_name)
+    kind = kind_of(instruction, module)
+    if seconds is not None:
+        seconds *= chip.factors.get(kind, 1.0)
+    return Compute(instruction.name, kind, seconds, priced_by, instruction.op_name)
 
 
 def _seconds(

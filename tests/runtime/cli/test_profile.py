@@ -1,6 +1,7 @@
 """`meshloom profile` as its users type it."""
 
 import json
+import shlex
 
 import pytest
 
@@ -59,6 +60,28 @@ def test_what_cannot_be_shown_is_one_error_with_a_fix(tmp_path, case, told):
     assert told in done.stderr
     assert "\n  fix: " in done.stderr
     assert not (run_dir / "profile.json").exists()
+
+
+def test_a_calibration_is_written_where_configs_are_found(tmp_path):
+    run_dir = write_run(tmp_path / "run", TRACE)
+    done = run_in_process("calibrate", str(run_dir), "--to", str(tmp_path / "mine"), "--name", "measured")
+    assert (done.returncode, done.stderr) == (0, "")
+    use = shlex.split(done.stdout.splitlines()[-1].split("use it: ")[1])
+    assert use[1:] == ["explain", "--config-dir", str(tmp_path / "mine"), "calibration=measured"]
+    explained = run_in_process(*use[1:], "target=v5e-4", "data=synthetic")
+    assert (explained.returncode, explained.stderr) == (0, "")
+    assert f"calibrated by 1 run ({run_dir})" in explained.stdout
+    assert ": matmul 2.1, other 1.8, ICI " in explained.stdout
+
+
+def test_a_calibration_that_cannot_be_is_one_error(tmp_path):
+    done = run_in_process("calibrate", str(tmp_path / "none"), "--to", str(tmp_path))
+    assert (done.returncode, "there is no such directory" in done.stderr) == (2, True)
+    done = run_in_process("calibrate", str(write_run(tmp_path / "run", TRACE)))
+    assert "--to is missing" in done.stderr
+    cpu = write_run(tmp_path / "cpu", TRACE, predicted=prediction("cpu-4"))
+    done = run_in_process("calibrate", str(cpu), "--to", str(tmp_path))
+    assert "a run was on no chip that is known" in done.stderr
 
 
 @pytest.mark.ci

@@ -1,0 +1,40 @@
+"""Calibrations as declared: how much longer work takes on a chip than its figures say, as runs have shown."""
+
+from typing import Literal
+
+from pydantic import PositiveFloat
+
+from meshloom.models.config import Config
+
+from ..core.config_types import Text
+
+CalibratedLink = Literal["ICI", "DCN", "NVLink", "NIC"]
+
+
+class LinkCalibration(Config):
+    """Measured over predicted seconds of collectives. transfer: the part that depends on their size; latency: the
+    rest."""
+
+    transfer: PositiveFloat
+    latency: PositiveFloat
+
+
+class Calibration(Config):
+    """Measured over predicted seconds, by kind of compute and by link. chip: that it is of; None: nothing is
+    calibrated. source: the runs that it was measured on."""
+
+    chip: Text | None
+    matmul: PositiveFloat
+    attention: PositiveFloat
+    other: PositiveFloat
+    links: dict[CalibratedLink, LinkCalibration]
+    source: Text | None
+
+    def describe(self) -> str:
+        """Returns its source and its factors: 'by 2 runs (a, b), 2026-11-25: matmul 1.25, ICI 1.1 (latency 2) times the
+        time'."""
+        compute = {kind: getattr(self, kind) for kind in ("matmul", "attention", "other")}
+        told = [f"{kind} {factor:.3g}" for kind, factor in compute.items() if factor != 1]
+        told += [f"{kind} {link.transfer:.3g} (latency {link.latency:.3g})" for kind, link in self.links.items()]
+        factors = f"{', '.join(told)} times the time" if told else "no factor differs from 1"
+        return f"by {self.source or 'an unknown source'}: {factors}"

@@ -1,0 +1,83 @@
+"""`meshloom calibrate RUN...`: how much longer work takes on a chip than predicted, for later predictions."""
+
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+
+from meshloom.compiler.config.calibration_spec import Calibration
+from meshloom.compiler.core.console import Column, Console, Table
+from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem, all_of
+from meshloom.compiler.core.format import counted
+from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.profile.calibrate import calibrate
+
+from ..core.files import replace_text
+from ..rundir.profile_files import read_profile
+from .words import COMMAND_LINE, HELP, Words, parse_words
+
+LINE = "meshloom calibrate RUN... --to DIR"
+GROUP = "calibration"
+USAGE = f"""\
+usage: {LINE} [--name NAME]
+
+How much longer each kind of compute, and each kind of link, takes on a chip than predicted, from runs on it that traced
+steps (meshloom train profile.steps=[10,13]). Writes it as a config, which later predictions take by name:
+
+    meshloom explain --config-dir DIR calibration=NAME ...
+
+  --to DIR      a folder of your own configs; the file is DIR/{GROUP}/NAME.yaml
+  --name NAME   its name; without it that of the chip
+"""
+FLAGS = {"--to": "DIR", "--name": "NAME"}
+
+
+def calibrate_command(args: Sequence[str]) -> int:
+    """Runs the command line and returns the exit code: 0, or 2 if the runs do not say how to calibrate their chip."""
+    if set(args) & set(HELP):
+        write_out(USAGE, end="")
+        return 0
+    try:
+        words = parse_words(args, FLAGS, num_paths=range(1, 1000), usage=LINE)
+        found = _calibrate(words)
+        path = _write(found, words)
+    except ConfigError as error:
+        write_error(str(error))
+        return MISTAKE
+    _show(found, path, Console(off_terminal_width=120))
+    return 0
+
+
+def _calibrate(words: Words) -> Calibration:
+    if "--to" not in words.flags:
+        raise ConfigError([Problem(COMMAND_LINE, "--to is missing: where the calibration goes", f"type: {LINE}")])
+    profiles = all_of(*(lambda path=path: read_profile(path) for path in words.paths))
+    names = ", ".join(map(str, words.paths))
+    source = f"{counted(len(profiles), 'run')} ({names}), {datetime.now(UTC):%Y-%m-%d}"
+    return calibrate([profile.report for profile in profiles], source)
+
+
+def _write(calibration: Calibration, words: Words) -> Path:
+    name = words.flags.get("--name", str(calibration.chip))
+    path = Path(words.flags["--to"]) / GROUP / f"{name}.yaml"
+    head = f"# {calibration.chip} as measured on {calibration.source}\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, head + yaml.safe_dump(calibration.model_dump(mode="json"), sort_keys=False))
+    except OSError as error:
+        raise ConfigError([Problem("--to", f"{path} cannot be written: {error.strerror}", "name another")]) from None
+    return path
+
+
+def _show(calibration: Calibration, path: Path, console: Console) -> None:
+    rows: list[list[str]] = [
+        [kind, f"{getattr(calibration, kind):.3f}", ""] for kind in ("matmul", "attention", "other")
+    ]
+    rows += [[kind, f"{link.transfer:.3f}", f"{link.latency:.3f}"] for kind, link in calibration.links.items()]
+    columns = (Column(""), Column("measured / predicted", justify="right"), Column("its latency", justify="right"))
+    console.line((str(calibration.chip), "bold"), f" as measured on {calibration.source}")
+    console.table(Table(columns, rows))
+    use = ["meshloom", "explain", "--config-dir", str(path.parents[1]), f"{GROUP}={path.stem}"]
+    console.line(f"written to {path}; use it: {shlex.join(use)}")
