@@ -24,7 +24,7 @@ import scipy.linalg
 from ..config.overlap_spec import StrategyChoice
 from ..config.spec import RunSpec
 from ..driver import plan_run
-from ..estimate.assumed_overlap import can_split_batch, plan_assumed
+from ..estimate.assumed_overlap import BATCH_SPLIT, can_split_batch, plan_assumed
 from ..estimate.program_costs import Array, Costs, ProgramShape, read_costs
 from ..estimate.read_step import read_step
 from ..estimate.step_time import Hiding, plan_hiding
@@ -172,7 +172,8 @@ def choose_points(candidates: Sequence[Candidate]) -> list[Point]:
     """
     sizes = _meshes(candidates)
     middle = float(np.median(np.log2([one.sequences_of_device for one in candidates])))
-    sequences = max(2, int(2 ** round(middle)))  # of one sequence, arrays are like those without the dimension
+    # Arrays of one sequence are like those without the dimension, and a split batch has half of the sequences in each.
+    sequences = max(2 * BATCH_SPLIT, int(2 ** round(middle)))
     num_microbatches = NUM_MICROBATCHES if candidates[0].num_microbatches > 1 else 1
     strategies = _common_strategies(candidates)
     first = Point(candidates[0].variant, sizes[0], num_microbatches, sequences, NUM_CHUNKS, strategies)
@@ -205,6 +206,7 @@ def fit_family(references: Sequence[Reference]) -> Family:
     origin, numbers = first.variables, _logarithms(first)
     meshes = [one for one in others if one.point.sizes != first.point.sizes]
     counts = [one for one in others if one.point.sizes == first.point.sizes]
+    assert counts, "the reference with other counts is of another shape: nothing would be learnt of counts"
     num_axes = len(first.point.sizes)
     exponents = np.zeros((len(origin), len(numbers)))
     if meshes:

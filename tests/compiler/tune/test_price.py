@@ -99,6 +99,17 @@ def test_prices_know_which_batches_cannot_be_split():
 
 
 @pytest.mark.ci
+def test_prices_of_a_split_batch_are_its_own():
+    """A split batch saves other activations than a whole one; their bytes follow sequences and microbatches."""
+    words = ("target=v5p-16", "precision=bfloat16", "overlap=auto", "model.vocab_size=4096", "sequence_length=256")
+    space = Space(*words, "global_batch_size=32", "tune.mesh.tensor=[2]", "tune.microbatches=[2,4,8]")
+    prices = space.price()
+    for place, one in enumerate(space.candidates):
+        if one.sequences_of_device % 2 == 0:
+            assert prices.peak_bytes[place] == pytest.approx(estimate_spec(one.spec()).peak_bytes, rel=0.08)
+
+
+@pytest.mark.ci
 def test_prices_know_a_microbatch_that_has_left_its_loop():
     """Gradients are reduced in the backward pass of the last microbatch, which is no part of the loop of the others."""
     words = ("sharding.on_replicated=allow", "overlap.layers.reduce_in_backward=true", "global_batch_size=64")
