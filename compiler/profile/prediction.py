@@ -58,9 +58,9 @@ class Prediction(Record):
     unknown: dict[str, str]
 
 
-def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective]) -> Prediction:
-    """Returns the prediction of a compiled step. text: as XLA scheduled it. planned: the plan's collectives. Raises
-    HloError for a text of an unknown form."""
+def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective], *, model: str | None = None) -> Prediction:
+    """Returns the prediction of a compiled step. text: as XLA scheduled it. planned: the plan's collectives. model: as
+    its declaration calls it, where it has a name. Raises HloError for a text of an unknown form."""
     module = parse_module(text)
     analysis = analyse_schedule(module, plan, planned)
     target = plan.target
@@ -72,7 +72,7 @@ def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective]) -> Pred
     return Prediction(
         schema_version=SCHEMA_VERSION,
         module=module.name,
-        model=plan.spec.model.family,
+        model=model or plan.spec.model.family,
         target=target.name,
         chip=target.chip.name if target.chip else None,
         calibration=target.calibration,

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -9,6 +10,7 @@ from omegaconf import DictConfig
 
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.composition_errors import MISTAKES, as_config_error
+from meshloom.compiler.config.model_choice import chosen_model
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import MISTAKE
 
@@ -48,13 +50,15 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
     if processes.count == 1:
         check_run_dir(request)
 
-    def run(shown: Path) -> int:
+    def run(shown: Path, composed: DictConfig) -> int:
         try:
             if isinstance(declared, distributed.Disagreement):
                 raise declared
             console = Console(is_quiet=not processes.is_first)
-            words, began = request.overrides, process_began()
-            return train(declared, shown, overrides=words, console=console, processes=processes, began=began)
+            job, words, began = declared, request.overrides, process_began()
+            if job.plan.spec.profile.steps:  # what it predicts is shown by this name
+                job = replace(job, model=chosen_model(composed, HydraConfig.get()))
+            return train(job, shown, overrides=words, console=console, processes=processes, began=began)
         except MISTAKES as error:  # Hydra would print a line of its own about it
             LOG.error(error, exc_info=isinstance(error, OSError))
             if is_of_one_process(error) and processes.count > 1:
@@ -65,12 +69,12 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
             distributed.crash(error, shown)
             raise
 
-    def task(_: DictConfig) -> None:
+    def task(composed: DictConfig) -> None:
         run_dir = Path(HydraConfig.get().runtime.output_dir)
         shown = as_typed(run_dir)
         try:
             with process_log(run_dir, processes):
-                exit_codes[0] = run(shown)
+                exit_codes[0] = run(shown, composed)
         except OSError as error:  # of the log itself
             distributed.crash(error, shown)
             exit_codes[0] = _show_once(error)

@@ -72,13 +72,14 @@ LOG = logging.getLogger("meshloom")
 @dataclass(frozen=True)
 class Job:
     """A run that was found to be right: its plan, its data, its trackers, what is loaded instead of compiling, and what
-    looking for the devices printed."""
+    looking for the devices printed. model: what the declaration calls its model, where it has a name."""
 
     plan: Plan
     data: Data
     trackers: tuple[type[Tracker], ...] = ()
     precompiled: Precompiled | None = None
     said: tuple[str, ...] = ()
+    model: str | None = None
 
 
 def prepare(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Job:
@@ -235,7 +236,7 @@ def _run(
                 run_dir,
                 watch=watch,
                 watchdog=watchdog,
-                files=lambda: predicted_files(plan, programs),
+                files=lambda: predicted_files(plan, programs, job.model),
                 say=lambda text: say(console, text),
                 warn=warn,
             )
@@ -302,10 +303,10 @@ def _documents(data: Data, processes: Processes, position: Mapping[str, Any], ro
     return describe(located)
 
 
-def predicted_files(plan: Plan, programs: Programs) -> dict[str, str]:
-    """Returns the compiled step, and what is predicted of it, as files beside its trace."""
+def predicted_files(plan: Plan, programs: Programs, model: str | None = None) -> dict[str, str]:
+    """Returns the compiled step, and what is predicted of it, as files beside its trace. model: as of Job."""
     text = programs.train.as_text()
-    prediction = predict(text, plan, estimate_step(plan).communication)
+    prediction = predict(text, plan, estimate_step(plan).communication, model=model)
     return {TEXT: text, PREDICTED: prediction.model_dump_json() + "\n"}
 
 

@@ -75,6 +75,17 @@ def test_what_was_found_adds_up(name):
     assert trips == {f"in a loop of {number} iterations" for number in loops}
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_instruction_has_its_part_of_the_step(name):
+    """What a trace is compared with: times by instruction, and which instructions wait for which collective."""
+    _, _, analysis = recorded(name)
+    assert sum(analysis.compute_seconds.values()) == pytest.approx(analysis.step.compute_seconds)
+    found = {each.name: each for each in analysis.collectives}
+    assert set(analysis.dones.values()) == set(found), "each is waited for somewhere"
+    for each in found.values():
+        assert 0 < seconds(analysis.latency_seconds[each.name]) <= seconds(each.alone_seconds)
+
+
 def seconds(*known: float | None) -> float:
     assert None not in known
     return sum(each for each in known if each is not None)

@@ -16,6 +16,7 @@ from conftest import SMALL, spec_of
 from meshloom.compiler.config.launch_spec import LocalLaunch
 from meshloom.runtime.launch.local import local_processes, run_local
 from meshloom.runtime.launch.plan import Hosts, LaunchPlan
+from meshloom.runtime.rundir.profile_files import read_profile
 from support.helpers import meshloom
 
 # A process of a run: its words are overrides, of which it reads its index; then it runs the code.
@@ -152,10 +153,14 @@ def test_all_processes_load_an_artifact_with_the_flags_of_its_compile(tmp_path):
                      cwd=tmp_path, XLA_FLAGS=flags)  # fmt: skip
     assert first.returncode == 0, first.stderr
     (artifact,) = [path.parent for path in cache.glob("artifacts/*/manifest.json")]
-    second = meshloom("launch", *RUN, "compilation_cache=null", f"artifact={artifact}",
+    second = meshloom("launch", *RUN, "compilation_cache=null", f"artifact={artifact}", "profile.steps=[2,3]",
                       f"hydra.run.dir={tmp_path}/second", cwd=tmp_path, XLA_FLAGS="")  # fmt: skip
     assert second.returncode == 0, second.stderr
     assert f"loaded from {artifact}" in second.stdout
     assert losses(tmp_path / "second") == losses(tmp_path / "first")
+    profile = read_profile(tmp_path / "second").report  # each process has traced its own devices
+    assert (profile.num_processes, profile.num_devices, profile.steps, profile.notes) == (2, 8, (2, 3), ())
+    assert (profile.unmatched_seconds, profile.num_not_run) == (0.0, 0)
+    assert profile.model.startswith("tiny (")
     shown = meshloom("launch", *RUN, f"artifact={artifact}", "launch.dry_run=true", cwd=tmp_path, XLA_FLAGS="")
     assert shown.stdout.count(f"XLA_FLAGS={flags}") == 2
