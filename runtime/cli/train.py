@@ -31,6 +31,8 @@ def train_command(request: Request, flags: argparse.Namespace) -> int:
     try:
         exit_code = _train_together(request, flags)
     except MISTAKES as error:
+        if is_of_one_process(error):
+            distributed.crash(as_config_error(error))
         exit_code = _show_once(error)
     except BaseException as error:
         distributed.crash(error)

@@ -149,7 +149,7 @@ def test_a_port_that_is_taken_ends_process_0_with_a_message(tmp_path):
 
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.release), pytest.param(2, marks=pytest.mark.ci)])
 def test_a_host_that_never_comes_is_named(tmp_path, missing):
-    timeout = "distributed.initialization_timeout_seconds=8"
+    timeout = "distributed.initialization_timeout_seconds=20"
     lines = keys(3, free_port())
     came = [index for index in range(3) if index != missing]
     ended = Started(tmp_path, *((*RUN, *lines[index], timeout) for index in came)).end()
@@ -164,12 +164,22 @@ def test_a_host_that_never_comes_is_named(tmp_path, missing):
     assert (ended[1][2] == "") == (missing == 2), "one process speaks for those that came"
 
 
+# An abort has to wait until it is looked for.
+LOOKS_SELDOM = """
+from meshloom.runtime.cli import main as cli
+from meshloom.runtime.processes import lost
+lost.POLL_SECONDS = 3
+cli.main()
+"""
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_host_is_named_with_the_last_step(tmp_path, lost):
     """bench/chaos.py shows that the next start goes on as if nothing had happened."""
     lines = [(*RUN, *each, "num_steps=100000") for each in keys(2, free_port())]
-    started, run_dir = Started(tmp_path, *lines), tmp_path / "run"
+    started = Started(tmp_path, *lines, code=dict.fromkeys(range(2), LOOKS_SELDOM))
+    run_dir = tmp_path / "run"
     _wait_for_steps(started, run_dir, 30)
     started.processes[lost].kill()
     ended, left = started.end(), 1 - lost
