@@ -66,7 +66,7 @@ PHASES = {
     "join": "processes.distributed:initialize",
     "start": "cli.train:check_same_data",
     "compile": "compile.run_programs:build",
-    "step": "train.loop:Loop._next_batch",
+    "step": "train.feed:Feed.next",
     "save": "checkpoint.checkpoints:Checkpoints.save",
     "evaluation": "train.loop:Loop._evaluate",
 }

@@ -20,11 +20,11 @@ from ..checkpoint.checkpoints import Checkpoints
 from ..data import BatchIterator, HostBatch
 from ..processes.stop import StopRequest
 from .due import Due
+from .feed import Feed
 from .metrics import Metrics, metrics_of
 from .missing_targets import MissingTargets
 from .nonfinite import NonFinite, SkipCounter
 from .profiler import Profiler
-from .rows import in_order, local_rows, to_devices
 from .stragglers import StepTimes, Stragglers
 from .time_spent import Stopwatch
 from .watchdog import Watchdog
@@ -72,8 +72,7 @@ class Loop:
         self.watchdog, self.profiler, self.stragglers, self.due = watchdog, profiler, stragglers, Due(plan.spec)
         self._take_step = take_step or (lambda state, batch, *_: programs.train(state, batch))
         self._targets = MissingTargets(warn)
-        self._rows, self._skips = local_rows(programs.batch), SkipCounter(plan.spec)
-        self._order = plan.token_order.of_sequence(plan.spec.sequence_length)
+        self._skips, self._feed = SkipCounter(plan.spec), Feed(plan, programs, batches, watch)
         self._last_finish = 0.0
 
     def run(self, state: Any, first_step: int) -> int:
@@ -85,7 +84,7 @@ class Loop:
         self._last_finish = time.perf_counter()
         while done < self.spec.num_steps and not self.stop.is_due(done):
             position = self.batches.get_state()
-            batch, *input_times = self._next_batch(behind=running)
+            batch, *input_times = self._feed.next(behind=running and running.metrics)
             if self.profiler.is_first(done + 1):
                 self._finish(running)
                 running = self.profiler.start(state)
@@ -111,18 +110,6 @@ class Loop:
         is_due = self.due.is_evaluation(step) or self.due.is_save(step)
         return is_due or self.profiler.is_last(step) or self.spec.keeps_state
 
-    def _next_batch(self, behind: Running | None) -> tuple[dict[str, jax.Array], float, float]:
-        """Returns the next batch on the devices, how long this took, and how long they stood still for it: not at all
-        where the step before it still runs, else at most as long as this took."""
-        start = time.perf_counter()
-        batch = self._to_devices(next(self.batches))
-        seconds = time.perf_counter() - start
-        is_running = behind is not None and not behind.metrics["loss"].is_ready()  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
-        if is_running:
-            return batch, seconds, 0.0
-        self.watch.move(seconds, to="input")
-        return batch, seconds, seconds
-
     def _finish(self, running: Running | None, state: Any = None) -> float | None:
         """Waits for a step, evaluates its state if that is due, and reports; returns the held-out loss."""
         if running is None:
@@ -133,19 +120,11 @@ class Loop:
         self.watchdog.step_ended(step, seconds)
         self.profiler.stop_after(step, state)
         eval_loss = self._evaluate(state) if state is not None and self.due.is_evaluation(step) else None
-        spent = self.watch.by_all()
+        times = StepTimes(seconds, running.input_seconds, running.input_wait_seconds)
         told = metrics_of(
-            self.plan,
-            step,
-            read,
-            eval_loss,
-            spent,
-            seconds=seconds,
-            input_wait_seconds=running.input_wait_seconds,
-            of_processes=self.stragglers.count(
-                step, StepTimes(seconds, running.input_seconds, running.input_wait_seconds)
-            ),
-        )
+            self.plan, step, read, eval_loss, self.watch.by_all(), seconds=seconds,
+            input_wait_seconds=times.input_wait, of_processes=self.stragglers.count(step, times),
+        )  # fmt: skip
         self.report(told)
         self._targets.check_step(told)
         self._skips.count(told, running.position, is_finite=isfinite(told.loss) and isfinite(told.grad_norm))
@@ -157,7 +136,7 @@ class Loop:
         with self.watch.spending("evaluation"), self.watchdog.paused():
             # One at a time: with many in flight on CPU, several processes were seen to hang.
             for batch in self.held_out:
-                sums += jax.device_get(self.programs.evaluate(state["params"], self._to_devices(batch)))
+                sums += jax.device_get(self.programs.evaluate(state["params"], self._feed.place(batch)))
         return self._targets.mean(*sums)
 
     def _save(self, step: int, state: Any, eval_loss: float | None) -> None:
@@ -167,6 +146,3 @@ class Loop:
                 raise NonFinite(step, "the state after it has NaN or infinity, although its loss does not", None)
             self.checkpoints.save(step, state, self.batches, eval_loss=eval_loss)
         self.due.saved()
-
-    def _to_devices(self, batch: HostBatch) -> dict[str, jax.Array]:
-        return to_devices(self.programs.batch, self._rows, in_order(batch, self._order))
