@@ -153,6 +153,8 @@ PRIVATE = {  # names of libraries, by the file that imports them: docs/libraries
     ("runtime/processes/cluster.py", "jax._src.clusters.GkeTpuCluster"),
     ("runtime/processes/devices.py", "jax._src.hardware_utils"),
     ("runtime/processes/distributed.py", "jax._src.distributed"),
+    ("runtime/processes/initialize.py", "jax._src.distributed"),
+    ("runtime/processes/initialize.py", "jax._src.lib._jax"),
 }  # fmt: skip
 
 
