@@ -30,6 +30,9 @@ DEEPSEEK: Overrides = (  # a dense layer and two with experts
     "mesh.expert=32", "global_batch_size=4096", "sequence_length=4096", *COMMON,
 )  # fmt: skip
 CHUNKS: Overrides = ("overlap.flag_presets=[sparse_core,async_exchange]", "moe.num_chunks=2")
+HALVES: Overrides = (  # of a device's sequences, in place of chunks of its tokens
+    "overlap.flag_presets=[sparse_core,async_exchange]", "overlap.layers.batch_split=2",
+)  # fmt: skip
 ROWS: dict[str, Overrides] = {
     "ragged": (*MIXTRAL, "overlap.flag_presets=[sparse_core]", "parallel.experts=ragged"),
     "ragged, 2 chunks": (*MIXTRAL, *CHUNKS, "parallel.experts=ragged"),
@@ -37,6 +40,7 @@ ROWS: dict[str, Overrides] = {
     "gathered, 2 chunks": (*MIXTRAL, *CHUNKS, "parallel.experts=gathered"),
     "qwen3, gathered": (*QWEN3, *CHUNKS, "parallel.experts=gathered"),
     "deepseek, gathered": (*DEEPSEEK, *CHUNKS, "parallel.experts=gathered"),
+    "deepseek, gathered, batch split": (*DEEPSEEK, *HALVES, "parallel.experts=gathered"),
 }  # fmt: skip
 
 
