@@ -33,9 +33,13 @@ class LocatedRow:
     documents: tuple[int, ...]
     names: tuple[str, ...]
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Returns what its documents are called: by their names, where these are known."""
+        return tuple(f"'{name}'" for name in self.names) or tuple(f"{number:,}" for number in self.documents)
+
     def __str__(self) -> str:
-        named = ", ".join(f"'{name}'" for name in self.names) or ", ".join(map(str, self.documents))
-        return f"document{'s' if len(self.documents) > 1 else ''} {named} of {self.source}"
+        return f"{counted_documents(self.labels)} of {self.source}"
 
 
 def names_of(source: OneSource, where: str, numbers: Iterable[int]) -> dict[int, str]:
@@ -50,6 +54,14 @@ def names_of(source: OneSource, where: str, numbers: Iterable[int]) -> dict[int,
 
 
 def describe(rows: Sequence[LocatedRow], most: int = 3) -> str:
-    """Returns the first of them in words."""
-    more = f", and of {counted(len(rows) - most, 'more sequence')}" if len(rows) > most else ""
-    return ", ".join(dict.fromkeys(map(str, rows[:most]))) + more
+    """Returns the documents of the first rows in words, by source."""
+    by_source: dict[str, dict[str, None]] = {}
+    for one in rows[:most]:
+        by_source.setdefault(one.source, {}).update(dict.fromkeys(one.labels))
+    named = ", ".join(f"{counted_documents(list(labels))} of {source}" for source, labels in by_source.items())
+    return named + (f", and those of {counted(len(rows) - most, 'more sequence')}" if len(rows) > most else "")
+
+
+def counted_documents(labels: Sequence[str]) -> str:
+    """Returns "document 'a'", or "documents 'a', 'b'"."""
+    return f"document{'s' if len(labels) > 1 else ''} {', '.join(labels)}"

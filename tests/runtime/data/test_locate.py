@@ -42,4 +42,6 @@ def test_rows_are_told_in_words(tmp_path):
     located = data.locate({"next_batch": 0}, [2, 5, 6, 7])
     assert [one.row for one in located] == [2, 5, 6, 7]
     assert str(located[0]).endswith(".txt' of data.source")
-    assert describe(located).endswith(", and of 1 more sequence")
+    told = describe(located)
+    assert told.startswith("documents '")
+    assert told.endswith(".txt' of data.source, and those of 1 more sequence")
