@@ -18,7 +18,7 @@ from .analysis.program_text import read_text
 from .config.spec import RunSpec
 from .core.errors import all_of
 from .core.trees import like
-from .estimate.estimate import estimate_step
+from .estimate.estimate import estimate_declared
 from .jaxpr.flops import count_model_flops
 from .parallel.operation import OpInputs, OpPlan, ParallelOp, plan_operations
 from .parallel.registry import OPERATIONS
@@ -137,7 +137,7 @@ def compile_plan(
     compile_step: a caller's own, such as one that looks first among what was compiled before. Raises ConfigError for
     compiler options that are wrong, JaxRuntimeError where the compiler fails for another reason than memory.
     """
-    estimate = estimate_step(plan)
+    estimate = estimate_declared(plan)
     lowered = lower_ahead(plan, plan.mesh.of_devices(devices))
     built = compile_step(lowered)
     schedule, peak = read_text(built.text, plan, estimate.communication)

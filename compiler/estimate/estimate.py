@@ -76,7 +76,11 @@ def estimate_step(plan: Plan) -> StepEstimate:
 
     Where the overlap is left to a search, memory, communication and time are of the step that it is taken to find.
     """
-    plan = plan_assumed(plan)
+    return estimate_declared(plan_assumed(plan))
+
+
+def estimate_declared(plan: Plan) -> StepEstimate:
+    """Returns the estimate of the plan's own program, from which a search begins."""
     program = read_step(plan)
     peak = find_peak(program)
     classes: tuple[Class, ...] = (

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from meshloom import compiler as compiler_package
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.estimate.estimate import estimate_declared
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.tried import line_of
 from meshloom.compiler.schema import SearchReport, TriedReport
@@ -35,7 +35,7 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
     of all that were compiled; where none fits, the one that was declared. Raises what compiling that one does."""
     bounds, max_exposed, begun = plan.spec.overlap.search, plan.spec.overlap.max_exposed, time.monotonic()
     assert bounds is not None
-    candidates = find_candidates(plan, estimate_step(plan))
+    candidates = find_candidates(plan, estimate_declared(plan))
     num_most = min(len(candidates), bounds.max_candidates)
 
     def compiled(place: int) -> StoredStep:

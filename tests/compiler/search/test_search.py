@@ -19,7 +19,7 @@ from meshloom.compiler.config.flag_presets import preset_file
 from meshloom.compiler.config.overlap_spec import LayerLoop, OverlapConfig
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.estimate.estimate import estimate_declared, estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.facts import unknown_values
 from meshloom.compiler.report.views.page import render_page
@@ -68,7 +68,7 @@ def test_a_longer_step_is_taken_where_it_alone_meets_the_demand(max_exposed, pla
 
 def test_the_declared_program_is_the_first_and_no_other_is_it():
     plan = plan_as_declared(*V5P, "overlap=prefetch", "overlap.flag_presets=[sparse_core]")
-    candidates = find_candidates(plan, estimate_step(plan))
+    candidates = find_candidates(plan, estimate_declared(plan))
     ways = [(one.way.layers, one.way.flag_presets) for one in candidates]
     assert ways[0] == (plan.spec.overlap.layers, ("sparse_core",))
     assert len(set(ways)) == len(ways)
@@ -88,7 +88,7 @@ def test_the_declared_program_is_the_first_and_no_other_is_it():
 )
 def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(sharding, prefetched, deferred, early):
     plan = plan_of("target=h100-8", f"sharding={sharding}")
-    candidates = find_candidates(plan, estimate_step(plan))
+    candidates = find_candidates(plan, estimate_declared(plan))
     loops = [one.way.layers for one in candidates]
     assert len({one.way.model_dump_json() for one in candidates}) == len(candidates)
     assert any(loop.prefetch for loop in loops) == prefetched
@@ -106,7 +106,7 @@ def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(shar
 )
 def test_parts_of_the_batch_are_tried_where_matmuls_are_split_and_there_are_two(overrides, numbers):
     plan = plan_of("target=v5p-16", *overrides)
-    candidates = find_candidates(plan, estimate_step(plan))
+    candidates = find_candidates(plan, estimate_declared(plan))
     assert {one.way.layers.batch_split for one in candidates} == numbers
     one = next(one for one in candidates if one.way.layers.batch_split == max(numbers))
     assert plan_of("target=v5p-16", *overrides, *one.overrides()).spec.overlap == one.applied_to(plan.spec).overlap
@@ -125,13 +125,13 @@ def test_a_part_that_is_not_whole_sequences_is_told():
 )
 def test_layers_are_not_unrolled_where_the_compiler_would_abort(target, sharding, most):
     plan = plan_of(f"target={target}", f"sharding={sharding}")
-    assert max(one.way.layers.unroll for one in find_candidates(plan, estimate_step(plan))) == most
+    assert max(one.way.layers.unroll for one in find_candidates(plan, estimate_declared(plan))) == most
 
 
 @pytest.mark.parametrize(("sharding", "has_tensor"), [("fsdp", False), ("fsdp_tensor", True)])
 def test_sets_for_activations_are_tried_where_those_are_split(sharding, has_tensor):
     plan = plan_of("target=h100-8", f"sharding={sharding}")
-    sets = {name for one in find_candidates(plan, estimate_step(plan)) for name in one.way.flag_presets}
+    sets = {name for one in find_candidates(plan, estimate_declared(plan)) for name in one.way.flag_presets}
     assert ("windowed_einsum" in sets) == has_tensor
     assert "synchronous" not in sets
     assert "sparse_core" not in sets
@@ -141,7 +141,7 @@ def test_the_model_of_what_is_exposed_is_the_sum_by_hand():
     """Nothing hides: every collective is exposed, the roofline's sum. All layers hide: what is outside of them is left,
     and the copies of the weights that wait: each layer's, written and read, forward and backward, or every other's."""
     plan = plan_as_declared(*V5P)
-    estimate = estimate_step(plan)
+    estimate = estimate_declared(plan)
     links = {part.name.split(" ")[0]: part.link_seconds or 0.0 for part in estimate.roofline}
     alone = expected_seconds(plan, estimate, way(FLAT))
     assert alone == pytest.approx(sum(links.values()), rel=1e-6)
@@ -157,7 +157,7 @@ def test_the_model_of_what_is_exposed_is_the_sum_by_hand():
 
 def test_more_communication_than_compute_stays_exposed_whatever_is_tried():
     plan = plan_as_declared("target=h100-64", "model=linear_stack", "global_batch_size=64", "sequence_length=128")
-    estimate = estimate_step(plan)
+    estimate = estimate_declared(plan)
     compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
     links = sum(part.link_seconds or 0.0 for part in estimate.roofline)
     assert links > compute
@@ -347,6 +347,6 @@ def test_no_program_is_begun_after_the_budget(tmp_path):
 )
 def test_each_set_for_weights_is_tried_before_any_for_the_second_time(target, sets):
     plan = plan_of(f"target={target}", "sharding=fsdp")
-    candidates = find_candidates(plan, estimate_step(plan))
+    candidates = find_candidates(plan, estimate_declared(plan))
     firsts = [one.way.flag_presets for one in candidates[1 : 1 + len(sets)]]
     assert {name for names in firsts for name in names} == sets
