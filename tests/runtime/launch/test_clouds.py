@@ -16,8 +16,9 @@ from support.launch import launched, rendered
 RUNS = "launch.directory=/mnt/runs"
 TPU_VM = ("launch=tpu_vm", "launch.zone=us-central2-b", "launch.project=mine", RUNS)
 TWO_SLICES = ("target=v5p-128", "target.num_slices=2")
+# `printf` writes line by line, between those of another process; `cat` writes a call at once.
 FAKE_GCLOUD = """#!/bin/bash
-(IFS=$'\\x1f'; printf '%s\\x1e' "$*" >> calls)
+(IFS=$'\\x1f'; printf '%s\\x1e' "$*" > "call-$$"; cat "call-$$" >> calls)
 case "$*" in
   *describe*value*) [ -e asked ] && echo ACTIVE || { touch asked; echo WAITING_FOR_RESOURCES; } ;;
   *describe*) exit 1 ;;
