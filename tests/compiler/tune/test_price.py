@@ -88,14 +88,18 @@ def test_prices_are_the_estimates_of_each_candidate(stack):
 
 @pytest.mark.ci
 def test_prices_know_which_batches_cannot_be_split():
-    """With one sequence of a device nothing computes while activations are sent: four times as much is exposed."""
+    """With one sequence of a device nothing computes while activations are sent: four times as much is exposed. Its
+    price has the latencies of a split batch, which has twice as many collectives."""
     space = Space(*STACK, "overlap=auto", "global_batch_size=32", "tune.mesh.tensor=[2]", "tune.microbatches=[1,2,4,8]")
     prices = space.price()
     assert {one.sequences_of_device % 2 for one in space.candidates} == {0, 1}
     for place, one in enumerate(space.candidates):
-        exposed = dict(estimate_spec(one.spec()).exposed)
+        exposed, price = dict(estimate_spec(one.spec()).exposed)["tensor",], prices.exposed["tensor",][place]
         # The price of a loss that is not cut has the hops of a chunk more: on this small model, up to a fifth.
-        assert prices.exposed["tensor",][place] == pytest.approx(exposed["tensor",], rel=0.25)
+        if one.sequences_of_device % 2 == 0:
+            assert price == pytest.approx(exposed, rel=0.25)
+        else:
+            assert exposed <= price <= 2 * 1.25 * exposed
 
 
 @pytest.mark.ci

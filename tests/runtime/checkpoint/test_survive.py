@@ -235,8 +235,9 @@ def test_nan_stops_the_run_and_is_never_saved(tmp_path):
     assert last["loss"] is None
     assert not last["skipped"]
     steps, bad = finished_steps(tmp_path / "run"), last["step"]
-    assert f"error: step {bad}: the loss is nan, the norm of the gradients nan; its batch lies at" in done.stderr
-    assert f'{{"next_batch": {bad - 1}}} in the data; the last good checkpoint is {steps[-1]}' in done.stderr
+    batch = f'its batch, {{"next_batch": {bad - 1}}} in the data, has document'
+    assert f"error: step {bad}: the loss is nan, the norm of the gradients nan; {batch}" in done.stderr
+    assert f"; the last good checkpoint is {steps[-1]}" in done.stderr
     assert steps == list(range(1, bad))
     for step in steps:
         for path, x in leaves_by_path(_state(tmp_path / "run" / FOLDER / str(step))).items():
