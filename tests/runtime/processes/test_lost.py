@@ -149,7 +149,7 @@ def test_a_port_that_is_taken_ends_process_0_with_a_message(tmp_path):
 
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.release), pytest.param(2, marks=pytest.mark.ci)])
 def test_a_host_that_never_comes_is_named(tmp_path, missing):
-    timeout = "distributed.initialization_timeout_seconds=20"
+    timeout = "distributed.initialization_timeout_seconds=15"
     lines = keys(3, free_port())
     came = [index for index in range(3) if index != missing]
     ended = Started(tmp_path, *((*RUN, *lines[index], timeout) for index in came)).end()

@@ -171,19 +171,19 @@ COMPILES_LATE_AND_FAILS_IN_STEP_6 = """
 import sys, time
 from meshloom.runtime.cli import main as cli
 from meshloom.runtime.compile import run_programs
-from meshloom.runtime.train import loop
+from meshloom.runtime.train import feed
 build = run_programs.build
 def late(lowered):
     time.sleep(35)
     return build(lowered)
 run_programs.build = late
-calls, to_devices = [], loop.to_devices
+calls, to_devices = [], feed.to_devices
 def fails(*args):
     calls.append(args)
     if len(calls) == 6:
         raise OSError("the disk is gone")
     return to_devices(*args)
-loop.to_devices = fails
+feed.to_devices = fails
 cli.main()
 """
 
