@@ -1,6 +1,6 @@
 """Checksums of a state, device by device: whether two states, or the replicas of one, have the same bits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,12 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from ..core.partition_spec import axes_of
+from ..core.partition_spec import axes_in
 from ..core.trees import leaves_by_path
 from ..plan import Plan
 from ..sharding.state import State
-
-Digest = Mapping[str, Any]  # by path, uint32 of the shape of the mesh
 
 
 def build_digest(plan: Plan) -> Callable[[State], dict[str, Array]]:
@@ -31,11 +29,13 @@ def build_digest(plan: Plan) -> Callable[[State], dict[str, Array]]:
     return lambda state: over_devices(leaves_by_path(state))
 
 
-def replicas_of(plan: Plan, path: str) -> tuple[int, ...]:
-    """Returns the dimensions of the mesh along which devices have the same shard of an array of the state."""
-    spec = leaves_by_path(plan.specs, is_leaf=_is_spec)[path]
-    split = {axis for entry in spec for axis in axes_of(entry)}
-    return tuple(i for i, axis in enumerate(plan.mesh.sizes) if axis not in split)
+def replica_dimensions(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Returns for each array of the state the dimensions of the mesh along which devices have the same shard of it."""
+    found = {}
+    for path, spec in leaves_by_path(plan.specs, is_leaf=_is_spec).items():
+        split = axes_in(spec)
+        found[path] = tuple(i for i, axis in enumerate(plan.mesh.sizes) if axis not in split)
+    return found
 
 
 def _sum_of_bits(x: Array) -> Array:

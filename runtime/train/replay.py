@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.step.digest import build_digest, replicas_of
+from meshloom.compiler.step.digest import build_digest, replica_dimensions
 from meshloom.compiler.step.train_step import LOSS_BY_SHARD
 from meshloom.compiler.xla.programs import Programs
 
@@ -85,9 +85,9 @@ class Replay:
         if suspicion is not None or is_check:
             first = Result(read, self._digest_of(after))
             del after  # before it is made again: the memory holds two states
-            after, metrics = self._again(state, batch, step, position, first=first, suspicion=suspicion)
-        if is_check:
-            self._compare_replicas(step, after)
+            after, metrics, result = self._again(state, batch, step, position, first=first, suspicion=suspicion)
+            if is_check:
+                self._compare_replicas(step, result)
         if isfinite(loss := float(read["loss"])):
             self._losses.append(loss)
         return after, metrics
@@ -111,8 +111,8 @@ class Replay:
 
     def _again(
         self, state: Any, batch: Batch, step: int, position: Mapping[str, Any], *, first: Result, suspicion: str | None
-    ) -> tuple[Any, Any]:
-        """Returns the state and the metrics of the result that comes twice, and says what that means."""
+    ) -> tuple[Any, Any, Result]:
+        """Returns the state and the metrics of the result that comes twice, with it, and says what that means."""
         after, metrics = self._programs.train(state, batch)
         second = Result(jax.device_get(metrics), self._digest_of(after))
         if second.is_same(first):
@@ -120,7 +120,7 @@ class Replay:
                 what = f"{suspicion}; run again from the same state, it is the same: the data or the model"
                 fix = f"look at {self._documents(position, self._suspect_rows(first))}"
                 self._warn(Problem(f"step {step}", what, fix))
-            return after, metrics
+            return after, metrics, second
         del after
         after, metrics = self._programs.train(state, batch)
         third = Result(jax.device_get(metrics), self._digest_of(after))
@@ -133,7 +133,7 @@ class Replay:
         who = self._who_differs(odd, third)
         fix = "the run goes on with the result that came twice; leave the host out if it happens again"
         self._warn(Problem(f"step {step}", f"{what}, and one of them twice: the hardware, {who}", fix))
-        return after, metrics
+        return after, metrics, third
 
     def _suspect_rows(self, result: Result) -> Sequence[int]:
         """Returns the rows of the batch whose shards have no finite loss; all where that is not the point."""
@@ -164,11 +164,11 @@ class Replay:
         everywhere = np.broadcast_to(named.reshape(shape), self._mesh.devices.shape)
         return list(self._mesh.devices[everywhere])
 
-    def _compare_replicas(self, step: int, state: Any) -> None:
+    def _compare_replicas(self, step: int, result: Result) -> None:
         """Raises RunFailed where devices hold other bits of the same shard."""
         odd, where = np.zeros(self._mesh.devices.shape, bool), list[str]()
-        for path, sums in self._digest_of(state).items():
-            if (is_odd := odd_replicas(sums, replicas_of(self._plan, path))).any():
+        for path, along in replica_dimensions(self._plan).items():
+            if (is_odd := odd_replicas(result.digest[path], along)).any():
                 odd |= is_odd
                 where.append(path)
         if where:
