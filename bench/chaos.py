@@ -459,7 +459,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, help="the first N only")
     parser.add_argument("--only", help="faults whose name contains this")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", action="store_true", help="measure what is kept, too")
+    parser.add_argument("--again", action="store_true", help="also measure faults whose results are saved")
     options = parser.parse_args()
     faults = [fault for fault in all_faults(options.seed) if not options.only or options.only in fault.name]
     rows = measure(faults[: options.faults], options.seed, again=options.again)

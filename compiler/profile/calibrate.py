@@ -58,7 +58,7 @@ def _same_calibration(reports: Sequence[ProfileReport]) -> Calibration | None:
 
 
 def _compute_factor(kind: ComputeKind, reports: Iterable[ProfileReport]) -> float:
-    """Returns measured over predicted seconds; 1 where the runs have none of this kind."""
+    """Returns the ratio of measured to predicted seconds; 1 if the runs have no work of this kind."""
     rows = [row for report in reports for row in report.kinds if row.kind == kind]
     measured, predicted = sum(row.measured_seconds for row in rows), sum(row.predicted_seconds or 0.0 for row in rows)
     return measured / predicted if measured and predicted else 1.0

@@ -29,8 +29,8 @@ class Compared(Record):
 
 
 class KindRow(Compared):
-    """A kind of work. Compute: the time that it takes. Collectives: their times alone, of which compute waits for
-    `exposed`."""
+    """The time of one kind of work. For collectives it is their time alone; `exposed` is the part that compute waits
+    for."""
 
     kind: ComputeKind | CollectiveKind
     mesh_axes: tuple[str, ...]

@@ -125,7 +125,7 @@ def _on_tpu(plane: Any, module: str) -> Iterator[Execution]:
 
 
 def _on_gpu(plane: Any, module: str, num_steps: int) -> Iterator[Execution]:
-    """Returns what a GPU ran. Its kernels do not say of which run they are: a step begins with the first operation that
+    """Returns the executions of a GPU. Kernels do not name their execution, so one begins with the first operation that
     each step runs once."""
     streams = (line for line in plane.lines if line.name not in _MADE)
     kernels = sorted(
