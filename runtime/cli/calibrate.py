@@ -9,14 +9,13 @@ import yaml
 
 from meshloom.compiler.config.calibration_spec import Calibration
 from meshloom.compiler.core.console import Column, Console, Table
-from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem, all_of
+from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import counted
-from meshloom.compiler.core.visible import write_error, write_out
 from meshloom.compiler.profile.calibrate import calibrate
 
 from ..core.files import replace_text
 from ..rundir.profile_files import read_profile
-from .words import COMMAND_LINE, HELP, Words, parse_words
+from .words import COMMAND_LINE, Words, run_words
 
 LINE = "meshloom calibrate RUN... --to DIR"
 GROUP = "calibration"
@@ -36,18 +35,12 @@ FLAGS = {"--to": "DIR", "--name": "NAME"}
 
 def calibrate_command(args: Sequence[str]) -> int:
     """Runs the command line and returns the exit code: 0, or 2 if the runs do not say how to calibrate their chip."""
-    if set(args) & set(HELP):
-        write_out(USAGE, end="")
-        return 0
-    try:
-        words = parse_words(args, FLAGS, num_paths=range(1, 1000), usage=LINE)
-        found = _calibrate(words)
-        path = _write(found, words)
-    except ConfigError as error:
-        write_error(str(error))
-        return MISTAKE
-    _show(found, path, Console(off_terminal_width=120))
-    return 0
+    return run_words(args, _calibrate_and_write, flags=FLAGS, num_paths=range(1, 1000), usage=USAGE, line=LINE)
+
+
+def _calibrate_and_write(words: Words) -> None:
+    found = _calibrate(words)
+    _show(found, _write(found, words), Console(off_terminal_width=120))
 
 
 def _calibrate(words: Words) -> Calibration:

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import MISTAKE, ConfigError
-from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.report.views.profile_summary import show_profile
 
 from ..rundir.profile_files import read_profile, write_profile
-from .words import HELP, parse_words
+from .words import Words, run_words
 
 LINE = "meshloom profile RUN"
 USAGE = """\
@@ -26,19 +25,14 @@ FLAGS = {"--hlo": "", "--json": ""}
 
 def profile_command(args: Sequence[str]) -> int:
     """Runs the command line and returns the exit code: 0, or 2 if there is nothing to compare."""
-    if set(args) & set(HELP):
-        write_out(USAGE, end="")
-        return 0
-    try:
-        words = parse_words(args, FLAGS, num_paths=range(1, 2), usage=LINE)
-        run_dir = words.paths[0]
-        profile = read_profile(run_dir)
-        files = write_profile(profile, run_dir)
-    except ConfigError as error:
-        write_error(str(error))
-        return MISTAKE
+    return run_words(args, _profile, flags=FLAGS, num_paths=range(1, 2), usage=USAGE, line=LINE)
+
+
+def _profile(words: Words) -> None:
+    run_dir = words.paths[0]
+    profile = read_profile(run_dir)
+    files = write_profile(profile, run_dir)
     if "--json" in words.flags:
         write_out(profile.report.model_dump_json(indent=1))
     else:
         show_profile(profile.report, Console(off_terminal_width=120), files=files, is_by_name="--hlo" in words.flags)
-    return 0

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from meshloom.compiler.core.console import Column, Console, Part, Table
-from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem
+from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted, human_seconds
-from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.core.visible import write_out
 
 from ..rundir.find_runs import METRICS, SPEC, FoundRun, find_directories, read_run
 from ..rundir.run_record import RECORD_FILE
@@ -18,7 +18,7 @@ from ..sweep.figures import FIGURES, best_of, value_of
 from ..sweep.read import Sweep, read_sweep
 from ..sweep.rows import ROWS_FILE, SWEEP_FILE, Status
 from ..sweep.table import came_to
-from .words import HELP, parse_words
+from .words import Words, run_words
 
 NUM_SHOWN = 30
 PLACES = ("outputs", "multirun")  # where Hydra puts runs and sweeps, in the working directory
@@ -53,20 +53,15 @@ class Line:
 
 def runs_command(args: Sequence[str]) -> int:
     """Runs the command line and returns the exit code: 0, or 2 where DIR is no directory."""
-    if set(args) & set(HELP):
-        write_out(USAGE, end="")
-        return 0
-    try:
-        words = parse_words(args, FLAGS, num_paths=range(2), usage=LINE)
-        lines = find_lines(words.paths)
-    except ConfigError as error:
-        write_error(str(error))
-        return MISTAKE
+    return run_words(args, _show_runs, flags=FLAGS, num_paths=range(2), usage=USAGE, line=LINE)
+
+
+def _show_runs(words: Words) -> None:
+    lines = find_lines(words.paths)
     if "--json" in words.flags:
         write_out(json.dumps([_as_json(line) for line in lines], indent=1))
     else:
         _show(lines, words.paths, is_whole="--all" in words.flags)
-    return 0
 
 
 def find_lines(paths: Sequence[Path]) -> list[Line]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem
+from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.visible import write_error, write_out
 
 from ..sweep.export import write_csv, write_file, write_parquet
@@ -14,7 +14,7 @@ from ..sweep.figures import find_figure, in_order
 from ..sweep.page import PAGE, render_sweep
 from ..sweep.read import Sweep, read_sweep
 from ..sweep.table import show_table
-from .words import HELP, Words, parse_words
+from .words import Words, run_words
 
 LINE = "meshloom sweep DIR"
 USAGE = """\
@@ -38,18 +38,13 @@ FLAGS = {"--sort": "FIGURE", "--all": "", "--csv": "FILE", "--parquet": "FILE", 
 
 def sweep_command(args: Sequence[str]) -> int:
     """Runs the command line and returns the exit code: 0, or 2 where there is no sweep, or a file cannot be written."""
-    if set(args) & set(HELP):
-        write_out(USAGE, end="")
-        return 0
-    try:
-        words = parse_words(args, FLAGS, num_paths=range(1, 2), usage=LINE)
-        if "--sort" in words.flags:
-            find_figure(words.flags["--sort"], where="--sort")
-        _show(read_sweep(words.paths[0]), words)
-    except ConfigError as error:
-        write_error(str(error))
-        return MISTAKE
-    return 0
+    return run_words(args, _show_sweep, flags=FLAGS, num_paths=range(1, 2), usage=USAGE, line=LINE)
+
+
+def _show_sweep(words: Words) -> None:
+    if "--sort" in words.flags:
+        find_figure(words.flags["--sort"], where="--sort")
+    _show(read_sweep(words.paths[0]), words)
 
 
 def _show(sweep: Sweep, words: Words) -> None:

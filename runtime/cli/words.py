@@ -1,11 +1,12 @@
 """The words after a command that takes no overrides: paths, and flags with or without a value."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
+from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem, use_one_of
 from meshloom.compiler.core.format import be, counted
+from meshloom.compiler.core.visible import write_error, write_out
 
 COMMAND_LINE = "command line"
 HELP = ("-h", "--help")
@@ -17,6 +18,30 @@ class Words:
 
     paths: tuple[Path, ...]
     flags: Mapping[str, str]
+
+
+def run_words(
+    args: Sequence[str],
+    run: Callable[[Words], object],
+    *,
+    flags: Mapping[str, str],
+    num_paths: range,
+    usage: str,
+    line: str,
+) -> int:
+    """Runs a command that takes no overrides, and returns its exit code: 0, or that of a mistake, which is told.
+
+    usage: what `--help` prints. line: the command in a line, for the fix of a mistake. Others: as of `parse_words`.
+    """
+    if set(args) & set(HELP):
+        write_out(usage, end="")
+        return 0
+    try:
+        run(parse_words(args, flags, num_paths=num_paths, usage=line))
+    except ConfigError as error:
+        write_error(str(error))
+        return MISTAKE
+    return 0
 
 
 def parse_words(args: Sequence[str], flags: Mapping[str, str], *, num_paths: range, usage: str) -> Words:
