@@ -1,8 +1,8 @@
 """SIGTERM and Ctrl-C ask long work to stop at its next good place; it saves and leaves in order. They are noted: a
 KeyboardInterrupt would be lost where it hits a callback of C++, as XLA has one in the garbage collector.
 
-Several processes have to stop after the same step, whichever of them was asked. JAX's preemption service settles which:
-it tells all of a SIGTERM to one, and the step that follows the furthest step of any.
+Several processes have to stop after the same step, whichever of them was asked. JAX's preemption service tells of a
+SIGTERM to any of them, and `agreed_stop.py` settles the step.
 """
 
 import os
@@ -17,6 +17,7 @@ from jax.experimental.multihost_utils import reached_preemption_sync_point
 
 from meshloom.compiler.xla.stderr_capture import terminal
 
+from .agreed_stop import AgreedStop
 from .distributed import Processes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -30,6 +31,7 @@ class StopRequest:
     def __init__(self, processes: Processes, *, waits_for: str = TRAINING) -> None:
         self.signal: signal.Signals | None = None
         self._is_shared = processes.count > 1
+        self._agreed = AgreedStop(processes.client, processes.index, processes.timeout_seconds)
         # With others, SIGTERM stays with JAX, which took it over in `initialize` and passes it on.
         self._noted = (signal.SIGINT,) if self._is_shared else SIGNALS
         if threading.current_thread() is not threading.main_thread():  # Python hands signals to the main thread alone
@@ -39,11 +41,14 @@ class StopRequest:
     def __enter__(self) -> Self:
         self._terminal = os.dup(terminal())  # while a compiler is at work, stderr is its log
         self._before = {number: signal.signal(number, self._note) for number in self._noted}
+        if self._is_shared:
+            self._agreed.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._agreed.stop()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         os.close(self._terminal)
@@ -64,7 +69,8 @@ class StopRequest:
         all."""
         if not self._is_shared:
             return self.signal is not None
-        is_due = reached_preemption_sync_point(num_steps_done)
+        is_asked = reached_preemption_sync_point(num_steps_done)
+        is_due = self._agreed.is_due(num_steps_done, is_asked=is_asked)
         if is_due and self.signal is None:  # another process was asked, or this one by SIGTERM
             self.signal = signal.SIGTERM
         return is_due
