@@ -29,13 +29,8 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}  # plans alone
 from compiled_rows import keep
 
 import meshloom
-from meshloom.compiler.analysis.collective_placement import place_collective
-from meshloom.compiler.analysis.schedule_analysis import (
-    ScheduleAnalysis,
-    analyse_schedule,
-    chip_of,
-    reordered,
-)
+from meshloom.compiler.analysis.program_devices import ProgramDevices
+from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis, analyse_schedule, chip_of
 from meshloom.compiler.core.format import human_bytes, human_seconds, human_share
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
@@ -80,11 +75,13 @@ def mesh_order(devices: Sequence[dict[str, Any]], plan: Plan) -> list[int]:
 def simulate_not_queued(program: Program) -> Simulation:
     """The step where short collectives find their links free."""
 
+    devices = ProgramDevices(program.plan.mesh.placement, program.order)
+
     def price(collective: Collective) -> Priced:
-        where = place_collective(reordered(collective, program.order), program.plan.mesh.placement)
+        where = devices.place(collective)
         return Priced(where.alone_seconds, () if collective.num_bytes < SHORT_BYTES else where.links)
 
-    return simulate(read_steps(program.module, chip_of(program.plan)), price)
+    return simulate(read_steps(program.module, chip_of(program.plan.target)), price)
 
 
 def facts_of(program: Program, analysis: ScheduleAnalysis) -> dict[str, Any]:

@@ -4,6 +4,12 @@
     step = compile_plan(plan, devices)    Plan -> CompiledStep        estimated, lowered, compiled, and its text read
     report = report_of(step)              CompiledStep -> Report      judged, for people and tools
 
+A program that somebody else compiled has no plan, and comes in at the end of the line (analysis/inspected.py,
+report/inspect_report.py):
+
+    program = inspect_text(text, devices)    text -> InspectedProgram      read, and its findings
+    report = report_inspected(program)       InspectedProgram -> Report    what a declaration says is unknown
+
 Finding what was compiled before and watching a compiler at work are the caller's, who passes in how to compile a step.
 """
 

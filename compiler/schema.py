@@ -1,5 +1,7 @@
 """What `report.json` holds: the typed report of a compiled step.
 
+A program that nobody declared (`meshloom inspect`) has a report too; what only a declaration says is None in it.
+
 Seconds are of one step; bytes and FLOPs of one chip unless a name says otherwise, those of the program of all chips.
 What cannot be known is None; `unknown` says why, by the path of the value ("step.predicted_mfu"), of that value in all
 elements ("collectives[*].alone_seconds"), or of what holds it ("step").
@@ -16,7 +18,7 @@ from meshloom.models.config import Record
 from .config.overlap_spec import OverlapConfig
 from .core.collectives import CollectiveKind, LinkKind
 
-SCHEMA_VERSION = 8  # of report.json and plan.json
+SCHEMA_VERSION = 9  # of report.json and plan.json
 
 ComputeKind = Literal["matmul", "attention", "other"]
 Fraction = Annotated[float, Field(ge=0)]
@@ -36,10 +38,13 @@ class TargetReport(Record):
 
 
 class ProgramReport(Record):
-    model: str  # the option that was chosen, with what is set otherwise: "llama2_7b (num_layers=4)"; else the family
-    num_parameters: NonNegativeInt
-    num_active_parameters: NonNegativeInt  # that a token meets
-    tokens_per_step: PositiveInt
+    """model: the option that was chosen, with what is set otherwise: "llama2_7b (num_layers=4)"; else the family. Of a
+    program that nobody declared the name of its module, "jit_train_step"."""
+
+    model: str
+    num_parameters: NonNegativeInt | None
+    num_active_parameters: NonNegativeInt | None  # that a token meets
+    tokens_per_step: PositiveInt | None
     model_flops_per_step: NonNegativeInt | None
 
 
@@ -54,7 +59,8 @@ class Change(Record):
 
 class MemoryReport(Record):
     """breakdown: parameters, master, optimizer, working_weights (cast or gathered for use), gradients, activations,
-    temporaries, code, reserved, by the compiled program where it tells them apart. fits: on the device, None where the
+    temporaries, code, reserved, by the compiled program where it tells them apart; `arguments` instead of the first
+    three if no plan names them. fits: on the device, None where the
     chip's memory is unknown. host: a chip's arrays in the memory of its host, in none of the figures of the device."""
 
     peak_bytes_per_chip: NonNegativeInt | None
@@ -65,12 +71,15 @@ class MemoryReport(Record):
     host_bytes_per_chip: NonNegativeInt | None
     host_limit_bytes_per_chip: PositiveInt | None  # the chip's share of its host's memory
     host_fits: bool | None
-    host_estimate_bytes_per_chip: NonNegativeInt  # without XLA
+    host_estimate_bytes_per_chip: NonNegativeInt | None  # without XLA
     changes: tuple[Change, ...]  # the cheapest first; empty where it fits
 
 
 class CollectiveReport(Record):
-    """All collectives of a step that are alike: the same place in the program, once per trip of its loops."""
+    """All collectives of a step that are alike: the same place in the program, once per trip of its loops.
+
+    mesh_axes: along which its groups lie. Where the axes of a program have no names, sizes and strides of the groups in
+    the program's order of devices: "4 (stride 8)"."""
 
     kind: CollectiveKind
     mesh_axes: tuple[str, ...]
@@ -88,6 +97,7 @@ class CollectiveReport(Record):
     source: (
         str  # "layers/attention/query_EHD, forward", or what the compiler keeps of a name, or "... (matched by size)"
     )
+    line: str  # of the code that it comes from, "train.py:42"; empty if the program does not say
     where: str  # computation or loop: "while body, 32 trips"
     confidence: Literal["high", "low"]  # low: size, group or bandwidth is not certain
     name: str  # of the instruction
@@ -174,7 +184,7 @@ class Event(Record):
 
 
 class Report(Record):
-    schema_version: Literal[8]
+    schema_version: Literal[9]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport
@@ -183,8 +193,8 @@ class Report(Record):
     roofline: tuple[RooflinePart, ...]
     findings: tuple[Finding, ...]
     search: SearchReport | None  # None: nothing was searched
-    build: BuildReport
-    overrides: tuple[str, ...]  # as typed
+    build: BuildReport | None  # None: it was compiled elsewhere
+    overrides: tuple[str, ...]  # as typed; empty: nothing was declared
     unknown: dict[str, str]  # path of a None -> why
 
 

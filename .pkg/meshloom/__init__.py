@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshloom.runtime.api.compiled import CompiledStep, Report, compile, report
     from meshloom.runtime.api.declared import Plan, compose, plan
     from meshloom.runtime.api.explanation import Explanation, explain
+    from meshloom.runtime.api.inspected import Inspection, inspect
     from meshloom.runtime.api.trained import TrainedRun, train
     from meshloom.runtime.core.failures import RunFailed
     from meshloom.runtime.train.metrics import Metrics
@@ -32,6 +33,7 @@ __all__ = [
     "CompiledStep",
     "ConfigError",
     "Explanation",
+    "Inspection",
     "Metrics",
     "Plan",
     "Problem",
@@ -44,6 +46,7 @@ __all__ = [
     "compile",
     "compose",
     "explain",
+    "inspect",
     "plan",
     "report",
     "train",
@@ -54,6 +57,7 @@ _PLACES = {  # of the names above; a module is imported when one of its names is
     "runtime.api.compiled": ("CompiledStep", "Report", "compile", "report"),
     "runtime.api.declared": ("Plan", "compose", "plan"),
     "runtime.api.explanation": ("Explanation", "explain"),
+    "runtime.api.inspected": ("Inspection", "inspect"),
     "runtime.api.trained": ("TrainedRun", "train"),
     "runtime.core.failures": ("RunFailed",),
     "runtime.train.metrics": ("Metrics",),

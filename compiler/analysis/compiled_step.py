@@ -6,6 +6,7 @@ from typing import Any
 from ..estimate.estimate import StepEstimate, fits_host
 from ..plan import Plan
 from ..schema import Finding, StepReport
+from ..target.target import TargetPlan
 from ..xla.aot import Built, LoweredStep
 from .exposure import find_too_exposed
 from .lint import lint
@@ -86,15 +87,15 @@ def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ..
     return (*([too_exposed] if too_exposed else []), *found)
 
 
-def limit_bytes(plan: Plan) -> int | None:
+def limit_bytes(target: TargetPlan) -> int | None:
     """Returns the bytes that a program may use on a chip."""
-    per_device = plan.target.hbm_bytes_per_device
-    return per_device and per_device * used_devices_per_chip(plan)
+    per_device = target.hbm_bytes_per_device
+    return per_device and per_device * used_devices_per_chip(target)
 
 
-def used_devices_per_chip(plan: Plan) -> int:
+def used_devices_per_chip(target: TargetPlan) -> int:
     """Returns the JAX devices per chip, which scale a device's figures to a chip's; 1 if a run uses part of a chip."""
-    return max(1, plan.target.num_devices // plan.target.num_chips)
+    return max(1, target.num_devices // target.num_chips)
 
 
 def _unanalysed(why: str) -> ScheduleAnalysis:

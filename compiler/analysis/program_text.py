@@ -32,14 +32,15 @@ def read_text(
     """
     if text is None:
         return NO_PROGRAM, NO_PROGRAM
-    module = _read(lambda: parse_module(text))
+    module = read_part(lambda: parse_module(text))
     if isinstance(module, Unavailable):
         return module, module
-    return _read(lambda: analyse_schedule(module, plan, planned)), _read(lambda: read_peak(module))
+    return read_part(lambda: analyse_schedule(module, plan, planned)), read_part(lambda: read_peak(module))
 
 
-def _read(part: Callable[[], T]) -> T | Unavailable:
-    """Returns the part, or why it cannot be read. Unsupported forms raise HloError; missing pieces raise the others."""
+def read_part(part: Callable[[], T]) -> T | Unavailable:
+    """Returns a part of what a text says, or why it cannot be read. Unsupported forms raise HloError; missing pieces
+    raise the others."""
     try:
         return part()
     except (LookupError, ValueError) as error:

@@ -1,7 +1,8 @@
 """Analyses the schedule of a compiled step: what hides each collective, and the time of a step.
 
-This joins the findings of `compiler/xla/schedule/` with the plan: the mesh axes of a group of devices, the links that
-they use, and the parameter that an operation moves.
+This joins the findings of `compiler/xla/schedule/` with where the program's devices lie, hence the links that a group
+of them uses, and, where the program has a plan, with the plan: the parameter that an operation moves, and the FLOPs of
+the model. A program that nobody declared has no plan; what follows from one is then unknown.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,23 +12,28 @@ from ..core.collectives import MOVING
 from ..core.format import human_names
 from ..core.scopes import OperationName
 from ..estimate.communication import PlannedCollective
+from ..jaxpr.flops import ModelFlops
 from ..parallel.exchange import exchange_of
 from ..parallel.experts import experts_of
 from ..parallel.matmul import ring_of
 from ..plan import Plan
 from ..schema import CollectiveReport, ComputeKind, Event, StepReport
+from ..target.target import TargetPlan
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
 from ..xla.schedule.prices import Chip
 from ..xla.schedule.program import read_steps
 from ..xla.schedule.simulate import CollectiveTotals, Priced
 from ..xla.schedule.steps import Collective, dones_of
-from .collective_placement import CollectivePlacement, place_collective
+from .collective_placement import CollectivePlacement
 from .match import Match, match_planned, source_by_size
+from .program_devices import ProgramDevices
+from .source_lines import line_finder
 
 NUM_SHOWN_BEHIND = 3
 NUM_NAMED = 4  # instructions without a time that are named
 NO_CHIP = "the target's chip is not known: simulated devices have neither links nor a clock"
+NOT_DECLARED = "no declaration says it: the program was inspected by itself"
 
 
 @dataclass(frozen=True)
@@ -47,48 +53,76 @@ class ScheduleAnalysis:
     latency_seconds: Mapping[str, float | None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Declared:
+    """What a plan says of its program. paths: of all parameters. planned: its collectives."""
+
+    paths: Sequence[str]
+    planned: Sequence[PlannedCollective]
+    model_flops: ModelFlops
+
+
+NOTHING_DECLARED = Declared((), (), ModelFlops(None, ()))
+
+
 def analyse_schedule(
     module: Module, plan: Plan, planned: Sequence[PlannedCollective], order: Sequence[int] | None = None
 ) -> ScheduleAnalysis:
-    """Returns the analysis of a scheduled program. planned: the plan's collectives. order: the position in the plan's
-    mesh of each device of the program, if they differ. Raises HloError for an unknown form of replica groups."""
+    """Returns the analysis of a scheduled program of a plan. planned: the plan's collectives. order: the position in
+    the plan's mesh of each device of the program, if they differ. Raises HloError for an unknown form of replica
+    groups."""
+    paths = [array.array.path for array in plan.sharding.parameters]
+    devices = ProgramDevices(plan.mesh.placement, order)
+    return analyse_program(module, devices, Declared(paths, planned, plan.model_flops))
+
+
+def analyse_program(module: Module, devices: ProgramDevices, declared: Declared | None = None) -> ScheduleAnalysis:
+    """Returns the analysis of a scheduled program. declared: None for a program without a plan; what follows from one
+    is then unknown. Raises HloError for an unknown form of replica groups."""
     placed: dict[str, CollectivePlacement] = {}
 
     def price(collective: Collective) -> Priced:
         if collective.name not in placed:
-            placed[collective.name] = place_collective(reordered(collective, order), plan.mesh.placement)
+            placed[collective.name] = devices.place(collective)
         where = placed[collective.name]
         return Priced(where.alone_seconds, where.links)
 
-    steps = read_steps(module, chip_of(plan))
+    target, known = devices.target, declared or NOTHING_DECLARED
+    steps = read_steps(module, chip_of(target))
     result = simulate(steps, price)
-    paths = [array.array.path for array in plan.sharding.parameters]
+    line_of = line_finder(module)
     matches = {
-        name: match_planned(totals.collective, placed[name].mesh_axes, totals.count, planned)
+        name: match_planned(totals.collective, placed[name].mesh_axes, totals.count, known.planned)
         for name, totals in result.collectives.items()
     }
     collectives = tuple(
-        _collective(totals, placed[name], paths, matches[name], is_timed=plan.target.chip is not None)
+        _collective(
+            totals,
+            placed[name],
+            known.paths,
+            matches[name],
+            line=line_of(totals.collective),
+            is_timed=target.chip is not None,
+        )
         for name, totals in result.collectives.items()
     )
-    unknown = _unknown(result, placed, plan)
     return ScheduleAnalysis(
         collectives=collectives,
         matches=matches,
-        step=_step(result, plan),
-        events=_events(result, plan),
-        unknown=unknown,
-        compute_seconds=result.operations if plan.target.chip is not None else {},
+        step=_step(result, target, known.model_flops.per_step),
+        events=_events(result, target),
+        unknown=_unknown(result, placed, target, declared),
+        compute_seconds=result.operations if target.chip is not None else {},
         dones={done.by: done.name for done in dones_of(steps)},
-        latency_seconds=_latencies(result, order, plan),
+        latency_seconds=_latencies(result, devices),
     )
 
 
-def _latencies(result: Simulation, order: Sequence[int] | None, plan: Plan) -> dict[str, float | None]:
+def _latencies(result: Simulation, devices: ProgramDevices) -> dict[str, float | None]:
     """Returns the time of each collective that does not depend on its size, in all executions."""
     found = {}
     for name, totals in result.collectives.items():
-        empty = place_collective(reordered(replace(totals.collective, num_bytes=0), order), plan.mesh.placement)
+        empty = devices.place(replace(totals.collective, num_bytes=0))
         found[name] = None if empty.alone_seconds is None else empty.alone_seconds * totals.count
     return found
 
@@ -112,16 +146,8 @@ def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:
     return f"{first}{more}, {'backward' if is_gradient else direction}"
 
 
-def reordered(collective: Collective, order: Sequence[int] | None) -> Collective:
-    """Returns the collective with groups in positions of the plan's mesh. order: as in `analyse_schedule`."""
-    if order is None:
-        return collective
-    return replace(collective, groups=tuple(tuple(order[device] for device in group) for group in collective.groups))
-
-
-def chip_of(plan: Plan) -> Chip:
+def chip_of(target: TargetPlan) -> Chip:
     """Returns the figures of one device."""
-    target = plan.target
     if target.chip is None:
         return Chip(target.platform, None, {}, float("inf"))
     share = 1 / target.chip.num_devices
@@ -139,6 +165,7 @@ def _collective(
     paths: Sequence[str],
     matches: Sequence[Match],
     *,
+    line: str,
     is_timed: bool,
 ) -> CollectiveReport:
     found, alone = totals.collective, totals.alone_seconds if is_timed else None
@@ -159,6 +186,7 @@ def _collective(
         is_async=found.is_async,
         form=found.form,
         source=(source_by_size(matches) if not found.op_name else None) or source_of(found.op_name, found.kind, paths),
+        line=line,
         where=_where(totals),
         confidence="high" if is_certain else "low",
         name=found.name,
@@ -171,16 +199,15 @@ def _where(totals: CollectiveTotals) -> str:
     return "once" if not trips else f"in a loop of {' x '.join(trips)} iterations"
 
 
-def _step(result: Simulation, plan: Plan) -> StepReport:
-    if plan.target.chip is None:
+def _step(result: Simulation, target: TargetPlan, model_flops: int | None) -> StepReport:
+    if target.chip is None:
         return StepReport(
             compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
             predicted_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=0,
         )  # fmt: skip
-    peak, flops = plan.target.peak_flops_per_second, plan.model_flops_per_step
-    mfu = None
-    if peak and result.seconds and flops is not None:
-        mfu = flops / (result.seconds * peak * plan.target.num_devices)
+    peak, mfu = target.peak_flops_per_second, None
+    if peak and result.seconds and model_flops is not None:
+        mfu = model_flops / (result.seconds * peak * target.num_devices)
     return StepReport(
         compute_seconds=sum(result.compute_seconds.values()),
         compute_seconds_by_kind=dict(result.compute_seconds),
@@ -193,10 +220,10 @@ def _step(result: Simulation, plan: Plan) -> StepReport:
     )
 
 
-def _events(result: Simulation, plan: Plan) -> tuple[Event, ...]:
+def _events(result: Simulation, target: TargetPlan) -> tuple[Event, ...]:
     """Returns the events; a collective that uses both directions of a torus axis is one event, on the axis' own
     track."""
-    if plan.target.chip is None:
+    if target.chip is None:
         return ()
     there = {(each.track, each.name, each.start_seconds) for each in result.segments}
     events = []
@@ -213,17 +240,21 @@ def _events(result: Simulation, plan: Plan) -> tuple[Event, ...]:
     return tuple(events)
 
 
-def _unknown(result: Simulation, placed: Mapping[str, CollectivePlacement], plan: Plan) -> dict[str, str]:
-    if plan.target.chip is None:
+def _unknown(
+    result: Simulation, placed: Mapping[str, CollectivePlacement], target: TargetPlan, declared: Declared | None
+) -> dict[str, str]:
+    if target.chip is None:
         of_each = ("alone_seconds", "hidden_seconds", "exposed_seconds")
         of_step = ("compute_seconds", "exposed_seconds", "exposed_fraction", "predicted_seconds", "predicted_mfu")
         names = [f"step.{name}" for name in of_step] + [f"collectives[*].{name}" for name in of_each]
         return dict.fromkeys(names, NO_CHIP)
     unknown: dict[str, str] = {}
-    if plan.target.peak_flops_per_second is None:
+    if declared is None:
+        unknown["step.predicted_mfu"] = NOT_DECLARED
+    elif target.peak_flops_per_second is None:
         unknown["step.predicted_mfu"] = "the chip's peak in the compute type is not known"
-    elif plan.model_flops.why_unknown is not None:
-        unknown["step.predicted_mfu"] = plan.model_flops.why_unknown
+    elif declared.model_flops.why_unknown is not None:
+        unknown["step.predicted_mfu"] = declared.model_flops.why_unknown
     for index, name in enumerate(result.collectives):
         if why := placed[name].why:
             unknown |= {f"collectives[{index}].{part}_seconds": why for part in ("alone", "hidden", "exposed")}

@@ -16,7 +16,7 @@ from ..schema import CollectiveReport, ComputeKind, Event, StepReport
 from ..xla.hlo import Instruction, Module, parse_module
 from ..xla.schedule.prices import kind_of
 
-SCHEMA_VERSION = 1  # of predicted.json
+SCHEMA_VERSION = 2  # of predicted.json
 _CONTAINERS = frozenset({"call", "conditional", "while"})  # whose events contain those of what they run
 _NOTHING = frozenset({"constant", "get-tuple-element", "parameter", "tuple"})
 
@@ -43,7 +43,7 @@ class Prediction(Record):
     """A traced program and what was predicted of it. containers: instructions that only run others. unknown: why a
     value of `step` or of a collective is None, as in report.json."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     module: str  # as a trace names it
     model: str
     target: str

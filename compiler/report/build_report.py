@@ -18,6 +18,7 @@ from ..schema import (
     SearchReport,
     TargetReport,
 )
+from ..target.placement import Placement
 
 TOLD_APART: tuple[Class, ...] = ("working_weights", "gradients", "activations")  # of the temporaries of XLA
 NO_PROGRAM = "the compiler refused the program: what it would keep at its peak is not known"
@@ -36,9 +37,8 @@ def build_report(
     """Returns the report. overrides: that declare it. model: what its declaration calls it, where it has a name
     (model_choice.py). changes: that would make it fit. search: of which this program is the best."""
     plan, analysis, estimate = step.plan, step.analysis, step.estimate
-    target, unknown = _target(plan), dict[str, str]()
-    figures = ("hbm_bytes_per_chip", "hbm_bytes_per_second", "peak_flops_per_second")
-    unknown |= {f"target.{name}": "the chip is not known" for name in figures if getattr(target, name) is None}
+    target = target_report(plan.mesh.placement)
+    unknown = unknown_of_target(target)
     memory = _memory(step, unknown, changes)
     bound = roofline_seconds(estimate.roofline)
     if bound is None:
@@ -70,7 +70,7 @@ def build_report(
 def _memory(step: CompiledStep, unknown: dict[str, str], changes: tuple[Change, ...]) -> MemoryReport:
     """Returns the memory of the compiled program, or what the compiler says it needs if it was refused."""
     plan, built, peak, estimate = step.plan, step.built, step.peak, step.estimate.memory
-    limit, needed, per_chip = limit_bytes(plan), step.needed_bytes, used_devices_per_chip(plan)
+    limit, needed, per_chip = limit_bytes(plan.target), step.needed_bytes, used_devices_per_chip(plan.target)
     planned = plan.memory
     known = {"parameters": planned.parameters, "master": planned.master, "optimizer": planned.optimizer,
              "scalars": planned.scalars, "batch": planned.batch}  # fmt: skip
@@ -137,8 +137,9 @@ def _cannot_tell_apart(step: CompiledStep, rest: int | None) -> str | None:
     return f"part of the temporaries: what lives at the peak was counted as {said}"
 
 
-def _target(plan: Plan) -> TargetReport:
-    target, peak = plan.target, plan.target.peak_flops_per_second
+def target_report(placement: Placement) -> TargetReport:
+    """Returns the part of a report that is of the target."""
+    target, peak = placement.target, placement.target.peak_flops_per_second
     return TargetReport(
         name=target.name,
         chip=target.chip.name if target.chip else target.platform,
@@ -147,10 +148,16 @@ def _target(plan: Plan) -> TargetReport:
         num_slices=target.num_slices,
         hbm_bytes_per_chip=target.hbm_bytes_per_chip,
         hbm_bytes_per_second=target.chip.hbm_bytes_per_second if target.chip else None,
-        peak_flops_per_second=peak * used_devices_per_chip(plan) if peak else None,
+        peak_flops_per_second=peak * used_devices_per_chip(target) if peak else None,
         calibration=target.calibration.describe() if target.calibration else "",
-        placement=plan.mesh.placement.describe(),
+        placement=placement.describe(),
     )
+
+
+def unknown_of_target(target: TargetReport) -> dict[str, str]:
+    """Returns why figures of the target are unknown, by their paths."""
+    figures = ("hbm_bytes_per_chip", "hbm_bytes_per_second", "peak_flops_per_second")
+    return {f"target.{name}": "the chip is not known" for name in figures if getattr(target, name) is None}
 
 
 def _program(plan: Plan, model: str | None) -> ProgramReport:

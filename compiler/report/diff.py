@@ -121,7 +121,8 @@ def diff_runs(a: Run, b: Run) -> Diff:
                                            "program": report.program.model_dump(mode="json")}),
         plan=changes(_without(a.plan, told), _without(b.plan, told)),
         shardings=changes(_layouts(a.plan), _layouts(b.plan), is_leaf=lambda node: "spec" in node),
-        build=of_reports(lambda report: _without(report.build.model_dump(mode="json"), NOT_OF_THE_STEP)),
+        build=of_reports(lambda report: _without(report.build.model_dump(mode="json"), NOT_OF_THE_STEP)
+                         if report.build else {}),
     )  # fmt: skip
 
 

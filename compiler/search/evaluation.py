@@ -8,7 +8,7 @@ from .candidates import Candidate
 
 def evaluate(one: Candidate, step: CompiledStep) -> TriedReport:
     """Returns the row of a compiled candidate, from its schedule."""
-    schedule, per_chip = step.schedule, used_devices_per_chip(step.plan)
+    schedule, per_chip = step.schedule, used_devices_per_chip(step.plan.target)
     figures = None if isinstance(schedule, Unavailable) else schedule.step
     needed, host = step.needed_bytes, step.host_bytes
     return TriedReport(

@@ -22,16 +22,18 @@ from .links import Link
 from .target import TargetPlan
 
 ACROSS_SLICES = ("replica", "stage", "data")  # tried in this order
+DEVICES = "devices"  # the one axis of a target's own order
 
 
 @dataclass(frozen=True)
 class Placement:
     """A mesh on its links. parts: of each mesh axis of more than one device, outermost first; empty if links are
-    unknown."""
+    unknown. is_of_mesh: False for the devices of a target in its own order, which are one axis without a meaning."""
 
     sizes: Mapping[str, int]  # of the mesh
     target: TargetPlan
     parts: Mapping[str, tuple[AxisSegment, ...]]
+    is_of_mesh: bool = True
 
     @property
     def is_known(self) -> bool:
@@ -103,6 +105,22 @@ def plan_placement(sizes: Mapping[str, int], target: TargetPlan, order: Sequence
         parts = lay_in_nodes(inner, target.shape, traffic_of(order))
     joined = {axis: (*crossing.get(axis, ()), *parts.get(axis, ())) for axis, size in sizes.items() if size > 1}
     return Placement(sizes, target, MappingProxyType(joined))
+
+
+def plan_own_order(target: TargetPlan) -> Placement:
+    """Returns the target's devices in its own order, in which JAX numbers them: cores of a chip, then chips along x, y
+    and z, then slices; of GPUs those of a node, then nodes."""
+    sizes = MappingProxyType({DEVICES: target.num_devices})
+    if target.network is None or target.shape is None:
+        return Placement(sizes, target, {}, is_of_mesh=False)
+    places = physical_sizes(target)
+    rings = dict[str, bool]()
+    if isinstance(target.network, TorusSpec):
+        rings = dict(zip(TORUS_AXES, target.network.wraps(target.shape), strict=False))
+    fastest = ("core", "NVLink", *TORUS_AXES, "NIC", "DCN")
+    parts = [AxisSegment(name, places[name], 1, places[name], wraps=rings.get(name, False))
+             for name in fastest if places.get(name, 1) > 1]  # fmt: skip
+    return Placement(sizes, target, MappingProxyType({DEVICES: tuple(reversed(parts))}), is_of_mesh=False)
 
 
 def _across(sizes: Mapping[str, int], target: TargetPlan) -> tuple[dict[str, int], dict[str, tuple[AxisSegment, ...]]]:

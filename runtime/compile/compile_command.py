@@ -216,6 +216,7 @@ def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], ru
     """run_dir: None where the step is not accepted."""
     report, kept = compiled.report, compiled.stored.artifact
     build = report.build
+    assert build is not None, "it was compiled here"
     if kept and build.cache == "hit":
         say(console, f"compiled before, nothing to do: {kept.place} is of the same program, devices and versions")
     else:

@@ -12,8 +12,9 @@ from meshloom.compiler.schema import Event, Report
 from ..core.files import replace_text
 
 
-def write_report(report: Report, plan: Plan, run_dir: Path, *, events: Sequence[Event]) -> tuple[Path, ...]:
+def write_report(report: Report, plan: Plan | None, run_dir: Path, *, events: Sequence[Event]) -> tuple[Path, ...]:
     """Writes report.json, timeline.json and report.html. Returns their paths, with the one to open first.
+    plan: None for a program that nobody declared.
 
     All three are rendered before one is written, and report.json comes last: where it is, the others are its own.
     """

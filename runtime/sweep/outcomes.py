@@ -24,7 +24,7 @@ CRASHED = 1
 
 def outcome_of_plan(plan: Plan, estimate: StepEstimate, model: str | None) -> Outcome:
     """Returns a priced point. That it does not fit is no failure of `explain`: its exit code is 0."""
-    target, spec, per_chip = plan.target, plan.spec, used_devices_per_chip(plan)
+    target, spec, per_chip = plan.target, plan.spec, used_devices_per_chip(plan.target)
     time, memory = estimate.time, estimate.memory
     step = time and time.seconds
     figures = Figures(
@@ -45,7 +45,7 @@ def outcome_of_plan(plan: Plan, estimate: StepEstimate, model: str | None) -> Ou
         tokens_per_second_per_chip=_per_chip(spec.tokens_per_step, step, target.num_chips),
         mfu=_mfu(plan, step),
         peak_bytes=memory.peak_bytes * per_chip,
-        limit_bytes=limit_bytes(plan),
+        limit_bytes=limit_bytes(plan.target),
         fits=memory.fits,
     )
     if memory.fits is False or memory.host_fits is False:
@@ -68,25 +68,25 @@ def outcome_of_compiled(compiled: Compiled, plan: Plan) -> Outcome:
         mesh=str(plan.mesh),
         global_batch_size=plan.spec.global_batch_size,
         num_microbatches=plan.spec.num_microbatches,
-        tokens_per_step=program.tokens_per_step,
-        num_parameters=program.num_parameters,
+        tokens_per_step=plan.spec.tokens_per_step,
+        num_parameters=plan.num_parameters,
         step_seconds=seconds,
         compute_seconds=step.compute_seconds,
         exposed_seconds=step.exposed_seconds,
         bubble_seconds=None if seconds is None else 0.0,  # no pipelines yet
-        tokens_per_second_per_chip=_per_chip(program.tokens_per_step, seconds, target.num_chips),
+        tokens_per_second_per_chip=_per_chip(plan.spec.tokens_per_step, seconds, target.num_chips),
         mfu=step.predicted_mfu,
         peak_bytes=memory.peak_bytes_per_chip,
         limit_bytes=memory.limit_bytes_per_chip,
         fits=memory.fits,
-        compile_seconds=report.build.compile_seconds,
+        compile_seconds=compiled.stored.step.built.compile_seconds,
     )
     status = "does_not_fit" if refusal == DOES_NOT_FIT else "refused" if refusal else "done"
     return Outcome(
         status=status,
         exit_code=refusal,
         why=why_refused(compiled),
-        fingerprint=report.build.fingerprint,
+        fingerprint=compiled.stored.step.lowered.fingerprint.digest,
         figures=figures,
     )
 

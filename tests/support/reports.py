@@ -137,7 +137,7 @@ def _collective(kind: str, source: str, elements: int, bandwidth: float, count: 
     fields: dict[str, Any] = {
         "kind": kind, "mesh_axes": ("fsdp",), "group_size": NUM_CHIPS, "link": "ICI", "bytes": 2 * elements * count,
         "dtype": "bf16", "count": count, "alone_seconds": alone, "hidden_seconds": alone, "exposed_seconds": 0.0,
-        "hidden_behind": (), "is_async": True, "form": "collective fusion", "source": source,
+        "hidden_behind": (), "is_async": True, "form": "collective fusion", "source": source, "line": "",
         "where": f"while body, {count} trips", "confidence": "high", "name": f"{kind}.{len(source) * 7}",
     }  # fmt: skip
     return CollectiveReport(**fields | other)
@@ -241,7 +241,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=8,
+        schema_version=9,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,

@@ -35,8 +35,9 @@ NUM_EVENTS = 4000  # on the page, the longest ones; timeline.json has all
 FOLDED_ROWS = 24  # a longer table of arrays is closed until it is asked for
 
 
-def render_page(report: Report, events: Sequence[Event], plan: Plan) -> str:
-    """Returns the whole page as text."""
+def render_page(report: Report, events: Sequence[Event], plan: Plan | None = None) -> str:
+    """Returns the whole page as text. plan: None for a program that nobody declared; the page then has neither its
+    arrays nor its config."""
     reasons = list(dict.fromkeys(reason for _, reason in unknown_values(report)))
     numbers = {reason: number for number, reason in enumerate(reasons, start=1)}
 
@@ -50,7 +51,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan) -> str:
     return environment.get_template("report.html.jinja").render(
         report=report,
         title=f"{report.program.model} on {report.target.name}",
-        mesh=str(plan.mesh),
+        mesh=str(plan.mesh) if plan else None,
         command=shlex.join(["meshloom", "compile", *report.overrides]),
         verdict=verdict(report),
         memory=charts.memory_bar(report),
@@ -62,8 +63,8 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan) -> str:
         roofline=charts.roofline_plot(report),
         search=_search(report),
         findings=sorted(report.findings, key=lambda finding: finding.severity != "warning"),
-        tables=array_tables(plan),
-        config=_config(plan),
+        tables=array_tables(plan) if plan else [],
+        config=_config(plan) if plan else [],
         notes=reasons,
         unknown=unknown,
         unpriced=unpriced(report),
@@ -130,7 +131,7 @@ def _collective(index: int, c: CollectiveReport, report: Report) -> dict[str, An
         "why": why_exposed(c),
         "hidden_width": 100 * (c.hidden_seconds or 0) / longest,
         "exposed_width": 100 * (c.exposed_seconds or 0) / longest,
-        "search": " ".join((c.kind, *c.mesh_axes, c.link, c.source, c.where, c.name, c.form)).lower(),
+        "search": " ".join((c.kind, *c.mesh_axes, c.link, c.source, c.line, c.where, c.name, c.form)).lower(),
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...core.console import Column, Console, Line, Part, Table
 from ...core.format import counted, human_bytes, human_parameters, human_seconds, human_share
-from ...schema import MemoryReport, Report, by_exposed
+from ...schema import MemoryReport, ProgramReport, Report, by_exposed
 from .facts import Fact, compute_by_kind, sums, unknown_values, unpriced, verdict, why_exposed
 
 WIDTH = 100
@@ -29,9 +29,10 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
         console.width = width
     target, program = report.target, report.program
     slices = f" in {target.num_slices} slices" if target.num_slices > 1 else ""
-    size = f"{human_parameters(program.num_parameters)} parameters, {program.tokens_per_step:,} tokens per step"
     console.line(*_verdict(report), cut_at=width)
-    console.line(f"{program.model} on {target.name}: {counted(target.num_chips, 'chip')}{slices}, {size}", cut_at=width)
+    console.line(
+        f"{program.model} on {target.name}: {counted(target.num_chips, 'chip')}{slices}{_size(program)}", cut_at=width
+    )
     if target.calibration:
         console.line(("calibrated", "bold"), f" {target.calibration}", cut_at=width)
     for part in (_memory, _step, _search, _collectives, _roofline, _findings, _unknown):
@@ -42,6 +43,12 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
                 console.line(*shown, cut_at=width)
     if files:  # never cut: they are copied
         console.line(("files", "bold"), "    " + "  ".join(map(str, files)))
+
+
+def _size(program: ProgramReport) -> str:
+    if program.num_parameters is None or program.tokens_per_step is None:
+        return ""
+    return f", {human_parameters(program.num_parameters)} parameters, {program.tokens_per_step:,} tokens per step"
 
 
 def _verdict(report: Report) -> Line:

@@ -86,7 +86,8 @@ def chrome_trace(report: Report, events: Sequence[Event]) -> dict[str, Any]:
     for number, (collective, by) in enumerate(zip(slices, hidden, strict=True), start=1):
         if by and by.behind:
             rows += _arrow(number, collective, by.behind[0], threads)
-    return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"fingerprint": report.build.fingerprint}}
+    fingerprint = report.build.fingerprint if report.build else None
+    return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"fingerprint": fingerprint}}
 
 
 def _metadata(name: str, thread: int | None, args: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def found(**changes) -> CollectiveReport:
         "kind": "all-gather", "mesh_axes": ("fsdp",), "group_size": 8, "link": "ICI", "bytes": 4 * 64 * MIB,
         "dtype": "bf16", "count": 4, "alone_seconds": None, "hidden_seconds": None, "exposed_seconds": None,
         "hidden_behind": (), "is_async": False, "form": "synchronous", "source": "layers/mlp/up_EM, forward",
-        "where": "in a loop of 4 iterations", "confidence": "high", "name": "all-gather.1",
+        "where": "in a loop of 4 iterations", "confidence": "high", "name": "all-gather.1", "line": "",
     }  # fmt: skip
     return CollectiveReport(**(values | changes))
 

@@ -6,7 +6,10 @@ from functools import cache
 
 import pytest
 
+from meshloom.compiler.analysis.inspected import inspect_text
 from meshloom.compiler.analysis.lint import lint
+from meshloom.compiler.analysis.program_devices import ProgramDevices
+from meshloom.compiler.analysis.program_memory import read_peak
 from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis, analyse_schedule
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
@@ -84,6 +87,24 @@ def test_each_instruction_has_its_part_of_the_step(name):
     assert set(analysis.dones.values()) == set(found), "each is waited for somewhere"
     for each in found.values():
         assert 0 < seconds(analysis.latency_seconds[each.name]) <= seconds(each.alone_seconds)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_program_by_itself_takes_the_same_times(name):
+    """Without its plan it keeps everything but the names of parameters and the MFU; without metadata, too."""
+    plan, _, analysis = recorded(name)
+    devices, text = ProgramDevices(plan.mesh.placement), recorded_text(name)
+    alone = inspect_text(text, devices)
+    without = {"source": "", "line": ""}
+    assert [each.model_copy(update=without) for each in alone.analysis.collectives] == [
+        each.model_copy(update=without) for each in analysis.collectives
+    ]
+    assert alone.analysis.step == analysis.step.model_copy(update={"predicted_mfu": None})
+    assert alone.analysis.events == analysis.events
+    assert alone.peak == read_peak(parse_module(text))
+    stripped = inspect_text(re.sub(r", metadata=\{[^}]*\}", "", text), devices)
+    assert {each.line for each in stripped.analysis.collectives} == {""}
+    assert stripped.analysis.step.predicted_seconds == analysis.step.predicted_seconds
 
 
 def seconds(*known: float | None) -> float:

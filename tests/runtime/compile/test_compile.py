@@ -268,6 +268,7 @@ def test_the_text_is_read_once(artifact, tmp_path, monkeypatch):
     console = Console(is_quiet=True)
     assert compile_step(job, tmp_path / "run", request=Request(TINY), model=None, console=console).refusal == 0
     report = Report.model_validate_json((tmp_path / "run/report.json").read_text())
+    assert report.build
     assert (report.build.cache, report.program.model) == ("hit", "decoder")
     assert report.collectives
     assert report.memory.breakdown["gradients"]
@@ -392,6 +393,7 @@ def test_compile_writes_the_contract(compiled):
     assert written_files(run) == documented_files("compile")
     report = Report.model_validate_json((run / "report.json").read_text())
     fingerprint = json.loads((run / "artifact/fingerprint.json").read_text())
+    assert report.build
     assert report.build.fingerprint == fingerprint["digest"]
     assert set(fingerprint["programs"]) == {"init", "train", "evaluate", "is_finite"}
     assert report.build.cache == "miss"
@@ -560,6 +562,7 @@ def test_a_tpu_that_is_not_there_is_compiled_for_in_silence(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     report = Report.model_validate_json((tmp_path / "run/report.json").read_text())
     assert (report.target.chip, report.target.num_chips, report.memory.fits) == ("v5e", 4, True)
+    assert report.build
     assert report.build.plugin is not None
     text = (tmp_path / "run/artifact/train.hlo.txt").read_text()
     assert "is_scheduled=true" in text

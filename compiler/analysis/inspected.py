@@ -1,0 +1,90 @@
+"""A compiled program by itself: what its text says, without a declaration to hold it against."""
+
+import re
+from dataclasses import dataclass
+
+from ..core.errors import ConfigError, Problem, raise_if_any
+from ..core.format import counted
+from ..schema import Finding
+from ..target.target import TargetPlan
+from ..xla.aot import ProgramMemory
+from ..xla.hlo import HloError, Module, parse_module
+from .program_devices import ProgramDevices
+from .program_memory import PeakMemory, read_peak
+from .program_text import Unavailable, read_part
+from .schedule_analysis import ScheduleAnalysis, analyse_program
+
+COMPILED = "give the text of the compiled program: compiled.as_text() in Python, or *after_optimizations.txt of a dump"
+
+_STABLEHLO = re.compile(r"\s*(?:#\w+ = .*\n\s*)*(?:module\b|\"builtin\.module\")")
+_COUNTS = {key: re.compile(rf"\b{key}=(\d+)") for key in ("num_partitions", "replica_count")}
+_OF_TPU = re.compile(r":T\(|\"estimated_cycles\"")  # tiled layouts, and what its compiler estimates
+
+
+@dataclass(frozen=True)
+class InspectedProgram:
+    """memory: as XLA counts it, where it is known besides the text. findings: of what the program does."""
+
+    module: Module
+    devices: ProgramDevices
+    analysis: ScheduleAnalysis
+    peak: PeakMemory | Unavailable
+    memory: ProgramMemory | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def needed_bytes(self) -> int | None:
+        """Returns the bytes that it needs on a device: as XLA counts them, else as counted in the text."""
+        needed = self.memory.needed_bytes(self.devices.target.platform) if self.memory else None
+        if needed is not None or isinstance(self.peak, Unavailable):
+            return needed
+        return self.peak.num_bytes
+
+
+def inspect_text(
+    text: str, devices: ProgramDevices, *, memory: ProgramMemory | None = None, name: str = "program"
+) -> InspectedProgram:
+    """Reads a program that XLA compiled and scheduled. name: of the text, in messages. Raises ConfigError for a text
+    that is not such a program, or not one for the target."""
+    module = _parse(text, name)
+    raise_if_any(problems_of(module, text, devices.target, name))
+    schedule = read_part(lambda: analyse_program(module, devices))
+    if isinstance(schedule, Unavailable):
+        raise ConfigError([Problem(name, schedule.why, COMPILED)])
+    peak = read_part(lambda: read_peak(module))
+    return InspectedProgram(module, devices, schedule, peak, memory, ())
+
+
+def _parse(text: str, name: str) -> Module:
+    if _STABLEHLO.match(text):
+        raise ConfigError([Problem(name, "this is a lowered program, which has no schedule yet", COMPILED)])
+    try:
+        return parse_module(text)
+    except HloError as error:
+        raise ConfigError([Problem(name, f"this is not a whole HLO module: {error}", COMPILED)]) from None
+
+
+def problems_of(module: Module, text: str, target: TargetPlan, name: str) -> list[Problem]:
+    """Returns why a program cannot be read as one of this target."""
+    problems = []
+    if not module.is_scheduled:
+        problems.append(Problem(name, "the program is not scheduled: its compiler has not ordered it", COMPILED))
+    # A program for several slices of TPUs counts the devices of one.
+    if (num := num_devices(module)) not in (target.num_devices, target.num_devices // target.num_slices):
+        what = f"the program is for {counted(num, 'device')}, and {target.name} has {target.num_devices}"
+        problems.append(Problem("target", what, "name the target that it was compiled for"))
+    is_of_tpu = _OF_TPU.search(text) is not None
+    if is_of_tpu != (target.platform == "tpu"):
+        was = "was compiled" if is_of_tpu else "was not compiled"
+        what = f"the program {was} for TPUs, and {target.name} is of platform {target.platform}"
+        problems.append(Problem("target", what, "name the target that it was compiled for"))
+    return problems
+
+
+def num_devices(module: Module) -> int:
+    """Returns the number of devices that run the program: its replicas times its partitions."""
+    found = {key: pattern.search(module.header) for key, pattern in _COUNTS.items()}
+    num = 1
+    for match in found.values():
+        num *= int(match[1]) if match else 1
+    return num

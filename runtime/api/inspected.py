@@ -1,0 +1,148 @@
+"""The report of any compiled JAX program: one's own `jax.jit`, another framework's, a text."""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshloom.compiler.analysis.inspected import InspectedProgram, inspect_text
+from meshloom.compiler.analysis.program_devices import ProgramDevices
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.report.inspect_report import report_inspected
+from meshloom.compiler.report.views.notebook import page_in_frame
+from meshloom.compiler.report.views.page import render_page
+from meshloom.compiler.report.views.summary import show_summary
+from meshloom.compiler.report.views.timeline import chrome_trace
+from meshloom.compiler.schema import Event, Report
+from meshloom.compiler.target.placement import plan_own_order
+from meshloom.compiler.xla.aot import memory_of
+
+from ..compile.program_files import devices_of, find_program, read_target
+from ..rundir.report_files import write_report
+from .guest import as_guest
+
+WIDTH = 120  # of the text, in characters
+
+
+@dataclass(frozen=True, repr=False)
+class Inspection:
+    """What a compiled program does, read from its text. source: the file that it was read from, if it was. note: what
+    was chosen among several."""
+
+    report: Report
+    events: tuple[Event, ...]
+    source: Path | None = None
+    note: str = ""
+
+    @cached_property
+    def text(self) -> str:
+        """Returns what `meshloom inspect` prints."""
+        out = io.StringIO()
+        show_summary(self.report, Console(out, width=WIDTH, is_terminal=False), files=())
+        return out.getvalue()
+
+    @cached_property
+    def json(self) -> dict[str, Any]:
+        """Returns what report.json holds."""
+        return self.report.model_dump(mode="json")
+
+    @cached_property
+    def html(self) -> str:
+        """Returns the page that report.html is."""
+        return render_page(self.report, self.events)
+
+    @cached_property
+    def timeline(self) -> dict[str, Any]:
+        """Returns what timeline.json holds, for Perfetto."""
+        return json.loads(json.dumps(chrome_trace(self.report, self.events)))
+
+    def write(self, directory: str | PathLike[str]) -> tuple[Path, ...]:
+        """Writes report.json, timeline.json and report.html into a directory, and returns their paths."""
+        place = Path(directory)
+        place.mkdir(parents=True, exist_ok=True)
+        return write_report(self.report, None, place, events=self.events)
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return page_in_frame(self.html, "Meshloom report")
+
+
+def inspect(program: Any, *overrides: str, target: str | None = None) -> Inspection:
+    """Returns the report of a compiled program, without its declaration.
+
+    program: what `jax.jit(step).lower(...)` or `.compile()` of it gives (the first is compiled), the text that
+    `compiled.as_text()` gives, or a path: of such a text, an XLA dump directory, or a run directory of ours. target:
+    the chips that it is for, as `target=` of the command; a run directory says it itself. overrides: more of the same,
+    such as "target.num_slices=2" or "calibration=mine". Raises ConfigError for what is not such a program, or not one
+    for the target.
+    """
+    named = (*([] if target is None else [f"target={target}"]), *overrides)
+    with as_guest():
+        if isinstance(program, jax.stages.Lowered | jax.stages.Compiled):
+            compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
+            return _inspection(
+                inspect_text(_text_of(compiled), _devices_of(compiled, named), memory=memory_of(compiled))
+            )
+        if isinstance(program, str) and ("\n" in program or program.startswith("HloModule")):
+            return _inspection(inspect_text(program, devices_of(named)))
+        if isinstance(program, str | PathLike):
+            return inspect_path(Path(program), named)
+    what = f"a {type(program).__name__} is not a compiled program"
+    raise ConfigError([Problem("program", what, "give jax.jit(step).lower(...).compile(), its text, or a path")])
+
+
+def inspect_path(path: Path, overrides: tuple[str, ...]) -> Inspection:
+    """Returns the report of the program at a path. overrides: of target and calibration, as one types them."""
+    found = find_program(path)
+    if found.devices is not None and overrides:
+        what = f"the declaration of {path} says where its program runs"
+        raise ConfigError([Problem(overrides[0], what, "leave it out, or name the program's text")])
+    devices = found.devices or devices_of(overrides)
+    program = inspect_text(found.text, devices, memory=found.memory, name=str(found.path))
+    return _inspection(program, found.path, found.note)
+
+
+def _inspection(program: InspectedProgram, source: Path | None = None, note: str = "") -> Inspection:
+    return Inspection(report_inspected(program), program.analysis.events, source, note)
+
+
+def _text_of(compiled: jax.stages.Compiled) -> str:
+    text = compiled.as_text()
+    if text is None:
+        what = "its executable has no text: it was loaded, not compiled"
+        raise ConfigError([Problem("program", what, "compile it in this process")])
+    return text
+
+
+def _devices_of(compiled: jax.stages.Compiled, named: tuple[str, ...]) -> ProgramDevices:
+    """Returns the devices where the mesh of the program's arguments has them, by the names of its axes. Without a mesh
+    they are taken to be in the target's own order."""
+    target = read_target(named)
+    own, mesh = plan_own_order(target), _mesh_of(compiled)
+    if mesh is None:
+        return ProgramDevices(own, is_assumed=True)
+    return ProgramDevices(own, _order(list(mesh.devices.flat), own) if own.is_known else None, dict(mesh.shape))
+
+
+def _order(devices: Sequence[Any], own: Any) -> tuple[int, ...]:
+    """Returns the position of each device in the target's own order. Raises ConfigError where they are not the target's
+    in number or shape."""
+    position = {id(device): number for number, device in enumerate(own.ordered(devices).flat)}
+    return tuple(position[id(device)] for device in devices)
+
+
+def _mesh_of(compiled: jax.stages.Compiled) -> jax.sharding.Mesh | None:
+    """Returns the mesh that the arguments or results of a program are laid out over; None if none says it."""
+    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+        if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
+            return sharding.mesh
+    return None

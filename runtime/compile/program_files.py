@@ -1,0 +1,124 @@
+"""Where a compiled program's text is: a file, a dump of XLA, or a run directory of ours.
+
+step.txt                       what `compiled.as_text()` gives, or a module of a dump
+DUMP/*after_optimizations.txt  of `--xla_dump_to=DUMP`: the largest, which is the train step of a training program
+RUN, RUN/artifact              of `meshloom compile`: the declaration beside it says where the devices lie
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from meshloom.compiler.analysis.program_devices import ProgramDevices
+from meshloom.compiler.config.calibration_spec import Calibration
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.spec import MeshSpec
+from meshloom.compiler.config.target_spec import TargetSpec
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.format import counted, human_bytes
+from meshloom.compiler.target.calibration import calibrate_target
+from meshloom.compiler.target.mesh import plan_mesh
+from meshloom.compiler.target.placement import plan_own_order
+from meshloom.compiler.target.target import TargetPlan, plan_target
+from meshloom.compiler.xla.aot import ProgramMemory
+
+from .artifact import FOLDER, TEXT, read_artifact
+
+DUMPED = "*after_optimizations.txt"
+SPEC = "spec.yaml"
+TARGET = "target"
+KEYS = (TARGET, "calibration")  # of a declaration, that say where a program would run
+GIVE = "give the text of a compiled program, an XLA dump directory, or a run directory"
+
+
+@dataclass(frozen=True)
+class FoundProgram:
+    """devices: where they lie, if a declaration says it. memory: as XLA counted it, if that is saved. note: what was
+    chosen among several; empty if nothing was."""
+
+    path: Path
+    text: str
+    devices: ProgramDevices | None = None
+    memory: ProgramMemory | None = None
+    note: str = ""
+
+
+def find_program(path: Path) -> FoundProgram:
+    """Returns the program at a path. Raises ConfigError where there is none."""
+    if path.is_file():
+        return FoundProgram(path, _read(path))
+    if not path.is_dir():
+        raise ConfigError([Problem(str(path), "there is no such file or directory", GIVE)])
+    run_dir = path.parent if path.name == FOLDER and (path.parent / SPEC).is_file() else path
+    if (run_dir / FOLDER / TEXT).is_file() and (run_dir / SPEC).is_file():
+        return _of_run(run_dir)
+    if (path / TEXT).is_file():
+        return FoundProgram(path / TEXT, _read(path / TEXT))
+    return _of_dump(path)
+
+
+def devices_of(overrides: tuple[str, ...]) -> ProgramDevices:
+    """Returns the devices of a target in its own order. overrides: of `target` and `calibration`, as one types them.
+    Raises ConfigError with all that is wrong with them."""
+    return ProgramDevices(plan_own_order(read_target(overrides)), is_assumed=True)
+
+
+def read_target(overrides: tuple[str, ...]) -> TargetPlan:
+    """Returns the target that overrides name. Raises ConfigError with all that is wrong with them."""
+    if not any(text.startswith(f"{TARGET}=") for text in overrides):
+        what = "it is missing: a program's text does not say which chips it was compiled for"
+        raise ConfigError([Problem(TARGET, what, "add target=v5p-128, or another target by its name")])
+    others = [text for text in overrides if text.split("=")[0].split(".")[0] not in KEYS]
+    if others:
+        what, fix = "this says nothing about a program that is compiled", f"set {' and '.join(KEYS)} only"
+        raise ConfigError([Problem(text, what, fix) for text in others])
+    return read_spec(
+        Request(overrides), then=lambda spec: calibrate_target(plan_target(spec.target, "bfloat16"), spec.calibration)
+    )
+
+
+def _of_dump(path: Path) -> FoundProgram:
+    texts = sorted(path.glob(DUMPED), key=lambda each: (-each.stat().st_size, each.name))
+    if not texts:
+        what = f"there is no {DUMPED} in it, as --xla_dump_to writes, and no {FOLDER}/{TEXT}"
+        raise ConfigError([Problem(str(path), what, GIVE)])
+    size = human_bytes(texts[0].stat().st_size)
+    note = f"the largest of {counted(len(texts), 'program')} in {path}, {size}" if len(texts) > 1 else ""
+    return FoundProgram(texts[0], _read(texts[0]), note=note)
+
+
+def _of_run(run_dir: Path) -> FoundProgram:
+    kept = read_artifact(run_dir)
+    text = kept.place / TEXT
+    return FoundProgram(text, _read(text), _devices_of_run(run_dir / SPEC), kept.built.memory)
+
+
+def _devices_of_run(path: Path) -> ProgramDevices:
+    """Returns the devices in the order of the run's mesh."""
+    try:
+        spec = yaml.safe_load(_read(path))
+        target = plan_target(_part(TargetSpec, spec, "target"), spec["precision"]["compute"])
+        target = calibrate_target(target, _part(Calibration, spec, "calibration"))
+        mesh = plan_mesh(_part(MeshSpec, spec, "mesh"), target, tuple(spec["device_order"]))
+    except (ValidationError, yaml.YAMLError, LookupError, TypeError) as error:
+        what = f"is damaged, or of another version of Meshloom: {str(error).splitlines()[0]}"
+        raise ConfigError([Problem(str(path), what, "compile it again")]) from None
+    return ProgramDevices(mesh.placement)
+
+
+def _part(kind: Any, spec: Mapping[str, Any], key: str) -> Any:
+    return TypeAdapter(kind).validate_json(json.dumps(spec[key]))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror}", "make it readable")]) from None
+    except UnicodeDecodeError:
+        raise ConfigError([Problem(str(path), "is not the text of a program: it is not UTF-8", GIVE)]) from None

@@ -1,0 +1,131 @@
+"""Programs without a declaration: whose devices have no names, and texts that are not programs of the target."""
+
+import itertools
+
+import pytest
+
+from meshloom.compiler.analysis.inspected import inspect_text
+from meshloom.compiler.analysis.program_devices import ProgramDevices, connected, strides_of
+from meshloom.compiler.analysis.source_lines import shown
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.report.inspect_report import report_inspected
+from meshloom.compiler.target.placement import plan_own_order
+from meshloom.compiler.xla.hlo.sources import SourceLine
+from support.helpers import recorded_text, target_of
+from support.schedules import GATHER, GROUPS, compute, module
+
+TEXT = module(f"  ROOT %g = {GATHER}", compute("a", 5))
+
+
+def devices(target: str, *, num_slices: int = 1) -> ProgramDevices:
+    return ProgramDevices(plan_own_order(target_of(target, num_slices=num_slices)), is_assumed=True)
+
+
+@pytest.mark.parametrize("factors", [((4, 1),), ((2, 8),), ((2, 8), (2, 1)), ((3, 40), (2, 6), (4, 1))])
+def test_a_group_is_named_by_the_sizes_and_strides_that_make_it(factors):
+    places = [range(0, size * stride, stride) for size, stride in factors]
+    group = [5 + sum(place) for place in itertools.product(*places)]
+    assert strides_of(group) == factors
+    assert strides_of(group[::-1]) == factors, "in whatever order"
+
+
+@pytest.mark.parametrize("group", [(0, 1, 3), (0, 1, 8, 10), (0, 1, 4, 5, 6, 7)])
+def test_an_irregular_group_has_no_strides(group):
+    assert strides_of(group) is None
+
+
+def test_pairs_connect_groups():
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+    assert connected([*ring, (8, 12), (12, 8), (5, 5)]) == ((0, 1, 2, 3), (8, 12))
+
+
+@pytest.mark.parametrize(
+    ("target", "num_slices", "number", "place"),
+    [
+        ("v5e-16", 1, 6, (0, 2, 1, 0)),  # (slice, x, y, core): 4 x 4, along x first
+        ("v5e-16", 2, 16, (1, 0, 0, 0)),
+        ("v5p-64", 1, 9, (0, 1, 0, 1, 0)),  # 2 x 4 x 4
+        ("h100-16", 1, 9, (1, 1)),  # node, GPU
+    ],
+)
+def test_the_own_order_of_a_target_is_that_of_its_numbers(target, num_slices, number, place):
+    placement = plan_own_order(target_of(target, num_slices=num_slices))
+    assert placement.places[number] == place
+    assert len(set(placement.places)) == placement.target.num_devices
+
+
+def gather_over(groups: str, target: str):
+    work = [compute("a", 5)] if target_of(target).platform == "tpu" else []
+    text = module(f"  ROOT %g = {GATHER}", *work).replace(GROUPS, f"replica_groups={groups}")
+    text = text.replace("num_partitions=4", f"num_partitions={target_of(target).num_devices}")
+    (found,) = inspect_text(text, devices(target)).analysis.collectives
+    return found
+
+
+def test_a_group_lies_where_its_devices_are():
+    """On 4 x 4 chips: four in order are a line along x, every fourth one along y, and both have the same speed. A node
+    of GPUs is left only by groups that do."""
+    row, column = gather_over("[4,4]<=[16]", "v5e-16"), gather_over("[4,4]<=[4,4]T(1,0)", "v5e-16")
+    assert (row.mesh_axes, column.mesh_axes) == (("4 (stride 1)",), ("4 (stride 4)",))
+    assert row.alone_seconds == column.alone_seconds
+    square = gather_over("[4,4]<=[2,2,2,2]T(0,2,1,3)", "v5e-16")
+    assert (square.mesh_axes, square.group_size) == (("2 (stride 4)", "2 (stride 1)"), 4)
+    within, across = gather_over("[2,8]<=[16]", "h100-16"), gather_over("[8,2]<=[2,8]T(1,0)", "h100-16")
+    assert (within.link, across.link) == ("NVLink", "NIC")
+    assert across.mesh_axes == ("2 (stride 8)",)
+
+
+def test_the_programs_own_mesh_names_its_groups():
+    placement = plan_own_order(target_of("v5e-16"))
+    text = TEXT.replace(GROUPS, "replica_groups=[4,4]<=[4,4]T(1,0)").replace("num_partitions=4", "num_partitions=16")
+    program = inspect_text(text, ProgramDevices(placement, mesh={"data": 4, "model": 4}))
+    assert [each.mesh_axes for each in program.analysis.collectives] == [("data",)]
+
+
+def test_what_only_a_declaration_says_is_null_with_that_reason():
+    report = report_inspected(inspect_text(recorded_text("h100_fsdp"), devices("h100-8")))
+    assert report.step.predicted_seconds
+    assert (report.step.predicted_mfu, report.program.tokens_per_step, report.build) == (None, None, None)
+    assert "no declaration" in report.unknown["step.predicted_mfu"]
+    memory = report.memory
+    parts = [count or 0 for name, count in memory.breakdown.items() if name not in ("code", "reserved")]
+    assert sum(parts) == memory.peak_bytes_per_chip
+    assert memory.fits is True
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "said"),
+    [
+        (TEXT[: len(TEXT) // 2], "v5e-4", "not a whole HLO module"),
+        ("#!/bin/sh\necho", "v5e-4", "not a whole HLO module"),
+        ("", "v5e-4", "not a whole HLO module"),
+        ("module @jit_f attributes {mhlo.num_partitions = 4 : i32} {\n}\n", "v5e-4", "a lowered program"),
+        (TEXT.replace("is_scheduled=true, ", ""), "v5e-4", "is not scheduled"),
+        (TEXT, "v5e-16", "the program is for 4 devices, and v5e-16 has 16"),
+        (TEXT, "h100-4", "was compiled for TPUs"),
+        (TEXT.replace("replica_groups={{0,1,2,3}}", "replica_groups=<all>"), "v5e-4", "replica groups of an unknown"),
+    ],
+    ids=["truncated", "foreign", "empty", "lowered", "unscheduled", "number", "platform", "groups"],
+)
+def test_what_is_not_a_program_of_the_target_is_one_error(text, target, said):
+    with pytest.raises(ConfigError) as error:
+        inspect_text(text, devices(target), name="step.txt")
+    (problem,) = error.value.problems
+    assert said in problem.what
+    assert problem.where in ("step.txt", "target")
+
+
+@pytest.mark.parametrize(
+    ("files", "line"),
+    [
+        (["/v/lib/python3.11/site-packages/flax/nnx/nn.py", "/home/me/run/train.py"], "run/train.py:1"),
+        (
+            ["/v/lib/python3.12/site-packages/jax/a.py", "/v/site-packages/maxtext/layers/moe.py"],
+            "maxtext/layers/moe.py:1",
+        ),
+        (["/v/site-packages/jax/a.py", "/v/lib/python3.12/contextlib.py"], "jax/a.py:0"),
+        (["train.py"], "train.py:0"),
+    ],
+)
+def test_the_line_is_the_innermost_outside_of_libraries(files, line):
+    assert shown(tuple(SourceLine(file, number) for number, file in enumerate(files))) == line

@@ -1,0 +1,66 @@
+"""`meshloom.inspect` of programs that JAX compiled here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import meshloom
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A step of one matrix, whose gradient is summed over the batch."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("batch", "width"))
+
+    def step(weights, x):
+        return weights - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(weights)
+
+    def on(*shape: int, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    arguments = on(64, 32, spec=PartitionSpec(None, "width")), on(16, 64, spec=PartitionSpec("batch"))
+    return jax.jit(step, donate_argnums=0).lower(*arguments).compile()
+
+
+def test_a_compiled_program_is_reported_with_its_own_axes_and_lines(compiled):
+    found = meshloom.inspect(compiled, target="cpu-8")
+    gradient = next(each for each in found.report.collectives if each.bytes > 100)
+    assert (gradient.kind, gradient.mesh_axes, gradient.bytes) == ("all-reduce", ("batch",), 64 * 16 * 4)
+    assert gradient.line.startswith("api/test_inspect.py:")
+    assert (
+        found.report.memory.peak_bytes_per_chip
+        == compiled.memory_analysis().argument_size_in_bytes
+        + (compiled.memory_analysis().temp_size_in_bytes)
+        + compiled.memory_analysis().output_size_in_bytes
+        - compiled.memory_analysis().alias_size_in_bytes
+    )
+    assert "all-reduce over batch" in found.text
+    assert "jit_step" in found.html
+    assert found.json == found.report.model_dump(mode="json")
+
+
+def test_the_text_of_a_program_has_no_names_of_axes(compiled, tmp_path):
+    found = meshloom.inspect(compiled.as_text(), target="cpu-8")
+    assert {each.mesh_axes for each in found.report.collectives if each.bytes > 100} == {("4 (stride 2)",)}
+    (tmp_path / "step.txt").write_text(compiled.as_text())
+    assert meshloom.inspect(tmp_path / "step.txt", target="cpu-8").report == found.report
+    names = {path.name for path in found.write(tmp_path / "new")}
+    assert names == {"report.json", "timeline.json", "report.html"}
+
+
+@pytest.mark.parametrize(
+    ("program", "target", "said"),
+    [
+        (lambda x: x, "cpu-8", "a function is not a compiled program"),
+        ("nowhere.txt", "cpu-8", "there is no such file"),
+        ("HloModule f\n", None, "it is missing"),
+        ("HloModule f\n", "v5pp-8", "there is no 'v5pp-8' in this group"),
+    ],
+)
+def test_a_mistake_is_one_error(program, target, said):
+    with pytest.raises(meshloom.ConfigError) as error:
+        meshloom.inspect(program, target=target)
+    (problem,) = error.value.problems
+    assert said in problem.what
