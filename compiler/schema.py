@@ -112,6 +112,8 @@ class StepReport(Record):
     predicted_mfu: Fraction | None
     roofline_seconds: NonNegativeFloat | None
     num_unpriced: NonNegativeInt  # instructions whose time is not known, and counts as none
+    num_bounded: NonNegativeInt  # matmuls whose estimate by the compiler is longer than they can take
+    bounded_seconds: NonNegativeFloat  # by which these estimates are longer than their prices
 
 
 class RooflinePart(Record):

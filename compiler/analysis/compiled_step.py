@@ -99,7 +99,8 @@ def used_devices_per_chip(target: TargetPlan) -> int:
 
 
 def _unanalysed(why: str) -> ScheduleAnalysis:
-    names = [name for name in StepReport.model_fields if name.endswith(("_seconds", "_fraction", "_mfu"))]
-    step: Any = dict.fromkeys(names)
+    figures = ("compute_seconds", "exposed_seconds", "exposed_fraction", "predicted_seconds", "predicted_mfu")
+    step: Any = dict.fromkeys((*figures, "roofline_seconds"))
+    counts: Any = {"num_unpriced": 0, "num_bounded": 0, "bounded_seconds": 0.0}
     unknown: dict[str, str] = dict.fromkeys(("step", "collectives"), why)
-    return ScheduleAnalysis((), {}, StepReport(**step, compute_seconds_by_kind={}, num_unpriced=0), (), unknown)
+    return ScheduleAnalysis((), {}, StepReport(**step, **counts, compute_seconds_by_kind={}), (), unknown)

@@ -150,13 +150,22 @@ def chip_of(target: TargetPlan) -> Chip:
     """Returns the figures of one device."""
     if target.chip is None:
         return Chip(target.platform, None, {}, float("inf"))
-    share = 1 / target.chip.num_devices
-    peaks = {name: peak * share for name, peak in target.chip.peak_flops_per_second.model_dump().items() if peak}
-    clock = target.chip.clock_hz if target.platform == "tpu" else None
+    chip, share = target.chip, 1 / target.chip.num_devices
+    peaks = {name: peak * share for name, peak in chip.peak_flops_per_second.model_dump().items() if peak}
     factors: dict[ComputeKind, float] = {}
     if found := target.calibration:
         factors = {"matmul": found.matmul, "attention": found.attention, "other": found.other}
-    return Chip(target.platform, clock, peaks, target.chip.hbm_bytes_per_second * share, factors)
+    return Chip(
+        platform=target.platform,
+        clock_hz=chip.clock_hz if target.platform == "tpu" else None,
+        peak_flops_per_second=peaks,
+        hbm_bytes_per_second=chip.hbm_bytes_per_second * share,
+        matmul_share=chip.kernels.matmul,
+        attention_share=chip.kernels.attention,
+        memory_share=chip.kernels.memory,
+        matrix_unit=chip.matrix_unit or 1,
+        factors=factors,
+    )
 
 
 def _collective(
@@ -203,7 +212,8 @@ def _step(result: Simulation, target: TargetPlan, model_flops: int | None) -> St
     if target.chip is None:
         return StepReport(
             compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
-            predicted_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=0,
+            predicted_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=0, num_bounded=0,
+            bounded_seconds=0.0,
         )  # fmt: skip
     peak, mfu = target.peak_flops_per_second, None
     if peak and result.seconds and model_flops is not None:
@@ -217,6 +227,8 @@ def _step(result: Simulation, target: TargetPlan, model_flops: int | None) -> St
         predicted_mfu=mfu,
         roofline_seconds=None,
         num_unpriced=len(result.unpriced),
+        num_bounded=len(result.bounded),
+        bounded_seconds=sum(result.bounded.values()),
     )
 
 

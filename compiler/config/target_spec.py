@@ -36,6 +36,14 @@ class Efficiency(Config):
     memory: UpToOne
 
 
+class KernelShares(Config):
+    """Shares of the peaks that single large kernels reach, measured; what prices of compiled programs rest on."""
+
+    matmul: UpToOne
+    attention: UpToOne  # of the blocks that a mask leaves
+    memory: UpToOne
+
+
 class ChipSpec(Config):
     name: Text
     device_kind: Text  # JAX's name of its devices
@@ -48,7 +56,9 @@ class ChipSpec(Config):
     host_bytes: NumBytes | None  # the chip's share of its host's memory; None: hosts differ
     vector_memory_bytes: NumBytes  # on the chip: a TPU's VMEM, a GPU's shared memory
     clock_hz: PositiveFloat  # clock of the cycles that XLA estimates
+    matrix_unit: PositiveInt | None  # rows and columns of a TPU's matrix unit
     efficiency: Efficiency
+    kernels: KernelShares
     sources: dict[str, str]  # by figure: a page or a document
 
 

@@ -90,7 +90,8 @@ def unknowns() -> tuple[Report, tuple[Event, ...]]:
         for c in report.collectives
     )  # fmt: skip
     step = StepReport(compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
-                      predicted_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=812)  # fmt: skip
+                      predicted_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=812,
+                      num_bounded=0, bounded_seconds=0.0)  # fmt: skip
     bounds = {"flops_seconds": None, "hbm_seconds": None, "link_seconds": None, "bound": None}
     memory = report.memory.model_copy(
         update={"limit_bytes_per_chip": None, "fits": None, "breakdown": report.memory.breakdown | {"reserved": None}}
@@ -257,6 +258,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
             compute_seconds=sum(compute.values()), compute_seconds_by_kind=compute,  # pyright: ignore[reportArgumentType]
             exposed_seconds=exposed, exposed_fraction=exposed / predicted, predicted_seconds=predicted,
             predicted_mfu=flops / peak / predicted, roofline_seconds=1.1 * flops / peak, num_unpriced=14,
+            num_bounded=3, bounded_seconds=0.02 * predicted,
         ),
         roofline=(
             part("layers (x32): matmuls", int(0.86 * flops), int(390e9), link_seconds * 0.9),

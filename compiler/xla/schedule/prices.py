@@ -1,8 +1,10 @@
 """How long compute takes on a chip, from what is in the program: the best that is known of each operation.
 
 cycles   the TPU compiler's own estimate, over the clock
-flops    matmuls and attention kernels without an estimate: arithmetic at a stated share of the peak
-bytes    all else: what is read and written at a stated share of the memory's bandwidth
+bound    a matmul whose estimate is longer than arithmetic at the chip's measured share of the peak, and memory traffic,
+         both need: it takes the longer of these two
+flops    matmuls and attention kernels without an estimate: arithmetic at a measured share of the peak
+bytes    all else: what is read and written at a measured share of the memory's bandwidth
 """
 
 import math
@@ -15,12 +17,6 @@ from ..hlo import Computation, Instruction, Module
 from ..hlo.types import ArrayType, parse_type
 from .steps import Compute, ComputeKind, PricedBy
 
-# Of the peaks. H200: 790 of 989 TFLOP/s and 4.3 of 4.8 TB/s measured on large operands; taken for all chips.
-MATMUL_EFFICIENCY = 0.8
-MEMORY_EFFICIENCY = 0.9
-# Fused attention: 740 of 989 TFLOP/s forward on an H100 at best, half of the peak and more at usual sizes
-# (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, figures 5 and 6).
-ATTENTION_EFFICIENCY = 0.6
 GROUPED_EFFICIENCY = 0.6  # of kernels that say their FLOPs, grouped matmuls of experts: an assumption
 KERNEL_SECONDS = 2e-6  # a GPU kernel cannot be shorter, launched from a graph
 
@@ -38,18 +34,25 @@ _MATMULS = frozenset({"convolution", "dot", "ragged-dot"})
 _ATTENTION_MATMULS = {"dkv": 4, "_dq": 3, "backward": 5, "bwd": 5}  # by a part of the kernel's name; forward 2
 _DECLARED_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
 _DIMENSIONS = re.compile(r'"?(lhs|rhs)_(contracting|batch)_dim(?:ension)?s"?[:=]\s*[\[{]([^\]}]*)[\]}]')
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What prices rest on. Figures of one JAX device; peak: by type of the operands. factors: by kind of compute, how
-    much longer it takes, by a calibration."""
+    """What prices rest on. Figures of one JAX device; peak: by type of the operands. The shares of the peaks are those
+    that single large kernels reach. matrix_unit: rows and columns of a TPU's. factors: by kind of compute, how much
+    longer it takes, by a calibration."""
 
     platform: str  # tpu, gpu
     clock_hz: float | None
     peak_flops_per_second: Mapping[str, float]
     hbm_bytes_per_second: float
+    matmul_share: float = 1.0
+    attention_share: float = 1.0
+    memory_share: float = 1.0
+    matrix_unit: int = 1
     factors: Mapping[ComputeKind, float] = field(default_factory=dict)
 
 
@@ -57,62 +60,81 @@ def price(instruction: Instruction, around: Computation, module: Module, chip: C
     """Returns the compute of an instruction that is neither a collective nor a loop; None if it takes no time."""
     if instruction.opcode in _FREE or instruction.attribute("custom_call_target") in _FREE_TARGETS:
         return None
-    seconds, priced_by = _seconds(instruction, around, module, chip)
-    if seconds == 0:
+    price = _price(instruction, around, module, chip)
+    if price.seconds == 0:
         return None
     kind = kind_of(instruction, module)
-    if seconds is not None:
-        seconds *= chip.factors.get(kind, 1.0)
-    return Compute(instruction.name, kind, seconds, priced_by, instruction.op_name)
+    factor = chip.factors.get(kind, 1.0)
+    return Compute(
+        name=instruction.name,
+        kind=kind,
+        seconds=None if price.seconds is None else price.seconds * factor,
+        priced_by=price.by,
+        op_name=instruction.op_name,
+        estimated_seconds=None if price.estimated is None else price.estimated * factor,
+    )
 
 
-def _seconds(
-    instruction: Instruction, around: Computation, module: Module, chip: Chip
-) -> tuple[float | None, PricedBy]:
+@dataclass(frozen=True)
+class _Price:
+    """seconds: None where nothing is known. estimated: the compiler's estimate where the price is another."""
+
+    seconds: float | None
+    by: PricedBy
+    estimated: float | None = None
+
+
+def _price(instruction: Instruction, around: Computation, module: Module, chip: Chip) -> _Price:
+    estimated = None
     if chip.clock_hz and (cycles := instruction.estimated_cycles) is not None:
-        return cycles / chip.clock_hz, "cycles"
+        estimated = cycles / chip.clock_hz
     operands = _operand_types(instruction, around)
+    flops, dtype, share = _flops(instruction, operands, module, chip)
+    if estimated is not None and not flops:
+        return _Price(estimated, "cycles")
     moved = moved_bytes(instruction, around, module)
-    memory_seconds = moved / (chip.hbm_bytes_per_second * MEMORY_EFFICIENCY)
-    flops, dtype, efficiency = _flops(instruction, operands, module)
+    memory_seconds = moved / (chip.hbm_bytes_per_second * chip.memory_share)
     if flops is None:
-        return None, "nothing"
+        return _Price(None, "nothing")
     if chip.platform == "tpu" and not flops and moved <= _NEGLIGIBLE_BYTES:
-        return 0.0, "bytes"
+        return _Price(0.0, "bytes")
     peak = chip.peak_flops_per_second.get(dtype)
     if flops and peak is None:
-        return None, "nothing"
-    flops_seconds = flops / (peak * efficiency) if flops and peak else 0.0
+        return _Price(estimated, "nothing" if estimated is None else "cycles")
+    flops_seconds = flops / (peak * share) if flops and peak else 0.0
+    allowed = max(flops_seconds, memory_seconds)
+    if estimated is not None:
+        return _Price(allowed, "bound", estimated) if estimated > allowed else _Price(estimated, "cycles")
     least = KERNEL_SECONDS if chip.platform == "gpu" else 0.0
-    return max(flops_seconds, memory_seconds, least), "flops" if flops_seconds > memory_seconds else "bytes"
+    return _Price(max(allowed, least), "flops" if flops_seconds > memory_seconds else "bytes")
 
 
 def _flops(
-    instruction: Instruction, operands: tuple[ArrayType, ...], module: Module
+    instruction: Instruction, operands: tuple[ArrayType, ...], module: Module, chip: Chip
 ) -> tuple[float | None, str, float]:
     """Returns FLOPs, their type, and the share of the peak that they reach; None for an unknown kernel."""
     target = instruction.attribute("custom_call_target") or ""
     if target == "tpu_custom_call" and instruction.name.startswith("ragged-dot-metadata"):
-        return 0, "float32", MATMUL_EFFICIENCY  # the places of groups, for the kernel after it
+        return 0, "float32", chip.matmul_share  # the places of groups, for the kernel after it
     if target == "tpu_custom_call" and (name := OperationName(instruction.op_name)).experts is not None:
         declared = _DECLARED_FLOPS.search(instruction.attributes)
         return float(declared[1]) * name.filled if declared else None, _dtype_of_rows(operands), GROUPED_EFFICIENCY
     if target == "tpu_custom_call" or "fmha" in target or "cudnn$" in target:
-        return (*_attention_flops(instruction, operands), ATTENTION_EFFICIENCY)
+        return (*_attention_flops(instruction, operands, chip), chip.attention_share)
     if "gemm" in target or "matmul" in target:
-        return (*_matmul_flops(instruction, operands), MATMUL_EFFICIENCY)
+        return (*_matmul_flops(instruction, operands), chip.matmul_share)
     if instruction.opcode in _MATMULS:
-        return (*_matmul_flops(instruction, operands), MATMUL_EFFICIENCY)
+        return (*_matmul_flops(instruction, operands), chip.matmul_share)
     if instruction.opcode not in ("fusion", "call"):
-        return 0, "float32", MATMUL_EFFICIENCY
+        return 0, "float32", chip.matmul_share
     total, dtype = 0.0, "float32"
     for name in instruction.called:
         computation = module.computations[name]
         for inner in computation.instructions:
-            found, of_type, _ = _flops(inner, _operand_types(inner, computation), module)
+            found, of_type, _ = _flops(inner, _operand_types(inner, computation), module, chip)
             total += found or 0
             dtype = of_type if found else dtype
-    return total, dtype, MATMUL_EFFICIENCY
+    return total, dtype, chip.matmul_share
 
 
 def _dtype_of_rows(operands: tuple[ArrayType, ...]) -> str:
@@ -123,7 +145,7 @@ def _dtype_of_rows(operands: tuple[ArrayType, ...]) -> str:
 def _matmul_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> tuple[float, str]:
     """Returns 2 FLOPs for each multiply-add: the elements of the result times the contracted sizes."""
     if instruction.opcode == "convolution":
-        return 0.0, "float32"  # TPUs alone write matmuls so, with an estimate on the fusion around it
+        return _convolution_flops(instruction, operands), _dtype(operands[0].dtype if operands else "f32")
     text = instruction.attributes
     contracted = [int(d) for side, kind, found in _DIMENSIONS.findall(text) if (side, kind) == ("lhs", "contracting")
                   for d in re.findall(r"\d+", found)]  # fmt: skip
@@ -131,7 +153,30 @@ def _matmul_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> 
     return 2.0 * instruction.arrays[0].num_elements * depth, _dtype(operands[0].dtype if operands else "f32")
 
 
-def _attention_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> tuple[float | None, str]:
+def _convolution_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> float:
+    """Returns the FLOPs of a convolution, as which TPUs write matmuls: 2 for each tap of the window that lies on the
+    input, not on its padding or between its elements. Batches of matmuls are spatial dimensions with such windows."""
+    labels = _LABELS.search(instruction.attributes)
+    if labels is None or len(operands) < 2:
+        return 0.0
+    left, right, result = labels.groups()
+    out, image, kernel = instruction.arrays[0].shape, operands[0].shape, operands[1].shape
+    window = dict(part.split("=", 1) for part in (_WINDOW.search(instruction.attributes) or ("", ""))[1].split())
+    spatial = sorted(label for label in result if label.isdigit())
+    taps = 1
+    for i, label in enumerate(spatial):
+        size, stride, spread, dilation = (
+            int(window[key].split("x")[i]) if key in window else 1
+            for key in ("size", "stride", "lhs_dilate", "rhs_dilate")
+        )
+        pad = int(window["pad"].split("x")[i].split("_")[0]) if "pad" in window else 0
+        num_outputs, num_inputs = out[result.index(label)], image[left.index(label)]
+        places = (n * stride - pad + k * dilation for k in range(size) for n in range(num_outputs))
+        taps *= sum(place % spread == 0 and 0 <= place < num_inputs * spread for place in places)
+    return 2.0 * taps * out[result.index("b")] * out[result.index("f")] * kernel[right.index("i")]
+
+
+def _attention_flops(instruction: Instruction, operands: tuple[ArrayType, ...], chip: Chip) -> tuple[float | None, str]:
     """Returns the FLOPs of an attention kernel: queries (B, H, T, D) or (B, T, H, D), or (H, T, D) of a single
     sequence, the first operand of that rank that is not a mask, and then keys. Forward two matmuls of T x S x D each,
     for keys and values four, for queries three; of the square the blocks that the kernel's name says, else half."""
@@ -143,6 +188,7 @@ def _attention_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) 
     count = next((count for key, count in _ATTENTION_MATMULS.items() if key in name), 2)
     *batches, first, second, depth = queries.shape
     length, heads = max(first, second), min(first, second)
+    depth = math.ceil(depth / chip.matrix_unit) * chip.matrix_unit  # a smaller head leaves part of the unit idle
     each = 2.0 * count * math.prod(batches) * heads * length * depth
     if used := OperationName(instruction.op_name).used_blocks:
         keys = next(array for array in arrays[arrays.index(queries) + 1 :] if len(array.shape) == len(queries.shape))

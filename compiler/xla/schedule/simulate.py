@@ -67,9 +67,9 @@ class Segment:
 
 @dataclass
 class Simulation:
-    """seconds: of a step. operations: seconds of compute by name, of all executions. unpriced: names of operations that
-    count as no time. unknown_loops: whose trips count as one. segments: for a timeline; of a loop the first trips, and
-    the rest as one."""
+    """seconds: of a step. operations: seconds of compute by name, of all executions. bounded: by name, the seconds by
+    which the compiler's estimates are longer. unpriced: names of operations that count as no time. unknown_loops: whose
+    trips count as one. segments: for a timeline; of a loop the first trips, and the rest as one."""
 
     seconds: float = 0.0
     compute_seconds: dict[ComputeKind, float] = field(default_factory=dict)
@@ -77,6 +77,7 @@ class Simulation:
     exposed_seconds: float = 0.0
     collectives: dict[str, CollectiveTotals] = field(default_factory=dict)
     priced_by: dict[str, int] = field(default_factory=dict)
+    bounded: dict[str, float] = field(default_factory=dict)
     unpriced: set[str] = field(default_factory=set)
     unknown_loops: set[str] = field(default_factory=set)
     segments: list[Segment] = field(default_factory=list)
@@ -142,6 +143,9 @@ class _Clock:
             result.unpriced.add(step.name)
             return
         result.operations[step.name] = result.operations.get(step.name, 0.0) + weight * step.seconds
+        if step.estimated_seconds is not None:
+            over = weight * (step.estimated_seconds - step.seconds)
+            result.bounded[step.name] = result.bounded.get(step.name, 0.0) + over
         begin, self._now = self._now, self._now + step.seconds
         for transfer in self._flying.values():
             meanwhile = min(self._now, transfer.end) - max(begin, transfer.begin)

@@ -7,18 +7,20 @@ from typing import Literal
 from ...core.collectives import CollectiveKind
 
 ComputeKind = Literal["matmul", "attention", "other"]
-PricedBy = Literal["cycles", "flops", "bytes", "nothing"]
+PricedBy = Literal["cycles", "bound", "flops", "bytes", "nothing"]
 
 
 @dataclass(frozen=True)
 class Compute:
-    """One operation on the compute unit. seconds: None where nothing is known of its time."""
+    """One operation on the compute unit. seconds: None where nothing is known of its time. estimated_seconds: what the
+    compiler estimates, where the price is bounded below that."""
 
     name: str
     kind: ComputeKind
     seconds: float | None
     priced_by: PricedBy
     op_name: str
+    estimated_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Small schedules made by hand, whose times one can add up in one's head: a clock of 1 kHz, a link of 1 kB/s."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshloom.compiler.xla.hlo import parse_module
@@ -9,8 +11,22 @@ from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
 from meshloom.compiler.xla.schedule.steps import Collective, Compute, Step, collectives_of, loops_of
 from support.schedules import GATHER, GROUPS, START, compute, loop, module
 
-TPU = Chip("tpu", clock_hz=1000.0, peak_flops_per_second={"bfloat16": 1e3, "float32": 1e3}, hbm_bytes_per_second=1e6)
-GPU = Chip("gpu", clock_hz=None, peak_flops_per_second={"bfloat16": 1e9, "float32": 1e9}, hbm_bytes_per_second=1e6)
+TPU = Chip(
+    "tpu",
+    clock_hz=1000.0,
+    peak_flops_per_second={"bfloat16": 1e3, "float32": 1e3},
+    hbm_bytes_per_second=1e6,
+    matmul_share=0.8,
+    attention_share=0.6,
+    matrix_unit=128,
+)
+GPU = Chip(
+    "gpu",
+    clock_hz=None,
+    peak_flops_per_second={"bfloat16": 1e9, "float32": 1e9},
+    hbm_bytes_per_second=1e6,
+    memory_share=0.9,
+)
 
 
 def one_link(collective: Collective) -> Priced:
@@ -142,8 +158,10 @@ FUSED = f"""\
   %p = bf16[8]{{0}} parameter(0)
   %q = bf16[32]{{0}} parameter(1)
   %ag.2 = bf16[32]{{0}} all-gather(%p), channel_id=5, {GROUPS}, dimensions={{0}}
-  %dot = bf16[8]{{0}} convolution(%p, %p), dim_labels=bf_io->bf
-  ROOT %t = (bf16[8]{{0}}, bf16[32]{{0}}) tuple(%dot, %ag.2)
+  %row = bf16[1,8]{{1,0}} bitcast(%p)
+  %square = bf16[8,8]{{1,0}} broadcast(%p)
+  %dot = bf16[1,8]{{1,0}} convolution(%row, %square), dim_labels=bf_io->bf
+  ROOT %t = (bf16[1,8]{{1,0}}, bf16[32]{{0}}) tuple(%dot, %ag.2)
 }}
 
 %finish (p: bf16[8], q: bf16[32]) -> bf16[32] {{
@@ -410,13 +428,13 @@ def test_matmuls_of_gpus_are_priced_from_their_shapes():
         "  %r = bf16[128,32]{1,0} broadcast(%x)",
         '  ROOT %mm = (bf16[64,32]{1,0}, s8[100]{0}) custom-call(%l, %r), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[]}}}',
     ]
-    slow = Chip("gpu", None, {"bfloat16": 1e6}, hbm_bytes_per_second=1e12)
+    slow = Chip("gpu", None, {"bfloat16": 1e6}, hbm_bytes_per_second=1e12, matmul_share=0.8, memory_share=0.9)
     steps = read_steps(parse_module(module(*lines, before=before)), slow)
     matmul = computed(steps)["mm"]
     assert matmul.kind == "matmul"
     assert matmul.priced_by == "flops"
     assert matmul.seconds == pytest.approx(2 * 64 * 128 * 32 / 0.8e6)
-    fast = Chip("gpu", None, {"bfloat16": 1e15}, hbm_bytes_per_second=1e6)
+    fast = replace(slow, peak_flops_per_second={"bfloat16": 1e15}, hbm_bytes_per_second=1e6)
     matmul = computed(read_steps(parse_module(module(*lines)), fast))["mm"]
     assert matmul.priced_by == "bytes"
     assert matmul.seconds == pytest.approx((64 * 128 * 2 + 128 * 32 * 2 + 64 * 32 * 2 + 100) / 0.9e6)
@@ -492,3 +510,64 @@ def test_an_attention_kernel_that_names_its_blocks_takes_the_time_of_those():
              'metadata={op_name="jit(step)/attend/blocks=3_of_8/pallas_call"}']  # fmt: skip
     (found,) = computed(read_steps(parse_module(module(*lines)), TPU)).values()
     assert found.seconds == pytest.approx(2 * 2 * 4 * 256 * 512 * 128 * 3 / 8 / (0.6 * 1e3))
+
+
+def test_a_head_smaller_than_the_matrix_unit_leaves_part_of_it_idle():
+    q = "bf16[4,256,128]"
+    text = module(f"  %q = {q} parameter(0)", f"  %k = {q} parameter(1)",
+                  f'  ROOT %splash_mha_fwd.1 = {q} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call"')  # fmt: skip
+    (half,) = computed(read_steps(parse_module(text), replace(TPU, matrix_unit=256))).values()
+    (whole,) = computed(read_steps(parse_module(text), TPU)).values()
+    assert half.seconds == pytest.approx(2 * (whole.seconds or 0))
+
+
+def fused_matmul(cycles: int, convolution: str, *shapes: str) -> str:
+    result, left, right = shapes
+    return (
+        "HloModule m, is_scheduled=true\n\n%fused {\n"
+        f"  %a = {left} parameter(0)\n  %b = {right} parameter(1)\n"
+        f"  ROOT %c = {result} convolution(%a, %b), {convolution}\n}}\n\n"
+        f"ENTRY %main {{\n  %x = {left} parameter(0)\n  %y = {right} parameter(1)\n"
+        f"  ROOT %f = {result} fusion(%x, %y), kind=kOutput, calls=%fused, "
+        f'backend_config={{"estimated_cycles":"{cycles}"}}\n}}\n'
+    )
+
+
+MATMUL = ("dim_labels=bf_io->bf", "bf16[10,30]", "bf16[10,20]", "bf16[20,30]")  # 12,000 FLOPs: 15 s at 0.8 of the peak
+
+
+@pytest.mark.parametrize(
+    ("cycles", "seconds", "by", "estimated"),
+    [(14_000, 14.0, "cycles", None), (15_001, 15.0, "bound", 15.001), (60_000, 15.0, "bound", 60.0)],
+)
+def test_an_estimate_longer_than_a_matmul_can_take_is_bounded(cycles, seconds, by, estimated):
+    result = simulated(fused_matmul(cycles, *MATMUL))
+    assert result.seconds == pytest.approx(seconds)
+    assert result.priced_by == {by: 1}
+    over = (estimated or seconds) - seconds
+    assert sum(result.bounded.values()) == pytest.approx(over)
+    assert list(result.bounded) == (["f"] if estimated else [])
+
+
+def test_a_matmul_that_the_memory_limits_is_bounded_by_its_bytes():
+    slow = replace(TPU, hbm_bytes_per_second=100.0, memory_share=0.5)
+    assert simulated(fused_matmul(60_000, *MATMUL), chip=slow).seconds == pytest.approx(2 * (300 + 200 + 600) / 50)
+
+
+@pytest.mark.parametrize(
+    ("convolution", "shapes", "multiplied"),
+    [
+        ("dim_labels=0bf_io0->0bf, window={size=1}", ("6,8,30", "6,8,20", "20,30,1"), 6 * 8 * 20 * 30),
+        # (6, 8, 20) x (20, 4 heads, 30) -> (6, 8, 4, 30): the heads are a window that slides over padding
+        ("dim_labels=0bf1_i1o0->0b1f, window={size=1x4 pad=0_0x3_3 rhs_reversal=0x1}",
+         ("6,8,4,30", "6,8,20,1", "20,4,30,1"), 6 * 8 * 20 * 4 * 30),
+        # 6 matrices (8, 20) x (20, 30): one of the window's six places is on an element, the others between two
+        ("dim_labels=0bf_0io->0bf, window={size=6 stride=5 pad=0_0 lhs_dilate=6}",
+         ("6,8,30", "6,8,20", "6,20,30"), 6 * 8 * 20 * 30),
+        # contracted over the window, too: (8, 6, 20) x (6, 20, 30) -> (8, 30)
+        ("dim_labels=b0f_0io->b0f, window={size=6}", ("8,1,30", "8,6,20", "6,20,30"), 8 * 6 * 20 * 30),
+    ],
+)  # fmt: skip
+def test_the_flops_of_a_convolution_are_those_of_the_matmuls_it_stands_for(convolution, shapes, multiplied):
+    text = fused_matmul(10**9, convolution, *(f"bf16[{shape}]" for shape in shapes))
+    assert simulated(text).seconds == pytest.approx(2 * multiplied / (0.8 * 1e3))
