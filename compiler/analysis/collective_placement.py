@@ -48,7 +48,7 @@ def place_collective(collective: Collective, placement: Placement) -> Collective
     link = whole if size == whole.group_size else link_of_devices(placement, groups)
     if link is None:
         return CollectivePlacement(axes, size, whole.kind, _links_of(whole), None, NO_BOX)
-    seconds = collective_seconds(collective.kind, collective.num_bytes, size, link)
+    seconds = collective_seconds(collective.kind, collective.num_bytes, size, link.over(collective.num_axes))
     return CollectivePlacement(axes, size, link.kind, _links_of(link), seconds)
 
 

@@ -8,7 +8,7 @@ Model", https://jax-ml.github.io/scaling-book/sharding and /gpus; docs/targets.m
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..core.collectives import CollectiveKind, LinkKind
 
@@ -36,6 +36,7 @@ class InterconnectTier:
     kind: LinkKind
     lines: tuple[Line, ...]
     is_switch: bool
+    num_at_once: int | None = None  # lines that a gather uses at the same time; None: all
 
     @property
     def size(self) -> int:
@@ -43,7 +44,13 @@ class InterconnectTier:
 
     @property
     def bytes_per_second(self) -> float:
-        return sum(line.bytes_per_second for line in self.lines)
+        """Returns W of a gather. Over some of the lines at a time it is that of the fastest of these, or that of a ring
+        through the whole group where all lines together have as much."""
+        rates = sorted((line.bytes_per_second for line in self.lines), reverse=True)
+        if self.num_at_once is None or self.num_at_once >= len(rates):
+            return sum(rates)
+        ring = 2 * min(line.neighbour_bytes_per_second for line in self.lines)
+        return max(sum(rates[: self.num_at_once]), min(sum(rates), ring))
 
     @property
     def latency_seconds(self) -> float:
@@ -61,6 +68,11 @@ class Link:
     levels: tuple[InterconnectTier, ...]
     is_pipelined: bool
     note: str  # why the links are unknown; else empty
+
+    def over(self, num_axes: int | None) -> Link:
+        """Returns the link of a gather that uses this many axes of the torus at the same time; None: all."""
+        levels = (level if level.is_switch else replace(level, num_at_once=num_axes) for level in self.levels)
+        return replace(self, levels=tuple(levels))
 
     @property
     def group_size(self) -> int:

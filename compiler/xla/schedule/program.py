@@ -20,6 +20,7 @@ from ...core.collectives import MOVING, CollectiveKind
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import Groups, parse_groups
 from ..hlo.types import ArrayType, elements_of, parse_type
+from .algorithm import num_axes
 from .prices import Chip, price
 from .sends import answered_by, begun_by
 from .steps import Branches, Collective, Compute, Done, Loop, Start, Step
@@ -175,6 +176,7 @@ class _Reader:
             op_name=within.op_name or instruction.op_name,
             computation=around.name,
             is_padded=kind == "all-reduce" and _is_padded(inner),
+            num_axes=num_axes(within.attributes) or num_axes(instruction.attributes),
             is_certain=bool(groups and arrays),
         )
 

@@ -31,7 +31,8 @@ class Collective:
     arrays that it takes together; num_elements: of each of those. groups: positions in the mesh's order of devices, of
     permutes and sends pairs (from, to); empty where they are not known. num_slices: of a collective across slices, each
     device with those at its place in the others; it has no groups. is_padded: of an all-reduce, that each device
-    fills its part of the array alone. form: how the program says it.
+    fills its part of the array alone. num_axes: of the torus that carry it at once; None: all of its group's. form: how
+    the program says it.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Collective:
     num_elements: tuple[int, ...]
     num_slices: int | None = None
     is_padded: bool = False
+    num_axes: int | None = None
     is_certain: bool = True
 
     @property

@@ -49,6 +49,23 @@ def test_bandwidth_of_a_group(name, sizes, axes, gigabytes_per_second):
     assert link.bytes_per_second == pytest.approx(gigabytes_per_second * 1e9)
 
 
+@pytest.mark.parametrize(
+    ("name", "fsdp", "num_axes", "gigabytes_per_second"),
+    [
+        ("v5e-256", 256, None, 4 * 45),
+        ("v5e-256", 256, 2, 4 * 45),
+        ("v5e-256", 256, 1, 2 * 45),
+        ("v5e-64", 64, 1, 2 * 45),  # 8 x 8: one ring through all chips keeps both lines of each busy
+        ("v5e-128", 128, 1, 2 * 45),  # of 8 x 16 the axis that wraps around, or the ring
+        ("v5p-128", 64, 2, 4 * 90),
+        ("v5p-128", 64, 5, 6 * 90),
+    ],
+)
+def test_a_gather_over_some_axes_at_a_time_has_their_bandwidth(name, fsdp, num_axes, gigabytes_per_second):
+    link = placed(name, fsdp=fsdp).link_of(["fsdp"]).over(num_axes)
+    assert link.bytes_per_second == pytest.approx(gigabytes_per_second * 1e9)
+
+
 def test_the_arithmetic_of_links_needs_no_jax():
     code = "import sys, meshloom.compiler.target.links; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -571,3 +571,33 @@ def test_a_matmul_that_the_memory_limits_is_bounded_by_its_bytes():
 def test_the_flops_of_a_convolution_are_those_of_the_matmuls_it_stands_for(convolution, shapes, multiplied):
     text = fused_matmul(10**9, convolution, *(f"bf16[{shape}]" for shape in shapes))
     assert simulated(text).seconds == pytest.approx(2 * multiplied / (0.8 * 1e3))
+
+
+@pytest.mark.parametrize(
+    ("config", "num_axes"),
+    [
+        ('"emitter":"1DAllGatherNonMajorDimImbalanced","debug":"\\ngroup_size = 256 "', 1),
+        ('"emitter":"2DAllGatherOnMajorDim","debug":"\\ngroup_size = 16 "', 2),
+        (
+            '"emitter":"RotatedPincerEmitter","strategy":"StrategyND","debug":"\\nStrategyND{colors:2 phases:2 cores:{16 16}"',
+            2,
+        ),
+        (
+            '"emitter":"RotatedPincerEmitter","strategy":"StrategySubgroupND","debug":"\\nStrategySubgroupND{colors:1 phases:2 cores:{4 4}"',
+            1,
+        ),
+        (
+            '"emitter":"RotatedPincerEmitter","strategy":"UniDirectionNDRingStrategy","debug":"\\nUniDirectionNDRingStrategy{colors:4 phases:2"',
+            2,
+        ),
+        (
+            '"emitter":"RotatedPincerShortEmitter","strategy":"StrategyRing","debug":"\\nStrategyRing{colors:1 phases:1"',
+            1,
+        ),
+        ('"emitter":"AllGatherWithNetRouterEmitter","debug":"\\ngroup_size = 256 "', None),
+    ],
+)
+def test_the_program_says_how_many_axes_carry_a_collective_at_once(config, num_axes):
+    line = f'  ROOT %g = {GATHER}, backend_config={{"collective_algorithm_config":{{{config}}}}}'
+    (found,) = collectives_of(read_steps(parse_module(module(line)), TPU))
+    assert found.num_axes == num_axes
