@@ -38,6 +38,12 @@ _ALL = (
         "compile:compile_command",
     ),
     Command(
+        "inspect",
+        "the report of any compiled JAX program: MaxText's, one's own jax.jit, an XLA dump",
+        "inspect:inspect_command",
+        takes_overrides=False,
+    ),
+    Command(
         "diff",
         "what changed between two runs: config, predicted step, memory, collectives, layouts",
         "diff:diff_command",

@@ -21,6 +21,7 @@ USAGE = """\
 meshloom: a training run is declared, compiled ahead of time, and run.
 
 usage: meshloom COMMAND [group=option ...] [group.key=value ...]
+       meshloom inspect PROGRAM target=NAME
        meshloom diff RUN_A RUN_B [--json]
        meshloom sweep DIR [--csv FILE] [--open]
        meshloom runs [DIR]

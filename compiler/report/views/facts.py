@@ -141,6 +141,14 @@ def why_exposed(collective: CollectiveReport) -> str:
     return f"outlasts {human_names(collective.hidden_behind, most=2) or 'what runs meanwhile'}"
 
 
+def origin(report: Report, collective: CollectiveReport) -> str:
+    """Returns what a collective is of, in few words: the parameter that a declaration names, else the line of code."""
+    if report.program.num_parameters is not None or not collective.line:
+        return collective.source
+    part = collective.source.rpartition(", ")[2]
+    return f"{collective.line.rpartition('/')[2]}{f', {part}' if part != collective.source else ''}"
+
+
 def sums(collectives: Iterable[CollectiveReport]) -> tuple[CollectiveSum, ...]:
     """Returns collectives grouped by kind, mesh axes and link, the most exposed first."""
     groups: dict[tuple[str, tuple[str, ...], str], list[CollectiveReport]] = {}

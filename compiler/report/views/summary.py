@@ -8,7 +8,7 @@ from pathlib import Path
 from ...core.console import Column, Console, Line, Part, Table
 from ...core.format import counted, human_bytes, human_parameters, human_seconds, human_share
 from ...schema import MemoryReport, ProgramReport, Report, by_exposed
-from .facts import Fact, compute_by_kind, sums, unknown_values, unpriced, verdict, why_exposed
+from .facts import Fact, compute_by_kind, origin, sums, unknown_values, unpriced, verdict, why_exposed
 
 WIDTH = 100
 BAR_WIDTH = 60
@@ -158,7 +158,7 @@ def _collectives(report: Report) -> Iterable[Table | Line]:
     alike: dict[tuple[str, str], list[float]] = {}
     for c in by_exposed(report.collectives):
         if c.exposed_seconds:
-            alike.setdefault((f"{c.kind}: {c.source}", why_exposed(c)), []).append(c.exposed_seconds)
+            alike.setdefault((f"{c.kind}: {origin(report, c)}", why_exposed(c)), []).append(c.exposed_seconds)
     worst = sorted(alike.items(), key=lambda row: -sum(row[1]))
     if not worst:
         return

@@ -402,6 +402,20 @@ def test_compile_writes_the_contract(compiled):
 
 
 @pytest.mark.ci
+def test_the_program_by_itself_says_what_the_report_does(compiled, tmp_path):
+    """`inspect` reads the same text, without the names of parameters."""
+    done = meshloom("inspect", str(compiled / "run"), "--to", str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    own, alone = (Report.model_validate_json((run / "report.json").read_text()) for run in (compiled / "run", tmp_path))
+    assert alone.memory.peak_bytes_per_chip == own.memory.peak_bytes_per_chip
+    assert alone.target == own.target
+    unnamed = {"source": ""}
+    assert [c.model_copy(update=unnamed) for c in alone.collectives] == [
+        c.model_copy(update=unnamed) for c in own.collectives
+    ]
+
+
+@pytest.mark.ci
 def test_compiling_the_same_again_is_a_no_op_that_says_so(compiled):
     run = compiled / "run" / "artifact"
     before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}

@@ -1,0 +1,64 @@
+"""`meshloom inspect PROGRAM target=...`: the report of any compiled JAX program, ours or not."""
+
+import itertools
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.report.views.summary import show_summary
+
+from ..api.inspected import Inspection, inspect_path
+from .words import Words, run_words
+
+LINE = "meshloom inspect PROGRAM target=v5p-128"
+USAGE = """\
+usage: meshloom inspect PROGRAM target=NAME [--to DIR] [--json]
+
+What a compiled step does, whoever wrote and compiled it: memory, collectives with their links, hidden and exposed time,
+the predicted step, findings. PROGRAM is
+
+  FILE   what `compiled.as_text()` gives
+  DIR    of XLA's dump (--xla_dump_to=DIR): the largest program in it
+  RUN    of `meshloom compile`, or its artifact; it says its target itself
+
+target=NAME names the chips that it was compiled for, as v5p-128 or h100-64; target.num_slices=2 and calibration=NAME
+work, too. Writes report.json, timeline.json and report.html; `meshloom diff` compares two such directories.
+
+  --to DIR   where the files go; a new directory below outputs/ without it
+  --json     report.json on standard output, instead of the summary
+"""
+FLAGS = {"--to": "DIR", "--json": ""}
+
+
+def inspect_command(args: Sequence[str]) -> int:
+    """Runs the command line and returns the exit code: 0, or 2 if there is no program of the target."""
+    return run_words(args, _inspect, flags=FLAGS, num_paths=range(1, 2), usage=USAGE, line=LINE, has_overrides=True)
+
+
+def _inspect(words: Words) -> None:
+    found = inspect_path(words.paths[0], words.overrides)
+    files = _write(found, Path(words.flags["--to"]) if "--to" in words.flags else _new_directory(datetime.now()))
+    if found.note:
+        write_error(f"{found.source}: {found.note}")
+    if "--json" in words.flags:
+        write_out(found.report.model_dump_json(indent=1))
+    else:
+        show_summary(found.report, Console(), files=files)
+
+
+def _new_directory(now: datetime) -> Path:
+    """Returns a directory that is not there yet, beside those of runs."""
+    first = Path("outputs") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}"
+    names = (first if not number else first.with_name(f"{first.name}-{number}") for number in itertools.count())
+    return next(path for path in names if not path.exists())
+
+
+def _write(found: Inspection, directory: Path) -> tuple[Path, ...]:
+    try:
+        return found.write(directory)
+    except OSError as error:
+        what = f"{directory} cannot be written: {error.strerror}"
+        raise ConfigError([Problem("--to", what, "name another directory")]) from None

@@ -1,0 +1,98 @@
+"""`meshloom inspect` as its users type it."""
+
+import json
+
+import pytest
+
+from conftest import plan_of
+from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.schema import Report
+from meshloom.compiler.xla.aot import Built, ProgramMemory
+from meshloom.compiler.xla.fingerprint import Fingerprint
+from meshloom.compiler.xla.hlo import parse_module
+from meshloom.runtime.compile.artifact import write_artifact
+from meshloom.runtime.rundir.declaration import write_declaration
+from support.helpers import recorded_text, run_in_process
+from support.schedules import GATHER, compute, module
+
+TEXT = module(f"  ROOT %g = {GATHER}", compute("a", 5))
+
+
+def test_the_largest_program_of_a_dump_is_reported(tmp_path):
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    (dump / "module_0001.jit_init.cl_9.after_optimizations.txt").write_text(TEXT)
+    (dump / "module_0002.jit_step.cl_9.after_optimizations.txt").write_text(recorded_text("v5e_tensor"))
+    (dump / "module_0002.jit_step.cl_9.after_optimizations-buffer-assignment.txt").write_text("x" * 2_000_000)
+    done = run_in_process("inspect", str(dump), "target=v5e-8", "--to", str(tmp_path / "out"))
+    assert done.returncode == 0
+    assert "module_0002.jit_step.cl_9.after_optimizations.txt: the largest of 2 programs" in done.stderr
+    assert "jit_train_step on v5e-8" in done.stdout
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.json", "report.html", "timeline.json"}
+    written = json.loads((tmp_path / "out/report.json").read_text())
+    again = run_in_process("inspect", str(dump), "target=v5e-8", "--to", str(tmp_path / "out"), "--json")
+    assert json.loads(again.stdout) == written
+
+
+def test_files_go_to_a_new_directory_each_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step.txt").write_text(TEXT)
+    for _ in range(2):
+        assert run_in_process("inspect", "step.txt", "target=v5e-4").returncode == 0
+    assert len(list((tmp_path / "outputs").rglob("report.json"))) == 2
+
+
+V5E_4 = ("target=v5e-4", "precision=bfloat16", "sharding.on_replicated=allow", "sharding=fsdp_tensor", "mesh.tensor=2")
+
+
+def test_an_artifact_of_ours_has_the_figures_of_its_own_report(tmp_path):
+    """Its declaration says the target, and where the devices of its mesh lie."""
+    plan, text = plan_of(*V5E_4), TEXT.replace("{{0,1,2,3}}", "{{0,1},{2,3}}")
+    (tmp_path / "run").mkdir()
+    write_declaration(plan, tmp_path / "run")
+    memory = ProgramMemory(1000, 400, 300, 5000, 70, 0, 6100)
+    built = Built(text, memory, None, {}, {}, 1.0, ())
+    write_artifact(tmp_path / "run/artifact", Fingerprint({}, {}, {}, {}, {}, {}), built, ())
+    own = analyse_schedule(parse_module(text), plan, estimate_step(plan).communication)
+    for place in ("run", "run/artifact"):
+        done = run_in_process("inspect", str(tmp_path / place), "--to", str(tmp_path / "out"), "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        found = Report.model_validate_json(done.stdout)
+        assert [each.mesh_axes for each in found.collectives] == [("tensor",)]
+        assert found.collectives[0].alone_seconds == own.collectives[0].alone_seconds
+        assert found.step == own.step.model_copy(update={"predicted_mfu": None})
+        assert (found.memory.peak_bytes_per_chip, found.memory.fits) == (memory.peak_bytes, True)
+        assert found.target.placement == plan.mesh.placement.describe()
+    done = run_in_process("inspect", str(tmp_path / "run"), "target=v5e-8")
+    assert "says where its program runs" in done.stderr
+    (tmp_path / "run/spec.yaml").write_text("target: {kind: nothing}")
+    done = run_in_process("inspect", str(tmp_path / "run"))
+    assert (done.returncode, "spec.yaml: is damaged, or of another version" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("step.txt",), "target: it is missing"),
+        (("step.txt", "target=v5p-7"), "there is no slice of 7 cores"),
+        (("step.txt", "target=v5e-4", "remat=full"), "remat=full: this says nothing about a program that is compiled"),
+        (("step.txt", "target=v5e-8"), "the program is for 4 devices, and v5e-8 has 8"),
+        (("half.txt", "target=v5e-4"), "half.txt: this is not a whole HLO module"),
+        (("binary", "target=v5e-4"), "binary: is not the text of a program: it is not UTF-8"),
+        ((".", "target=v5e-4"), "there is no *after_optimizations.txt in it"),
+        (("nowhere", "target=v5e-4"), "nowhere: there is no such file or directory"),
+        (("target=v5e-4",), "0 paths are given"),
+        (("step.txt", "target=v5e-4", "--to", "step.txt"), "step.txt cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_error_with_a_fix(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step.txt").write_text(TEXT)
+    (tmp_path / "half.txt").write_text(TEXT[: len(TEXT) // 2])
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    done = run_in_process("inspect", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("error: ") == done.stderr.count("\n  fix: ") == 1
+    assert not (tmp_path / "outputs").exists()
