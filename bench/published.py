@@ -144,7 +144,7 @@ TENSOR_4 = (
     "{logical: [length, sequence_parallel_length, head_dim], mesh: []}]",
 )  # fmt: skip
 LLAMA2_13B = default_model(5120, 40, 13824, 40)
-GRAND_TETON = "target.chip.hbm_bytes_per_second=2.4e12"  # its H100 has HBM2e
+GRAND_TETON = ("target.chip.hbm_bytes_per_second=2.4e12", "target.chip.power_limit_watts=500")  # its H100 has HBM2e
 QKV_OUT = "remat.names=[queries,keys,values,attention_residual]"  # query_proj, key_proj, value_proj, out_proj there
 
 H100_SOURCE = f"{TORCHTITAN}/31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/llama3_h100_202412_torchtitan.md"
@@ -185,9 +185,9 @@ def a3(num_nodes: int, mfu: float) -> Recipe:
 
 RECIPES = (
     Recipe("fitted", "torchtitan Llama 3.1 8B, 8 H100", H100_SOURCE, 6667, None, "selective op",
-           declared("llama3_8b", "h100-8", 2, 8, 8192, "save_dots", FSDP, GRAND_TETON)),
+           declared("llama3_8b", "h100-8", 2, 8, 8192, "save_dots", FSDP, *GRAND_TETON)),
     Recipe("fitted", "torchtitan Llama 3.1 8B, 128 H100", H100_SOURCE, 6514, None, "selective op",
-           declared("llama3_8b", "h100-128", 2, 128, 8192, "save_dots", FSDP, GRAND_TETON)),
+           declared("llama3_8b", "h100-128", 2, 128, 8192, "save_dots", FSDP, *GRAND_TETON)),
     Recipe("fitted", "torchtitan Llama 3 8B, 64 A100", A100_SOURCE, 2973, 0.582, "selective op",
            declared("llama3_8b", "a100-64", 1, 64, 8192, "save_dots", FSDP)),
     Recipe("fitted", "torchtitan Llama 3 70B, 64 A100", A100_SOURCE, 331, 0.517, "full",
@@ -219,7 +219,7 @@ RECIPES = (
            declared("llama3_8b", "v6e-256", 4, 256, 8192, "offload", FSDP, LAYER_INPUTS), V6E_DENSE),
     a3(1, 492 / 989.4), a3(2, 422 / 989.4), a3(4, 407 / 989.4), a3(8, 409 / 989.4), a3(16, 375 / 989.4),
     Recipe("checked", "torchtitan Llama 3.1 70B, 256 H100", H100_TP_SOURCE, 597, None, "full",
-           declared("llama3_70b", "h100-256", 2, 256, 8192, "full", *TENSOR_8[:2], GRAND_TETON)),
+           declared("llama3_70b", "h100-256", 2, 256, 8192, "full", *TENSOR_8[:2], *GRAND_TETON)),
     Recipe("checked", "fms-fsdp Llama 2 13B, 128 A100", FMS_FSDP, 1700, None, "none",
            declared("llama2_7b", "a100-128", 1, 128, 4096, "save_dots", "sharding=hsdp", "mesh.replica=16",
                     *BESIDE_BACKWARD, *FMS_A100, *LLAMA2_13B), OVERLAPPED),

@@ -155,13 +155,14 @@ def chip_of(target: TargetPlan) -> Chip:
     factors: dict[ComputeKind, float] = {}
     if found := target.calibration:
         factors = {"matmul": found.matmul, "attention": found.attention, "other": found.other}
+    arithmetic = chip.sustained * chip.clock_share
     return Chip(
         platform=target.platform,
         clock_hz=chip.clock_hz if target.platform == "tpu" else None,
         peak_flops_per_second=peaks,
         hbm_bytes_per_second=chip.hbm_bytes_per_second * share,
-        matmul_share=chip.kernels.matmul,
-        attention_share=chip.kernels.attention,
+        matmul_share=chip.kernels.matmul * arithmetic,
+        attention_share=chip.kernels.attention * arithmetic,
         memory_share=chip.kernels.memory,
         matrix_unit=chip.matrix_unit or 1,
         factors=factors,

@@ -57,9 +57,20 @@ class ChipSpec(Config):
     vector_memory_bytes: NumBytes  # on the chip: a TPU's VMEM, a GPU's shared memory
     clock_hz: PositiveFloat  # clock of the cycles that XLA estimates
     matrix_unit: PositiveInt | None  # rows and columns of a TPU's matrix unit
+    power_watts: PositiveFloat | None  # its limit as sold; None: not published
+    power_limit_watts: PositiveFloat | None  # that your operator set (nvidia-smi -q -d POWER); None: as sold
     efficiency: Efficiency
     kernels: KernelShares
+    sustained: UpToOne  # of the kernels' arithmetic, what a run of hours keeps
     sources: dict[str, str]  # by figure: a page or a document
+
+    @property
+    def clock_share(self) -> float:
+        """Returns what a lower power limit leaves of the clock under load: power grows with the clock and the square of
+        the voltage, which grows with the clock."""
+        if not self.power_watts or not self.power_limit_watts:
+            return 1.0
+        return min(1.0, (self.power_limit_watts / self.power_watts) ** (1 / 3))
 
 
 class TorusSpec(Config):
@@ -109,6 +120,7 @@ class SwitchSpec(Config):
     chip_seconds: PositiveFloat  # latency
     node_bytes_per_second: PositiveFloat  # of all adapters of a node, one way
     node_seconds: PositiveFloat
+    collective_share: UpToOne  # of these bandwidths, what collectives of large arrays reach
     sources: dict[str, str]
 
 

@@ -77,9 +77,10 @@ def rates_of(target: TargetPlan) -> dict[str, Rate]:
             "core": Rate(network.core_bytes_per_second or math.inf, network.hop_seconds),
         }
     switch = cast(SwitchSpec, network)
+    share, node_bytes_per_second = switch.collective_share, switch.node_bytes_per_second
     return {
-        "NIC": Rate(switch.node_bytes_per_second / switch.chips_per_node, switch.node_seconds),
-        "NVLink": Rate(switch.chip_bytes_per_second, switch.chip_seconds),
+        "NIC": Rate(share * node_bytes_per_second / switch.chips_per_node, switch.node_seconds),
+        "NVLink": Rate(share * switch.chip_bytes_per_second, switch.chip_seconds),
     }
 
 

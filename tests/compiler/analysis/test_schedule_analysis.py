@@ -146,3 +146,19 @@ def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
     assert axes <= expected[sharding]
     assert analysis.step.predicted_seconds is None
     assert "simulated devices" in analysis.unknown["step.predicted_seconds"]
+
+
+def test_a_power_limit_slows_arithmetic_and_not_the_memory():
+    """An eighth of the power is half of the clock."""
+    target = ("target=h100-4", "mesh.fsdp=4", "precision=bfloat16", "sharding.on_replicated=allow")
+    gemm = (
+        "  %l = bf16[8192,8192] broadcast(%x)\n  %r = bf16[8192,8192] broadcast(%x)\n"
+        '  %mm = bf16[8192,8192] custom-call(%l, %r), custom_call_target="__cublas$lt$matmul", '
+        'backend_config={"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}'
+    )
+    text = module(gemm, "  ROOT %copy = bf16[8192,8192] copy(%mm)")
+    whole, limited = (
+        analysed(text, *target, *more)[0].compute_seconds for more in ((), ("target.chip.power_limit_watts=87.5",))
+    )
+    assert limited["mm"] == pytest.approx(2 * whole["mm"], rel=1e-3)
+    assert limited["copy"] == whole["copy"]

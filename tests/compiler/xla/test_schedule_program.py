@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshloom.compiler.xla.hlo import parse_module
-from meshloom.compiler.xla.schedule.prices import Chip
+from meshloom.compiler.xla.schedule.prices import KERNEL_GAP_SECONDS, Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
 from meshloom.compiler.xla.schedule.steps import Collective, Compute, Step, collectives_of, loops_of
@@ -433,11 +433,13 @@ def test_matmuls_of_gpus_are_priced_from_their_shapes():
     matmul = computed(steps)["mm"]
     assert matmul.kind == "matmul"
     assert matmul.priced_by == "flops"
-    assert matmul.seconds == pytest.approx(2 * 64 * 128 * 32 / 0.8e6)
+    assert matmul.seconds == pytest.approx(2 * 64 * 128 * 32 / 0.8e6 + KERNEL_GAP_SECONDS)
     fast = replace(slow, peak_flops_per_second={"bfloat16": 1e15}, hbm_bytes_per_second=1e6)
     matmul = computed(read_steps(parse_module(module(*lines)), fast))["mm"]
     assert matmul.priced_by == "bytes"
-    assert matmul.seconds == pytest.approx((64 * 128 * 2 + 128 * 32 * 2 + 64 * 32 * 2 + 100) / 0.9e6)
+    assert matmul.seconds == pytest.approx(
+        (64 * 128 * 2 + 128 * 32 * 2 + 64 * 32 * 2 + 100) / 0.9e6 + KERNEL_GAP_SECONDS
+    )
 
 
 def test_only_what_is_touched_of_an_array_counts_as_moved():
@@ -460,8 +462,8 @@ def test_only_what_is_touched_of_an_array_counts_as_moved():
              "  %some = f32[10]{0} fusion(%big, %i), kind=kLoop, calls=%slice",
              "  ROOT %all = f32[1000]{0} fusion(%big, %some, %i), kind=kLoop, calls=%write"]  # fmt: skip
     steps = computed(read_steps(parse_module(module(*lines, before=sliced)), GPU))
-    assert steps["some"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6)
-    assert steps["all"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6)
+    assert steps["some"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + KERNEL_GAP_SECONDS)
+    assert steps["all"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + KERNEL_GAP_SECONDS)
 
 
 def test_copies_to_the_host_and_back_run_beside_the_compute():
