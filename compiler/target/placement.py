@@ -2,7 +2,7 @@
 
     v5e-256, fsdp=64 tensor=4  ->  fsdp: ICI x (4 of 16, every 4th, wraps) x ICI y (16, wraps); tensor: ICI x (4 of 16)
 
-Only replica, stage and data cross slices; axis_segments.py places axes within one. docs/targets.md says why.
+Only replica, stage, data and fsdp cross slices; axis_segments.py places axes within one. docs/targets.md says why.
 """
 
 import math
@@ -21,7 +21,7 @@ from .interconnect_tiers import link_of_spans, span_of_segments
 from .links import Link
 from .target import TargetPlan
 
-ACROSS_SLICES = ("replica", "stage", "data")  # tried in this order
+ACROSS_SLICES = ("replica", "stage", "data", "fsdp")  # tried in this order
 DEVICES = "devices"  # the one axis of a target's own order
 
 

@@ -93,6 +93,13 @@ def test_across_two_slices_a_gather_takes_the_network_first_and_ici_then():
     assert collective_seconds("all-gather", 1e9, 32, link) == pytest.approx(by_hand)
 
 
+def test_weights_sharded_over_two_slices_are_gathered_at_the_price_of_the_network():
+    """Each device gets its sixteenth of the other slice's half over its 3.125 GB/s, and the rest over ICI."""
+    link = placed("v5e-16", 2, fsdp=32).link_of(["fsdp"])
+    by_hand = (1e9 / 16 / 2 / 3.125e9 + 10e-6) + (1e9 * 15 / 16 / 90e9 + 6e-6)
+    assert collective_seconds("all-gather", 1e9, 32, link) == pytest.approx(by_hand)
+
+
 def test_eight_nodes_gather_at_the_rate_of_the_slowest_level():
     """7/8 of the array enter each node at 82 % of 400 GB/s, while 7/8 of what is there goes around inside at 450."""
     link = placed("h100-64", fsdp=64).link_of(["fsdp"])
@@ -157,6 +164,7 @@ def test_an_all_to_all_over_two_axes_is_bound_by_the_halves_of_the_pod():
         ("v5e-128", 1, {"fsdp": 16, "tensor": 8}, ["ICI y (16, wraps)", "ICI x (8)"]),
         ("v5e-16", 2, {"replica": 2, "fsdp": 16}, ["DCN (2)", "ICI x (4) x ICI y (4)"]),
         ("v5e-4", 2, {"replica": 4, "tensor": 2}, ["DCN (2) x ICI y (2)", "ICI x (2)"]),
+        ("v5e-16", 2, {"fsdp": 32}, ["DCN (2) x ICI x (4) x ICI y (4)"]),
         ("v5e-4", 4, {"replica": 2, "data": 2, "fsdp": 4},
          ["DCN (2 of 4, every 2nd)", "DCN (2 of 4)", "ICI x (2) x ICI y (2)"]),
         ("h100-16", 1, {"fsdp": 4, "tensor": 4}, ["NIC (2) x NVLink (2 of 8, every 4th)", "NVLink (4 of 8)"]),
@@ -169,7 +177,7 @@ def test_where_mesh_axes_lie(name, num_slices, sizes, expected):
 
 def test_what_no_axis_can_cross_is_an_error_with_a_fix():
     with pytest.raises(ConfigError) as error:
-        placed("v5e-4", 2, fsdp=8)
+        placed("v5e-4", 2, tensor=8)
     assert error.value.problems[0].fix.startswith("set mesh.replica=2")
 
 
