@@ -119,11 +119,14 @@ def _flops(
     target = instruction.attribute("custom_call_target") or ""
     if target == "tpu_custom_call" and instruction.name.startswith("ragged-dot-metadata"):
         return 0, "float32", chip.matmul_share  # the places of groups, for the kernel after it
-    if target == "tpu_custom_call" and (name := OperationName(instruction.op_name)).experts is not None:
+    name, is_kernel = OperationName(instruction.op_name), target == "tpu_custom_call"
+    if (is_kernel and name.experts is None) or "fmha" in target or "cudnn$" in target:
+        flops, dtype = _attention_flops(instruction, operands, chip)
+        if flops is not None or not is_kernel:
+            return flops, dtype, chip.attention_share
+    if is_kernel:
         declared = _DECLARED_FLOPS.search(instruction.attributes)
         return float(declared[1]) * name.filled if declared else None, _dtype_of_rows(operands), GROUPED_EFFICIENCY
-    if target == "tpu_custom_call" or "fmha" in target or "cudnn$" in target:
-        return (*_attention_flops(instruction, operands, chip), chip.attention_share)
     if "gemm" in target or "matmul" in target:
         return (*_matmul_flops(instruction, operands), chip.matmul_share)
     if instruction.opcode in _MATMULS:
@@ -182,7 +185,8 @@ def _convolution_flops(instruction: Instruction, operands: tuple[ArrayType, ...]
 def _attention_flops(instruction: Instruction, operands: tuple[ArrayType, ...], chip: Chip) -> tuple[float | None, str]:
     """Returns the FLOPs of an attention kernel: queries (B, H, T, D) or (B, T, H, D), or (H, T, D) of a single
     sequence, the first operand of that rank that is not a mask, and then keys. Forward two matmuls of T x S x D each,
-    for keys and values four, for queries three; of the square the blocks that the kernel's name says, else half."""
+    for keys and values four, for queries three; of the square the blocks that the kernel's name says, all of it where
+    cuDNN's kernel has no mask, else half."""
     name = f"{instruction.name} {instruction.attribute('custom_call_target')}".lower()
     arrays = [array for array in operands if array.dtype in ("bf16", "f16", "f32") or array.dtype.startswith("f8")]
     queries = next((array for array in arrays if len(array.shape) in (3, 4)), None)
@@ -192,11 +196,13 @@ def _attention_flops(instruction: Instruction, operands: tuple[ArrayType, ...], 
     *batches, first, second, depth = queries.shape
     length, heads = max(first, second), min(first, second)
     depth = math.ceil(depth / chip.matrix_unit) * chip.matrix_unit  # a smaller head leaves part of the unit idle
-    each = 2.0 * count * math.prod(batches) * heads * length * depth
+    others = (array for array in arrays[arrays.index(queries) + 1 :] if len(array.shape) == len(queries.shape))
+    keys = next(others, queries)
+    square = 2.0 * count * math.prod(batches) * heads * length * depth * max(keys.shape[-3:-1])
     if used := OperationName(instruction.op_name).used_blocks:
-        keys = next(array for array in arrays[arrays.index(queries) + 1 :] if len(array.shape) == len(queries.shape))
-        return each * max(keys.shape[-3:-1]) * used[0] / used[1], _dtype(queries.dtype)
-    return each * length / 2, _dtype(queries.dtype)
+        return square * used[0] / used[1], _dtype(queries.dtype)
+    is_whole = '"mask_type": "NO_MASK"' in instruction.attributes
+    return square * (1.0 if is_whole else 0.5), _dtype(queries.dtype)
 
 
 def moved_bytes(instruction: Instruction, around: Computation, module: Module) -> int:

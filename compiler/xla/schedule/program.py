@@ -22,7 +22,7 @@ from ..hlo.groups import Groups, parse_groups
 from ..hlo.types import ArrayType, elements_of, parse_type
 from .algorithm import num_axes
 from .prices import Chip, price
-from .sends import answered_by, begun_by
+from .sends import answered_by, begun_by, is_answered
 from .steps import Branches, Collective, Compute, Done, Loop, Start, Step
 from .trips import num_trips
 
@@ -86,6 +86,8 @@ class _Reader:
             return []  # the other half of a send
         if opcode == "recv-done":
             return [Done(name, instruction.name) for name in answered_by(instruction, around)]
+        if opcode == "send-done" and is_answered(instruction.operands[0], around):
+            return []  # what is sent has left the device; the transfer ends where it is received
         if opcode == "send":
             return [Start(begun_by(instruction, around, self.num_devices))]
         if opcode in COLLECTIVES:

@@ -4,6 +4,10 @@
       _xla_megascale_target="{1,2}x{0:7}", _xla_megascale_transfer_type="ALL_REDUCE"}
 
 is an all-reduce between two slices, of each of their devices 0 to 7 with its like, over when it is received.
+
+    _xla_megascale_target={{100000->200000},{100001->200001}}, _xla_megascale_transfer_type="ONE_TO_ONE"
+
+is what device 0 of the first slice sends to device 0 of the second, and device 1 to device 1.
 """
 
 import re
@@ -19,6 +23,8 @@ _KINDS: dict[str, CollectiveKind] = {
     "ALL_GATHER": "all-gather", "ALL_REDUCE": "all-reduce", "ALL_TO_ALL": "all-to-all",
     "REDUCE_SCATTER": "reduce-scatter",
 }  # fmt: skip
+_BETWEEN = re.compile(r"\{(\d+)->(\d+)\}")
+_SLICE = 100_000  # the first device of a slice, which are counted from 1
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{\{[\d,{}\s]*\}\})')
 
@@ -37,14 +43,31 @@ def begun_by(send: Instruction, around: Computation, num_devices: int) -> Collec
         num_bytes=times * sum(array.num_bytes for array in arrays),
         num_elements=tuple(times * array.num_elements for array in arrays),
         dtype=arrays[0].dtype if arrays else "",
-        groups=parse_groups(pairs[1], num_devices) if pairs else (),
+        groups=parse_groups(pairs[1], num_devices) if pairs else _between_slices(send, num_devices),
         is_async=True,
         form="send",
         op_name=send.op_name,
         computation=around.name,
         num_slices=num_slices,
-        is_certain=bool(kind and arrays),
+        is_certain=bool((kind or _BETWEEN.search(send.attributes)) and arrays),
     )
+
+
+def _between_slices(send: Instruction, num_devices: int) -> tuple[tuple[int, int], ...]:
+    """Returns pairs of devices, those of a slice after those of the slice before it."""
+    pairs = [(int(source), int(to)) for source, to in _BETWEEN.findall(send.attributes)]
+    num_slices = max((end // _SLICE for pair in pairs for end in pair), default=1)
+    per_slice = num_devices // num_slices
+
+    def position(device: int) -> int:
+        return (device // _SLICE - 1) * per_slice + device % _SLICE
+
+    return tuple((position(source), position(to)) for source, to in pairs)
+
+
+def is_answered(send: str, around: Computation) -> bool:
+    """Returns True where something that is received ends this send."""
+    return any(send in answered_by(each, around) for each in around.instructions if each.opcode == "recv-done")
 
 
 def answered_by(done: Instruction, around: Computation) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshloom.compiler.xla.hlo import parse_module
-from meshloom.compiler.xla.schedule.prices import KERNEL_GAP_SECONDS, Chip
+from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
 from meshloom.compiler.xla.schedule.steps import Collective, Compute, Step, collectives_of, loops_of
@@ -603,3 +603,53 @@ def test_the_program_says_how_many_axes_carry_a_collective_at_once(config, num_a
     line = f'  ROOT %g = {GATHER}, backend_config={{"collective_algorithm_config":{{{config}}}}}'
     (found,) = collectives_of(read_steps(parse_module(module(line)), TPU))
     assert found.num_axes == num_axes
+
+
+def test_a_transfer_ends_where_it_is_received_not_where_it_has_left():
+    """16 ms on the link, beside 4 and 10 ms of compute; the second begins after the send is done."""
+    lines = [
+        "  %t = token[] after-all()",
+        f"  %send = (bf16[8]{{0}}, u32[], token[]) send(%x, %t), channel_id=3, {SENT}",
+        f"  %recv = (bf16[8]{{0}}, u32[], token[]) recv(%t), channel_id=2, {SENT}",
+        compute("a", 4),
+        "  %send-done = token[] send-done(%send), channel_id=3",
+        compute("b", 10),
+        "  %recv-done = (bf16[8]{0}, token[]) recv-done(%recv), channel_id=2",
+        "  ROOT %r = bf16[8]{0} get-tuple-element(%recv-done), index=0",
+    ]
+    result = simulated(module(*lines))
+    assert totals(result) == {"send": (1, 0.016, 0.002)}
+    alone = simulated(module(*(line for line in lines if "recv" not in line)).replace("%send-done", "ROOT %send-done"))
+    assert totals(alone) == {"send": (1, 0.016, 0.012)}, "what nothing answers ends when it is sent"
+
+
+def test_pairs_of_two_slices_are_their_devices():
+    """libtpu 0.0.42.1, of a permute between two slices of two devices."""
+    sent = (
+        'frontend_attributes={_xla_host_transfer_rendezvous="ppermute.3_0",'
+        '_xla_megascale_target={{100000->200000},{100001->200001}},_xla_megascale_transfer_type="ONE_TO_ONE"}'
+    )
+    lines = ["  %t = token[] after-all()", f"  ROOT %send = (bf16[8]{{0}}, u32[], token[]) send(%x, %t), {sent}"]
+    (found,) = collectives_of(read_steps(parse_module(module(*lines)), TPU))
+    assert (found.kind, found.groups, found.num_slices, found.num_bytes) == ("send", ((0, 2), (1, 3)), None, 16)
+    assert found.is_certain
+
+
+def test_a_kernel_that_says_its_flops_is_priced_by_them():
+    config = 'backend_config={"custom_call_config":{"cost_estimate":{"flops":"1200","bytes_accessed":"1"}}}'
+    line = f'  ROOT %k = bf16[8]{{0}} custom-call(%x), custom_call_target="tpu_custom_call", {config}'
+    result = simulated(module(line))
+    assert (result.priced_by, result.unpriced) == ({"flops": 1}, set())
+    assert result.seconds == pytest.approx(1200 / (GROUPED_EFFICIENCY * 1e3))
+
+
+@pytest.mark.parametrize(("mask", "share"), [("NO_MASK", 1.0), ("CAUSAL", 0.5)])
+def test_an_attention_kernel_of_cudnn_says_whether_it_has_a_mask(mask, share):
+    """Queries of 256 tokens, keys of 512."""
+    q, k = "bf16[2,256,4,64]", "bf16[2,512,4,64]"
+    lines = [f"  %q = {q} parameter(0)", f"  %k = {k} parameter(1)",
+             f'  ROOT %f = {q} custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax", '
+             f'backend_config={{"cudnn_fmha_backend_config":{{"mask_type": "{mask}"}}}}']  # fmt: skip
+    (found,) = computed(read_steps(parse_module(module(*lines)), replace(GPU, attention_share=0.5, hbm_bytes_per_second=1e15))).values()
+    flops = 2 * 2 * 2 * 4 * 256 * 512 * 64 * share
+    assert found.seconds == pytest.approx(flops / (0.5 * 1e9) + KERNEL_GAP_SECONDS)
