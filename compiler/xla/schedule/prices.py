@@ -37,6 +37,7 @@ _MATMULS = frozenset({"convolution", "dot", "ragged-dot"})
 _ATTENTION_MATMULS = {"dkv": 4, "_dq": 3, "backward": 5, "bwd": 5}  # by a part of the kernel's name; forward 2
 _DECLARED_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
+_VIEWS = frozenset({"bitcast", "reshape"})
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _DIMENSIONS = re.compile(r'"?(lhs|rhs)_(contracting|batch)_dim(?:ension)?s"?[:=]\s*[\[{]([^\]}]*)[\]}]')
@@ -220,22 +221,37 @@ def moved_bytes(instruction: Instruction, around: Computation, module: Module) -
 
 
 def _read_of(parameter: Instruction, inner: Computation) -> int:
-    users = [each for each in inner.instructions if parameter.name in each.operands]
-    if users and all(each.opcode in _SLICES and each.operands[0] == parameter.name for each in users):
-        return sum(each.num_bytes for each in users)
-    if users and all(each.opcode == "dynamic-update-slice" and each.operands[0] == parameter.name for each in users):
-        return 0
-    return parameter.num_bytes
+    """Returns the bytes of a parameter that a fusion reads: of one that is only sliced, also behind another view of it,
+    the slices."""
+    views, users = {parameter.name}, list[Instruction]()
+    for each in inner.instructions:  # operands come before their users
+        if views.isdisjoint(each.operands):
+            continue
+        if each.opcode in _VIEWS:
+            views.add(each.name)
+        else:
+            users.append(each)
+    read = 0
+    for each in users:
+        is_sliced = each.operands[0] in views and views.isdisjoint(each.operands[1:])
+        if is_sliced and each.opcode in _SLICES:
+            read += each.num_bytes
+        elif not (is_sliced and each.opcode == "dynamic-update-slice"):
+            return parameter.num_bytes
+    return read if users else parameter.num_bytes
 
 
 def _written(inner: Computation) -> int:
-    outputs = [inner.root]
-    if inner.root.opcode == "tuple":
-        outputs = [inner.by_name[name] for name in inner.root.operands if name in inner.by_name]
-    return sum(
-        _bytes_of(each.operands[1], inner) if each.opcode == "dynamic-update-slice" else each.num_bytes
-        for each in outputs
-    )
+    """Returns the bytes that a fusion writes: of an array that it updates in place, the update."""
+    names = inner.root.operands if inner.root.opcode == "tuple" else (inner.root.name,)
+    outputs = [inner.by_name[name] for name in names if name in inner.by_name]
+    return sum(_written_by(each, inner) for each in outputs)
+
+
+def _written_by(output: Instruction, inner: Computation) -> int:
+    while output.opcode in _VIEWS and output.operands[0] in inner.by_name:
+        output = inner.by_name[output.operands[0]]
+    return _bytes_of(output.operands[1], inner) if output.opcode == "dynamic-update-slice" else output.num_bytes
 
 
 def kind_of(instruction: Instruction, module: Module) -> ComputeKind:

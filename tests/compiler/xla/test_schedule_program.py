@@ -650,6 +650,36 @@ def test_an_attention_kernel_of_cudnn_says_whether_it_has_a_mask(mask, share):
     lines = [f"  %q = {q} parameter(0)", f"  %k = {k} parameter(1)",
              f'  ROOT %f = {q} custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax", '
              f'backend_config={{"cudnn_fmha_backend_config":{{"mask_type": "{mask}"}}}}']  # fmt: skip
-    (found,) = computed(read_steps(parse_module(module(*lines)), replace(GPU, attention_share=0.5, hbm_bytes_per_second=1e15))).values()
+    (found,) = computed(
+        read_steps(parse_module(module(*lines)), replace(GPU, attention_share=0.5, hbm_bytes_per_second=1e15))
+    ).values()
     flops = 2 * 2 * 2 * 4 * 256 * 512 * 64 * share
     assert found.seconds == pytest.approx(flops / (0.5 * 1e9) + KERNEL_GAP_SECONDS)
+
+
+def test_a_slice_behind_a_view_counts_as_the_slice():
+    """XLA for GPUs gives fusions the stack of all layers, transposed by a bitcast, and slices or updates a layer."""
+    fused = """\
+%slice (p: f32[100,10], i: s32[]) -> f32[10,1] {
+  %p = f32[100,10]{1,0} parameter(0)
+  %v = f32[10,100]{0,1} bitcast(%p)
+  %i = s32[] parameter(1)
+  ROOT %ds = f32[10,1]{1,0} dynamic-slice(%v, %i, %i), dynamic_slice_sizes={10,1}
+}
+
+%write (p: f32[100,10], u: f32[10], i: s32[]) -> f32[10,100] {
+  %p = f32[100,10]{1,0} parameter(0)
+  %v = f32[10,100]{0,1} bitcast(%p)
+  %u = f32[10]{0} parameter(1)
+  %w = f32[10,1]{1,0} bitcast(%u)
+  %i = s32[] parameter(2)
+  %dus = f32[10,100]{0,1} dynamic-update-slice(%v, %w, %i, %i)
+  ROOT %back = f32[100,10]{1,0} bitcast(%dus)
+}
+"""
+    lines = ["  %big = f32[100,10]{1,0} broadcast(%x)", "  %i = s32[] constant(0)",
+             "  %some = f32[10,1]{1,0} fusion(%big, %i), kind=kLoop, calls=%slice",
+             "  ROOT %all = f32[100,10]{1,0} fusion(%big, %some, %i), kind=kLoop, calls=%write"]  # fmt: skip
+    steps = computed(read_steps(parse_module(module(*lines, before=fused)), GPU))
+    for name in ("some", "all"):  # 40 bytes there, 40 back, and where
+        assert steps[name].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + KERNEL_GAP_SECONDS), name
