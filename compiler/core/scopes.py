@@ -20,7 +20,7 @@ ATTENTION = "attend"
 UPDATE = "optimizer"
 WORKING_PARAMETERS = "working_parameters"  # the cast of parameters to the compute type
 _WEIGHT, _ROWS, _RING, _BLOCKS, _EXCHANGE = "weight=", "rows=", "ring=", "blocks=", "exchange="
-_EXPERTS, _FILLED = "experts=", "filled="
+_EXPERTS, _FILLED, _MATMUL = "experts=", "filled=", "matmul="
 
 _PARAMETER = re.compile(rf"(?:{_WEIGHT}|{_ROWS})([\w/.]+)")
 _WEIGHT_GATHER = re.compile(rf"{_WEIGHT}.*all_gather")
@@ -28,6 +28,7 @@ _ACTIVATION = re.compile(rf"{_RING}(\w+)")
 _USED_BLOCKS = re.compile(rf"{_BLOCKS}(\d+)_of_(\d+)")
 _KEYS_AND_VALUES = re.compile(rf"{_EXCHANGE}(\w+)")
 _SITE_OF_EXPERTS = re.compile(rf"{_EXPERTS}(\w+)")
+_PRODUCT = re.compile(rf"{_MATMUL}(\w+)")
 _SHARE_FILLED = re.compile(rf"{_FILLED}([\d.]+)")
 _ADDED = frozenset({
     "body", "checkpoint", "closed_call", "cond", "jit", "jvp", "rematted_computation", "shard_map", "train_step",
@@ -50,6 +51,11 @@ def weight_scope(path: str) -> str:
 def rows_scope(path: str) -> str:
     """Returns the scope of the all-to-alls of an embedding lookup."""
     return f"{_ROWS}{path}"
+
+
+def matmul_scope(activation: str) -> str:
+    """Returns the scope of a matmul of the model, named by the activation that it computes."""
+    return f"{_MATMUL}{activation}"
 
 
 def ring_scope(activation: str) -> str:
@@ -127,6 +133,13 @@ class OperationName:
     def reduces_gradient(self) -> bool:
         """Returns True for what reduces the gradient of a parameter, or prepares it for that."""
         return _WEIGHT in self.text and not self.gathers_weight
+
+    @property
+    def matmul(self) -> str | None:
+        """Returns the activation that a matmul of the model computes, or whose gradients; None for other
+        operations."""
+        found = _PRODUCT.search(self.text)
+        return found[1] if found else None
 
     @property
     def ring(self) -> str | None:

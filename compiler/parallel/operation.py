@@ -12,6 +12,7 @@ new operation is one file, one line in the registry, and its key in `conf/parall
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +25,7 @@ from ..config.spec import RunSpec, StrategyChoice
 from ..core.collectives import CollectiveKind
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.partition_spec import Axes, keep_axes
+from ..core.scopes import matmul_scope
 from ..sharding.arrays import Arrays, OpSite
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan
@@ -268,10 +270,12 @@ def _choose_by_cost(strategies: Sequence[Strategy]) -> tuple[Strategy, str]:
 
 
 def lower_operations(plans: Iterable[OpPlan]) -> Lowered:
-    """`Context.operation` of a step: runs each site by the strategy that was chosen for it."""
+    """`Context.operation` of a step: runs each site by the strategy that was chosen for it. A compiled matmul has no
+    other name than its scope; other operations have scopes of their own."""
     lowered = {(plan.site.kind, plan.site.name): plan.op.lower(plan) for plan in plans}
 
     def operation(kind: str, name: str, plain: Lowered, *operands: Any, **options: Any) -> jax.Array:
-        return (lowered.get((kind, name)) or plain)(*operands, **options)
+        with jax.named_scope(matmul_scope(name)) if kind == "matmul" else nullcontext():
+            return (lowered.get((kind, name)) or plain)(*operands, **options)
 
     return operation
