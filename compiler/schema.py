@@ -175,13 +175,21 @@ class SearchReport(Record):
 
 
 class Event(Record):
-    """A stretch of the predicted step on one track. Loops show their trips one after the other, or the first few."""
+    """A stretch of the predicted step on one track. Loops show their iterations one after the other, or the first few.
+
+    name: what it does, "gather mlp/up", "matmul mlp_output". instruction: of the program; empty if that is the name.
+    loop: the innermost that it is a part of, "layers, forward"; empty outside of loops. iteration: of that loop, from
+    1; 0 outside.
+    """
 
     track: str  # "compute", "ICI x", one way of it "ICI x+", "DCN"
     name: str
-    kind: str  # ComputeKind, CollectiveKind, "exposed": compute stands still for a collective, "loop": trips left out
+    instruction: str = ""
+    kind: str  # ComputeKind, CollectiveKind, "exposed": compute waits for a collective, "loop": iterations left out
     start_seconds: NonNegativeFloat
     seconds: NonNegativeFloat
+    loop: str = ""
+    iteration: NonNegativeInt = 0
     arguments: dict[str, Any]
 
 

@@ -29,6 +29,7 @@ from .collective_placement import CollectivePlacement
 from .match import Match, match_planned, source_by_size
 from .program_devices import ProgramDevices
 from .source_lines import line_finder
+from .timeline_events import events_of
 
 NUM_SHOWN_BEHIND = 3
 NUM_NAMED = 4  # instructions without a time that are named
@@ -110,7 +111,7 @@ def analyse_program(module: Module, devices: ProgramDevices, declared: Declared 
         collectives=collectives,
         matches=matches,
         step=_step(result, target, known.model_flops.per_step),
-        events=_events(result, target),
+        events=events_of(result.segments, steps, collectives) if target.chip is not None else (),
         unknown=_unknown(result, placed, target, declared),
         compute_seconds=result.operations if target.chip is not None else {},
         dones={done.by: done.name for done in dones_of(steps)},
@@ -231,26 +232,6 @@ def _step(result: Simulation, target: TargetPlan, model_flops: int | None) -> St
         num_bounded=len(result.bounded),
         bounded_seconds=sum(result.bounded.values()),
     )
-
-
-def _events(result: Simulation, target: TargetPlan) -> tuple[Event, ...]:
-    """Returns the events; a collective that uses both directions of a torus axis is one event, on the axis' own
-    track."""
-    if target.chip is None:
-        return ()
-    there = {(each.track, each.name, each.start_seconds) for each in result.segments}
-    events = []
-    for each in result.segments:
-        axis, way = each.track[:-1], each.track[-1]
-        is_both = {(f"{axis}+", each.name, each.start_seconds), (f"{axis}-", each.name, each.start_seconds)} <= there
-        if not (is_both and way == "-"):
-            events.append(
-                Event(
-                    track=axis if is_both else each.track, name=each.name, kind=each.kind,
-                    start_seconds=each.start_seconds, seconds=each.seconds, arguments={},
-                )
-            )  # fmt: skip
-    return tuple(events)
 
 
 def _unknown(

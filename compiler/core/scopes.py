@@ -190,6 +190,13 @@ class OperationName:
         return "/".join(word for word in self.words if word not in _ADDED)
 
     @property
+    def of_loop(self) -> str | None:
+        """Returns the innermost scope around the innermost loop that it is in: 'jit(train_step)/transpose(jvp(layers))/
+        while/body/add' -> 'layers'; None where it is in none."""
+        around, loop, _ = self.text.rpartition("/while/")
+        return OperationName(around).own.rpartition("/")[2] if loop else None
+
+    @property
     def first_scope(self) -> str | None:
         """Returns the outermost name without its transformations: 'transpose(jvp(head))/add' -> 'head'."""
         first = next(filter(None, self.text.split("/")), None)

@@ -92,6 +92,7 @@ def unknowns() -> tuple[Report, tuple[Event, ...]]:
     step = StepReport(compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
                       predicted_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=812,
                       num_bounded=0, bounded_seconds=0.0)  # fmt: skip
+    assert report.build
     bounds = {"flops_seconds": None, "hbm_seconds": None, "link_seconds": None, "bound": None}
     memory = report.memory.model_copy(
         update={"limit_bytes_per_chip": None, "fits": None, "breakdown": report.memory.breakdown | {"reserved": None}}
@@ -127,6 +128,7 @@ def gpu() -> tuple[Report, tuple[Event, ...]]:
                    *_outside(50e9, group_size=8, link="NIC"), *_of_activations())  # fmt: skip
     report = _report(collectives, {"matmul": 2.05, "attention": 0.26, "other": 0.19}, target)
     memory = report.memory.model_copy(update={"peak_bytes_per_chip": 52 * GIB, "limit_bytes_per_chip": 72 * GIB})
+    assert report.build
     build = report.build.model_copy(update={"plugin": "jax-cuda13-plugin 0.10.2", "compiler_options": {
         "xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_enable_pipelined_all_gather": True}})  # fmt: skip
     update = {"target": target, "memory": memory, "build": build}
@@ -301,27 +303,31 @@ def _part(peak: float, bandwidth: float, name: str, flops: int, hbm_bytes: int, 
 def _timeline(collectives: tuple[CollectiveReport, ...], *, num_layers: int) -> tuple[Event, ...]:
     """Layer by layer: its gathers run beside the matmuls of the one before; what is synchronous stops compute."""
     events: list[Event] = []
-    now = 0.0
+    now, loop, iteration = 0.0, "", 0
+
+    def event(track: str, name: str, kind: str, start: float, seconds: float, **arguments: Any) -> None:
+        events.append(Event(
+            track=track, name=f"{kind} {name}", instruction=f"{name}.{len(events)}", kind=kind, start_seconds=start,
+            seconds=seconds, loop=loop, iteration=iteration, arguments=arguments,
+        ))  # fmt: skip
 
     def compute(name: str, kind: str, seconds: float) -> None:
         nonlocal now
-        events.append(Event(track="compute", name=name, kind=kind, start_seconds=now, seconds=seconds,
-                            arguments={"FLOPs": round(seconds * 197e12)}))  # fmt: skip
+        event("compute", name, kind, now, seconds, FLOPs=round(seconds * 197e12))
         now += seconds
 
     for way in ("forward", "backward"):
+        loop = f"layers, {way}"
         for layer in range(num_layers):
-            start = now
+            start, iteration = now, layer + 1
             mine = [c for c in collectives if c.source.endswith(way) and c.source.startswith("layers/")]
             links = {c.link for c in mine}
             at = dict.fromkeys(links, start)
             for c in mine:
                 alone = (c.alone_seconds or 0) / c.count
-                arguments = {"source": c.source, "layer": layer, "bytes": c.bytes // c.count}
                 track = {"ICI": "ICI x", "NIC": "NIC", "NVLink": "NVLink"}[c.link]
                 if c.is_async:
-                    events.append(Event(track=track, name=c.name, kind=c.kind, start_seconds=at[c.link], seconds=alone,
-                                        arguments=arguments))  # fmt: skip
+                    event(track, c.name, c.kind, at[c.link], alone, source=c.source, bytes=c.bytes // c.count)
                     at[c.link] += alone
             scale = 2 if way == "backward" else 1
             for name, kind, ms in (
@@ -335,9 +341,9 @@ def _timeline(collectives: tuple[CollectiveReport, ...], *, num_layers: int) -> 
                 alone = (c.alone_seconds or 0) / c.count
                 track = {"ICI": "ICI x", "NIC": "NIC"}[c.link]
                 for on, kind in ((track, c.kind), ("compute", "exposed")):
-                    events.append(Event(track=on, name=c.name, kind=kind, start_seconds=now, seconds=alone,
-                                        arguments={"source": c.source, "layer": layer}))  # fmt: skip
+                    event(on, c.name, kind, now, alone, source=c.source)
                 now += alone
+    loop, iteration = "", 0
     compute("optimizer", "other", 4e-3)
     return tuple(events)
 

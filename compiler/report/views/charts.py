@@ -9,8 +9,6 @@ from ...core.format import human_bytes, human_count, human_seconds, human_share
 from ...schema import Report, RooflinePart, total
 from .facts import compute_by_kind
 
-MEMORY_COLOURS = {"parameters": 1, "master": 2, "optimizer": 3, "gradients": 4, "activations": 5, "temporaries": 6,
-                  "code": 7, "reserved": 8, "working_weights": 10}  # fmt: skip
 LEAST_INTENSITY = 0.01  # FLOPs per byte: what computes less moves data, and would only stretch the plot
 
 
@@ -48,10 +46,10 @@ def memory_bar(report: Report) -> Bar:
     """Returns the parts of the peak, against what a program may take and what was estimated without XLA."""
     memory = report.memory
     counts = [(name, count) for name, count in memory.breakdown.items() if count]
-    parts = [(name.replace("_", " "), count, f"m{MEMORY_COLOURS.get(name, 9)}") for name, count in counts]
+    parts = [(name.replace("_", " "), count, f"memory-{name}") for name, count in counts]
     rest = (memory.peak_bytes_per_chip or 0) - sum(count for _, count, _ in parts)
     if rest > 0:
-        parts.append(("not told apart", rest, "m9"))
+        parts.append(("not told apart", rest, "memory-other"))
     missing = tuple(name for name, count in memory.breakdown.items() if count is None)
     marks = (("limit", memory.limit_bytes_per_chip), ("estimate without XLA", memory.estimate_bytes_per_chip))
     return _bar(parts, human_bytes, [(n, v) for n, v in marks if v], missing)

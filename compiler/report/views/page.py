@@ -29,7 +29,7 @@ from ...schema import CollectiveReport, Event, Report, by_exposed
 from ...sharding.rules import ArrayPlan
 from . import charts
 from .facts import sums, unknown_values, unpriced, verdict, why_exposed, why_unknown
-from .timeline import hidden_behind, lay_out
+from .timeline import hidden_behind, lay_out, layer_views
 
 NUM_EVENTS = 4000  # on the page, the longest ones; timeline.json has all
 FOLDED_ROWS = 24  # a longer table of arrays is closed until it is asked for
@@ -77,12 +77,12 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
 
 
 def compact_timeline(*timelines: Sequence[Event]) -> dict[str, Any]:
-    """Events as rows of numbers, each text once: [lane, start ns, ns, name, kind, arguments, hidden ns or -1]. Several
-    timelines share the time axis, and nothing else."""
+    """Events as rows of numbers, each text once: [lane, start ns, ns, name, instruction, kind, arguments, hidden ns or
+    -1]; and the views that are shown at first. Several timelines share the time axis, and nothing else."""
     slices = [s for events in timelines for s in lay_out(events)]
     kept = sorted(range(len(slices)), key=lambda i: slices[i].start_ns - slices[i].end_ns)[:NUM_EVENTS]
     hidden = [by for events in timelines for by in hidden_behind(lay_out(events))]
-    texts: dict[str, dict[str, int]] = {"lanes": {}, "names": {}, "kinds": {}, "arguments": {}}
+    texts: dict[str, dict[str, int]] = {"lanes": {}, "names": {}, "hlo": {}, "kinds": {}, "arguments": {}}
 
     def number(table: str, text: str) -> int:
         return texts[table].setdefault(text, len(texts[table]))
@@ -92,9 +92,13 @@ def compact_timeline(*timelines: Sequence[Event]) -> dict[str, Any]:
         s, by = slices[index], hidden[index]
         arguments = s.event.arguments | ({"hidden behind": _names(by.behind)} if by and by.behind else {})
         rows.append([number("lanes", s.lane), s.start_ns, s.end_ns - s.start_ns, number("names", s.event.name),
-                     number("kinds", s.event.kind), number("arguments", _told(arguments)),
-                     by.hidden_ns if by else -1])  # fmt: skip
-    return {name: list(table) for name, table in texts.items()} | {"rows": rows, "num_events": len(slices)}
+                     number("hlo", s.event.instruction or s.event.name), number("kinds", s.event.kind),
+                     number("arguments", _told(arguments)), by.hidden_ns if by else -1])  # fmt: skip
+    views = layer_views(timelines[0]) if len(timelines) == 1 else ()
+    shown = [{"name": view.name, "from": view.start_ns, "to": view.end_ns} for view in views]
+    return {name: list(table) for name, table in texts.items()} | {
+        "rows": rows, "num_events": len(slices), "views": shown,
+    }  # fmt: skip
 
 
 def _names(behind: Sequence[Any]) -> str:

@@ -16,6 +16,7 @@ from ...core.collectives import CollectiveKind
 from ...schema import ComputeKind, Event, Report
 
 PROCESS = 1
+DIRECTIONS = ("forward", "backward")
 COMPUTE = "compute"
 COLLECTIVES, COMPUTES = frozenset(get_args(CollectiveKind)), frozenset(get_args(ComputeKind))
 
@@ -36,6 +37,45 @@ class Hidden:
 
     hidden_ns: int
     behind: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """A stretch of the step that the page shows at first."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+def layer_views(events: Sequence[Event]) -> tuple[View, ...]:
+    """Returns one iteration of the longest loop of the forward pass, and of the backward pass: a layer of each. Of the
+    iterations that are shown it is the one before those that are left out, or the second one. Empty where no loop
+    says its pass."""
+    seconds: dict[str, float] = {}
+    for event in events:
+        if event.loop and event.track == COMPUTE:
+            seconds[event.loop] = seconds.get(event.loop, 0.0) + event.seconds
+    views = []
+    for direction in DIRECTIONS:
+        loops = [loop for loop in seconds if loop.endswith(f", {direction}")]
+        if loops:
+            views.append(_iteration(max(loops, key=lambda loop: seconds[loop]), events))
+    return tuple(sorted(views, key=lambda view: view.start_ns))
+
+
+def _iteration(loop: str, events: Sequence[Event]) -> View:
+    own = [event for event in events if event.loop == loop and event.track == COMPUTE]
+    left_out = [event.iteration for event in own if event.kind == "loop"]
+    shown = {event.iteration for event in own if event.kind != "loop"}
+    chosen = left_out[0] - 1 if left_out and left_out[0] > 1 else 2 if 2 in shown else min(shown)
+    # A loop within a loop is run again: of the first time
+    first = next(i for i, event in enumerate(own) if event.iteration == chosen and event.kind != "loop")
+    last = first
+    while last + 1 < len(own) and own[last + 1].iteration == chosen and own[last + 1].kind != "loop":
+        last += 1
+    start, end = own[first].start_seconds, own[last].start_seconds + own[last].seconds
+    return View(f"{loop}, iteration {chosen}", round(start * 1e9), round(end * 1e9))
 
 
 def lay_out(events: Sequence[Event]) -> tuple[Slice, ...]:
@@ -96,6 +136,8 @@ def _metadata(name: str, thread: int | None, args: dict[str, Any]) -> dict[str, 
 
 def _slice(s: Slice, thread: int, hidden: Hidden | None) -> dict[str, Any]:
     args = dict(s.event.arguments)
+    if s.event.instruction:
+        args["instruction"] = s.event.instruction
     if hidden is not None:
         args |= {
             "hidden_us": hidden.hidden_ns / 1e3,

@@ -56,13 +56,25 @@ class CollectiveTotals:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of time on one track, on which nothing overlaps."""
+    """A stretch of time on one track, on which nothing overlaps. name: of the instruction that runs, or that is waited
+    for; of a loop that is not shown to its end. trip: of the innermost loop around it, the number of the iteration from
+    0, or of the iterations that are left out."""
 
     track: str
     name: str
     kind: str
     start_seconds: float
     seconds: float
+    trip: "Trip | None" = None
+
+
+@dataclass(frozen=True)
+class Trip:
+    """An iteration of a loop, or several that are alike."""
+
+    loop: str
+    index: int  # from 0
+    num_alike: int = 1
 
 
 @dataclass
@@ -109,6 +121,7 @@ class _Clock:
     def __init__(self, price: Callable[[Collective], Priced]):
         self.result, self._price = Simulation(), price
         self._now = self._skipped = 0.0
+        self._trip: Trip | None = None
         self._flying: dict[str, _Transfer] = {}
         self._last_on: dict[str, _Transfer] = {}  # by link
 
@@ -182,7 +195,7 @@ class _Clock:
             self._totals(waited).exposed_seconds += weight * (waited.end - max(begin, waited.begin))
             waited = waited.behind
         if is_shown:
-            self._show("compute", f"waits for {name}", "exposed", begin, self._now)
+            self._show("compute", name, "exposed", begin, self._now)
 
     def _loop(self, loop: Loop, weight: int, loops: Loops, is_shown: bool) -> None:
         """Runs iterations until one begins in the same state as the one before it, which then represents all the
@@ -190,17 +203,21 @@ class _Clock:
         if loop.num_trips is None:
             self.result.unknown_loops.add(loop.name)
         left, before = 1 if loop.num_trips is None else loop.num_trips, None
+        outer, num_done = self._trip, 0
         while left:
             state, begin = self._state(), self.seconds
             num_alike = left if _is_same(state, before) else 1
             within = (*loops, (loop.name, loop.num_trips))
+            self._trip = Trip(loop.name, num_done)
             self.run(loop.body, weight=weight * num_alike, loops=within, is_shown=is_shown)
-            left, before = left - num_alike, state
+            left, num_done, before = left - num_alike, num_done + 1, state
             if num_alike > 1:
                 end, rest = self._now, (self.seconds - begin) * (num_alike - 1)
+                self._trip = Trip(loop.name, num_done, num_alike - 1)
                 if is_shown:
-                    self._show("compute", f"{loop.name}: {num_alike - 1} more trips", "loop", end, end + rest)
+                    self._show("compute", loop.name, "loop", end, end + rest)
                 self._skipped += rest
+        self._trip = outer
 
     def _state(self) -> dict[str, float]:
         """Returns the state that later steps depend on: how long links are busy, and collectives in flight."""
@@ -221,7 +238,7 @@ class _Clock:
 
     def _show(self, track: str, name: str, kind: str, begin: float, end: float) -> None:
         if end > begin:
-            self.result.segments.append(Segment(track, name, kind, begin + self._skipped, end - begin))
+            self.result.segments.append(Segment(track, name, kind, begin + self._skipped, end - begin, self._trip))
 
 
 def _is_same(state: dict[str, float], before: dict[str, float] | None) -> bool:

@@ -114,6 +114,18 @@ def dones_of(steps: tuple[Step, ...]) -> Iterator[Done]:
                 yield from dones_of(branch)
 
 
+def computes_of(steps: tuple[Step, ...]) -> Iterator[Compute]:
+    """Returns every operation on the compute unit in a program, once."""
+    for step in steps:
+        if isinstance(step, Compute):
+            yield step
+        elif isinstance(step, Loop):
+            yield from computes_of(step.body)
+        elif isinstance(step, Branches):
+            for branch in step.branches:
+                yield from computes_of(branch)
+
+
 def loops_of(steps: tuple[Step, ...]) -> Iterator[Loop]:
     """Returns every loop of a program, the outer ones first."""
     for step in steps:

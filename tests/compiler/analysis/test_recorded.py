@@ -16,6 +16,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.communication import PlannedCollective
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.report.views.timeline import layer_views
 from meshloom.compiler.xla.hlo import HloError, parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
@@ -90,6 +91,35 @@ def test_each_instruction_has_its_part_of_the_step(name):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_a_layer_forward_and_one_backward_are_found_in_the_timeline(name):
+    """Each is a whole iteration: as long as what fills it, and all iterations together as what the loop takes."""
+    plan, _, analysis = recorded(name)
+    on_compute = [each for each in analysis.events if each.track == "compute"]
+    forward, backward = layer_views(analysis.events)
+    for view, loop in ((forward, "layers, forward"), (backward, "layers, backward")):
+        assert view.name.startswith(f"{loop}, iteration ")
+        within = [each for each in on_compute if view.start_ns <= round(each.start_seconds * 1e9) < view.end_ns]
+        assert {each.loop for each in within} == {loop}
+        assert len({each.iteration for each in within}) == 1
+        length = (view.end_ns - view.start_ns) / 1e9
+        assert seconds(*(each.seconds for each in within)) == pytest.approx(length, rel=1e-5)
+        whole = seconds(*(each.seconds for each in on_compute if each.loop == loop))
+        assert whole == pytest.approx(length * plan.spec.model.num_layers, rel=0.5)
+    assert backward.end_ns - backward.start_ns > forward.end_ns - forward.start_ns
+
+
+def test_events_are_named_by_what_they_do():
+    events = recorded("v5e_fsdp16")[2].events
+    names = {each.name for each in events}
+    assert {"gather mlp/up", "gather attention/query", "gather head/kernel", "optimizer"} <= names
+    gathers = [each for each in events if each.name == "gather mlp/up" and each.kind == "all-gather"]
+    sources = {"layers/mlp/up_EM, forward", "layers/mlp/up_EM, forward again"}
+    assert {each.arguments["source"] for each in gathers} <= sources
+    assert {each.arguments["over"] for each in gathers} == {"fsdp"}
+    assert all(each.instruction for each in events)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_program_by_itself_takes_the_same_times(name):
     """Without its plan it keeps everything but the names of parameters and the MFU; without metadata, too."""
     plan, _, analysis = recorded(name)
@@ -100,7 +130,10 @@ def test_a_program_by_itself_takes_the_same_times(name):
         each.model_copy(update=without) for each in analysis.collectives
     ]
     assert alone.analysis.step == analysis.step.model_copy(update={"predicted_mfu": None})
-    assert alone.analysis.events == analysis.events
+    unnamed = {"name": "", "arguments": {}}
+    assert [each.model_copy(update=unnamed) for each in alone.analysis.events] == [
+        each.model_copy(update=unnamed) for each in analysis.events
+    ]
     assert alone.peak == read_peak(parse_module(text))
     stripped = inspect_text(re.sub(r", metadata=\{[^}]*\}", "", text), devices)
     assert {each.line for each in stripped.analysis.collectives} == {""}

@@ -4,12 +4,14 @@ import json
 import random
 from collections.abc import Callable
 from html.parser import HTMLParser
+from typing import get_args
 
 import pytest
 
+from meshloom.compiler.core.collectives import CollectiveKind
 from meshloom.compiler.report.views.page import NUM_EVENTS, render_page
-from meshloom.compiler.report.views.timeline import lay_out
-from meshloom.compiler.schema import Event, Report
+from meshloom.compiler.report.views.timeline import lay_out, layer_views
+from meshloom.compiler.schema import ComputeKind, Event, Report
 from support import reports
 from support.browser import CHROMIUM, chromium
 
@@ -205,19 +207,82 @@ def test_the_filter_leaves_what_was_asked_for(page):
     assert page.js("document.getElementById('shown').textContent") == f"{exposed} of {len(report.collectives)}"
 
 
-DRAWN = "[...document.querySelectorAll('#chart rect[data-index]')].map(r => Number(r.dataset.index))"
+DRAWN = "[...document.querySelectorAll('.pane:not([hidden]) rect[data-index]')].map(r => Number(r.dataset.index))"
 DETAIL = "document.getElementById('detail').textContent"
+FIRST_PANE = "document.querySelector('#chart .lanes')"
+
+
+@in_browser
+def test_the_timeline_opens_on_a_layer_forward_and_one_backward(page):
+    """Both in one scale, named by what they do; and the whole step when it is asked for."""
+    slices, views = lay_out(reports.fits()[1]), layer_views(reports.fits()[1])
+    assert [view.name for view in views] == ["layers, forward, iteration 2", "layers, backward, iteration 2"]
+    drawn = page.js("[...document.querySelectorAll('.pane')].map(pane => [...pane.querySelectorAll("
+                    "'rect[data-index]')].map(r => Number(r.dataset.index)))")  # fmt: skip
+    for view, seen in zip(views, drawn, strict=True):
+        own = {n for n, s in enumerate(slices) if s.start_ns < view.end_ns and s.end_ns > view.start_ns}
+        wide = {n for n in own if slices[n].end_ns - slices[n].start_ns > (view.end_ns - view.start_ns) / 500}
+        assert wide <= set(seen), "all of the layer"
+    captions = page.js("[...document.querySelectorAll('.pane p')].map(p => p.textContent)")
+    assert [caption.partition(": ")[0] for caption in captions] == [view.name for view in views]
+    labels = "[...document.querySelectorAll('#chart text.inside')].map(t => t.textContent).join(' ')"
+    assert "matmul mlp/up_EM" in page.js(labels)
+    page.js("document.getElementById('by-hlo').click()")
+    page.drawn()
+    assert "matmul mlp/up_EM" not in page.js(labels)
+    assert "mlp/up_EM." in page.js(labels)
+    page.js("document.getElementById('zoom-all').click()")
+    page.drawn()
+    assert page.js("[...document.querySelectorAll('.pane')].filter(pane => !pane.hidden).length") == 1
+    page.js("document.getElementById('zoom-views').click()")
+    page.drawn()
+    assert page.js("[...document.querySelectorAll('.pane p')].map(p => p.textContent)") == captions
+
+
+@in_browser
+def test_labels_of_the_time_axis_differ_at_every_zoom(page):
+    page.js(f"{FIRST_PANE}.focus()")
+    ticks = "[...document.querySelectorAll('.pane:not([hidden]) .grid + text')].map(t => t.textContent)"
+    page.press("0", "ArrowRight")
+    for _ in range(24):
+        labels = page.js(ticks)
+        assert len(set(labels)) == len(labels) > 1
+        page.press("+")
+
+
+@in_browser
+def test_no_two_classes_of_a_chart_share_a_colour(browser, pages):
+    script = """((names) => {
+      const svg = document.querySelector('svg');
+      return names.map((name) => {
+        const rect = document.createElementNS(svg.namespaceURI, 'rect');
+        rect.setAttribute('class', name); svg.append(rect);
+        return getComputedStyle(rect).fill;
+      });
+    })"""
+    timeline = [*get_args(CollectiveKind), *get_args(ComputeKind), "exposed", "loop"]
+    memory = [f"memory-{name}" for name in (
+        "parameters", "master", "optimizer", "scalars", "batch", "outputs", "working_weights", "gradients",
+        "activations", "temporaries", "code", "reserved", "other",
+    )]  # fmt: skip
+    for scheme in ("light", "dark"):
+        for names in (timeline, memory):
+            colours = browser.open(pages["fits"], scheme=scheme).js(f"{script}({json.dumps(names)})")
+            assert len(set(colours)) == len(names), dict(zip(names, colours, strict=True))
 
 
 @in_browser
 def test_the_timeline_is_walked_and_zoomed_by_keyboard(page):
     events = reports.fits()[1]
     compute = sorted((e for e in events if e.track == "compute"), key=lambda e: e.start_seconds)
-    exposed = [e for e in compute if e.kind == "exposed"]
-    page.js("document.getElementById('chart').focus()")
+    stalls = sorted((s for s in lay_out(events) if s.event.kind == "exposed"), key=lambda s: s.start_ns - s.end_ns)
+    exposed = [s.event for s in stalls]
+    page.js(f"{FIRST_PANE}.focus()")
+    page.press("0")
     whole = len(page.js(DRAWN))
     page.press("n")
     assert page.js(DETAIL).startswith(f"{compute[0].name} {compute[0].kind} on compute, from 0, for")
+    assert page.js(DETAIL).endswith(f"HLO {compute[0].instruction}")
     page.press("n", "n", "p")
     assert page.js(DETAIL).startswith(compute[1].name)
     page.press("e")
@@ -241,9 +306,9 @@ def test_the_timeline_is_walked_and_zoomed_by_keyboard(page):
 
 @in_browser
 def test_the_timeline_is_dragged_and_zoomed_by_mouse_and_leaves_scrolling_alone(page):
-    page.js("document.getElementById('chart').scrollIntoView()")
-    box = page.js("document.getElementById('chart').getBoundingClientRect().toJSON()")
-    x, y = box["left"] + 600, box["top"] + 40
+    page.js(f"{FIRST_PANE}.scrollIntoView()")
+    box = page.js(f"{FIRST_PANE}.getBoundingClientRect().toJSON()")
+    x, y = box["left"] + 300, box["top"] + 40
     ticks = "[...document.querySelectorAll('#chart text')].map(t => t.textContent).join()"
     whole, top = page.js(ticks), page.js("scrollY")
     page.mouse("mouseWheel", x, y, deltaX=0, deltaY=-400, modifiers=2)
@@ -252,8 +317,8 @@ def test_the_timeline_is_dragged_and_zoomed_by_mouse_and_leaves_scrolling_alone(
     assert zoomed != whole
     assert page.js("scrollY") == top
     page.mouse("mousePressed", x, y, button="left", clickCount=1)
-    page.mouse("mouseMoved", x - 200, y, button="left", buttons=1)
-    page.mouse("mouseReleased", x - 200, y, button="left", clickCount=1)
+    page.mouse("mouseMoved", x - 100, y, button="left", buttons=1)
+    page.mouse("mouseReleased", x - 100, y, button="left", clickCount=1)
     page.drawn()
     assert page.js(ticks) != zoomed
     page.js("scrollTo(0, 0)")
@@ -280,7 +345,7 @@ def test_text_of_a_config_does_nothing_in_the_page(browser, tmp_path):
     path = tmp_path / "page.html"
     path.write_text(render_page(report, events, reports.llama_plan()))
     browser.open(path)
-    browser.js("document.getElementById('chart').focus()")
+    browser.js(f"{FIRST_PANE}.focus()")
     browser.press("n")
     assert browser.js("window.hacked ?? 'no'") == "no"
     assert browser.js("document.querySelectorAll('img').length") == 0

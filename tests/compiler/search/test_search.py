@@ -319,7 +319,9 @@ def test_a_search_compiles_judges_takes_the_best_and_is_not_done_twice(tmp_path)
     second = meshloom(*line, f"hydra.run.dir={tmp_path}/second")
     assert "decided before" in second.stdout
     again = Report.model_validate_json((tmp_path / "second" / "report.json").read_text())
-    assert again.search is not None
+    assert again.search
+    assert again.build
+    assert report.build
     assert (again.search.cache, again.build.cache) == ("hit", "hit")
     assert again.build.fingerprint == report.build.fingerprint
 

@@ -66,25 +66,75 @@ function readableTime(ns) {
   return `${Math.round(ns)} ns`;
 }
 
-class Timeline {
-  constructor(chart, detail, data) {
-    this.chart = chart;
-    this.detail = detail;
+// A time on the axis, with the digits that tell it from its neighbours.
+function tickTime(ns, every, end) {
+  if (ns === 0) return "0";
+  const [unit, scale] = [["s", 1e9], ["ms", 1e6], ["µs", 1e3], ["ns", 1]].find(([, least]) => end >= least) || ["ns", 1];
+  return `${(ns / scale).toFixed(Math.max(0, Math.round(Math.log10(scale)) - Math.floor(Math.log10(every))))} ${unit}`;
+}
+
+// A name in a bar of so many letters; where that is too narrow, without the role that its colour shows.
+function shortened(name, most) {
+  if (name.length <= most) return name;
+  const short = name.slice(name.indexOf(" ") + 1);
+  return short.length <= most ? short : `${short.slice(0, most - 1)}…`;
+}
+
+// What the panes share: the events, which of them is selected, and the pane that buttons act on.
+class Step {
+  constructor(data) {
     this.lanes = data.lanes;
-    this.label = Math.max(LEAST_LABEL, ...data.lanes.map((name) => 7 * name.length + 6)); // the names of lanes are before it
-    this.events = data.rows.map(([lane, start, length, name, kind, told, hidden], index) => ({
-      index, lane, start, end: start + length, name: data.names[name], kind: data.kinds[kind],
+    this.events = data.rows.map(([lane, start, length, name, hlo, kind, told, hidden], index) => ({
+      index, lane, start, end: start + length, name: data.names[name], hlo: data.hlo[hlo], kind: data.kinds[kind],
       told: data.arguments[told], hidden,
     }));
     this.byLane = this.lanes.map((_, lane) => this.events.filter((event) => event.lane === lane));
     this.end = Math.max(1, ...this.events.map((event) => event.end));
-    this.from = 0;
-    this.to = this.end;
     this.selected = null;
+    this.isByHlo = false;
+    this.panes = [];
+    this.active = null;
+  }
+
+  title(event) { return this.isByHlo ? event.hlo : event.name; }
+  redraw() { for (const pane of this.panes) pane.redraw(); }
+
+  showWhole() {
+    for (const pane of this.panes) pane.box.hidden = pane !== this.panes[0];
+    this.active = this.panes[0];
+    this.active.show(0, this.end);
+  }
+
+  showViews() {
+    for (const pane of this.panes) { pane.box.hidden = false; pane.show(pane.view.from, pane.view.to); }
+  }
+}
+
+// A stretch of the step. view: what it shows at first, by name; the first pane has the names of lanes before it.
+class Pane {
+  constructor(step, view, detail) {
+    this.step = step;
+    this.view = view;
+    this.detail = detail;
+    this.box = document.createElement("div");
+    this.box.className = "pane";
+    this.box.style.flexGrow = String(view.to - view.from);
+    this.chart = document.createElement("div");
+    this.chart.className = "lanes";
+    this.chart.tabIndex = 0;
+    this.chart.setAttribute("role", "group");
+    this.chart.setAttribute("aria-label", `Timeline${view.name ? ` of ${view.name}` : ""}: arrow keys move, plus and ` +
+      "minus zoom, n and p step through events, e goes to the longest exposed one, then to the next");
+    this.caption = document.createElement("p");
+    this.caption.className = "dim";
+    this.box.append(this.caption, this.chart);
+    const isFirst = step.panes.length === 0;
+    this.label = isFirst ? Math.max(LEAST_LABEL, ...step.lanes.map((name) => 7 * name.length + 6)) : 0;
+    [this.from, this.to] = [view.from, view.to];
+    step.panes.push(this);
     this.isDue = false;
     this.listen();
-    new ResizeObserver(() => this.redraw()).observe(chart);
-    this.draw();
+    new ResizeObserver(() => this.redraw()).observe(this.chart);
   }
 
   redraw() {
@@ -93,13 +143,13 @@ class Timeline {
     requestAnimationFrame(() => { this.isDue = false; this.draw(); });
   }
 
-  get width() { return Math.max(240, this.chart.clientWidth || 1000); }
+  get width() { return Math.max(this.label ? 240 : 120, this.chart.clientWidth || 1000); }
   x(ns) { return this.label + ((ns - this.from) / (this.to - this.from)) * (this.width - this.label); }
   ns(x) { return this.from + ((x - this.label) / (this.width - this.label)) * (this.to - this.from); }
 
   show(from, to) {
-    const length = Math.min(this.end, Math.max(LEAST_NS, to - from));
-    this.from = Math.max(0, Math.min(from, this.end - length));
+    const length = Math.min(this.step.end, Math.max(LEAST_NS, to - from));
+    this.from = Math.max(0, Math.min(from, this.step.end - length));
     this.to = this.from + length;
     this.redraw();
   }
@@ -114,10 +164,11 @@ class Timeline {
   }
 
   select(event, isInView) {
-    this.selected = event;
+    this.step.selected = event;
     const hidden = event.hidden < 0 ? "" : `, ${readableTime(event.hidden)} of it hidden`;
-    const text = `${event.kind} on ${this.lanes[event.lane]}, from ${readableTime(event.start)}, for ` +
-      `${readableTime(event.end - event.start)}${hidden}${event.told ? ` · ${event.told}` : ""}`;
+    const text = `${event.kind} on ${this.step.lanes[event.lane]}, from ${readableTime(event.start)}, for ` +
+      `${readableTime(event.end - event.start)}${hidden}${event.told ? ` · ${event.told}` : ""}` +
+      `${event.hlo === event.name ? "" : ` · HLO ${event.hlo}`}`;
     const name = document.createElement("b");
     name.textContent = event.name;
     this.detail.replaceChildren(name, ` ${text}`);
@@ -127,19 +178,21 @@ class Timeline {
       const isSeen = event.start >= this.from && event.end <= this.to && this.x(event.end) - this.x(event.start) >= 3;
       if (!isSeen) this.show(middle - length / 2, middle + length / 2);
     }
-    this.redraw();
+    this.step.redraw();
   }
 
-  step(by) {
-    const lane = this.byLane[this.selected ? this.selected.lane : 0];
-    const at = this.selected ? lane.indexOf(this.selected) + by : 0;
+  walk(by) {
+    const { selected, byLane } = this.step;
+    const lane = byLane[selected ? selected.lane : 0];
+    const first = lane.findIndex((event) => event.end > this.from);
+    const at = selected ? lane.indexOf(selected) + by : first;
     if (lane[at]) this.select(lane[at], true);
   }
 
   nextExposed() {
-    const exposed = this.events.filter((event) => event.kind === "exposed").sort((a, b) => a.start - b.start);
-    const after = this.selected ? this.selected.start : -1;
-    const next = exposed.find((event) => event.start > after) || exposed[0];
+    const length = (event) => event.end - event.start;
+    const exposed = this.step.events.filter((event) => event.kind === "exposed").sort((a, b) => length(b) - length(a));
+    const next = exposed[exposed.indexOf(this.step.selected) + 1] || exposed[0];
     if (next) this.select(next, true);
     else this.detail.textContent = "No event of this step is exposed.";
   }
@@ -147,19 +200,17 @@ class Timeline {
   listen() {
     const keys = {
       ArrowLeft: () => this.move(-0.2), ArrowRight: () => this.move(0.2), "+": () => this.zoom(0.5),
-      "=": () => this.zoom(0.5), "-": () => this.zoom(2), 0: () => this.show(0, this.end),
-      Home: () => this.show(0, this.end), n: () => this.step(1), p: () => this.step(-1), e: () => this.nextExposed(),
+      "=": () => this.zoom(0.5), "-": () => this.zoom(2), 0: () => this.step.showWhole(),
+      Home: () => this.step.showWhole(), n: () => this.walk(1), p: () => this.walk(-1), e: () => this.nextExposed(),
     };
     this.chart.addEventListener("keydown", (press) => {
       if (!keys[press.key] || press.ctrlKey || press.metaKey || press.altKey) return;
       press.preventDefault();
       keys[press.key]();
     });
-    const buttons = {
-      "zoom-in": () => this.zoom(0.5), "zoom-out": () => this.zoom(2), "zoom-all": () => this.show(0, this.end),
-      "next-exposed": () => this.nextExposed(),
-    };
-    for (const [id, act] of Object.entries(buttons)) document.getElementById(id).addEventListener("click", act);
+    for (const kind of ["focusin", "pointerdown"]) {
+      this.chart.addEventListener(kind, () => { this.step.active = this; });
+    }
     const left = () => this.chart.getBoundingClientRect().left;
     this.chart.addEventListener("wheel", (turn) => {
       const isAcross = Math.abs(turn.deltaX) > Math.abs(turn.deltaY);
@@ -187,30 +238,34 @@ class Timeline {
     for (const kind of ["pointerover", "click"]) {
       this.chart.addEventListener(kind, (over) => {
         const index = over.target.dataset && over.target.dataset.index;
-        if (index !== undefined && !held) this.select(this.events[Number(index)], false);
+        if (index !== undefined && !held) this.select(this.step.events[Number(index)], false);
       });
     }
   }
 
   draw() {
-    const height = TOP + this.lanes.length * (LANE + GAP);
+    const lanes = this.step.lanes, height = TOP + lanes.length * (LANE + GAP);
     const svg = make("svg", { viewBox: `0 0 ${this.width} ${height}`, height, "aria-hidden": "true" });
     this.drawTicks(svg, height);
-    this.lanes.forEach((_, lane) => this.drawLane(svg, lane));
-    svg.append(make("rect", { class: "margin", x: 0, y: 0, width: this.label - 2, height, fill: "var(--card)" }));
-    this.lanes.forEach((name, lane) => {
-      svg.append(make("text", { x: 0, y: TOP + lane * (LANE + GAP) + LANE / 2 + 4 }, name));
-    });
+    lanes.forEach((_, lane) => this.drawLane(svg, lane));
+    if (this.label) {
+      svg.append(make("rect", { class: "margin", x: 0, y: 0, width: this.label - 2, height, fill: "var(--card)" }));
+      lanes.forEach((name, lane) => {
+        svg.append(make("text", { x: 0, y: TOP + lane * (LANE + GAP) + LANE / 2 + 4 }, name));
+      });
+    }
     this.chart.replaceChildren(svg);
+    const isMoved = this.from !== this.view.from || this.to !== this.view.to;
+    this.caption.textContent = `${isMoved || !this.view.name ? "" : `${this.view.name}: `}${readableTime(this.to - this.from)}`;
   }
 
   drawTicks(svg, height) {
-    const target = (this.to - this.from) / Math.max(2, (this.width - this.label) / 110);
+    const target = (this.to - this.from) / Math.max(2, (this.width - this.label) / 130);
     const power = 10 ** Math.floor(Math.log10(target));
     const every = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= target);
     for (let at = Math.ceil(this.from / every) * every; at <= this.to; at += every) {
       svg.append(make("line", { class: "grid", x1: this.x(at), x2: this.x(at), y1: TOP - 6, y2: height }));
-      svg.append(make("text", { x: this.x(at) + 3, y: 13 }, readableTime(at)));
+      svg.append(make("text", { x: this.x(at) + 3, y: 13 }, tickTime(at, every, this.to)));
     }
   }
 
@@ -219,10 +274,10 @@ class Timeline {
     svg.append(make("rect", { class: "lane", x: this.label, y, width: this.width - this.label, height: LANE }));
     const drawnTo = new Map(); // by kind: what falls on the same pixel is drawn once
     const isExposed = (event) => Number(event.kind === "exposed"); // drawn last: it is looked for
-    for (const event of [...this.byLane[lane]].sort((a, b) => isExposed(a) - isExposed(b))) {
+    for (const event of [...this.step.byLane[lane]].sort((a, b) => isExposed(a) - isExposed(b))) {
       if (event.end < this.from || event.start > this.to) continue;
       const right = this.x(event.end);
-      if (event !== this.selected && right - (drawnTo.get(event.kind) ?? -1) < 0.4) continue;
+      if (event !== this.step.selected && right - (drawnTo.get(event.kind) ?? -1) < 0.4) continue;
       drawnTo.set(event.kind, right);
       this.drawEvent(svg, event, y, Math.max(this.label, this.x(event.start)), Math.min(right, this.width));
     }
@@ -231,14 +286,14 @@ class Timeline {
   drawEvent(svg, event, y, left, right) {
     const width = Math.max(event.kind === "exposed" ? 1 : 0.6, right - left - (right - left > 4 ? 1 : 0));
     const place = { x: left, y, width, height: LANE };
-    const selected = event === this.selected ? " selected" : "";
+    const selected = event === this.step.selected ? " selected" : "";
     svg.append(make("rect", { ...place, class: event.kind + selected, "data-index": event.index }));
     if (event.kind === "exposed" && width > 3) {
       svg.append(make("rect", { ...place, fill: "url(#hatch)", "pointer-events": "none" }));
     }
     const fits = Math.floor((width - 8) / 6.4);
     if (fits < 4 || event.kind === "exposed") return;
-    const text = event.name.length <= fits ? event.name : `${event.name.slice(0, fits - 1)}…`;
+    const text = shortened(this.step.title(event), fits);
     const tone = event.kind === "matmul" ? "inside" : "inside on-light";
     svg.append(make("text", { class: tone, x: left + 4, y: y + LANE / 2 + 4 }, text));
   }
@@ -255,11 +310,25 @@ function listKinds(list, events) {
   }
 }
 
-const data = JSON.parse(document.getElementById("events").textContent);
-if (data.rows.length) {
-  const timeline = new Timeline(document.getElementById("chart"), document.getElementById("detail"), data);
-  listKinds(document.getElementById("keys"), timeline.events);
+function showTimeline(data) {
+  const step = new Step(data), box = document.getElementById("chart"), detail = document.getElementById("detail");
+  const views = data.views.length ? data.views : [{ name: "", from: 0, to: step.end }];
+  box.append(...views.map((view) => new Pane(step, view, detail).box));
+  step.active = step.panes[0];
+  const buttons = {
+    "zoom-in": () => step.active.zoom(0.5), "zoom-out": () => step.active.zoom(2), "zoom-all": () => step.showWhole(),
+    "zoom-views": () => step.showViews(), "next-exposed": () => step.active.nextExposed(),
+    "by-hlo": () => { step.isByHlo = document.getElementById("by-hlo").checked; step.redraw(); },
+  };
+  for (const [id, act] of Object.entries(buttons)) {
+    const button = document.getElementById(id);
+    if (button) button.addEventListener("click", act);
+  }
+  listKinds(document.getElementById("keys"), step.events);
 }
+
+const data = JSON.parse(document.getElementById("events").textContent);
+if (data.rows.length) showTimeline(data);
 
 let opened = []; // on paper all is open
 window.addEventListener("beforeprint", () => {

@@ -1,0 +1,122 @@
+"""The events of a timeline: what a simulation shows, named by what it does for the model.
+
+all-gather-start.3 on ICI x, of layers/mlp/up_EM    ->  "gather mlp/up"
+fusion.973, a matmul in the scope matmul=mlp_up     ->  "matmul mlp_up"
+compute stands still for all-gather-start.3         ->  "waits for gather mlp/up"
+while.215, 30 iterations that are not shown         ->  "layers, forward: 30 more iterations"
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..core.format import counted
+from ..core.scopes import OperationName
+from ..schema import CollectiveReport, Event
+from ..xla.schedule.simulate import Segment
+from ..xla.schedule.steps import Compute, Loop, Step, computes_of, loops_of
+
+ROLES = {
+    "all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce", "all-to-all": "exchange",
+    "collective-permute": "permute", "collective-broadcast": "broadcast", "send": "send",
+}  # fmt: skip
+_AXES_OF_NAME = re.compile(r"_[A-Z]+$")
+
+
+def events_of(
+    segments: Sequence[Segment], steps: tuple[Step, ...], collectives: Iterable[CollectiveReport]
+) -> tuple[Event, ...]:
+    """Returns an event for each segment; a collective that uses both directions of a torus axis is one event, on the
+    axis' own track."""
+    computes = {each.name: each for each in computes_of(steps)}
+    reports = {each.name: each for each in collectives}
+    loops = {loop.name: _loop_name(loop) for loop in loops_of(steps)}
+    trips = {loop.name: loop.num_trips for loop in loops_of(steps)}
+    there = {(each.track, each.name, each.start_seconds) for each in segments}
+
+    def event(segment: Segment, track: str) -> Event:
+        trip = segment.trip
+        arguments = _arguments(segment, computes, reports)
+        if trip is not None and segment.kind != "loop":
+            arguments["iteration"] = f"{trip.index + 1} of {trips[trip.loop] or 'an unknown number'}"
+        return Event(
+            track=track,
+            name=_name(segment, computes, reports, loops),
+            instruction=segment.name,
+            kind=segment.kind,
+            start_seconds=segment.start_seconds,
+            seconds=segment.seconds,
+            loop=loops[trip.loop] if trip else "",
+            iteration=trip.index + 1 if trip else 0,
+            arguments=arguments,
+        )
+
+    events = []
+    for each in segments:
+        axis, way = each.track[:-1], each.track[-1]
+        is_both = {(f"{axis}+", each.name, each.start_seconds), (f"{axis}-", each.name, each.start_seconds)} <= there
+        if not (is_both and way == "-"):
+            events.append(event(each, axis if is_both else each.track))
+    return tuple(events)
+
+
+def name_of_collective(collective: CollectiveReport) -> str:
+    """Returns "reduce mlp/up" of the reduce-scatter of layers/mlp/up_EM, backward."""
+    what = collective.source.partition(" (matched by size)")[0].rpartition(", ")
+    path, _, more = (what[0] or what[2]).partition(" ")
+    parts = path.split("/")
+    short = "/".join((*parts[-2:-1], _AXES_OF_NAME.sub("", parts[-1])))
+    return f"{ROLES[collective.kind]} {short}{f' {more}' if more else ''}"
+
+
+def _name(
+    segment: Segment,
+    computes: Mapping[str, Compute],
+    collectives: Mapping[str, CollectiveReport],
+    loops: Mapping[str, str],
+) -> str:
+    if segment.kind == "loop":
+        num = segment.trip.num_alike if segment.trip else 0
+        return f"{loops[segment.name]}: {counted(num, 'more iteration')}"
+    if collective := collectives.get(segment.name):
+        return f"{'waits for ' if segment.kind == 'exposed' else ''}{name_of_collective(collective)}"
+    name = OperationName(computes[segment.name].op_name)
+    if segment.kind == "attention":
+        return "attention"
+    if segment.kind == "matmul":
+        return f"matmul {name.matmul or name.own.rpartition('/')[0] or segment.name}"
+    if name.is_update:
+        return "optimizer"
+    return name.last or segment.name
+
+
+def _arguments(
+    segment: Segment, computes: Mapping[str, Compute], collectives: Mapping[str, CollectiveReport]
+) -> dict[str, Any]:
+    if collective := collectives.get(segment.name):
+        return {
+            "source": collective.source,
+            "bytes": collective.bytes // collective.count,
+            "over": " + ".join(collective.mesh_axes),
+            "link": collective.link,
+        }
+    if segment.name in computes and (op_name := computes[segment.name].op_name):
+        name = OperationName(op_name)
+        return {"of": name.own, "pass": name.in_pass}
+    return {}
+
+
+def _loop_name(loop: Loop) -> str:
+    """Returns "layers, forward": of the scope that most of its operations name, and their pass."""
+    names = [OperationName(step.op_name) for step in loop.body if isinstance(step, Compute) and step.op_name]
+    found = Counter((name.of_loop or loop.name, _direction(name)) for name in names)
+    if not found:
+        return loop.name
+    (scope, direction), _ = found.most_common(1)[0]
+    return f"{scope}, {direction}"
+
+
+def _direction(name: OperationName) -> str:
+    """Returns the pass in whose loop an operation is: what is computed again belongs to the backward pass."""
+    return "backward" if name.in_pass == "forward again" else name.in_pass
