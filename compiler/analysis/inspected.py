@@ -10,6 +10,7 @@ from ..target.target import TargetPlan
 from ..xla.aot import ProgramMemory
 from ..xla.hlo import HloError, Module, parse_module
 from .program_devices import ProgramDevices
+from .program_lint import lint_program
 from .program_memory import PeakMemory, read_peak
 from .program_text import Unavailable, read_part
 from .schedule_analysis import ScheduleAnalysis, analyse_program
@@ -52,7 +53,8 @@ def inspect_text(
     if isinstance(schedule, Unavailable):
         raise ConfigError([Problem(name, schedule.why, COMPILED)])
     peak = read_part(lambda: read_peak(module))
-    return InspectedProgram(module, devices, schedule, peak, memory, ())
+    findings = lint_program(module, devices, schedule.collectives, schedule.step)
+    return InspectedProgram(module, devices, schedule, peak, memory, findings)
 
 
 def _parse(text: str, name: str) -> Module:

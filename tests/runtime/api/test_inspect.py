@@ -41,6 +41,22 @@ def test_a_compiled_program_is_reported_with_its_own_axes_and_lines(compiled):
     assert found.json == found.report.model_dump(mode="json")
 
 
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("batch")], ids=["whole", "split"])
+def test_a_gradient_that_is_used_in_parts_should_be_scattered(spec):
+    """XLA for CPUs sums it whole, and each device takes its part."""
+    mesh = Mesh(np.array(jax.devices()[:8]), ("batch",))
+    weights = jax.ShapeDtypeStruct((1024, 512), jnp.float32, sharding=NamedSharding(mesh, spec))
+    x = jax.ShapeDtypeStruct((16, 1024), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("batch")))
+
+    def step(weights, x):
+        return weights - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(weights)
+
+    compiled = jax.jit(step, out_shardings=weights.sharding).lower(weights, x).compile()
+    rules = {finding.rule for finding in meshloom.inspect(compiled, target="cpu-8").report.findings}
+    assert ("reduced-then-sliced" in rules) == (spec == PartitionSpec("batch"))
+    assert "wide-collective" in rules
+
+
 def test_the_text_of_a_program_has_no_names_of_axes(compiled, tmp_path):
     found = meshloom.inspect(compiled.as_text(), target="cpu-8")
     assert {each.mesh_axes for each in found.report.collectives if each.bytes > 100} == {("4 (stride 2)",)}

@@ -1,0 +1,202 @@
+"""Finds what a compiled program does that costs time or memory, without a plan to compare it with.
+
+replicated-array            large arguments that are whole on every device
+synchronous-collective      compute waits for all of a collective: it has no start and end for anything to run between
+wide-collective             float32 is transferred, where a narrower type may do
+reduced-then-sliced         an all-reduce of which each device uses a part: a reduce-scatter moves half of the bytes
+assumed-order               nothing says where the devices lie, and the links of a group follow from that
+
+There is one finding per rule and kind, which names the places that cost most. What a plan says besides is in lint.py.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..core.collectives import CollectiveKind
+from ..core.format import be, counted, human_bytes, human_names, human_seconds, human_share
+from ..schema import CollectiveReport, Finding, StepReport, or_infinity
+from ..target.compiler_options import presets_for
+from ..target.target import TargetPlan
+from ..xla.hlo import Computation, Instruction, Module
+from .lint import LEAST_BYTES, NUM_PLACES
+from .program_devices import ProgramDevices
+
+LEAST_ARRAY_BYTES = 64 * 2**20  # as the default of sharding.replicated_bytes_threshold
+LEAST_SHARE = 0.01  # of the step, that synchronous collectives of a kind cost
+
+_HANDED_ON = frozenset({
+    "all-reduce-done", "bitcast", "convert", "copy", "get-tuple-element", "reshape", "slice", "transpose",
+})  # fmt: skip
+_REDUCES = frozenset({"all-reduce", "all-reduce-start"})
+
+
+def lint_program(
+    module: Module, devices: ProgramDevices, collectives: Sequence[CollectiveReport], step: StepReport
+) -> tuple[Finding, ...]:
+    """Returns all findings; warnings that cost time first, notes last."""
+    found = (
+        *_synchronous(collectives, step, devices.target),
+        *_reduced_then_sliced(module, collectives, devices.target),
+        *_replicated(module, devices.target),
+        *_wide(collectives),
+        *_assumed_order(devices, collectives),
+    )
+    return tuple(sorted(found, key=lambda finding: finding.severity != "warning"))
+
+
+def _synchronous(collectives: Sequence[CollectiveReport], step: StepReport, target: TargetPlan) -> Iterator[Finding]:
+    if not step.predicted_seconds:
+        return
+    waits: list[tuple[CollectiveKind, float, list[CollectiveReport]]] = [
+        (kind, sum(each.exposed_seconds or 0.0 for each in alike), alike)
+        for kind, alike in _by_kind(each for each in collectives if not each.is_async)
+    ]
+    for kind, seconds, alike in sorted(waits, key=lambda wait: -wait[1]):
+        share = seconds / step.predicted_seconds
+        if share < LEAST_SHARE:
+            continue
+        what = f"{counted(sum(each.count for each in alike), f'synchronous {kind}')}: compute waits for them for "
+        yield Finding(
+            rule="synchronous-collective",
+            severity="warning",
+            what=f"{what}{human_seconds(seconds)}, {human_share(share)} of the step",
+            where=_places(alike, lambda each: or_infinity(each.exposed_seconds)),
+            fix=_asynchronous(kind, target),
+        )
+
+
+def _asynchronous(kind: CollectiveKind, target: TargetPlan) -> str:
+    """Returns which options of XLA run collectives of a kind beside compute."""
+    presets = [(name, one.flags) for name, one in presets_for(target).items() if kind in one.hides and one.flags]
+    if not presets:
+        return f"no option is known by which the compiler for {target.name} runs {kind}s beside compute; send less"
+    name, flags = presets[0]
+    options = human_names([f"{key}={str(value).lower()}" for key, value in flags.items()], most=1)
+    return f"compile with the options of the preset {name} (conf/overlap/_flag_presets.yaml): {options}"
+
+
+def _wide(collectives: Sequence[CollectiveReport]) -> Iterator[Finding]:
+    for kind, alike in _by_kind(each for each in collectives if each.dtype == "f32" and _is_large(each)):
+        num_bytes = sum(each.bytes for each in alike)
+        yield Finding(
+            rule="wide-collective",
+            severity="note",
+            what=f"{human_bytes(num_bytes)} of {kind}s a step are in float32",
+            where=_places(alike, lambda each: each.bytes),
+            fix="cast to bfloat16 before it if that is accurate enough: half of the bytes",
+        )
+
+
+def _replicated(module: Module, target: TargetPlan) -> Iterator[Finding]:
+    if target.num_devices == 1:
+        return
+    whole = [each for each in module.entry_computation.parameters
+             if each.attribute("sharding") == "{replicated}" and each.num_bytes >= LEAST_ARRAY_BYTES]  # fmt: skip
+    if not whole:
+        return
+    whole.sort(key=lambda each: -each.num_bytes)
+    named = [f"{_argument(each)} ({human_bytes(each.num_bytes)})" for each in whole]
+    size = human_bytes(sum(each.num_bytes for each in whole))
+    some = f"{counted(len(whole), 'argument')} of {size} {be(len(whole))}"
+    yield Finding(
+        rule="replicated-array",
+        severity="warning",
+        what=f"{some} whole on each of {target.num_devices} devices",
+        where=human_names(named, NUM_PLACES),
+        fix="split it over a mesh axis: jax.device_put or in_shardings with a PartitionSpec",
+    )
+
+
+def _reduced_then_sliced(
+    module: Module, collectives: Sequence[CollectiveReport], target: TargetPlan
+) -> Iterator[Finding]:
+    candidates = {each.name: each for each in collectives if each.kind == "all-reduce" and _is_large(each)}
+    sliced = [
+        found
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+        if instruction.opcode in _REDUCES and (found := candidates.get(instruction.name)) is not None
+        if found.group_size > 1 and _Slices(module, computation, found.group_size).are_all_uses(instruction)
+    ]
+    if not sliced:
+        return
+    saved = sum(each.bytes for each in sliced) // 2
+    yield Finding(
+        rule="reduced-then-sliced",
+        severity="warning",
+        what=f"each device uses a part of what {counted(sum(each.count for each in sliced), 'all-reduce')} give it: "
+        f"{human_bytes(saved)} a step are moved for nothing",
+        where=_places(sliced, lambda each: each.bytes),
+        fix="give the sum the sharding of its use, by with_sharding_constraint or psum_scatter; if it has that, "
+        f"{_asynchronous('reduce-scatter', target)}",
+    )
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """Whether values of a computation are only used in parts: one of as many parts as there are devices in a group.
+    Slices at places that the program itself fixes are the same on every device, so they count as the value."""
+
+    module: Module
+    computation: Computation
+    num_parts: int
+
+    def are_all_uses(self, instruction: Instruction) -> bool:
+        """Returns whether only parts of a value are used. What leaves the computation is used whole."""
+        readers = [each for each in self.computation.instructions if instruction.name in each.operands]
+        if instruction is self.computation.root or not readers:
+            return False
+        return all(self._takes_a_part(each, instruction) for each in readers)
+
+    def _takes_a_part(self, reader: Instruction, value: Instruction) -> bool:
+        if reader.opcode == "dynamic-slice" and reader.operands[0] == value.name:
+            (whole,), (part,) = value.arrays, reader.arrays
+            return part.num_elements == -(-whole.num_elements // self.num_parts)
+        if reader.opcode in _HANDED_ON:
+            return self.are_all_uses(reader)
+        if reader.opcode != "fusion":
+            return False
+        inner = self.module.computations[reader.called[0]]
+        within = _Slices(self.module, inner, self.num_parts)
+        taken = [inner.parameters[n] for n, name in enumerate(reader.operands) if name == value.name]
+        return all(within.are_all_uses(each) for each in taken)
+
+
+def _assumed_order(devices: ProgramDevices, collectives: Sequence[CollectiveReport]) -> Iterator[Finding]:
+    """Yields the note where another order would have other links: of groups that are not all devices, on a torus or
+    across nodes."""
+    partial = [each for each in collectives if each.group_size < devices.target.num_devices]
+    links = {each.link for each in partial}
+    if devices.is_assumed and links & {"ICI", "DCN", "NIC"}:
+        placed = f"{devices.target.name}: {'; '.join(devices.placement.describe().values())}"
+        yield Finding(
+            rule="assumed-order",
+            severity="note",
+            what=f"the program's devices are taken in the order of {placed}, the last one fastest",
+            where=f"the links of {counted(len(partial), 'collective')} over groups of devices",
+            fix="in Python, meshloom.inspect(compiled, target=...) reads where the devices lie",
+        )
+
+
+def _by_kind(collectives: Iterable[CollectiveReport]) -> Iterator[tuple[CollectiveKind, list[CollectiveReport]]]:
+    found: dict[CollectiveKind, list[CollectiveReport]] = defaultdict(list)
+    for each in collectives:
+        found[each.kind].append(each)
+    yield from found.items()
+
+
+def _places(collectives: Sequence[CollectiveReport], cost: Callable[[CollectiveReport], float]) -> str:
+    """Returns the places that cost most, each once."""
+    dearest = sorted(collectives, key=lambda each: (-cost(each), each.name))
+    named = list(dict.fromkeys(each.line or each.source for each in dearest))
+    many = f"{len(named)} places: " if len(named) > 1 else ""
+    return f"{many}{human_names(named, NUM_PLACES, between='; ')} ({dearest[0].name}, {dearest[0].where})"
+
+
+def _is_large(each: CollectiveReport) -> bool:
+    return each.bytes // each.count >= LEAST_BYTES
+
+
+def _argument(parameter: Instruction) -> str:
+    return parameter.op_name.replace("\\'", "'") or parameter.name
