@@ -28,12 +28,17 @@ Grown = Literal["appeared", "gone", "grown", "shrunk", "changed"]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory holds. report: None where there is none."""
+    """What a run directory holds. spec, plan: empty for a program that was inspected by itself. report: None where
+    there is none."""
 
     name: str
     spec: Mapping[str, Any]
     plan: Mapping[str, Any]
     report: Report | None
+
+    @property
+    def is_declared(self) -> bool:
+        return bool(self.plan)
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,9 @@ class Diff:
 
 
 def diff_runs(a: Run, b: Run) -> Diff:
-    """Returns what changed from a to b. Of reports, what both have."""
+    """Returns what changed from a to b. Of reports and of declarations, what both have."""
     both = (a.report, b.report) if a.report and b.report else None
+    declared = (a, b) if a.is_declared and b.is_declared else None
 
     def of_reports(values: Callable[[Report], Any]) -> tuple[Change, ...]:
         return changes(values(both[0]), values(both[1])) if both else ()
@@ -110,17 +116,20 @@ def diff_runs(a: Run, b: Run) -> Diff:
     return Diff(
         schema_version=SCHEMA_VERSION,
         runs=(a.name, b.name),
-        notes=tuple(f"{run.name} has no report.json: plans are compared alone" for run in (a, b) if not run.report),
+        notes=(
+            *(f"{run.name} has no report.json: plans are compared alone" for run in (a, b) if not run.report),
+            *(f"{run.name} has no declaration: programs are compared alone" for run in (a, b) if not run.is_declared),
+        ),
         step=of_reports(lambda report: report.step.model_dump(mode="json", exclude={"compute_seconds_by_kind"})),
         compute=of_reports(lambda report: report.step.compute_seconds_by_kind),
         memory=of_reports(lambda report: report.memory.model_dump(mode="json", exclude={"changes"})),
         collectives=_collectives(both[0].collectives, both[1].collectives) if both else (),
         findings=_findings(*both, _parameters(a.plan) | _parameters(b.plan)) if both else (),
-        config=changes(a.spec, b.spec, rows=in_order),
+        config=changes(a.spec, b.spec, rows=in_order) if declared else (),
         program=of_reports(lambda report: {"target": report.target.model_dump(mode="json"),
                                            "program": report.program.model_dump(mode="json")}),
-        plan=changes(_without(a.plan, told), _without(b.plan, told)),
-        shardings=changes(_layouts(a.plan), _layouts(b.plan), is_leaf=lambda node: "spec" in node),
+        plan=changes(_without(a.plan, told), _without(b.plan, told)) if declared else (),
+        shardings=changes(_layouts(a.plan), _layouts(b.plan), is_leaf=lambda node: "spec" in node) if declared else (),
         build=of_reports(lambda report: _without(report.build.model_dump(mode="json"), NOT_OF_THE_STEP)
                          if report.build else {}),
     )  # fmt: skip
@@ -221,9 +230,9 @@ def _words(value: Any) -> str:
 
 
 def without_numbers(text: str) -> str:
-    """Returns text without instruction numbers, which change: 'fusion.123 of all-gather-start.4' -> 'fusion of
-    all-gather-start'."""
-    return re.sub(r"\b([A-Za-z_][\w\-]*)\.\d+\b", r"\1", text)
+    """Returns text without the numbers of instructions and of lines, which change: 'fusion.123 of all-gather-start.4,
+    train.py:42' -> 'fusion of all-gather-start, train.py'."""
+    return re.sub(r"\b([A-Za-z_][\w\-]*)\.\d+\b", r"\1", re.sub(r"(\.py):\d+\b", r"\1", text))
 
 
 def is_same(a: Any, b: Any) -> bool:

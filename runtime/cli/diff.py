@@ -1,4 +1,4 @@
-"""`meshloom diff RUN_A RUN_B`: two run directories in, what changed between them out."""
+"""`meshloom diff RUN_A RUN_B`: two run directories, or programs that were inspected; what changed between them."""
 
 import json
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ usage: meshloom diff RUN_A RUN_B [--json]
 
 What changed from one run to another: config, predicted step, memory, collectives, layouts. Each is a run directory with
 spec.yaml and plan.json; where both have report.json (meshloom compile writes it), what was compiled is compared too.
+A directory that meshloom inspect wrote has report.json alone.
 
   --json   the same for tools, as one JSON object
 """
@@ -67,12 +68,19 @@ def read_run(run_dir: Path) -> Run:
     if not run_dir.is_dir():
         what = "this is a file" if run_dir.is_file() else "there is no such directory"
         raise ConfigError([Problem(str(run_dir), what, _near(run_dir))])
+    report = _report(run_dir / "report.json") if not _is_declared(run_dir) else None
+    if report is not None and report.build is None:  # inspected, not compiled here
+        return Run(str(run_dir), {}, {}, report)
     spec, plan, report = all_of(
         lambda: _spec(run_dir / "spec.yaml"),
         lambda: _json(run_dir / "plan.json", PLAN_VERSION),
         lambda: _report(run_dir / "report.json"),
     )
     return Run(str(run_dir), spec, plan, report)
+
+
+def _is_declared(run_dir: Path) -> bool:
+    return any((run_dir / name).exists() for name in ("spec.yaml", "plan.json"))
 
 
 def _near(run_dir: Path) -> str:

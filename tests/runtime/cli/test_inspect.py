@@ -1,6 +1,7 @@
 """`meshloom inspect` as its users type it."""
 
 import json
+import re
 
 import pytest
 
@@ -96,3 +97,22 @@ def test_a_mistake_is_one_error_with_a_fix(tmp_path, monkeypatch, words, said):
     assert said in done.stderr
     assert done.stderr.count("error: ") == done.stderr.count("\n  fix: ") == 1
     assert not (tmp_path / "outputs").exists()
+
+
+def test_two_inspected_programs_are_compared(tmp_path, monkeypatch):
+    """A change that moves lines is none; longer compute is one."""
+    monkeypatch.chdir(tmp_path)
+    text = recorded_text("v5e_tensor")
+    moved = re.sub(r"=(\d+) end_line=", lambda found: f"={int(found[1]) + 7} end_line=", text)
+    assert moved != text
+    texts = {"a": text, "moved": moved, "slower": text.replace('"estimated_cycles":"5', '"estimated_cycles":"95')}
+    for name, changed in texts.items():
+        (tmp_path / f"{name}.txt").write_text(changed)
+        assert run_in_process("inspect", f"{name}.txt", "target=v5e-8", "--to", name).returncode == 0
+    same = run_in_process("diff", "a", "moved")
+    assert (same.returncode, same.stderr) == (0, "")
+    assert same.stdout.splitlines()[-1] == "nothing changed"
+    assert "a has no declaration: programs are compared alone" in same.stdout
+    found = json.loads(run_in_process("diff", "a", "slower", "--json").stdout)
+    assert "predicted_seconds" in [change["where"] for change in found["step"]]
+    assert not any(found[part] for part in ("config", "plan", "shardings", "memory", "build"))
