@@ -179,7 +179,8 @@ class Event(Record):
 
     name: what it does, "gather mlp/up", "matmul mlp_output". instruction: of the program; empty if that is the name.
     loop: the innermost that it is a part of, "layers, forward"; empty outside of loops. iteration: of that loop, from
-    1; 0 outside.
+    1; 0 outside. live_bytes: of the device's memory that hold arrays meanwhile; None where that is not known, and on
+    links.
     """
 
     track: str  # "compute", "ICI x", one way of it "ICI x+", "DCN"
@@ -190,6 +191,7 @@ class Event(Record):
     seconds: NonNegativeFloat
     loop: str = ""
     iteration: NonNegativeInt = 0
+    live_bytes: NonNegativeInt | None = None
     arguments: dict[str, Any]
 
 

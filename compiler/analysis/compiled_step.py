@@ -5,14 +5,15 @@ from typing import Any
 
 from ..estimate.estimate import StepEstimate, fits_host
 from ..plan import Plan
-from ..schema import Finding, StepReport
+from ..schema import Event, Finding, StepReport
 from ..target.target import TargetPlan
 from ..xla.aot import Built, LoweredStep
 from .exposure import find_too_exposed
 from .lint import lint
 from .program_memory import PeakMemory
-from .program_text import Unavailable
 from .schedule_analysis import ScheduleAnalysis
+from .timeline_events import with_memory
+from .unavailable import Unavailable
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class CompiledStep:
     def analysis(self) -> ScheduleAnalysis:
         """Returns the schedule; if it is unknown, one without figures that says why."""
         return _unanalysed(self.schedule.why) if isinstance(self.schedule, Unavailable) else self.schedule
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Returns the timeline of the step."""
+        return with_memory(self.analysis.events, self.peak)
 
     @property
     def fits(self) -> bool | None:

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import counted
-from ..schema import Finding
+from ..schema import Event, Finding
 from ..target.target import TargetPlan
 from ..xla.aot import ProgramMemory
 from ..xla.hlo import HloError, Module, parse_module
 from .program_devices import ProgramDevices
 from .program_lint import lint_program
 from .program_memory import PeakMemory, read_peak
-from .program_text import Unavailable, read_part
+from .program_text import read_part
 from .schedule_analysis import ScheduleAnalysis, analyse_program
+from .timeline_events import with_memory
+from .unavailable import Unavailable
 
 COMPILED = "give the text of the compiled program: compiled.as_text() in Python, or *after_optimizations.txt of a dump"
 
@@ -32,6 +34,11 @@ class InspectedProgram:
     peak: PeakMemory | Unavailable
     memory: ProgramMemory | None
     findings: tuple[Finding, ...]
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Returns the timeline of the program."""
+        return with_memory(self.analysis.events, self.peak)
 
     @property
     def needed_bytes(self) -> int | None:

@@ -44,12 +44,14 @@ class HeldArray:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes on a device at the peak. by_class: besides the arguments. at: the instruction that runs at the peak."""
+    """Bytes on a device at the peak. by_class: besides the arguments. at: the instruction that runs at the peak.
+    bytes_during: what lives while an instruction runs, by its name."""
 
     num_bytes: int
     by_class: Mapping[Class, int]
     at: str
     held: tuple[HeldArray, ...]
+    bytes_during: Mapping[str, int]
 
 
 def read_peak(module: Module) -> PeakMemory:
@@ -60,7 +62,9 @@ def read_peak(module: Module) -> PeakMemory:
     for each in buffers.at_peak:
         by_class[classes[id(each)]] += each.num_bytes
     held = _held(buffers.others, classes, module)
-    return PeakMemory(buffers.peak_bytes, dict(by_class), " > ".join(buffers.peak_at), tuple(held))
+    return PeakMemory(
+        buffers.peak_bytes, dict(by_class), " > ".join(buffers.peak_at), tuple(held), buffers.bytes_during
+    )
 
 
 def _held(buffers: Sequence[Buffer], classes: Mapping[int, Class], module: Module) -> Iterator[HeldArray]:

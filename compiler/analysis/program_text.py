@@ -1,7 +1,6 @@
 """Reads the schedule and the memory from the text of a compiled step, or says why they are unknown."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from ..estimate.communication import PlannedCollective
@@ -9,15 +8,9 @@ from ..plan import Plan
 from ..xla.hlo import HloError, parse_module
 from .program_memory import PeakMemory, read_peak
 from .schedule_analysis import ScheduleAnalysis, analyse_schedule
+from .unavailable import Unavailable
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Unavailable:
-    """The reason why something is not known, instead of its value."""
-
-    why: str
 
 
 NO_PROGRAM = Unavailable("the step was not compiled: it does not fit")

@@ -16,6 +16,8 @@ from ..core.scopes import OperationName
 from ..schema import CollectiveReport, Event
 from ..xla.schedule.simulate import Segment
 from ..xla.schedule.steps import Compute, Loop, Step, computes_of, loops_of
+from .program_memory import PeakMemory
+from .unavailable import Unavailable
 
 ROLES = {
     "all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce", "all-to-all": "exchange",
@@ -59,6 +61,19 @@ def events_of(
         if not (is_both and way == "-"):
             events.append(event(each, axis if is_both else each.track))
     return tuple(events)
+
+
+def with_memory(events: Iterable[Event], peak: PeakMemory | Unavailable) -> tuple[Event, ...]:
+    """Returns the events with the memory that is in use while each computes. peak: of their program."""
+    if isinstance(peak, Unavailable):
+        return tuple(events)
+    found = peak.bytes_during
+    return tuple(
+        each.model_copy(update={"live_bytes": found[each.instruction]})
+        if each.track == "compute" and each.kind != "exposed" and each.instruction in found
+        else each
+        for each in events
+    )
 
 
 def name_of_collective(collective: CollectiveReport) -> str:

@@ -2,7 +2,7 @@
 
 from ..analysis.compiled_step import CompiledStep, limit_bytes, used_devices_per_chip
 from ..analysis.program_memory import Class
-from ..analysis.program_text import Unavailable
+from ..analysis.unavailable import Unavailable
 from ..core.format import human_bytes
 from ..estimate.estimate import HOST_UNKNOWN
 from ..estimate.roofline import roofline_seconds

@@ -3,8 +3,8 @@
 from ..analysis.compiled_step import limit_bytes, used_devices_per_chip
 from ..analysis.inspected import InspectedProgram
 from ..analysis.program_memory import Class
-from ..analysis.program_text import Unavailable
 from ..analysis.schedule_analysis import NOT_DECLARED
+from ..analysis.unavailable import Unavailable
 from ..estimate.estimate import HOST_UNKNOWN, fits_host
 from ..schema import SCHEMA_VERSION, MemoryReport, ProgramReport, Report
 from .build_report import LARGEST_ERROR, target_report, unknown_of_target

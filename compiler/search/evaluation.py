@@ -1,7 +1,7 @@
 """The evaluation of a compiled candidate: its row in the table of a search."""
 
 from ..analysis.compiled_step import CompiledStep, used_devices_per_chip
-from ..analysis.program_text import Unavailable
+from ..analysis.unavailable import Unavailable
 from ..schema import TriedReport
 from .candidates import Candidate
 

@@ -152,7 +152,7 @@ def _folder(run_dir: str | PathLike[str] | None) -> Iterator[Path]:
 
 def _shown(compiled: Compiled, run_dir: Path | None) -> CompiledStep:
     step = compiled.stored.step
-    page = render_page(compiled.report, step.analysis.events, step.plan)
+    page = render_page(compiled.report, step.events, step.plan)
     return CompiledStep(
         plan=as_shown(step.plan),
         estimate=step.estimate,

@@ -112,7 +112,7 @@ def inspect_path(path: Path, overrides: tuple[str, ...]) -> Inspection:
 
 
 def _inspection(program: InspectedProgram, source: Path | None = None, note: str = "") -> Inspection:
-    return Inspection(report_inspected(program), program.analysis.events, source, note)
+    return Inspection(report_inspected(program), program.events, source, note)
 
 
 def _text_of(compiled: jax.stages.Compiled) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.analysis.exposure import TOO_EXPOSED
-from meshloom.compiler.analysis.program_text import Unavailable
+from meshloom.compiler.analysis.unavailable import Unavailable
 from meshloom.compiler.config.allowed_code import allow_words
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.override_text import override
@@ -155,7 +155,7 @@ def write_compiled(compiled: Compiled, run_dir: Path) -> tuple[Path, ...]:
     place = None if compiled.refusal else run_dir / FOLDER
     if place:
         _put(compiled.stored, place)
-    files = write_report(compiled.report, step.plan, run_dir, events=step.analysis.events)
+    files = write_report(compiled.report, step.plan, run_dir, events=step.events)
     return (*files, *([place] if place else []))
 
 

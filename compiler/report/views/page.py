@@ -78,7 +78,8 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
 
 def compact_timeline(*timelines: Sequence[Event]) -> dict[str, Any]:
     """Events as rows of numbers, each text once: [lane, start ns, ns, name, instruction, kind, arguments, hidden ns or
-    -1]; and the views that are shown at first. Several timelines share the time axis, and nothing else."""
+    -1, bytes of memory or -1]; and the views that are shown at first. Several timelines share the time axis, and
+    nothing else."""
     slices = [s for events in timelines for s in lay_out(events)]
     kept = sorted(range(len(slices)), key=lambda i: slices[i].start_ns - slices[i].end_ns)[:NUM_EVENTS]
     hidden = [by for events in timelines for by in hidden_behind(lay_out(events))]
@@ -93,7 +94,8 @@ def compact_timeline(*timelines: Sequence[Event]) -> dict[str, Any]:
         arguments = s.event.arguments | ({"hidden behind": _names(by.behind)} if by and by.behind else {})
         rows.append([number("lanes", s.lane), s.start_ns, s.end_ns - s.start_ns, number("names", s.event.name),
                      number("hlo", s.event.instruction or s.event.name), number("kinds", s.event.kind),
-                     number("arguments", _told(arguments)), by.hidden_ns if by else -1])  # fmt: skip
+                     number("arguments", _told(arguments)), by.hidden_ns if by else -1,
+                     -1 if s.event.live_bytes is None else s.event.live_bytes])  # fmt: skip
     views = layer_views(timelines[0]) if len(timelines) == 1 else ()
     shown = [{"name": view.name, "from": view.start_ns, "to": view.end_ns} for view in views]
     return {name: list(table) for name, table in texts.items()} | {

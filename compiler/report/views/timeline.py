@@ -123,6 +123,7 @@ def chrome_trace(report: Report, events: Sequence[Event]) -> dict[str, Any]:
         rows += [_metadata("thread_name", thread, {"name": lane}),
                  _metadata("thread_sort_index", thread, {"sort_index": thread})]  # fmt: skip
     rows += [_slice(s, threads[s.lane], by) for s, by in zip(slices, hidden, strict=True)]
+    rows += [_counter(s, s.event.live_bytes) for s in slices if s.event.live_bytes is not None]
     for number, (collective, by) in enumerate(zip(slices, hidden, strict=True), start=1):
         if by and by.behind:
             rows += _arrow(number, collective, by.behind[0], threads)
@@ -145,6 +146,10 @@ def _slice(s: Slice, thread: int, hidden: Hidden | None) -> dict[str, Any]:
         }
     return {"ph": "X", "name": s.event.name, "cat": s.event.kind, "pid": PROCESS, "tid": thread,
             "ts": s.start_ns / 1e3, "dur": (s.end_ns - s.start_ns) / 1e3, "args": args}  # fmt: skip
+
+
+def _counter(s: Slice, live_bytes: int) -> dict[str, Any]:
+    return {"ph": "C", "name": "memory", "pid": PROCESS, "ts": s.start_ns / 1e3, "args": {"bytes": live_bytes}}
 
 
 def _arrow(number: int, collective: Slice, behind: Slice, threads: dict[str, int]) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ through it. Scalars are left out. A kernel's own scratch memory is not seen.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from ..hlo import Computation, Instruction, Module
 from ..hlo.types import HBM, ArrayType, elements_of, parse_type
@@ -47,12 +47,14 @@ class Buffer:
 @dataclass(frozen=True)
 class Buffers:
     """arguments: of the program, there all the time. others: all that it makes. at_peak: those of them that live when
-    most do. peak_at: the instruction that runs then, behind those of the loops that it is in."""
+    most do. peak_at: the instruction that runs then, behind those of the loops that it is in. bytes_during: what lives
+    while an instruction runs, by its name."""
 
     arguments: tuple[Buffer, ...]
     others: tuple[Buffer, ...]
     at_peak: tuple[Buffer, ...]
     peak_at: tuple[str, ...]
+    bytes_during: Mapping[str, int]
 
     @property
     def peak_bytes(self) -> int:
@@ -67,19 +69,25 @@ def read_buffers(module: Module) -> Buffers:
     num_arguments = len(walk.arrays)
     peak, _ = walk.run(entry, arguments, _donated(module, arguments))
     found = walk.buffers()
+    given = tuple(found[n] for n in range(num_arguments))
+    always = sum(each.num_bytes for each in given)
     return Buffers(
-        tuple(found[n] for n in range(num_arguments)),
+        given,
         tuple(each for n, each in found.items() if n >= num_arguments),
         tuple(found[n] for n in sorted(peak.live) if found[n].num_bytes),
         peak.at,
+        {name: always + num_bytes for name, num_bytes in peak.during.items()},
     )
 
 
 @dataclass(frozen=True)
 class _Peak:
+    """during: the bytes that live while an instruction runs, by its name."""
+
     num_bytes: int = 0
     live: tuple[int, ...] = ()
     at: tuple[str, ...] = ()
+    during: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -171,7 +179,7 @@ class _Walk:
                 last |= dict.fromkeys((n for name in each.operands for n in _flat(values[name])), place)
         last |= dict.fromkeys(_flat(values[computation.root.name]), len(steps))
         live: dict[int, int] = {}
-        now, peak = 0, _Peak()
+        now, peak, during = 0, _Peak(), dict[str, int]()
         for place, (each, step) in enumerate(zip(computation.instructions, steps, strict=True)):
             if each.opcode == "while":
                 for n in live:
@@ -190,11 +198,13 @@ class _Walk:
                     now += num_bytes
                 else:
                     self.same[n] = old
+            during[each.name] = now
+            during |= {name: now + num_bytes for name, num_bytes in step.inside.during.items()}
             if now + step.inside.num_bytes > peak.num_bytes:
                 peak = _Peak(now + step.inside.num_bytes, (*live, *step.inside.live), (each.name, *step.inside.at))
             for n in [n for n in live if last.get(n, place) <= place]:
                 now -= live.pop(n)
-        return peak
+        return replace(peak, during=during)
 
     def _dying(self, each: Instruction, values: dict[str, Value], last: dict[int, int], place: int) -> list[int]:
         """Returns the operands that it reads last if its results may overwrite them: copies and elementwise
@@ -246,7 +256,8 @@ class _Walk:
         inside, value = self.run(computations[0], given[0], None)
         for computation, arguments in zip(computations[1:], given[1:], strict=True):
             other, _ = self.run(computation, arguments, value)
-            inside = max(inside, other, key=lambda peak: peak.num_bytes)
+            during = {**inside.during, **other.during}
+            inside = replace(max(inside, other, key=lambda peak: peak.num_bytes), during=during)
         made = set(_flat(value)) - {n for operand in operands for n in _flat(operand)}
         return _Step(value, made, inside)
 

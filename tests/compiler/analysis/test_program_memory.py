@@ -42,6 +42,7 @@ def live(buffers: Buffers) -> list[str]:
 def test_an_array_lives_until_it_is_last_read():
     found = walked(made("a", "x"), made("b", "a"), made("c", "b"), made("d", "c", "b"), made("e", "d"))
     assert (live(found), found.peak_bytes, found.peak_at) == (["b", "c", "d"], 4 * 1024, ("d",))
+    assert found.bytes_during == {"x": 1024, "a": 2048, "b": 3072, "c": 3072, "d": 4096, "e": 3072}
 
 
 @pytest.mark.parametrize(
@@ -190,6 +191,7 @@ def test_a_longer_life_never_lowers_the_peak():
 def test_the_peak_of_recorded_programs_is_xlas(name, peak_bytes, microbatch_tokens):
     """peak_bytes: `memory_analysis().peak_memory_in_bytes` of the same program."""
     found = read_peak(parse_module(recorded_text(name)))
+    assert max(found.bytes_during.values()) == found.num_bytes
     assert found.num_bytes == pytest.approx(peak_bytes, rel=0.02)
     kept = microbatch_tokens * 4096 * 2  # the input of a layer, and that of the head
     assert 5 * kept <= found.by_class["activations"] <= 6 * kept + MIB

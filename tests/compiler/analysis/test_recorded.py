@@ -11,6 +11,7 @@ from meshloom.compiler.analysis.lint import lint
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.analysis.program_memory import read_peak
 from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis, analyse_schedule
+from meshloom.compiler.analysis.timeline_events import with_memory
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.communication import PlannedCollective
@@ -117,6 +118,16 @@ def test_events_are_named_by_what_they_do():
     assert {each.arguments["source"] for each in gathers} <= sources
     assert {each.arguments["over"] for each in gathers} == {"fsdp"}
     assert all(each.instruction for each in events)
+
+
+def test_the_timeline_has_the_memory_that_is_in_use():
+    peak = read_peak(parse_module(recorded_text("v5e_fsdp16")))
+    events = with_memory(recorded("v5e_fsdp16")[2].events, peak)
+    known = [each for each in events if each.live_bytes is not None]
+    assert {each.track for each in known} == {"compute"}
+    assert [each for each in events if each.kind in ("matmul", "loop") and each.live_bytes is None] == []
+    assert max(each.live_bytes or 0 for each in known) <= peak.num_bytes
+    assert min(each.live_bytes or 0 for each in known) > 0
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -19,7 +19,8 @@ from conftest import SMALL, plan_of, spec_of
 from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.analysis.exposure import TOO_EXPOSED
 from meshloom.compiler.analysis.program_memory import PeakMemory
-from meshloom.compiler.analysis.program_text import NO_PROGRAM, Unavailable
+from meshloom.compiler.analysis.program_text import NO_PROGRAM
+from meshloom.compiler.analysis.unavailable import Unavailable
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError
@@ -210,7 +211,7 @@ def test_arrays_in_the_hosts_memory_are_a_figure_of_their_own(lowered_step):
     def memory(device: int, host: int, *, is_read: bool = True) -> MemoryReport:
         said = arguments + max(device - arguments, host)
         found = ProgramMemory(arguments, GIB, GIB, device - arguments, 0, host, said)
-        peak = PeakMemory(device, {}, "", ()) if is_read else NO_PROGRAM
+        peak = PeakMemory(device, {}, "", (), {}) if is_read else NO_PROGRAM
         built = Built(None, found, None, {}, {}, 1.0, ())
         report = report_of(CompiledStep(plan, estimate_step(plan), lowered_step, built, NO_PROGRAM, peak))
         assert _without_reason(report) == []

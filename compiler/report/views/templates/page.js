@@ -56,7 +56,7 @@ if (document.getElementById("filter")) {
 
 // ---- timeline
 
-const LANE = 34, GAP = 6, TOP = 24, LEAST_LABEL = 96, LEAST_NS = 50;
+const LANE = 34, GAP = 6, TOP = 24, LEAST_LABEL = 96, LEAST_NS = 50, MEMORY = 64;
 
 function readableTime(ns) {
   if (ns === 0) return "0";
@@ -64,6 +64,11 @@ function readableTime(ns) {
     if (ns >= 0.9995 * scale) return `${Number((ns / scale).toPrecision(4))} ${unit}`;
   }
   return `${Math.round(ns)} ns`;
+}
+
+function readableBytes(bytes) {
+  const [unit, scale] = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 1024], ["B", 1]].find(([, least]) => bytes >= least);
+  return `${(bytes / scale).toFixed(1)} ${unit}`;
 }
 
 // A time on the axis, with the digits that tell it from its neighbours.
@@ -84,10 +89,12 @@ function shortened(name, most) {
 class Step {
   constructor(data) {
     this.lanes = data.lanes;
-    this.events = data.rows.map(([lane, start, length, name, hlo, kind, told, hidden], index) => ({
+    this.events = data.rows.map(([lane, start, length, name, hlo, kind, told, hidden, bytes], index) => ({
       index, lane, start, end: start + length, name: data.names[name], hlo: data.hlo[hlo], kind: data.kinds[kind],
-      told: data.arguments[told], hidden,
+      told: data.arguments[told], hidden, bytes,
     }));
+    this.holding = this.events.filter((event) => event.bytes >= 0).sort((a, b) => a.start - b.start);
+    this.mostBytes = Math.max(0, ...this.holding.map((event) => event.bytes));
     this.byLane = this.lanes.map((_, lane) => this.events.filter((event) => event.lane === lane));
     this.end = Math.max(1, ...this.events.map((event) => event.end));
     this.selected = null;
@@ -167,7 +174,8 @@ class Pane {
     this.step.selected = event;
     const hidden = event.hidden < 0 ? "" : `, ${readableTime(event.hidden)} of it hidden`;
     const text = `${event.kind} on ${this.step.lanes[event.lane]}, from ${readableTime(event.start)}, for ` +
-      `${readableTime(event.end - event.start)}${hidden}${event.told ? ` · ${event.told}` : ""}` +
+      `${readableTime(event.end - event.start)}${hidden}` +
+      `${event.bytes < 0 ? "" : ` · ${readableBytes(event.bytes)} of memory in use`}${event.told ? ` · ${event.told}` : ""}` +
       `${event.hlo === event.name ? "" : ` · HLO ${event.hlo}`}`;
     const name = document.createElement("b");
     name.textContent = event.name;
@@ -244,15 +252,21 @@ class Pane {
   }
 
   draw() {
-    const lanes = this.step.lanes, height = TOP + lanes.length * (LANE + GAP);
+    const lanes = this.step.lanes, foot = TOP + lanes.length * (LANE + GAP);
+    const height = foot + (this.step.mostBytes ? MEMORY + GAP : 0);
     const svg = make("svg", { viewBox: `0 0 ${this.width} ${height}`, height, "aria-hidden": "true" });
     this.drawTicks(svg, height);
     lanes.forEach((_, lane) => this.drawLane(svg, lane));
+    if (this.step.mostBytes) this.drawMemory(svg, foot);
     if (this.label) {
       svg.append(make("rect", { class: "margin", x: 0, y: 0, width: this.label - 2, height, fill: "var(--card)" }));
       lanes.forEach((name, lane) => {
         svg.append(make("text", { x: 0, y: TOP + lane * (LANE + GAP) + LANE / 2 + 4 }, name));
       });
+      if (this.step.mostBytes) {
+        svg.append(make("text", { x: 0, y: foot + MEMORY / 2 }, "memory"));
+        svg.append(make("text", { x: 0, y: foot + MEMORY / 2 + 15 }, `to ${readableBytes(this.step.mostBytes)}`));
+      }
     }
     this.chart.replaceChildren(svg);
     const isMoved = this.from !== this.view.from || this.to !== this.view.to;
@@ -267,6 +281,23 @@ class Pane {
       svg.append(make("line", { class: "grid", x1: this.x(at), x2: this.x(at), y1: TOP - 6, y2: height }));
       svg.append(make("text", { x: this.x(at) + 3, y: 13 }, tickTime(at, every, this.to)));
     }
+  }
+
+  // The bytes that live, from 0 to the most of the step.
+  drawMemory(svg, top) {
+    svg.append(make("rect", { class: "lane", x: this.label, y: top, width: this.width - this.label, height: MEMORY }));
+    const height = (event) => top + MEMORY * (1 - event.bytes / this.step.mostBytes);
+    let path = "", last = this.label, drawnTo = -1;
+    for (const event of this.step.holding) {
+      if (event.end < this.from) { path = `M${this.label} ${top + MEMORY}V${height(event).toFixed(1)}`; continue; }
+      if (event.start > this.to) break;
+      const left = Math.max(this.label, this.x(event.start)), right = Math.min(this.width, this.x(event.end));
+      last = Math.max(last, right);
+      if (right - drawnTo < 0.3) continue;
+      drawnTo = right;
+      path += `${path ? `H${left.toFixed(1)}` : `M${left.toFixed(1)} ${top + MEMORY}`}V${height(event).toFixed(1)}`;
+    }
+    if (path) svg.append(make("path", { class: "memory", d: `${path}H${last.toFixed(1)}V${top + MEMORY}Z` }));
   }
 
   drawLane(svg, lane) {
