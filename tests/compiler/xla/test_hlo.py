@@ -33,7 +33,7 @@ FileLocations
 
 StackFrames
 1 {file_location_id=2 parent_frame_id=1}
-2 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=1 parent_frame_id=2}
 
 %add (x: f32[], y: f32[]) -> f32[] {
   %x = f32[]{:T(256)} parameter(0)

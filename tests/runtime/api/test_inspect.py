@@ -1,8 +1,11 @@
 """`meshloom.inspect` of programs that JAX compiled here."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -55,6 +58,18 @@ def test_a_gradient_that_is_used_in_parts_should_be_scattered(spec):
     rules = {finding.rule for finding in meshloom.inspect(compiled, target="cpu-8").report.findings}
     assert ("reduced-then-sliced" in rules) == (spec == PartitionSpec("batch"))
     assert "wide-collective" in rules
+
+
+def test_the_line_of_what_a_library_does_is_that_of_its_caller():
+    mesh = Mesh(np.array(jax.devices()[:8]), ("batch",))
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("batch")))
+
+    def norm(x):
+        return optax.tree.norm(x)  # the line
+
+    (found,) = meshloom.inspect(jax.jit(norm).lower(x), target="cpu-8").report.collectives
+    lines = Path(__file__).read_text().splitlines()
+    assert "# the line" in lines[int(found.line.partition(":")[2]) - 1]
 
 
 def test_the_text_of_a_program_has_no_names_of_axes(compiled, tmp_path):
