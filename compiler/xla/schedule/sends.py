@@ -7,14 +7,15 @@ is an all-reduce between two slices, of each of their devices 0 to 7 with its li
 
     _xla_megascale_target={{100000->200000},{100001->200001}}, _xla_megascale_transfer_type="ONE_TO_ONE"
 
-is what device 0 of the first slice sends to device 0 of the second, and device 1 to device 1.
+is what device 0 of the first slice sends to device 0 of the second, and device 1 to device 1; of an ALL_TO_ALL,
+{{100000,100001,200000,200001}} is a group.
 """
 
 import re
 
 from ...core.collectives import MOVING, CollectiveKind
 from ..hlo import Computation, Instruction
-from ..hlo.groups import parse_groups
+from ..hlo.groups import Groups, parse_groups
 from .steps import Collective
 
 _TARGET = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x')
@@ -23,7 +24,7 @@ _KINDS: dict[str, CollectiveKind] = {
     "ALL_GATHER": "all-gather", "ALL_REDUCE": "all-reduce", "ALL_TO_ALL": "all-to-all",
     "REDUCE_SCATTER": "reduce-scatter",
 }  # fmt: skip
-_BETWEEN = re.compile(r"\{(\d+)->(\d+)\}")
+_DEVICES = re.compile(r"_xla_megascale_target=\{((?:\{[\d,>-]+\},?)+)\}")
 _SLICE = 100_000  # the first device of a slice, which are counted from 1
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{\{[\d,{}\s]*\}\})')
@@ -31,38 +32,39 @@ _PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{\{[\d,{}\s]*\}\})'
 
 def begun_by(send: Instruction, around: Computation, num_devices: int) -> Collective:
     """Returns the transfer that a send begins."""
-    target, transfer, pairs = (form.search(send.attributes) for form in (_TARGET, _TRANSFER, _PAIRS))
-    kind = _KINDS.get(transfer[1]) if transfer and target else "send"
+    text = send.attributes
+    target, transfer, pairs = (form.search(text) for form in (_TARGET, _TRANSFER, _PAIRS))
+    groups = parse_groups(pairs[1], num_devices) if pairs else _named_devices(text, num_devices)
+    kind = _KINDS.get(transfer[1]) if transfer and (target or groups) else None
     num_slices = len(target[1].split(",")) if target and kind else None
     source = around.by_name.get(send.operands[0])
     arrays = source.arrays if source is not None else ()
-    times = num_slices if num_slices and kind in MOVING else 1  # a part is sent
+    num_parts = num_slices or (len(groups[0]) if groups else 1)
+    times = num_parts if kind in MOVING else 1  # a part is sent
     return Collective(
         name=send.name,
         kind=kind or "send",
         num_bytes=times * sum(array.num_bytes for array in arrays),
         num_elements=tuple(times * array.num_elements for array in arrays),
         dtype=arrays[0].dtype if arrays else "",
-        groups=parse_groups(pairs[1], num_devices) if pairs else _between_slices(send, num_devices),
+        groups=groups,
         is_async=True,
         form="send",
         op_name=send.op_name,
         computation=around.name,
         num_slices=num_slices,
-        is_certain=bool((kind or _BETWEEN.search(send.attributes)) and arrays),
+        is_certain=bool((num_slices or groups) and arrays),
     )
 
 
-def _between_slices(send: Instruction, num_devices: int) -> tuple[tuple[int, int], ...]:
-    """Returns pairs of devices, those of a slice after those of the slice before it."""
-    pairs = [(int(source), int(to)) for source, to in _BETWEEN.findall(send.attributes)]
-    num_slices = max((end // _SLICE for pair in pairs for end in pair), default=1)
-    per_slice = num_devices // num_slices
-
-    def position(device: int) -> int:
-        return (device // _SLICE - 1) * per_slice + device % _SLICE
-
-    return tuple((position(source), position(to)) for source, to in pairs)
+def _named_devices(text: str, num_devices: int) -> Groups:
+    """Returns groups of devices that are named one by one, those of a slice after those of the slice before it."""
+    found = _DEVICES.search(text)
+    if found is None:
+        return ()
+    groups = [[int(device) for device in re.findall(r"\d+", group)] for group in re.findall(r"\{([^{}]+)\}", found[1])]
+    per_slice = num_devices // max(device // _SLICE for group in groups for device in group)
+    return tuple(tuple((each // _SLICE - 1) * per_slice + each % _SLICE for each in group) for group in groups)
 
 
 def is_answered(send: str, around: Computation) -> bool:

@@ -633,6 +633,10 @@ def test_pairs_of_two_slices_are_their_devices():
     (found,) = collectives_of(read_steps(parse_module(module(*lines)), TPU))
     assert (found.kind, found.groups, found.num_slices, found.num_bytes) == ("send", ((0, 2), (1, 3)), None, 16)
     assert found.is_certain
+    group = '{{100000,100001,200000,200001}},_xla_megascale_transfer_type="ALL_TO_ALL"'
+    exchanged = sent[: sent.index("{{")] + group + "}"
+    (found,) = collectives_of(read_steps(parse_module(module(*lines).replace(sent, exchanged)), TPU))
+    assert (found.kind, found.groups, found.num_bytes) == ("all-to-all", ((0, 1, 2, 3),), 4 * 16)
 
 
 def test_a_kernel_that_says_its_flops_is_priced_by_them():
