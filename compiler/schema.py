@@ -109,6 +109,7 @@ class StepReport(Record):
     exposed_seconds: NonNegativeFloat | None
     exposed_fraction: Fraction | None  # of predicted_seconds
     predicted_seconds: NonNegativeFloat | None
+    predicted_range_seconds: tuple[NonNegativeFloat, NonNegativeFloat] | None  # by checked runs on this chip
     predicted_mfu: Fraction | None
     roofline_seconds: NonNegativeFloat | None
     num_unpriced: NonNegativeInt  # instructions whose time is not known, and counts as none

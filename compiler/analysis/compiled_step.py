@@ -106,7 +106,7 @@ def used_devices_per_chip(target: TargetPlan) -> int:
 
 def _unanalysed(why: str) -> ScheduleAnalysis:
     figures = ("compute_seconds", "exposed_seconds", "exposed_fraction", "predicted_seconds", "predicted_mfu")
-    step: Any = dict.fromkeys((*figures, "roofline_seconds"))
+    step: Any = dict.fromkeys((*figures, "predicted_range_seconds", "roofline_seconds"))
     counts: Any = {"num_unpriced": 0, "num_bounded": 0, "bounded_seconds": 0.0}
     unknown: dict[str, str] = dict.fromkeys(("step", "collectives"), why)
     return ScheduleAnalysis((), {}, StepReport(**step, **counts, compute_seconds_by_kind={}), (), unknown)

@@ -18,6 +18,7 @@ from ..parallel.experts import experts_of
 from ..parallel.matmul import ring_of
 from ..plan import Plan
 from ..schema import CollectiveReport, ComputeKind, Event, StepReport
+from ..target.accuracy import accuracy_of, why_no_range
 from ..target.target import TargetPlan
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
@@ -214,10 +215,10 @@ def _step(result: Simulation, target: TargetPlan, model_flops: int | None) -> St
     if target.chip is None:
         return StepReport(
             compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
-            predicted_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=0, num_bounded=0,
-            bounded_seconds=0.0,
+            predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None, roofline_seconds=None,
+            num_unpriced=0, num_bounded=0, bounded_seconds=0.0,
         )  # fmt: skip
-    peak, mfu = target.peak_flops_per_second, None
+    peak, mfu, accuracy = target.peak_flops_per_second, None, accuracy_of(target)
     if peak and result.seconds and model_flops is not None:
         mfu = model_flops / (result.seconds * peak * target.num_devices)
     return StepReport(
@@ -226,6 +227,7 @@ def _step(result: Simulation, target: TargetPlan, model_flops: int | None) -> St
         exposed_seconds=result.exposed_seconds,
         exposed_fraction=result.exposed_seconds / result.seconds if result.seconds else 0.0,
         predicted_seconds=result.seconds,
+        predicted_range_seconds=accuracy.range_of(result.seconds) if accuracy else None,
         predicted_mfu=mfu,
         roofline_seconds=None,
         num_unpriced=len(result.unpriced),
@@ -240,9 +242,13 @@ def _unknown(
     if target.chip is None:
         of_each = ("alone_seconds", "hidden_seconds", "exposed_seconds")
         of_step = ("compute_seconds", "exposed_seconds", "exposed_fraction", "predicted_seconds", "predicted_mfu")
-        names = [f"step.{name}" for name in of_step] + [f"collectives[*].{name}" for name in of_each]
+        names = [f"step.{name}" for name in (*of_step, "predicted_range_seconds")] + [
+            f"collectives[*].{name}" for name in of_each
+        ]
         return dict.fromkeys(names, NO_CHIP)
     unknown: dict[str, str] = {}
+    if why := why_no_range(target):
+        unknown["step.predicted_range_seconds"] = why
     if declared is None:
         unknown["step.predicted_mfu"] = NOT_DECLARED
     elif target.peak_flops_per_second is None:

@@ -35,6 +35,13 @@ def human_seconds(seconds: float) -> str:
     return f"{three_digits(seconds * 1e9)} ns" if seconds >= LEAST_SECONDS else "0 s"
 
 
+def human_range(ends: tuple[float, float]) -> str:
+    """Returns two numbers of seconds as text: (1.402, 1.71) -> '1.40 to 1.71 s'."""
+    first, last = (human_seconds(end).rpartition(" ") for end in ends)
+    unit = "" if first[-1] == last[-1] else f" {first[-1]}"
+    return f"{first[0]}{unit} to {last[0]} {last[-1]}"
+
+
 def human_count(count: float, unit: str = "") -> str:
     """Returns a count with a decimal prefix, as is usual for FLOP/s and bandwidths: (1.234e15, 'FLOPs') -> '1.23
     PFLOPs'."""

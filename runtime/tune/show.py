@@ -4,7 +4,16 @@ import shlex
 from collections.abc import Sequence
 
 from meshloom.compiler.core.console import Column, Console, Part, Table
-from meshloom.compiler.core.format import counted, human_bytes, human_count, human_seconds, human_share, three_digits
+from meshloom.compiler.core.format import (
+    counted,
+    human_bytes,
+    human_count,
+    human_range,
+    human_seconds,
+    human_share,
+    three_digits,
+)
+from meshloom.compiler.target.accuracy import accuracy_of
 from meshloom.compiler.tune.answer import Answer, Change, Estimated
 
 NUM_LINES = 10
@@ -17,6 +26,9 @@ def show_answer(answer: Answer, console: Console) -> None:
     console.line()
     console.table(_table(answer))
     console.line()
+    if (accuracy := accuracy_of(answer.target)) and answer.best:
+        between = human_range(accuracy.range_of(answer.best[0].seconds))
+        console.line(f"the first takes {between}: predictions were off by as much in {accuracy}")
     for line in why_it_wins(answer.best):
         console.line(line)
     for change in answer.changes:

@@ -43,9 +43,11 @@ def rows_of(path: Path) -> list[str]:
 def test_a_recipe_that_cannot_be_compiled_leaves_the_others(script, tmp_path, monkeypatch, capsys):
     published = script("published")
     recipes = [
-        published.Recipe("fitted", "first", "here", 100.0, None, "full", ("model=broken",)),
-        published.Recipe("fitted", "second", "here", 100.0, 0.5, "full", ("model=tiny",), {"xla_broken": True}),
-        published.Recipe("checked", "third", "here", None, 0.5, "full", ("model=large",)),
+        published.Recipe("fitted", "first", "here", 100.0, None, "full", ("model=broken", "target=v5e-8")),
+        published.Recipe(
+            "fitted", "second", "here", 100.0, 0.5, "full", ("model=tiny", "target=v5e-8"), {"xla_broken": True}
+        ),
+        published.Recipe("checked", "third", "here", None, 0.5, "full", ("model=large", "target=v5e-8")),
     ]
     monkeypatch.setattr(published, "RECIPES", recipes)
     monkeypatch.setattr(sys, "argv", ["published.py", str(tmp_path / "kept.jsonl")])
@@ -111,14 +113,20 @@ def test_deliberate_faults_fit_the_code_and_their_tests(script):
 
 
 def test_half_of_the_recipes_are_only_checked(script):
-    recipes = script("published").RECIPES
-    halves = [recipe.half for recipe in recipes]
-    assert len({recipe.declaration for recipe in recipes}) == len(recipes) >= 24
-    assert halves.count("checked") >= len(recipes) // 2
-    chips = {half: {_chip(recipe) for recipe in recipes if recipe.half == half} for half in ("fitted", "checked")}
+    published = script("published")
+    halves = [recipe.half for recipe in published.RECIPES]
+    assert len({recipe.declaration for recipe in published.RECIPES}) == len(halves) >= 24
+    assert halves.count("checked") >= len(halves) // 2
+    chips = {half: {published.chip_of(each) for each in published.RECIPES if each.half == half} for half in halves}
     assert chips["fitted"] <= chips["checked"], "what one half chooses the other checks, chip by chip"
 
 
-def _chip(recipe: Any) -> str:
-    (target,) = (word for word in recipe.overrides if word.startswith("target=") and "." not in word)
-    return target.removeprefix("target=").split("-")[0]
+def test_the_range_of_a_prediction_holds_the_runs_that_were_checked(script):
+    """Of the kept rows; the table that predictions read is made of them."""
+    published = script("published")
+    kept = published.read_kept(published.KEPT)
+    ratios = published.checked_ratios(kept)
+    assert json.loads(published.TABLE.read_text())["ratios"] == ratios
+    inside, total = published.num_covered(ratios, is_left_out=False)
+    assert total >= 10
+    assert inside >= 0.8 * total

@@ -90,7 +90,8 @@ def unknowns() -> tuple[Report, tuple[Event, ...]]:
         for c in report.collectives
     )  # fmt: skip
     step = StepReport(compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
-                      predicted_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=812,
+                      predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None,
+                      roofline_seconds=None, num_unpriced=812,
                       num_bounded=0, bounded_seconds=0.0)  # fmt: skip
     assert report.build
     bounds = {"flops_seconds": None, "hbm_seconds": None, "link_seconds": None, "bound": None}
@@ -259,6 +260,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
         step=StepReport(
             compute_seconds=sum(compute.values()), compute_seconds_by_kind=compute,  # pyright: ignore[reportArgumentType]
             exposed_seconds=exposed, exposed_fraction=exposed / predicted, predicted_seconds=predicted,
+            predicted_range_seconds=(0.9 * predicted, 1.1 * predicted),
             predicted_mfu=flops / peak / predicted, roofline_seconds=1.1 * flops / peak, num_unpriced=14,
             num_bounded=3, bounded_seconds=0.02 * predicted,
         ),

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ...core.format import LEAST_SECONDS, human_bytes, human_names, human_seconds, human_share
+from ...core.format import LEAST_SECONDS, human_bytes, human_names, human_range, human_seconds, human_share
 from ...schema import CollectiveReport, ComputeKind, Report, or_infinity, total
 
 NO_REASON = "no reason is given"
@@ -42,6 +42,8 @@ def verdict(report: Report) -> tuple[Fact, ...]:
     the peak is used, how much communication is exposed."""
     step = report.step
     roofline = f"roofline {human_seconds(step.roofline_seconds)}" if step.roofline_seconds is not None else ""
+    if between := step.predicted_range_seconds:
+        roofline = f"{human_range(between)}{'; ' if roofline else ''}{roofline}"
     exposed = human_seconds(step.exposed_seconds) if step.exposed_seconds is not None else None
     return (
         _fit(report),

@@ -66,7 +66,7 @@ def test_each_form_is_found_as_often_as_the_text_has_it(name, expected):
 def test_what_was_found_adds_up(name):
     plan, _, analysis = recorded(name)
     step, found = analysis.step, analysis.collectives
-    assert analysis.unknown == {}
+    assert set(analysis.unknown) <= {"step.predicted_range_seconds"}  # of chips without checked runs
     assert step.num_unpriced == 0
     assert {each.confidence for each in found} == {"high"}
     assert seconds(step.predicted_seconds) == pytest.approx(seconds(step.compute_seconds, step.exposed_seconds))
