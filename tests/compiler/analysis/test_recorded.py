@@ -62,6 +62,35 @@ def test_each_form_is_found_as_often_as_the_text_has_it(name, expected):
     assert {key: found[key] for key in expected} == expected
 
 
+FASTER = {
+    "tpu": (
+        ("target.chip.hbm_bytes_per_second", 1.7), ("target.network.link_bytes_per_second", 1.3),
+        ("target.network.host_bytes_per_second", 3.0),
+    ),
+    "gpu": (
+        ("target.chip.hbm_bytes_per_second", 1.7), ("target.network.chip_bytes_per_second", 1.3),
+        ("target.network.node_bytes_per_second", 3.0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["two_slices", "h100_fsdp"])
+def test_more_bandwidth_is_never_slower(name):
+    """One after the other, and none of them removes a collective: only their times change."""
+    plan, planned, before = recorded(name)
+    module, overrides = parse_module(recorded_text(name)), tuple(COMMANDS[name].split())
+    for key, times in FASTER[plan.target.platform]:
+        figure = plan.target.chip if ".chip." in key else plan.target.network
+        value = getattr(figure, key.rpartition(".")[2]) * times
+        overrides = (*overrides, f"{key}={value}")
+        faster = read_spec(Request(overrides), then=plan_run)
+        after = analyse_schedule(module, faster, planned)
+        assert seconds(after.step.predicted_seconds) <= seconds(before.step.predicted_seconds), key
+        assert len(after.collectives) == len(before.collectives)
+        before = after
+    assert seconds(before.step.predicted_seconds) < seconds(recorded(name)[2].step.predicted_seconds)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_was_found_adds_up(name):
     plan, _, analysis = recorded(name)

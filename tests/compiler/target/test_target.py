@@ -246,6 +246,27 @@ def test_the_table_of_the_page_is_that_of_the_files():
         assert row.split(" | ")[1:-1] == _row(chip, network)
 
 
+def test_the_constants_of_the_page_are_those_of_the_files():
+    page = (Path(__file__).parents[3] / "docs" / "targets.md").read_text()
+    constants = page.split("## Every constant")[1].split("\n## ")[0]
+    for kind in CHIPS:
+        chip, network = chip_file(kind)
+        row = next(line for line in constants.splitlines() if line.startswith(f"| {kind} |"))
+        assert [cell.strip() for cell in row.split("|")[2:-1]] == _constants(chip, network)
+
+
+def _constants(chip, network):
+    is_torus, shares = isinstance(network, TorusSpec), chip.kernels
+    near, far = (
+        (network.hop_seconds, network.host_seconds) if is_torus else (network.chip_seconds, network.node_seconds)
+    )
+    figures = (
+        shares.matmul, shares.attention, shares.memory, chip.sustained, chip.matrix_unit, chip.power_watts,
+        near * 1e6, far * 1e6, 1 if is_torus else network.collective_share,
+    )  # fmt: skip
+    return [f"{figure:g}" if figure else "" for figure in figures]
+
+
 def _row(chip, network):
     link = network.link_bytes_per_second if isinstance(network, TorusSpec) else network.chip_bytes_per_second
     host = network.host_bytes_per_second if isinstance(network, TorusSpec) else network.node_bytes_per_second
