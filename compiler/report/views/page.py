@@ -10,7 +10,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import jinja2
 import yaml
@@ -24,8 +24,9 @@ from ...core.format import (
     human_share,
     milliseconds,
 )
+from ...core.scopes import Pass
 from ...plan import Plan
-from ...schema import CollectiveReport, Event, Report, by_exposed
+from ...schema import CollectiveReport, Event, Report, by_exposed, or_infinity
 from ...sharding.rules import ArrayPlan
 from . import charts
 from .facts import sums, unknown_values, unpriced, verdict, why_exposed, why_unknown
@@ -58,8 +59,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
         step=charts.step_bar(report),
         communication=charts.communication_bar(report),
         timeline=compact_timeline(events),
-        collectives=[_collective(index, c, report) for index, c in _in_order(report)],
-        sums=sums(report.collectives),
+        collectives=collective_groups(report),
         roofline=charts.roofline_plot(report),
         search=_search(report),
         findings=sorted(report.findings, key=lambda finding: finding.severity != "warning"),
@@ -126,6 +126,33 @@ def _in_order(report: Report) -> list[tuple[int, CollectiveReport]]:
     """Returns the most exposed first, each with its place in the report, by which `unknown` knows it."""
     index = {id(c): i for i, c in enumerate(report.collectives)}
     return [(index[id(c)], c) for c in by_exposed(report.collectives)]
+
+
+def collective_groups(report: Report) -> list[dict[str, Any]]:
+    """Returns collectives by kind, mesh axes, link and pass, the most exposed first; the bars of groups and of places
+    each have a scale of their own."""
+    groups: dict[tuple[Any, ...], list[tuple[int, CollectiveReport]]] = {}
+    for index, c in _in_order(report):
+        groups.setdefault((c.kind, c.mesh_axes, c.link, _pass_of(c)), []).append((index, c))
+    summed = [(found, sums(c for _, c in found)[0]) for found in groups.values()]
+    summed.sort(key=lambda group: (-or_infinity(group[1].exposed_seconds), -group[1].bytes))
+    longest = max((group.alone_seconds or 0 for _, group in summed), default=0) or 1
+    return [
+        {
+            "title": _pass_of(found[0][1]) or "all",
+            "sum": group,
+            "rows": [_collective(index, c, report) for index, c in found],
+            "hidden_width": 100 * (group.hidden_seconds or 0) / longest,
+            "exposed_width": 100 * (group.exposed_seconds or 0) / longest,
+        }
+        for found, group in summed
+    ]
+
+
+def _pass_of(c: CollectiveReport) -> str:
+    """Returns the pass that its source names: "forward again" of "layers/mlp/up_EM, forward again"; else nothing."""
+    last = c.source.partition(" (matched by size)")[0].rpartition(", ")[2]
+    return last if last in get_args(Pass) else ""
 
 
 def _collective(index: int, c: CollectiveReport, report: Report) -> dict[str, Any]:

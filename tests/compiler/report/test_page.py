@@ -2,9 +2,11 @@
 
 import json
 import random
+import re
+from collections import Counter
 from collections.abc import Callable
 from html.parser import HTMLParser
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -146,9 +148,16 @@ def test_text_is_easy_to_read_in_both_schemes(browser, pages):
 COLUMN = """((name) => {
   const table = document.getElementById("collectives-table");
   const heading = [...table.querySelectorAll("th")].find((th) => th.textContent.trim().startsWith(name));
-  return {sort: heading.getAttribute("aria-sort"), values: [...table.tBodies[0].rows].map(
-    (row) => row.cells[[...heading.parentNode.children].indexOf(heading)].dataset.value ?? null)};
+  const column = [...heading.parentNode.children].indexOf(heading);
+  return {sort: heading.getAttribute("aria-sort"), groups: [...table.tBodies].map((group) => [...group.rows].map(
+    (row) => row.cells[column].dataset.value ?? null))};
 })"""
+
+
+def _is_in_order(values, *, reverse):
+    """Numbers or texts, with what is unknown at the end."""
+    known = [value for value in values if value is not None]
+    return known == sorted(known, reverse=reverse) and values == known + [None] * (len(values) - len(known))
 
 
 def _focus(page, name):
@@ -158,26 +167,32 @@ def _focus(page, name):
     )
 
 
+def _check_sorted(column, *, reverse, read: Callable[[str], Any] = int):
+    """Groups by their sums, and places within their group."""
+    groups = [[None if value is None else read(value) for value in group] for group in column["groups"]]
+    assert _is_in_order([group[0] for group in groups], reverse=reverse)
+    assert all(_is_in_order(group[1:], reverse=reverse) for group in groups)
+    assert max(map(len, groups)) > 3
+
+
 @in_browser
 def test_columns_sort_by_keyboard_both_ways(page):
-    report = reports.fits()[0]
     _focus(page, "bytes")
-    page.press("Enter")
-    column = page.js(COLUMN + "('bytes')")
-    assert column["sort"] == "descending"
-    assert [int(v) for v in column["values"]] == sorted((c.bytes for c in report.collectives), reverse=True)
-    page.press("Enter")
-    column = page.js(COLUMN + "('bytes')")
-    assert column["sort"] == "ascending"
-    assert [int(v) for v in column["values"]] == sorted(c.bytes for c in report.collectives)
+    for sort in ("descending", "ascending"):
+        page.press("Enter")
+        column = page.js(COLUMN + "('bytes')")
+        assert column["sort"] == sort
+        _check_sorted(column, reverse=sort == "descending")
     _focus(page, "source")
     page.press("Enter")
-    assert page.js(COLUMN + "('source')")["values"] == sorted(c.source for c in report.collectives)
+    _check_sorted(page.js(COLUMN + "('source')"), reverse=False, read=str)
     assert page.js(COLUMN + "('bytes')")["sort"] is None
+    places = [value for group in page.js(COLUMN + "('source')")["groups"] for value in (group[1:] or group)]
+    assert sorted(places) == sorted(c.source for c in reports.fits()[0].collectives), "none is lost"
 
 
 @in_browser
-def test_the_most_exposed_are_first_and_unknown_ones_last_however_sorted(browser, tmp_path):
+def test_unknown_ones_are_last_however_sorted(browser, tmp_path):
     report, events = reports.fits()
     some = [
         c.model_copy(update={"exposed_seconds": None}) if n % 5 == 0 else c for n, c in enumerate(report.collectives)
@@ -186,23 +201,46 @@ def test_the_most_exposed_are_first_and_unknown_ones_last_however_sorted(browser
     path.write_text(render_page(report.model_copy(update={"collectives": tuple(some)}), events, reports.llama_plan()))
     browser.open(path)
     _focus(browser, "exposed")
-    for _ in range(2):
+    for reverse in (True, False):
         browser.press("Enter")
-        values = browser.js(COLUMN + "('exposed')")["values"]
-        assert values.count(None) == len(some[::5])
-        assert values[-len(some[::5]) :] == [None] * len(some[::5])
+        column = browser.js(COLUMN + "('exposed')")
+        _check_sorted(column, reverse=reverse, read=float)
+        assert sum(value is None for group in column["groups"] for value in (group[1:] or group)) == len(some[::5])
     assert browser.errors == []
+
+
+PLACES = (
+    "[...document.querySelectorAll('#collectives-table .place:not([hidden])')].map(row => row.cells[0].dataset.value)"
+)
+
+
+@in_browser
+def test_collectives_are_groups_that_unfold(page):
+    """By kind, axes, link and pass; their sums are those of all."""
+    collectives = reports.fits()[0].collectives
+    passes = [re.search(r", (forward|forward again|backward|update)$", c.source) for c in collectives]
+    groups = Counter((c.kind, c.mesh_axes, c.link, p and p[1]) for c, p in zip(collectives, passes, strict=True))
+    column = page.js(COLUMN + "('bytes')")["groups"]
+    assert sorted(max(1, len(group) - 1) for group in column) == sorted(groups.values())
+    assert sum(int(group[0]) for group in column) == sum(c.bytes for c in collectives)
+    folded = page.js(PLACES)
+    assert len(folded) == sum(number == 1 for number in groups.values())
+    page.js("document.querySelector('#collectives-table .sum button').focus()")
+    page.press("Enter")
+    first = max(len(group) - 1 for group in column[:1])
+    assert len(page.js(PLACES)) == len(folded) + first
+    page.press("Enter")
+    assert page.js(PLACES) == folded
 
 
 @in_browser
 def test_the_filter_leaves_what_was_asked_for(page):
     report = reports.fits()[0]
-    shown = "[...document.querySelectorAll('#collectives-table tbody tr:not([hidden]) td:first-child')].map(td => td.dataset.value)"  # noqa: E501
     page.js("document.getElementById('filter').focus()")
     page.press(*"mlp/up reduce")
-    assert page.js(shown) == ["layers/mlp/up_EM, backward"]
+    assert page.js(PLACES) == ["layers/mlp/up_EM, backward"]
     page.js("document.getElementById('filter').value = ''; document.getElementById('only-exposed').click()")
-    assert sorted(page.js(shown)) == sorted(c.source for c in report.collectives if c.exposed_seconds)
+    assert sorted(page.js(PLACES)) == sorted(c.source for c in report.collectives if c.exposed_seconds)
     exposed = sum(bool(c.exposed_seconds) for c in report.collectives)
     assert page.js("document.getElementById('shown').textContent") == f"{exposed} of {len(report.collectives)}"
 

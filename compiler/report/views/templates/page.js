@@ -21,15 +21,22 @@ function sortBy(table, heading) {
   const sign = order === "ascending" ? 1 : -1;
   for (const th of heading.parentNode.children) th.removeAttribute("aria-sort");
   heading.setAttribute("aria-sort", order);
-  const keyed = [...table.tBodies[0].rows].map((row) => {
-    const value = row.cells[column].dataset.value;
-    return { row, value: isNumber && value !== undefined ? Number(value) : value };
-  });
-  keyed.sort((a, b) => {
-    if (a.value === undefined || b.value === undefined) return (a.value === undefined) - (b.value === undefined);
-    return sign * (Number(a.value > b.value) - Number(a.value < b.value));
-  });
-  table.tBodies[0].append(...keyed.map((one) => one.row));
+  const inOrder = (parts, rowOf) => {
+    const keyed = parts.map((part) => {
+      const value = rowOf(part).cells[column].dataset.value;
+      return { part, value: isNumber && value !== undefined ? Number(value) : value };
+    });
+    keyed.sort((a, b) => {
+      if (a.value === undefined || b.value === undefined) return (a.value === undefined) - (b.value === undefined);
+      return sign * (Number(a.value > b.value) - Number(a.value < b.value));
+    });
+    return keyed.map((one) => one.part);
+  };
+  const groups = [...table.tBodies]; // each by its first row, which sums the others up
+  table.append(...inOrder(groups, (group) => group.rows[0]));
+  for (const group of groups) {
+    group.append(...inOrder([...group.rows].filter((row) => !row.classList.contains("sum")), (row) => row));
+  }
 }
 
 for (const table of document.querySelectorAll("table.sortable")) {
@@ -38,20 +45,34 @@ for (const table of document.querySelectorAll("table.sortable")) {
   }
 }
 
-function filterCollectives() {
-  const words = document.getElementById("filter").value.toLowerCase().split(/\s+/);
+// Groups are folded until they are opened, or something is looked for in them.
+function showCollectives() {
+  const words = document.getElementById("filter").value.toLowerCase().trim();
   const onlyExposed = document.getElementById("only-exposed").checked;
-  const rows = [...document.getElementById("collectives-table").tBodies[0].rows];
-  for (const row of rows) {
-    const isFound = words.every((word) => row.dataset.search.includes(word));
-    row.hidden = !isFound || (onlyExposed && !row.classList.contains("is-exposed"));
+  const isWanted = (row) => words.split(/\s+/).every((word) => row.dataset.search.includes(word)) &&
+    (!onlyExposed || row.classList.contains("is-exposed"));
+  const counts = { found: 0, all: 0 };
+  for (const group of document.getElementById("collectives-table").tBodies) {
+    const sum = group.querySelector(".sum"), places = [...group.querySelectorAll(".place")];
+    const found = places.filter(isWanted);
+    const isOpen = words !== "" || onlyExposed || !sum || sum.querySelector("button").ariaExpanded === "true";
+    for (const row of places) row.hidden = !isOpen || !found.includes(row);
+    if (sum) sum.hidden = found.length === 0;
+    counts.found += found.length;
+    counts.all += places.length;
   }
-  document.getElementById("shown").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length}`;
+  document.getElementById("shown").textContent = `${counts.found} of ${counts.all}`;
 }
 
 if (document.getElementById("filter")) {
-  document.getElementById("filter").addEventListener("input", filterCollectives);
-  document.getElementById("only-exposed").addEventListener("change", filterCollectives);
+  document.getElementById("filter").addEventListener("input", showCollectives);
+  document.getElementById("only-exposed").addEventListener("change", showCollectives);
+  for (const button of document.querySelectorAll("#collectives-table .sum button")) {
+    button.addEventListener("click", () => {
+      button.ariaExpanded = String(button.ariaExpanded !== "true");
+      showCollectives();
+    });
+  }
 }
 
 // ---- timeline
