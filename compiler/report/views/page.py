@@ -30,6 +30,7 @@ from ...schema import CollectiveReport, Event, Report, by_exposed, or_infinity
 from ...sharding.rules import ArrayPlan
 from . import charts
 from .facts import sums, unknown_values, unpriced, verdict, why_exposed, why_unknown
+from .mesh_picture import mesh_picture
 from .timeline import hidden_behind, lay_out, layer_views
 
 NUM_EVENTS = 4000  # on the page, the longest ones; timeline.json has all
@@ -64,6 +65,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
         search=_search(report),
         findings=sorted(report.findings, key=lambda finding: finding.severity != "warning"),
         tables=array_tables(plan) if plan else [],
+        picture=mesh_picture(plan.mesh.placement) if plan else None,
         config=_config(plan) if plan else [],
         notes=reasons,
         unknown=unknown,

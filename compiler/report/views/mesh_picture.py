@@ -1,0 +1,99 @@
+"""The chips of a target as a picture, with the group of each mesh axis that the first device belongs to.
+
+A torus is drawn as its planes of x and y, one for each z and slice; nodes as rows of their GPUs. Groups of two mesh
+axes have one device in common, so each chip has the colour of one axis at most, but for the first.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ...target.placement import Placement, physical_sizes
+
+MOST_PANELS, MOST_ROWS = 16, 32
+CELL = 12  # pixels
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A chip in the group of a mesh axis. colour: a class of the style sheet."""
+
+    x: int  # pixels
+    y: int
+    colour: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A plane of chips. title: "z 3 of slice 1"; empty where there is one only."""
+
+    title: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class MeshPicture:
+    """axes: name, size, where it lies and colour of each mesh axis. num_left_out: of panels, and of rows of each."""
+
+    width: int
+    height: int
+    panels: tuple[Panel, ...]
+    axes: tuple[tuple[str, int, str, str], ...]
+    num_panels_left_out: int
+    num_rows_left_out: int
+
+
+def mesh_picture(placement: Placement) -> MeshPicture | None:
+    """Returns the picture; None where the links between devices are not known."""
+    if not placement.is_known or not placement.is_of_mesh:
+        return None
+    names = tuple(physical_sizes(placement.target))
+    sizes = physical_sizes(placement.target)
+    is_torus = "x" in sizes
+    across, down = ("x", "y") if is_torus else ("NVLink", "NIC")
+    outer = [name for name in names if name not in (across, down, "core") and sizes[name] > 1]
+    colours = {axis: f"axis-{n}" for n, axis in enumerate((a for a, size in placement.sizes.items() if size > 1), 1)}
+
+    found: dict[tuple[int, ...], list[Cell]] = {at: [] for at in _indices([sizes[name] for name in outer])}
+    for axis, colour in colours.items():
+        for place in _group(placement, axis)[1:]:
+            at = dict(zip(names, place, strict=True))
+            found[tuple(at[name] for name in outer)].append(_cell(at, across, down, colour))
+    first = dict(zip(names, placement.places[0], strict=True))
+    found[tuple(first[name] for name in outer)].append(_cell(first, across, down, "first"))
+
+    rows = sizes.get(down, 1)
+    shown = min(rows, MOST_ROWS)
+    panels = [
+        Panel(_title(outer, at), tuple(cell for cell in cells if cell.y < shown * CELL)) for at, cells in found.items()
+    ]
+    describe = placement.describe()
+    return MeshPicture(
+        width=sizes[across] * CELL,
+        height=shown * CELL,
+        panels=tuple(panels[:MOST_PANELS]),
+        axes=tuple((axis, placement.sizes[axis], describe[axis], colour) for axis, colour in colours.items()),
+        num_panels_left_out=max(0, len(panels) - MOST_PANELS),
+        num_rows_left_out=rows - shown,
+    )
+
+
+def _group(placement: Placement, axis: str) -> list[tuple[int, ...]]:
+    """Returns where the devices along an axis lie, those that have the first place along all other axes."""
+    names = list(placement.sizes)
+    stride = math.prod(list(placement.sizes.values())[names.index(axis) + 1 :])
+    return [placement.places[n * stride] for n in range(placement.sizes[axis])]
+
+
+def _cell(at: dict[str, int], across: str, down: str, colour: str) -> Cell:
+    return Cell(at[across] * CELL, at.get(down, 0) * CELL, colour)
+
+
+def _indices(sizes: list[int]) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for size in sizes:
+        found = [(*before, n) for before in found for n in range(size)]
+    return found
+
+
+def _title(outer: list[str], at: tuple[int, ...]) -> str:
+    return ", ".join(f"{'slice' if name == 'DCN' else name} {n}" for name, n in zip(outer, at, strict=True))
