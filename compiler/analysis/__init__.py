@@ -1,1 +1,1 @@
-"""What a compiled program does, joined with its plan: exposed communication, memory, findings."""
+"""What a compiled program does, by itself or joined with its plan: exposed communication, memory, findings."""
