@@ -20,6 +20,8 @@ Part = str | tuple[str, str]  # plain text, or (text, style)
 Line = list[Part]
 BarColumn = Literal["doing", "count", "bar", "numbers", "bytes", "bytes_per_second", "elapsed", "left"]
 
+HANGING, LEAST_WIDTH = 2, 20  # columns: of what follows a first line, and of a line on the narrowest terminal
+
 
 @dataclass(frozen=True)
 class Column:
@@ -74,14 +76,23 @@ class Console:
     def width(self, width: int) -> None:
         self._rich.width = width
 
-    def line(self, *parts: Part, style: str = "", cut_at: int | None = None) -> None:
-        """Prints one line without wrapping it, so that it can be searched and copied. cut_at: a longer line ends in an
-        ellipsis."""
+    def line(self, *parts: Part, style: str = "") -> None:
+        """Prints one line without wrapping it, so that it can be searched and copied."""
         text = _text(list(parts))
         text.style = style
-        if cut_at is not None:
-            text.truncate(cut_at, overflow="ellipsis")
         self._rich.print(text, soft_wrap=True)
+
+    def wrapped(self, *parts: Part) -> None:
+        """Prints one line, which a terminal gets between words, what follows the first line indented below it."""
+        text = _text(list(parts))
+        indent = len(text.plain) - len(text.plain.lstrip()) + HANGING
+        if not self.is_terminal or text.cell_len <= self.width:
+            self.line(*parts)
+            return
+        first, *rest = text.wrap(self._rich, max(self.width - indent, LEAST_WIDTH))
+        self._rich.print(first, soft_wrap=True)
+        for each in rest:
+            self._rich.print(Text(" " * indent) + each, soft_wrap=True)
 
     def table(self, table: Table, *, width: int | None = None) -> None:
         """Prints a table without borders, below its title."""

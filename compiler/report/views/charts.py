@@ -7,7 +7,7 @@ from typing import Any
 
 from ...core.format import human_bytes, human_count, human_seconds, human_share
 from ...schema import Report, RooflinePart, total
-from .facts import compute_by_kind
+from .facts import compute_by_kind, left_bytes
 
 LEAST_INTENSITY = 0.01  # FLOPs per byte: what computes less moves data, and would only stretch the plot
 
@@ -43,13 +43,19 @@ class Bar:
 
 
 def memory_bar(report: Report) -> Bar:
-    """Returns the parts of the peak, against what a program may take and what was estimated without XLA."""
+    """Returns the memory of a chip: the parts of the peak, what is left, and what is reserved, which the limit is
+    without; and what was estimated without XLA."""
     memory = report.memory
-    counts = [(name, count) for name, count in memory.breakdown.items() if count]
+    counts = [(name, count) for name, count in memory.breakdown.items() if count and name != "reserved"]
     parts = [(name.replace("_", " "), count, f"memory-{name}") for name, count in counts]
-    rest = (memory.peak_bytes_per_chip or 0) - sum(count for _, count, _ in parts)
+    rest = (memory.peak_bytes_per_chip or 0) - sum(count for name, count in counts if name != "code")
     if rest > 0:
         parts.append(("not told apart", rest, "memory-other"))
+    left = left_bytes(memory)
+    if parts and left is not None and left > 0:
+        parts.append(("left", left, "ground"))
+    if parts and (reserved := memory.breakdown.get("reserved")):
+        parts.append(("reserved", reserved, "memory-reserved"))
     missing = tuple(name for name, count in memory.breakdown.items() if count is None)
     marks = (("limit", memory.limit_bytes_per_chip), ("estimate without XLA", memory.estimate_bytes_per_chip))
     return _bar(parts, human_bytes, [(n, v) for n, v in marks if v], missing)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ...core.format import LEAST_SECONDS, human_bytes, human_names, human_range, human_seconds, human_share
-from ...schema import CollectiveReport, ComputeKind, Report, or_infinity, total
+from ...schema import CollectiveReport, ComputeKind, MemoryReport, Report, or_infinity, total
 
 NO_REASON = "no reason is given"
 Tone = Literal["good", "bad", "plain", "unknown"]
@@ -64,8 +64,17 @@ def _fit(report: Report) -> Fact:
         return Fact("memory", human_bytes(peak), "its limit is", "unknown", "memory.fits")
     detail = f"{human_bytes(peak)} of {human_bytes(limit)}"
     if memory.fits:
-        return Fact("memory", "fits", f"{detail}, {human_bytes(limit - peak)} left", "good", "memory.fits")
+        left = max(0, left_bytes(memory) or 0)
+        return Fact("memory", "fits", f"{detail}, {human_bytes(left)} left", "good", "memory.fits")
     return Fact("memory", "does not fit", f"{detail}, {human_bytes(peak - limit)} too much", "bad", "memory.fits")
+
+
+def left_bytes(memory: MemoryReport) -> int | None:
+    """Returns what neither the peak, nor the program's code, nor what is reserved takes; None where it is unknown."""
+    peak, limit = memory.peak_bytes_per_chip, memory.limit_bytes_per_chip
+    if peak is None or limit is None:
+        return None
+    return limit - peak - (memory.breakdown.get("code") or 0)  # the limit is without what is reserved
 
 
 def _host(report: Report) -> Iterator[Fact]:

@@ -10,8 +10,8 @@ from ...core.format import counted, human_bytes, human_parameters, human_seconds
 from ...schema import MemoryReport, ProgramReport, Report, by_exposed
 from .facts import Fact, compute_by_kind, origin, sums, unknown_values, unpriced, verdict, why_exposed
 
-WIDTH = 100
-BAR_WIDTH = 60
+FILE_WIDTH = 1000  # columns, where nothing is wrapped
+BAR_WIDTH = 48
 NUM_COLLECTIVES, NUM_FINDINGS, NUM_CHANGES, NUM_REASONS = 6, 2, 3, 3
 TONES = {"good": "green", "bad": "bold red", "plain": "bold", "unknown": "yellow"}
 MEMORY_STYLES = ("blue", "cyan", "magenta", "green", "white")
@@ -22,26 +22,23 @@ FILLS = "█▓▒░"  # neighbours differ without colours too
 def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> None:
     """Prints the verdict, memory, the step's time, the worst exposed collectives, findings, and where the files are.
 
-    In a file lines have their full width; a narrower terminal cuts them.
+    Nothing is cut: a terminal wraps lines between words; in a file they have their full width.
     """
-    width = max(WIDTH, console.width)  # on a wider screen lines are whole
     if not console.is_terminal:
-        console.width = width
+        console.width = FILE_WIDTH
     target, program = report.target, report.program
     slices = f" in {target.num_slices} slices" if target.num_slices > 1 else ""
-    console.line(*_verdict(report), cut_at=width)
-    console.line(
-        f"{program.model} on {target.name}: {counted(target.num_chips, 'chip')}{slices}{_size(program)}", cut_at=width
-    )
+    console.wrapped(*_verdict(report))
+    console.wrapped(f"{program.model} on {target.name}: {counted(target.num_chips, 'chip')}{slices}{_size(program)}")
     if target.calibration:
-        console.line(("calibrated", "bold"), f" {target.calibration}", cut_at=width)
+        console.wrapped(("calibrated", "bold"), f" {target.calibration}")
     for part in (_memory, _step, _search, _collectives, _roofline, _findings, _unknown):
         for shown in part(report):
             if isinstance(shown, Table):
-                console.table(shown, width=WIDTH)
+                console.table(shown)
             else:
-                console.line(*shown, cut_at=width)
-    if files:  # never cut: they are copied
+                console.wrapped(*shown)
+    if files:  # never wrapped: they are copied
         console.line(("files", "bold"), "    " + "  ".join(map(str, files)))
 
 
@@ -71,7 +68,9 @@ def _fact(fact: Fact) -> Line:
 
 def _memory(report: Report) -> Iterable[Line]:
     memory = report.memory
-    parts = [(name.replace("_", " "), count) for name, count in memory.breakdown.items() if count]
+    # What is reserved is no part of the limit.
+    counts = [(name, count) for name, count in memory.breakdown.items() if count and name != "reserved"]
+    parts = [(name.replace("_", " "), count) for name, count in counts]
     if parts:
         parts = _largest(parts)
         limit = memory.limit_bytes_per_chip or 0
@@ -164,8 +163,8 @@ def _collectives(report: Report) -> Iterable[Table | Line]:
         return
     columns = (
         Column("exposed", justify="right", min_width=7),
-        Column("collective", overflow="cut", max_width=48),
-        Column("why", overflow="cut"),
+        Column("collective", overflow="fold"),
+        Column("why", overflow="fold"),
     )
     rows: list[tuple[Part, ...]] = []
     for (name, why), seconds in worst[:NUM_COLLECTIVES]:

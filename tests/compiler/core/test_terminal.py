@@ -125,7 +125,8 @@ def _bar(console: Console) -> None:
 
 
 VIEWS: dict[str, Callable[[Console], None]] = {
-    "line": lambda console: console.line(NASTY, (NASTY, "bold"), cut_at=900),
+    "line": lambda console: console.line(NASTY, (NASTY, "bold")),
+    "wrapped": lambda console: console.wrapped(NASTY, (NASTY, "bold")),
     "table": lambda console: console.table(Table((Column(NASTY), Column(NASTY)), [(NASTY, [NASTY])], NASTY)),
     "report": _report,
     "diff": _diff,
