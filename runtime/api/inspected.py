@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 
 from meshloom.compiler.analysis.inspected import InspectedProgram, inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices
+from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.report.inspect_report import report_inspected
@@ -76,16 +77,19 @@ class Inspection:
         return page_in_frame(self.html, "Meshloom report")
 
 
-def inspect(program: Any, *overrides: str, target: str | None = None) -> Inspection:
+def inspect(
+    program: Any, *overrides: str, target: str | None = None, config_dir: str | PathLike[str] | None = None
+) -> Inspection:
     """Returns the report of a compiled program, without its declaration.
 
     program: what `jax.jit(step).lower(...)` or `.compile()` of it gives (the first is compiled), the text that
     `compiled.as_text()` gives, or a path: of such a text, an XLA dump directory, or a run directory of ours. target:
     the chips that it is for, as `target=` of the command; a run directory says it itself. overrides: more of the same,
-    such as "target.num_slices=2" or "calibration=mine". Raises ConfigError for what is not such a program, or not one
-    for the target.
+    such as "target.num_slices=2" or "calibration=mine". config_dir: a folder of configs beside ours. Raises ConfigError
+    for what is not such a program, or not one for the target.
     """
     named = (*([] if target is None else [f"target={target}"]), *overrides)
+    named = search_path_override(named, None if config_dir is None else fspath(config_dir))
     with as_guest():
         if isinstance(program, jax.stages.Lowered | jax.stages.Compiled):
             compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
@@ -100,8 +104,9 @@ def inspect(program: Any, *overrides: str, target: str | None = None) -> Inspect
     raise ConfigError([Problem("program", what, "give jax.jit(step).lower(...).compile(), its text, or a path")])
 
 
-def inspect_path(path: Path, overrides: tuple[str, ...]) -> Inspection:
-    """Returns the report of the program at a path. overrides: of target and calibration, as one types them."""
+def inspect_path(path: Path, overrides: Sequence[str]) -> Inspection:
+    """Returns the report of the program at a path. overrides: of target and calibration, as one types them, and where
+    configs are."""
     found = find_program(path)
     if found.devices is not None and overrides:
         what = f"the declaration of {path} says where its program runs"
@@ -123,7 +128,7 @@ def _text_of(compiled: jax.stages.Compiled) -> str:
     return text
 
 
-def _devices_of(compiled: jax.stages.Compiled, named: tuple[str, ...]) -> ProgramDevices:
+def _devices_of(compiled: jax.stages.Compiled, named: Sequence[str]) -> ProgramDevices:
     """Returns the devices where the mesh of the program's arguments has them, by the names of its axes. Without a mesh
     they are taken to be in the target's own order."""
     target = read_target(named)

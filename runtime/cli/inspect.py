@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.visible import write_error, write_out
@@ -15,7 +16,7 @@ from .words import Words, run_words
 
 LINE = "meshloom inspect PROGRAM target=v5p-128"
 USAGE = """\
-usage: meshloom inspect PROGRAM target=NAME [--to DIR] [--json]
+usage: meshloom inspect PROGRAM target=NAME [--to DIR] [--json] [--config-dir DIR]
 
 What a compiled step does, whoever wrote and compiled it: memory, collectives with their links, hidden and exposed time,
 the predicted step, findings. PROGRAM is
@@ -27,10 +28,11 @@ the predicted step, findings. PROGRAM is
 target=NAME names the chips that it was compiled for, as v5p-128 or h100-64; target.num_slices=2 and calibration=NAME
 work, too. Writes report.json, timeline.json and report.html; `meshloom diff` compares two such directories.
 
-  --to DIR   where the files go; a new directory below outputs/ without it
-  --json     report.json on standard output, instead of the summary
+  --to DIR           where the files go; a new directory below outputs/ without it
+  --json             report.json on standard output, instead of the summary
+  --config-dir DIR   your own configs: targets, calibrations
 """
-FLAGS = {"--to": "DIR", "--json": ""}
+FLAGS = {"--to": "DIR", "--json": "", "--config-dir": "DIR"}
 
 
 def inspect_command(args: Sequence[str]) -> int:
@@ -39,7 +41,8 @@ def inspect_command(args: Sequence[str]) -> int:
 
 
 def _inspect(words: Words) -> None:
-    found = inspect_path(words.paths[0], words.overrides)
+    overrides = search_path_override(words.overrides, words.flags.get("--config-dir"))
+    found = inspect_path(words.paths[0], overrides)
     files = _write(found, Path(words.flags["--to"]) if "--to" in words.flags else _new_directory(datetime.now()))
     if found.note:
         write_error(f"{found.source}: {found.note}")

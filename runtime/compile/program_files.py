@@ -6,7 +6,7 @@ RUN, RUN/artifact              of `meshloom compile`: the declaration beside it 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.config.calibration_spec import Calibration
 from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.hydra_settings import SEARCH_PATH
+from meshloom.compiler.config.override_parser import key_of
 from meshloom.compiler.config.spec import MeshSpec
 from meshloom.compiler.config.target_spec import TargetSpec
 from meshloom.compiler.core.errors import ConfigError, Problem
@@ -55,30 +57,31 @@ def find_program(path: Path) -> FoundProgram:
     if not path.is_dir():
         raise ConfigError([Problem(str(path), "there is no such file or directory", GIVE)])
     run_dir = path.parent if path.name == FOLDER and (path.parent / SPEC).is_file() else path
-    if (run_dir / FOLDER / TEXT).is_file() and (run_dir / SPEC).is_file():
+    if (run_dir / FOLDER).is_dir() and (run_dir / SPEC).is_file():
         return _of_run(run_dir)
     if (path / TEXT).is_file():
         return FoundProgram(path / TEXT, _read(path / TEXT))
     return _of_dump(path)
 
 
-def devices_of(overrides: tuple[str, ...]) -> ProgramDevices:
-    """Returns the devices of a target in its own order. overrides: of `target` and `calibration`, as one types them.
-    Raises ConfigError with all that is wrong with them."""
+def devices_of(overrides: Sequence[str]) -> ProgramDevices:
+    """Returns the devices of a target in its own order. overrides: of `target` and `calibration`, as one types them,
+    and where configs are. Raises ConfigError with all that is wrong with them."""
     return ProgramDevices(plan_own_order(read_target(overrides)), is_assumed=True)
 
 
-def read_target(overrides: tuple[str, ...]) -> TargetPlan:
+def read_target(overrides: Sequence[str]) -> TargetPlan:
     """Returns the target that overrides name. Raises ConfigError with all that is wrong with them."""
     if not any(text.startswith(f"{TARGET}=") for text in overrides):
         what = "it is missing: a program's text does not say which chips it was compiled for"
         raise ConfigError([Problem(TARGET, what, "add target=v5p-128, or another target by its name")])
-    others = [text for text in overrides if text.split("=")[0].split(".")[0] not in KEYS]
+    others = [text for text in overrides if key_of(text) != SEARCH_PATH and key_of(text).split(".")[0] not in KEYS]
     if others:
         what, fix = "this says nothing about a program that is compiled", f"set {' and '.join(KEYS)} only"
         raise ConfigError([Problem(text, what, fix) for text in others])
     return read_spec(
-        Request(overrides), then=lambda spec: calibrate_target(plan_target(spec.target, "bfloat16"), spec.calibration)
+        Request(tuple(overrides)),
+        then=lambda spec: calibrate_target(plan_target(spec.target, "bfloat16"), spec.calibration),
     )
 
 
@@ -94,6 +97,9 @@ def _of_dump(path: Path) -> FoundProgram:
 
 def _of_run(run_dir: Path) -> FoundProgram:
     kept = read_artifact(run_dir)
+    if kept.built.text is None:
+        what = "its step does not fit, so there is no compiled program"
+        raise ConfigError([Problem(str(run_dir), what, "see its report.json for what it needs")])
     text = kept.place / TEXT
     return FoundProgram(text, _read(text), _devices_of_run(run_dir / SPEC), kept.built.memory)
 

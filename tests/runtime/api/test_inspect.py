@@ -1,6 +1,7 @@
 """`meshloom.inspect` of programs that JAX compiled here."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import meshloom
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.target.target import plan_target
+from meshloom.compiler.target.topology import find_devices
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,36 @@ def test_the_line_of_what_a_library_does_is_that_of_its_caller():
     (found,) = meshloom.inspect(jax.jit(norm).lower(x), target="cpu-8").report.collectives
     lines = Path(__file__).read_text().splitlines()
     assert "# the line" in lines[int(found.line.partition(":")[2]) - 1]
+
+
+@pytest.mark.tpu
+def test_links_are_those_of_the_chips_that_the_mesh_has():
+    """4 x 4 chips: a group of 2 x 2 has lines along x and y, one of four in a row along x alone. Their numbers in the
+    program are the same, so a text cannot tell them apart."""
+    pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
+    spec = read_spec(Request(("target=v5e-16",)), then=lambda spec: spec.target)
+    by_place = {tuple(d.coords[:2]): d for d in find_devices(spec, plan_target(spec, "bfloat16"))}
+    rows = [by_place[x, y] for y in range(4) for x in range(4)]
+    squares = [by_place[x + i, y + j] for y in (0, 2) for x in (0, 2) for j in range(2) for i in range(2)]
+
+    def gathered(devices: list[Any]) -> tuple[meshloom.Inspection, meshloom.Inspection]:
+        mesh = Mesh(np.array(devices).reshape(4, 4), ("data", "model"))
+        x = jax.ShapeDtypeStruct(
+            (64, 2**20), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("data", "model"))
+        )
+        out = NamedSharding(mesh, PartitionSpec("data"))
+        compiled = jax.jit(lambda x: x * 2, out_shardings=out).lower(x).compile()
+        return meshloom.inspect(compiled, target="v5e-16"), meshloom.inspect(compiled.as_text() or "", target="v5e-16")
+
+    (row, text_of_row), (square, text_of_square) = gathered(rows), gathered(squares)
+    times = {name: found.report.collectives[0].alone_seconds or 0
+             for name, found in (("row", row), ("square", square), ("text", text_of_square))}  # fmt: skip
+    assert [found.report.collectives[0].mesh_axes for found in (row, square)] == [("model",), ("model",)]
+    assert times["square"] < 0.7 * times["row"]
+    assert times["text"] == times["row"]
+    rules = [{finding.rule for finding in found.report.findings} for found in (square, text_of_square)]
+    assert ["assumed-order" in found for found in rules] == [False, True]
+    assert text_of_row.report.collectives[0].mesh_axes == ("4 (stride 1)",)
 
 
 def test_the_text_of_a_program_has_no_names_of_axes(compiled, tmp_path):

@@ -116,3 +116,18 @@ def test_two_inspected_programs_are_compared(tmp_path, monkeypatch):
     found = json.loads(run_in_process("diff", "a", "slower", "--json").stdout)
     assert "predicted_seconds" in [change["where"] for change in found["step"]]
     assert not any(found[part] for part in ("config", "plan", "shardings", "memory", "build"))
+
+
+def test_a_calibration_of_ones_own_applies(tmp_path):
+    (tmp_path / "step.txt").write_text(TEXT)
+    (tmp_path / "mine/calibration").mkdir(parents=True)
+    (tmp_path / "mine/calibration/slow.yaml").write_text(
+        "{chip: v5e, matmul: 1.0, attention: 1.0, other: 3.0, links: {}, source: a run}\n"
+    )
+    line = ("inspect", str(tmp_path / "step.txt"), "target=v5e-4", "--to", str(tmp_path / "out"), "--json")
+    plain = json.loads(run_in_process(*line).stdout)
+    done = run_in_process(*line, "calibration=slow", "--config-dir", str(tmp_path / "mine"))
+    assert done.returncode == 0, done.stderr
+    slow = json.loads(done.stdout)
+    assert slow["step"]["compute_seconds"] == pytest.approx(3 * plain["step"]["compute_seconds"])
+    assert "other 3" in slow["target"]["calibration"]
