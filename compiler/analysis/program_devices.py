@@ -44,7 +44,9 @@ class ProgramDevices:
         if self.placement.is_of_mesh or not where.mesh_axes:
             return where
         groups = connected(collective.groups) if collective.kind in PAIRS else collective.groups
-        if not groups:  # across slices
+        if collective.num_slices is not None:
+            groups = (self._across_slices(),)
+        if not groups:
             return where
         size = max(map(len, groups))
         return replace(where, mesh_axes=self._name(groups), group_size=size)
@@ -57,6 +59,12 @@ class ProgramDevices:
         return replace(
             collective, groups=tuple(tuple(order[device] for device in group) for group in collective.groups)
         )
+
+    def _across_slices(self) -> tuple[int, ...]:
+        """Returns the devices of the program that are the first of each slice."""
+        num_devices, num_slices = self.target.num_devices, self.target.num_slices
+        firsts = range(0, num_devices, num_devices // num_slices)
+        return tuple(firsts) if self.order is None else tuple(self.order.index(first) for first in firsts)
 
     def _name(self, groups: Sequence[Sequence[int]]) -> tuple[str, ...]:
         largest = max(groups, key=len)

@@ -70,7 +70,7 @@ def _asynchronous(kind: CollectiveKind, target: TargetPlan) -> str:
     """Returns which options of XLA run collectives of a kind beside compute."""
     presets = [(name, one.flags) for name, one in presets_for(target).items() if kind in one.hides and one.flags]
     if not presets:
-        return f"no option is known by which the compiler for {target.name} runs {kind}s beside compute; send less"
+        return f"no option of XLA is known that runs {kind}s beside compute on {target.name}; move fewer bytes"
     name, flags = presets[0]
     options = human_names([f"{key}={str(value).lower()}" for key, value in flags.items()], most=1)
     return f"compile with the options of the preset {name} (conf/overlap/_flag_presets.yaml): {options}"

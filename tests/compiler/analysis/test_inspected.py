@@ -75,6 +75,17 @@ def test_a_group_lies_where_its_devices_are():
     assert across.mesh_axes == ("2 (stride 8)",)
 
 
+def test_a_sum_across_slices_is_named_by_its_stride():
+    program = inspect_text(recorded_text("two_slices"), devices("v5e-8", num_slices=2))
+    across = {each.mesh_axes for each in program.analysis.collectives if each.link == "DCN"}
+    assert across == {("2 (stride 8)",)}
+    order = [(place + 8) % 16 for place in range(16)]
+    mesh = {"replica": 2, "fsdp": 8}
+    named = ProgramDevices(plan_own_order(target_of("v5e-8", num_slices=2)), order, mesh)
+    found = inspect_text(recorded_text("two_slices"), named).analysis.collectives
+    assert {(each.link, *each.mesh_axes) for each in found} == {("DCN", "replica"), ("ICI", "fsdp")}
+
+
 def test_the_programs_own_mesh_names_its_groups():
     placement = plan_own_order(target_of("v5e-16"))
     text = TEXT.replace(GROUPS, "replica_groups=[4,4]<=[4,4]T(1,0)").replace("num_partitions=4", "num_partitions=16")
