@@ -40,6 +40,7 @@ LEAST_BYTES = 2**20  # of one execution; a smaller one costs only latency
 NARROW = {"bfloat16": "bf16", "float16": "f16"}
 NUM_PLACES = 3  # that one finding names
 
+_SIZE = re.compile(r"([\d,.]+) MiB")
 _GATHERED = re.compile(r"from sharding (?P<before>.+) to (?P<after>.+) efficiently for HLO operation "
                        r"(?P<name>%?\S+) = (?P<type>\w+\[[\d,]*\])(?:.*?op_name=\"(?P<op_name>[^\"]+)\")?")  # fmt: skip
 
@@ -76,10 +77,11 @@ class Costly:
 
 
 def _merged(found: Sequence[Costly]) -> list[Costly]:
-    """Returns the findings, merging those that differ only in their place and adding their costs."""
+    """Returns the findings, merging those that differ only in place and size and adding their costs."""
     alike: dict[Finding, list[Costly]] = {}
     for each in found:
-        alike.setdefault(each.finding.model_copy(update={"where": ""}), []).append(each)
+        without = {"where": "", "what": _SIZE.sub("", each.finding.what)}
+        alike.setdefault(each.finding.model_copy(update=without), []).append(each)
     return [
         replace(group[0], cost=sum(each.cost for each in group), finding=_at_all_places(group))
         for group in alike.values()
@@ -93,7 +95,15 @@ def _at_all_places(group: Sequence[Costly]) -> Finding:
     dearest = sorted(group, key=lambda each: (-each.cost, each.finding.where))  # independent of the compiler's order
     places = list(dict.fromkeys(each.finding.where for each in dearest))
     where = f"{len(group)} places: {human_names(places, NUM_PLACES, between='; ')}"
-    return first.model_copy(update={"where": where})
+    what = max((each.finding.what for each in group), key=_mebibytes)
+    if len({each.finding.what for each in group}) > 1:
+        what = _SIZE.sub(r"up to \g<0>", what)
+    return first.model_copy(update={"where": where, "what": what})
+
+
+def _mebibytes(what: str) -> float:
+    size = _SIZE.search(what)
+    return float(size[1].replace(",", "")) if size else 0.0
 
 
 def _of_collective(
