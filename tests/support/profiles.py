@@ -16,10 +16,10 @@ HloModule {MODULE}, is_scheduled=true, num_partitions=4
   ROOT %p = bf16[8000000]{{0}} parameter(0)
 }}
 
-%multiply (a: bf16[8,8], b: bf16[8,8]) -> bf16[8,8] {{
-  %a = bf16[8,8]{{1,0}} parameter(0)
-  %b = bf16[8,8]{{1,0}} parameter(1)
-  ROOT %d = bf16[8,8]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+%multiply (a: bf16[6144,6144], b: bf16[6144,6144]) -> bf16[6144,6144] {{
+  %a = bf16[6144,6144]{{1,0}} parameter(0)
+  %b = bf16[6144,6144]{{1,0}} parameter(1)
+  ROOT %d = bf16[6144,6144]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
 }}
 
 %sum (s: bf16[], t: bf16[]) -> bf16[] {{
@@ -28,34 +28,34 @@ HloModule {MODULE}, is_scheduled=true, num_partitions=4
   ROOT %u = bf16[] add(%s, %t)
 }}
 
-%condition (c: (s32[], bf16[8,8])) -> pred[] {{
-  %c = (s32[], bf16[8,8]{{1,0}}) parameter(0)
+%condition (c: (s32[], bf16[6144,6144])) -> pred[] {{
+  %c = (s32[], bf16[6144,6144]{{1,0}}) parameter(0)
   %i = s32[] get-tuple-element(%c), index=0
   %n = s32[] constant(3)
   ROOT %lt = pred[] compare(%i, %n), direction=LT
 }}
 
-%body (l: (s32[], bf16[8,8])) -> (s32[], bf16[8,8]) {{
-  %l = (s32[], bf16[8,8]{{1,0}}) parameter(0)
+%body (l: (s32[], bf16[6144,6144])) -> (s32[], bf16[6144,6144]) {{
+  %l = (s32[], bf16[6144,6144]{{1,0}}) parameter(0)
   %j = s32[] get-tuple-element(%l), index=0
-  %y = bf16[8,8]{{1,0}} get-tuple-element(%l), index=1
-  %mm.3 = bf16[8,8]{{1,0}} fusion(%y, %y), kind=kOutput, calls=%multiply, backend_config={{"estimated_cycles":"{CYCLES // 2}"}}
+  %y = bf16[6144,6144]{{1,0}} get-tuple-element(%l), index=1
+  %mm.3 = bf16[6144,6144]{{1,0}} fusion(%y, %y), kind=kOutput, calls=%multiply, backend_config={{"estimated_cycles":"{CYCLES // 2}"}}
   %one = s32[] constant(1)
   %next = s32[] add(%j, %one)
-  ROOT %t.2 = (s32[], bf16[8,8]{{1,0}}) tuple(%next, %mm.3)
+  ROOT %t.2 = (s32[], bf16[6144,6144]{{1,0}}) tuple(%next, %mm.3)
 }}
 
-ENTRY %main (x: bf16[8000000], w: bf16[8,8]) -> bf16[8000000] {{
+ENTRY %main (x: bf16[8000000], w: bf16[6144,6144]) -> bf16[8000000] {{
   %x = bf16[8000000]{{0}} parameter(0)
-  %w = bf16[8,8]{{1,0}} parameter(1)
-  %mm.1 = bf16[8,8]{{1,0}} fusion(%w, %w), kind=kOutput, calls=%multiply, metadata={{op_name="jit(train_step)/jvp(layers)/while/body/dot_general"}}, backend_config={{"estimated_cycles":"{CYCLES}"}}
+  %w = bf16[6144,6144]{{1,0}} parameter(1)
+  %mm.1 = bf16[6144,6144]{{1,0}} fusion(%w, %w), kind=kOutput, calls=%multiply, metadata={{op_name="jit(train_step)/jvp(layers)/while/body/dot_general"}}, backend_config={{"estimated_cycles":"{CYCLES}"}}
   %all-gather-start.1 = (bf16[8000000]{{0}}, bf16[32000000]{{0}}) all-gather-start(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}, metadata={{op_name="jit(train_step)/jvp(layers)/weight=layers/mlp/up_EM/all_gather"}}
-  %mm.2 = bf16[8,8]{{1,0}} fusion(%mm.1, %w), kind=kOutput, calls=%multiply, backend_config={{"estimated_cycles":"{CYCLES // 2}"}}
+  %mm.2 = bf16[6144,6144]{{1,0}} fusion(%mm.1, %w), kind=kOutput, calls=%multiply, backend_config={{"estimated_cycles":"{CYCLES // 2}"}}
   %all-gather-done.1 = bf16[32000000]{{0}} all-gather-done(%all-gather-start.1)
   %work.1 = bf16[8000000]{{0}} fusion(%x), kind=kLoop, calls=%work, backend_config={{"estimated_cycles":"{CYCLES // 2}"}}
   %zero = s32[] constant(0)
-  %init = (s32[], bf16[8,8]{{1,0}}) tuple(%zero, %mm.2)
-  %while.1 = (s32[], bf16[8,8]{{1,0}}) while(%init), condition=%condition, body=%body
+  %init = (s32[], bf16[6144,6144]{{1,0}}) tuple(%zero, %mm.2)
+  %while.1 = (s32[], bf16[6144,6144]{{1,0}}) while(%init), condition=%condition, body=%body
   ROOT %reduce-scatter.1 = bf16[8000000]{{0}} reduce-scatter(%all-gather-done.1), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}, to_apply=%sum, metadata={{op_name="jit(train_step)/transpose(jvp(layers))/weight=layers/mlp/up_EM/reduce_scatter"}}
 }}
 """  # noqa: E501
