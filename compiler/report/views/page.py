@@ -114,13 +114,17 @@ def _told(arguments: dict[str, Any]) -> str:
 
 
 def _search(report: Report) -> list[dict[str, Any]]:
-    """Returns the programs that were compiled, the shortest step first; none where nothing was searched."""
+    """Returns the programs that were compiled, the shortest step first, with bars on one scale; none where nothing was
+    searched."""
     tried = report.search.tried if report.search else ()
-    rows = [
-        {"tried": one, "name": one.name, "is_chosen": place == report.search.chosen}
-        for place, one in enumerate(tried)
-        if report.search
-    ]
+    longest = max((one.predicted_seconds or 0 for one in tried), default=0) or 1
+    rows = []
+    for place, one in enumerate(tried):
+        width = 100 * (one.predicted_seconds or 0) / longest
+        exposed = width * (one.exposed_fraction or 0)
+        is_chosen = report.search is not None and place == report.search.chosen
+        rows.append({"tried": one, "name": one.name, "is_chosen": is_chosen, "compute_width": width - exposed,
+                     "exposed_width": exposed})  # fmt: skip
     return sorted(rows, key=lambda row: (not row["is_chosen"], row["tried"].predicted_seconds or math.inf))
 
 
