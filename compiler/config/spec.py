@@ -219,6 +219,12 @@ class EvaluationSpec(Config):
     num_batches: PositiveInt  # always the same batches
 
 
+class CompileSpec(Config):
+    """timeout_seconds: what the compiler may take for one program of `meshloom compile`; None: what it takes."""
+
+    timeout_seconds: PositiveInt | None
+
+
 class WatchdogSpec(Config):
     """How long a step may take: factor times the median of the steps before it, and min_seconds at least."""
 
@@ -309,6 +315,7 @@ class RunSpec(Config):
     num_skips_allowed: NonNegativeInt  # in a row, if such steps are skipped
     on_too_little_memory: Literal["refuse", "try"]  # if a run needs more memory than there is
     compilation_cache: Text | None  # directory of compiled programs; None: compile at each start
+    compile: CompileSpec
     compiler_options: dict[str, CompilerOption]  # by XLA's names
     artifact: Text | None  # a compiled train step to load instead of compiling
     seed: Seed

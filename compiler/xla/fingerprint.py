@@ -32,7 +32,7 @@ UNSET = "not set"
 # so in their own fields of a Fingerprint, as what they come to: mesh.fsdp=-1 is mesh.fsdp=8 on eight devices.
 NOT_IN_PROGRAM = (
     "run", "target", "mesh", "device_order", "compiler_options", "shards", "checkpoint", "distributed", "logging",
-    "evaluation", "sweep", "tune", "launch", "watchdog", "stragglers", "replay.spike_factor",
+    "compile", "evaluation", "sweep", "tune", "launch", "watchdog", "stragglers", "replay.spike_factor",
     "profile", "artifact", "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold",
     "sharding.on_replicated",
     "on_too_little_memory", "overlap.max_exposed", "overlap.search", "overlap.flag_presets", "data.source",

@@ -88,6 +88,7 @@ def find_job(spec: RunSpec, make_plan: Callable[[], Plan]) -> CompileJob:
             make_plan,
             lambda: find_devices(spec.target, plan_target(spec.target, spec.precision.compute)),
             lambda: _check_makes_artifact(spec),
+            lambda: _check_budget(spec),
         )
         check_can_judge(plan)
         check_compiler_options(spec.compiler_options, devices[0])
@@ -182,6 +183,12 @@ def _check_makes_artifact(spec: RunSpec) -> None:
     if spec.artifact is not None:
         what = f"compile writes an artifact and cannot load one, but artifact={spec.artifact}"
         raise ConfigError([Problem("artifact", what, "leave it out; hydra.run.dir= says where the new one goes")])
+
+
+def _check_budget(spec: RunSpec) -> None:
+    if spec.compile.timeout_seconds is not None and spec.compilation_cache is None:
+        what = "the process that is ended after that time leaves what it compiled in compilation_cache, which is null"
+        raise ConfigError([Problem("compile.timeout_seconds", what, "set a directory as compilation_cache")])
 
 
 def _put(made: StoredStep, place: Path) -> None:

@@ -22,6 +22,7 @@ from ..core.failures import RunFailed
 from ..processes.say import say
 from .abort_watchdog import read_abort_reason
 from .artifact import FOLDER, Artifact, find_artifact, write_artifact
+from .child_compile import compile_in_child
 from .watched import watched
 
 COMPILER_LOG = Path("logs/compiler.log")
@@ -67,11 +68,15 @@ class _StoredCompile:
 
     def __call__(self, lowered: LoweredStep) -> Built:
         store = store_of(self.spec, lowered.fingerprint)
+        places = (self.compiler.run_dir / FOLDER, *([store] if store else []))
+        by_child = self.spec.compile.timeout_seconds is not None and not find_artifact(lowered.fingerprint, places)
+        if by_child:
+            with self.compiler.console.status(self.status):
+                compile_in_child(self.spec, self.overrides, log=self.compiler.run_dir / COMPILER_LOG)
         with one_compiles(store):
-            places = (self.compiler.run_dir / FOLDER, *([store] if store else []))
             self.artifact = find_artifact(lowered.fingerprint, places)
             if self.artifact:
-                return replace(self.artifact.built, cache="hit")
+                return replace(self.artifact.built, cache="miss" if by_child else "hit")
             built = self._compiled(lowered, store and store.with_name(f"{store.name}.aborted"))
             if store is None:
                 return built

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import psutil
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -45,7 +46,7 @@ from meshloom.compiler.xla.stderr_capture import captured_stderr
 from meshloom.runtime.compile.artifact import Artifact, find_artifact, load_programs, read_artifact, write_artifact
 from meshloom.runtime.compile.compile_command import CompileJob, compile_step, prepare_compile
 from meshloom.runtime.train.train import find_precompiled
-from support.helpers import documented_files, meshloom, on_devices, written_files
+from support.helpers import documented_files, meshloom, on_devices, run_in_process, written_files
 
 TINY = ("model.num_layers=1", "global_batch_size=8")
 LINE = (*SMALL, *TINY, "experiment=smoke", "num_steps=4")
@@ -434,6 +435,37 @@ def test_another_run_directory_takes_over_what_was_compiled(compiled):
     assert json.loads((compiled / "other/report.json").read_text())["build"]["cache"] == "hit"
     ours, theirs = (read_artifact(compiled / name) for name in ("other", "run"))
     assert ours.built == theirs.built
+
+
+@pytest.mark.ci
+def test_a_compiler_that_takes_too_long_is_ended_and_its_options_named(compiled):
+    """A process takes longer than a second to start."""
+    late = ("compile.timeout_seconds=1", "compilation_cache=late", "hydra.run.dir=late_run")
+    option = "compiler_options.xla_cpu_enable_fast_math=true"
+    done = meshloom("compile", *LINE, *late, option, cwd=compiled)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == (
+        "error: compile.timeout_seconds: the compiler is still at work after 1.00 s, with xla_cpu_enable_fast_math=True"
+    )
+    assert not (compiled / "late_run/report.json").exists()
+    assert str(compiled) not in [each.info["cwd"] for each in psutil.process_iter(["cwd"])], "it has ended"
+
+
+@pytest.mark.ci
+def test_what_a_process_with_a_budget_compiled_is_the_same(compiled):
+    budget = ("compile.timeout_seconds=900", "compilation_cache=budget", "hydra.run.dir=budget_run")
+    done = meshloom("compile", *LINE, *budget, cwd=compiled)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads((compiled / "budget_run/report.json").read_text())["build"]["cache"] == "miss"
+    ours, theirs = (read_artifact(compiled / name) for name in ("budget_run", "run"))
+    assert ours.built.text == theirs.built.text
+    assert "train it: meshloom train" in (compiled / "budget_run/logs/compiler.log").read_text()
+
+
+def test_a_budget_needs_a_place_for_what_is_compiled(tmp_path):
+    done = run_in_process("compile", *LINE, "compile.timeout_seconds=9", "compilation_cache=null", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "error: compile.timeout_seconds: the process that is ended after that time" in done.stderr
 
 
 @pytest.mark.ci
