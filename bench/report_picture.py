@@ -13,7 +13,7 @@ from pathlib import Path
 PICTURE = Path(__file__).parents[1] / "docs" / "report.png"
 OVERRIDES = ("model=llama3_8b", "model.num_layers=4", "target=v6e-64", "global_batch_size=256", "sequence_length=2048",
              "remat=full", "data=synthetic", "overlap.flag_presets=[sparse_core]")  # fmt: skip
-WIDTH, HEIGHT = 1160, 920
+WIDTH, HEIGHT = 1160, 1440
 
 
 def compile_step(run_dir: Path) -> None:
