@@ -256,7 +256,7 @@ RECIPES = (
            declared("llama2_7b", "v5e-256", 4, 512, 2048, "full", "sharding=hsdp", "target.num_slices=2", *SCALE_32),
            V5E),
     Recipe("checked", "MaxText 128B, v5p-256", V5P_SOURCE, None, 0.6868, "minimal",
-           declared("llama2_7b", "v5p-256", 1, 128, 2048, "save_names", QKV_OUT, *TENSOR_8, *SCALE_128), V5P),
+           declared("llama2_7b", "v5p-256", 1, 128, 2048, "save_dots", *TENSOR_8, *SCALE_128), V5P),
     Recipe("checked", "MaxText Llama 3.1 8B, v6e-8", f"{TPU_RECIPES}/Llama3.1-8B-MaxText/v6e-8/README.md",
            7138.890, None, "custom, offloaded",
            declared("llama3_8b", "v6e-8", 3, 8, 8192, "offload", FSDP, LAYER_INPUTS), V6E_DENSE),
