@@ -25,7 +25,7 @@ from ..xla.schedule import Simulation, simulate
 from ..xla.schedule.prices import Chip
 from ..xla.schedule.program import read_steps
 from ..xla.schedule.simulate import CollectiveTotals, Priced
-from ..xla.schedule.steps import Collective, dones_of
+from ..xla.schedule.steps import Collective, Done, every
 from .collective_placement import CollectivePlacement
 from .match import Match, match_planned, source_by_size
 from .program_devices import ProgramDevices
@@ -115,7 +115,7 @@ def analyse_program(module: Module, devices: ProgramDevices, declared: Declared 
         events=events_of(result.segments, steps, collectives) if target.chip is not None else (),
         unknown=_unknown(result, placed, target, declared),
         compute_seconds=result.operations if target.chip is not None else {},
-        dones={done.by: done.name for done in dones_of(steps)},
+        dones={done.by: done.name for done in every(steps, Done)},
         latency_seconds=_latencies(result, devices),
     )
 

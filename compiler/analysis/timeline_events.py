@@ -15,7 +15,7 @@ from ..core.format import counted
 from ..core.scopes import OperationName
 from ..schema import CollectiveReport, Event
 from ..xla.schedule.simulate import Segment
-from ..xla.schedule.steps import Compute, Loop, Step, computes_of, loops_of
+from ..xla.schedule.steps import Compute, Loop, Step, every
 from .program_memory import PeakMemory
 from .unavailable import Unavailable
 
@@ -31,17 +31,17 @@ def events_of(
 ) -> tuple[Event, ...]:
     """Returns an event for each segment; a collective that uses both directions of a torus axis is one event, on the
     axis' own track."""
-    computes = {each.name: each for each in computes_of(steps)}
+    computes = {each.name: each for each in every(steps, Compute)}
     reports = {each.name: each for each in collectives}
-    loops = {loop.name: _loop_name(loop) for loop in loops_of(steps)}
-    trips = {loop.name: loop.num_trips for loop in loops_of(steps)}
+    by_name = {loop.name: loop for loop in every(steps, Loop)}
+    loops = {name: _loop_name(loop) for name, loop in by_name.items()}
     there = {(each.track, each.name, each.start_seconds) for each in segments}
 
     def event(segment: Segment, track: str) -> Event:
         trip = segment.trip
         arguments = _arguments(segment, computes, reports)
         if trip is not None and segment.kind != "loop":
-            arguments["iteration"] = f"{trip.index + 1} of {trips[trip.loop] or 'an unknown number'}"
+            arguments["iteration"] = f"{trip.index + 1} of {by_name[trip.loop].num_trips or 'an unknown number'}"
         return Event(
             track=track,
             name=_name(segment, computes, reports, loops),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ...core.collectives import CollectiveKind
 
@@ -88,50 +88,21 @@ class Branches:
 
 
 Step = Compute | Start | Done | Loop | Branches
+S = TypeVar("S", Compute, Start, Done, Loop)
+
+
+def every(steps: tuple[Step, ...], kind: type[S]) -> Iterator[S]:
+    """Returns every step of a kind in a program, once, the outer ones first."""
+    for step in steps:
+        if isinstance(step, kind):
+            yield step
+        if isinstance(step, Loop):
+            yield from every(step.body, kind)
+        elif isinstance(step, Branches):
+            for branch in step.branches:
+                yield from every(branch, kind)
 
 
 def collectives_of(steps: tuple[Step, ...]) -> Iterator[Collective]:
     """Returns every collective of a program, once."""
-    for step in steps:
-        if isinstance(step, Start):
-            yield step.collective
-        elif isinstance(step, Loop):
-            yield from collectives_of(step.body)
-        elif isinstance(step, Branches):
-            for branch in step.branches:
-                yield from collectives_of(branch)
-
-
-def dones_of(steps: tuple[Step, ...]) -> Iterator[Done]:
-    """Returns every end of a collective in a program, once."""
-    for step in steps:
-        if isinstance(step, Done):
-            yield step
-        elif isinstance(step, Loop):
-            yield from dones_of(step.body)
-        elif isinstance(step, Branches):
-            for branch in step.branches:
-                yield from dones_of(branch)
-
-
-def computes_of(steps: tuple[Step, ...]) -> Iterator[Compute]:
-    """Returns every operation on the compute unit in a program, once."""
-    for step in steps:
-        if isinstance(step, Compute):
-            yield step
-        elif isinstance(step, Loop):
-            yield from computes_of(step.body)
-        elif isinstance(step, Branches):
-            for branch in step.branches:
-                yield from computes_of(branch)
-
-
-def loops_of(steps: tuple[Step, ...]) -> Iterator[Loop]:
-    """Returns every loop of a program, the outer ones first."""
-    for step in steps:
-        if isinstance(step, Loop):
-            yield step
-            yield from loops_of(step.body)
-        elif isinstance(step, Branches):
-            for branch in step.branches:
-                yield from loops_of(branch)
+    return (start.collective for start in every(steps, Start))

@@ -21,7 +21,7 @@ from meshloom.compiler.report.views.timeline import layer_views
 from meshloom.compiler.xla.hlo import HloError, parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
-from meshloom.compiler.xla.schedule.steps import Compute, Start, loops_of
+from meshloom.compiler.xla.schedule.steps import Compute, Loop, Start, every
 from support.helpers import SCHEDULES, recorded_text
 
 COMMANDS, FOR_MEMORY = (
@@ -239,7 +239,7 @@ def test_across_slices_are_sums_over_replicas():
 def test_a_windowed_einsum_sends_both_ways_within_its_loop():
     """Eight devices on a ring of devices: each window goes one hop and meets a matmul."""
     steps = read_steps(parse_module(recorded_text("windowed_einsum")), V5E)
-    gathered, scattered = loops_of(steps)
+    gathered, scattered = every(steps, Loop)
     assert (gathered.num_trips, scattered.num_trips) == (2, 2)
     for loop in (gathered, scattered):
         sent = [step.collective for step in loop.body if isinstance(step, Start)]

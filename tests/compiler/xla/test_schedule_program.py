@@ -8,7 +8,7 @@ from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
-from meshloom.compiler.xla.schedule.steps import Collective, Compute, Step, collectives_of, loops_of
+from meshloom.compiler.xla.schedule.steps import Collective, Compute, Loop, Step, collectives_of, every
 from support.schedules import GATHER, GROUPS, START, compute, loop, module
 
 TPU = Chip(
@@ -140,11 +140,11 @@ def test_nested_loops_multiply():
 def test_trips_are_read_from_the_condition(condition, trips):
     computations, run = loop(compute("a", 10), trips=6, condition=condition)
     text = module(run, before=computations)
-    assert [each.num_trips for each in loops_of(read_steps(parse_module(text), TPU))] == [trips]
+    assert [each.num_trips for each in every(read_steps(parse_module(text), TPU), Loop)] == [trips]
     assert simulated(text).unknown_loops == (set() if trips else {"loop"})
     known = run + ', backend_config={"known_trip_count":{"n":"9"}}'
     text = module(known, before=computations)
-    assert [each.num_trips for each in loops_of(read_steps(parse_module(text), TPU))] == [9]
+    assert [each.num_trips for each in every(read_steps(parse_module(text), TPU), Loop)] == [9]
 
 
 FUSED = f"""\
