@@ -1,17 +1,16 @@
 """A compiled step with everything that was read from it, and the verdicts that follow."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..estimate.estimate import StepEstimate, fits_host
 from ..plan import Plan
-from ..schema import Event, Finding, StepReport
+from ..schema import Event, Finding
 from ..target.target import TargetPlan
 from ..xla.aot import Built, LoweredStep
 from .exposure import find_too_exposed
 from .lint import lint
-from .program_memory import PeakMemory
-from .schedule_analysis import ScheduleAnalysis
+from .program_memory import PeakMemory, needed_bytes
+from .schedule_analysis import NOTHING_TIMED, ScheduleAnalysis
 from .timeline_events import with_memory
 from .unavailable import Unavailable
 
@@ -67,10 +66,7 @@ class CompiledStep:
         memory, refused = self.built.memory, self.built.out_of_memory
         if memory is None:
             return refused.needed_bytes if refused else None
-        needed = memory.needed_bytes(self.plan.target.platform)
-        if needed is not None or isinstance(self.peak, Unavailable):
-            return needed
-        return self.peak.num_bytes
+        return needed_bytes(memory, self.peak, self.plan.target)
 
 
 def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ...]:
@@ -105,8 +101,5 @@ def used_devices_per_chip(target: TargetPlan) -> int:
 
 
 def _unanalysed(why: str) -> ScheduleAnalysis:
-    figures = ("compute_seconds", "exposed_seconds", "exposed_fraction", "predicted_seconds", "predicted_mfu")
-    step: Any = dict.fromkeys((*figures, "predicted_range_seconds", "roofline_seconds"))
-    counts: Any = {"num_unpriced": 0, "num_bounded": 0, "bounded_seconds": 0.0}
     unknown: dict[str, str] = dict.fromkeys(("step", "collectives"), why)
-    return ScheduleAnalysis((), {}, StepReport(**step, **counts, compute_seconds_by_kind={}), (), unknown)
+    return ScheduleAnalysis((), {}, NOTHING_TIMED, (), unknown)

@@ -11,7 +11,7 @@ from ..xla.aot import ProgramMemory
 from ..xla.hlo import HloError, Module, parse_module
 from .program_devices import ProgramDevices
 from .program_lint import lint_program
-from .program_memory import PeakMemory, read_peak
+from .program_memory import PeakMemory, needed_bytes, read_peak
 from .program_text import read_part
 from .schedule_analysis import ScheduleAnalysis, analyse_program
 from .timeline_events import with_memory
@@ -43,10 +43,7 @@ class InspectedProgram:
     @property
     def needed_bytes(self) -> int | None:
         """Returns the bytes that it needs on a device: as XLA counts them, else as counted in the text."""
-        needed = self.memory.needed_bytes(self.devices.target.platform) if self.memory else None
-        if needed is not None or isinstance(self.peak, Unavailable):
-            return needed
-        return self.peak.num_bytes
+        return needed_bytes(self.memory, self.peak, self.devices.target)
 
 
 def inspect_text(

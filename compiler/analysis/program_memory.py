@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..core.scopes import OperationName, Pass
+from ..target.target import TargetPlan
+from ..xla.aot import ProgramMemory
 from ..xla.hlo import Instruction, Module
 from ..xla.schedule.buffers import Buffer, Buffers, read_buffers
 from ..xla.schedule.prices import kind_of
+from .unavailable import Unavailable
 
 Class = Literal["working_weights", "gradients", "activations", "temporaries"]
 
@@ -65,6 +68,15 @@ def read_peak(module: Module) -> PeakMemory:
     return PeakMemory(
         buffers.peak_bytes, dict(by_class), " > ".join(buffers.peak_at), tuple(held), buffers.bytes_during
     )
+
+
+def needed_bytes(memory: ProgramMemory | None, peak: PeakMemory | Unavailable, target: TargetPlan) -> int | None:
+    """Returns the bytes that a program needs on a device: as its compiler counts them, where that is known per device,
+    else as its text shows; None where neither says it."""
+    counted = memory.needed_bytes(target.platform) if memory else None
+    if counted is not None or isinstance(peak, Unavailable):
+        return counted
+    return peak.num_bytes
 
 
 def _held(buffers: Sequence[Buffer], classes: Mapping[int, Class], module: Module) -> Iterator[HeldArray]:

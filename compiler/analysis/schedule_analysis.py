@@ -64,6 +64,11 @@ class Declared:
     model_flops: ModelFlops
 
 
+NOTHING_TIMED = StepReport(
+    compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
+    predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=0,
+    num_bounded=0, bounded_seconds=0.0,
+)  # fmt: skip
 NOTHING_DECLARED = Declared((), (), ModelFlops(None, ()))
 
 
@@ -213,11 +218,7 @@ def _where(totals: CollectiveTotals) -> str:
 
 def _step(result: Simulation, target: TargetPlan, model_flops: int | None) -> StepReport:
     if target.chip is None:
-        return StepReport(
-            compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
-            predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None, roofline_seconds=None,
-            num_unpriced=0, num_bounded=0, bounded_seconds=0.0,
-        )  # fmt: skip
+        return NOTHING_TIMED
     peak, mfu, accuracy = target.peak_flops_per_second, None, accuracy_of(target)
     if peak and result.seconds and model_flops is not None:
         mfu = model_flops / (result.seconds * peak * target.num_devices)

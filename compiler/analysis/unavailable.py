@@ -1,4 +1,4 @@
-"""What stands for a value that is not known."""
+"""The reason why a value is not known, which takes its place."""
 
 from dataclasses import dataclass
 

@@ -22,6 +22,8 @@ from ..target.placement import Placement
 
 TOLD_APART: tuple[Class, ...] = ("working_weights", "gradients", "activations")  # of the temporaries of XLA
 NO_PROGRAM = "the compiler refused the program: what it would keep at its peak is not known"
+LIMITED = ("memory.limit_bytes_per_chip", "memory.fits", "memory.breakdown.reserved")  # unknown where there is no limit
+NO_LIMIT = "the chip's memory is not known"
 LARGEST_ERROR = 0.1  # of XLA's peak
 
 
@@ -96,8 +98,7 @@ def _memory(step: CompiledStep, unknown: dict[str, str], changes: tuple[Change, 
     if code is None:
         unknown["memory.breakdown.code"] = "the compiler refused the program"
     if limit is None:
-        names = ("memory.limit_bytes_per_chip", "memory.fits", "memory.breakdown.reserved")
-        unknown |= dict.fromkeys(names, "the chip's memory is not known")
+        unknown |= dict.fromkeys(LIMITED, NO_LIMIT)
     host, host_limit = step.host_bytes, plan.target.host_bytes_per_device
     if host is None:
         unknown |= dict.fromkeys(("memory.host_bytes_per_chip", "memory.host_fits"), "the compiler refused the program")

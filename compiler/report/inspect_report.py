@@ -2,15 +2,13 @@
 
 from ..analysis.compiled_step import limit_bytes, used_devices_per_chip
 from ..analysis.inspected import InspectedProgram
-from ..analysis.program_memory import Class
 from ..analysis.schedule_analysis import NOT_DECLARED
 from ..analysis.unavailable import Unavailable
 from ..estimate.estimate import HOST_UNKNOWN, fits_host
 from ..schema import SCHEMA_VERSION, MemoryReport, ProgramReport, Report
-from .build_report import LARGEST_ERROR, target_report, unknown_of_target
+from .build_report import LARGEST_ERROR, LIMITED, NO_LIMIT, TOLD_APART, target_report, unknown_of_target
 
 ELSEWHERE = "it was compiled elsewhere: neither its versions nor its options are in its text"
-TOLD_BY_NAMES: tuple[Class, ...] = ("working_weights", "gradients", "activations")
 OF_A_PLAN = (
     "program.num_parameters", "program.num_active_parameters", "program.tokens_per_step",
     "program.model_flops_per_step", "memory.estimate_bytes_per_chip", "memory.host_estimate_bytes_per_chip",
@@ -52,8 +50,7 @@ def _memory(program: InspectedProgram, unknown: dict[str, str]) -> MemoryReport:
     if needed is None and isinstance(program.peak, Unavailable):
         unknown |= dict.fromkeys(("memory.peak_bytes_per_chip", "memory.fits"), program.peak.why)
     if limit is None:
-        names = ("memory.limit_bytes_per_chip", "memory.fits", "memory.breakdown.reserved")
-        unknown |= dict.fromkeys(names, "the chip's memory is not known")
+        unknown |= dict.fromkeys(LIMITED, NO_LIMIT)
     if stats is None:
         why = "the program's text does not say what lies in the host's memory"
         unknown |= dict.fromkeys(("memory.host_bytes_per_chip", "memory.host_fits"), why)
@@ -95,7 +92,7 @@ def _breakdown(program: InspectedProgram) -> dict[str, int]:
         arguments = program.memory.arguments_bytes
     if arguments > needed or abs(peak.num_bytes - needed) > LARGEST_ERROR * needed:
         return {"temporaries": needed}
-    told = {str(name): count for name in TOLD_BY_NAMES if (count := peak.by_class.get(name, 0))}
+    told = {str(name): count for name in TOLD_APART if (count := peak.by_class.get(name, 0))}
     rest = needed - arguments - sum(told.values())
     if rest < 0:
         return {"arguments": arguments, "temporaries": needed - arguments}
