@@ -32,7 +32,6 @@ class Column:
     justify: Literal["left", "right"] = "left"
     overflow: Literal["keep", "cut", "fold"] = "keep"
     min_width: int | None = None
-    max_width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Console:
         for column, least in zip(table.columns, widths, strict=True):
             made.add_column(
                 Text(visible_line(column.name)), justify=column.justify, width=least, min_width=column.min_width,
-                max_width=column.max_width, no_wrap=column.overflow != "fold",
+                no_wrap=column.overflow != "fold",
                 overflow="fold" if column.overflow == "fold" else "ellipsis",
             )  # fmt: skip
         for row in rows:
@@ -162,10 +161,10 @@ def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Text]], limit: in
     cut = [n for n, column in enumerate(columns) if column.overflow == "cut"]
     if not cut or any(column.overflow == "fold" for column in columns):
         return [None] * len(columns)
-    widths = []
-    for n, column in enumerate(columns):
-        longest = max([len(column.name), column.min_width or 0, *(row[n].cell_len for row in rows)])
-        widths.append(min(longest, column.max_width or longest))
+    widths = [
+        max([len(column.name), column.min_width or 0, *(row[n].cell_len for row in rows)])
+        for n, column in enumerate(columns)
+    ]
     while sum(widths) + 2 * (len(columns) - 1) > limit and any(widths[n] > 1 for n in cut):
         widths[max(cut, key=lambda n: widths[n])] -= 1
     return list(widths)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from ..core.format import counted
 from .target import TargetPlan
 
 TABLE = Path(__file__).with_name("accuracy.json")
@@ -32,7 +33,7 @@ class Accuracy:
         return seconds * max(0.0, 1 - self.largest_error), seconds * (1 + self.largest_error)
 
     def __str__(self) -> str:
-        return f"{len(self.ratios)} published {'run' if len(self.ratios) == 1 else 'runs'} on {self.chip}"
+        return f"{counted(len(self.ratios), 'published run')} on {self.chip}"
 
 
 def accuracy_of(target: TargetPlan) -> Accuracy | None:

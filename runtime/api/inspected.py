@@ -29,8 +29,6 @@ from ..compile.program_files import devices_of, find_program, read_target
 from ..rundir.report_files import write_report
 from .guest import as_guest
 
-WIDTH = 120  # of the text, in characters
-
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
@@ -46,7 +44,7 @@ class Inspection:
     def text(self) -> str:
         """Returns what `meshloom inspect` prints."""
         out = io.StringIO()
-        show_summary(self.report, Console(out, width=WIDTH, is_terminal=False), files=())
+        show_summary(self.report, Console(out, is_terminal=False), files=())
         return out.getvalue()
 
     @cached_property

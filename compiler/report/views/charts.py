@@ -43,8 +43,8 @@ class Bar:
 
 
 def memory_bar(report: Report) -> Bar:
-    """Returns the memory of a chip: the parts of the peak, what is left, and what is reserved, which the limit is
-    without; and what was estimated without XLA."""
+    """Returns the memory of a chip: the parts of the peak, what is left, and what is reserved beyond the limit. Marks
+    show the limit and the estimate without XLA."""
     memory = report.memory
     counts = [(name, count) for name, count in memory.breakdown.items() if count and name != "reserved"]
     parts = [(name.replace("_", " "), count, f"memory-{name}") for name, count in counts]

@@ -5,7 +5,10 @@ axes have one device in common, so each chip has the colour of one axis at most,
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from ...target.placement import Placement, physical_sizes
 
@@ -24,7 +27,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Panel:
-    """A plane of chips. title: "z 3 of slice 1"; empty where there is one only."""
+    """A plane of chips. title: "slice 1, z 3"; empty if there is only one."""
 
     title: str
     cells: tuple[Cell, ...]
@@ -46,20 +49,17 @@ def mesh_picture(placement: Placement) -> MeshPicture | None:
     """Returns the picture; None where the links between devices are not known."""
     if not placement.is_known or not placement.is_of_mesh:
         return None
-    names = tuple(physical_sizes(placement.target))
     sizes = physical_sizes(placement.target)
-    is_torus = "x" in sizes
-    across, down = ("x", "y") if is_torus else ("NVLink", "NIC")
-    outer = [name for name in names if name not in (across, down, "core") and sizes[name] > 1]
+    across, down = ("x", "y") if "x" in sizes else ("NVLink", "NIC")
+    outer = [name for name in sizes if name not in (across, down, "core") and sizes[name] > 1]
     colours = {axis: f"axis-{n}" for n, axis in enumerate((a for a, size in placement.sizes.items() if size > 1), 1)}
 
-    found: dict[tuple[int, ...], list[Cell]] = {at: [] for at in _indices([sizes[name] for name in outer])}
-    for axis, colour in colours.items():
-        for place in _group(placement, axis)[1:]:
-            at = dict(zip(names, place, strict=True))
-            found[tuple(at[name] for name in outer)].append(_cell(at, across, down, colour))
-    first = dict(zip(names, placement.places[0], strict=True))
-    found[tuple(first[name] for name in outer)].append(_cell(first, across, down, "first"))
+    found: dict[tuple[int, ...], list[Cell]] = {at: [] for at in np.ndindex(*(sizes[name] for name in outer))}
+    # The first device last: it lies on each axis, and cores of its chip may, too.
+    shared = [(place, colour) for axis, colour in colours.items() for place in _group(placement, axis)[1:]]
+    for place, colour in (*shared, (placement.places[0], "first")):
+        at = dict(zip(sizes, place, strict=True))
+        found[tuple(at[name] for name in outer)].append(Cell(at[across] * CELL, at.get(down, 0) * CELL, colour))
 
     rows = sizes.get(down, 1)
     shown = min(rows, MOST_ROWS)
@@ -84,16 +84,5 @@ def _group(placement: Placement, axis: str) -> list[tuple[int, ...]]:
     return [placement.places[n * stride] for n in range(placement.sizes[axis])]
 
 
-def _cell(at: dict[str, int], across: str, down: str, colour: str) -> Cell:
-    return Cell(at[across] * CELL, at.get(down, 0) * CELL, colour)
-
-
-def _indices(sizes: list[int]) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = [()]
-    for size in sizes:
-        found = [(*before, n) for before in found for n in range(size)]
-    return found
-
-
-def _title(outer: list[str], at: tuple[int, ...]) -> str:
+def _title(outer: Sequence[str], at: tuple[int, ...]) -> str:
     return ", ".join(f"{'slice' if name == 'DCN' else name} {n}" for name, n in zip(outer, at, strict=True))

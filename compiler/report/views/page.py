@@ -82,9 +82,10 @@ def compact_timeline(*timelines: Sequence[Event]) -> dict[str, Any]:
     """Events as rows of numbers, each text once: [lane, start ns, ns, name, instruction, kind, arguments, hidden ns or
     -1, bytes of memory or -1]; and the views that are shown at first. Several timelines share the time axis, and
     nothing else."""
-    slices = [s for events in timelines for s in lay_out(events)]
+    laid_out = [lay_out(events) for events in timelines]
+    slices = [s for each in laid_out for s in each]
     kept = sorted(range(len(slices)), key=lambda i: slices[i].start_ns - slices[i].end_ns)[:NUM_EVENTS]
-    hidden = [by for events in timelines for by in hidden_behind(lay_out(events))]
+    hidden = [by for each in laid_out for by in hidden_behind(each)]
     texts: dict[str, dict[str, int]] = {"lanes": {}, "names": {}, "hlo": {}, "kinds": {}, "arguments": {}}
 
     def number(table: str, text: str) -> int:
@@ -140,18 +141,19 @@ def collective_groups(report: Report) -> list[dict[str, Any]]:
     groups: dict[tuple[Any, ...], list[tuple[int, CollectiveReport]]] = {}
     for index, c in _in_order(report):
         groups.setdefault((c.kind, c.mesh_axes, c.link, _pass_of(c)), []).append((index, c))
-    summed = [(found, sums(c for _, c in found)[0]) for found in groups.values()]
-    summed.sort(key=lambda group: (-or_infinity(group[1].exposed_seconds), -group[1].bytes))
-    longest = max((group.alone_seconds or 0 for _, group in summed), default=0) or 1
+    summed = [(in_pass, found, sums(c for _, c in found)[0]) for (*_, in_pass), found in groups.items()]
+    summed.sort(key=lambda group: (-or_infinity(group[2].exposed_seconds), -group[2].bytes))
+    longest = max((group.alone_seconds or 0 for *_, group in summed), default=0) or 1
+    longest_place = max((c.alone_seconds or 0 for c in report.collectives), default=0) or 1
     return [
         {
-            "title": _pass_of(found[0][1]) or "all",
+            "title": in_pass or "all",
             "sum": group,
-            "rows": [_collective(index, c, report) for index, c in found],
+            "rows": [_collective(index, c, longest_place) for index, c in found],
             "hidden_width": 100 * (group.hidden_seconds or 0) / longest,
             "exposed_width": 100 * (group.exposed_seconds or 0) / longest,
         }
-        for found, group in summed
+        for in_pass, found, group in summed
     ]
 
 
@@ -161,8 +163,7 @@ def _pass_of(c: CollectiveReport) -> str:
     return last if last in get_args(Pass) else ""
 
 
-def _collective(index: int, c: CollectiveReport, report: Report) -> dict[str, Any]:
-    longest = max((other.alone_seconds or 0 for other in report.collectives), default=0) or 1
+def _collective(index: int, c: CollectiveReport, longest: float) -> dict[str, Any]:
     return {
         "c": c,
         "path": f"collectives[{index}]",
