@@ -8,7 +8,7 @@ line for each compile, and not compiled again. With DIR the run directories are 
 before are priced again from their text, in seconds: FILE is written anew. Prints tables in Markdown, and writes the
 errors of the checked rows to compiler/target/accuracy.json, from which predictions get their range.
 
-Constants of the cost model are global and have their sources in docs/schedule.md and conf/target; half of the rows may
+Constants of the cost model are global and have their sources in docs/targets.md and conf/target; half of the rows may
 be looked at to choose them, the others only check.
 """
 
@@ -17,11 +17,11 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from compiled_rows import NOT_COMPILED, Overrides, add_row, keep, read_kept
+from published_recipes import RECIPES, Recipe
 
 from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
 from meshloom.compiler.config.compose import Request, read_spec
@@ -29,258 +29,13 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.target.accuracy import TABLE, Accuracy
 from meshloom.compiler.xla.hlo import parse_module
 
-Options = dict[str, bool | int | str]
-
 KEPT = Path(__file__).with_suffix(".jsonl")
 NUM_EXPOSED = 4
-
-MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/main"
-TPU_RECIPES = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/trillium"
-TORCHTITAN = "https://github.com/pytorch/torchtitan/blob"
-
-# XLA options of recipes: MaxText/configs/v5e/*.sh and v5p/*.sh, benchmarks/xla_flags_library.py. Of the last, libtpu
-# 0.0.42.1 has no xla_sc_disjoint_spmem.
-ASYNC_GATHERS: Options = {
-    "xla_tpu_enable_async_collective_fusion": True,
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
-    "xla_tpu_overlap_compute_collective_tc": True,
-    "xla_enable_async_all_gather": True,
-}
-DATA_PARALLEL: Options = {
-    "xla_tpu_enable_data_parallel_all_reduce_opt": True,
-    "xla_tpu_data_parallel_opt_different_sized_ops": True,
-}
-V5E: Options = DATA_PARALLEL | ASYNC_GATHERS
-V5P: Options = V5E | {
-    "xla_tpu_megacore_fusion_allow_ags": False,
-    "xla_enable_async_collective_permute": True,
-    "xla_tpu_enable_ag_backward_pipelining": True,
-}
-# Left out of v6e's recipes: xla_tpu_scoped_vmem_limit_kib, with which a compile takes over 20 minutes on two cores.
-# What it makes faster by the compiler's own estimate is bounded anyway (docs/schedule.md).
-SPARSE_CORE: Options = {
-    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": False,
-    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
-    "xla_tpu_enable_all_reduce_offload_tracing": True,
-    "xla_tpu_use_tc_device_shape_on_sc": True,
-    "xla_sc_enable_instruction_fusion": False,
-    "xla_sc_disable_megacore_partitioning": True,
-}
-SCATTER_LAYOUT: Options = {
-    "xla_tpu_use_minor_sharding_for_major_trivial_input": True,
-    "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
-    "xla_tpu_assign_all_reduce_scatter_layout": True,
-}
-HOST_OFFLOAD: Options = {
-    "xla_tpu_enable_all_experimental_scheduler_features": True,
-    "xla_tpu_enable_scheduler_memory_pressure_tracking": True,
-    "xla_tpu_host_transfer_overlap_limit": 24,
-    "xla_tpu_aggressive_opt_barrier_removal": "ENABLED",
-    "xla_lhs_prioritize_async_depth_over_stall": "ENABLED",
-    "xla_tpu_enable_ag_backward_pipelining": True,
-    "xla_should_allow_loop_variant_parameter_in_chain": "ENABLED",
-    "xla_should_add_loop_invariant_op_in_chain": "ENABLED",
-    "xla_max_concurrent_host_send_recv": 100,
-    "xla_tpu_scheduler_percent_shared_memory_limit": 100,
-    "xla_latency_hiding_scheduler_rerun": 2,
-}
-V6E_DENSE: Options = ASYNC_GATHERS | SCATTER_LAYOUT | DATA_PARALLEL | SPARSE_CORE | HOST_OFFLOAD
-V6E_EXPERTS: Options = ASYNC_GATHERS | DATA_PARALLEL
-V4: Options = {"xla_enable_async_all_gather": True}
-# MaxText/configs/a3/llama_2_7b/2vm.sh; those that jaxlib 0.10.2 no longer has, or has as defaults, are left out
-GPU: Options = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_all_reduce_combine_threshold_bytes": 67108864,
-    "xla_gpu_all_gather_combine_threshold_bytes": 134217728,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 67108864,
-    "xla_gpu_enable_pipelined_all_gather": True,
-    "xla_gpu_enable_pipelined_reduce_scatter": True,
-    "xla_gpu_enable_pipelined_all_reduce": True,
-}
-# What PyTorch's FSDP does by itself: it sends beside compute, gathers and reductions at the same time
-OVERLAPPED: Options = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
-}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A published training configuration. half: a constant may be chosen by rows that are `fitted`, never by those that
-    are `checked`. tokens_per_second: of one chip, None where only MFU is published. published_mfu: as its authors count
-    it, None where they give none. remat: what the recipe calls its own."""
-
-    half: Literal["fitted", "checked"]
-    name: str
-    source: str
-    tokens_per_second: float | None
-    published_mfu: float | None
-    remat: str
-    overrides: tuple[str, ...]
-    options: Options = field(default_factory=dict)
-
-    @property
-    def declaration(self) -> tuple[str, ...]:
-        """The overrides, with the recipe's XLA options."""
-        if not self.options:
-            return self.overrides
-        options = ", ".join(f"{name}: {_typed(value)}" for name, value in self.options.items())
-        return (*self.overrides, f"compiler_options={{{options}}}")
-
-
-def declared(
-    model: str, target: str, sequences_per_chip: int, num_chips: int, length: int, remat: str, *others: str
-) -> tuple[str, ...]:
-    return (
-        f"model={model}", f"target={target}", f"global_batch_size={sequences_per_chip * num_chips}",
-        f"sequence_length={length}", f"remat={remat}", "data=synthetic", *others,
-    )  # fmt: skip
-
-
-def default_model(embed_dim: int, num_heads: int, mlp_dim: int, num_layers: int) -> tuple[str, ...]:
-    """MaxText's model without a name, at the scale of `global_parameter_scale`: Llama 2's with other dimensions."""
-    return (
-        f"model.embed_dim={embed_dim}", f"model.num_heads={num_heads}", f"model.num_kv_heads={num_heads}",
-        f"model.mlp_dim={mlp_dim}", f"model.num_layers={num_layers}",
-    )  # fmt: skip
-
-
-SCALE_16 = default_model(4096, 64, 28672, 32)
-SCALE_32 = default_model(8192, 64, 28672, 32)
-SCALE_64 = default_model(8192, 64, 28672, 64)
-FSDP = "sharding=fsdp"
-# MaxText splits what lies between the layers over the tensor axis, too
-TENSOR_4 = (
-    "sharding=fsdp_tensor", "mesh.tensor=4",
-    "sharding.activations=[{logical: [batch], mesh: [replica, data, fsdp]}, "
-    "{logical: [vocab, mlp, heads, kv_heads, embed], mesh: [tensor]}, "
-    "{logical: [length, sequence_parallel_length, head_dim], mesh: []}]",
-)  # fmt: skip
-LLAMA2_13B = default_model(5120, 40, 13824, 40)
-GRAND_TETON = ("target.chip.hbm_bytes_per_second=2.4e12", "target.chip.power_limit_watts=500")  # its H100 has HBM2e
-QKV_OUT = "remat.names=[queries,keys,values,attention_residual]"  # query_proj, key_proj, value_proj, out_proj there
-
-H100_SOURCE = f"{TORCHTITAN}/31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/llama3_h100_202412_torchtitan.md"
-H100_TP_SOURCE = (
-    f"{TORCHTITAN}/5ecb74e54b8d28abf605a248b7dec5f1876b08d8/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
-)
-A100_SOURCE = f"{TORCHTITAN}/041336434916bdc0f88c1f89fda176fd3c2092e4/docs/performance.md"
-FMS_FSDP = "https://github.com/foundation-model-stack/fms-fsdp"  # nodes with 400 Gb/s (A100), 800 (H100)
-A3_SOURCE = f"{MAXTEXT}/MaxText/configs/a3/llama_2_7b/README.md"
-V4_SOURCE, V5E_SOURCE, V5P_SOURCE = (f"{MAXTEXT}/MaxText/configs/{chip}/README.md" for chip in ("v4", "v5e", "v5p"))
-TIERS = "https://maxtext.readthedocs.io/en/latest/reference/models/tiering.html"
-# Gradients are reduced layer by layer in the compute type, beside the backward pass.
-BESIDE_BACKWARD = ("overlap.layers.reduce_in_backward=true", "precision.gradient_reduction=bfloat16")
-FMS_A100, FMS_H100 = ("target.network.node_bytes_per_second=5e10",), ("target.network.node_bytes_per_second=1e11",)
-A3_NETWORK = "target.network.node_bytes_per_second=1e11"  # A3 High: 4 adapters of 200 Gb/s for its GPUs
-LAYER_INPUTS = "remat.names=[layer_input,queries,keys,values,attention_residual]"
-# 22b.sh has two matrices in its MLP and heads of 256: MaxText's defaults of 2023, at which it has 22 B parameters
-SCALE_22_V4 = (
-    *default_model(6144, 24, 24576, 48),
-    "model.head_dim=256",
-    "model.mlp=plain",
-    "model.mlp_activation=relu",
-)
-LLAMA_34B = (*default_model(8192, 64, 22016, 48), "model.num_kv_heads=8")
-SCALE_128 = default_model(8192, 128, 57344, 64)
-MISTRAL_7B = ("model.vocab_size=32000", "model.rope_theta=10000.0")
-TENSOR_8 = ("sharding=fsdp_tensor", "mesh.tensor=8", TENSOR_4[2])
-
-
-def a3(num_nodes: int, mfu: float) -> Recipe:
-    """MaxText's Llama 2 7B on Google's A3 machines: fully sharded in a node, replicas over nodes."""
-    target, others = f"h100-{8 * num_nodes}", (FSDP,)
-    if num_nodes > 1:
-        others = ("sharding=hsdp", f"mesh.replica={num_nodes}", *BESIDE_BACKWARD, A3_NETWORK)
-    return Recipe("checked", f"MaxText Llama 2 7B, {8 * num_nodes} H100", A3_SOURCE, None, mfu, "minimal_flash",
-                  declared("llama2_7b", target, 4, 8 * num_nodes, 4096, "save_dots", *others), GPU)  # fmt: skip
-
-
-RECIPES = (
-    Recipe("fitted", "torchtitan Llama 3.1 8B, 8 H100", H100_SOURCE, 6667, None, "selective op",
-           declared("llama3_8b", "h100-8", 2, 8, 8192, "save_dots", FSDP, *GRAND_TETON)),
-    Recipe("fitted", "torchtitan Llama 3.1 8B, 128 H100", H100_SOURCE, 6514, None, "selective op",
-           declared("llama3_8b", "h100-128", 2, 128, 8192, "save_dots", FSDP, *GRAND_TETON)),
-    Recipe("fitted", "torchtitan Llama 3 8B, 64 A100", A100_SOURCE, 2973, 0.582, "selective op",
-           declared("llama3_8b", "a100-64", 1, 64, 8192, "save_dots", FSDP)),
-    Recipe("fitted", "torchtitan Llama 3 70B, 64 A100", A100_SOURCE, 331, 0.517, "full",
-           declared("llama3_70b", "a100-64", 1, 64, 8192, "full", FSDP)),
-    Recipe("fitted", "torchtitan Llama 2 13B, 64 A100", A100_SOURCE, 2162, 0.611, "no",
-           declared("llama2_7b", "a100-64", 2, 64, 4096, "save_dots", FSDP, *LLAMA2_13B)),
-    Recipe("fitted", "torchtitan Llama 2 70B, 64 A100", A100_SOURCE, 353, 0.505, "full",
-           declared("llama2_70b", "a100-64", 2, 64, 4096, "full", FSDP)),
-    Recipe("fitted", "fms-fsdp Llama 2 7B, 128 A100", FMS_FSDP, 3760, None, "none",
-           declared("llama2_7b", "a100-128", 2, 128, 4096, "save_dots", "sharding=hsdp", "mesh.replica=16",
-                    *BESIDE_BACKWARD, *FMS_A100), OVERLAPPED),
-    Recipe("fitted", "fms-fsdp Llama 2 7B, 96 H100", FMS_FSDP, 7500, None, "none",
-           declared("llama2_7b", "h100-96", 2, 96, 4096, "save_dots", "sharding=hsdp", "mesh.replica=12",
-                    *BESIDE_BACKWARD, *FMS_H100), OVERLAPPED),
-    Recipe("fitted", "MaxText 16B, v5e-256", V5E_SOURCE, None, 0.6110, "full",
-           declared("llama2_7b", "v5e-256", 6, 256, 2048, "full", FSDP, *SCALE_16), V5E),
-    Recipe("fitted", "MaxText 32B, v5p-128, its remat", V5P_SOURCE, None, 0.7147, "minimal",
-           declared("llama2_7b", "v5p-128", 7, 64, 2048, "save_dots", *TENSOR_4, *SCALE_32), V5P),
-    Recipe("fitted", "MaxText 32B, v5p-128", V5P_SOURCE, None, 0.7147, "minimal",
-           declared("llama2_7b", "v5p-128", 7, 64, 2048, "save_names", QKV_OUT, *TENSOR_4, *SCALE_32), V5P),
-    Recipe("fitted", "MaxText Llama 2 70B, v5p, 512 chips", TIERS, 692, 0.654, "save_dot_except_mlpwi",
-           declared("llama2_70b", "v5p-1024", 4, 512, 4096, "save_names", FSDP, QKV_OUT), V5P),
-    Recipe("fitted", "MaxText 32B, v5e-256", V5E_SOURCE, None, 0.6686, "full",
-           declared("llama2_7b", "v5e-256", 4, 256, 2048, "full", FSDP, *SCALE_32), V5E),
-    Recipe("fitted", "MaxText 64B, v5p-128", V5P_SOURCE, None, 0.7031, "minimal",
-           declared("llama2_7b", "v5p-128", 3, 64, 2048, "save_names", QKV_OUT, *TENSOR_4, *SCALE_64), V5P),
-    Recipe("fitted", "MaxText Llama 3.1 8B, v6e-256", f"{TPU_RECIPES}/Llama3.1-8B-MaxText/v6e-256/README.md",
-           7207.336, 0.4546, "custom, offloaded",
-           declared("llama3_8b", "v6e-256", 4, 256, 8192, "offload", FSDP, LAYER_INPUTS), V6E_DENSE),
-    a3(1, 492 / 989.4), a3(2, 422 / 989.4), a3(4, 407 / 989.4), a3(8, 409 / 989.4), a3(16, 375 / 989.4),
-    Recipe("checked", "torchtitan Llama 3.1 70B, 256 H100", H100_TP_SOURCE, 597, None, "full",
-           declared("llama3_70b", "h100-256", 2, 256, 8192, "full", *TENSOR_8[:2], *GRAND_TETON)),
-    Recipe("checked", "fms-fsdp Llama 2 13B, 128 A100", FMS_FSDP, 1700, None, "none",
-           declared("llama2_7b", "a100-128", 1, 128, 4096, "save_dots", "sharding=hsdp", "mesh.replica=16",
-                    *BESIDE_BACKWARD, *FMS_A100, *LLAMA2_13B), OVERLAPPED),
-    Recipe("checked", "fms-fsdp Llama 34B, 128 A100", FMS_FSDP, 772, None, "full",
-           declared("llama2_7b", "a100-128", 8, 128, 4096, "full", FSDP, BESIDE_BACKWARD[1], *FMS_A100, *LLAMA_34B),
-           OVERLAPPED),
-    Recipe("checked", "fms-fsdp Llama 2 70B, 128 A100", FMS_FSDP, 380, None, "full",
-           declared("llama2_70b", "a100-128", 6, 128, 4096, "full", FSDP, BESIDE_BACKWARD[1], *FMS_A100), OVERLAPPED),
-    Recipe("checked", "MaxText 22B, v4-128", V4_SOURCE, None, 0.567, "full",
-           declared("llama2_7b", "v4-128", 13, 64, 2048, "full", FSDP, *SCALE_22_V4), V4),
-    Recipe("checked", "MaxText 22B, 2 x v4-128", V4_SOURCE, None, 0.552, "full",
-           declared("llama2_7b", "v4-128", 13, 128, 2048, "full", "sharding=hsdp", "target.num_slices=2",
-                    *SCALE_22_V4), V4),
-    Recipe("checked", "MaxText 64B, v5e-256", V5E_SOURCE, None, 0.5990, "full",
-           declared("llama2_7b", "v5e-256", 2, 256, 2048, "full", FSDP, *SCALE_64), V5E),
-    Recipe("checked", "MaxText 16B, 2 x v5e-256", V5E_SOURCE, None, 0.5937, "full",
-           declared("llama2_7b", "v5e-256", 6, 512, 2048, "full", "sharding=hsdp", "target.num_slices=2", *SCALE_16),
-           V5E),
-    Recipe("checked", "MaxText 32B, 2 x v5e-256", V5E_SOURCE, None, 0.6481, "full",
-           declared("llama2_7b", "v5e-256", 4, 512, 2048, "full", "sharding=hsdp", "target.num_slices=2", *SCALE_32),
-           V5E),
-    Recipe("checked", "MaxText 128B, v5p-256", V5P_SOURCE, None, 0.6868, "minimal",
-           declared("llama2_7b", "v5p-256", 1, 128, 2048, "save_dots", *TENSOR_8, *SCALE_128), V5P),
-    Recipe("checked", "MaxText Llama 3.1 8B, v6e-8", f"{TPU_RECIPES}/Llama3.1-8B-MaxText/v6e-8/README.md",
-           7138.890, None, "custom, offloaded",
-           declared("llama3_8b", "v6e-8", 3, 8, 8192, "offload", FSDP, LAYER_INPUTS), V6E_DENSE),
-    Recipe("checked", "MaxText Mistral 7B, v6e-8", f"{TPU_RECIPES}/Mistral-7B-MaxText/README.md", 7776.813, None,
-           "custom, offloaded",
-           declared("llama3_8b", "v6e-8", 6, 8, 8192, "offload", FSDP, LAYER_INPUTS, *MISTRAL_7B), V6E_DENSE),
-    Recipe("checked", "MaxText Mixtral 8x7B, v6e-256", f"{TPU_RECIPES}/Mixtral-8x7B-MaxText/README.md", 3645.203, None,
-           "custom, offloaded",
-           declared("mixtral_8x7b", "v6e-256", 12, 256, 4096, "offload", FSDP, LAYER_INPUTS,
-                    "parallel.experts=capacity"), V6E_EXPERTS),
-    Recipe("checked", "MaxText Llama 3.1 405B, 2 x v6e-256", f"{TPU_RECIPES}/Llama3.1-405B-MaxText/README.md", 149.482,
-           None, "custom, offloaded",
-           declared("llama3_405b", "v6e-256", 1, 512, 8192, "offload", FSDP, "remat.names=[layer_input]",
-                    "target.num_slices=2"), ASYNC_GATHERS | HOST_OFFLOAD),
-)  # fmt: skip
 
 
 def mfu_of(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float) -> float:
     """Of one chip. FLOPs of a token: as `model_flops_per_step` counts, all of attention's square."""
     return tokens_per_second * flops_per_token / peak_flops_per_second
-
-
-def _typed(value: bool | int | str) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def facts_of(report: dict[str, Any]) -> dict[str, Any]:
