@@ -18,6 +18,8 @@ from meshloom.compiler.report.explain import SCHEMA_VERSION as PLAN_VERSION
 from meshloom.compiler.report.views.diff_text import show_diff
 from meshloom.compiler.schema import SCHEMA_VERSION, Report
 
+from ..rundir.find_runs import PLAN, REPORT, SPEC
+
 USAGE = """\
 usage: meshloom diff RUN_A RUN_B [--json]
 
@@ -68,19 +70,19 @@ def read_run(run_dir: Path) -> Run:
     if not run_dir.is_dir():
         what = "this is a file" if run_dir.is_file() else "there is no such directory"
         raise ConfigError([Problem(str(run_dir), what, _near(run_dir))])
-    report = _report(run_dir / "report.json") if not _is_declared(run_dir) else None
+    report = _report(run_dir / REPORT) if not _is_declared(run_dir) else None
     if report is not None and report.build is None:  # inspected, not compiled here
         return Run(str(run_dir), {}, {}, report)
     spec, plan, report = all_of(
-        lambda: _spec(run_dir / "spec.yaml"),
-        lambda: _json(run_dir / "plan.json", PLAN_VERSION),
-        lambda: _report(run_dir / "report.json"),
+        lambda: _spec(run_dir / SPEC),
+        lambda: _json(run_dir / PLAN, PLAN_VERSION),
+        lambda: _report(run_dir / REPORT),
     )
     return Run(str(run_dir), spec, plan, report)
 
 
 def _is_declared(run_dir: Path) -> bool:
-    return any((run_dir / name).exists() for name in ("spec.yaml", "plan.json"))
+    return any((run_dir / name).exists() for name in (SPEC, PLAN))
 
 
 def _near(run_dir: Path) -> str:

@@ -29,10 +29,10 @@ from meshloom.compiler.target.placement import plan_own_order
 from meshloom.compiler.target.target import TargetPlan, plan_target
 from meshloom.compiler.xla.aot import ProgramMemory
 
+from ..rundir.find_runs import SPEC
 from .artifact import FOLDER, TEXT, read_artifact
 
 DUMPED = "*after_optimizations.txt"
-SPEC = "spec.yaml"
 TARGET = "target"
 KEYS = (TARGET, "calibration")  # of a declaration, that say where a program would run
 GIVE = "give the text of a compiled program, an XLA dump directory, or a run directory"

@@ -8,9 +8,10 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import plan_as_json
 
 from ..core.files import replace_json, replace_text
+from .find_runs import PLAN, SPEC
 
 
 def write_declaration(plan: Plan, run_dir: Path) -> None:
     """Writes spec.yaml, the resolved declaration, and plan.json, what was decided from it."""
-    replace_text(run_dir / "spec.yaml", yaml.safe_dump(plan.spec.as_written(), sort_keys=False))
-    replace_json(run_dir / "plan.json", plan_as_json(plan))
+    replace_text(run_dir / SPEC, yaml.safe_dump(plan.spec.as_written(), sort_keys=False))
+    replace_json(run_dir / PLAN, plan_as_json(plan))

@@ -13,7 +13,7 @@ from ..core.exclusive import is_held
 from ..core.files import parse_json
 from .run_record import RECORD_FILE, RunRecord, read_record
 
-METRICS, SPEC, REPORT = "metrics.jsonl", "spec.yaml", "report.json"
+METRICS, SPEC, PLAN, REPORT = "metrics.jsonl", "spec.yaml", "plan.json", "report.json"
 TAIL_BYTES = 1 << 18  # of metrics.jsonl: some hundred steps
 FIRST_LOG = "logs/process-0.log"
 
