@@ -1,10 +1,10 @@
 """Finds what a compiled program does that costs time or memory, without a plan to compare it with.
 
 replicated-array            large arguments that are whole on every device
-synchronous-collective      compute waits for all of a collective: it has no start and end for anything to run between
-wide-collective             float32 is transferred, where a narrower type may do
-reduced-then-sliced         an all-reduce of which each device uses a part: a reduce-scatter moves half of the bytes
-assumed-order               nothing says where the devices lie, and the links of a group follow from that
+synchronous-collective      a collective without a start and an end: nothing can run beside it
+wide-collective             a transfer in float32, where a narrower type may do
+reduced-then-sliced         each device uses only part of an all-reduce; a reduce-scatter would move half the bytes
+assumed-order               the program does not say where its devices are, so the links of a group are assumed
 
 There is one finding per rule and kind, which names the places that cost most. What a plan says besides is in lint.py.
 """

@@ -1,4 +1,4 @@
-"""The events of a timeline: what a simulation shows, named by what it does for the model.
+"""Turns a simulated schedule into the events of a timeline, each named by what it does for the model.
 
 all-gather-start.3 on ICI x, of layers/mlp/up_EM    ->  "gather mlp/up"
 fusion.973, a matmul in the scope matmul=mlp_up     ->  "matmul mlp_up"

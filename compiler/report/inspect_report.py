@@ -80,7 +80,7 @@ def _memory(program: InspectedProgram, unknown: dict[str, str]) -> MemoryReport:
 
 def _breakdown(program: InspectedProgram) -> dict[str, int]:
     """Returns the parts of the peak on a device: arguments, and of the rest what the names of operations tell apart.
-    Nothing is told apart if XLA counts another peak than its text shows."""
+    They are not told apart if XLA's peak differs from the one that its text shows."""
     needed, peak = program.needed_bytes, program.peak
     if needed is None:
         return {}

@@ -1,4 +1,4 @@
-"""A compile with a budget, `compile.timeout_seconds`: in a process of its own, since nothing else ends XLA's compiler.
+"""Compiles within a budget, `compile.timeout_seconds`, in a child process: XLA's compiler cannot be interrupted.
 
 The child is `meshloom compile` of the same declaration. It leaves the compiled step in `compilation_cache`, where this
 process finds it.
@@ -22,10 +22,10 @@ NOT_OF_CHILD = ("hydra.run.dir=", "compile.timeout_seconds=", "overlap.search=")
 
 
 def compile_in_child(spec: RunSpec, overrides: Sequence[str], *, log: Path) -> None:
-    """Waits until a child has compiled the declaration, or could not: what a compiler says of a program that it
-    refuses, this process has to hear from it itself. log: takes what the child prints.
+    """Waits for a child that compiles the declaration. If its compile fails, this returns all the same: the caller then
+    compiles for itself and gets the compiler's own error. log: the file that the child's output is appended to.
 
-    Raises RunFailed where the budget is spent; the child is ended.
+    Raises RunFailed, after it has ended the child, if the budget is spent.
     """
     seconds = spec.compile.timeout_seconds
     assert seconds is not None

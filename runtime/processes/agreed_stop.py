@@ -1,8 +1,8 @@
-"""After which step several processes stop, once one of them was told to: an agreement through the key-value store.
+"""Agrees on the step after which all processes stop when one of them is told to, through the key-value store.
 
-JAX's preemption service tells all processes of a SIGTERM to one, and a step to stop after, but not always the same
-step (docs/processes.md). Here each process tells after which step it went on last, and waits with the next until all
-have told: the first step past the furthest of these is still before everyone.
+JAX's preemption service tells all processes when one gets SIGTERM, but the step that it names for the stop may differ
+between them (docs/processes.md). Here each process publishes the last step that it went past, and goes no further until
+all have done so. The first step after the largest of these lies ahead of every process, and all stop there.
 """
 
 import itertools
@@ -22,7 +22,7 @@ _agreements = itertools.count()  # all processes make the same ones, in the same
 
 
 class AgreedStop:
-    """A thread answers the others for this process, whatever its main thread waits for.
+    """Answers the other processes from a thread, so that the main thread may be waiting for a device.
 
     client: of JAX's coordination service. timeout_seconds: how long the processes wait for each other's answers.
     name: of the agreement, the same in all processes.
@@ -41,7 +41,7 @@ class AgreedStop:
         threading.Thread(target=self._watch, name="agreed stop", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends it: this process has come to its end."""
+        """Ends the thread, at the end of the run."""
         self._over.set()
 
     def is_due(self, num_steps_done: int, *, is_asked: bool) -> bool:

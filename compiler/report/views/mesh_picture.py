@@ -1,4 +1,4 @@
-"""The chips of a target as a picture, with the group of each mesh axis that the first device belongs to.
+"""Draws the chips of a target, and the group of devices that the first one belongs to along each mesh axis.
 
 A torus is drawn as its planes of x and y, one for each z and slice; nodes as rows of their GPUs. Groups of two mesh
 axes have one device in common, so each chip has the colour of one axis at most, but for the first.
