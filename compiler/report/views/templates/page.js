@@ -366,6 +366,7 @@ function showTimeline(data) {
   const step = new Step(data), box = document.getElementById("chart"), detail = document.getElementById("detail");
   const views = data.views.length ? data.views : [{ name: "", from: 0, to: step.end }];
   box.append(...views.map((view) => new Pane(step, view, detail).box));
+  for (const pane of step.panes) pane.draw(); // at once; later changes wait for the next frame
   step.active = step.panes[0];
   const buttons = {
     "zoom-in": () => step.active.zoom(0.5), "zoom-out": () => step.active.zoom(2), "zoom-all": () => step.showWhole(),
