@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,10 +33,9 @@ from ..core.failures import LOST, RunFailed
 from ..core.interruptible import interruptibly
 from .cluster import plan_start
 from .initialize import initialize
-from .lost import Lookout
+from .lost import Lookout, tell_reason
 
 T = TypeVar("T")
-CRASHED = "meshloom/crashed"  # a folder in the store: what processes that end tell
 COMMUNICATION = re.compile(r"gloo|nccl|connection|unavailable|heartbeat|coordination", re.IGNORECASE)
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_OVER_HEARTBEAT = 10
@@ -173,7 +172,7 @@ def join(spec: RunSpec) -> Processes:
     _joined = Processes(state.process_id, state.num_processes, seconds, state.client, lookout=lookout)
     hosts = tuple(_joined.gather("hosts", socket.gethostname()))
     _joined = replace(_joined, num_on_host=hosts.count(socket.gethostname()), hosts=hosts)
-    lookout.group = replace(lookout.group, hosts=hosts)
+    lookout.group, lookout.client = replace(lookout.group, hosts=hosts), _joined.client
     return _joined
 
 
@@ -220,6 +219,8 @@ def leave() -> None:
     """Leaves the other processes in order: waits until all are done."""
     global _joined
     if _joined.client is not None:
+        if _joined.lookout:
+            _joined.lookout.client = None
         jax.distributed.shutdown()
         if _joined.lookout:
             _joined.lookout.stop()
@@ -236,7 +237,8 @@ def crash(error: BaseException, run_dir: Path | None = None) -> None:
         return
     if is_of_another(error):
         _await_reason()
-    _tell_crashed(error)
+    why = str(error) if isinstance(error, ConfigError) else traceback.format_exception_only(error)[-1]
+    tell_reason(_joined.client, _joined.index, why.strip())
     if isinstance(error, KeyboardInterrupt):
         write_error(f"process {_joined.index}: interrupted; nothing was saved since the last checkpoint")
     elif isinstance(error, ConfigError):
@@ -260,13 +262,6 @@ def is_of_another(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and bool(COMMUNICATION.search(str(error)))
 
 
-def _tell_crashed(error: BaseException) -> None:
-    """Tells the others why this process ends. Process 0 takes what it tells with it."""
-    text = str(error) if isinstance(error, ConfigError) else traceback.format_exception_only(error)[-1]
-    with suppress(jax.errors.JaxRuntimeError):
-        _joined.client.key_value_set(f"{CRASHED}/{_joined.index:06}", text.strip(), allow_overwrite=True)
-
-
 def _await_reason() -> None:
     """Waits until another process has told why it ended, or JAX has found one gone; either ends this process."""
     lookout = _joined.lookout
@@ -274,12 +269,8 @@ def _await_reason() -> None:
         return
     deadline = time.monotonic() + lookout.group.timeouts.heartbeat_timeout_seconds + SECONDS_OVER_HEARTBEAT
     while time.monotonic() < deadline:
-        with suppress(jax.errors.JaxRuntimeError):
-            told = {int(key.rsplit("/", 1)[1]): text for key, text in _joined.client.key_value_dir_get(f"{CRASHED}/")}
-            if told:
-                index, text = min(told.items())
-                what = f"{lookout.group.named(index)} ended: {text}"
-                lookout.tell(Problem("distributed", what, f"see logs/process-{index}.log"), missing=told)
+        lookout.ask_reasons()
+        lookout.tell_reason_of_another()
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 

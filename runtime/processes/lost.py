@@ -16,8 +16,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import jax
 
 from meshloom.compiler.config.spec import DistributedSpec
 from meshloom.compiler.core.errors import ConfigError, Problem
@@ -30,6 +33,8 @@ from ..core.interruptible import leave_now
 
 LOG = logging.getLogger("meshloom")
 POLL_SECONDS = 0.2
+LOOKS_PER_HEARTBEAT_TIMEOUT = 4
+ENDED = "meshloom/ended"  # a folder in the store: why processes ended, each in its own words
 # What jaxlib 0.10.2 writes: the fatal line, the status, and a line for each process (xla/pjrt/distributed/client.h,
 # xla/tsl/distributed_runtime/coordination).
 FATAL = b"the JAX distributed service detected fatal errors"
@@ -127,38 +132,69 @@ def describe_loss(loss: Loss, group: Group, last_step: int | None) -> Problem:
     return Problem("distributed", what, fix)
 
 
+def tell_reason(client: Any, index: int, why: str) -> None:
+    """Tells the other processes why this one ends. Process 0, which runs the store, takes what it tells with it."""
+    with suppress(jax.errors.JaxRuntimeError):
+        client.key_value_set(f"{ENDED}/{index:06}", why, allow_overwrite=True)
+
+
 class Lookout:
-    """A thread that waits for what JAX says before it ends this process. group: as it is known so far; last_step: the
-    last that has ended; has_log: whether what C++ prints is in a log of the run. They are set from outside."""
+    """Threads that wait for what JAX says before it ends this process, and for why others ended. group: as it is known
+    so far; client: of the coordination service, while all are there; last_step: the last that has ended; has_log:
+    whether what C++ prints is in a log of the run. They are set from outside."""
 
     group: Group
+    client: Any = None
     last_step: int | None = None
     has_log: bool = False
 
     def __init__(self, end: Callable[[int], object] = leave_now):
         """end: ends this process."""
         self._end, self._over = end, threading.Event()
+        self._reasons: dict[int, str] = {}
+        self._speech = threading.Lock()  # several threads may find the same loss
 
     def start(self, group: Group) -> None:
-        """Starts the thread, and has an abort wait for it."""
+        """Starts the threads, and has an abort wait for them."""
         self.group = group
         _hold_aborts()
         threading.Thread(target=self._watch, name="lookout", daemon=True).start()
+        threading.Thread(target=self._listen, name="reasons of others", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the thread: this process has left the others."""
+        """Ends the threads: this process has left the others."""
         self._over.set()
 
     def _watch(self) -> None:
         while not self._over.wait(POLL_SECONDS):
             tail = captured_tail()
             if FATAL in tail and (loss := read_loss(tail.decode(errors="replace"))):
+                self.tell_reason_of_another()
                 self.tell(describe_loss(loss, self.group, self.last_step), loss.missing, tail)
                 return
+
+    def _listen(self) -> None:
+        """Asks why others ended while the store answers: it does not once this process is to be aborted."""
+        while not self._over.wait(self.group.timeouts.heartbeat_timeout_seconds / LOOKS_PER_HEARTBEAT_TIMEOUT):
+            self.ask_reasons()
+
+    def ask_reasons(self) -> None:
+        """Asks the store why others ended."""
+        with suppress(jax.errors.JaxRuntimeError):
+            told = self.client.key_value_dir_get(f"{ENDED}/") if self.client else ()
+            self._reasons = {int(key.rsplit("/", 1)[1]): text for key, text in told}
+
+    def tell_reason_of_another(self) -> None:
+        """Ends this process, as `tell` does, if another one is known to have told why it ended."""
+        if self._reasons:
+            index, text = min(self._reasons.items())
+            what = f"{self.group.named(index)} ended: {text}"
+            self.tell(Problem("distributed", what, f"see logs/process-{index}.log"), missing=self._reasons)
 
     def tell(self, problem: Problem, missing: Collection[int] = (), printed: bytes = b"") -> None:
         """Says what happened, once for all processes that are left, and ends this one. printed: what C++ said of it,
         where no log has it."""
+        self._speech.acquire()
         if not self.has_log:
             problem = Problem(problem.where, problem.what, f"{problem.fix}{_kept(printed, self.group.index)}")
         else:

@@ -167,24 +167,28 @@ def test_a_mistake_is_said_once_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-COMPILES_LATE_AND_FAILS_IN_STEP_6 = """
+IN_STEP_6 = """
 import sys, time
 from meshloom.runtime.cli import main as cli
-from meshloom.runtime.compile import run_programs
 from meshloom.runtime.train import feed
+calls, to_devices = [], feed.to_devices
+def in_step_6(*args):
+    calls.append(args)
+    if len(calls) == 6:
+        %s
+    return to_devices(*args)
+feed.to_devices = in_step_6
+cli.main()
+"""
+FAILS_IN_STEP_6 = IN_STEP_6 % 'raise OSError("the disk is gone")'
+COMPILES_LATE = """
+import time
+from meshloom.runtime.compile import run_programs
 build = run_programs.build
 def late(lowered):
     time.sleep(35)
     return build(lowered)
 run_programs.build = late
-calls, to_devices = [], feed.to_devices
-def fails(*args):
-    calls.append(args)
-    if len(calls) == 6:
-        raise OSError("the disk is gone")
-    return to_devices(*args)
-feed.to_devices = fails
-cli.main()
 """
 
 
@@ -194,7 +198,7 @@ def test_a_late_compile_is_waited_for_and_a_crash_in_one_process_ends_all(tmp_pa
     first waits for it in a collective."""
     line = (*RUN, "target=cpu-4")
     first, second = ((*line, *each) for each in keys(2, free_port()))
-    ended = Started(tmp_path, first, second, code={1: COMPILES_LATE_AND_FAILS_IN_STEP_6}).end()
+    ended = Started(tmp_path, first, second, code={1: COMPILES_LATE + FAILS_IN_STEP_6}).end()
     (code_0, _, err_0), (code_1, out_1, err_1) = ended
     assert (code_1, out_1) == (1, ""), ended
     assert err_1 == "process 1: OSError: the disk is gone (run/logs/process-1.log)\n"
@@ -203,6 +207,18 @@ def test_a_late_compile_is_waited_for_and_a_crash_in_one_process_ends_all(tmp_pa
     told = f"error: distributed: process 1 on {socket.gethostname()} ended: OSError: the disk is gone\n  fix: see logs/"
     assert (code_0, told in err_0, "Traceback" in err_0) == (LOST, True, False), err_0
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.ci
+def test_a_process_that_no_error_reaches_says_why_another_ended(tmp_path):
+    """The first sleeps in step 6, until JAX misses the heartbeats of the second and would abort it."""
+    line = (*RUN, "target=cpu-4", "distributed.heartbeat_timeout_seconds=5")
+    first, second = ((*line, *each) for each in keys(2, free_port()))
+    code = {0: IN_STEP_6 % "time.sleep(100)", 1: FAILS_IN_STEP_6}
+    (code_0, _, err_0), (code_1, _, _) = Started(tmp_path, first, second, code=code).end()
+    told = f"error: distributed: process 1 on {socket.gethostname()} ended: OSError: the disk is gone\n  fix: see logs/"
+    assert (code_0, code_1) == (LOST, 1), err_0
+    assert err_0.startswith(told)
 
 
 @pytest.mark.ci
