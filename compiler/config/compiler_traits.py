@@ -26,6 +26,8 @@ class CompilerTraits(Record):
     aborts_on_unroll: the process aborts if an iteration has several layers and a mesh axis splits matmuls.
     max_reduce_scatter: the largest number of devices, times the odd factor of a dimension that is not scattered, for
         which a reduce-scatter is compiled as one; above it becomes an all-reduce. None: no limit.
+    tile_rows: matrices lie in tiles of this many rows; shards of a row dimension that are no whole tiles are padded for
+        a collective, which is then synchronous. 1: they are not.
     ragged_all_to_all: it compiles one, on up to max_chips_ragged_all_to_all chips.
     """
 
@@ -39,6 +41,7 @@ class CompilerTraits(Record):
     gathers_before_loops: bool = False
     aborts_on_unroll: bool = False
     max_reduce_scatter: int | None = None
+    tile_rows: int = 1
     ragged_all_to_all: bool = False
     max_chips_ragged_all_to_all: int | None = None
 

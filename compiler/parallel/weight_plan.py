@@ -39,6 +39,7 @@ class WeightPlan:
     frozen parameter, which is gathered as ever, and has no gradient and no update.
     auto_spec, auto_stored_spec: the part of its layout that is over axes that do not split the batch, and is XLA's to
     keep: as a layer sees it, and with the dimension `layers`. auto_axes: all of those axes.
+    tile_rows: of the compiler (CompilerTraits).
     """
 
     path: str
@@ -53,6 +54,7 @@ class WeightPlan:
     auto_spec: PartitionSpec
     auto_stored_spec: PartitionSpec
     auto_axes: Axes
+    tile_rows: int
 
     @property
     def is_reduced_once(self) -> bool:
@@ -82,7 +84,15 @@ def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan]) -> dict[str, We
         u = updated.get(path, p)
         kept = [index for index, d in enumerate(p.dimensions) if d.logical == EXPERTS]
         made = plan_weight(
-            path, p.spec, g.spec, u.spec, sharding.batch_axes, inputs.auto_axes, is_stacked=is_stacked, kept=kept
+            path,
+            p.spec,
+            g.spec,
+            u.spec,
+            sharding.batch_axes,
+            inputs.auto_axes,
+            is_stacked=is_stacked,
+            kept=kept,
+            tile_rows=inputs.target.compiler.tile_rows,
         )
         plans[path] = _used(made if p.array.is_trained else frozen(made), p, inputs, operations)
     return plans
@@ -119,6 +129,7 @@ def plan_weight(
     *,
     is_stacked: bool,
     kept: Sequence[int] = (),
+    tile_rows: int = 1,
 ) -> WeightPlan:
     """All three P(None, 'fsdp', 'tensor') with the batch over (data, fsdp), stacked -> gather and scatter dimension 0
     over fsdp, reduce over data, leave dimension 1 to XLA over tensor.
@@ -150,6 +161,7 @@ def plan_weight(
         auto_spec=PartitionSpec(*auto_spec[first:]),
         auto_stored_spec=PartitionSpec(*auto_spec),
         auto_axes=auto_axes,
+        tile_rows=tile_rows,
     )
 
 

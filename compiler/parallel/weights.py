@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec
 from ..core.partition_spec import Axes, axes_in
 from .weight_plan import ShardedDims, WeightPlan
 
+NUM_LANES = 128  # of a tile of a TPU's compiler, T(8,128)
+
 
 def _moved_by(parts: ShardedDims, num_dimensions: int) -> ShardedDims:
     return tuple((dimension + num_dimensions, axes) for dimension, axes in parts)
@@ -175,14 +177,14 @@ def all_gather_weight(working: Array, layout: WeightPlan) -> Array:
     if not layout.gathered:
         return working
     with layout.scope:
-        return _moved(lambda w: gather_dims(w, layout.gathered), layout.auto_spec)(working)
+        return _moved(lambda w: gather_dims(w, layout.gathered, layout.tile_rows), layout.auto_spec)(working)
 
 
 def reduce_weight_gradient(gradient: Array, before: Array | None, layout: WeightPlan, reduction: Reduction) -> Array:
     """This device's part of the gradient of a whole weight of a layer: where a part is kept, summed over the devices
     that share it. before: what is accumulated of it already."""
     if layout.scattered:
-        scatter = _reduced(lambda g: scatter_dims(g, layout.scattered), layout.auto_spec, layout)
+        scatter = _reduced(lambda g: scatter_dims(g, layout.scattered, layout.tile_rows), layout.auto_spec, layout)
         with layout.scope:
             gradient = scatter(gradient.astype(reduction.dtype))
     if before is not None:
@@ -219,7 +221,7 @@ def _reduced_once(
     gradient: Array, parts: ShardedDims, auto_spec: PartitionSpec, layout: WeightPlan, dtype: Any
 ) -> Array:
     def reduce(g: Array) -> Array:
-        g = scatter_dims(g, parts)
+        g = scatter_dims(g, parts, layout.tile_rows)
         return jax.lax.psum(g, layout.reduced) if layout.reduced else g
 
     with layout.scope:
@@ -230,7 +232,7 @@ def assemble(updated: Array, layout: WeightPlan) -> Array:
     """An updated parameter, from the layout of the update to the one that it is stored in."""
     parts = layout.split_late + layout.split_early  # the last split is undone first
     with layout.scope:
-        return _moved(lambda x: gather_dims(x, parts), layout.auto_stored_spec)(updated)
+        return _moved(lambda x: gather_dims(x, parts, layout.tile_rows), layout.auto_stored_spec)(updated)
 
 
 def is_assembled(layout: WeightPlan) -> bool:
@@ -238,18 +240,30 @@ def is_assembled(layout: WeightPlan) -> bool:
     return bool(layout.split_early or layout.split_late)
 
 
-def gather_dims(x: Array, parts: ShardedDims) -> Array:
-    """All-gathers dimensions of shards."""
+def gather_dims(x: Array, parts: ShardedDims, tile_rows: int = 1) -> Array:
+    """All-gathers dimensions of shards. tile_rows: of the compiler (CompilerTraits)."""
     for dimension, axes in parts:
-        x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
+        gather = partial(jax.lax.all_gather, axis_name=axes, axis=dimension, tiled=True)
+        x = _unpadded(gather, x, dimension, x.shape[dimension], tile_rows)
     return x
 
 
-def scatter_dims(x: Array, parts: ShardedDims) -> Array:
+def scatter_dims(x: Array, parts: ShardedDims, tile_rows: int = 1) -> Array:
     """Reduce-scatters dimensions: the transpose of `gather_dims`."""
     for dimension, axes in reversed(parts):
-        x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+        scatter = partial(jax.lax.psum_scatter, axis_name=axes, scatter_dimension=dimension, tiled=True)
+        x = _unpadded(scatter, x, dimension, x.shape[dimension] // jax.lax.axis_size(axes), tile_rows)
     return x
+
+
+def _unpadded(collective: Callable[[Array], Array], x: Array, dimension: int, size: int, tile_rows: int) -> Array:
+    """A collective along a dimension, of shards of that size. The rows of a matrix whose shards are no whole tiles of
+    the compiler are moved as arrays of (columns / 128, 128), which are: padded, they are copied before and after, and
+    a reduce-scatter is a synchronous all-reduce (docs/sharding.md)."""
+    if x.ndim != 2 or dimension or size % tile_rows == 0 or x.shape[1] % NUM_LANES:
+        return collective(x)
+    moved = collective(x.reshape(x.shape[0], -1, NUM_LANES))
+    return moved.reshape(moved.shape[0], -1)
 
 
 def _moved(collective: Callable[[Array], Array], auto_spec: PartitionSpec) -> Callable[[Array], Array]:

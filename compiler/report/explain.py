@@ -160,8 +160,12 @@ def _row(plan: ArrayPlan) -> dict[str, Any]:
 
 def _rules(rules: Sequence[Rule]) -> str:
     """Returns the rules that the numbers in the table stand for."""
-    parts = (f"{', '.join(rule.logical)} -> {', '.join(rule.mesh) or 'whole'}" for rule in rules)
-    return "; ".join(f"[{index}] {part}" for index, part in enumerate(parts))
+
+    def told(rule: Rule) -> str:
+        instead = f" (if padded: {', '.join(rule.if_padded)})" if rule.if_padded else ""
+        return f"{', '.join(rule.logical)} -> {', '.join(rule.mesh) or 'whole'}{instead}"
+
+    return "; ".join(f"[{index}] {told(rule)}" for index, rule in enumerate(rules))
 
 
 def _shortened(arrays: Sequence[ArrayPlan], alike: Sequence[ArrayPlan], how: str) -> list[Row]:

@@ -8,7 +8,8 @@
 
 Rules are tried in order; each takes the dimensions that it names and that no earlier rule took. A rule whose mesh axes
 are already used in this array, or do not divide the dimension, passes it on to the next rule for that logical axis. If
-there is no further rule, the array is refused.
+there is no further rule, the array is refused. A rule may name dimensions that it splits instead of one whose shards
+the compiler would pad (docs/sharding.md).
 """
 
 import math
@@ -69,8 +70,11 @@ class ArrayPlan:
         return "; ".join(f"{', '.join(dict.fromkeys(names))} {why}" for why, names in alike.items())
 
 
-def resolve(array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan) -> ArrayPlan | list["Refusal"]:
-    """Returns the layout of one array as in the module's docstring, or the refusals if there are any."""
+def resolve(
+    array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan, tile_rows: int = 1
+) -> ArrayPlan | list["Refusal"]:
+    """Returns the layout of one array as in the module's docstring, or the refusals if there are any. tile_rows: of the
+    compiler (CompilerTraits)."""
     settled: list[DimensionPlan | None] = [
         None if name else DimensionPlan(None, size, (), None)
         for name, size in zip(array.logical_axes, array.shape, strict=True)
@@ -90,14 +94,37 @@ def resolve(array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan) -
                 note = f"{', '.join(rule.mesh)} being of size 1" if rule.mesh and not wanted else ""
                 if dimension in refusals:
                     note = refusals.pop(dimension).why(mesh)
-                settled[dimension] = DimensionPlan(name, size, wanted, index, note)
-                taken.update(dict.fromkeys(wanted, dimension))
+                split = _split_by(rule, array, dimension, settled, mesh.num_shards(wanted), tile_rows)
+                if split != dimension:
+                    rows = size // mesh.num_shards(wanted)
+                    settled[dimension] = DimensionPlan(name, size, (), index, f"shards of {rows} would be padded")
+                    name, size, note = array.logical_axes[split], array.shape[split], f"instead of {name}"
+                settled[split] = DimensionPlan(name, size, wanted, index, note)
+                taken.update(dict.fromkeys(wanted, split))
     dimensions = tuple(plan for plan in settled if plan is not None)
     if len(dimensions) == len(settled):
         used = tuple(axis for plan in dimensions for axis in plan.axes)
         return ArrayPlan(array, table, dimensions, array.num_bytes // mesh.num_shards(used))
     unsettled = [dimension for dimension, plan in enumerate(settled) if plan is None]
     return [refusals.get(dimension) or Refusal(array, table, None, dimension, ()) for dimension in unsettled]
+
+
+def _split_by(
+    rule: Rule, array: Array, dimension: int, settled: Sequence[DimensionPlan | None], num_shards: int, tile_rows: int
+) -> int:
+    """Returns the dimension that a rule splits when it takes one: that one, or another `if_padded`. Best are shards of
+    whole tiles; of others, those of the first dimension of a matrix, which can be moved unpadded (weights.py)."""
+    own = [place for place, name in enumerate(array.logical_axes) if name != "layers"]
+    if num_shards == 1 or len(own) != 2 or not array.shape[dimension] % (num_shards * tile_rows):
+        return dimension  # of more dimensions, two others lie in tiles
+    others = [
+        place
+        for logical in rule.if_padded
+        for place in own
+        if array.logical_axes[place] == logical and settled[place] is None and not array.shape[place] % num_shards
+    ]
+    whole = [place for place in others if not array.shape[place] % (num_shards * tile_rows)]
+    return [*whole, *(place for place in others if place == own[0]), dimension][0]
 
 
 @dataclass(frozen=True)

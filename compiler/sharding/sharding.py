@@ -63,15 +63,17 @@ def gathered_bytes(parameter: ArrayPlan, spec: RunSpec, mesh: MeshPlan) -> int:
     return math.prod(parameter.array.shape) * itemsize // mesh.num_shards(kept)
 
 
-def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan) -> ShardingPlan:
-    """Returns the layout of every parameter, its optimizer state and every named activation. Raises ConfigError."""
+def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan, tile_rows: int) -> ShardingPlan:
+    """Returns the layout of every parameter, its optimizer state and every named activation. Raises ConfigError.
+
+    tile_rows: of the compiler (CompilerTraits)."""
     problems: list[Problem] = []
     # Rules that the optimizer inherits from the parameters refuse the same dimensions: reported once.
     optimizer_problems = [] if rules.optimizer == rules.parameters else problems
-    parameters = _resolve_all(arrays.parameters, "parameters", rules.parameters, mesh, problems)
+    parameters = _resolve_all(arrays.parameters, "parameters", rules.parameters, mesh, tile_rows, problems)
     trained = [array for array in arrays.parameters if array.is_trained]
-    optimizer = _resolve_all(trained, "optimizer", rules.optimizer, mesh, optimizer_problems)
-    activations = _resolve_all(arrays.activations, "activations", rules.activations, mesh, problems)
+    optimizer = _resolve_all(trained, "optimizer", rules.optimizer, mesh, tile_rows, optimizer_problems)
+    activations = _resolve_all(arrays.activations, "activations", rules.activations, mesh, tile_rows, problems)
     whole = _check_replicated(rules, parameters, optimizer, mesh)
     problems += whole if rules.on_replicated == "error" else []
     problems += _check_layers_dimension(parameters)
@@ -108,7 +110,7 @@ def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:
     for table, table_rules, names in tables:
         for index, rule in enumerate(table_rules):
             key = f"sharding.{table}[{index}]"
-            unknown = [name for name in rule.logical if name not in every_name]
+            unknown = [name for name in (*rule.logical, *rule.if_padded) if name not in every_name]
             problems += [
                 Problem(key, f"there is no logical axis '{name}'", use_one_of(name, sorted(names))) for name in unknown
             ]
@@ -119,12 +121,17 @@ def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:
 
 
 def _resolve_all(
-    arrays: Sequence[Array], table: Table, rules: Sequence[Rule], mesh: MeshPlan, problems: list[Problem]
+    arrays: Sequence[Array],
+    table: Table,
+    rules: Sequence[Rule],
+    mesh: MeshPlan,
+    tile_rows: int,
+    problems: list[Problem],
 ) -> tuple[ArrayPlan, ...]:
     plans: list[ArrayPlan] = []
     refusals: dict[tuple[Any, ...], list[Refusal]] = defaultdict(list)
     for array in arrays:
-        result = resolve(array, table, rules, mesh)
+        result = resolve(array, table, rules, mesh, tile_rows)
         if isinstance(result, ArrayPlan):
             plans.append(result)
             continue

@@ -3,14 +3,17 @@
 Each layer adds an auxiliary loss to the objective.
 """
 
+import re
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshloom.compiler.config.overlap_spec import LayerLoop
@@ -19,14 +22,18 @@ from meshloom.compiler.parallel.weight_plan import frozen, plan_weight
 from meshloom.compiler.parallel.weights import (
     Reduction,
     Weights,
+    gather_dims,
     gradient_accumulator,
     hoist,
     reduce_gradient,
+    scatter_dims,
 )
 from meshloom.compiler.step.prefetch import prefetch_layers
 from meshloom.compiler.step.scan import scan_layers
 from meshloom.compiler.step.schedule import StackFunctions
+from meshloom.compiler.target.compiler_options import plan_preset_options, refused_options
 from meshloom.models import Aux
+from support.helpers import target_of
 
 DIMENSIONS = {"scale_E": "LE", "up_EM": "LEM", "down_ME": "LME"}  # of a layer's weights
 SIZES = {"L": 3, "E": 8, "M": 6}
@@ -238,3 +245,49 @@ def test_gradients_are_finite_differences(name, loop, when, skip_boundary_collec
         assert ours.dtype == np.float64
         wanted = _differences()["x"] if weight == "x" else expected[weight]
         np.testing.assert_allclose(ours, wanted, rtol=1e-7, atol=1e-7, err_msg=weight)
+
+
+def _moved_both_ways(mesh, dimension, tile_rows):
+    """Gathers a sharded matrix, and reduce-scatters what each device has made of it, over the axis "fsdp"."""
+    parts, spec = ((dimension, ("fsdp",)),), PartitionSpec(*[None] * dimension, "fsdp")
+
+    def local(w, x):
+        whole = gather_dims(w, parts, tile_rows)
+        return whole, scatter_dims((x.T @ x @ whole).astype(jnp.float32), parts, tile_rows)
+
+    return jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(spec, PartitionSpec("fsdp")), out_specs=(PartitionSpec(), spec), check_vma=False
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dimension", "as_whole_tiles"),
+    [((40, 256), 0, True), ((64, 256), 0, False), ((40, 192), 0, False), ((16, 40), 1, False)],
+)
+def test_rows_that_are_no_whole_tiles_are_the_same_however_they_are_moved(shape, dimension, as_whole_tiles):
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    draw = np.random.default_rng(0).normal
+    arrays = draw(size=shape), draw(size=(16, shape[0]))
+    plain, tiled = (_moved_both_ways(mesh, dimension, tile_rows) for tile_rows in (1, 8))
+    for ours, wanted in zip(tiled(*arrays), plain(*arrays), strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+    assert (f"f32[{shape[0]},2,128]" in str(jax.make_jaxpr(tiled)(*arrays))) == as_whole_tiles
+
+
+@pytest.mark.ci
+@pytest.mark.tpu
+@pytest.mark.parametrize(("tile_rows", "kind"), [(1, "all-reduce"), (8, "reduce-scatter")])
+def test_a_tpus_compiler_all_reduces_padded_rows(tile_rows, kind):
+    """Shards of 28 rows, in tiles of 8. So a compiler that no longer does it is noticed, too."""
+    target = target_of("v6e-16")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:4x4").devices
+    mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",))
+    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=rows) for shape in ((448, 2048), (4096, 448))]
+    options: dict[str, Any] = dict(plan_preset_options(("sparse_core",), target))
+    known = {name: options[name] for name in options.keys() - refused_options(options, devices[0]).keys()}
+    compiled = _moved_both_ways(mesh, 0, tile_rows).lower(*shapes).compile(known)
+    found = set(re.findall(r" (all-reduce|reduce-scatter)\(", compiled.as_text() or ""))
+    assert found == {kind}

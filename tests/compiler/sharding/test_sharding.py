@@ -74,6 +74,35 @@ def test_an_axis_of_size_one_is_said():
     assert reason == "embed whole by parameters[0] (fsdp being of size 1)"
 
 
+@pytest.mark.parametrize(
+    ("names", "shape", "spec"),
+    [
+        ("layers embed mlp", (2, 256, 512), (None, "fsdp", None)),  # 32 rows of embed, whole tiles
+        ("layers embed mlp", (2, 224, 512), (None, None, "fsdp")),  # 28, and 64 of mlp
+        ("vocab embed", (512, 224), ("fsdp", None)),
+        ("embed mlp", (224, 480), ("fsdp", None)),  # 28, and 60: of these, the first dimension
+        ("mlp embed", (480, 224), ("fsdp", None)),
+        ("embed mlp", (224, 500), ("fsdp", None)),  # 500 does not divide
+        ("mlp embed", (500, 224), (None, "fsdp")),
+        ("layers embed heads head_dim", (2, 224, 4, 16), (None, "fsdp", None, None)),
+        ("layers embed", (2, 224), (None, "fsdp")),
+    ],
+)
+def test_shards_of_a_matrix_that_would_be_padded_are_of_another_dimension(names, shape, spec):
+    rules = (
+        Rule(logical=("embed",), mesh=("fsdp",), if_padded=("mlp", "vocab")),
+        Rule(logical=("layers", "vocab", "mlp", "heads", "head_dim"), mesh=()),
+    )
+    array = Array("x", shape, "float32", tuple(names.split()))
+    tiled, untiled = (resolve(array, "parameters", rules, _mesh(fsdp=8), tile_rows) for tile_rows in (8, 1))
+    assert isinstance(tiled, ArrayPlan)
+    assert isinstance(untiled, ArrayPlan)
+    assert tuple(tiled.spec) == spec
+    assert tuple(untiled.spec) == tuple("fsdp" if name == "embed" else None for name in names.split())
+    assert ("embed whole by parameters[0] (shards of 28 would be padded)" in tiled.reason) == (tiled != untiled)
+    assert ("over fsdp by parameters[0] (instead of embed)" in tiled.reason) == (tiled != untiled)
+
+
 def test_random_rules_give_legal_layouts_or_refusals():
     """Whatever the rules: no mesh axis twice in an array, every shard whole, and no dimension replicated unasked."""
     chance = random.Random(0)
@@ -84,8 +113,10 @@ def test_random_rules_give_legal_layouts_or_refusals():
         rules = _rules(*((" ".join(chance.sample(names, chance.randint(1, 2))),
                           " ".join(chance.sample(("data", "fsdp", "tensor"), chance.randint(0, 2))))
                          for _ in range(chance.randint(1, 5))))  # fmt: skip
-        shape = tuple(chance.choice([2, 3, 4, 6, 12]) for _ in names)
-        result = resolve(Array("x", shape, "float32", names), "parameters", rules, mesh)
+        rules = tuple(rule.model_copy(update={"if_padded": chance.choice([(), names])}) for rule in rules)
+        own = names[: chance.choice([2, 3])]
+        shape = tuple(chance.choice([2, 3, 4, 6, 12]) for _ in own)
+        result = resolve(Array("x", shape, "float32", own), "parameters", rules, mesh, chance.choice([1, 2]))
         if not isinstance(result, ArrayPlan):
             outcomes["refused"] += 1
             assert all(refusal.problem(mesh, 0).fix for refusal in result)
@@ -96,8 +127,13 @@ def test_random_rules_give_legal_layouts_or_refusals():
         assert len(used) == len(set(used))
         assert all(size % mesh.num_shards(entry) == 0 for size, entry in zip(shape, entries, strict=True))
         assert result.bytes_per_device == 4 * math.prod(shape) // math.prod(mesh.sizes[a] for a in used)
-        for name, entry in zip(names, entries, strict=True):
-            asked = any(name in rule.logical and all(mesh.sizes[a] == 1 for a in rule.mesh) for rule in rules)
+        may_be_split_instead = len(own) == 2 and bool(used)
+        for name, entry in zip(own, entries, strict=True):
+            asked = any(
+                name in rule.logical
+                and (all(mesh.sizes[a] == 1 for a in rule.mesh) or (may_be_split_instead and rule.if_padded))
+                for rule in rules
+            )
             assert entry or asked, "replicated, and no rule says so"
     assert min(outcomes.values()) > 200
 
