@@ -20,6 +20,8 @@ PUBLISHED = {
     "llama3_405b": 405_853_388_800,  # meta-llama/Llama-3.1-405B
     "qwen3_0_6b": 596_049_920,  # Qwen/Qwen3-0.6B
     "qwen3_8b": 8_190_735_360,  # Qwen/Qwen3-8B
+    "qwen3_32b": 32_762_123_264,  # Qwen/Qwen3-32B
+    "gemma2_2b": 2_614_341_888,  # google/gemma-2-2b
     "gemma2_9b": 9_241_705_984,  # google/gemma-2-9b
     "mixtral_8x7b": 46_702_792_704,  # mistralai/Mixtral-8x7B-v0.1
     "mixtral_8x22b": 140_620_634_112,  # mistralai/Mixtral-8x22B-v0.1
