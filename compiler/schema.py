@@ -18,7 +18,7 @@ from meshloom.models.config import Record
 from .config.overlap_spec import OverlapConfig
 from .core.collectives import CollectiveKind, LinkKind
 
-SCHEMA_VERSION = 9  # of report.json and plan.json
+SCHEMA_VERSION = 10  # of report.json and plan.json
 
 ComputeKind = Literal["matmul", "attention", "other"]
 Fraction = Annotated[float, Field(ge=0)]
@@ -166,11 +166,13 @@ class TriedReport(OverlapConfig):
 
 class SearchReport(Record):
     """tried: in the order in which they were compiled, the one that was declared first. chosen: the place of the one
-    that this report is of. num_left: not compiled, for the bounds of overlap.search. overrides: pin the chosen one."""
+    that this report is of. num_left: not compiled, for the bounds of overlap.search. num_ruled_out: those of them
+    that could not save overlap.search.min_gain. overrides: pin the chosen one."""
 
     tried: tuple[TriedReport, ...]
     chosen: NonNegativeInt
     num_left: NonNegativeInt
+    num_ruled_out: NonNegativeInt
     overrides: tuple[str, ...]
     cache: Literal["hit", "miss", "off"]  # whether it was decided before
 
@@ -197,7 +199,7 @@ class Event(Record):
 
 
 class Report(Record):
-    schema_version: Literal[9]
+    schema_version: Literal[10]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport

@@ -76,6 +76,7 @@ class OverlapSearch(Config):
 
     max_candidates: PositiveInt  # programs that are compiled, including the declared one
     budget_seconds: PositiveFloat  # after this time no further program is compiled
+    min_gain: Fraction  # of the shortest step so far: what could not save that much is not compiled
 
 
 class OverlapSpec(Config):

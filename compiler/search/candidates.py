@@ -155,6 +155,32 @@ def best_of(tried: Sequence[TriedReport], max_exposed: float | None) -> int | No
     return min(fitting, key=lambda place: rank(tried[place]), default=None)
 
 
+def could_gain(one: Candidate, tried: Sequence[TriedReport], min_gain: float, max_exposed: float | None) -> bool:
+    """Returns False for a candidate whose step could not be shorter than the best by `min_gain` of that, even with
+    nothing exposed.
+
+    Its arithmetic is taken to last as long as in the shortest of those compiled with its options, strategies and batch
+    split: the loop decides what runs beside it, options and strategies change it. Where none is known, or the best
+    does not meet max_exposed, it could.
+    """
+    place = best_of(tried, max_exposed)
+    best = None if place is None else tried[place]
+    if best is None or best.predicted_seconds is None or best.exposed_fraction is None:
+        return True
+    if max_exposed is not None and best.exposed_fraction > max_exposed:
+        return True
+
+    def kind(way: OverlapConfig) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+        return way.flag_presets, way.strategies, way.layers.batch_split
+
+    computes = [
+        each.predicted_seconds * (1 - each.exposed_fraction)
+        for each in tried
+        if kind(each) == kind(one.way) and each.predicted_seconds is not None and each.exposed_fraction is not None
+    ]
+    return not computes or min(computes) < best.predicted_seconds * (1 - min_gain)
+
+
 def _loops(plan: Plan) -> Iterator[LayerLoop]:
     """Yields the loops that can differ. Without gathered weights there is nothing to prefetch; if every gradient is
     reduced at once, nothing to reduce earlier; if nothing splits matmuls, nothing that a batch split could hide."""

@@ -16,12 +16,13 @@ from pydantic import ValidationError
 
 from meshloom import compiler as compiler_package
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.format import counted, human_share
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_declared
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.tried import line_of
 from meshloom.compiler.schema import SearchReport, TriedReport
-from meshloom.compiler.search.candidates import Candidate, best_of, find_candidates
+from meshloom.compiler.search.candidates import Candidate, best_of, could_gain, find_candidates
 from meshloom.compiler.search.evaluation import evaluate, evaluate_failed
 from meshloom.compiler.xla.fingerprint import sha256
 
@@ -38,32 +39,40 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
     candidates = find_candidates(plan, estimate_declared(plan))
     num_most = min(len(candidates), bounds.max_candidates)
 
-    def compiled(place: int) -> StoredStep:
-        one = candidates[place]
-        status = f"compiling {place + 1} of at most {num_most}: {one.name}"
+    def compiled(one: Candidate, number: int) -> StoredStep:
+        status = f"compiling {number} of at most {num_most}: {one.name}"
         return compiler.compile(plan_run(one.applied_to(plan.spec)), (*overrides, *one.overrides()), status)
 
-    best = compiled(0)
+    best = compiled(candidates[0], 1)
     decision = _decision_file(plan, best, candidates)
     if decision and (decided := _read(decision)):
-        say(compiler.console, f"decided before: {candidates[decided.chosen].name}, by {decision}")
-        return compiled(decided.chosen) if decided.chosen else best, decided
-    tried = [evaluate(candidates[0], best.step)]
+        chosen = next(one for one in candidates if one.overrides() == decided.overrides)
+        say(compiler.console, f"decided before: {chosen.name}, by {decision}")
+        return compiled(chosen, 1) if decided.chosen else best, decided
+    compared, tried, num_ruled_out = [candidates[0]], [evaluate(candidates[0], best.step)], 0
     say(compiler.console, line_of(tried[0]))
-    for place in range(1, num_most):
-        if time.monotonic() - begun > bounds.budget_seconds:
+    for one in candidates[1:]:
+        if len(tried) == bounds.max_candidates or time.monotonic() - begun > bounds.budget_seconds:
             break
-        made, told = _attempt(candidates[place], partial(compiled, place))
+        if not could_gain(one, tried, bounds.min_gain, max_exposed):
+            num_ruled_out += 1
+            continue
+        made, told = _attempt(one, partial(compiled, one, len(tried) + 1))
+        compared.append(one)
         tried.append(told)
         say(compiler.console, line_of(told))
-        if made and best_of(tried, max_exposed) == place:
+        if made and best_of(tried, max_exposed) == len(tried) - 1:
             best = made
+    if num_ruled_out:
+        least = human_share(bounds.min_gain)
+        say(compiler.console, f"  {counted(num_ruled_out, 'other')} could not save {least} of the step: not compiled")
     chosen = best_of(tried, max_exposed) or 0
     report = SearchReport(
         tried=tuple(tried),
         chosen=chosen,
         num_left=len(candidates) - len(tried),
-        overrides=candidates[chosen].overrides(),
+        num_ruled_out=num_ruled_out,
+        overrides=compared[chosen].overrides(),
         cache="miss" if decision else "off",
     )
     if decision:

@@ -228,7 +228,7 @@ def searched() -> SearchReport:
             TriedReport(layers=loops[1], parallel={}, flag_presets=(), **unknown, compile_seconds=0.0,
                         why_not="INTERNAL: <b>no</b>"),
         ),
-        chosen=1, num_left=4, overrides=("overlap.layers.prefetch=1",), cache="miss",
+        chosen=1, num_left=4, num_ruled_out=3, overrides=("overlap.layers.prefetch=1",), cache="miss",
     )  # fmt: skip
 
 
@@ -245,7 +245,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=9,
+        schema_version=10,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,

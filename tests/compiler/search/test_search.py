@@ -26,7 +26,7 @@ from meshloom.compiler.report.views.facts import unknown_values
 from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.schema import Report, TriedReport
-from meshloom.compiler.search.candidates import FLAT, best_of, expected_seconds, find_candidates
+from meshloom.compiler.search.candidates import FLAT, Candidate, best_of, could_gain, expected_seconds, find_candidates
 from meshloom.compiler.target.compiler_options import (
     check_compiler_options,
     plan_preset_options,
@@ -48,10 +48,10 @@ def way(loop: LayerLoop, *flag_presets: str) -> OverlapConfig:
     return OverlapConfig(layers=loop, parallel={}, flag_presets=flag_presets)
 
 
-def tried(seconds: float | None, *, fits: bool | None = True, exposed: float | None = None) -> TriedReport:
-    return TriedReport(layers=FLAT, parallel={}, flag_presets=(), predicted_seconds=seconds, exposed_fraction=exposed,
-                       peak_bytes_per_chip=None, host_bytes_per_chip=None, fits=fits, compile_seconds=1.0,
-                       why_not=None)  # fmt: skip
+def tried(seconds: float | None, *presets: str, fits: bool | None = True, exposed: float | None = None) -> TriedReport:
+    return TriedReport(layers=FLAT, parallel={}, flag_presets=presets, predicted_seconds=seconds,
+                       exposed_fraction=exposed, peak_bytes_per_chip=None, host_bytes_per_chip=None, fits=fits,
+                       compile_seconds=1.0, why_not=None)  # fmt: skip
 
 
 def test_the_shortest_step_that_fits_is_taken():
@@ -65,6 +65,23 @@ def test_a_longer_step_is_taken_where_it_alone_meets_the_demand(max_exposed, pla
     exposed = (None, 0.04, 0.02, 0.03)
     steps = [tried(seconds, exposed=share) for seconds, share in zip((6.4, 6.3, 6.5, 6.6), exposed, strict=True)]
     assert best_of(steps, max_exposed) == place
+
+
+@pytest.mark.parametrize(
+    ("compiled", "max_exposed", "could"),
+    [
+        ((tried(1.0, exposed=0.03),), None, True),  # it could hide 3 %
+        ((tried(1.0, exposed=0.005),), None, False),
+        ((tried(1.0, exposed=0.005),), 0.001, True),  # the demand is not met yet
+        ((tried(1.2, exposed=0.3), tried(1.0, "sparse_core", exposed=0.0)), None, True),  # 0.84 s of arithmetic
+        ((tried(1.2, exposed=0.1), tried(1.0, "sparse_core", exposed=0.0)), None, False),
+        ((tried(1.0, "sparse_core", exposed=0.0),), None, True),  # nothing with its options is known
+        ((tried(1.0, exposed=0.005, fits=False),), None, True),
+        ((tried(None),), None, True),
+    ],
+)
+def test_a_loop_that_could_not_save_what_is_asked_is_ruled_out(compiled, max_exposed, could):
+    assert could_gain(Candidate(way(AHEAD), 0.0), compiled, 0.01, max_exposed) is could
 
 
 def test_the_declared_program_is_the_first_and_no_other_is_it():
@@ -286,6 +303,21 @@ def test_what_the_compiler_fails_on_or_refuses_is_told_and_the_search_goes_on():
     assert [one.why_not for one in search.tried] == [None, "INTERNAL: no", None, "requires another"]
     assert search.chosen == 2
     assert best.step.plan.spec.overlap.layers == search.tried[2].layers
+
+
+@pytest.mark.parametrize(("least", "number"), [(0.0, 5), (0.99, 4)])
+def test_loops_that_could_not_save_what_is_asked_are_not_compiled(least, number):
+    """Steps of 9, 8, 7 s, and so on: the declared one and one for each of three sets of options, then those with as
+    much arithmetic as the first of the same options."""
+    line = ("target=h100-8", "overlap=auto", "overlap.search.max_candidates=5", "compilation_cache=null")
+    plan = plan_of(*line, f"overlap.search.min_gain={least}")
+    compiler: Any = Unreadable()
+    best, search = search_overlap(plan, compiler, ())
+    assert (len(search.tried), search.chosen) == (number, number - 1)
+    assert best.step.plan.spec.overlap.layers == search.tried[-1].layers
+    assert best.step.plan.spec.overlap.flag_presets == search.tried[-1].flag_presets
+    assert search.num_left == len(find_candidates(plan, estimate_declared(plan))) - number
+    assert search.num_ruled_out == search.num_left or least == 0.0
 
 
 @pytest.mark.ci
