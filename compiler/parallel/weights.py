@@ -243,7 +243,10 @@ def is_assembled(layout: WeightPlan) -> bool:
 def gather_dims(x: Array, parts: ShardedDims, tile_rows: int = 1) -> Array:
     """All-gathers dimensions of shards. tile_rows: of the compiler (CompilerTraits)."""
     for dimension, axes in parts:
-        gather = partial(jax.lax.all_gather, axis_name=axes, axis=dimension, tiled=True)
+
+        def gather(shard: Array, place: int, axes: Axes = axes) -> Array:
+            return jax.lax.all_gather(shard, axes, axis=place, tiled=True)
+
         x = _unpadded(gather, x, dimension, x.shape[dimension], tile_rows)
     return x
 
@@ -251,19 +254,23 @@ def gather_dims(x: Array, parts: ShardedDims, tile_rows: int = 1) -> Array:
 def scatter_dims(x: Array, parts: ShardedDims, tile_rows: int = 1) -> Array:
     """Reduce-scatters dimensions: the transpose of `gather_dims`."""
     for dimension, axes in reversed(parts):
-        scatter = partial(jax.lax.psum_scatter, axis_name=axes, scatter_dimension=dimension, tiled=True)
+
+        def scatter(whole: Array, place: int, axes: Axes = axes) -> Array:
+            return jax.lax.psum_scatter(whole, axes, scatter_dimension=place, tiled=True)
+
         x = _unpadded(scatter, x, dimension, x.shape[dimension] // jax.lax.axis_size(axes), tile_rows)
     return x
 
 
-def _unpadded(collective: Callable[[Array], Array], x: Array, dimension: int, size: int, tile_rows: int) -> Array:
-    """A collective along a dimension, of shards of that size. The rows of a matrix whose shards are no whole tiles of
-    the compiler are moved as arrays of (columns / 128, 128), which are: padded, they are copied before and after, and
-    a reduce-scatter is a synchronous all-reduce (docs/sharding.md)."""
-    if x.ndim != 2 or dimension or size % tile_rows == 0 or x.shape[1] % NUM_LANES:
-        return collective(x)
-    moved = collective(x.reshape(x.shape[0], -1, NUM_LANES))
-    return moved.reshape(moved.shape[0], -1)
+def _unpadded(collective: Callable[[Array, int], Array], x: Array, dimension: int, size: int, tile_rows: int) -> Array:
+    """A collective along a dimension, of shards of that size. Rows of a matrix (or its columns) whose shards are no
+    whole tiles of the compiler are moved as arrays of (columns / 128, 128), which are: padded, they are copied before
+    and after, and a reduce-scatter is a synchronous all-reduce (docs/sharding.md)."""
+    if x.ndim != 2 or size % tile_rows == 0 or x.shape[1 - dimension] % NUM_LANES:
+        return collective(x, dimension)
+    rows = jnp.moveaxis(x, dimension, 0)
+    moved = collective(rows.reshape(len(rows), -1, NUM_LANES), 0)
+    return jnp.moveaxis(moved.reshape(len(moved), -1), 0, dimension)
 
 
 def _moved(collective: Callable[[Array], Array], auto_spec: PartitionSpec) -> Callable[[Array], Array]:
