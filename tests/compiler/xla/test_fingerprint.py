@@ -32,7 +32,7 @@ OUTSIDE = (
     "launch.environment={A: 1}",
     "launch.directory=other",
     "sharding.replicated_bytes_threshold=70000000", "sharding.on_replicated=warn", "num_skips_allowed=3",
-    "overlap.max_exposed=0.5", "overlap.search={max_candidates: 2, budget_seconds: 9}",
+    "overlap.max_exposed=0.5", "overlap.search={max_candidates: 2, budget_seconds: 9, min_gain: 0}",
     "compilation_cache=elsewhere", "artifact=somewhere", "compile.timeout_seconds=9",
     "evaluation.every_num_steps=7", "evaluation.num_batches=3",
     "logging.every_num_steps=3", "logging.trackers=[]", "logging.layer_metrics=each", "logging.wandb.project=other",
