@@ -132,7 +132,7 @@ def plan_layout(
 def _plan_sharding(spec: RunSpec, arrays: Arrays, mesh: MeshPlan, target: TargetPlan) -> ShardingPlan:
     """Returns the layouts; of a length that cannot be cut one error, and not one for each array that has it."""
     check_token_order(spec, mesh, target)
-    return plan_sharding(spec.sharding, arrays, mesh, target.compiler.tile_rows)
+    return plan_sharding(spec.sharding, arrays, mesh, target.compiler)
 
 
 def compile_plan(

@@ -1,6 +1,7 @@
 """How XLA's compiler for a target behaves, whatever its options; read from conf/overlap/_compiler_traits.yaml."""
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -45,10 +46,21 @@ class CompilerTraits(Record):
     ragged_all_to_all: bool = False
     max_chips_ragged_all_to_all: int | None = None
 
+    def all_reduces(self, num_devices: int, others: Iterable[int]) -> bool:
+        """Returns True if a reduce-scatter over this many devices becomes an all-reduce. others: the sizes of the
+        dimensions that are not scattered."""
+        limit = self.max_reduce_scatter
+        return limit is not None and num_devices * max(map(odd_part, others), default=1) > limit
+
     def max_odd_factor(self, num_devices: int) -> int | None:
         """Returns the largest odd factor that a dimension may have where this many devices reduce-scatter another;
         None: no limit, or no valid factor."""
         return self.max_reduce_scatter // num_devices or None if self.max_reduce_scatter else None
+
+
+def odd_part(size: int) -> int:
+    """Returns the largest odd divisor: 128,256 = 501 x 256 -> 501."""
+    return size // (size & -size)
 
 
 def read_compiler_traits(platform: str, chip: str | None) -> CompilerTraits:

@@ -85,13 +85,13 @@ class MeshSpec(Config):
 class Rule(Config):
     """Dimensions with one of these logical axes are sharded over these mesh axes (none: replicated).
 
-    if_padded: where the compiler would pad the shards of a matrix to whole tiles, the first of these logical axes that
-    the matrix has is sharded instead, unless its shards would be padded, too.
+    alternatives: where the target's compiler handles shards of one of them badly, the dimensions of the array that may
+    be sharded instead (docs/sharding.md).
     """
 
     logical: Annotated[tuple[Text, ...], Field(min_length=1)]
     mesh: Annotated[tuple[MeshAxis, ...], AfterValidator(_each_once)]
-    if_padded: tuple[Text, ...] = ()
+    alternatives: tuple[Text, ...] = ()
 
 
 class ShardingSpec(Config):

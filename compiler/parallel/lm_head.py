@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from meshloom.models import Context, LogicalAxes, Model, Params, is_logical_axes
 
+from ..config.compiler_traits import odd_part
 from ..config.spec import RunSpec
 from ..core.format import human_seconds
 from ..core.partition_spec import Axes
@@ -119,7 +120,7 @@ def chunk_sizes(vocab_size: int, max_odd_factor: int | None) -> tuple[int, ...]:
     while left:
         most = min(left, int(vocab_size * MOST_OF_THE_VOCABULARY)) // step * step
         sizes.append(
-            next(size for size in range(most, 0, -step) if not max_odd_factor or _odd_part(size) <= max_odd_factor)
+            next(size for size in range(most, 0, -step) if not max_odd_factor or odd_part(size) <= max_odd_factor)
         )
         left -= sizes[-1]
     return tuple(reversed(sizes))
@@ -132,10 +133,6 @@ def vocab_dimensions(model: Model) -> Params:
         return axes.index(VOCAB) if VOCAB in axes else None
 
     return jax.tree.map(place, model.logical_axes()["head"], is_leaf=is_logical_axes)
-
-
-def _odd_part(size: int) -> int:
-    return size // (size & -size)
 
 
 def _cannot_be_cut(spec: RunSpec, model: Model, sharding: ShardingPlan) -> str | None:

@@ -162,8 +162,8 @@ def _rules(rules: Sequence[Rule]) -> str:
     """Returns the rules that the numbers in the table stand for."""
 
     def told(rule: Rule) -> str:
-        instead = f" (if padded: {', '.join(rule.if_padded)})" if rule.if_padded else ""
-        return f"{', '.join(rule.logical)} -> {', '.join(rule.mesh) or 'whole'}{instead}"
+        others = f" (or {', '.join(rule.alternatives)})" if rule.alternatives else ""
+        return f"{', '.join(rule.logical)}{others} -> {', '.join(rule.mesh) or 'whole'}"
 
     return "; ".join(f"[{index}] {told(rule)}" for index, rule in enumerate(rules))
 

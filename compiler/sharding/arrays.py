@@ -24,8 +24,8 @@ LAYER_INPUT = "layer_input"  # the compiler's name for a layer's input; a remat 
 @dataclass(frozen=True)
 class Array:
     """An array of the program before it is laid out. `path`: its place in the tree, or its name. updated_by: what
-    changes a parameter. compute_dtype: of a parameter, the type in which it is gathered and
-    used."""
+    changes a parameter. compute_dtype: of a parameter, the type in which it is gathered and used. is_tied: it is the
+    embedding's table, and the head multiplies with it."""
 
     path: str
     shape: tuple[int, ...]
@@ -33,6 +33,7 @@ class Array:
     logical_axes: LogicalAxes
     updated_by: UpdatedBy = "optimizer"
     compute_dtype: str = ""
+    is_tied: bool = False
 
     @property
     def is_trained(self) -> bool:
@@ -127,13 +128,14 @@ def _parameters(model: Model, spec: RunSpec) -> tuple[Array, ...]:
     frozen, trained_dtype = frozen_paths(spec, shapes, ruled=model.rules), spec.precision.parameters
     types = dict.fromkeys(frozen, spec.precision.frozen or trained_dtype)
     types |= dict.fromkeys(model.float32, "float32")
+    tied = {f"embed/{name}" for name in model.tied.values()}
     used = dict.fromkeys(shapes, spec.precision.compute) | dict.fromkeys(model.float32, "float32")
 
     def updated_by(path: str) -> UpdatedBy:
         return "nothing" if path in frozen else "rule" if path in model.rules else "optimizer"
 
     return tuple(
-        Array(path, shape, types.get(path, trained_dtype), axes[path], updated_by(path), used[path])
+        Array(path, shape, types.get(path, trained_dtype), axes[path], updated_by(path), used[path], path in tied)
         for path, shape in shapes.items()
     )
 

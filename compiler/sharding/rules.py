@@ -8,8 +8,8 @@
 
 Rules are tried in order; each takes the dimensions that it names and that no earlier rule took. A rule whose mesh axes
 are already used in this array, or do not divide the dimension, passes it on to the next rule for that logical axis. If
-there is no further rule, the array is refused. A rule may name dimensions that it splits instead of one whose shards
-the compiler would pad (docs/sharding.md).
+there is no further rule, the array is refused. A rule may name alternatives, to split instead of a dimension whose
+shards the compiler handles badly (docs/sharding.md).
 """
 
 import math
@@ -21,9 +21,11 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models.numbers import divisors
 
+from ..config.compiler_traits import CompilerTraits
 from ..config.spec import Rule
 from ..core.errors import Problem
 from ..target.mesh import MeshPlan, nearest
+from .alternatives import split_by
 from .arrays import Array
 
 # The keys that set sizes.
@@ -71,10 +73,9 @@ class ArrayPlan:
 
 
 def resolve(
-    array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan, tile_rows: int = 1
+    array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan, compiler: CompilerTraits
 ) -> ArrayPlan | list["Refusal"]:
-    """Returns the layout of one array as in the module's docstring, or the refusals if there are any. tile_rows: of the
-    compiler (CompilerTraits)."""
+    """Returns the layout of one array as in the module's docstring, or the refusals if there are any."""
     settled: list[DimensionPlan | None] = [
         None if name else DimensionPlan(None, size, (), None)
         for name, size in zip(array.logical_axes, array.shape, strict=True)
@@ -94,10 +95,10 @@ def resolve(
                 note = f"{', '.join(rule.mesh)} being of size 1" if rule.mesh and not wanted else ""
                 if dimension in refusals:
                     note = refusals.pop(dimension).why(mesh)
-                split = _split_by(rule, array, dimension, settled, mesh.num_shards(wanted), tile_rows)
+                free = [place for place, plan in enumerate(settled) if plan is None and place != dimension]
+                split, why = split_by(rule, array, dimension, free, mesh.num_shards(wanted), compiler)
                 if split != dimension:
-                    rows = size // mesh.num_shards(wanted)
-                    settled[dimension] = DimensionPlan(name, size, (), index, f"shards of {rows} would be padded")
+                    settled[dimension] = DimensionPlan(name, size, (), index, why)
                     name, size, note = array.logical_axes[split], array.shape[split], f"instead of {name}"
                 settled[split] = DimensionPlan(name, size, wanted, index, note)
                 taken.update(dict.fromkeys(wanted, split))
@@ -107,24 +108,6 @@ def resolve(
         return ArrayPlan(array, table, dimensions, array.num_bytes // mesh.num_shards(used))
     unsettled = [dimension for dimension, plan in enumerate(settled) if plan is None]
     return [refusals.get(dimension) or Refusal(array, table, None, dimension, ()) for dimension in unsettled]
-
-
-def _split_by(
-    rule: Rule, array: Array, dimension: int, settled: Sequence[DimensionPlan | None], num_shards: int, tile_rows: int
-) -> int:
-    """Returns the dimension that a rule splits when it takes one: that one, or another `if_padded`. Best are shards of
-    whole tiles; of others, those of the first dimension of a matrix, which can be moved unpadded (weights.py)."""
-    own = [place for place, name in enumerate(array.logical_axes) if name != "layers"]
-    if num_shards == 1 or len(own) != 2 or not array.shape[dimension] % (num_shards * tile_rows):
-        return dimension  # of more dimensions, two others lie in tiles
-    others = [
-        place
-        for logical in rule.if_padded
-        for place in own
-        if array.logical_axes[place] == logical and settled[place] is None and not array.shape[place] % num_shards
-    ]
-    whole = [place for place in others if not array.shape[place] % (num_shards * tile_rows)]
-    return [*whole, *(place for place in others if place == own[0]), dimension][0]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from meshloom.models import LOGICAL_AXES
 
+from ..config.compiler_traits import CompilerTraits
 from ..config.spec import MeshSpec, Rule, RunSpec, ShardingSpec
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..target.mesh import MeshPlan
@@ -63,17 +64,15 @@ def gathered_bytes(parameter: ArrayPlan, spec: RunSpec, mesh: MeshPlan) -> int:
     return math.prod(parameter.array.shape) * itemsize // mesh.num_shards(kept)
 
 
-def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan, tile_rows: int) -> ShardingPlan:
-    """Returns the layout of every parameter, its optimizer state and every named activation. Raises ConfigError.
-
-    tile_rows: of the compiler (CompilerTraits)."""
+def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan, compiler: CompilerTraits) -> ShardingPlan:
+    """Returns the layout of every parameter, its optimizer state and every named activation. Raises ConfigError."""
     problems: list[Problem] = []
     # Rules that the optimizer inherits from the parameters refuse the same dimensions: reported once.
     optimizer_problems = [] if rules.optimizer == rules.parameters else problems
-    parameters = _resolve_all(arrays.parameters, "parameters", rules.parameters, mesh, tile_rows, problems)
+    parameters = _resolve_all(arrays.parameters, "parameters", rules.parameters, mesh, compiler, problems)
     trained = [array for array in arrays.parameters if array.is_trained]
-    optimizer = _resolve_all(trained, "optimizer", rules.optimizer, mesh, tile_rows, optimizer_problems)
-    activations = _resolve_all(arrays.activations, "activations", rules.activations, mesh, tile_rows, problems)
+    optimizer = _resolve_all(trained, "optimizer", rules.optimizer, mesh, compiler, optimizer_problems)
+    activations = _resolve_all(arrays.activations, "activations", rules.activations, mesh, compiler, problems)
     whole = _check_replicated(rules, parameters, optimizer, mesh)
     problems += whole if rules.on_replicated == "error" else []
     problems += _check_layers_dimension(parameters)
@@ -110,7 +109,7 @@ def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:
     for table, table_rules, names in tables:
         for index, rule in enumerate(table_rules):
             key = f"sharding.{table}[{index}]"
-            unknown = [name for name in (*rule.logical, *rule.if_padded) if name not in every_name]
+            unknown = [name for name in (*rule.logical, *rule.alternatives) if name not in every_name]
             problems += [
                 Problem(key, f"there is no logical axis '{name}'", use_one_of(name, sorted(names))) for name in unknown
             ]
@@ -125,13 +124,13 @@ def _resolve_all(
     table: Table,
     rules: Sequence[Rule],
     mesh: MeshPlan,
-    tile_rows: int,
+    compiler: CompilerTraits,
     problems: list[Problem],
 ) -> tuple[ArrayPlan, ...]:
     plans: list[ArrayPlan] = []
     refusals: dict[tuple[Any, ...], list[Refusal]] = defaultdict(list)
     for array in arrays:
-        result = resolve(array, table, rules, mesh, tile_rows)
+        result = resolve(array, table, rules, mesh, compiler)
         if isinstance(result, ArrayPlan):
             plans.append(result)
             continue

@@ -135,7 +135,7 @@ def test_no_spec_has_a_default_in_code():
     assert len(list(configs(Config))) >= 14
     for config in configs(Config):
         optional = {name for name, field in config.model_fields.items() if not field.is_required()}
-        assert optional == ({"if_padded"} if config is Rule else set()), config
+        assert optional == ({"alternatives"} if config is Rule else set()), config
 
 
 PRIVATE = {  # names of libraries, by the file that imports them: docs/libraries.md

@@ -47,6 +47,16 @@ def test_the_largest_odd_factor_falls_with_the_devices():
     assert CompilerTraits().max_odd_factor(64) is None
 
 
+@pytest.mark.parametrize(
+    ("others", "does"),
+    [((256_000,), True), ((2304,), False), ((2304, 256_000), True), ((128_256,), True), ((4096,), False), ((), False)],
+)
+def test_a_reduce_scatter_becomes_an_all_reduce_by_the_odd_part_of_another_dimension(others, does):
+    """256,000 = 125 x 2^11, 2,304 = 9 x 2^8, 128,256 = 501 x 2^8."""
+    assert CompilerTraits(max_reduce_scatter=1664).all_reduces(32, others) is does
+    assert not CompilerTraits().all_reduces(32, others)
+
+
 def test_passes_do_not_read_the_files_of_conf():
     """Only config/, the border, opens them: every later pass is a function of frozen values."""
     own = {path for path in COMPILER.rglob("*.py") if path.parent != COMPILER / "config"}

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from conftest import plan_of, spec_of
+from meshloom.compiler.config.compiler_traits import CompilerTraits
 from meshloom.compiler.config.spec import MeshSpec, Rule
 from meshloom.compiler.config.target_spec import CpuTarget
 from meshloom.compiler.core.errors import ConfigError
@@ -38,7 +39,7 @@ def _rules(*pairs: tuple[str, str]) -> tuple[Rule, ...]:
 
 
 def _spec(shape, names, mesh, *pairs):
-    plan = resolve(Array("x", shape, "float32", tuple(names.split())), "parameters", _rules(*pairs), mesh)
+    plan = resolve(Array("x", shape, "float32", tuple(names.split())), "parameters", _rules(*pairs), mesh, SPLIT_WELL)
     assert isinstance(plan, ArrayPlan), plan
     return tuple(plan.spec), plan.reason
 
@@ -74,33 +75,41 @@ def test_an_axis_of_size_one_is_said():
     assert reason == "embed whole by parameters[0] (fsdp being of size 1)"
 
 
+SPLIT_WELL = CompilerTraits()
+TPU = CompilerTraits(tile_rows=8, max_reduce_scatter=100)
+
+
 @pytest.mark.parametrize(
-    ("names", "shape", "spec"),
+    ("names", "shape", "is_tied", "spec", "why"),
     [
-        ("layers embed mlp", (2, 256, 512), (None, "fsdp", None)),  # 32 rows of embed, whole tiles
-        ("layers embed mlp", (2, 224, 512), (None, None, "fsdp")),  # 28, and 64 of mlp
-        ("vocab embed", (512, 224), ("fsdp", None)),
-        ("embed mlp", (224, 480), ("fsdp", None)),  # 28, and 60: of these, the first dimension
-        ("mlp embed", (480, 224), ("fsdp", None)),
-        ("embed mlp", (224, 500), ("fsdp", None)),  # 500 does not divide
-        ("mlp embed", (500, 224), (None, "fsdp")),
-        ("layers embed heads head_dim", (2, 224, 4, 16), (None, "fsdp", None, None)),
-        ("layers embed", (2, 224), (None, "fsdp")),
+        ("layers embed mlp", (2, 256, 512), False, (None, "fsdp", None), ""),  # 32 rows of embed, whole tiles
+        ("layers embed mlp", (2, 224, 512), False, (None, None, "fsdp"), "shards of 28 would be padded"),  # 64 of mlp
+        ("vocab embed", (512, 224), False, ("fsdp", None), "shards of 28 would be padded"),
+        ("embed mlp", (224, 480), False, ("fsdp", None), ""),  # 28, and 60: of these, the first dimension
+        ("mlp embed", (480, 224), False, ("fsdp", None), "shards of 28 would be padded"),
+        ("embed mlp", (224, 500), False, ("fsdp", None), ""),  # 500 does not divide
+        ("mlp embed", (500, 224), False, (None, "fsdp"), ""),
+        ("layers embed heads head_dim", (2, 224, 4, 16), False, (None, "fsdp", None, None), ""),
+        ("layers embed", (2, 224), False, (None, "fsdp"), ""),
+        ("vocab embed", (15 * 64, 256), False, (None, "fsdp"), ""),
+        ("vocab embed", (15 * 64, 256), True, ("fsdp", None), "its gradient would be all-reduced"),  # 8 x 15 > 100
+        ("vocab embed", (5 * 64, 256), True, (None, "fsdp"), ""),
+        ("vocab embed", (15 * 64, 13 * 64), True, ("fsdp", None), "its gradient would be all-reduced"),  # either way
     ],
 )
-def test_shards_of_a_matrix_that_would_be_padded_are_of_another_dimension(names, shape, spec):
+def test_an_alternative_is_split_where_the_compiler_handles_shards_badly(names, shape, is_tied, spec, why):
     rules = (
-        Rule(logical=("embed",), mesh=("fsdp",), if_padded=("mlp", "vocab")),
+        Rule(logical=("embed",), mesh=("fsdp",), alternatives=("mlp", "vocab")),
         Rule(logical=("layers", "vocab", "mlp", "heads", "head_dim"), mesh=()),
     )
-    array = Array("x", shape, "float32", tuple(names.split()))
-    tiled, untiled = (resolve(array, "parameters", rules, _mesh(fsdp=8), tile_rows) for tile_rows in (8, 1))
-    assert isinstance(tiled, ArrayPlan)
-    assert isinstance(untiled, ArrayPlan)
-    assert tuple(tiled.spec) == spec
-    assert tuple(untiled.spec) == tuple("fsdp" if name == "embed" else None for name in names.split())
-    assert ("embed whole by parameters[0] (shards of 28 would be padded)" in tiled.reason) == (tiled != untiled)
-    assert ("over fsdp by parameters[0] (instead of embed)" in tiled.reason) == (tiled != untiled)
+    array = Array("x", shape, "float32", tuple(names.split()), is_tied=is_tied)
+    plan, plain = (resolve(array, "parameters", rules, _mesh(fsdp=8), each) for each in (TPU, SPLIT_WELL))
+    assert isinstance(plan, ArrayPlan)
+    assert isinstance(plain, ArrayPlan)
+    assert tuple(plan.spec) == spec
+    assert tuple(plain.spec) == tuple("fsdp" if name == "embed" else None for name in names.split())
+    assert ("over fsdp by parameters[0] (instead of embed)" in plan.reason) == (plan != plain)
+    assert not why or f"embed whole by parameters[0] ({why})" in plan.reason
 
 
 def test_random_rules_give_legal_layouts_or_refusals():
@@ -113,10 +122,16 @@ def test_random_rules_give_legal_layouts_or_refusals():
         rules = _rules(*((" ".join(chance.sample(names, chance.randint(1, 2))),
                           " ".join(chance.sample(("data", "fsdp", "tensor"), chance.randint(0, 2))))
                          for _ in range(chance.randint(1, 5))))  # fmt: skip
-        rules = tuple(rule.model_copy(update={"if_padded": chance.choice([(), names])}) for rule in rules)
+        rules = tuple(rule.model_copy(update={"alternatives": chance.choice([(), names])}) for rule in rules)
         own = names[: chance.choice([2, 3])]
         shape = tuple(chance.choice([2, 3, 4, 6, 12]) for _ in own)
-        result = resolve(Array("x", shape, "float32", own), "parameters", rules, mesh, chance.choice([1, 2]))
+        result = resolve(
+            Array("x", shape, "float32", own),
+            "parameters",
+            rules,
+            mesh,
+            CompilerTraits(tile_rows=chance.choice([1, 2])),
+        )
         if not isinstance(result, ArrayPlan):
             outcomes["refused"] += 1
             assert all(refusal.problem(mesh, 0).fix for refusal in result)
@@ -131,7 +146,7 @@ def test_random_rules_give_legal_layouts_or_refusals():
         for name, entry in zip(own, entries, strict=True):
             asked = any(
                 name in rule.logical
-                and (all(mesh.sizes[a] == 1 for a in rule.mesh) or (may_be_split_instead and rule.if_padded))
+                and (all(mesh.sizes[a] == 1 for a in rule.mesh) or (may_be_split_instead and rule.alternatives))
                 for rule in rules
             )
             assert entry or asked, "replicated, and no rule says so"
