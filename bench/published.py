@@ -1,12 +1,13 @@
 """The model FLOPs utilisation that `meshloom compile` predicts, beside what others measured and published.
 
-    pip install -e '.[tpu]' && pip install 'jax[cuda13]' && python bench/published.py [FILE] [--runs DIR]
+    pip install -e '.[tpu]' && pip install 'jax[cuda13]' && python bench/published.py [FILE] [--only TEXT] [--runs DIR]
 
 A row is a public recipe declared as overrides, with the XLA options that it sets, and compiled by the command for its
 hardware, which need not be there. Each takes minutes; what was predicted is kept in FILE (bench/published.jsonl), a
-line for each compile, and not compiled again. With DIR the run directories are kept there, and steps that were compiled
-before are priced again from their text, in seconds: FILE is written anew. Prints tables in Markdown, and writes the
-errors of the checked rows to compiler/target/accuracy.json, from which predictions get their range.
+line for each compile, and not compiled again. With TEXT only recipes with it in their names are compiled. With DIR the
+run directories are kept there, and steps that were compiled before are priced again from their text, in seconds: FILE
+is written anew. Prints tables in Markdown, and writes the errors of the checked rows to compiler/target/accuracy.json,
+from which predictions get their range.
 
 Constants of the cost model are global and have their sources in docs/targets.md and conf/target; half of the rows may
 be looked at to choose them, the others only check.
@@ -161,6 +162,7 @@ def again(run_dir: Path, declaration: Overrides) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Predicted steps beside published ones.")
     parser.add_argument("file", nargs="?", type=Path, default=KEPT)
+    parser.add_argument("--only", metavar="TEXT", default="", help="recipes to compile: those with this in their names")
     parser.add_argument("--runs", type=Path, help="directory of the run directories, by name")
     return parser.parse_args()
 
@@ -172,7 +174,9 @@ def main() -> int:
     if given.runs:
         num_missing = price_runs(path, given.runs)
     else:
-        todo = [(each.name, each.declaration) for each in RECIPES if each.declaration not in read_kept(path)]
+        known = read_kept(path)
+        asked = [each for each in RECIPES if given.only.lower() in each.name.lower()]
+        todo = [(each.name, each.declaration) for each in asked if each.declaration not in known]
         for number, (name, overrides) in enumerate(todo, start=1):
             print(f"compiling {number} of {len(todo)}: {name}: {' '.join(overrides)}", file=sys.stderr, flush=True)
             num_missing += not add_row(path, name, overrides, facts_of)

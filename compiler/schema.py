@@ -49,12 +49,14 @@ class ProgramReport(Record):
 
 
 class Change(Record):
-    """A change of the declaration that saves memory. overrides: as one types them."""
+    """A change of the declaration that saves memory. overrides: as one types them. slower_fraction: what a token takes
+    longer, by the estimate, of its time."""
 
     overrides: tuple[str, ...]
     saved_bytes: int
     fits: bool  # by itself
-    cost: str  # "a third more arithmetic"
+    slower_fraction: float | None
+    cost: str  # "the forward pass is computed twice"
 
 
 class MemoryReport(Record):

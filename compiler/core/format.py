@@ -63,6 +63,11 @@ def human_share(share: float) -> str:
     return f"{share:.1%}".replace("%", " %")
 
 
+def human_slowdown(fraction: float) -> str:
+    """Returns a change of a time in percent: 0.31 -> '31 % longer'; -0.002 -> '0.2 % shorter'."""
+    return f"{human_share(abs(fraction))} {'shorter' if fraction < 0 else 'longer'}"
+
+
 def human_names(names: Sequence[str], most: int, between: str = ", ") -> str:
     """Returns the first names of a list: (["a", "b", "c"], 2) -> 'a, b and 1 more'."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

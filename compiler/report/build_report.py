@@ -105,6 +105,8 @@ def _memory(step: CompiledStep, unknown: dict[str, str], changes: tuple[Change, 
     if host_limit is None:
         names = ("memory.host_limit_bytes_per_chip", *(["memory.host_fits"] if host else []))
         unknown |= dict.fromkeys(names, HOST_UNKNOWN)
+    if any(change.slower_fraction is None for change in changes):
+        unknown["memory.changes[*].slower_fraction"] = "the time of a step cannot be estimated: see `meshloom explain`"
     return MemoryReport(
         peak_bytes_per_chip=needed * per_chip if needed is not None else None,
         limit_bytes_per_chip=limit,

@@ -18,27 +18,40 @@ class Candidate:
 
 
 def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Replan) -> tuple[Change, ...]:
-    """Returns changes that save memory, by the estimate: those that fit first, then by cost. If no single change fits,
-    several are combined.
+    """Returns changes that save memory, by the estimate: those that fit first, then by the time that they cost. If no
+    single change fits, several are combined.
 
     needed_bytes: what the compiled program needs on a device. Changes that the declaration does not allow are omitted.
+    Those that change the result of training, or the number of tokens in a step, are tried only if nothing that costs
+    time alone fits.
     """
-    now = estimate_step(plan).memory.peak_bytes
+    now = estimate_step(plan)
 
     def change(overrides: tuple[str, ...], cost: str) -> Change | None:
         try:
-            saved = now - estimate_step(replan(overrides)).memory.peak_bytes
+            changed = replan(overrides)
+            then = estimate_step(changed)
         except ConfigError:
             return None
+        saved = now.memory.peak_bytes - then.memory.peak_bytes
+        slower = None
+        if now.time and then.time:
+            tokens = changed.spec.tokens_per_step / plan.spec.tokens_per_step
+            slower = then.time.seconds / tokens / now.time.seconds - 1
         fits = needed_bytes - saved <= limit_bytes
-        return Change(overrides=overrides, saved_bytes=saved, fits=fits, cost=cost) if saved > 0 else None
+        made = Change(overrides=overrides, saved_bytes=saved, fits=fits, slower_fraction=slower, cost=cost)
+        return made if saved > 0 else None
 
     singles: list[Change] = []
-    for candidate in _candidates(plan):
-        if found := change(candidate.overrides, candidate.cost):
-            singles.append(found)
-            if found.fits:
-                return (found, *singles[:-1])
+    for alike in (_costing_time(plan), _costing_precision(plan), _costing_tokens(plan)):
+        for candidates in alike:
+            for candidate in candidates:
+                if found := change(candidate.overrides, candidate.cost):
+                    singles.append(found)
+                    if found.fits:
+                        break  # the next of them cost more
+        if any(each.fits for each in singles):
+            return tuple(sorted(singles, key=lambda each: (not each.fits, each.slower_fraction or 0.0)))
     together = _together(singles, change)
     return (together, *singles) if together else tuple(singles)
 
@@ -57,23 +70,32 @@ def _together(singles: Sequence[Change], change: Callable[[tuple[str, ...], str]
     return None
 
 
-def _candidates(plan: Plan) -> Iterator[Candidate]:
-    """Yields candidates by what they cost: time first, then the result of training, then chips."""
-    spec = plan.spec
+def _costing_time(plan: Plan) -> Iterator[Sequence[Candidate]]:
+    """Yields candidates that cost time, those of one key together, the cheapest first."""
+    spec, num_shards = plan.spec, plan.mesh.num_shards(plan.sharding.batch_axes)
     split = {axis for array in plan.sharding.parameters for dimension in array.dimensions for axis in dimension.axes}
     if spec.remat.policy != "full":
-        yield Candidate(("remat=full",), "the forward pass is computed twice: up to a third more arithmetic")
-    shards = plan.mesh.num_shards(plan.sharding.batch_axes)
-    most = spec.global_batch_size // shards
-    for count in (n for n in range(spec.num_microbatches + 1, most + 1) if most % n == 0):
-        yield Candidate((f"num_microbatches={count}",), "smaller matmuls, and weights are gathered for each microbatch")
+        yield [Candidate(("remat=full",), "the forward pass is computed twice")]
+    most = spec.global_batch_size // num_shards
+    counts = [n for n in range(spec.num_microbatches + 1, most + 1) if most % n == 0]
+    cost = "smaller matmuls, and weights are gathered for each microbatch"
+    yield [Candidate((f"num_microbatches={count}",), cost) for count in counts]
     if not split and plan.mesh.num_devices > 1:
-        yield Candidate(("sharding=fsdp",), "weights are gathered for each layer")
+        yield [Candidate(("sharding=fsdp",), "weights are gathered for each layer")]
+
+
+def _costing_precision(plan: Plan) -> Iterator[Sequence[Candidate]]:
+    """Yields candidates that change the result of training."""
+    spec = plan.spec
     if getattr(spec.optimizer, "moment_dtype", None) == "float32":
-        yield Candidate(("optimizer.moment_dtype=bfloat16",), "optimizer moments have 8 bits of precision")
+        yield [Candidate(("optimizer.moment_dtype=bfloat16",), "optimizer moments have 8 bits of precision")]
     if spec.precision.parameters == "float32" and spec.precision.compute == "bfloat16":
-        yield Candidate(("precision=bfloat16_pure",), "weights have 8 bits of precision")
+        yield [Candidate(("precision=bfloat16_pure",), "weights have 8 bits of precision")]
     if spec.optimizer.name != "adafactor":
-        yield Candidate(("optimizer=adafactor",), "another optimizer, which has to be tuned again")
-    if spec.global_batch_size % (2 * shards * spec.num_microbatches) == 0:
-        yield Candidate((f"global_batch_size={spec.global_batch_size // 2}",), "half as many tokens per step")
+        yield [Candidate(("optimizer=adafactor",), "another optimizer, which has to be tuned again")]
+
+
+def _costing_tokens(plan: Plan) -> Iterator[Sequence[Candidate]]:
+    spec, num_shards = plan.spec, plan.mesh.num_shards(plan.sharding.batch_axes)
+    if spec.global_batch_size % (2 * num_shards * spec.num_microbatches) == 0:
+        yield [Candidate((f"global_batch_size={spec.global_batch_size // 2}",), "half as many tokens per step")]

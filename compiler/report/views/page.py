@@ -22,6 +22,7 @@ from ...core.format import (
     human_parameters,
     human_seconds,
     human_share,
+    human_slowdown,
     milliseconds,
 )
 from ...core.scopes import Pass
@@ -224,6 +225,7 @@ def template_environment() -> jinja2.Environment:
         "human_bytes": human_bytes,
         "human_seconds": human_seconds,
         "human_share": human_share,
+        "human_slowdown": human_slowdown,
         "human_count": human_count,
         "human_parameters": human_parameters,
         "milliseconds": milliseconds,

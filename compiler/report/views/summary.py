@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from ...core.console import Column, Console, Line, Part, Table
-from ...core.format import counted, human_bytes, human_parameters, human_seconds, human_share
+from ...core.format import counted, human_bytes, human_parameters, human_seconds, human_share, human_slowdown
 from ...schema import MemoryReport, ProgramReport, Report, by_exposed
 from .facts import Fact, compute_by_kind, origin, sums, unknown_values, unpriced, verdict, why_exposed
 
@@ -83,7 +83,10 @@ def _memory(report: Report) -> Iterable[Line]:
     for change in memory.changes[:NUM_CHANGES]:
         enough: Part = ("fits", "green") if change.fits else "not enough"
         saved = human_bytes(change.saved_bytes)
-        yield [f"  fix: {shlex.join(change.overrides)}  saves {saved}, ", enough, f"; {change.cost}"]
+        slower = (
+            f"; a token takes {human_slowdown(change.slower_fraction)}" if change.slower_fraction is not None else ""
+        )
+        yield [f"  fix: {shlex.join(change.overrides)}  saves {saved}, ", enough, f"{slower}; {change.cost}"]
 
 
 def _largest(parts: list[tuple[str, int]]) -> list[tuple[str, int]]:

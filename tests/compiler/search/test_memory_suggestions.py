@@ -22,12 +22,41 @@ def compiled_bytes(plan: Plan) -> int:
     return stats.argument_size_in_bytes + stats.temp_size_in_bytes
 
 
+def seconds_of(plan: Plan) -> float:
+    time = estimate_step(plan).time
+    assert time is not None
+    return time.seconds / plan.spec.tokens_per_step
+
+
 def test_the_cheapest_that_fits_comes_first():
+    """Neither changes what is trained, so that nothing that does is suggested."""
+    plan = planned("target=h100-8")
+    needed = estimate_step(plan).memory.peak_bytes
+    changes = suggest_changes(plan, needed, needed - 1000, lambda more: planned("target=h100-8", *more))
+    assert [change.overrides for change in changes] == [("remat=full",), ("num_microbatches=2",)]
+    assert all(change.fits for change in changes)
+    slower = [seconds_of(planned("target=h100-8", *each.overrides)) / seconds_of(plan) - 1 for each in changes]
+    assert [change.slower_fraction for change in changes] == pytest.approx(slower)
+    assert slower == sorted(slower)
+
+
+@pytest.mark.ci
+def test_the_time_of_fewer_tokens_is_that_of_a_token():
+    plan = planned("target=h100-8")
+    changes = suggest_changes(plan, 2**40, 0, lambda more: planned("target=h100-8", *more))
+    slower = {change.overrides: change.slower_fraction for change in changes}
+    half = seconds_of(planned("target=h100-8", "global_batch_size=8"))
+    assert slower[("global_batch_size=8",)] == pytest.approx(half / seconds_of(plan) - 1)
+    assert half > seconds_of(plan)
+
+
+@pytest.mark.ci
+def test_without_the_times_of_a_target_changes_come_in_the_order_of_what_they_cost():
     plan = planned()
     needed = estimate_step(plan).memory.peak_bytes
-    (first,) = suggest_changes(plan, needed, needed - 1000, lambda more: planned(*more))
-    assert first.overrides == ("remat=full",)
-    assert first.fits
+    changes = suggest_changes(plan, needed, needed - 1000, lambda more: planned(*more))
+    assert [change.overrides for change in changes] == [("remat=full",), ("num_microbatches=2",)]
+    assert {change.slower_fraction for change in changes} == {None}
 
 
 @pytest.mark.ci
