@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
+from meshloom.compiler.config.compiler_traits import read_compiler_traits
 from meshloom.compiler.step.train_step import build_loss
+from meshloom.compiler.target import target
 from meshloom.compiler.xla.programs import lower
 from support.helpers import evaluate, gradients_of, on_devices, programs_of, reference_loss, reference_steps, tiered
 
@@ -204,7 +206,10 @@ def reference():
 
 @pytest.mark.parametrize("name", tiered(ALL_CASES, plain=COVER))
 def test_gradients_are_those_of_one_device(name, tokens, reference):
-    plan = _plan(ALL_CASES[name])
+    _compare_gradients(_plan(ALL_CASES[name]), tokens, reference)
+
+
+def _compare_gradients(plan, tokens, reference):
     params, (loss, grads), _ = reference(plan, tokens)
     our_loss, our_grads = gradients_of(plan, params, tokens[0])
     assert our_loss == pytest.approx(loss, rel=1e-6)
@@ -221,6 +226,33 @@ def test_gradients_are_those_of_one_device(name, tokens, reference):
         np.testing.assert_allclose(
             ours, expected, atol=3e-6 * np.abs(expected).max() + 1e-9, rtol=2e-5, err_msg=str(path)
         )
+
+
+TIED = "model.embeddings=tied"
+AS_ROWS = ("model.embed_dim=128", "model.initializer_stddev=0.05")
+TILES = {  # rows of a tile, with shards that are none
+    "mlp and vocab instead of embed": (8, (FSDP, "remat=full", "model.embed_dim=40", "model.vocab_size=512", TIED)),
+    "rows as tiles, prefetch, hsdp 2x4": (64, (HSDP, PREFETCH, "mesh.replica=2", "model.mlp_dim=128", *AS_ROWS)),
+    "rows as tiles, fsdp_tensor 4x2": (64, (BOTH, "mesh.fsdp=4", "mesh.tensor=2", "model.mlp_dim=256", *AS_ROWS)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", tiered(TILES, plain=list(TILES)[:1]))
+def test_gradients_of_shards_that_are_no_whole_tiles_are_those_of_one_device(name, tokens, reference, monkeypatch):
+    num_rows, case = TILES[name]
+    traits = read_compiler_traits("cpu", None).model_copy(update={"tile_rows": num_rows})
+    monkeypatch.setattr(target, "read_compiler_traits", lambda *_: traits)
+    plan = _plan(case)
+    split = {array.array.path: tuple(array.spec) for array in plan.sharding.parameters}
+    if name.startswith("rows as tiles"):
+        assert split["layers/mlp/up_EM"][1] == "fsdp"
+        batch = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("inputs", "targets")}
+        with jax.set_mesh(plan.mesh.of_devices(jax.devices())):
+            jaxpr = jax.make_jaxpr(build_loss(plan, with_gradients=True))(plan.abstract["params"], batch)
+        assert "f32[128,1,128]" in str(jaxpr)
+    else:
+        assert (split["layers/mlp/up_EM"], split["embed/table_VE"]) == ((None, None, "fsdp"), ("fsdp", None))
+    _compare_gradients(plan, tokens, reference)
 
 
 @pytest.mark.parametrize(
