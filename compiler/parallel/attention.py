@@ -23,11 +23,12 @@ from meshloom.models.attention import attend
 
 from ..core.partition_spec import Axes, axes_in
 from ..core.scopes import ATTENTION, exchange_scope
+from ..jaxpr.operation_kinds import LANES
 from ..sharding.arrays import OpSite
 from .cudnn import attend_cudnn, most_cudnn_head_dim, shapes_of_cudnn
 from .exchange import BLOCKS, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length
 from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy
-from .splash import LANES, attend_splash
+from .splash import attend_splash
 
 Implementation = Literal["xla", "cudnn", "splash", "cudnn_shapes"]
 XLA, CUDNN, SPLASH = "xla", "cudnn", "splash"

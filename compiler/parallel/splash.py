@@ -20,8 +20,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from ..core.scopes import blocks_scope
+from ..jaxpr.operation_kinds import LANES
 
-LANES = 128  # of a TPU's vector registers: splash works in blocks of that many tokens
 BLOCKS = (512, 1024)  # tokens, the one that is wanted first; 1,024 fits the vector memory of every TPU, 2,048 does not
 TABLE_BYTES = 3 * 2**18  # of the 1 MiB of scalar memory: two tables in int16 and int8, 512 x 512 blocks
 

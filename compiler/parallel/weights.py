@@ -18,9 +18,8 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from ..core.partition_spec import Axes, axes_in
+from ..jaxpr.operation_kinds import LANES
 from .weight_plan import ShardedDims, WeightPlan
-
-NUM_LANES = 128  # of a tile of a TPU's compiler, T(8,128)
 
 
 def _moved_by(parts: ShardedDims, num_dimensions: int) -> ShardedDims:
@@ -243,33 +242,34 @@ def is_assembled(layout: WeightPlan) -> bool:
 def gather_dims(x: Array, parts: ShardedDims, tile_rows: int = 1) -> Array:
     """All-gathers dimensions of shards. tile_rows: of the compiler (CompilerTraits)."""
     for dimension, axes in parts:
-
-        def gather(shard: Array, place: int, axes: Axes = axes) -> Array:
-            return jax.lax.all_gather(shard, axes, axis=place, tiled=True)
-
-        x = _unpadded(gather, x, dimension, x.shape[dimension], tile_rows)
+        x = _unpadded(partial(_all_gather, axes), x, dimension, x.shape[dimension], tile_rows)
     return x
 
 
 def scatter_dims(x: Array, parts: ShardedDims, tile_rows: int = 1) -> Array:
     """Reduce-scatters dimensions: the transpose of `gather_dims`."""
     for dimension, axes in reversed(parts):
-
-        def scatter(whole: Array, place: int, axes: Axes = axes) -> Array:
-            return jax.lax.psum_scatter(whole, axes, scatter_dimension=place, tiled=True)
-
-        x = _unpadded(scatter, x, dimension, x.shape[dimension] // jax.lax.axis_size(axes), tile_rows)
+        size = x.shape[dimension] // jax.lax.axis_size(axes)
+        x = _unpadded(partial(_reduce_scatter, axes), x, dimension, size, tile_rows)
     return x
+
+
+def _all_gather(axes: Axes, x: Array, dimension: int) -> Array:
+    return jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
+
+
+def _reduce_scatter(axes: Axes, x: Array, dimension: int) -> Array:
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
 
 
 def _unpadded(collective: Callable[[Array, int], Array], x: Array, dimension: int, size: int, tile_rows: int) -> Array:
     """A collective along a dimension, of shards of that size. Rows of a matrix (or its columns) whose shards are no
     whole tiles of the compiler are moved as arrays of (columns / 128, 128), which are: padded, they are copied before
     and after, and a reduce-scatter is a synchronous all-reduce (docs/sharding.md)."""
-    if x.ndim != 2 or size % tile_rows == 0 or x.shape[1 - dimension] % NUM_LANES:
+    if x.ndim != 2 or size % tile_rows == 0 or x.shape[1 - dimension] % LANES:
         return collective(x, dimension)
     rows = jnp.moveaxis(x, dimension, 0)
-    moved = collective(rows.reshape(len(rows), -1, NUM_LANES), 0)
+    moved = collective(rows.reshape(len(rows), -1, LANES), 0)
     return jnp.moveaxis(moved.reshape(len(moved), -1), 0, dimension)
 
 
