@@ -1,6 +1,6 @@
 """Suggests changes of a declaration that make a step fit; each is planned and estimated as a declaration."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import ConfigError
@@ -43,17 +43,23 @@ def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Rep
         return made if saved > 0 else None
 
     singles: list[Change] = []
-    for alike in (_costing_time(plan), _costing_precision(plan), _costing_tokens(plan)):
-        for candidates in alike:
-            for candidate in candidates:
-                if found := change(candidate.overrides, candidate.cost):
-                    singles.append(found)
-                    if found.fits:
-                        break  # the next of them cost more
+    for kind in (_costing_time, _costing_precision, _costing_tokens):
+        for alike in kind(plan):
+            singles += _until_one_fits(change(each.overrides, each.cost) for each in alike)
         if any(each.fits for each in singles):
             return tuple(sorted(singles, key=lambda each: (not each.fits, each.slower_fraction or 0.0)))
     together = _together(singles, change)
     return (together, *singles) if together else tuple(singles)
+
+
+def _until_one_fits(changes: Iterable[Change | None]) -> Iterator[Change]:
+    """Yields the changes of one key that are allowed and save memory, up to the first that fits: later ones cost
+    more."""
+    for change in changes:
+        if change:
+            yield change
+            if change.fits:
+                return
 
 
 def _together(singles: Sequence[Change], change: Callable[[tuple[str, ...], str], Change | None]) -> Change | None:
@@ -96,6 +102,7 @@ def _costing_precision(plan: Plan) -> Iterator[Sequence[Candidate]]:
 
 
 def _costing_tokens(plan: Plan) -> Iterator[Sequence[Candidate]]:
+    """Yields candidates that change the number of tokens in a step."""
     spec, num_shards = plan.spec, plan.mesh.num_shards(plan.sharding.batch_axes)
     if spec.global_batch_size % (2 * num_shards * spec.num_microbatches) == 0:
         yield [Candidate((f"global_batch_size={spec.global_batch_size // 2}",), "half as many tokens per step")]
