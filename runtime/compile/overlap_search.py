@@ -43,13 +43,13 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
         status = f"compiling {number} of at most {num_most}: {one.name}"
         return compiler.compile(plan_run(one.applied_to(plan.spec)), (*overrides, *one.overrides()), status)
 
-    best = compiled(candidates[0], 1)
+    winner, best = candidates[0], compiled(candidates[0], 1)
     decision = _decision_file(plan, best, candidates)
     if decision and (decided := _read(decision)):
-        chosen = next(one for one in candidates if one.overrides() == decided.overrides)
-        say(compiler.console, f"decided before: {chosen.name}, by {decision}")
-        return compiled(chosen, 1) if decided.chosen else best, decided
-    compared, tried, num_ruled_out = [candidates[0]], [evaluate(candidates[0], best.step)], 0
+        winner = next(one for one in candidates if one.overrides() == decided.overrides)
+        say(compiler.console, f"decided before: {winner.name}, by {decision}")
+        return compiled(winner, 1) if decided.chosen else best, decided
+    tried, num_ruled_out = [evaluate(winner, best.step)], 0
     say(compiler.console, line_of(tried[0]))
     for one in candidates[1:]:
         if len(tried) == bounds.max_candidates or time.monotonic() - begun > bounds.budget_seconds:
@@ -58,21 +58,19 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
             num_ruled_out += 1
             continue
         made, told = _attempt(one, partial(compiled, one, len(tried) + 1))
-        compared.append(one)
         tried.append(told)
         say(compiler.console, line_of(told))
         if made and best_of(tried, max_exposed) == len(tried) - 1:
-            best = made
+            winner, best = one, made
     if num_ruled_out:
         least = human_share(bounds.min_gain)
         say(compiler.console, f"  {counted(num_ruled_out, 'other')} could not save {least} of the step: not compiled")
-    chosen = best_of(tried, max_exposed) or 0
     report = SearchReport(
         tried=tuple(tried),
-        chosen=chosen,
+        chosen=best_of(tried, max_exposed) or 0,
         num_left=len(candidates) - len(tried),
         num_ruled_out=num_ruled_out,
-        overrides=compared[chosen].overrides(),
+        overrides=winner.overrides(),
         cache="miss" if decision else "off",
     )
     if decision:
