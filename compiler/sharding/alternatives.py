@@ -15,7 +15,7 @@ def split_by(
     free: the dimensions that no rule has taken. Best is one whose shards the compiler handles well; next, the first of
     the array, which is moved unpadded without a copy (weights.py).
     """
-    why = _trouble(array, dimension, num_shards, compiler) if num_shards > 1 else ""
+    why = _trouble(array, dimension, num_shards, compiler) if rule.alternatives and num_shards > 1 else ""
     if not why:
         return dimension, ""
     others = [
