@@ -21,7 +21,7 @@ def read_step(plan: Plan) -> Program:
     shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in batch_arrays(plan.spec)}
     operations = tuple(each.op.to_estimate(each) for each in plan.operations)
-    # Compiled, the relayouts around rows that are no whole tiles are part of the matmuls.
+    # Shards of whole tiles and others are to be the same operations: tune compares the traces of meshes.
     weights = jax.tree.map(lambda each: replace(each, tile_rows=1), plan.weights)
     step = build_train_step(replace(plan, operations=operations, weights=weights))
     with jax.sharding.use_abstract_mesh(plan.mesh.abstract()):

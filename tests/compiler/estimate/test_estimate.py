@@ -1,6 +1,7 @@
 """Memory and bounds of a step without XLA, against sums by hand and published formulas."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -319,3 +320,10 @@ def test_the_plan_says_what_weights_a_layer_ahead_take(sharding, split):
     norms = 2 * config.embed_dim
     assert plan.memory.prefetched_weights == 2 * 4 * (matrices // split + norms)  # two layers, float32
     assert plan_of(f"sharding={sharding}").memory.prefetched_weights == 0
+
+
+def test_shards_of_whole_tiles_and_others_are_the_same_operations():
+    """Tune compares the traces of meshes, and their shards may be the one or the other."""
+    plan = plan_of("sharding=fsdp", "model.embed_dim=128", "model.mlp_dim=128")
+    padded = replace(plan, weights=jax.tree.map(lambda each: replace(each, tile_rows=64), plan.weights))
+    assert read_step(padded) == read_step(plan)
