@@ -206,10 +206,10 @@ def reference():
 
 @pytest.mark.parametrize("name", tiered(ALL_CASES, plain=COVER))
 def test_gradients_are_those_of_one_device(name, tokens, reference):
-    _compare_gradients(_plan(ALL_CASES[name]), tokens, reference)
+    _assert_gradients_of_one_device(_plan(ALL_CASES[name]), tokens, reference)
 
 
-def _compare_gradients(plan, tokens, reference):
+def _assert_gradients_of_one_device(plan, tokens, reference):
     params, (loss, grads), _ = reference(plan, tokens)
     our_loss, our_grads = gradients_of(plan, params, tokens[0])
     assert our_loss == pytest.approx(loss, rel=1e-6)
@@ -252,7 +252,7 @@ def test_gradients_of_shards_that_are_no_whole_tiles_are_those_of_one_device(nam
         assert "f32[128,1,128]" in str(jaxpr)
     else:
         assert (split["layers/mlp/up_EM"], split["embed/table_VE"]) == ((None, None, "fsdp"), ("fsdp", None))
-    _compare_gradients(plan, tokens, reference)
+    _assert_gradients_of_one_device(plan, tokens, reference)
 
 
 @pytest.mark.parametrize(
