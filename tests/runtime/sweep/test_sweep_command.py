@@ -140,6 +140,7 @@ def test_a_sweep_runs_in_any_directory_with_configs_of_ones_own(tmp_path):
     (sweep,) = here.glob("multirun/*/*")
     assert [row["status"] for row in rows_of(sweep)] == ["done"] * 2
     assert {row["figures"]["model"] for row in rows_of(sweep)} == {"mine"}
+    assert (sweep / "sweep.html").exists()
     page = (sweep / "sweep.html").read_text()
     assert f"in {sweep.relative_to(here)}: sweep.html shows all of it" in done.stdout
     assert all(f'"{value}"' in page for value in ("remat", "full", "none"))
