@@ -20,10 +20,9 @@ def read_step(plan: Plan) -> Program:
     """Traces the plan's train step and reads it. Inputs: the leaves of the state, then those of the batch."""
     shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in batch_arrays(plan.spec)}
-    operations = tuple(each.op.to_estimate(each) for each in plan.operations)
     # Shards of whole tiles and others are to be the same operations: tune compares the traces of meshes.
     weights = jax.tree.map(lambda each: replace(each, tile_rows=1), plan.weights)
-    step = build_train_step(replace(plan, operations=operations, weights=weights))
+    step = build_train_step(replace(plan, weights=weights))
     with jax.sharding.use_abstract_mesh(plan.mesh.abstract()):
         traced = jax.make_jaxpr(step)(plan.abstract, batch)
     is_spec = lambda node: isinstance(node, jax.sharding.PartitionSpec)  # noqa: E731

@@ -11,7 +11,7 @@ error, never another implementation.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -25,12 +25,12 @@ from ..core.partition_spec import Axes, axes_in
 from ..core.scopes import ATTENTION, exchange_scope
 from ..jaxpr.operation_kinds import LANES
 from ..sharding.arrays import OpSite
-from .cudnn import attend_cudnn, most_cudnn_head_dim, shapes_of_cudnn
+from .cudnn import attend_cudnn, most_head_dim, takes_other_values
 from .exchange import BLOCKS, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length
 from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy
 from .splash import attend_splash
 
-Implementation = Literal["xla", "cudnn", "splash", "cudnn_shapes"]
+Implementation = Literal["xla", "cudnn", "splash"]
 XLA, CUDNN, SPLASH = "xla", "cudnn", "splash"
 PLATFORM_OF = {CUDNN: "gpu", SPLASH: "tpu"}
 
@@ -74,14 +74,6 @@ class AttentionOp(ParallelOp):
     def lower(self, plan: OpPlan) -> Lowered:
         return build_attend(plan.chosen.parameters)
 
-    def to_estimate(self, plan: OpPlan) -> OpPlan:
-        """Nothing of it asks for cuDNN, which need not be there."""
-        kernel: Kernel = plan.chosen.parameters
-        if kernel.implementation != CUDNN:
-            return plan
-        shapes = replace(kernel, implementation="cudnn_shapes")
-        return replace(plan, chosen=replace(plan.chosen, parameters=shapes))
-
 
 def _exchange_of(site: OpSite, inputs: OpInputs) -> Exchange | None:
     return next(
@@ -112,11 +104,13 @@ def cudnn_refusal(site: OpSite, inputs: OpInputs, exchange: ExchangeName | None)
         return f"sequence_length={spec.sequence_length} is odd"
     if (soft_cap := site.option("soft_cap")) is not None:
         return f"it has no soft cap, and the model's is {soft_cap}"
-    head_dim, most = site.operands[0].shape[-1], most_cudnn_head_dim(target)
-    if (of_values := site.operands[2].shape[-1]) != head_dim:
-        return f"queries and keys have a head_dim of {head_dim}, and values one of {of_values}"
-    if head_dim % 8 or head_dim > most:
-        return f"it takes a head_dim of a multiple of 8 up to {most}, and the model's is {head_dim}"
+    head_dim, of_values = site.operands[0].shape[-1], site.operands[2].shape[-1]
+    if of_values != head_dim and not takes_other_values(target):
+        return f"queries and keys have a head_dim of {head_dim}, and values one of {of_values}, which needs Hopper"
+    most = most_head_dim(target)
+    for size in (head_dim, of_values):
+        if size % 8 or size > most:
+            return f"it takes a head_dim of a multiple of 8 up to {most}, and the model's is {size}"
     if exchange in (None, ULYSSES):
         return None
     instead = f"parallel.context={ULYSSES} gives it whole sequences"
@@ -136,7 +130,6 @@ def build_attend(kernel: Kernel) -> Callable[..., Array]:
     """Returns a function with the signature of `models.attention.attend`."""
     on_a_device: Callable[..., Array] = {
         "cudnn": attend_cudnn,
-        "cudnn_shapes": shapes_of_cudnn,
         "splash": partial(attend_splash, interpret=False),
         "xla": attend,
     }[kernel.implementation]

@@ -1,100 +1,119 @@
-"""cuDNN's fused attention for NVIDIA GPUs, and its shapes where there is no cuDNN.
+"""cuDNN's fused attention for NVIDIA GPUs.
 
-JAX asks for cuDNN's version while it traces a call of the kernel, which only its CUDA plugin knows. An estimate needs
-no plugin: it reads the kernel's operands, results and residuals, and `shapes_of_cudnn` has the same ones.
+JAX's primitives are bound here, and not called by `jax.nn.dot_product_attention`: it asks the attached GPU and its
+cuDNN what they can do, which need not be there when a step is compiled ahead of time or estimated; it takes no values
+of another width than keys; and it computes a gradient of the mask. What a GPU can do is in `most_head_dim` and
+`takes_other_values`. The primitives are private; this file alone imports them.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax._src.cudnn import fused_attention_stablehlo
 
 from ..target.gpu_config import PROCESSORS
 from ..target.target import TargetPlan
 
+fused: Any = fused_attention_stablehlo  # without types
+CAUSAL, ALL_KEYS, SOME_KEYS = fused.MaskType.CAUSAL, fused.MaskType.NO_MASK, fused.MaskType.PADDING
+BTHD, BHTD = fused.AttentionLayout.BTNH.value, fused.AttentionLayout.BNTH.value
+_HOPPER = 9, 0
 
-def most_cudnn_head_dim(target: TargetPlan) -> int:
-    """The largest head that JAX calls the kernel with. It looks at the attached GPU: 256 from Hopper on, else 128."""
-    processor = PROCESSORS.get(target.chip.name) if target.is_attached and target.chip else None
-    return 256 if processor and processor.compute_capability >= (9, 0) else 128
+
+def most_head_dim(target: TargetPlan) -> int:
+    """The largest head that the kernel takes, as JAX has it: 256 from Hopper on, else 128."""
+    return 256 if _is_hopper_or_later(target) else 128
+
+
+def takes_other_values(target: TargetPlan) -> bool:
+    """True if values may have another width than keys, as JAX has it: from Hopper on, with cuDNN 9.10, which the CUDA
+    plugin requires."""
+    return _is_hopper_or_later(target)
+
+
+def _is_hopper_or_later(target: TargetPlan) -> bool:
+    processor = PROCESSORS.get(target.chip.name) if target.chip else None
+    return processor is not None and processor.compute_capability >= _HOPPER
+
+
+class Operands(NamedTuple):
+    """Queries, keys, values. bias: added to the scores. lengths: int32, for SOME_KEYS the number of queries and of keys
+    of each sequence that count."""
+
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None = None
+    lengths: tuple[Array, Array] | None = None
+
+
+@dataclass(frozen=True)
+class Mode:
+    """layout: of queries, keys and values. window: the number of keys that a query sees, its own the last."""
+
+    scale: float
+    mask: Any
+    layout: int
+    window: int | None = None
+
+
+def bind_forward(operands: Operands, mode: Mode) -> tuple[Array, Array]:
+    """Returns the result and the log of the softmax's denominator, float32 (batch, heads, length)."""
+    parameters = _parameters(operands, mode) | {"is_training": True}
+    out, lse = fused._dot_product_attention_fwd_p_wrapper.bind(*_arguments(operands), **parameters)
+    return out, lse
+
+
+def bind_backward(operands: Operands, lse: Array, out: Array, gradient: Array, mode: Mode) -> tuple[Array, ...]:
+    """Returns the gradients of queries, keys and values. out, lse: of all keys, of which these may be some."""
+    arguments = (*_arguments(operands), lse, out, gradient)
+    return tuple(fused._dot_product_attention_bwd_p_wrapper.bind(*arguments, **_parameters(operands, mode)))
+
+
+def _arguments(operands: Operands) -> tuple[Array, ...]:
+    q, k, v, bias, lengths = operands
+    none = jnp.zeros(0, q.dtype)
+    return q, k, v, none if bias is None else bias, *(lengths or (none, none)), none, none, none, none
+
+
+def _parameters(operands: Operands, mode: Mode) -> dict[str, Any]:
+    return {
+        "scale": mode.scale, "mask_type": mode.mask, "layout": mode.layout, "sliding_window_length": mode.window,
+        "seed": 42, "dropout_rate": 0.0, "variadic_args": (operands.bias is not None, False),
+    }  # fmt: skip
 
 
 def attend_cudnn(
     q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, *, scale: float, window: int | None,
     soft_cap: float | None,
 ) -> Array:  # fmt: skip
-    """By `jax.nn.dot_product_attention`. Segments are a mask: a byte for each pair of tokens of a sequence."""
-    assert soft_cap is None  # `plan_attention` refuses it
-    is_same = None if segment_ids_BT is None else _is_same(segment_ids_BT)
-    return jax.nn.dot_product_attention(
-        q_BTHD, k_BSKD, v_BSKD, mask=is_same, scale=scale, is_causal=True, implementation="cudnn",
-        local_window_size=None if window is None else (window - 1, 0),
-    )  # fmt: skip
+    """Causal attention. Segments are a mask: two bytes for each pair of tokens of a sequence."""
+    assert soft_cap is None  # `cudnn_refusal`
+    bias = None
+    if segment_ids_BT is not None:
+        is_same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+        bias = fused.combine_bias_and_mask(None, is_same_BTS[:, None], q_BTHD.dtype)
+    return _attend(Operands(q_BTHD, k_BSKD, v_BSKD, bias), Mode(scale, CAUSAL, BTHD, window))
 
 
-def shapes_of_cudnn(
-    q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, **_: Any
-) -> Array:  # fmt: skip
-    """`attend_cudnn` to be traced and never compiled; needs no cuDNN."""
-    bias = ()
-    if segment_ids_BT is not None:  # JAX adds it to the scores
-        lowest = jnp.asarray(jnp.finfo(q_BTHD.dtype).min, q_BTHD.dtype)
-        bias = (jnp.where(_is_same(segment_ids_BT), jnp.zeros((), q_BTHD.dtype), lowest),)
-    return _attend(q_BTHD, k_BSKD, v_BSKD, bias)
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(operands: Operands, mode: Mode) -> Array:
+    return bind_forward(operands, mode)[0]
 
 
-def _is_same(segment_ids_BT: Array) -> Array:
-    return (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
+def _attend_forward(operands: Operands, mode: Mode) -> tuple[Array, tuple[Operands, Array, Array]]:
+    out, lse = bind_forward(operands, mode)
+    return out, (operands, lse, out)
 
 
-@jax.custom_vjp
-def _attend(q: Array, k: Array, v: Array, bias: tuple[Array, ...]) -> Array:
-    return bind_shapes_forward(q, k, v, *bias)[0]
-
-
-def _attend_forward(q: Array, k: Array, v: Array, bias: tuple[Array, ...]) -> tuple[Array, Any]:
-    out, statistics = bind_shapes_forward(q, k, v, *bias)
-    return out, (q, k, v, bias, statistics, out)
-
-
-def _attend_backward(residuals: Any, gradient: Array) -> tuple[Array, Array, Array, tuple[None, ...]]:
-    q, k, v, bias, statistics, out = residuals
-    operands = (q, k, v, *bias, statistics, out, gradient)
-    dq, dk, dv, *dbias = bind_shapes_backward(*operands, num_biases=len(bias))
-    return dq, dk, dv, (None,) * len(dbias)
+def _attend_backward(mode: Mode, saved: tuple[Operands, Array, Array], gradient: Array) -> tuple[Operands]:
+    operands, lse, out = saved
+    dq, dk, dv = bind_backward(operands, lse, out, gradient, mode)
+    return (Operands(dq, dk, dv),)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
-
-# Named as JAX's own, which begin so too: operation_kinds.py knows both by that.
-_forward = Primitive("dot_product_attention_fwd_shapes")
-_backward = Primitive("dot_product_attention_bwd_shapes")
-_forward.multiple_results = _backward.multiple_results = True
-
-
-BTNH, BNTH = 0, 1  # layouts, as JAX numbers them: heads after the length, or before it
-
-
-def bind_shapes_forward(*operands: Array, layout: int = BTNH) -> list[Array]:
-    """[output, the log of the softmax's denominator], of queries, keys, values, and what else the kernel takes."""
-    return _forward.bind(*operands, layout=layout)
-
-
-def bind_shapes_backward(*operands: Array, num_biases: int = 0, layout: int = BTNH) -> list[Array]:
-    """Gradients of the queries, keys, values, and biases, which are the first operands."""
-    return _backward.bind(*operands, num_biases=num_biases, layout=layout)
-
-
-@_forward.def_abstract_eval
-def _(q: Any, *_others: Any, layout: int) -> list[ShapedArray]:
-    (B, T, H) = q.shape[:3] if layout == BTNH else (q.shape[0], q.shape[2], q.shape[1])
-    return [ShapedArray(q.shape, q.dtype), ShapedArray((B, H, T), jnp.float32)]
-
-
-@_backward.def_abstract_eval
-def _(*operands: Any, num_biases: int, layout: int) -> list[ShapedArray]:
-    del layout
-    return [ShapedArray(x.shape, x.dtype) for x in operands[: 3 + num_biases]]

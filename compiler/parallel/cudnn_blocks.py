@@ -1,9 +1,7 @@
 """cuDNN's attention of some queries to some of the keys, with the log of the softmax's denominator, and its gradients.
 
-The public `jax.nn.dot_product_attention` rounds that logarithm to 16 bits, and its gradient knows only the denominator
-of its own keys. What is called here instead is JAX's own function below it, and the primitive of its gradient with the
-output and the logarithm of all keys, as Transformer Engine does (docs.nvidia.com/deeplearning/transformer-engine,
-context parallelism). Both are private; this file alone imports them.
+The gradient's kernel is given the result and the logarithm of all keys, as in Transformer Engine
+(docs.nvidia.com/deeplearning/transformer-engine, context parallelism).
 
 The kernel knows two masks for parts of a sequence: all keys, and the causal one from the first query and key on. So
 gathered keys are two parts: the chunks before the queries', by a padding mask with their number of tokens, which only
@@ -11,31 +9,16 @@ the device knows; and the queries' own chunk.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax._src.cudnn import fused_attention_stablehlo
 
 from ..core.scopes import blocks_scope
 from ..sharding.token_order import TokenOrder
 from .blocks import HIDDEN, Attended, Gradient, Gradients, Keys, Queries, Sight, merge, split_length
-from .cudnn import BNTH, bind_shapes_backward, bind_shapes_forward
-
-fused: Any = fused_attention_stablehlo  # without types
-
-
-class Calls(Protocol):
-    """cuDNN's kernels, of scaled queries. num_keys: of each sequence, so many of the first are seen; None: all, or with
-    is_causal those up to each query's own place."""
-
-    def forward(self, queries: Queries, keys: Keys, num_keys_B: Array | None, *, is_causal: bool) -> Attended: ...
-
-    def backward(
-        self, queries: Queries, keys: Keys, num_keys_B: Array | None, gradient: Gradient, *, is_causal: bool
-    ) -> Gradients: ...
+from .cudnn import ALL_KEYS, BHTD, CAUSAL, SOME_KEYS, Mode, Operands, bind_backward, bind_forward
 
 
 class ChunkSight(NamedTuple):
@@ -47,15 +30,12 @@ class ChunkSight(NamedTuple):
     num_blocks: int
 
 
-@dataclass(frozen=True)
 class CudnnBlocks:
-    calls: Calls
-
     def forward(self, queries: Queries, keys: Keys, sight: Sight | ChunkSight) -> Attended:
         if isinstance(sight, Sight):
             is_causal = _is_causal(sight)
             with _scope(is_causal=is_causal):
-                return self.calls.forward(queries, keys, None, is_causal=is_causal)
+                return _forward(queries, keys, None, is_causal=is_causal)
         parts = [self._after(own, keys, start, sight) for own, start in self._chunks(queries, sight)]
         out, lse = (jnp.concatenate(each, axis=2) for each in zip(*parts, strict=True))
         return Attended(out, lse)
@@ -64,7 +44,7 @@ class CudnnBlocks:
         if isinstance(sight, Sight):
             is_causal = _is_causal(sight)
             with _scope(is_causal=is_causal):
-                return self.calls.backward(queries, keys, None, gradient, is_causal=is_causal)
+                return _backward(queries, keys, None, gradient, is_causal=is_causal)
         of_keys = tuple(jnp.zeros(x.shape, jnp.float32) for x in keys[:2])
         found = []
         for (own, start), g in zip(
@@ -86,9 +66,9 @@ class CudnnBlocks:
     def _after(self, queries: Queries, keys: Keys, start: Array, sight: ChunkSight) -> Attended:
         """One chunk of queries: the keys before it, and its own."""
         with jax.named_scope(blocks_scope(sight.num_used, sight.num_blocks)):
-            out, lse = self.calls.forward(queries, keys, _num_keys(queries, start), is_causal=False)
+            out, lse = _forward(queries, keys, _num_keys(queries, start), is_causal=False)
         before = Attended(jnp.where(start > 0, out, 0), jnp.where(start > 0, lse, HIDDEN))
-        return merge(before, self.calls.forward(queries, _own(keys, queries, start), None, is_causal=True))
+        return merge(before, _forward(queries, _own(keys, queries, start), None, is_causal=True))
 
     def _gradients_after(
         self, queries: Queries, keys: Keys, start: Array, sight: ChunkSight, gradient: Gradient, of_keys: Any
@@ -96,10 +76,10 @@ class CudnnBlocks:
         """(of the queries, what was known of keys and values with theirs)."""
         far = gradient._replace(lse_BHT=jnp.where(start > 0, gradient.lse_BHT, -HIDDEN))
         with jax.named_scope(blocks_scope(sight.num_used, sight.num_blocks)):
-            dq, *d_keys = self.calls.backward(queries, keys, _num_keys(queries, start), far, is_causal=False)
+            dq, *d_keys = _backward(queries, keys, _num_keys(queries, start), far, is_causal=False)
         is_before = (jnp.arange(keys.k_BKSD.shape[2]) < start)[:, None]
         of_keys = tuple(x + jnp.where(is_before, d, 0) for x, d in zip(of_keys, d_keys, strict=True))
-        own = self.calls.backward(queries, _own(keys, queries, start), None, gradient, is_causal=True)
+        own = _backward(queries, _own(keys, queries, start), None, gradient, is_causal=True)
         added = []
         for x, d in zip(of_keys, own[1:], strict=True):
             there = jax.lax.dynamic_slice_in_dim(x, start, d.shape[2], axis=2)
@@ -128,57 +108,23 @@ def _own(keys: Keys, queries: Queries, start: Array) -> Keys:
     return Keys(k, v, None)
 
 
-class OnCudnn:
-    """By the kernels."""
-
-    def forward(self, queries: Queries, keys: Keys, num_keys_B: Array | None, *, is_causal: bool) -> Attended:
-        q, k, v = queries.q_BHTD, keys.k_BKSD, keys.v_BKSD
-        lengths = {} if num_keys_B is None else {"q_seqlen": _all_of(q), "kv_seqlen": num_keys_B}
-        mask = _mask_type(num_keys_B, is_causal=is_causal)
-        out, lse = fused.dot_product_attention(
-            q, k, v, **lengths, scale=1.0, mask_type=mask, qkv_layout="BNTH", return_residual=True
-        )
-        return Attended(out, lse)
-
-    def backward(
-        self, queries: Queries, keys: Keys, num_keys_B: Array | None, gradient: Gradient, *, is_causal: bool
-    ) -> Gradients:
-        q, k, v = queries.q_BHTD, keys.k_BKSD, keys.v_BKSD
-        none = jnp.zeros(0, q.dtype)
-        lengths = (none, none) if num_keys_B is None else (_all_of(q), num_keys_B)
-        dq, dk, dv = fused._dot_product_attention_bwd_p_wrapper.bind(
-            q, k, v, none, *lengths, none, none, none, none,
-            gradient.lse_BHT, gradient.result_BHTD.astype(q.dtype), gradient.out_BHTD.astype(q.dtype),
-            scale=1.0, seed=0, dropout_rate=0.0, variadic_args=(False, False),
-            mask_type=_mask_type(num_keys_B, is_causal=is_causal), layout=fused.AttentionLayout.BNTH.value,
-            sliding_window_length=None,
-        )  # fmt: skip
-        return Gradients(dq, dk, dv)
+def _forward(queries: Queries, keys: Keys, num_keys_B: Array | None, *, is_causal: bool) -> Attended:
+    """Of scaled queries. num_keys_B: of each sequence, so many of the first are seen; None: all, or with is_causal
+    those up to each query's own place."""
+    return Attended(*bind_forward(*_operands(queries, keys, num_keys_B, is_causal=is_causal)))
 
 
-class ShapesOfCudnn:
-    """To be traced and never compiled; needs no cuDNN."""
-
-    def forward(self, queries: Queries, keys: Keys, num_keys_B: Array | None, *, is_causal: bool) -> Attended:
-        del is_causal
-        lengths = () if num_keys_B is None else (_all_of(queries.q_BHTD), num_keys_B)
-        return Attended(*bind_shapes_forward(queries.q_BHTD, keys.k_BKSD, keys.v_BKSD, *lengths, layout=BNTH))
-
-    def backward(
-        self, queries: Queries, keys: Keys, num_keys_B: Array | None, gradient: Gradient, *, is_causal: bool
-    ) -> Gradients:
-        del is_causal
-        q, k, v = queries.q_BHTD, keys.k_BKSD, keys.v_BKSD
-        lengths = () if num_keys_B is None else (_all_of(q), num_keys_B)
-        of_all = gradient.lse_BHT, gradient.result_BHTD.astype(q.dtype), gradient.out_BHTD.astype(q.dtype)
-        return Gradients(*bind_shapes_backward(q, k, v, *lengths, *of_all, layout=BNTH))
+def _backward(
+    queries: Queries, keys: Keys, num_keys_B: Array | None, gradient: Gradient, *, is_causal: bool
+) -> Gradients:
+    operands, mode = _operands(queries, keys, num_keys_B, is_causal=is_causal)
+    out, d_out = (x.astype(operands.q.dtype) for x in (gradient.result_BHTD, gradient.out_BHTD))
+    return Gradients(*bind_backward(operands, gradient.lse_BHT, out, d_out, mode))
 
 
-def _all_of(q_BHTD: Array) -> Array:
-    return jnp.full(q_BHTD.shape[0], q_BHTD.shape[2], jnp.int32)
-
-
-def _mask_type(num_keys_B: Array | None, *, is_causal: bool) -> Any:
-    if num_keys_B is not None:
-        return fused.MaskType.PADDING
-    return fused.MaskType.CAUSAL if is_causal else fused.MaskType.NO_MASK
+def _operands(queries: Queries, keys: Keys, num_keys_B: Array | None, *, is_causal: bool) -> tuple[Operands, Mode]:
+    q, k, v = queries.q_BHTD, keys.k_BKSD, keys.v_BKSD
+    if num_keys_B is None:
+        return Operands(q, k, v), Mode(1.0, CAUSAL if is_causal else ALL_KEYS, BHTD)
+    all_queries = jnp.full(q.shape[0], q.shape[2], jnp.int32)
+    return Operands(q, k, v, lengths=(all_queries, num_keys_B)), Mode(1.0, SOME_KEYS, BHTD)

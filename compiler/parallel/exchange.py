@@ -21,7 +21,7 @@ from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
 from ..sharding.token_order import TokenOrder
 from .blocks import Attended, BlockKernel, Keys, Queries, Sight, gradient_of
-from .cudnn_blocks import CudnnBlocks, OnCudnn, ShapesOfCudnn
+from .cudnn_blocks import CudnnBlocks
 from .ring import Ring, attend_in_ring
 from .splash_blocks import SplashBlocks
 from .tiles import TiledBlocks
@@ -185,6 +185,5 @@ def exchange_of(name: OperationName) -> str | None:
 BLOCKS: dict[str, Callable[[float | None], BlockKernel]] = {  # by the implementation of attention, of a soft cap
     "xla": TiledBlocks,
     "splash": partial(SplashBlocks, interpret=False),
-    "cudnn": lambda _: CudnnBlocks(OnCudnn()),
-    "cudnn_shapes": lambda _: CudnnBlocks(ShapesOfCudnn()),
+    "cudnn": lambda _: CudnnBlocks(),
 }

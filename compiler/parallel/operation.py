@@ -173,10 +173,6 @@ class ParallelOp(ABC):
         del plan
         return None
 
-    def to_estimate(self, plan: OpPlan) -> OpPlan:
-        """The plan for a step that is traced and never compiled, where no library of the target may be asked for."""
-        return plan
-
 
 def plan_operations(ops: Iterable[ParallelOp], inputs: OpInputs) -> tuple[OpPlan, ...]:
     """Chooses a strategy for each site of each operation, in the order of the registry.

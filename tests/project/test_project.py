@@ -151,7 +151,7 @@ PRIVATE = {  # names of libraries, by the file that imports them: docs/libraries
     ("compiler/config/config_files.py", "hydra._internal.utils.create_config_search_path"),
     ("compiler/config/config_limits.py", "hydra._internal.core_plugins.file_config_source"),
     ("runtime/cli/flags.py", "hydra._internal.utils.get_args_parser"),
-    ("compiler/parallel/cudnn_blocks.py", "jax._src.cudnn.fused_attention_stablehlo"),
+    ("compiler/parallel/cudnn.py", "jax._src.cudnn.fused_attention_stablehlo"),
     ("runtime/processes/cluster.py", "jax._src.clusters.GceTpuCluster"),
     ("runtime/processes/cluster.py", "jax._src.clusters.GkeTpuCluster"),
     ("runtime/processes/devices.py", "jax._src.hardware_utils"),

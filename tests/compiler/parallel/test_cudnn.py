@@ -1,19 +1,23 @@
 """A GPU's attention where there is no GPU and no cuDNN."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # private: it asks for cuDNN's version here
+from jax.extend.core import jaxprs_in_params
 
 from conftest import SMALL, plan_of
 from meshloom.compiler.config.target_names import chip_file, kinds
 from meshloom.compiler.config.target_spec import SwitchSpec
+from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.parallel import attention as attention_module
-from meshloom.compiler.parallel.attention import AttentionOp
-from meshloom.compiler.parallel.cudnn import shapes_of_cudnn
+from meshloom.compiler.parallel.cudnn import attend_cudnn
 from meshloom.compiler.report import explain as explain_module
 from meshloom.runtime.cli.main import run
 
 GPUS = [kind for kind in kinds() if kind != "cpu" and isinstance(chip_file(kind)[1], SwitchSpec)]
+LATENT = ("model=deepseek_v3", "model.num_dense_layers=1", "model.num_kv_heads=16", "model.head_dim=128")
 IN_16_BITS = (*SMALL, "precision=bfloat16", "model.head_dim=8")
 
 
@@ -36,26 +40,46 @@ def test_a_page_is_printed_whole_or_not_at_all(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("remat=none",),
-        ("remat=full", "num_microbatches=2"),
-        ("remat=save_dots", "data.isolate_documents=true"),
-        ("remat=save_names", "model.attention_windows=[5,null,6]", "overlap=prefetch"),
-        ("remat=full", "sharding=fsdp_tensor", "mesh.tensor=2"),
-        ("remat=full", "sharding=fsdp_context", "mesh.context=2", "parallel.context=ring"),
-        ("remat=full", "sharding=fsdp_context", "mesh.context=2", "parallel.context=all_gather"),
-    ],
-)
-def test_the_estimate_is_that_of_the_kernel_that_is_compiled(overrides, monkeypatch):
-    """JAX's own call is traced too where its question for cuDNN's version is answered."""
-    plan = plan_of("target=h100-8", "precision=bfloat16", "model.head_dim=8", *overrides)
-    assert plan.operation("attention").chosen.name == "cudnn"
-    ours = estimate_step(plan)
-    monkeypatch.setattr(AttentionOp, "to_estimate", lambda _, plan: plan)
+def calls_of(attend, *arrays) -> list[dict]:
+    """The kernels that a function and its gradient call: their name, parameters, and shapes of what they take."""
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *arrays: attend(*arrays).astype(jnp.float32).sum(), (0, 1, 2)))(*arrays)
+    found = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name.startswith("dot_product_attention"):
+                shapes = [x.aval.str_short() for x in (*eqn.invars, *eqn.outvars)]
+                found.append({"name": eqn.primitive.name, "shapes": shapes} | eqn.params)
+            for inner in jaxprs_in_params(eqn.params):
+                visit(inner)
+
+    visit(jaxpr.jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_kernel_is_called_as_jax_calls_it(window, is_packed, monkeypatch):
+    """Where its questions for cuDNN and the GPU are answered. The mask's gradient, which nobody needs, is left out."""
     monkeypatch.setattr(jax_cudnn, "check_cudnn_version", lambda: 91000)
-    assert estimate_step(plan) == ours
+    q, k, v = (jnp.zeros((2, 16, heads, 8), jnp.bfloat16) for heads in (4, 2, 2))
+    segments = jnp.zeros((2, 16), jnp.int32) if is_packed else None
+    mask = jnp.ones((2, 1, 16, 16), bool) if is_packed else None
+    ours = calls_of(lambda *x: attend_cudnn(*x, segments, scale=0.5, window=window, soft_cap=None), q, k, v)
+    theirs = calls_of(
+        lambda *x: jax.nn.dot_product_attention(
+            *x, mask=mask, scale=0.5, is_causal=True, implementation="cudnn",
+            local_window_size=None if window is None else (window - 1, 0),
+        ), q, k, v,
+    )  # fmt: skip
+    if is_packed:
+        assert theirs[1].pop("variadic_args") == (True, True)
+        assert ours[1].pop("variadic_args") == (True, False)
+        theirs[1]["shapes"].pop()
+        assert theirs[0].pop("variadic_args") == (True, True)
+        assert ours[0].pop("variadic_args") == (True, False)
+    assert len(ours) == 2
+    assert ours == theirs
 
 
 def test_each_device_calls_the_kernel_with_its_own_heads(monkeypatch):
@@ -64,11 +88,23 @@ def test_each_device_calls_the_kernel_with_its_own_heads(monkeypatch):
 
     def attend(q_BTHD, *args, **options):
         found.add(q_BTHD.shape[2])
-        return shapes_of_cudnn(q_BTHD, *args, **options)
+        return attend_cudnn(q_BTHD, *args, **options)
 
-    monkeypatch.setattr(attention_module, "shapes_of_cudnn", attend)
+    monkeypatch.setattr(attention_module, "attend_cudnn", attend)
     estimate_step(plan_of(*IN_16_BITS, "target=h100-8", "sharding=fsdp_tensor", "mesh.tensor=4"))
     assert found == {16 // 4}
+
+
+def test_values_of_another_width_have_the_kernel_from_hopper_on():
+    """DeepSeek-V3's heads: 192 for queries and keys, 128 for values."""
+    for kind, name in (("a100", "xla"), ("h100", "cudnn"), ("b200", "cudnn")):
+        plan = plan_of(*LATENT, f"target={kind}-8", "precision=bfloat16")
+        assert plan.operation("attention").chosen.name == name
+    with pytest.raises(ConfigError, match="head_dim of 192, and values one of 128, which needs Hopper"):
+        plan_of(*LATENT, "target=a100-8", "precision=bfloat16", "parallel.attention=cudnn")
+    q, k, v = (jnp.zeros((2, 16, 4, size), jnp.bfloat16) for size in (192, 192, 128))
+    grad = jax.grad(lambda *x: attend_cudnn(*x, None, scale=0.5, window=None, soft_cap=None).astype("f4").sum(), (0, 2))
+    assert [x.shape for x in jax.eval_shape(grad, q, k, v)] == [q.shape, v.shape]
 
 
 def test_attention_flops_are_half_the_square():
@@ -96,11 +132,15 @@ def test_attention_over_a_split_length_takes_the_flops_that_the_mask_leaves(name
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (("model.head_dim=12",), "it takes a head_dim of a multiple of 8 up to 128, and the model's is 12"),
-        (("model.head_dim=136",), "it takes a head_dim of a multiple of 8 up to 128, and the model's is 136"),
+        (("model.head_dim=12",), "it takes a head_dim of a multiple of 8 up to 256, and the model's is 12"),
+        (("model.head_dim=264",), "it takes a head_dim of a multiple of 8 up to 256, and the model's is 264"),
+        (
+            ("model.head_dim=136", "target=a100-8"),
+            "it takes a head_dim of a multiple of 8 up to 128, and the model's is 136",
+        ),
         (("sequence_length=15", "model.head_dim=8"), "sequence_length=15 is odd"),
     ],
 )
 def test_what_jax_would_refuse_is_not_planned(overrides, why):
-    attention = plan_of("precision=bfloat16", "target=h100-8", *overrides).operation("attention")
+    attention = plan_of("target=h100-8", "precision=bfloat16", *overrides).operation("attention")
     assert (attention.chosen.name, attention.reason) == ("xla", f"cudnn is not used: {why}")

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshloom.compiler.jaxpr.subprograms import subprograms
-from meshloom.compiler.parallel.blocks import Attended, Gradients
+from meshloom.compiler.parallel import cudnn, cudnn_blocks
 from meshloom.compiler.parallel.cudnn_blocks import CudnnBlocks
 from meshloom.compiler.parallel.exchange import Exchange, attend_by_blocks, attend_over_length
 from meshloom.compiler.parallel.splash_blocks import SplashBlocks
@@ -153,37 +153,41 @@ def test_so_it_does_with_splash_for_each_block(case):
 class LikeCudnn:
     """What cuDNN's documentation says of its kernels, in plain operations. Gradients behind the given keys are NaN."""
 
-    def forward(self, queries, keys, num_keys_B, *, is_causal):
-        weights, lse = self._weights(queries, keys, num_keys_B, None, is_causal=is_causal)
-        return Attended(jnp.einsum("bhts,bhsd->bhtd", weights, _of_heads(keys.v_BKSD, queries)), lse)
+    @staticmethod
+    def forward(operands, mode):
+        weights, lse = _weights(operands, mode, None)
+        return jnp.einsum("bhts,bhsd->bhtd", weights, _of_heads(operands.v, operands.q)), lse
 
-    def backward(self, queries, keys, num_keys_B, gradient, *, is_causal):
-        weights, _ = self._weights(queries, keys, num_keys_B, gradient.lse_BHT, is_causal=is_causal)
-        dot = jnp.sum(gradient.result_BHTD * gradient.out_BHTD, axis=-1, keepdims=True)
-        d_weights = jnp.einsum("bhtd,bhsd->bhts", gradient.out_BHTD, _of_heads(keys.v_BKSD, queries))
-        d_scores = weights * (d_weights - dot)
+    @staticmethod
+    def backward(operands, lse, out, gradient, mode):
+        q, k, v = operands[:3]
+        weights, _ = _weights(operands, mode, lse)
+        dot = jnp.sum(out * gradient, axis=-1, keepdims=True)
+        d_scores = weights * (jnp.einsum("bhtd,bhsd->bhts", gradient, _of_heads(v, q)) - dot)
         sums = [
-            jnp.einsum("bhts,bhtd->bhsd", one, other).reshape(*keys.k_BKSD.shape[:2], -1, *keys.k_BKSD.shape[2:]).sum(2)
-            for one, other in ((d_scores, queries.q_BHTD), (weights, gradient.out_BHTD))
+            jnp.einsum("bhts,bhtd->bhsd", one, other).reshape(*k.shape[:2], -1, *k.shape[2:]).sum(2)
+            for one, other in ((d_scores, q), (weights, gradient))
         ]
-        if num_keys_B is not None:
-            is_given = jnp.arange(sums[0].shape[2])[:, None] < num_keys_B[:, None, None, None]
+        if operands.lengths is not None:
+            is_given = jnp.arange(k.shape[2])[:, None] < operands.lengths[1][:, None, None, None]
             sums = [jnp.where(is_given, x, jnp.nan) for x in sums]
-        return Gradients(jnp.einsum("bhts,bhsd->bhtd", d_scores, _of_heads(keys.k_BKSD, queries)), *sums)
-
-    def _weights(self, queries, keys, num_keys_B, lse, *, is_causal):
-        scores = jnp.einsum("bhtd,bhsd->bhts", queries.q_BHTD, _of_heads(keys.k_BKSD, queries))
-        places = jnp.arange(scores.shape[-1])
-        if is_causal:
-            scores = jnp.where(jnp.arange(scores.shape[-2])[:, None] >= places, scores, -jnp.inf)
-        if num_keys_B is not None:
-            scores = jnp.where(places < num_keys_B[:, None, None, None], scores, -jnp.inf)
-        lse = jax.nn.logsumexp(scores, axis=-1) if lse is None else lse
-        return jnp.exp(scores - lse[..., None]), lse
+        return jnp.einsum("bhts,bhsd->bhtd", d_scores, _of_heads(k, q)), *sums
 
 
-def _of_heads(x_BKSD, queries):
-    return jnp.repeat(x_BKSD, queries.q_BHTD.shape[1] // x_BKSD.shape[1], axis=1)
+def _weights(operands, mode, lse):
+    assert mode.layout == cudnn.BHTD
+    scores = mode.scale * jnp.einsum("bhtd,bhsd->bhts", operands.q, _of_heads(operands.k, operands.q))
+    places = jnp.arange(scores.shape[-1])
+    if mode.mask == cudnn.CAUSAL:
+        scores = jnp.where(jnp.arange(scores.shape[-2])[:, None] >= places, scores, -jnp.inf)
+    if mode.mask == cudnn.SOME_KEYS:
+        scores = jnp.where(places < operands.lengths[1][:, None, None, None], scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1) if lse is None else lse
+    return jnp.exp(scores - lse[..., None]), lse
+
+
+def _of_heads(x_BKSD, q_BHTD):
+    return jnp.repeat(x_BKSD, q_BHTD.shape[1] // x_BKSD.shape[1], axis=1)
 
 
 @pytest.mark.parametrize(
@@ -196,9 +200,11 @@ def _of_heads(x_BKSD, queries):
     ],
     ids=str,
 )
-def test_so_it_does_with_a_kernel_that_works_as_cudnn_does(case):
+def test_so_it_does_with_a_kernel_that_works_as_cudnn_does(case, monkeypatch):
     """A stand-in: this proves what is done with the kernels, and not the kernels."""
-    assert_is_reference(case, lambda _: CudnnBlocks(LikeCudnn()), inputs(32), None)
+    monkeypatch.setattr(cudnn_blocks, "bind_forward", LikeCudnn.forward)
+    monkeypatch.setattr(cudnn_blocks, "bind_backward", LikeCudnn.backward)
+    assert_is_reference(case, lambda _: CudnnBlocks(), inputs(32), None)
 
 
 def _compiled(name, order, num_shards, length, window=None) -> Any:
