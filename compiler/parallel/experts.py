@@ -172,9 +172,14 @@ def _layout(site: OpSite, inputs: OpInputs) -> Layout:
 def _plan(
     how: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes, *, rows: int, most_rows: int, filled: float
 ) -> ExpertsPlan:
-    kernels: Kernels = "megablox" if inputs.target.platform == "tpu" else "none"
-    num_chunks = inputs.spec.moe.num_chunks
-    return ExpertsPlan(how, sizes.experts, rows, most_rows, filled, num_chunks, kernels, _layout(site, inputs))
+    num_chunks, kernels, layout = inputs.spec.moe.num_chunks, _kernels(inputs), _layout(site, inputs)
+    return ExpertsPlan(how, sizes.experts, rows, most_rows, filled, num_chunks, kernels, layout)
+
+
+def _kernels(inputs: OpInputs) -> Kernels:
+    if inputs.target.platform == "gpu":
+        return "none" if inputs.spec.precision.compute == "float32" else "triton"
+    return "megablox" if inputs.target.platform == "tpu" else "none"
 
 
 def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:

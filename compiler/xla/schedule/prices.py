@@ -17,7 +17,8 @@ from ..hlo import Computation, Instruction, Module
 from ..hlo.types import ArrayType, parse_type
 from .steps import Compute, ComputeKind, PricedBy
 
-GROUPED_EFFICIENCY = 0.6  # of kernels that say their FLOPs, grouped matmuls of experts: an assumption
+# Of grouped matmuls of experts, an assumption: the share of the peak on TPUs, and on GPUs that of what cuBLAS reaches.
+GROUPED_EFFICIENCY = 0.6
 KERNEL_SECONDS = 2e-6  # a GPU kernel cannot be shorter, launched from a graph
 # From the end of a kernel to the start of the next: 3.4 us for each of 2.9 us, launched from a graph
 # (https://developer.nvidia.com/blog/cuda-graphs).
@@ -32,6 +33,7 @@ _FREE = frozenset({
 _FREE_TARGETS = frozenset({
     "AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallDone", "PrepareAsyncCallStart", "Sharding", "SliceBuffer",
 })  # fmt: skip
+TRITON = "__gpu$xla.gpu.triton"  # a custom call: a kernel of Pallas
 _NEGLIGIBLE_BYTES = 4096  # on TPUs, scalars beside the vector unit
 _MATMULS = frozenset({"convolution", "dot", "ragged-dot"})
 _ATTENTION_MATMULS = {"dkv": 4, "_dq": 3, "backward": 5, "bwd": 5}  # by a part of the kernel's name; forward 2
@@ -128,6 +130,9 @@ def _flops(
     if is_kernel:
         declared = _DECLARED_FLOPS.search(instruction.attributes)
         return float(declared[1]) * name.filled if declared else None, _dtype_of_rows(operands), GROUPED_EFFICIENCY
+    if target == TRITON:
+        flops = _grouped_flops(instruction, operands) * name.filled if name.experts is not None else None
+        return flops, _dtype_of_rows(operands), GROUPED_EFFICIENCY * chip.matmul_share
     if "gemm" in target or "matmul" in target:
         return (*_matmul_flops(instruction, operands), chip.matmul_share)
     if instruction.opcode in _MATMULS:
@@ -142,6 +147,13 @@ def _flops(
             total += found or 0
             dtype = of_type if found else dtype
     return total, dtype, chip.matmul_share
+
+
+def _grouped_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> float:
+    """Returns the FLOPs of one of `grouped_triton`'s kernels, which say none on GPUs: each element of the rows meets a
+    row of the group's matrix, or of the other rows; both are as long as the result's last dimension."""
+    rows = next(each for each in operands if len(each.shape) > 1)
+    return 2.0 * rows.num_elements * instruction.arrays[0].shape[-1]
 
 
 def _dtype_of_rows(operands: tuple[ArrayType, ...]) -> str:
@@ -259,7 +271,7 @@ def kind_of(instruction: Instruction, module: Module) -> ComputeKind:
     if name.is_attention or re.search(r"splash|fmha", f"{instruction.name} {name.text}"):
         return "attention"
     target = instruction.attribute("custom_call_target") or ""
-    is_grouped = target == "tpu_custom_call" and name.experts is not None
+    is_grouped = target in ("tpu_custom_call", TRITON) and name.experts is not None
     is_matmul = instruction.opcode in _MATMULS or "gemm" in target or "matmul" in target or is_grouped
     within = (inner.opcode for name in instruction.called if name in module.computations
               for inner in module.all_within(name))  # fmt: skip

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshloom.compiler.parallel import dispatch
 from meshloom.compiler.parallel.dispatch import Experts, sort_by_expert, take_rows
+from meshloom.compiler.parallel.grouped_matmul import grouped_matmul
 from support.experts import dense_experts, emulated_ragged_all_to_all
 from support.helpers import tiered
 
@@ -49,7 +50,7 @@ def _inputs(*, skewed: bool, seed: int = 0):
     return [a.astype(np.float32) if a.dtype == np.float64 else a for a in (x, weights, ids, *matrices)]
 
 
-def _run(how, inputs, **options):
+def _run(how, inputs, matmul=jax.lax.ragged_dot, **options):
     """(y, choices dropped of each device, gradients of sum(y * cos) by everything but ids)."""
     auto = (AxisType.Auto,)
     devices = jax.make_mesh((DEVICES,), ("expert",), auto, devices=jax.devices()[:DEVICES])
@@ -59,8 +60,8 @@ def _run(how, inputs, **options):
             if rows.ndim == 3:
                 hidden = jax.nn.silu(jnp.einsum("lce,lem->lcm", rows, gate)) * jnp.einsum("lce,lem->lcm", rows, up)
                 return jnp.einsum("lcm,lme->lce", hidden, down)
-            hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-            return jax.lax.ragged_dot(hidden, down, sizes)
+            hidden = jax.nn.silu(matmul(rows, gate, sizes)) * matmul(rows, up, sizes)
+            return matmul(hidden, down, sizes)
 
         y, dropped = how(x, weights, ids, run, experts=EXPERTS, **options)
         return y, dropped[None]
@@ -112,6 +113,19 @@ def test_with_room_for_any_imbalance_nothing_is_dropped_and_every_gradient_is_ri
     y, dropped, gradients = _run(how, inputs, **options)
     np.testing.assert_allclose(y, dense_experts(*inputs), atol=2e-6)
     assert dropped.sum() == 0
+    for ours, expected in zip(gradients, _reference_gradients(inputs), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=4e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", tiered(["padded", "gathered", "ragged"], plain=["gathered"]))
+def test_rows_of_no_expert_do_not_matter_where_a_kernel_leaves_them_undefined(name):
+    """Those of the kernel for GPUs, interpreted, are no numbers."""
+    matmul = partial(grouped_matmul, how="triton", interpret=True)
+    assert np.isnan(matmul(jnp.ones((9, E)), jnp.ones((2, E, M)), jnp.asarray([3, 4], jnp.int32))[-2:]).all()
+    inputs = _inputs(skewed=False)
+    how, options = DROPLESS[name]
+    y, _, gradients = _run(how, inputs, matmul, **options)
+    np.testing.assert_allclose(y, dense_experts(*inputs), atol=2e-6)
     for ours, expected in zip(gradients, _reference_gradients(inputs), strict=True):
         np.testing.assert_allclose(ours, expected, atol=4e-6 * np.abs(expected).max())
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshloom.compiler.xla.hlo import parse_module
-from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, Chip
+from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, TRITON, Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
 from meshloom.compiler.xla.schedule.steps import Collective, Compute, Loop, Step, collectives_of, every
@@ -645,6 +645,28 @@ def test_a_kernel_that_says_its_flops_is_priced_by_them():
     result = simulated(module(line))
     assert (result.priced_by, result.unpriced) == ({"flops": 1}, set())
     assert result.seconds == pytest.approx(1200 / (GROUPED_EFFICIENCY * 1e3))
+
+
+@pytest.mark.parametrize(
+    ("result", "operands"),
+    [
+        ("bf16[64,32]", "bf16[64,16] %rows, bf16[4,16,32] %matrices"),  # rows of 16 by matrices of 16 x 32
+        ("bf16[64,32]", "bf16[64,16] %rows, bf16[4,32,16] %matrices"),  # transposed
+        ("bf16[4,16,32]", "bf16[64,16] %rows, bf16[64,32] %others"),  # of 4 groups of the 64 rows
+    ],
+)
+def test_a_grouped_matmul_of_a_gpu_takes_one_matrix_for_each_row_that_is_filled(result, operands):
+    name = 'metadata={op_name="jit(step)/experts=routed/filled=0.5000/grouped_matmul/pallas_call"}'
+    given = [operand.split(" ") for operand in ("s32[4] %sizes", *operands.split(", "))]
+    lines = [f"  {each} = {kind} parameter({n + 1})" for n, (kind, each) in enumerate(given)]
+    call = f'custom-call({", ".join(each for _, each in given)}), custom_call_target="{TRITON}"'
+    text = module(*lines, f"  ROOT %k = {result} {call}, {name}")
+    chip = replace(GPU, peak_flops_per_second={"bfloat16": 1e6}, hbm_bytes_per_second=1e12, matmul_share=0.5)
+    found = simulated(text, chip=chip)
+    assert (found.priced_by, found.unpriced) == ({"flops": 1}, set())
+    seconds = 0.5 * 2 * 64 * 16 * 32 / (0.5 * GROUPED_EFFICIENCY * 1e6)
+    assert found.seconds == pytest.approx(seconds + KERNEL_GAP_SECONDS)
+    assert simulated(text.replace("experts=routed", "other"), chip=chip).unpriced == {"k"}
 
 
 @pytest.mark.parametrize(("mask", "share"), [("NO_MASK", 1.0), ("CAUSAL", 0.5)])

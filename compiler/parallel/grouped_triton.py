@@ -1,0 +1,163 @@
+"""Grouped matmuls for NVIDIA GPUs, in Pallas for Triton: each tile of rows by its group's matrix.
+
+XLA computes `ragged_dot` on GPUs by the matrices of all groups, with zeros for the rows of others: 8 times the
+arithmetic for 8 groups. JAX has kernels for Hopper alone, which ask the attached GPU
+(`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`); these are compiled ahead of time, from Ampere on.
+
+Rows are cut in tiles. One in which groups meet is computed for each of them, and each writes its own rows.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+ROWS, COLUMNS, DEPTH = 128, 128, 64  # of a tile: 3 stages of bfloat16 take 96 KiB of the 163 that A100's blocks have
+_ROW_DEPTH = 64  # rows that are contracted at once
+_NEIGHBOURS = 8  # tiles of rows that follow one another on the same columns, whose matrix then is in the L2 cache
+_LEAST = 16  # that a tensor core takes
+_PARAMETERS = triton.CompilerParams(num_warps=8, num_stages=3)
+
+
+class Tiles(NamedTuple):
+    """Of each tile its group and its place in tiles of rows; of each group its first row and the one after its last.
+    A tile that is not used has a group without rows."""
+
+    group_T: Array
+    place_T: Array
+    first_G: Array
+    end_G: Array
+
+
+def multiply_rows(
+    x_RE: Array, w_GEM: Array, sizes_G: Array, *, is_transposed: bool = False, interpret: bool = False
+) -> Array:
+    """Returns x w of the group of each row, (R, M); rows of no group are undefined. sizes_G: int32, the rows of each
+    group, from the first row on. is_transposed: w is (G, M, E)."""
+    num_rows, num_columns = x_RE.shape[0], w_GEM.shape[1 if is_transposed else 2]
+    x_RE, w_GEM = _padded(x_RE, ROWS, _LEAST), _padded(w_GEM, _LEAST, _LEAST)
+    (rows, depth), columns = x_RE.shape, w_GEM.shape[1 if is_transposed else 2]
+    num_tiles = rows // ROWS + sizes_G.shape[0] - 1
+    tile = _part(COLUMNS, columns), _part(DEPTH, depth)
+    out = pl.pallas_call(
+        partial(_multiply, num_tiles=num_tiles, tile=tile, is_transposed=is_transposed),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), x_RE.dtype),
+        grid=(num_tiles * (columns // tile[0]),),
+        compiler_params=_PARAMETERS,
+        interpret=interpret,
+        name="grouped_matmul",
+        cost_estimate=_cost(x_RE, w_GEM, columns),
+    )(*_tiles(sizes_G, num_tiles), x_RE, w_GEM)
+    return out[:num_rows, :num_columns]
+
+
+def multiply_groups(x_RE: Array, g_RM: Array, sizes_G: Array, dtype: Any, *, interpret: bool = False) -> Array:
+    """Returns x^T g of the rows of each group, (G, E, M): the gradient of its matrix."""
+    width, num_columns = x_RE.shape[1], g_RM.shape[1]
+    x_RE, g_RM = (_padded(x, ROWS, _LEAST) for x in (x_RE, g_RM))
+    shape = (sizes_G.shape[0], x_RE.shape[1], g_RM.shape[1])
+    tile = _part(ROWS, shape[1]), _part(COLUMNS, shape[2])
+    end_G = jnp.cumsum(sizes_G)
+    out = pl.pallas_call(
+        partial(_contract_rows, tile=tile),
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        grid=(shape[1] // tile[0], shape[2] // tile[1], shape[0]),
+        compiler_params=_PARAMETERS,
+        interpret=interpret,
+        name="grouped_matmul_of_rows",
+        cost_estimate=_cost(x_RE, g_RM, shape[2]),
+    )(end_G - sizes_G, end_G, x_RE, g_RM)
+    return out[:, :width, :num_columns]
+
+
+def _tiles(sizes_G: Array, num_tiles: int) -> Tiles:
+    end_G = jnp.cumsum(sizes_G)
+    first_G = end_G - sizes_G
+    place_G = first_G // ROWS
+    tiles_G = jnp.where(sizes_G > 0, (end_G + ROWS - 1) // ROWS - place_G, 0)
+    through_G = jnp.cumsum(tiles_G)
+    tile_T = jnp.arange(num_tiles, dtype=jnp.int32)
+    group_T = jnp.searchsorted(through_G, tile_T, side="right").astype(jnp.int32)
+    is_used = group_T < sizes_G.shape[0]
+    group_T = jnp.minimum(group_T, sizes_G.shape[0] - 1)
+    place_T = place_G[group_T] + tile_T - (through_G - tiles_G)[group_T]
+    return Tiles(group_T, jnp.where(is_used, place_T, -1), first_G, end_G)
+
+
+def _multiply(
+    group_T: Any, place_T: Any, first_G: Any, end_G: Any, x_RE: Any, w_GEM: Any, out_RM: Any, *, num_tiles: int,
+    tile: tuple[int, int], is_transposed: bool,
+) -> None:  # fmt: skip
+    columns, depth = tile
+    t, n = _in_neighbourhoods(pl.program_id(0), num_tiles, out_RM.shape[1] // columns)
+    group, place = group_T[t], place_T[t]
+    is_used = place >= 0
+    rows = pl.ds(jnp.maximum(place, 0) * ROWS, ROWS)
+    of_columns = pl.ds(n * columns, columns)
+
+    def add(k: Array, sums: Array) -> Array:
+        contracted = pl.ds(k * depth, depth)
+        x = triton.load(x_RE.at[rows, contracted])
+        if is_transposed:
+            w = triton.load(w_GEM.at[group, of_columns, contracted]).T
+        else:
+            w = triton.load(w_GEM.at[group, contracted, of_columns])
+        return sums + triton.dot(x, w)
+
+    num_steps = jnp.where(is_used, jnp.int32(x_RE.shape[1] // depth), jnp.int32(0))
+    sums = jax.lax.fori_loop(0, num_steps, add, jnp.zeros((ROWS, columns), jnp.float32))
+    row = place * ROWS + jnp.arange(ROWS)
+    is_own = (row >= first_G[group]) & (row < end_G[group]) & is_used
+    triton.store(out_RM.at[rows, of_columns], sums.astype(out_RM.dtype), mask=is_own[:, None])
+
+
+def _contract_rows(first_G: Any, end_G: Any, x_RE: Any, g_RM: Any, out_GEM: Any, *, tile: tuple[int, int]) -> None:
+    group = pl.program_id(2)
+    of_width, of_columns = (pl.ds(pl.program_id(n) * size, size) for n, size in enumerate(tile))
+    first, end = first_G[group], end_G[group]
+
+    def add(place: Array, sums: Array) -> Array:
+        rows = pl.ds(place * _ROW_DEPTH, _ROW_DEPTH)
+        row = place * _ROW_DEPTH + jnp.arange(_ROW_DEPTH)
+        is_own = ((row >= first) & (row < end))[:, None]
+        x = triton.load(x_RE.at[rows, of_width], mask=is_own, other=0.0)
+        g = triton.load(g_RM.at[rows, of_columns], mask=is_own, other=0.0)
+        return sums + triton.dot(x.T, g)
+
+    sums = jnp.zeros(tile, jnp.float32)
+    sums = jax.lax.fori_loop(first // _ROW_DEPTH, (end + _ROW_DEPTH - 1) // _ROW_DEPTH, add, sums)
+    out_GEM[group, of_width, of_columns] = sums.astype(out_GEM.dtype)
+
+
+def _in_neighbourhoods(program: Array, num_tiles: int, num_columns: int) -> tuple[Array, Array]:
+    """Returns the tile of rows and that of columns, such that _NEIGHBOURS tiles of rows take turns on all columns."""
+    neighbourhood = program // (_NEIGHBOURS * num_columns)
+    first = neighbourhood * _NEIGHBOURS
+    size = jnp.minimum(num_tiles - first, _NEIGHBOURS)
+    within = program % (_NEIGHBOURS * num_columns)
+    return first + within % size, within // size
+
+
+def _part(most: int, size: int) -> int:
+    """The largest power of two up to `most` that divides a size, which is a multiple of _LEAST."""
+    while size % most:
+        most //= 2
+    return most
+
+
+def _padded(x: Array, *multiples: int) -> Array:
+    """With zeros behind the last dimensions, up to multiples."""
+    extra = [(0, -size % multiple) for size, multiple in zip(x.shape[-len(multiples) :], multiples, strict=True)]
+    if not any(after for _, after in extra):
+        return x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - len(extra)) + extra)
+
+
+def _cost(left: Array, right: Array, num_columns: int) -> pl.CostEstimate:
+    """As if all rows were filled (the scope says how many are): each row of the left meets one matrix."""
+    num_bytes = left.nbytes + right.nbytes + left.shape[0] * num_columns * left.dtype.itemsize
+    return pl.CostEstimate(flops=2 * left.size * num_columns, bytes_accessed=num_bytes, transcendentals=0)
