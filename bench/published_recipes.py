@@ -113,6 +113,14 @@ def declared(
     )  # fmt: skip
 
 
+def maxtext(
+    model: str, target: str, sequences_per_chip: int, num_chips: int, length: int, remat: str, *others: str
+) -> tuple[str, ...]:
+    """MaxText casts weights to bfloat16 before it multiplies, so XLA sums their gradients in bfloat16, too: all of the
+    all-reduces of its compiled steps are (bench/peer.jsonl)."""
+    return declared(model, target, sequences_per_chip, num_chips, length, remat, *others, BFLOAT16_REDUCTION)
+
+
 def default_model(embed_dim: int, num_heads: int, mlp_dim: int, num_layers: int) -> tuple[str, ...]:
     """MaxText's model without a name, at the scale of `global_parameter_scale`: Llama 2's with other dimensions."""
     return (
@@ -125,6 +133,7 @@ SCALE_16 = default_model(4096, 64, 28672, 32)
 SCALE_32 = default_model(8192, 64, 28672, 32)
 SCALE_64 = default_model(8192, 64, 28672, 64)
 FSDP = "sharding=fsdp"
+BFLOAT16_REDUCTION = "precision.gradient_reduction=bfloat16"
 # MaxText splits what lies between the layers over the tensor axis, too
 TENSOR_4 = (
     "sharding=fsdp_tensor", "mesh.tensor=4",
@@ -145,8 +154,7 @@ FMS_FSDP = "https://github.com/foundation-model-stack/fms-fsdp"  # nodes with 40
 A3_SOURCE = f"{MAXTEXT}/MaxText/configs/a3/llama_2_7b/README.md"
 V4_SOURCE, V5E_SOURCE, V5P_SOURCE = (f"{MAXTEXT}/MaxText/configs/{chip}/README.md" for chip in ("v4", "v5e", "v5p"))
 TIERS = "https://maxtext.readthedocs.io/en/latest/reference/models/tiering.html"
-# Gradients are reduced layer by layer in the compute type, beside the backward pass.
-BESIDE_BACKWARD = ("overlap.layers.reduce_in_backward=true", "precision.gradient_reduction=bfloat16")
+BESIDE_BACKWARD = "overlap.layers.reduce_in_backward=true"  # layer by layer
 FMS_A100, FMS_H100 = ("target.network.node_bytes_per_second=5e10",), ("target.network.node_bytes_per_second=1e11",)
 A3_NETWORK = "target.network.node_bytes_per_second=1e11"  # A3 High: 4 adapters of 200 Gb/s for its GPUs
 LAYER_INPUTS = "remat.names=[layer_input,queries,keys,values,attention_residual]"
@@ -167,9 +175,9 @@ def a3(num_nodes: int, mfu: float) -> Recipe:
     """MaxText's Llama 2 7B on Google's A3 machines: fully sharded in a node, replicas over nodes."""
     target, others = f"h100-{8 * num_nodes}", (FSDP,)
     if num_nodes > 1:
-        others = ("sharding=hsdp", f"mesh.replica={num_nodes}", *BESIDE_BACKWARD, A3_NETWORK)
+        others = ("sharding=hsdp", f"mesh.replica={num_nodes}", BESIDE_BACKWARD, A3_NETWORK)
     return Recipe("checked", f"MaxText Llama 2 7B, {8 * num_nodes} H100", A3_SOURCE, None, mfu, "minimal_flash",
-                  declared("llama2_7b", target, 4, 8 * num_nodes, 4096, "save_dots", *others), GPU)  # fmt: skip
+                  maxtext("llama2_7b", target, 4, 8 * num_nodes, 4096, "save_dots", *others), GPU)  # fmt: skip
 
 
 RECIPES = (
@@ -187,63 +195,63 @@ RECIPES = (
            declared("llama2_70b", "a100-64", 2, 64, 4096, "full", FSDP)),
     Recipe("fitted", "fms-fsdp Llama 2 7B, 128 A100", FMS_FSDP, 3760, None, "none",
            declared("llama2_7b", "a100-128", 2, 128, 4096, "save_dots", "sharding=hsdp", "mesh.replica=16",
-                    *BESIDE_BACKWARD, *FMS_A100), OVERLAPPED),
+                    BESIDE_BACKWARD, BFLOAT16_REDUCTION, *FMS_A100), OVERLAPPED),
     Recipe("fitted", "fms-fsdp Llama 2 7B, 96 H100", FMS_FSDP, 7500, None, "none",
            declared("llama2_7b", "h100-96", 2, 96, 4096, "save_dots", "sharding=hsdp", "mesh.replica=12",
-                    *BESIDE_BACKWARD, *FMS_H100), OVERLAPPED),
+                    BESIDE_BACKWARD, BFLOAT16_REDUCTION, *FMS_H100), OVERLAPPED),
     Recipe("fitted", "MaxText 16B, v5e-256", V5E_SOURCE, None, 0.6110, "full",
-           declared("llama2_7b", "v5e-256", 6, 256, 2048, "full", FSDP, *SCALE_16), V5E),
+           maxtext("llama2_7b", "v5e-256", 6, 256, 2048, "full", FSDP, *SCALE_16), V5E),
     Recipe("fitted", "MaxText 32B, v5p-128, its remat", V5P_SOURCE, None, 0.7147, "minimal",
-           declared("llama2_7b", "v5p-128", 7, 64, 2048, "save_dots", *TENSOR_4, *SCALE_32), V5P),
+           maxtext("llama2_7b", "v5p-128", 7, 64, 2048, "save_dots", *TENSOR_4, *SCALE_32), V5P),
     Recipe("fitted", "MaxText 32B, v5p-128", V5P_SOURCE, None, 0.7147, "minimal",
-           declared("llama2_7b", "v5p-128", 7, 64, 2048, "save_names", QKV_OUT, *TENSOR_4, *SCALE_32), V5P),
+           maxtext("llama2_7b", "v5p-128", 7, 64, 2048, "save_names", QKV_OUT, *TENSOR_4, *SCALE_32), V5P),
     Recipe("fitted", "MaxText Llama 2 70B, v5p, 512 chips", TIERS, 692, 0.654, "save_dot_except_mlpwi",
-           declared("llama2_70b", "v5p-1024", 4, 512, 4096, "save_names", FSDP, QKV_OUT), V5P),
+           maxtext("llama2_70b", "v5p-1024", 4, 512, 4096, "save_names", FSDP, QKV_OUT), V5P),
     Recipe("fitted", "MaxText 32B, v5e-256", V5E_SOURCE, None, 0.6686, "full",
-           declared("llama2_7b", "v5e-256", 4, 256, 2048, "full", FSDP, *SCALE_32), V5E),
+           maxtext("llama2_7b", "v5e-256", 4, 256, 2048, "full", FSDP, *SCALE_32), V5E),
     Recipe("fitted", "MaxText 64B, v5p-128", V5P_SOURCE, None, 0.7031, "minimal",
-           declared("llama2_7b", "v5p-128", 3, 64, 2048, "save_names", QKV_OUT, *TENSOR_4, *SCALE_64), V5P),
+           maxtext("llama2_7b", "v5p-128", 3, 64, 2048, "save_names", QKV_OUT, *TENSOR_4, *SCALE_64), V5P),
     Recipe("fitted", "MaxText Llama 3.1 8B, v6e-256", f"{TPU_RECIPES}/Llama3.1-8B-MaxText/v6e-256/README.md",
            7207.336, 0.4546, "custom, offloaded",
-           declared("llama3_8b", "v6e-256", 4, 256, 8192, "offload", FSDP, LAYER_INPUTS), V6E_DENSE),
+           maxtext("llama3_8b", "v6e-256", 4, 256, 8192, "offload", FSDP, LAYER_INPUTS), V6E_DENSE),
     a3(1, 492 / 989.4), a3(2, 422 / 989.4), a3(4, 407 / 989.4), a3(8, 409 / 989.4), a3(16, 375 / 989.4),
     Recipe("checked", "torchtitan Llama 3.1 70B, 256 H100", H100_TP_SOURCE, 597, None, "full",
            declared("llama3_70b", "h100-256", 2, 256, 8192, "full", *TENSOR_8[:2], *GRAND_TETON)),
     Recipe("checked", "fms-fsdp Llama 2 13B, 128 A100", FMS_FSDP, 1700, None, "none",
            declared("llama2_7b", "a100-128", 1, 128, 4096, "save_dots", "sharding=hsdp", "mesh.replica=16",
-                    *BESIDE_BACKWARD, *FMS_A100, *LLAMA2_13B), OVERLAPPED),
+                    BESIDE_BACKWARD, BFLOAT16_REDUCTION, *FMS_A100, *LLAMA2_13B), OVERLAPPED),
     Recipe("checked", "fms-fsdp Llama 34B, 128 A100", FMS_FSDP, 772, None, "full",
-           declared("llama2_7b", "a100-128", 8, 128, 4096, "full", FSDP, BESIDE_BACKWARD[1], *FMS_A100, *LLAMA_34B),
+           declared("llama2_7b", "a100-128", 8, 128, 4096, "full", FSDP, BFLOAT16_REDUCTION, *FMS_A100, *LLAMA_34B),
            OVERLAPPED),
     Recipe("checked", "fms-fsdp Llama 2 70B, 128 A100", FMS_FSDP, 380, None, "full",
-           declared("llama2_70b", "a100-128", 6, 128, 4096, "full", FSDP, BESIDE_BACKWARD[1], *FMS_A100), OVERLAPPED),
+           declared("llama2_70b", "a100-128", 6, 128, 4096, "full", FSDP, BFLOAT16_REDUCTION, *FMS_A100), OVERLAPPED),
     Recipe("checked", "MaxText 22B, v4-128", V4_SOURCE, None, 0.567, "full",
-           declared("llama2_7b", "v4-128", 13, 64, 2048, "full", FSDP, *SCALE_22_V4), V4),
+           maxtext("llama2_7b", "v4-128", 13, 64, 2048, "full", FSDP, *SCALE_22_V4), V4),
     Recipe("checked", "MaxText 22B, 2 x v4-128", V4_SOURCE, None, 0.552, "full",
-           declared("llama2_7b", "v4-128", 13, 128, 2048, "full", "sharding=hsdp", "target.num_slices=2",
+           maxtext("llama2_7b", "v4-128", 13, 128, 2048, "full", "sharding=hsdp", "target.num_slices=2",
                     *SCALE_22_V4), V4),
     Recipe("checked", "MaxText 64B, v5e-256", V5E_SOURCE, None, 0.5990, "full",
-           declared("llama2_7b", "v5e-256", 2, 256, 2048, "full", FSDP, *SCALE_64), V5E),
+           maxtext("llama2_7b", "v5e-256", 2, 256, 2048, "full", FSDP, *SCALE_64), V5E),
     Recipe("checked", "MaxText 16B, 2 x v5e-256", V5E_SOURCE, None, 0.5937, "full",
-           declared("llama2_7b", "v5e-256", 6, 512, 2048, "full", "sharding=hsdp", "target.num_slices=2", *SCALE_16),
+           maxtext("llama2_7b", "v5e-256", 6, 512, 2048, "full", "sharding=hsdp", "target.num_slices=2", *SCALE_16),
            V5E),
     Recipe("checked", "MaxText 32B, 2 x v5e-256", V5E_SOURCE, None, 0.6481, "full",
-           declared("llama2_7b", "v5e-256", 4, 512, 2048, "full", "sharding=hsdp", "target.num_slices=2", *SCALE_32),
+           maxtext("llama2_7b", "v5e-256", 4, 512, 2048, "full", "sharding=hsdp", "target.num_slices=2", *SCALE_32),
            V5E),
     Recipe("checked", "MaxText 128B, v5p-256", V5P_SOURCE, None, 0.6868, "minimal",
-           declared("llama2_7b", "v5p-256", 1, 128, 2048, "save_dots", *TENSOR_8, *SCALE_128), V5P),
+           maxtext("llama2_7b", "v5p-256", 1, 128, 2048, "save_dots", *TENSOR_8, *SCALE_128), V5P),
     Recipe("checked", "MaxText Llama 3.1 8B, v6e-8", f"{TPU_RECIPES}/Llama3.1-8B-MaxText/v6e-8/README.md",
            7138.890, None, "custom, offloaded",
-           declared("llama3_8b", "v6e-8", 3, 8, 8192, "offload", FSDP, LAYER_INPUTS), V6E_DENSE),
+           maxtext("llama3_8b", "v6e-8", 3, 8, 8192, "offload", FSDP, LAYER_INPUTS), V6E_DENSE),
     Recipe("checked", "MaxText Mistral 7B, v6e-8", f"{TPU_RECIPES}/Mistral-7B-MaxText/README.md", 7776.813, None,
            "custom, offloaded",
-           declared("llama3_8b", "v6e-8", 6, 8, 8192, "offload", FSDP, LAYER_INPUTS, *MISTRAL_7B), V6E_DENSE),
+           maxtext("llama3_8b", "v6e-8", 6, 8, 8192, "offload", FSDP, LAYER_INPUTS, *MISTRAL_7B), V6E_DENSE),
     Recipe("checked", "MaxText Mixtral 8x7B, v6e-256", f"{TPU_RECIPES}/Mixtral-8x7B-MaxText/README.md", 3645.203, None,
            "custom, offloaded",
-           declared("mixtral_8x7b", "v6e-256", 12, 256, 4096, "offload", FSDP, LAYER_INPUTS,
+           maxtext("mixtral_8x7b", "v6e-256", 12, 256, 4096, "offload", FSDP, LAYER_INPUTS,
                     "parallel.experts=capacity"), V6E_EXPERTS),
     Recipe("checked", "MaxText Llama 3.1 405B, 2 x v6e-256", f"{TPU_RECIPES}/Llama3.1-405B-MaxText/README.md", 149.482,
            None, "custom, offloaded",
-           declared("llama3_405b", "v6e-256", 1, 512, 8192, "offload", FSDP, "remat.names=[layer_input]",
+           maxtext("llama3_405b", "v6e-256", 1, 512, 8192, "offload", FSDP, "remat.names=[layer_input]",
                     "target.num_slices=2"), ASYNC_GATHERS | HOST_OFFLOAD),
 )  # fmt: skip

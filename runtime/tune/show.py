@@ -28,7 +28,7 @@ def show_answer(answer: Answer, console: Console) -> None:
     console.line()
     if (accuracy := accuracy_of(answer.target)) and answer.best:
         between = human_range(accuracy.range_of(answer.best[0].seconds))
-        console.line(f"the first takes {between}: predictions were off by as much in {accuracy}")
+        console.line(f"the first takes {between}: predictions were off by no more in {accuracy}")
     for line in why_it_wins(answer.best):
         console.line(line)
     for change in answer.changes:

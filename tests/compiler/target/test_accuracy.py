@@ -18,6 +18,16 @@ def test_a_range_holds_the_runs_that_it_is_made_of():
     assert all(low <= ratio <= high for ratio in found.ratios)
 
 
+def test_one_run_alone_has_the_range_of_8_of_10_on_all_chips():
+    """Of ten runs in all, the next stays below the ninth error with a probability of 9 / 11, below the eighth with
+    less than 8 / 10."""
+    found = Accuracy("v5p", (1.01,), elsewhere=(0.9, 1.3, 0.98, 1.07, 0.95, 1.08, 0.94, 0.97, 1.04))
+    assert found.range_of(1.0) == pytest.approx((0.9, 1.1))
+    assert str(found) == "1 published run on v5p and in 8 of 10 on all chips"
+    own = Accuracy("v5p", (0.5, 1.01), found.elsewhere)
+    assert own.range_of(1.0) == pytest.approx((0.5, 1.5))  # those of the chip are inside, however far off
+
+
 def test_a_prediction_without_checked_runs_has_a_reason_and_no_range(monkeypatch):
     monkeypatch.setattr(accuracy, "_table", lambda: {"v5e": (0.9,)})
     assert str(accuracy_of(cached_target_of("v5e-4"))) == "1 published run on v5e"
