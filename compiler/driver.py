@@ -32,7 +32,7 @@ from .parallel.remat import check_remat
 from .parallel.weight_plan import plan_weights
 from .plan import Plan, plan_memory, plan_state_arrays
 from .report.build_report import build_report
-from .schema import Change, Report, SearchReport
+from .schema import Alternative, Change, Report, SearchReport
 from .sharding.arrays import Arrays, build_model, find_arrays
 from .sharding.batch import check_batch, check_length
 from .sharding.check_order import check_token_order
@@ -157,8 +157,12 @@ def report_of(
     model: str | None = None,
     changes: tuple[Change, ...] = (),
     search: SearchReport | None = None,
+    alternatives: tuple[Alternative, ...] = (),
 ) -> Report:
     """Report a compiled step, with findings. overrides, model: what declared it, and what it calls its model.
-    changes: that would make it fit. search: of which it is the best."""
+    changes: that would make it fit. search: of which it is the best. alternatives: other declarations, by the
+    estimate."""
     findings = find_findings(step, is_searched=search is not None)
-    return build_report(step, findings, overrides=overrides, model=model, changes=changes, search=search)
+    return build_report(
+        step, findings, overrides=overrides, model=model, changes=changes, search=search, alternatives=alternatives
+    )

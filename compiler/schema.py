@@ -18,7 +18,7 @@ from meshloom.models.config import Record
 from .config.overlap_spec import OverlapConfig
 from .core.collectives import CollectiveKind, LinkKind
 
-SCHEMA_VERSION = 10  # of report.json and plan.json
+SCHEMA_VERSION = 11  # of report.json and plan.json
 
 ComputeKind = Literal["matmul", "attention", "other"]
 Fraction = Annotated[float, Field(ge=0)]
@@ -57,6 +57,16 @@ class Change(Record):
     fits: bool  # by itself
     slower_fraction: float | None
     cost: str  # "the forward pass is computed twice"
+
+
+class Alternative(Record):
+    """A declaration of the step by the estimate, without a compiler. overrides: what it changes; none: nothing."""
+
+    overrides: tuple[str, ...]
+    seconds: NonNegativeFloat
+    exposed_seconds: NonNegativeFloat
+    peak_bytes_per_chip: NonNegativeInt
+    fits: bool | None
 
 
 class MemoryReport(Record):
@@ -201,7 +211,7 @@ class Event(Record):
 
 
 class Report(Record):
-    schema_version: Literal[10]
+    schema_version: Literal[11]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport
@@ -210,6 +220,7 @@ class Report(Record):
     roofline: tuple[RooflinePart, ...]
     findings: tuple[Finding, ...]
     search: SearchReport | None  # None: nothing was searched
+    alternatives: tuple[Alternative, ...]  # the declared step first; empty where nothing else could be estimated
     build: BuildReport | None  # None: it was compiled elsewhere
     overrides: tuple[str, ...]  # as typed; empty: nothing was declared
     unknown: dict[str, str]  # path of a None -> why

@@ -9,6 +9,7 @@ from ..estimate.roofline import roofline_seconds
 from ..plan import Plan
 from ..schema import (
     SCHEMA_VERSION,
+    Alternative,
     BuildReport,
     Change,
     Finding,
@@ -35,9 +36,11 @@ def build_report(
     model: str | None,
     changes: tuple[Change, ...],
     search: SearchReport | None,
+    alternatives: tuple[Alternative, ...],
 ) -> Report:
     """Returns the report. overrides: that declare it. model: what its declaration calls it, where it has a name
-    (model_choice.py). changes: that would make it fit. search: of which this program is the best."""
+    (model_choice.py). changes: that would make it fit. search: of which this program is the best. alternatives: other
+    declarations, by the estimate."""
     plan, analysis, estimate = step.plan, step.analysis, step.estimate
     target = target_report(plan.mesh.placement)
     unknown = unknown_of_target(target)
@@ -63,6 +66,7 @@ def build_report(
         roofline=estimate.roofline,
         findings=findings,
         search=search,
+        alternatives=alternatives,
         build=_build(step),
         overrides=overrides,
         unknown=unknown | analysis.unknown,

@@ -37,6 +37,7 @@ def report_inspected(program: InspectedProgram) -> Report:
         roofline=(),
         findings=program.findings,
         search=None,
+        alternatives=(),
         build=None,
         overrides=(),
         unknown=unknown | program.analysis.unknown,

@@ -23,6 +23,7 @@ from meshloom.compiler.driver import plan_run, report_of
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.summary import show_summary as show_report
 from meshloom.compiler.schema import Change, Report, SearchReport
+from meshloom.compiler.search.alternatives import find_alternatives
 from meshloom.compiler.search.candidates import check_can_judge
 from meshloom.compiler.search.memory_suggestions import suggest_changes
 from meshloom.compiler.target.compiler_options import check_compiler_options
@@ -140,12 +141,20 @@ def compile_job(
 ) -> Compiled:
     """Compiles, or finds an earlier compile, in a folder for the compiler's log.
 
-    overrides, model: as for a report. replan: None where nothing can be suggested for a step that does not fit.
+    overrides, model: as for a report. replan: None where no other declaration is of use.
     """
     stored, searched = _compiled(job, StepCompiler(job.devices, run_dir, console), overrides)
     raise_if_interrupted()
     changes = _savings(stored.step, replan) if replan and stored.step.fits is False else ()
-    report = report_of(stored.step, overrides=stored.overrides, model=model, changes=changes, search=searched)
+    alternatives = find_alternatives(replan) if replan else ()
+    report = report_of(
+        stored.step,
+        overrides=stored.overrides,
+        model=model,
+        changes=changes,
+        search=searched,
+        alternatives=alternatives,
+    )
     return Compiled(stored, report)
 
 

@@ -8,6 +8,7 @@ from meshloom.compiler.config.overlap_spec import LayerLoop
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.schema import (
+    Alternative,
     BuildReport,
     Change,
     CollectiveReport,
@@ -247,7 +248,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=10,
+        schema_version=11,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,
@@ -282,6 +283,13 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
                     where="head; loss.max_logits_bytes", fix="set loss.max_logits_bytes=268435456"),
         ),
         search=None,
+        alternatives=tuple(
+            Alternative(overrides=overrides, seconds=share * predicted, exposed_seconds=0.9 * exposed,
+                        peak_bytes_per_chip=int(gib * GIB), fits=gib < 15)
+            for overrides, share, gib in (
+                ((), 1.1, 7.4), (("remat=save_dots",), 0.99, 11.2), (("remat=none",), 0.9, 31.0),
+            )
+        ),
         build=BuildReport(
             lower_seconds=3.2, compile_seconds=41.7, cache="miss", jax="0.10.2", jaxlib="0.10.2",
             plugin="libtpu 0.0.42.1",

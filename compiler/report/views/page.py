@@ -64,6 +64,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
         collectives=collective_groups(report),
         roofline=charts.roofline_plot(report),
         search=_search(report),
+        alternatives=_alternatives(report),
         findings=sorted(report.findings, key=lambda finding: finding.severity != "warning"),
         tables=array_tables(plan) if plan else [],
         picture=mesh_picture(plan.mesh.placement) if plan else None,
@@ -128,6 +129,24 @@ def _search(report: Report) -> list[dict[str, Any]]:
         rows.append({"tried": one, "name": one.name, "is_chosen": is_chosen, "compute_width": width - exposed,
                      "exposed_width": exposed})  # fmt: skip
     return sorted(rows, key=lambda row: (not row["is_chosen"], row["tried"].predicted_seconds or math.inf))
+
+
+def _alternatives(report: Report) -> list[dict[str, Any]]:
+    """Returns the declared step and others, with bars on one scale each for steps and for memory."""
+    longest = max((one.seconds for one in report.alternatives), default=0) or 1
+    limit = report.memory.limit_bytes_per_chip or 0
+    most = max((limit, *(one.peak_bytes_per_chip for one in report.alternatives))) or 1
+    return [
+        {
+            "one": one,
+            "name": shlex.join(one.overrides) or "as declared",
+            "compute_width": 100 * max(0.0, one.seconds - one.exposed_seconds) / longest,
+            "exposed_width": 100 * min(one.seconds, one.exposed_seconds) / longest,
+            "memory_width": 100 * one.peak_bytes_per_chip / most,
+            "limit_place": 100 * limit / most if limit else None,
+        }
+        for one in report.alternatives
+    ]
 
 
 def _in_order(report: Report) -> list[tuple[int, CollectiveReport]]:

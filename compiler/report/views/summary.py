@@ -12,6 +12,7 @@ from .facts import Fact, compute_by_kind, origin, sums, unknown_values, unpriced
 
 FILE_WIDTH = 1000  # columns, where nothing is wrapped
 BAR_WIDTH = 48
+LEAST_SAVED = 0.03  # of a step, by which another declaration is worth a line: the estimate orders no closer ones
 NUM_COLLECTIVES, NUM_FINDINGS, NUM_CHANGES, NUM_REASONS = 6, 2, 3, 3
 TONES = {"good": "green", "bad": "bold red", "plain": "bold", "unknown": "yellow"}
 MEMORY_STYLES = ("blue", "cyan", "magenta", "green", "white")
@@ -32,7 +33,7 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
     console.wrapped(f"{program.model} on {target.name}: {counted(target.num_chips, 'chip')}{slices}{_size(program)}")
     if target.calibration:
         console.wrapped(("calibrated", "bold"), f" {target.calibration}")
-    for part in (_memory, _step, _search, _collectives, _roofline, _findings, _unknown):
+    for part in (_memory, _step, _search, _faster, _collectives, _roofline, _findings, _unknown):
         for shown in part(report):
             if isinstance(shown, Table):
                 console.table(shown)
@@ -128,6 +129,19 @@ def _search(report: Report) -> Iterable[Line]:
         gain = f", {human_share(saved)} shorter than {declared.name}"
     judged = f"best of {num_tried}" if chosen.predicted_seconds is not None else f"none of {num_tried} can be judged"
     yield [("search", "bold"), f"   {judged}: {name}{gain}"]
+
+
+def _faster(report: Report) -> Iterable[Line]:
+    """Yields the other declaration that fits and is shorter by the estimate, if one is by more than a few percent."""
+    own, others = report.alternatives[:1], report.alternatives[1:]
+    fitting = [one for one in others if one.fits]
+    if not own or not fitting:
+        return
+    best = min(fitting, key=lambda one: one.seconds)
+    saved = 1 - best.seconds / own[0].seconds if own[0].seconds else 0.0
+    if saved > LEAST_SAVED:
+        gain = f"{human_share(saved)} shorter, {human_bytes(best.peak_bytes_per_chip)}, both estimated"
+        yield [("faster", "bold"), f"   {shlex.join(best.overrides)}: {gain}"]
 
 
 def _bar(shares: Sequence[float], styles: Sequence[str], mark: float | None = None) -> Line:

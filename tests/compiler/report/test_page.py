@@ -234,6 +234,21 @@ def test_collectives_are_groups_that_unfold(page):
 
 
 @in_browser
+def test_other_declarations_are_drawn_beside_the_own_one_on_its_scales(page):
+    rows = page.js(
+        "[...document.querySelectorAll('#alternatives tbody tr')].map(row => [row.cells[0].innerText.trim(),"
+        " row.querySelector('rect.compute').getBBox().width, row.querySelector('rect.memory-other').getBBox().width,"
+        " row.querySelector('line.mark').x1.baseVal.value, row.innerText.includes('does not fit')])"
+    )
+    names, compute, memory, limits, too_large = zip(*rows, strict=True)
+    assert names == ("as declared", "remat=save_dots", "remat=none")
+    assert sorted(compute, reverse=True) == list(compute)
+    assert [each / memory[2] for each in memory[:2]] == pytest.approx([7.4 / 31, 11.2 / 31], rel=0.01)
+    assert [each / memory[2] for each in limits] == pytest.approx([15.75 / 31] * 3, rel=0.01)
+    assert too_large == (False, False, True)
+
+
+@in_browser
 def test_the_filter_leaves_what_was_asked_for(page):
     report = reports.fits()[0]
     page.js("document.getElementById('filter').focus()")

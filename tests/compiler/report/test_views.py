@@ -87,6 +87,18 @@ def test_collectives_of_one_source_and_reason_are_one_line():
     assert re.search(r"70\.0 ms +all-reduce: made by the compiler \(7 places\) +compute waits for all of it", text)
 
 
+def test_a_faster_declaration_that_fits_has_a_line():
+    """remat=none is shorter still, and does not fit; what is a percent shorter is no news."""
+    report = reports.fits()[0]
+    own, faster, too_large = report.alternatives
+    assert [one.fits for one in report.alternatives] == [True, True, False]
+    assert too_large.seconds < faster.seconds == pytest.approx(0.9 * own.seconds)
+    assert "\nfaster   remat=save_dots: 10.0 % shorter, 11.2 GiB, both estimated\n" in _summary(report)
+    close = faster.model_copy(update={"seconds": 0.99 * own.seconds})
+    for others in ((own, close), (own,), ()):
+        assert "faster" not in _summary(report.model_copy(update={"alternatives": others}))
+
+
 def test_a_file_has_lines_of_full_width():
     assert _summary(reports.fits()[0], width=80) == _summary(reports.fits()[0])
 

@@ -1,0 +1,71 @@
+"""Estimates other declarations of a step beside its own: another remat policy, or another sharding."""
+
+import math
+from collections.abc import Iterator
+
+from ..analysis.compiled_step import used_devices_per_chip
+from ..core.errors import ConfigError
+from ..estimate.estimate import estimate_step
+from ..plan import Plan
+from ..schema import Alternative
+from .memory_suggestions import Replan
+
+POLICIES = ("full", "save_names", "save_dots", "none")
+_AXES = ("replica", "data", "fsdp", "tensor")
+_TENSOR = 4  # shards of a layer: what fits on the shortest links of all chips
+
+
+def find_alternatives(replan: Replan) -> tuple[Alternative, ...]:
+    """Returns the declared step, and those that differ from it in one thing, by the estimate. Those that the
+    declaration does not allow are left out; () where there is no other, or where times cannot be estimated."""
+    plan = replan(())
+    own = _estimated(plan, ())
+    if own is None:
+        return ()
+    others = [other for overrides in (*_of_remat(plan), *_of_sharding(plan)) if (other := _allowed(overrides, replan))]
+    return (own, *others) if others else ()
+
+
+def _allowed(overrides: tuple[str, ...], replan: Replan) -> Alternative | None:
+    try:
+        return _estimated(replan(overrides), overrides)
+    except ConfigError:
+        return None
+
+
+def _estimated(plan: Plan, overrides: tuple[str, ...]) -> Alternative | None:
+    estimate = estimate_step(plan)
+    memory, time = estimate.memory, estimate.time
+    if time is None:
+        return None
+    return Alternative(
+        overrides=overrides,
+        seconds=time.seconds,
+        exposed_seconds=time.exposed_seconds,
+        peak_bytes_per_chip=memory.peak_bytes * used_devices_per_chip(plan.target),
+        fits=memory.fits,
+    )
+
+
+def _of_remat(plan: Plan) -> Iterator[tuple[str, ...]]:
+    return ((f"remat={policy}",) for policy in POLICIES if policy != plan.spec.remat.policy)
+
+
+def _of_sharding(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Yields FSDP, HSDP with replicas across nodes or two of them, and FSDP with tensor parallelism, where no other
+    axis splits the devices; without the one whose mesh is declared."""
+    sizes = {axis: plan.mesh.sizes.get(axis, 1) for axis in _AXES}
+    num_devices = math.prod(sizes.values())
+    if num_devices == 1 or num_devices != plan.mesh.num_devices:
+        return
+    target = plan.target
+    inner = target.shape[1] if target.platform == "gpu" and target.shape else num_devices // 2
+    for name, mesh in (
+        ("fsdp", {"fsdp": num_devices}),
+        ("hsdp", {"replica": num_devices // inner, "fsdp": inner}),
+        ("fsdp_tensor", {"fsdp": num_devices // _TENSOR, "tensor": _TENSOR}),
+    ):
+        wanted = {axis: mesh.get(axis, 1) for axis in _AXES}
+        if wanted != sizes and math.prod(wanted.values()) == num_devices and 1 not in mesh.values():
+            changed = (f"mesh.{axis}={size}" for axis, size in wanted.items() if size != sizes[axis])
+            yield (f"sharding={name}", *changed)

@@ -1,0 +1,53 @@
+"""Other declarations beside a step's own: each is what `explain` says of it, and differs in one thing."""
+
+import pytest
+
+from conftest import SMALL
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.search.alternatives import find_alternatives
+
+OVERRIDES = (*SMALL, "precision=bfloat16", "model.head_dim=8", "remat=full")
+
+
+def replanned(*overrides: str):
+    return lambda more: read_spec(Request((*OVERRIDES, *overrides, *more)), then=plan_run)
+
+
+def test_each_is_what_the_estimate_says_of_its_declaration():
+    replan = replanned("target=h100-16", "sharding=fsdp", "global_batch_size=32")
+    own, *others = find_alternatives(replan)
+    assert own.overrides == ()
+    assert [each.overrides for each in others] == [
+        ("remat=save_names",),
+        ("remat=save_dots",),
+        ("remat=none",),
+        ("sharding=hsdp", "mesh.replica=2", "mesh.fsdp=8"),  # a node has eight GPUs
+        ("sharding=fsdp_tensor", "mesh.fsdp=4", "mesh.tensor=4"),
+    ]
+    for each in (own, *others):
+        estimate = estimate_step(replan(each.overrides))
+        assert estimate.time is not None
+        assert (each.seconds, each.exposed_seconds) == (estimate.time.seconds, estimate.time.exposed_seconds)
+        assert (each.peak_bytes_per_chip, each.fits) == (estimate.memory.peak_bytes, True)
+
+
+def test_the_declared_mesh_is_no_alternative_and_what_is_refused_is_left_out():
+    """The 3 heads of this model are not divided by 4 tensor shards."""
+    replan = replanned("target=v5e-8", "sharding=hsdp", "mesh.replica=2", "model.num_heads=3", "model.num_kv_heads=3")
+    shardings = [each.overrides[0] for each in find_alternatives(replan) if "sharding" in "".join(each.overrides)]
+    assert shardings == ["sharding=fsdp"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("target=cpu-8",),  # its times are not known
+        ("target=h100-8", "sharding=fsdp_context", "mesh.context=2"),  # no sharding here splits the length
+    ],
+)
+def test_there_are_none_where_nothing_can_be_compared(overrides):
+    found = find_alternatives(replanned(*overrides))
+    assert [each.overrides for each in found if any("sharding" in text for text in each.overrides)] == []
+    assert bool(found) is ("target=cpu-8" not in overrides)
