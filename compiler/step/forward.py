@@ -82,7 +82,7 @@ def _stack(plan: Plan, stack: Stack, make_context: "ContextMaker", first: int) -
 def _with_parts_of_means(plan: Plan, output: Any) -> tuple[Any, Aux]:
     """What a piece returned, with losses and statistics as parts of the mean over the tokens of the global batch."""
     x, aux = split_aux(output)
-    num_tokens = plan.spec.tokens_per_step
+    num_tokens = float(plan.spec.tokens_per_step)  # may be no int32
     losses = {name: loss.astype(jnp.float32) / num_tokens for name, loss in aux.losses.items()}
     statistics = {
         name: jax.lax.stop_gradient(statistic.astype(jnp.float32)) / num_tokens

@@ -110,10 +110,32 @@ class Family:
 
 
 def find_families(groups: Mapping[Key, Sequence[Candidate]], run: ParallelMap[Point, Reference]) -> dict[Key, Family]:
-    """Returns the family of each group of candidates. run: maps `trace` over points, in several processes if it can."""
+    """Returns the family of each group of candidates. run: maps `trace` over points, in several processes if it can.
+
+    A group whose meshes turn out to have programs of different shapes is as many families as it has meshes.
+    """
+    traced = _trace_groups(groups, run)
+    alike = {key: references for key, references in traced.items() if _are_alike(references)}
+    apart: dict[Key, list[Candidate]] = defaultdict(list)
+    for key, ones in groups.items():
+        for one in ones if key not in alike else ():
+            apart[_mesh_key(one)].append(one)
+    return {key: fit_family(references) for key, references in (alike | _trace_groups(apart, run)).items()}
+
+
+def _trace_groups(
+    groups: Mapping[Key, Sequence[Candidate]], run: ParallelMap[Point, Reference]
+) -> dict[Key, list[Reference]]:
     points = {key: choose_points(ones) for key, ones in groups.items()}
     traced = iter(list(run(trace, [point for ones in points.values() for point in ones])))
-    return {key: fit_family([next(traced) for _ in ones]) for key, ones in points.items()}
+    return {key: [next(traced) for _ in ones] for key, ones in points.items()}
+
+
+def _are_alike(references: Sequence[Reference]) -> bool:
+    """Returns True if the programs of all meshes are of one shape."""
+    first, *others = references
+    meshes = (one for one in others if one.point.sizes != first.point.sizes)
+    return all(one.shape.operations == first.shape.operations for one in meshes)
 
 
 def group_candidates(candidates: Iterable[Candidate]) -> dict[Key, list[Candidate]]:
@@ -127,7 +149,8 @@ def group_candidates(candidates: Iterable[Candidate]) -> dict[Key, list[Candidat
         groups[_wide_key(one)].append(one)
     found: dict[Key, list[Candidate]] = {}
     for key, ones in groups.items():
-        if _rank(_spanning(ones)) == _rank(_mesh_sizes(ones)):
+        spanning = _spanning(ones)
+        if spanning and _rank(spanning) == _rank(_mesh_sizes(ones)):
             found[key] = ones
             continue
         for one in ones:
@@ -137,7 +160,7 @@ def group_candidates(candidates: Iterable[Candidate]) -> dict[Key, list[Candidat
 
 def key_of(one: Candidate, families: Mapping[Key, Family]) -> Key | None:
     """Returns the key of a candidate's family; None if it has none."""
-    return next((key for key in (_wide_key(one), _narrow_key(one)) if key in families), None)
+    return next((key for key in (_wide_key(one), _narrow_key(one), _mesh_key(one)) if key in families), None)
 
 
 def _wide_key(one: Candidate) -> Key:
@@ -150,11 +173,18 @@ def _narrow_key(one: Candidate) -> Key:
     return "these axes", one.variant.choices, _named_axes(one), one.num_microbatches > 1
 
 
+def _mesh_key(one: Candidate) -> Key:
+    sizes = tuple(f"{axis}={size}" for axis, size in one.sizes)
+    return "this mesh", one.variant.choices, sizes, one.num_microbatches > 1
+
+
 def _named_axes(one: Candidate) -> tuple[str, ...]:
-    """Returns the axes of more than one device; of one that splits sequences with its size, as a ring over it has a
-    step for each device."""
-    length = _length_axes(one.variant.spec)
-    return tuple(f"{axis}={size}" if axis in length else axis for axis, size in one.sizes)
+    """Returns the axes of more than one device; with its size that of a ring, which has a step for each device."""
+    spec = one.variant.spec
+    ring_axes = set(_length_axes(spec))
+    if any(strategy == COLLECTIVE_MATMUL for _, _, strategy in one.strategies):
+        ring_axes |= {axis for axis, _ in one.sizes} - _batch_axes(spec)
+    return tuple(f"{axis}={size}" if axis in ring_axes else axis for axis, size in one.sizes)
 
 
 def point_of(one: Candidate) -> Point:
@@ -200,8 +230,9 @@ def trace(point: Point) -> Reference:
 
 
 def fit_family(references: Sequence[Reference]) -> Family:
-    """Returns the family of references as `choose_points` orders them; those of another shape than the first are left
-    out. Which arrays take the place of which others may depend on their sizes: it is taken from the first."""
+    """Returns the family of references as `choose_points` orders them. With other counts, one of another shape than the
+    first is left out. Which arrays take the place of which others may depend on their sizes: it is taken from the
+    first."""
     first, *others = (one for one in references if one.shape.operations == references[0].shape.operations)
     origin, numbers = first.variables, _logarithms(first)
     meshes = [one for one in others if one.point.sizes != first.point.sizes]
@@ -263,7 +294,7 @@ def _spec_of(point: Point) -> RunSpec:
 
 def _meshes(candidates: Sequence[Candidate]) -> list[Sizes]:
     """Returns meshes of the candidates that span all of theirs, the one in the middle first."""
-    known = _spanning(candidates)
+    known = _spanning(candidates) or _mesh_sizes(candidates)
     points = _logs(known)
     middle = int(np.argmin(np.abs(points - np.median(points, axis=0)).sum(axis=1)))
     steps = (points - points[middle]).T
@@ -278,10 +309,10 @@ def _mesh_sizes(candidates: Sequence[Candidate]) -> list[Sizes]:
 
 
 def _spanning(candidates: Sequence[Candidate]) -> list[Sizes]:
-    """Returns the meshes in which every axis of the batch that some use has more than one device; all if none has."""
+    """Returns the meshes in which every axis of the batch that some use has more than one device."""
     known, batch = _mesh_sizes(candidates), _batch_axes(candidates[0].variant.spec)
     used = {axis for sizes in known for axis, size in sizes if size > 1} & batch
-    return [sizes for sizes in known if all(size > 1 for axis, size in sizes if axis in used)] or known
+    return [sizes for sizes in known if all(size > 1 for axis, size in sizes if axis in used)]
 
 
 def _logs(meshes: Sequence[Sizes]) -> Array:

@@ -316,3 +316,12 @@ def test_a_router_is_float32_in_any_precision():
     gathered = re.findall(r"all_gather.*?-> tensor<([\dx]*)x(\w+)>", traced.lower().as_text())
     assert {dtype for shape, dtype in gathered if shape == "32x16"} == {"f32"}
     assert {dtype for shape, dtype in gathered if shape != "32x16"} == {"bf16", "i32"}
+
+
+def test_a_step_may_have_more_tokens_than_an_int32_has_numbers():
+    """2^32 of them; `tune` traces steps of as many microbatches as tell what grows with them."""
+    plan = plan_of(*MOE, *EXPERT, "sequence_length=16", f"global_batch_size={2**28}", "num_microbatches=64")
+    try:
+        estimate_step(plan)
+    except OverflowError as error:
+        pytest.fail(f"{error}")

@@ -1,13 +1,16 @@
 """Prices of many candidates against the estimate of each, and what must hold for any search."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import LINEAR_STACK, spec_of
+from meshloom.compiler.tune import families
 from meshloom.compiler.tune.answer import Runner, estimate_spec, find_changes, tune, winner
-from meshloom.compiler.tune.families import choose_points, count_exponents, find_families, group_candidates
+from meshloom.compiler.tune.families import choose_points, count_exponents, find_families, group_candidates, trace
 from meshloom.compiler.tune.price import price
 from meshloom.compiler.tune.space import Variant, find_candidates
 
@@ -56,6 +59,45 @@ def test_each_number_of_devices_that_share_a_sequence_is_a_family():
     sizes = [{one.mesh.sizes["context"] for one in ones} for ones in group_candidates(candidates).values()]
     assert all(len(each) == 1 for each in sizes)
     assert set.union(*sizes) == {1, 2, 4, 8}
+
+
+def test_each_number_of_devices_of_a_ring_of_matmuls_is_a_family():
+    """It has a step for each of them, too; without rings the axis is no part of the shape."""
+    words = ("target=v5p-16", "precision=bfloat16", "global_batch_size=32", "sharding=fsdp_tensor")
+    most = {}
+    for matmul in ("collective_matmul", "plain"):
+        spec = spec_of(*words, "tune.microbatches=[1]", f"parallel.matmul={matmul}")
+        candidates, _ = find_candidates([Variant((("sharding", "fsdp_tensor"),), spec)])
+        groups = group_candidates(candidates).values()
+        most[matmul] = max(len({one.mesh.sizes["tensor"] for one in ones}) for ones in groups)
+    assert most == {"collective_matmul": 1, "plain": 2}
+
+
+@pytest.mark.ci
+def test_prices_of_rings_of_matmuls_are_the_estimates_of_each_candidate():
+    words = ("target=v5p-32", "precision=bfloat16", "model.vocab_size=4096", "sequence_length=256")
+    space = Space(*words, "global_batch_size=64", "parallel.matmul=collective_matmul", "tune.microbatches=[1]")
+    prices = space.price()
+    for place, one in enumerate(space.candidates):
+        exact = estimate_spec(one.spec())
+        seconds = exact.compute_seconds + sum(seconds for _, seconds in exact.exposed)
+        assert prices.peak_bytes[place] == pytest.approx(exact.peak_bytes, rel=0.08)
+        assert prices.seconds[place] == pytest.approx(seconds, rel=0.12)
+
+
+@pytest.mark.ci
+def test_meshes_whose_programs_differ_in_shape_have_a_family_each(monkeypatch):
+    """Whatever makes them differ: here nothing but the trace says so."""
+
+    def traced(point):
+        found = trace(point)
+        number = dict(point.sizes)["fsdp"]
+        return replace(found, shape=replace(found.shape, num_numbers=found.shape.num_numbers + number))
+
+    monkeypatch.setattr(families, "trace", traced)
+    space = Space(*STACK, "global_batch_size=64", "tune.microbatches=[1]", "tune.mesh.tensor=[1]")
+    sizes = {tuple(one.sizes) for one in space.candidates}
+    assert len(space.families) == len(sizes) > 1
 
 
 @pytest.mark.release
