@@ -24,8 +24,8 @@ _PARAMETERS = triton.CompilerParams(num_warps=8, num_stages=3)
 
 
 class Tiles(NamedTuple):
-    """Of each tile its group and its place in tiles of rows; of each group its first row and the one after its last.
-    A tile that is not used has a group without rows."""
+    """Of each tile its group and its place in tiles of rows, -1 where it is not used; of each group its first row and
+    the one after its last."""
 
     group_T: Array
     place_T: Array
