@@ -39,6 +39,17 @@ class Space:
         return price(self.candidates if candidates is None else candidates, self.families, **how)
 
 
+def assert_priced_as_estimated(space, places, *, peak: float | None = 0.08, seconds: float = 0.12):
+    """Asserts that candidates' prices are their estimates, to within these shares. peak: None if it may be any."""
+    prices = space.price()
+    for place in places:
+        exact = estimate_spec(space.candidates[place].spec())
+        if peak is not None:
+            assert prices.peak_bytes[place] == pytest.approx(exact.peak_bytes, rel=peak)
+        estimated = exact.compute_seconds + sum(each for _, each in exact.exposed)
+        assert prices.seconds[place] == pytest.approx(estimated, rel=seconds)
+
+
 @pytest.fixture(scope="module")
 def stack():
     return Space(*STACK, "global_batch_size=64", "tune.microbatches=[1,2,4]")
@@ -77,12 +88,7 @@ def test_each_number_of_devices_of_a_ring_of_matmuls_is_a_family():
 def test_prices_of_rings_of_matmuls_are_the_estimates_of_each_candidate():
     words = ("target=v5p-32", "precision=bfloat16", "model.vocab_size=4096", "sequence_length=256")
     space = Space(*words, "global_batch_size=64", "parallel.matmul=collective_matmul", "tune.microbatches=[1]")
-    prices = space.price()
-    for place, one in enumerate(space.candidates):
-        exact = estimate_spec(one.spec())
-        seconds = exact.compute_seconds + sum(seconds for _, seconds in exact.exposed)
-        assert prices.peak_bytes[place] == pytest.approx(exact.peak_bytes, rel=0.08)
-        assert prices.seconds[place] == pytest.approx(seconds, rel=0.12)
+    assert_priced_as_estimated(space, range(len(space.candidates)))
 
 
 @pytest.mark.ci
@@ -107,25 +113,15 @@ def test_prices_of_attention_over_a_split_length_are_the_estimates_of_each_candi
         "model.head_dim=128", "model.embed_dim=512", "tune.microbatches=[1]", "tune.mesh={tensor:[1],replica:[1]}",
         sharding="fsdp_context",
     )  # fmt: skip
-    prices = space.price()
-    for place, one in enumerate(space.candidates):
-        exact = estimate_spec(one.spec())
-        seconds = exact.compute_seconds + sum(seconds for _, seconds in exact.exposed)
-        assert prices.peak_bytes[place] == pytest.approx(exact.peak_bytes, rel=0.08)
-        assert prices.seconds[place] == pytest.approx(seconds, rel=0.12)
+    assert_priced_as_estimated(space, range(len(space.candidates)))
 
 
 def test_prices_are_the_estimates_of_each_candidate(stack):
     """A few are traced for each family; the others follow. A loss that is not cut is priced as one chunk: that reads
     and writes more, which shows where the model is small."""
-    prices = stack.price()
     traced = sum(len(choose_points(ones)) for ones in group_candidates(stack.candidates).values())
     assert traced < len(stack.candidates)
-    for place in np.random.default_rng(0).choice(len(stack.candidates), 6, replace=False):
-        exact = estimate_spec(stack.candidates[place].spec())
-        seconds = exact.compute_seconds + sum(seconds for _, seconds in exact.exposed)
-        assert prices.peak_bytes[place] == pytest.approx(exact.peak_bytes, rel=0.08)
-        assert prices.seconds[place] == pytest.approx(seconds, rel=0.12)
+    assert_priced_as_estimated(stack, np.random.default_rng(0).choice(len(stack.candidates), 6, replace=False))
 
 
 @pytest.mark.ci
@@ -160,11 +156,7 @@ def test_prices_know_a_microbatch_that_has_left_its_loop():
     """Gradients are reduced in the backward pass of the last microbatch, which is no part of the loop of the others."""
     words = ("sharding.on_replicated=allow", "overlap.layers.reduce_in_backward=true", "global_batch_size=64")
     space = Space(*STACK, *words, "tune.fix.mesh.tensor=1", "tune.mesh.replica=[16]", "tune.microbatches=[2,4]")
-    prices = space.price()
-    for place, one in enumerate(space.candidates):
-        exact = estimate_spec(one.spec())
-        seconds = exact.compute_seconds + sum(seconds for _, seconds in exact.exposed)
-        assert prices.seconds[place] == pytest.approx(seconds, rel=0.12)
+    assert_priced_as_estimated(space, range(len(space.candidates)), peak=None)
 
 
 @pytest.mark.ci
@@ -172,12 +164,8 @@ def test_prices_of_a_decoder_are_the_estimates_of_each_candidate():
     space = Space(
         "target=v5p-16", "precision=bfloat16", "model.vocab_size=4096", "sequence_length=256", "global_batch_size=32"
     )
-    prices = space.price()
-    for place in np.random.default_rng(1).choice(len(space.candidates), 8, replace=False):
-        exact = estimate_spec(space.candidates[place].spec())
-        seconds = exact.compute_seconds + sum(seconds for _, seconds in exact.exposed)
-        assert prices.peak_bytes[place] == pytest.approx(exact.peak_bytes, rel=0.1)
-        assert prices.seconds[place] == pytest.approx(seconds, rel=0.1)
+    places = np.random.default_rng(1).choice(len(space.candidates), 8, replace=False)
+    assert_priced_as_estimated(space, places, peak=0.1, seconds=0.1)
 
 
 @settings(deadline=None, max_examples=20)
