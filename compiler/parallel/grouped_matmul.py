@@ -14,11 +14,10 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas.ops.tpu.megablox import ops
 
-from .grouped_triton import multiply_groups, multiply_rows
+from .grouped_triton import multiply_groups, multiply_rows, padded
 
 Kernels = Literal["megablox", "triton", "none"]
 
@@ -69,13 +68,9 @@ def _by_triton(x_RE: Array, w_GEM: Array, sizes_G: Array, g_RM: Array, interpret
 
 def _by_megablox(x_RE: Array, w_GEM: Array, sizes_G: Array, g_RM: Array, interpret: bool) -> tuple[Array, Array]:
     num_rows = x_RE.shape[0]
-    x_RE, g_RM = (_padded(x, -num_rows % _MIN_ROWS) for x in (x_RE, g_RM))
+    x_RE, g_RM = (padded(x, _MIN_ROWS, 1) for x in (x_RE, g_RM))
     rows = next(size for size in (TILE[0], 256, _MIN_ROWS) if x_RE.shape[0] % size == 0)
     tile = (rows, *TILE[1:])
     dx_RE = megablox.gmm(g_RM, w_GEM, sizes_G, x_RE.dtype, tile, transpose_rhs=True, interpret=interpret)
     dw_GEM = megablox.tgmm(x_RE.swapaxes(0, 1), g_RM, sizes_G, w_GEM.dtype, tile, interpret=interpret)
     return dx_RE[:num_rows], dw_GEM
-
-
-def _padded(x: Array, num_rows: int) -> Array:
-    return jnp.pad(x, ((0, num_rows), (0, 0))) if num_rows else x

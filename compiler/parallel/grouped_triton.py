@@ -39,7 +39,7 @@ def multiply_rows(
     """Returns x w of the group of each row, (R, M); rows of no group are undefined. sizes_G: int32, the rows of each
     group, from the first row on. is_transposed: w is (G, M, E)."""
     num_rows, num_columns = x_RE.shape[0], w_GEM.shape[1 if is_transposed else 2]
-    x_RE, w_GEM = _padded(x_RE, ROWS, _LEAST), _padded(w_GEM, _LEAST, _LEAST)
+    x_RE, w_GEM = padded(x_RE, ROWS, _LEAST), padded(w_GEM, _LEAST, _LEAST)
     (rows, depth), columns = x_RE.shape, w_GEM.shape[1 if is_transposed else 2]
     num_tiles = rows // ROWS + sizes_G.shape[0] - 1
     tile = _part(COLUMNS, columns), _part(DEPTH, depth)
@@ -58,7 +58,7 @@ def multiply_rows(
 def multiply_groups(x_RE: Array, g_RM: Array, sizes_G: Array, dtype: Any, *, interpret: bool = False) -> Array:
     """Returns x^T g of the rows of each group, (G, E, M): the gradient of its matrix."""
     width, num_columns = x_RE.shape[1], g_RM.shape[1]
-    x_RE, g_RM = (_padded(x, ROWS, _LEAST) for x in (x_RE, g_RM))
+    x_RE, g_RM = (padded(x, ROWS, _LEAST) for x in (x_RE, g_RM))
     shape = (sizes_G.shape[0], x_RE.shape[1], g_RM.shape[1])
     tile = _part(ROWS, shape[1]), _part(COLUMNS, shape[2])
     end_G = jnp.cumsum(sizes_G)
@@ -149,8 +149,8 @@ def _part(most: int, size: int) -> int:
     return most
 
 
-def _padded(x: Array, *multiples: int) -> Array:
-    """With zeros behind the last dimensions, up to multiples."""
+def padded(x: Array, *multiples: int) -> Array:
+    """Returns an array with zeros behind its last dimensions, up to a multiple for each."""
     extra = [(0, -size % multiple) for size, multiple in zip(x.shape[-len(multiples) :], multiples, strict=True)]
     if not any(after for _, after in extra):
         return x
