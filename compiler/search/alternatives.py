@@ -15,10 +15,9 @@ _AXES = ("replica", "data", "fsdp", "tensor")
 _TENSOR = 4  # shards of a layer: what fits on the shortest links of all chips
 
 
-def find_alternatives(replan: Replan) -> tuple[Alternative, ...]:
+def find_alternatives(plan: Plan, replan: Replan) -> tuple[Alternative, ...]:
     """Returns the declared step, and those that differ from it in one thing, by the estimate. Those that the
     declaration does not allow are left out; () where there is no other, or where times cannot be estimated."""
-    plan = replan(())
     own = _estimated(plan, ())
     if own is None:
         return ()

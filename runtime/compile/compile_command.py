@@ -146,7 +146,7 @@ def compile_job(
     stored, searched = _compiled(job, StepCompiler(job.devices, run_dir, console), overrides)
     raise_if_interrupted()
     changes = _savings(stored.step, replan) if replan and stored.step.fits is False else ()
-    alternatives = find_alternatives(replan) if replan else ()
+    alternatives = find_alternatives(job.plan, replan) if replan else ()
     report = report_of(
         stored.step,
         overrides=stored.overrides,

@@ -17,7 +17,7 @@ def replanned(*overrides: str):
 
 def test_each_is_what_the_estimate_says_of_its_declaration():
     replan = replanned("target=h100-16", "sharding=fsdp", "global_batch_size=32")
-    own, *others = find_alternatives(replan)
+    own, *others = find_alternatives(replan(()), replan)
     assert own.overrides == ()
     assert [each.overrides for each in others] == [
         ("remat=save_names",),
@@ -36,7 +36,8 @@ def test_each_is_what_the_estimate_says_of_its_declaration():
 def test_the_declared_mesh_is_no_alternative_and_what_is_refused_is_left_out():
     """The 3 heads of this model are not divided by 4 tensor shards."""
     replan = replanned("target=v5e-8", "sharding=hsdp", "mesh.replica=2", "model.num_heads=3", "model.num_kv_heads=3")
-    shardings = [each.overrides[0] for each in find_alternatives(replan) if "sharding" in "".join(each.overrides)]
+    found = find_alternatives(replan(()), replan)
+    shardings = [each.overrides[0] for each in found if "sharding" in "".join(each.overrides)]
     assert shardings == ["sharding=fsdp"]
 
 
@@ -48,6 +49,7 @@ def test_the_declared_mesh_is_no_alternative_and_what_is_refused_is_left_out():
     ],
 )
 def test_there_are_none_where_nothing_can_be_compared(overrides):
-    found = find_alternatives(replanned(*overrides))
+    replan = replanned(*overrides)
+    found = find_alternatives(replan(()), replan)
     assert [each.overrides for each in found if any("sharding" in text for text in each.overrides)] == []
     assert bool(found) is ("target=cpu-8" not in overrides)
