@@ -1,7 +1,7 @@
 """Training runs that others measured and published, declared as overrides, with the XLA options that they set."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Options = dict[str, bool | int | str]
 
@@ -113,12 +113,10 @@ def declared(
     )  # fmt: skip
 
 
-def maxtext(
-    model: str, target: str, sequences_per_chip: int, num_chips: int, length: int, remat: str, *others: str
-) -> tuple[str, ...]:
-    """MaxText casts weights to bfloat16 before it multiplies, so XLA sums their gradients in bfloat16, too: all of the
-    all-reduces of its compiled steps are (bench/peer.jsonl)."""
-    return declared(model, target, sequences_per_chip, num_chips, length, remat, *others, BFLOAT16_REDUCTION)
+def maxtext(*words: Any) -> tuple[str, ...]:
+    """As `declared`. MaxText casts weights to bfloat16 before it multiplies, so XLA sums their gradients in bfloat16,
+    too: the all-reduces of its compiled steps that are exposed most are all of that type (bench/peer.jsonl)."""
+    return (*declared(*words), BFLOAT16_REDUCTION)
 
 
 def default_model(embed_dim: int, num_heads: int, mlp_dim: int, num_layers: int) -> tuple[str, ...]:
