@@ -69,7 +69,7 @@ def bind_forward(operands: Operands, mode: Mode) -> tuple[Array, Array]:
 
 
 def bind_backward(operands: Operands, lse: Array, out: Array, gradient: Array, mode: Mode) -> tuple[Array, ...]:
-    """Returns the gradients of queries, keys and values. out, lse: of all keys, of which these may be some."""
+    """Returns the gradients of queries, keys and values. These keys may be some of those that `out` and `lse` cover."""
     arguments = (*_arguments(operands), lse, out, gradient)
     return tuple(fused._dot_product_attention_bwd_p_wrapper.bind(*arguments, **_parameters(operands, mode)))
 

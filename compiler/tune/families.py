@@ -230,9 +230,8 @@ def trace(point: Point) -> Reference:
 
 
 def fit_family(references: Sequence[Reference]) -> Family:
-    """Returns the family of references as `choose_points` orders them. With other counts, one of another shape than the
-    first is left out. Which arrays take the place of which others may depend on their sizes: it is taken from the
-    first."""
+    """Returns the family of references in the order of `choose_points`. A reference with other counts is left out if
+    its shape is not that of the first. Arrays may reuse one another's memory by their sizes; as the first's do."""
     first, *others = (one for one in references if one.shape.operations == references[0].shape.operations)
     origin, numbers = first.variables, _logarithms(first)
     meshes = [one for one in others if one.point.sizes != first.point.sizes]

@@ -321,6 +321,7 @@ def test_a_router_is_float32_in_any_precision():
 def test_a_step_may_have_more_tokens_than_an_int32_has_numbers():
     """2^32 of them; `tune` traces steps of as many microbatches as tell what grows with them."""
     plan = plan_of(*MOE, *EXPERT, "sequence_length=16", f"global_batch_size={2**28}", "num_microbatches=64")
+    assert plan.spec.tokens_per_step == 2**32
     try:
         estimate_step(plan)
     except OverflowError as error:
