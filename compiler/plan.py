@@ -110,7 +110,11 @@ class Plan:
     def warnings(self) -> tuple[Problem, ...]:
         """What runs as it is declared, and may not be meant."""
         spec = self.spec
-        return (*self.sharding.warnings, *spec.schedule.warnings(spec.optimizer.learning_rate, spec.num_steps))
+        return (
+            *self.sharding.warnings,
+            *self.mesh.placement.warnings(),
+            *spec.schedule.warnings(spec.optimizer.learning_rate, spec.num_steps),
+        )
 
 
 def _num_active(array: Array, num_experts: int | None) -> int:

@@ -71,9 +71,10 @@ AxisSize = Annotated[int, AfterValidator(_axis_size)]
 
 
 class MeshSpec(Config):
-    """Devices along each mesh axis; one of them may be -1: all remaining devices."""
+    """Devices along each mesh axis; one of them may be -1: all remaining devices. replica: None: one for each slice of
+    the target, two in a single slice."""
 
-    replica: AxisSize
+    replica: AxisSize | None
     data: AxisSize
     fsdp: AxisSize
     stage: AxisSize

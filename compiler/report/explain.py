@@ -34,6 +34,8 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
     for axis, where in plan.mesh.placement.describe().items():
         if plan.mesh.placement.is_known:
             console.line("      ", (axis, "bold cyan"), f" {where}{_bandwidth(plan, axis)}")
+    for axis, why in plan.mesh.reasons.items():
+        console.line("      ", (f"{axis}={plan.mesh.sizes[axis]}", "bold cyan"), f" {why}")
     if plan.target.calibration:
         console.line(("calibrated", "bold"), f" {plan.target.calibration.describe()}")
     console.line(
@@ -83,6 +85,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "calibration": target.calibration.model_dump(mode="json") if target.calibration else None,
         },
         "mesh": dict(plan.mesh.sizes),
+        "mesh_reasons": dict(plan.mesh.reasons),
         "placement": {axis: _placed(plan, axis) for axis in plan.mesh.placement.describe()},
         "warnings": [asdict(warning) for warning in plan.warnings],
         "program": {

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -22,10 +22,12 @@ from .target import TargetPlan
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Sizes of all mesh axes, slowest link first; an unused axis has size 1. placement: the links that each uses."""
+    """Sizes of all mesh axes, slowest link first; an unused axis has size 1. placement: the links that each uses.
+    reasons: by axis, why it has a size that nobody declared."""
 
     sizes: Mapping[str, int]
     placement: Placement
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def num_devices(self) -> int:
@@ -72,7 +74,9 @@ def plan_mesh(spec: MeshSpec, target: TargetPlan, order: Sequence[str] = ()) -> 
 
     Raises ConfigError if the product of the axes is not the number of devices, or no axis can cross slices.
     """
-    sizes: dict[str, int] = spec.model_dump()
+    declared: dict[str, int | None] = spec.model_dump()
+    reasons = {axis: _why_default(target) for axis, size in declared.items() if size is None}
+    sizes = {axis: default_replicas(target) if size is None else size for axis, size in declared.items()}
     free = [axis for axis, size in sizes.items() if size == -1]
     fixed = math.prod(size for size in sizes.values() if size != -1)
     shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "1"
@@ -85,7 +89,19 @@ def plan_mesh(spec: MeshSpec, target: TargetPlan, order: Sequence[str] = ()) -> 
         sizes[free[0]] = target.num_devices // fixed
     elif fixed != target.num_devices:
         raise ConfigError([Problem("mesh", f"{shown} is {fixed}, not the {devices}", _fix(sizes, target))])
-    return MeshPlan(MappingProxyType(sizes), plan_placement(sizes, target, order))
+    return MeshPlan(MappingProxyType(sizes), plan_placement(sizes, target, order), MappingProxyType(reasons))
+
+
+def default_replicas(target: TargetPlan) -> int:
+    """Returns the number of replicas where none is declared: one for each slice, so that weights are gathered within
+    it; two in a single slice."""
+    return target.num_slices if target.num_slices > 1 else 2
+
+
+def _why_default(target: TargetPlan) -> str:
+    if target.num_slices > 1:
+        return f"one for each of the {target.num_slices} slices: mesh.replica is not set"
+    return "two in a single slice: mesh.replica is not set"
 
 
 def _fix(sizes: Mapping[str, int], target: TargetPlan) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from ..config.target_spec import SwitchSpec, TorusSpec
 from ..core.errors import ConfigError, Problem
 from .axis_segments import TORUS_AXES, AxisSegment, lay_in_nodes, lay_on_torus, traffic_of
-from .interconnect_tiers import link_of_spans, span_of_segments
+from .interconnect_tiers import link_of_spans, rates_of, span_of_segments
 from .links import Link
 from .target import TargetPlan
 
@@ -55,6 +55,16 @@ class Placement:
         names = physical_sizes(self.target)
         along = {name: [part for part in parts if part.physical == name] for name in names}
         return link_of_spans({name: span_of_segments(own) for name, own in along.items() if own}, self.target)
+
+    def warnings(self) -> tuple[Problem, ...]:
+        """Returns a warning if weights are gathered across slices."""
+        slices, segments = self.target.num_slices, self.parts.get("fsdp", ()) if self.is_of_mesh else ()
+        if all(part.physical != "DCN" for part in segments):
+            return ()
+        share = rates_of(self.target)["DCN"].bytes_per_second
+        waits = "gathers of weights wait for the network of the hosts"
+        what = f"fsdp crosses slices: {waits}, {share / 1e9:.4g} GB/s per device"
+        return (Problem("mesh.fsdp", what, f"use sharding=hsdp mesh.replica={slices} if a slice holds the weights"),)
 
     def group_size(self, axes: Sequence[str]) -> int:
         """Returns the number of devices along these mesh axes."""
@@ -136,7 +146,7 @@ def _across(sizes: Mapping[str, int], target: TargetPlan) -> tuple[dict[str, int
     if left > 1:
         shown = ", ".join(f"{axis}={sizes[axis]}" for axis in ACROSS_SLICES)
         what = f"no axis that can cross the {target.num_slices} slices is a multiple of {target.num_slices}: {shown}"
-        fix = f"set mesh.replica={target.num_slices}, as sharding=hsdp does with 2, or target.num_slices=1"
+        fix = f"set mesh.replica={target.num_slices}, as sharding=hsdp does, or target.num_slices=1"
         raise ConfigError([Problem("mesh", what, fix)])
     return inner, crossing
 

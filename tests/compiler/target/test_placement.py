@@ -20,6 +20,7 @@ from meshloom.compiler.target.links import collective_seconds
 from meshloom.compiler.target.mesh import MeshPlan
 from meshloom.compiler.target.placement import plan_placement
 from meshloom.compiler.target.target import TargetPlan, topology_arguments
+from support.helpers import plan_as_declared
 from support.placements import AXES, cached_target_of, placed
 
 
@@ -289,3 +290,23 @@ def test_a_declared_order_says_which_devices_lie_nearest(name, order, parts):
     placement = plan_placement(sizes, target, order)
     assert placement.describe() == parts
     assert len(set(placement.places)) == target.num_devices
+
+
+def test_replicas_follow_the_slices_where_none_are_declared():
+    """Weights are then gathered within a slice; what is declared wins, with a warning where they are not."""
+    one = ("target=v5e-16", "sharding=hsdp", "global_batch_size=64", "model=llama2_7b", "data=synthetic")
+    words = (*one, "target.num_slices=4")
+    plan = plan_as_declared(*words)
+    assert (plan.mesh.sizes["replica"], plan.mesh.sizes["fsdp"]) == (4, 16)
+    assert plan.mesh.placement.describe()["fsdp"] == "ICI x (4) x ICI y (4)"
+    assert plan.mesh.reasons == {"replica": "one for each of the 4 slices: mesh.replica is not set"}
+    assert not plan.mesh.placement.warnings()
+    declared = plan_as_declared(*words, "mesh.replica=2")
+    assert (declared.mesh.sizes["replica"], declared.mesh.sizes["fsdp"], declared.mesh.reasons) == (2, 32, {})
+    (warning,) = declared.mesh.placement.warnings()
+    assert (warning.where, warning.fix[:34]) == ("mesh.fsdp", "use sharding=hsdp mesh.replica=4 i")
+    assert warning in declared.warnings
+    single = plan_as_declared(*one)
+    assert (single.mesh.sizes["replica"], single.mesh.sizes["fsdp"]) == (2, 8)
+    with pytest.raises(ConfigError, match=r"replica=4 x fsdp=32 is 128, not the 64 devices of target 4 x v5e-16"):
+        plan_as_declared(*words, "mesh.fsdp=32")
