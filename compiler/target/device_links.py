@@ -28,10 +28,10 @@ WAYS = {1: "+", -1: "-", 0: ""}
 
 def link_of_devices(placement: Placement, groups: Groups) -> Link | None:
     """Returns the link of collectives over all these groups at once; the slowest if groups lie differently. None if one
-    is not a box of the torus or the nodes: there is no formula for its speed. groups: positions in the mesh."""
+    is not a box of the torus or the nodes, or their sizes differ (uneven_groups.py). groups: positions in the mesh."""
     boxes = [_box([placement.places[position] for position in group]) for group in groups]
     known = [box for box in boxes if box is not None]
-    if len(known) < len(boxes):
+    if len(known) < len(boxes) or len(set(map(len, groups))) > 1:
         return None
     rows_of = _rows(placement, known)
     links = {link_of_spans(dict(rows), placement.target) for rows in {tuple(rows_of(box).items()) for box in known}}

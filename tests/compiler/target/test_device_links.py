@@ -8,10 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from meshloom.compiler.analysis.collective_placement import NO_BOX, NO_SLICES, place_collective
+from meshloom.compiler.analysis.collective_placement import place_collective
 from meshloom.compiler.target.device_links import link_of_devices, send_between
 from meshloom.compiler.target.links import collective_seconds
 from meshloom.compiler.target.placement import Placement
+from meshloom.compiler.target.uneven_groups import uneven_seconds
 from meshloom.compiler.xla.schedule.steps import Collective
 from support.placements import placed
 
@@ -145,13 +146,53 @@ def test_halves_of_an_axis_are_faster_than_the_axis():
     assert of_whole == pytest.approx(1e9 * 15 / 16 / 90e9 + 8e-6)
 
 
-def test_what_no_rule_prices_is_unknown_with_a_reason():
+def test_groups_that_are_no_boxes_go_around_a_ring_of_their_members():
+    """v5e-16 of 4 x 4, by hand: a square is a ring both ways, as its box; a corner sends twice over its two links."""
     placement = placed("v5e-16", fsdp=4, tensor=4)
-    corner = place_collective(collective("all-gather", ((0, 1, 4), (5, 6, 10))), placement)
-    assert (corner.alone_seconds, corner.why) == (None, NO_BOX)
-    slices = placed("v5e-16", 4, replica=4, fsdp=16)
+    squares = tuple(tuple(base + i for i in (0, 1, 4, 5)) for base in (0, 2, 8, 10))
+    boxes = place_collective(collective("all-gather", squares), placement).alone_seconds
+    walked = uneven_seconds("all-gather", 1e9, placement, squares)
+    assert boxes == pytest.approx(0.75e9 / 90e9 + 2e-6)
+    assert walked.seconds == pytest.approx(boxes, rel=1e-3)
+    corners = ((0, 1, 4), (15, 14, 11))
+    for kind, times in (("all-gather", 1), ("reduce-scatter", 1), ("all-reduce", 2)):
+        found = place_collective(collective(kind, corners), placement)
+        assert found.alone_seconds == pytest.approx(times * (2 / 3 * 1e9 / 45e9 + 2e-6))
+        assert (found.why, found.is_certain) == (None, False)
+    exchanged = place_collective(collective("all-to-all", corners), placement)  # 1 of 9 parts each way, and one passes
+    assert exchanged.alone_seconds == pytest.approx(2 * 1e9 / 9 / 45e9 + 2e-6)
+
+
+def test_groups_across_slices_that_are_no_boxes_are_bound_by_the_fewest_members():
+    """Twelve chips of one slice and four of the other: each of the four receives 3/16 of the array from outside, then
+    both sets pass all of it around."""
+    slices = placed("v5e-16", 2, replica=2, fsdp=16)
+    groups = ((*range(12), *range(16, 20)), (*range(12, 16), *range(20, 32)))
+    found = place_collective(collective("all-gather", groups), slices)
+    assert found.kind == "DCN"
+    assert "DCN" in found.links
+    inside = found.alone_seconds - (1e9 * 12 / 16 / 4 / 3.125e9 + 10e-6)  # pyright: ignore[reportOptionalOperand]
+    assert 11 / 12 * 1e9 / 90e9 < inside < 4 * 11 / 12 * 1e9 / 90e9
+    gpus = placed("h100-16", fsdp=2, tensor=8)
+    uneven = place_collective(collective("all-gather", ((*range(6), 8, 9), (6, 7, *range(10, 16)))), gpus)
+    assert uneven.alone_seconds == pytest.approx(1e9 * 6 / 8 / 2 / (0.82 * 50e9) + 14e-6)  # NVLink at the same time
+    assert uneven.kind == "NIC"
+
+
+def test_groups_of_different_sizes_have_a_price():
+    placement = placed("v5e-16", fsdp=4, tensor=4)
+    found = place_collective(collective("all-gather", ((0, 1, 2), (4, 5))), placement)
+    assert found.alone_seconds == pytest.approx(2 / 3 * 1e9 / 45e9 + 2e-6)
+
+
+def test_collectives_of_some_slices_have_the_price_of_as_many():
+    slices = placed("v5e-16", 4, replica=2, fsdp=32)
+    assert next(str(part) for part in slices.parts["fsdp"]) == "DCN (2 of 4)"
     some = place_collective(collective("all-reduce", (), num_slices=2), slices)
-    assert (some.alone_seconds, some.why) == (None, NO_SLICES)
+    assert (some.mesh_axes, some.group_size, some.kind, some.why) == ((), 2, "DCN", None)  # of two axes, either
+    assert some.alone_seconds == pytest.approx(2 * (1e9 / 2 / 3.125e9 + 10e-6))
+    every = place_collective(collective("all-reduce", (), num_slices=4), slices)
+    assert every.mesh_axes == ("replica", "fsdp")
 
 
 def test_across_slices_each_device_meets_those_at_its_place():
