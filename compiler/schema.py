@@ -18,7 +18,7 @@ from meshloom.models.config import Record
 from .config.overlap_spec import OverlapConfig
 from .core.collectives import CollectiveKind, LinkKind
 
-SCHEMA_VERSION = 11  # of report.json and plan.json
+SCHEMA_VERSION = 12  # of report.json and plan.json
 
 ComputeKind = Literal["matmul", "attention", "other"]
 Fraction = Annotated[float, Field(ge=0)]
@@ -120,7 +120,8 @@ class StepReport(Record):
     compute_seconds_by_kind: dict[ComputeKind, NonNegativeFloat]
     exposed_seconds: NonNegativeFloat | None
     exposed_fraction: Fraction | None  # of predicted_seconds
-    predicted_seconds: NonNegativeFloat | None
+    least_seconds: NonNegativeFloat | None  # of all parts whose time is known
+    predicted_seconds: NonNegativeFloat | None  # None where that of a part is not known
     predicted_range_seconds: tuple[NonNegativeFloat, NonNegativeFloat] | None  # by checked runs on this chip
     predicted_mfu: Fraction | None
     roofline_seconds: NonNegativeFloat | None
@@ -211,7 +212,7 @@ class Event(Record):
 
 
 class Report(Record):
-    schema_version: Literal[11]
+    schema_version: Literal[12]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport

@@ -66,8 +66,11 @@ class Declared:
 
 NOTHING_TIMED = StepReport(
     compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
-    predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None, roofline_seconds=None, num_unpriced=0,
-    num_bounded=0, bounded_seconds=0.0,
+    least_seconds=None, predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None,
+    roofline_seconds=None, num_unpriced=0, num_bounded=0, bounded_seconds=0.0,
+)  # fmt: skip
+OF_WHOLE_STEP = (
+    "exposed_seconds", "exposed_fraction", "predicted_seconds", "predicted_mfu", "predicted_range_seconds",
 )  # fmt: skip
 NOTHING_DECLARED = Declared((), (), ModelFlops(None, ()))
 
@@ -186,7 +189,8 @@ def _collective(
     is_timed: bool,
 ) -> CollectiveReport:
     found, alone = totals.collective, totals.alone_seconds if is_timed else None
-    is_certain = found.is_certain and where.why is None and None not in [trips for _, trips in totals.loops]
+    is_placed = where.is_certain and where.why is None
+    is_certain = found.is_certain and is_placed and None not in [trips for _, trips in totals.loops]
     behind = sorted(totals.hidden_behind.items(), key=lambda item: -item[1])
     return CollectiveReport(
         kind=found.kind,
@@ -220,15 +224,17 @@ def _step(result: Simulation, target: TargetPlan, model_flops: int | None) -> St
     if target.chip is None:
         return NOTHING_TIMED
     peak, mfu, accuracy = target.peak_flops_per_second, None, accuracy_of(target)
-    if peak and result.seconds and model_flops is not None:
+    is_whole = not _untimed(result)
+    if peak and result.seconds and model_flops is not None and is_whole:
         mfu = model_flops / (result.seconds * peak * target.num_devices)
     return StepReport(
         compute_seconds=sum(result.compute_seconds.values()),
         compute_seconds_by_kind=dict(result.compute_seconds),
-        exposed_seconds=result.exposed_seconds,
-        exposed_fraction=result.exposed_seconds / result.seconds if result.seconds else 0.0,
-        predicted_seconds=result.seconds,
-        predicted_range_seconds=accuracy.range_of(result.seconds) if accuracy else None,
+        exposed_seconds=result.exposed_seconds if is_whole else None,
+        exposed_fraction=(result.exposed_seconds / result.seconds if result.seconds else 0.0) if is_whole else None,
+        least_seconds=result.seconds,
+        predicted_seconds=result.seconds if is_whole else None,
+        predicted_range_seconds=accuracy.range_of(result.seconds) if accuracy and is_whole else None,
         predicted_mfu=mfu,
         roofline_seconds=None,
         num_unpriced=len(result.unpriced),
@@ -237,15 +243,18 @@ def _step(result: Simulation, target: TargetPlan, model_flops: int | None) -> St
     )
 
 
+def _untimed(result: Simulation) -> list[str]:
+    """Returns the collectives whose time is not known, without which no step is whole."""
+    return [name for name, totals in result.collectives.items() if totals.alone_seconds is None]
+
+
 def _unknown(
     result: Simulation, placed: Mapping[str, CollectivePlacement], target: TargetPlan, declared: Declared | None
 ) -> dict[str, str]:
     if target.chip is None:
         of_each = ("alone_seconds", "hidden_seconds", "exposed_seconds")
-        of_step = ("compute_seconds", "exposed_seconds", "exposed_fraction", "predicted_seconds", "predicted_mfu")
-        names = [f"step.{name}" for name in (*of_step, "predicted_range_seconds")] + [
-            f"collectives[*].{name}" for name in of_each
-        ]
+        of_step = ("compute_seconds", "least_seconds", *OF_WHOLE_STEP)
+        names = [f"step.{name}" for name in of_step] + [f"collectives[*].{name}" for name in of_each]
         return dict.fromkeys(names, NO_CHIP)
     unknown: dict[str, str] = {}
     if why := why_no_range(target):
@@ -259,6 +268,10 @@ def _unknown(
     for index, name in enumerate(result.collectives):
         if why := placed[name].why:
             unknown |= {f"collectives[{index}].{part}_seconds": why for part in ("alone", "hidden", "exposed")}
+    if untimed := _untimed(result):
+        whys = " and ".join(dict.fromkeys(placed[name].why or "" for name in untimed))
+        why = f"the time of {human_names(untimed, NUM_NAMED)} is not known, and the step is longer by it: {whys}"
+        unknown |= dict.fromkeys((f"step.{name}" for name in OF_WHOLE_STEP), why)
     if result.unpriced:
         names = human_names(sorted(result.unpriced), NUM_NAMED)
         unknown["step.num_unpriced"] = f"the time of {names} is unknown and counts as 0"

@@ -93,7 +93,7 @@ def unknowns() -> tuple[Report, tuple[Event, ...]]:
         for c in report.collectives
     )  # fmt: skip
     step = StepReport(compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
-                      predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None,
+                      least_seconds=None, predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None,
                       roofline_seconds=None, num_unpriced=812,
                       num_bounded=0, bounded_seconds=0.0)  # fmt: skip
     assert report.build
@@ -248,7 +248,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=11,
+        schema_version=12,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,
@@ -262,7 +262,8 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
         collectives=collectives,
         step=StepReport(
             compute_seconds=sum(compute.values()), compute_seconds_by_kind=compute,  # pyright: ignore[reportArgumentType]
-            exposed_seconds=exposed, exposed_fraction=exposed / predicted, predicted_seconds=predicted,
+            exposed_seconds=exposed, exposed_fraction=exposed / predicted,
+            least_seconds=predicted, predicted_seconds=predicted,
             predicted_range_seconds=(0.9 * predicted, 1.1 * predicted),
             predicted_mfu=flops / peak / predicted, roofline_seconds=1.1 * flops / peak, num_unpriced=14,
             num_bounded=3, bounded_seconds=0.02 * predicted,

@@ -48,11 +48,21 @@ def verdict(report: Report) -> tuple[Fact, ...]:
     return (
         _fit(report),
         *_host(report),
-        _fact("predicted step", step.predicted_seconds, human_seconds, roofline, "step.predicted_seconds"),
+        _whole_step(report) or _fact("predicted step", step.predicted_seconds, human_seconds, roofline,
+                                     "step.predicted_seconds"),
         _fact("predicted MFU", step.predicted_mfu, human_share, "remat excluded", "step.predicted_mfu"),
         _fact("exposed", step.exposed_fraction, human_share, f"{exposed} of communication" if exposed else "",
               "step.exposed_fraction"),
     )  # fmt: skip
+
+
+def _whole_step(report: Report) -> Fact | None:
+    """Returns the step where the time of a part of it is not known; None where it is whole, or nothing is timed."""
+    step = report.step
+    if step.predicted_seconds is not None or step.least_seconds is None:
+        return None
+    value = f"at least {human_seconds(step.least_seconds)}"
+    return Fact("predicted step", value, "the time of a part is", "unknown", "step.predicted_seconds")
 
 
 def _fit(report: Report) -> Fact:
@@ -111,7 +121,7 @@ def why_unknown(report: Report, path: str) -> str:
 def unpriced(report: Report) -> str | None:
     """Returns what the predicted step leaves out; None where it leaves nothing out, or nothing is predicted."""
     count = report.step.num_unpriced
-    if not count or report.step.predicted_seconds is None:
+    if not count or report.step.least_seconds is None:
         return None
     return f"{count:,} instructions: {why_unknown(report, 'step.num_unpriced')}"
 

@@ -113,7 +113,8 @@ def _step(report: Report) -> Iterable[Line]:
     styles = [COMPUTE_STYLES[name] for name, _ in parts]
     bar = _bar([seconds / whole for _, seconds in parts], styles)
     legend = _legend([(name, human_seconds(s), style) for (name, s), style in zip(parts, styles, strict=True)])
-    yield [("step", "bold"), "     ", *bar, f" {human_seconds(whole)}"]
+    at_least = "at least " if step.predicted_seconds is None else ""
+    yield [("step", "bold"), "     ", *bar, f" {at_least}{human_seconds(step.least_seconds or whole)}"]
     yield ["         ", *legend]
 
 

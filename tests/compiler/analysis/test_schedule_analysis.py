@@ -123,7 +123,23 @@ def test_a_collective_of_unknown_devices_has_unknown_times():
     analysis, _ = analysed(module(*lines).replace(GROUPS, ""), *V5E)
     (found,) = analysis.collectives
     assert (found.alone_seconds, found.exposed_seconds, found.confidence) == (None, None, "low")
-    assert analysis.unknown["collectives[0].alone_seconds"] == "the program does not name its group of devices"
+    why = "the program does not name its group of devices"
+    assert analysis.unknown["collectives[0].alone_seconds"] == why
+
+
+def test_a_step_with_a_collective_of_unknown_time_is_a_lower_bound_alone():
+    lines = [compute("a", 1_500_000), "  ROOT %g = bf16[32]{0} all-gather(%a), dimensions={0}"]
+    analysis, _ = analysed(module(*lines).replace(GROUPS, ""), *V5E)
+    step = analysis.step
+    assert step.least_seconds == pytest.approx(1e-3)
+    whole = (step.predicted_seconds, step.predicted_range_seconds, step.predicted_mfu, step.exposed_seconds)
+    assert (*whole, step.exposed_fraction) == (None,) * 5
+    why = analysis.unknown["step.predicted_seconds"]
+    assert why == analysis.unknown["step.predicted_mfu"] == analysis.unknown["step.predicted_range_seconds"]
+    assert "the time of g is not known" in why
+    assert "does not name its group" in why
+    priced, _ = analysed(module(compute("a", 1_500_000), f"  ROOT %g = {GATHER}"), *V5E)
+    assert priced.step.least_seconds == priced.step.predicted_seconds
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "fsdp_tensor"])

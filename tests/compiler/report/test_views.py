@@ -149,6 +149,23 @@ def test_unknown_values_tell_why():
     assert [fact.tone for fact in verdict(report)] == ["unknown"] * 4
 
 
+def test_a_step_that_is_not_whole_is_a_lower_bound_in_each_view():
+    report, events = reports.fits()
+    why = "the time of all-gather.7 is not known, and the step is longer by it: the program does not name its group"
+    names = ("predicted_seconds", "predicted_range_seconds", "predicted_mfu", "exposed_seconds", "exposed_fraction")
+    step = report.step.model_copy(update=dict.fromkeys(names) | {"least_seconds": 1.5})
+    unknown = dict.fromkeys((f"step.{name}" for name in names), why)
+    report = report.model_copy(update={"step": step, "unknown": unknown})
+    report = Report.model_validate_json(report.model_dump_json())
+    text = _summary(report)
+    assert "step at least 1.50 s" in text.splitlines()[0]
+    assert text.count("at least 1.50 s") == 2  # the verdict and the bar
+    assert why in text
+    page = render_page(report, events)
+    assert "at least 1.50 s" in page
+    assert page.count(why) >= 2
+
+
 def test_what_has_unknown_flops_is_shown_as_unknown():
     """A step with a kernel that nobody can count: no number, and the same reason in each view."""
     report, events = reports.fits()
