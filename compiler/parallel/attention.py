@@ -28,6 +28,7 @@ from ..sharding.arrays import OpSite
 from .cudnn import attend_cudnn, most_head_dim, takes_other_values
 from .exchange import BLOCKS, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length
 from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy
+from .remat import ATTENTION_RESULT, marked
 from .splash import attend_splash
 
 Implementation = Literal["xla", "cudnn", "splash"]
@@ -131,7 +132,7 @@ def build_attend(kernel: Kernel) -> Callable[..., Array]:
     on_a_device: Callable[..., Array] = {
         "cudnn": attend_cudnn,
         "splash": partial(attend_splash, interpret=False),
-        "xla": attend,
+        "xla": _attend_plain,
     }[kernel.implementation]
     chosen, exchange = on_a_device, kernel.exchange
     if exchange is not None:
@@ -150,6 +151,11 @@ def build_attend(kernel: Kernel) -> Callable[..., Array]:
                 return chosen(*args, **options)
 
     return named
+
+
+def _attend_plain(*args: Any, **options: Any) -> Array:
+    """`models.attention.attend`, by plain operations that JAX differentiates."""
+    return marked(ATTENTION_RESULT, attend(*args, **options))
 
 
 def _on_shards(

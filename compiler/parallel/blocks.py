@@ -8,6 +8,7 @@
 Shapes: B batch, H heads, K kv_heads, G heads per kv_head, T queries, S keys, D head_dim. Queries are scaled already.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from ..sharding.token_order import TokenOrder
+from .remat import ATTENTION_LSE, ATTENTION_RESULT, marked
 
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a score that softmax gives no weight
 
@@ -89,6 +91,36 @@ def split_length(tree: Any, num_parts: int) -> list[Any]:
 def gradient_of(attended: Attended, d_out_BHTD: Array) -> Gradient:
     products = attended.out_BHTD.astype(jnp.float32) * d_out_BHTD.astype(jnp.float32)
     return Gradient(attended.lse_BHT, d_out_BHTD, jnp.sum(products, axis=-1), attended.out_BHTD)
+
+
+def attend_with(
+    forward: Callable[[Queries, Keys], Attended], gradients: Callable[[Queries, Keys, Gradient], Gradients],
+    queries: Queries, keys: Keys,
+) -> Array:  # fmt: skip
+    """Returns what `forward` gives, with the derivative that `gradients` computes. The result and its log-sum-exp have
+    names, so that a remat policy which saves attention saves all that its derivative reads."""
+
+    @jax.custom_vjp
+    def attend(queries: Queries, keys: Keys) -> Array:
+        return forward(queries, keys).out_BHTD.astype(queries.q_BHTD.dtype)
+
+    def run(queries: Queries, keys: Keys) -> tuple[Array, Any]:
+        attended = named(forward(queries, keys), queries.q_BHTD.dtype)
+        return attended.out_BHTD, (queries, keys, attended)
+
+    def pull_back(saved: Any, d_out: Array) -> tuple[Queries, Keys]:
+        queries, keys, attended = saved
+        found = gradients(queries, keys, gradient_of(attended, d_out))
+        dq, dk, dv = (d.astype(x.dtype) for d, x in zip(found, (queries.q_BHTD, *keys[:2]), strict=True))
+        return Queries(dq, None), Keys(dk, dv, None)
+
+    attend.defvjp(run, pull_back)
+    return attend(queries, keys)
+
+
+def named(attended: Attended, dtype: Any) -> Attended:
+    """Returns both arrays under the names by which a remat policy knows them, the result in this type."""
+    return Attended(marked(ATTENTION_RESULT, attended.out_BHTD.astype(dtype)), marked(ATTENTION_LSE, attended.lse_BHT))
 
 
 class BlockKernel(Protocol):

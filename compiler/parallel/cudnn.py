@@ -17,6 +17,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from ..target.gpu_config import PROCESSORS
 from ..target.target import TargetPlan
+from .remat import ATTENTION_LSE, ATTENTION_RESULT, marked
 
 fused: Any = fused_attention_stablehlo  # without types
 CAUSAL, ALL_KEYS, SOME_KEYS = fused.MaskType.CAUSAL, fused.MaskType.NO_MASK, fused.MaskType.PADDING
@@ -107,6 +108,7 @@ def _attend(operands: Operands, mode: Mode) -> Array:
 
 def _attend_forward(operands: Operands, mode: Mode) -> tuple[Array, tuple[Operands, Array, Array]]:
     out, lse = bind_forward(operands, mode)
+    out, lse = marked(ATTENTION_RESULT, out), marked(ATTENTION_LSE, lse)
     return out, (operands, lse, out)
 
 

@@ -20,7 +20,7 @@ from jax import Array
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
 from ..sharding.token_order import TokenOrder
-from .blocks import Attended, BlockKernel, Keys, Queries, Sight, gradient_of
+from .blocks import Attended, BlockKernel, Gradient, Gradients, Keys, Queries, Sight, attend_with
 from .cudnn_blocks import CudnnBlocks
 from .ring import Ring, attend_in_ring
 from .splash_blocks import SplashBlocks
@@ -66,25 +66,18 @@ def _attend_gathered(
     """The backward pass gathers again: whole keys and values of every layer are not held until then."""
     length = queries.q_BHTD.shape[2]
 
-    @jax.custom_vjp
-    def attend(queries: Queries, keys: Keys) -> Array:
-        return forward(queries, keys)[0]
+    def sight() -> Any:
+        return _sight(exchange, kernel, length, window)
 
-    def forward(queries: Queries, keys: Keys) -> tuple[Array, Any]:
-        attended = kernel.forward(queries, _whole(exchange, keys), _sight(exchange, kernel, length, window))
-        out = attended.out_BHTD.astype(queries.q_BHTD.dtype)
-        return out, (queries, keys, Attended(out, attended.lse_BHT))
+    def forward(queries: Queries, keys: Keys) -> Attended:
+        return kernel.forward(queries, _whole(exchange, keys), sight())
 
-    def pull_back(saved: Any, d_out: Array) -> tuple[Queries, Keys]:
-        queries, keys, attended = saved
-        whole = _whole(exchange, keys)
-        sight = _sight(exchange, kernel, length, window)
-        dq, *of_keys = kernel.gradients(queries, whole, sight, gradient_of(attended, d_out))
-        dk, dv = (_scattered(exchange, d.astype(own.dtype), 2) for d, own in zip(of_keys, keys, strict=False))
-        return Queries(dq.astype(queries.q_BHTD.dtype), None), Keys(dk, dv, None)
+    def gradients(queries: Queries, keys: Keys, gradient: Gradient) -> Gradients:
+        dq, *of_keys = kernel.gradients(queries, _whole(exchange, keys), sight(), gradient)
+        own = (keys.k_BKSD, keys.v_BKSD)
+        return Gradients(dq, *(_scattered(exchange, d.astype(x.dtype), 2) for d, x in zip(of_keys, own, strict=True)))
 
-    attend.defvjp(forward, pull_back)
-    return attend(queries, keys)
+    return attend_with(forward, gradients, queries, keys)
 
 
 def _sight(exchange: Exchange, kernel: BlockKernel, length: int, window: int | None) -> Any:
@@ -98,28 +91,15 @@ def attend_by_blocks(
 ) -> Array:  # fmt: skip
     """Attention within whole sequences, with the signature of `models.attention.attend` after the kernel."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BSKD, v_BSKD))
-    out = _attend_whole(kernel(soft_cap), Queries(q, ids_BT), Keys(k, v, ids_BT), Sight(0, window))
-    return jnp.swapaxes(out, 1, 2)
+    block_kernel, sight = kernel(soft_cap), Sight(0, window)
 
+    def forward(queries: Queries, keys: Keys) -> Attended:
+        return block_kernel.forward(queries, keys, sight)
 
-def _attend_whole(kernel: BlockKernel, queries: Queries, keys: Keys, sight: Sight) -> Array:
-    @jax.custom_vjp
-    def attend(queries: Queries, keys: Keys) -> Array:
-        return forward(queries, keys)[0]
+    def gradients(queries: Queries, keys: Keys, gradient: Gradient) -> Gradients:
+        return block_kernel.gradients(queries, keys, sight, gradient)
 
-    def forward(queries: Queries, keys: Keys) -> tuple[Array, Any]:
-        out, lse = kernel.forward(queries, keys, sight)
-        out = out.astype(queries.q_BHTD.dtype)
-        return out, (queries, keys, Attended(out, lse))
-
-    def pull_back(saved: Any, d_out: Array) -> tuple[Queries, Keys]:
-        queries, keys, attended = saved
-        dq, *of_keys = kernel.gradients(queries, keys, sight, gradient_of(attended, d_out))
-        dk, dv = (d.astype(own.dtype) for d, own in zip(of_keys, keys, strict=False))
-        return Queries(dq.astype(queries.q_BHTD.dtype), None), Keys(dk, dv, None)
-
-    attend.defvjp(forward, pull_back)
-    return attend(queries, keys)
+    return jnp.swapaxes(attend_with(forward, gradients, Queries(q, ids_BT), Keys(k, v, ids_BT)), 1, 2)
 
 
 def _whole(exchange: Exchange, keys: Keys) -> Keys:

@@ -1,10 +1,12 @@
 """Which results of a layer's forward pass are kept for its backward pass; the others are computed again.
 
 Models name activations (`context.activation(name, ...)`); the step marks them with their names (`marked`), so that a
-policy can pick them.
+policy can pick them. Attention marks its own result (ATTENTION_RESULT), and beside it the log-sum-exp that its
+derivative reads: a policy that saves the activation which the model makes of it saves these two in its place, and
+nothing of attention runs again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +24,8 @@ _MOVES = frozenset({
 })  # fmt: skip
 
 Policy = Callable[..., Any]
+
+ATTENTION_RESULT, ATTENTION_LSE = "attention.result", "attention.lse"
 
 
 def check_remat(spec: RematSpec, arrays: Arrays) -> None:
@@ -46,24 +50,30 @@ def policy_of(spec: RematSpec, stack: str) -> str:
     return spec.stacks.get(stack, spec.policy)
 
 
-def build_policy(spec: RematSpec, stack: str) -> Policy:
+def build_policy(spec: RematSpec, stack: str, arrays: Arrays) -> Policy:
     """What `jax.checkpoint` asks of each operation of the stack's layers."""
-    policies = jax.checkpoint_policies
+    policies, names = jax.checkpoint_policies, _marks_of(spec.names, arrays)
     match policy_of(spec, stack):
         case "none":
             return _all_but_moved
         case "save_dots":
             return policies.dots_with_no_batch_dims_saveable
         case "save_names":
-            return policies.save_only_these_names(*spec.names)
+            return policies.save_only_these_names(*names)
         case "offload":
             return policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=[],
-                names_which_can_be_offloaded=spec.names,
+                names_which_can_be_offloaded=names,
                 offload_src="device",
                 offload_dst="pinned_host",
             )
     return policies.nothing_saveable
+
+
+def _marks_of(names: Sequence[str], arrays: Arrays) -> list[str]:
+    """The names by which the arrays of these activations are saved."""
+    kept = [name for name in names if name not in arrays.attended]
+    return kept if len(kept) == len(names) else [*kept, ATTENTION_RESULT, ATTENTION_LSE]
 
 
 def marked(name: str, x: Array) -> Array:

@@ -26,7 +26,19 @@ from jax import Array
 
 from ..core.partition_spec import Axes
 from ..sharding.token_order import TokenOrder
-from .blocks import HIDDEN, Attended, BlockKernel, Gradient, Keys, Queries, Sight, gradient_of, merge, split_length
+from .blocks import (
+    HIDDEN,
+    Attended,
+    BlockKernel,
+    Gradient,
+    Gradients,
+    Keys,
+    Queries,
+    Sight,
+    attend_with,
+    merge,
+    split_length,
+)
 
 
 @dataclass(frozen=True)
@@ -44,24 +56,7 @@ def attend_in_ring(ring: Ring, queries: Queries, keys: Keys, window: int | None)
     is_line = num_steps(ring.order, chunk, window) < full_steps(ring.order)
     forward, backward = (_conveyor_forward, _conveyor_backward) if is_line else (_zigzag_forward, _zigzag_backward)
 
-    @jax.custom_vjp
-    def attend(queries: Queries, keys: Keys) -> Array:
-        return forward(ring, window, queries, keys).out_BHTD
-
-    def run(queries: Queries, keys: Keys) -> tuple[Array, Any]:
-        attended = forward(ring, window, queries, keys)
-        return attended.out_BHTD, (queries, keys, attended)
-
-    def pull_back(saved: Any, d_out: Array) -> tuple[Queries, Keys]:
-        queries, keys, attended = saved
-        dq, dk, dv = backward(ring, window, queries, keys, gradient_of(attended, d_out))
-        return (
-            Queries(dq.astype(queries.q_BHTD.dtype), None),
-            Keys(dk.astype(keys.k_BKSD.dtype), dv.astype(keys.v_BKSD.dtype), None),
-        )
-
-    attend.defvjp(run, pull_back)
-    return attend(queries, keys)
+    return attend_with(partial(forward, ring, window), partial(backward, ring, window), queries, keys)
 
 
 def full_steps(order: TokenOrder) -> int:
@@ -151,9 +146,7 @@ def _zigzag_forward(ring: Ring, window: int | None, queries: Queries, keys: Keys
     return Attended(_joined(lo.out_BHTD, hi.out_BHTD).astype(dtype), _joined(lo.lse_BHT, hi.lse_BHT))
 
 
-def _zigzag_backward(
-    ring: Ring, window: int | None, queries: Queries, keys: Keys, gradient: Gradient
-) -> tuple[Array, Array, Array]:
+def _zigzag_backward(ring: Ring, window: int | None, queries: Queries, keys: Keys, gradient: Gradient) -> Gradients:
     """Two halves of the own step hide a permute each: lo on lo and hi on hi the first, of keys; hi on lo the last, of
     gradients that come home."""
     place = _Zigzag(ring, window, queries.q_BHTD.shape[2] // 2)
@@ -182,7 +175,7 @@ def _zigzag_backward(
     dq_across, d_across = run(q_hi, own_lo, place.across(0), g_hi)
     d_lo, d_hi = _add(d_lo, _add(home_lo, d_across)), _add(d_hi, home_hi)
     dk, dv = (_joined(of_lo, of_hi) for of_lo, of_hi in zip(d_lo, d_hi, strict=True))
-    return _joined(dq_lo, dq_hi + dq_across), dk, dv
+    return Gradients(_joined(dq_lo, dq_hi + dq_across), dk, dv)
 
 
 def _gradients(
@@ -256,9 +249,7 @@ def _conveyor_forward(ring: Ring, window: int | None, queries: Queries, keys: Ke
     return Attended(out.astype(queries.q_BHTD.dtype), lse)
 
 
-def _conveyor_backward(
-    ring: Ring, window: int | None, queries: Queries, keys: Keys, gradient: Gradient
-) -> tuple[Array, Array, Array]:
+def _conveyor_backward(ring: Ring, window: int | None, queries: Queries, keys: Keys, gradient: Gradient) -> Gradients:
     """The farthest keys first: their gradients go home against the line, and meet those of nearer places on the way."""
     line, batch = _Line(ring, ring.order.chunks_per_shard), queries.q_BHTD.shape[0]
     stacked, of_all = line.stacked(line.slots(queries)), line.stacked(line.slots(gradient))
@@ -276,7 +267,7 @@ def _conveyor_backward(
         dq, made = dq + d_queries, line.unstacked(d_keys)
         travelling = made if home is None else _add(home, made)
     dk, dv = (_rejoined(line, x) for x in line.stacked(travelling or []))
-    return _rejoined(line, dq), dk, dv
+    return Gradients(_rejoined(line, dq), dk, dv)
 
 
 def _rejoined(line: _Line, x: Array) -> Array:

@@ -9,6 +9,7 @@ A TPU reads the tables from its scalar memory, which is small. Where they would 
 they still would not, the queries are cut in parts, and each part is a kernel of its own over the keys up to its end.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,27 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from ..core.scopes import blocks_scope
-from ..jaxpr.operation_kinds import LANES
-
-BLOCKS = (512, 1024)  # tokens, the one that is wanted first; 1,024 fits the vector memory of every TPU, 2,048 does not
-TABLE_BYTES = 3 * 2**18  # of the 1 MiB of scalar memory: two tables in int16 and int8, 512 x 512 blocks
-
-PARTLY, WHOLE = 1, 2  # how much of a block the mask leaves; 0 where nothing is
-
-
-@dataclass(frozen=True)
-class CausalMask:
-    """True where a query sees a key: up to its own token, of these many tokens where there is a window."""
-
-    window: int | None
-
-    def __call__(self, query_ids: Any, key_ids: Any) -> Any:
-        sees = query_ids >= key_ids
-        return sees if self.window is None else (query_ids - (self.window - 1) <= key_ids) & sees
+from .blocks import Attended, Gradient, Gradients, Keys, Queries, attend_with
+from .splash_kernels import (
+    BLOCKS,
+    PARTLY,
+    TABLE_BYTES,
+    WHOLE,
+    CausalMask,
+    Options,
+    Tables,
+    attend,
+    block_size,
+    gradients,
+)
 
 
 def attend_splash(
@@ -44,27 +39,54 @@ def attend_splash(
     soft_cap: float | None, interpret: bool,
 ) -> Array:  # fmt: skip
     """Attention by the kernel. interpret: run the kernel's operations one by one, on any platform."""
-    length = q_BTHD.shape[1]
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BSKD, v_BSKD))
-    cut = plan_cut(length, window)
-    parts = []
-    for first in range(0, length, cut.part):
-        last, kernel = first + cut.part, _kernel(cut, first, window, soft_cap, interpret=interpret)
-        ids = () if segment_ids_BT is None else (_segment_ids(segment_ids_BT, first, last),)
-        with jax.named_scope(blocks_scope(*_used_blocks(cut, first, window))):
-            parts.append(jax.vmap(kernel)(q[:, :, first:last], k[:, :, :last], v[:, :, :last], *ids))
-    return jnp.swapaxes(jnp.concatenate(parts, axis=2), 1, 2)
+    whole = _Whole(window, Options(soft_cap, interpret=interpret))
+    queries, keys = Queries(q, segment_ids_BT), Keys(k, v, segment_ids_BT)
+    return jnp.swapaxes(attend_with(whole.forward, whole.gradients, queries, keys), 1, 2)
 
 
-def _used_blocks(cut: "Cut", first: int, window: int | None) -> tuple[int, int]:
-    """(the blocks that the kernel of these queries computes, all of them)."""
-    rows, num_keys = np.arange(first, first + cut.part, cut.block) // cut.block, (first + cut.part) // cut.block
-    num_used = int((np.minimum(rows, _reach(cut.block, num_keys, window)) + 1).sum())
-    return num_used, len(rows) * num_keys
+@dataclass(frozen=True)
+class _Whole:
+    """Attention within whole sequences, in as many kernels as `plan_cut` says."""
+
+    window: int | None
+    options: Options
+
+    def forward(self, queries: Queries, keys: Keys) -> Attended:
+        parts = [attend(tables, *operands, self.options) for tables, _, operands in self._parts(queries, keys)]
+        return Attended(*(jnp.concatenate(each, axis=2) for each in zip(*parts, strict=True)))
+
+    def gradients(self, queries: Queries, keys: Keys, gradient: Gradient) -> Gradients:
+        found = [
+            gradients(tables, *operands, _tokens(gradient, own), self.options)
+            for tables, own, operands in self._parts(queries, keys)
+        ]
+        dq, *of_keys = zip(*found, strict=True)
+        return Gradients(jnp.concatenate(dq, axis=2), *(_sum_of_beginnings(each) for each in of_keys))
+
+    def _parts(self, queries: Queries, keys: Keys) -> list[tuple[Tables, slice, tuple[Queries, Keys]]]:
+        """The tables of each kernel, which queries are its own, and its operands."""
+        length = queries.q_BHTD.shape[2]
+        cut = plan_cut(length, self.window)
+        parts = []
+        for first in range(0, length, cut.part):
+            own = slice(first, first + cut.part)
+            operands = _tokens(queries, own), _tokens(keys, slice(0, own.stop))
+            parts.append((_tables(cut, first, self.window), own, operands))
+        return parts
 
 
-def _segment_ids(ids_BT: Array, first: int, last: int) -> Any:
-    return splash.SegmentIds(ids_BT[:, first:last], ids_BT[:, :last])
+def _tokens(tree: Any, which: slice) -> Any:
+    """Some tokens of arrays whose length is dimension 2, or 1 where they have two dimensions."""
+    return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, which.start, which.stop, axis=min(2, x.ndim - 1)), tree)
+
+
+def _sum_of_beginnings(parts: Sequence[Array]) -> Array:
+    """The sum of gradients of the first keys, each of more of them than the one before."""
+    *others, total = parts
+    for part in others:
+        total = total.at[:, :, : part.shape[2]].add(part)
+    return total
 
 
 @dataclass(frozen=True)
@@ -83,11 +105,6 @@ def plan_cut(length: int, window: int | None) -> Cut:
     return next(cut for cut in (*whole, *parts) if _table_bytes(cut, length, window) <= TABLE_BYTES)
 
 
-def block_size(*lengths: int, most: int) -> int:
-    """Tokens of a block: the most that divide all lengths, in whole rows of registers."""
-    return next(size for size in range(min(*lengths, most), 0, -LANES) if not any(n % size for n in lengths))
-
-
 def _table_bytes(cut: Cut, length: int, window: int | None) -> int:
     """Of the longer of both tables of the last part, in int16 and int8."""
     rows, reach = length // cut.block, _reach(cut.block, length // cut.block, window)
@@ -99,24 +116,21 @@ def _reach(block: int, num_blocks: int, window: int | None) -> int:
     return num_blocks - 1 if window is None else min(num_blocks - 1, (window + block - 2) // block)
 
 
-def _kernel(cut: Cut, first: int, window: int | None, soft_cap: float | None, *, interpret: bool) -> Any:
-    block = cut.block
+def _used_blocks(cut: Cut, first: int, window: int | None) -> tuple[int, int]:
+    """(the blocks that the kernel of these queries computes, all of them)."""
+    rows, num_keys = np.arange(first, first + cut.part, cut.block) // cut.block, (first + cut.part) // cut.block
+    num_used = int((np.minimum(rows, _reach(cut.block, num_keys, window)) + 1).sum())
+    return num_used, len(rows) * num_keys
+
+
+def _tables(cut: Cut, first: int, window: int | None) -> Tables:
+    """Of the kernel whose first query this is."""
     queries_first, keys_first = (
-        jax.tree.map(jnp.asarray, mask_info(first, first + cut.part, block, window, keys_first=keys_first))
+        jax.tree.map(jnp.asarray, mask_info(first, first + cut.part, cut.block, window, keys_first=keys_first))
         for keys_first in (False, True)
     )
     keys_first = keys_first._replace(q_sequence=queries_first.q_sequence)  # one constant of the program
-    return splash.SplashAttentionKernel(
-        queries_first,  # forward
-        queries_first,  # gradient of the queries
-        keys_first,  # gradient of keys and values
-        block_sizes=splash.BlockSizes(
-            block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
-            block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
-        ),
-        is_mqa=False, save_residuals=False, mask_value=splash.DEFAULT_MASK_VALUE, attn_logits_soft_cap=soft_cap,
-        residual_checkpoint_name=None, mask_function=CausalMask(window), interpret=interpret,
-    )  # fmt: skip
+    return Tables(cut.block, queries_first, keys_first, CausalMask(window), *_used_blocks(cut, first, window))
 
 
 def mask_info(first: int, last: int, block: int, window: int | None, *, keys_first: bool) -> MaskInfo:

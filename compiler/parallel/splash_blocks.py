@@ -1,40 +1,27 @@
-"""Splash attention of some queries to some of the keys, with the log of the softmax's denominator, and its gradients.
-
-JAX's kernel returns that logarithm from a forward pass that has no gradient (`save_residuals`), and its public gradient
-knows only the denominator of its own keys. A ring merges several of them, so it calls both halves of the gradient
-itself: `_splash_attention_bwd_dq` and `_splash_attention_bwd_dkv`. They are private; this file alone imports them, and
-tests/compiler/parallel/test_exchange.py fails where another JAX has changed them.
-"""
+"""Splash attention of some queries to some of the keys: the tables of what is seen, for a ring and gathered keys."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from ..core.scopes import blocks_scope
 from ..sharding.token_order import TokenOrder
-from .blocks import Attended, Gradient, Gradients, Keys, Queries, Sight, both_ids
-from .splash import BLOCKS, PARTLY, TABLE_BYTES, WHOLE, CausalMask, block_size
-
-
-@dataclass(frozen=True)
-class Tables:
-    """Which blocks of the keys each block of queries sees. block: tokens of one. queries_first, keys_first: as the
-    kernels read them. mask: which keys a query sees within a block; None: all. num_used: blocks that are computed, of
-    `num_blocks` of the whole square."""
-
-    block: int
-    queries_first: MaskInfo
-    keys_first: MaskInfo
-    mask: CausalMask | None
-    num_used: int
-    num_blocks: int
+from .blocks import Attended, Gradient, Gradients, Keys, Queries, Sight
+from .splash_kernels import (
+    BLOCKS,
+    PARTLY,
+    TABLE_BYTES,
+    WHOLE,
+    CausalMask,
+    Options,
+    Tables,
+    attend,
+    block_size,
+    gradients,
+)
 
 
 def whole_tables(num_queries: int, num_keys: int) -> Tables:
@@ -128,62 +115,6 @@ def _typed(table: Any) -> Table:
     return data, used
 
 
-def forward_with_lse(
-    tables: Tables, q_HTD: Array, k_KSD: Array, v_KSD: Array, *ids: Array, soft_cap: float | None, interpret: bool
-) -> tuple[Array, Array]:
-    """(attention, lse_HT). It has no gradient."""
-    kernel = splash.SplashAttentionKernel(
-        tables.queries_first, None, None, block_sizes=splash.BlockSizes(tables.block, tables.block, tables.block),
-        is_mqa=False, save_residuals=True, mask_value=splash.DEFAULT_MASK_VALUE, attn_logits_soft_cap=soft_cap,
-        residual_checkpoint_name=None, mask_function=tables.mask, interpret=interpret,
-    )  # fmt: skip
-    result: Any = kernel(q_HTD, k_KSD, v_KSD, *_segment_ids(ids))
-    out, (lse,) = result
-    return out, lse
-
-
-def backward_dq(
-    tables: Tables, q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, *ids: Array,
-    soft_cap: float | None, interpret: bool,
-) -> Array:  # fmt: skip
-    """The part of the queries' gradient that these keys bring. gradient: (lse over all keys, gradient of the output,
-    sum of the output times that)."""
-    (segments,), no_sinks = _segment_ids(ids) or (None,), None
-    lse, d_out, dot = gradient
-    return splash._splash_attention_bwd_dq(
-        q_HTD, k_KSD, v_KSD, segments, no_sinks, lse, d_out, dot, bq=tables.block, bkv=tables.block,
-        mask_info=tables.queries_first, **_options(tables, soft_cap, interpret=interpret),
-    )  # fmt: skip
-
-
-def backward_dkv(
-    tables: Tables, q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, *ids: Array,
-    soft_cap: float | None, interpret: bool,
-) -> tuple[Array, Array]:  # fmt: skip
-    """The part of the gradients of these keys and values that these queries bring."""
-    (segments,), no_sinks = _segment_ids(ids) or (None,), None
-    lse, d_out, dot = gradient
-    _, dk, dv = splash._splash_attention_bwd_dkv(
-        q_HTD, k_KSD, v_KSD, segments, no_sinks, lse, d_out, dot, bq=tables.block, bkv=tables.block,
-        bkv_compute=tables.block, mask_info=tables.keys_first, use_fused_bwd_kernel=False,
-        **_options(tables, soft_cap, interpret=interpret),
-    )  # fmt: skip
-    return dk, dv
-
-
-def _options(tables: Tables, soft_cap: float | None, *, interpret: bool) -> dict[str, Any]:
-    layout = splash.QKVLayout.HEAD_DIM_MINOR
-    return {
-        "is_mqa": False, "mask_value": splash.DEFAULT_MASK_VALUE, "attn_logits_soft_cap": soft_cap,
-        "q_layout": layout, "k_layout": layout, "v_layout": layout, "mask_function": tables.mask,
-        "interpret": interpret,
-    }  # fmt: skip
-
-
-def _segment_ids(ids: tuple[Array, ...]) -> tuple[Any, ...]:
-    return (splash.SegmentIds(*ids),) if ids else ()
-
-
 @dataclass(frozen=True)
 class SplashBlocks:
     """Splash attention, whose scores stay in the chip's vector memory. interpret: run it operation by operation."""
@@ -192,21 +123,10 @@ class SplashBlocks:
     interpret: bool
 
     def forward(self, queries: Queries, keys: Keys, sight: Sight | Tables) -> Attended:
-        tables = self._tables(queries, keys, sight)
-        with jax.named_scope(blocks_scope(tables.num_used, tables.num_blocks)):
-            call = partial(forward_with_lse, tables, soft_cap=self.soft_cap, interpret=self.interpret)
-            return Attended(*jax.vmap(call)(queries.q_BHTD, keys.k_BKSD, keys.v_BKSD, *both_ids(queries, keys)))
+        return attend(self._tables(queries, keys, sight), queries, keys, self._options)
 
     def gradients(self, queries: Queries, keys: Keys, sight: Sight | Tables, gradient: Gradient) -> Gradients:
-        tables = self._tables(queries, keys, sight)
-        lse, d_out, dot, _ = gradient
-        of_all = (lse, d_out.astype(queries.q_BHTD.dtype), dot)
-        operands = (queries.q_BHTD, keys.k_BKSD, keys.v_BKSD, of_all, *both_ids(queries, keys))
-        options = {"soft_cap": self.soft_cap, "interpret": self.interpret}
-        with jax.named_scope(blocks_scope(tables.num_used, tables.num_blocks)):
-            dq = jax.vmap(partial(backward_dq, tables, **options))(*operands)
-            dk, dv = jax.vmap(partial(backward_dkv, tables, **options))(*operands)
-        return Gradients(dq, dk, dv)
+        return gradients(self._tables(queries, keys, sight), queries, keys, gradient, self._options)
 
     def shard_sight(self, order: TokenOrder, shard: Array, length: int, window: int | None) -> Tables:
         places = order.of_shard(length, shard)
@@ -221,3 +141,7 @@ class SplashBlocks:
         if isinstance(sight.distance, Array):
             return unknown_tables(sight.distance, num_queries, num_keys, sight.window)
         return block_tables(sight.distance, num_queries, num_keys, sight.window)
+
+    @property
+    def _options(self) -> Options:
+        return Options(self.soft_cap, interpret=self.interpret)

@@ -82,12 +82,14 @@ class OpSite:
 class Arrays:
     """The arrays that rules lay out. parameters: all of them, by path; activations: the ones that the model names, and
     their gradients if laid out differently; in_layers: by stack, the names that a remat policy may use in its layers;
+    attended: the activations that are what attention returns, by name;
     sites: the operations that the model runs through its context; auxiliary: losses and statistics that layers and the
     head return (`Aux`), as STACK/NAME and head/NAME."""
 
     parameters: tuple[Array, ...]
     activations: tuple[Array, ...]
     in_layers: Mapping[str, tuple[str, ...]]
+    attended: frozenset[str]
     sites: tuple[OpSite, ...]
     auxiliary: tuple[str, ...]
 
@@ -116,6 +118,7 @@ def find_arrays(spec: RunSpec, model: Model) -> Arrays:
         _parameters(model, spec),
         tuple(recorder.activations.values()),
         in_layers,
+        frozenset(recorder.attended),
         tuple(recorder.sites.values()),
         tuple(recorder.auxiliary),
     )
@@ -182,6 +185,8 @@ class _Recorder:
     tables: tuple[str, ...]  # parameters of the embedding
     activations: dict[str, Array] = field(default_factory=dict)
     marked: list[tuple[jax.Array, str]] = field(default_factory=list)
+    results: list[jax.Array] = field(default_factory=list)  # of attention
+    attended: set[str] = field(default_factory=set)
     sites: dict[tuple[str, str], OpSite] = field(default_factory=dict)
     auxiliary: list[str] = field(default_factory=list)
     piece: str = ""  # that is being traced
@@ -199,6 +204,8 @@ class _Recorder:
                 f"activation('{name}'): an array of shape {x.shape} needs {x.ndim} logical axes, has {axes}"
             )
         self.marked.append((x, name))
+        if any(x is result for result in self.results):
+            self.attended.add(name)
         self.activations[name] = Array(name, x.shape, self.dtype, axes)
         if gradient is not None:
             self.activations[gradient_of(name)] = Array(gradient_of(name), x.shape, self.dtype, gradient)
@@ -214,7 +221,10 @@ class _Recorder:
         known = self.sites.setdefault((kind, name), site)
         if site.options not in (known.options, *known.others):
             self.sites[kind, name] = replace(known, others=(*known.others, site.options))
-        return plain(*operands, **options)
+        result = plain(*operands, **options)
+        if kind == "attention":
+            self.results.append(result)
+        return result
 
     def _name_of(self, x: jax.Array) -> str | None:
         return next((name for array, name in self.marked if array is x), None)

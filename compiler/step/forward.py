@@ -76,7 +76,7 @@ def _stack(plan: Plan, stack: Stack, make_context: "ContextMaker", first: int) -
         x, aux = zip(*(_with_parts_of_means(plan, output) for output in outputs), strict=True)
         return x, jax.tree.map(lambda *values: sum(values), *aux)
 
-    return StackFunctions(stack.name, stack.num_layers, layer, build_policy(plan.spec.remat, stack.name))
+    return StackFunctions(stack.name, stack.num_layers, layer, build_policy(plan.spec.remat, stack.name, plan.arrays))
 
 
 def _with_parts_of_means(plan: Plan, output: Any) -> tuple[Any, Aux]:

@@ -1,5 +1,6 @@
 """What each policy computes again, in FLOPs of the traced step, and where it keeps the rest."""
 
+from collections import Counter
 from functools import cache
 
 import jax
@@ -124,3 +125,53 @@ def test_gradients_with_offloaded_layer_inputs_are_those_of_one_device(loop, tok
     expected = jax.jit(jax.grad(lambda p: reference_loss(plan.model, p, inputs, targets)))(params)
     _, gradients = gradients_of(plan, params, tokens[0])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max() + 1e-7), gradients, expected)
+
+
+ATTENTION = ("model.num_layers=2", "model.num_heads=8", "model.num_kv_heads=4", "model.head_dim=128",
+             "sequence_length=2048", "precision=bfloat16")  # fmt: skip
+OVER_LENGTH = ("sharding=fsdp_context", "mesh.context=4")
+KERNELS = {
+    "splash": ("target=v5e-4",),
+    "splash on a part of the heads": ("target=v5p-8", "sharding=fsdp_tensor", "mesh.tensor=2"),
+    "splash in a ring": ("target=v5p-8", *OVER_LENGTH, "parallel.context=ring"),
+    "splash on gathered keys": ("target=v5p-8", *OVER_LENGTH, "parallel.context=all_gather"),
+    "splash on exchanged heads": ("target=v5p-8", *OVER_LENGTH, "parallel.context=ulysses"),
+    "cudnn": ("target=h100-4",),
+    "cudnn in a ring": ("target=h100-4", *OVER_LENGTH, "parallel.context=ring"),
+    "tiles in a ring": ("target=cpu-4", *OVER_LENGTH, "parallel.context=ring"),
+}
+
+
+def _attention(*overrides: str) -> tuple[int, dict[str, int]]:
+    """(FLOPs of attention in the traced step; how often each kind of collective exchanges keys and values)."""
+    found = estimate_step(plan_of(*ATTENTION, "global_batch_size=4", *overrides))
+    (flops,) = [part.flops for part in found.roofline if part.name == "attention"]
+    exchanged = Counter[str]()
+    for each in found.communication:
+        if each.source is not None and each.source.startswith("attention"):
+            exchanged[each.kind] += each.count
+    return flops, dict(exchanged)
+
+
+@pytest.mark.parametrize("kernel", tiered(KERNELS, plain=["splash in a ring", "cudnn"]))
+@pytest.mark.parametrize("policy", ["save_names", pytest.param("offload", marks=pytest.mark.ci)])
+def test_saved_attention_does_not_run_again(kernel, policy):
+    """Neither a kernel nor what sends keys and values to it runs more often than where all is saved; but heads are
+    exchanged again, as queries, keys and values are computed again."""
+    saved, everything, nothing = (
+        _attention(*KERNELS[kernel], *remat)
+        for remat in ((f"remat={policy}", "remat.names=[attended]"), ("remat=none",), ("remat=full",))
+    )
+    assert saved[0] == everything[0] < nothing[0]
+    if "heads" not in kernel:
+        assert saved[1] == everything[1]
+
+
+@pytest.mark.parametrize("kernel", tiered(KERNELS, plain=["splash in a ring", "cudnn"]))
+def test_what_attention_saves_is_counted_once(kernel):
+    """Its result in bfloat16, and the log-sum-exp of each row of each head in float32."""
+    plan = plan_of(*ATTENTION, "global_batch_size=4", "remat=offload", "remat.names=[attended]", *KERNELS[kernel])
+    model, tokens = plan.spec.model, plan.spec.tokens_per_step // plan.mesh.num_devices
+    assert isinstance(model, DecoderConfig)
+    expected = model.num_layers * tokens * model.num_heads * (2 * model.head_dim + FLOAT32_BYTES)
+    assert estimate_step(plan).memory.host_bytes == expected

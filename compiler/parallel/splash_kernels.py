@@ -1,0 +1,138 @@
+"""The calls of JAX's splash attention kernel, forward with the log of the softmax's denominator, and backward.
+
+JAX's kernel returns that logarithm from a forward pass that has no gradient (`save_residuals`), and its public gradient
+knows only the denominator of its own keys. A ring merges several of them, and a remat policy saves it by name, so both
+halves of the gradient are called here: `_splash_attention_bwd_dq` and `_splash_attention_bwd_dkv`. They are private;
+this file alone imports them, and tests/compiler/parallel/test_exchange.py fails where another JAX has changed them.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+
+from ..core.scopes import blocks_scope
+from ..jaxpr.operation_kinds import LANES
+from .blocks import Attended, Gradient, Gradients, Keys, Queries, both_ids
+
+BLOCKS = (512, 1024)  # tokens, the one that is wanted first; 1,024 fits the vector memory of every TPU, 2,048 does not
+TABLE_BYTES = 3 * 2**18  # of the 1 MiB of scalar memory: two tables in int16 and int8, 512 x 512 blocks
+
+PARTLY, WHOLE = 1, 2  # how much of a block the mask leaves; 0 where nothing is
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """True where a query sees a key: up to its own token, of these many tokens where there is a window."""
+
+    window: int | None
+
+    def __call__(self, query_ids: Any, key_ids: Any) -> Any:
+        sees = query_ids >= key_ids
+        return sees if self.window is None else (query_ids - (self.window - 1) <= key_ids) & sees
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Which blocks of the keys each block of queries sees. block: tokens of one. queries_first, keys_first: as the
+    kernels read them. mask: which keys a query sees within a block; None: all. num_used: blocks that are computed, of
+    `num_blocks` of the whole square."""
+
+    block: int
+    queries_first: MaskInfo
+    keys_first: MaskInfo
+    mask: CausalMask | None
+    num_used: int
+    num_blocks: int
+
+
+def block_size(*lengths: int, most: int) -> int:
+    """Tokens of a block: the most that divide all lengths, in whole rows of registers."""
+    return next(size for size in range(min(*lengths, most), 0, -LANES) if not any(n % size for n in lengths))
+
+
+@dataclass(frozen=True)
+class Options:
+    """interpret: run the kernel's operations one by one, on any platform."""
+
+    soft_cap: float | None
+    interpret: bool
+
+
+def attend(tables: Tables, queries: Queries, keys: Keys, options: Options) -> Attended:
+    """Returns attention of every sequence to the keys that the tables name. It has no gradient."""
+    call = partial(_forward_of_one, tables, soft_cap=options.soft_cap, interpret=options.interpret)
+    with jax.named_scope(blocks_scope(tables.num_used, tables.num_blocks)):
+        return Attended(*jax.vmap(call)(queries.q_BHTD, keys.k_BKSD, keys.v_BKSD, *both_ids(queries, keys)))
+
+
+def gradients(tables: Tables, queries: Queries, keys: Keys, gradient: Gradient, options: Options) -> Gradients:
+    """Returns the part of the gradients that these keys bring."""
+    lse, d_out, dot, _ = gradient
+    of_all = (lse, d_out.astype(queries.q_BHTD.dtype), dot)
+    operands = (queries.q_BHTD, keys.k_BKSD, keys.v_BKSD, of_all, *both_ids(queries, keys))
+    how = {"soft_cap": options.soft_cap, "interpret": options.interpret}
+    with jax.named_scope(blocks_scope(tables.num_used, tables.num_blocks)):
+        dq = jax.vmap(partial(_dq_of_one, tables, **how))(*operands)
+        dk, dv = jax.vmap(partial(_dkv_of_one, tables, **how))(*operands)
+    return Gradients(dq, dk, dv)
+
+
+def _forward_of_one(
+    tables: Tables, q_HTD: Array, k_KSD: Array, v_KSD: Array, *ids: Array, soft_cap: float | None, interpret: bool
+) -> tuple[Array, Array]:
+    """(attention, lse_HT). It has no gradient."""
+    kernel = splash.SplashAttentionKernel(
+        tables.queries_first, None, None, block_sizes=splash.BlockSizes(tables.block, tables.block, tables.block),
+        is_mqa=False, save_residuals=True, mask_value=splash.DEFAULT_MASK_VALUE, attn_logits_soft_cap=soft_cap,
+        residual_checkpoint_name=None, mask_function=tables.mask, interpret=interpret,
+    )  # fmt: skip
+    result: Any = kernel(q_HTD, k_KSD, v_KSD, *_segment_ids(ids))
+    out, (lse,) = result
+    return out, lse
+
+
+def _dq_of_one(
+    tables: Tables, q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, *ids: Array,
+    soft_cap: float | None, interpret: bool,
+) -> Array:  # fmt: skip
+    """The part of the queries' gradient that these keys bring. gradient: (lse over all keys, gradient of the output,
+    sum of the output times that)."""
+    (segments,), no_sinks = _segment_ids(ids) or (None,), None
+    lse, d_out, dot = gradient
+    return splash._splash_attention_bwd_dq(
+        q_HTD, k_KSD, v_KSD, segments, no_sinks, lse, d_out, dot, bq=tables.block, bkv=tables.block,
+        mask_info=tables.queries_first, **_options(tables, soft_cap, interpret=interpret),
+    )  # fmt: skip
+
+
+def _dkv_of_one(
+    tables: Tables, q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, *ids: Array,
+    soft_cap: float | None, interpret: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """The part of the gradients of these keys and values that these queries bring."""
+    (segments,), no_sinks = _segment_ids(ids) or (None,), None
+    lse, d_out, dot = gradient
+    _, dk, dv = splash._splash_attention_bwd_dkv(
+        q_HTD, k_KSD, v_KSD, segments, no_sinks, lse, d_out, dot, bq=tables.block, bkv=tables.block,
+        bkv_compute=tables.block, mask_info=tables.keys_first, use_fused_bwd_kernel=False,
+        **_options(tables, soft_cap, interpret=interpret),
+    )  # fmt: skip
+    return dk, dv
+
+
+def _options(tables: Tables, soft_cap: float | None, *, interpret: bool) -> dict[str, Any]:
+    layout = splash.QKVLayout.HEAD_DIM_MINOR
+    return {
+        "is_mqa": False, "mask_value": splash.DEFAULT_MASK_VALUE, "attn_logits_soft_cap": soft_cap,
+        "q_layout": layout, "k_layout": layout, "v_layout": layout, "mask_function": tables.mask,
+        "interpret": interpret,
+    }  # fmt: skip
+
+
+def _segment_ids(ids: tuple[Array, ...]) -> tuple[Any, ...]:
+    return (splash.SegmentIds(*ids),) if ids else ()
