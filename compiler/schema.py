@@ -125,7 +125,7 @@ class StepReport(Record):
     predicted_range_seconds: tuple[NonNegativeFloat, NonNegativeFloat] | None  # by checked runs on this chip
     predicted_mfu: Fraction | None
     roofline_seconds: NonNegativeFloat | None
-    num_unpriced: NonNegativeInt  # instructions whose time is not known, and counts as none
+    num_unpriced: NonNegativeInt  # kernels of an unknown time, which count with what they take at least
     num_bounded: NonNegativeInt  # matmuls whose estimate by the compiler is longer than they can take
     bounded_seconds: NonNegativeFloat  # by which these estimates are longer than their prices
 

@@ -46,14 +46,14 @@ def lint_program(
 
 
 def _synchronous(collectives: Sequence[CollectiveReport], step: StepReport, target: TargetPlan) -> Iterator[Finding]:
-    if not step.predicted_seconds:
+    if not step.least_seconds:
         return
     waits: list[tuple[CollectiveKind, float, list[CollectiveReport]]] = [
         (kind, sum(each.exposed_seconds or 0.0 for each in alike), alike)
         for kind, alike in _by_kind(each for each in collectives if not each.is_async)
     ]
     for kind, seconds, alike in sorted(waits, key=lambda wait: -wait[1]):
-        share = seconds / step.predicted_seconds
+        share = seconds / step.least_seconds
         if share < LEAST_SHARE:
             continue
         what = f"{counted(sum(each.count for each in alike), f'synchronous {kind}')}: compute waits for them for "

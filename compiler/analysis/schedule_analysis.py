@@ -5,11 +5,12 @@ of them uses, and, where the program has a plan, with the plan: the parameter th
 the model. A program that nobody declared has no plan; what follows from one is then unknown.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.collectives import MOVING
-from ..core.format import human_names
+from ..core.format import counted, human_names
 from ..core.scopes import OperationName
 from ..estimate.communication import PlannedCollective
 from ..jaxpr.flops import ModelFlops
@@ -119,7 +120,7 @@ def analyse_program(module: Module, devices: ProgramDevices, declared: Declared 
     return ScheduleAnalysis(
         collectives=collectives,
         matches=matches,
-        step=_step(result, target, known.model_flops.per_step),
+        step=_step(result, not _left_out(result, placed), target, known.model_flops.per_step),
         events=events_of(result.segments, steps, collectives) if target.chip is not None else (),
         unknown=_unknown(result, placed, target, declared),
         compute_seconds=result.operations if target.chip is not None else {},
@@ -220,17 +221,16 @@ def _where(totals: CollectiveTotals) -> str:
     return "once" if not trips else f"in a loop of {' x '.join(trips)} iterations"
 
 
-def _step(result: Simulation, target: TargetPlan, model_flops: int | None) -> StepReport:
+def _step(result: Simulation, is_whole: bool, target: TargetPlan, model_flops: int | None) -> StepReport:
     if target.chip is None:
         return NOTHING_TIMED
     peak, mfu, accuracy = target.peak_flops_per_second, None, accuracy_of(target)
-    is_whole = not _untimed(result)
     if peak and result.seconds and model_flops is not None and is_whole:
         mfu = model_flops / (result.seconds * peak * target.num_devices)
     return StepReport(
         compute_seconds=sum(result.compute_seconds.values()),
         compute_seconds_by_kind=dict(result.compute_seconds),
-        exposed_seconds=result.exposed_seconds if is_whole else None,
+        exposed_seconds=None if _untimed(result) else result.exposed_seconds,
         exposed_fraction=(result.exposed_seconds / result.seconds if result.seconds else 0.0) if is_whole else None,
         least_seconds=result.seconds,
         predicted_seconds=result.seconds if is_whole else None,
@@ -244,8 +244,26 @@ def _step(result: Simulation, target: TargetPlan, model_flops: int | None) -> St
 
 
 def _untimed(result: Simulation) -> list[str]:
-    """Returns the collectives whose time is not known, without which no step is whole."""
+    """Returns the collectives whose time is not known."""
     return [name for name, totals in result.collectives.items() if totals.alone_seconds is None]
+
+
+def _left_out(result: Simulation, placed: Mapping[str, CollectivePlacement]) -> list[str]:
+    """Returns why a step takes longer than the simulation does: kernels and collectives whose time is not known, and
+    loops that count once."""
+    reasons: list[str] = []
+    if result.unpriced:
+        kernels = [f"{name} ({count})" for name, count in Counter(result.unpriced.values()).most_common()]
+        times = f"the time of {counted(len(result.unpriced), 'kernel')} is not known, and the least counts"
+        reasons.append(f"{times}: {human_names(kernels, NUM_NAMED)}")
+    if untimed := _untimed(result):
+        whys = " and ".join(dict.fromkeys(placed[name].why or "" for name in untimed))
+        reasons.append(
+            f"the time of {human_names(untimed, NUM_NAMED)} is not known, and the step is longer by it: {whys}"
+        )
+    if loops := sorted(result.unknown_loops):
+        reasons.append(f"how often {human_names(loops, NUM_NAMED)} runs is not known, and one iteration counts")
+    return reasons
 
 
 def _unknown(
@@ -268,11 +286,7 @@ def _unknown(
     for index, name in enumerate(result.collectives):
         if why := placed[name].why:
             unknown |= {f"collectives[{index}].{part}_seconds": why for part in ("alone", "hidden", "exposed")}
-    if untimed := _untimed(result):
-        whys = " and ".join(dict.fromkeys(placed[name].why or "" for name in untimed))
-        why = f"the time of {human_names(untimed, NUM_NAMED)} is not known, and the step is longer by it: {whys}"
-        unknown |= dict.fromkeys((f"step.{name}" for name in OF_WHOLE_STEP), why)
-    if result.unpriced:
-        names = human_names(sorted(result.unpriced), NUM_NAMED)
-        unknown["step.num_unpriced"] = f"the time of {names} is unknown and counts as 0"
+    if left_out := _left_out(result, placed):
+        names = OF_WHOLE_STEP if _untimed(result) else OF_WHOLE_STEP[1:]
+        unknown = dict.fromkeys((f"step.{name}" for name in names), "; ".join(left_out)) | unknown
     return unknown

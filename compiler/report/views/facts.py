@@ -118,14 +118,6 @@ def why_unknown(report: Report, path: str) -> str:
     return NO_REASON
 
 
-def unpriced(report: Report) -> str | None:
-    """Returns what the predicted step leaves out; None where it leaves nothing out, or nothing is predicted."""
-    count = report.step.num_unpriced
-    if not count or report.step.least_seconds is None:
-        return None
-    return f"{count:,} instructions: {why_unknown(report, 'step.num_unpriced')}"
-
-
 def unknown_values(report: Report) -> Iterator[tuple[str, str]]:
     """Yields (path, reason) of each None that means unknown, in the order of the report."""
     needless = {"build.plugin"} | (set() if report.memory.host_bytes_per_chip else {"memory.host_limit_bytes_per_chip"})

@@ -30,7 +30,7 @@ from ...plan import Plan
 from ...schema import CollectiveReport, Event, Report, by_exposed, or_infinity
 from ...sharding.rules import ArrayPlan
 from . import charts
-from .facts import sums, unknown_values, unpriced, verdict, why_exposed, why_unknown
+from .facts import sums, unknown_values, verdict, why_exposed, why_unknown
 from .mesh_picture import mesh_picture
 from .timeline import hidden_behind, lay_out, layer_views
 
@@ -71,7 +71,6 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
         config=_config(plan) if plan else [],
         notes=reasons,
         unknown=unknown,
-        unpriced=unpriced(report),
         report_json=report.model_dump(mode="json"),
         script=script,
         style=style,

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...core.console import Column, Console, Line, Part, Table
 from ...core.format import counted, human_bytes, human_parameters, human_seconds, human_share, human_slowdown
 from ...schema import MemoryReport, ProgramReport, Report, by_exposed
-from .facts import Fact, compute_by_kind, origin, sums, unknown_values, unpriced, verdict, why_exposed
+from .facts import Fact, compute_by_kind, origin, sums, unknown_values, verdict, why_exposed
 
 FILE_WIDTH = 1000  # columns, where nothing is wrapped
 BAR_WIDTH = 48
@@ -234,5 +234,3 @@ def _unknown(report: Report) -> Iterable[Line]:
         yield [("unknown", "yellow"), f" {paths[0]}{more}: {reason}"]
     if len(reasons) > NUM_REASONS:
         yield [(f"and {counted(len(reasons) - NUM_REASONS, 'more reason')}", "dim")]
-    if left_out := unpriced(report):
-        yield [("too short", "yellow"), f" by {left_out}"]

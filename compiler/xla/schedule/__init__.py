@@ -4,6 +4,7 @@ steps.py         what a program does, one thing after the other: compute, collec
 program.py       the module's text as such steps: every form in which a compiler writes a collective
 sends.py         sends and what is received: across slices, between pairs
 trips.py         how often a loop runs
+kernels.py       what kernels of libraries compute and move; attention_kernels.py: attention; work.py: matmuls
 prices.py        how long compute takes: by the compiler's estimate, by its arithmetic, by the bytes that it moves
 simulate.py      the steps in time, on one compute unit and the links
 """

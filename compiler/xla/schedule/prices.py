@@ -5,17 +5,20 @@ bound    a matmul whose estimate is longer than arithmetic at the chip's measure
          both need: it takes the longer of these two
 flops    matmuls and attention kernels without an estimate: arithmetic at a measured share of the peak
 bytes    all else: what is read and written at a measured share of the memory's bandwidth
+nothing  a kernel that nothing is known of: at least what it writes, and a launch
 """
 
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...core.scopes import OperationName
 from ..hlo import Computation, Instruction, Module
 from ..hlo.types import ArrayType, parse_type
+from .attention_kernels import is_attention
+from .kernels import is_matmul, kernel_work
 from .steps import Compute, ComputeKind, PricedBy
+from .work import Unit, Work
 
 # Of grouped matmuls of experts, an assumption: the share of the peak on TPUs, and on GPUs that of what cuBLAS reaches.
 GROUPED_EFFICIENCY = 0.6
@@ -33,16 +36,9 @@ _FREE = frozenset({
 _FREE_TARGETS = frozenset({
     "AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallDone", "PrepareAsyncCallStart", "Sharding", "SliceBuffer",
 })  # fmt: skip
-TRITON = "__gpu$xla.gpu.triton"  # a custom call: a kernel of Pallas
 _NEGLIGIBLE_BYTES = 4096  # on TPUs, scalars beside the vector unit
-_MATMULS = frozenset({"convolution", "dot", "ragged-dot"})
-_ATTENTION_MATMULS = {"dkv": 4, "_dq": 3, "backward": 5, "bwd": 5}  # by a part of the kernel's name; forward 2
-_DECLARED_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
 _VIEWS = frozenset({"bitcast", "reshape"})
-_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
-_WINDOW = re.compile(r"window=\{([^}]*)\}")
-_DIMENSIONS = re.compile(r'"?(lhs|rhs)_(contracting|batch)_dim(?:ension)?s"?[:=]\s*[\[{]([^\]}]*)[\]}]')
 
 
 @dataclass(frozen=True)
@@ -78,144 +74,68 @@ def price(instruction: Instruction, around: Computation, module: Module, chip: C
         priced_by=price.by,
         op_name=instruction.op_name,
         estimated_seconds=None if price.estimated is None else price.estimated * factor,
+        unknown=price.unknown,
     )
 
 
 @dataclass(frozen=True)
 class _Price:
-    """seconds: None where nothing is known. estimated: the compiler's estimate where the price is another."""
+    """seconds: if by nothing, what it takes at least; None where that is not known. estimated: the compiler's estimate
+    where the price is another."""
 
     seconds: float | None
     by: PricedBy
     estimated: float | None = None
+    unknown: str = ""
 
 
 def _price(instruction: Instruction, around: Computation, module: Module, chip: Chip) -> _Price:
     estimated = None
     if chip.clock_hz and (cycles := instruction.estimated_cycles) is not None:
         estimated = cycles / chip.clock_hz
-    operands = _operand_types(instruction, around)
-    flops, dtype, share = _flops(instruction, operands, module, chip)
-    if estimated is not None and not flops:
+    work = work_of(instruction, _operand_types(instruction, around), module, chip.matrix_unit)
+    if estimated is not None and not work.flops:
         return _Price(estimated, "cycles")
-    moved = moved_bytes(instruction, around, module)
+    moved = moved_bytes(instruction, around, module) if work.num_bytes is None else work.num_bytes
     memory_seconds = moved / (chip.hbm_bytes_per_second * chip.memory_share)
-    if flops is None:
-        return _Price(None, "nothing")
-    if chip.platform == "tpu" and not flops and moved <= _NEGLIGIBLE_BYTES:
-        return _Price(0.0, "bytes")
-    peak = chip.peak_flops_per_second.get(dtype)
-    if flops and peak is None:
-        return _Price(estimated, "nothing" if estimated is None else "cycles")
-    flops_seconds = flops / (peak * share) if flops and peak else 0.0
+    if chip.platform == "tpu" and not work.flops and moved <= _NEGLIGIBLE_BYTES:
+        return _Price(None, "nothing", unknown=work.unknown) if work.unknown else _Price(0.0, "bytes")
+    peak = chip.peak_flops_per_second.get(work.dtype)
+    if work.flops and peak is None and estimated is not None:
+        return _Price(estimated, "cycles")
+    flops_seconds = work.flops / (peak * _share(work.unit, chip)) if work.flops and peak else 0.0
     allowed = max(flops_seconds, memory_seconds)
     if estimated is not None:
         return _Price(allowed, "bound", estimated) if estimated > allowed else _Price(estimated, "cycles")
     seconds = max(allowed, KERNEL_SECONDS) + KERNEL_GAP_SECONDS if chip.platform == "gpu" else allowed
+    if work.unknown or (work.flops and peak is None):
+        return _Price(seconds, "nothing", unknown=work.unknown or f"{work.dtype} arithmetic")
     return _Price(seconds, "flops" if flops_seconds > memory_seconds else "bytes")
 
 
-def _flops(
-    instruction: Instruction, operands: tuple[ArrayType, ...], module: Module, chip: Chip
-) -> tuple[float | None, str, float]:
-    """Returns FLOPs, their type, and the share of the peak that they reach; None for an unknown kernel."""
-    target = instruction.attribute("custom_call_target") or ""
-    if target == "tpu_custom_call" and instruction.name.startswith("ragged-dot-metadata"):
-        return 0, "float32", chip.matmul_share  # the places of groups, for the kernel after it
-    name, is_kernel = OperationName(instruction.op_name), target == "tpu_custom_call"
-    if (is_kernel and name.experts is None) or "fmha" in target or "cudnn$" in target:
-        flops, dtype = _attention_flops(instruction, operands, chip)
-        if flops is not None or not is_kernel:
-            return flops, dtype, chip.attention_share
-    if is_kernel:
-        declared = _DECLARED_FLOPS.search(instruction.attributes)
-        return float(declared[1]) * name.filled if declared else None, _dtype_of_rows(operands), GROUPED_EFFICIENCY
-    if target == TRITON:
-        flops = _grouped_flops(instruction, operands) * name.filled if name.experts is not None else None
-        return flops, _dtype_of_rows(operands), GROUPED_EFFICIENCY * chip.matmul_share
-    if "gemm" in target or "matmul" in target:
-        return (*_matmul_flops(instruction, operands), chip.matmul_share)
-    if instruction.opcode in _MATMULS:
-        return (*_matmul_flops(instruction, operands), chip.matmul_share)
+def _share(unit: Unit, chip: Chip) -> float:
+    """Returns the share of the peak that kernels of a kind reach."""
+    if unit == "grouped":
+        return GROUPED_EFFICIENCY * (chip.matmul_share if chip.platform == "gpu" else 1.0)
+    return chip.attention_share if unit == "attention" else chip.matmul_share
+
+
+def work_of(instruction: Instruction, operands: tuple[ArrayType, ...], module: Module, matrix_unit: int) -> Work:
+    """Returns the work of an instruction, of a fusion with all that it calls."""
     if instruction.opcode not in ("fusion", "call"):
-        return 0, "float32", chip.matmul_share
-    total, dtype = 0.0, "float32"
+        return kernel_work(instruction, operands, matrix_unit)
+    total = Work()
     for name in instruction.called:
         computation = module.computations[name]
         for inner in computation.instructions:
-            found, of_type, _ = _flops(inner, _operand_types(inner, computation), module, chip)
-            total += found or 0
-            dtype = of_type if found else dtype
-    return total, dtype, chip.matmul_share
-
-
-def _grouped_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> float:
-    """Returns the FLOPs of one of `grouped_triton`'s kernels, which say none on GPUs: each element of the rows meets a
-    row of the group's matrix, or of the other rows; both are as long as the result's last dimension."""
-    rows = next(each for each in operands if len(each.shape) > 1)
-    return 2.0 * rows.num_elements * instruction.arrays[0].shape[-1]
-
-
-def _dtype_of_rows(operands: tuple[ArrayType, ...]) -> str:
-    """Returns the type of the first matrix: before it are the places of groups."""
-    return next((_dtype(each.dtype) for each in operands if len(each.shape) > 1), "float32")
-
-
-def _matmul_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> tuple[float, str]:
-    """Returns 2 FLOPs for each multiply-add: the elements of the result times the contracted sizes."""
-    if instruction.opcode == "convolution":
-        return _convolution_flops(instruction, operands), _dtype(operands[0].dtype if operands else "f32")
-    text = instruction.attributes
-    contracted = [int(d) for side, kind, found in _DIMENSIONS.findall(text) if (side, kind) == ("lhs", "contracting")
-                  for d in re.findall(r"\d+", found)]  # fmt: skip
-    depth = math.prod(operands[0].shape[d] for d in contracted) if operands else 0
-    return 2.0 * instruction.arrays[0].num_elements * depth, _dtype(operands[0].dtype if operands else "f32")
-
-
-def _convolution_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> float:
-    """Returns the FLOPs of a convolution, as which TPUs write matmuls: 2 for each tap of the window that lies on the
-    input, not on its padding or between its elements. Batches of matmuls are spatial dimensions with such windows."""
-    labels = _LABELS.search(instruction.attributes)
-    if labels is None or len(operands) < 2:
-        return 0.0
-    left, right, result = labels.groups()
-    out, image, kernel = instruction.arrays[0].shape, operands[0].shape, operands[1].shape
-    window = dict(part.split("=", 1) for part in (_WINDOW.search(instruction.attributes) or ("", ""))[1].split())
-    spatial = sorted(label for label in result if label.isdigit())
-    taps = 1
-    for i, label in enumerate(spatial):
-        size, stride, spread, dilation = (
-            int(window[key].split("x")[i]) if key in window else 1
-            for key in ("size", "stride", "lhs_dilate", "rhs_dilate")
-        )
-        pad = int(window["pad"].split("x")[i].split("_")[0]) if "pad" in window else 0
-        num_outputs, num_inputs = out[result.index(label)], image[left.index(label)]
-        places = (n * stride - pad + k * dilation for k in range(size) for n in range(num_outputs))
-        taps *= sum(place % spread == 0 and 0 <= place < num_inputs * spread for place in places)
-    return 2.0 * taps * out[result.index("b")] * out[result.index("f")] * kernel[right.index("i")]
-
-
-def _attention_flops(instruction: Instruction, operands: tuple[ArrayType, ...], chip: Chip) -> tuple[float | None, str]:
-    """Returns the FLOPs of an attention kernel: queries (B, H, T, D) or (B, T, H, D), or (H, T, D) of a single
-    sequence, the first operand of that rank that is not a mask, and then keys. Forward two matmuls of T x S x D each,
-    for keys and values four, for queries three; of the square the blocks that the kernel's name says, all of it where
-    cuDNN's kernel has no mask, else half."""
-    name = f"{instruction.name} {instruction.attribute('custom_call_target')}".lower()
-    arrays = [array for array in operands if array.dtype in ("bf16", "f16", "f32") or array.dtype.startswith("f8")]
-    queries = next((array for array in arrays if len(array.shape) in (3, 4)), None)
-    if queries is None or not re.search(r"splash|attention|fmha", name):
-        return None, ""
-    count = next((count for key, count in _ATTENTION_MATMULS.items() if key in name), 2)
-    *batches, first, second, depth = queries.shape
-    length, heads = max(first, second), min(first, second)
-    depth = math.ceil(depth / chip.matrix_unit) * chip.matrix_unit  # a smaller head leaves part of the unit idle
-    others = (array for array in arrays[arrays.index(queries) + 1 :] if len(array.shape) == len(queries.shape))
-    keys = next(others, queries)
-    square = 2.0 * count * math.prod(batches) * heads * length * depth * max(keys.shape[-3:-1])
-    if used := OperationName(instruction.op_name).used_blocks:
-        return square * used[0] / used[1], _dtype(queries.dtype)
-    is_whole = '"mask_type": "NO_MASK"' in instruction.attributes
-    return square * (1.0 if is_whole else 0.5), _dtype(queries.dtype)
+            found = work_of(inner, _operand_types(inner, computation), module, matrix_unit)
+            total = replace(
+                total,
+                flops=total.flops + found.flops,
+                dtype=found.dtype if found.flops else total.dtype,
+                unknown=total.unknown or found.unknown,
+            )
+    return total
 
 
 def moved_bytes(instruction: Instruction, around: Computation, module: Module) -> int:
@@ -268,14 +188,10 @@ def _written_by(output: Instruction, inner: Computation) -> int:
 
 def kind_of(instruction: Instruction, module: Module) -> ComputeKind:
     name = OperationName(instruction.op_name)
-    if name.is_attention or re.search(r"splash|fmha", f"{instruction.name} {name.text}"):
+    if name.is_attention or re.search(r"splash|fmha", f"{instruction.name} {name.text}") or is_attention(instruction):
         return "attention"
-    target = instruction.attribute("custom_call_target") or ""
-    is_grouped = target in ("tpu_custom_call", TRITON) and name.experts is not None
-    is_matmul = instruction.opcode in _MATMULS or "gemm" in target or "matmul" in target or is_grouped
-    within = (inner.opcode for name in instruction.called if name in module.computations
-              for inner in module.all_within(name))  # fmt: skip
-    return "matmul" if is_matmul or any(opcode in _MATMULS for opcode in within) else "other"
+    within = (inner for name in instruction.called if name in module.computations for inner in module.all_within(name))
+    return "matmul" if any(map(is_matmul, (instruction, *within))) else "other"
 
 
 def _operand_types(instruction: Instruction, around: Computation) -> tuple[ArrayType, ...]:
@@ -286,9 +202,3 @@ def _operand_types(instruction: Instruction, around: Computation) -> tuple[Array
 def _bytes_of(name: str, around: Computation) -> int:
     found = around.by_name.get(name)
     return found.num_bytes if found is not None else 0
-
-
-def _dtype(text: str) -> str:
-    """Returns the peak's name for XLA's name of a type: bf16 -> bfloat16, f8e4m3fn -> float8."""
-    known = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "u8": "int8"}
-    return known.get(text, "float8" if text.startswith("f8") else "float32")

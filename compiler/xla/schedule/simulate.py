@@ -80,7 +80,7 @@ class Trip:
 @dataclass
 class Simulation:
     """seconds: of a step. operations: seconds of compute by name, of all executions. bounded: by name, the seconds by
-    which the compiler's estimates are longer. unpriced: names of operations that count as no time. unknown_loops: whose
+    which the compiler's estimates are longer. unpriced: by name, the kernels that may take longer. unknown_loops: whose
     trips count as one. segments: for a timeline; of a loop the first trips, and the rest as one."""
 
     seconds: float = 0.0
@@ -90,7 +90,7 @@ class Simulation:
     collectives: dict[str, CollectiveTotals] = field(default_factory=dict)
     priced_by: dict[str, int] = field(default_factory=dict)
     bounded: dict[str, float] = field(default_factory=dict)
-    unpriced: set[str] = field(default_factory=set)
+    unpriced: dict[str, str] = field(default_factory=dict)
     unknown_loops: set[str] = field(default_factory=set)
     segments: list[Segment] = field(default_factory=list)
 
@@ -152,8 +152,9 @@ class _Clock:
     def _compute(self, step: Compute, weight: int, is_shown: bool) -> None:
         result = self.result
         result.priced_by[step.priced_by] = result.priced_by.get(step.priced_by, 0) + weight
+        if step.unknown:
+            result.unpriced[step.name] = step.unknown
         if step.seconds is None:
-            result.unpriced.add(step.name)
             return
         result.operations[step.name] = result.operations.get(step.name, 0.0) + weight * step.seconds
         if step.estimated_seconds is not None:

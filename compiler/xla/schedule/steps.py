@@ -13,7 +13,8 @@ PricedBy = Literal["cycles", "bound", "flops", "bytes", "nothing"]
 @dataclass(frozen=True)
 class Compute:
     """One operation on the compute unit. seconds: None where nothing is known of its time. estimated_seconds: what the
-    compiler estimates, where the price is bounded below that."""
+    compiler estimates, where the price is bounded below that. unknown: the kernel, if all that is known is that
+    it takes `seconds` at least."""
 
     name: str
     kind: ComputeKind
@@ -21,6 +22,7 @@ class Compute:
     priced_by: PricedBy
     op_name: str
     estimated_seconds: float | None = None
+    unknown: str = ""
 
 
 @dataclass(frozen=True)

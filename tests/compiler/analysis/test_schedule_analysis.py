@@ -142,6 +142,27 @@ def test_a_step_with_a_collective_of_unknown_time_is_a_lower_bound_alone():
     assert priced.step.least_seconds == priced.step.predicted_seconds
 
 
+@pytest.mark.parametrize("what", ["kernel", "loop"])
+def test_a_step_with_a_kernel_or_a_loop_of_unknown_time_is_a_lower_bound_that_names_it(what):
+    line = '  %k = bf16[8]{0} custom-call(%x), custom_call_target="tpu_custom_call"\n'
+    before, after, named = (
+        "",
+        line + f"  ROOT {compute('a', 1_500_000).strip()}",
+        "1 kernel is not known, and the least counts: k (1)",
+    )
+    if what == "loop":
+        before, after = loop(compute("a", 1_500_000), trips=7)
+        before, named = (
+            before.replace("direction=LT", "direction=EQ"),
+            "loop runs is not known, and one iteration counts",
+        )
+    step, unknown = (found := analysed(module(after, before=before), *V5E)[0]).step, found.unknown
+    assert (step.least_seconds, step.predicted_seconds) == (pytest.approx(1e-3), None)
+    assert step.exposed_seconds == 0
+    assert named in unknown["step.predicted_seconds"]
+    assert "step.exposed_seconds" not in unknown
+
+
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "fsdp_tensor"])
 def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
     """In a program of the CPU's compiler, whose collectives keep their names."""

@@ -360,10 +360,3 @@ def test_the_memory_bar_is_the_whole_chip(case):
         assert by_name["left"].start + by_name["left"].width == pytest.approx(limit.at)
         assert by_name["left"].value in verdict(report)[0].detail
         assert bar.segments[-1].start + bar.segments[-1].width == pytest.approx(100, abs=2)
-
-
-def test_what_has_no_time_is_named_where_the_step_is_told():
-    report = reports.fits()[0]
-    left_out = "14 instructions: the time of custom-call.3 and 13 more is unknown"
-    assert left_out in _summary(report)
-    assert left_out in render_page(report, (), reports.llama_plan())

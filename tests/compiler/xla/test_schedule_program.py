@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from meshloom.compiler.xla.hlo import parse_module
-from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, TRITON, Chip
+from meshloom.compiler.xla.schedule.kernels import TRITON
+from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
 from meshloom.compiler.xla.schedule.steps import Collective, Compute, Loop, Step, collectives_of, every
@@ -482,7 +483,7 @@ def test_copies_to_the_host_and_back_run_beside_the_compute():
 def test_a_kernel_that_is_not_known_is_counted_and_takes_no_time():
     line = '  ROOT %k = bf16[8]{0} custom-call(%x), custom_call_target="tpu_custom_call"'
     result = simulated(module(line))
-    assert result.unpriced == {"k"}
+    assert result.unpriced == {"k": "k"}
     assert result.seconds == 0
 
 
@@ -643,7 +644,7 @@ def test_a_kernel_that_says_its_flops_is_priced_by_them():
     config = 'backend_config={"custom_call_config":{"cost_estimate":{"flops":"1200","bytes_accessed":"1"}}}'
     line = f'  ROOT %k = bf16[8]{{0}} custom-call(%x), custom_call_target="tpu_custom_call", {config}'
     result = simulated(module(line))
-    assert (result.priced_by, result.unpriced) == ({"flops": 1}, set())
+    assert (result.priced_by, result.unpriced) == ({"flops": 1}, {})
     assert result.seconds == pytest.approx(1200 / (GROUPED_EFFICIENCY * 1e3))
 
 
@@ -663,10 +664,10 @@ def test_a_grouped_matmul_of_a_gpu_takes_one_matrix_for_each_row_that_is_filled(
     text = module(*lines, f"  ROOT %k = {result} {call}, {name}")
     chip = replace(GPU, peak_flops_per_second={"bfloat16": 1e6}, hbm_bytes_per_second=1e12, matmul_share=0.5)
     found = simulated(text, chip=chip)
-    assert (found.priced_by, found.unpriced) == ({"flops": 1}, set())
+    assert (found.priced_by, found.unpriced) == ({"flops": 1}, {})
     seconds = 0.5 * 2 * 64 * 16 * 32 / (0.5 * GROUPED_EFFICIENCY * 1e6)
     assert found.seconds == pytest.approx(seconds + KERNEL_GAP_SECONDS)
-    assert simulated(text.replace("experts=routed", "other"), chip=chip).unpriced == {"k"}
+    assert simulated(text.replace("experts=routed", "other"), chip=chip).unpriced == {"k": "k"}
 
 
 @pytest.mark.parametrize(("mask", "share"), [("NO_MASK", 1.0), ("CAUSAL", 0.5)])

@@ -1,0 +1,120 @@
+"""The arithmetic of fused attention, by what each library's kernel says of itself.
+
+cuDNN                the intermediate tensor (batch, heads, queries, keys), the mask and its window
+Transformer Engine   its attributes, or the shapes of packed queries, keys and values
+splash, others       the shapes of queries and keys, and the blocks that our own names say
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from ...core.scopes import OperationName
+from ..hlo import Instruction
+from ..hlo.types import ArrayType
+from .work import Work, peak_name
+
+# By a part of the kernel's name: forward 2, the scores and their product with the values; of all gradients 5.
+_MATMULS = {"dkv": 4, "_dq": 3, "backward": 5, "bwd": 5}
+_NAMED = re.compile(r"splash|attention|fmha|fused_attn|\bmha|flash")
+_INTERMEDIATE = re.compile(r'intermediate_tensor_shape\\?":\s*\{.*?dimensions\\?":\s*\[([^\]]*)\]')
+_MASK = re.compile(r'mask_type\\?":\s*\\?"(\w+)')
+_WINDOW = re.compile(r'sliding_window_length\\?":\s*\\?"?(\d+)')
+_TE_ATTRIBUTE = re.compile(r"\b(\w+) = (-?\d+)")
+_TE_WHOLE, _TE_PACKED = (0, 1), 10  # NVTE_Mask_Type without a causal mask, and NVTE_QKV_Layout from THD on
+_FLOATS = ("bf16", "f16", "f32")
+
+
+@dataclass(frozen=True)
+class _Square:
+    """The scores of all heads together: queries x keys. share: of them that are computed."""
+
+    num_queries: int
+    num_keys: int
+    depth: int
+    share: float
+
+
+def is_attention(instruction: Instruction) -> bool:
+    """Returns True for a kernel that is named as attention."""
+    return _NAMED.search(_name(instruction)) is not None
+
+
+def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...], matrix_unit: int) -> Work | None:
+    """Returns the arithmetic of an attention kernel: two matmuls of queries x keys x depth each forward, for keys and
+    values four, for queries three; of the square what the mask leaves. None if its shapes do not say. A head smaller
+    than a TPU's matrix unit leaves part of it idle."""
+    arrays = [each for each in operands if each.dtype in _FLOATS or each.dtype.startswith("f8")]
+    queries = next((each for each in arrays if len(each.shape) in (3, 4, 5)), None)
+    if queries is None:
+        return None
+    text = instruction.attributes
+    told = {key: int(value) for key, value in _TE_ATTRIBUTE.findall(text)} if "te_" in _target(instruction) else {}
+    if told.get("qkv_layout", 0) >= _TE_PACKED:
+        return None  # its sequences are of any length
+    square = _of_transformer_engine(told) or _of_cudnn(text, queries) or _of_shapes(instruction, arrays, queries)
+    name = _name(instruction)
+    count = next((count for key, count in _MATMULS.items() if key in name), 2)
+    depth = math.ceil(square.depth / matrix_unit) * matrix_unit
+    flops = 2.0 * count * square.num_queries * square.num_keys * depth * square.share
+    return Work(flops, peak_name(queries.dtype), "attention")
+
+
+def _of_transformer_engine(told: dict[str, int]) -> _Square | None:
+    needed = ("input_batch", "attn_heads", "q_max_seqlen", "kv_max_seqlen")
+    depth = told.get("head_dim", told.get("qk_head_dim"))
+    if depth is None or any(key not in told for key in needed):
+        return None
+    batch, heads, length, keys = (told[key] for key in needed)
+    is_whole, window = told.get("mask_type") in _TE_WHOLE, told.get("window_size_left", -1)
+    return _Square(batch * heads * length, keys, depth, _share(is_whole, window, keys))
+
+
+def _of_cudnn(text: str, queries: ArrayType) -> _Square | None:
+    found = _INTERMEDIATE.search(text)
+    sizes = [int(size) for size in re.findall(r"\d+", found[1])] if found else []
+    if len(sizes) != 4:
+        return None
+    batch, heads, length, keys = sizes
+    mask, window = _MASK.search(text), _WINDOW.search(text)
+    is_whole = mask is not None and mask[1] in ("NO_MASK", "PADDING", "ALIBI")
+    depth = queries.num_elements // max(1, batch * heads * length)
+    return _Square(batch * heads * length, keys, depth, _share(is_whole, int(window[1]) if window else 0, keys))
+
+
+def _of_shapes(instruction: Instruction, arrays: list[ArrayType], queries: ArrayType) -> _Square:
+    """Queries (B, H, T, D) or (B, T, H, D), or (H, T, D) of a single sequence; packed with keys and values (B, T, 3, H,
+    D). Keys follow them, of the same rank or packed with the values (B, T, 2, H, D)."""
+    shape = queries.shape
+    if len(shape) == 5:
+        shape = tuple(size for n, size in enumerate(shape) if n != (2 if shape[2] == 3 else 3))
+    *batches, first, second, depth = shape
+    length, heads = max(first, second), min(first, second)
+    others = [each.shape for each in arrays[arrays.index(queries) + 1 :]]
+    packed = next((each[1] for each in others if len(each) == 5), length)
+    keys = next((max(each[-3:-1]) for each in others if len(each) == len(queries.shape) == len(shape)), packed)
+    share = 0.5
+    if used := OperationName(instruction.op_name).used_blocks:
+        share = used[0] / used[1]
+    elif (mask := _MASK.search(instruction.attributes)) and mask[1] == "NO_MASK":
+        share = 1.0
+    return _Square(math.prod(batches) * heads * length, keys, depth, share)
+
+
+def _share(is_whole: bool, window: int, num_keys: int) -> float:
+    """Returns the part of the square that a mask leaves: all, half, or a band of the window's width within half."""
+    if is_whole and not 0 < window < num_keys:
+        return 1.0
+    if not 0 < window < num_keys:
+        return 0.5
+    return window / num_keys - (window / num_keys) ** 2 / 2
+
+
+def _target(instruction: Instruction) -> str:
+    return instruction.attribute("custom_call_target") or ""
+
+
+def _name(instruction: Instruction) -> str:
+    """Returns all names of a kernel: the instruction's, its target's, and that of a Triton kernel."""
+    found = re.search(r'\bname = "(\w+)"', instruction.attributes)
+    return f"{instruction.name} {_target(instruction)} {found[1] if found else ''}".lower()

@@ -1,0 +1,170 @@
+"""Kernels of libraries, which a program only calls by name: what each family has to compute and to move.
+
+cuBLAS, cuDNN          matmuls, convolutions, attention, by dimension numbers and shapes
+Transformer Engine     matmuls and attention by shapes and attributes; casts, norms and activations move bytes
+Mosaic                 what its `cost_estimate` says; splash by its shapes
+Triton                 grouped matmuls and attention; of another one only its name is known
+sort                   its passes over keys and values
+solvers, transforms    FFT, Cholesky: what they move at least
+
+Of all others nothing is known but what they write, and the step takes at least that.
+"""
+
+import math
+import re
+from dataclasses import replace
+
+from ...core.scopes import OperationName
+from ..hlo import Instruction
+from ..hlo.types import ArrayType
+from .attention_kernels import attention_work, is_attention
+from .work import Convolution, Work, contraction, convolution_flops, dot_flops, peak_name
+
+TRITON = "__gpu$xla.gpu.triton"  # a custom call: a kernel of Pallas
+MOSAIC = "tpu_custom_call"
+MATMULS = frozenset({"convolution", "dot", "ragged-dot", "scaled-dot"})
+
+# They read their operands and write their results once.
+_STREAMS = re.compile(
+    r"te_(?:(?:layer|rms)?norm|d?act|dgelu|gelu|silu|dsilu|gated|dgated|cast|d?bias|dbias|quantize|dequantize|transpose"
+    r"|scaled_)|^Assume\w+InBounds?$|^(?:GatherScatterIndicesBitpacked|GetRngSeed|PadToStatic|SetBound|SliceId"
+    r"|SliceToDynamic|ZeroCrop)$|cudnn\$(?:norm|softmax)|TopK$|cu_threefry2x32|MoveToHost|MoveToDevice|annotate_device_placement"
+)
+_COMMUNICATES = re.compile(r"nccl|nvshmem|collective|comm_gemm|all_?(?:reduce|gather|to_?all)|mpi_", re.IGNORECASE)
+_RADIX = re.compile(r"__cub\$DeviceRadixSort")
+_RADIX_BITS = 8  # of a key that one pass of a radix sort orders: https://nvidia.github.io/cccl/cub
+_COST = {key: re.compile(rf'"{key}":\s*"?(\d+)') for key in ("flops", "bytes_accessed")}
+# Opcodes whose arithmetic or whose number of passes no shape says: at least they read and write once.
+_AT_LEAST_ONCE = frozenset({"cholesky", "fft", "triangular-solve"})
+_LOG_TILE = 11  # XLA's bitonic sort for GPUs orders tiles of 2,048 in shared memory: xla/backends/gpu, EmitSort
+
+
+def kernel_work(instruction: Instruction, operands: tuple[ArrayType, ...], matrix_unit: int) -> Work:
+    """Returns the work of one instruction that calls no computation of the program."""
+    if instruction.opcode == "custom-call":
+        return _called(instruction, operands, matrix_unit)
+    if instruction.opcode in MATMULS:
+        return _matmul(instruction, operands) or Work(unknown=instruction.opcode)
+    if instruction.opcode == "sort":
+        return _bitonic_sort(instruction, operands)
+    return Work(unknown=instruction.opcode if instruction.opcode in _AT_LEAST_ONCE else "")
+
+
+def label(instruction: Instruction) -> str:
+    """Returns what a kernel without a known time is called: its target, or its name without a number."""
+    target = instruction.attribute("custom_call_target")
+    if target in (MOSAIC, TRITON, None):
+        named = re.search(r'\bname = "([\w.\-]+)"', instruction.attributes)
+        return named[1] if named else re.sub(r"(\.\d+)+$", "", instruction.name)
+    return target
+
+
+def is_matmul(instruction: Instruction) -> bool:
+    """Returns True for a matmul, or a kernel of experts' matmuls."""
+    target = instruction.attribute("custom_call_target") or ""
+    is_grouped = target in (MOSAIC, TRITON) and OperationName(instruction.op_name).experts is not None
+    return instruction.opcode in MATMULS or _is_gemm(target) or "cudnn$conv" in target or is_grouped
+
+
+def _called(instruction: Instruction, operands: tuple[ArrayType, ...], matrix_unit: int) -> Work:
+    target, name = instruction.attribute("custom_call_target") or "", OperationName(instruction.op_name)
+    if target == MOSAIC and instruction.name.startswith("ragged-dot-metadata"):
+        return Work()  # the places of groups, for the kernel after it
+    if name.experts is None and is_attention(instruction):
+        found = attention_work(instruction, operands, matrix_unit)
+    elif target == MOSAIC:
+        found = _declared(instruction, operands, name)
+    elif target == TRITON and name.experts is not None:
+        found = _grouped(instruction, operands, name)
+    elif "cudnn$conv" in target:
+        found = _convolution(instruction, operands, target)
+    elif _is_gemm(target) or target.endswith("blockScaledDot"):
+        found = _matmul(instruction, operands)
+        if found and _COMMUNICATES.search(target):  # beside the matmul, over links that nothing names
+            found = replace(found, unknown=label(instruction))
+    elif _RADIX.search(target):
+        found = _radix_sort(operands)
+    else:
+        found = Work() if _STREAMS.search(target) else None
+    return found or _unknown(instruction)
+
+
+def _unknown(instruction: Instruction) -> Work:
+    """A kernel may read a part of what it is given, and writes its results, if they are not an operand of it."""
+    places = re.findall(r"\{([\d, ]*)\}: ?\(\d+", instruction.attribute("output_to_operand_aliasing") or "")
+    given = {int(place.split(",")[0] or 0) for place in places}
+    written = sum(each.num_bytes for n, each in enumerate(instruction.arrays) if n not in given)
+    return Work(num_bytes=written, unknown=label(instruction))
+
+
+def _is_gemm(target: str) -> bool:
+    return "gemm" in target or "matmul" in target.lower()
+
+
+def _matmul(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Work | None:
+    """Returns the work of a matmul: by its dimension numbers, else by shapes that only one contraction has."""
+    if len(operands) < 2 or not instruction.arrays:
+        return None
+    if instruction.opcode == "convolution":
+        shapes = Convolution(operands[0].shape, operands[1].shape, instruction.arrays[0].shape)
+        flops = convolution_flops(instruction, shapes)
+    else:
+        flops = dot_flops(instruction, operands)
+    if flops is None and instruction.opcode == "custom-call" and "group" not in label(instruction).lower():
+        matrices = [each for each in operands if len(each.shape) > 1][:2]  # scales and biases are vectors
+        flops = contraction(matrices[0], matrices[1], instruction.arrays[0]) if len(matrices) == 2 else None
+    return None if flops is None else Work(flops, peak_name(operands[0].dtype))
+
+
+def _convolution(instruction: Instruction, operands: tuple[ArrayType, ...], target: str) -> Work | None:
+    """Returns the work of one of cuDNN's convolutions: forward, or of the gradient of its inputs or of its kernel; each
+    has as many multiply-adds as the forward one."""
+    if len(operands) < 2 or not instruction.arrays:
+        return None
+    first, second, result = operands[0].shape, operands[1].shape, instruction.arrays[0].shape
+    shapes = Convolution(first, second, result)
+    if "BackwardInput" in target:
+        shapes = Convolution(result, second, first)
+    elif "BackwardFilter" in target:
+        shapes = Convolution(first, result, second)
+    flops = convolution_flops(instruction, shapes)
+    return None if flops is None else Work(flops, peak_name(operands[0].dtype))
+
+
+def _declared(instruction: Instruction, operands: tuple[ArrayType, ...], name: OperationName) -> Work | None:
+    """Returns what the author of a kernel declared of it: FLOPs, of which experts fill a part, and bytes."""
+    _, found, estimate = instruction.attributes.partition('"cost_estimate":')
+    told = {key: int(match[1]) for key, form in _COST.items() if (match := form.search(estimate.partition("}")[0]))}
+    if not found or "flops" not in told:
+        return None
+    return Work(told["flops"] * name.filled, _dtype_of_rows(operands), "grouped", told.get("bytes_accessed") or None)
+
+
+def _grouped(instruction: Instruction, operands: tuple[ArrayType, ...], name: OperationName) -> Work:
+    """Returns the work of one of `grouped_triton`'s kernels, which say none on GPUs: each element of the rows meets a
+    row of the group's matrix, or of the other rows; both are as long as the result's last dimension."""
+    rows = next(each for each in operands if len(each.shape) > 1)
+    flops = 2.0 * rows.num_elements * instruction.arrays[0].shape[-1]
+    return Work(flops * name.filled, _dtype_of_rows(operands), "grouped")
+
+
+def _dtype_of_rows(operands: tuple[ArrayType, ...]) -> str:
+    """Returns the type of the first matrix: before it are the places of groups."""
+    return next((peak_name(each.dtype) for each in operands if len(each.shape) > 1), "float32")
+
+
+def _radix_sort(operands: tuple[ArrayType, ...]) -> Work:
+    """Returns the work of a radix sort: it reads and writes keys and values once for each digit of the keys."""
+    bits = operands[0].num_bytes * 8 // max(1, operands[0].num_elements) if operands else 0
+    num_passes = math.ceil(bits / _RADIX_BITS)
+    return Work(num_bytes=2 * num_passes * sum(each.num_bytes for each in operands))
+
+
+def _bitonic_sort(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Work:
+    """Returns the work of a sort on a GPU: within tiles in one pass; of each longer stage a pass for each distance that
+    is longer than a tile, and one for all others."""
+    along = int((instruction.attribute("dimensions") or "{0}").strip("{}") or 0)
+    length = operands[0].shape[along] if operands and operands[0].shape else 1
+    num_long = max(0, math.ceil(math.log2(max(length, 1))) - _LOG_TILE)
+    num_passes = 1 + sum(stage + 1 for stage in range(1, num_long + 1))
+    return Work(num_bytes=2 * num_passes * sum(each.num_bytes for each in operands))
