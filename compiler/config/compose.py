@@ -35,6 +35,7 @@ from .composition_errors import Groups, reported
 from .config_files import problems_of_files, register_sources
 from .environment_values import Sources, find_sources, register_resolver
 from .hydra_settings import (
+    DIRECTORIES,
     RUN_DIR,
     SEARCH_PATH,
     SUBDIRECTORY,
@@ -42,10 +43,11 @@ from .hydra_settings import (
     SWEEPER_PARAMS,
     check_places,
     problems_of_settings,
+    with_home,
     without_plugin,
 )
 from .kept_compositions import compose_kept, kept_groups
-from .override_parser import key_of, parse_override, parsed_or_none, shortened
+from .override_parser import key_of, parse_override, parsed_or_none, shortened, with_quoted_homes
 from .plain_values import plain_values
 from .spec import RunSpec
 from .spec_errors import MOST_SHOWN, problems_of
@@ -63,6 +65,9 @@ class Request:
     overrides: tuple[str, ...]
     config_name: str = "config"
     config_path: str | None = None  # a directory that replaces Meshloom's own `conf/`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "overrides", tuple(map(with_quoted_homes, self.overrides)))
 
     @property
     def search_path(self) -> list[str]:
@@ -248,6 +253,8 @@ def _forced(text: str, groups: Groups) -> str:
     parsed = parsed_or_none(text)
     if parsed is None or parsed.is_delete():
         return text
+    if parsed.key_or_group in DIRECTORIES:
+        return with_home(text)
     if parsed.is_hydra_override():  # Hydra refuses a new key below, which is what this one is for
         return "++" + text.lstrip("+") if parsed.key_or_group.startswith(SWEEPER_PARAMS) else text
     if _is_choice(parsed, groups):

@@ -5,6 +5,7 @@
     artifact, compilation_cache                               programs are loaded from there
     compiler_options: {xla_gpu_cuda_data_dir: ...}            XLA runs files there, or writes there
     distributed.coordinator_address                           every process connects to it
+    data.source.paths: ["https://host/${oc.env:TOKEN}"]       a value would be sent there
 
 A config file here is one that is not Meshloom's own: from --config-dir, --config-path or hydra.searchpath.
 """
@@ -97,7 +98,7 @@ def problems_of_files(composed: DictConfig, overrides: Sequence[str]) -> list[Pr
     """Returns the forbidden settings of config files. composed: with Hydra's node, unresolved. overrides: as typed."""
     typed = _parsed(overrides)
     values = _plain(composed)
-    problems = [*_of_typed_only(values, typed), *_of_compiler_options(values, typed)]
+    problems = [*_of_typed_only(values, typed), *_of_compiler_options(values, typed), *_of_urls(values, typed)]
     sources = composed.hydra.runtime.config_sources
     if any((source.schema, source.path) not in OWN_SOURCES for source in sources):
         problems += _of_hydra(values["hydra"], overrides)
@@ -125,6 +126,17 @@ def _of_compiler_options(values: dict[str, Any], typed: list[Override]) -> Itera
         if _NAMES_A_PLACE.search(str(name)) and not any(_sets(each, key) for each in typed):
             what = "a config file sets it, and XLA may write to the place that it names, or run files there"
             yield Problem(key, what, f"remove it from the file, and type {key}=... if you want it")
+
+
+def _of_urls(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
+    """Yields the URLs of data that would carry what another value holds, such as a secret, to a place of the file's."""
+    for key, paths in leaves(values.get("data")):
+        texts = paths if isinstance(paths, list) else [paths]
+        is_carrying = any(isinstance(text, str) and "://" in text and "${" in text for text in texts)
+        if is_carrying and not any(_sets(each, f"data.{key}") for each in typed):
+            what = "a config file sets it, and its URL would carry the value of an interpolation to that place"
+            fix = f"remove it from the file, and type data.{key}=... if you trust that place"
+            yield Problem(f"data.{key}", what, fix)
 
 
 def _of_hydra(found: dict[str, Any], overrides: Sequence[str]) -> Iterator[Problem]:

@@ -2,13 +2,23 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, JsonValue, PositiveFloat, PositiveInt
+from pydantic_core import PydanticCustomError
 
 from meshloom.models.config import Config
 
-from ..core.config_types import NumBytes, Seed, Text
+from ..core.config_types import LocalPath, NumBytes, Place, Seed, Text
 
-Paths = Annotated[tuple[Text, ...], Field(min_length=1)]  # files, or glob patterns; ** matches all folders
+
+def _not_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuses an empty list; a bound of pydantic's would also count the places that were refused."""
+    if paths:
+        return paths
+    raise PydanticCustomError("choice", "is empty", {"fix": "give at least 1"})
+
+
+# Files, or glob patterns, in which ** matches all folders; also URLs of them
+Paths = Annotated[tuple[Place, ...], AfterValidator(_not_empty)]
 
 
 class PythonStdlibSource(Config):
@@ -50,14 +60,14 @@ class ArrayRecordSource(Config):
     """ArrayRecord files; each record is a document, its text in UTF-8."""
 
     kind: Literal["array_record"]
-    paths: Paths
+    paths: Annotated[tuple[LocalPath, ...], AfterValidator(_not_empty)]
 
 
 class TokensSource(Config):
     """Token shards that `meshloom data` wrote, read memory-mapped."""
 
     kind: Literal["tokens"]
-    directory: Text
+    directory: LocalPath
 
 
 class PythonSource(Config):
@@ -105,7 +115,7 @@ class HuggingFaceTokenizer(Config):
     """A JSON file of the `tokenizers` library."""
 
     kind: Literal["huggingface"]
-    path: Text
+    path: LocalPath
     end_of_document: Text | None  # a token, as <|endoftext|>; None: the only special token of the file
 
 
@@ -113,7 +123,7 @@ class SentencePieceTokenizer(Config):
     """A `.model` file of SentencePiece."""
 
     kind: Literal["sentencepiece"]
-    path: Text
+    path: LocalPath
     end_of_document: Text | None  # a token, as </s>; None: the file's own end-of-sentence token
 
 
@@ -136,7 +146,7 @@ class DataSpec(Config):
 class ShardsSpec(Config):
     """The token shards that `meshloom data` writes and `data=tokens` reads."""
 
-    directory: Text
+    directory: LocalPath
     num_tokens_per_shard: NumBytes  # about: a document is never split over shards
     bpe_vocab_size: PositiveInt | None  # a byte-level BPE of this size is trained on the corpus first
     bpe_text_bytes: NumBytes  # of the corpus that it is trained on, about

@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..core.errors import ConfigError, Problem, raise_if_any
+from ..core.places import PlaceError, local_path
 from . import target_names
 from .override_parser import parsed_or_none
 from .override_text import in_quotes
@@ -43,7 +44,38 @@ def problems_of_settings(composed: DictConfig) -> list[Problem]:
         if not directory.strip() or "\0" in directory:
             what = "contains a control character" if directory.strip() else "is empty"
             problems.append(Problem(key, what, f"give a directory: {key}=runs/first"))
+        elif directory.startswith("~") and _exists_home(directory):  # typed ones are expanded before
+            what = f"'{directory}' of a config file would be a folder named ~"
+            problems.append(Problem(key, what, "write ${oc.env:HOME} in the file, or type the key"))
+        elif problem := _problem_of_place(key, directory):
+            problems.append(problem)
     return problems
+
+
+def with_home(text: str) -> str:
+    """Returns the override of a directory with `~` and `file://` as paths, which Hydra would take for names; any other
+    as it is, and so what `problems_of_settings` refuses."""
+    parsed = parsed_or_none(text)
+    if parsed is None or parsed.key_or_group not in DIRECTORIES or parsed.is_sweep_override() or parsed.is_delete():
+        return text
+    place = str(_text(parsed.value()))
+    try:
+        path = local_path(place)
+    except PlaceError:
+        return text
+    return text if path == place else f"{parsed.key_or_group}={in_quotes(path)}"
+
+
+def _exists_home(directory: str) -> bool:
+    return _problem_of_place("", directory) is None
+
+
+def _problem_of_place(key: str, directory: str) -> Problem | None:
+    try:
+        local_path(directory)
+    except PlaceError as error:
+        return Problem(key, error.what, error.fix)
+    return None
 
 
 def without_plugin(group: str, option: str) -> Problem | None:

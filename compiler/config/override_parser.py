@@ -1,5 +1,6 @@
 """Parses overrides as typed with Hydra's grammar, or reports what is wrong with one."""
 
+import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -35,6 +36,16 @@ def parse_override(text: str) -> Override:
     except ValueError as error:  # Python's, of a number of more than 4300 digits
         what, fix = str(error).partition(";")[0], "write a smaller number"
     raise _no_override(text, what, fix)
+
+
+def with_quoted_homes(text: str) -> str:
+    """Returns an override with quotes around places that begin with `~`, which Hydra's grammar lacks.
+
+    data.source.paths=[~/a/*.txt,b.txt] -> data.source.paths=['~/a/*.txt',b.txt]
+    """
+    if "~" not in text or "'" in text or '"' in text:
+        return text
+    return re.sub(r"(?<=[=\[,])~[^,\]]*", lambda found: f"'{found[0]}'", text)
 
 
 def parsed_or_none(text: str) -> Override | None:

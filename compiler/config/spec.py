@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 from meshloom.models import AnyModelConfig
 from meshloom.models.config import Config
 
-from ..core.config_types import FloatType, Fraction, NumBytes, Seed, Text
+from ..core.config_types import CachePlace, FloatType, Fraction, LocalPath, NumBytes, Seed, Text
 from ..optim.lr_schedules import ScheduleSpec
 from ..optim.optimizers import OptimizerSpec
 from .calibration_spec import Calibration
@@ -190,7 +190,7 @@ class CheckpointSpec(Config):
     num_kept: PositiveInt  # the latest ones
     num_best_kept: NonNegativeInt  # the ones with the lowest held-out loss
     keep_every_num_steps: PositiveInt | None  # the ones whose step is a multiple of this
-    restore_from: Text | None  # RUN_DIR or RUN_DIR/checkpoints/STEP of another run, to start from
+    restore_from: LocalPath | None  # RUN_DIR or RUN_DIR/checkpoints/STEP of another run, to start from
 
     @property
     def is_saving(self) -> bool:
@@ -320,10 +320,10 @@ class RunSpec(Config):
     # or run again to tell the data from the hardware
     num_skips_allowed: NonNegativeInt  # in a row, if such steps are skipped
     on_too_little_memory: Literal["refuse", "try"]  # if a run needs more memory than there is
-    compilation_cache: Text | None  # directory of compiled programs; None: compile at each start
+    compilation_cache: CachePlace | None  # directory of compiled programs; None: compile at each start
     compile: CompileSpec
     compiler_options: dict[str, CompilerOption]  # by XLA's names
-    artifact: Text | None  # a compiled train step to load instead of compiling
+    artifact: LocalPath | None  # a compiled train step to load instead of compiling
     seed: Seed
     num_steps: PositiveInt
     global_batch_size: PositiveInt

@@ -108,7 +108,7 @@ def _check_restore(spec: RunSpec) -> None:
 def parse_place(text: str) -> tuple[Path, int | None]:
     """Returns a checkpoint's folder and step: RUN_DIR or RUN_DIR/checkpoints -> (RUN_DIR/checkpoints, None);
     RUN_DIR/checkpoints/STEP -> (.., STEP)."""
-    path = Path(text).expanduser()
+    path = Path(text)
     if path.parent.name == FOLDER and path.name.isdecimal():
         return path.parent, int(path.name)
     return (path if path.name == FOLDER else path / FOLDER), None

@@ -139,7 +139,7 @@ def _read_progress(path: Path) -> Progress:
 def _write(job: CorpusJob, console: Console, stop: StopRequest) -> Index:
     progress = job.started or Progress(
         corpus=job.corpus, tokenizer=None, shards=(), num_tokens=0, num_documents=0, largest_token=-1,
-        num_text_bytes=0, part=0, document=0,
+        num_text_bytes=0, num_empty=0, part=0, document=0,
     )  # fmt: skip
     if job.started and progress.total_documents:
         done = f"{counted(progress.total_documents, 'document')}, {counted(progress.total_tokens, 'token')}"
@@ -166,7 +166,7 @@ def _write(job: CorpusJob, console: Console, stop: StopRequest) -> Index:
                     writer.commit()
                     raise _StoppedError
         if writer.done.total_documents == 0:
-            raise ConfigError([Problem("data.source", "has no documents", "name files with text in them")])
+            raise ConfigError([Problem("data.source", "has no documents with text", "name files with text in them")])
         return writer.finish()
 
 
@@ -214,7 +214,9 @@ def _show(job: CorpusJob, index: Index, console: Console, first: tuple[str, str]
         f"{counted(index.num_documents, 'document')}, {counted(index.num_tokens, 'token')} of {index.dtype}, "
         f"{counted(len(index.shards), 'shard')}"
     )
+    left_out = f"{counted(index.num_empty, 'document')} without text"
     tokenizer = f"{index.tokenizer.kind}, {size:,} tokens"
-    show_summary(console, [first, ("written", counts), ("tokenizer", tokenizer), ("directory", str(job.folder))])
+    rows = [first, ("written", counts), *([("left out", left_out)] if index.num_empty else [])]
+    show_summary(console, [*rows, ("tokenizer", tokenizer), ("directory", str(job.folder))])
     words = ["data=tokens", override("data.source.directory", str(job.folder)), f"model.vocab_size={size}"]
     say(console, f"train on it: {shlex.join(['meshloom', 'train', *words])}")

@@ -4,7 +4,6 @@ JAX writes an entry in place: a kill at that moment leaves a damaged one, which 
 such entries are removed here.
 """
 
-import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -13,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
+from etils import epath  # with Orbax; JAX opens its cache by it, too
+
+from meshloom.compiler.core.places import is_url
 
 REQUEST, HIT = (f"/jax/compilation_cache/{event}" for event in ("compile_requests_use_cache", "cache_hits"))
 FAILED = re.compile(r"Error (reading|writing) persistent compilation cache entry for '(.*?)': (.*)", re.S)
@@ -65,21 +67,24 @@ def cached_compilation(directory: str | None) -> Iterator[CacheUse]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-def _prepared(directory: str | None, use: CacheUse) -> Path | None:
+def _prepared(directory: str | None, use: CacheUse) -> epath.Path | None:
     """Returns the directory, made if need be; one that may be read only is used for what it holds."""
     if directory is None:
         return None
-    place = Path(directory).expanduser().absolute()
+    place = epath.Path(directory if is_url(directory) else Path(directory).absolute())
     try:
         place.mkdir(parents=True, exist_ok=True)
-        os.listdir(place)
-    except OSError as error:
-        use.warnings.append(f"{place} cannot be used as compilation_cache ({error.strerror}): compiling without it")
+        next(place.iterdir(), None)
+    except Exception as error:  # each kind of store behind a URL raises its own
+        if not isinstance(error, OSError) and not is_url(directory):
+            raise
+        why = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+        use.warnings.append(f"{place} cannot be used as compilation_cache ({why}): compiling without it")
         return None
     return place
 
 
-def _failure(place: Path, action: str, program: str, reason: str) -> str:
+def _failure(place: epath.Path, action: str, program: str, reason: str) -> str:
     if action == "writing":
         return f"{program} cannot be saved in compilation_cache {place}: {reason}"
     for entry in place.glob(f"{program}-*"):  # one of them; JAX does not say which

@@ -43,7 +43,7 @@ from .artifact import FOLDER, TEXT, write_artifact
 from .compile_cache import cached_compilation
 from .compiler_errors import compiler_errors_reported
 from .overlap_search import search_overlap
-from .step_compiler import COMPILER_LOG, StepCompiler, StoredStep
+from .step_compiler import COMPILER_LOG, StepCompiler, StoredStep, cache_folder
 
 LOG = logging.getLogger("meshloom")
 Replan = Callable[[tuple[str, ...]], Plan]  # the plan of the same declaration with more overrides
@@ -195,8 +195,9 @@ def _check_makes_artifact(spec: RunSpec) -> None:
 
 
 def _check_budget(spec: RunSpec) -> None:
-    if spec.compile.timeout_seconds is not None and spec.compilation_cache is None:
-        what = "the process that is ended after that time leaves what it compiled in compilation_cache, which is null"
+    if spec.compile.timeout_seconds is not None and cache_folder(spec) is None:
+        place = "null" if spec.compilation_cache is None else "a URL"
+        what = f"the process that is ended then leaves what it compiled in compilation_cache, which is {place}"
         raise ConfigError([Problem("compile.timeout_seconds", what, "set a directory as compilation_cache")])
 
 

@@ -28,7 +28,7 @@ from meshloom.compiler.xla.fingerprint import sha256
 
 from ..core.files import replace_text
 from ..processes.say import say
-from .step_compiler import StepCompiler, StoredStep
+from .step_compiler import StepCompiler, StoredStep, cache_folder
 
 
 def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...]) -> tuple[StoredStep, SearchReport]:
@@ -92,7 +92,8 @@ def _attempt(one: Candidate, compile_it: Callable[[], StoredStep]) -> tuple[Stor
 def _decision_file(plan: Plan, declared: StoredStep, candidates: Sequence[Candidate]) -> Path | None:
     """By all that the choice depends on: the program, the candidates and their order, the bounds and the demand, the
     figures of the chip, the code that judges."""
-    if plan.spec.compilation_cache is None:
+    folder = cache_folder(plan.spec)
+    if folder is None:
         return None
     bounds = plan.spec.overlap.search
     rests_on = [
@@ -106,7 +107,7 @@ def _decision_file(plan: Plan, declared: StoredStep, candidates: Sequence[Candid
         _code_of_compiler(),
     ]
     digest = sha256(json.dumps(rests_on))
-    return Path(plan.spec.compilation_cache).expanduser().absolute() / "decisions" / f"{digest}.json"
+    return folder / "decisions" / f"{digest}.json"
 
 
 @cache

@@ -32,7 +32,7 @@ from .artifact import Artifact, find_artifact, load_programs, write_artifact
 from .compile_cache import cached_compilation
 from .compiler_errors import compiler_errors_reported
 from .memory_check import check_program_memory
-from .step_compiler import store_of
+from .step_compiler import store_of, unkept
 from .watched import watched
 
 STATUS = "compiling the train step"
@@ -146,6 +146,7 @@ def compile_together(plan: Plan, lowered: Programs, mesh: Mesh, compile_: Compil
     start = time.perf_counter()
     fingerprint = fingerprint_of(plan, lowered, mesh)
     place = store_of(plan.spec, fingerprint)
+    not_kept = unkept(plan.spec)
     kept = find_artifact(fingerprint, [place]) if place else None
     have = processes.gather("kept programs", ",".join(kept.built.executables) if kept else "")
     if kept and all(have):
@@ -157,7 +158,8 @@ def compile_together(plan: Plan, lowered: Programs, mesh: Mesh, compile_: Compil
     keep = partial(_keep, place, fingerprint, programs, seconds)
     warnings = keep() if processes.is_first else ()
     processes.gather("programs of process 0", "")  # which the others find, where they share its disk
-    return Ready(programs, f"compiled in {seconds:.1f} s", warnings if processes.is_first else keep())
+    warnings = warnings if processes.is_first else keep()
+    return Ready(programs, f"compiled in {seconds:.1f} s", (*warnings, *not_kept))
 
 
 def _keep(place: Path | None, fingerprint: Fingerprint, programs: Programs, seconds: float) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.core.places import is_url
 from meshloom.compiler.driver import compile_plan
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.aot import REMATERIALIZATION, Built, LoweredStep, compile_ahead
@@ -68,6 +69,8 @@ class _StoredCompile:
 
     def __call__(self, lowered: LoweredStep) -> Built:
         store = store_of(self.spec, lowered.fingerprint)
+        for warning in unkept(self.spec):
+            say(self.compiler.console, f"warning: {warning}")
         places = (self.compiler.run_dir / FOLDER, *([store] if store else []))
         by_child = self.spec.compile.timeout_seconds is not None and not find_artifact(lowered.fingerprint, places)
         if by_child:
@@ -131,6 +134,18 @@ def check_did_not_abort(aborted: Path | None) -> None:
 
 def store_of(spec: RunSpec, fingerprint: Fingerprint) -> Path | None:
     """Returns the folder in which compiled programs are saved between runs; None if they are not."""
-    if spec.compilation_cache is None:
-        return None
-    return Path(spec.compilation_cache).expanduser().absolute() / "artifacts" / fingerprint.digest
+    folder = cache_folder(spec)
+    return folder and folder / "artifacts" / fingerprint.digest
+
+
+def cache_folder(spec: RunSpec) -> Path | None:
+    """Returns `compilation_cache` as a folder; None where it is null, or a URL, which JAX's own cache alone can use."""
+    place = spec.compilation_cache
+    return None if place is None or is_url(place) else Path(place).absolute()
+
+
+def unkept(spec: RunSpec) -> tuple[str, ...]:
+    """Returns a warning where programs are to be saved behind a URL, which only a run of one process can."""
+    if spec.compilation_cache is None or not is_url(spec.compilation_cache):
+        return ()
+    return (f"programs are not saved in {spec.compilation_cache}: a folder is needed, except to train in one process",)

@@ -2,7 +2,8 @@
 
 `open_data(spec)` is the door; docs/data.md says how.
 
-documents.py, formats.py, user_code.py    what a source holds, document by document
+files.py, formats.py                     files on disk and behind URLs, and the texts in them
+documents.py, user_code.py               what a source holds, document by document
 source.py                                 the base of a user's source
 tokenizers.py, tokenize.py                documents as tokens
 store.py, shards.py                       tokens with a table of documents, in memory or memory-mapped

@@ -62,6 +62,8 @@ def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokeniz
     }
     content = {"kind": source.kind, "num_tokens": store.num_tokens, "content": store.content}
     counts = f"{counted(store.num_documents, 'document')}, {counted(store.num_tokens, 'token')}"
+    if store.num_empty:
+        counts += f" ({store.num_empty:,} without text left out)"
     return Corpus(where, sequences, store.tokenizer, store.largest_token, content, counts)
 
 
@@ -95,7 +97,7 @@ def _tokenized(parts: list[Part], tokenizer: Tokenizer, data: DataSpec, source: 
 
         store = tokens_in_memory(parts, tokenizer, where, advance)
     if store.num_documents == 0:
-        raise ConfigError([Problem(where, "has no documents", "name files with text in them")])
+        raise ConfigError([Problem(where, "has no documents with text", "name files with text in them")])
     return store
 
 

@@ -4,12 +4,12 @@ A document's name decides the split that it is in, so it is the same wherever th
 folder that the pattern starts from, and the document's number in the file.
 """
 
+import codecs
 import random
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from glob import glob, has_magic
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,14 +22,16 @@ from meshloom.compiler.config.data_spec import (
     PythonSource,
     TextFilesSource,
 )
-from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
+from meshloom.compiler.core.errors import ConfigError, Problem
 
 from . import formats
+from .files import SourceFile, UnreadableError, find_files, local_file
 from .user_code import load_documents
 
 
 class Document(NamedTuple):
-    """name: decides the split. content: text in UTF-8, or an array of tokens without the end of the document."""
+    """name: decides the split. content: text in UTF-8, or an array of tokens without the end of the document; an empty
+    one stands for a document that is left out, and is counted where it is."""
 
     name: str
     content: bytes | np.ndarray
@@ -61,52 +63,15 @@ def parts_of(source: OneSource, where: str) -> list[Part]:
         return [_user_documents(source, where)]
     if source.kind == "tokens":
         raise ConfigError([Problem(where, "holds tokens already", "name a source of text")])
-    files = find_files(source.paths, f"{where}.paths")
     return [
-        Part(name, path.stat().st_size, _is_plain(source, path), partial(_read_file, source, where, path, name))
-        for name, path in files
+        Part(file.name, file.num_bytes, _is_plain(source, file), partial(_read_file, source, where, file))
+        for file in find_files(source.paths, f"{where}.paths")
     ]
 
 
-def find_files(patterns: Sequence[str], where: str) -> list[tuple[str, Path]]:
-    """Returns names and paths of the files that match, each once, by name. Raises ConfigError for a pattern without
-    any."""
-    found: dict[Path, tuple[str, Path]] = {}  # by what a file really is, so that none is taken twice
-    problems = []
-    for i, pattern in enumerate(patterns):
-        root = _root_of(pattern)
-        matches = [Path(match) for match in glob(pattern, recursive=True) if Path(match).is_file()]
-        for path in matches:
-            found.setdefault(path.resolve(), (path.relative_to(root).as_posix(), path))
-        if not matches:
-            what, fix = f"no file matches '{pattern}'", _what_is_there(root)
-            if Path(pattern).is_dir():
-                what, fix = f"'{pattern}' is a directory", f"name the files in it: {pattern.rstrip('/')}/**/*"
-            problems.append(Problem(f"{where}[{i}]", what, fix))
-    raise_if_any(problems)
-    return sorted(found.values(), key=lambda file: (file[0], str(file[1])))
-
-
-def _root_of(pattern: str) -> Path:
-    """Returns the folder below which a pattern looks."""
-    fixed = []
-    for part in Path(pattern).parts[:-1]:
-        if has_magic(part):
-            break
-        fixed.append(part)
-    return Path(*fixed)
-
-
-def _what_is_there(root: Path) -> str:
-    there = next(folder for folder in [root, *root.parents, Path()] if folder.is_dir())
-    names = sorted(path.name + "/" * path.is_dir() for path in there.iterdir())
-    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
-    missing = f"there is no folder {root}; " if there != root else ""
-    return f"{missing}{'the working directory' if there == Path() else there} holds {shown}"
-
-
-def _is_plain(source: OneSource, path: Path) -> bool:
-    return source.kind in ("text_files", "jsonl") and path.suffix != ".gz"
+def _is_plain(source: OneSource, file: SourceFile) -> bool:
+    is_known = file.path is not None or file.num_bytes > 0  # some servers do not tell
+    return source.kind in ("text_files", "jsonl") and not file.is_compressed and is_known
 
 
 def num_text_bytes(parts: Sequence[Part]) -> int:
@@ -114,24 +79,38 @@ def num_text_bytes(parts: Sequence[Part]) -> int:
     return sum(part.num_bytes for part in parts) if all(part.is_plain for part in parts) else 0
 
 
-def _read_file(source: OneSource, where: str, path: Path, name: str, first: int) -> Iterator[Document | Problem]:
-    """Returns the documents of a file from number `first` on, with names; what the system says of it as a Problem."""
+def _read_file(source: OneSource, where: str, file: SourceFile, first: int) -> Iterator[Document | Problem]:
+    """Returns the documents of a file from number `first` on, with names; what cannot be read of it as a Problem."""
     try:
-        for number, content in enumerate(_contents(source, where, path, first), start=first):
-            one = name if source.kind == "text_files" else f"{name}:{number}"
-            yield content if isinstance(content, Problem) else Document(one, content)
+        for number, content in enumerate(_contents(source, where, file, first), start=first):
+            one = file.name if source.kind == "text_files" else f"{file.name}:{number}"
+            yield content if isinstance(content, Problem) else Document(one, without_mark(content))
+    except UnreadableError as error:
+        yield Problem(file.place, error.what, error.fix)
     except OSError as error:
-        yield Problem(str(path), error.strerror or str(error), "give this process a file that it can read")
+        yield Problem(file.place, error.strerror or str(error), "give this process a file that it can read")
+    except ConfigError:
+        raise
+    except Exception as error:  # each kind of store behind a URL raises its own
+        if file.path is not None:
+            raise
+        what = f"cannot be read: {type(error).__name__}: {error}".splitlines()[0]
+        yield Problem(file.place, what, "check your access to it; the same command reads it again")
 
 
-def _contents(source: OneSource, where: str, path: Path, first: int) -> Iterable[bytes | Problem]:
+def _contents(source: OneSource, where: str, file: SourceFile, first: int) -> Iterator[bytes | Problem]:
     if isinstance(source, TextFilesSource):
-        return [path.read_bytes()] if first == 0 else []
+        return formats.text_file(file, first)
     if isinstance(source, JsonlSource):
-        return formats.jsonl(path, source.text_key, f"{where}.text_key", first)
+        return formats.jsonl(file, source.text_key, f"{where}.text_key", first)
     if isinstance(source, ParquetSource):
-        return formats.parquet(path, source.text_column, f"{where}.text_column", first)
-    return formats.array_record(path, where, first)
+        return formats.parquet(file, source.text_column, f"{where}.text_column", first)
+    return formats.array_record(file, where, first)
+
+
+def without_mark(text: bytes) -> bytes:
+    """Returns a text without the byte order mark that some editors put before it."""
+    return text.removeprefix(codecs.BOM_UTF8)
 
 
 def _python_stdlib() -> list[Part]:
@@ -139,11 +118,9 @@ def _python_stdlib() -> list[Part]:
     root = Path(sysconfig.get_paths()["stdlib"])
     names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.py"))]
     source = TextFilesSource(kind="text_files", paths=(str(root),))
-    return [
-        Part(name, (root / name).stat().st_size, True, partial(_read_file, source, "", root / name, name))
-        for name in names
-        if "site-packages" not in name and "__pycache__" not in name
-    ]
+    own = [name for name in names if "site-packages" not in name and "__pycache__" not in name]
+    files = [local_file(root / name, name) for name in own]
+    return [Part(file.name, file.num_bytes, True, partial(_read_file, source, "", file)) for file in files]
 
 
 def _synthetic(first: int) -> Iterator[Document]:
@@ -161,6 +138,9 @@ def _user_documents(source: PythonSource, where: str) -> Part:
     def read(first: int) -> Iterator[Document | Problem]:
         for number in range(first, len(documents)):
             content = documents.document(number)
-            yield content if isinstance(content, Problem) else Document(str(number), content)
+            if isinstance(content, Problem):
+                yield content
+            else:
+                yield Document(str(number), without_mark(content) if isinstance(content, bytes) else content)
 
     return Part(source.object, 0, False, read)

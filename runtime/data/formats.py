@@ -1,42 +1,39 @@
-"""File formats that hold texts: each a function of a file to its texts from number `first` on, in bounded memory."""
+"""File formats that hold texts: each a function of a file to its texts from number `first` on, in bounded memory.
 
-import gzip
-import importlib
+A null text is an empty one, b"": what is done with these is decided in one place (tokenize.py), for all formats.
+"""
+
 import json
-import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
+from meshloom.compiler.core.errors import Problem, use_one_of
+
+from .files import SourceFile, UnreadableError, check_is_text, open_text
+from .packages import require
 
 ROWS_AT_ONCE = 256  # of a Parquet file
 
 
-def require(module: str, where: str, what_for: str) -> Any:
-    """Returns an optional dependency. Raises ConfigError with the line that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module.split(".")[0]:
-            raise
-        what = f"{what_for} needs the package {error.name}, which is not installed"
-        raise ConfigError([Problem(where, what, "pip install 'meshloom[data]'")]) from error
+def text_file(file: SourceFile, first: int) -> Iterator[bytes | Problem]:
+    """Returns the one text of a file."""
+    if first == 0:
+        with open_text(file) as opened:
+            text = opened.read()
+        check_is_text(text)
+        yield text
 
 
-def jsonl(path: Path, text_key: str, where: str, first: int) -> Iterator[bytes | Problem]:
+def jsonl(file: SourceFile, text_key: str, where: str, first: int) -> Iterator[bytes | Problem]:
     """Returns the text under `text_key` of each line; blank lines are none."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        number = 0
-        try:
-            for line_number, line in enumerate(file, start=1):
-                if line.isspace():
-                    continue
-                number += 1
-                if number > first:
-                    yield _text_of_line(line, f"{path}:{line_number}", text_key, where)
-        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-            yield Problem(str(path), f"is not a complete gzip file: {error}", "write it again")
+    number = 0
+    with open_text(file) as opened:
+        for line_number, line in enumerate(opened, start=1):
+            if line.isspace():
+                continue
+            number += 1
+            if number > first:
+                yield _text_of_line(line, f"{file.place}:{line_number}", text_key, where)
 
 
 def _text_of_line(line: bytes, place: str, text_key: str, where: str) -> bytes | Problem:
@@ -50,6 +47,8 @@ def _text_of_line(line: bytes, place: str, text_key: str, where: str) -> bytes |
     if text_key not in value:
         return Problem(place, f"has no key '{text_key}'", f"set {where}: {use_one_of(text_key, value)}")
     text = value[text_key]
+    if text is None:
+        return b""
     if not isinstance(text, str):
         return Problem(
             place, f"'{text_key}' is {type(text).__name__}, not text", f"set {where} to a key that holds text"
@@ -60,54 +59,101 @@ def _text_of_line(line: bytes, place: str, text_key: str, where: str) -> bytes |
         return Problem(place, f"'{text_key}' is not Unicode text: {error.reason}", "write it without lone surrogates")
 
 
-def parquet(path: Path, text_column: str, where: str, first: int) -> Iterator[bytes | Problem]:
-    """Returns the text in `text_column` of each row; a row group is skipped without being read."""
+def parquet(file: SourceFile, text_column: str, where: str, first: int) -> Iterator[bytes | Problem]:
+    """Returns the text in `text_column` of each row, `a.b` of a struct; a row group is skipped without being read."""
     pyarrow = require("pyarrow", where, "a Parquet file")
     pq = require("pyarrow.parquet", where, "a Parquet file")
     try:
-        file = pq.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        yield Problem(str(path), f"is not a Parquet file: {str(error).splitlines()[0]}", "name Parquet files")
-        return
-    with file:
-        names = file.schema_arrow.names
-        if text_column not in names:
-            yield Problem(str(path), f"has no column '{text_column}'", f"set {where}: {use_one_of(text_column, names)}")
-            return
-        kind = file.schema_arrow.field(text_column).type
-        if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-            what = f"its column '{text_column}' is {kind}, not text"
-            yield Problem(str(path), what, f"set {where} to a column of strings")
-            return
-        yield from _texts_of_rows(file, text_column, first)
+        with file.open() as opened, pq.ParquetFile(opened) as table:
+            path, problem = _column_path(pyarrow, table.schema_arrow, text_column, file.place, where)
+            if problem:
+                yield problem
+                return
+            yield from _texts_of_rows(table, path, first, f"{file.place}: column '{text_column}'")
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        what = f"is not a complete Parquet file: {str(error).splitlines()[0]}"
+        raise UnreadableError(what, "write it again, or name Parquet files") from error
 
 
-def _texts_of_rows(file: Any, text_column: str, first: int) -> Iterator[bytes]:
+def _column_path(
+    pyarrow: Any, schema: Any, text_column: str, place: str, where: str
+) -> tuple[tuple[str, ...], Problem | None]:
+    """Returns the names from a column of the table down to its text, or the Problem of one that is not there."""
+    path = (text_column,) if text_column in schema.names else tuple(text_column.split("."))
+    fields, kind = list(schema), None
+    for depth, name in enumerate(path):
+        field = next((field for field in fields if field.name == name), None)
+        if field is None:
+            there = [".".join((*path[:depth], other.name)) for other in fields]
+            fix = f"set {where}: {use_one_of(text_column, there)}"
+            return path, Problem(place, f"has no column '{text_column}'", fix)
+        kind = field.type
+        fields = list(kind) if pyarrow.types.is_struct(kind) else []
+    if kind is not None and pyarrow.types.is_dictionary(kind):  # as pandas writes categories
+        kind = kind.value_type
+    if kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+        return path, None
+    fix = f"set {where} to a column of strings"
+    if fields:
+        fix = f"set {where}: {use_one_of(text_column, [f'{text_column}.{field.name}' for field in fields])}"
+    return path, Problem(place, f"its column '{text_column}' is {kind}, not text", fix)
+
+
+def _texts_of_rows(table: Any, path: tuple[str, ...], first: int, place: str) -> Iterator[bytes | Problem]:
     number = 0
-    for group in range(file.num_row_groups):
-        num_rows = file.metadata.row_group(group).num_rows
-        if number + num_rows > first:
-            for rows in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[text_column]):
-                texts = rows.column(0).slice(max(0, first - number)) if number < first else rows.column(0)
-                yield from ((text or "").encode() for text in texts.to_pylist())
-                number += len(rows)
-        else:
+    for group in range(table.num_row_groups):
+        num_rows = table.metadata.row_group(group).num_rows
+        if number + num_rows <= first:
             number += num_rows
+            continue
+        for rows in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[".".join(path)]):
+            values = rows.column(0).slice(max(0, first - number))
+            number += len(rows)
+            try:
+                yield from (_at(value, path[1:]) for value in values.to_pylist())
+            except UnicodeDecodeError as error:
+                what = f"is not UTF-8: {error.reason}"
+                yield Problem(place, what, "write the texts again in UTF-8")
+                return
 
 
-def array_record(path: Path, where: str, first: int) -> Iterator[bytes | Problem]:
-    """Returns the bytes of each record."""
+def _at(value: Any, path: tuple[str, ...]) -> bytes:
+    for name in path:
+        value = value and value[name]
+    return (value or "").encode()
+
+
+def array_record(file: SourceFile, where: str, first: int) -> Iterator[bytes | Problem]:
+    """Returns the bytes of each record, which are text in UTF-8."""
     records = require("array_record.python.array_record_module", where, "an ArrayRecord file")
-    reader = None
+    if file.path is None:
+        raise UnreadableError("is behind a URL, and ArrayRecord files are read from a disk", "copy it to a folder")
+    reader, number = None, first
     try:
-        reader = records.ArrayRecordReader(str(path))
+        reader = records.ArrayRecordReader(str(file.path))
         num_records = reader.num_records()  # 0 also for most files of another kind
         if num_records == 0:
-            yield Problem(str(path), "has no ArrayRecord records", "name ArrayRecord files with records in them")
+            yield Problem(file.place, "has no ArrayRecord records", "name ArrayRecord files with records in them")
         for start in range(first, num_records, ROWS_AT_ONCE):
-            yield from reader.read(start, min(start + ROWS_AT_ONCE, num_records))
+            for number, record in enumerate(reader.read(start, min(start + ROWS_AT_ONCE, num_records)), start):
+                yield _checked(record, f"{file.place}:{number}")
     except RuntimeError as error:
-        yield Problem(str(path), f"is not a complete ArrayRecord file: {str(error).splitlines()[0]}", "write it again")
+        what = f"is not a complete ArrayRecord file: {str(error).splitlines()[0]}"
+        raise UnreadableError(what, "write it again") from error
     finally:
         if reader is not None and reader.ok():  # closing one that is not raises what was told already
             reader.close()
+
+
+def _checked(record: bytes, place: str) -> bytes | Problem:
+    """Returns a record that is text; records of other kinds, such as serialized messages, are a Problem."""
+    try:
+        check_is_text(record)
+        record.decode()
+    except UnreadableError as error:
+        return Problem(place, error.what, "write records of text in UTF-8")
+    except UnicodeDecodeError as error:
+        return Problem(place, f"is not UTF-8 at byte {error.start}", "write records of text in UTF-8")
+    return record

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from meshloom.compiler.config.data_spec import OneSource
+from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted
 
 from .documents import Document, parts_of
+from .tokenize import is_empty
 
 
 class Places:
@@ -48,7 +50,8 @@ def names_of(source: OneSource, where: str, numbers: Iterable[int]) -> dict[int,
     wanted = sorted(set(numbers))
     if not wanted or source.kind == "tokens" or (source.kind == "python" and source.items == "sequences"):
         return {}
-    documents = (one for part in parts_of(source, where) for one in part.read(0))
+    every = (one for part in parts_of(source, where) for one in part.read(0))
+    documents = (one for one in every if isinstance(one, Problem) or not is_empty(one))
     first = list(islice(documents, wanted[-1] + 1))
     return {number: one.name for number in wanted if isinstance(one := first[number], Document)}
 

@@ -54,6 +54,7 @@ class Index(Record):
     num_tokens: NonNegativeInt
     num_documents: NonNegativeInt
     largest_token: int  # -1 where there is none
+    num_empty: NonNegativeInt = 0  # documents that were left out, as they hold no text; others need not count them
     shards: tuple[ShardFiles, ...]
     corpus: dict[str, JsonValue]  # what they were made from, for people and for `meshloom data`
 
@@ -76,7 +77,8 @@ def open_shards(directory: str, where: str) -> TokenStore:
     )
     raise_if_any(problem for found in tables for problem in found)
     content = hashlib.sha256("".join(shard.sha256 for shard in index.shards).encode()).hexdigest()
-    return TokenStore(shards, TokenizerIdentity(**index.tokenizer.model_dump()), content, index.largest_token)
+    tokenizer = TokenizerIdentity(**index.tokenizer.model_dump())
+    return TokenStore(shards, tokenizer, content, index.largest_token, index.num_empty)
 
 
 def read_index(folder: Path, where: str) -> Index:

@@ -23,12 +23,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A corpus in tokens. content: a hash of it all. largest_token: -1 where there is none."""
+    """A corpus in tokens. content: a hash of it all. largest_token: -1 where there is none. num_empty: documents that
+    were left out, as they hold no text."""
 
     shards: tuple[Shard, ...]
     tokenizer: TokenizerIdentity
     content: str
     largest_token: int
+    num_empty: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -19,12 +19,13 @@ EMPTY_DOCUMENTS = np.zeros((0, 2), "<u8")
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents as tokens: documents (n, 2) as in a `Shard` but for lengths in place of ends. part, next_document:
-    where the corpus goes on behind them."""
+    """Documents as tokens: documents (n, 2) as in a `Shard` but for lengths in place of ends. num_empty: documents
+    without text among them, which are left out. part, next_document: where the corpus goes on behind them."""
 
     tokens: np.ndarray
     documents: np.ndarray
     num_text_bytes: int
+    num_empty: int
     part: int
     next_document: int
 
@@ -42,7 +43,7 @@ def encode_corpus(
             raise_if_any(problems)
             first += len(batch)
             tokens, table = _encode(batch, tokenizer, where)
-            yield Encoded(tokens, table, sum(map(_size, batch)), number, first)
+            yield Encoded(tokens, table, sum(map(_size, batch)), len(batch) - len(table), number, first)
 
 
 def tokens_in_memory(
@@ -50,7 +51,7 @@ def tokens_in_memory(
 ) -> TokenStore:
     """Returns a whole corpus. `advance` is told of the bytes of text as they are done. Raises ConfigError with all of
     the first documents that are wrong."""
-    arrays, tables, problems = [], [EMPTY_DOCUMENTS], []
+    arrays, tables, problems, num_empty = [], [EMPTY_DOCUMENTS], [], 0
     for part in parts:
         for batch, found in _batches(part.read(0)):
             problems += found
@@ -63,6 +64,7 @@ def tokens_in_memory(
                 continue
             arrays.append(tokens)
             tables.append(table)
+            num_empty += len(batch) - len(table)
             advance(sum(map(_size, batch)))
         if len(problems) >= MOST_PROBLEMS:
             break
@@ -76,7 +78,8 @@ def tokens_in_memory(
     largest = int(tokens.max()) if len(tokens) else -1
     content = hashlib.sha256(tokens.data)
     content.update(documents.data)
-    return TokenStore((Shard(tokens, documents),), tokenizer.identity, content.hexdigest(), largest)
+    shards = (Shard(tokens, documents),)
+    return TokenStore(shards, tokenizer.identity, content.hexdigest(), largest, num_empty)
 
 
 def _batches(documents: Iterator[Document | Problem]) -> Iterator[tuple[list[Document], list[Problem]]]:
@@ -103,7 +106,9 @@ def _size(document: Document) -> int:
 
 
 def _encode(batch: list[Document], tokenizer: Tokenizer, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a batch and the lengths and name hashes of its documents. Raises ConfigError with all wrong ones."""
+    """Tokens of a batch and the lengths and name hashes of its documents, without those that are empty. Raises
+    ConfigError with all wrong ones."""
+    batch = [document for document in batch if not is_empty(document)]
     try:
         encoded = tokenizer.encode([document.content for document in batch])
     except (UnicodeDecodeError, OverflowError) as error:
@@ -111,6 +116,11 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, where: str) -> tuple[np
     table = np.array([(len(tokens), name_hash(d.name)) for tokens, d in zip(encoded, batch, strict=True)], "<u8")
     empty = np.zeros(0, tokenizer.identity.dtype)
     return np.concatenate([empty, *encoded]), table.reshape(-1, 2)
+
+
+def is_empty(document: Document) -> bool:
+    """Returns True for a null or empty text, which no format makes a document."""
+    return len(document.content) == 0
 
 
 def _problems_of_each(batch: list[Document], tokenizer: Tokenizer, where: str) -> list[Problem]:

@@ -12,7 +12,7 @@ import numpy as np
 from meshloom.compiler.config.data_spec import HuggingFaceTokenizer, SentencePieceTokenizer, TokenizerSpec
 from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
 
-from .formats import require
+from .packages import require
 
 WHERE = "data.tokenizer"
 END_OF_DOCUMENT = "<|endoftext|>"  # of a BPE that is trained here

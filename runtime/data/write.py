@@ -34,6 +34,7 @@ class Progress(Record):
     num_documents: NonNegativeInt
     largest_token: int
     num_text_bytes: NonNegativeInt
+    num_empty: NonNegativeInt = 0  # documents without text, which are left out
     part: NonNegativeInt
     document: NonNegativeInt
 
@@ -89,6 +90,7 @@ class ShardWriter:
             part=encoded.part,
             document=encoded.next_document,
             num_text_bytes=self._done.num_text_bytes + encoded.num_text_bytes,
+            num_empty=self._done.num_empty + encoded.num_empty,
         )
         if time.monotonic() - self._last_commit > COMMIT_SECONDS:
             self.commit()
@@ -115,6 +117,7 @@ class ShardWriter:
             num_tokens=done.total_tokens,
             num_documents=done.total_documents,
             largest_token=done.largest_token,
+            num_empty=done.num_empty,
             shards=done.shards,
             corpus=done.corpus,
         )

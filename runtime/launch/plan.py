@@ -15,7 +15,7 @@ from types import MappingProxyType
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.config.flag_presets import read_environment
 from meshloom.compiler.config.hydra_settings import RUN_DIR
-from meshloom.compiler.config.launch_spec import LocalLaunch
+from meshloom.compiler.config.launch_spec import LocalLaunch, SlurmLaunch
 from meshloom.compiler.config.override_parser import key_of, parse_override
 from meshloom.compiler.config.override_text import override
 from meshloom.compiler.config.spec import RunSpec
@@ -23,6 +23,7 @@ from meshloom.compiler.config.target_spec import CpuTarget, GpuTarget, LocalTarg
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
+from meshloom.compiler.core.places import PlaceError, local_path
 
 from ..core.command_line import run_words
 from .names import job_name
@@ -174,11 +175,20 @@ def _run_dir(spec: RunSpec, request: Request, name: str) -> str:
         if "${" in run_dir:
             what = f"{run_dir} is another directory on each host and at each restart"
             raise ConfigError([Problem(RUN_DIR, what, f"name one, or leave it out: it is launch.directory/{name}")])
-        return run_dir.strip("'\"")
+        return _on_hosts(spec, RUN_DIR, run_dir.strip("'\""))
     if spec.launch.directory is None:
         what = "is not set: all hosts write one run directory, and a restart continues there"
         raise ConfigError([Problem("launch.directory", what, "name a folder that all hosts see: /mnt/runs")])
-    return str(PurePath(spec.launch.directory) / name)
+    return str(PurePath(_on_hosts(spec, "launch.directory", spec.launch.directory)) / name)
+
+
+def _on_hosts(spec: RunSpec, key: str, text: str) -> str:
+    """Returns a folder as the hosts know it: `~` is that of this machine where they share its home directories."""
+    try:
+        path = local_path(text)
+    except PlaceError as error:
+        raise ConfigError([Problem(key, error.what, error.fix)]) from error
+    return path if isinstance(spec.launch, LocalLaunch | SlurmLaunch) else text
 
 
 def _is_of_launch(key: str) -> bool:

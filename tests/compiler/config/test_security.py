@@ -126,6 +126,7 @@ FORBIDDEN = {
     "artifact": "artifact: theirs",
     "compilation_cache": "compilation_cache: theirs",
     "distributed.coordinator_address": "distributed: {coordinator_address: 'example.com:1'}",
+    "data.source.paths": "data: {source: {paths: ['https://example.com/${oc.env:HOME}']}}",
     "compiler_options.xla_gpu_cuda_data_dir": "compiler_options: {xla_gpu_cuda_data_dir: theirs}",
     "compiler_options.xla_dump_to": "compiler_options: {xla_dump_to: theirs}",
 }

@@ -1,0 +1,60 @@
+"""Places that a declaration names: folders and files of this machine, and URLs. `~` and `file://` are expanded once,
+where a declaration is checked."""
+
+import os
+import re
+from urllib.parse import unquote, urlsplit
+
+CACHE_SCHEMES = ("gs", "s3", "az")  # of etils.epath, by which jax/_src/lru_cache.py opens its directory
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def is_url(text: str) -> bool:
+    """Returns True for text such as gs://bucket/run; file:///home/u/run is a path."""
+    return bool(_URL.match(text)) and not text.lower().startswith("file://")
+
+
+class PlaceError(ValueError):
+    """A place that cannot be used. what, fix: as of a Problem."""
+
+    def __init__(self, what: str, fix: str):
+        super().__init__(what)
+        self.what, self.fix = what, fix
+
+
+def expanded(text: str) -> str:
+    """Returns a place with `~` and `file://` as the path that they mean; a URL stays as it is.
+
+    Raises PlaceError where there is no such home directory, or `file://` names another host.
+    """
+    if is_url(text):
+        return text
+    if text.lower().startswith("file://"):
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            what = f"'{text}' names a file of the host '{parts.netloc}'"
+            raise PlaceError(what, "write file:///PATH, with three slashes, for a path of this machine")
+        text = unquote(parts.path)
+    found = os.path.expanduser(text)
+    if text.startswith("~") and found == text:
+        what = f"'{text}' begins with a home directory that does not exist"
+        raise PlaceError(what, "write the whole path, or ./~ for a folder of that name")
+    return found
+
+
+def local_path(text: str) -> str:
+    """Returns a place as a path of this machine. Raises PlaceError for a URL, and for what `expanded` refuses."""
+    if is_url(text):
+        what = f"'{text}' is a URL, and this takes a path of this machine alone"
+        raise PlaceError(what, "mount the bucket (gcsfuse, mountpoint-s3) or copy it here, and give that path")
+    return expanded(text)
+
+
+def cache_place(text: str) -> str:
+    """Returns the place of JAX's compilation cache: a path, or a URL that JAX opens itself. Raises PlaceError."""
+    scheme = text.partition("://")[0]
+    if is_url(text) and scheme not in CACHE_SCHEMES:
+        fix = f"name a directory, or a URL of {', '.join(f'{known}://' for known in CACHE_SCHEMES)}"
+        raise PlaceError(f"JAX keeps no compiled programs behind {scheme}://", fix)
+    return expanded(text)

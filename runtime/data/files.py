@@ -1,0 +1,216 @@
+"""The files of a corpus: found by path, pattern or URL, and opened as UTF-8 text, whatever compresses them.
+
+What a file is, its first bytes say; its name alone says nothing, except that a name such as `a.txt.gz` promises gzip.
+"""
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from glob import escape, glob, has_magic
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from meshloom.compiler.core.errors import Problem, raise_if_any
+from meshloom.compiler.core.places import is_url
+
+from .packages import require
+
+HEAD_BYTES = 8192  # that tell text from other files; Git looks at the first 8,000
+MOST_CONTROLS = 0.02  # of the head: text has hardly any
+CONTROLS = bytes(set(range(0x20)) - set(b"\a\b\t\n\v\f\r\x1b")) + b"\x7f"  # what `file` never takes for text
+COMPRESSIONS = {  # by the first bytes of a file: RFC 1952, bzip2, xz, RFC 8878, LZ4 frames
+    "gzip": rb"\x1f\x8b",
+    "bzip2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
+    "xz": rb"\xfd7zXZ\0",
+    "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+    "lz4": rb"\x04\x22\x4d\x18",
+}
+SUFFIXES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
+ENCODINGS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+             (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))  # fmt: skip
+OTHER_FILES = {"a PNG image": b"\x89PNG", "a JPEG image": b"\xff\xd8\xff", "a GIF image": b"GIF8", "a PDF": b"%PDF-",
+               "a ZIP archive": b"PK\x03\x04", "a Parquet file": b"PAR1", "a program": b"\x7fELF"}  # fmt: skip
+DAMAGE = (gzip.BadGzipFile, zlib.error, EOFError, lzma.LZMAError)
+CONVERT = "leave it out of the paths, or convert it to text in UTF-8"
+
+
+class UnreadableError(Exception):
+    """A file or record that holds no text. what, fix: as of a Problem."""
+
+    def __init__(self, what: str, fix: str = CONVERT):
+        super().__init__(what)
+        self.what, self.fix = what, fix
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """name: its path below the folder where the pattern starts. place: as people know it. path: None behind a URL.
+    open: gives its bytes as they are."""
+
+    name: str
+    place: str
+    num_bytes: int
+    path: Path | None
+    open: Callable[[], IO[bytes]]
+
+    @property
+    def is_compressed(self) -> bool:
+        """Returns True if its name says so."""
+        return PurePosixPath(self.name).suffix in SUFFIXES
+
+
+def find_files(patterns: Sequence[str], where: str) -> list[SourceFile]:
+    """Returns the files that match, each once, by name. Raises ConfigError for a pattern without any."""
+    found: dict[str, SourceFile] = {}  # by what a file really is, so that none is taken twice
+    problems = []
+    for i, pattern in enumerate(patterns):
+        try:
+            matches = _behind_url(pattern) if is_url(pattern) else _on_disk(pattern)
+        except UnreadableError as error:
+            problems.append(Problem(f"{where}[{i}]", error.what, error.fix))
+            continue
+        for file in matches:
+            found.setdefault(str(file.path.resolve()) if file.path else file.place, file)
+    raise_if_any(problems)
+    return sorted(found.values(), key=lambda file: (file.name, file.place))
+
+
+def local_file(path: Path, name: str) -> SourceFile:
+    """Returns a file of the disk."""
+    return SourceFile(name, str(path), path.stat().st_size, path, partial(path.open, "rb"))
+
+
+@contextmanager
+def open_text(file: SourceFile) -> Iterator[IO[bytes]]:
+    """Opens a file as UTF-8 without a byte order mark, decompressed. Raises UnreadableError where it is no text, or
+    damaged."""
+    kind = "compressed"
+    try:
+        with file.open() as raw:
+            head = raw.read(16)
+            raw.seek(0)
+            kind = _compression(file, head)
+            yield _as_utf8(_decompressed(raw, kind, file) if kind else raw)
+    except (*DAMAGE, UnicodeDecodeError) as error:
+        raise UnreadableError(f"is not a complete {kind or 'text'} file: {error}", "write it again") from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise UnreadableError(f"is not a complete {kind} file: {error}", "write it again") from error
+
+
+def check_is_text(content: bytes) -> None:
+    """Raises UnreadableError for bytes that are an image, an archive or a table, as their beginning shows."""
+    head = content[:HEAD_BYTES]
+    for what, signature in OTHER_FILES.items():
+        if head.startswith(signature):
+            raise UnreadableError(f"is not text but {what}")
+    if b"\0" in content:
+        hint = "; UTF-16 needs a byte order mark" if head.count(0) > len(head) / 4 else ""
+        raise UnreadableError(f"is not text: byte {content.index(0):,} is NUL{hint}")
+    if len(head) - len(head.translate(None, CONTROLS)) > MOST_CONTROLS * len(head):
+        raise UnreadableError("is not text: it is full of control characters")
+
+
+def _compression(file: SourceFile, head: bytes) -> str | None:
+    kind = next((kind for kind, pattern in COMPRESSIONS.items() if re.match(pattern, head, re.S)), None)
+    promised = SUFFIXES.get(PurePosixPath(file.name).suffix)
+    if promised and kind != promised:
+        raise UnreadableError(f"is not a {promised} file, as its name says", "write it again, or rename it")
+    return kind
+
+
+def _decompressed(raw: IO[bytes], kind: str, file: SourceFile) -> IO[bytes]:
+    if kind in ("zstd", "lz4"):
+        pyarrow = require("pyarrow", file.place, f"a {kind} file")
+        return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), kind)
+    openers: dict[str, Callable[..., Any]] = {"gzip": gzip.GzipFile, "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile}
+    return openers["gzip"](fileobj=raw) if kind == "gzip" else openers[kind](raw)
+
+
+def _as_utf8(file: Any) -> IO[bytes]:
+    """Returns the same text in UTF-8, from its byte order mark on; checks that it begins as text does."""
+    buffered = io.BufferedReader(file, HEAD_BYTES)
+    head = buffered.peek(HEAD_BYTES)[:HEAD_BYTES]
+    mark, encoding = next(((mark, name) for mark, name in ENCODINGS if head.startswith(mark)), (b"", "utf-8"))
+    if encoding != "utf-8":
+        return io.BufferedReader(_Recoded(io.TextIOWrapper(buffered, encoding, newline="")), HEAD_BYTES)
+    buffered.read(len(mark))
+    check_is_text(head[len(mark) :])
+    return buffered
+
+
+class _Recoded(io.RawIOBase):
+    """Text of another encoding as bytes in UTF-8."""
+
+    def __init__(self, text: io.TextIOWrapper):
+        self._text, self._rest = text, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or self._text.read(len(buffer)).encode()
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
+def _on_disk(pattern: str) -> list[SourceFile]:
+    """Returns the files of a path or pattern. What exists by that very name is taken at its word: `[a].txt`."""
+    root, rest = Path(), list(Path(pattern).parts)
+    while rest and ((root / rest[0]).exists() or not has_magic(rest[0])):
+        root /= rest.pop(0)
+    matches = map(Path, glob(str(Path(escape(str(root)), *rest)), recursive=True))
+    files = [path for path in matches if path.is_file()]
+    if not files:
+        if Path(pattern).is_dir():
+            fix = f"name the files in it: {pattern.rstrip('/')}/**/*"
+            raise UnreadableError(f"'{pattern}' is a directory", fix)
+        raise UnreadableError(f"no file matches '{pattern}'", _what_is_there(root))
+    folder = root if rest else root.parent
+    return [local_file(path, path.relative_to(folder).as_posix()) for path in files]
+
+
+def _what_is_there(root: Path) -> str:
+    there = next(folder for folder in [root, *root.parents, Path()] if folder.is_dir())
+    names = sorted(path.name + "/" * path.is_dir() for path in there.iterdir())
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
+    missing = f"there is no folder {root}; " if there not in (root, root.parent) else ""
+    return f"{missing}{'the working directory' if there == Path() else there} holds {shown}"
+
+
+def _behind_url(pattern: str) -> list[SourceFile]:
+    """Returns the files of a URL, or of a pattern of URLs, by fsspec: gs://, s3://, https:// and what else it knows."""
+    fsspec = require("fsspec", pattern, "a URL")
+    try:
+        system, place = fsspec.core.url_to_fs(pattern)
+        infos = {place: system.info(place)} if system.isfile(place) else system.glob(place, detail=True)
+        files = {name: info for name, info in infos.items() if info["type"] == "file"}
+    except ImportError as error:
+        raise UnreadableError(f"'{pattern}' needs a package that is not installed", f"{error}") from error
+    except Exception as error:  # each kind of store raises its own
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UnreadableError(f"'{pattern}' cannot be read: {why}", "check the URL and your access to it") from error
+    if not files:
+        raise UnreadableError(f"no file matches '{pattern}'", "name files, or a pattern of them: gs://bucket/**/*.txt")
+    fixed = place if place in files else re.split(r"[*?\[]", place)[0]
+    folder = fixed.rpartition("/")[0]
+    return [
+        SourceFile(
+            name.removeprefix(folder).lstrip("/"),
+            system.unstrip_protocol(name),
+            info.get("size") or 0,
+            None,
+            partial(system.open, name, "rb"),
+        )
+        for name, info in files.items()
+    ]

@@ -1,0 +1,89 @@
+"""Places that a declaration names: `~` is a home directory in each of them, and a URL works or is refused at once."""
+
+from pathlib import Path
+
+import pytest
+
+from conftest import spec_of
+from meshloom.compiler.config.compose import Request, hydra_arguments, hydra_run_dir, hydra_sweep_dir, read_spec
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.key_paths import value_at
+from meshloom.runtime.checkpoint.start import parse_place
+from meshloom.runtime.compile.compile_cache import cached_compilation
+
+FOLDERS = ("shards.directory", "checkpoint.restore_from", "artifact", "compilation_cache", "data.source.directory",
+           "data.tokenizer.path")  # fmt: skip
+CHOICES = ("data=tokens", "data/tokenizer=huggingface")
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("typed", ["~/a b", "file://HOME/a%20b", "file://localhostHOME/a%20b"])
+def test_home_and_file_are_paths_in_every_key(typed, home):
+    values = spec_of(*CHOICES, *(f"{key}='{typed.replace('HOME', str(home))}'" for key in FOLDERS)).model_dump()
+    assert {key: value_at(values, key) for key in FOLDERS} == dict.fromkeys(FOLDERS, f"{home}/a b")
+
+
+def test_home_is_expanded_in_lists_without_quotes(home):
+    spec = spec_of("data=text_files", "data.source.paths=[~/*.txt,b.txt,~/c.txt]")
+    assert spec.data.source.model_dump()["paths"] == (f"{home}/*.txt", "b.txt", f"{home}/c.txt")
+
+
+def test_home_is_expanded_in_the_directories_that_hydra_makes(home):
+    year = "${now:%Y}"
+    request = Request((f"hydra.run.dir=~/runs/{year}", f"hydra.sweep.dir=file://{home}/sweeps"))
+    assert hydra_run_dir(request).parent == home / "runs"
+    assert hydra_run_dir(request).name.isdecimal()
+    assert hydra_sweep_dir(request) == home / "sweeps"
+    assert f"hydra.run.dir='{home}/runs/{year}'" in hydra_arguments(request)  # what Hydra itself is told
+
+
+@pytest.mark.parametrize("place", ["hdfs://bucket/run", "~nosuchuser/x", "file://other/x"])
+@pytest.mark.parametrize("keys", [FOLDERS, ("hydra.run.dir", "hydra.sweep.dir")])
+def test_other_places_are_errors_before_anything_starts(keys, place):
+    with pytest.raises(ConfigError) as error:
+        read_spec(Request((*CHOICES, *(f"{key}={place}" for key in keys))), then=lambda spec: spec)
+    assert sorted(problem.where for problem in error.value.problems) == sorted(keys)
+    assert place.partition("/")[0] in str(error.value)
+
+
+def test_a_config_file_with_a_home_is_told_how_to_write_it(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\nhydra: {run: {dir: ~/runs}}\nartifact: null\n"
+    )
+    request = Request((f"hydra.searchpath=[file://{tmp_path},meshloom://targets]", "experiment=mine"))
+    with pytest.raises(ConfigError, match=r"oc\.env:HOME"):
+        read_spec(request, then=lambda spec: spec)
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("data.source.paths[0]", ("data=array_record", "data.source.paths=['gs://b/*']")),
+        ("data.source.directory", ("data=tokens", "data.source.directory=gs://b")),
+    ],
+)
+def test_records_and_tokens_are_not_read_behind_urls(key, overrides):
+    with pytest.raises(ConfigError) as error:
+        spec_of(*overrides)
+    assert [problem.where for problem in error.value.problems] == [key]
+
+
+def test_jax_is_given_the_url_of_a_cache_and_a_warning_says_where_it_cannot_be_used():
+    """No bucket can be reached here: that its address arrives unchanged is shown by what refuses it."""
+    assert spec_of("compilation_cache=gs://bucket/xla").compilation_cache == "gs://bucket/xla"
+    with cached_compilation("gs://bucket/xla") as use:
+        pass
+    (warning,) = use.warnings
+    assert warning.startswith("gs://bucket/xla cannot be used as compilation_cache")
+    assert not Path("gs:").exists()
+
+
+def test_a_checkpoint_is_named_by_its_run_or_its_own_folder():
+    assert parse_place("runs/a") == (Path("runs/a/checkpoints"), None)
+    assert parse_place("runs/a/checkpoints/20") == (Path("runs/a/checkpoints"), 20)
