@@ -23,6 +23,9 @@ Kernels = Literal["megablox", "triton", "none"]
 
 megablox: Any = ops.backend  # pyright: ignore[reportPrivateImportUsage] (gmm and tgmm without `ops.gmm`'s derivatives)
 TILE = (512, 1024, 1024)  # rows, what is contracted, columns: of 16384 x 4096 x 14336 on v5p (docs/experts.md)
+# The kernels ask the attached device whether it multiplies bfloat16, which starts JAX while a step is only planned, and
+# may not be the target. Every TPU from v4 on does, and so do the others.
+megablox.common.supports_bfloat16_matmul = lambda: True
 _MIN_ROWS = 128  # that the kernels take at once
 _ROWS_ARE_CONTRACTED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]

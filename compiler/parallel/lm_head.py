@@ -187,7 +187,8 @@ def is_cut_alike(spec: RunSpec, model: Model) -> bool:
         context = Context(jnp.arange(length)[None], lambda name, x, *_, **__: x)
         return model.head.apply(head, model.embed.apply(embed, tokens_BT, context), context)
 
-    head, tokens_BT = like(model.head.abstract, {path: smaller(path) for path in every}), jnp.zeros((1, length), int)
+    head = like(model.head.abstract, {path: smaller(path) for path in every})
+    tokens_BT = jax.ShapeDtypeStruct((1, length), jnp.int32)
     try:
         traced = jax.make_jaxpr(logits)(head, model.embed.abstract, tokens_BT).jaxpr
     except Exception:  # whatever a user's head raises that takes no vocabulary but its own
