@@ -5,7 +5,6 @@ value cannot inject any, and control characters are shown as escapes (visible.py
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
@@ -18,7 +17,7 @@ from .visible import visible_line
 
 Part = str | tuple[str, str]  # plain text, or (text, style)
 Line = list[Part]
-BarColumn = Literal["doing", "count", "bar", "numbers", "bytes", "bytes_per_second", "elapsed", "left"]
+BarColumn = Literal["spinner", "doing", "count", "bar", "numbers", "bytes", "bytes_per_second", "elapsed", "left"]
 
 HANGING, LEAST_WIDTH = 2, 20  # columns: of what follows a first line, and of a line on the narrowest terminal
 
@@ -57,8 +56,9 @@ class Console:
         off_terminal_width: int | None = None,
         is_terminal: bool | None = None,
     ):
+        # In a notebook rich would show each line as a cell's output, whatever file it is for, and warn of each spinner.
         self._rich = rich.console.Console(
-            file=file, stderr=is_error, quiet=is_quiet, width=width, force_terminal=is_terminal
+            file=file, stderr=is_error, quiet=is_quiet, width=width, force_terminal=is_terminal, force_jupyter=False
         )
         if off_terminal_width is not None and not self._rich.is_terminal:
             self.width = off_terminal_width
@@ -66,6 +66,10 @@ class Console:
     @property
     def is_terminal(self) -> bool:
         return self._rich.is_terminal
+
+    @property
+    def is_quiet(self) -> bool:
+        return self._rich.quiet
 
     @property
     def width(self) -> int:
@@ -112,10 +116,6 @@ class Console:
             made.add_row(*row)
         self._rich.print(made, width=width)
 
-    def status(self, text: str) -> AbstractContextManager[object]:
-        """Shows on a terminal, within the `with`, that something is being done."""
-        return self._rich.status(Text(visible_line(text)))
-
     def bar(self, doing: str, *columns: BarColumn, is_transient: bool = False) -> "Bar":
         """Returns a progress bar on a terminal, nothing elsewhere."""
         made = [_BAR_COLUMNS[name]() for name in columns]
@@ -138,12 +138,17 @@ class Bar:
     def stop(self) -> None:
         self._progress.stop()
 
+    def begin(self, doing: str) -> None:
+        """Begins anew, with another text and no time elapsed."""
+        self._progress.reset(self._task, description=visible_line(doing), total=None, numbers="")
+
     def update(self, completed: float, *, total: float | None, numbers: str = "") -> None:
         """Moves the bar. total: None if it is not known. numbers: the text of the column of this name."""
         self._progress.update(self._task, completed=completed, total=total, numbers=visible_line(numbers))
 
 
 _BAR_COLUMNS: dict[BarColumn, Callable[[], rich.progress.ProgressColumn]] = {
+    "spinner": rich.progress.SpinnerColumn,
     "doing": lambda: rich.progress.TextColumn("{task.description}", "bold", markup=False),
     "count": rich.progress.MofNCompleteColumn,
     "bar": rich.progress.BarColumn,

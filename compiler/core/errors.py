@@ -1,14 +1,21 @@
 """Errors of a declaration: where, what, what to do. A user's mistake is reported this way, never as a traceback."""
 
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
+
+from .visible import visible
 
 # Exit codes of all commands, besides 0 and 128 + signal; runtime/core/failures.py has 5 and 6, which only runs use.
 MISTAKE = 2
 DOES_NOT_FIT = 3  # the compiled program needs more memory than a chip has
 EXPOSED = 4  # more communication is exposed than the declaration allows
+
+FOLDERS = tuple(Path(__file__).parents[2] / name for name in ("compiler", "runtime", "models"))
 
 
 @dataclass(frozen=True, order=True)
@@ -36,6 +43,17 @@ class ConfigError(Exception):
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(dict.fromkeys(problems))
         super().__init__("\n".join(map(str, self.problems)))
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns the lines that IPython shows in place of a traceback: the caller's, and the problems. The frames
+        inside of Meshloom tell a user nothing about their mistake."""
+        frames = takewhile(lambda frame: not _is_ours(frame.filename), traceback.extract_tb(self.__traceback__))
+        called = [f"line {frame.lineno}: {frame.line}" for frame in frames if "IPython" not in frame.filename]
+        return [*called, f"{type(self).__name__}:", *visible(str(self)).splitlines()]
+
+
+def _is_ours(file: str) -> bool:
+    return any(Path(file).is_relative_to(folder) for folder in FOLDERS)
 
 
 def all_of(*steps: Callable[[], Any]) -> tuple[Any, ...]:

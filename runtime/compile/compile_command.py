@@ -43,6 +43,7 @@ from .artifact import FOLDER, TEXT, write_artifact
 from .compile_cache import cached_compilation
 from .compiler_errors import compiler_errors_reported
 from .overlap_search import search_overlap
+from .phases import Phases
 from .step_compiler import COMPILER_LOG, StepCompiler, StoredStep, cache_folder
 
 LOG = logging.getLogger("meshloom")
@@ -145,8 +146,10 @@ def compile_job(
     """
     stored, searched = _compiled(job, StepCompiler(job.devices, run_dir, console), overrides)
     raise_if_interrupted()
-    changes = _savings(stored.step, replan) if replan and stored.step.fits is False else ()
-    alternatives = find_alternatives(job.plan, replan) if replan else ()
+    with Phases(console, "compared with other declarations") as phases:
+        phases.begin("estimating them")
+        changes = _savings(stored.step, replan) if replan and stored.step.fits is False else ()
+        alternatives = find_alternatives(job.plan, replan) if replan else ()
     report = report_of(
         stored.step,
         overrides=stored.overrides,

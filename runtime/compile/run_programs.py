@@ -32,6 +32,7 @@ from .artifact import Artifact, find_artifact, load_programs, write_artifact
 from .compile_cache import cached_compilation
 from .compiler_errors import compiler_errors_reported
 from .memory_check import check_program_memory
+from .phases import LOWER, Phases
 from .step_compiler import store_of, unkept
 from .watched import watched
 
@@ -44,7 +45,7 @@ class WatchedBuild:
     """Compiles with the compiler's words kept off the terminal. log: where they go. lines: what they were."""
 
     log: Path
-    console: Console
+    phases: Phases
     lines: list[str] = field(default_factory=list)
 
     def __call__(self, lowered: Programs) -> Programs:
@@ -53,9 +54,8 @@ class WatchedBuild:
                 lambda: build(lowered),
                 log=self.log,
                 terminal=captured.terminal,
-                status=STATUS,
+                phases=self.phases,
                 kept_in=None,
-                console=self.console,
             )
         self.lines.extend(captured.lines)
         return programs
@@ -89,8 +89,9 @@ def make_programs(
 ) -> Programs:
     """Returns the compiled programs of a run, in all processes at once. Raises RunFailed where they need more memory
     than there is; Ctrl-C in a process that is alone ends it."""
-    compile_ = WatchedBuild(compiler_log(run_dir, processes), console)
-    with stop.waiting_for("the compiler", can_be_left=True):
+    with stop.waiting_for("the compiler", can_be_left=True), Phases(console, STATUS) as phases:
+        compile_ = WatchedBuild(compiler_log(run_dir, processes), phases)
+        phases.begin(LOWER)
         mesh = mesh_of(plan)
         lowered = precompiled.lowered if precompiled else lower(plan, mesh)
         check_same_program(lowered, processes)

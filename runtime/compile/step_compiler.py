@@ -24,6 +24,7 @@ from ..processes.say import say
 from .abort_watchdog import read_abort_reason
 from .artifact import FOLDER, Artifact, find_artifact, write_artifact
 from .child_compile import compile_in_child
+from .phases import COMPILE, LOWER, READ, Phases
 from .watched import watched
 
 COMPILER_LOG = Path("logs/compiler.log")
@@ -50,8 +51,9 @@ class StepCompiler:
     def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> StoredStep:
         """overrides: that declare it. status: shown while it compiles. Raises ConfigError for compiler options that are
         wrong, JaxRuntimeError where the compiler fails, RunFailed where it aborted on this program before."""
-        with captured_stderr(self.run_dir / COMPILER_LOG) as captured:
-            stored = _StoredCompile(self, plan.spec, overrides, status, captured)
+        with Phases(self.console, status) as phases, captured_stderr(self.run_dir / COMPILER_LOG) as captured:
+            phases.begin(LOWER)
+            stored = _StoredCompile(self, plan.spec, overrides, phases, captured)
             step = compile_plan(plan, self.devices, compile_step=stored)
         return StoredStep(step, stored.artifact, overrides)
 
@@ -63,7 +65,7 @@ class _StoredCompile:
     compiler: StepCompiler
     spec: RunSpec
     overrides: tuple[str, ...]
-    status: str
+    phases: Phases
     captured: Captured
     artifact: Artifact | None = None
 
@@ -74,8 +76,8 @@ class _StoredCompile:
         places = (self.compiler.run_dir / FOLDER, *([store] if store else []))
         by_child = self.spec.compile.timeout_seconds is not None and not find_artifact(lowered.fingerprint, places)
         if by_child:
-            with self.compiler.console.status(self.status):
-                compile_in_child(self.spec, self.overrides, log=self.compiler.run_dir / COMPILER_LOG)
+            self.phases.begin(COMPILE)
+            compile_in_child(self.spec, self.overrides, log=self.compiler.run_dir / COMPILER_LOG)
         with one_compiles(store):
             self.artifact = find_artifact(lowered.fingerprint, places)
             if self.artifact:
@@ -93,10 +95,10 @@ class _StoredCompile:
             lambda: compile_ahead(lowered),
             log=self.compiler.run_dir / COMPILER_LOG,
             terminal=self.captured.terminal,
-            status=self.status,
+            phases=self.phases,
             kept_in=aborted,
-            console=self.compiler.console,
         )
+        self.phases.begin(READ)
         return replace(built, notes=tuple(line for line in self.captured.read() if REMATERIALIZATION in line))
 
     def _stored(self, store: Path, fingerprint: Fingerprint, built: Built) -> Artifact | None:

@@ -7,28 +7,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from meshloom.compiler.core.console import Console
-
 from ..core.interruptible import interruptibly, leave_now
 from .abort_watchdog import last_words
+from .phases import COMPILE, Phases
 
 T = TypeVar("T")
 
 
-def watched(
-    compile_programs: Callable[[], T], *, log: Path, terminal: int, status: str, kept_in: Path | None, console: Console
-) -> T:
+def watched(compile_programs: Callable[[], T], *, log: Path, terminal: int, phases: Phases, kept_in: Path | None) -> T:
     """Returns what `compile_programs` does, which runs in a thread: C++ hears no signal.
 
-    log: takes what the compiler prints. terminal: a descriptor of stderr as it was before it went there. status: what
-    is being done, for the terminal. kept_in: where the reason of an abort is kept.
+    log: takes what the compiler prints. terminal: a descriptor of stderr as it was before it went there. phases: what
+    is being done, of which this one begins. kept_in: where the reason of an abort is kept.
     """
+    phases.begin(COMPILE)
     try:
-        with last_words(log, terminal, during=status, kept_in=kept_in), console.status(status):
+        with last_words(log, terminal, during=phases.what, kept_in=kept_in):
             return interruptibly(compile_programs)
     except KeyboardInterrupt as interrupt:
-        os.write(terminal, f"interrupted while {status}\n".encode())
-        logging.getLogger("meshloom").error(f"interrupted while {status}")
+        phases.stop()
+        os.write(terminal, f"interrupted while {phases.what}\n".encode())
+        logging.getLogger("meshloom").error(f"interrupted while {phases.what}")
         # In order the process could end only after the compiler.
         leave_now(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
         raise

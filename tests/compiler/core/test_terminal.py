@@ -25,6 +25,7 @@ from meshloom.compiler.report.diff import Run, diff_runs
 from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.compiler.report.views.diff_text import show_diff
 from meshloom.compiler.report.views.summary import show_summary as show_report
+from meshloom.runtime.compile.phases import Phases
 from meshloom.runtime.data.progress import TextProgress
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log
@@ -111,8 +112,9 @@ def _progress(console: Console) -> None:
         progress.advance(1)
 
 
-def _status(console: Console) -> None:
-    with console.status(NASTY):
+def _phases(console: Console) -> None:
+    with Phases(console, NASTY) as phases:
+        phases.begin(NASTY)
         console.line(NASTY)
 
 
@@ -134,7 +136,7 @@ VIEWS: dict[str, Callable[[Console], None]] = {
     "summary of a run": lambda console: show_summary(console, [("run directory", NASTY)]),
     "say": lambda console: say(console, NASTY),
     "progress": _progress,
-    "status": _status,
+    "phases": _phases,
     "bar": _bar,
 }
 STYLES = re.compile(r"\x1b\[[\d;]*m|\x1b\[\?25[lh]|\x1b\[\d*[AK]|\r")  # colours, and what a bar moves by

@@ -32,6 +32,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.report.views.notebook import plan_table
+from meshloom.runtime.compile.phases import Phases
 from meshloom.runtime.compile.watched import watched
 from support.helpers import run_in_process
 
@@ -242,8 +243,8 @@ def test_ctrl_c_during_a_compile_ends_no_program_but_the_command(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), (tmp_path / "terminal").open("w") as terminal:
-        watched(interrupted, log=tmp_path / "log", terminal=terminal.fileno(), status="compiling", kept_in=None,
-                console=quiet)  # fmt: skip
+        watched(interrupted, log=tmp_path / "log", terminal=terminal.fileno(), phases=Phases(quiet, "compiling"),
+                kept_in=None)  # fmt: skip
     assert (tmp_path / "terminal").read_text() == "interrupted while compiling\n"
 
 
