@@ -1,40 +1,102 @@
-"""docs/python.md works: its examples, one after the other, as a reader would run them."""
+"""The Python of README and docs/python.md works as typed, in a fresh process: what a reader's first session is."""
 
+import os
 import re
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[3] / "docs" / "python.md"
+from support.notebooks import run_cells
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "python.md"
+IS_STARTED = "from jax._src.xla_bridge import backends_are_initialized as is_started"  # which has no public name
+# Each for a part of the compiler that traces by itself: the head's loss, kernels of experts, rings of attention, an
+# optimizer that knows matrices, loss scaling, chunks of matmuls over tensor, a GPU.
+PLANS = (
+    ("target=v5p-16", "num_microbatches=2", "optimizer=muon"),
+    ("model=tiny_moe", "target=v5p-16", "sharding=fsdp_expert", "mesh.expert=4"),
+    ("target=h100-16", "sharding=fsdp_context", "mesh.context=4", "sequence_length=8192"),
+    ("target=v5e-16", "sharding=fsdp_tensor", "mesh.tensor=2", "overlap=auto", "precision=float16"),
+)
+TUNE = """
+from meshloom.compiler.config.compose import Request
+from meshloom.compiler.tune.answer import Runner, tune
+from meshloom.runtime.tune.variants import find_space
+groups = "tune.groups={sharding: [fsdp], remat: [full]}"
+words = ("target=v5p-16", groups, "tune.microbatches=[1]", "tune.mesh={replica: [1]}")
+assert tune(find_space(Request(words)).variants, Runner(map, map)).best
+"""
 
 
 def blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
 
 
-def run(texts: list[str]) -> None:
-    names: dict[str, object] = {}
-    for text in texts:
-        exec(compile(text, str(PAGE), "exec"), names)
+def snippet_of_readme() -> str:
+    (found,) = re.findall(r"(?:^    .*\n)+", (ROOT / "README.md").read_text().partition("## From Python")[2], re.M)[:1]
+    return textwrap.dedent(found)
 
 
-def test_examples_that_train_nothing(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    quick = [text for text in blocks() if "meshloom.compile(" not in text]
-    assert len(quick) == len(blocks()) - 1 == 5
-    run(quick)
-    told = capfd.readouterr()
-    assert "<Plan: 8.03 B parameters, fsdp=64 on v5p-128" in told.out
-    assert "seed\n  'x' is not a whole number" in told.out
-    assert told.err == ""
+def run_fresh(code: str, folder: Path) -> str:
+    """Returns what the code prints, in a process in which nothing has happened and of whose devices nothing is said."""
+    unset = {"JAX_PLATFORMS", "XLA_FLAGS", "PJRT_NPROC"}
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_planning_explaining_and_tuning_start_no_backend(tmp_path):
+    """A plan that started JAX would leave `train` one device instead of the simulated ones."""
+    explained = "\n".join(f"meshloom.explain(*{words!r}).text\nassert not is_started(), {words!r}" for words in PLANS)
+    run_fresh(f"{IS_STARTED}\nimport meshloom\n{explained}\n{TUNE}\nassert not is_started(), 'tune'", tmp_path)
+
+
+def test_examples_that_train_nothing(tmp_path):
+    quick = [text for text in blocks() if "meshloom.compile(" not in text and "jax.devices()" not in text]
+    assert len(quick) == len(blocks()) - 2 == 4
+    told = run_fresh("\n".join(quick), tmp_path)
+    assert "<Plan: 8.03 B parameters, fsdp=64 on v5p-128" in told
+    assert "seed\n  'x' is not a whole number" in told
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.ci
-def test_all_examples(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    run(blocks())
-    told = capfd.readouterr()
-    assert "<TrainedRun: 4 of 4 steps, loss" in told.out
-    assert told.err == ""
+def test_all_examples_of_the_page_are_one_session(tmp_path):
+    told = run_fresh("\n".join(blocks()), tmp_path)
+    assert "<TrainedRun: 4 of 4 steps, loss" in told
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
+
+
+@pytest.mark.ci
+@pytest.mark.tpu
+def test_the_snippet_of_the_readme(tmp_path):
+    """Four layers: the compile is the longest part of it, and nothing else depends on their number."""
+    code = snippet_of_readme().replace('"model=llama3_8b"', '"model=llama3_8b", "model.num_layers=4"')
+    told = run_fresh(f"{code}\nprint(plan, run, step, sep='\\n')", tmp_path)
+    assert re.search(r"<Plan: .*fsdp=64 on v5p-128.*\n<TrainedRun: 20 of 20 steps, .*\n<CompiledStep: .* fits>>", told)
+
+
+@pytest.mark.ci
+def test_a_notebook_shows_results_once_and_nothing_else(tmp_path):
+    """All cells of the page, and what an IPython kernel shows of a plan, a step and a mistake."""
+    mistake = 'meshloom.plan("model.embed_dim=100", "seed=x")'
+    cells = [*blocks(), "plan", "meshloom.explain(plan)", "print(meshloom.explain(plan).text)", "step", mistake]
+    *of_page, plan, explained, text, step, wrong = run_cells(cells, tmp_path)
+    for outputs in of_page:
+        assert all((output.output_type, output.get("name")) == ("stream", "stdout") for output in outputs), outputs
+    for outputs, shown in ((plan, "<table"), (explained, "<table"), (step, "<iframe")):
+        (only,) = outputs
+        assert only.output_type == "execute_result"
+        assert shown in only.data["text/html"]
+    assert "estimated step" in "".join(output.text for output in text)
+    (error,) = wrong
+    assert error.ename == "ConfigError"
+    assert error.traceback[0] == f"line 1: {mistake}"
+    assert len(error.traceback) < 10
+    assert "error: seed: 'x' is not a whole number" in "\n".join(error.traceback)
