@@ -46,12 +46,15 @@ class Candidate:
         parallel = {**spec.parallel, **self.way.parallel}
         return spec.model_copy(update={"overlap": spec.overlap.model_copy(update=overlap), "parallel": parallel})
 
-    def overrides(self) -> tuple[str, ...]:
-        """Returns the overrides that select it on a command line."""
-        keys = [f"overlap.layers.{key}={str(value).lower()}" for key, value in self.way.layers.model_dump().items()]
-        strategies = [f"parallel.{kind}={_typed(choice)}" for kind, choice in self.way.parallel.items()]
-        presets = f"overlap.flag_presets=[{','.join(self.way.flag_presets)}]"
-        return (*keys, *strategies, presets, "overlap.search=null")
+    def overrides(self, declared: RunSpec) -> tuple[str, ...]:
+        """Returns the overrides that, after those of the declaration, select it on a command line: what differs."""
+        layers, loop = self.way.layers.model_dump(), declared.overlap.layers.model_dump()
+        keys = [f"overlap.layers.{key}={str(value).lower()}" for key, value in layers.items() if value != loop[key]]
+        others = ((kind, choice) for kind, choice in self.way.parallel.items() if choice != declared.parallel.get(kind))
+        strategies = [f"parallel.{kind}={_typed(choice)}" for kind, choice in others]
+        is_same = tuple(self.way.flag_presets) == tuple(declared.overlap.flag_presets)
+        presets = [] if is_same else [f"overlap.flag_presets=[{','.join(self.way.flag_presets)}]"]
+        return (*keys, *strategies, *presets, "overlap.search=null")
 
 
 def check_can_judge(plan: Plan) -> None:

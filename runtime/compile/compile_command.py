@@ -146,8 +146,8 @@ def compile_job(
     """
     stored, searched = _compiled(job, StepCompiler(job.devices, run_dir, console), overrides)
     raise_if_interrupted()
-    with Phases(console, "compared with other declarations") as phases:
-        phases.begin("estimating them")
+    with Phases(console, "alternatives") as phases:
+        phases.begin("estimating")
         changes = _savings(stored.step, replan) if replan and stored.step.fits is False else ()
         alternatives = find_alternatives(job.plan, replan) if replan else ()
     report = report_of(

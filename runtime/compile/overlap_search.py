@@ -41,12 +41,12 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
 
     def compiled(one: Candidate, number: int) -> StoredStep:
         status = f"compiling {number} of at most {num_most}: {one.name}"
-        return compiler.compile(plan_run(one.applied_to(plan.spec)), (*overrides, *one.overrides()), status)
+        return compiler.compile(plan_run(one.applied_to(plan.spec)), (*overrides, *one.overrides(plan.spec)), status)
 
     winner, best = candidates[0], compiled(candidates[0], 1)
     decision = _decision_file(plan, best, candidates)
     if decision and (decided := _read(decision)):
-        winner = next(one for one in candidates if one.overrides() == decided.overrides)
+        winner = next(one for one in candidates if one.overrides(plan.spec) == decided.overrides)
         say(compiler.console, f"decided before: {winner.name}, by {decision}")
         return compiled(winner, 1) if decided.chosen else best, decided
     tried, num_ruled_out = [evaluate(winner, best.step)], 0
@@ -70,7 +70,7 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
         chosen=best_of(tried, max_exposed) or 0,
         num_left=len(candidates) - len(tried),
         num_ruled_out=num_ruled_out,
-        overrides=winner.overrides(),
+        overrides=winner.overrides(plan.spec),
         cache="miss" if decision else "off",
     )
     if decision:
@@ -103,7 +103,7 @@ def _decision_file(plan: Plan, declared: StoredStep, candidates: Sequence[Candid
         json.dumps({name: asdict(one) for name, one in plan.target.flag_presets.items()}),
         bounds.model_dump_json() if bounds else "",
         str(plan.spec.overlap.max_exposed),
-        *(" ".join(one.overrides()) for one in candidates),
+        *(" ".join(one.overrides(plan.spec)) for one in candidates),
         _code_of_compiler(),
     ]
     digest = sha256(json.dumps(rests_on))

@@ -188,7 +188,7 @@ def test_a_search_tries_with_rings_and_without_and_pins_what_it_took():
     first = {(one.way.strategies, one.way.layers.batch_split) for one in candidates[:4]}
     assert first == set(product((("collective_matmul",), ("plain",)), (1, 2))), "the best of each before any other"
     for one in (candidates[0], next(one for one in candidates if one.way.strategies == ("plain",))):
-        pinned, applied = plan_as_declared(*LLAMA2_V5P, *one.overrides()).spec, one.applied_to(plan.spec)
+        pinned, applied = plan_as_declared(*LLAMA2_V5P, *one.overrides(plan.spec)).spec, one.applied_to(plan.spec)
         assert (pinned.overlap, pinned.parallel) == (applied.overlap, applied.parallel)
     told = plan_as_declared(*LLAMA2_V5P, NO_RINGS)
     assert {one.way.strategies for one in find_candidates(told, estimate_declared(told))} == {("plain",)}

@@ -127,7 +127,10 @@ def test_parts_of_the_batch_are_tried_where_matmuls_are_split_and_there_are_two(
     candidates = find_candidates(plan, estimate_declared(plan))
     assert {one.way.layers.batch_split for one in candidates} == numbers
     one = next(one for one in candidates if one.way.layers.batch_split == max(numbers))
-    assert plan_of("target=v5p-16", *overrides, *one.overrides()).spec.overlap == one.applied_to(plan.spec).overlap
+    assert (
+        plan_of("target=v5p-16", *overrides, *one.overrides(plan.spec)).spec.overlap
+        == one.applied_to(plan.spec).overlap
+    )
 
 
 def test_a_part_that_is_not_whole_sequences_is_told():
