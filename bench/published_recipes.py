@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Options = dict[str, bool | int | str]
+MIB = 2**20
 
 MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/main"
 TPU_RECIPES = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/trillium"
@@ -69,6 +70,24 @@ GPU: Options = {
     "xla_gpu_enable_pipelined_reduce_scatter": True,
     "xla_gpu_enable_pipelined_all_reduce": True,
 }
+LOOP_UNROLLED_TWICE: Options = {"xla_gpu_enable_while_loop_double_buffering": True}
+GPU_LATER: Options = GPU | {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_enable_all_gather_combine_by_dim": False,
+    "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
+}
+
+
+def gpu_options(reduced: int, gathered: int, scattered: int) -> Options:
+    """Returns the options of the later GPU recipes, by the bytes up to which collectives are combined."""
+    combined = {
+        "xla_gpu_all_reduce_combine_threshold_bytes": reduced,
+        "xla_gpu_all_gather_combine_threshold_bytes": gathered,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": scattered,
+    }
+    return GPU_LATER | combined
+
+
 # What PyTorch's FSDP does by itself: it sends beside compute, gathers and reductions at the same time
 OVERLAPPED: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -149,12 +168,20 @@ H100_TP_SOURCE = (
 )
 A100_SOURCE = f"{TORCHTITAN}/041336434916bdc0f88c1f89fda176fd3c2092e4/docs/performance.md"
 FMS_FSDP = "https://github.com/foundation-model-stack/fms-fsdp"  # nodes with 400 Gb/s (A100), 800 (H100)
+GPU_RECIPES = "https://github.com/AI-Hypercomputer/gpu-recipes/blob/main/training"
+DGXC = "https://github.com/NVIDIA/dgxc-benchmarking/tree/main/maxtext"  # README_70b.md, configure.sh: 25.01 and later
+AXLEARN = "https://github.com/apple/axlearn/blob/main/axlearn/experiments/text/gpt/fuji.py"
 A3_SOURCE = f"{MAXTEXT}/MaxText/configs/a3/llama_2_7b/README.md"
 V4_SOURCE, V5E_SOURCE, V5P_SOURCE = (f"{MAXTEXT}/MaxText/configs/{chip}/README.md" for chip in ("v4", "v5e", "v5p"))
 TIERS = "https://maxtext.readthedocs.io/en/latest/reference/models/tiering.html"
 BESIDE_BACKWARD = "overlap.layers.reduce_in_backward=true"  # layer by layer
 FMS_A100, FMS_H100 = ("target.network.node_bytes_per_second=5e10",), ("target.network.node_bytes_per_second=1e11",)
 A3_NETWORK = "target.network.node_bytes_per_second=1e11"  # A3 High: 4 adapters of 200 Gb/s for its GPUs
+A3_MEGA = "target.network.node_bytes_per_second=2e11"  # 8 adapters of 200 Gb/s for its GPUs
+# MaxText's policies, by our names: save_qkv_proj; save_dot_with_context_except_mlp; minimal_flash
+QKV = "remat.names=[queries,keys,values]"
+ATTENTION = "remat.names=[queries,keys,values,attended,attention_residual]"
+ALL_MATMULS = "remat.names=[queries,keys,values,attended,attention_residual,mlp_up,mlp_gate]"
 LAYER_INPUTS = "remat.names=[layer_input,queries,keys,values,attention_residual]"
 # 22b.sh has two matrices in its MLP and heads of 256: MaxText's defaults of 2023, at which it has 22 B parameters
 SCALE_22_V4 = (
@@ -212,6 +239,28 @@ RECIPES = (
     Recipe("fitted", "MaxText Llama 3.1 8B, v6e-256", f"{TPU_RECIPES}/Llama3.1-8B-MaxText/v6e-256/README.md",
            7207.336, 0.4546, "custom, offloaded",
            maxtext("llama3_8b", "v6e-256", 4, 256, 8192, "offload", FSDP, LAYER_INPUTS), V6E_DENSE),
+    Recipe("fitted", "MaxText Llama 2 7B, 256 H100",
+           f"{GPU_RECIPES}/a3mega/llama-2-7b/maxtext-pretraining-gke/README.md", 10922.973, 503.384 / 989.4,
+           "minimal_flash",
+           maxtext("llama2_7b", "h100-256", 4, 256, 4096, "save_names", ALL_MATMULS, "sharding=hsdp", "mesh.replica=32",
+                   BESIDE_BACKWARD, A3_MEGA, "overlap.layers.unroll=32"), gpu_options(512 * MIB, 128 * MIB, 64 * MIB)),
+    Recipe("checked", "MaxText Llama 2 70B, 64 H100", DGXC, 74908.99 / 64, 0.5259, "save_qkv_proj",
+           maxtext("llama2_70b", "h100-64", 2, 64, 4096, "save_names", QKV, FSDP),
+           gpu_options(2048 * MIB, 2048 * MIB, 32 * MIB) | LOOP_UNROLLED_TWICE),
+    Recipe("fitted", "MaxText Llama 3 70B, 128 H100", DGXC, 134752.43 / 128, 0.5120, "save_qkv_proj",
+           maxtext("llama3_70b", "h100-128", 2, 128, 8192, "save_names", QKV, FSDP),
+           gpu_options(2048 * MIB, 2048 * MIB, 32 * MIB) | LOOP_UNROLLED_TWICE),
+    Recipe("checked", "MaxText Llama 3.1 70B, 256 H200",
+           f"{GPU_RECIPES}/a3ultra/llama3-1-70b/maxtext-pretraining-gke/README.md", 1055.949, 508.371 / 989.4,
+           "save_dot_with_context_except_mlp",
+           maxtext("llama3_70b", "h200-256", 2, 256, 8192, "save_names", ATTENTION, "sharding=hsdp", "mesh.replica=2",
+                   BESIDE_BACKWARD), gpu_options(2048 * MIB, 2048 * MIB, 16 * MIB) | LOOP_UNROLLED_TWICE),
+    Recipe("fitted", "AXLearn 7B v2, 256 H100", AXLEARN, 1024 * 4096 / 256 / 1.78, 0.39, "[qkvo]_proj, context",
+           maxtext("llama2_7b", "h100-256", 4, 256, 4096, "save_names", ATTENTION, "sharding=hsdp", "mesh.replica=32",
+                   BESIDE_BACKWARD, "model.vocab_size=32768", "model.embeddings=tied"), OVERLAPPED),
+    Recipe("checked", "torchtitan Llama 3.1 70B, 256 H100, asynchronous", H100_TP_SOURCE, 652.4, None, "full",
+           declared("llama3_70b", "h100-256", 2, 256, 8192, "full", *TENSOR_8[:2], "parallel.matmul=collective_matmul",
+                    *GRAND_TETON)),
     a3(1, 492 / 989.4), a3(2, 422 / 989.4), a3(4, 407 / 989.4), a3(8, 409 / 989.4), a3(16, 375 / 989.4),
     Recipe("checked", "torchtitan Llama 3.1 70B, 256 H100", H100_TP_SOURCE, 597, None, "full",
            declared("llama3_70b", "h100-256", 2, 256, 8192, "full", *TENSOR_8[:2], *GRAND_TETON)),

@@ -166,7 +166,7 @@ def chip_of(target: TargetPlan) -> Chip:
     factors: dict[ComputeKind, float] = {}
     if found := target.calibration:
         factors = {"matmul": found.matmul, "attention": found.attention, "other": found.other}
-    arithmetic = chip.sustained * chip.clock_share
+    arithmetic = chip.sustained * chip.power_share
     return Chip(
         platform=target.platform,
         clock_hz=chip.clock_hz if target.platform == "tpu" else None,

@@ -61,16 +61,19 @@ class ChipSpec(Config):
     power_limit_watts: PositiveFloat | None  # that your operator set (nvidia-smi -q -d POWER); None: as sold
     efficiency: Efficiency
     kernels: KernelShares
-    sustained: UpToOne  # of the kernels' arithmetic, what a run of hours keeps
+    sustained: UpToOne  # of the kernels' arithmetic, what a run keeps at the power as sold
     sources: dict[str, str]  # by figure: a page or a document
 
     @property
-    def clock_share(self) -> float:
-        """Returns what a lower power limit leaves of the clock under load: power grows with the clock and the square of
-        the voltage, which grows with the clock."""
+    def power_share(self) -> float:
+        """Returns what a lower power limit leaves of the arithmetic under load: as much as it leaves of the power.
+
+        Matmuls that are limited by power run far below the highest clock, where the voltage hardly falls any more, so
+        a FLOP costs the same energy. What the idle chip takes makes the loss larger than that, what is left of the
+        voltage's fall makes it smaller; both are some 5 % of an H100 at 500 of 700 W."""
         if not self.power_watts or not self.power_limit_watts:
             return 1.0
-        return min(1.0, (self.power_limit_watts / self.power_watts) ** (1 / 3))
+        return min(1.0, self.power_limit_watts / self.power_watts)
 
 
 class TorusSpec(Config):

@@ -176,8 +176,8 @@ def plan_rates(target: TargetPlan) -> Rates | None:
     bandwidth = target.hbm_bytes_per_second_per_device
     if chip is None or peak is None or bandwidth is None:
         return None
-    share, clock = chip.efficiency, chip.clock_share
-    return Rates(peak * share.matmul * clock, peak * share.attention * clock, bandwidth * share.memory)
+    share, power = chip.efficiency, chip.power_share
+    return Rates(peak * share.matmul * power, peak * share.attention * power, bandwidth * share.memory)
 
 
 def plan_hiding(plan: Plan) -> Hiding:
