@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from ..core.scopes import OperationName
 from ..estimate.communication import PlannedCollective
 from ..xla.schedule.steps import Collective
 
@@ -37,12 +38,13 @@ class Match:
 def match_planned(
     collective: Collective, axes: Sequence[str], count: int, planned: Sequence[PlannedCollective]
 ) -> tuple[Match, ...]:
-    """Returns a match for each size of its arrays, the largest first. count: executions in a step, which narrows the
-    candidates down unless that would leave none."""
+    """Returns a match for each size of its arrays, the largest first. count: executions in a step. It and the names of
+    what computes the operands narrow the candidates down, unless that would leave none."""
     alike = [p for p in planned if p.kind in _kinds(collective) and _is_over(p, collective, axes)]
     alike = [p for p in alike if jnp.issubdtype(p.dtype, jnp.integer) == (collective.dtype[:1] in ("s", "u"))]
+    made_by = {OperationName(name).activation for name in collective.made_by}
     sizes = sorted(set(collective.num_elements), reverse=True)
-    return tuple(_of_size(size, collective.num_elements.count(size), alike, count) for size in sizes)
+    return tuple(_of_size(size, collective.num_elements.count(size), alike, count, made_by) for size in sizes)
 
 
 def source_by_size(matches: Sequence[Match]) -> str | None:
@@ -78,12 +80,15 @@ def _is_over(planned: PlannedCollective, collective: Collective, axes: Sequence[
     return over == set(axes) or (planned.kind == collective.kind == "all-reduce" and set(axes) < over)
 
 
-def _of_size(size: int, num_arrays: int, alike: Sequence[PlannedCollective], count: int) -> Match:
+def _of_size(
+    size: int, num_arrays: int, alike: Sequence[PlannedCollective], count: int, made_by: set[str | None]
+) -> Match:
     by_size: dict[int, list[PlannedCollective]] = {}
     for each in alike:
         by_size.setdefault(num_elements(each), []).append(each)
     found = [each for one, same in by_size.items() if size in (one, -(-one // LANES) * LANES) for each in same]
     if found:
+        found = [each for each in found if each.source in made_by] or found
         counted = [each for each in found if each.count == count]
         return Match(num_arrays, tuple(counted or found))
     for one, same in by_size.items():  # concatenated: all arrays of one size, or some of many scalars

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ..core.collectives import MOVING
 from ..core.format import counted, human_names
-from ..core.scopes import OperationName
+from ..core.scopes import SUM_OF, OperationName
 from ..estimate.communication import PlannedCollective
 from ..jaxpr.flops import ModelFlops
 from ..parallel.exchange import exchange_of
@@ -138,6 +138,17 @@ def _latencies(result: Simulation, devices: ProgramDevices) -> dict[str, float |
     return found
 
 
+def _source(collective: Collective, matches: Sequence[Match], paths: Sequence[str]) -> str:
+    """Returns the source of a collective: by its own name, else by that of the matmul that computes its operand if the
+    plan has a sum of matmuls of that size, else by size alone. The plan knows a sum of several by one of them."""
+    if collective.op_name:
+        return source_of(collective.op_name, collective.kind, paths)
+    is_sum = any(source.startswith(SUM_OF) for match in matches for source in match.sources)
+    if is_sum and collective.made_by:
+        return source_of(collective.made_by[0], collective.kind, paths)
+    return source_by_size(matches) or source_of("", collective.kind, paths)
+
+
 def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:
     """Returns the source: 'jit(step)/transpose(jvp(head))/weight=head/kernel_EV/reduce_scatter' -> 'head/kernel_EV,
     backward'.
@@ -149,7 +160,8 @@ def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:
         return "made by the compiler"
     name = OperationName(op_name)
     found, alone = name.parameters(paths), name.separated[0]
-    operation = ring_of(alone) or exchange_of(alone) or experts_of(alone) or "/".join(alone.text.split("/")[-2:])
+    ours = ring_of(alone) or exchange_of(alone) or experts_of(alone) or alone.activation
+    operation = ours or "/".join(alone.text.split("/")[-2:])
     first = found[0] if found else operation
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     direction = name.in_pass
@@ -207,7 +219,7 @@ def _collective(
         hidden_behind=tuple(name for name, _ in behind[:NUM_SHOWN_BEHIND]),
         is_async=found.is_async,
         form=found.form,
-        source=(source_by_size(matches) if not found.op_name else None) or source_of(found.op_name, found.kind, paths),
+        source=_source(found, matches, paths),
         line=line,
         where=_where(totals),
         confidence="high" if is_certain else "low",

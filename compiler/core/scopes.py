@@ -18,9 +18,10 @@ Pass = Literal["forward", "forward again", "backward", "update"]  # the parts of
 
 ATTENTION = "attend"
 UPDATE = "optimizer"
+SUM_OF = "sum of "
 WORKING_PARAMETERS = "working_parameters"  # the cast of parameters to the compute type
 _WEIGHT, _ROWS, _RING, _BLOCKS, _EXCHANGE = "weight=", "rows=", "ring=", "blocks=", "exchange="
-_EXPERTS, _FILLED, _MATMUL = "experts=", "filled=", "matmul="
+_EXPERTS, _FILLED, _MATMUL, _LAYOUT = "experts=", "filled=", "matmul=", "layout="
 
 _PARAMETER = re.compile(rf"(?:{_WEIGHT}|{_ROWS})([\w/.]+)")
 _WEIGHT_GATHER = re.compile(rf"{_WEIGHT}.*all_gather")
@@ -29,6 +30,7 @@ _USED_BLOCKS = re.compile(rf"{_BLOCKS}(\d+)_of_(\d+)")
 _KEYS_AND_VALUES = re.compile(rf"{_EXCHANGE}(\w+)")
 _SITE_OF_EXPERTS = re.compile(rf"{_EXPERTS}(\w+)")
 _PRODUCT = re.compile(rf"{_MATMUL}(\w+)")
+_LAID_OUT = re.compile(rf"{_LAYOUT}(\w+)")
 _SHARE_FILLED = re.compile(rf"{_FILLED}([\d.]+)")
 _ADDED = frozenset({
     "body", "checkpoint", "closed_call", "cond", "jit", "jvp", "rematted_computation", "shard_map", "train_step",
@@ -56,6 +58,11 @@ def rows_scope(path: str) -> str:
 def matmul_scope(activation: str) -> str:
     """Returns the scope of a matmul of the model, named by the activation that it computes."""
     return f"{_MATMUL}{activation}"
+
+
+def layout_scope(activation: str) -> str:
+    """Returns the scope of what brings an activation, and in the backward pass its gradient, into its layout."""
+    return f"{_LAYOUT}{activation}"
 
 
 def ring_scope(activation: str) -> str:
@@ -140,6 +147,21 @@ class OperationName:
         operations."""
         found = _PRODUCT.search(self.text)
         return found[1] if found else None
+
+    @property
+    def laid_out(self) -> str | None:
+        """Returns the activation that the operation brings into its layout, or whose gradient; None for other
+        operations."""
+        found = _LAID_OUT.search(self.text)
+        return found[1] if found else None
+
+    @property
+    def activation(self) -> str | None:
+        """Returns what the partitioner's collectives for an operation move: 'attention_input' where that is brought
+        into its layout, 'sum of attention_output' where devices add their parts of a matmul; None for others."""
+        if self.laid_out or not self.matmul:
+            return self.laid_out
+        return f"{SUM_OF}{self.matmul}"
 
     @property
     def ring(self) -> str | None:

@@ -64,7 +64,12 @@ def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective,
                 bytes_each=collective.full_bytes,
                 count=0,
                 dtype=collective.dtype,
-                source=path or ring_of(name) or exchange_of(name) or experts_of(name) or _operation_name(operation),
+                source=path
+                or ring_of(name)
+                or exchange_of(name)
+                or experts_of(name)
+                or name.activation
+                or _operation_name(operation),
                 direction=_direction(name, is_gradient=path is not None and collective.kind not in MOVING),
                 rule=_rule(plan, collective.kind, collective.axes, path),
             )

@@ -15,7 +15,7 @@ from jax.tree_util import register_dataclass
 from meshloom.models import Aux, Context, LogicalAxes, Params, Stack, split_aux
 
 from ..core.partition_spec import axes_in, keep_axes
-from ..core.scopes import piece_scope
+from ..core.scopes import layout_scope, piece_scope
 from ..parallel.lm_head import vocab_dimensions
 from ..parallel.loss import sum_losses
 from ..parallel.operation import lower_operations
@@ -164,7 +164,9 @@ def _activation_layout(plan: Plan) -> Callable[..., Array]:
         if not auto_axes:
             return marked(name, x)
         forward, backward = specs[name], specs[gradient_of(name) if gradient else name]
-        return marked(name, _laid_out(x, forward, backward))
+        with jax.named_scope(layout_scope(name)):
+            x = _laid_out(x, forward, backward)
+        return marked(name, x)
 
     return activation
 

@@ -17,6 +17,7 @@ from itertools import dropwhile
 from typing import Any
 
 from ...core.collectives import MOVING, CollectiveKind
+from ...core.scopes import OperationName
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import Groups, parse_groups
 from ..hlo.types import ArrayType, elements_of, parse_type
@@ -36,6 +37,8 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "reduce-scatter": "reduce-scatter",
     "send": "send",
 }
+_HANDED_ON = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
+_MOST_FOLLOWED = 16  # instructions from a collective back to the matmuls that compute its operands
 _KIND_IN_NAME = re.compile("|".join(COLLECTIVES).replace("|send", ""))
 _STARTS, _UPDATES, _DONES = (frozenset({f"async-{part}", f"call-{part}"}) for part in ("start", "update", "done"))
 _ASYNC = _STARTS | _UPDATES | _DONES
@@ -175,11 +178,12 @@ class _Reader:
             groups=groups,
             is_async=is_async,
             form=form,
-            op_name=within.op_name or instruction.op_name,
+            op_name=(op_name := within.op_name or instruction.op_name),
             computation=around.name,
             is_padded=kind == "all-reduce" and _is_padded(inner),
             num_axes=num_axes(within.attributes) or num_axes(instruction.attributes),
             is_certain=bool(groups and arrays),
+            made_by=() if op_name else _made_by(inner),
         )
 
     def _guessed(
@@ -288,6 +292,22 @@ def _arrays(inner: Inner) -> list[ArrayType]:
     return [min(arrays, key=lambda array: array.num_bytes)] if is_ragged and arrays else arrays
 
 
+def _made_by(inner: Inner) -> tuple[str, ...]:
+    """Returns the names of the matmuls that compute a collective's operands, the nearest first: through what adds
+    their results or views them otherwise."""
+    found, seen, names = list[str](), set[str](), list(inner.instruction.operands)
+    while names and len(seen) < _MOST_FOLLOWED:
+        each = inner.computation.by_name.get(names.pop(0))
+        if each is None or each.name in seen:
+            continue
+        seen.add(each.name)
+        if OperationName(each.op_name).matmul:
+            found.append(each.op_name)
+        elif each.opcode in _HANDED_ON or each.opcode in ("add", "fusion", "get-tuple-element"):
+            names += each.operands
+    return tuple(found)
+
+
 def _is_padded(inner: Inner) -> bool:
     operands = [inner.computation.by_name.get(name) for name in inner.instruction.operands]
     return all(each is not None and each.opcode == "dynamic-update-slice" for each in operands)
@@ -295,9 +315,8 @@ def _is_padded(inner: Inner) -> bool:
 
 def _is_scattered(inner: Inner) -> bool:
     """Returns True where only a slice of the result leaves the fusion that the collective is in."""
-    handed_on = {"bitcast", "convert", "copy", "reshape", "transpose"}
     users = _users({inner.instruction.name}, inner.computation)
-    while users and all(each.opcode in handed_on for each in users):
+    while users and all(each.opcode in _HANDED_ON for each in users):
         users = _users({each.name for each in users}, inner.computation)
     return bool(users) and all(each.opcode in ("dynamic-slice", "slice") for each in users)
 

@@ -34,7 +34,8 @@ class Collective:
     permutes and sends pairs (from, to); empty where they are not known. num_slices: of a collective across slices, each
     device with those at its place in the others; it has no groups. is_padded: of an all-reduce, that each device
     fills its part of the array alone. num_axes: of the torus that carry it at once; None: all of its group's. form: how
-    the program says it.
+    the program says it. made_by: where it has no op_name, those of the matmuls that compute its operands, the nearest
+    first.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Collective:
     is_padded: bool = False
     num_axes: int | None = None
     is_certain: bool = True
+    made_by: tuple[str, ...] = ()
 
     @property
     def group_size(self) -> int:

@@ -57,6 +57,16 @@ def test_many_candidates_are_not_all_named():
     assert source_by_size(matches) == "one of w0, w1, w2, w3 or 2 others, backward (matched by size)"
 
 
+def test_the_matmul_before_a_sum_narrows_its_candidates_down():
+    sums = [planned(f"sum of {name}", 64) for name in ("mlp_output", "attention_output")]
+    found = Collective("c", "reduce-scatter", 0, "f32", (), False, "synchronous", "", "", (64,))
+    made = replace(found, made_by=("jit(f)/matmul=attention_output/dot_general",))
+    assert [match_planned(each, ("fsdp",), 3, sums)[0].sources for each in (found, made)] == [
+        ("sum of mlp_output", "sum of attention_output"),
+        ("sum of attention_output",),
+    ]
+
+
 def test_arrays_joined_end_to_end_are_all_of_their_size():
     found = Collective("c", "reduce-scatter", 0, "f32", (), False, "synchronous", "", "", (192,))
     matches = match_planned(found, ("fsdp",), 1, [planned(f"w{i}", 64) for i in range(3)])

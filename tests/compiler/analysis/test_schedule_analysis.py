@@ -1,5 +1,6 @@
 """The schedule of compiled programs, joined with the plan."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,8 @@ BACKWARD = "jit(train_step)/shard_map/transpose(jvp())/while/body/closed_call/ch
         ("jit(f)/(weight=head/kernel_EV:weight=layers/mlp/up_EM)/psum", "head/kernel_EV and 1 more, forward"),
         (f"{BACKWARD}/layers/bte,ekd->btkd/dot_general", "bte,ekd->btkd/dot_general, backward"),
         ("jit(train_step)/optimizer/reduce_sum", "optimizer/reduce_sum, update"),
+        (f"{BACKWARD}/rematted_computation/layout=mlp_input/sharding_constraint", "mlp_input, forward again"),
+        ("jit(f)/jvp(layers)/while/body/matmul=mlp_output/dot_general", "sum of mlp_output, forward"),
         ("", "made by the compiler"),
     ],
 )  # fmt: skip
@@ -44,9 +47,44 @@ def test_what_reduces_a_weight_is_its_gradient():
     assert source_of("jit(f)/jvp(head)/reduce_max", "all-reduce", PATHS) == "jvp(head)/reduce_max, forward"
 
 
+TENSOR_4 = (
+    "target=h100-4", "sharding=fsdp_tensor", "mesh.tensor=4", "mesh.fsdp=1", "global_batch_size=4",
+    "sequence_length=32", "model.embed_dim=64", "model.num_heads=4", "model.num_kv_heads=4", "model.mlp_dim=128",
+    "model.vocab_size=128", "precision=bfloat16", "sharding.on_replicated=allow",
+)  # fmt: skip
+
+
 def analysed(text: str, *overrides: str) -> tuple[ScheduleAnalysis, Plan]:
     plan = plan_of(*overrides)
     return analyse_schedule(parse_module(text), plan, estimate_step(plan).communication), plan
+
+
+@pytest.mark.parametrize(
+    ("matmul", "expected"),
+    [
+        ("jvp(layers)/matmul=mlp_output/dot_general", "sum of mlp_output, forward"),
+        ("transpose(jvp(layers))/rematted_computation/matmul=attention_output/dot_general",
+         "sum of attention_output, forward again"),
+        ("transpose(jvp(layers))/matmul=queries/dot_general", "sum of queries, backward"),
+        ("jvp(embed)/select_n", "sum of logits, backward (matched by size)"),
+    ],
+)  # fmt: skip
+def test_a_sum_that_lost_its_name_has_that_of_the_matmul_before_it(matmul, expected):
+    """As XLA writes reduce-scatters for GPUs: the all-reduce had a name. By size and count alone it could only be the
+    head's."""
+    wide = "[4,32,64]"
+    gemm = 'custom_call_target="__cublas$lt$matmul"'
+    text = module(
+        f"  %l = bf16{wide} broadcast(%x)",
+        f'  %mm = bf16{wide} custom-call(%l), {gemm}, metadata={{op_name="jit(f)/{matmul}"}}',
+        f"  %turned = bf16{wide} fusion(%mm), kind=kLoop, calls=%work",
+        f"  %seen = bf16{wide} bitcast(%turned)",
+        f"  %s = ((bf16{wide}), bf16[4,8,64]) reduce-scatter-start(%seen), {GROUPS}, dimensions={{1}}",
+        "  ROOT %d = bf16[4,8,64] reduce-scatter-done(%s)",
+    )
+    analysis, _ = analysed(text, *TENSOR_4)
+    (found,) = analysis.collectives
+    assert found.source == expected
 
 
 V5E = ("target=v5e-4", "mesh.fsdp=4", "precision=bfloat16", "sharding.on_replicated=allow")
@@ -181,6 +219,10 @@ def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
     axes = {each.mesh_axes for each in analysis.collectives}
     expected = {"ddp": {("data",)}, "fsdp": {("fsdp",)}, "fsdp_tensor": {("fsdp",), ("tensor",), ("fsdp", "tensor")}}
     assert axes <= expected[sharding]
+    whole = plan.mesh.num_shards(("tensor",)) > 1 and 4 * 12 * 32  # bytes, more than of any sum of single values
+    moved = {each.source for each in analysis.collectives if each.mesh_axes == ("tensor",) and each.bytes > whole}
+    named = re.compile(r"embed|head_input|(sum of )?(queries|keys|values|logits|(attention|mlp)_\w+), ")
+    assert all(named.match(source) for source in moved), moved
     assert analysis.step.predicted_seconds is None
     assert "simulated devices" in analysis.unknown["step.predicted_seconds"]
 
