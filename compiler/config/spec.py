@@ -3,9 +3,10 @@
 Quantities end in their unit, counts start with `num_`, batch sizes are global unless they say otherwise.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -24,6 +25,7 @@ from meshloom.models import AnyModelConfig
 from meshloom.models.config import Config
 
 from ..core.config_types import CachePlace, FloatType, Fraction, LocalPath, NumBytes, Seed, Text
+from ..core.errors import use_one_of
 from ..optim.lr_schedules import ScheduleSpec
 from ..optim.optimizers import OptimizerSpec
 from .calibration_spec import Calibration
@@ -55,6 +57,26 @@ def _each_once(axes: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
+def _placed_axis(entry: str) -> str:
+    """Returns "fsdp", or "expert:2x2", an axis with the block of chips that its devices are."""
+    axis, colon, block = entry.partition(":")
+    if axis not in get_args(MeshAxis):
+        context = {"what": f"there is no mesh axis '{axis}'", "fix": use_one_of(axis, get_args(MeshAxis))}
+        raise PydanticCustomError("choice", "{what}", context)
+    if colon and not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}", block):
+        context = {
+            "what": f"'{block}' is no block of chips",
+            "fix": f"write {axis}:2x2, chips along x and y, or {axis}:2x2x1",
+        }
+        raise PydanticCustomError("choice", "{what}", context)
+    return entry
+
+
+def _each_axis_once(entries: tuple[str, ...]) -> tuple[str, ...]:
+    _each_once(tuple(entry.partition(":")[0] for entry in entries))
+    return entries
+
+
 def _compiler_option(value: Any) -> Any:
     """Raises one error, where a union would raise one for each of its types."""
     if isinstance(value, str) or (isinstance(value, int | float) and abs(value) < 2**63):
@@ -68,6 +90,7 @@ def _compiler_option(value: Any) -> Any:
 
 CompilerOption = Annotated[bool | int | float | str, BeforeValidator(_compiler_option)]
 AxisSize = Annotated[int, AfterValidator(_axis_size)]
+PlacedAxis = Annotated[str, AfterValidator(_placed_axis)]
 
 
 class MeshSpec(Config):
@@ -329,7 +352,8 @@ class RunSpec(Config):
     global_batch_size: PositiveInt
     sequence_length: PositiveInt
     token_order: TokenOrderName  # of the tokens of a sequence, where mesh axes split its length
-    device_order: Annotated[tuple[MeshAxis, ...], AfterValidator(_each_once)]  # mesh axes, nearest devices first
+    # Mesh axes, nearest devices first; with a colon the block of chips that an axis is: expert:2x2
+    device_order: Annotated[tuple[PlacedAxis, ...], AfterValidator(_each_axis_once)]
     num_microbatches: PositiveInt
     tune: TuneSpec  # what `meshloom tune` searches
     launch: LaunchSpec  # how `meshloom launch` starts the run on its hosts

@@ -8,15 +8,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 
 from meshloom.models.numbers import divisors
 
 from ..config.target_spec import Shape, TorusSpec
+from ..core.errors import ConfigError, Problem, raise_if_any
+from ..core.format import counted
 
 # How much is moved over a mesh axis, roughly, as against the others: activations of every layer, weights of every layer
 # once or twice, gradients once a step, activations between stages.
 TRAFFIC = {"tensor": 64, "expert": 32, "context": 16, "fsdp": 8, "data": 4, "stage": 2, "replica": 1}
 TORUS_AXES = "xyz"
+NO_BLOCKS: Mapping[str, Shape] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -36,17 +40,30 @@ class AxisSegment:
         return f"{kind}{self.physical} ({self.size}{of}{every}{', wraps' if self.wraps else ''})"
 
 
+def blocks_of(order: Sequence[str]) -> dict[str, Shape]:
+    """Returns the blocks that a declared order gives axes: ("expert:2x2", "fsdp") -> {"expert": (2, 2)}."""
+    entries = (entry.partition(":") for entry in order)
+    return {axis: tuple(map(int, block.split("x"))) for axis, _, block in entries if block}
+
+
 def traffic_of(order: Sequence[str]) -> dict[str, float]:
     """Returns the traffic of each mesh axis; those of a declared order are taken to have more than any other, the first
     the most."""
+    order = [entry.partition(":")[0] for entry in order]
     most = max(TRAFFIC.values())
     return {**TRAFFIC, **{axis: most * 2 ** (len(order) - place) for place, axis in enumerate(order)}}
 
 
 def lay_on_torus(
-    sizes: Mapping[str, int], network: TorusSpec, shape: Shape, num_cores: int, traffic: Mapping[str, float]
+    sizes: Mapping[str, int],
+    network: TorusSpec,
+    shape: Shape,
+    num_cores: int,
+    traffic: Mapping[str, float],
+    blocks: Mapping[str, Shape] = NO_BLOCKS,
 ) -> dict[str, tuple[AxisSegment, ...]]:
-    """Returns the segments of each mesh axis within a slice: as few as possible, most bandwidth for most traffic."""
+    """Returns the segments of each mesh axis within a slice: as few as possible, most bandwidth for most traffic.
+    blocks: by axis, how many of its chips lie along x, y and z. Raises ConfigError for a block that cannot be."""
     axes = sorted((axis for axis, size in sizes.items() if size > 1), key=lambda axis: -traffic[axis])
     left = dict(sizes)
     core: dict[str, tuple[AxisSegment, ...]] = {}
@@ -54,10 +71,39 @@ def lay_on_torus(
         first = next(axis for axis in axes if left[axis] % num_cores == 0)
         core[first] = (AxisSegment("core", num_cores, 1, num_cores, wraps=False),)
         left[first] //= num_cores
+    _check_blocks(left, shape, blocks)
     wraps = network.wraps(shape)
-    layouts = _layouts([left[axis] for axis in axes], shape)
+    layouts = [
+        layout
+        for layout in _layouts([left[axis] for axis in axes], shape)
+        if all(layout[i] == _along(blocks[axis], shape) for i, axis in enumerate(axes) if axis in blocks)
+    ]
+    if not layouts:
+        what = f"the blocks {', '.join(blocks)} leave the other mesh axes no way to fill the torus"
+        raise ConfigError([Problem("device_order", what, "declare fewer blocks")])
     best = min(layouts, key=lambda layout: _cost(layout, axes, shape, wraps, traffic))
     return {axis: (*_parts(best, i, shape, wraps), *core.get(axis, ())) for i, axis in enumerate(axes)}
+
+
+def _along(block: Shape, shape: Shape) -> tuple[int, ...]:
+    """Returns the chips of a block along each axis of the torus; 2x2 on one of three axes is 2x2x1."""
+    return (*block, *(1,) * (len(shape) - len(block)))
+
+
+def _check_blocks(chips: Mapping[str, int], shape: Shape, blocks: Mapping[str, Shape]) -> None:
+    """Raises ConfigError for blocks of another number of chips than their axes have, or that do not fit the torus.
+    chips: of each mesh axis in a slice."""
+    torus, problems = "x".join(map(str, shape)), list[Problem]()
+    for axis, block in blocks.items():
+        shown, num = f"{axis}:{'x'.join(map(str, block))}", math.prod(block)
+        if num != chips[axis]:
+            what = f"{shown} is a block of {num} chips, and {axis} has {counted(chips[axis], 'chip')} in a slice"
+            fix = f"give a block of {chips[axis]} chips, or none" if chips[axis] > 1 else f"name {axis} without a block"
+            problems.append(Problem("device_order", what, fix))
+        elif len(block) > len(shape) or any(size % along for size, along in zip(shape, block, strict=False)):
+            what = f"{shown} does not divide the torus of {torus} chips"
+            problems.append(Problem("device_order", what, "give a block that divides it along each axis"))
+    raise_if_any(problems)
 
 
 Layout = tuple[tuple[int, ...], ...]  # for each mesh axis, innermost first: how many of its members along x, y, z

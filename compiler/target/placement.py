@@ -14,9 +14,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from meshloom.models.numbers import divisors
+
 from ..config.target_spec import SwitchSpec, TorusSpec
 from ..core.errors import ConfigError, Problem
-from .axis_segments import TORUS_AXES, AxisSegment, lay_in_nodes, lay_on_torus, traffic_of
+from .axis_segments import TORUS_AXES, AxisSegment, blocks_of, lay_in_nodes, lay_on_torus, traffic_of
 from .interconnect_tiers import link_of_spans, rates_of, span_of_segments
 from .links import Link
 from .target import TargetPlan
@@ -28,12 +30,14 @@ DEVICES = "devices"  # the one axis of a target's own order
 @dataclass(frozen=True)
 class Placement:
     """A mesh on its links. parts: of each mesh axis of more than one device, outermost first; empty if links are
-    unknown. is_of_mesh: False for the devices of a target in its own order, which are one axis without a meaning."""
+    unknown. is_of_mesh: False for the devices of a target in its own order, which are one axis without a meaning.
+    rings: axes that are a declared block of chips: their devices follow each other around it, each next to the last."""
 
     sizes: Mapping[str, int]  # of the mesh
     target: TargetPlan
     parts: Mapping[str, tuple[AxisSegment, ...]]
     is_of_mesh: bool = True
+    rings: frozenset[str] = frozenset()
 
     @property
     def is_known(self) -> bool:
@@ -96,6 +100,8 @@ class Placement:
             for axis, number in zip(self.sizes, index, strict=True):
                 for part in reversed(self.parts.get(axis, ())):  # the innermost part varies fastest
                     number, digit = divmod(number, part.size)
+                    if axis in self.rings and number % 2:  # every second row of a block is walked backwards
+                        digit = part.size - 1 - digit
                     place[part.physical] += digit * part.stride
             found.append(tuple(place.values()))
         return tuple(found)
@@ -103,18 +109,34 @@ class Placement:
 
 def plan_placement(sizes: Mapping[str, int], target: TargetPlan, order: Sequence[str] = ()) -> Placement:
     """Returns the placement of a mesh on all of the target's devices. order: mesh axes, the one whose devices shall lie
-    nearest to each other first; the others follow by their traffic. Raises ConfigError if no mesh axis can cross
-    slices."""
+    nearest to each other first, with the block of chips that it is, if that is declared (expert:2x2); the others follow
+    by their traffic. Raises ConfigError if no mesh axis can cross slices, or a block cannot be."""
     sizes = MappingProxyType(dict(sizes))
     if target.network is None or target.shape is None:
         return Placement(sizes, target, {})
     inner, crossing = _across(sizes, target) if isinstance(target.network, TorusSpec) else (dict(sizes), {})
     if isinstance(target.network, TorusSpec):
-        parts = lay_on_torus(inner, target.network, target.shape, cast(Any, target.chip).num_devices, traffic_of(order))
+        num_cores = cast(Any, target.chip).num_devices
+        parts = lay_on_torus(inner, target.network, target.shape, num_cores, traffic_of(order), blocks_of(order))
+    elif blocks_of(order):
+        what = f"{target.name} has no torus, on which an axis could be a block of chips"
+        raise ConfigError([Problem("device_order", what, "name mesh axes without blocks")])
     else:
         parts = lay_in_nodes(inner, target.shape, traffic_of(order))
     joined = {axis: (*crossing.get(axis, ()), *parts.get(axis, ())) for axis, size in sizes.items() if size > 1}
-    return Placement(sizes, target, MappingProxyType(joined))
+    return Placement(sizes, target, MappingProxyType(joined), rings=frozenset(blocks_of(order)))
+
+
+def square_block(placement: Placement, axis: str) -> tuple[int, int] | None:
+    """Returns the most nearly square block of chips along x and y that an axis could be, if it lies along one axis of
+    the torus."""
+    target, segments = placement.target, placement.parts[axis]
+    is_along_one = [part.physical in TORUS_AXES for part in segments] == [True]
+    if target.shape is None or not isinstance(target.network, TorusSpec) or not is_along_one:
+        return None
+    size, (x, y) = segments[0].size, target.shape[:2]
+    blocks = [(n, size // n) for n in divisors(size) if 1 < n < size and x % n == 0 and y % (size // n) == 0]
+    return min(blocks, key=max, default=None)
 
 
 def plan_own_order(target: TargetPlan) -> Placement:

@@ -25,7 +25,7 @@ from ..parallel.remat import check_remat
 from ..sharding.arrays import Arrays, build_model, find_arrays
 from ..target.calibration import calibrate_target
 from ..target.mesh import MeshPlan
-from ..target.placement import plan_placement
+from ..target.placement import plan_placement, square_block
 from ..target.target import TargetPlan, plan_target
 
 PARAMETERS_TOO_LARGE = "the parameters alone are larger than a device's memory"
@@ -221,7 +221,8 @@ class _Rules:
                 yield tuple(whole.items()), order, number
 
     def device_orders(self, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-        """Returns the orders of devices of a mesh, of those that place it alike the first."""
+        """Returns the orders of devices of a mesh, of those that place it alike the first; also those with the nearest
+        axis as a block of chips."""
         if self.spec.tune.device_orders == "declared":
             return [self.spec.device_order]
         used = [axis for axis, size in sizes.items() if size > 1]
@@ -232,6 +233,9 @@ class _Rules:
             except ConfigError:  # no axis of it can cross slices, which the rules say in any order
                 return [self.spec.device_order]
             found.setdefault(str(placed.describe()), order)
+            if order and (block := square_block(placed, order[0])):
+                in_block = (f"{order[0]}:{'x'.join(map(str, block))}", *order[1:])
+                found.setdefault(str(plan_placement(sizes, self.target, in_block).describe()), in_block)
         return list(found.values())
 
     def arrays_of(self, num_microbatches: int) -> Arrays:

@@ -16,6 +16,7 @@ from jax.experimental import topologies
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.target_spec import TpuTarget
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.target.device_links import send_between
 from meshloom.compiler.target.links import collective_seconds
 from meshloom.compiler.target.mesh import MeshPlan
 from meshloom.compiler.target.placement import plan_placement
@@ -290,6 +291,60 @@ def test_a_declared_order_says_which_devices_lie_nearest(name, order, parts):
     placement = plan_placement(sizes, target, order)
     assert placement.describe() == parts
     assert len(set(placement.places)) == target.num_devices
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "order", "expert", "fsdp"),
+    [  # GB/s by hand: a link carries 90 one way; two groups of every second chip share each link of a ring
+        ("v6e-256", {"fsdp": 64, "expert": 4}, "expert:2x2", (2 * 90, 4), 2 * 2 * 90 / 2),
+        ("v6e-256", {"fsdp": 32, "expert": 8}, "expert:2x4", (2 * 90, 8), 2 * 90 / 2 + 2 * 90 / 4),
+        ("v6e-64", {"fsdp": 16, "expert": 4}, "expert:2x2", (2 * 90, 4), 2 * 90 / 2),  # 8 x 8 does not wrap
+        ("v5p-128", {"fsdp": 16, "expert": 4}, "expert:2x1x2", (2 * 90, 4), 2 * 90 / 2 + 2 * 90 + 2 * 90 / 2),
+    ],
+)
+def test_an_axis_may_be_a_block_of_chips(name, sizes, order, expert, fsdp):
+    """Its devices are a ring of neighbours around the block, on two links of each chip."""
+    target = cached_target_of(name)
+    placement = plan_placement(dict.fromkeys(AXES, 1) | sizes, target, (order,))
+    assert len(set(placement.places)) == target.num_devices
+    link = placement.link_of(["expert"])
+    assert (link.bytes_per_second, link.group_size) == (pytest.approx(expert[0] * 1e9), expert[1])
+    assert placement.link_of(["fsdp"]).bytes_per_second == pytest.approx(fsdp * 1e9)
+    block = placement.places[: sizes["expert"]]
+    for place, following in zip(block, (*block[1:], block[0]), strict=True):
+        assert sum(abs(a - b) for a, b in zip(place, following, strict=True)) == 1
+
+
+def test_a_block_is_as_fast_as_its_busiest_link():
+    """An all-to-all of each pair's part along x, then y: two parts on each link; a gather both ways around the ring."""
+    placement = plan_placement(dict.fromkeys(AXES, 1) | {"fsdp": 64, "expert": 4}, cached_target_of("v6e-256"),
+                               ("expert:2x2",))  # fmt: skip
+    blocks = [range(first, first + 4) for first in range(0, 256, 4)]
+    pairs = [(a, b) for block in blocks for a in block for b in block if a != b]
+    exchanged = collective_seconds("all-to-all", 16e9, 4, placement.link_of(["expert"]))
+    assert exchanged == pytest.approx(send_between(placement, pairs, 1e9).seconds)
+    ring = [(block[i], block[(i + way) % 4]) for block in blocks for i in range(4) for way in (1, -1)]
+    gathered = collective_seconds("all-gather", 16e9, 4, placement.link_of(["expert"]))
+    assert gathered == pytest.approx(send_between(placement, ring, 16e9 * 3 / 4 / 2).seconds)
+    on_a_line = placed("v6e-256", fsdp=64, expert=4)
+    assert collective_seconds("all-to-all", 16e9, 4, on_a_line.link_of(["expert"])) == pytest.approx(
+        2 * (exchanged or 0), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "what"),
+    [
+        ("v6e-256", ("expert:2x4",), r"expert:2x4 is a block of 8 chips, and expert has 4 chips in a slice"),
+        ("v6e-256", ("tensor:2x2",), r"tensor:2x2 is a block of 4 chips, and tensor has 1 chip in a slice"),
+        ("v6e-256", ("expert:2x2x1",), r"expert:2x2x1 does not divide the torus of 16x16 chips"),
+        ("v6e-256", ("expert:1x4", "fsdp:4x16"), r"the blocks expert, fsdp leave the other mesh axes no way"),
+        ("h100-256", ("expert:2x2",), r"h100-256 has no torus"),
+    ],
+)
+def test_a_block_that_cannot_be_is_an_error(name, order, what):
+    with pytest.raises(ConfigError, match=what):
+        plan_placement(dict.fromkeys(AXES, 1) | {"fsdp": 64, "expert": 4}, cached_target_of(name), order)
 
 
 def test_replicas_follow_the_slices_where_none_are_declared():

@@ -111,6 +111,19 @@ def test_every_order_of_devices_is_a_candidate_that_places_its_mesh_otherwise():
     assert plan_run(one.spec()).mesh.placement.describe() == one.mesh.placement.describe()
 
 
+def test_the_nearest_axis_is_also_tried_as_a_block_of_chips():
+    """On 8 x 8 chips that do not wrap, tensor=4 is four in a row, two by two, or the far one of both."""
+    words = ("target=v6e-64", "tune.mesh={replica: [1], fsdp: [16]}", "tune.microbatches=[1]", "model.embed_dim=512",
+             "global_batch_size=64")  # fmt: skip
+    every, _ = find_candidates([_variant(*words, "tune.device_orders=all")])
+    placed = {one.device_order: one.mesh.placement.describe()["tensor"] for one in every}
+    assert placed["tensor:2x2", "fsdp"] == "ICI x (2 of 8) x ICI y (2 of 8)"
+    assert "ICI x (4 of 8)" in placed.values()
+    one = next(one for one in every if one.device_order[0] == "tensor:2x2")
+    assert "device_order=[tensor:2x2,fsdp]" in one.overrides()
+    assert plan_run(one.spec()).mesh.placement.describe() == one.mesh.placement.describe()
+
+
 def test_a_variant_whose_speed_is_not_known_is_refused_and_the_others_are_not():
     found, refused = find_candidates([_variant("precision=float32"), _variant()])
     assert found
