@@ -16,20 +16,26 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from meshloom.models.attention import attend
 
-from ..core.partition_spec import Axes, axes_in
+from ..core.partition_spec import Axes, axes_in, axes_of
 from ..core.scopes import ATTENTION, exchange_scope
 from ..jaxpr.operation_kinds import LANES
 from ..sharding.arrays import OpSite
+from ..sharding.batch import sequences_of_device
+from ..target.target import TargetPlan
 from .cudnn import attend_cudnn, most_head_dim, takes_other_values
-from .exchange import BLOCKS, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length
+from .exchange import RING, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length, blocks_of
 from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy
 from .remat import ATTENTION_RESULT, marked
-from .splash import attend_splash
+from .splash import Cut, attend_splash, plan_cut
+from .splash_fused import NO_BUDGET, Budget, Shape, all_blocks, choose_backward, plan_budget, seen_blocks
+from .splash_kernels import BLOCKS, block_size
 
 Implementation = Literal["xla", "cudnn", "splash"]
 XLA, CUDNN, SPLASH = "xla", "cudnn", "splash"
@@ -39,12 +45,14 @@ PLATFORM_OF = {CUDNN: "gpu", SPLASH: "tpu"}
 @dataclass(frozen=True)
 class Kernel:
     """implementation: of attention. heads: how queries (batch, length, heads, head_dim) lie over the auto axes.
-    exchange: how keys and values reach the queries of other devices, where mesh axes split the length."""
+    exchange: how keys and values reach the queries of other devices, where mesh axes split the length. budget: of one
+    backward kernel of splash."""
 
     implementation: Implementation
     heads: PartitionSpec
     exchange: Exchange | None = None
     auto_axes: Axes = ()
+    budget: Budget = NO_BUDGET
 
 
 class AttentionOp(ParallelOp):
@@ -56,13 +64,13 @@ class AttentionOp(ParallelOp):
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         heads, platform = inputs.auto_spec(None, None, "heads", None), inputs.target.platform
         exchange = _exchange_of(site, inputs)
-        merit = f"the kernel for {platform}"
+        merit, budget = f"the kernel for {platform}", _budget(inputs.target)
         kernels = [
             Strategy(
                 name,
                 f"by {name}",
-                Kernel(name, heads, exchange, inputs.auto_axes),
-                merit=merit,
+                Kernel(name, heads, exchange, inputs.auto_axes, budget),
+                merit=f"{merit}, {_backward(site, inputs, exchange, budget)}" if name == SPLASH else merit,
                 refusal=_refusal(name, site, inputs, exchange),
                 loss="attention keeps all scores in memory" if PLATFORM_OF[name] == platform else "",
             )
@@ -74,6 +82,35 @@ class AttentionOp(ParallelOp):
 
     def lower(self, plan: OpPlan) -> Lowered:
         return build_attend(plan.chosen.parameters)
+
+
+def _budget(target: TargetPlan) -> Budget:
+    return NO_BUDGET if target.chip is None else plan_budget(target, target.chip.efficiency.attention)
+
+
+def _backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None, budget: Budget) -> str:
+    """Returns how many kernels compute the gradients of splash attention, and why."""
+    spec, mesh = inputs.spec, inputs.mesh
+    heads, head_dim = site.operands[0].shape[2:]
+    heads //= mesh.num_shards(axes_of(inputs.auto_spec(None, None, "heads", None)[2]))
+    if exchange is not None and exchange.name != ULYSSES:
+        order = exchange.order
+        num_queries = spec.sequence_length // (order.num_chunks if exchange.name == RING else order.num_shards)
+        num_keys = num_queries if exchange.name == RING else spec.sequence_length
+        block = block_size(num_queries, num_keys, most=BLOCKS[0]) if num_queries % LANES == 0 else 0
+        seen = all_blocks(num_queries, block, num_keys)
+    else:
+        heads //= 1 if exchange is None else exchange.order.num_shards
+        num_keys = spec.sequence_length
+        cut = plan_cut(num_keys, None) if num_keys % LANES == 0 else Cut(0, 0)
+        num_queries, block = cut.part, cut.block
+        seen = seen_blocks(np.arange(num_keys - num_queries, num_keys, max(1, block))[None], block, num_keys, None)
+    sequences = sequences_of_device(spec, mesh) // spec.overlap.layers.batch_split
+    if 0 in (block, heads, sequences):  # refused elsewhere
+        return "two backward kernels"
+    itemsize = jnp.dtype(spec.precision.compute).itemsize
+    shape = Shape(sequences, heads, num_queries, num_keys, head_dim, itemsize, block)
+    return choose_backward(shape, seen, budget).reason
 
 
 def _exchange_of(site: OpSite, inputs: OpInputs) -> Exchange | None:
@@ -131,12 +168,12 @@ def build_attend(kernel: Kernel) -> Callable[..., Array]:
     """Returns a function with the signature of `models.attention.attend`."""
     on_a_device: Callable[..., Array] = {
         "cudnn": attend_cudnn,
-        "splash": partial(attend_splash, interpret=False),
+        "splash": partial(attend_splash, budget=kernel.budget, interpret=False),
         "xla": _attend_plain,
     }[kernel.implementation]
     chosen, exchange = on_a_device, kernel.exchange
     if exchange is not None:
-        blocks = BLOCKS[kernel.implementation]
+        blocks = blocks_of(kernel.implementation, kernel.budget)
         whole = partial(attend_by_blocks, blocks) if kernel.implementation == XLA else on_a_device
         exchanged = partial(attend_over_length, exchange, blocks, whole)
         chosen = partial(_on_shards, exchanged, kernel.heads, kernel.auto_axes)

@@ -24,6 +24,7 @@ from .blocks import Attended, BlockKernel, Gradient, Gradients, Keys, Queries, S
 from .cudnn_blocks import CudnnBlocks
 from .ring import Ring, attend_in_ring
 from .splash_blocks import SplashBlocks
+from .splash_fused import Budget
 from .tiles import TiledBlocks
 
 RING, ALL_GATHER, ULYSSES = "ring", "all_gather", "ulysses"
@@ -162,8 +163,14 @@ def exchange_of(name: OperationName) -> str | None:
     return f"attention, {name.exchange}" if name.exchange else None
 
 
-BLOCKS: dict[str, Callable[[float | None], BlockKernel]] = {  # by the implementation of attention, of a soft cap
-    "xla": TiledBlocks,
-    "splash": partial(SplashBlocks, interpret=False),
-    "cudnn": lambda _: CudnnBlocks(),
-}
+BlocksOf = Callable[[float | None], BlockKernel]  # of a soft cap
+
+
+def blocks_of(implementation: str, budget: Budget) -> BlocksOf:
+    """Returns the kernel for parts of the keys of an implementation of attention. budget: of splash's backward."""
+    made: dict[str, BlocksOf] = {
+        "xla": TiledBlocks,
+        "splash": partial(SplashBlocks, budget=budget, interpret=False),
+        "cudnn": lambda _: CudnnBlocks(),
+    }
+    return made[implementation]

@@ -20,10 +20,10 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from .blocks import Attended, Gradient, Gradients, Keys, Queries, attend_with
+from .splash_fused import TABLE_BYTES, Budget, seen_blocks
 from .splash_kernels import (
     BLOCKS,
     PARTLY,
-    TABLE_BYTES,
     WHOLE,
     CausalMask,
     Options,
@@ -36,11 +36,11 @@ from .splash_kernels import (
 
 def attend_splash(
     q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, *, scale: float, window: int | None,
-    soft_cap: float | None, interpret: bool,
+    soft_cap: float | None, budget: Budget, interpret: bool,
 ) -> Array:  # fmt: skip
-    """Attention by the kernel. interpret: run the kernel's operations one by one, on any platform."""
+    """Attention by the kernel. budget: of one backward kernel. interpret: run it operation by operation, anywhere."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BSKD, v_BSKD))
-    whole = _Whole(window, Options(soft_cap, interpret=interpret))
+    whole = _Whole(window, Options(soft_cap, budget, interpret=interpret))
     queries, keys = Queries(q, segment_ids_BT), Keys(k, v, segment_ids_BT)
     return jnp.swapaxes(attend_with(whole.forward, whole.gradients, queries, keys), 1, 2)
 
@@ -130,7 +130,8 @@ def _tables(cut: Cut, first: int, window: int | None) -> Tables:
         for keys_first in (False, True)
     )
     keys_first = keys_first._replace(q_sequence=queries_first.q_sequence)  # one constant of the program
-    return Tables(cut.block, queries_first, keys_first, CausalMask(window), *_used_blocks(cut, first, window))
+    seen = seen_blocks(np.arange(first, first + cut.part, cut.block)[None], cut.block, first + cut.part, window)
+    return Tables(cut.block, queries_first, keys_first, CausalMask(window), *_used_blocks(cut, first, window), seen)
 
 
 def mask_info(first: int, last: int, block: int, window: int | None, *, keys_first: bool) -> MaskInfo:

@@ -1,6 +1,6 @@
 """Splash attention of some queries to some of the keys: the tables of what is seen, for a ring and gathered keys."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,10 +10,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 
 from ..sharding.token_order import TokenOrder
 from .blocks import Attended, Gradient, Gradients, Keys, Queries, Sight
+from .splash_fused import TABLE_BYTES, Budget, all_blocks, seen_blocks
 from .splash_kernels import (
     BLOCKS,
     PARTLY,
-    TABLE_BYTES,
     WHOLE,
     CausalMask,
     Options,
@@ -28,14 +28,15 @@ def whole_tables(num_queries: int, num_keys: int) -> Tables:
     """Every query sees every key: no tables, and no mask."""
     block, nothing = block_size(num_queries, num_keys, most=BLOCKS[0]), MaskInfo(None, None, None, None, None)
     num_blocks = (num_queries // block) * (num_keys // block)
-    return Tables(block, nothing, nothing, None, num_blocks, num_blocks)
+    seen = all_blocks(num_queries, block, num_keys)
+    return Tables(block, nothing, nothing, None, num_blocks, num_blocks, seen)
 
 
 def unknown_tables(distance: Array, num_queries: int, num_keys: int, window: int | None) -> Tables:
     """Only the device knows how far the queries are from the keys: every block is computed, and masked."""
     whole = whole_tables(num_queries, num_keys)
     masked = _info(None, distance + jnp.arange(num_queries, dtype=jnp.int32))
-    return Tables(whole.block, masked, masked, CausalMask(window), whole.num_used, whole.num_blocks)
+    return replace(whole, queries_first=masked, keys_first=masked, mask=CausalMask(window))
 
 
 def block_tables(distance: int, num_queries: int, num_keys: int, window: int | None) -> Tables:
@@ -45,7 +46,8 @@ def block_tables(distance: int, num_queries: int, num_keys: int, window: int | N
     forward, backward, num_used = tables_of(places[None], num_keys // block, block, window)
     queries = jnp.asarray(distance + np.arange(num_queries, dtype=np.int32))
     first, other = (_info([x[0] for x in table], queries) for table in (forward, backward))
-    return Tables(block, first, other, CausalMask(window), num_used, len(places) * (num_keys // block))
+    seen = seen_blocks(places[None] * block, block, num_keys, window)
+    return Tables(block, first, other, CausalMask(window), num_used, len(places) * (num_keys // block), seen)
 
 
 def shard_tables(chunks: np.ndarray, shard: Array, queries: Array, num_keys: int, window: int | None) -> Tables:
@@ -60,14 +62,19 @@ def shard_tables(chunks: np.ndarray, shard: Array, queries: Array, num_keys: int
     block, forward, backward, num_used = next((each for each in made if _fits(*each[1:3])), made[-1])
     first, other = (_info([jnp.asarray(x)[shard] for x in table], queries) for table in (forward, backward))
     num_blocks = queries.shape[0] // block * (num_keys // block)
-    return Tables(block, first, other, CausalMask(window), num_used, num_blocks)
+    seen = seen_blocks(_places(chunks, chunk, block) * block, block, num_keys, window)
+    return Tables(block, first, other, CausalMask(window), num_used, num_blocks, seen, shard)
 
 
 def _tables_of_shards(
     chunks: np.ndarray, chunk: int, num_keys: int, block: int, window: int | None
 ) -> tuple[int, "Table", "Table", int]:
-    places = (chunks[:, :, None] * (chunk // block) + np.arange(chunk // block)).reshape(len(chunks), -1)
-    return block, *tables_of(places, num_keys // block, block, window)
+    return block, *tables_of(_places(chunks, chunk, block), num_keys // block, block, window)
+
+
+def _places(chunks: np.ndarray, chunk: int, block: int) -> np.ndarray:
+    """Of the rows of queries of each shard, in blocks."""
+    return (chunks[:, :, None] * (chunk // block) + np.arange(chunk // block)).reshape(len(chunks), -1)
 
 
 def _fits(*tables: "Table") -> bool:
@@ -117,9 +124,11 @@ def _typed(table: Any) -> Table:
 
 @dataclass(frozen=True)
 class SplashBlocks:
-    """Splash attention, whose scores stay in the chip's vector memory. interpret: run it operation by operation."""
+    """Splash attention, whose scores stay in the chip's vector memory. budget: of one backward kernel. interpret: run
+    it operation by operation."""
 
     soft_cap: float | None
+    budget: Budget
     interpret: bool
 
     def forward(self, queries: Queries, keys: Keys, sight: Sight | Tables) -> Attended:
@@ -144,4 +153,4 @@ class SplashBlocks:
 
     @property
     def _options(self) -> Options:
-        return Options(self.soft_cap, interpret=self.interpret)
+        return Options(self.soft_cap, self.budget, interpret=self.interpret)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
@@ -18,9 +19,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from ..core.scopes import blocks_scope
 from ..jaxpr.operation_kinds import LANES
 from .blocks import Attended, Gradient, Gradients, Keys, Queries, both_ids
+from .splash_fused import Budget, Seen, Shape, choose_backward, fused_tables
 
 BLOCKS = (512, 1024)  # tokens, the one that is wanted first; 1,024 fits the vector memory of every TPU, 2,048 does not
-TABLE_BYTES = 3 * 2**18  # of the 1 MiB of scalar memory: two tables in int16 and int8, 512 x 512 blocks
 
 PARTLY, WHOLE = 1, 2  # how much of a block the mask leaves; 0 where nothing is
 
@@ -40,7 +41,8 @@ class CausalMask:
 class Tables:
     """Which blocks of the keys each block of queries sees. block: tokens of one. queries_first, keys_first: as the
     kernels read them. mask: which keys a query sees within a block; None: all. num_used: blocks that are computed, of
-    `num_blocks` of the whole square."""
+    `num_blocks` of the whole square. seen: the same for blocks of keys of another size; shard: which of its shards this
+    device is."""
 
     block: int
     queries_first: MaskInfo
@@ -48,6 +50,15 @@ class Tables:
     mask: CausalMask | None
     num_used: int
     num_blocks: int
+    seen: Seen
+    shard: Array | int = 0
+
+    def in_blocks_of_keys(self, size: int) -> MaskInfo:
+        """Returns the tables of the one backward kernel; where the others have none, it needs none."""
+        if self.keys_first.data_next is None:
+            return self.keys_first
+        data, used = (jnp.asarray(x)[self.shard] for x in fused_tables(self.seen(size)))
+        return self.keys_first._replace(data_next=data, block_mask=used)
 
 
 def block_size(*lengths: int, most: int) -> int:
@@ -57,9 +68,10 @@ def block_size(*lengths: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class Options:
-    """interpret: run the kernel's operations one by one, on any platform."""
+    """budget: of one backward kernel. interpret: run the kernel's operations one by one, on any platform."""
 
     soft_cap: float | None
+    budget: Budget
     interpret: bool
 
 
@@ -76,10 +88,21 @@ def gradients(tables: Tables, queries: Queries, keys: Keys, gradient: Gradient, 
     of_all = (lse, d_out.astype(queries.q_BHTD.dtype), dot)
     operands = (queries.q_BHTD, keys.k_BKSD, keys.v_BKSD, of_all, *both_ids(queries, keys))
     how = {"soft_cap": options.soft_cap, "interpret": options.interpret}
-    with jax.named_scope(blocks_scope(tables.num_used, tables.num_blocks)):
-        dq = jax.vmap(partial(_dq_of_one, tables, **how))(*operands)
-        dk, dv = jax.vmap(partial(_dkv_of_one, tables, **how))(*operands)
-    return Gradients(dq, dk, dv)
+    backward = choose_backward(_shape(tables, queries, keys), tables.seen, options.budget)
+    if backward.keys_block is None:
+        with jax.named_scope(blocks_scope(tables.num_used, tables.num_blocks)):
+            dq = jax.vmap(partial(_dq_of_one, tables, **how))(*operands)
+            return Gradients(dq, *jax.vmap(partial(_dkv_of_one, tables, **how))(*operands))
+    call = partial(_fused_of_one, tables, backward.keys_block, **how)
+    with jax.named_scope(blocks_scope(backward.num_used, backward.num_blocks)):
+        by_sequence = backward.is_by_sequence
+        return Gradients(*(jax.lax.map(lambda one: call(*one), operands) if by_sequence else jax.vmap(call)(*operands)))
+
+
+def _shape(tables: Tables, queries: Queries, keys: Keys) -> Shape:
+    sequences, heads, num_queries, head_dim = queries.q_BHTD.shape
+    num_keys, itemsize = keys.k_BKSD.shape[2], queries.q_BHTD.dtype.itemsize
+    return Shape(sequences, heads, num_queries, num_keys, head_dim, itemsize, tables.block)
 
 
 def _forward_of_one(
@@ -115,14 +138,28 @@ def _dkv_of_one(
     soft_cap: float | None, interpret: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The part of the gradients of these keys and values that these queries bring."""
-    (segments,), no_sinks = _segment_ids(ids) or (None,), None
-    lse, d_out, dot = gradient
-    _, dk, dv = splash._splash_attention_bwd_dkv(
-        q_HTD, k_KSD, v_KSD, segments, no_sinks, lse, d_out, dot, bq=tables.block, bkv=tables.block,
-        bkv_compute=tables.block, mask_info=tables.keys_first, use_fused_bwd_kernel=False,
-        **_options(tables, soft_cap, interpret=interpret),
+    _, dk, dv = _by_keys(
+        q_HTD, k_KSD, v_KSD, gradient, ids, bq=tables.block, bkv=tables.block, bkv_compute=tables.block,
+        mask_info=tables.keys_first, use_fused_bwd_kernel=False, **_options(tables, soft_cap, interpret=interpret),
     )  # fmt: skip
     return dk, dv
+
+
+def _fused_of_one(
+    tables: Tables, keys_block: int, q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, *ids: Array,
+    soft_cap: float | None, interpret: bool,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Both parts, by one kernel."""
+    return _by_keys(
+        q_HTD, k_KSD, v_KSD, gradient, ids, bq=tables.block, bkv=keys_block, bkv_compute=tables.block,
+        mask_info=tables.in_blocks_of_keys(keys_block), use_fused_bwd_kernel=True,
+        **_options(tables, soft_cap, interpret=interpret),
+    )  # fmt: skip
+
+
+def _by_keys(q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, ids: tuple[Array, ...], **options: Any) -> Any:
+    (segments,), no_sinks = _segment_ids(ids) or (None,), None
+    return splash._splash_attention_bwd_dkv(q_HTD, k_KSD, v_KSD, segments, no_sinks, *gradient, **options)
 
 
 def _options(tables: Tables, soft_cap: float | None, *, interpret: bool) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from ..hlo.types import ArrayType
 from .work import Work, peak_name
 
 # By a part of the kernel's name: forward 2, the scores and their product with the values; of all gradients 5.
-_MATMULS = {"dkv": 4, "_dq": 3, "backward": 5, "bwd": 5}
+# A kernel of keys' gradients that also returns partial sums of the queries', by blocks of keys, computes all five.
+_DKV_MATMULS = 4
+_MATMULS = {"dkv": _DKV_MATMULS, "_dq": 3, "backward": 5, "bwd": 5}
 _NAMED = re.compile(r"splash|attention|fmha|fused_attn|\bmha|flash")
 _INTERMEDIATE = re.compile(r'intermediate_tensor_shape\\?":\s*\{.*?dimensions\\?":\s*\[([^\]]*)\]')
 _MASK = re.compile(r'mask_type\\?":\s*\\?"(\w+)')
@@ -55,6 +57,7 @@ def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...], ma
     square = _of_transformer_engine(told) or _of_cudnn(text, queries) or _of_shapes(instruction, arrays, queries)
     name = _name(instruction)
     count = next((count for key, count in _MATMULS.items() if key in name), 2)
+    count += count == _DKV_MATMULS and any(len(each.shape) > len(queries.shape) for each in instruction.arrays)
     depth = math.ceil(square.depth / matrix_unit) * matrix_unit
     flops = 2.0 * count * square.num_queries * square.num_keys * depth * square.share
     return Work(flops, peak_name(queries.dtype), "attention")

@@ -15,6 +15,7 @@ from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.parallel.attention import Kernel, build_attend
 from meshloom.compiler.parallel.splash import attend_splash
+from meshloom.compiler.parallel.splash_fused import NO_BUDGET, Budget
 from meshloom.models.attention import attend
 from support.helpers import forward, tiered
 
@@ -67,8 +68,9 @@ def test_attention_is_that_of_a_float64_loop(case):
     np.testing.assert_allclose(ours, numpy_attend(q, k, v, ids, **options), atol=2e-6)
 
 
+@pytest.mark.parametrize("budget", [NO_BUDGET, Budget(2**30, 0.0)], ids=["two backward kernels", "one"])
 @pytest.mark.parametrize("case", tiered(CASES, plain=["all of them"]))
-def test_splash_computes_what_plain_attention_does_with_its_gradients(case):
+def test_splash_computes_what_plain_attention_does_with_its_gradients(case, budget):
     window, soft_cap, has_documents = CASES[case]
     q, k, v = map(jnp.asarray, inputs(256, 128))
     ids = jnp.asarray(documents(256)) if has_documents else None
@@ -78,7 +80,7 @@ def test_splash_computes_what_plain_attention_does_with_its_gradients(case):
         out = attend(q, k, v, ids, **options)
         return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape))), out
 
-    (_, ours), gradients = jax.value_and_grad(partial(weighted, partial(attend_splash, interpret=True)), (0, 1, 2), has_aux=True)(q, k, v)  # fmt: skip  # noqa: E501
+    (_, ours), gradients = jax.value_and_grad(partial(weighted, partial(attend_splash, budget=budget, interpret=True)), (0, 1, 2), has_aux=True)(q, k, v)  # fmt: skip  # noqa: E501
     (_, plain), expected = jax.value_and_grad(partial(weighted, attend), (0, 1, 2), has_aux=True)(q, k, v)
     np.testing.assert_allclose(ours, plain, atol=2e-5)
     for g, e in zip(gradients, expected, strict=True):

@@ -18,6 +18,7 @@ from meshloom.compiler.parallel import cudnn, cudnn_blocks
 from meshloom.compiler.parallel.cudnn_blocks import CudnnBlocks
 from meshloom.compiler.parallel.exchange import Exchange, attend_by_blocks, attend_over_length
 from meshloom.compiler.parallel.splash_blocks import SplashBlocks
+from meshloom.compiler.parallel.splash_fused import NO_BUDGET, Budget
 from meshloom.compiler.parallel.tiles import TiledBlocks, plan_visits, tile_size
 from meshloom.compiler.sharding.token_order import TokenOrder
 from support.helpers import tiered
@@ -144,10 +145,11 @@ def test_each_exchange_computes_attention_and_its_gradients(name):
     ],
     ids=str,
 )
-def test_so_it_does_with_splash_for_each_block(case):
+@pytest.mark.parametrize("budget", [NO_BUDGET, Budget(2**30, 0.0)], ids=["two backward kernels", "one"])
+def test_so_it_does_with_splash_for_each_block(case, budget):
     length = 1024 if case[3] else 512
     ids = documents(length) if case[-1] else None
-    assert_is_reference(case, partial(SplashBlocks, interpret=True), inputs(length, 128, 2, 1), ids)
+    assert_is_reference(case, partial(SplashBlocks, budget=budget, interpret=True), inputs(length, 128, 2, 1), ids)
 
 
 class LikeCudnn:

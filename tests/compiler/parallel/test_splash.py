@@ -1,5 +1,6 @@
 """The tables of splash attention's blocks against those that JAX makes by evaluating the mask."""
 
+from dataclasses import replace
 from itertools import product
 
 import jax
@@ -13,6 +14,14 @@ from conftest import plan_of
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.parallel import splash
 from meshloom.compiler.parallel.splash import attend_splash, mask_info, plan_cut
+from meshloom.compiler.parallel.splash_fused import (
+    NO_BUDGET,
+    Budget,
+    Shape,
+    choose_backward,
+    fused_tables,
+    seen_blocks,
+)  # fmt: skip
 
 WINDOWS = (None, 1, 2, 127, 128, 129, 130, 255, 256, 257, 258, 385, 513, 1000, 5000)
 BLOCKS = [(128, 128), (256, 128), (640, 128), (1024, 256), (1536, 512)]
@@ -50,7 +59,7 @@ def test_queries_in_parts_give_what_they_give_at_once(monkeypatch):
     ids = jnp.asarray((np.arange(512) >= 200).astype(np.int32)[None])
 
     def attended(q, k, v):
-        out = attend_splash(q, k, v, ids, scale=0.1, window=300, soft_cap=None, interpret=True)
+        out = attend_splash(q, k, v, ids, scale=0.1, window=300, soft_cap=None, budget=NO_BUDGET, interpret=True)
         return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape)))
 
     run = jax.value_and_grad(attended, (0, 1, 2))
@@ -103,5 +112,63 @@ def test_flops_are_of_the_blocks_that_the_mask_leaves(length, window):
     seen = np.asarray(_mask(0, length, window)[:, :]).reshape(length // block, block, length // block, block)
     num_blocks = int(seen.any(axis=(1, 3)).sum())
     attention = next(part for part in estimate_step(plan).roofline if part.name == "attention")
-    num_matmuls = 2 + 3 + 4  # forward; scores, their gradient and dq; the same two, dk and dv
-    assert attention.flops == 2 * 2 * 128 * num_matmuls * num_blocks * block**2
+    keys_block, forward = _keys_block(plan, length, window, block), 2 * num_blocks * block**2
+    if keys_block is None:
+        backward = (3 + 4) * num_blocks * block**2  # scores, their gradient and dq; the same two, dk and dv
+    else:
+        seen = np.asarray(_mask(0, length, window)[:, :]).reshape(length // block, block, length // keys_block, -1)
+        backward = 5 * int(seen.any(axis=(1, 3)).sum()) * block * keys_block
+    assert attention.flops == 2 * 2 * 128 * (forward + backward)
+
+
+def _keys_block(plan, length, window, block):
+    """Of the one backward kernel; None: there are two."""
+    budget = plan.operation("attention").chosen.parameters.budget
+    seen = seen_blocks(np.arange(0, length, block)[None], block, length, window)
+    return choose_backward(Shape(1, 2, length, length, 128, 4, block), seen, budget).keys_block
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_the_one_backward_kernel_visits_what_is_seen_and_loads_nothing_else(window):
+    block, keys_block, length = 128, 256, 2048
+    starts = np.arange(0, length, block)[None]
+    seen = seen_blocks(starts, block, length, window)(keys_block)
+    mask = np.asarray(_mask(0, length, window)[:, :]).reshape(length // block, block, length // keys_block, keys_block)
+    np.testing.assert_array_equal(seen[0], mask.any(axis=(1, 3)))
+    data_next, block_mask = (x[0, 0] for x in fused_tables(seen))
+    np.testing.assert_array_equal(block_mask > 0, seen[0])
+    rows, columns = np.indices(seen[0].shape)
+    np.testing.assert_array_equal(data_next[seen[0]], rows[seen[0]])
+    assert seen[0][data_next, columns].all()  # a hidden block reads a row that its keys need before or after
+
+
+WHOLE_LENGTH = Shape(1, 32, 8192, 8192, 128, 2, 512)
+CAUSAL = seen_blocks(np.arange(0, 8192, 512)[None], 512, 8192, None)
+
+
+@pytest.mark.parametrize(
+    ("budget", "keys_block", "is_by_sequence", "reason"),
+    [
+        (Budget(2**40, 0.0), 512, False, "one backward kernel, 2.0 GiB of partial sums"),  # bytes are free
+        (Budget(2**40, 168.0), 1024, False, "one backward kernel, 1.0 GiB"),  # of v6e
+        (Budget(2**30, 168.0), 1024, False, "one backward kernel, 1.0 GiB"),
+        (Budget(2**29, 168.0), 1024, True, "one backward kernel, 512.0 MiB"),
+        (Budget(2**28, 168.0), 2048, True, "one backward kernel, 256.0 MiB"),
+        (Budget(2**27, 168.0), None, False, "two backward kernels: one needs 256.0 MiB of partial sums"),
+        (Budget(2**40, 1e4), None, False, "partial sums of one take longer than its matmuls save"),
+    ],
+)  # fmt: skip
+def test_one_backward_kernel_is_chosen_by_flops_and_bytes(budget, keys_block, is_by_sequence, reason):
+    """Two sequences of 8,192 tokens: partial sums of one are 64 MiB for each block of keys."""
+    chosen = choose_backward(replace(WHOLE_LENGTH, sequences=2), CAUSAL, budget)
+    assert (chosen.keys_block, chosen.is_by_sequence) == (keys_block, is_by_sequence)
+    assert reason in chosen.reason
+
+
+def test_the_plan_says_how_many_backward_kernels_there_are_and_why():
+    shape = ("model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=128", "precision=bfloat16",
+             "global_batch_size=4")  # fmt: skip
+    why = {length: plan_of("target=v5e-4", f"sequence_length={length}", *shape).operation("attention").reason
+           for length in (4096, 2**20)}  # fmt: skip
+    assert "one backward kernel" in why[4096]
+    assert "two backward kernels: one needs" in why[2**20]

@@ -505,6 +505,18 @@ def test_an_attention_kernel_takes_the_time_of_its_matmuls_over_half_of_the_squa
     assert found.seconds == pytest.approx(flops / (0.6 * 1e3))
 
 
+@pytest.mark.parametrize("batch", ["", "3,"])
+def test_one_backward_kernel_takes_the_time_of_five_matmuls(batch):
+    """It also returns a partial sum of the queries' gradient for each of 4 blocks of keys; two kernels take seven."""
+    q, partials, scratch = f"bf16[{batch}4,256,128]", f"bf16[{batch}4,4,256,128]", "f32[64,128]"
+    lines = [f"  %q = {q} parameter(0)", f"  %k = {q} parameter(1)",
+             f"  ROOT %splash_mha_dkv.1 = ({scratch}, {scratch}, {partials}, {q}, {q}) custom-call(%q, %k, %k), "
+             'custom_call_target="tpu_custom_call"']  # fmt: skip
+    (found,) = computed(read_steps(parse_module(module(*lines)), TPU)).values()
+    flops = 2 * 5 * 4 * 256 * 256 * 128 / 2 * int(batch.rstrip(",") or 1)
+    assert found.seconds == pytest.approx(flops / (0.6 * 1e3))
+
+
 def test_an_attention_kernel_that_names_its_blocks_takes_the_time_of_those():
     """Queries of 256 tokens and keys of 512, of whose 8 blocks 3 are seen."""
     q, k = "bf16[4,256,128]", "bf16[4,512,128]"
