@@ -1,4 +1,4 @@
-"""Estimates other declarations of a step beside its own: another remat policy, or another sharding."""
+"""Estimates other declarations of a step beside its own: another remat policy, sharding or overlap."""
 
 import math
 from collections.abc import Iterator
@@ -11,17 +11,21 @@ from ..schema import Alternative
 from .memory_suggestions import Replan
 
 POLICIES = ("full", "save_names", "save_dots", "none")
+OVERLAPS = (("overlap=none",), ("overlap=xla",), ("overlap=auto",))
 _AXES = ("replica", "data", "fsdp", "tensor")
 _TENSOR = 4  # shards of a layer: what fits on the shortest links of all chips
 
 
 def find_alternatives(plan: Plan, replan: Replan) -> tuple[Alternative, ...]:
     """Returns the declared step, and those that differ from it in one thing, by the estimate. Those that the
-    declaration does not allow are left out; () where there is no other, or where times cannot be estimated."""
+    declaration does not allow are left out, and overlaps that the estimate knows no difference for; () where there is
+    no other, or where times cannot be estimated."""
     own = _estimated(plan, ())
     if own is None:
         return ()
     others = [other for overrides in (*_of_remat(plan), *_of_sharding(plan)) if (other := _allowed(overrides, replan))]
+    overlaps = [other for overrides in OVERLAPS if (other := _allowed(overrides, replan))]
+    others += [other for other in overlaps if other.seconds != own.seconds]
     return (own, *others) if others else ()
 
 

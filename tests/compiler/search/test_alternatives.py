@@ -25,6 +25,7 @@ def test_each_is_what_the_estimate_says_of_its_declaration():
         ("remat=none",),
         ("sharding=hsdp", "mesh.replica=2", "mesh.fsdp=8"),  # a node has eight GPUs
         ("sharding=fsdp_tensor", "mesh.fsdp=4", "mesh.tensor=4"),
+        ("overlap=none",),
     ]
     for each in (own, *others):
         estimate = estimate_step(replan(each.overrides))
@@ -39,6 +40,24 @@ def test_the_declared_mesh_is_no_alternative_and_what_is_refused_is_left_out():
     found = find_alternatives(replan(()), replan)
     shardings = [each.overrides[0] for each in found if "sharding" in "".join(each.overrides)]
     assert shardings == ["sharding=fsdp"]
+
+
+@pytest.mark.parametrize(
+    ("declared", "others"),
+    [
+        ("overlap=xla", ["overlap=none", "overlap=auto"]),
+        ("overlap.flag_presets=[]", ["overlap=auto"]),  # which xla then has, too, and none is no longer
+        ("overlap=none", ["overlap=xla", "overlap=auto"]),
+    ],
+)
+def test_overlaps_are_alternatives_where_the_estimate_knows_a_difference(declared, others):
+    replan = replanned("target=v6e-16", "sharding=fsdp", "global_batch_size=32", declared)
+    own, *found = find_alternatives(replan(()), replan)
+    overlaps = {each.overrides[0]: each for each in found if each.overrides[0].startswith("overlap")}
+    assert list(overlaps) == others
+    assert all((each.seconds < own.seconds) == (name != "overlap=none") for name, each in overlaps.items()) or (
+        declared == "overlap=xla"
+    )
 
 
 @pytest.mark.parametrize(
