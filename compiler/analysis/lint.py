@@ -26,10 +26,12 @@ from ..xla.aot import REMATERIALIZATION
 from .advice import (
     FULL_REMAT,
     HEAD_IN_CHUNKS,
+    MORE_TOKENS,
     SPLIT_OVER_TENSOR,
     SPLIT_THE_GROUP,
     WIDER_TENSOR,
     Advice,
+    reduced_in_bfloat16,
     unfollowed,
     with_preset_for,
 )
@@ -57,7 +59,12 @@ def lint(
     """Returns all findings, the most costly first. matches: by collective, the planned ones of its size. notes: the
     compiler's messages about arrays that it gathers whole. held: weights and gradients that live throughout a loop."""
     large = [each for each in collectives if each.bytes // each.count >= LEAST_BYTES]
-    found = [finding for each in large for finding in _of_collective(plan, each, matches.get(each.name, ()), planned)]
+    narrower = reduced_in_bfloat16(large)
+    found = [
+        finding
+        for each in large
+        for finding in _of_collective(plan, each, matches.get(each.name, ()), planned, narrower)
+    ]
     others = (*_missed(plan), *map(_gathered_whole, notes), *_held_whole(plan, held))
     merged = _merged([*found, *(Costly(0, finding) for finding in others)])
     return tuple(each.finding for each in sorted(merged, key=lambda each: -each.cost))
@@ -107,12 +114,16 @@ def _mebibytes(what: str) -> float:
 
 
 def _of_collective(
-    plan: Plan, each: CollectiveReport, matches: Sequence[Match], planned: Sequence[PlannedCollective]
+    plan: Plan,
+    each: CollectiveReport,
+    matches: Sequence[Match],
+    planned: Sequence[PlannedCollective],
+    narrower: Advice,
 ) -> list[Costly]:
     alike = [candidate for match in matches for candidate in match.candidates]
     scattered = [candidate for candidate in alike if candidate.kind == "reduce-scatter"]
     if each.kind == "all-reduce" and scattered:
-        return [_whole_gradient(plan, each, scattered)]
+        return [_whole_gradient(plan, each, scattered, narrower)]
     match = _closest(each, planned) or next(iter(alike), None)
     if match is None:
         return [_unplanned(plan, each)]
@@ -138,13 +149,14 @@ def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> Pl
     return min(alike, key=lambda p: abs(p.num_bytes - each.bytes), default=None)
 
 
-def _whole_gradient(plan: Plan, each: CollectiveReport, scattered: Sequence[PlannedCollective]) -> Costly:
+def _whole_gradient(
+    plan: Plan, each: CollectiveReport, scattered: Sequence[PlannedCollective], narrower: Advice
+) -> Costly:
     what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of the traffic is redundant"
     rules = dict.fromkeys(p.rule for p in scattered if p.rule)
     is_of_head = all(_is_of_head(p.source) for p in scattered)
     in_parts, preset = [HEAD_IN_CHUNKS] if is_of_head else [], with_preset_for(plan, "reduce-scatter")
-    other = preset if preset and not preset.is_followed(plan) else "choose another overlap or target"
-    fix = unfollowed(plan, *in_parts, other, SPLIT_THE_GROUP)
+    fix = unfollowed(plan, *in_parts, *([preset] if preset else []), narrower, SPLIT_THE_GROUP) or MORE_TOKENS
     return _costly(each, each.bytes // 2, "whole-gradient", what, ", ".join((each.source, *rules)), fix)
 
 
