@@ -179,13 +179,16 @@ class TriedReport(OverlapConfig):
 
 class SearchReport(Record):
     """tried: in the order in which they were compiled, the one that was declared first. chosen: the place of the one
-    that this report is of. num_left: not compiled, for the bounds of overlap.search. num_ruled_out: those of them
-    that could not save overlap.search.min_gain. overrides: pin the chosen one."""
+    that this report is of. Every other candidate is counted once: num_equal have the same program as one in `tried`;
+    num_ruled_out could not save overlap.search.min_gain; num_untried might, and were left for `bound`, the key of
+    overlap.search that ended it. overrides: pin the chosen one."""
 
     tried: tuple[TriedReport, ...]
     chosen: NonNegativeInt
-    num_left: NonNegativeInt
+    num_equal: NonNegativeInt
     num_ruled_out: NonNegativeInt
+    num_untried: NonNegativeInt
+    bound: str | None  # "max_candidates=6"; None: nothing was left for it
     overrides: tuple[str, ...]
     cache: Literal["hit", "miss", "off"]  # whether it was decided before
 

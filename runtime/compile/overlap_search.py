@@ -6,17 +6,21 @@ the same. Each candidate is kept like any compiled step, so a search that was in
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
+from typing import Literal, get_args
 
 import jax
 from pydantic import ValidationError
 
 from meshloom import compiler as compiler_package
+from meshloom.compiler.config.overlap_spec import OverlapSearch
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.format import counted, human_share
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_declared
 from meshloom.compiler.plan import Plan
@@ -30,11 +34,13 @@ from ..core.files import replace_text
 from ..processes.say import say
 from .step_compiler import StepCompiler, StoredStep, cache_folder
 
+Untried = Literal["num_equal", "num_ruled_out", "num_untried"]  # why a candidate has no row, as SearchReport counts it
+
 
 def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...]) -> tuple[StoredStep, SearchReport]:
     """Returns the step that is predicted to be the shortest, of those that meet the demand if any does, and the table
     of all that were compiled; where none fits, the one that was declared. Raises what compiling that one does."""
-    bounds, max_exposed, begun = plan.spec.overlap.search, plan.spec.overlap.max_exposed, time.monotonic()
+    bounds = plan.spec.overlap.search
     assert bounds is not None
     candidates = find_candidates(plan, estimate_declared(plan))
     num_most = min(len(candidates), bounds.max_candidates)
@@ -43,39 +49,62 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
         status = f"compiling {number} of at most {num_most}: {one.name}"
         return compiler.compile(plan_run(one.applied_to(plan.spec)), (*overrides, *one.overrides(plan.spec)), status)
 
-    winner, best = candidates[0], compiled(candidates[0], 1)
-    decision = _decision_file(plan, best, candidates)
+    declared = compiled(candidates[0], 1)
+    decision = _decision_file(plan, declared, candidates)
     if decision and (decided := _read(decision)):
         winner = next(one for one in candidates if one.overrides(plan.spec) == decided.overrides)
         say(compiler.console, f"decided before: {winner.name}, by {decision}")
-        return compiled(winner, 1) if decided.chosen else best, decided
-    tried, num_ruled_out = [evaluate(winner, best.step)], 0
-    say(compiler.console, line_of(tried[0]))
-    for one in candidates[1:]:
-        if len(tried) == bounds.max_candidates or time.monotonic() - begun > bounds.budget_seconds:
-            break
-        if not could_gain(one, tried, bounds.min_gain, max_exposed):
-            num_ruled_out += 1
-            continue
-        made, told = _attempt(one, partial(compiled, one, len(tried) + 1))
-        tried.append(told)
-        say(compiler.console, line_of(told))
-        if made and best_of(tried, max_exposed) == len(tried) - 1:
-            winner, best = one, made
-    if num_ruled_out:
-        least = human_share(bounds.min_gain)
-        say(compiler.console, f"  {counted(num_ruled_out, 'other')} could not save {least} of the step: not compiled")
-    report = SearchReport(
-        tried=tuple(tried),
-        chosen=best_of(tried, max_exposed) or 0,
-        num_left=len(candidates) - len(tried),
-        num_ruled_out=num_ruled_out,
-        overrides=winner.overrides(plan.spec),
-        cache="miss" if decision else "off",
-    )
+        return compiled(winner, 1) if decided.chosen else declared, decided
+    best, report = _try_in_turn(candidates, declared, compiled, plan.spec, compiler.console)
+    report = report.model_copy(update={"cache": "miss" if decision else "off"})
     if decision:
         _write(decision, report, compiler)
     return best, report
+
+
+def _try_in_turn(
+    candidates: Sequence[Candidate],
+    declared: StoredStep,
+    compiled: Callable[[Candidate, int], StoredStep],
+    spec: RunSpec,
+    console: Console,
+) -> tuple[StoredStep, SearchReport]:
+    """Returns the best step, and what became of each candidate. declared: the step of the first."""
+    bounds, max_exposed, begun = spec.overlap.search, spec.overlap.max_exposed, time.monotonic()
+    assert bounds is not None
+    winner, best, tried, bound = candidates[0], declared, [evaluate(candidates[0], declared.step)], None
+    rest, programs = Counter[Untried](), {declared.step.lowered.fingerprint.digest}
+    say(console, line_of(tried[0]))
+    for one in candidates[1:]:
+        if not could_gain(one, tried, bounds.min_gain, max_exposed):
+            rest["num_ruled_out"] += 1
+            continue
+        bound = bound or _reached(bounds, len(tried), time.monotonic() - begun)
+        if bound:
+            rest["num_untried"] += 1
+            continue
+        made, told = _attempt(one, partial(compiled, one, len(tried) + 1))
+        if made and made.step.lowered.fingerprint.digest in programs:
+            rest["num_equal"] += 1
+            continue
+        tried.append(told)
+        say(console, line_of(told))
+        if made:
+            programs.add(made.step.lowered.fingerprint.digest)
+            if best_of(tried, max_exposed) == len(tried) - 1:
+                winner, best = one, made
+    counts = {name: rest[name] for name in get_args(Untried)}
+    chosen = best_of(tried, max_exposed) or 0
+    return best, SearchReport(
+        tried=tuple(tried), chosen=chosen, **counts, bound=bound, overrides=winner.overrides(spec), cache="off"
+    )
+
+
+def _reached(bounds: OverlapSearch, num_tried: int, seconds: float) -> str | None:
+    """Returns the bound that ends the search, as its key and value; None if none is reached."""
+    if num_tried >= bounds.max_candidates:
+        return f"max_candidates={bounds.max_candidates}"
+    return f"budget_seconds={bounds.budget_seconds:g}" if seconds > bounds.budget_seconds else None
 
 
 def _attempt(one: Candidate, compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, TriedReport]:

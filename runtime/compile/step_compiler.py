@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,12 @@ class StoredStep:
 @dataclass(frozen=True)
 class StepCompiler:
     """Compiles for the same devices. run_dir: what was compiled into it before is looked at, and the compiler's own
-    words are logged there."""
+    words are logged there. known: what it has compiled, by fingerprint, so that no program is compiled twice."""
 
     devices: Sequence[Any]
     run_dir: Path
     console: Console
+    known: dict[str, tuple[Built, Artifact | None]] = field(default_factory=dict)
 
     def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> StoredStep:
         """overrides: that declare it. status: shown while it compiles. Raises ConfigError for compiler options that are
@@ -70,6 +71,14 @@ class _StoredCompile:
     artifact: Artifact | None = None
 
     def __call__(self, lowered: LoweredStep) -> Built:
+        digest, known = lowered.fingerprint.digest, self.compiler.known
+        if digest not in known:
+            built = self._found_or_compiled(lowered)
+            known[digest] = built, self.artifact
+        built, self.artifact = known[digest]
+        return built
+
+    def _found_or_compiled(self, lowered: LoweredStep) -> Built:
         store = store_of(self.spec, lowered.fingerprint)
         for warning in unkept(self.spec):
             say(self.compiler.console, f"warning: {warning}")

@@ -231,7 +231,8 @@ def searched() -> SearchReport:
             TriedReport(layers=loops[1], parallel={}, flag_presets=(), **unknown, compile_seconds=0.0,
                         why_not="INTERNAL: <b>no</b>"),
         ),
-        chosen=1, num_left=4, num_ruled_out=3, overrides=("overlap.layers.prefetch=1",), cache="miss",
+        chosen=1, num_equal=1, num_ruled_out=3, num_untried=4, bound="max_candidates=3",
+        overrides=("overlap.layers.prefetch=1",), cache="miss",
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from . import charts
 from .facts import sums, unknown_values, verdict, why_exposed, why_unknown
 from .mesh_picture import mesh_picture
 from .timeline import hidden_behind, lay_out, layer_views
+from .tried import lines_of_rest
 
 NUM_EVENTS = 4000  # on the page, the longest ones; timeline.json has all
 FOLDED_ROWS = 24  # a longer table of arrays is closed until it is asked for
@@ -64,6 +65,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
         collectives=collective_groups(report),
         roofline=charts.roofline_plot(report),
         search=_search(report),
+        search_rest=tuple(lines_of_rest(report.search)) if report.search else (),
         alternatives=_alternatives(report),
         findings=sorted(report.findings, key=lambda finding: finding.severity != "warning"),
         tables=array_tables(plan) if plan else [],

@@ -9,6 +9,7 @@ from ...core.console import Column, Console, Line, Part, Table
 from ...core.format import counted, human_bytes, human_parameters, human_seconds, human_share, human_slowdown
 from ...schema import MemoryReport, ProgramReport, Report, by_exposed
 from .facts import Fact, compute_by_kind, origin, sums, unknown_values, verdict, why_exposed
+from .tried import lines_of_rest
 
 FILE_WIDTH = 1000  # columns, where nothing is wrapped
 BAR_WIDTH = 48
@@ -129,7 +130,9 @@ def _search(report: Report) -> Iterable[Line]:
         saved = 1 - chosen.predicted_seconds / declared.predicted_seconds
         gain = f", {human_share(saved)} shorter than {declared.name}"
     judged = f"best of {num_tried}" if chosen.predicted_seconds is not None else f"none of {num_tried} can be judged"
-    yield [("search", "bold"), f"   {judged}: {name}{gain}"]
+    yield [("search", "bold"), f"   {judged} compiled: {name}{gain}"]
+    for line in lines_of_rest(search):
+        yield [("         " + line, "dim")]
 
 
 def _faster(report: Report) -> Iterable[Line]:

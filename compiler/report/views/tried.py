@@ -1,7 +1,9 @@
 """What `overlap.search` tried, in words."""
 
-from ...core.format import human_bytes, human_seconds, human_share
-from ...schema import TriedReport
+from collections.abc import Iterator
+
+from ...core.format import counted, human_bytes, human_seconds, human_share
+from ...schema import SearchReport, TriedReport
 
 
 def line_of(one: TriedReport) -> str:
@@ -17,3 +19,13 @@ def cells_of(one: TriedReport) -> tuple[str, ...]:
     host = f" and {human_bytes(one.host_bytes_per_chip)} of the host" if one.host_bytes_per_chip else ""
     memory = human_bytes(one.peak_bytes_per_chip) + host + (", does not fit" if one.fits is False else "")
     return human_seconds(one.predicted_seconds), exposed, memory
+
+
+def lines_of_rest(search: SearchReport) -> Iterator[str]:
+    """Yields a line for each reason for which candidates are not in the table."""
+    if search.num_ruled_out:
+        yield f"{counted(search.num_ruled_out, 'candidate')} could not save overlap.search.min_gain of the step"
+    if search.num_equal:
+        yield f"{counted(search.num_equal, 'candidate')} made a program that was compiled already"
+    if search.num_untried:
+        yield f"{counted(search.num_untried, 'candidate')} not tried: overlap.search.{search.bound}"

@@ -3,7 +3,7 @@
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -151,11 +151,12 @@ def test_layers_are_not_unrolled_where_the_compiler_would_abort(target, sharding
 
 @pytest.mark.parametrize(("sharding", "has_tensor"), [("fsdp", False), ("fsdp_tensor", True)])
 def test_sets_for_activations_are_tried_where_those_are_split(sharding, has_tensor):
-    plan = plan_of("target=h100-8", f"sharding={sharding}")
+    plan = plan_of("target=v5e-8", f"sharding={sharding}")
     sets = {name for one in find_candidates(plan, estimate_declared(plan)) for name in one.way.flag_presets}
     assert ("windowed_einsum" in sets) == has_tensor
     assert "synchronous" not in sets
     assert "sparse_core" not in sets
+    assert "async_fusion" not in sets  # the same program as without
 
 
 def test_the_model_of_what_is_exposed_is_the_sum_by_hand():
@@ -253,17 +254,17 @@ def test_the_views_tell_what_was_tried_and_what_the_compiler_said():
     out = io.StringIO()
     show_summary(searched, Console(out, width=100), files=())
     told = out.getvalue()
-    assert "best of 3: prefetch 1, deferred, unroll 2, async_fusion, 12.1 % shorter than scan" in told
+    assert "best of 3 compiled: prefetch 1, deferred, unroll 2, async_fusion, 12.1 % shorter than scan" in told
 
 
 class Unreadable:
     """In the place of a compiler: its programs take a second less each, and the text of some cannot be read. errors: in
-    the place of a program."""
+    the place of a program. equal: places whose program is the first one."""
 
     console = Console(is_quiet=True)
 
-    def __init__(self, *places: int, errors: Mapping[int, Exception] = MappingProxyType({})):
-        self.places, self.errors, self.num_compiled = places, errors, 0
+    def __init__(self, *places: int, errors: Mapping[int, Exception] = MappingProxyType({}), equal: Sequence[int] = ()):
+        self.places, self.errors, self.equal, self.num_compiled = places, errors, equal, 0
 
     def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> StoredStep:  # noqa: ARG002
         place, self.num_compiled = self.num_compiled, self.num_compiled + 1
@@ -274,7 +275,7 @@ class Unreadable:
         schedule = Unavailable("line 7: no instruction") if place in self.places else analysis
         memory = ProgramMemory(*[0] * 7)
         built = Built("HloModule", memory, None, {}, {}, 1.0, ())
-        lowered: Any = SimpleNamespace(fingerprint=SimpleNamespace(digest="d"))
+        lowered: Any = SimpleNamespace(fingerprint=SimpleNamespace(digest=str(0 if place in self.equal else place)))
         step = CompiledStep(plan, estimate_step(plan), lowered, built, schedule, NO_PROGRAM)
         return StoredStep(step, None, overrides)
 
@@ -319,8 +320,19 @@ def test_loops_that_could_not_save_what_is_asked_are_not_compiled(least, number)
     assert (len(search.tried), search.chosen) == (number, number - 1)
     assert best.step.plan.spec.overlap.layers == search.tried[-1].layers
     assert best.step.plan.spec.overlap.flag_presets == search.tried[-1].flag_presets
-    assert search.num_left == len(find_candidates(plan, estimate_declared(plan))) - number
-    assert search.num_ruled_out == search.num_left or least == 0.0
+    num_others = len(find_candidates(plan, estimate_declared(plan))) - number
+    assert search.num_ruled_out + search.num_untried == num_others
+    assert (search.num_untried > 0) == (least == 0.0)
+    assert search.bound == ("max_candidates=5" if search.num_untried else None)
+
+
+def test_a_program_that_was_compiled_is_not_judged_twice():
+    plan = plan_of("target=h100-8", "overlap=auto", "overlap.search.max_candidates=3", "compilation_cache=null")
+    compiler: Any = Unreadable(equal=(1, 3))  # to what was compiled first
+    _, search = search_overlap(plan, compiler, ())
+    assert (compiler.num_compiled, len(search.tried), search.num_equal) == (5, 3, 2)
+    num_all = len(find_candidates(plan, estimate_declared(plan)))
+    assert len(search.tried) + search.num_equal + search.num_ruled_out + search.num_untried == num_all
 
 
 @pytest.mark.ci
@@ -345,7 +357,7 @@ def test_a_search_compiles_judges_takes_the_best_and_is_not_done_twice(tmp_path)
     report = Report.model_validate_json((tmp_path / "first" / "report.json").read_text())
     assert report.search is not None
     assert (report.search.cache, len(report.search.tried)) == ("miss", 3)
-    assert report.search.num_left > 0
+    assert report.search.num_untried > 0
     seconds = [one.predicted_seconds for one in report.search.tried]
     assert report.step.predicted_seconds == min(one for one in seconds if one is not None)
     assert seconds[report.search.chosen] == report.step.predicted_seconds
