@@ -42,7 +42,7 @@ from .sharding.optimizer_state import build_optimizer, check_schedule
 from .sharding.sharding import ShardingPlan, check_rules, plan_sharding, usable_mesh
 from .sharding.state import plan_state, update_layouts
 from .target.calibration import calibrate_target
-from .target.compiler_options import Options, check_unroll, plan_preset_options
+from .target.compiler_options import Options, check_unroll, options_around_faults, plan_preset_options, with_presets
 from .target.mesh import MeshPlan, plan_mesh
 from .target.target import TargetPlan, plan_target
 from .xla.aot import Built, LoweredStep, compile_ahead, lower_ahead
@@ -61,7 +61,7 @@ def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
     optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
     return Plan(
-        spec=spec,
+        spec=layout.inputs.spec,
         target=target,
         mesh=mesh,
         model=model,
@@ -107,6 +107,7 @@ def plan_layout(
 ) -> Layout:
     """Decides the layout, in milliseconds: a search calls it for each mesh. Raises ConfigError with all that cannot
     run."""
+    spec = with_presets(spec, target)
     mesh, *_ = all_of(
         lambda: plan_mesh(usable_mesh(spec), target, spec.device_order),
         lambda: check_rules(spec.sharding, arrays),
@@ -115,7 +116,10 @@ def plan_layout(
     )
     sharding, preset_options, *_ = all_of(
         lambda: _plan_sharding(spec, arrays, mesh, target),
-        lambda: plan_preset_options(spec.overlap.flag_presets, target),
+        lambda: {
+            **options_around_faults(spec, target),
+            **plan_preset_options(spec.overlap.flag_presets, target),
+        },
         lambda: check_batch(spec, mesh),
         lambda: check_length(spec, model),
         lambda: check_length_split(spec, model, mesh),

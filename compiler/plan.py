@@ -23,7 +23,7 @@ from .sharding.rules import ArrayPlan, DimensionPlan
 from .sharding.sharding import ShardingPlan, gathered_bytes
 from .sharding.state import State, bytes_per_device
 from .sharding.token_order import TokenOrder, plan_token_order
-from .target.compiler_options import Options
+from .target.compiler_options import Options, describe_presets, inert_presets
 from .target.mesh import MeshPlan
 from .target.target import TargetPlan
 
@@ -66,7 +66,7 @@ class Plan:
     weights: Params  # of WeightPlan, as a tree like the parameters
     memory: MemoryPlan
     model_flops: ModelFlops
-    preset_options: Options  # of overlap.flag_presets, for the target's compiler
+    preset_options: Options  # of overlap.flag_presets, for the target's compiler, and those that it fails without
 
     def operations_of(self, kind: str) -> tuple[OpPlan, ...]:
         """The plans of one operation, for each of its sites."""
@@ -113,8 +113,14 @@ class Plan:
         return (
             *self.sharding.warnings,
             *self.mesh.placement.warnings(),
+            *inert_presets(spec.overlap.flag_presets, self.target),
             *spec.schedule.warnings(spec.optimizer.learning_rate, spec.num_steps),
         )
+
+    @property
+    def flag_presets(self) -> str | None:
+        """A line on the presets of XLA options that it is compiled with; None if there are none."""
+        return describe_presets(self.spec.overlap.flag_presets, self.target)
 
 
 def _num_active(array: Array, num_experts: int | None) -> int:

@@ -1,16 +1,18 @@
 """How XLA's compiler for a target behaves, whatever its options; read from conf/overlap/_compiler_traits.yaml."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import yaml
+from pydantic import Field
 
 from meshloom.models.config import Record
 
 from ..core.collectives import CollectiveKind
+from .spec import CompilerOption
 
 
 class CompilerTraits(Record):
@@ -27,6 +29,8 @@ class CompilerTraits(Record):
     aborts_on_unroll: the process aborts if an iteration has several layers and a mesh axis splits matmuls.
     max_reduce_scatter: the largest number of devices, times the odd factor of a dimension that is not scattered, for
         which a reduce-scatter is compiled as one; above it becomes an all-reduce. None: no limit.
+    narrow_reduction_options: options without which it fails on a loop over microbatches that reduces gradients in a
+        narrower type than it accumulates them in.
     tile_rows: matrices lie in tiles of this many rows; shards of a row dimension that are no whole tiles are padded for
         a collective, which is then synchronous. 1: they are not.
     ragged_all_to_all: it compiles one, on up to max_chips_ragged_all_to_all chips.
@@ -42,6 +46,7 @@ class CompilerTraits(Record):
     gathers_before_loops: bool = False
     aborts_on_unroll: bool = False
     max_reduce_scatter: int | None = None
+    narrow_reduction_options: Mapping[str, CompilerOption] = Field(default_factory=dict)
     tile_rows: int = 1
     ragged_all_to_all: bool = False
     max_chips_ragged_all_to_all: int | None = None

@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Literal, Self
 
 import yaml
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from meshloom.models.config import Record
 
@@ -25,13 +25,21 @@ class FlagPreset:
 
     flags: the options; None if the preset has none for the target and cannot be chosen. hides: kinds of collectives
     that it overlaps with compute. begins_early: kinds that it starts in the loop iteration before the one that needs
-    them. tried_for: what `overlap.search` tries to hide with it; empty: never tried.
+    them. tried_for: what `overlap.search` tries to hide with it; empty: never tried. is_default: part of `auto`.
+    inert: why the target's programs are the same without it; None if they are not.
     """
 
     tried_for: tuple[Moved, ...]
     hides: tuple[CollectiveKind, ...]
     begins_early: bool
     flags: Options | None
+    is_default: bool = False
+    inert: str | None = None
+
+    @property
+    def is_offered(self) -> bool:
+        """Returns True if it has options for the target, and they change its programs."""
+        return self.flags is not None and self.inert is None
 
 
 class OptionNote(Record):
@@ -54,13 +62,16 @@ class EnvironmentNote(Record):
 
 
 class PresetEntry(Record):
-    """A preset in the file. values: options by chip or platform; a chip's take precedence over its platform's."""
+    """A preset in the file. values: options by chip or platform; a chip's take precedence over its platform's.
+    default_for: chips. inert: by chip or platform, why its programs are the same without the preset."""
 
     what: str
     tried_for: tuple[Moved, ...]
     hides: tuple[CollectiveKind, ...]
     begins_early: bool
     values: dict[str, dict[str, CompilerOption]]
+    default_for: tuple[str, ...] = ()
+    inert: dict[str, str] = Field(default_factory=dict)
 
 
 class FlagPresetFile(Record):
@@ -89,12 +100,15 @@ def preset_file() -> FlagPresetFile:
 
 def read_flag_presets(platform: str, chip: str | None) -> dict[str, FlagPreset]:
     """Returns every preset by name, as it is for a chip of a platform. chip None: any device of the platform."""
+    keys = (chip, platform)
     return {
         name: FlagPreset(
             tried_for=one.tried_for,
             hides=one.hides,
             begins_early=one.begins_early,
-            flags=next((one.values[key] for key in (chip, platform) if key in one.values), None),
+            flags=next((one.values[key] for key in keys if key in one.values), None),
+            is_default=chip in one.default_for,
+            inert=next((one.inert[key] for key in keys if key in one.inert), None),
         )
         for name, one in preset_file().presets.items()
     }

@@ -53,6 +53,8 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         if not each.chosen.is_trivial:
             name = "" if each.site.name in (each.op.kind, each.op.title) else f" {each.site.name}"
             console.line((each.op.title, "bold"), f"{name} {each.how}")
+    if plan.flag_presets:
+        console.line(("flags", "bold"), f" {plan.flag_presets}")
     for warning in plan.warnings:
         for line in warning.as_warning().split("\n"):
             console.line(line, style="yellow")
@@ -86,6 +88,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         },
         "mesh": dict(plan.mesh.sizes),
         "mesh_reasons": dict(plan.mesh.reasons),
+        "flag_presets": list(plan.spec.overlap.flag_presets),
         "placement": {axis: _placed(plan, axis) for axis in plan.mesh.placement.describe()},
         "warnings": [asdict(warning) for warning in plan.warnings],
         "program": {

@@ -9,18 +9,52 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from ..config.flag_presets import FlagPreset, Moved, Options
-from ..config.spec import CompilerOption
+from ..config.spec import CompilerOption, RunSpec
 from ..core.collectives import CollectiveKind
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from .target import TargetPlan
 
+AUTO = "auto"  # in overlap.flag_presets: what the target's compiler is known to need
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(?P<name>[^']*)'")
 _WRONG_VALUE = re.compile(r"setting option (?P<name>\w+), (?P<what>.*?)\.?$", re.M)
 
 
 def presets_for(target: TargetPlan) -> dict[str, FlagPreset]:
-    """Returns the presets that have options for this target."""
-    return {name: one for name, one in target.flag_presets.items() if one.flags is not None}
+    """Returns the presets that change programs for this target."""
+    return {name: one for name, one in target.flag_presets.items() if one.is_offered}
+
+
+def default_presets(target: TargetPlan) -> tuple[str, ...]:
+    """Returns the presets that `auto` means for this target."""
+    return tuple(name for name, one in presets_for(target).items() if one.is_default)
+
+
+def with_presets(spec: RunSpec, target: TargetPlan) -> RunSpec:
+    """Returns the declaration with `auto` of overlap.flag_presets replaced by the default presets of the target."""
+    found = [default_presets(target) if name == AUTO else (name,) for name in spec.overlap.flag_presets]
+    names = tuple(dict.fromkeys(name for several in found for name in several))
+    return spec.model_copy(update={"overlap": spec.overlap.model_copy(update={"flag_presets": names})})
+
+
+def describe_presets(names: Sequence[str], target: TargetPlan) -> str | None:
+    """Returns a line on the presets of a program beside the defaults of its target; None if there are neither."""
+    defaults = default_presets(target)
+    if not defaults:
+        return ", ".join(names) or None
+    if tuple(names) == defaults:
+        return f"{', '.join(names)}, the default for {target.name}; overlap.flag_presets=[] leaves it out"
+    return f"{', '.join(names) or 'none'}; the default for {target.name} is {', '.join(defaults)}"
+
+
+def inert_presets(names: Sequence[str], target: TargetPlan) -> tuple[Problem, ...]:
+    """Returns a warning for each of these presets that does not change programs for this target."""
+    return tuple(
+        Problem(
+            f"overlap.flag_presets[{index}]", f"'{name}' does nothing on {target.name}: {one.inert}", "leave it out"
+        )
+        for index, name in enumerate(names)
+        if (one := target.flag_presets.get(name)) is not None and one.inert is not None
+    )
 
 
 def hidden_kinds(names: Sequence[str], moved: Moved, target: TargetPlan) -> frozenset[CollectiveKind]:
@@ -59,15 +93,22 @@ def plan_preset_options(names: Sequence[str], target: TargetPlan) -> Options:
     do not exist, or have no options for the target."""
     choices, problems, found = presets_for(target), list[Problem](), dict[str, CompilerOption]()
     for index, name in enumerate(names):
-        if name in choices:
-            found |= choices[name].flags or {}
+        known = target.flag_presets.get(name)
+        if known is not None and known.flags is not None:
+            found |= known.flags
             continue
-        is_known = name in target.flag_presets
-        what = f"'{name}' has no options for {target.name}" if is_known else f"there is no set '{name}'"
+        what = f"'{name}' has no options for {target.name}" if known else f"there is no set '{name}'"
         fix = use_one_of(name, list(choices)) if choices else "leave it out"
         problems.append(Problem(f"overlap.flag_presets[{index}]", what, fix))
     raise_if_any(problems)
     return found
+
+
+def options_around_faults(spec: RunSpec, target: TargetPlan) -> Options:
+    """Returns the options without which the target's compiler fails on the declaration."""
+    precision = spec.precision
+    is_narrow = precision.gradient_reduction != precision.gradients
+    return target.compiler.narrow_reduction_options if is_narrow and spec.num_microbatches > 1 else {}
 
 
 def check_unroll(num_layers: int, split_axes: Sequence[str], target: TargetPlan) -> None:

@@ -228,6 +228,8 @@ def _show_header(console: Console, job: CompileJob) -> None:
     say(console, f"meshloom compile: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {target.name}, "
         f"{plan.spec.tokens_per_step:,} tokens per step")  # fmt: skip
     say_labels(console, plan.spec)
+    if plan.flag_presets:
+        say(console, f"flag presets: {plan.flag_presets}")
     for warning in plan.warnings:
         say(console, warning.as_warning())
 

@@ -52,6 +52,8 @@ def show_header(console: Console, plan: Plan) -> None:
     """Shows what is about to run, in one line."""
     say(console, f"meshloom train: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {plan.target.name}, "
         f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}")  # fmt: skip
+    if plan.flag_presets:
+        say(console, f"flag presets: {plan.flag_presets}")
     for warning in (*plan.warnings, *_not_judged(plan), *_not_counted(plan)):
         say(console, warning.as_warning())
 

@@ -50,7 +50,8 @@ def test_parts_of_llama3_on_64_chips():
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        ((), "vocab_chunks is not used: with these flag presets no gather runs beside the head's matmuls"),
+        (("overlap.flag_presets=[]",),
+         "vocab_chunks is not used: with these flag presets no gather runs beside the head's matmuls"),
         (("overlap.flag_presets=[sparse_core]", "loss.max_logits_bytes=1", "loss.max_logits_share=0.05"),
          "vocab_chunks is not used: each of 4 chunks of tokens needs the whole vocabulary"),
         ((WHOLE,), "parallel.lm_head=whole"),
