@@ -1,14 +1,15 @@
 """A compiled program by itself: what its text says, without a declaration to hold it against."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..core.errors import ConfigError, Problem, raise_if_any
-from ..core.format import counted
+from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
+from ..core.format import counted, human_bytes, human_names
 from ..schema import Event, Finding
 from ..target.target import TargetPlan
 from ..xla.aot import ProgramMemory
-from ..xla.hlo import HloError, Module, parse_module
+from ..xla.hlo import HloError, Module, module_name, parse_module
 from .program_devices import ProgramDevices
 from .program_lint import lint_program
 from .program_memory import PeakMemory, needed_bytes, read_peak
@@ -19,8 +20,8 @@ from .unavailable import Unavailable
 
 COMPILED = "give the text of the compiled program: compiled.as_text() in Python, or *after_optimizations.txt of a dump"
 
+NUM_NAMED = 4  # programs of a text that are named
 _STABLEHLO = re.compile(r"\s*(?:#\w+ = .*\n\s*)*(?:module\b|\"builtin\.module\")")
-_COUNTS = {key: re.compile(rf"\b{key}=(\d+)") for key in ("num_partitions", "replica_count")}
 _OF_TPU = re.compile(r":T\(|\"estimated_cycles\"")  # tiled layouts, and what its compiler estimates
 
 
@@ -61,6 +62,22 @@ def inspect_text(
     return InspectedProgram(module, devices, schedule, peak, memory, findings)
 
 
+def choose_program(texts: Sequence[str], named: str | None, where: str) -> tuple[int, str]:
+    """Returns the place of the program to read among several, and a note on the choice: of those of that name, or of
+    all, the largest that is scheduled. Raises ConfigError if none has that name."""
+    names = [module_name(text) for text in texts]
+    if named is not None and named not in names:
+        fix = use_one_of(named, dict.fromkeys(names))
+        raise ConfigError([Problem("module", f"{where} has no program {named}", fix)])
+    places = [place for place, name in enumerate(names) if named in (None, name)]
+    chosen = max(places, key=lambda place: ("is_scheduled=true" in texts[place], len(texts[place])))
+    if len(places) == 1:
+        return chosen, ""
+    others = human_names(list(dict.fromkeys(names)), NUM_NAMED)
+    what = f"{names[chosen]}, {human_bytes(len(texts[chosen]))}, is the largest of {counted(len(places), 'program')}"
+    return chosen, f"{what} ({others}); --module NAME chooses" if named is None else what
+
+
 def _parse(text: str, name: str) -> Module:
     if _STABLEHLO.match(text):
         raise ConfigError([Problem(name, "this is a lowered program, which has no schedule yet", COMPILED)])
@@ -76,7 +93,7 @@ def problems_of(module: Module, text: str, target: TargetPlan, name: str) -> lis
     if not module.is_scheduled:
         problems.append(Problem(name, "the program is not scheduled: its compiler has not ordered it", COMPILED))
     # A program for several slices of TPUs counts the devices of one.
-    if (num := num_devices(module)) not in (target.num_devices, target.num_devices // target.num_slices):
+    if (num := module.num_devices) not in (target.num_devices, target.num_devices // target.num_slices):
         what = f"the program is for {counted(num, 'device')}, and {target.name} has {target.num_devices}"
         problems.append(Problem("target", what, "name the target that it was compiled for"))
     is_of_tpu = _OF_TPU.search(text) is not None
@@ -85,12 +102,3 @@ def problems_of(module: Module, text: str, target: TargetPlan, name: str) -> lis
         what = f"the program {was} for TPUs, and {target.name} is of platform {target.platform}"
         problems.append(Problem("target", what, "name the target that it was compiled for"))
     return problems
-
-
-def num_devices(module: Module) -> int:
-    """Returns the number of devices that run the program: its replicas times its partitions."""
-    found = {key: pattern.search(module.header) for key, pattern in _COUNTS.items()}
-    num = 1
-    for match in found.values():
-        num *= int(match[1]) if match else 1
-    return num

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from meshloom.compiler.analysis.inspected import InspectedProgram, inspect_text
+from meshloom.compiler.analysis.inspected import InspectedProgram, choose_program, inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.core.console import Console
@@ -24,6 +24,7 @@ from meshloom.compiler.report.views.timeline import chrome_trace
 from meshloom.compiler.schema import Event, Report
 from meshloom.compiler.target.placement import plan_own_order
 from meshloom.compiler.xla.aot import memory_of
+from meshloom.compiler.xla.hlo import split_modules
 
 from ..compile.program_files import devices_of, find_program, read_target
 from ..rundir.report_files import write_report
@@ -76,15 +77,20 @@ class Inspection:
 
 
 def inspect(
-    program: Any, *overrides: str, target: str | None = None, config_dir: str | PathLike[str] | None = None
+    program: Any,
+    *overrides: str,
+    target: str | None = None,
+    module: str | None = None,
+    config_dir: str | PathLike[str] | None = None,
 ) -> Inspection:
     """Returns the report of a compiled program, without its declaration.
 
     program: what `jax.jit(step).lower(...)` or `.compile()` of it gives (the first is compiled), the text that
     `compiled.as_text()` gives, or a path: of such a text, an XLA dump directory, or a run directory of ours. target:
-    the chips that it is for, as `target=` of the command; a run directory says it itself. overrides: more of the same,
-    such as "target.num_slices=2" or "calibration=mine". config_dir: a folder of configs beside ours. Raises ConfigError
-    for what is not such a program, or not one for the target.
+    the chips that it is for, as `target=` of the command; a run directory says it itself. module: the name of the
+    program to read, of a text or a dump that has several; without it the largest is read, and `note` says so.
+    overrides: more of the same, such as "target.num_slices=2" or "calibration=mine". config_dir: a folder of configs
+    beside ours. Raises ConfigError for what is not such a program, or not one for the target.
     """
     named = (*([] if target is None else [f"target={target}"]), *overrides)
     named = search_path_override(named, None if config_dir is None else fspath(config_dir))
@@ -94,18 +100,20 @@ def inspect(
             return _inspection(
                 inspect_text(_text_of(compiled), _devices_of(compiled, named), memory=memory_of(compiled))
             )
-        if isinstance(program, str) and ("\n" in program or program.startswith("HloModule")):
-            return _inspection(inspect_text(program, devices_of(named)))
+        if isinstance(program, str) and ("\n" in program or program.lstrip().startswith("HloModule")):
+            modules = split_modules(program)
+            place, note = choose_program(modules, module, "the text")
+            return _inspection(inspect_text(modules[place], devices_of(named)), note=note)
         if isinstance(program, str | PathLike):
-            return inspect_path(Path(program), named)
+            return inspect_path(Path(program), named, module)
     what = f"a {type(program).__name__} is not a compiled program"
     raise ConfigError([Problem("program", what, "give jax.jit(step).lower(...).compile(), its text, or a path")])
 
 
-def inspect_path(path: Path, overrides: Sequence[str]) -> Inspection:
+def inspect_path(path: Path, overrides: Sequence[str], module: str | None = None) -> Inspection:
     """Returns the report of the program at a path. overrides: of target and calibration, as one types them, and where
-    configs are."""
-    found = find_program(path)
+    configs are. module: the program to read, of several."""
+    found = find_program(path, module)
     if found.devices is not None and overrides:
         what = f"the declaration of {path} says where its program runs"
         raise ConfigError([Problem(overrides[0], what, "leave it out, or name the program's text")])

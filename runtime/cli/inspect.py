@@ -16,7 +16,8 @@ from .words import Words, run_words
 
 LINE = "meshloom inspect PROGRAM target=v5p-128"
 USAGE = """\
-usage: meshloom inspect PROGRAM target=NAME [--to DIR] [--json] [--config-dir DIR]
+usage: meshloom inspect PROGRAM target=NAME [--module NAME] [--to DIR]
+                [--json] [--config-dir DIR]
 
 What a compiled step does, whoever wrote and compiled it: memory, collectives with their links, hidden and exposed time,
 the predicted step, findings. PROGRAM is
@@ -28,11 +29,12 @@ the predicted step, findings. PROGRAM is
 target=NAME names the chips that it was compiled for, as v5p-128 or h100-64; target.num_slices=2 and calibration=NAME
 work, too. Writes report.json, timeline.json and report.html; `meshloom diff` compares two such directories.
 
+  --module NAME      the program to read, of a text or a dump that has several; the largest without it
   --to DIR           where the files go; a new directory below outputs/ without it
   --json             report.json on standard output, instead of the summary
   --config-dir DIR   your own configs: targets, calibrations
 """
-FLAGS = {"--to": "DIR", "--json": "", "--config-dir": "DIR"}
+FLAGS = {"--module": "NAME", "--to": "DIR", "--json": "", "--config-dir": "DIR"}
 
 
 def inspect_command(args: Sequence[str]) -> int:
@@ -42,7 +44,7 @@ def inspect_command(args: Sequence[str]) -> int:
 
 def _inspect(words: Words) -> None:
     overrides = search_path_override(words.overrides, words.flags.get("--config-dir"))
-    found = inspect_path(words.paths[0], overrides)
+    found = inspect_path(words.paths[0], overrides, words.flags.get("--module"))
     files = _write(found, Path(words.flags["--to"]) if "--to" in words.flags else _new_directory(datetime.now()))
     if found.note:
         write_error(f"{found.source}: {found.note}")

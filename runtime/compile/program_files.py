@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from meshloom.compiler.analysis.inspected import choose_program
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.config.calibration_spec import Calibration
 from meshloom.compiler.config.compose import Request, read_spec
@@ -22,12 +23,12 @@ from meshloom.compiler.config.override_parser import key_of
 from meshloom.compiler.config.spec import MeshSpec
 from meshloom.compiler.config.target_spec import TargetSpec
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.core.format import counted, human_bytes
 from meshloom.compiler.target.calibration import calibrate_target
 from meshloom.compiler.target.mesh import plan_mesh
 from meshloom.compiler.target.placement import plan_own_order
 from meshloom.compiler.target.target import TargetPlan, plan_target
 from meshloom.compiler.xla.aot import ProgramMemory
+from meshloom.compiler.xla.hlo import split_modules
 
 from ..rundir.find_runs import SPEC
 from .artifact import FOLDER, TEXT, read_artifact
@@ -50,18 +51,21 @@ class FoundProgram:
     note: str = ""
 
 
-def find_program(path: Path) -> FoundProgram:
-    """Returns the program at a path. Raises ConfigError where there is none."""
+def find_program(path: Path, named: str | None = None) -> FoundProgram:
+    """Returns the program at a path. named: the one to take, of a text or a dump that has several. Raises ConfigError
+    where there is none."""
     if path.is_file():
-        return FoundProgram(path, _read(path))
+        return _of_text(path, named)
     if not path.is_dir():
         raise ConfigError([Problem(str(path), "there is no such file or directory", GIVE)])
     run_dir = path.parent if path.name == FOLDER and (path.parent / SPEC).is_file() else path
     if (run_dir / FOLDER).is_dir() and (run_dir / SPEC).is_file():
+        if named is not None:
+            raise ConfigError([Problem("--module", "a run directory has one program", "leave it out")])
         return _of_run(run_dir)
     if (path / TEXT).is_file():
-        return FoundProgram(path / TEXT, _read(path / TEXT))
-    return _of_dump(path)
+        return _of_text(path / TEXT, named)
+    return _of_dump(path, named)
 
 
 def devices_of(overrides: Sequence[str]) -> ProgramDevices:
@@ -85,14 +89,20 @@ def read_target(overrides: Sequence[str]) -> TargetPlan:
     )
 
 
-def _of_dump(path: Path) -> FoundProgram:
-    texts = sorted(path.glob(DUMPED), key=lambda each: (-each.stat().st_size, each.name))
-    if not texts:
+def _of_text(path: Path, named: str | None) -> FoundProgram:
+    modules = split_modules(_read(path))
+    place, note = choose_program(modules, named, str(path))
+    return FoundProgram(path, modules[place], note=note)
+
+
+def _of_dump(path: Path, named: str | None) -> FoundProgram:
+    files = sorted(path.glob(DUMPED), key=lambda each: (-each.stat().st_size, each.name))
+    if not files:
         what = f"there is no {DUMPED} in it, as --xla_dump_to writes, and no {FOLDER}/{TEXT}"
         raise ConfigError([Problem(str(path), what, GIVE)])
-    size = human_bytes(texts[0].stat().st_size)
-    note = f"the largest of {counted(len(texts), 'program')} in {path}, {size}" if len(texts) > 1 else ""
-    return FoundProgram(texts[0], _read(texts[0]), note=note)
+    texts = [_read(each) for each in files]
+    place, note = choose_program(texts, named, str(path))
+    return FoundProgram(files[place], texts[place], note=note)
 
 
 def _of_run(run_dir: Path) -> FoundProgram:

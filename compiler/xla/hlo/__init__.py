@@ -6,6 +6,6 @@ groups.py    replica groups, as lists of devices
 sources.py   which line of the program an instruction comes from
 """
 
-from .parse import Computation, HloError, Instruction, Module, parse_module
+from .parse import Computation, HloError, Instruction, Module, module_name, parse_module, split_modules
 
-__all__ = ["Computation", "HloError", "Instruction", "Module", "parse_module"]
+__all__ = ["Computation", "HloError", "Instruction", "Module", "module_name", "parse_module", "split_modules"]

@@ -12,6 +12,8 @@ import math
 import re
 from functools import cache
 
+from .parse import HloError
+
 Groups = tuple[tuple[int, ...], ...]
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -26,19 +28,32 @@ def parse_groups(text: str, num_devices: int) -> Groups:
     """Returns the groups of a `replica_groups` or `source_target_pairs` attribute. Empty braces: all devices in one
     group.
 
-    Raises ValueError for a form that is not known.
+    Raises HloError for a form that is not known, an axis that the mesh does not have, and devices beyond the program's.
     """
-    text = text.strip()
+    groups = _parsed(text.strip(), num_devices)
+    if beyond := [device for group in groups for device in group if device >= num_devices]:
+        raise HloError(f"its groups name device {max(beyond)}, and the program has {num_devices}, from 0")
+    return groups
+
+
+def _parsed(text: str, num_devices: int) -> Groups:
     if iota := _IOTA.match(text):
         return _of_iota(_numbers(iota[1]), _numbers(iota[2]), _numbers(iota[3]) if iota[3] else None)
     if mesh := _MESH.match(text):
         axes = [(name, int(size)) for name, size in _MESH_AXIS.findall(mesh[1])]
-        order = _order(mesh[2]) if mesh[2] else range(num_devices)
+        order = _order(mesh[2]) if mesh[2] else range(math.prod(size for _, size in axes))
+        if unknown := set(_AXIS_NAME.findall(mesh[3])) - {name for name, _ in axes}:
+            named, there = ", ".join(sorted(unknown)), ", ".join(name for name, _ in axes)
+            raise HloError(f"its groups lie along {named}, and the axes of the mesh are {there}")
+        if len(order) != math.prod(size for _, size in axes):
+            raise HloError(
+                f"the mesh of its groups has {len(order)} devices in place of {math.prod(size for _, size in axes)}"
+            )
         return tuple(tuple(order[place] for place in group) for group in _of_mesh(axes, _AXIS_NAME.findall(mesh[3])))
     if text.startswith("{"):
         inner = re.findall(r"\{([\d,\s]+)\}", text[1:-1])
         return tuple(_numbers(group) for group in inner) or (tuple(range(num_devices)),)
-    raise ValueError(f"replica groups of an unknown form: {text[:60]}")
+    raise HloError(f"replica groups of an unknown form: {text[:60]}")
 
 
 def _of_iota(shape: tuple[int, ...], dimensions: tuple[int, ...], order: tuple[int, ...] | None) -> Groups:

@@ -7,8 +7,9 @@ Both dialects: with and without `%`, operands with and without their types.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
@@ -19,13 +20,18 @@ class HloError(ValueError):
     """A text that is no HLO module, or one that this parser does not know; with the line, where it is one."""
 
 
-_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{\s*$")
-_END = re.compile(r"\}(, execution_thread=.*)?\s*$")
+_MODULE = "HloModule "
+_INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
+_COMPUTATION = re.compile(r"\s*(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{\s*(?://.*)?$")
+_END = re.compile(r"\s*\}(, execution_thread=.*?)?\s*(?://.*)?$")
+_IGNORED = re.compile(r"\s*(?://.*)?$")  # between instructions: nothing, or a comment
+_TABLE = re.compile(r"\s*(?:FileNames|FunctionNames|FileLocations|StackFrames|\d+ .*)\s*$")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
 _PARENTHESES = re.compile(r"[()]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
+_BRACKETED = re.compile(r"\[[^\[\]{}()]*\]|\{[^\[\]{}()]*\}|\([^\[\]{}()]*\)")
 _CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_LIST = re.compile(r"\b(called_computations|branch_computations)=\{([^}]*)\}")
 _MESH_VALUE = re.compile(r"mesh\[[^\]]*\](?:, device_ids=\(.*?\))?(?= \{) \{[^}]*\}")  # commas within, and no brackets
@@ -118,6 +124,23 @@ class Module:
     entry: str
 
     @property
+    def num_replicas(self) -> int:
+        return self._count("replica_count")
+
+    @property
+    def num_partitions(self) -> int:
+        return self._count("num_partitions")
+
+    @property
+    def num_devices(self) -> int:
+        """Returns the number of devices that run the program."""
+        return self.num_replicas * self.num_partitions
+
+    def _count(self, key: str) -> int:
+        found = re.search(rf"\b{key}=(\d+)", self.header)
+        return int(found[1]) if found else 1
+
+    @property
     def is_scheduled(self) -> bool:
         return "is_scheduled=true" in self.header
 
@@ -134,31 +157,124 @@ class Module:
                     yield from self.all_within(called)
 
 
+def split_modules(text: str) -> tuple[str, ...]:
+    """Returns the text of each module that a text has, one after the other; the text itself where it has none."""
+    starts = [match.start() for match in re.finditer(rf"^[ \t]*{_MODULE}", text, re.MULTILINE)][1:]
+    return tuple(text[start:end] for start, end in zip((0, *starts), (*starts, len(text)), strict=True))
+
+
+def module_name(text: str) -> str:
+    """Returns the name in the header of a module's text; empty if it has none."""
+    found = re.search(rf"^\s*{_MODULE}([^\s,]+)", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
 def parse_module(text: str) -> Module:
-    """Raises HloError for what is no module."""
-    lines = text.splitlines()
-    if not lines or not lines[0].startswith("HloModule"):
-        raise HloError("the text does not begin with HloModule")
-    computations = _Computations()
-    tables: list[str] = []
-    entry, name, body = "", "", []
-    for number, line in enumerate(lines[1:], start=2):
-        if name and _END.match(line):
-            computations[name] = Computation(name, tuple(_instruction(text, at) for at, text in body))
-            name = ""
-        elif name and _INSTRUCTION.match(line):
-            body.append((number, line))
-        elif name and body:  # some attributes run over several lines
-            body[-1] = (body[-1][0], f"{body[-1][1]}\n{line}")
+    """Returns the module that a text holds. Raises HloError for a text that is not one module, and for a line that is
+    neither an instruction nor a part of one."""
+    reader = _Reader()
+    for number, line in enumerate(text.splitlines(), start=1):
+        reader.read(number, line)
+    return reader.module()
+
+
+@dataclass
+class _Reader:
+    """Reads a text line by line. name: of the computation that is open. body: its instructions, each with the number of
+    its first line; the last one is open until its brackets close."""
+
+    header: str = ""
+    entry: str = ""
+    name: str = ""
+    number: int = 0
+    body: list[tuple[int, list[str]]] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)
+    computations: "_Computations" = field(default_factory=lambda: _Computations())
+    is_open: bool = False
+    depth: int = 0
+    is_in_string: bool = False
+
+    def read(self, number: int, line: str) -> None:
+        self.number = number
+        if self.is_open:
+            self.body[-1][1].append(line)
+            self._count(line)
+        elif _IGNORED.match(line):
+            return
+        elif not self.header:
+            if not line.lstrip().startswith(_MODULE):
+                raise HloError("the text does not begin with HloModule")
+            self.header = line.strip()
+        elif self.name:
+            self._inside(line)
         elif head := _COMPUTATION.match(line):
-            name, body = head[2], []
-            entry = name if head[1] else entry
-        elif line:
-            tables.append(line)
-    if name or not entry:
-        raise HloError(f"line {len(lines)}: the text ends within {name}" if name else "the text has no ENTRY")
-    header = lines[0]
-    return Module(header.split()[1].rstrip(","), header, tuple(tables), MappingProxyType(computations), entry)
+            self._begin(head)
+        elif _TABLE.match(line):
+            self.tables.append(line)
+        else:
+            is_module = line.lstrip().startswith(_MODULE)
+            raise self._error("a second module begins here" if is_module else f"this is not read: {line.strip()[:80]}")
+
+    def module(self) -> Module:
+        """Returns what was read."""
+        if not self.header:
+            raise HloError("the text does not begin with HloModule")
+        if self.name:
+            raise self._error(f"the text ends within {self.name}")
+        if not self.entry:
+            raise HloError("the text has no ENTRY")
+        return Module(
+            module_name(self.header), self.header, tuple(self.tables), MappingProxyType(self.computations), self.entry
+        )
+
+    def _inside(self, line: str) -> None:
+        if _END.match(line):
+            found = tuple(_instruction("\n".join(lines), at) for at, lines in self.body)
+            self.computations[self.name] = _checked(Computation(self.name, found))
+            self.name = ""
+        elif _INSTRUCTION.match(line):
+            self.body.append((self.number, [line]))
+            self._count(line)
+        else:
+            raise self._error(f"this is not read: {line.strip()[:80]}")
+
+    def _begin(self, head: re.Match[str]) -> None:
+        if head[2] in self.computations:
+            raise self._error(f"there is a computation {head[2]} already")
+        self.name, self.body = head[2], []
+        if head[1] and self.entry:
+            raise self._error("there is an ENTRY already")
+        self.entry = self.name if head[1] else self.entry
+
+    def _count(self, line: str) -> None:
+        """Counts brackets, so that an instruction is open until all of its own are closed: attributes and constants run
+        over several lines."""
+        text = f'"{line}' if self.is_in_string else line
+        if '"' in text:
+            text = _STRING.sub("", text)
+        self.is_in_string = '"' in text
+        text = text.partition('"')[0]
+        self.depth += sum(map(text.count, "([{")) - sum(map(text.count, ")]}"))
+        self.is_open = self.is_in_string or self.depth > 0
+        if self.depth < 0:
+            raise self._error(f"a bracket closes that is not open: {line.strip()[:80]}")
+
+    def _error(self, what: str) -> HloError:
+        return HloError(f"line {self.number}: {what}")
+
+
+def _checked(computation: Computation) -> Computation:
+    """Returns a computation whose instructions have names of their own and read what the computation has."""
+    if not computation.instructions:
+        raise HloError(f"the computation {computation.name} has no instructions")
+    names = computation.by_name
+    if len(names) < len(computation.instructions):
+        count = Counter(each.name for each in computation.instructions)
+        raise HloError(f"{computation.name} has several instructions {next(n for n in count if count[n] > 1)}")
+    for each in computation.instructions:
+        if missing := next((name for name in each.operands if name not in names), None):
+            raise HloError(f"{each.name} in {computation.name} reads {missing}, which is not there")
+    return computation
 
 
 class _Computations(dict[str, Computation]):
@@ -191,8 +307,12 @@ def _instruction(line: str, number: int) -> Instruction:
 def _operands(text: str) -> tuple[str, ...]:
     if "%" in text:
         return tuple(_OPERAND.findall(text))
-    # Names alone: commas within types do not occur then.
-    return tuple(part.split()[-1] for part in _COMMENT.sub("", text).split(",") if part.strip())
+    text = _COMMENT.sub("", text)
+    while "[" in text or "{" in text or "(" in text:  # types, with commas of their own
+        text, before = _BRACKETED.sub("", text), text
+        if text == before:
+            break
+    return tuple(part.split()[-1] for part in text.split(",") if part.strip())
 
 
 def _closing(line: str, start: int) -> int | None:

@@ -63,11 +63,6 @@ class _Reader:
     chip: Chip
     _read: dict[str, tuple[Step, ...]] = field(default_factory=dict)
 
-    @cached_property
-    def num_devices(self) -> int:
-        found = {key: re.search(rf"{key}=(\d+)", self.module.header) for key in ("num_partitions", "replica_count")}
-        return max((int(match[1]) for match in found.values() if match), default=1)
-
     def steps_of(self, computation: Computation) -> tuple[Step, ...]:
         if computation.name not in self._read:
             found = [step for each in computation.instructions for step in self._steps(each, computation)]
@@ -92,7 +87,7 @@ class _Reader:
         if opcode == "send-done" and is_answered(instruction.operands[0], around):
             return []  # what is sent has left the device; the transfer ends where it is received
         if opcode == "send":
-            return [Start(begun_by(instruction, around, self.num_devices))]
+            return [Start(begun_by(instruction, around, self.module.num_devices))]
         if opcode in COLLECTIVES:
             return self._at_once(Inner(instruction, around), instruction, form="synchronous")
         if base in COLLECTIVES:
@@ -205,8 +200,8 @@ class _Reader:
     def _groups(self, instruction: Instruction) -> Groups:
         text = instruction.attribute("replica_groups") or instruction.attribute("source_target_pairs")
         try:
-            return parse_groups(text, self.num_devices) if text else ()
-        except ValueError as error:
+            return _global(parse_groups(text, self.module.num_devices), instruction, self.module) if text else ()
+        except HloError as error:
             raise HloError(f"{instruction.name}: {error}") from error
 
     def _inside(self, instruction: Instruction) -> Inner | None:
@@ -270,6 +265,20 @@ class _Reader:
             return None
         inner = self._inside(instruction)
         return _identity(inner.instruction) if inner else None
+
+
+def _global(groups: Groups, instruction: Instruction, module: Module) -> Groups:
+    """Returns the groups as devices. In a program of both replicas and partitions groups may number either: with a
+    channel an all-to-all or a permute numbers partitions, in each replica; others number replicas, with all their
+    partitions. Without a channel they number replicas, for each partition."""
+    num_replicas, num_parts = module.num_replicas, module.num_partitions
+    if min(num_replicas, num_parts) == 1 or "use_global_device_ids=true" in instruction.attributes:
+        return groups
+    if instruction.attribute("channel_id") is None:
+        return tuple(tuple(r * num_parts + p for r in group) for p in range(num_parts) for group in groups)
+    if instruction.opcode.startswith(("all-to-all", "collective-permute", "collective-broadcast")):
+        return tuple(tuple(r * num_parts + p for p in group) for r in range(num_replicas) for group in groups)
+    return tuple(tuple(r * num_parts + p for r in group for p in range(num_parts)) for group in groups)
 
 
 def _identity(collective: Instruction) -> tuple[str, str | None, tuple[tuple[int, ...], ...]]:

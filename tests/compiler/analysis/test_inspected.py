@@ -115,8 +115,10 @@ def test_what_only_a_declaration_says_is_null_with_that_reason():
         (TEXT, "v5e-16", "the program is for 4 devices, and v5e-16 has 16"),
         (TEXT, "h100-4", "was compiled for TPUs"),
         (TEXT.replace("replica_groups={{0,1,2,3}}", "replica_groups=<all>"), "v5e-4", "replica groups of an unknown"),
+        (TEXT.replace("{{0,1,2,3}}", "{{0,1,2,7}}"), "v5e-4", "g: its groups name device 7, and the program has 4"),
+        (TEXT.replace("{{0,1,2,3}}", "mesh['a'=4] {'b'}"), "v5e-4", "g: its groups lie along b"),
     ],
-    ids=["truncated", "foreign", "empty", "lowered", "unscheduled", "number", "platform", "groups"],
+    ids=["truncated", "foreign", "empty", "lowered", "unscheduled", "number", "platform", "groups", "devices", "axes"],
 )
 def test_what_is_not_a_program_of_the_target_is_one_error(text, target, said):
     with pytest.raises(ConfigError) as error:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from conftest import plan_of
-from meshloom.compiler.xla.hlo import HloError, parse_module
+from meshloom.compiler.xla.hlo import HloError, Module, module_name, parse_module, split_modules
 from meshloom.compiler.xla.hlo.groups import parse_groups
 from meshloom.compiler.xla.hlo.sources import SourceLine, source_finder
 from meshloom.compiler.xla.hlo.types import ArrayType, num_bytes, parse_type
@@ -152,7 +153,7 @@ def test_types():
 )
 def test_groups(text, groups):
     assert parse_groups(text, 8) == groups
-    line = f"HloModule m\n\nENTRY %m (x: f32[]) -> f32[] {{\n  ROOT %r = f32[] all-reduce(%x), replica_groups={text}, to_apply=%f\n}}\n"
+    line = f"HloModule m\n\nENTRY %m (x: f32[]) -> f32[] {{\n  %x = f32[] parameter(0)\n  ROOT %r = f32[] all-reduce(%x), replica_groups={text}, to_apply=%f\n}}\n"
     assert parse_module(line).entry_computation.root.attribute("replica_groups") == text
 
 
@@ -184,3 +185,95 @@ def test_a_whole_train_step_is_read():
 def test_it_needs_no_jax():
     code = "import sys, meshloom.compiler.xla.schedule.program; assert not {'jax', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def without_indentation(text: str) -> str:
+    return "\n".join(line.strip() for line in text.splitlines())
+
+
+MATRIX = """\
+  %two = s32[2,2,1]{2,1,0} constant({
+    { /*i0=0*/
+      {1}, {2}
+    },
+    { /*i0=1*/
+      {3}, {4}
+    }
+  })
+"""
+FORMS = {
+    "no indentation": without_indentation(TEXT),
+    "more indentation": textwrap.indent(TEXT, "    "),
+    "comments": TEXT.replace("\n}\n", "\n} // a computation\n").replace("ENTRY", "\n// the step\nENTRY"),
+    "blank lines": f"\n\n{TEXT}".replace("\n  %b", "\n\n  // b\n  %b"),
+    "constants over several lines": TEXT.replace("  %two = s32[]{:T(128)} constant(2)\n", MATRIX),
+}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*FORMS.values(), without_indentation(FORMS["constants over several lines"])],
+    ids=[*FORMS, "such constants without indentation"],
+)
+def test_no_form_of_a_text_loses_an_instruction(text):
+    def read(module: Module) -> dict[str, list[tuple[str, str, tuple[str, ...]]]]:
+        return {name: [(each.name, each.opcode, each.operands) for each in computation.instructions]
+                for name, computation in module.computations.items()}  # fmt: skip
+
+    ours, module = parse_module(TEXT), parse_module(text)
+    assert module.entry == ours.entry
+    assert read(module) == read(ours)
+    kernel = module.entry_computation.by_name["kernel"]
+    assert kernel.estimated_cycles == 1500
+    assert source_finder(module)(kernel) == (SourceLine("model.py", 7), SourceLine("train_step.py", 40))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("  %two = ", "  %two == ", "this is not read: %two == s32[]"),
+        ("  %x = f32[]{:T(256)} parameter(0)\n", "", "sum in add reads x, which is not there"),
+        ("  %two = ", "  %a = ", "main has several instructions a"),
+        ("%add (x", "%main (x", "there is a computation main already"),
+        ("StackFrames\n", "Stack frames\n", "this is not read: Stack frames"),
+        ("\nENTRY", "\nHloModule other\n\nENTRY", "a second module begins here"),
+        ("  %two = s32[]{:T(128)} constant(2)", "  %two = s32[]{:T(128)} constant(2))", "closes that is not open"),
+        ("\n}\n\nENTRY", "\n}\n\n  %lost = f32[] parameter(0)\nENTRY", "this is not read: %lost"),
+    ],
+)
+def test_a_line_that_is_not_read_is_an_error(old, new, said):
+    assert TEXT.count(old) == 1
+    with pytest.raises(HloError, match=re.escape(said)):
+        parse_module(TEXT.replace(old, new))
+
+
+def test_operands_with_types_and_without_percent_signs_are_names():
+    call = "custom-call(f32[2,3]{1,0:T(8,128)(2,1)} a, (f32[2], s32[]) b, f32[2,3] /*index=2*/a)"
+    text = "HloModule m\n\nENTRY m {\n  a = f32[2,3]{1,0} parameter(0)\n  b = (f32[2], s32[]) parameter(1)\n"
+    text += f"  ROOT c = f32[2,3]{{1,0}} {call}\n}}\n"
+    assert parse_module(text).entry_computation.root.operands == ("a", "b", "a")
+
+
+def test_modules_of_one_text_are_told_apart():
+    other = TEXT.replace("jit_step", "jit_init")
+    modules = split_modules(f"{TEXT}\n\n{other}")
+    assert [parse_module(text).name for text in modules] == ["jit_step", "jit_init"]
+    assert [module_name(text) for text in modules] == ["jit_step", "jit_init"]
+    assert split_modules("#!/bin/sh\n") == ("#!/bin/sh\n",)
+    with pytest.raises(HloError, match="does not begin"):
+        parse_module(split_modules(f"#!/bin/sh\n{TEXT}")[0])
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ("{{0,1},{2,8}}", "its groups name device 8, and the program has 8, from 0"),
+        ("[2,8]<=[16]", "its groups name device 15"),
+        ("mesh['a'=2,'b'=4] {'c'}", "its groups lie along c, and the axes of the mesh are a, b"),
+        ("mesh['a'=2,'b'=4], device_ids=(0,1,2) {'b'}", "the mesh of its groups has 3 devices in place of 8"),
+        ("<all>", "replica groups of an unknown form"),
+    ],
+)
+def test_groups_that_the_program_does_not_have_are_an_error(groups, said):
+    with pytest.raises(HloError, match=re.escape(said)):
+        parse_groups(groups, 8)

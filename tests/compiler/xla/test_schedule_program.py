@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshloom.compiler.xla.hlo import parse_module
+from meshloom.compiler.xla.hlo.groups import parse_groups
 from meshloom.compiler.xla.schedule.kernels import TRITON
 from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, Chip
 from meshloom.compiler.xla.schedule.program import read_steps
@@ -722,3 +723,20 @@ def test_a_slice_behind_a_view_counts_as_the_slice():
     steps = computed(read_steps(parse_module(module(*lines, before=fused)), GPU))
     for name in ("some", "all"):  # 40 bytes there, 40 back, and where
         assert steps[name].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + KERNEL_GAP_SECONDS), name
+
+
+@pytest.mark.parametrize(
+    ("line", "attributes", "given", "groups"),
+    [
+        (GATHER, "channel_id=1, use_global_device_ids=true, ", "{{0,3}}", "{{0,3}}"),
+        (GATHER, "", "{{0,1}}", "{{0,2},{1,3}}"),  # replicas, for each partition
+        (GATHER, "channel_id=1, ", "{{0,1}}", "{{0,1,2,3}}"),  # replicas with all of their partitions
+        (f"bf16[8]{{0}} collective-permute(%x), {GROUPS}", "channel_id=1, ", "{{0,1}}", "{{0,1},{2,3}}"),  # partitions
+    ],
+)
+def test_groups_number_devices_replicas_or_partitions(line, attributes, given, groups):
+    """Two replicas of two partitions: devices 0 to 3."""
+    text = module(f"  ROOT %g = {line}").replace(GROUPS, f"{attributes}replica_groups={given}")
+    text = text.replace("num_partitions=4", "replica_count=2, num_partitions=2")
+    (found,) = collectives_of(read_steps(parse_module(text), TPU))
+    assert found.groups == parse_groups(groups, 4)

@@ -28,7 +28,8 @@ def test_the_largest_program_of_a_dump_is_reported(tmp_path):
     (dump / "module_0002.jit_step.cl_9.after_optimizations-buffer-assignment.txt").write_text("x" * 2_000_000)
     done = run_in_process("inspect", str(dump), "target=v5e-8", "--to", str(tmp_path / "out"))
     assert done.returncode == 0
-    assert "module_0002.jit_step.cl_9.after_optimizations.txt: the largest of 2 programs" in done.stderr
+    assert "module_0002.jit_step.cl_9.after_optimizations.txt: jit_train_step, " in done.stderr
+    assert ", is the largest of 2 programs (jit_train_step, step); --module NAME chooses" in done.stderr
     assert "jit_train_step on v5e-8" in done.stdout
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.json", "report.html", "timeline.json"}
     written = json.loads((tmp_path / "out/report.json").read_text())
@@ -84,6 +85,7 @@ def test_an_artifact_of_ours_has_the_figures_of_its_own_report(tmp_path):
         ((".", "target=v5e-4"), "there is no *after_optimizations.txt in it"),
         (("nowhere", "target=v5e-4"), "nowhere: there is no such file or directory"),
         (("target=v5e-4",), "0 paths are given"),
+        (("step.txt", "target=v5e-4", "--module", "n"), "module: step.txt has no program n\n  fix: use one of step"),
         (("step.txt", "target=v5e-4", "--to", "step.txt"), "step.txt cannot be written"),
     ],
 )
