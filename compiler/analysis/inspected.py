@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.format import counted, human_bytes, human_names
 from ..schema import Event, Finding
-from ..target.target import TargetPlan
 from ..xla.aot import ProgramMemory
 from ..xla.hlo import HloError, Module, module_name, parse_module
 from .program_devices import ProgramDevices
 from .program_lint import lint_program
 from .program_memory import PeakMemory, needed_bytes, read_peak
+from .program_target import problems_of
 from .program_text import read_part
 from .schedule_analysis import ScheduleAnalysis, analyse_program
 from .timeline_events import with_memory
@@ -22,7 +22,6 @@ COMPILED = "give the text of the compiled program: compiled.as_text() in Python,
 
 NUM_NAMED = 4  # programs of a text that are named
 _STABLEHLO = re.compile(r"\s*(?:#\w+ = .*\n\s*)*(?:module\b|\"builtin\.module\")")
-_OF_TPU = re.compile(r":T\(|\"estimated_cycles\"")  # tiled layouts, and what its compiler estimates
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,10 @@ def inspect_text(
     """Reads a program that XLA compiled and scheduled. name: of the text, in messages. Raises ConfigError for a text
     that is not such a program, or not one for the target."""
     module = _parse(text, name)
-    raise_if_any(problems_of(module, text, devices.target, name))
+    if not module.is_scheduled:
+        what = "the program is not scheduled: its compiler has not ordered it"
+        raise ConfigError([Problem(name, what, COMPILED)])
+    raise_if_any(problems_of(module, text, devices.target))
     schedule = read_part(lambda: analyse_program(module, devices))
     if isinstance(schedule, Unavailable):
         raise ConfigError([Problem(name, schedule.why, COMPILED)])
@@ -85,20 +87,3 @@ def _parse(text: str, name: str) -> Module:
         return parse_module(text)
     except HloError as error:
         raise ConfigError([Problem(name, f"this is not a whole HLO module: {error}", COMPILED)]) from None
-
-
-def problems_of(module: Module, text: str, target: TargetPlan, name: str) -> list[Problem]:
-    """Returns why a program cannot be read as one of this target."""
-    problems = []
-    if not module.is_scheduled:
-        problems.append(Problem(name, "the program is not scheduled: its compiler has not ordered it", COMPILED))
-    # A program for several slices of TPUs counts the devices of one.
-    if (num := module.num_devices) not in (target.num_devices, target.num_devices // target.num_slices):
-        what = f"the program is for {counted(num, 'device')}, and {target.name} has {target.num_devices}"
-        problems.append(Problem("target", what, "name the target that it was compiled for"))
-    is_of_tpu = _OF_TPU.search(text) is not None
-    if is_of_tpu != (target.platform == "tpu"):
-        was = "was compiled" if is_of_tpu else "was not compiled"
-        what = f"the program {was} for TPUs, and {target.name} is of platform {target.platform}"
-        problems.append(Problem("target", what, "name the target that it was compiled for"))
-    return problems

@@ -13,9 +13,10 @@ import jax
 
 from meshloom.compiler.analysis.inspected import InspectedProgram, choose_program, inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices
+from meshloom.compiler.analysis.program_target import problems_of_devices
 from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.report.inspect_report import report_inspected
 from meshloom.compiler.report.views.notebook import page_in_frame
 from meshloom.compiler.report.views.page import render_page
@@ -138,6 +139,8 @@ def _devices_of(compiled: jax.stages.Compiled, named: Sequence[str]) -> ProgramD
     """Returns the devices where the mesh of the program's arguments has them, by the names of its axes. Without a mesh
     they are taken to be in the target's own order."""
     target = read_target(named)
+    if device := _any_device(compiled):
+        raise_if_any(problems_of_devices(device.platform, device.device_kind, target))
     own, mesh = plan_own_order(target), _mesh_of(compiled)
     if mesh is None:
         return ProgramDevices(own, is_assumed=True)
@@ -149,6 +152,12 @@ def _order(devices: Sequence[Any], own: Any) -> tuple[int, ...]:
     in number or shape."""
     position = {id(device): number for number, device in enumerate(own.ordered(devices).flat)}
     return tuple(position[id(device)] for device in devices)
+
+
+def _any_device(compiled: jax.stages.Compiled) -> Any:
+    """Returns one of the devices that a program was compiled for; None if none of its arrays says it."""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return next((device for sharding in shardings for device in sharding.device_set), None)
 
 
 def _mesh_of(compiled: jax.stages.Compiled) -> jax.sharding.Mesh | None:

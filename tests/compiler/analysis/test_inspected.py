@@ -17,6 +17,12 @@ from support.schedules import GATHER, GROUPS, compute, module
 TEXT = module(f"  ROOT %g = {GATHER}", compute("a", 5))
 
 
+NO_MARK = module(f"  ROOT %g = {GATHER}")
+ON_GPU = NO_MARK.replace("replica_groups", 'backend_config={"operation_queue_id":"0"}, replica_groups')
+ON_CPU = NO_MARK.replace("replica_groups", 'backend_config={"outer_dimension_partitions":["2"]}, replica_groups')
+TWO_CORES = TEXT.replace("replica_groups", 'backend_config={"megacore_config":{}}, replica_groups')
+
+
 def devices(target: str, *, num_slices: int = 1) -> ProgramDevices:
     return ProgramDevices(plan_own_order(target_of(target, num_slices=num_slices)), is_assumed=True)
 
@@ -114,11 +120,32 @@ def test_what_only_a_declaration_says_is_null_with_that_reason():
         (TEXT.replace("is_scheduled=true, ", ""), "v5e-4", "is not scheduled"),
         (TEXT, "v5e-16", "the program is for 4 devices, and v5e-16 has 16"),
         (TEXT, "h100-4", "was compiled for TPUs"),
+        (ON_GPU, "v5e-4", "was compiled for GPUs"),
+        (ON_GPU, "cpu-4", "was compiled for GPUs"),
+        (ON_CPU, "h100-4", "was compiled for CPUs"),
+        (NO_MARK, "v5e-4", "was not compiled for TPUs"),
+        (TWO_CORES, "v6e-4", "was compiled for chips of two cores that work as one, v4 or v5p"),
         (TEXT.replace("replica_groups={{0,1,2,3}}", "replica_groups=<all>"), "v5e-4", "replica groups of an unknown"),
         (TEXT.replace("{{0,1,2,3}}", "{{0,1,2,7}}"), "v5e-4", "g: its groups name device 7, and the program has 4"),
         (TEXT.replace("{{0,1,2,3}}", "mesh['a'=4] {'b'}"), "v5e-4", "g: its groups lie along b"),
     ],
-    ids=["truncated", "foreign", "empty", "lowered", "unscheduled", "number", "platform", "groups", "devices", "axes"],
+    ids=[
+        "truncated",
+        "foreign",
+        "empty",
+        "lowered",
+        "unscheduled",
+        "number",
+        "platform",
+        "GPUs",
+        "GPUs as CPUs",
+        "CPUs",
+        "no mark",
+        "two cores",
+        "groups",
+        "devices",
+        "axes",
+    ],
 )
 def test_what_is_not_a_program_of_the_target_is_one_error(text, target, said):
     with pytest.raises(ConfigError) as error:

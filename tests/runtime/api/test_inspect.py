@@ -116,6 +116,23 @@ def test_the_text_of_a_program_has_no_names_of_axes(compiled, tmp_path):
     assert names == {"report.json", "timeline.json", "report.html"}
 
 
+@pytest.mark.parametrize("target", ["h100-8", "v6e-8"])
+def test_a_compiled_program_is_of_the_devices_that_it_was_compiled_for(compiled, target):
+    with pytest.raises(meshloom.ConfigError, match=f"was compiled for cpu \\(cpu\\), and {target} has "):
+        meshloom.inspect(compiled, target=target)
+
+
+@pytest.mark.tpu
+def test_a_program_for_another_chip_of_the_platform_is_an_error():
+    spec = read_spec(Request(("target=v5e-4",)), then=lambda spec: spec.target)
+    mesh = Mesh(find_devices(spec, plan_target(spec, "bfloat16")), ("x",))
+    argument = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("x")))
+    compiled = jax.jit(jnp.tanh).lower(argument).compile()
+    assert meshloom.inspect(compiled, target="v5e-4").report.step.predicted_seconds
+    with pytest.raises(meshloom.ConfigError, match="was compiled for TPU v5 lite \\(tpu\\), and v6e-4 has TPU v6 lite"):
+        meshloom.inspect(compiled, target="v6e-4")
+
+
 @pytest.mark.parametrize(
     ("program", "target", "said"),
     [
