@@ -60,6 +60,22 @@ HOST_OFFLOAD: Options = {
 V6E_DENSE: Options = ASYNC_GATHERS | SCATTER_LAYOUT | DATA_PARALLEL | SPARSE_CORE | HOST_OFFLOAD
 V6E_EXPERTS: Options = ASYNC_GATHERS | DATA_PARALLEL
 V4: Options = {"xla_enable_async_all_gather": True}
+TPU7X: Options = {
+    "xla_tpu_bf16_emission_mode": "NATIVE_EMISSION",
+    "xla_tpu_enable_sparse_core_reduce_scatter_v2": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    "xla_tpu_enable_all_gather_offload_tracing": True,
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+    "xla_tpu_use_single_sparse_core_for_all_gather_offload": True,
+    "xla_sc_disable_megacore_partitioning": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
+    "xla_enable_async_all_gather": True,
+    "xla_tpu_prefer_async_allgather_to_allreduce": True,
+}
 # MaxText/configs/a3/llama_2_7b/2vm.sh; those that jaxlib 0.10.2 no longer has, or has as defaults, are left out
 GPU: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -170,6 +186,7 @@ A100_SOURCE = f"{TORCHTITAN}/041336434916bdc0f88c1f89fda176fd3c2092e4/docs/perfo
 FMS_FSDP = "https://github.com/foundation-model-stack/fms-fsdp"  # nodes with 400 Gb/s (A100), 800 (H100)
 GPU_RECIPES = "https://github.com/AI-Hypercomputer/gpu-recipes/blob/main/training"
 DGXC = "https://github.com/NVIDIA/dgxc-benchmarking/tree/main/maxtext"  # README_70b.md, configure.sh: 25.01 and later
+IRONWOOD = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/ironwood/README.md"
 AXLEARN = "https://github.com/apple/axlearn/blob/main/axlearn/experiments/text/gpt/fuji.py"
 A3_SOURCE = f"{MAXTEXT}/MaxText/configs/a3/llama_2_7b/README.md"
 V4_SOURCE, V5E_SOURCE, V5P_SOURCE = (f"{MAXTEXT}/MaxText/configs/{chip}/README.md" for chip in ("v4", "v5e", "v5p"))
@@ -301,4 +318,20 @@ RECIPES = (
            None, "custom, offloaded",
            maxtext("llama3_405b", "v6e-256", 1, 512, 8192, "offload", FSDP, "remat.names=[layer_input]",
                     "target.num_slices=2"), ASYNC_GATHERS | HOST_OFFLOAD),
+    Recipe("fitted", "AXLearn 7B v2, 4 x v5e-256", AXLEARN, 1024 * 4096 / 1024 / 2.21, 0.46, "dots_saveable",
+           maxtext("llama2_7b", "v5e-256", 1, 1024, 4096, "save_dots", "sharding=hsdp", "target.num_slices=4",
+                    "mesh.replica=4", "model.vocab_size=32768", "model.embeddings=tied"), DATA_PARALLEL),
+    Recipe("checked", "MaxText Mixtral 8x22B, v6e-256", f"{TPU_RECIPES}/Mixtral-8x22B-MaxText/README.md", 1326.307,
+           None, "custom, offloaded",
+           maxtext("mixtral_8x22b", "v6e-256", 8, 256, 4096, "offload", "sharding=fsdp_expert", "mesh.expert=4",
+                    "device_order=[expert:2x2]", LAYER_INPUTS, "parallel.experts=capacity", "precision=bfloat16_pure",
+                    "optimizer.moment_dtype=bfloat16"), V6E_EXPERTS),
+    Recipe("checked", "MaxText Llama 3.1 70B, v6e-256", f"{TPU_RECIPES}/Llama3.1-70B-MaxText/v6e-256/README.md",
+           960.248, 462.297 / 918, "custom, offloaded",
+           maxtext("llama3_70b", "v6e-256", 5, 256, 8192, "offload", FSDP,
+                    "remat.names=[layer_input,queries,keys,values]"),
+           ASYNC_GATHERS | SCATTER_LAYOUT | DATA_PARALLEL | HOST_OFFLOAD),
+    Recipe("fitted", "MaxText Llama 3.1 70B, 64 Ironwood", IRONWOOD, 2686.98, 1207.05 / 2307, "custom",
+           maxtext("llama3_70b", "tpu7x-128", 4, 64, 8192, "save_names", FSDP,
+                    "remat.names=[layer_input,queries,keys,values,attended]"), TPU7X),
 )  # fmt: skip
