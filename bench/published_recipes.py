@@ -331,7 +331,7 @@ RECIPES = (
            maxtext("llama3_70b", "v6e-256", 5, 256, 8192, "offload", FSDP,
                     "remat.names=[layer_input,queries,keys,values]"),
            ASYNC_GATHERS | SCATTER_LAYOUT | DATA_PARALLEL | HOST_OFFLOAD),
-    Recipe("fitted", "MaxText Llama 3.1 70B, 64 Ironwood", IRONWOOD, 2686.98, 1207.05 / 2307, "custom",
+    Recipe("checked", "MaxText Llama 3.1 70B, 64 Ironwood", IRONWOOD, 2686.98, 1207.05 / 2307, "custom",
            maxtext("llama3_70b", "tpu7x-128", 4, 64, 8192, "save_names", FSDP,
                     "remat.names=[layer_input,queries,keys,values,attended]"), TPU7X),
 )  # fmt: skip

@@ -347,6 +347,22 @@ def test_a_block_that_cannot_be_is_an_error(name, order, what):
         plan_placement(dict.fromkeys(AXES, 1) | {"fsdp": 64, "expert": 4}, cached_target_of(name), order)
 
 
+@pytest.mark.parametrize(
+    ("name", "all_reduce", "bisection"), [("v5e-256", 51.2e12, 1.6e12), ("v6e-256", 102.4e12, 3.2e12)]
+)
+def test_a_wrapped_slice_has_the_bandwidth_that_its_vendor_says(name, all_reduce, bisection):
+    """Cloud counts links at 50 and 100 GB/s, of which 90 % were measured: all four links of each chip reduce at once,
+    and a cut through the middle has two links for each row."""
+    placement, share = placed(name, fsdp=256), 0.9
+    one_axis = placed(name, fsdp=16, tensor=16)
+    both, along_x = placement.link_of(["fsdp"]).bytes_per_second, one_axis.link_of(["fsdp"]).bytes_per_second
+    assert both == pytest.approx(share * all_reduce / 256)
+    assert along_x == pytest.approx(both / 2)  # pyright: ignore[reportOptionalOperand]
+    halves = [(x * 16 + y, (x + 8) % 16 * 16 + y) for x in range(16) for y in range(16)]
+    across = send_between(one_axis, halves, 1e9).seconds  # each chip to the one opposite: all cross the middle
+    assert across == pytest.approx(128 * 1e9 / (share * bisection / 2), rel=0.01)
+
+
 def test_replicas_follow_the_slices_where_none_are_declared():
     """Weights are then gathered within a slice; what is declared wins, with a warning where they are not."""
     one = ("target=v5e-16", "sharding=hsdp", "global_batch_size=64", "model=llama2_7b", "data=synthetic")
