@@ -98,23 +98,32 @@ class Console:
             self._rich.print(Text(" " * indent) + each, soft_wrap=True)
 
     def table(self, table: Table, *, width: int | None = None) -> None:
-        """Prints a table without borders, below its title."""
-        made = rich.table.Table(
-            box=None, pad_edge=False, header_style="dim",
-            title=Text(visible_line(table.title), "bold") if table.title else None, title_justify="left",
-            show_header=any(column.name for column in table.columns),
-        )  # fmt: skip
+        """Prints a table without borders, below its title. Where it is too wide, a row's last texts go below the row;
+        words stay whole, but in columns that are cut."""
+        limit = min(width or self.width, self.width)
         rows = [[_text(cell) for cell in row] for row in table.rows]
-        widths = _widths(table.columns, rows, min(width or self.width, self.width))
-        for column, least in zip(table.columns, widths, strict=True):
-            made.add_column(
-                Text(visible_line(column.name)), justify=column.justify, width=least, min_width=column.min_width,
-                no_wrap=column.overflow != "fold",
-                overflow="fold" if column.overflow == "fold" else "ellipsis",
-            )  # fmt: skip
+        beside, below = _split(table.columns, rows, limit)
+        columns = [table.columns[n] for n in beside]
+        widths = _widths(columns, [[row[n] for n in beside] for row in rows], limit)
+        made = _empty(columns, widths, title=table.title, has_header=True)
+        if below:
+            self._rich.print(made, width=width)
+            self._below([Text(table.columns[n].name, "dim") for n in below], limit)
+            made = _empty(columns, widths, title="", has_header=False)
         for row in rows:
-            made.add_row(*row)
-        self._rich.print(made, width=width)
+            made.add_row(*(row[n] for n in beside))
+            if below:
+                self._rich.print(made, width=width)
+                self._below([row[n] for n in below], limit)
+                made = _empty(columns, widths, title="", has_header=False)
+        if not below:
+            self._rich.print(made, width=width)
+
+    def _below(self, texts: Sequence[Text], limit: int) -> None:
+        """Prints what has no room in its row, indented."""
+        text = Text("; ").join(each for each in texts if each.plain)
+        for line in text.wrap(self._rich, max(limit - 2 * HANGING, LEAST_WIDTH)) if text.plain else ():
+            self._rich.print(Text(" " * 2 * HANGING) + line, soft_wrap=True)
 
     def bar(self, doing: str, *columns: BarColumn, is_transient: bool = False) -> "Bar":
         """Returns a progress bar on a terminal, nothing elsewhere."""
@@ -160,18 +169,60 @@ _BAR_COLUMNS: dict[BarColumn, Callable[[], rich.progress.ProgressColumn]] = {
 }
 
 
+def _empty(
+    columns: Sequence[Column], widths: Sequence[int | None], *, title: str, has_header: bool
+) -> rich.table.Table:
+    made = rich.table.Table(
+        box=None, pad_edge=False, header_style="dim",
+        title=Text(visible_line(title), "bold") if title else None, title_justify="left",
+        show_header=has_header and any(column.name for column in columns),
+    )  # fmt: skip
+    for column, width in zip(columns, widths, strict=True):
+        made.add_column(
+            Text(visible_line(column.name)), justify=column.justify, width=width, min_width=column.min_width,
+            no_wrap=column.overflow != "fold",
+            overflow="fold" if column.overflow == "fold" else "ellipsis",
+        )  # fmt: skip
+    return made
+
+
+def _split(columns: Sequence[Column], rows: Sequence[Sequence[Text]], limit: int) -> tuple[list[int], list[int]]:
+    """Returns the columns that have room beside each other with their words whole, and those that go below: texts,
+    from the last on. The first column and numbers stay."""
+    beside, below = list(range(len(columns))), list[int]()
+    least = [_least(column, [row[n] for row in rows]) for n, column in enumerate(columns)]
+    texts = [n for n, column in enumerate(columns) if n and column.justify == "left" and column.overflow != "cut"]
+    while texts and sum(least[n] for n in beside) + 2 * (len(beside) - 1) > limit:
+        below.insert(0, texts.pop())
+        beside.remove(below[0])
+    return beside, below
+
+
+def _least(column: Column, cells: Sequence[Text]) -> int:
+    """Returns the least width of a column in which no word is cut."""
+    words = [len(column.name), column.min_width or 0]
+    for cell in cells:
+        parts = cell.plain.split() if column.overflow == "fold" else [cell.plain]
+        words += [Text(part).cell_len for part in parts]
+    return 1 if column.overflow == "cut" else max(words)
+
+
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Text]], limit: int) -> list[int | None]:
-    """Widths of columns, some of which are to be cut: the widest of these is cut and the others stay whole. rich would
-    shrink all of them alike, the short ones to nothing. None: rich's own width, which wraps columns that fold."""
-    cut = [n for n, column in enumerate(columns) if column.overflow == "cut"]
-    if not cut or any(column.overflow == "fold" for column in columns):
-        return [None] * len(columns)
+    """Returns the widths of columns: the widest of those that may be folded or cut is made narrower, as far as its
+    words allow, and the others stay whole. rich would shrink all alike, the short ones to nothing."""
+    cells = [[row[n] for row in rows] for n in range(len(columns))]
     widths = [
-        max([len(column.name), column.min_width or 0, *(row[n].cell_len for row in rows)])
-        for n, column in enumerate(columns)
+        max([len(column.name), column.min_width or 0, *(cell.cell_len for cell in each)])
+        for column, each in zip(columns, cells, strict=True)
     ]
-    while sum(widths) + 2 * (len(columns) - 1) > limit and any(widths[n] > 1 for n in cut):
-        widths[max(cut, key=lambda n: widths[n])] -= 1
+    least = [
+        _least(column, each) if column.overflow != "keep" else width
+        for column, each, width in zip(columns, cells, widths, strict=True)
+    ]
+    while sum(widths) + 2 * (len(columns) - 1) > limit:
+        if not (free := [n for n in range(len(columns)) if widths[n] > least[n]]):
+            break  # a single word is wider than the terminal, which breaks it
+        widths[max(free, key=lambda n: widths[n])] -= 1
     return list(widths)
 
 

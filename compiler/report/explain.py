@@ -30,15 +30,15 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
     """
     spec, estimate = plan.spec, estimate or estimate_step(plan)  # whatever may fail comes before the first line
     devices = f"{counted(plan.target.num_devices, 'device')} of target {plan.target.name}"
-    console.line(("mesh", "bold"), f"  {plan.mesh}, {devices}")
+    console.wrapped(("mesh", "bold"), f"  {plan.mesh}, {devices}")
     for axis, where in plan.mesh.placement.describe().items():
         if plan.mesh.placement.is_known:
-            console.line("      ", (axis, "bold cyan"), f" {where}{_bandwidth(plan, axis)}")
+            console.wrapped("      ", (axis, "bold cyan"), f" {where}{_bandwidth(plan, axis)}")
     for axis, why in plan.mesh.reasons.items():
-        console.line("      ", (f"{axis}={plan.mesh.sizes[axis]}", "bold cyan"), f" {why}")
+        console.wrapped("      ", (f"{axis}={plan.mesh.sizes[axis]}", "bold cyan"), f" {why}")
     if plan.target.calibration:
-        console.line(("calibrated", "bold"), f" {plan.target.calibration.describe()}")
-    console.line(
+        console.wrapped(("calibrated", "bold"), f" {plan.target.calibration.describe()}")
+    console.wrapped(
         ("step", "bold"),
         f"  {counted(spec.tokens_per_step, 'token')}: {counted(spec.global_batch_size, 'sequence')} of "
         f"{spec.sequence_length:,}, {counted(spec.num_microbatches, 'microbatch', 'microbatches')}; "
@@ -46,25 +46,25 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
     )
     flops = plan.model_flops_per_step
     told = "an unknown number of FLOPs" if flops is None else f"{flops:.4g} FLOPs"
-    console.line(("model", "bold"), f" {plan.num_parameters:,} parameters, {told} per step")
+    console.wrapped(("model", "bold"), f" {plan.num_parameters:,} parameters, {told} per step")
     for one in unknown_primitives(plan, estimate):
-        console.line(("unknown", "yellow"), f" {one}")
+        console.wrapped(("unknown", "yellow"), f" {one}")
     for each in plan.operations:
         if not each.chosen.is_trivial:
             name = "" if each.site.name in (each.op.kind, each.op.title) else f" {each.site.name}"
-            console.line((each.op.title, "bold"), f"{name} {each.how}")
+            console.wrapped((each.op.title, "bold"), f"{name} {each.how}")
     if plan.flag_presets:
-        console.line(("flags", "bold"), f" {plan.flag_presets}")
+        console.wrapped(("flags", "bold"), f" {plan.flag_presets}")
     for warning in plan.warnings:
         for line in warning.as_warning().split("\n"):
-            console.line(line, style="yellow")
+            console.wrapped((line, "yellow"))
     for title, rules, rows in (
         ("parameters", spec.sharding.parameters, map(_array_row, plan.sharding.parameters)),
         ("optimizer state", spec.sharding.optimizer, _state_rows(plan)),
         ("activations of one microbatch", spec.sharding.activations, map(_array_row, plan.sharding.activations)),
     ):
         console.line()
-        console.line((title, "bold"), f"  {_rules(rules)}")
+        console.wrapped((title, "bold"), f"  {_rules(rules)}")
         console.table(Table(COLUMNS, list(rows)))
     console.line()
     print_estimate(plan, estimate, console)

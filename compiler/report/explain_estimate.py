@@ -26,7 +26,7 @@ def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None
     """Prints three tables, and of which overlap they are where that is left to a search."""
     assumed = overrides_of(estimate.overlap, plan.spec.overlap)
     if assumed:
-        console.line(("overlap", "bold"), f" is left to a search; the estimate assumes {' '.join(assumed)}")
+        console.wrapped(("overlap", "bold"), f" is left to a search; the estimate assumes {' '.join(assumed)}")
         console.line()
     console.table(_memory(plan, estimate))
     console.line()
@@ -36,9 +36,9 @@ def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None
     console.table(_roofline(estimate.roofline))
     seconds = roofline_seconds(estimate.roofline)
     if seconds is not None:
-        console.line(f"no step is shorter than {human_seconds(seconds)}: each part by its own bound")
+        console.wrapped(f"no step is shorter than {human_seconds(seconds)}: each part by its own bound")
     if estimate.time is not None:
-        console.line(_time(plan, estimate.time))
+        console.wrapped(_time(plan, estimate.time))
 
 
 def _time(plan: Plan, time: TimeEstimate) -> str:
