@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..core.console import Column, Console, Part, Table
+from ..config.override_text import override
+from ..core.console import Column, Console, Line, Part, Table
 from ..core.format import human_bytes, human_count, human_seconds
 from ..estimate.assumed_overlap import overrides_of
 from ..estimate.communication import PlannedCollective, sent_bytes
-from ..estimate.estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate
+from ..estimate.estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate, estimate_step
 from ..estimate.roofline import roofline_seconds
 from ..estimate.step_time import TimeEstimate
+from ..estimate.usual_imbalance import plan_usual_imbalance
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
@@ -38,15 +40,46 @@ def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None
     if seconds is not None:
         console.wrapped(f"no step is shorter than {human_seconds(seconds)}: each part by its own bound")
     if estimate.time is not None:
-        console.wrapped(_time(plan, estimate.time))
+        title = "estimated step"
+        if usual := plan_usual_imbalance(plan):
+            console.wrapped(_usual(usual))
+            title = "as declared, with room for any imbalance"
+        console.wrapped(f"{title}: {_time(plan, estimate.time)}")
+    console.wrapped(*_verdict(estimate.memory))
+
+
+def _usual(plan: Plan) -> str:
+    """Returns the step with room for the usual imbalance of experts."""
+    found = estimate_step(plan)
+    assert found.time is not None, "the declared step has one, on the same chips"
+    limit = override("moe.max_imbalance", plan.spec.moe.max_imbalance)
+    return (f"estimated step with room for {plan.spec.moe.max_imbalance:g} times the mean rows of experts ({limit}, "
+            f"which drops what is more), {human_bytes(found.memory.peak_bytes)} per device: "
+            f"{_time(plan, found.time)}")  # fmt: skip
+
+
+def _verdict(memory: MemoryEstimate) -> Line:
+    """Returns whether the step fits, by the estimate: of a device's memory, and of its share of the host's."""
+    told: Line = [_verdict_of("", memory.peak_bytes, memory.limit_bytes, memory.fits)]
+    if memory.host_bytes:
+        host = _verdict_of("the host's memory: ", memory.host_bytes, memory.host_limit_bytes, memory.host_fits)
+        told += ["; ", host]
+    return [*told, ", estimated"]
+
+
+def _verdict_of(what: str, needed: int, limit: int | None, fits: bool | None) -> Part:
+    if limit is None or fits is None:
+        return f"{what}{human_bytes(needed)} per device, limit unknown", "yellow"
+    text = f"{what}{'fits' if fits else 'does not fit'}: {human_bytes(needed)} of {human_bytes(limit)} per device"
+    return text, "green" if fits else "bold red"
 
 
 def _time(plan: Plan, time: TimeEstimate) -> str:
-    """Returns the estimated step, with what is waited for by mesh axes, the longest first."""
+    """Returns the time of a step, with what is waited for by mesh axes, the longest first."""
     tokens = plan.spec.tokens_per_step / time.seconds / plan.target.num_chips
     waited = sorted(time.exposed.items(), key=lambda one: -one[1])
     exposed = ", ".join(f"{human_seconds(seconds)} over {'+'.join(axes)}" for axes, seconds in waited if seconds > 0)
-    text = f"estimated step: {human_seconds(time.seconds)}, {tokens:,.0f} tokens per second and chip; compute"
+    text = f"{human_seconds(time.seconds)}, {tokens:,.0f} tokens per second and chip; compute"
     return f"{text} {human_seconds(time.compute_seconds)}, exposed communication {exposed or 'none'}"
 
 

@@ -19,6 +19,7 @@ from meshloom.compiler.config.override_parser import COMMAND_LINE
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.key_paths import leaves
 
+CHECK = "--check"  # of explain
 RESUMES = ("resume", "continue", "restart", "restore")  # what other trainers call it
 
 
@@ -27,6 +28,9 @@ def parse_flags(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, 
     lacks its value."""
     parser = get_args_parser()
     parser.add_argument(FLAG, action="append", default=[], metavar="MODULE")
+    parser.set_defaults(check=False)
+    if command == "explain":
+        parser.add_argument(CHECK, action="store_true")
     parser.prog, parser.error = f"meshloom {command}", _refuse  # type: ignore[method-assign]
     flags, rest = parser.parse_known_args(list(args))
     flags.overrides += [text for text in rest if not text.startswith("-")]  # argparse takes those before a flag alone
@@ -59,6 +63,9 @@ def _problems_of_values(flags: argparse.Namespace) -> list[Problem]:
     problems = [Problem(f"--{name.replace('_', '-')}", "is empty", "name one, or leave it out") for name in empty]
     if flags.package is not None and not flags.cfg:
         problems.append(Problem("--package", "chooses a part of what --cfg shows", "add --cfg job, or leave it out"))
+    if flags.check and flags.multirun:
+        what = "is of a single plan; the table of a sweep says which points do not fit"
+        problems.append(Problem(CHECK, what, "leave out --check, or -m"))
     return problems
 
 

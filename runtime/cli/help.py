@@ -12,6 +12,7 @@ from meshloom.compiler.config.target_names import patterns
 from meshloom.compiler.core.visible import write_out
 
 from .commands import Command
+from .flags import CHECK
 
 
 def show_help(command: Command, request: Request) -> None:
@@ -20,6 +21,8 @@ def show_help(command: Command, request: Request) -> None:
     write_out(
         f"usage: meshloom {command.name} [group=option ...] [group.key=value ...] [Hydra's flags: -m, --cfg job, ...]"
     )
+    if command.name == "explain":
+        write_out(f"       {CHECK}: exit code 3 if the step does not fit, by the estimate")
     write_out("")
     with hydra_session(request) as groups:
         chosen, sources = chosen_options(request), config_sources(request)

@@ -8,8 +8,10 @@ from meshloom.compiler.config.model_choice import model_of
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.config.target_spec import LocalTarget
 from meshloom.compiler.core.errors import all_of
+from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.driver import plan_run
 
+from ..data.demo import warnings_of_demo_data
 from ..launch.artifact_flags import flags_of_artifact
 from ..launch.engines import run_launch
 from ..launch.plan import LaunchPlan, plan_launch
@@ -35,7 +37,9 @@ def _plan(spec: RunSpec, request: Request, label: str) -> LaunchPlan:
 
 
 def _check_plan(spec: RunSpec) -> None:
-    """Plans the run, unless only its hosts have the devices that it is planned for."""
+    """Plans the run, unless only its hosts have the devices that it is planned for; its hosts say what else they
+    warn of."""
     if not isinstance(spec.target, LocalTarget):
         plan_without_devices(spec.target)
-        plan_run(spec)
+        for warning in warnings_of_demo_data(plan_run(spec)):
+            write_error(warning.as_warning())

@@ -8,6 +8,7 @@ from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.plan import Plan
 
+from ..data.demo import warnings_of_demo_data
 from ..processes.say import say
 from .metrics import Metrics
 
@@ -54,7 +55,8 @@ def show_header(console: Console, plan: Plan) -> None:
         f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}")  # fmt: skip
     if plan.flag_presets:
         say(console, f"flag presets: {plan.flag_presets}")
-    for warning in (*plan.warnings, *_not_judged(plan), *_not_counted(plan)):
+    own = (*warnings_of_demo_data(plan), *_not_judged(plan), *_not_counted(plan))
+    for warning in (*plan.warnings, *own):
         say(console, warning.as_warning())
 
 

@@ -116,7 +116,11 @@ def _show_refused(answer: Answer, console: Console) -> None:
     rows: list[list[Part]] = [
         [f"{count:,}", reason, shlex.join(answer.refused.examples[reason])] for reason, count in reasons[:NUM_REASONS]
     ]
-    columns = [Column("refused", justify="right"), Column("because", overflow="cut"), Column("such as", overflow="cut")]
+    columns = [
+        Column("refused", justify="right"),
+        Column("because", overflow="fold"),
+        Column("such as", overflow="fold"),
+    ]
     console.table(Table(columns, rows))
     if len(reasons) > NUM_REASONS:
         rest = sum(count for _, count in reasons[NUM_REASONS:])
