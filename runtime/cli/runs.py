@@ -27,8 +27,9 @@ USAGE = """\
 usage: meshloom runs [DIR] [--all] [--json]
 
 Runs and sweeps at and below DIR, the newest first: running, done, stopped, failed or killed, and why; the last step,
-the loss, the directory. Without DIR: those in outputs/ and multirun/ of the working directory. The points of a sweep
-are listed where DIR is the sweep itself.
+the loss, the directory. Without DIR: those in outputs/ and multirun/ of the working directory, and others in it or in a
+directory of it, such as hydra.run.dir=my-run and runs/first. The points of a sweep are listed where DIR is the sweep
+itself.
 
   --all    every run, where the table has the newest 30
   --json   the same for tools, as a JSON list
@@ -70,10 +71,29 @@ def find_lines(paths: Sequence[Path]) -> list[Line]:
         if not path.is_dir():
             what = "this is a file" if path.exists() else "there is no such directory"
             raise ConfigError([Problem(str(path), what, "name a directory with runs, or leave it out")])
-    tops = paths or [Path(name) for name in PLACES if Path(name).is_dir()]
+    tops = paths or [*(Path(name) for name in PLACES if Path(name).is_dir()), *_named_runs()]
     found = [directory for top in tops for directory in _directories(top)]
     lines = [_of_sweep(path) if (path / SWEEP_FILE).is_file() else _of_run(path) for path in found]
     return sorted(lines, key=lambda line: (line.state == "running", line.changed), reverse=True)
+
+
+def _named_runs() -> list[Path]:
+    """Returns runs and sweeps with a directory of their own name, up to two levels below the working directory. Only
+    what a command of ours marks counts: a spec.yaml can be anybody's."""
+    below = [each for each in _folders(Path()) if each.name not in PLACES]
+    return [each for top in below for each in ([top] if _is_marked(top) else filter(_is_marked, _folders(top)))]
+
+
+def _folders(top: Path) -> list[Path]:
+    try:
+        found = [path for path in sorted(top.iterdir()) if path.is_dir() and not path.is_symlink()]
+    except OSError:  # one that may not be read
+        return []
+    return [path for path in found if not path.name.startswith(".")]
+
+
+def _is_marked(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in (RECORD_FILE, SWEEP_FILE))
 
 
 def _directories(top: Path) -> list[Path]:

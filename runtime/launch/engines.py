@@ -95,6 +95,8 @@ def _show(rendering: Rendering) -> None:
     """Prints the file as it is, so that standard output can be kept as that file; what runs is a comment after it."""
     if rendering.file:
         write_out(rendering.text.rstrip("\n"))
+    if rendering.folders:  # SLURM opens a job's log before the script runs, and ends the job where it cannot
+        write_out(f"# {shlex.join(['mkdir', '-p', *rendering.folders])}")
     for command in rendering.commands:
         write_out(f"# {shlex.join(command)}" if rendering.file else shlex.join(command))
 

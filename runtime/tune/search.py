@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ def write_table(space: Space, rows: Sequence[Row], run_dir: Path, objective: str
     """Writes the files of a sweep, and its page."""
     replace_text(run_dir / SWEEP_FILE, sweep_file(space, rows, objective).model_dump_json(indent=2) + "\n")
     replace_text(run_dir / ROWS_FILE, "".join(row.model_dump_json() + "\n" for row in rows))
-    replace_text(run_dir / PAGE, render_sweep(read_sweep(run_dir), run_dir / PAGE))
+    sweep = replace(read_sweep(run_dir), is_running=False, notes=())  # all is there, though this holds the directory
+    replace_text(run_dir / PAGE, render_sweep(sweep, run_dir / PAGE))
 
 
 def _write(found: Found, run_dir: Path, model: str) -> Path:

@@ -54,6 +54,17 @@ def _by_directory(capsys, *words: object) -> dict[str, dict]:
 
 
 @pytest.mark.usefixtures("place")
+def test_runs_with_a_directory_of_their_own_name_are_found(capsys):
+    for name in ("my-run", "runs/first", "runs/a/too-deep"):
+        with recorded_run(_run_dir(Path(name), step=10), "train"):
+            pass
+    _run_dir(Path("spec-of-something-else"))
+    own = {"my-run", "first"}
+    assert {*_by_directory(capsys)} == {"10-00-00", "10-00-01", "10-00-02", "11-00-00"} | own
+    assert {*_by_directory(capsys, "outputs")} == {"10-00-00", "10-00-01", "10-00-02"}
+
+
+@pytest.mark.usefixtures("place")
 def test_runs_and_sweeps_are_found_with_their_states(capsys):
     with alone(Path("outputs/2026-11-23/10-00-02"), BUSY):
         found = _by_directory(capsys)

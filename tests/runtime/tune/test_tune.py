@@ -26,7 +26,7 @@ def test_a_search_leaves_a_table_an_answer_and_the_winners_file(tmp_path):
     assert [row.overrides for row in sweep.rows] == [tuple(one["overrides"]) for one in answer["best"]]
     assert sweep.rows[0].figures is not None
     assert sweep.rows[0].figures.step_seconds == answer["best"][0]["seconds"]
-    assert (run_dir / "sweep.html").exists()
+    assert "the sweep is running" not in (run_dir / "sweep.html").read_text()
     again = run_in_process("explain", "--config-dir", str(run_dir), "experiment=tiny_v5p-16")
     assert again.returncode == 0, again.stderr
     assert "fsdp=4 x tensor=2" in again.stdout
