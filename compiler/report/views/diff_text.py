@@ -10,56 +10,65 @@ from ..diff import Change, CollectiveChange, CollectiveTotals, Diff, is_same
 
 ABSENT = "nothing"
 LONGEST = 60  # of a value from the config
-NUM_ROWS = 20  # of a section, but the config; --json has all
-FIRST = ("predicted_seconds", "predicted_mfu", "exposed_seconds", "exposed_fraction", "compute_seconds", "fits",
-         "peak_bytes_per_chip", "host_fits", "host_bytes_per_chip")  # fmt: skip
+NUM_ROWS = 20  # of a section; --json has all
+# What a reader asks first, in their words: the section and the name of each value.
+HEADLINE = {
+    ("step", "predicted_seconds"): "step, predicted", ("step", "predicted_mfu"): "MFU, predicted",
+    ("memory", "fits"): "fits", ("memory", "peak_bytes_per_chip"): "memory per chip",
+    ("memory", "host_fits"): "fits the host", ("memory", "host_bytes_per_chip"): "host memory per chip",
+    ("step", "exposed_seconds"): "exposed communication", ("step", "exposed_fraction"): "of the step",
+    ("step", "compute_seconds"): "compute",
+}  # fmt: skip
 SECTIONS = (
-    ("config", "config"), ("program", "target and program"), ("plan", "plan"), ("memory", "memory per chip"),
-    ("collectives", "collectives"), ("compute", "compute"), ("step", "predicted step"), ("findings", "findings"),
-    ("build", "build"), ("shardings", "layouts"),
+    ("collectives", "collectives"), ("config", "config"), ("program", "target and program"),
+    ("memory", "memory per chip"), ("step", "predicted step"), ("compute", "compute"), ("findings", "findings"),
+    ("plan", "plan"), ("build", "build"), ("shardings", "layouts"),
 )  # fmt: skip
-WAYS = {"appeared": "green", "gone": "red", "grown": "yellow", "shrunk": "cyan", "changed": "magenta"}
+BETTER, WORSE = "green", "red"
+WAYS = {"appeared": WORSE, "gone": BETTER, "grown": WORSE, "shrunk": BETTER, "changed": "yellow"}  # of collectives
 TABLES = ("parameters", "optimizer", "activations")
 
 
 def show_diff(diff: Diff, console: Console) -> None:
-    """Prints it, a section for each kind of change."""
+    """Prints the headline, then a section for each kind of change. Green is better and red is worse, where that can be
+    said."""
     for name, run in zip("ab", diff.runs, strict=True):
         console.line(f"{name}  {run}")
     for note in diff.notes:
-        console.line(f"note: {note}", style="yellow")
+        console.wrapped((f"note: {note}", "yellow"))
+    _section(console, "in short", list(_headline(diff)))
     for name, title in SECTIONS:
         found = getattr(diff, name)
         if name == "collectives":
             _section(console, title, [_collective(change) for change in found])
         else:
-            _section(
-                console,
-                title,
-                [_row(change, name) for change in sorted(found, key=lambda change: _place(change, name))],
-            )
+            rest = [change for change in found if (name, change.where) not in HEADLINE]
+            _section(console, title, [_row(change, name) for change in sorted(rest, key=lambda c: _place(c, name))])
     if diff.is_empty:
         console.line("nothing changed")
 
 
+def _headline(diff: Diff) -> Iterable[tuple[Part, ...]]:
+    by_name = {(name, change.where): change for name in ("step", "memory") for change in getattr(diff, name)}
+    for key, words in HEADLINE.items():
+        if key in by_name:
+            yield (words, "bold"), _row(by_name[key], key[0])[1]
+
+
 def _place(change: Change, section: str) -> tuple[int, str]:
-    name = change.where.rpartition(".")[2]
-    if section == "shardings":
-        return TABLES.index(change.where.split(".")[0]), change.where
-    return FIRST.index(name) if name in FIRST else len(FIRST), change.where
+    return (TABLES.index(change.where.split(".")[0]) if section == "shardings" else 0), change.where
 
 
 def _section(console: Console, title: str, rows: Sequence[tuple[Part, ...]]) -> None:
     if not rows:
         return
-    shown = len(rows) if title == "config" else NUM_ROWS
     console.line()
-    console.table(Table((Column(overflow="fold"), Column(overflow="fold")), rows[:shown], title))
-    if len(rows) > shown:
-        console.line(f"and {len(rows) - shown} more: --json has all", style="dim")
+    console.table(Table((Column(overflow="fold"), Column(overflow="fold")), rows[:NUM_ROWS], title))
+    if len(rows) > NUM_ROWS:
+        console.line(f"and {len(rows) - NUM_ROWS} more: --json has all", style="dim")
 
 
-def _row(change: Change, section: str) -> tuple[str, str]:
+def _row(change: Change, section: str) -> tuple[str, Part]:
     """Returns a row: 'predicted_seconds', '2.95 s -> 2.71 s  -8.1 %'."""
     human, is_measure = _unit(change.where, section)
     if section == "shardings" and change.way == "changed":
@@ -68,7 +77,19 @@ def _row(change: Change, section: str) -> tuple[str, str]:
     after = ABSENT if change.way == "gone" else human(change.after)
     if before == after:  # to three digits
         before, after = _plain(change.before), _plain(change.after)
-    return change.where, f"{before} → {after}{_relative(change.before, change.after) if is_measure else ''}"
+    text = f"{before} → {after}{_relative(change.before, change.after) if is_measure else ''}"
+    return change.where, (text, _judged(change, section))
+
+
+def _judged(change: Change, section: str) -> str:
+    """Returns the style of a value of which less is better, or of the few of which more is; "" of others."""
+    before, after = change.before, change.after
+    if section not in ("step", "memory", "compute") or not isinstance(before, int | float | bool):
+        return ""
+    if not isinstance(after, int | float | bool) or "limit" in change.where or before == after:
+        return ""
+    is_more_better = change.where in ("fits", "host_fits", "predicted_mfu")
+    return BETTER if (after > before) == is_more_better else WORSE
 
 
 def _collective(change: CollectiveChange) -> tuple[Part, Part]:
@@ -155,6 +176,8 @@ def _plain(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        text = f"[{', '.join(value)}]"
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 

@@ -1,7 +1,9 @@
 """What changed between two runs: nothing of a compiler's naming, everything of the step; and the command."""
 
+import io
 import json
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.core.console import Console
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.diff import Change, Run, diff_runs
 from meshloom.compiler.report.explain import plan_as_json
+from meshloom.compiler.report.views.diff_text import show_diff
 from meshloom.compiler.schema import Finding, Report
 from meshloom.runtime.cli.main import run as command
 from meshloom.runtime.rundir.report_files import write_report
@@ -234,15 +238,30 @@ def test_the_command_tells_each_kind_of_change(runs, capsys, monkeypatch):
     assert command(["diff", "compiled", "otherwise"]) == 0
     text = capsys.readouterr().out
     for words in (
-        "mesh.tensor                      1 → 8", "peak_bytes_per_chip   7.2 GiB → 52.0 GiB  +622.3 %",
+        "mesh.tensor                      1 → 8", "memory per chip       7.2 GiB → 52.0 GiB  +622.3 %",
         "grown     all-gather over fsdp, layers/mlp/gate_EM, backward: exposed 0 s → 58.2 ms",
-        "predicted_mfu     61.3 % → 46.9 %", "matmul     2.38 s → 2.05 s  -14.0 %",
+        "MFU, predicted         61.3 % → 46.9 %", "matmul     2.38 s → 2.05 s  -14.0 %",
         "parameters.embed/table_VE                                 (whole, fsdp) → (tensor, fsdp)",
         "target.chip                   v5e → h100",
     ):  # fmt: skip
         assert " ".join(words.split()) in " ".join(text.split()), words
+    _, _, blank, title, first, *_ = text.splitlines()
+    assert (blank, title.strip()) == ("", "in short")
+    assert first.startswith("step, predicted")
     assert command(["diff", "compiled", "compiled"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing changed"
+
+
+def test_better_is_green_and_worse_is_red():
+    a, b = (Run(name, {}, {"arrays": {}}, reports.fits()[0]) for name in "ab")
+    assert b.report
+    worse = b.report.step.model_copy(update={"predicted_seconds": 9.9, "predicted_mfu": 0.9})
+    out = io.StringIO()
+    show_diff(
+        diff_runs(a, replace(b, report=b.report.model_copy(update={"step": worse}))), Console(out, is_terminal=True)
+    )
+    assert re.search(r"step, predicted\x1b\[0m +\x1b\[31m", out.getvalue())
+    assert re.search(r"MFU, predicted\x1b\[0m +\x1b\[32m", out.getvalue())
 
 
 def test_plans_are_compared_where_a_report_is_missing(runs, capsys, monkeypatch):
