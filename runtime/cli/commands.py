@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 
+CHECK = "--check"  # a flag of explain
+
 
 @dataclass(frozen=True)
 class Command:

@@ -19,7 +19,8 @@ from meshloom.compiler.config.override_parser import COMMAND_LINE
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.key_paths import leaves
 
-CHECK = "--check"  # of explain
+from .commands import CHECK
+
 RESUMES = ("resume", "continue", "restart", "restore")  # what other trainers call it
 
 

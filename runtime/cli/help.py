@@ -11,8 +11,7 @@ from meshloom.compiler.config.compose import Request, chosen_options, config_sou
 from meshloom.compiler.config.target_names import patterns
 from meshloom.compiler.core.visible import write_out
 
-from .commands import Command
-from .flags import CHECK
+from .commands import CHECK, Command
 
 
 def show_help(command: Command, request: Request) -> None:
