@@ -185,9 +185,8 @@ def chip_of(target: TargetPlan) -> Chip:
         peak_flops_per_second=peaks,
         hbm_bytes_per_second=chip.hbm_bytes_per_second * share,
         matmul_share=chip.kernels.matmul * arithmetic,
-        attention_share=chip.kernels.attention * arithmetic,
+        attention_shares={size: each * arithmetic for size, each in chip.kernels.attention.items()},
         memory_share=chip.kernels.memory,
-        matrix_unit=chip.matrix_unit or 1,
         factors=factors,
     )
 

@@ -28,11 +28,14 @@ class PeakFlops(Config):
     float8: PositiveFloat | None
 
 
+HeadShares = Annotated[dict[PositiveInt, UpToOne], Field(min_length=1)]  # by the size of a head
+
+
 class Efficiency(Config):
     """Shares of the peaks that compiled programs reach, over whole steps; what an estimate of time rests on."""
 
     matmul: UpToOne
-    attention: UpToOne
+    attention: HeadShares
     memory: UpToOne
 
 
@@ -40,7 +43,7 @@ class KernelShares(Config):
     """Shares of the peaks that single large kernels reach, measured; what prices of compiled programs rest on."""
 
     matmul: UpToOne
-    attention: UpToOne  # of the blocks that a mask leaves
+    attention: HeadShares  # of the blocks that a mask leaves
     memory: UpToOne
 
 
@@ -56,7 +59,6 @@ class ChipSpec(Config):
     host_bytes: NumBytes | None  # the chip's share of its host's memory; None: hosts differ
     vector_memory_bytes: NumBytes  # on the chip: a TPU's VMEM, a GPU's shared memory
     clock_hz: PositiveFloat  # clock of the cycles that XLA estimates
-    matrix_unit: PositiveInt | None  # rows and columns of a TPU's matrix unit
     power_watts: PositiveFloat | None  # its limit as sold; None: not published
     power_limit_watts: PositiveFloat | None  # that your operator set (nvidia-smi -q -d POWER); None: as sold
     efficiency: Efficiency

@@ -15,12 +15,14 @@ from types import MappingProxyType
 import numpy as np
 
 from ..core.collectives import CollectiveKind
+from ..core.head_shares import share_of_head
 from ..jaxpr.program import Program
 from ..jaxpr.propagate import Axes
 from ..parallel.context import EXPOSED_PERMUTES
 from ..parallel.exchange import RING
 from ..parallel.matmul import COLLECTIVE_MATMUL
 from ..plan import Plan
+from ..sharding.arrays import Arrays
 from ..target.compiler_options import hidden_kinds, why_permutes_wait
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
@@ -101,7 +103,7 @@ class TimeEstimate:
 
 def estimate_time(plan: Plan, program: Program) -> TimeEstimate | None:
     """Returns the time of the plan's step; None where the target's figures are not known."""
-    rates = plan_rates(plan.target)
+    rates = plan_rates(plan.target, head_dim_of(plan.arrays))
     if rates is None:
         return None
     shape, numbers = read_costs(program, frozenset(array.array.path for array in plan.sharding.parameters))
@@ -170,14 +172,21 @@ def _exposed(
     return waited
 
 
-def plan_rates(target: TargetPlan) -> Rates | None:
-    """Returns what a device of the target reaches; None where its figures are not known."""
+def head_dim_of(arrays: Arrays) -> int | None:
+    """Returns the size of a head of the model's attention; None where it has none."""
+    return next((site.operands[0].shape[-1] for site in arrays.sites if site.kind == "attention"), None)
+
+
+def plan_rates(target: TargetPlan, head_dim: int | None) -> Rates | None:
+    """Returns what a device of the target reaches; None where its figures are not known. head_dim: of the model's
+    attention, None where it has none."""
     chip, peak = target.chip, target.peak_flops_per_second
     bandwidth = target.hbm_bytes_per_second_per_device
     if chip is None or peak is None or bandwidth is None:
         return None
     share, power = chip.efficiency, chip.power_share
-    return Rates(peak * share.matmul * power, peak * share.attention * power, bandwidth * share.memory)
+    of_heads = share.matmul if head_dim is None else share_of_head(share.attention, head_dim)
+    return Rates(peak * share.matmul * power, peak * of_heads * power, bandwidth * share.memory)
 
 
 def plan_hiding(plan: Plan) -> Hiding:

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models.attention import attend
 
+from ..core.head_shares import share_of_head
 from ..core.partition_spec import Axes, axes_in, axes_of
 from ..core.scopes import ATTENTION, exchange_scope
 from ..jaxpr.operation_kinds import LANES
@@ -64,7 +65,7 @@ class AttentionOp(ParallelOp):
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         heads, platform = inputs.auto_spec(None, None, "heads", None), inputs.target.platform
         exchange = _exchange_of(site, inputs)
-        merit, budget = f"the kernel for {platform}", _budget(inputs.target)
+        merit, budget = f"the kernel for {platform}", _budget(inputs.target, site.operands[0].shape[-1])
         kernels = [
             Strategy(
                 name,
@@ -84,8 +85,10 @@ class AttentionOp(ParallelOp):
         return build_attend(plan.chosen.parameters)
 
 
-def _budget(target: TargetPlan) -> Budget:
-    return NO_BUDGET if target.chip is None else plan_budget(target, target.chip.efficiency.attention)
+def _budget(target: TargetPlan, head_dim: int) -> Budget:
+    if target.chip is None:
+        return NO_BUDGET
+    return plan_budget(target, share_of_head(target.chip.efficiency.attention, head_dim))
 
 
 def _backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None, budget: Budget) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 
 from ..core.collectives import CollectiveKind
 from ..core.format import human_seconds
+from ..core.head_shares import share_of_head
 from ..core.partition_spec import axes_of
 from ..sharding.arrays import OpSite
 from ..sharding.batch import length_of_device, sequences_of_device
@@ -244,7 +245,7 @@ def _seconds(name: str, local: _Local, inputs: OpInputs) -> float | None:
         copies = copied * (2 * local.q_bytes + exchanged_kv_bytes) / memory
         return num_calls * 2 * (2 * took["exchange of q"] + took["exchange of kv"] + copies)
     flops = 2 * 4 * local.sequences * local.heads * local.chunk**2 * local.head_dim  # of two whole blocks
-    block = flops / (peak * target.chip.efficiency.attention)
+    block = flops / (peak * share_of_head(target.chip.efficiency.attention, local.head_dim))
     sent = took["permute"] * (1 + 4 / local.itemsize)  # backward, float32 gradients beside keys and values
     if why_permutes_wait(target) is not None:
         each = took["permute"] + sent

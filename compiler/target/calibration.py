@@ -27,7 +27,7 @@ def calibrate_target(target: TargetPlan, calibration: Calibration) -> TargetPlan
     share = target.chip.efficiency
     efficiency = Efficiency.model_construct(  # more than 1 is possible: a figure of the chip may be too low
         matmul=share.matmul / calibration.matmul,
-        attention=share.attention / calibration.attention,
+        attention={size: each / calibration.attention for size, each in share.attention.items()},
         memory=share.memory / calibration.other,
     )
     return replace(

@@ -27,7 +27,7 @@ from ..driver import plan_run
 from ..estimate.assumed_overlap import BATCH_SPLIT, can_split_batch, plan_assumed
 from ..estimate.program_costs import Array, Costs, ProgramShape, read_costs
 from ..estimate.read_step import read_step
-from ..estimate.step_time import Hiding, plan_hiding
+from ..estimate.step_time import Hiding, head_dim_of, plan_hiding
 from ..parallel.loss import LossOp
 from ..parallel.matmul import COLLECTIVE_MATMUL
 from ..parallel.registry import OPERATIONS
@@ -67,13 +67,15 @@ class Point:
 @dataclass(frozen=True)
 class Reference:
     """A traced point. point: with the number of chunks that the loss was computed in. is_last_apart: gradients are
-    reduced in the backward pass of the last microbatch, which is no part of the loop of the others."""
+    reduced in the backward pass of the last microbatch, which is no part of the loop of the others. head_dim: of
+    attention; None where the model has none."""
 
     point: Point
     shape: ProgramShape
     numbers: Array
     hiding: Hiding
     is_last_apart: bool
+    head_dim: int | None
 
     @property
     def variables(self) -> Array:
@@ -90,6 +92,7 @@ class Family:
     is_last_apart: bool
     origin: tuple[Array, Array]
     exponents: Array
+    head_dim: int | None
 
     def costs(self, candidates: Sequence[Candidate]) -> Costs:
         """Returns the costs of candidates of the family."""
@@ -226,7 +229,8 @@ def trace(point: Point) -> Reference:
     trips = {int(numbers[region[0]]) for region in shape.regions if len(region) == 1}  # of the outer loops
     number = point.num_microbatches
     is_last_apart = plan.spec.overlap.layers.reduce_in_backward and number not in trips and number - 1 in trips
-    return Reference(replace(point, num_loss_chunks=loss), shape, numbers, plan_hiding(plan), is_last_apart)
+    head_dim = head_dim_of(plan.arrays)
+    return Reference(replace(point, num_loss_chunks=loss), shape, numbers, plan_hiding(plan), is_last_apart, head_dim)
 
 
 def fit_family(references: Sequence[Reference]) -> Family:
@@ -244,7 +248,7 @@ def fit_family(references: Sequence[Reference]) -> Family:
     for one in counts:
         steps = one.variables[num_axes:] - origin[num_axes:]
         exponents[num_axes:] = count_exponents(_grown([one], numbers)[0], steps)
-    return Family(first.shape, first.hiding, first.is_last_apart, (origin, numbers), exponents)
+    return Family(first.shape, first.hiding, first.is_last_apart, (origin, numbers), exponents, first.head_dim)
 
 
 def count_exponents(grown: Array, steps: Array) -> Array:

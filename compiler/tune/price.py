@@ -45,7 +45,7 @@ def price(candidates: Sequence[Candidate], families: Mapping[Key, Family], link_
     for key, own in places.items():
         family, ones = families[key], [candidates[place] for place in own]
         costs = family.costs(ones)
-        rates = plan_rates(ones[0].variant.target())
+        rates = plan_rates(ones[0].variant.target(), family.head_dim)
         assert rates is not None, "a variant without is refused by the rules"
         time: StepTime = time_step(costs, rates, _link_times(ones, family, link_speed), family.hiding_of(ones))
         peak[own], host[own], compute[own] = costs.peak_bytes(), costs.host_bytes(), time.compute_seconds

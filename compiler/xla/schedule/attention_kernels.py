@@ -42,10 +42,9 @@ def is_attention(instruction: Instruction) -> bool:
     return _NAMED.search(_name(instruction)) is not None
 
 
-def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...], matrix_unit: int) -> Work | None:
+def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Work | None:
     """Returns the arithmetic of an attention kernel: two matmuls of queries x keys x depth each forward, for keys and
-    values four, for queries three; of the square what the mask leaves. None if its shapes do not say. A head smaller
-    than a TPU's matrix unit leaves part of it idle."""
+    values four, for queries three; of the square what the mask leaves. None if its shapes do not say."""
     arrays = [each for each in operands if each.dtype in _FLOATS or each.dtype.startswith("f8")]
     queries = next((each for each in arrays if len(each.shape) in (3, 4, 5)), None)
     if queries is None:
@@ -58,9 +57,8 @@ def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...], ma
     name = _name(instruction)
     count = next((count for key, count in _MATMULS.items() if key in name), 2)
     count += count == _DKV_MATMULS and any(len(each.shape) > len(queries.shape) for each in instruction.arrays)
-    depth = math.ceil(square.depth / matrix_unit) * matrix_unit
-    flops = 2.0 * count * square.num_queries * square.num_keys * depth * square.share
-    return Work(flops, peak_name(queries.dtype), "attention")
+    flops = 2.0 * count * square.num_queries * square.num_keys * square.depth * square.share
+    return Work(flops, peak_name(queries.dtype), "attention", head_dim=square.depth)
 
 
 def _of_transformer_engine(told: dict[str, int]) -> _Square | None:

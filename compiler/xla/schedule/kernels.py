@@ -39,10 +39,10 @@ _AT_LEAST_ONCE = frozenset({"cholesky", "fft", "triangular-solve"})
 _LOG_TILE = 11  # XLA's bitonic sort for GPUs orders tiles of 2,048 in shared memory: xla/backends/gpu, EmitSort
 
 
-def kernel_work(instruction: Instruction, operands: tuple[ArrayType, ...], matrix_unit: int) -> Work:
+def kernel_work(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Work:
     """Returns the work of one instruction that calls no computation of the program."""
     if instruction.opcode == "custom-call":
-        return _called(instruction, operands, matrix_unit)
+        return _called(instruction, operands)
     if instruction.opcode in MATMULS:
         return _matmul(instruction, operands) or Work(unknown=instruction.opcode)
     if instruction.opcode == "sort":
@@ -66,12 +66,12 @@ def is_matmul(instruction: Instruction) -> bool:
     return instruction.opcode in MATMULS or _is_gemm(target) or "cudnn$conv" in target or is_grouped
 
 
-def _called(instruction: Instruction, operands: tuple[ArrayType, ...], matrix_unit: int) -> Work:
+def _called(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Work:
     target, name = instruction.attribute("custom_call_target") or "", OperationName(instruction.op_name)
     if target == MOSAIC and instruction.name.startswith("ragged-dot-metadata"):
         return Work()  # the places of groups, for the kernel after it
     if name.experts is None and is_attention(instruction):
-        found = attention_work(instruction, operands, matrix_unit)
+        found = attention_work(instruction, operands)
     elif target == MOSAIC:
         found = _declared(instruction, operands, name)
     elif target == TRITON and name.experts is not None:

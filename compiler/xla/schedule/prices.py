@@ -12,13 +12,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from ...core.head_shares import share_of_head
 from ...core.scopes import OperationName
 from ..hlo import Computation, Instruction, Module
 from ..hlo.types import ArrayType, parse_type
 from .attention_kernels import is_attention
 from .kernels import is_matmul, kernel_work
 from .steps import Compute, ComputeKind, PricedBy
-from .work import Unit, Work
+from .work import Work
 
 # Of grouped matmuls of experts, an assumption: the share of the peak on TPUs, and on GPUs that of what cuBLAS reaches.
 GROUPED_EFFICIENCY = 0.6
@@ -44,7 +45,7 @@ _VIEWS = frozenset({"bitcast", "reshape"})
 @dataclass(frozen=True)
 class Chip:
     """What prices rest on. Figures of one JAX device; peak: by type of the operands. The shares of the peaks are those
-    that single large kernels reach. matrix_unit: rows and columns of a TPU's. factors: by kind of compute, how much
+    that single large kernels reach. factors: by kind of compute, how much
     longer it takes, by a calibration."""
 
     platform: str  # tpu, gpu
@@ -52,9 +53,8 @@ class Chip:
     peak_flops_per_second: Mapping[str, float]
     hbm_bytes_per_second: float
     matmul_share: float = 1.0
-    attention_share: float = 1.0
+    attention_shares: Mapping[int, float] = field(default_factory=lambda: {128: 1.0})  # by the size of a head
     memory_share: float = 1.0
-    matrix_unit: int = 1
     factors: Mapping[ComputeKind, float] = field(default_factory=dict)
 
 
@@ -93,7 +93,7 @@ def _price(instruction: Instruction, around: Computation, module: Module, chip: 
     estimated = None
     if chip.clock_hz and (cycles := instruction.estimated_cycles) is not None:
         estimated = cycles / chip.clock_hz
-    work = work_of(instruction, _operand_types(instruction, around), module, chip.matrix_unit)
+    work = work_of(instruction, _operand_types(instruction, around), module)
     if estimated is not None and not work.flops:
         return _Price(estimated, "cycles")
     moved = moved_bytes(instruction, around, module) if work.num_bytes is None else work.num_bytes
@@ -103,7 +103,7 @@ def _price(instruction: Instruction, around: Computation, module: Module, chip: 
     peak = chip.peak_flops_per_second.get(work.dtype)
     if work.flops and peak is None and estimated is not None:
         return _Price(estimated, "cycles")
-    flops_seconds = work.flops / (peak * _share(work.unit, chip)) if work.flops and peak else 0.0
+    flops_seconds = work.flops / (peak * _share(work, chip)) if work.flops and peak else 0.0
     allowed = max(flops_seconds, memory_seconds)
     if estimated is not None:
         return _Price(allowed, "bound", estimated) if estimated > allowed else _Price(estimated, "cycles")
@@ -113,22 +113,22 @@ def _price(instruction: Instruction, around: Computation, module: Module, chip: 
     return _Price(seconds, "flops" if flops_seconds > memory_seconds else "bytes")
 
 
-def _share(unit: Unit, chip: Chip) -> float:
+def _share(work: Work, chip: Chip) -> float:
     """Returns the share of the peak that kernels of a kind reach."""
-    if unit == "grouped":
+    if work.unit == "grouped":
         return GROUPED_EFFICIENCY * (chip.matmul_share if chip.platform == "gpu" else 1.0)
-    return chip.attention_share if unit == "attention" else chip.matmul_share
+    return share_of_head(chip.attention_shares, work.head_dim) if work.unit == "attention" else chip.matmul_share
 
 
-def work_of(instruction: Instruction, operands: tuple[ArrayType, ...], module: Module, matrix_unit: int) -> Work:
+def work_of(instruction: Instruction, operands: tuple[ArrayType, ...], module: Module) -> Work:
     """Returns the work of an instruction, of a fusion with all that it calls."""
     if instruction.opcode not in ("fusion", "call"):
-        return kernel_work(instruction, operands, matrix_unit)
+        return kernel_work(instruction, operands)
     total = Work()
     for name in instruction.called:
         computation = module.computations[name]
         for inner in computation.instructions:
-            found = work_of(inner, _operand_types(inner, computation), module, matrix_unit)
+            found = work_of(inner, _operand_types(inner, computation), module)
             total = replace(
                 total,
                 flops=total.flops + found.flops,

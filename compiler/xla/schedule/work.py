@@ -19,13 +19,14 @@ _WINDOW = re.compile(r"window=\{([^}]*)\}")
 @dataclass(frozen=True)
 class Work:
     """flops: of the type dtype, a name of the chip's peaks. num_bytes: that it moves; None: its operands and results.
-    unknown: the kernel that takes at least this, if it is not known how much longer."""
+    head_dim: of attention. unknown: the kernel that takes at least this, if it is not known how much longer."""
 
     flops: float = 0.0
     dtype: str = "float32"
     unit: Unit = "matmul"
     num_bytes: int | None = None
     unknown: str = ""
+    head_dim: int = 0
 
 
 def dot_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> float | None:

@@ -261,7 +261,8 @@ def _constants(chip, network):
         (network.hop_seconds, network.host_seconds) if is_torus else (network.chip_seconds, network.node_seconds)
     )
     figures = (
-        shares.matmul, shares.attention, shares.memory, chip.sustained, chip.matrix_unit, chip.power_watts,
+        shares.matmul, *(shares.attention.get(size) for size in (64, 128, 256)), shares.memory, chip.sustained,
+        chip.power_watts,
         near * 1e6, far * 1e6, 1 if is_torus else network.collective_share,
     )  # fmt: skip
     return [f"{figure:g}" if figure else "" for figure in figures]

@@ -13,7 +13,7 @@ FLOPS, BANDWIDTH = 1e9, 1e9
 
 def chip(platform: str = "gpu", *, bandwidth: float = 1e15, flops: float = FLOPS) -> Chip:
     peaks: dict[str, float] = dict.fromkeys(["bfloat16", "float16", "float32", "float8"], flops)
-    return Chip(platform, None, peaks, bandwidth, attention_share=0.5)
+    return Chip(platform, None, peaks, bandwidth, attention_shares={1: 0.5})
 
 
 def called(target: str, result: str, *operands: str, config: str = "", of: Chip | None = None) -> Simulation:

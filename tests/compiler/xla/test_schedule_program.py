@@ -19,8 +19,7 @@ TPU = Chip(
     peak_flops_per_second={"bfloat16": 1e3, "float32": 1e3},
     hbm_bytes_per_second=1e6,
     matmul_share=0.8,
-    attention_share=0.6,
-    matrix_unit=128,
+    attention_shares={128: 0.6},
 )
 GPU = Chip(
     "gpu",
@@ -528,13 +527,23 @@ def test_an_attention_kernel_that_names_its_blocks_takes_the_time_of_those():
     assert found.seconds == pytest.approx(2 * 2 * 4 * 256 * 512 * 128 * 3 / 8 / (0.6 * 1e3))
 
 
-def test_a_head_smaller_than_the_matrix_unit_leaves_part_of_it_idle():
-    q = "bf16[4,256,128]"
+@pytest.mark.parametrize(
+    ("size", "share"),
+    [
+        (128, 0.4),
+        (256, 0.6),
+        (64, 0.2),  # takes as long as one of 128
+        (512, 0.6),
+        # For each score 128 / 0.4 = 320 and 256 / 0.6 = 426.7: between them a line, at 192 373.3
+        (192, 192 / 373.333),
+    ],
+)
+def test_the_size_of_a_head_decides_what_attention_reaches(size, share):
+    q = f"bf16[4,256,{size}]"
     text = module(f"  %q = {q} parameter(0)", f"  %k = {q} parameter(1)",
                   f'  ROOT %splash_mha_fwd.1 = {q} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call"')  # fmt: skip
-    (half,) = computed(read_steps(parse_module(text), replace(TPU, matrix_unit=256))).values()
-    (whole,) = computed(read_steps(parse_module(text), TPU)).values()
-    assert half.seconds == pytest.approx(2 * (whole.seconds or 0))
+    (found,) = computed(read_steps(parse_module(text), replace(TPU, attention_shares={128: 0.4, 256: 0.6}))).values()
+    assert found.seconds == pytest.approx(2 * 2 * 4 * 256 * 256 * size / 2 / (share * 1e3), rel=1e-4)
 
 
 def fused_matmul(cycles: int, convolution: str, *shapes: str) -> str:
@@ -691,7 +700,7 @@ def test_an_attention_kernel_of_cudnn_says_whether_it_has_a_mask(mask, share):
              f'  ROOT %f = {q} custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax", '
              f'backend_config={{"cudnn_fmha_backend_config":{{"mask_type": "{mask}"}}}}']  # fmt: skip
     (found,) = computed(
-        read_steps(parse_module(module(*lines)), replace(GPU, attention_share=0.5, hbm_bytes_per_second=1e15))
+        read_steps(parse_module(module(*lines)), replace(GPU, attention_shares={64: 0.5}, hbm_bytes_per_second=1e15))
     ).values()
     flops = 2 * 2 * 2 * 4 * 256 * 512 * 64 * share
     assert found.seconds == pytest.approx(flops / (0.5 * 1e9) + KERNEL_GAP_SECONDS)
