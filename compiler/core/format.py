@@ -28,7 +28,10 @@ def human_bytes(count: int) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Returns seconds as text: 0.1784 -> '178 ms'."""
+    """Returns seconds as text: 0.1784 -> '178 ms', 2_270_000 -> '26.3 days'."""
+    for unit, scale, least in (("days", 86_400, 2 * 86_400), ("h", 3_600, 2 * 3_600)):
+        if seconds >= least:
+            return f"{three_digits(seconds / scale)} {unit}"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= 0.9995 * scale:
             return f"{three_digits(seconds / scale)} {unit}"

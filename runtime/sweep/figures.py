@@ -63,7 +63,7 @@ _ALL = (
     Figure("exposed_share", "exposed", "less", "share", _share("exposed_seconds", "step_seconds")),
     _plain("bubble_seconds", "bubble", "less", "seconds"),
     _plain("peak_bytes", "memory", "less", "bytes"),
-    Figure("memory_share", "of limit", "less", "share", _share("peak_bytes", "limit_bytes")),
+    Figure("memory_share", "of the memory", "less", "share", _share("peak_bytes", "limit_bytes")),
     _plain("cost_per_million_tokens", "cost/M tokens", "less", "cost"),
     _plain("training_seconds", "training", "less", "seconds"),
     _plain("training_cost", "cost of training", "less", "cost"),

@@ -358,7 +358,7 @@ def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]
     if saved is not None:
         rows.append(("checkpoint", f"{run_dir}/{FOLDER}/{saved}"))
     if "tensorboard" in plan.spec.logging.trackers:
-        rows.append(("curves", f"{run_dir}/tensorboard, for TensorBoard"))
+        rows.append(("curves", shlex.join(["tensorboard", "--logdir", f"{run_dir}/tensorboard"])))
     return rows
 
 

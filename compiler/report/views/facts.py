@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from ...core.format import LEAST_SECONDS, human_bytes, human_names, human_range, human_seconds, human_share
 from ...schema import CollectiveReport, ComputeKind, MemoryReport, Report, or_infinity, total
 
+PER_CHIP = "tokens/s per chip"
 NO_REASON = "no reason is given"
 Tone = Literal["good", "bad", "plain", "unknown"]
 
@@ -50,10 +51,19 @@ def verdict(report: Report) -> tuple[Fact, ...]:
         *_host(report),
         _whole_step(report) or _fact("predicted step", step.predicted_seconds, human_seconds, roofline,
                                      "step.predicted_seconds"),
+        *_tokens(report),
         _fact("predicted MFU", step.predicted_mfu, human_share, "remat excluded", "step.predicted_mfu"),
         _fact("exposed", step.exposed_fraction, human_share, f"{exposed} of communication" if exposed else "",
               "step.exposed_fraction"),
     )  # fmt: skip
+
+
+def _tokens(report: Report) -> Iterator[Fact]:
+    """Yields the tokens of a second and a chip, where the step is known and of tokens."""
+    seconds, tokens = report.step.predicted_seconds, report.program.tokens_per_step
+    if seconds and tokens:
+        value = f"{tokens / seconds / report.target.num_chips:,.0f}"
+        yield Fact(PER_CHIP, value, "predicted", "plain", "step.predicted_seconds")
 
 
 def _whole_step(report: Report) -> Fact | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...core.console import Column, Console, Line, Part, Table
 from ...core.format import counted, human_bytes, human_parameters, human_seconds, human_share, human_slowdown
 from ...schema import MemoryReport, ProgramReport, Report, by_exposed
-from .facts import Fact, compute_by_kind, origin, sums, unknown_values, verdict, why_exposed
+from .facts import PER_CHIP, Fact, compute_by_kind, origin, sums, unknown_values, verdict, why_exposed
 from .tried import lines_of_rest
 
 FILE_WIDTH = 1000  # columns, where nothing is wrapped
@@ -64,6 +64,8 @@ def _fact(fact: Fact) -> Line:
         if fact.name == "memory":
             return [value, f": {detail}"]
         return ["host ", (detail, TONES["good"])] if fact.tone == "good" else ["host ", value, f": {detail}"]
+    if fact.name == PER_CHIP:
+        return [value, f" {PER_CHIP}"]
     name = {"predicted step": "step", "predicted MFU": "MFU"}.get(fact.name, fact.name)
     return [f"{name} ", value]
 

@@ -52,7 +52,7 @@ function scaled(value, scales) {
 }
 
 const WRITE = {
-  seconds: (v) => (v === 0 ? "0 s" : scaled(v, [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]])),
+  seconds: (v) => (v === 0 ? "0 s" : v >= 2 * 86400 ? scaled(v, [["days", 86400]]) : v >= 2 * 3600 ? scaled(v, [["h", 3600]]) : scaled(v, [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]])),
   count: (v) => scaled(v, [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3], ["", 1]]),
   bytes: (v) => scaled(v, [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]]),
   share: (v) => `${(100 * v).toFixed(1)} %`,

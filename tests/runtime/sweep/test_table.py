@@ -31,7 +31,7 @@ def _many(number: int) -> list[Row]:
 
 def test_points_are_sorted_by_the_objective_and_the_best_is_marked():
     lines = _shown([point(n, {"mesh.fsdp": n}, figures=figures(step_seconds=s)) for n, s in enumerate((3, 1, 2))])
-    assert lines[1].split() == ["mesh.fsdp", "step", "MFU", "tokens/s/chip", "exposed", "memory", "of", "limit"]
+    assert lines[1].split() == ["mesh.fsdp", "step", "MFU", "tokens/s/chip", "exposed", "memory", "of", "the", "memory"]
     assert [line.split()[0] for line in lines[2:5]] == ["*", "2", "0"]
     assert lines[2].split()[1:] == ["1", "1.00", "s", "40.0", "%", "4.10", "k", "20.0", "%", "8.0", "GiB", "50.0", "%"]
     assert lines[-1] == "best by step_seconds: mesh.fsdp=1 at 1.00 s, in mesh.fsdp=1"
