@@ -1,7 +1,8 @@
 """Learning rates over the steps of a run: a linear warm-up, then the decay of the schedule's kind.
 
-Steps count from 0. Peak P, run of N steps, warm-up of W, final fraction f. The warm-up gives step n the rate P n / W;
-the first step after it has the peak, and the last step of the run the final rate P f. s = (n - W) / (N - 1 - W):
+Steps count from 0. Peak P, run of N steps, warm-up of W, final fraction f. The warm-up gives step n the rate
+P (n + 1) / W, so that the first step trains, too, and its last step has the peak. So does the first step after it; the
+last step of the run has the final rate P f. s = (n - W) / (N - 1 - W):
 
     constant  P
     cosine    P (f + (1 - f) (1 + cos(pi s)) / 2)
@@ -28,7 +29,7 @@ class ScheduleConfig(Config):
     """The base of every schedule: `decay` is what follows the warm-up. A subclass adds its kind, `kind:
     Literal[...]`."""
 
-    num_warmup_steps: NonNegativeInt  # linear from 0 to the peak
+    num_warmup_steps: NonNegativeInt  # linear, from peak / num_warmup_steps to the peak
 
     def decay(self, peak: float, num_steps: int) -> optax.Schedule:
         """Returns the learning rate over the `num_steps` after the warm-up, as a function of 0 .. num_steps - 1."""
@@ -40,9 +41,9 @@ class ScheduleConfig(Config):
 
     def warnings(self, peak: float, num_steps: int) -> list[Problem]:
         """Returns warnings about a run of `num_steps` that is valid but seldom intended: it may end in its warm-up."""
-        if self.num_warmup_steps < num_steps:
+        if self.num_warmup_steps <= num_steps:
             return []
-        last = peak * (num_steps - 1) / self.num_warmup_steps
+        last = peak * num_steps / self.num_warmup_steps
         what = f"is {self.num_warmup_steps} and num_steps is {num_steps}: the learning rate ends at {last:.3g} and never reaches {peak:.3g}"  # noqa: E501
         fix = f"use schedule.num_warmup_steps={num_steps // 10}, or a larger num_steps"
         return [Problem("schedule.num_warmup_steps", what, fix)]
@@ -52,7 +53,10 @@ class ScheduleConfig(Config):
         decay = self.decay(peak, max(num_steps - self.num_warmup_steps, 1))
         if not self.num_warmup_steps:
             return decay
-        rise = optax.linear_schedule(0.0, peak, self.num_warmup_steps)
+
+        def rise(step):
+            return peak * (step + 1) / self.num_warmup_steps
+
         return optax.join_schedules([rise, decay], [self.num_warmup_steps])
 
 

@@ -82,7 +82,7 @@ def reference_adamw(run: RunSpec, params: Any, gradients: Any, moments: Any, ste
     norm = math.sqrt(sum(float((np.asarray(g, np.float64) ** 2).sum()) for g in jax.tree.leaves(gradients)))
     warmup = schedule.num_warmup_steps
     if step < warmup:
-        rate = spec.learning_rate * step / warmup
+        rate = spec.learning_rate * (step + 1) / warmup
     else:
         progress = (step - warmup) / (num_steps - 1 - warmup)
         low = spec.learning_rate * schedule.final_learning_rate_fraction

@@ -36,7 +36,7 @@ def _rates(schedule: ScheduleConfig, num_steps: int, *, more: int = 0) -> np.nda
 
 def _expected(kind: str, shape: str, step: int) -> float:
     if step < W:
-        return PEAK * step / W
+        return PEAK * (step + 1) / W
     done = (step - W) / (N - 1 - W)  # 0 at the first step after the warm-up, 1 at the last of the run
     if kind == "constant":
         return PEAK
@@ -68,7 +68,7 @@ def test_a_run_has_the_rates_that_its_schedule_declares():
     spec = spec_of("schedule=linear", "schedule.num_warmup_steps=2", "num_steps=6", "optimizer.learning_rate=0.5")
     rate = build_schedule(spec)
     assert np.array([rate(step) for step in range(6)]) == pytest.approx(
-        [0, 0.25, 0.5, 0.5 * 2 / 3, 0.5 / 3, 0], abs=1e-7
+        [0.25, 0.5, 0.5, 0.5 * 2 / 3, 0.5 / 3, 0], abs=1e-7
     )
 
 
@@ -76,10 +76,10 @@ def test_a_run_has_the_rates_that_its_schedule_declares():
 @pytest.mark.parametrize(("warmup", "num_steps"), [(0, 1), (0, 10), (2, 10), (9, 10), (10, 10), (100, 10)])
 def test_a_rate_rises_to_the_peak_then_never_rises_again(kind, warmup, num_steps):
     rates = _rates(_schedule(kind, "", warmup=warmup), num_steps)
-    rise = min(warmup, num_steps - 1)
-    expected = PEAK * np.arange(rise + 1) / warmup if warmup else PEAK
-    np.testing.assert_allclose(rates[: rise + 1], expected, rtol=1e-6)
-    assert np.all(np.diff(rates[rise:]) <= 0)
+    rise = min(warmup, num_steps)
+    np.testing.assert_allclose(rates[:rise], PEAK * np.arange(1, rise + 1) / max(warmup, 1), rtol=1e-6)
+    assert np.all(np.diff(rates[max(rise - 1, 0) :]) <= 0)
+    assert rates[0] > 0
 
 
 @pytest.mark.parametrize(("warmup", "num_steps"), [(0, 1), (9, 10), (10, 10), (100, 10)])
