@@ -6,7 +6,9 @@ docs/config.md explains this.
 """
 
 import json
+import os
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +35,7 @@ from . import target_names
 from .allowed_code import FLAG
 from .composition_errors import Groups, reported
 from .config_files import problems_of_files, register_sources
-from .environment_values import Sources, find_sources, register_resolver
+from .environment_values import IN_DEFAULTS, Sources, find_sources, register_resolver
 from .hydra_settings import (
     DIRECTORIES,
     RUN_DIR,
@@ -47,7 +49,7 @@ from .hydra_settings import (
     without_plugin,
 )
 from .kept_compositions import compose_kept, kept_groups
-from .override_parser import key_of, parse_override, parsed_or_none, shortened, with_quoted_homes
+from .override_parser import key_of, parse_override, parsed_or_none, quoted, shortened, with_quoted_homes
 from .plain_values import plain_values
 from .spec import RunSpec
 from .spec_errors import MOST_SHOWN, problems_of
@@ -229,11 +231,33 @@ def _validate(overrides: Sequence[str], request: Request, groups: Groups) -> tup
     except ValidationError as error:
         own_groups = [group for group in groups if "/" not in group]
         found = problems_of(error, spec_type, own_groups)
+        typed = {key_of(text): text for text in overrides}
+        found = [_as_typed(problem, typed.get(problem.where, "")) for problem in found]
         return None, problems + [_without_values(problem, values, sources) for problem in found]
+
+
+def _decoded(key: str, variable: str) -> str:
+    """Returns the override that reads the text of a variable as YAML does."""
+    return shlex.quote(f'{key}="${{oc.decode:{variable}}}"')
+
+
+def _as_typed(problem: Problem, text: str) -> Problem:
+    """Returns the problem of an override whose value is of another type, with the word that works as its fix."""
+    key, _, value = text.partition("=")
+    if text and problem.fix == "give text" and problem.what.endswith("is not text"):
+        return replace(problem, fix=f"quote it: {quoted(text)}")
+    variable = re.fullmatch(r"""['"]?(\$\{oc\.env:[^{}]+\})['"]?""", value)
+    if variable and problem.fix.startswith(("give a", "give true")):  # a variable is text, whatever it holds
+        fix = f"read its value: {_decoded(key, variable[1])}"
+        return replace(problem, fix=fix)
+    return problem
 
 
 def _without_values(problem: Problem, values: dict[str, Any], sources: Sources) -> Problem:
     """Returns the problem without the value that came from the environment: text search does not find a short one."""
+    for name in IN_DEFAULTS:
+        if os.environ.get(name) and os.environ[name] in problem.what:
+            problem = replace(problem, where=f"{problem.where} (by the variable {name})")
     for key, text in sources.items():
         if is_within(problem.where, key):
             shown = str(OmegaConf.select(OmegaConf.create(values), key))

@@ -70,6 +70,10 @@ def composition_problem(error: Exception, groups: Groups) -> Problem:
     if match := re.search(r"Could not find '(?P<group>[^/']+)/(?P<option>[^']+)'", text):
         return _no_such_option(match["group"], match["option"], groups)
     key = re.search(r"full_key: (\S+)", text)
+    if variable := re.search(r"Environment variable '([^']*)' not found", text):
+        what = f"the environment variable {variable[1]} is not set"
+        fix = f"export {variable[1]}=..., or give a default: ${{oc.env:{variable[1]},...}}"
+        return Problem(key[1] if key else COMMAND_LINE, what, fix)
     return Problem(key[1] if key else COMMAND_LINE, shortened(text.partition("\n")[0], 300), LOOK)
 
 

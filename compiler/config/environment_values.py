@@ -20,7 +20,9 @@ from ..core.redaction import hide, interpolation
 
 Sources = Mapping[str, str]  # keys of a declaration, each with its text before it was resolved
 
-PLACES = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")  # in the default of compilation_cache: folders, not secrets
+# In the defaults of conf/, for keys that nobody typed: no secrets. Set to nothing, they are not set.
+IN_DEFAULTS = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME", "WANDB_PROJECT", "WANDB_MODE", "MLFLOW_EXPERIMENT_NAME")
+NOT_IF_EMPTY = (*IN_DEFAULTS, "MLFLOW_TRACKING_URI")  # in a default too, but a server's address may hold a password
 DIGEST_ROUNDS = 100_000  # a tenth of a second for each guess at a value
 
 _reads: list[str] = []
@@ -33,10 +35,13 @@ def register_resolver() -> None:
 
 
 def _env(name: str, *default: Any) -> Any:
-    if name in os.environ and name not in PLACES:
+    is_set = bool(os.environ.get(name)) if name in NOT_IF_EMPTY else name in os.environ
+    if is_set and name not in IN_DEFAULTS:
         _reads.append(name)
         if _is_masked:
             return interpolation(name)
+    if name in NOT_IF_EMPTY and not is_set and default:
+        return default[0]
     return oc.env(name, *default)
 
 

@@ -25,11 +25,12 @@ def _known(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class WandbSpec(Config):
-    """Weights & Biases. entity None: the account's own. offline: the run stays in the run directory."""
+    """Weights & Biases. entity None: WANDB_ENTITY, or the account's own. offline: the run stays in the run
+    directory."""
 
     project: Text
     entity: Text | None
-    mode: Literal["online", "offline"]
+    mode: Literal["online", "offline", "shared", "disabled"]  # what WANDB_MODE may be
 
 
 class MlflowSpec(Config):

@@ -1,6 +1,7 @@
 """Parses overrides as typed with Hydra's grammar, or reports what is wrong with one."""
 
 import re
+import shlex
 import unicodedata
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -13,6 +14,7 @@ from hydra.errors import HydraException
 
 from ..core.errors import ConfigError, Problem
 from ..core.visible import visible_line
+from .override_text import in_quotes
 
 COMMAND_LINE = "command line"
 MOST_POINTS = 100_000  # of a sweep
@@ -31,11 +33,29 @@ def parse_override(text: str) -> Override:
         what = "it has no key"
     except HydraException as error:
         what = str(error).splitlines()[0].replace(text, shortened(text))
+        fix = _quoted_fix(text) or fix
     except RecursionError:
         what, fix = "it is nested too deeply", "write it in a file, in fewer levels"
     except ValueError as error:  # Python's, of a number of more than 4300 digits
         what, fix = str(error).partition(";")[0], "write a smaller number"
     raise _no_override(text, what, fix)
+
+
+def quoted(text: str) -> str:
+    """Returns `key=value` with the value as text, as it is typed in a shell: run.name=12 -> 'run.name="12"'."""
+    key, _, value = text.partition("=")
+    return shlex.quote(f"{key}={in_quotes(value)}" if '"' in value else f'{key}="{value}"')
+
+
+def _quoted_fix(text: str) -> str:
+    """Returns how to type an override whose value is text that the grammar reads as more than that; "" if quotes do
+    not help."""
+    try:
+        (word,) = shlex.split(quoted(text))
+        parsed = OverridesParser.create().parse_override(word)
+    except (HydraException, RecursionError, ValueError):
+        return ""
+    return f"quote text: {quoted(shortened(text, 200))}" if parsed.key_or_group and len(text) <= 200 else ""
 
 
 def with_quoted_homes(text: str) -> str:

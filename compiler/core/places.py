@@ -56,5 +56,5 @@ def cache_place(text: str) -> str:
     scheme = text.partition("://")[0]
     if is_url(text) and scheme not in CACHE_SCHEMES:
         fix = f"name a directory, or a URL of {', '.join(f'{known}://' for known in CACHE_SCHEMES)}"
-        raise PlaceError(f"JAX keeps no compiled programs behind {scheme}://", fix)
+        raise PlaceError(f"JAX saves no compiled programs in '{text}'", fix)
     return expanded(text)

@@ -57,6 +57,10 @@ def main() -> NoReturn:
         exit_code = run(sys.argv[1:])
     except SystemExit as left:
         exit_code = _left(left)
+    except ValueError as error:
+        if not _is_jax_variable(error):
+            raise
+        exit_code = _show_jax_variable(error)
     except BrokenPipeError:  # who reads our output has gone away: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
         exit_code = 1
@@ -74,6 +78,21 @@ def _left(error: SystemExit) -> int:
         return 1
     write_error(f"error: {last.filename}:{last.lineno}: sys.exit({error.code!r}) ended the command: {last.line}")
     write_error("  fix: raise an exception there that says what is wrong")
+    return MISTAKE
+
+
+def _is_jax_variable(error: ValueError) -> bool:
+    """Returns True for an error of JAX about one of its environment variables, which it reads when it is imported."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return Path(frames[-1].filename).parts[-3:] == ("jax", "_src", "config.py") and any(
+        frame.line and frame.line.startswith(("import jax", "from jax")) for frame in frames
+    )
+
+
+def _show_jax_variable(error: ValueError) -> int:
+    said = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_"))
+    write_error(f"error: environment: JAX cannot read one of its variables: {error}")
+    write_error(f"  fix: correct or unset what is wrong of {', '.join(said)}")
     return MISTAKE
 
 

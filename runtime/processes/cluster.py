@@ -21,8 +21,9 @@ Arguments = dict[str, Any]  # of jax.distributed.initialize, without its timeout
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts processes. num_processes, process_id: the variables in which it tells each of them.
-    needs: what JAX reads the coordinator's address from; where it is not set, JAX does not see this launcher."""
+    """A program that starts processes. num_processes, process_id: the variables in which it tells each of them; one
+    that is set to nothing is not set. needs: what JAX reads the coordinator's address from; where it is not set, JAX
+    does not see this launcher."""
 
     name: str
     num_processes: str
@@ -36,6 +37,7 @@ LAUNCHERS = (
     Launcher("slurm", "SLURM_NTASKS", "SLURM_PROCID", ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID")),
     Launcher("mpiexec", "PMI_SIZE", "PMI_RANK", ("",)),
 )
+OTHER_NUMBERS = {"SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}
 TPU_CLUSTERS = {"gketpu": GkeTpuCluster, "gcetpu": GceTpuCluster}  # the second asks the network, on a TPU host alone
 
 
@@ -44,6 +46,7 @@ def plan_start(spec: DistributedSpec, target: TargetSpec, environment: Mapping[s
 
     Raises ConfigError where keys or environment say that there are others, but not how to find them.
     """
+    environment = _checked(environment) if spec.cluster != "none" else environment
     keys = _keys(spec, environment)
     extra = {} if spec.local_device_ids is None else {"local_device_ids": list(spec.local_device_ids)}
     if spec.cluster not in ("auto", "none"):
@@ -61,16 +64,29 @@ def process_index(arguments: Arguments, environment: Mapping[str, str]) -> int:
     method = arguments.get("cluster_detection_method")
     if method in TPU_CLUSTERS:
         return int(TPU_CLUSTERS[method].get_process_id())
+    environment = _checked(environment)
     launcher = _launcher(environment)
     return int(environment.get(launcher.process_id, 0)) if launcher else 0
+
+
+def _checked(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns the variables that are set to something. Raises ConfigError with those of launchers, which JAX reads
+    too, that are not numbers."""
+    given = {name: value for name, value in environment.items() if value.strip()}
+    counts = {name for launcher in LAUNCHERS for name in (launcher.num_processes, launcher.process_id)}
+    wrong = [name for name in sorted(counts | OTHER_NUMBERS) if not given.get(name, "0").strip().isdecimal()]
+    fix = f"unset it, or start this process by the launcher that sets it, {ALONE}"
+    raise_if_any(Problem(name, f"'{given[name]}' is not a whole number", fix) for name in wrong)
+    return given
 
 
 def _keys(spec: DistributedSpec, environment: Mapping[str, str]) -> Arguments:
     """Returns the keys that are set and fit together; JAX_COORDINATOR_ADDRESS counts as one of them."""
     address = spec.coordinator_address or environment.get("JAX_COORDINATOR_ADDRESS")
     problems = []
-    if address is not None and not address.rpartition(":")[2].isdigit():
-        what = f"'{address}' names no port"
+    port = address.rpartition(":")[2] if address is not None else "1"
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        what = f"'{address}' names no port, 1 to 65535"
         problems.append(Problem("distributed.coordinator_address", what, "give host:port, a free port of process 0"))
     if spec.num_processes is not None and spec.process_id is not None and spec.process_id >= spec.num_processes:
         what = f"{spec.process_id} is none of {spec.num_processes} processes"

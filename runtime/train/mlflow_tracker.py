@@ -10,12 +10,14 @@ from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImport
 from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports] (an extra)
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE  # pyright: ignore[reportMissingImports] (an extra)
 
+from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.key_paths import leaves
 
 from .trackers import TrackedRun, Tracker
 
 MOST_PARAMETERS = 100  # of one request, as MLflow's REST API allows
 MOST_CHARACTERS = 6000  # of the value of a parameter
+OF_A_START = ("checkpoint.restore_from", "distributed.process_id")  # other at each start, and no part of the run
 
 for noisy in ("mlflow", "alembic"):  # they tell of each table that is made
     logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -30,6 +32,8 @@ class MLflow(Tracker):
         self._client = MlflowClient(options.uri or f"sqlite:///{run.directory / 'mlflow.db'}")
         self._id = run.remembered_id("mlflow", self._create)
         self._client.update_run(self._id, status="RUNNING")
+        if run.first_step:
+            self._tell_changes()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
@@ -50,6 +54,17 @@ class MLflow(Tracker):
         for first in range(0, len(parameters), MOST_PARAMETERS):
             self._client.log_batch(created, params=parameters[first : first + MOST_PARAMETERS])
         return created
+
+    def _tell_changes(self) -> None:
+        """Says which parameters are others than at the first start: MLflow keeps those, and takes no others."""
+        there = self._client.get_run(self._id).data.params
+        here = {key: _text(value) for key, value in leaves(self.run.declaration)}
+        changed = [key for key in {**there, **here} if key not in OF_A_START and there.get(key) != here.get(key)]
+        if changed:
+            told = "; ".join(f"{key}: {there.get(key, 'none')} -> {here.get(key, 'none')}" for key in changed)
+            self._client.set_tag(self._id, f"changed_after_step_{self.run.first_step}", told[:MOST_CHARACTERS])
+            what = f"MLflow keeps the parameters of the first start, and {told} changed"
+            self.run.warn(Problem("logging.trackers", what, "see the tag changed_after_step_N of the run there"))
 
 
 def _text(value: object) -> str:

@@ -35,9 +35,9 @@ FAILED = object()
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker knows of a run. name: `run.name`, or the run directory as it was typed. tags, notes: those of
-    `run`. first_step: the steps that are done already, above 0 where the run goes on. declaration: as in `spec.yaml`.
-    options: the node `logging`."""
+    """What a tracker knows of a run. name: `run.name`, or the run directory as it was typed. is_named: it is the first.
+    tags, notes: those of `run`. first_step: the steps that are done already, above 0 where the run goes on.
+    declaration: as in `spec.yaml`. options: the node `logging`. warn: tells the user of something."""
 
     name: str
     tags: tuple[str, ...]
@@ -46,6 +46,8 @@ class TrackedRun:
     first_step: int
     declaration: Mapping[str, Any]
     options: LoggingSpec
+    is_named: bool = True
+    warn: Callable[[Problem], None] = lambda _: None
 
     def remembered_id(self, tracker: str, make: Callable[[], str]) -> str:
         """Returns the id that a tracker has for this run: the one of its first start, or a new one."""
@@ -112,7 +114,9 @@ def find_trackers(options: LoggingSpec) -> tuple[type[Tracker], ...]:
     return tuple(all_of(*(lambda name=name: _class_of(name) for name in options.trackers)))
 
 
-def tracked_run(plan: Plan, run_dir: Path, first_step: int) -> TrackedRun:
+def tracked_run(
+    plan: Plan, run_dir: Path, first_step: int, warn: Callable[[Problem], None] = lambda _: None
+) -> TrackedRun:
     """Returns what trackers are told of a run."""
     spec, labels = plan.spec, plan.spec.run
     return TrackedRun(
@@ -123,6 +127,8 @@ def tracked_run(plan: Plan, run_dir: Path, first_step: int) -> TrackedRun:
         first_step=first_step,
         declaration=spec.as_written(),
         options=spec.logging,
+        is_named=labels.name is not None,
+        warn=warn,
     )
 
 

@@ -1,5 +1,6 @@
 """A run in Weights & Biases. Offline, it is in `wandb/` of the run directory, for `wandb sync`."""
 
+import os
 import secrets
 from collections.abc import Mapping
 
@@ -19,10 +20,10 @@ class WeightsAndBiases(Tracker):
             project=options.project,
             entity=options.entity,
             mode=options.mode,
-            id=run.remembered_id("wandb", lambda: secrets.token_hex(4)),
+            id=run.remembered_id("wandb", lambda: os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)),
             resume="allow",
-            name=run.name,
-            tags=run.tags,
+            name=run.name if run.is_named else os.environ.get("WANDB_NAME") or run.name,
+            tags=run.tags or None,  # None: WANDB_TAGS
             notes=run.notes,
             dir=run.directory,
             config=dict(run.declaration),

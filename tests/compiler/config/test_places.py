@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import spec_of
 from meshloom.compiler.config.compose import Request, hydra_arguments, hydra_run_dir, hydra_sweep_dir, read_spec
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.key_paths import value_at
@@ -16,6 +15,11 @@ FOLDERS = ("shards.directory", "checkpoint.restore_from", "artifact", "compilati
 CHOICES = ("data=tokens", "data/tokenizer=huggingface")
 
 
+def _spec(*overrides):
+    """Reads a declaration anew, as the environment is another one."""
+    return read_spec(Request(overrides), then=lambda spec: spec)
+
+
 @pytest.fixture(autouse=True)
 def home(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -24,12 +28,12 @@ def home(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("typed", ["~/a b", "file://HOME/a%20b", "file://localhostHOME/a%20b"])
 def test_home_and_file_are_paths_in_every_key(typed, home):
-    values = spec_of(*CHOICES, *(f"{key}='{typed.replace('HOME', str(home))}'" for key in FOLDERS)).model_dump()
+    values = _spec(*CHOICES, *(f"{key}='{typed.replace('HOME', str(home))}'" for key in FOLDERS)).model_dump()
     assert {key: value_at(values, key) for key in FOLDERS} == dict.fromkeys(FOLDERS, f"{home}/a b")
 
 
 def test_home_is_expanded_in_lists_without_quotes(home):
-    spec = spec_of("data=text_files", "data.source.paths=[~/*.txt,b.txt,~/c.txt]")
+    spec = _spec("data=text_files", "data.source.paths=[~/*.txt,b.txt,~/c.txt]")
     assert spec.data.source.model_dump()["paths"] == (f"{home}/*.txt", "b.txt", f"{home}/c.txt")
 
 
@@ -70,13 +74,13 @@ def test_a_config_file_with_a_home_is_told_how_to_write_it(tmp_path):
 )
 def test_records_and_tokens_are_not_read_behind_urls(key, overrides):
     with pytest.raises(ConfigError) as error:
-        spec_of(*overrides)
+        _spec(*overrides)
     assert [problem.where for problem in error.value.problems] == [key]
 
 
 def test_jax_is_given_the_url_of_a_cache_and_a_warning_says_where_it_cannot_be_used():
     """No bucket can be reached here: that its address arrives unchanged is shown by what refuses it."""
-    assert spec_of("compilation_cache=gs://bucket/xla").compilation_cache == "gs://bucket/xla"
+    assert _spec("compilation_cache=gs://bucket/xla").compilation_cache == "gs://bucket/xla"
     with cached_compilation("gs://bucket/xla") as use:
         pass
     (warning,) = use.warnings

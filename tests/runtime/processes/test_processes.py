@@ -130,6 +130,27 @@ def test_several_processes_that_could_not_meet_are_an_error(environment, told):
     assert all("distributed" in problem.fix for problem in raised.value.problems)
 
 
+def test_a_variable_of_a_launcher_that_is_set_to_nothing_is_not_set():
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JAX_COORDINATOR_ADDRESS"):
+        assert _start({name: "", "SLURM_PROCID": ""}) is None
+    assert _start(slurm(2, 1)[1] | {"OMPI_COMM_WORLD_SIZE": ""}) == {"cluster_detection_method": "slurm"}
+
+
+def test_a_variable_of_a_launcher_that_is_no_number_is_named():
+    wrong = {"SLURM_NTASKS": "x", "OMPI_COMM_WORLD_RANK": "-1", "SLURM_STEP_NUM_TASKS": "2.0"}
+    with pytest.raises(ConfigError) as raised:
+        _start(slurm(2, 1)[1] | wrong)
+    assert {problem.where for problem in raised.value.problems} == set(wrong)
+    assert _start(wrong, "distributed=alone") is None
+
+
+def test_a_port_that_there_is_not_is_an_error():
+    keys = ("distributed.num_processes=2", "distributed.process_id=0")
+    for port in ("99999", "0", "", "x"):
+        with pytest.raises(ConfigError, match="coordinator_address"):
+            _start({}, f"distributed.coordinator_address='h:{port}'", *keys)
+
+
 def test_differences_name_the_rarest_first():
     same = environment_of_program()
     assert {"python", "jax", "jaxlib", "meshloom", "flax", "optax", "orbax-checkpoint", "grain"} <= set(same)

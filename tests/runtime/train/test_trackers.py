@@ -94,7 +94,8 @@ def test_wandb_and_mlflow_have_both_starts_of_a_run_as_one(tmp_path):
     for num_steps in (2, 4):
         done = meshloom("train", *words, f"num_steps={num_steps}", cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
-        assert "logging.trackers" not in done.stdout
+        assert ("MLflow keeps the parameters of the first start" in done.stdout) is (num_steps == 4)
+    assert "and num_steps: 2 -> 4 changed" in " ".join(done.stdout.split())
     run_dir = tmp_path / "run"
     ids = json.loads((run_dir / "trackers.json").read_text())
     folders = [each.name for each in (run_dir / "wandb").iterdir() if each.name.startswith("offline-run-")]
@@ -106,4 +107,5 @@ def test_wandb_and_mlflow_have_both_starts_of_a_run_as_one(tmp_path):
     tracked = database.get_run(ids["mlflow"])
     assert (tracked.info.status, tracked.data.params["model.family"]) == ("FINISHED", "linear_stack")
     assert tracked.info.run_name == "first"
+    assert tracked.data.tags["changed_after_step_2"] == "num_steps: 2 -> 4"
     assert {"tiny": "", "v2": "", "mlflow.note.content": "a try"}.items() <= tracked.data.tags.items()
