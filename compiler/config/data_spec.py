@@ -135,7 +135,8 @@ class DataSpec(Config):
     tokenizer: TokenizerSpec | None  # None: the source holds tokens already
     packing: Literal["concatenate", "first_fit"]  # of documents into sequences
     isolate_documents: bool  # batches mark where documents begin; the last token of a document has no target
-    held_out_fraction: Annotated[float, Field(gt=0, lt=1)]  # of documents
+    held_out_fraction: Annotated[float, Field(ge=0, lt=1)]  # 0: nothing is held out or evaluated
+    held_out_by: Literal["document", "position"]  # whole documents, by their names, or the last tokens of each source
     shuffle_seed: Seed
     num_epochs: PositiveInt | None  # None: without end
     max_text_bytes: NumBytes  # the most text that is tokenized at the start of a run

@@ -6,7 +6,7 @@ moment leaves the last finished checkpoint as it was. docs/checkpoints.md shows 
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,14 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from ..core.failures import STORAGE, RunFailed, is_of_one_process, storage_reason
 from ..core.files import free_name, remove_for_good
 from ..core.manifest import write_manifest
+from ..data.batches import converted_state
 from .reschedule import schedule_record
 from .start import CONTEXT, FOLDER, Start, finished
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs each step of its own, and what it raises too
+
+
+BATCH_SIZE = "global_batch_size"  # of an identity: with another one, a place in the data can be converted
 
 
 class Placed(Protocol):
@@ -34,18 +38,21 @@ class Placed(Protocol):
     identity: dict[str, Any]
 
     def get_state(self) -> dict[str, int]: ...
-    def set_state(self, state: dict[str, int]) -> None: ...
+    def set_state(self, state: Mapping[str, int]) -> None: ...
 
 
 @dataclass(frozen=True)
 class Restored:
     """state: laid out for this run. step: steps done in it. other_data: the keys in which this run's data are others
-    than those of the checkpoint; where there are any, the data start at their beginning. schedule: what reschedule.py
-    compares with this run's."""
+    than those of the checkpoint; where there are any, the data start at their beginning. batch_before: the size of a
+    global batch then, if it is another one; num_skipped: sequences that are left out, up to a whole batch of now.
+    schedule: what reschedule.py compares with this run's."""
 
     state: Any
     step: int
     other_data: tuple[str, ...]
+    batch_before: int | None
+    num_skipped: int
     schedule: dict[str, Any]
 
 
@@ -160,9 +167,13 @@ def restore(start: Start, state: Any, batches: Placed) -> Restored:
         content = ocp.load_checkpointables(str(start.path), {"state": state, "data": None})
     here, there = batches.identity, content["data"]["identity"]
     other_data = tuple(key for key in {**here, **there} if key not in here or here[key] != there.get(key))
+    batch_before, num_skipped, position = None, 0, content["data"]["position"]
+    if other_data == (BATCH_SIZE,):
+        other_data, batch_before = (), there[BATCH_SIZE]
+        position, num_skipped = converted_state(position, batch_before, here[BATCH_SIZE])
     if not other_data:
-        batches.set_state(content["data"]["position"])
-    return Restored(content["state"], start.step, other_data, content["data"]["schedule"])
+        batches.set_state(position)
+    return Restored(content["state"], start.step, other_data, batch_before, num_skipped, content["data"]["schedule"])
 
 
 def set_aside(damaged: dict[Path, str]) -> None:

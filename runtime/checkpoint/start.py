@@ -65,6 +65,14 @@ def find_restorable(spec: RunSpec, state: Any) -> Start | None:
     return start
 
 
+def check_steps_left(start: Start | None, spec: RunSpec) -> None:
+    """Raises ConfigError where the checkpoint of another run has all the steps of this one behind it."""
+    if start and start.step >= spec.num_steps:
+        what = f"{counted(spec.num_steps, 'step')} leave nothing to do after the {start.step:,} of {start.path}"
+        fix = f"use num_steps={start.step + spec.num_steps} for as many more, or an earlier checkpoint"
+        raise ConfigError([Problem("num_steps", what, fix)])
+
+
 def _candidates(restore_from: str) -> tuple[Path, list[Path]]:
     directory, step = parse_place(restore_from)
     return directory, [directory / str(step)] if step is not None else list(finished(directory))
@@ -77,6 +85,9 @@ def check_checkpoint(spec: RunSpec) -> None:
 
 
 def _check_best(spec: RunSpec) -> None:
+    if spec.checkpoint.num_best_kept and not spec.data.held_out_fraction:
+        what = "the best checkpoints are told by their held-out losses, and data.held_out_fraction is 0"
+        raise ConfigError([Problem("checkpoint.num_best_kept", what, "set it to 0, or hold out a part")])
     saves, evaluations = spec.checkpoint.every_num_steps, spec.evaluation.every_num_steps
     if spec.checkpoint.num_best_kept and (saves is None or saves % evaluations):
         when = f"every {counted(saves, 'step')}" if saves else "at no fixed steps"

@@ -1,10 +1,11 @@
 """Global batches: batch b holds sequences b*B to b*B + B - 1 of an order that the seed fixes, whoever reads it.
 
 So the state of an iterator is the number of the next batch: the same on all processes, for any number of them and of
-threads. Grain shuffles, repeats, mixes, and reads ahead in threads.
+threads. A run that goes on with batches of another size continues at the same sequence (`converted_state`). Grain
+shuffles, repeats, mixes, and reads ahead in threads.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import grain
@@ -16,20 +17,36 @@ HostBatch = dict[str, np.ndarray]  # rows of a global batch, int32 (rows, length
 NEXT_BATCH = "next_batch"
 
 
-class BatchIterator(Iterator[HostBatch]):
-    """Batches in order. identity: of the data, to be kept beside the state."""
+def converted_state(state: Mapping[str, int], before: int, now: int) -> tuple[dict[str, int], int]:
+    """Returns a state of batches of `before` sequences for batches of `now`, and how many sequences it skips: those up
+    to the next whole batch.
 
-    def __init__(self, batches: Any, identity: dict[str, Any]):
-        self._batches, self.identity = batches, identity
+    {"next_batch": 5} of 12 in batches of 8 -> {"next_batch": 8}, 4
+    """
+    drawn = state[NEXT_BATCH] * before
+    next_batch = -(-drawn // now)
+    return {NEXT_BATCH: next_batch}, next_batch * now - drawn
+
+
+class BatchIterator(Iterator[HostBatch]):
+    """Batches in order. identity: of the data, to be kept beside the state. count: of all batches."""
+
+    def __init__(self, batches: Any, identity: dict[str, Any], count: int):
+        self._batches, self.identity, self._count = batches, identity, count
 
     def __next__(self) -> HostBatch:
         return next(self._batches)
+
+    @property
+    def num_left(self) -> int:
+        """Returns how many batches are still to come."""
+        return self._count - self.get_state()[NEXT_BATCH]
 
     def get_state(self) -> dict[str, int]:
         """Returns the place in the data; JSON."""
         return {NEXT_BATCH: self._batches.get_state()["next_index"]}
 
-    def set_state(self, state: dict[str, int]) -> None:
+    def set_state(self, state: Mapping[str, int]) -> None:
         """Continues from a state of `get_state`."""
         self._batches.set_state({"next_index": state[NEXT_BATCH]})
 
@@ -45,7 +62,7 @@ class Batches:
 
     def __iter__(self) -> BatchIterator:
         batches = grain.MapDataset.source(self._source).to_iter_dataset(self._options)
-        return BatchIterator(iter(batches), self._identity)
+        return BatchIterator(iter(batches), self._identity, len(self))
 
     def of_rows(self, rows: Sequence[int]) -> Self:
         """Returns the same batches with these rows of the global batch alone, in this order: what one process needs."""

@@ -45,7 +45,7 @@ def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokeniz
     data = spec.data
     if source.kind == "python" and source.items == "sequences":
         names = batch_arrays(spec)
-        user = open_user_sequences(source, where, spec.sequence_length, names, data.held_out_fraction)
+        user = open_user_sequences(source, where, spec.sequence_length, names, data)
         num_items = sum(map(len, user.values()))
         arguments = json.dumps(spec.compared_value(f"{where}.arguments", source.arguments), sort_keys=True)
         content = {"object": source.object, "arguments": arguments, "num_items": num_items}
@@ -54,7 +54,7 @@ def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokeniz
     pack = ConcatenatedSequences if data.packing == "concatenate" else PackedSequences
     sequences: dict[Split, Sequences] = {
         split: pack(
-            TokenStream(store, split, data.held_out_fraction),
+            TokenStream(store, split, data.held_out_fraction, data.held_out_by),
             spec.sequence_length,
             isolate_documents=data.isolate_documents,
         )

@@ -169,14 +169,14 @@ def _on_disk(pattern: str) -> list[SourceFile]:
     root, rest = Path(), list(Path(pattern).parts)
     while rest and ((root / rest[0]).exists() or not has_magic(rest[0])):
         root /= rest.pop(0)
+    folder = root if rest else root.parent
     matches = map(Path, glob(str(Path(escape(str(root)), *rest)), recursive=True))
     files = [path for path in matches if path.is_file()]
     if not files:
         if Path(pattern).is_dir():
             fix = f"name the files in it: {pattern.rstrip('/')}/**/*"
             raise UnreadableError(f"'{pattern}' is a directory", fix)
-        raise UnreadableError(f"no file matches '{pattern}'", _what_is_there(root))
-    folder = root if rest else root.parent
+        raise UnreadableError(f"no file matches '{pattern}'", _what_is_there(folder))
     return [local_file(path, path.relative_to(folder).as_posix()) for path in files]
 
 
@@ -184,7 +184,7 @@ def _what_is_there(root: Path) -> str:
     there = next(folder for folder in [root, *root.parents, Path()] if folder.is_dir())
     names = sorted(path.name + "/" * path.is_dir() for path in there.iterdir())
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
-    missing = f"there is no folder {root}; " if there not in (root, root.parent) else ""
+    missing = f"there is no folder {root}; " if there != root else ""
     return f"{missing}{'the working directory' if there == Path() else there} holds {shown}"
 
 

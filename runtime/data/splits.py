@@ -134,19 +134,21 @@ def _check_vocabulary(spec: RunSpec, corpora: list[Corpus]) -> None:
 def _check_lengths(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource]) -> None:
     """Raises ConfigError where a split has fewer sequences than the run draws from it."""
     data, batch, length = spec.data, spec.global_batch_size, spec.sequence_length
-    needed: dict[Split, int] = {"train": batch, "held_out": batch * spec.evaluation.num_batches}
+    needed: dict[Split, int] = {"train": batch}
+    if data.held_out_fraction:
+        needed["held_out"] = batch * spec.evaluation.num_batches
     total_weight = sum(source.weight for source in sources)
     problems = []
     for corpus, source in zip(corpora, sources, strict=True):
-        share = source.weight / total_weight
+        least: dict[Split, int] = {
+            split: max(1, math.ceil(count * source.weight / total_weight - 1e-6)) for split, count in needed.items()
+        }
         for split, sequences in corpus.sequences.items():
-            least = max(1, math.ceil(needed[split] * share - 1e-6))
-            if len(sequences) < least:
+            if len(sequences) < least.get(split, 0):
                 has = f"{counted(len(sequences), 'sequence')} of {counted(length, 'token')}"
-                what = f"its {split} split has {has}, {least:,} {be(least)} needed"
-                more = ", evaluation.num_batches too, or raise data.held_out_fraction" if split == "held_out" else ""
+                what = f"its {split} split has {has}, {least[split]:,} {be(least[split])} needed"
                 where = "data" if len(corpora) == 1 else corpus.where
-                problems.append(Problem(where, what, f"lower sequence_length or global_batch_size{more}"))
+                problems.append(Problem(where, what, _fix_of_few(spec, corpus, least, split)))
             elif len(sequences) > MOST_SEQUENCES:
                 what = f"its {split} split has {len(sequences):,} sequences, more than the {MOST_SEQUENCES:,} that can be shuffled"  # fmt: skip  # noqa: E501
                 problems.append(Problem(corpus.where, what, "raise sequence_length"))
@@ -157,6 +159,23 @@ def _check_lengths(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedS
         what = f"the data end after {num_batches:,} global batches, num_steps is {spec.num_steps:,}"
         fix = f"use data.num_epochs={-(-spec.num_steps // per_epoch)} or null (no end), or num_steps={num_batches}"
         raise ConfigError([Problem("data.num_epochs", what, fix)])
+
+
+def _fix_of_few(spec: RunSpec, corpus: Corpus, least: Mapping[Split, int], split: Split) -> str:
+    """Returns what gives a split enough sequences: of these, what the whole corpus can do."""
+    total, fraction = sum(map(len, corpus.sequences.values())), spec.data.held_out_fraction
+    held_out = least.get("held_out", 0)
+    by_position = math.floor(fraction * total) - 1
+    is_enough = by_position >= held_out and total - by_position - 2 >= least["train"]
+    if spec.data.held_out_by == "document" and is_enough:
+        return "hold out the end of the corpus in place of whole documents: data.held_out_by=position"
+    fixes = ["lower sequence_length or global_batch_size"]
+    if split == "held_out":
+        fixes = ["lower sequence_length, global_batch_size or evaluation.num_batches"]
+        fixes += ["raise data.held_out_fraction"] if total >= least["train"] + held_out else []
+    if fraction and total >= least["train"]:
+        fixes.append("hold out nothing: data.held_out_fraction=0")
+    return ", or ".join(fixes)
 
 
 def _train_order(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource]) -> Any:
@@ -175,6 +194,8 @@ def _batches(
     if split == "train":
         order = _train_order(spec, corpora, sources)
         num_batches = len(order) // size
+    elif not spec.data.held_out_fraction:
+        order, num_batches = [], 0
     else:  # the same for every run: no seed of the run's
         parts, weights = [corpus.sequences[split] for corpus in corpora], [source.weight for source in sources]
         order = shuffled(parts, weights, seed=0, num_epochs=None)
@@ -192,6 +213,8 @@ def _identity(
     """Returns what the sequences and their order are made from: contents, not where they lie or how they are read."""
     kept = ("packing", "isolate_documents", "held_out_fraction", "shuffle_seed")
     identity: dict[str, Any] = {f"data.{key}": getattr(spec.data, key) for key in kept}
+    if spec.data.held_out_by != "document":  # what all checkpoints without this key have
+        identity["data.held_out_by"] = spec.data.held_out_by
     if tokenizers:
         identity |= {f"data.tokenizer.{key}": value for key, value in asdict(tokenizers[0]).items()}
     for corpus, source in zip(corpora, sources, strict=True):

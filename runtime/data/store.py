@@ -1,7 +1,7 @@
 """Tokens of a corpus with the table of its documents, and the stream of those documents that are in a split."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +10,7 @@ import numpy as np
 from .tokenizers import TokenizerIdentity
 
 Split = Literal["train", "held_out"]
+HeldOutBy = Literal["document", "position"]
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,16 @@ def in_split(name_hashes: np.ndarray, split: Split, held_out_fraction: float) ->
 
 
 class TokenStream:
-    """The documents of a split, end to end, read by place in the stream; nothing is copied before it is read."""
+    """The documents of a split, end to end, read by place in the stream; nothing is copied before it is read.
 
-    def __init__(self, store: TokenStore, split: Split, held_out_fraction: float):
-        self._tables = [shard.documents for shard in store.shards]
+    by: whole documents are held out, by the hashes of their names, or the last tokens of the corpus, by their position.
+    """
+
+    def __init__(self, store: TokenStore, split: Split, held_out_fraction: float, by: HeldOutBy = "document"):
+        self._store, self._held_out_fraction, self._by = store, held_out_fraction, by
         self._split: Split = split
-        self._held_out_fraction = held_out_fraction
         self._shards = [shard.tokens for shard in store.shards]
-        tables = [_spans(shard, split, held_out_fraction) for shard in store.shards]
+        tables = [spans[is_here] for spans, is_here in self._spans()]
         shard_of = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
         starts, stops = np.concatenate([np.zeros((0, 2), np.int64), *tables]).T
         self.document_ends = np.cumsum(stops - starts)  # places in the stream
@@ -89,9 +92,7 @@ class TokenStream:
     def documents_at(self, start: int, stop: int) -> tuple[int, ...]:
         """Returns the numbers in the corpus of the documents from `start` to before `stop`. Reads their whole table."""
         first, last = np.searchsorted(self.document_ends, [start, stop - 1], "right")
-        is_here = np.concatenate(
-            [in_split(table[:, 1], self._split, self._held_out_fraction) for table in self._tables]
-        )
+        is_here = np.concatenate([is_here for _, is_here in self._spans()])
         return tuple(np.flatnonzero(is_here)[first : last + 1].tolist())
 
     def is_document_end(self, places: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -99,9 +100,17 @@ class TokenStream:
         found = np.searchsorted(self.document_ends, places)
         return self.document_ends[np.minimum(found, len(self.document_ends) - 1)] == places
 
-
-def _spans(shard: Shard, split: Split, held_out_fraction: float) -> np.ndarray:
-    """Returns int64 (num_documents, 2): start and stop in the shard of each document in the split."""
-    ends = shard.documents[:, 0].astype(np.int64)
-    spans = np.stack([np.concatenate([[0], ends[:-1]]) if len(ends) else ends, ends], axis=1)
-    return spans[in_split(shard.documents[:, 1], split, held_out_fraction)]
+    def _spans(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields of each shard start and stop of its documents, int64 (num_documents, 2), cut to what is in the split,
+        and which have tokens there."""
+        first_held_out = self._store.num_tokens - int(self._held_out_fraction * self._store.num_tokens)
+        for shard in self._store.shards:
+            ends = shard.documents[:, 0].astype(np.int64)
+            spans = np.stack([np.concatenate([[0], ends[:-1]]) if len(ends) else ends, ends], axis=1)
+            if self._by == "document":
+                yield spans, in_split(shard.documents[:, 1], self._split, self._held_out_fraction)
+                continue
+            boundary = max(0, first_held_out)
+            first_held_out -= len(shard.tokens)
+            spans = spans.clip(max=boundary) if self._split == "train" else spans.clip(boundary, len(shard.tokens))
+            yield spans, spans[:, 0] < spans[:, 1]

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from meshloom.compiler.config.data_spec import PythonSource
+from meshloom.compiler.config.data_spec import DataSpec, PythonSource
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import counted
 from meshloom.models import IGNORED_TARGET
@@ -67,14 +67,18 @@ class UserSequences:
 
 
 def open_user_sequences(
-    source: PythonSource, where: str, length: int, names: tuple[str, ...], held_out_fraction: float
+    source: PythonSource, where: str, length: int, names: tuple[str, ...], data: DataSpec
 ) -> dict[Split, UserSequences]:
-    """Returns both splits of the user's items, by the hash of their numbers. Raises ConfigError for wrong user code."""
+    """Returns both splits of the user's items, by the hashes of their numbers, or their numbers. Raises ConfigError for
+    wrong user code."""
     items = load_items(source, where)
-    hashes = _hashes_of_numbers(len(items))
+    if data.held_out_by == "document":
+        is_held_out = in_split(_hashes_of_numbers(len(items)), "held_out", data.held_out_fraction)
+    else:
+        is_held_out = np.arange(len(items)) >= len(items) - int(data.held_out_fraction * len(items))
     splits: tuple[Split, ...] = ("train", "held_out")
     return {
-        split: UserSequences(items, np.flatnonzero(in_split(hashes, split, held_out_fraction)), length, names)
+        split: UserSequences(items, np.flatnonzero(is_held_out == (split == "held_out")), length, names)
         for split in splits
     }
 

@@ -16,7 +16,9 @@ class Due:
         self._last_save = time.perf_counter()
 
     def is_evaluation(self, step: int) -> bool:
-        """Returns whether the held-out loss is due, as it always is at the end."""
+        """Returns whether the held-out loss is due, as it always is at the end, unless nothing is held out."""
+        if not self._spec.data.held_out_fraction:
+            return False
         return step % self._spec.evaluation.every_num_steps == 0 or step == self._spec.num_steps
 
     def is_save(self, step: int) -> bool:

@@ -32,11 +32,11 @@ from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.xla.fingerprint import fingerprint_of
 from meshloom.compiler.xla.programs import Programs, lower
 
-from ..checkpoint.checkpoints import Checkpoints, restore
+from ..checkpoint.checkpoints import Checkpoints, Restored, restore
 from ..checkpoint.reschedule import describe_change
 from ..checkpoint.restore_plan import plan_restore
 from ..checkpoint.shared_start import find_shared_start
-from ..checkpoint.start import FOLDER, Start, check_checkpoint, find_restorable
+from ..checkpoint.start import FOLDER, Start, check_checkpoint, check_steps_left, find_restorable
 from ..compile.artifact import check_artifact, read_artifact
 from ..compile.memory_check import check_state_memory
 from ..compile.run_programs import Precompiled, make_programs, mesh_of
@@ -113,7 +113,7 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: check_profile(spec),
         lambda: check_compiler_options(spec.compiler_options, jax.local_devices()[0]),
     )
-    find_restorable(spec, plan.abstract)
+    check_steps_left(find_restorable(spec, plan.abstract), spec)
     return Job(plan, data, trackers)
 
 
@@ -165,11 +165,11 @@ def _train(
         how = ("continue", _how_to_continue(overrides, run_dir, ended.saved))
         show_summary(console, [stopped, *rows_of(watch), *where, how])
         return stop.exit_code
+    loss = "none: no held-out token has a target"
+    if not plan.spec.data.held_out_fraction:
+        loss = "none: data.held_out_fraction is 0"
     if ended.eval_loss is not None:
         loss = f"{ended.eval_loss:.3f} nats per {job.data.token_unit}"
-    else:
-        is_done = start is not None and start.step >= num_steps
-        loss = "no step was left to do" if is_done else "none: no held-out token has a target"
     more = next_steps(run_dir, overrides, is_terminal=console.is_terminal)
     show_summary(console, [("held-out loss", loss), *rows_of(watch), *where, *more])
     return 0
@@ -215,7 +215,7 @@ def _run(
                 say(console, problem.as_warning())
 
             dropped = DroppedTokens(warn)
-            tracked = tracked_run(plan, run_dir, first_step)
+            tracked = tracked_run(plan, run_dir, first_step, warn)
             trackers = held.enter_context(Trackers(job.trackers, tracked, warn)) if log else None
 
             def report(metrics: Metrics) -> None:
@@ -348,9 +348,26 @@ def _initial_state(
     say(console, f"continuing after step {restored.step}, from {start.path}")
     if restored.other_data:
         say(console, f"the data start at their beginning: not the same {', '.join(restored.other_data)}")
+    elif restored.batch_before is not None:
+        say(console, _other_batches(restored, plan.spec))
+    _check_data_left(batches, plan.spec.num_steps - restored.step)
     if change := describe_change(restored.schedule, plan.spec, int(restored.state["step"])):
         say(console, change)
     return restored.state, restored.step
+
+
+def _other_batches(restored: Restored, spec: RunSpec) -> str:
+    """Says where the data go on in batches of another size."""
+    skipped = f", {counted(restored.num_skipped, 'sequence')} further, at a whole batch" if restored.num_skipped else ""
+    sizes = f"batches have {spec.global_batch_size} sequences in place of {restored.batch_before}"
+    return f"{sizes}; the data go on where they were{skipped}"
+
+
+def _check_data_left(batches: BatchIterator, num_steps: int) -> None:
+    """Raises ConfigError where the data end before the run does: of batches that are larger now there are fewer."""
+    if (num_left := batches.num_left) < num_steps:
+        what = f"the data end after {counted(num_left, 'more global batch', 'more global batches')}, and {num_steps:,} {be(num_steps)} to come"  # noqa: E501
+        raise ConfigError([Problem("data.num_epochs", what, "use more epochs, or null (no end), or fewer steps")])
 
 
 def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]]:

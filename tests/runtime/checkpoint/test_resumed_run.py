@@ -9,6 +9,7 @@ import pytest
 
 from conftest import LINEAR_STACK, SMALL, spec_of
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.checkpoint.reschedule import describe_change, schedule_record
 from meshloom.runtime.cli.main import run
 from meshloom.runtime.processes.distributed import Processes
@@ -72,6 +73,20 @@ def test_another_schedule_is_said_before_the_first_step_with_the_old_and_the_new
     assert _seconds(last) == pytest.approx(last["time"] - fifth["time"] + _seconds(fifth), abs=0.5)
     assert last["goodput"] == pytest.approx(last["seconds/steps"] / _seconds(last), abs=1e-3)
     assert "time of 2 starts: " in said
+
+
+def test_other_batches_go_on_in_the_same_data_and_no_step_left_is_an_error(stopped, tmp_path):
+    """Of 4 x 16 sequences that are drawn, batches of 24 leave out 8."""
+    there = f"checkpoint.restore_from={stopped}"
+    (tmp_path / "run").mkdir()
+    said = _train(tmp_path / "run", there, "global_batch_size=24", "num_steps=6")
+    assert "batches have 24 sequences in place of 16" in said
+    assert "go on where they were, 8 sequences further, at a whole batch" in said
+    position = json.loads((tmp_path / "run" / "checkpoints" / "6" / "data" / "data.json").read_text())["position"]
+    assert position == {"next_batch": 3 + 2}
+    with pytest.raises(ConfigError, match="4 steps leave nothing to do after the 4 of") as error:
+        plan_and_check(spec_of(*RUN, there, "num_steps=4"))
+    assert [problem.where for problem in error.value.problems] == ["num_steps"]
 
 
 @pytest.mark.ci

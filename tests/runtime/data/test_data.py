@@ -11,7 +11,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.sharding.batch import batch_arrays
 from meshloom.models import IGNORED_TARGET
 from meshloom.runtime.data import open_data
-from meshloom.runtime.data.batches import BatchSource
+from meshloom.runtime.data.batches import BatchSource, converted_state
 from meshloom.runtime.data.packing import ConcatenatedSequences, PackedSequences, plan_first_fit
 from meshloom.runtime.data.store import Shard, TokenStore, TokenStream, name_hash
 from meshloom.runtime.data.tokenizers import Bytes, TokenizerIdentity
@@ -61,6 +61,38 @@ def test_splits_are_all_documents_and_each_once_by_the_hash_of_the_name(num_shar
     chosen = [tuple(d) for i, d in enumerate(documents) if name_hash(str(i)) / 2**64 < 0.1]
     assert [tuple(held_out.read(3 * i, 3 * i + 3)) for i in range(len(held_out) // 3)] == chosen
     assert 0.08 < len(chosen) / 4000 < 0.12
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.37, 0.99])
+def test_splits_by_position_are_the_beginning_and_the_end(num_shards, fraction):
+    store, documents = _store([5, 300, 7, 1, 90, 44, 600, 3], num_shards)
+    every = [token for document in documents for token in document]
+    train, held_out = (TokenStream(store, split, fraction, "position") for split in ("train", "held_out"))
+    assert len(held_out) == int(fraction * len(every))
+    assert [*train.read(0, len(train)), *held_out.read(0, len(held_out))] == every
+    numbers = [i for i, document in enumerate(documents) for _ in document]
+    for stream, offset in ((train, 0), (held_out, len(train))):
+        for start in range(0, len(stream) - 10, 97):
+            here = numbers[offset + start : offset + start + 10]
+            assert stream.documents_at(start, start + 10) == tuple(dict.fromkeys(here))
+
+
+def test_one_document_is_a_corpus(tmp_path):
+    """Split by its position, or with nothing held out; the advice that is given is one that works."""
+    (tmp_path / "book.txt").write_text("".join(f"Sentence {n}. " for n in range(2000)))
+    words = ("data=text_files", f"data.source.paths=[{tmp_path}/book.txt]", "sequence_length=64", "num_steps=4",
+             "global_batch_size=8", "evaluation.num_batches=1")  # fmt: skip
+    for little in ("data.held_out_fraction=0.01", "data.held_out_by=position"):  # too little for a batch
+        with pytest.raises(ConfigError, match=r"hold out nothing: data\.held_out_fraction=0"):
+            open_data(spec_of(*words, little, "data.held_out_fraction=0.01"))
+    with pytest.raises(ConfigError, match=r"data\.held_out_by=position"):
+        open_data(spec_of(*words, "data.held_out_fraction=0.1"))
+    data = open_data(spec_of(*words, "data.held_out_fraction=0.1", "data.held_out_by=position"))
+    assert bytes(next(iter(data["held_out"]))["inputs"][0].tolist()).decode().split(". ")[1].startswith("Sentence 1")
+    data = open_data(spec_of(*words, "data.held_out_fraction=0"))
+    assert list(data["held_out"]) == []
+    assert len(data["train"]) > 100
 
 
 def test_concatenation_skips_nothing_and_targets_are_the_next_tokens():
@@ -220,6 +252,21 @@ def test_a_state_is_one_number_for_any_rows_and_threads(rows):
     assert other.get_state() == state
     wanted = expected if rows is None else [{name: x[rows] for name, x in batch.items()} for batch in expected]
     _assert_same([next(other) for _ in range(20)], wanted)
+
+
+@pytest.mark.parametrize(("before", "now", "skipped"), [(8, 16, 8), (16, 8, 0), (24, 16, 8), (8, 24, 0)])
+def test_batches_of_another_size_go_on_at_the_same_sequence(before, now, skipped):
+    rows = {}
+    for size in (before, now):
+        batches = open_data(spec_of("data=synthetic", f"global_batch_size={size}", "num_steps=1"))["train"]
+        first = [batch["inputs"] for _, batch in zip(range(96 // size), batches, strict=False)]
+        rows[size] = np.concatenate(first).tolist()
+    assert rows[before] == rows[now]  # one order
+    state, found = converted_state({"next_batch": 3}, before, now)
+    assert found == skipped
+    iterator = iter(batches)
+    iterator.set_state(state)
+    assert next(iterator)["inputs"].tolist() == rows[now][3 * before + skipped : 3 * before + skipped + now]
 
 
 def test_a_token_that_the_model_does_not_have_is_an_error():
