@@ -109,7 +109,7 @@ class CollectiveReport(Record):
     source: (
         str  # "layers/attention/query_EHD, forward", or what the compiler keeps of a name, or "... (matched by size)"
     )
-    line: str  # of the code that it comes from, "train.py:42"; empty if the program does not say
+    line: str  # of the code that it comes from, "train.py:42"; if all are a library's, its scope: "conv5_block1_3_bn"
     where: str  # computation or loop: "while body, 32 trips"
     confidence: Literal["high", "low"]  # low: size, group or bandwidth is not certain
     name: str  # of the instruction

@@ -31,6 +31,9 @@ MOVES = {"", "add", "add_any", "convert_element_type", "dynamic_slice", "dynamic
          "reduce_scatter", "reshape", "squeeze", "transpose", "while"}  # fmt: skip
 
 
+MOST_UNNAMED = 64  # arrays in a row without names; their names are not sought further, so that time stays linear
+
+
 @dataclass(frozen=True)
 class HeldArray:
     """A weight in use or a gradient that lives throughout a loop. shape: on one device. names: of what writes and reads
@@ -161,13 +164,13 @@ class _Names:
         self, buffer: Buffer, end: Literal["writers", "readers"], others: Mapping[int, list[Buffer]]
     ) -> list[OperationName]:
         seen, waiting, names = {id(buffer)}, [buffer], list[OperationName]()
-        while waiting:
+        while waiting and len(seen) < MOST_UNNAMED:
             ends: tuple[Instruction, ...] = getattr(waiting.pop(), end)
             for instruction in ends:
                 if name := instruction.op_name:
                     names.append(OperationName(name))
                     continue
-                for each in others.get(id(instruction), ()):
+                for each in others.get(id(instruction), ())[:MOST_UNNAMED]:
                     if id(each) not in seen and _is_part(each, buffer):
                         seen.add(id(each))
                         waiting.append(each)

@@ -36,6 +36,8 @@ def read_part(part: Callable[[], T]) -> T | Unavailable:
     raise the others."""
     try:
         return part()
+    except RecursionError:
+        return Unavailable("the program's text cannot be read: its computations call each other without an end")
     except (LookupError, ValueError) as error:
         said = str(error) if isinstance(error, HloError) else repr(error)
         return Unavailable(f"the program's text cannot be read: {said}")

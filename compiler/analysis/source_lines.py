@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
+from ..core.scopes import OperationName
 from ..xla.hlo import Instruction, Module
 from ..xla.hlo.sources import SourceLine, source_finder
 from ..xla.schedule.steps import Collective
 
-LIBRARIES = frozenset({"chex", "einops", "equinox", "flax", "haiku", "haliax", "jax", "jaxlib", "jaxtyping", "meshloom",
-                       "numpy", "optax", "qwix"})  # fmt: skip
+LIBRARIES = frozenset({"brax", "chex", "diffrax", "einops", "equinox", "flax", "haiku", "haliax", "jax", "jaxlib",
+                       "jaxopt", "jaxtyping", "keras", "meshloom", "numpy", "numpyro", "optax", "orbax", "qwix",
+                       "tensorflow", "tf_keras"})  # fmt: skip
 NUM_PARTS = 2  # of a path outside of installed packages
 
 _INSTALLED = re.compile(r"(?:site|dist)-packages/(?P<inner>(?P<library>[^/]+).*)")
@@ -23,7 +25,8 @@ _STANDARD = re.compile(r"/lib/python3[.\d]*/")
 
 
 def line_finder(module: Module) -> Callable[[Collective], str]:
-    """Returns a function of a collective to its line, "train.py:42"; empty if the program does not say."""
+    """Returns a function of a collective to its line, "train.py:42", of all that it holds the one with its name; where
+    only libraries have lines, the scope that the program gives it. Empty if the program says neither."""
     find = source_finder(module)
 
     def line_of(collective: Collective) -> str:
@@ -32,14 +35,20 @@ def line_finder(module: Module) -> Callable[[Collective], str]:
             return ""
         candidates = (outer, *(each for name in outer.called for each in _within(module, name)))
         named = (each for each in candidates if each.op_name == collective.op_name)
-        return next((shown(lines) for each in named if (lines := find(each))), "")
+        return next((shown(lines, collective.op_name) for each in (*named, *candidates) if (lines := find(each))), "")
 
     return line_of
 
 
-def shown(lines: tuple[SourceLine, ...]) -> str:
-    """Returns the innermost line that is not a library's, or else the innermost. lines: the innermost first."""
-    own = next((each for each in lines if not _is_of_library(each.file)), lines[0])
+def shown(lines: tuple[SourceLine, ...], op_name: str = "") -> str:
+    """Returns the innermost line that is not a library's; if there is none, the scope of the operation, else the
+    innermost line. lines: the innermost first."""
+    own = next((each for each in lines if not _is_of_library(each.file)), None)
+    if own is None:
+        scope = OperationName(op_name).separated[0].own.rpartition("/")[0].rpartition("/")[2]
+        if scope:
+            return scope
+        own = lines[0]
     if installed := _INSTALLED.search(own.file):
         return f"{installed['inner']}:{own.line}"
     return f"{'/'.join(PurePosixPath(own.file).parts[-NUM_PARTS:]).lstrip('/')}:{own.line}"

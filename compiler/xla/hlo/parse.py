@@ -149,12 +149,14 @@ class Module:
         return self.computations[self.entry]
 
     def all_within(self, name: str) -> Iterator[Instruction]:
-        """Returns the instructions of a computation and of all that it calls."""
-        for instruction in self.computations[name].instructions:
-            yield instruction
-            for called in instruction.called:
-                if called in self.computations:
-                    yield from self.all_within(called)
+        """Returns the instructions of a computation and of all that it calls, each computation once."""
+        seen, waiting = {name}, [name]
+        while waiting:
+            for instruction in self.computations[waiting.pop()].instructions:
+                yield instruction
+                called = [each for each in instruction.called if each in self.computations and each not in seen]
+                seen.update(called)
+                waiting += called
 
 
 def split_modules(text: str) -> tuple[str, ...]:

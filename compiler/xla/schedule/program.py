@@ -89,7 +89,7 @@ class _Reader:
         if opcode == "send":
             return [Start(begun_by(instruction, around, self.module.num_devices))]
         if opcode in COLLECTIVES:
-            return self._at_once(Inner(instruction, around), instruction, form="synchronous")
+            return self._at_once(Inner(instruction, around), instruction, around, form="synchronous")
         if base in COLLECTIVES:
             if opcode.endswith("-done"):
                 return [Done(instruction.operands[0], instruction.name)]
@@ -112,7 +112,9 @@ class _Reader:
             return [Done(self._started_by(instruction, around), instruction.name)]
         if self._is_chunk(inner, instruction, around):
             return self._computed(instruction, around)
-        return self._at_once(inner, instruction, form="synchronous, fused") + self._computed(instruction, around)
+        return self._at_once(inner, instruction, around, form="synchronous, fused") + self._computed(
+            instruction, around
+        )
 
     def _asynchronous(self, instruction: Instruction, around: Computation) -> list[Step]:
         """Returns where the transfer begins: in a chain start, update, done the last instruction before `done`."""
@@ -145,8 +147,8 @@ class _Reader:
             chain.insert(0, before)
         return [each for each in chain if each.opcode in _ASYNC]
 
-    def _at_once(self, inner: Inner, instruction: Instruction, *, form: str) -> list[Step]:
-        collective = self._collective(inner, instruction, inner.computation, form, is_async=False)
+    def _at_once(self, inner: Inner, instruction: Instruction, around: Computation, *, form: str) -> list[Step]:
+        collective = self._collective(inner, instruction, around, form, is_async=False)
         return [Start(collective), Done(collective.name, collective.name)]
 
     def _computed(self, instruction: Instruction, around: Computation) -> list[Step]:

@@ -1,6 +1,7 @@
 """Programs without a declaration: whose devices have no names, and texts that are not programs of the target."""
 
 import itertools
+import time
 
 import pytest
 
@@ -169,3 +170,54 @@ def test_what_is_not_a_program_of_the_target_is_one_error(text, target, said):
 )
 def test_the_line_is_the_innermost_outside_of_libraries(files, line):
     assert shown(tuple(SourceLine(file, number) for number, file in enumerate(files))) == line
+
+
+def test_where_all_lines_are_a_librarys_the_scope_is_shown():
+    files = ["/v/site-packages/keras/src/layers/conv.py", "/v/site-packages/jax/a.py"]
+    lines = tuple(SourceLine(file, 3) for file in files)
+    assert shown(lines, "jit(train_step)/jvp(conv5_block1_3_bn)/reduce_sum") == "conv5_block1_3_bn"
+    assert shown(lines, "jit(train_step)/reduce_sum") == "keras/src/layers/conv.py:3"
+    assert shown((*lines, SourceLine("/home/me/fit.py", 7)), "jit(f)/bn/add") == "me/fit.py:7"
+
+
+def test_a_fused_reduce_scatter_has_the_line_of_its_fusion():
+    fused = f"""\
+%rs {{
+  %p = f32[32]{{0}} parameter(0)
+  %i = s32[] parameter(1)
+  %ar = f32[32]{{0}} all-reduce(%p), {GROUPS}, to_apply=%sum
+  ROOT %ds = f32[8]{{0}} dynamic-slice(%ar, %i), dynamic_slice_sizes={{8}}
+}}
+"""
+    lines = ("  %big = f32[32]{0} broadcast(%x)", "  %zero = s32[] constant(0)",
+             '  ROOT %f = f32[8]{0} fusion(%big, %zero), kind=kCustom, calls=%rs, metadata={op_name="jit(f)/psum" '
+             'source_file="/home/me/fit.py" source_line=31}, backend_config={"estimated_cycles":"3"}')  # fmt: skip
+    (found,) = inspect_text(module(*lines, before=fused), devices("v5e-4")).analysis.collectives
+    assert (found.kind, found.line) == ("reduce-scatter", "me/fit.py:31")
+
+
+def called_in_turn(depth: int, *, times: int = 1) -> str:
+    """Returns computations that call each other, without names of operations."""
+    text = "%c0 {\n  %p = f32[64] parameter(0)\n  ROOT %n = f32[64] negate(%p)\n}\n"
+    for d in range(1, depth + 1):
+        calls = [
+            f"  %k{d}_{n} = f32[64] call(%{f'k{d}_{n - 1}' if n else f'p{d}'}), to_apply=%c{d - 1}"
+            for n in range(times)
+        ]
+        calls[-1] = f"  ROOT {calls[-1].strip()}"
+        text += f"%c{d} {{\n  %p{d} = f32[64] parameter(0)\n" + "\n".join(calls) + "\n}\n"
+    return module(f"  %y = f32[64] parameter(1)\n  ROOT %r = f32[64] call(%y), to_apply=%c{depth}", before=text)
+
+
+def test_calls_cost_time_in_proportion_to_what_runs():
+    """1,024 executions of one instruction, and nothing has a name that would end a search for one."""
+    begin = time.process_time()
+    program = inspect_text(called_in_turn(10, times=2), devices("h100-4"))
+    assert time.process_time() - begin < 5
+    assert program.analysis.step.least_seconds == pytest.approx(1024 * 2.5e-6)
+
+
+def test_computations_that_call_each_other_without_an_end_are_an_error():
+    text = called_in_turn(2).replace("to_apply=%c0", "to_apply=%c2")
+    with pytest.raises(ConfigError, match="call each other without an end"):
+        inspect_text(text, devices("h100-4"))
