@@ -120,7 +120,7 @@ def diff_runs(a: Run, b: Run) -> Diff:
             *(f"{run.name} has no report.json: plans are compared alone" for run in (a, b) if not run.report),
             *(f"{run.name} has no declaration: programs are compared alone" for run in (a, b) if not run.is_declared),
         ),
-        step=of_reports(lambda report: report.step.model_dump(mode="json", exclude={"compute_seconds_by_kind"})),
+        step=of_reports(_step),
         compute=of_reports(lambda report: report.step.compute_seconds_by_kind),
         memory=of_reports(lambda report: report.memory.model_dump(mode="json", exclude={"changes"})),
         collectives=_collectives(both[0].collectives, both[1].collectives) if both else (),
@@ -133,6 +133,13 @@ def diff_runs(a: Run, b: Run) -> Diff:
         build=of_reports(lambda report: _without(report.build.model_dump(mode="json"), NOT_OF_THE_STEP)
                          if report.build else {}),
     )  # fmt: skip
+
+
+def _step(report: Report) -> dict[str, Any]:
+    """Returns the figures of a step; the least that it takes only where that is not the whole step."""
+    step, parts = report.step, {"compute_seconds_by_kind"}
+    is_whole = step.least_seconds == step.predicted_seconds
+    return step.model_dump(mode="json", exclude=parts | ({"least_seconds"} if is_whole else set()))
 
 
 def _findings(a: Report, b: Report, paths: set[str]) -> tuple[Change, ...]:

@@ -99,6 +99,15 @@ def test_the_way_back_mirrors_the_way_there():
             _assert_mirrored(a, b)
 
 
+def test_the_least_that_a_step_takes_is_compared_where_the_step_is_not_whole():
+    whole = reports.fits()[0]
+    longer = whole.step.model_copy(update={"predicted_seconds": 9.0, "least_seconds": 9.0})
+    part = whole.step.model_copy(update={"predicted_seconds": None, "least_seconds": 2.0})
+    for step, names in ((longer, ["predicted_seconds"]), (part, ["least_seconds", "predicted_seconds"])):
+        found = diff_runs(run_of(whole), run_of(whole.model_copy(update={"step": step})))
+        assert sorted(change.where for change in found.step) == names
+
+
 POOL = [c for make in (reports.fits, reports.gpu, reports.unknowns) for c in make()[0].collectives]
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(0, 3), st.floats(0, 1), st.sampled_from("ab"))
 TREES = st.recursive(
