@@ -32,8 +32,8 @@ assert tune(find_space(Request(words)).variants, Runner(map, map)).best
 """
 
 
-def blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+def blocks(page: Path = PAGE) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
 def snippet_of_readme() -> str:
@@ -80,6 +80,15 @@ def test_the_snippet_of_the_readme(tmp_path):
     code = snippet_of_readme().replace('"model=llama3_8b"', '"model=llama3_8b", "model.num_layers=4"')
     told = run_fresh(f"{code}\nprint(plan, run, step, sep='\\n')", tmp_path)
     assert re.search(r"<Plan: .*fsdp=64 on v5p-128.*\n<TrainedRun: 20 of 20 steps, .*\n<CompiledStep: .* fits>>", told)
+
+
+@pytest.mark.ci
+@pytest.mark.tpu
+def test_a_step_of_ones_own_is_compiled_for_a_tpu_that_is_not_there(tmp_path):
+    (code,) = blocks(ROOT / "docs" / "lower_ahead.md")
+    told = run_fresh(code, tmp_path)
+    assert "CompiledMemoryStats(" in told
+    assert "all-gather over fsdp on ICI" in told
 
 
 @pytest.mark.ci
