@@ -1,5 +1,6 @@
 """The plan's numbers against other ways to get them."""
 
+import io
 import json
 import math
 import os
@@ -12,13 +13,15 @@ import pytest
 
 from conftest import plan_of
 from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.format import human_bytes
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.jaxpr.flops import matmul_flops
-from meshloom.compiler.report.explain import plan_as_json
+from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.models import DecoderConfig
 from support.helpers import reference_loss
 
+ON_CHIPS = ("precision=bfloat16", "sharding.on_replicated=allow")
 # Meta, "The Llama 3 Herd of Models" (arXiv:2407.21783), and the released checkpoints' own totals.
 PUBLISHED = {"llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496, "llama3_405b": 405_853_388_800}
 
@@ -27,6 +30,15 @@ PUBLISHED = {"llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496, "llama3_4
 def test_parameter_counts_are_the_published_ones(model):
     plan = read_spec(Request((f"model={model}", "data=synthetic")), then=plan_run)
     assert plan.num_parameters == PUBLISHED[model]
+
+
+def test_a_size_that_nobody_declared_has_its_reason():
+    plan = plan_of("target=v5e-4", "target.num_slices=4", "sharding=hsdp", "global_batch_size=16", *ON_CHIPS)
+    why = "one for each of the 4 slices: mesh.replica is not set"
+    assert plan_as_json(plan)["mesh_reasons"] == {"replica": why}
+    file = io.StringIO()
+    explain(plan, Console(file))
+    assert f"replica=4 {why}" in file.getvalue()
 
 
 @pytest.mark.parametrize("overrides", [(), ("num_microbatches=2",), ("remat=full",)])
