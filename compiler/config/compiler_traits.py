@@ -23,6 +23,7 @@ class CompilerTraits(Record):
     unordered_collectives: devices may run independent collectives in different orders, and deadlock.
     all_reduces_each_matmul: the partial results of each matmul are all-reduced separately; otherwise several are
         combined, in shards.
+    fuses_into_matmuls: pointwise operations whose result only matmuls read are computed inside of these.
     async_permutes: permutes overlap with independent work, on up to max_chips_async_permutes chips.
     copies_loop_carry: the state that a loop carries to its next iteration is copied.
     gathers_before_loops: a gather issued before a loop ends before the loop starts.
@@ -40,6 +41,7 @@ class CompilerTraits(Record):
     synchronous_collectives: bool = False
     unordered_collectives: bool = False
     all_reduces_each_matmul: bool = False
+    fuses_into_matmuls: bool = False
     async_permutes: bool = False
     max_chips_async_permutes: int | None = None
     copies_loop_carry: bool = False

@@ -17,9 +17,10 @@ from typing import Any, Literal
 import numpy as np
 from scipy.sparse import csr_array
 
+from ..config.compiler_traits import CompilerTraits
 from ..core.collectives import CollectiveKind
 from ..core.scopes import OperationName
-from ..jaxpr.fusion import Step, fuse
+from ..jaxpr.fusion import fuse, stacked_bytes, traffic
 from ..jaxpr.program import Operation, Program
 from ..jaxpr.propagate import Axes
 from .liveness import host_sets, live_sets
@@ -81,12 +82,12 @@ class ProgramShape:
         return tuple(dict.fromkeys((each.kind, each.axes) for each in self.transfers))
 
 
-def read_costs(program: Program, weights: frozenset[str]) -> tuple[ProgramShape, Array]:
+def read_costs(program: Program, weights: frozenset[str], compiler: CompilerTraits) -> tuple[ProgramShape, Array]:
     """Returns the shape and the numbers of a step's program. weights: the paths of its parameters.
 
     An operation whose arithmetic or traffic is unknown counts as nothing; `StepEstimate.unknown` lists them.
     """
-    return _Reader(weights).read(program)
+    return _Reader(weights, compiler).read(program)
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,9 @@ def _largest(sets: csr_array, numbers: Array) -> Array:
 
 
 class _Reader:
-    def __init__(self, weights: frozenset[str]) -> None:
+    def __init__(self, weights: frozenset[str], compiler: CompilerTraits) -> None:
         self.weights = sorted(weights)
+        self.compiler = compiler
         self.numbers: list[float] = []
         self.first: dict[int, int] = {}  # of a program, the place of its first size; its host sizes follow
         self.works: list[Work] = []
@@ -192,11 +194,10 @@ class _Reader:
     def region(self, program: Program, trips: tuple[int, ...], *, is_loop: bool) -> None:
         number = len(self.regions)
         self.regions.append(trips)
-        read_already: set[int] = set()
-        for step in fuse(program, is_loop=is_loop).steps:
+        for step, arrays in traffic(fuse(program, is_loop=is_loop), into_matmuls=self.compiler.fuses_into_matmuls):
             operation = step.operation
             if operation.body is not None:
-                self.region(operation.body, (*trips, self.number(operation.num_trips)), is_loop=True)
+                self.loop(operation, operation.body, program, (*trips, self.number(operation.num_trips)))
                 continue
             if (collective := operation.collective) is not None and collective.axes:
                 name = OperationName(operation.scope)
@@ -206,22 +207,21 @@ class _Reader:
                     collective.kind, collective.axes, is_weight, number, full, name.exchange, name.experts is not None
                 )
                 self.transfers.append(one)
-            moved = self.moved(program, step, read_already)
+            moved = self.moved(program, operation, arrays)
             flops = self.number(operation.flops) if operation.flops else None
             if moved or flops is not None:
                 self.works.append(Work(_kind_of(operation), number, flops, moved))
-            if step.is_fused:
-                read_already.update((*step.reads, *step.writes))
 
-    def moved(self, program: Program, step: Step, read_already: set[int]) -> tuple[int, ...]:
-        operation = step.operation
+    def loop(self, operation: Operation, body: Program, around: Program, trips: tuple[int, ...]) -> None:
+        stacked = stacked_bytes(operation, around) if self.compiler.copies_loop_carry else 0
+        if stacked:
+            self.works.append(Work("other", len(self.regions), None, (self.number(stacked),)))
+        self.region(body, trips, is_loop=True)
+
+    def moved(self, program: Program, operation: Operation, arrays: tuple[int, ...]) -> tuple[int, ...]:
         if operation.hbm_bytes is not None or operation.flops is None:
             return (self.number(operation.hbm_bytes),) if operation.hbm_bytes else ()
-        written = tuple(self.size(program, i) for i in step.writes)
-        if operation.name == "gather":  # of a table, the rows that are looked up
-            return written + written
-        reads = set(step.reads) - read_already if step.is_fused else set(step.reads)
-        return (*written, *(self.size(program, i) for i in sorted(reads)))
+        return tuple(self.size(program, i) for i in arrays)
 
 
 def _kind_of(operation: Operation) -> WorkKind:

@@ -11,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from ..config.compiler_traits import CompilerTraits
 from ..core.scopes import ATTENTION, UPDATE, OperationName
-from ..jaxpr.fusion import Step, fuse, needed
+from ..jaxpr.fusion import fuse, needed, stacked_bytes, traffic
 from ..jaxpr.program import Collective, Operation, Program
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
@@ -35,7 +36,7 @@ def plan_roofline(plan: Plan, program: Program) -> tuple[RooflinePart, ...]:
     sums: dict[str, _Sums] = defaultdict(_Sums)
     names = {stack.name: f"{stack.name} (x{stack.num_layers})" for stack in plan.model.stacks}
     parts = ["embed", *names, "attention", "head", "optimizer"]
-    for operation, hbm, num_trips in _operations(program, is_loop=False):
+    for operation, hbm, num_trips in _operations(program, plan.target.compiler, is_loop=False):
         total = sums[_part(operation.scope, names)]
         total.flops.append(_times(num_trips, operation.flops))
         total.hbm_bytes.append(_times(num_trips, hbm))
@@ -111,32 +112,21 @@ def roofline_seconds(parts: tuple[RooflinePart, ...]) -> float | None:
 
 
 def _operations(
-    program: Program, *, is_loop: bool, num_trips: int | None = 1
+    program: Program, compiler: CompilerTraits, *, is_loop: bool, num_trips: int | None = 1
 ) -> Iterator[tuple[Operation, int | None, int | None]]:
     """Yields (operation, HBM bytes, executions) for each step of the fused program, with loops replaced by their
     bodies.
     None: unknown."""
-    fused = fuse(program, is_loop=is_loop)
-    read_already: set[int] = set()  # by pointwise operations: those on the same arrays are fused
-    for step in fused.steps:
-        if step.operation.body is not None:
-            inner = None if step.operation.unknown else _times(num_trips, step.operation.num_trips)
-            yield from _operations(step.operation.body, is_loop=True, num_trips=inner)
+    for step, moved in traffic(fuse(program, is_loop=is_loop), into_matmuls=compiler.fuses_into_matmuls):
+        operation = step.operation
+        if operation.body is not None:
+            inner = None if operation.unknown else _times(num_trips, operation.num_trips)
+            if compiler.copies_loop_carry:
+                yield operation, stacked_bytes(operation, program), inner
+            yield from _operations(operation.body, compiler, is_loop=True, num_trips=inner)
             continue
-        yield step.operation, _traffic(step, program.sizes, read_already), num_trips
-        if step.is_fused:
-            read_already.update((*step.reads, *step.writes))
-
-
-def _traffic(step: Step, sizes: tuple[int, ...], read_already: set[int]) -> int | None:
-    operation = step.operation
-    if operation.hbm_bytes is not None or operation.flops is None:
-        return operation.hbm_bytes
-    written = sum(sizes[i] for i in step.writes)
-    if step.operation.name == "gather":  # of a table, the rows that are looked up
-        return 2 * written
-    reads = set(step.reads) - read_already if step.is_fused else set(step.reads)
-    return written + sum(sizes[i] for i in reads)
+        is_told = operation.hbm_bytes is not None or operation.flops is None
+        yield operation, operation.hbm_bytes if is_told else sum(program.sizes[i] for i in moved), num_trips
 
 
 def _part(scope: str, stacks: dict[str, str]) -> str:

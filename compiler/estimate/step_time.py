@@ -1,7 +1,8 @@
 """How long a step takes, by what its operations take alone and what of its communication can hide: no compiler.
 
 compute    FLOPs and memory traffic at the shares of the chip's peaks that compiled programs reach
-           (`target.chip.efficiency`); a matmul or kernel takes the longer of its two
+           (`target.chip.efficiency`); a matmul or kernel takes the longer of its two, and streams its operands at the
+           rate of a single large kernel (`target.chip.kernels.memory`), which pointwise passes do not reach
 exposed    collectives that the compiler overlaps hide behind the arithmetic of their own loop, as far as that is long
            enough; the others are waited for
 
@@ -36,11 +37,12 @@ EXPOSED_BESIDE_MATMULS = 0.24
 
 @dataclass(frozen=True)
 class Rates:
-    """What programs reach on a device."""
+    """What programs reach on a device. hbm: of pointwise passes; stream: of a matmul or kernel, which reads ahead."""
 
     matmul_flops_per_second: float
     attention_flops_per_second: float
     hbm_bytes_per_second: float
+    stream_bytes_per_second: float
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def estimate_time(plan: Plan, program: Program) -> TimeEstimate | None:
     rates = plan_rates(plan.target, head_dim_of(plan.arrays))
     if rates is None:
         return None
-    shape, numbers = read_costs(program, frozenset(array.array.path for array in plan.sharding.parameters))
+    weights = frozenset(array.array.path for array in plan.sharding.parameters)
+    shape, numbers = read_costs(program, weights, plan.target.compiler)
     links = plan_link_times([plan.mesh], shape.collectives)
     time = time_step(Costs(shape, numbers[:, None]), rates, links, plan_hiding(plan))
     exposed = {axes: float(seconds[0]) for axes, seconds in time.exposed.items()}
@@ -132,9 +135,11 @@ def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = 
     for kind, num_bytes in region.num_bytes.items():
         if only not in (None, kind):
             continue
-        by_memory = num_bytes / rates.hbm_bytes_per_second
-        is_arithmetic = kind in peaks and kind in region.flops
-        total = total + (np.maximum(region.flops[kind] / peaks[kind], by_memory) if is_arithmetic else by_memory)
+        if kind in peaks and kind in region.flops:
+            streamed = num_bytes / rates.stream_bytes_per_second
+            total = total + np.maximum(region.flops[kind] / peaks[kind], streamed)
+        else:
+            total = total + num_bytes / rates.hbm_bytes_per_second
     return total
 
 
@@ -186,7 +191,13 @@ def plan_rates(target: TargetPlan, head_dim: int | None) -> Rates | None:
         return None
     share, power = chip.efficiency, chip.power_share
     of_heads = share.matmul if head_dim is None else share_of_head(share.attention, head_dim)
-    return Rates(peak * share.matmul * power, peak * of_heads * power, bandwidth * share.memory)
+    slower = target.calibration.matmul if target.calibration else 1.0
+    return Rates(
+        matmul_flops_per_second=peak * share.matmul * power,
+        attention_flops_per_second=peak * of_heads * power,
+        hbm_bytes_per_second=bandwidth * share.memory,
+        stream_bytes_per_second=bandwidth * chip.kernels.memory / slower,
+    )
 
 
 def plan_hiding(plan: Plan) -> Hiding:

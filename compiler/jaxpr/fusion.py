@@ -10,6 +10,9 @@ What XLA does on accelerators, as rules:
    the end of their loop.
 5. A pointwise result takes the place of an operand of its size that nothing reads any more, and so does an array of
    which a slice is written anew; what a loop hands on takes the place of what it was handed.
+6. On TPUs what only matmuls read is computed inside them, so that it crosses the memory no more than its operands do.
+   (It is counted in memory all the same: where several matmuls read it, XLA may also write it.)
+7. On TPUs what a loop stacks for the backward pass is copied into the stack, and copied out of it there.
 
 The rest is in the order of the traced program.
 """
@@ -84,6 +87,57 @@ def fuse(program: Program, *, is_loop: bool) -> Fused:
         steps.append(Step(operation, reads, writes, operation.kind in _FUSED or operation.name in _IN_PLACE))
     given = tuple(next(iter(read_by([i])), None) for i in program.outputs)
     return Fused(program, _late_collectives(steps, is_ahead=is_loop), given)
+
+
+def traffic(fused: Fused, *, into_matmuls: bool) -> list[tuple[Step, tuple[int, ...]]]:
+    """Returns each step with the arrays that it reads and writes in memory, one for each time. into_matmuls: whether
+    rule 6 holds. Pointwise operations on the same arrays are one pass over them."""
+    inlined = _inlined(fused) if into_matmuls else {}
+    read_already: set[int] = set()
+    moved = []
+    for step in fused.steps:
+        reads = dict.fromkeys(j for i in step.reads for j in inlined.get(i, (i,)))
+        if any(i in inlined for i in step.writes):
+            moved.append((step, ()))
+            continue
+        if step.operation.name == "gather":  # of a table, the rows that are looked up
+            moved.append((step, (*step.writes, *step.writes)))
+        else:
+            moved.append((step, (*step.writes, *(i for i in reads if not (step.is_fused and i in read_already)))))
+        if step.is_fused:
+            read_already.update((*reads, *step.writes))
+    return moved
+
+
+def stacked_bytes(loop: Operation, around: Program) -> int:
+    """Returns the bytes that one trip of a loop copies into stacks and out of them: each slice is read and written."""
+    assert loop.body is not None
+    body = loop.body
+    into = [_size(body, i) for i in body.outputs[loop.num_carried :]]
+    out_of = [
+        _size(body, inner)
+        for outer, inner in zip(loop.inputs, body.inputs, strict=True)
+        if loop.num_trips > 1 and _size(around, outer) == loop.num_trips * _size(body, inner) > 0
+    ]
+    return 2 * (sum(into) + sum(out_of))
+
+
+def _size(program: Program, value: int) -> int:
+    return program.sizes[value] + program.host_sizes[value]
+
+
+def _inlined(fused: Fused) -> dict[int, tuple[int, ...]]:
+    """Returns the pointwise results that only matmuls read, with the arrays that they are made of."""
+    readers: dict[int, set[str]] = defaultdict(set)
+    for step in fused.steps:
+        for i in step.reads:
+            readers[i].add(step.operation.kind)
+    found: dict[int, tuple[int, ...]] = {}
+    for step in fused.steps:
+        is_read = all(readers[i] == {"matmul"} and i not in fused.outputs for i in step.writes)
+        if step.operation.kind == "pointwise" and step.writes and is_read:
+            found.update(dict.fromkeys(step.writes, step.reads))
+    return found
 
 
 def needed(program: Program) -> list[Operation]:

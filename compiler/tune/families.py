@@ -224,7 +224,7 @@ def trace(point: Point) -> Reference:
     """Traces the step of a point: half a second, and no devices."""
     plan = plan_assumed(plan_run(_spec_of(point)))
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
-    shape, numbers = read_costs(read_step(plan), weights)
+    shape, numbers = read_costs(read_step(plan), weights, plan.target.compiler)
     (loss,) = (each.chosen.parameters for each in plan.operations if isinstance(each.op, LossOp))
     trips = {int(numbers[region[0]]) for region in shape.regions if len(region) == 1}  # of the outer loops
     number = point.num_microbatches

@@ -13,7 +13,7 @@ from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.liveness import find_peak
 from meshloom.compiler.estimate.read_step import read_step
-from meshloom.compiler.jaxpr.fusion import fuse
+from meshloom.compiler.jaxpr.fusion import fuse, stacked_bytes, traffic
 from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr
 from meshloom.compiler.xla.programs import lower
 from meshloom.models import DecoderConfig
@@ -44,6 +44,42 @@ def test_a_chain_of_pointwise_operations_is_one_array():
 def test_what_a_matmul_reads_is_an_array_and_its_result_is_written_behind_what_follows():
     program = _program(lambda x, w: jnp.tanh(jnp.exp(x) @ w).astype(jnp.bfloat16), (8, 16), (16, 32))
     assert _written(program) == [[8 * 16 * 4], [8 * 32 * 2]]
+
+
+def _moved(function, *shapes, into_matmuls):
+    """Bytes that cross the memory in each step of the fused program."""
+    program = _program(function, *shapes)
+    steps = traffic(fuse(program, is_loop=False), into_matmuls=into_matmuls)
+    return [sum(program.sizes[i] for i in moved) for _, moved in steps]
+
+
+def test_what_only_matmuls_read_is_computed_inside_of_them():
+    """gate(x) up(x) down, as in an MLP: the product of two arrays is read by one matmul, which reads both instead."""
+    x, square = 8 * 16 * 4, 16 * 16 * 4
+
+    def product(x, w):
+        return (jnp.tanh(x) * (x + 1)) @ w
+
+    assert _moved(product, (8, 16), (16, 16), into_matmuls=False) == [2 * x, 2 * x + square]
+    assert _moved(product, (8, 16), (16, 16), into_matmuls=True) == [0, 2 * x + square]
+
+    def also_given_back(x, w):
+        y = jnp.tanh(x)
+        return y @ w, y
+
+    both = [_moved(also_given_back, (8, 16), (16, 16), into_matmuls=into) for into in (False, True)]
+    assert both[0] == both[1] == [2 * x, 2 * x + square], "what the program returns is written all the same"
+
+
+def test_a_trip_copies_what_it_stacks_and_what_it_takes_from_a_stack():
+    """Carried: 64 bytes, not copied here. Taken from a stack: 32 of four trips; stacked: 64. Each read and written."""
+
+    def program(x, ys):
+        return jax.lax.scan(lambda x, y: (x + jnp.sum(y), jnp.tanh(x)), x, ys)
+
+    read = _program(program, (16,), (4, 8))
+    (loop,) = (each for each in read.operations if each.body is not None)
+    assert stacked_bytes(loop, read) == 2 * (32 + 64)
 
 
 def test_a_sum_needs_no_array_of_its_terms():

@@ -10,7 +10,12 @@ from meshloom.compiler.estimate.program_costs import Costs, ProgramShape, Transf
 from meshloom.compiler.estimate.read_step import read_step
 from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, time_step
 
-RATES = Rates(matmul_flops_per_second=10.0, attention_flops_per_second=5.0, hbm_bytes_per_second=100.0)
+RATES = Rates(
+    matmul_flops_per_second=10.0,
+    attention_flops_per_second=5.0,
+    hbm_bytes_per_second=100.0,
+    stream_bytes_per_second=200.0,
+)
 ALL: frozenset[CollectiveKind] = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
 LINKS = LinkTimes(
     latency={("all-gather", ("fsdp",)): np.array([0.5]), ("all-reduce", ("tensor",)): np.array([0.0])},
@@ -38,9 +43,10 @@ def _seconds(costs, hiding):
 
 
 def test_a_matmul_takes_the_longer_of_its_arithmetic_and_its_traffic():
-    """Two matmuls of 20 FLOPs and 500 bytes, 4 times: 2 s against 5; what is not a matmul has traffic alone."""
+    """A matmul of 20 FLOPs and 1,000 bytes, 4 times: 2 s against 5; what is not a matmul has traffic alone, at less
+    than the rate of a stream."""
     work = [Work("matmul", 1, 1, (2,)), Work("other", 1, 1, (3,))]
-    compute, _ = _seconds(_loop(work, [], [20.0, 500.0, 50.0]), Hiding(ALL, 1.0, is_doubled=False))
+    compute, _ = _seconds(_loop(work, [], [20.0, 1000.0, 50.0]), Hiding(ALL, 1.0, is_doubled=False))
     assert compute == pytest.approx(4 * (5.0 + 0.5))
 
 
@@ -97,7 +103,8 @@ PLANS = [
 def test_the_costs_of_a_program_are_those_of_its_estimate(overrides):
     plan = plan_of(*SMALL, *overrides)
     estimate, program = estimate_step(plan), read_step(plan)
-    shape, numbers = read_costs(program, frozenset(array.array.path for array in plan.sharding.parameters))
+    weights = frozenset(array.array.path for array in plan.sharding.parameters)
+    shape, numbers = read_costs(program, weights, plan.target.compiler)
     twice = Costs(shape, np.stack([numbers, 2 * numbers], axis=1))
     assert twice.peak_bytes()[0] == estimate.memory.peak_bytes
     assert twice.peak_bytes()[1] == 2 * estimate.memory.peak_bytes
