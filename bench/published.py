@@ -6,8 +6,9 @@ A row is a public recipe declared as overrides, with the XLA options that it set
 hardware, which need not be there. Each takes minutes; what was predicted is kept in FILE (bench/published.jsonl), a
 line for each compile, and not compiled again. With TEXT only recipes with it in their names are compiled. With DIR the
 run directories are kept there, and steps that were compiled before are priced again from their text, in seconds: FILE
-is written anew. Prints tables in Markdown, and writes the errors of the checked rows to compiler/target/accuracy.json,
-from which predictions get their range.
+is written anew. Every recipe is planned and estimated anew, in a second or two (bench/published_estimates.jsonl).
+Prints tables in Markdown, and writes compiler/target/accuracy.json, from which predictions get their range: what it
+takes for the checked rows (prediction_range.py).
 
 Constants of the cost model are global and have their sources in docs/targets.md and conf/target; half of the rows may
 be looked at to choose them, the others only check.
@@ -17,21 +18,28 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from compiled_rows import NOT_COMPILED, Overrides, add_row, keep, read_kept
+from prediction_range import BASES, GROUPINGS, Run, coverage, find_wider, kind_of, source_of, table_of
 from published_recipes import RECIPES, Recipe
 
 from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
 from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.target.accuracy import TABLE, Accuracy
+from meshloom.compiler.estimate.bound import least_step_seconds
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.target.accuracy import TABLE
 from meshloom.compiler.xla.hlo import parse_module
+from meshloom.runtime.processes.devices import plan_without_devices
 
 KEPT = Path(__file__).with_suffix(".jsonl")
+ESTIMATES = Path(__file__).with_name("published_estimates.jsonl")
 NUM_EXPOSED = 4
+Rows = Mapping[Overrides, Mapping[str, Any]]
 
 
 def mfu_of(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float) -> float:
@@ -54,12 +62,9 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
         for name in ("exposed_seconds", "alone_seconds"):
             sums[name] += each[name] or 0.0
     longest = sorted(exposed.values(), key=lambda sums: -sums["exposed_seconds"])
-    peak = target["num_chips"] * target["peak_flops_per_second"]
-    is_bound = step["roofline_seconds"] is not None
     return {
         "predicted_mfu": step["predicted_mfu"],
         "exposed_fraction": step["exposed_fraction"],
-        "bound_mfu": program["model_flops_per_step"] / peak / step["roofline_seconds"] if is_bound else None,
         "predicted_seconds": step["predicted_seconds"],
         "compute_seconds_by_kind": step["compute_seconds_by_kind"],
         "num_unpriced": step["num_unpriced"],
@@ -73,10 +78,45 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def table_row(recipe: Recipe, kept: dict[tuple[str, ...], dict[str, Any]]) -> str:
-    facts = kept.get(recipe.declaration)
+def estimate(recipe: Recipe) -> dict[str, Any]:
+    """Returns what a plan says without a compiler: the estimated step, the one that was published, and the bound."""
+    plan = read_spec(Request(recipe.declaration), then=plan_run)
+    plan_without_devices(plan.spec.target)
+    target, flops, time = plan.target, plan.model_flops_per_step, estimate_step(plan).time
+    assert time is not None
+    assert flops is not None
+    assert target.peak_flops_per_second is not None
+    if recipe.tokens_per_second is None:
+        assert recipe.published_mfu is not None
+        published = flops / (recipe.published_mfu * target.peak_flops_per_second * target.num_devices)
+    else:
+        published = plan.spec.tokens_per_step / (recipe.tokens_per_second * target.num_chips)
+    return {
+        "name": recipe.name,
+        "overrides": recipe.declaration,
+        "kind": kind_of(plan),
+        "published_seconds": published,
+        "estimated_seconds": time.seconds,
+        "bound_seconds": least_step_seconds(plan),
+    }
+
+
+def estimate_all(path: Path) -> Rows:
+    """Writes the file anew, a line for each recipe that can be planned; why another cannot is said."""
+    rows = []
+    for recipe in RECIPES:
+        try:
+            rows.append(estimate(recipe))
+        except ConfigError as error:
+            print(f"not planned: {recipe.name}: {error}", file=sys.stderr)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_kept(path)
+
+
+def table_row(recipe: Recipe, kept: Rows, estimates: Rows) -> str:
+    facts, planned = kept.get(recipe.declaration), estimates.get(recipe.declaration)
     if facts is None:
-        cells = ["", NOT_COMPILED, *[""] * 5]
+        cells = ["", NOT_COMPILED, "", ""]
     else:
         off = ratio(recipe, facts)
         cells = [
@@ -84,10 +124,21 @@ def table_row(recipe: Recipe, kept: dict[tuple[str, ...], dict[str, Any]]) -> st
             _percent(facts["predicted_mfu"]),
             f"{1 / off - 1:+.0%}" if off else "",
             _percent(facts["exposed_fraction"]),
-            _percent(facts["bound_mfu"]),
+        ]
+    published = planned["published_seconds"] if planned else None
+    cells += (
+        [f"{planned['estimated_seconds'] / published - 1:+.0%}", f"{planned['bound_seconds'] / published:.0%}"]
+        if (planned and published)
+        else ["", ""]
+    )
+    cells += (
+        ["", ""]
+        if facts is None
+        else [
             f"{facts['peak_bytes'] / 2**30:.1f}{'' if facts['fits'] else ', too much'}",
             f"{facts['host_bytes'] / 2**30:.1f}" if facts.get("host_bytes") else "",
         ]
+    )
     named = (f"[{recipe.name}]({recipe.source})", recipe.half, _percent(recipe.published_mfu))
     return f"| {' | '.join((*named, *cells))} |"
 
@@ -96,14 +147,14 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
-def published_mfu(recipe: Recipe, facts: dict[str, Any]) -> float | None:
+def published_mfu(recipe: Recipe, facts: Mapping[str, Any]) -> float | None:
     """The published MFU by our FLOPs."""
     if recipe.tokens_per_second is None:
         return recipe.published_mfu
     return mfu_of(recipe.tokens_per_second, facts["flops_per_token"], facts["peak_flops_per_second"])
 
 
-def ratio(recipe: Recipe, facts: dict[str, Any] | None) -> float | None:
+def ratio(recipe: Recipe, facts: Mapping[str, Any] | None) -> float | None:
     """The published over the predicted seconds of a step; None where one of them is not known."""
     published = published_mfu(recipe, facts) if facts else None
     return facts["predicted_mfu"] / published if facts and facts["predicted_mfu"] and published else None
@@ -114,16 +165,19 @@ def chip_of(recipe: Recipe) -> str:
     return target.removeprefix("target=").split("-")[0]
 
 
-def checked_ratios(kept: dict[Overrides, dict[str, Any]]) -> dict[str, list[float]]:
-    """By chip, of the recipes that no constant was chosen by."""
-    found: dict[str, list[float]] = {}
+def checked_runs(kept: Rows, estimates: Rows) -> list[Run]:
+    """Returns the recipes by which no constant was chosen, with the published over the predicted seconds."""
+    runs = []
     for recipe in RECIPES:
-        if recipe.half == "checked" and (off := ratio(recipe, kept.get(recipe.declaration))):
-            found.setdefault(chip_of(recipe), []).append(round(off, 4))
-    return dict(sorted(found.items()))
+        facts, planned = kept.get(recipe.declaration), estimates.get(recipe.declaration)
+        if recipe.half == "checked" and planned and (off := ratio(recipe, facts)):
+            estimated = planned["published_seconds"] / planned["estimated_seconds"]
+            runs.append(Run(recipe.name, chip_of(recipe), source_of(recipe), planned["kind"], round(off, 4),
+                            round(estimated, 4)))  # fmt: skip
+    return runs
 
 
-def errors_of(kept: dict[Overrides, dict[str, Any]]) -> Iterator[str]:
+def errors_of(kept: Rows) -> Iterator[str]:
     """The mean and the largest error of each chip and half: of the predicted step, over the published one."""
     for chip in (*sorted({chip_of(recipe) for recipe in RECIPES}), "all"):
         cells = [chip]
@@ -135,18 +189,13 @@ def errors_of(kept: dict[Overrides, dict[str, Any]]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def num_covered(ratios: dict[str, list[float]], *, is_left_out: bool) -> tuple[int, int]:
-    """(runs that lie in the range of their chip, all of them). is_left_out: in the range by the other runs."""
-    runs = [(chip, n, off) for chip, own in ratios.items() for n, off in enumerate(own)]
-    if is_left_out and len(runs) == 1:
-        return 0, 0
-    inside = 0
-    for chip, n, off in runs:
-        own = tuple(ratios[chip][:n] + ratios[chip][n + 1 :] if is_left_out else ratios[chip])
-        elsewhere = tuple(other for name, several in ratios.items() if name != chip for other in several)
-        low, high = Accuracy(chip, own, elsewhere).range_of(1.0)
-        inside += low <= off <= high
-    return inside, len(runs)
+def coverage_lines(runs: list[Run]) -> Iterator[str]:
+    """Returns a row of each group: how many of its runs lie in the range that the other groups give."""
+    for grouping in GROUPINGS:
+        found = [coverage(runs, basis, grouping, find_wider(runs, basis)) for basis in BASES]
+        for group in found[0]:
+            inside = " | ".join(str(each[group].inside) for each in found)
+            yield f"| {grouping} | {group} | {found[0][group].total} | {inside} |"
 
 
 def again(run_dir: Path, declaration: Overrides) -> dict[str, Any]:
@@ -156,7 +205,7 @@ def again(run_dir: Path, declaration: Overrides) -> dict[str, Any]:
     if text.exists():
         plan = read_spec(Request(declaration), then=plan_run)
         found = analyse_schedule(parse_module(text.read_text()), plan, ())
-        report["step"] = found.step.model_dump() | {"roofline_seconds": report["step"]["roofline_seconds"]}
+        report["step"] = found.step.model_dump()
         report["collectives"] = [each.model_dump() for each in found.collectives]
     return report
 
@@ -183,23 +232,25 @@ def main() -> int:
             print(f"compiling {number} of {len(todo)}: {name}: {' '.join(overrides)}", file=sys.stderr, flush=True)
             num_missing += not add_row(path, name, overrides, facts_of)
     kept = read_kept(path)
-    print("| recipe | half | MFU published | by our FLOPs | predicted | step | exposed | bound | GiB | on the host |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    estimates = estimate_all(ESTIMATES if path == KEPT else path.with_suffix(".estimates"))
+    columns = ("recipe", "half", "MFU published", "by our FLOPs", "predicted", "step", "exposed", "estimated", "bound",
+               "GiB", "on the host")  # fmt: skip
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for recipe in RECIPES:
-        print(table_row(recipe, kept))
+        print(table_row(recipe, kept, estimates))
     print("\n| chip | fitted | mean error | from, to | checked | mean error | from, to |")
     print("|---|---|---|---|---|---|---|")
     for line in errors_of(kept):
         print(line)
-    ratios = checked_ratios(kept)
-    for is_left_out in (False, True):
-        inside, total = num_covered(ratios, is_left_out=is_left_out)
-        print(f"\n{inside} of {total} checked runs in the range{' by the other runs' * is_left_out}")
+    runs = checked_runs(kept, estimates)
+    print("\n| left out | | runs | in the range, compiled | estimated |\n|---|---|---|---|---|")
+    for line in coverage_lines(runs):
+        print(line)
     print("\n| recipe | its remat | declared as |\n|---|---|---|")
     for recipe in RECIPES:
         print(f"| {recipe.name} | {recipe.remat} | `{' '.join(recipe.overrides)}` |")
     if path == KEPT:
-        TABLE.write_text(json.dumps({"source": "python bench/published.py", "ratios": ratios}, indent=1) + "\n")
+        TABLE.write_text(json.dumps(table_of(runs), indent=1) + "\n")
     return int(bool(num_missing))
 
 

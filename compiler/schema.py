@@ -18,7 +18,7 @@ from meshloom.models.config import Record
 from .config.overlap_spec import OverlapConfig
 from .core.collectives import CollectiveKind, LinkKind
 
-SCHEMA_VERSION = 12  # of report.json and plan.json
+SCHEMA_VERSION = 13  # of report.json and plan.json
 
 ComputeKind = Literal["matmul", "attention", "other"]
 Fraction = Annotated[float, Field(ge=0)]
@@ -122,9 +122,11 @@ class StepReport(Record):
     exposed_fraction: Fraction | None  # of predicted_seconds
     least_seconds: NonNegativeFloat | None  # of all parts whose time is known
     predicted_seconds: NonNegativeFloat | None  # None where that of a part is not known
-    predicted_range_seconds: tuple[NonNegativeFloat, NonNegativeFloat] | None  # by checked runs on this chip
+    predicted_range_seconds: tuple[NonNegativeFloat, NonNegativeFloat] | None
+    predicted_range_basis: str | None  # the published runs that the range is by (target/accuracy.py)
     predicted_mfu: Fraction | None
-    roofline_seconds: NonNegativeFloat | None
+    roofline_seconds: NonNegativeFloat | None  # of this program: what its own operations take at the full rates
+    bound_seconds: NonNegativeFloat | None  # of the declaration: no program of it takes less
     num_unpriced: NonNegativeInt  # kernels of an unknown time, which count with what they take at least
     num_bounded: NonNegativeInt  # matmuls whose estimate by the compiler is longer than they can take
     bounded_seconds: NonNegativeFloat  # by which these estimates are longer than their prices
@@ -215,7 +217,7 @@ class Event(Record):
 
 
 class Report(Record):
-    schema_version: Literal[12]
+    schema_version: Literal[13]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport

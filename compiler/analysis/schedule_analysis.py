@@ -68,11 +68,14 @@ class Declared:
 NOTHING_TIMED = StepReport(
     compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
     least_seconds=None, predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None,
-    roofline_seconds=None, num_unpriced=0, num_bounded=0, bounded_seconds=0.0,
+    predicted_range_basis=None, roofline_seconds=None, bound_seconds=None, num_unpriced=0,
+    num_bounded=0, bounded_seconds=0.0,
 )  # fmt: skip
 OF_WHOLE_STEP = (
     "exposed_seconds", "exposed_fraction", "predicted_seconds", "predicted_mfu", "predicted_range_seconds",
+    "predicted_range_basis",
 )  # fmt: skip
+OF_RANGE = ("predicted_range_seconds", "predicted_range_basis")
 NOTHING_DECLARED = Declared((), (), ModelFlops(None, ()))
 
 
@@ -246,8 +249,10 @@ def _step(result: Simulation, is_whole: bool, target: TargetPlan, model_flops: i
         least_seconds=result.seconds,
         predicted_seconds=result.seconds if is_whole else None,
         predicted_range_seconds=accuracy.range_of(result.seconds) if accuracy and is_whole else None,
+        predicted_range_basis=str(accuracy) if accuracy and is_whole else None,
         predicted_mfu=mfu,
         roofline_seconds=None,
+        bound_seconds=None,
         num_unpriced=len(result.unpriced),
         num_bounded=len(result.bounded),
         bounded_seconds=sum(result.bounded.values()),
@@ -287,7 +292,7 @@ def _unknown(
         return dict.fromkeys(names, NO_CHIP)
     unknown: dict[str, str] = {}
     if why := why_no_range(target):
-        unknown["step.predicted_range_seconds"] = why
+        unknown |= dict.fromkeys((f"step.{name}" for name in OF_RANGE), why)
     if declared is None:
         unknown["step.predicted_mfu"] = NOT_DECLARED
     elif target.peak_flops_per_second is None:

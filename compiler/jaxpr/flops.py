@@ -5,8 +5,9 @@ of no list (operation_kinds.py) is counted as JAX itself counts it, and else nam
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,26 +30,35 @@ _COMPLEX_FFT = 5  # FLOPs per element and level of a radix-2 FFT (Cooley and Tuk
 @dataclass(frozen=True)
 class FlopCount:
     """products: of sums of products, whose backward pass takes twice as many: a gradient of each factor. transforms: of
-    linear maps without a weight, whose backward pass takes as many. unknown: what is in neither."""
+    linear maps without a weight, whose backward pass takes as many. unknown: what is in neither. masked: those of the
+    products that make scores which attention's mask hides, or that read them."""
 
     products: int = 0
     transforms: int = 0
     unknown: tuple[UnknownPrimitive, ...] = ()
+    masked: int = 0
 
     @property
     def known(self) -> int:
         return self.products + self.transforms
 
     def times(self, count: int) -> "FlopCount":
-        return FlopCount(count * self.products, count * self.transforms, self.unknown)
+        return FlopCount(count * self.products, count * self.transforms, self.unknown, count * self.masked)
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """per_step: of a step; None where `unknown` names what cannot be counted."""
+    """per_step: of a step; None where `unknown` names what cannot be counted. masked_per_step: those that attention's
+    mask makes needless, forward and backward."""
 
     per_step: int | None
     unknown: tuple[UnknownPrimitive, ...]
+    masked_per_step: int = 0
+
+    @property
+    def least_per_step(self) -> int | None:
+        """Returns the FLOPs that no way to run the step can leave out; None where they cannot be counted."""
+        return None if self.per_step is None else max(0, self.per_step - self.masked_per_step)
 
     @property
     def why_unknown(self) -> str | None:
@@ -66,13 +76,13 @@ def count_model_flops(model: Model, spec: RunSpec, frozen: Collection[str] = ())
     frozen: paths of parameters that are not trained. Their gradients are not counted, nor the gradients of what they
     alone have made.
     """
+    total = forward = _count_forward(model, spec)
+    flops = 3 * total.products + 2 * total.transforms
     if frozen:
         total = _count_with_frozen(model, spec, frozen)
         flops = total.known
-    else:
-        total = _count_forward(model, spec)
-        flops = 3 * total.products + 2 * total.transforms
-    return ModelFlops(None if total.unknown else flops * spec.global_batch_size, total.unknown)
+    batch, masked = spec.global_batch_size, 3 * forward.masked  # with frozen parameters at most
+    return ModelFlops(None if total.unknown else flops * batch, total.unknown, masked * batch)
 
 
 def _count_forward(model: Model, spec: RunSpec) -> FlopCount:
@@ -81,9 +91,9 @@ def _count_forward(model: Model, spec: RunSpec) -> FlopCount:
 
     def count(apply: Any, params: Any, x: Any, part: str) -> tuple[FlopCount, Any]:
         def forward(params: Any, x: Any) -> Any:  # positions are traced too, so that no array of their length is made
-            return split_aux(
-                apply(params, x, Context(jnp.arange(spec.sequence_length)[None], lambda _, x, *axes, **__: x))
-            )
+            positions = jnp.arange(spec.sequence_length)[None]
+            context = Context(positions, lambda _, x, *axes, **__: x, partial(_marking_masks, spec))
+            return split_aux(apply(params, x, context))
 
         traced = jax.jit(forward).trace(params, x)
         return count_flops(traced.jaxpr.jaxpr, part), traced.out_info[0]
@@ -95,6 +105,36 @@ def _count_forward(model: Model, spec: RunSpec) -> FlopCount:
         counts.append(one_layer.times(stack.num_layers))
     counts.append(count(model.head.apply, model.head.abstract, x_BTE, "head")[0])
     return added(counts)
+
+
+_MASKED = "meshloom_masked"  # a call's name says which share of its products a mask hides: meshloom_masked_6_of_16
+
+
+def _marking_masks(spec: RunSpec, kind: str, _: str, plain: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+    """Returns what an operation gives, attention as a call that is named after its mask.
+
+    A query sees the keys up to its own, and of those the last `window`. Where documents are isolated, how much it sees
+    is up to the data: its own key at least.
+    """
+    if kind != "attention":
+        return plain(*operands, **options)
+    queries, keys = (operand.shape[1] for operand in operands[:2])
+    window = 1 if spec.data.isolate_documents else min(options["window"] or keys, keys)
+    seen = window * (window + 1) // 2 + (queries - window) * window if queries == keys else queries * keys
+
+    def attend(*operands: Any) -> Any:
+        return plain(*operands, **options)
+
+    attend.__name__ = f"{_MASKED}_{queries * keys - seen}_of_{queries * keys}"
+    return jax.jit(attend)(*operands)
+
+
+def _masked(name: str, inside: FlopCount) -> FlopCount:
+    """Returns what a call of this name takes, with what its mask hides."""
+    if not name.startswith(_MASKED):
+        return inside
+    hidden, _, whole = name.removeprefix(f"{_MASKED}_").partition("_of_")
+    return replace(inside, masked=inside.products * int(hidden) // int(whole))
 
 
 def _count_with_frozen(model: Model, spec: RunSpec, frozen: Collection[str]) -> FlopCount:
@@ -147,7 +187,8 @@ def added(counts: Iterable[FlopCount]) -> FlopCount:
     """The sum. Each unknown primitive is named once."""
     counts = list(counts)
     unknown = dict.fromkeys(one for count in counts for one in count.unknown)
-    return FlopCount(sum(c.products for c in counts), sum(c.transforms for c in counts), tuple(unknown))
+    products, transforms, masked = (sum(getattr(c, n) for c in counts) for n in ("products", "transforms", "masked"))
+    return FlopCount(products, transforms, tuple(unknown), masked)
 
 
 def _count(equation: Any, part: str, within: tuple[Any, ...]) -> FlopCount:
@@ -158,13 +199,14 @@ def _count(equation: Any, part: str, within: tuple[Any, ...]) -> FlopCount:
     if name == "cond":
         branches = [count_flops(branch, part, inside) for branch in subprograms(params)]
         most = max(branches, key=lambda branch: branch.known)
-        return FlopCount(most.products, most.transforms, added(branches).unknown)
+        masked = max(branch.masked for branch in branches)
+        return FlopCount(most.products, most.transforms, added(branches).unknown, masked)
     if name == "while":
         body = added(count_flops(inner, part, inside) for inner in subprograms(params))
         own = (unknown_of(equation, part, TRIPS, within),) if body.known else ()  # none are none in however many trips
         return FlopCount(unknown=(*body.unknown, *own))
     if name == "shard_map" or calls_one(equation):
-        return count_flops(next(subprograms(params)), part, inside)
+        return _masked(params.get("name", ""), count_flops(next(subprograms(params)), part, inside))
     cost = cost_of(equation)
     if isinstance(cost, str):
         return FlopCount(unknown=(unknown_of(equation, part, cost, within),))

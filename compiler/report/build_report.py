@@ -4,6 +4,7 @@ from ..analysis.compiled_step import CompiledStep, limit_bytes, used_devices_per
 from ..analysis.program_memory import Class
 from ..analysis.unavailable import Unavailable
 from ..core.format import human_bytes
+from ..estimate.bound import least_step_seconds
 from ..estimate.estimate import HOST_UNKNOWN
 from ..estimate.roofline import roofline_seconds
 from ..plan import Plan
@@ -45,12 +46,14 @@ def build_report(
     target = target_report(plan.mesh.placement)
     unknown = unknown_of_target(target)
     memory = _memory(step, unknown, changes)
-    bound = roofline_seconds(estimate.roofline)
-    if bound is None:
-        is_rated = target.peak_flops_per_second is not None and target.hbm_bytes_per_second is not None
-        rates = "the target's peak or bandwidths are not known"
+    roofline, bound = roofline_seconds(estimate.roofline), least_step_seconds(plan)
+    is_rated = target.peak_flops_per_second is not None and target.hbm_bytes_per_second is not None
+    rates = "the target's peak or bandwidths are not known"
+    if roofline is None:
         why = (estimate.why_uncounted if is_rated else None) or rates
         unknown |= dict.fromkeys(("step.roofline_seconds", "roofline"), why)
+    if bound is None:
+        unknown["step.bound_seconds"] = (plan.model_flops.why_unknown if is_rated else None) or rates
     if estimate.why_uncounted:
         figures = ("flops", "hbm_bytes", "link_bytes")
         unknown |= dict.fromkeys((f"roofline[*].{name}" for name in figures), estimate.why_uncounted)
@@ -62,7 +65,7 @@ def build_report(
         program=_program(plan, model),
         memory=memory,
         collectives=analysis.collectives,
-        step=analysis.step.model_copy(update={"roofline_seconds": bound}),
+        step=analysis.step.model_copy(update={"roofline_seconds": roofline, "bound_seconds": bound}),
         roofline=estimate.roofline,
         findings=findings,
         search=search,

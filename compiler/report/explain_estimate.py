@@ -7,8 +7,9 @@ from typing import Any
 
 from ..config.override_text import override
 from ..core.console import Column, Console, Line, Part, Table
-from ..core.format import human_bytes, human_count, human_seconds
+from ..core.format import human_bytes, human_count, human_range, human_seconds
 from ..estimate.assumed_overlap import overrides_of
+from ..estimate.bound import least_step_seconds
 from ..estimate.communication import PlannedCollective, sent_bytes
 from ..estimate.estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate, estimate_step
 from ..estimate.roofline import roofline_seconds
@@ -17,6 +18,7 @@ from ..estimate.usual_imbalance import plan_usual_imbalance
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
+from ..target.accuracy import accuracy_of, why_no_range
 
 RATES_UNKNOWN = "the target says nothing of its peak FLOP/s and bandwidths"
 SCALAR_BYTES = 8
@@ -38,7 +40,9 @@ def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None
     console.table(_roofline(estimate.roofline))
     seconds = roofline_seconds(estimate.roofline)
     if seconds is not None:
-        console.wrapped(f"no step is shorter than {human_seconds(seconds)}: each part by its own bound")
+        console.wrapped(f"roofline of this program: {human_seconds(seconds)}, each part by its own bound")
+    if (bound := least_step_seconds(plan)) is not None:
+        console.wrapped(f"no program of this declaration takes less than {human_seconds(bound)} a step")
     if estimate.time is not None:
         title = "estimated step"
         if usual := plan_usual_imbalance(plan):
@@ -79,7 +83,9 @@ def _time(plan: Plan, time: TimeEstimate) -> str:
     tokens = plan.spec.tokens_per_step / time.seconds / plan.target.num_chips
     waited = sorted(time.exposed.items(), key=lambda one: -one[1])
     exposed = ", ".join(f"{human_seconds(seconds)} over {'+'.join(axes)}" for axes, seconds in waited if seconds > 0)
-    text = f"{human_seconds(time.seconds)}, {tokens:,.0f} tokens per second and chip; compute"
+    accuracy = accuracy_of(plan.target, "estimated")
+    between = f" ({human_range(accuracy.range_of(time.seconds))}: {accuracy})" if accuracy else ""
+    text = f"{human_seconds(time.seconds)}{between}, {tokens:,.0f} tokens per second and chip; compute"
     return f"{text} {human_seconds(time.compute_seconds)}, exposed communication {exposed or 'none'}"
 
 
@@ -95,6 +101,10 @@ def estimate_as_json(plan: Plan, estimate: StepEstimate) -> dict[str, Any]:
     figures = [name for name in FIGURES if any(getattr(part, name) is None for part in parts)]
     uncounted = dict.fromkeys((*(f"roofline.{name}" for name in figures), "roofline_seconds"), why) if why else {}
     timed = {"time": why or RATES_UNKNOWN} if estimate.time is None else {}
+    if estimate.time is not None and (no_range := why_no_range(plan.target)):
+        timed["time.range_seconds"] = no_range
+    bound = least_step_seconds(plan)
+    least = {"bound_seconds": plan.model_flops.why_unknown or RATES_UNKNOWN} if bound is None else {}
     host = {"peak_memory_bytes_per_device.host_limit_bytes": HOST_UNKNOWN} if memory.host_limit_bytes is None else {}
     return {
         "assumed_overlap": list(overrides_of(estimate.overlap, plan.spec.overlap)),
@@ -103,17 +113,21 @@ def estimate_as_json(plan: Plan, estimate: StepEstimate) -> dict[str, Any]:
         "communication": [asdict(one) | {"bytes": one.num_bytes} for one in estimate.communication],
         "roofline": [part.model_dump() for part in estimate.roofline],
         "roofline_seconds": roofline_seconds(estimate.roofline),
-        "time": _time_as_json(estimate.time),
+        "bound_seconds": bound,
+        "time": _time_as_json(plan, estimate.time),
         "unknown_primitives": [asdict(one) for one in estimate.unknown],
-        "unknown": rates | links | host | uncounted | timed,
+        "unknown": rates | links | host | uncounted | least | timed,
     }
 
 
-def _time_as_json(time: TimeEstimate | None) -> dict[str, Any] | None:
+def _time_as_json(plan: Plan, time: TimeEstimate | None) -> dict[str, Any] | None:
     if time is None:
         return None
     exposed = {"+".join(axes): seconds for axes, seconds in time.exposed.items()}
-    return {"seconds": time.seconds, "compute_seconds": time.compute_seconds, "exposed_seconds": exposed}
+    accuracy = accuracy_of(plan.target, "estimated")
+    between = list(accuracy.range_of(time.seconds)) if accuracy else None
+    return {"seconds": time.seconds, "range_seconds": between, "compute_seconds": time.compute_seconds,
+            "exposed_seconds": exposed}  # fmt: skip
 
 
 def unknown_primitives(plan: Plan, estimate: StepEstimate) -> tuple[UnknownPrimitive, ...]:

@@ -12,7 +12,7 @@ ELSEWHERE = "it was compiled elsewhere: neither its versions nor its options are
 OF_A_PLAN = (
     "program.num_parameters", "program.num_active_parameters", "program.tokens_per_step",
     "program.model_flops_per_step", "memory.estimate_bytes_per_chip", "memory.host_estimate_bytes_per_chip",
-    "step.roofline_seconds", "roofline",
+    "step.roofline_seconds", "step.bound_seconds", "roofline",
 )  # fmt: skip
 
 

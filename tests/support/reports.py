@@ -94,7 +94,7 @@ def unknowns() -> tuple[Report, tuple[Event, ...]]:
     )  # fmt: skip
     step = StepReport(compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
                       least_seconds=None, predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None,
-                      roofline_seconds=None, num_unpriced=812,
+                      predicted_range_basis=None, roofline_seconds=None, bound_seconds=None, num_unpriced=812,
                       num_bounded=0, bounded_seconds=0.0)  # fmt: skip
     assert report.build
     bounds = {"flops_seconds": None, "hbm_seconds": None, "link_seconds": None, "bound": None}
@@ -249,7 +249,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=12,
+        schema_version=13,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,
@@ -266,7 +266,9 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
             exposed_seconds=exposed, exposed_fraction=exposed / predicted,
             least_seconds=predicted, predicted_seconds=predicted,
             predicted_range_seconds=(0.9 * predicted, 1.1 * predicted),
-            predicted_mfu=flops / peak / predicted, roofline_seconds=1.1 * flops / peak, num_unpriced=0,
+            predicted_range_basis="80% of 29 published runs lie in such a range, 3 on v5e",
+            predicted_mfu=flops / peak / predicted, roofline_seconds=1.1 * flops / peak,
+            bound_seconds=0.9 * flops / peak, num_unpriced=0,
             num_bounded=3, bounded_seconds=0.02 * predicted,
         ),
         roofline=(

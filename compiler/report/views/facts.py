@@ -44,7 +44,7 @@ def verdict(report: Report) -> tuple[Fact, ...]:
     step = report.step
     roofline = f"roofline {human_seconds(step.roofline_seconds)}" if step.roofline_seconds is not None else ""
     if between := step.predicted_range_seconds:
-        roofline = f"{human_range(between)}{'; ' if roofline else ''}{roofline}"
+        roofline = f"{human_range(between)} ({step.predicted_range_basis}){'; ' if roofline else ''}{roofline}"
     exposed = human_seconds(step.exposed_seconds) if step.exposed_seconds is not None else None
     return (
         _fit(report),

@@ -1,6 +1,7 @@
 """A plan and a report as a notebook shows them: HTML that is part of another page."""
 
 from ...core.format import counted, human_bytes, human_count, human_parameters, human_seconds
+from ...estimate.bound import least_step_seconds
 from ...estimate.estimate import StepEstimate
 from ...estimate.roofline import roofline_seconds
 from ...plan import Plan
@@ -19,7 +20,8 @@ def page_in_frame(page: str, title: str) -> str:
 
 
 def _facts(plan: Plan, estimate: StepEstimate) -> list[tuple[str, str]]:
-    spec, memory, seconds = plan.spec, estimate.memory, roofline_seconds(estimate.roofline)
+    spec, memory = plan.spec, estimate.memory
+    roofline, least = roofline_seconds(estimate.roofline), least_step_seconds(plan)
     verdict = {True: "fits", False: "does not fit", None: "limit unknown"}[memory.fits]
     limit = f", {verdict} in {human_bytes(memory.limit_bytes)}" if memory.limit_bytes else f", {verdict}"
     return [
@@ -27,7 +29,8 @@ def _facts(plan: Plan, estimate: StepEstimate) -> list[tuple[str, str]]:
         ("model", f"{human_parameters(plan.num_parameters)} parameters"),
         ("step", f"{counted(spec.tokens_per_step, 'token')}, {_flops(plan)}"),
         ("memory, estimated", f"{human_bytes(memory.peak_bytes)} per device{limit}"),
-        ("no step is shorter than", "unknown" if seconds is None else human_seconds(seconds)),
+        ("roofline of this program", "unknown" if roofline is None else human_seconds(roofline)),
+        ("no program takes less than", "unknown" if least is None else f"{human_seconds(least)} a step"),
     ]
 
 

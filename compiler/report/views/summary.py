@@ -6,7 +6,15 @@ from itertools import islice
 from pathlib import Path
 
 from ...core.console import Column, Console, Line, Part, Table
-from ...core.format import counted, human_bytes, human_parameters, human_seconds, human_share, human_slowdown
+from ...core.format import (
+    counted,
+    human_bytes,
+    human_parameters,
+    human_range,
+    human_seconds,
+    human_share,
+    human_slowdown,
+)
 from ...schema import MemoryReport, ProgramReport, Report, by_exposed
 from .facts import PER_CHIP, Fact, compute_by_kind, origin, sums, unknown_values, verdict, why_exposed
 from .tried import lines_of_rest
@@ -51,11 +59,11 @@ def _size(program: ProgramReport) -> str:
 
 
 def _verdict(report: Report) -> Line:
-    facts = [_fact(fact) for fact in verdict(report)]
+    facts = [_fact(fact, report.step.predicted_range_seconds) for fact in verdict(report)]
     return [part for index, fact in enumerate(facts) for part in ((" · ", *fact) if index else fact)]
 
 
-def _fact(fact: Fact) -> Line:
+def _fact(fact: Fact, between: tuple[float, float] | None) -> Line:
     value = (fact.value, TONES[fact.tone])
     if fact.name in ("memory", "host memory"):
         detail = fact.detail.split(",")[0]
@@ -67,7 +75,8 @@ def _fact(fact: Fact) -> Line:
     if fact.name == PER_CHIP:
         return [value, f" {PER_CHIP}"]
     name = {"predicted step": "step", "predicted MFU": "MFU"}.get(fact.name, fact.name)
-    return [f"{name} ", value]
+    is_step = fact.name == "predicted step" and between
+    return [f"{name} ", value, *([f" ({human_range(between)})"] if is_step and between else [])]
 
 
 def _memory(report: Report) -> Iterable[Line]:
@@ -119,6 +128,8 @@ def _step(report: Report) -> Iterable[Line]:
     at_least = "at least " if step.predicted_seconds is None else ""
     yield [("step", "bold"), "     ", *bar, f" {at_least}{human_seconds(step.least_seconds or whole)}"]
     yield ["         ", *legend]
+    if (between := step.predicted_range_seconds) and step.predicted_range_basis:
+        yield [("range", "bold"), f"    {human_range(between)}: {step.predicted_range_basis}"]
 
 
 def _search(report: Report) -> Iterable[Line]:
@@ -214,7 +225,9 @@ def _roofline(report: Report) -> Iterable[Line]:
     bounds: dict[str, list[str]] = {}
     for part in parts:
         bounds.setdefault(str(part.bound), []).append(part.name)
-    yield [("roofline", "bold"), f" {human_seconds(report.step.roofline_seconds)}{of_step}"]
+    least = report.step.bound_seconds
+    bound = "" if least is None else f"; no program of this declaration takes less than {human_seconds(least)}"
+    yield [("roofline", "bold"), f" {human_seconds(report.step.roofline_seconds)}{of_step}{bound}"]
     for bound, names in bounds.items():
         yield [f"  bound by {bound}: {', '.join(names)}"]
 

@@ -1,4 +1,4 @@
-"""The range of a prediction: by runs that were checked, null with a reason where there are none."""
+"""The range of a prediction: by published runs, those of other chips too, and none with a calibration."""
 
 import pytest
 
@@ -8,37 +8,41 @@ from meshloom.compiler.target.accuracy import Accuracy, accuracy_of, why_no_rang
 from support.placements import cached_target_of
 from support.profiles import plan_on
 
-
-def test_a_range_holds_the_runs_that_it_is_made_of():
-    """One ran 10 % faster than predicted, one 4 % slower."""
-    found = Accuracy("v5e", (0.9, 1.04))
-    assert found.range_of(2.0) == pytest.approx((1.8, 2.2))
-    assert str(found) == "2 published runs on v5e"
-    low, high = found.range_of(1.0)
-    assert all(low <= ratio <= high for ratio in found.ratios)
+TABLE = {
+    "num_runs": {"v5e": 3, "h100": 7},
+    "factors": {"compiled": {"*": 1.2, "v5e": 1.25}, "estimated": {"*": 1.3, "v5e": 1.3}},
+}
 
 
-def test_one_run_alone_has_the_range_of_8_of_10_on_all_chips():
-    """Of ten runs in all, the next stays below the ninth error with a probability of 9 / 11, below the eighth with
-    less than 8 / 10."""
-    found = Accuracy("v5p", (1.01,), elsewhere=(0.9, 1.3, 0.98, 1.07, 0.95, 1.08, 0.94, 0.97, 1.04))
-    assert found.range_of(1.0) == pytest.approx((0.9, 1.1))
-    assert str(found) == "1 published run on v5p and in 8 of 10 on all chips"
-    own = Accuracy("v5p", (0.5, 1.01), found.elsewhere)
-    assert own.range_of(1.0) == pytest.approx((0.5, 1.5))  # those of the chip are inside, however far off
+@pytest.fixture(autouse=True)
+def table(monkeypatch):
+    monkeypatch.setattr(accuracy, "_table", lambda: TABLE)
 
 
-def test_a_prediction_without_checked_runs_has_a_reason_and_no_range(monkeypatch):
-    monkeypatch.setattr(accuracy, "_table", lambda: {"v5e": (0.9,)})
-    assert str(accuracy_of(cached_target_of("v5e-4"))) == "1 published run on v5e"
-    assert why_no_range(cached_target_of("v5e-4")) is None
-    assert accuracy_of(cached_target_of("v5p-8")) is None
-    assert why_no_range(cached_target_of("v5p-8")) == "no published run on v5p was checked"
+def test_a_range_is_a_factor_up_and_down():
+    assert Accuracy("v5e", 1.25, 10, 3).range_of(2.0) == pytest.approx((1.6, 2.5))
+
+
+def test_a_chip_without_runs_has_the_range_of_all_and_says_so():
+    own, other = (accuracy_of(cached_target_of(name)) for name in ("v5e-4", "tpu7x-8"))
+    assert own
+    assert other
+    assert (own.factor, other.factor) == (1.25, 1.2)
+    assert str(own) == "80% of 10 published runs lie in such a range, 3 on v5e"
+    assert str(other) == "80% of 10 published runs lie in such a range, none on tpu7x"
+
+
+def test_an_estimate_has_a_range_of_its_own():
+    estimated = accuracy_of(cached_target_of("v5p-8"), "estimated")
+    assert estimated
+    assert estimated.factor == 1.3
+
+
+def test_what_is_not_a_chip_has_no_range_and_no_reason():
     assert accuracy_of(cached_target_of("cpu-4")) is why_no_range(cached_target_of("cpu-4")) is None
 
 
-def test_a_calibrated_prediction_is_not_compared_with_other_peoples_runs(monkeypatch):
-    monkeypatch.setattr(accuracy, "_table", lambda: {"v5e": (0.9,)})
+def test_a_calibrated_prediction_is_not_compared_with_other_peoples_runs():
     calibrated = plan_on("v5e-4", "calibration.chip=v5e", "calibration.matmul=1.5").target
     assert accuracy_of(calibrated) is None
     assert why_no_range(calibrated) == accuracy.CALIBRATED
