@@ -4,6 +4,7 @@ Its points are embedded as JSON, and its own script draws them. Text from a conf
 (compiler/report/views/page.py).
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -56,7 +57,8 @@ def render_sweep(sweep: Sweep, page: Path, *, sort: str | None = None) -> str:
         best_value=_text(best, figure),
         facts=_facts(sweep, best, figure),
         reasons=[(STATUS_TEXT[status], why, number) for status, why, number in count_reasons(sweep.rows)],
-        has={name: bool(data[name]) for name in ("keys", "curves", "front")} | {"bars": _has_bars(sweep.rows)},
+        has={name: bool(data[name]) for name in ("keys", "curves", "front")}
+        | {"bars": _has_bars(sweep.rows), "numbers": bool(data["figures"]) and any(map(_is_of_numbers, data["keys"]))},
         data=data,
         script=script,
         style=style,
@@ -103,6 +105,17 @@ def page_data(sweep: Sweep, page: Path, figure: Figure) -> dict[str, Any]:
             for curve in read_curves(sweep.directory, rows)
         ],
     }  # fmt: skip
+
+
+def _is_of_numbers(key: Mapping[str, Any]) -> bool:
+    return len(key["values"]) > 1 and all(map(_is_number, key["values"]))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def front_of(rows: Sequence[Row]) -> list[Row]:

@@ -241,6 +241,57 @@ function buildPareto() {
   drawn(byId("pareto-chart"), drawPareto);
 }
 
+// ---- a figure over a key of numbers, such as the final loss over the learning rate
+
+const isNumber = (text) => text !== "" && Number.isFinite(Number(text));
+const numberKeys = data.keys.flatMap((key, k) => (key.values.length > 1 && key.values.every(isNumber) ? [k] : []));
+
+function drawOver() {
+  const chart = byId("over-chart"), k = Number(byId("over-x").value), y = Number(byId("over-y").value);
+  const width = Math.max(300, chart.clientWidth), height = 320, left = 74, right = 24, top = 30, bottom = 44;
+  const values = data.keys[k].values.map(Number), [low, high] = extent(values);
+  const isLog = low > 0 && high / low >= 8; // as rates are swept; the axis says so
+  const place = isLog ? Math.log : (value) => value;
+  const across = (value) => left + 20 + ((place(value) - place(low)) / (place(high) - place(low))) * (width - left - right - 40);
+  const shown = points.filter((point) => point.isDone && point.figures[y] !== null);
+  const [y0, y1] = extent(shown.map((point) => point.figures[y])) ?? [0, 1], space = 0.06 * (y1 - y0 || Math.abs(y1) || 1);
+  const up = (value) => height - bottom - ((value - y0 + space) / (y1 - y0 + 2 * space)) * (height - top - bottom);
+  const svg = make("svg", { width, height });
+  const every = Math.ceil(values.length / Math.max(2, width / 80));
+  data.keys[k].values.forEach((text, n) => {
+    if (n % every) return;
+    svg.append(make("line", { class: "grid", x1: across(values[n]), x2: across(values[n]), y1: top, y2: height - bottom }));
+    svg.append(make("text", { x: across(values[n]), y: height - bottom + 17, "text-anchor": "middle" }, text));
+  });
+  for (const [tick, text] of figureTicks(y, y0 - space, y1 + space, 6)) {
+    svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: up(tick), y2: up(tick) }));
+    svg.append(make("text", { x: left - 8, y: up(tick) + 4, "text-anchor": "end" }, text));
+  }
+  svg.append(make("text", { x: width - right, y: height - 6, "text-anchor": "end" }, `${data.keys[k].name}${isLog ? ", logarithmic" : ""} →`));
+  svg.append(make("text", { x: left, y: 14 }, `${data.figures[y].heading} ↑`));
+  const isLess = data.figures[y].better === "less", bests = new Map();
+  for (const point of shown) {
+    const at = point.values[k], value = point.figures[y];
+    if (at !== null && (!bests.has(at) || (isLess ? value < bests.get(at) : value > bests.get(at)))) bests.set(at, value);
+  }
+  const joined = [...bests].sort((a, b) => values[a[0]] - values[b[0]]);
+  if (joined.length > 1) svg.append(make("path", { class: "front", d: joined.map(([at, value], n) => `${n ? "L" : "M"}${across(values[at])} ${up(value)}`).join("") }));
+  for (const point of shown) {
+    if (point.values[k] === null) continue;
+    const dot = make("circle", { class: "dot", cx: across(values[point.values[k]]), cy: up(point.figures[y]), r: 4.5, fill: "var(--slate)" });
+    listen(dot, point);
+    svg.append(dot);
+  }
+  chart.replaceChildren(svg);
+}
+
+function buildOver() {
+  fill(byId("over-x"), numberKeys.map((k) => [k, data.keys[k].name]), numberKeys[0]);
+  fill(byId("over-y"), data.figures.map((figure, f) => [f, figure.heading]), Math.max(0, objective));
+  for (const id of ["over-x", "over-y"]) byId(id).addEventListener("change", drawOver);
+  drawn(byId("over-chart"), drawOver);
+}
+
 // ---- parts of the step
 
 const PARTS = [["compute_seconds", "compute", "compute"], ["exposed_seconds", "exposed", "exposed communication"],
@@ -290,6 +341,7 @@ function drawBars() {
 }
 
 if (byId("heat")) buildHeat();
+if (byId("over")) buildOver();
 if (byId("pareto")) buildPareto();
 if (byId("bars")) {
   byId("more-bars").addEventListener("click", () => { numBars *= 4; drawBars(); });

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,22 @@ class TestInABrowser:
         assert "acted" not in page.js("document.title")
         assert page.js("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         assert "NaN" not in page.js("document.documentElement.innerHTML.replace(/<script[^]*?<.script>/g, '')")
+
+    def test_the_loss_over_a_swept_rate_has_a_logarithmic_axis(self, tmp_path, browser):
+        rates = ("1e-4", "1e-3", "1e-2")
+        rows = [point(n, {"optimizer.learning_rate": rate, "seed": seed}, figures=figures(final_loss=3.0 - n + seed))
+                for n, (seed, rate) in enumerate(product((0, 1), rates))]  # fmt: skip
+        page = browser.open(_written(tmp_path, rows, command="train", objective="final_loss"))
+        page.drawn()
+        dots = page.js("[...document.querySelectorAll('#over .dot')].map(dot => Number(dot.getAttribute('cx')))")
+        first, second, third = sorted({round(at, 3) for at in dots})
+        assert len(dots) == 6
+        assert second - first == pytest.approx(third - second), "each rate is ten times the one before"
+        assert "optimizer.learning_rate, logarithmic" in page.js("document.getElementById('over-chart').textContent")
+        page.js("const over = document.getElementById('over-x'); over.value = over.options[1].value; "
+                "over.dispatchEvent(new Event('change'))")  # fmt: skip
+        assert "logarithmic" not in page.js("document.getElementById('over-chart').textContent")
+        assert page.errors == []
 
     def test_curves_of_runs_are_drawn_over_steps_and_tokens(self, tmp_path, browser):
         rows = [point(n, {"seed": n}, figures=figures(final_loss=2.0 + n, evaluation_loss=3.0 + n)) for n in range(3)]
