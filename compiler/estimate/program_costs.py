@@ -23,10 +23,11 @@ from ..core.scopes import OperationName
 from ..jaxpr.fusion import fuse, stacked_bytes, traffic
 from ..jaxpr.program import Operation, Program
 from ..jaxpr.propagate import Axes
+from ..parallel.exchange import RING
 from .liveness import host_sets, live_sets
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-WorkKind = Literal["matmul", "attention", "other"]
+WorkKind = Literal["matmul", "attention", "merged", "other"]  # merged: the sums of ring attention beside its kernels
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,9 @@ class _Reader:
 
 
 def _kind_of(operation: Operation) -> WorkKind:
-    return "matmul" if operation.kind == "matmul" else "attention" if operation.kind == "kernel" else "other"
+    if operation.kind in ("matmul", "kernel"):
+        return "matmul" if operation.kind == "matmul" else "attention"
+    return "merged" if OperationName(operation.scope).exchange == RING else "other"
 
 
 def _programs(program: Program) -> Iterator[Program]:

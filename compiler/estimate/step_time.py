@@ -37,12 +37,14 @@ EXPOSED_BESIDE_MATMULS = 0.24
 
 @dataclass(frozen=True)
 class Rates:
-    """What programs reach on a device. hbm: of pointwise passes; stream: of a matmul or kernel, which reads ahead."""
+    """What programs reach on a device. hbm: of pointwise passes; stream: of a matmul or kernel, which reads ahead;
+    merged: of the sums of ring attention."""
 
     matmul_flops_per_second: float
     attention_flops_per_second: float
     hbm_bytes_per_second: float
     stream_bytes_per_second: float
+    merged_bytes_per_second: float
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = 
             streamed = num_bytes / rates.stream_bytes_per_second
             total = total + np.maximum(region.flops[kind] / peaks[kind], streamed)
         else:
-            total = total + num_bytes / rates.hbm_bytes_per_second
+            is_merged = kind == "merged"
+            total = total + num_bytes / (rates.merged_bytes_per_second if is_merged else rates.hbm_bytes_per_second)
     return total
 
 
@@ -191,12 +194,15 @@ def plan_rates(target: TargetPlan, head_dim: int | None) -> Rates | None:
         return None
     share, power = chip.efficiency, chip.power_share
     of_heads = share.matmul if head_dim is None else share_of_head(share.attention, head_dim)
-    slower = target.calibration.matmul if target.calibration else 1.0
+    memory, slower = bandwidth * share.memory, target.calibration.matmul if target.calibration else 1.0
+    # On TPUs XLA keeps much of a ring's sums in vector memory: a compiled step for v5p merges 21 bytes for each element
+    # of the queries at the full bandwidth (parallel/context.py), as many as are counted here.
     return Rates(
         matmul_flops_per_second=peak * share.matmul * power,
         attention_flops_per_second=peak * of_heads * power,
-        hbm_bytes_per_second=bandwidth * share.memory,
+        hbm_bytes_per_second=memory,
         stream_bytes_per_second=bandwidth * chip.kernels.memory / slower,
+        merged_bytes_per_second=bandwidth if target.platform == "tpu" else memory,
     )
 
 

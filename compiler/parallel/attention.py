@@ -35,7 +35,7 @@ from .exchange import RING, ULYSSES, Exchange, ExchangeName, attend_by_blocks, a
 from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy
 from .remat import ATTENTION_RESULT, marked
 from .splash import Cut, attend_splash, plan_cut
-from .splash_fused import NO_BUDGET, Budget, Shape, all_blocks, choose_backward, plan_budget, seen_blocks
+from .splash_fused import NO_BUDGET, Backward, Budget, Shape, all_blocks, choose_backward, plan_budget, seen_blocks
 from .splash_kernels import BLOCKS, block_size
 
 Implementation = Literal["xla", "cudnn", "splash"]
@@ -71,7 +71,7 @@ class AttentionOp(ParallelOp):
                 name,
                 f"by {name}",
                 Kernel(name, heads, exchange, inputs.auto_axes, budget),
-                merit=f"{merit}, {_backward(site, inputs, exchange, budget)}" if name == SPLASH else merit,
+                merit=f"{merit}, {plan_backward(site, inputs, exchange).reason}" if name == SPLASH else merit,
                 refusal=_refusal(name, site, inputs, exchange),
                 loss="attention keeps all scores in memory" if PLATFORM_OF[name] == platform else "",
             )
@@ -91,9 +91,9 @@ def _budget(target: TargetPlan, head_dim: int) -> Budget:
     return plan_budget(target, share_of_head(target.chip.efficiency.attention, head_dim))
 
 
-def _backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None, budget: Budget) -> str:
+def plan_backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> Backward:
     """Returns how many kernels compute the gradients of splash attention, and why."""
-    spec, mesh = inputs.spec, inputs.mesh
+    spec, mesh, budget = inputs.spec, inputs.mesh, _budget(inputs.target, site.operands[0].shape[-1])
     heads, head_dim = site.operands[0].shape[2:]
     heads //= mesh.num_shards(axes_of(inputs.auto_spec(None, None, "heads", None)[2]))
     if exchange is not None and exchange.name != ULYSSES:
@@ -110,10 +110,10 @@ def _backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None, budget:
         seen = seen_blocks(np.arange(num_keys - num_queries, num_keys, max(1, block))[None], block, num_keys, None)
     sequences = sequences_of_device(spec, mesh) // spec.overlap.layers.batch_split
     if 0 in (block, heads, sequences):  # refused elsewhere
-        return "two backward kernels"
+        return Backward(None, reason="two backward kernels")
     itemsize = jnp.dtype(spec.precision.compute).itemsize
     shape = Shape(sequences, heads, num_queries, num_keys, head_dim, itemsize, block)
-    return choose_backward(shape, seen, budget).reason
+    return choose_backward(shape, seen, budget)
 
 
 def _exchange_of(site: OpSite, inputs: OpInputs) -> Exchange | None:

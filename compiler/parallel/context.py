@@ -11,7 +11,7 @@ hidden, and passes over memory. Each of n shards has 2 K T D elements of keys an
 docs/context.md has the formulas, and where each wins.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -19,17 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.collectives import CollectiveKind
-from ..core.format import human_seconds
+from ..core.format import human_names, human_seconds
 from ..core.head_shares import share_of_head
 from ..core.partition_spec import axes_of
 from ..sharding.arrays import OpSite
 from ..sharding.batch import length_of_device, sequences_of_device
 from ..sharding.token_order import TokenOrder, plan_token_order
 from ..target.compiler_options import why_permutes_wait
-from .attention import cudnn_refusal
+from .attention import cudnn_refusal, plan_backward
 from .exchange import ALL_GATHER, RING, ULYSSES, Exchange, ExchangeName
 from .operation import CollectiveSpec, Cost, OpInputs, ParallelOp, Strategy
 from .ring import full_steps, num_steps
+from .splash_fused import ONE_KERNEL, TWO_KERNELS
 
 # A ring's step reads and writes the float32 sums of outputs and of gradients, and picks chunks: for each element of the
 # queries 21 bytes forward at the full bandwidth, in a compiled schedule for v5p, and about as many backward.
@@ -42,9 +43,7 @@ ONE_PASS_BYTES = 2
 # Of a ring's permutes beside blocks that are long enough, the share that is waited for with default options: 536 of
 # 1,481 us for v5p:2x2x1, 0.91 of 2.60 ms for h100-8, in compiled schedules of two layers.
 EXPOSED_PERMUTES = 0.35
-# Of attention's derivative: recomputed scores and a gradient of each of four factors are 5 matmuls, the kernels of dq
-# and of dk and dv compute scores and their gradient each, 7; forward has 2.
-BACKWARD_WORK = 3.5
+FORWARD_MATMULS = 2  # of attention; backward has 5 in one kernel, 7 in two (splash_fused.py)
 
 
 class ContextOp(ParallelOp):
@@ -73,10 +72,12 @@ class ContextOp(ParallelOp):
             ALL_GATHER: f"keys and values gathered over {over}, {balance}",
             ULYSSES: f"heads exchanged for tokens over {over}",
         }
-        seconds = {name: _seconds(name, local, inputs) for name in self.names}
+        each_way = [Exchange(name, axes, order) for name in (RING, ALL_GATHER, ULYSSES)]
+        matmuls = {each.name: _backward_matmuls(each, site, inputs) for each in each_way}
+        seconds = {name: _seconds(name, local, inputs, matmuls[name]) for name in self.names}
         known = {name: value for name, value in seconds.items() if value is not None}
         figures = "; ".join(f"{name} {human_seconds(value)}" for name, value in known.items())
-        waited = f"beside attention itself, per layer: {figures}"
+        waited = f"beside attention itself{_more(matmuls)}, per layer: {figures}"
         made = [
             Strategy(
                 name,
@@ -218,9 +219,30 @@ def _collectives(name: str, local: _Local, inputs: OpInputs) -> tuple[Collective
     )
 
 
-def _seconds(name: str, local: _Local, inputs: OpInputs) -> float | None:
+def _backward_matmuls(exchange: Exchange, site: OpSite, inputs: OpInputs) -> int:
+    """Of attention's gradients: splash has one kernel or two, by what the exchange makes of the length."""
+    is_two = inputs.target.platform == "tpu" and plan_backward(site, inputs, exchange).keys_block is None
+    return TWO_KERNELS if is_two else ONE_KERNEL
+
+
+def _more(matmuls: Mapping[str, int]) -> str:
+    """Which strategies have more arithmetic than others, in words; '' where all have the same."""
+    if len(set(matmuls.values())) == 1:
+        return ""
+    return f" and a second backward kernel of {human_names([n for n, m in matmuls.items() if m == TWO_KERNELS], 3)}"
+
+
+def _pairs(local: _Local) -> float:
+    """Queries and keys that see each other in a layer, for each head and sequence of a device."""
+    length = local.order.num_shards * local.length
+    seen = (length if window is None else min(window, length) for window in local.windows)
+    return sum(each * (length - each / 2) for each in seen) / local.order.num_shards
+
+
+def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float | None:
     """What a layer's forward and backward pass take beside the arithmetic of attention, as far as nothing hides it:
-    what is sent, and passes over memory. None where that is not known."""
+    what is sent, and passes over memory. None where that is not known. matmuls: of the backward pass; those that one
+    kernel would not have count, too."""
     mesh, target, axes = inputs.mesh, inputs.target, inputs.sharding.batch.length_axes
     n, peak, bandwidth = local.order.num_shards, target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     num_calls = inputs.spec.overlap.layers.batch_split * len(local.windows)
@@ -237,21 +259,23 @@ def _seconds(name: str, local: _Local, inputs: OpInputs) -> float | None:
     if len(took) < len(moved) or peak is None or bandwidth is None or target.chip is None:
         return None
     memory = bandwidth * target.chip.efficiency.memory
+    arithmetic = peak * share_of_head(target.chip.efficiency.attention, local.head_dim)
+    of_matmul = 2 * local.sequences * local.heads * local.head_dim / arithmetic  # seconds for each pair
+    more = inputs.spec.overlap.layers.batch_split * (matmuls - ONE_KERNEL) * of_matmul * _pairs(local)
     ordered = ORDERED_BYTES.get(target.platform, ONE_PASS_BYTES)
     copied = 0 if local.order.chunks_per_shard == 1 else ordered
     if name == ALL_GATHER:
-        return num_calls * (2 * took["gather"] + took["scatter"] + 3 * copied * n * local.kv_bytes / memory)
+        return more + num_calls * (2 * took["gather"] + took["scatter"] + 3 * copied * n * local.kv_bytes / memory)
     if name == ULYSSES:
         copies = copied * (2 * local.q_bytes + exchanged_kv_bytes) / memory
-        return num_calls * 2 * (2 * took["exchange of q"] + took["exchange of kv"] + copies)
-    flops = 2 * 4 * local.sequences * local.heads * local.chunk**2 * local.head_dim  # of two whole blocks
-    block = flops / (peak * share_of_head(target.chip.efficiency.attention, local.head_dim))
+        return more + num_calls * 2 * (2 * took["exchange of q"] + took["exchange of kv"] + copies)
+    block = 2 * FORWARD_MATMULS * of_matmul * local.chunk**2  # of two whole blocks
     sent = took["permute"] * (1 + 4 / local.itemsize)  # backward, float32 gradients beside keys and values
     if why_permutes_wait(target) is not None:
         each = took["permute"] + sent
     else:
-        pairs = ((took["permute"], block), (sent, BACKWARD_WORK * block))
+        pairs = ((took["permute"], block), (sent, matmuls / FORWARD_MATMULS * block))
         each = sum(max(EXPOSED_PERMUTES * moved, moved - beside) for moved, beside in pairs)
     each += MERGED_BYTES * local.q_bytes / local.itemsize / bandwidth
     steps = sum(local.steps(window) for window in local.windows)
-    return inputs.spec.overlap.layers.batch_split * steps * each
+    return more + inputs.spec.overlap.layers.batch_split * steps * each

@@ -15,6 +15,7 @@ RATES = Rates(
     attention_flops_per_second=5.0,
     hbm_bytes_per_second=100.0,
     stream_bytes_per_second=200.0,
+    merged_bytes_per_second=100.0,
 )
 ALL: frozenset[CollectiveKind] = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
 LINKS = LinkTimes(

@@ -172,3 +172,25 @@ def test_the_presets_fit(experiment, length, strategy, kernel):
     assert plan.operation("context").chosen.name == strategy
     assert plan.operation("attention").chosen.name == kernel
     assert estimate_step(plan).memory.fits
+
+
+# The order of the compiled steps of docs/context.md at 32k tokens, where all three have one backward kernel.
+COMPILED_ORDER = {"v6e-64": ["ring", "ulysses", "all_gather"], "v5p-128": ["ulysses", "all_gather", "ring"]}
+
+
+@pytest.mark.ci  # twelve estimates
+@pytest.mark.parametrize("length", [32768, 131072])
+@pytest.mark.parametrize("target", list(COMPILED_ORDER))
+def test_auto_takes_what_the_estimated_step_is_least_for(target, length):
+    declared = ("model=llama3_8b", "sharding=fsdp_context", "remat=full", "overlap=prefetch", f"target={target}",
+                "mesh.fsdp=8", "mesh.context=8", "global_batch_size=8", f"sequence_length={length}")  # fmt: skip
+    seconds = {}
+    for name in ("ring", "all_gather", "ulysses"):
+        time = estimate_step(plan_as_declared(*declared, f"parallel.context={name}")).time
+        assert time is not None
+        seconds[name] = time.seconds
+    order = sorted(seconds, key=lambda name: seconds[name])
+    chosen = plan_as_declared(*declared).operation("context").chosen
+    assert chosen.name == order[0]
+    if length == 32768:
+        assert order == COMPILED_ORDER[target]
