@@ -127,6 +127,10 @@ def search_path_override(overrides: Sequence[str], config_dir: str | None) -> li
             continue
         places += _places(parsed.value() if not parsed.is_sweep_override() else None)
     if config_dir is not None:
+        try:
+            config_dir = local_path(config_dir)  # shells leave the ~ of --config-dir=~/configs to us
+        except PlaceError as error:
+            raise ConfigError([Problem("--config-dir", error.what, error.fix)]) from error
         if not _is_directory(config_dir):
             what, fix = (
                 f"there is no directory {config_dir or repr(config_dir)}",

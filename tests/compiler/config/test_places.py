@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshloom.compiler.config.compose import Request, hydra_arguments, hydra_run_dir, hydra_sweep_dir, read_spec
+from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.key_paths import value_at
 from meshloom.runtime.checkpoint.start import parse_place
@@ -63,6 +64,14 @@ def test_a_config_file_with_a_home_is_told_how_to_write_it(tmp_path):
     request = Request((f"hydra.searchpath=[file://{tmp_path},meshloom://targets]", "experiment=mine"))
     with pytest.raises(ConfigError, match=r"oc\.env:HOME"):
         read_spec(request, then=lambda spec: spec)
+
+
+def test_a_folder_of_configs_may_be_below_home(home):
+    (home / "configs").mkdir()
+    (override,) = search_path_override([], "~/configs")
+    assert f"file://{home}/configs" in override
+    with pytest.raises(ConfigError, match="--config-dir"):
+        search_path_override([], "gs://bucket/configs")
 
 
 @pytest.mark.parametrize(
