@@ -4,13 +4,14 @@ Shapes: B batch, T length, E embed (or whatever dimension is last), H heads, D h
 """
 
 import math
-from typing import Literal
+from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
 
 from .config import Config
 
@@ -21,13 +22,21 @@ class RopeScaling(Config):
     """Llama 3.1's stretch of rotary wavelengths for longer contexts (arXiv:2407.21783; constants from Meta's release).
 
     Wavelengths shorter than original_length / high_frequency_factor stay, those longer than original_length /
-    low_frequency_factor are `factor` times as long, with a smooth passage between.
+    low_frequency_factor are `factor` times as long, with a smooth passage between; with equal factors, there is none.
     """
 
     factor: PositiveFloat
     low_frequency_factor: PositiveFloat
     high_frequency_factor: PositiveFloat
     original_length: PositiveInt
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.low_frequency_factor <= self.high_frequency_factor:
+            return self
+        what = f"{self.low_frequency_factor} is more than high_frequency_factor={self.high_frequency_factor}"
+        context = {"what": what, "key": "low_frequency_factor", "fix": "exchange them: Llama 3.1 has 1 and 4"}
+        raise PydanticCustomError("rope_scaling", "{what}", context)
 
 
 def matrix(

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import plan_of
+from conftest import plan_of, spec_of
+from meshloom.compiler.core.errors import ConfigError
 from meshloom.models import Context, build_piece
 from meshloom.models.parts import Norm, RopeScaling, rotate
 
@@ -81,3 +82,10 @@ def test_a_head_caps_its_logits():
     logits, ours = (np.asarray(model.head.apply(params, x, context), np.float64) for model in (plain, capped))
     assert np.abs(logits).max() > 2
     np.testing.assert_allclose(ours, 1.5 * np.tanh(logits / 1.5), rtol=1e-5, atol=1e-6)
+
+
+def test_factors_of_wavelengths_that_are_exchanged_are_an_error():
+    with pytest.raises(ConfigError) as error:
+        spec_of("model=llama3_405b", "target=cpu-8", "model.rope_scaling.low_frequency_factor=8")
+    (problem,) = error.value.problems
+    assert problem.where == "model.rope_scaling.low_frequency_factor"
