@@ -128,6 +128,7 @@ class StepReport(Record):
     roofline_seconds: NonNegativeFloat | None  # of this program: what its own operations take at the full rates
     bound_seconds: NonNegativeFloat | None  # of the declaration: no program of it takes less
     num_unpriced: NonNegativeInt  # kernels of an unknown time, which count with what they take at least
+    counted_once: tuple[str, ...]  # loops whose number of iterations is not known
     num_bounded: NonNegativeInt  # matmuls whose estimate by the compiler is longer than they can take
     bounded_seconds: NonNegativeFloat  # by which these estimates are longer than their prices
 

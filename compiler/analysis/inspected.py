@@ -9,6 +9,7 @@ from ..core.format import counted, human_bytes, human_names
 from ..schema import Event, Finding
 from ..xla.aot import ProgramMemory
 from ..xla.hlo import HloError, Module, module_name, parse_module
+from ..xla.schedule.choices import Choices
 from .program_devices import ProgramDevices
 from .program_lint import lint_program
 from .program_memory import PeakMemory, needed_bytes, read_peak
@@ -47,16 +48,22 @@ class InspectedProgram:
 
 
 def inspect_text(
-    text: str, devices: ProgramDevices, *, memory: ProgramMemory | None = None, name: str = "program"
+    text: str,
+    devices: ProgramDevices,
+    *,
+    memory: ProgramMemory | None = None,
+    name: str = "program",
+    choices: Choices | None = None,
 ) -> InspectedProgram:
-    """Reads a program that XLA compiled and scheduled. name: of the text, in messages. Raises ConfigError for a text
+    """Reads a program that XLA compiled and scheduled. name: of the text, in messages.
+    choices: of how often its loops and branches run. Raises ConfigError for a text
     that is not such a program, or not one for the target."""
     module = _parse(text, name)
     if not module.is_scheduled:
         what = "the program is not scheduled: its compiler has not ordered it"
         raise ConfigError([Problem(name, what, COMPILED)])
     raise_if_any(problems_of(module, text, devices.target))
-    schedule = read_part(lambda: analyse_program(module, devices))
+    schedule = read_part(lambda: analyse_program(module, devices, choices=choices))
     if isinstance(schedule, Unavailable):
         raise ConfigError([Problem(name, schedule.why, COMPILED)])
     peak = read_part(lambda: read_peak(module))

@@ -6,11 +6,12 @@ the model. A program that nobody declared has no plan; what follows from one is 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.collectives import MOVING
-from ..core.format import counted, human_names
+from ..core.errors import Problem, raise_if_any, use_one_of
+from ..core.format import counted, human_names, human_share
 from ..core.scopes import SUM_OF, OperationName
 from ..estimate.communication import PlannedCollective
 from ..jaxpr.flops import ModelFlops
@@ -23,10 +24,11 @@ from ..target.accuracy import accuracy_of, why_no_range
 from ..target.target import TargetPlan
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
+from ..xla.schedule.choices import ALL, Choices, choose, conditionals, open_loops
 from ..xla.schedule.prices import Chip
 from ..xla.schedule.program import read_steps
-from ..xla.schedule.simulate import CollectiveTotals, Priced
-from ..xla.schedule.steps import Collective, Done, every
+from ..xla.schedule.simulate import CollectiveTotals, Priced, Taken
+from ..xla.schedule.steps import Collective, Done, Step, every
 from .collective_placement import CollectivePlacement
 from .match import Match, match_planned, source_by_size
 from .program_devices import ProgramDevices
@@ -68,7 +70,7 @@ class Declared:
 NOTHING_TIMED = StepReport(
     compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
     least_seconds=None, predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None,
-    predicted_range_basis=None, roofline_seconds=None, bound_seconds=None, num_unpriced=0,
+    predicted_range_basis=None, roofline_seconds=None, bound_seconds=None, num_unpriced=0, counted_once=(),
     num_bounded=0, bounded_seconds=0.0,
 )  # fmt: skip
 OF_WHOLE_STEP = (
@@ -90,9 +92,12 @@ def analyse_schedule(
     return analyse_program(module, devices, Declared(paths, planned, plan.model_flops))
 
 
-def analyse_program(module: Module, devices: ProgramDevices, declared: Declared | None = None) -> ScheduleAnalysis:
+def analyse_program(
+    module: Module, devices: ProgramDevices, declared: Declared | None = None, choices: Choices | None = None
+) -> ScheduleAnalysis:
     """Returns the analysis of a scheduled program. declared: None for a program without a plan; what follows from one
-    is then unknown. Raises HloError for an unknown form of replica groups."""
+    is then unknown. choices: of its user, where it does not say how often something runs. Raises HloError for an
+    unknown form of replica groups, ConfigError for choices of what it does not have."""
     placed: dict[str, CollectivePlacement] = {}
 
     def price(collective: Collective) -> Priced:
@@ -103,10 +108,13 @@ def analyse_program(module: Module, devices: ProgramDevices, declared: Declared 
 
     target, known = devices.target, declared or NOTHING_DECLARED
     steps = read_steps(module, chip_of(target))
+    if choices is not None:
+        raise_if_any(_wrong_choices(choices, steps))
+        steps = choose(steps, choices)
     result = simulate(steps, price)
     line_of = line_finder(module)
     matches = {
-        name: match_planned(totals.collective, placed[name].mesh_axes, totals.count, known.planned)
+        name: match_planned(totals.collective, placed[name].mesh_axes, round(totals.count), known.planned)
         for name, totals in result.collectives.items()
     }
     collectives = tuple(
@@ -130,6 +138,20 @@ def analyse_program(module: Module, devices: ProgramDevices, declared: Declared 
         dones={done.by: done.name for done in every(steps, Done)},
         latency_seconds=_latencies(result, devices),
     )
+
+
+def _wrong_choices(choices: Choices, steps: tuple[Step, ...]) -> Iterator[Problem]:
+    """Yields what is chosen of loops and conditionals that are not there."""
+    for where, named, there in (
+        ("trips", choices.trips, open_loops(steps)),
+        ("taken", choices.shares, conditionals(steps)),
+    ):
+        what = "loop of an unknown number of iterations" if where == "trips" else "conditional"
+        for name in named:
+            if not there:
+                yield Problem(where, f"the program has no {what}", "leave it out")
+            elif name != ALL and name not in there:
+                yield Problem(where, f"the program has no {what} {name}", use_one_of(name, there))
 
 
 def _latencies(result: Simulation, devices: ProgramDevices) -> dict[str, float | None]:
@@ -205,16 +227,16 @@ def _collective(
 ) -> CollectiveReport:
     found, alone = totals.collective, totals.alone_seconds if is_timed else None
     is_placed = where.is_certain and where.why is None
-    is_certain = found.is_certain and is_placed and None not in [trips for _, trips in totals.loops]
+    is_certain = found.is_certain and is_placed and not {None, Taken(None)} & {trips for _, trips in totals.loops}
     behind = sorted(totals.hidden_behind.items(), key=lambda item: -item[1])
     return CollectiveReport(
         kind=found.kind,
         mesh_axes=where.mesh_axes,
         group_size=where.group_size,
         link=where.kind,
-        bytes=found.num_bytes * totals.count,
+        bytes=round(found.num_bytes * totals.count),
         dtype=found.dtype,
-        count=totals.count,
+        count=max(1, round(totals.count)),
         alone_seconds=alone,
         hidden_seconds=None if alone is None else totals.hidden_seconds,
         exposed_seconds=None if alone is None else totals.exposed_seconds,
@@ -230,9 +252,16 @@ def _collective(
 
 
 def _where(totals: CollectiveTotals) -> str:
-    """Returns how often it runs: 'in a loop of 32 iterations'; 'once'."""
-    trips = [str(trips) if trips is not None else "an unknown number of" for _, trips in totals.loops]
-    return "once" if not trips else f"in a loop of {' x '.join(trips)} iterations"
+    """Returns how often it runs: 'in a loop of 32 iterations'; 'once'; 'in a branch of conditional.3 (counts as always
+    taken)'."""
+    trips = [str(trips or "an unknown number of") for _, trips in totals.loops if not isinstance(trips, Taken)]
+    branches = [f"in a branch of {name} ({_taken(each)})" for name, each in totals.loops if isinstance(each, Taken)]
+    loops = [f"in a loop of {' x '.join(trips)} iterations"] if trips else []
+    return ", ".join([*loops, *branches]) or "once"
+
+
+def _taken(branch: Taken) -> str:
+    return "counts as always taken" if branch.share is None else f"taken in {human_share(branch.share)}"
 
 
 def _step(result: Simulation, is_whole: bool, target: TargetPlan, model_flops: int | None) -> StepReport:
@@ -254,6 +283,7 @@ def _step(result: Simulation, is_whole: bool, target: TargetPlan, model_flops: i
         roofline_seconds=None,
         bound_seconds=None,
         num_unpriced=len(result.unpriced),
+        counted_once=tuple(sorted(result.unknown_loops)),
         num_bounded=len(result.bounded),
         bounded_seconds=sum(result.bounded.values()),
     )
@@ -278,7 +308,8 @@ def _left_out(result: Simulation, placed: Mapping[str, CollectivePlacement]) -> 
             f"the time of {human_names(untimed, NUM_NAMED)} is not known, and the step is longer by it: {whys}"
         )
     if loops := sorted(result.unknown_loops):
-        reasons.append(f"how often {human_names(loops, NUM_NAMED)} runs is not known, and one iteration counts")
+        named, pronoun = human_names(loops, NUM_NAMED), "them" if len(loops) > 1 else "it"
+        reasons.append(f"how often {named} runs is not known, and one iteration of {pronoun} counts")
     return reasons
 
 

@@ -2,12 +2,12 @@
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -26,10 +26,13 @@ from meshloom.compiler.schema import Event, Report
 from meshloom.compiler.target.placement import plan_own_order
 from meshloom.compiler.xla.aot import memory_of
 from meshloom.compiler.xla.hlo import split_modules
+from meshloom.compiler.xla.schedule.choices import ALL, Choices
 
 from ..compile.program_files import devices_of, find_program, read_target
 from ..rundir.report_files import write_report
 from .guest import as_guest
+
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,6 +85,8 @@ def inspect(
     *overrides: str,
     target: str | None = None,
     module: str | None = None,
+    trips: int | Mapping[str, int] | None = None,
+    taken: float | Mapping[str, float] | None = None,
     config_dir: str | PathLike[str] | None = None,
 ) -> Inspection:
     """Returns the report of a compiled program, without its declaration.
@@ -90,37 +95,50 @@ def inspect(
     `compiled.as_text()` gives, or a path: of such a text, an XLA dump directory, or a run directory of ours. target:
     the chips that it is for, as `target=` of the command; a run directory says it itself. module: the name of the
     program to read, of a text or a dump that has several; without it the largest is read, and `note` says so.
+    trips: iterations of the loops whose number the program does not say, by name or of all. taken: the share of
+    executions in which a conditional takes the branch that ends last, by name or of all.
     overrides: more of the same, such as "target.num_slices=2" or "calibration=mine". config_dir: a folder of configs
     beside ours. Raises ConfigError for what is not such a program, or not one for the target.
     """
     named = (*([] if target is None else [f"target={target}"]), *overrides)
     named = search_path_override(named, None if config_dir is None else fspath(config_dir))
+    choices = None if trips is None and taken is None else Choices(_by_name(trips), _by_name(taken))
     with as_guest():
         if isinstance(program, jax.stages.Lowered | jax.stages.Compiled):
             compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
             return _inspection(
-                inspect_text(_text_of(compiled), _devices_of(compiled, named), memory=memory_of(compiled))
+                inspect_text(
+                    _text_of(compiled), _devices_of(compiled, named), memory=memory_of(compiled), choices=choices
+                )
             )
         if isinstance(program, str) and ("\n" in program or program.lstrip().startswith("HloModule")):
             modules = split_modules(program)
             place, note = choose_program(modules, module, "the text")
-            return _inspection(inspect_text(modules[place], devices_of(named)), note=note)
+            return _inspection(inspect_text(modules[place], devices_of(named), choices=choices), note=note)
         if isinstance(program, str | PathLike):
-            return inspect_path(Path(program), named, module)
+            return inspect_path(Path(program), named, module, choices)
     what = f"a {type(program).__name__} is not a compiled program"
     raise ConfigError([Problem("program", what, "give jax.jit(step).lower(...).compile(), its text, or a path")])
 
 
-def inspect_path(path: Path, overrides: Sequence[str], module: str | None = None) -> Inspection:
+def inspect_path(
+    path: Path, overrides: Sequence[str], module: str | None = None, choices: Choices | None = None
+) -> Inspection:
     """Returns the report of the program at a path. overrides: of target and calibration, as one types them, and where
-    configs are. module: the program to read, of several."""
+    configs are. module: the program to read, of several. choices: of how often its loops and branches run."""
     found = find_program(path, module)
     if found.devices is not None and overrides:
         what = f"the declaration of {path} says where its program runs"
         raise ConfigError([Problem(overrides[0], what, "leave it out, or name the program's text")])
     devices = found.devices or devices_of(overrides)
-    program = inspect_text(found.text, devices, memory=found.memory, name=str(found.path))
+    program = inspect_text(found.text, devices, memory=found.memory, name=str(found.path), choices=choices)
     return _inspection(program, found.path, found.note)
+
+
+def _by_name(value: T | Mapping[str, T] | None) -> Mapping[str, T]:
+    if value is None:
+        return {}
+    return value if isinstance(value, Mapping) else {ALL: value}
 
 
 def _inspection(program: InspectedProgram, source: Path | None = None, note: str = "") -> Inspection:

@@ -1,23 +1,26 @@
 """`meshloom inspect PROGRAM target=...`: the report of any compiled JAX program, ours or not."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.visible import write_error, write_out
 from meshloom.compiler.report.views.summary import show_summary
+from meshloom.compiler.xla.schedule.choices import Choices
 
 from ..api.inspected import Inspection, inspect_path
 from .words import Words, run_words
 
+T = TypeVar("T", int, float)
 LINE = "meshloom inspect PROGRAM target=v5p-128"
 USAGE = """\
-usage: meshloom inspect PROGRAM target=NAME [--module NAME] [--to DIR]
-                [--json] [--config-dir DIR]
+usage: meshloom inspect PROGRAM target=NAME [--module NAME] [--trips N] [--taken P]
+                [--to DIR] [--json] [--config-dir DIR]
 
 What a compiled step does, whoever wrote and compiled it: memory, collectives with their links, hidden and exposed time,
 the predicted step, findings. PROGRAM is
@@ -30,11 +33,13 @@ target=NAME names the chips that it was compiled for, as v5p-128 or h100-64; tar
 work, too. Writes report.json, timeline.json and report.html; `meshloom diff` compares two such directories.
 
   --module NAME      the program to read, of a text or a dump that has several; the largest without it
+  --trips [LOOP=]N   iterations of a loop, by name, or of all whose number the program does not say; else one counts
+  --taken [NAME=]P   share of executions, 0 to 1, in which a conditional takes the branch that ends last; else always
   --to DIR           where the files go; a new directory below outputs/ without it
   --json             report.json on standard output, instead of the summary
   --config-dir DIR   your own configs: targets, calibrations
 """
-FLAGS = {"--module": "NAME", "--to": "DIR", "--json": "", "--config-dir": "DIR"}
+FLAGS = {"--module": "NAME", "--trips": "N", "--taken": "P", "--to": "DIR", "--json": "", "--config-dir": "DIR"}
 
 
 def inspect_command(args: Sequence[str]) -> int:
@@ -44,7 +49,7 @@ def inspect_command(args: Sequence[str]) -> int:
 
 def _inspect(words: Words) -> None:
     overrides = search_path_override(words.overrides, words.flags.get("--config-dir"))
-    found = inspect_path(words.paths[0], overrides, words.flags.get("--module"))
+    found = inspect_path(words.paths[0], overrides, words.flags.get("--module"), _choices(words.flags))
     files = _write(found, Path(words.flags["--to"]) if "--to" in words.flags else _new_directory(datetime.now()))
     if found.note:
         write_error(f"{found.source}: {found.note}")
@@ -52,6 +57,34 @@ def _inspect(words: Words) -> None:
         write_out(found.report.model_dump_json(indent=1))
     else:
         show_summary(found.report, Console(), files=files)
+
+
+def _choices(flags: Mapping[str, str]) -> Choices | None:
+    """Returns what the flags say of loops and branches; None if they say nothing. Raises ConfigError with all that is
+    wrong with them."""
+    if not flags.keys() & {"--trips", "--taken"}:
+        return None
+    trips, shares = all_of(
+        lambda: _numbers(flags, "--trips", int, "a number of iterations from 0, as 40 or while.3=40", lambda n: n >= 0),
+        lambda: _numbers(flags, "--taken", float, "a share from 0 to 1, as 0.1 or cond.2=0.1", lambda p: 0 <= p <= 1),
+    )
+    return Choices(trips, shares)
+
+
+def _numbers(
+    flags: Mapping[str, str], flag: str, kind: Callable[[str], T], wanted: str, is_allowed: Callable[[T], bool]
+) -> dict[str, T]:
+    """Returns the numbers of a flag by name: "while.3=40,while.7=2"; "40" is of all."""
+    found: dict[str, T] = {}
+    for word in flags[flag].split(",") if flag in flags else ():
+        name, _, number = word.rpartition("=")
+        try:
+            found[name.strip()] = kind(number)
+        except ValueError:
+            raise ConfigError([Problem(flag, f"{word} is not {wanted.partition(',')[0]}", f"give {wanted}")]) from None
+        if not is_allowed(found[name.strip()]):
+            raise ConfigError([Problem(flag, f"{word} is not {wanted.partition(',')[0]}", f"give {wanted}")])
+    return found
 
 
 def _new_directory(now: datetime) -> Path:

@@ -95,6 +95,7 @@ def unknowns() -> tuple[Report, tuple[Event, ...]]:
     step = StepReport(compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
                       least_seconds=None, predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None,
                       predicted_range_basis=None, roofline_seconds=None, bound_seconds=None, num_unpriced=812,
+                      counted_once=(),
                       num_bounded=0, bounded_seconds=0.0)  # fmt: skip
     assert report.build
     bounds = {"flops_seconds": None, "hbm_seconds": None, "link_seconds": None, "bound": None}
@@ -269,7 +270,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
             predicted_range_basis="80% of 29 published runs lie in such a range, 3 on v5e",
             predicted_mfu=flops / peak / predicted, roofline_seconds=1.1 * flops / peak,
             bound_seconds=0.9 * flops / peak, num_unpriced=0,
-            num_bounded=3, bounded_seconds=0.02 * predicted,
+            counted_once=(), num_bounded=3, bounded_seconds=0.02 * predicted,
         ),
         roofline=(
             part("layers (x32): matmuls", int(0.86 * flops), int(390e9), link_seconds * 0.9),

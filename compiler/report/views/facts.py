@@ -72,6 +72,8 @@ def _whole_step(report: Report) -> Fact | None:
     if step.predicted_seconds is not None or step.least_seconds is None:
         return None
     value = f"at least {human_seconds(step.least_seconds)}"
+    if step.counted_once:
+        value += f" per iteration of {human_names(step.counted_once, most=2)}"
     return Fact("predicted step", value, "the time of a part is", "unknown", "step.predicted_seconds")
 
 

@@ -12,10 +12,19 @@ that is waited for earlier, can make a step faster: with links that are shared e
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .steps import Collective, Compute, ComputeKind, Done, Loop, Start, Step
+from .steps import Branches, Collective, Compute, ComputeKind, Done, Loop, Start, Step
 
 SMALLEST_SECONDS = 1e-12  # less is rounding
-Loops = tuple[tuple[str, int | None], ...]  # names and trips of those around a step, the outermost first
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A branch, by the share of executions in which it runs; None: nobody says it, and it counts as always."""
+
+    share: float | None
+
+
+Loops = tuple[tuple[str, int | Taken | None], ...]  # around a step, by name, the outermost first
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class CollectiveTotals:
 
     collective: Collective
     loops: Loops
-    count: int = 0
+    count: float = 0
     alone_seconds: float | None = 0.0
     exposed_seconds: float = 0.0
     hidden_behind: dict[str, float] = field(default_factory=dict)
@@ -47,7 +56,7 @@ class CollectiveTotals:
         hidden = self.alone_seconds - self.exposed_seconds
         return hidden if hidden > SMALLEST_SECONDS * self.count else 0.0
 
-    def add(self, count: int, alone_seconds: float | None) -> None:
+    def add(self, count: float, alone_seconds: float | None) -> None:
         """Adds executions with this time each."""
         self.count += count
         if self.alone_seconds is not None:
@@ -88,7 +97,7 @@ class Simulation:
     operations: dict[str, float] = field(default_factory=dict)
     exposed_seconds: float = 0.0
     collectives: dict[str, CollectiveTotals] = field(default_factory=dict)
-    priced_by: dict[str, int] = field(default_factory=dict)
+    priced_by: dict[str, float] = field(default_factory=dict)
     bounded: dict[str, float] = field(default_factory=dict)
     unpriced: dict[str, str] = field(default_factory=dict)
     unknown_loops: set[str] = field(default_factory=set)
@@ -129,7 +138,7 @@ class _Clock:
     def seconds(self) -> float:
         return self._now + self._skipped
 
-    def run(self, steps: tuple[Step, ...], *, weight: int, loops: Loops, is_shown: bool) -> None:
+    def run(self, steps: tuple[Step, ...], *, weight: float, loops: Loops, is_shown: bool) -> None:
         """Runs steps with a weight: how often they happen in a training step."""
         for step in steps:
             if isinstance(step, Compute):
@@ -140,16 +149,15 @@ class _Clock:
                 self._done(step.name, weight, is_shown)
             elif isinstance(step, Loop):
                 self._loop(step, weight, loops, is_shown)
-            elif step.branches:  # which one runs is not known before: the one that ends last
-                longest = max(step.branches, key=self._end_of)
-                self.run(longest, weight=weight, loops=loops, is_shown=is_shown)
+            elif step.branches:
+                self._branch(step, weight, loops, is_shown)
 
     def finish(self) -> None:
         """Waits for all collectives in flight."""
         for name in list(self._flying):
             self._done(name, weight=1, is_shown=True)
 
-    def _compute(self, step: Compute, weight: int, is_shown: bool) -> None:
+    def _compute(self, step: Compute, weight: float, is_shown: bool) -> None:
         result = self.result
         result.priced_by[step.priced_by] = result.priced_by.get(step.priced_by, 0) + weight
         if step.unknown:
@@ -170,7 +178,7 @@ class _Clock:
         if is_shown:
             self._show("compute", step.name, step.kind, begin, self._now)
 
-    def _start(self, collective: Collective, weight: int, loops: Loops, is_shown: bool) -> None:
+    def _start(self, collective: Collective, weight: float, loops: Loops, is_shown: bool) -> None:
         priced = self._price(collective)
         busy = [self._last_on[link] for link in priced.links if link in self._last_on]
         last = max(busy, key=lambda transfer: transfer.end, default=None)
@@ -184,7 +192,7 @@ class _Clock:
             for link in priced.links:
                 self._show(link, collective.name, collective.kind, begin, transfer.end)
 
-    def _done(self, name: str, weight: int, is_shown: bool) -> None:
+    def _done(self, name: str, weight: float, is_shown: bool) -> None:
         """Waits for a collective; does nothing if it is not in flight."""
         transfer, begin = self._flying.pop(name, None), self._now
         if transfer is None or transfer.end <= begin:
@@ -198,7 +206,7 @@ class _Clock:
         if is_shown:
             self._show("compute", name, "exposed", begin, self._now)
 
-    def _loop(self, loop: Loop, weight: int, loops: Loops, is_shown: bool) -> None:
+    def _loop(self, loop: Loop, weight: float, loops: Loops, is_shown: bool) -> None:
         """Runs iterations until one begins in the same state as the one before it, which then represents all the
         rest."""
         if loop.num_trips is None:
@@ -219,6 +227,19 @@ class _Clock:
                     self._show("compute", loop.name, "loop", end, end + rest)
                 self._skipped += rest
         self._trip = outer
+
+    def _branch(self, step: Branches, weight: float, loops: Loops, is_shown: bool) -> None:
+        """Runs the branch that ends last, for which one runs is not known before. Where its share is, the rest of the
+        executions are of the one that ends first; each takes its share of the time."""
+        ordered = sorted(step.branches, key=self._end_of)
+        if step.share is None:
+            self.run(ordered[-1], weight=weight, loops=(*loops, (step.name, Taken(None))), is_shown=is_shown)
+            return
+        for branch, share in ((ordered[-1], step.share), (ordered[0], 1 - step.share)):
+            if share:
+                begin, within = self._now + self._skipped, (*loops, (step.name, Taken(share)))
+                self.run(branch, weight=weight * share, loops=within, is_shown=is_shown and share == 1)
+                self._skipped -= (1 - share) * (self._now + self._skipped - begin)
 
     def _state(self) -> dict[str, float]:
         """Returns the state that later steps depend on: how long links are busy, and collectives in flight."""

@@ -85,14 +85,16 @@ class Loop:
 
 @dataclass(frozen=True)
 class Branches:
-    """One of them runs."""
+    """One of them runs. share: of executions in which the one runs that ends last, in others that which ends first;
+    None: nobody says it, and the last one counts."""
 
     name: str
     branches: tuple[tuple["Step", ...], ...]
+    share: float | None = None
 
 
 Step = Compute | Start | Done | Loop | Branches
-S = TypeVar("S", Compute, Start, Done, Loop)
+S = TypeVar("S", Compute, Start, Done, Loop, Branches)
 
 
 def every(steps: tuple[Step, ...], kind: type[S]) -> Iterator[S]:

@@ -192,12 +192,13 @@ def test_a_step_with_a_kernel_or_a_loop_of_unknown_time_is_a_lower_bound_that_na
         before, after = loop(compute("a", 1_500_000), trips=7)
         before, named = (
             before.replace("direction=LT", "direction=EQ"),
-            "loop runs is not known, and one iteration counts",
+            "loop runs is not known, and one iteration of it counts",
         )
     step, unknown = (found := analysed(module(after, before=before), *V5E)[0]).step, found.unknown
     assert (step.least_seconds, step.predicted_seconds) == (pytest.approx(1e-3), None)
     assert step.exposed_seconds == 0
     assert named in unknown["step.predicted_seconds"]
+    assert step.counted_once == (("loop",) if what == "loop" else ())
     assert "step.exposed_seconds" not in unknown
 
 

@@ -161,6 +161,8 @@ def test_a_step_that_is_not_whole_is_a_lower_bound_in_each_view():
     report = Report.model_validate_json(report.model_dump_json())
     text = _summary(report)
     assert "step at least 1.50 s" in text.splitlines()[0]
+    once = report.model_copy(update={"step": step.model_copy(update={"counted_once": ("while.3",)})})
+    assert "step at least 1.50 s per iteration of while.3" in _summary(once).splitlines()[0]
     assert text.count("at least 1.50 s") == 2  # the verdict and the bar
     assert why in text
     page = render_page(report, events)

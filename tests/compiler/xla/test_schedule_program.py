@@ -6,10 +6,11 @@ import pytest
 
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.hlo.groups import parse_groups
+from meshloom.compiler.xla.schedule.choices import ALL, Choices, choose, conditionals, open_loops
 from meshloom.compiler.xla.schedule.kernels import TRITON
 from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, Chip
 from meshloom.compiler.xla.schedule.program import read_steps
-from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
+from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, Taken, simulate
 from meshloom.compiler.xla.schedule.steps import Collective, Compute, Loop, Step, collectives_of, every
 from support.schedules import GATHER, GROUPS, START, compute, loop, module
 
@@ -749,3 +750,35 @@ def test_groups_number_devices_replicas_or_partitions(line, attributes, given, g
     text = text.replace("num_partitions=4", "replica_count=2, num_partitions=2")
     (found,) = collectives_of(read_steps(parse_module(text), TPU))
     assert found.groups == parse_groups(groups, 4)
+
+
+def test_a_user_says_how_often_a_loop_runs_that_does_not_say_it():
+    computations, run = loop(compute("a", 100), f"  %g = {GATHER}", trips=7)
+    text = module(run, before=computations.replace("direction=LT", "direction=EQ"))
+    steps = read_steps(parse_module(text), TPU)
+    assert open_loops(steps) == ["loop"]
+    for trips in ({"loop": 7}, {ALL: 7}):
+        result = simulate(choose(steps, Choices(trips=trips)), one_link)
+        assert (result.seconds, result.unknown_loops) == (pytest.approx(7 * 0.164), set())
+    known = read_steps(parse_module(module(run, before=computations)), TPU)
+    assert simulate(choose(known, Choices(trips={ALL: 3})), one_link).seconds == pytest.approx(7 * 0.164)
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.25, 1.0])
+def test_a_branch_takes_its_share_of_the_step(share):
+    """100 ms of compute, then a gather of 64 ms in one branch and 10 ms of compute in the other."""
+    branches = (
+        f"%gathers {{\n  %x = bf16[8]{{0}} parameter(0)\n  ROOT %g = {GATHER}\n}}\n"
+        f"%computes {{\n  %x = bf16[8]{{0}} parameter(0)\n  ROOT {compute('b', 10).strip()}\n}}\n"
+    )
+    chosen = "  ROOT %c = bf16[32]{0} conditional(%p, %x, %x), true_computation=%gathers, false_computation=%computes"
+    text = module(compute("a", 100), "  %p = pred[] constant(true)", chosen, before=branches)
+    steps = read_steps(parse_module(text), TPU)
+    assert conditionals(steps) == ["c"]
+    result = simulate(choose(steps, Choices(shares={} if share is None else {"c": share})), one_link)
+    taken = 1.0 if share is None else share
+    assert result.seconds == pytest.approx(0.1 + taken * 0.064 + (1 - taken) * 0.010)
+    assert result.seconds == pytest.approx(sum(result.compute_seconds.values()) + result.exposed_seconds)
+    assert result.exposed_seconds == pytest.approx(taken * 0.064)
+    if taken:
+        assert result.collectives["g"].loops == (("c", Taken(share)),)

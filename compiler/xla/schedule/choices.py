@@ -1,0 +1,42 @@
+"""What a program does not say, and its user does: how often its loops run, and how often a branch is taken."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from .steps import Branches, Loop, Step, every
+
+ALL = ""  # the key of a choice for all that have none of their own
+
+
+@dataclass(frozen=True)
+class Choices:
+    """trips: iterations of loops whose number is not known, by name. shares: of conditionals, by name, the share of
+    executions in which the branch runs that ends last."""
+
+    trips: Mapping[str, int] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+
+def choose(steps: tuple[Step, ...], choices: Choices) -> tuple[Step, ...]:
+    """Returns the steps with a user's choices."""
+
+    def chosen(step: Step) -> Step:
+        if isinstance(step, Loop):
+            trips = choices.trips.get(step.name, choices.trips.get(ALL)) if step.num_trips is None else step.num_trips
+            return replace(step, num_trips=trips, body=choose(step.body, choices))
+        if isinstance(step, Branches):
+            share = choices.shares.get(step.name, choices.shares.get(ALL))
+            return replace(step, branches=tuple(choose(each, choices) for each in step.branches), share=share)
+        return step
+
+    return tuple(map(chosen, steps))
+
+
+def open_loops(steps: tuple[Step, ...]) -> list[str]:
+    """Returns the loops whose number of iterations the program does not say."""
+    return sorted({each.name for each in every(steps, Loop) if each.num_trips is None})
+
+
+def conditionals(steps: tuple[Step, ...]) -> list[str]:
+    """Returns the conditionals of a program."""
+    return sorted({each.name for each in every(steps, Branches)})
