@@ -22,6 +22,7 @@ class Groups(dict[str, list[str]]):
 
 
 MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, OSError)  # what a user can fix
+FOLLOWS = {"mesh": "sharding", "parallel": "overlap"}  # by conf/config.yaml, the option of the same name
 LOOK = "see `meshloom train --help` and `--cfg job`"
 
 
@@ -90,5 +91,9 @@ def _no_such_option(group: str, option: str, groups: Groups) -> Problem:
         return target_names.problem_of(option, groups.get("target", []))
     if group not in groups:
         return Problem(group, "there is no such group", use_one_of(group, groups) if groups else LOOK)
+    if option in groups.get(leader := FOLLOWS.get(group, ""), ()):
+        what = f"{leader}={option} takes the {group} of its own name, and there is no {group}/{option}.yaml"
+        fix = f"add {group}= with one of {', '.join(groups[group])}, or write {group}/{option}.yaml beside it"
+        return Problem(group, what, fix)
     fix = f"choose {group}=...: {use_one_of(option, groups[group])}"
     return Problem(group, f"there is no '{option}' in this group", fix)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.compiler.config.compose import read_spec
+from meshloom import conf
+from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.config.sweep_request import read_sweep_request
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.cli.flags import parse_flags, request_of
@@ -108,3 +110,15 @@ def test_only_an_interpolation_is_told_to_be_escaped(override, is_escaped):
     with pytest.raises(ConfigError) as caught:
         _judge([override])
     assert ("${" in caught.value.problems[0].fix) == is_escaped
+
+
+def test_a_sharding_of_ones_own_without_a_mesh_of_its_name_is_told_which_mesh_to_add(tmp_path):
+    (tmp_path / "sharding").mkdir()
+    (tmp_path / "sharding" / "mine.yaml").write_text((Path(conf.__path__[0]) / "sharding" / "fsdp.yaml").read_text())
+    words = tuple(search_path_override(("sharding=mine",), str(tmp_path)))
+    with pytest.raises(ConfigError) as error:
+        read_spec(Request(words), then=lambda spec: spec)
+    (problem,) = error.value.problems
+    assert "sharding=mine takes the mesh of its own name" in problem.what
+    assert problem.fix.startswith("add mesh= with one of ddp, fsdp, ")
+    assert read_spec(Request((*words, "mesh=fsdp")), then=lambda spec: spec).sharding.parameters
