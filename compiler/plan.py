@@ -19,6 +19,7 @@ from .parallel.operation import OpPlan, ParallelOp
 from .sharding.arrays import EXPERTS, Array, Arrays
 from .sharding.batch import batch_arrays
 from .sharding.gradients import accumulated_layouts
+from .sharding.row_order import RowOrder, plan_row_order
 from .sharding.rules import ArrayPlan, DimensionPlan
 from .sharding.sharding import ShardingPlan, gathered_bytes
 from .sharding.state import State, bytes_per_device
@@ -91,6 +92,11 @@ class Plan:
     def token_order(self) -> TokenOrder:
         """In which order the tokens of a sequence lie on the devices that split its length."""
         return plan_token_order(self.spec, self.mesh)
+
+    @property
+    def row_order(self) -> RowOrder:
+        """In which order the sequences of a batch lie on the devices that split it."""
+        return plan_row_order(self.spec, self.mesh)
 
     @property
     def model_flops_per_step(self) -> int | None:

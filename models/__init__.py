@@ -7,9 +7,12 @@ from pydantic import Field
 from .config import ModelConfig
 from .contract import (
     IGNORED_TARGET,
+    PADDING_TARGET,
     Aux,
+    AuxOfTotals,
     Context,
     LogicalAxes,
+    Measure,
     Model,
     Params,
     Piece,
@@ -18,6 +21,7 @@ from .contract import (
     build_piece,
     is_logical_axes,
     split_aux,
+    split_output,
 )
 from .decoder import DecoderBase, DecoderConfig
 from .linear_stack import LinearStackConfig
@@ -33,7 +37,7 @@ LOGICAL_AXES = (
 
 
 __all__ = [
-    "IGNORED_TARGET", "LOGICAL_AXES", "AnyModelConfig", "Aux", "Context", "DecoderBase", "DecoderConfig",
-    "LinearStackConfig", "LogicalAxes", "Model", "ModelConfig", "MoeConfig", "Params", "Piece", "Stack", "UpdateRule",
-    "build_piece", "is_logical_axes", "split_aux",
+    "IGNORED_TARGET", "LOGICAL_AXES", "PADDING_TARGET", "AnyModelConfig", "Aux", "AuxOfTotals", "Context",
+    "DecoderBase", "DecoderConfig", "LinearStackConfig", "LogicalAxes", "Measure", "Model", "ModelConfig", "MoeConfig",
+    "Params", "Piece", "Stack", "UpdateRule", "build_piece", "is_logical_axes", "split_aux", "split_output",
 ]  # fmt: skip

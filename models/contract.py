@@ -19,13 +19,14 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from .attention import attend
-from .experts import apply_experts
+from .experts import NO_EXPERT, apply_experts
 
 # Logical axes are resolved by compiler/sharding/sharding.py; NNX must not look for a mesh when a Param is made.
 flax.config.update("flax_always_shard_variable", False)
 
 Params = dict[str, Any]  # nested dict of arrays
-IGNORED_TARGET = -1  # a target without loss: padding, the end of a document that is kept apart from the next
+IGNORED_TARGET = -1  # a target without loss: the end of a document that is kept apart from the next
+PADDING_TARGET = -2  # the target of a place that holds no token at all
 LogicalAxes = tuple[str | None, ...]  # one name per dimension; None: a dimension that is never sharded
 
 
@@ -66,7 +67,8 @@ class Context:
         by the strategy that the plan chose for the operation of this kind and name (compiler/parallel). The methods
         below call it; a model calls it itself for an operation of its own.
     dropout_keys_B: a key for each sequence, of this piece alone. None: nothing is dropped.
-    over_batch: the sum of an array over all devices that have tokens of this microbatch. It has no gradient.
+    is_token_BT: bool (batch, length), False for padding. None: there is no padding. What counts tokens, or sums over
+        them, leaves padding out by `where_token`.
     """
 
     positions_BT: Array
@@ -74,7 +76,14 @@ class Context:
     operation: Callable[..., Array] = plain_operation
     segment_ids_BT: Array | None = None
     dropout_keys_B: Array | None = None
-    over_batch: Callable[[Array], Array] = jax.lax.stop_gradient
+    is_token_BT: Array | None = None
+
+    def where_token(self, x: Array, otherwise: float = 0) -> Array:
+        """Returns `x` (batch, length, ...) with `otherwise` at padding."""
+        if self.is_token_BT is None:
+            return x
+        is_token = self.is_token_BT.reshape(*self.is_token_BT.shape, *[1] * (x.ndim - 2))
+        return jnp.where(is_token, x, jnp.asarray(otherwise, x.dtype))
 
     def attend(
         self, q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None,
@@ -100,7 +109,8 @@ class Context:
     ) -> tuple[Array, Array]:  # fmt: skip
         """Returns what each token's experts make of it, and how many choices were dropped, as
         `models.experts.apply_experts`. The weights have the logical axes ("experts", "embed", "mlp"), down ("experts",
-        "mlp", "embed"). Experts may be on other devices: tokens are sent to them."""
+        "mlp", "embed"). Experts may be on other devices: tokens are sent to them. Padding is sent to none."""
+        ids_BTK = self.where_token(ids_BTK, NO_EXPERT)
         operands = (x_BTE, weights_BTK, ids_BTK, gate_XEM, up_XEM, down_XME)
         y: Any = self.operation("experts", name, apply_experts, *operands, activation=activation)
         return y
@@ -127,13 +137,15 @@ class Context:
 class Aux:
     """What a layer or the head may return with its output: `return x, Aux(losses={"router_z": 1e-3 * sum_of_squares})`.
 
-    Each value is a sum over the tokens that the piece is handed, a part of the global batch; the compiler adds them up
-    over microbatches and devices, and divides by the tokens of the global batch. All layers of a stack return the same
-    names; metrics show each as STACK/NAME, averaged over the layers.
+    Each value is a sum over the tokens that the piece is handed, a part of the global batch, without padding
+    (`Context.where_token`); the compiler adds them up over microbatches and devices, and divides by the tokens of the
+    global batch. All layers of a stack return the same names; metrics show each as STACK/NAME, averaged over the
+    layers. Which tokens a piece is handed depends on the mesh: what is no sum over tokens is made of totals, by
+    `AuxOfTotals` for a microbatch, by `Measure` for the global batch.
 
     losses: scalars, multiplied with the weight that the model chooses; those of all layers are added to the objective.
-    statistics: arrays that are reported and have no gradient. totals: arrays without gradient that the rules of a stack
-    read (`UpdateRule`); they are not reported, and stay sums over the global batch.
+    statistics: arrays that are reported and have no gradient. totals: arrays without gradient that the rules and the
+    measures of a stack read (`UpdateRule`, `Measure`); they stay sums over the global batch.
     """
 
     losses: Mapping[str, Array] = field(default_factory=dict)
@@ -141,11 +153,31 @@ class Aux:
     totals: Mapping[str, Array] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class AuxOfTotals:
+    """Auxiliary outputs of a layer that depend on more tokens than it is handed: those of the whole microbatch.
+
+    totals: arrays, sums over the tokens that the layer is handed. make: takes the same summed over all tokens of the
+    microbatch, on all devices, without a gradient, and returns the `Aux` of the layer's own tokens.
+    """
+
+    totals: Mapping[str, Array]
+    make: Callable[[Mapping[str, Array]], Aux]
+
+
+def split_output(output: Any) -> tuple[Any, AuxOfTotals]:
+    """What a piece returned -> (its output, its auxiliary outputs as functions of totals)."""
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Aux | AuxOfTotals):
+        x, aux = output
+        return x, AuxOfTotals({}, lambda _: aux) if isinstance(aux, Aux) else aux
+    return output, AuxOfTotals({}, lambda _: Aux())
+
+
 def split_aux(output: Any) -> tuple[Any, Aux]:
-    """What a piece returned -> (its output, its auxiliary outputs, none where it returned none)."""
-    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Aux):
-        return output
-    return output, Aux()
+    """What a piece returned of a whole microbatch -> (its output, its auxiliary outputs, none where it returned
+    none)."""
+    x, aux = split_output(output)
+    return x, aux.make(jax.tree.map(jax.lax.stop_gradient, dict(aux.totals)))
 
 
 @dataclass(frozen=True)
@@ -183,14 +215,27 @@ class UpdateRule:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """A number of a layer that metrics report, a function of one of its totals over the global batch.
+
+    total: the name of what it reads in the layer's `Aux.totals`. of: the total of one layer -> a scalar.
+    """
+
+    total: str
+    of: Callable[[Array], Array]
+
+
+@dataclass(frozen=True)
 class Stack:
     """`num_layers` equal layers, run one after the other; parameters are stacked along a first dimension `layers`.
-    rules: of those parameters that a rule updates and not the optimizer, by their paths in the layer."""
+    rules: of those parameters that a rule updates and not the optimizer, by their paths in the layer. measures: by the
+    names that metrics give them."""
 
     name: str
     layer: Piece
     num_layers: int
     rules: Mapping[str, UpdateRule] = field(default_factory=dict)
+    measures: Mapping[str, Measure] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from .activations import ACTIVATIONS
 from .config import ModelConfig
-from .contract import Context, Model, Stack, build_piece, split_aux
+from .contract import Context, Model, Stack, build_piece
 from .numbers import divisors
 from .parts import Norm, NormKind, RopeScaling, bias, matrix, rotate
 
@@ -156,11 +156,12 @@ class Layer(nnx.Module):
         y_BTE = self.attention_out_norm(y_BTE) if is_normed else y_BTE
         x_BTE = x_BTE + context.dropout(y_BTE, rate, site=2 * self.index)
         x_BTE = context.activation("attention_residual", x_BTE, *RESIDUAL)
-        y_BTE, aux = split_aux(self.mlp(self.mlp_norm(x_BTE), context))
+        output = self.mlp(self.mlp_norm(x_BTE), context)
+        y_BTE, aux = output if isinstance(output, tuple) else (output, None)
         y_BTE = self.mlp_out_norm(y_BTE) if is_normed else y_BTE
         x_BTE = x_BTE + context.dropout(y_BTE, rate, site=2 * self.index + 1)
         x_BTE = context.activation("residual", x_BTE, *RESIDUAL)
-        return (x_BTE, aux) if aux.losses or aux.statistics else x_BTE
+        return x_BTE if aux is None else (x_BTE, aux)
 
 
 class Head(nnx.Module):

@@ -13,6 +13,8 @@ from jax import Array
 
 from .activations import ACTIVATIONS
 
+NO_EXPERT = 2**31 - 1  # in place of an expert's number: the token goes to none, as padding does
+
 
 def route(
     scores_BTX: Array, bias_X: Array | None = None,
@@ -43,6 +45,22 @@ def balanced_bias(bias_X: Array, tokens_X: Array, *, rate: float) -> Array:
     return bias_X + rate * jnp.sign(jnp.mean(tokens_X) - tokens_X)
 
 
+def expert_load(tokens_X: Array) -> Array:
+    """Returns the most tokens that an expert has, over the mean."""
+    return jnp.max(tokens_X) / jnp.maximum(jnp.mean(tokens_X), 1e-20)
+
+
+def expert_entropy(tokens_X: Array) -> Array:
+    """Returns the entropy of the experts' shares of the tokens, over that of an even spread."""
+    shares_X = shares(tokens_X)
+    return -jnp.sum(shares_X * jnp.log(jnp.maximum(shares_X, 1e-20))) / jnp.log(tokens_X.size)
+
+
+def shares(tokens_X: Array) -> Array:
+    """Returns each expert's share of the tokens; zeros where there are none."""
+    return tokens_X / jnp.maximum(jnp.sum(tokens_X), 1)
+
+
 def _of_best_groups(scores_BTX: Array, num_groups: int, num_chosen: int) -> Array:
     """The scores, -infinity for experts of other groups: with 0, one of them might beat a score below 0."""
     scores_BTGX = scores_BTX.reshape(*scores_BTX.shape[:2], num_groups, -1)
@@ -57,8 +75,11 @@ def apply_experts(
     *, activation: str,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns (the weighted sum of what each token's experts make of it, like x; choices of a token that were dropped,
-    a count: 0). Tokens are sorted by expert, so that each expert multiplies with its own alone."""
+    a count: 0). Tokens are sorted by expert, so that each expert multiplies with its own alone; those of NO_EXPERT go
+    last, and come to 0."""
     B, T, E = x_BTE.shape
+    is_sent_BT1 = ids_BTK[..., :1] != NO_EXPERT
+    x_BTE, weights_BTK = (jnp.where(is_sent_BT1, each, 0) for each in (x_BTE, weights_BTK))
     order_R = jnp.argsort(ids_BTK.reshape(-1), stable=True)
     num_chosen = ids_BTK.shape[-1]
     sizes_X = jnp.sum(ids_BTK.reshape(-1, 1) == jnp.arange(gate_XEM.shape[0]), axis=0, dtype=jnp.int32)
@@ -67,4 +88,4 @@ def apply_experts(
     y_RE = jax.lax.ragged_dot(ACTIVATIONS[activation](gate_RM) * up_RM, down_XME, sizes_X)
     y_BTKE = y_RE[jnp.argsort(order_R)].reshape(B, T, num_chosen, E)
     y_BTE = jnp.einsum("btke,btk->bte", y_BTKE.astype(jnp.float32), weights_BTK)
-    return y_BTE.astype(x_BTE.dtype), jnp.zeros(())
+    return jnp.where(is_sent_BT1, y_BTE, 0).astype(x_BTE.dtype), jnp.zeros(())

@@ -6,7 +6,7 @@ token. The first layers may have one MLP, as wide as `dense_mlp_dim`.
 Shapes: B batch, T length, E embed, M mlp, X experts, K experts of a token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Literal, Self
 
@@ -16,12 +16,15 @@ from flax import nnx
 from jax import Array
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from .contract import Aux, Context, Model, Stack, UpdateRule, build_piece
+from .contract import Aux, AuxOfTotals, Context, Measure, Model, Stack, UpdateRule, build_piece
 from .decoder import MLP, RESIDUAL, DecoderBase, Embed, Head, Layer, problem, residual_stddev
-from .experts import balanced_bias, route
+from .experts import NO_EXPERT, balanced_bias, expert_entropy, expert_load, route, shares
 from .latent_attention import LatentAttention, LatentAttentionConfig
 from .numbers import divisors
 from .parts import matrix
+
+TOKENS = "expert_tokens"  # the total of a layer: how many tokens chose each expert
+MEASURES = {"expert_load": Measure(TOKENS, expert_load), "expert_entropy": Measure(TOKENS, expert_entropy)}
 
 
 class MoeConfig(DecoderBase):
@@ -95,8 +98,8 @@ def build_moe(config: MoeConfig) -> Model:
     layer, rate = build_piece(lambda rngs: _layer(config, rngs)), config.router_bias_update_rate
     rules = {}
     if rate is not None:
-        rules["mlp/router_bias_X"] = UpdateRule("expert_tokens", partial(balanced_bias, rate=rate))
-    stacks = [Stack("layers", layer, config.num_layers - num_dense, rules)]
+        rules["mlp/router_bias_X"] = UpdateRule(TOKENS, partial(balanced_bias, rate=rate))
+    stacks = [Stack("layers", layer, config.num_layers - num_dense, rules, MEASURES)]
     if num_dense:
         stacks.insert(0, Stack("dense_layers", build_piece(lambda rngs: _dense_layer(config, rngs)), num_dense))
     return Model(
@@ -141,7 +144,7 @@ class Experts(nnx.Module):
         if config.num_shared_experts:
             self.shared = MLP(config, rngs, width=config.num_shared_experts * M)
 
-    def __call__(self, x_BTE: Array, context: Context) -> tuple[Array, Aux]:
+    def __call__(self, x_BTE: Array, context: Context) -> tuple[Array, AuxOfTotals]:
         config = self.config
         x_BTE = context.activation("experts_input", x_BTE, *RESIDUAL)
         logits_BTX = self._logits(x_BTE, context)
@@ -170,34 +173,32 @@ class Experts(nnx.Module):
         logits_BTX = jnp.matmul(x_BTE, self.router_EX[...], precision=jax.lax.Precision.HIGHEST)
         return context.activation("router_logits", logits_BTX, "batch", "sequence_parallel_length", None)
 
-    def _aux(self, logits_BTX: Array, scores_BTX: Array, ids_BTK: Array, num_dropped: Array, context: Context) -> Aux:
-        """Losses of the router, and how evenly it spreads the tokens of this microbatch, which all devices share.
+    def _aux(
+        self, logits_BTX: Array, scores_BTX: Array, ids_BTK: Array, num_dropped: Array, context: Context
+    ) -> AuxOfTotals:
+        """Losses of the router, and what became of the choices of these tokens; padding counts nowhere.
 
-        load_balancing: X sum f_i p_i, of the share f_i of choices that are expert i and its mean score p_i (Switch,
-        arXiv:2101.03961). router_z: the mean of log(sum exp(logits))^2 (ST-MoE, arXiv:2202.08906). expert_load: the
-        most tokens that an expert has, over the mean. expert_entropy: of f, over that of an even spread. dropped: the
-        share of choices that no expert had room for. expert_tokens: of each expert, which the router's bias follows.
+        load_balancing: X sum f_i p_i, of the share f_i of the microbatch's choices that are expert i and its mean score
+        p_i (Switch, arXiv:2101.03961). router_z: the mean of log(sum exp(logits))^2 (ST-MoE, arXiv:2202.08906).
+        dropped: the share of choices that no expert had room for. expert_tokens: of each expert, which the router's
+        bias and the measures of balance follow.
         """
-        config, num_tokens = self.config, ids_BTK.shape[0] * ids_BTK.shape[1]
+        config = self.config
+        ids_BTK = context.where_token(ids_BTK, NO_EXPERT)
         is_chosen_BTX = jnp.any(ids_BTK[..., None] == jnp.arange(config.num_experts), axis=-2)
         tokens_X = jnp.sum(is_chosen_BTX, axis=(0, 1), dtype=jnp.float32)
-        counts_X = context.over_batch(tokens_X)
-        shares_X = counts_X / jnp.sum(counts_X)
-        p_BTX = scores_BTX / jnp.sum(scores_BTX, axis=-1, keepdims=True)
-        balance = config.num_experts * jnp.sum(shares_X * jnp.sum(p_BTX, axis=(0, 1)))
-        z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_BTX, axis=-1)))
+        p_BTX = context.where_token(scores_BTX / jnp.sum(scores_BTX, axis=-1, keepdims=True))
+        z = jnp.sum(jnp.square(context.where_token(jax.nn.logsumexp(logits_BTX, axis=-1))))
         balancing, penalty = config.load_balancing_weight, config.router_z_loss_weight
-        entropy = -jnp.sum(shares_X * jnp.log(jnp.maximum(shares_X, 1e-20))) / jnp.log(config.num_experts)
-        return Aux(
-            losses=({"load_balancing": balancing * balance} if balancing else {})
-            | ({"router_z": penalty * z} if penalty else {}),
-            statistics={
-                "expert_load": jnp.max(shares_X) * config.num_experts * num_tokens,
-                "expert_entropy": entropy * num_tokens,
-                "dropped": num_dropped / config.num_experts_per_token,
-            },
-            totals={} if config.router_bias_update_rate is None else {"expert_tokens": tokens_X},
-        )
+
+        def make(of_microbatch: Mapping[str, Array]) -> Aux:
+            losses = {"router_z": penalty * z} if penalty else {}
+            if balancing:
+                balance = config.num_experts * jnp.sum(shares(of_microbatch[TOKENS]) * jnp.sum(p_BTX, axis=(0, 1)))
+                losses = {"load_balancing": balancing * balance} | losses
+            return Aux(losses, {"dropped": num_dropped / config.num_experts_per_token}, {TOKENS: tokens_X})
+
+        return AuxOfTotals({TOKENS: tokens_X} if balancing else {}, make)
 
 
 _SCORES: dict[str, Callable[[Array], Array]] = {

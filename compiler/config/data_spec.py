@@ -143,6 +143,13 @@ class DataSpec(Config):
     num_prefetch_threads: PositiveInt
     num_prefetch_batches: PositiveInt
 
+    @property
+    def may_pad(self) -> bool:
+        """Returns True if sequences may be padded: places of a batch that hold no token."""
+        parts = [each.source for each in self.source.parts.values()] if self.source.kind == "mixture" else [self.source]
+        is_given = any(part.kind == "python" and part.items == "sequences" for part in parts)
+        return is_given or self.packing != "concatenate"
+
 
 class ShardsSpec(Config):
     """The token shards that `meshloom data` writes and `data=tokens` reads."""

@@ -9,6 +9,8 @@
 
 The buffers have a fixed size; what does not fit is dropped and counted. A dropped choice adds nothing to its token.
 
+A token whose experts have the number `num_experts` goes to none (padding): it takes no row and is not counted.
+
 Shapes: N tokens of this device, E embed, K experts of a token, X experts, L experts of this device, n devices, R rows
 of a buffer, C rows of an expert.
 """
@@ -46,6 +48,20 @@ class Experts:
         return self.axes[0] if len(self.axes) == 1 else self.axes
 
 
+def without_unsent(dispatch: Dispatch, experts: Experts) -> Dispatch:
+    """Returns a dispatch that takes tokens without an expert too, of NO_EXPERT: rows of no expert hold anything, and so
+    do their gradients, which are cleared here."""
+
+    def run(x_NE: Array, weights_NK: Array, ids_NK: Array, run_experts: RunExperts) -> tuple[Array, Array]:
+        ids_NK = jnp.minimum(ids_NK, experts.num_experts)
+        is_sent_N1 = ids_NK[:, :1] < experts.num_experts
+        x_NE, weights_NK = (jnp.where(is_sent_N1, each, 0) for each in (x_NE, weights_NK))
+        y_NE, num_dropped = dispatch(x_NE, weights_NK, ids_NK, run_experts)
+        return jnp.where(is_sent_N1, y_NE, 0), num_dropped
+
+    return run
+
+
 def dispatch_local(
     x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts
 ) -> tuple[Array, Array]:
@@ -64,7 +80,8 @@ def dispatch_padded(
     counts_nL = counts_X.reshape(n, L)
     to_R = ids_NK.reshape(-1)[order_R] // L  # the device of each row
     slot_R = jnp.arange(N) - _before(counts_nL.sum(1))[to_R]
-    fits_R = slot_R < rows
+    is_sent_R = to_R < n  # padding goes to no device
+    fits_R = is_sent_R & (slot_R < rows)
     place_R = jnp.where(fits_R, to_R * rows + slot_R, n * rows)
     source = jnp.full(n * rows, N, jnp.int32).at[place_R].set(jnp.arange(N, dtype=jnp.int32), mode="drop")
     sent_nL = jnp.clip(rows - _before(counts_nL, axis=1), 0, counts_nL)
@@ -80,7 +97,7 @@ def dispatch_padded(
     sent_RE = _packed(take_rows(x_NE, order_R, inverse_R, ids_NK.shape[1]), source, place_R)
     y_RE = run(take_rows(swap(sent_RE), sorted_R, unsorted_R, 1), got_nL.sum(0))
     y_RE = _unpacked(swap(take_rows(y_RE, unsorted_R, sorted_R, 1)), source, place_R)
-    return combine(take_rows(y_RE, inverse_R, order_R, 1), weights_NK), jnp.sum(~fits_R, dtype=jnp.float32)
+    return combine(take_rows(y_RE, inverse_R, order_R, 1), weights_NK), jnp.sum(is_sent_R & ~fits_R, dtype=jnp.float32)
 
 
 def dispatch_ragged(

@@ -40,6 +40,7 @@ from .dispatch import (
     dispatch_local,
     dispatch_padded,
     dispatch_ragged,
+    without_unsent,
 )
 from .expert_exchange import (
     CAPACITY,
@@ -79,8 +80,8 @@ class Layout:
 class ExpertsPlan:
     """rows: of a buffer, for the tokens of one chunk: that a device receives (ragged), takes of all tokens (gathered),
     sends to each device (padded), or that an expert takes of each device (capacity). most_rows: with which nothing is
-    ever dropped. filled: the share of the rows of all buffers that tokens fill. waited_share: of
-    the time of its exchanges, what a layer waits for."""
+    ever dropped. filled: the share of the rows of all buffers that tokens fill. may_pad: some tokens may go to no
+    expert. waited_share: of the time of its exchanges, what a layer waits for."""
 
     how: str
     experts: Experts
@@ -90,6 +91,7 @@ class ExpertsPlan:
     num_chunks: int
     kernels: Kernels
     layout: Layout
+    may_pad: bool
     waited_share: float = 1.0
 
     @property
@@ -173,7 +175,8 @@ def _plan(
     how: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes, *, rows: int, most_rows: int, filled: float
 ) -> ExpertsPlan:
     num_chunks, kernels, layout = inputs.spec.moe.num_chunks, _kernels(inputs), _layout(site, inputs)
-    return ExpertsPlan(how, sizes.experts, rows, most_rows, filled, num_chunks, kernels, layout)
+    may_pad = inputs.spec.data.may_pad
+    return ExpertsPlan(how, sizes.experts, rows, most_rows, filled, num_chunks, kernels, layout, may_pad)
 
 
 def _kernels(inputs: OpInputs) -> Kernels:
@@ -282,7 +285,7 @@ def _apply_on_shards(
 def _apply_in_chunks(x: Array, weights: Array, ids: Array, run: Any, plan: ExpertsPlan) -> tuple[Array, Array]:
     """Chunks do not depend on one another: one is sent while another's matmuls run."""
     tokens = (x.reshape(-1, x.shape[-1]), weights.reshape(-1, weights.shape[-1]), ids.reshape(-1, ids.shape[-1]))
-    dispatch: Any = _dispatch(plan)
+    dispatch: Any = without_unsent(_dispatch(plan), plan.experts) if plan.may_pad else _dispatch(plan)
     chunks = zip(*(jnp.split(each, plan.num_chunks) for each in tokens), strict=True)
     y, num_dropped = zip(*(dispatch(*chunk, run) for chunk in chunks), strict=True)
     return jnp.concatenate(y).reshape(x.shape), sum(num_dropped, start=jnp.zeros(()))

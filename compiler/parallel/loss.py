@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from meshloom.models import IGNORED_TARGET, Aux, Params, split_aux
+from meshloom.models import Aux, Params, split_aux
 from meshloom.models.numbers import divisors
 
 from ..core.format import human_bytes
@@ -19,7 +19,8 @@ from ..sharding.arrays import OpSite
 from ..sharding.batch import length_of_device, sequences_of_device
 from .operation import OpInputs, ParallelOp, Strategy
 
-Head = Callable[[Params, Array], Any]  # (parameters, x_BTE) -> logits_BTV or (logits_BTV, Aux), pointwise in length
+# (parameters, x_BTE, targets_BT) -> logits_BTV or (logits_BTV, Aux), pointwise in length
+Head = Callable[[Params, Array, Array], Any]
 VocabChunks = Sequence[Params]  # the head's parameters, a tree for each part of the vocabulary
 FLOAT32_BYTES = 4
 AT_ONCE, SEQUENCE_CHUNKS = "at_once", "sequence_chunks"
@@ -63,12 +64,17 @@ def sum_losses(
     head's auxiliary outputs, which a head in parts of the vocabulary does not have (lm_head.py)."""
 
     def of_block(parts: VocabChunks, x_BTE: Array, targets_BT: Array) -> tuple[Array, Aux]:
-        logits, aux = zip(*(split_aux(head(params, x_BTE)) for params in parts), strict=True)
+        logits, aux = zip(*(split_aux(head(params, x_BTE, targets_BT)) for params in parts), strict=True)
         return cross_entropy_sums(logits, targets_BT, z_loss_weight=z_loss_weight), aux[0]
 
     if num_blocks == 1:
         return of_block(parts, x_BTE, targets_BT)
     return _blocked(of_block)(parts, _blocks(x_BTE, num_blocks), _blocks(targets_BT, num_blocks))
+
+
+def has_loss(targets_BT: Array) -> Array:
+    """Returns True for targets that count: neither IGNORED_TARGET nor PADDING_TARGET."""
+    return targets_BT >= 0
 
 
 def cross_entropy_sums(parts_BTV: Sequence[Array], targets_BT: Array, *, z_loss_weight: float) -> Array:
@@ -83,7 +89,7 @@ def cross_entropy_sums(parts_BTV: Sequence[Array], targets_BT: Array, *, z_loss_
         of_part, log_z_of_part = _of_part(part_BTV, targets_BT - first)
         target_logit_BT, log_z_BT = target_logit_BT + of_part, jnp.logaddexp(log_z_BT, log_z_of_part)
         first += part_BTV.shape[-1]
-    is_counted_BT = targets_BT != IGNORED_TARGET
+    is_counted_BT = has_loss(targets_BT)
     cross_entropy = jnp.sum(jnp.where(is_counted_BT, log_z_BT - target_logit_BT, 0.0))
     if z_loss_weight == 0:  # 0 x infinity would be no number
         return jnp.stack([cross_entropy, cross_entropy])

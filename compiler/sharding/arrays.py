@@ -14,7 +14,7 @@ from ..config.spec import RunSpec
 from ..config.user_code import blamed_on_user
 from ..core.trees import leaves_by_path
 from .frozen import frozen_paths
-from .model_check import check_aux, check_embedded, check_model, check_output, check_totals
+from .model_check import check_aux, check_embedded, check_model, check_of_head, check_output, check_totals
 
 EXPERTS = "experts"  # the logical axis of expert weights: they stay on their devices, and tokens are sent to them
 UpdatedBy = Literal["optimizer", "rule", "nothing"]  # nothing: it is frozen
@@ -161,10 +161,12 @@ def _trace(model: Model, spec: RunSpec, recorder: "_Recorder") -> dict[str, tupl
             output = stack.layer.apply(params[stack.name], before, context)
             x_BTE = recorder.without_aux(stack.layer.name, output)
             check_totals(stack, split_aux(output)[1])
+            recorder.auxiliary += [f"{stack.name}/{name}" for name in stack.measures]
             check_output(stack.layer.name, x_BTE, before.shape, dtype=before.dtype.name)
             in_layers[stack.name] = tuple(dict.fromkeys((LAYER_INPUT, *(name for _, name in recorder.marked[first:]))))
         recorder.piece = "head"
         output = model.head.apply(model.head_params(params["head"], params["embed"]), x_BTE, context)
+        check_of_head(model.head.name, output)
         logits_BTV = recorder.without_aux(model.head.name, output)
         expected = (*tokens_BT.shape, spec.model.vocab_size)
         check_output(model.head.name, logits_BTV, expected, is_last_more=True)

@@ -15,8 +15,9 @@ from .batch_layout import plan_batch_layout
 def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
     """Returns the names of the arrays of a batch, each int32 (global_batch_size, sequence_length).
 
-    targets: IGNORED_TARGET (models/contract.py) where there is no loss. positions: of each token in its document,
-    from 0. segment_ids: of the documents of a sequence, from 1; 0 for padding.
+    targets: IGNORED_TARGET (models/contract.py) where there is no loss, PADDING_TARGET where there is no token.
+    positions: of each token in its document, from 0. segment_ids: of the documents of a sequence, from 1; 0 for
+    padding.
     """
     documents = ("positions", "segment_ids") if spec.data.isolate_documents else ()
     return ("inputs", "targets", *documents)

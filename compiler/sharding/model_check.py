@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshloom.models import Aux, Model, Stack, is_logical_axes
+from meshloom.models import Aux, AuxOfTotals, Model, Stack, is_logical_axes
 from meshloom.models.contract import Piece
 
 from ..core.errors import ConfigError, Problem, raise_if_any
@@ -68,14 +68,22 @@ def _wrong_rules(model: Model) -> Iterator[tuple[str, str]]:
 
 
 def check_totals(stack: Stack, aux: Aux) -> None:
-    """Raises ConfigError if a rule of the stack reads a total that its layer does not return, or changes the shape or
-    type of its parameter."""
+    """Raises ConfigError if a rule or a measure of the stack reads a total that its layer does not return, a rule
+    changes the shape or type of its parameter, or a measure is no number."""
     parameters = leaves_by_path(stack.layer.abstract)
+    readers = {f"the rule for '{path}' of stack '{stack.name}'": rule.total for path, rule in stack.rules.items()}
+    readers |= {f"the measure '{name}' of stack '{stack.name}'": each.total for name, each in stack.measures.items()}
+    for where, total in readers.items():
+        if total not in aux.totals:
+            what = f"{where} reads the total '{total}', which {stack.layer.name} does not return"
+            raise ConfigError([Problem(WHERE, what, f"return x, Aux(totals={{{total!r}: ...}})")])
+    for name, measure in stack.measures.items():
+        value = jax.eval_shape(measure.of, aux.totals[measure.total])
+        if value.shape or name in (*aux.losses, *aux.statistics, *aux.totals):
+            what = f"the measure '{name}' of stack '{stack.name}' is no scalar, or has a name that is used"
+            raise ConfigError([Problem(WHERE, what, "return a scalar, under a name that the layer's Aux does not use")])
     for path, rule in stack.rules.items():
         where = f"the rule for '{path}' of stack '{stack.name}'"
-        if rule.total not in aux.totals:
-            what = f"{where} reads the total '{rule.total}', which {stack.layer.name} does not return"
-            raise ConfigError([Problem(WHERE, what, f"return x, Aux(totals={{{rule.total!r}: ...}})")])
         before = parameters[path]
         after = jax.eval_shape(rule.update, before, aux.totals[rule.total])
         if after.shape != before.shape or after.dtype != before.dtype:
@@ -106,6 +114,13 @@ def check_embedded(piece: str, output: Any, tokens: Shape) -> None:
     if not isinstance(output, jax.Array) or output.ndim != 3:
         raise _output_error(piece, output, f"return an array of shape {_shape((*tokens, 'width'))}")
     check_output(piece, output, (*tokens, output.shape[-1]))
+
+
+def check_of_head(piece: str, output: Any) -> None:
+    """Raises ConfigError if the head returned auxiliary outputs of totals: it may run on some tokens at a time."""
+    if isinstance(output, tuple) and isinstance(output[-1], AuxOfTotals):
+        what = f"{piece} is the head, which runs on some tokens of a microbatch at a time, and returned AuxOfTotals"
+        raise ConfigError([Problem(WHERE, what, "return Aux, whose values are sums over tokens, or do so in a layer")])
 
 
 def check_aux(piece: str, aux: Aux) -> None:

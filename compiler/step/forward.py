@@ -1,7 +1,7 @@
 """The model as functions of local batches: embedding, layers, head and loss. A schedule calls them (schedule.py)."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
-from meshloom.models import Aux, Context, LogicalAxes, Params, Stack, split_aux
+from meshloom.models import PADDING_TARGET, Aux, Context, LogicalAxes, Params, Stack, split_aux, split_output
 
 from ..core.partition_spec import axes_in, keep_axes
 from ..core.scopes import layout_scope, piece_scope
@@ -28,10 +28,12 @@ from .schedule import Batch, HeadOutput, Microbatch, ModelFunctions, StackFuncti
 BatchSplit = tuple[Any, ...]  # of the batch, a tree each
 
 
-def build_functions(plan: Plan, num_targets: Array, dropout_key: Array | None) -> ModelFunctions:
+def build_functions(
+    plan: Plan, num_targets: Array, num_tokens: Array | float, dropout_key: Array | None
+) -> ModelFunctions:
     """Returns the plan's model as functions of local arrays; x is a tuple of the parts of the batch.
 
-    num_targets: of the global batch. dropout_key: None for no dropout.
+    num_targets, num_tokens: of the global batch. dropout_key: None for no dropout.
     """
     model, make_context = plan.model, _context_maker(plan)
     num_parts = plan.spec.overlap.layers.batch_split
@@ -49,10 +51,16 @@ def build_functions(plan: Plan, num_targets: Array, dropout_key: Array | None) -
     def head(weights: Weights, embed: Params, x_parts: BatchSplit, microbatch: Microbatch) -> HeadOutput:
         x_BTE = jnp.concatenate(x_parts)
         with jax.named_scope(piece_scope("head")):
-            context = make_context(replace(microbatch.context, dropout_keys_B=None), 0)
+            undropped = replace(microbatch.context, dropout_keys_B=None)
             parts = _head_parts(plan, weights, x_BTE)
+
+            def apply(params: Params, x_BTE: Array, targets_BT: Array) -> tuple[Any, Aux]:
+                context = make_context(replace(undropped, is_token_BT=_is_token(plan, targets_BT)), 0)
+                logits, aux = split_aux(model.head.apply(params, x_BTE, context))
+                return logits, _parts_of_means(aux, num_tokens)
+
             (objective, loss), aux = sum_losses(
-                lambda params, x_BTE: _with_parts_of_means(plan, model.head.apply(params, x_BTE, context)),
+                apply,
                 tuple(model.head_params(part, embed) for part in parts),
                 x_BTE,
                 microbatch.targets_BT,
@@ -62,34 +70,59 @@ def build_functions(plan: Plan, num_targets: Array, dropout_key: Array | None) -
         return HeadOutput(objective / jnp.maximum(num_targets, 1), loss, aux)
 
     before = itertools.accumulate((stack.num_layers for stack in model.stacks), initial=1)
-    stacks = (_stack(plan, stack, make_context, first) for stack, first in zip(model.stacks, before, strict=False))
+    stacks = (
+        _stack(plan, stack, make_context, first, num_tokens) for stack, first in zip(model.stacks, before, strict=False)
+    )
     return ModelFunctions(prepare, embed, tuple(stacks), head)
 
 
-def _stack(plan: Plan, stack: Stack, make_context: "ContextMaker", first: int) -> StackFunctions:
+def _stack(
+    plan: Plan, stack: Stack, make_context: "ContextMaker", first: int, num_tokens: Array | float
+) -> StackFunctions:
     """first: the number of the stack's first layer in the model, from 1 on."""
+    over_batch = _over_batch(plan)
 
     def layer(params: Params, shared: BatchSplit, index: Array, x: BatchSplit) -> tuple[BatchSplit, Aux]:
         contexts = (make_context(part, first + index) for part in shared)
         named = (marked(LAYER_INPUT, part) for part in x)
         outputs = [stack.layer.apply(params, *part) for part in zip(named, contexts, strict=True)]
-        x, aux = zip(*(_with_parts_of_means(plan, output) for output in outputs), strict=True)
-        return x, jax.tree.map(lambda *values: sum(values), *aux)
+        x, aux = zip(*(split_output(output) for output in outputs), strict=True)
+        # Of all parts and devices: what is made of totals does not depend on how the microbatch is split.
+        totals = over_batch(_sum_of([dict(each.totals) for each in aux]))
+        return x, _sum_of([_parts_of_means(each.make(totals), num_tokens) for each in aux])
 
     return StackFunctions(stack.name, stack.num_layers, layer, build_policy(plan.spec.remat, stack.name, plan.arrays))
 
 
-def _with_parts_of_means(plan: Plan, output: Any) -> tuple[Any, Aux]:
-    """What a piece returned, with losses and statistics as parts of the mean over the tokens of the global batch."""
-    x, aux = split_aux(output)
-    num_tokens = float(plan.spec.tokens_per_step)  # may be no int32
+def _sum_of(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *values: sum(values[1:], start=values[0]), *trees)
+
+
+def _over_batch(plan: Plan) -> Callable[[Any], Any]:
+    """The sum over all devices that have tokens of a microbatch, of a tree of arrays; it has no gradient."""
+    batch_axes = plan.sharding.batch_axes
+
+    def summed(tree: Any) -> Any:
+        tree = jax.tree.map(jax.lax.stop_gradient, tree)
+        return jax.lax.psum(tree, batch_axes) if batch_axes else tree
+
+    return summed
+
+
+def _is_token(plan: Plan, targets_BT: Array) -> Array | None:
+    """False for padding; None where the data of the run have none."""
+    return targets_BT != PADDING_TARGET if plan.spec.data.may_pad else None
+
+
+def _parts_of_means(aux: Aux, num_tokens: Array | float) -> Aux:
+    """Losses and statistics as parts of the mean over the tokens of the global batch."""
     losses = {name: loss.astype(jnp.float32) / num_tokens for name, loss in aux.losses.items()}
     statistics = {
         name: jax.lax.stop_gradient(statistic.astype(jnp.float32)) / num_tokens
         for name, statistic in aux.statistics.items()
     }
     totals = {name: jax.lax.stop_gradient(total.astype(jnp.float32)) for name, total in aux.totals.items()}
-    return x, Aux(losses, statistics, totals)
+    return Aux(losses, statistics, totals)
 
 
 def _head_parts(plan: Plan, weights: Weights, x_BTE: Array) -> list[Params]:
@@ -103,11 +136,13 @@ def _head_parts(plan: Plan, weights: Weights, x_BTE: Array) -> list[Params]:
 @register_dataclass
 @dataclass(frozen=True)
 class Shared:
-    """What all layers read beside their weights. dropout_keys_B: a key for each sequence; None for no dropout."""
+    """What all layers read beside their weights. dropout_keys_B: a key for each sequence; None for no dropout.
+    is_token_BT: False for padding; None where there is none."""
 
     positions_BT: Array
     segment_ids_BT: Array | None
     dropout_keys_B: Array | None
+    is_token_BT: Array | None
 
 
 def _shared(part: Batch, dropout_key: Array | None, plan: Plan) -> Shared:
@@ -122,7 +157,7 @@ def _shared(part: Batch, dropout_key: Array | None, plan: Plan) -> Shared:
     if shard is not None and dropout_key is not None:
         dropout_key = jax.random.fold_in(dropout_key, shard)
     keys_B = None if dropout_key is None else jax.vmap(partial(jax.random.fold_in, dropout_key))(part["row"])
-    return Shared(positions_BT, part.get("segment_ids"), keys_B)
+    return Shared(positions_BT, part.get("segment_ids"), keys_B, _is_token(plan, part["targets"]))
 
 
 def _parts_of_batch(tree: Any, num_parts: int) -> BatchSplit:
@@ -139,17 +174,14 @@ ContextMaker = Callable[[Shared, Array | int], Context]
 def _context_maker(plan: Plan) -> ContextMaker:
     """(shared, number of the piece: 0 for the embedding, from 1 on for the layers) -> Context."""
     activation, operation = _activation_layout(plan), lower_operations(plan.operations)
-    batch_axes = plan.sharding.batch_axes
-
-    def over_batch(x: Array) -> Array:
-        x = jax.lax.stop_gradient(x)
-        return jax.lax.psum(x, batch_axes) if batch_axes else x
 
     def make(shared: Shared, index: Array | int) -> Context:
         keys_B = shared.dropout_keys_B
         if keys_B is not None:
             keys_B = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B)
-        return Context(shared.positions_BT, activation, operation, shared.segment_ids_BT, keys_B, over_batch)
+        return Context(
+            shared.positions_BT, activation, operation, shared.segment_ids_BT, keys_B, shared.is_token_BT
+        )  # fmt: skip
 
     return make
 

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models import IGNORED_TARGET, Aux, Params
+from meshloom.models import PADDING_TARGET, Aux, Params
 
 from ..core.partition_spec import keep_axes
 from ..core.scopes import UPDATE, WORKING_PARAMETERS
 from ..core.trees import like, pick
+from ..parallel.loss import has_loss
 from ..parallel.weights import Reduction
 from ..plan import Plan
 from ..sharding.batch import batch_arrays
@@ -29,16 +30,19 @@ from .schedule import Batch, ModelWeights
 from .update import build_update
 
 LOSS_BY_SHARD = "loss_by_shard"
+NUM_PADDING = "num_padding"  # places of the batch that hold no token
 
 TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 
 
 def build_train_step(plan: Plan) -> TrainStep:
-    """Returns the step as a function of global arrays; its metrics: those of the update (update.py), num_targets,
-    `plan.auxiliary`, those of a stack by layer; and LOSS_BY_SHARD where the state before a step is kept: the sums over
-    the shards of the batch, in the order of the mesh, by which a device that computes wrongly is found.
+    """Returns the step as a function of global arrays, their rows in the order of `plan.row_order`; its metrics: those
+    of the update (update.py), num_targets, NUM_PADDING where the data may have some, `plan.auxiliary`, those of a stack
+    by layer; and LOSS_BY_SHARD where the state before a step is kept: the sums over the shards of the batch, in the
+    order of the mesh, by which a device that computes wrongly is found.
 
-    A global batch without any target has a loss of 0 and gradients of zero: the sum over no targets.
+    A global batch without any target has a loss of 0, the sum over no targets; its gradients are those of auxiliary
+    losses alone.
     """
     gradients = build_loss(plan, with_gradients=True)
     update = build_update(plan)
@@ -46,11 +50,11 @@ def build_train_step(plan: Plan) -> TrainStep:
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         dropout_key = jax.random.fold_in(jax.random.key(plan.spec.seed), state["step"])
-        (loss, num_targets), grads, auxiliary, shards = gradients(state["params"], batch, dropout_key, scale)
+        (loss, num_targets), grads, auxiliary, more = gradients(state["params"], batch, dropout_key, scale)
         with jax.named_scope(UPDATE):
             totals = {name: aux.totals for name, aux in auxiliary.items()}
             state, metrics = update(state, loss / jnp.maximum(num_targets, 1), grads, totals)
-        return state, metrics | {"num_targets": num_targets} | _auxiliary_metrics(auxiliary) | shards
+        return state, metrics | {"num_targets": num_targets} | _auxiliary_metrics(plan, auxiliary) | more
 
     return train_step
 
@@ -80,7 +84,8 @@ def build_init(plan: Plan) -> Callable[[], State]:
 def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     """(params, batch, dropout_key, scale) -> sums over the targets of a global batch, [cross-entropy, number of them];
     with `with_gradients` also the gradient of scale times the mean objective, in the layout of the update, of those
-    parameters that are trained; the auxiliary outputs by stack, and of the head; and losses by shard, by name.
+    parameters that are trained; the auxiliary outputs by stack, and of the head; and NUM_PADDING and LOSS_BY_SHARD, by
+    name, where they are due.
 
     dropout_key: None for no dropout. Gradients are accumulated in `precision.gradients` over the microbatches.
     """
@@ -109,7 +114,8 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
         )
 
     def over_the_mesh(params: Params, batch: Batch, dropout_key: Array | None = None, scale: Any = 1.0) -> Any:
-        rows = {"row": jnp.arange(plan.spec.global_batch_size)}  # a sequence's number, whichever device has it
+        # A sequence's number, whichever device has it.
+        rows = {"row": plan.row_order.rows_at(jnp.arange(plan.spec.global_batch_size))}
         return split(params, batch | rows, dropout_key, jnp.asarray(scale, jnp.float32))
 
     return over_the_mesh
@@ -127,25 +133,35 @@ def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]
     def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
         with jax.named_scope(WORKING_PARAMETERS):
             working = jax.tree.map(lambda x, dtype: x.astype(dtype), params, used_types)
-        num_targets = over_batch(jnp.sum(batch["targets"] != IGNORED_TARGET))
+        num_targets = over_batch(jnp.sum(has_loss(batch["targets"])))
+        num_tokens: Array | float = float(plan.spec.tokens_per_step)  # may be no int32
+        more = dict[str, Array]()
+        if plan.spec.data.may_pad:
+            more[NUM_PADDING] = over_batch(jnp.sum(batch["targets"] == PADDING_TARGET))
+            num_tokens = jnp.maximum(num_tokens - more[NUM_PADDING].astype(jnp.float32), 1)
         weights = ModelWeights(params, working, plan.weights, reduction, plan.mesh.num_shards)
-        functions = build_functions(plan, num_targets, dropout_key)
+        functions = build_functions(plan, num_targets, num_tokens, dropout_key)
         sums, grads = schedule.run(functions, weights, batch, gradient_scale=scale if with_gradients else None)
         loss = jnp.stack([over_batch(sums.loss), num_targets.astype(jnp.float32)])
         if not with_gradients:
             return loss
         grads, auxiliary = pick(grads, plan.sharding.trained), jax.tree.map(over_batch, sums.auxiliary)
-        return loss, grads, auxiliary, {LOSS_BY_SHARD: by_shard(sums.loss)} if plan.spec.keeps_state else {}
+        return loss, grads, auxiliary, more | ({LOSS_BY_SHARD: by_shard(sums.loss)} if plan.spec.keeps_state else {})
 
     return local
 
 
-def _auxiliary_metrics(auxiliary: dict[str, Aux]) -> dict[str, Array]:
-    """Means over the entries of each output: of a stack (layers,), of the head a scalar."""
-    return {
+def _auxiliary_metrics(plan: Plan, auxiliary: dict[str, Aux]) -> dict[str, Array]:
+    """Means over the entries of each output: of a stack (layers,), of the head a scalar; and the stacks' measures."""
+    means = {
         f"{piece}/{name}": jnp.mean(value, axis=tuple(range(0 if piece == "head" else 1, value.ndim)))
         for piece, aux in auxiliary.items()
         for name, value in {**aux.losses, **aux.statistics}.items()
+    }
+    return means | {
+        f"{stack.name}/{name}": jax.vmap(measure.of)(auxiliary[stack.name].totals[measure.total])
+        for stack in plan.model.stacks
+        for name, measure in stack.measures.items()
     }
 
 

@@ -36,7 +36,7 @@ NOT_IN_PROGRAM = (
     "profile", "artifact", "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold",
     "sharding.on_replicated",
     "on_too_little_memory", "overlap.max_exposed", "overlap.search", "overlap.flag_presets", "data.source",
-    "data.tokenizer", "data.packing", "data.held_out_fraction", "data.held_out_by", "data.shuffle_seed",
+    "data.tokenizer", "data.held_out_fraction", "data.held_out_by", "data.shuffle_seed",
     "data.num_epochs", "data.max_text_bytes", "data.num_prefetch_threads", "data.num_prefetch_batches",
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshloom.models import IGNORED_TARGET
+from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 
 from .store import TokenStream
 
@@ -73,13 +73,15 @@ class PackedSequences:
     def __getitem__(self, index: int) -> Row:
         pieces = slice(self._plan.firsts[index], self._plan.firsts[index + 1])
         starts, stops = self._plan.starts[pieces], self._plan.stops[pieces]
-        inputs, targets = np.full(self._length, PADDING, np.int32), np.full(self._length, IGNORED_TARGET, np.int32)
+        inputs, targets = np.full(self._length, PADDING, np.int32), np.full(self._length, PADDING_TARGET, np.int32)
         is_cut = ~self._stream.is_document_end(stops)  # the document goes on elsewhere, so its next token is known
         ends = np.cumsum(stops - starts)
         for start, stop, more, end in zip(starts.tolist(), stops.tolist(), is_cut.tolist(), ends.tolist(), strict=True):
             tokens, begin = self._stream.read(start, stop + more), end - (stop - start)
             inputs[begin:end] = tokens[: stop - start]
             targets[begin : begin + len(tokens) - 1] = tokens[1:]
+            if not more:
+                targets[end - 1] = IGNORED_TARGET
         row = {"inputs": inputs, "targets": targets}
         if self._isolate:
             return row | _documents(stops - starts, self._length)

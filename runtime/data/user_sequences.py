@@ -7,7 +7,7 @@ import numpy as np
 from meshloom.compiler.config.data_spec import DataSpec, PythonSource
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import counted
-from meshloom.models import IGNORED_TARGET
+from meshloom.models import PADDING_TARGET
 
 from .packing import PADDING, Row
 from .store import Split, in_split
@@ -43,7 +43,7 @@ class UserSequences:
         count = len(tokens) - 1
         row = {
             "inputs": _padded(tokens[:-1], self._length, PADDING),
-            "targets": _padded(tokens[1:], self._length, IGNORED_TARGET),
+            "targets": _padded(tokens[1:], self._length, PADDING_TARGET),
         }
         if "positions" in self._names:
             row["positions"] = _padded(np.arange(count), self._length, 0)
@@ -60,9 +60,11 @@ class UserSequences:
             if array.shape != (self._length,) or array.dtype.kind not in "iu":
                 what = f"has '{name}' of shape {array.shape} and type {array.dtype}"
                 raise ConfigError([self._items.problem(index, what, fix)])
-            if array.min() < (IGNORED_TARGET if name == "targets" else 0):
+            if array.min() < (PADDING_TARGET if name == "targets" else 0):
                 raise ConfigError([self._items.problem(index, f"has {array.min()} in '{name}'", fix)])
             row[name] = array.astype(np.int32)
+        if "segment_ids" in row:
+            row["targets"] = np.where(row["segment_ids"] == 0, PADDING_TARGET, row["targets"])
         return row
 
 

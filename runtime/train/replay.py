@@ -26,7 +26,7 @@ from meshloom.compiler.step.train_step import LOSS_BY_SHARD
 from meshloom.compiler.xla.programs import Programs
 
 from ..core.failures import FAULTY, RunFailed
-from .rows import rows_held
+from .rows import rows_held, sequences_of
 
 NUM_LOSSES = 32  # of which the median is taken
 FEWEST_LOSSES = 8  # before one is called a spike
@@ -140,7 +140,8 @@ class Replay:
         parts = ~np.isfinite(result.metrics[LOSS_BY_SHARD])
         devices = self._devices_of_shards(parts)
         rows = NamedSharding(self._mesh, self._plan.sharding.batch.rows_spec)
-        return rows_held(rows, self._plan.spec.global_batch_size, devices or self._mesh.devices.flat)
+        held = rows_held(rows, self._plan.spec.global_batch_size, devices or self._mesh.devices.flat)
+        return sorted(sequences_of(self._plan.row_order, held))
 
     def _who_differs(self, odd: Result, right: Result) -> str:
         """Returns the devices that computed another loss, or else hold other bits. A wrong gradient reaches all."""

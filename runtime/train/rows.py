@@ -12,6 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from meshloom.compiler.sharding.row_order import RowOrder
+
 
 def rows_held(sharding: Sharding, num_rows: int, devices: Iterable[Any] | None = None) -> tuple[int, ...]:
     """Returns the rows of an array of `num_rows` that these devices hold (default: those of this process), in order."""
@@ -21,10 +23,15 @@ def rows_held(sharding: Sharding, num_rows: int, devices: Iterable[Any] | None =
 
 
 def local_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[int, ...]:
-    """Returns the rows of the global batch that this process reads."""
+    """Returns the rows of the batch on the devices that this process fills."""
     first = next(iter(batch.values()))
     assert first.sharding is not None
     return rows_held(_of_rows(first.sharding), first.shape[0])
+
+
+def sequences_of(order: RowOrder, rows: Sequence[int]) -> tuple[int, ...]:
+    """Returns the numbers of the sequences in some rows of a batch on the devices (row_order.py)."""
+    return tuple(map(int, order.rows_at(np.asarray(rows, int))))
 
 
 def in_order(local: Mapping[str, np.ndarray], order: np.ndarray | None) -> Mapping[str, np.ndarray]:

@@ -60,7 +60,7 @@ from .next_steps import next_steps
 from .nonfinite import NonFinite
 from .profiler import Profiler, check_profile
 from .replay import Replay
-from .rows import local_rows
+from .rows import local_rows, sequences_of
 from .stragglers import Stragglers
 from .time_spent import Stopwatch, rows_of, spent_by_earlier_starts
 from .trackers import Tracker, Trackers, find_trackers, tracked_run
@@ -200,7 +200,7 @@ def _run(
     with Checkpoints(run_dir, plan.spec) as checkpoints:
         with watch.spending("compile"):
             programs = make_programs(plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes)
-        rows = local_rows(programs.batch)
+        rows = sequences_of(plan.row_order, local_rows(programs.batch))
         batches = iter(data["train"].of_rows(rows))
         with stop.waiting_for("the state to start from"), watch.spending("restore" if start else "start"):
             state, first_step = _initial_state(start, plan, programs, batches, console)

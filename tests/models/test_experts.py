@@ -128,3 +128,27 @@ def _needed_by(equations, which):
                 found.add(at)
                 todo.append(at)
     return found
+
+
+def test_padding_is_sent_to_no_expert():
+    """Whatever is in it: the others' sum, and every gradient, are those of the tokens alone."""
+    chance = np.random.default_rng(0)
+    shapes = ((2, 6, 8), (2, 6, 2), (5, 8, 4), (5, 8, 4), (5, 4, 8))
+    x, weights, *matrices = (chance.normal(0, 0.5, shape).astype(np.float32) for shape in shapes)
+    ids, is_token = (
+        jnp.asarray(chance.integers(0, 5, (2, 6, 2)), jnp.int32),
+        np.array([[True] * 4 + [False] * 2, [True] * 6]),
+    )
+    x[~is_token] = 1e30
+    context = Context(jnp.arange(6)[None], lambda name, x, *axes, **_: x, is_token_BT=jnp.asarray(is_token))
+
+    def total(x, weights, *matrices):
+        y, num_dropped = context.apply_experts("routed", x, weights, ids, *matrices, activation="silu")
+        return jnp.sum(jnp.sin(y)) + num_dropped, y
+
+    (_, y), (of_x, of_weights, *_) = jax.value_and_grad(total, (0, 1, 2, 3, 4), has_aux=True)(x, weights, *matrices)
+    expected = dense_experts(x[is_token], weights[is_token], ids[is_token], *matrices)
+    np.testing.assert_allclose(y[is_token], expected, atol=1e-5)
+    assert not np.any(y[~is_token])
+    assert not np.any(of_x[~is_token])
+    assert not np.any(of_weights[~is_token])

@@ -127,7 +127,7 @@ class _LazyPrograms:
     """The programs of a plan on the first devices, each lowered and compiled when it is first asked for."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self._plan, self.rows = plan, plan.row_order.rows()
         self._mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
         self._shapes = lower(plan, self._mesh, ())
 
@@ -159,6 +159,8 @@ def tiered(names: Iterable[str], *, plain: Collection[str], release: Collection[
 def on_devices(programs: Programs, tokens: np.ndarray, order: np.ndarray | None = None) -> dict[str, Array]:
     """(batch, length + 1) tokens as a global batch. order: of the tokens, where devices split sequences."""
     batch = in_order({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, order)
+    if isinstance(programs, _LazyPrograms):
+        batch = {name: x[programs.rows] for name, x in batch.items()}
     return {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
 
 
@@ -225,7 +227,7 @@ def gradients_of(
     rows = NamedSharding(mesh, plan.sharding.batch.spec)
     host = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], **documents}
     host = in_order(host, plan.token_order.of_sequence(tokens.shape[1] - 1))
-    batch = {name: jax.device_put(x, rows) for name, x in host.items()}
+    batch = {name: jax.device_put(x[plan.row_order.rows()], rows) for name, x in host.items()}
     with jax.set_mesh(mesh):
         (loss, num_targets), grads, *_ = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch)
     return float(loss / num_targets), jax.tree.map(np.asarray, grads)

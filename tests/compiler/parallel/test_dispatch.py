@@ -13,8 +13,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshloom.compiler.parallel import dispatch
-from meshloom.compiler.parallel.dispatch import Experts, sort_by_expert, take_rows
+from meshloom.compiler.parallel.dispatch import Experts, sort_by_expert, take_rows, without_unsent
 from meshloom.compiler.parallel.grouped_matmul import grouped_matmul
+from meshloom.models.experts import NO_EXPERT
 from support.experts import dense_experts, emulated_ragged_all_to_all
 from support.helpers import tiered
 
@@ -130,9 +131,9 @@ def test_rows_of_no_expert_do_not_matter_where_a_kernel_leaves_them_undefined(na
         np.testing.assert_allclose(ours, expected, atol=4e-6 * np.abs(expected).max())
 
 
-def _dropped_by_hand(name, ids, rows):
-    """True for choices (N, K) that do not fit, from the description of each exchange alone."""
-    device, owner = np.arange(len(ids)) // N, ids // (X // DEVICES)
+def _dropped_by_hand(name, ids, rows, device=None):
+    """True for choices (N, K) that do not fit, from the description of each exchange alone. device: of each token."""
+    device, owner = np.arange(len(ids)) // N if device is None else device, ids // (X // DEVICES)
     dropped, used = np.zeros(ids.shape, bool), {}
     order = [(t, k) for t in range(len(ids)) for k in range(K)]
     if name == "capacity":
@@ -162,6 +163,30 @@ def test_what_does_not_fit_is_dropped_counted_and_has_no_gradient(name):
     kept = [inputs[0], np.where(cleared, 0, inputs[1]), *inputs[2:]]
     expected = list(_reference_gradients(kept))
     expected[1] = np.where(cleared, 0, expected[1])
+    for ours, reference in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(ours, reference, atol=4e-6 * np.abs(reference).max())
+
+
+@pytest.mark.parametrize("name", tiered(ROWS, plain=["padded"]))
+def test_tokens_of_no_expert_take_no_row(name):
+    """All of them would go to one expert, before the others: with it there is room for fewer."""
+    rows, inputs = ROWS[name], _inputs(skewed=True)
+    is_sent, ids = np.arange(DEVICES * N) % 3 > 0, inputs[2]
+    inputs[2] = np.where(is_sent[:, None], ids, NO_EXPERT).astype(np.int32)
+    cleared = np.zeros(ids.shape, bool)
+    cleared[is_sent] = _dropped_by_hand(name, ids[is_sent], rows, np.flatnonzero(is_sent) // N)
+    assert 0 < cleared.sum() < _dropped_by_hand(name, ids, rows).sum()
+    how, options = DROPLESS[name][0], {"rows": rows} | ({"is_dropless": False} if name == "ragged" else {})
+
+    def of_tokens(*operands, experts, **options):
+        return without_unsent(partial(how, experts=experts, **options), experts)(*operands)
+
+    y, dropped, gradients = _run(of_tokens, inputs, **options)
+    gone = cleared | ~is_sent[:, None]
+    np.testing.assert_allclose(y, dense_experts(inputs[0], inputs[1], ids, *inputs[3:], cleared_NK=gone), atol=2e-6)
+    assert dropped.sum() == cleared.sum()
+    expected = list(_reference_gradients([inputs[0], np.where(gone, 0, inputs[1]), ids, *inputs[3:]]))
+    expected[1] = np.where(gone, 0, expected[1])
     for ours, reference in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(ours, reference, atol=4e-6 * np.abs(reference).max())
 

@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -18,13 +18,12 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.sharding.model_check import check_model, check_totals
 from meshloom.compiler.step.train_step import build_train_step
-from meshloom.models import Aux, Context, UpdateRule, split_aux
-from support.experts import MOE, documents_of, emulated_ragged_all_to_all, objective
+from meshloom.models import Aux, Context, Measure, UpdateRule, split_aux
+from support.experts import MOE, documents_of, emulated_ragged_all_to_all, objective, without_padding
 from support.helpers import gradients_of, on_devices, programs_of, reference_steps, tiered, written_collectives
 from support.pairwise import all_pairs, cover_pairs, pairs_of
 
 EXPERT = ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=2", "mesh.expert=2")
-ALONE = "model.load_balancing_weight=0.0"  # its f_i are those of a microbatch: with several it is another loss
 PADDED, GATHERED, CAPACITY, RAGGED = (
     f"parallel.experts={name}" for name in ("padded", "gathered", "capacity", "ragged")
 )
@@ -48,30 +47,28 @@ LEVELS = {
     "cut": {"whole": (), "2 chunks": ("moe.num_chunks=2",), "2 parts": ("overlap.layers.batch_split=2",)},
     "loop": {"scan": (), "prefetch": ("overlap=prefetch",)},
     "microbatches": {"1": (), "2": ("num_microbatches=2",)},
-    "documents": {"one": (), "packed": ("data.isolate_documents=true",)},
+    "documents": {"one": (), "packed": ("data.isolate_documents=true",),
+                  "padded": ("data.isolate_documents=true", "data.packing=first_fit")},
     "family": {"mixtral": (), "deepseek": (*DEEP, *LATENT, "model.router_bias_update_rate=0.0")},
 }  # fmt: skip
-
-
-def _declared(row):
-    """The overrides of a row. Each microbatch, and each part of a batch, has its own share f of choices in the loss of
-    balance: with two it is another loss, and left out."""
-    chosen = [override for factor, level in row.items() for override in LEVELS[factor][level]]
-    return (*chosen, *([ALONE] if row["microbatches"] == "2" or row["cut"] == "2 parts" else []))
 
 
 COVER = cover_pairs({factor: tuple(levels) for factor, levels in LEVELS.items()})
 CASES = {
     "zero2 2x2, prefetch": ("sharding=zero2", "target=cpu-4", "mesh.data=4", "overlap=prefetch"),
     "fsdp_tensor 2x2, remat full": ("sharding=fsdp_tensor", "target=cpu-4", "remat=full"),
-    "padded, replica 2, prefetch, in backward": (
+    "padded, replica 2, prefetch, in backward, 2 microbatches of 2 parts, with padding": (
         *EXPERT[:2], "mesh.fsdp=1", "mesh.replica=2", "mesh.expert=2", PADDED, "overlap=prefetch",
-        "overlap.layers.reduce_in_backward=true",
+        "overlap.layers.reduce_in_backward=true", *LEVELS["documents"]["padded"], "num_microbatches=2",
+        "overlap.layers.batch_split=2",
     ),
     "gathered, imbalance that fits": (*EXPERT, GATHERED, "moe.max_imbalance=1.9"),
-    **{"; ".join(row.values()): _declared(row) for row in COVER},
+    **{
+        "; ".join(row.values()): tuple(override for factor, level in row.items() for override in LEVELS[factor][level])
+        for row in COVER
+    },
 }  # fmt: skip
-PLAIN = ("padded, replica 2, prefetch, in backward",)
+PLAIN = ("padded, replica 2, prefetch, in backward, 2 microbatches of 2 parts, with padding",)
 
 
 @pytest.fixture
@@ -95,30 +92,27 @@ def plan_for(monkeypatch):
 @pytest.fixture(scope="module")
 def reference():
     """By model: (initial parameters, (parameters, tokens, documents) -> (loss, gradients)), on one device without any
-    of our step."""
+    of our step. A microbatch is so many sequences of the batch, whatever the mesh."""
 
     @cache
-    def of_model(config):
+    def of_model(config, num_microbatches):
         model = config.build()
-
-        def objective_of(params, tokens, documents):
-            return objective(model, params, tokens[:, :-1], tokens[:, 1:], documents)
-
-        grad = jax.jit(jax.value_and_grad(objective_of, has_aux=True))
+        grad = jax.jit(jax.value_and_grad(partial(objective, model), has_aux=True))
 
         def loss_and_gradients(params, tokens, documents):
-            (_, loss), grads = grad(params, tokens, documents)
+            microbatches = without_padding(tokens, documents, num_microbatches=num_microbatches)
+            (_, loss), grads = grad(params, microbatches)
             return loss, grads
 
         return jax.tree.map(np.asarray, model.init(jax.random.key(0))), loss_and_gradients
 
-    return lambda plan: of_model(plan.spec.model)
+    return lambda plan: of_model(plan.spec.model, plan.spec.num_microbatches)
 
 
 def test_the_cover_has_every_pair():
     factors = {factor: tuple(levels) for factor, levels in LEVELS.items()}
     assert set().union(*map(pairs_of, COVER)) == set(all_pairs(factors))
-    assert len(COVER) == 16  # four meshes with four exchanges need as many
+    assert len(COVER) == 17  # four meshes with four exchanges need 16
 
 
 @pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN))
@@ -128,7 +122,8 @@ def test_gradients_are_those_of_one_device(name, tokens, reference, plan_for):
     if "router_bias_X" in params["layers"]["mlp"]:  # starts at zero
         bias = np.random.default_rng(1).normal(0, 0.1, params["layers"]["mlp"]["router_bias_X"].shape)
         params = combined(params, {"layers": {"mlp": {"router_bias_X": bias.astype(np.float32)}}})
-    documents = documents_of(tokens[0]) if plan.spec.data.isolate_documents else {}
+    data = plan.spec.data
+    documents = documents_of(tokens[0], is_padded=data.may_pad) if data.isolate_documents else {}
     loss, grads = loss_and_gradients(params, tokens[0], documents)
     our_loss, our_grads = gradients_of(plan, params, tokens[0], documents)
     assert our_loss == pytest.approx(float(loss), rel=2e-6)
@@ -146,8 +141,8 @@ def test_gradients_are_those_of_one_device(name, tokens, reference, plan_for):
 @pytest.mark.parametrize(
     "name", ["fsdp 2, expert 2; padded; kept; whole; scan; 1; one; mixtral",
              "replica 2, expert 2; ragged; kept; 2 chunks; prefetch; 1; one; mixtral",
-             "context 2, expert 2; gathered; kept; 2 parts; prefetch; 1; one; mixtral",
-             "replica 2, expert 2; capacity; dots; whole; prefetch; 1; one; deepseek"]
+             "replica 2, expert 2; gathered; kept; whole; scan; 2; one; mixtral",
+             "context 2, expert 2; capacity; full; 2 parts; scan; 2; one; mixtral"]
 )  # fmt: skip
 def test_ten_steps_are_those_of_one_device(name, tokens, reference, plan_for):
     plan = plan_for(*CASES[name])
@@ -162,52 +157,60 @@ def test_ten_steps_are_those_of_one_device(name, tokens, reference, plan_for):
     np.testing.assert_allclose(np.array(ours), curve, rtol=5e-4, atol=1e-7)
 
 
+PADDED_DOCUMENTS = LEVELS["documents"]["padded"]
+
+
 @pytest.mark.ci
 def test_metrics_say_how_evenly_tokens_are_spread_and_what_is_dropped(tokens):
-    """From the router's own choices, layer by layer, in NumPy."""
-    plan = plan_of(*MOE, *EXPERT, CAPACITY, "moe.capacity_factor=0.5")
-    programs = programs_of(plan)
-    state = programs.init()
+    """From the router's own choices, layer by layer, in NumPy: of the whole batch, and without its padding."""
+    plan = plan_of(*MOE, *EXPERT, CAPACITY, "moe.capacity_factor=0.5", "num_microbatches=2", *PADDED_DOCUMENTS)
+    programs, documents = programs_of(plan), documents_of(tokens[0], is_padded=True)
+    state, is_token = programs.init(), documents["segment_ids"] > 0
     params = jax.tree.map(np.asarray, state["params"])
-    _, metrics = programs.train(state, on_devices(programs, tokens[0]))
+    host = {"inputs": tokens[0][:, :-1], **documents}
+    rows = plan.row_order.rows()
+    batch = {name: jax.device_put(host[name][rows], x.sharding) for name, x in programs.batch.items()}
+    _, metrics = programs.train(state, batch)
     seen = []
 
     def recorded(kind, _, plain, *operands, **options):
         if kind == "experts":
             seen.append(np.asarray(operands[2]))
-            return _with_half_the_capacity(plain, *operands, **options)
+            x, weights, ids, *matrices = operands
+            kept = np.where(_cleared(ids, is_token), 0, weights)
+            return plain(x, kept, ids, *matrices, **options)
         return plain(*operands, **options)
 
-    context = Context(jax.numpy.arange(16)[None], lambda name, x, *axes, **_: x, recorded)
+    positions, ids = jax.numpy.asarray(documents["positions"]), jax.numpy.asarray(documents["segment_ids"])
+    context = Context(positions, lambda name, x, *axes, **_: x, recorded, ids)
     x = plan.model.embed.apply(params["embed"], tokens[0][:, :-1], context)
     (stack,) = plan.model.stacks
     for i in range(stack.num_layers):
-        x, _ = stack.layer.apply(jax.tree.map(lambda w, i=i: w[i], params[stack.name]), x, context)
-    counts = np.array([np.bincount(ids.reshape(-1), minlength=8) for ids in seen])
+        x, _ = split_aux(stack.layer.apply(jax.tree.map(lambda w, i=i: w[i], params[stack.name]), x, context))
+    counts = np.array([np.bincount(ids[is_token].reshape(-1), minlength=8) for ids in seen])
     shares = counts / counts.sum(1, keepdims=True)
     entropy = -(shares * np.log(np.maximum(shares, 1e-20))).sum(1) / math.log(8)
     np.testing.assert_allclose(metrics["layers/expert_load"], shares.max(1) * 8, rtol=1e-5)
     np.testing.assert_allclose(metrics["layers/expert_entropy"], entropy, rtol=1e-5)
-    dropped = np.array([_cleared(ids).mean() for ids in seen])
+    dropped = np.array([_cleared(ids, is_token)[is_token].mean() for ids in seen])
     assert 0.1 < dropped.mean() < 0.9
     np.testing.assert_allclose(metrics["layers/dropped"], dropped, rtol=1e-5)
+    assert int(metrics["num_padding"]) == (~is_token).sum() > 50
 
 
-def _cleared(ids):
-    """True for the choices that 4 devices drop, each with room for half of the mean of its 4 sequences x 16 tokens."""
-    rows, cleared = 4 * 16 * 2 // 8 // 2, np.zeros(ids.shape, bool)
-    for device in range(4):
+def _cleared(ids, is_token):
+    """True for the choices that 4 devices drop, each with room for half of the mean of its 2 sequences x 16 tokens of
+    each of 2 microbatches; padding takes no room."""
+    rows, cleared = 2 * 16 * 2 // 8 // 2, np.zeros(ids.shape, bool)
+    for first in range(0, 16, 2):  # of 8 sequences of a microbatch, 2 on each device
         used = Counter()
         for k in range(2):
-            for at in np.ndindex(4, 16):
-                place = (4 * device + at[0], at[1], k)
-                used[ids[place]] += 1
-                cleared[place] = used[ids[place]] > rows
+            for at in np.ndindex(2, 16):
+                place = (first + at[0], at[1], k)
+                if is_token[place[:2]]:
+                    used[ids[place]] += 1
+                    cleared[place] = used[ids[place]] > rows
     return cleared
-
-
-def _with_half_the_capacity(plain, x, weights, ids, *matrices, **options):
-    return plain(x, np.where(_cleared(np.asarray(ids)), 0, weights), ids, *matrices, **options)
 
 
 BALANCED = (*DEEP, "model.router_bias_update_rate=0.01", "model.num_layers=3")
@@ -247,7 +250,13 @@ def test_a_frozen_bias_stays_and_a_wrong_rule_is_an_error():
     grown = {"mlp/router_bias_X": UpdateRule("tokens", lambda bias, tokens: bias[:3] + tokens[:3])}
     for rules, words in ((stack.rules, "reads the total 'expert_tokens'"), (grown, "makes an array of shape (3)")):
         with pytest.raises(ConfigError, match=re.escape(words)):
-            check_totals(replace(stack, rules=rules), aux)
+            check_totals(replace(stack, rules=rules, measures={}), aux)
+    for of, total, words in (
+        (lambda tokens: tokens.max(), "load", "the measure 'load' of stack 'layers' reads the total 'load'"),
+        (lambda tokens: tokens, "tokens", "the measure 'load' of stack 'layers' is no scalar"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            check_totals(replace(stack, rules={}, measures={"load": Measure(total, of)}), aux)
     unknown = replace(stack, rules={"mlp/bias": UpdateRule("tokens", lambda bias, tokens: bias)})
     with pytest.raises(ConfigError, match="has a rule for 'mlp/bias'"):
         check_model("moe", replace(model, stacks=(unknown,)))

@@ -48,7 +48,7 @@ OUTSIDE = (
     "distributed.heartbeat_timeout_seconds=11", "distributed.shutdown_timeout_seconds=12", "shards.directory=there",
     "shards.num_tokens_per_shard=10", "shards.bpe_vocab_size=300", "shards.bpe_text_bytes=1000",
     "data=text_files", "data.source.paths=[x]", "data/tokenizer=sentencepiece", "data.tokenizer.path=x",
-    "data.packing=first_fit", "data.held_out_fraction=0.2", "data.held_out_by=position", "data.shuffle_seed=5",
+    "data.held_out_fraction=0.2", "data.held_out_by=position", "data.shuffle_seed=5",
     "data.num_epochs=2",
     "data.max_text_bytes=1000", "data.num_prefetch_threads=2", "data.num_prefetch_batches=9",
     "sweep.objective=mfu", "sweep.retry=[failed]", "tune.objective=cost", "tune.price_per_chip_hour={v5p: 1}",
@@ -96,6 +96,7 @@ def test_keys_outside_of_the_program_do_not_change_it(usual):
         ("num_steps=11", {"num_steps"}),  # by the schedule
         ("remat=full", {"remat.policy"}),
         ("data.isolate_documents=true", {"data.isolate_documents"}),
+        ("data.packing=first_fit", {"data.packing"}),
         ("loss.max_logits_bytes=1000", {"loss.max_logits_bytes"}),
         ("mesh.fsdp=4 mesh.data=2", {"mesh.fsdp", "mesh.data"}),
         ("on_nonfinite=skip", {"on_nonfinite"}),

@@ -9,7 +9,7 @@ import pytest
 from conftest import spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.sharding.batch import batch_arrays
-from meshloom.models import IGNORED_TARGET
+from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.batches import BatchSource, converted_state
 from meshloom.runtime.data.packing import ConcatenatedSequences, PackedSequences, plan_first_fit
@@ -123,7 +123,7 @@ def _reference_row(pieces, length, isolate):
             row["positions"].append(at - start)
             row["segment_ids"].append(number + 1)
     padding = length - len(row["inputs"])
-    for name, value in (("inputs", 0), ("targets", IGNORED_TARGET), ("positions", 0), ("segment_ids", 0)):
+    for name, value in (("inputs", 0), ("targets", PADDING_TARGET), ("positions", 0), ("segment_ids", 0)):
         row[name] += [value] * padding
     return row if isolate else {name: row[name] for name in ("inputs", "targets")}
 

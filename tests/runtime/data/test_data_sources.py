@@ -18,6 +18,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from conftest import spec_of
 from meshloom.compiler.config.allowed_code import code_allowed_from
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.corpus import open_store
 from meshloom.runtime.data.documents import find_files, parts_of
@@ -316,10 +317,11 @@ def test_a_users_wrong_sequence_is_an_error(my_code, monkeypatch, item, told):
 
 
 def test_a_users_arrays_are_passed_on(my_code, monkeypatch):
-    arrays = {"inputs": np.arange(8), "targets": np.full(8, -1), "positions": np.arange(8), "segment_ids": np.ones(8, int)}  # fmt: skip  # noqa: E501
+    arrays = {"inputs": np.arange(8), "targets": np.full(8, -1), "positions": np.arange(8), "segment_ids": np.array([1] * 6 + [0] * 2)}  # fmt: skip  # noqa: E501
     monkeypatch.setattr(my_code.Sequences, "__getitem__", lambda self, index: arrays)
     spec = spec_of(*_user("Sequences", "data.source.arguments.count=100"), *SHORT, "data.isolate_documents=true")
     batch = next(iter(open_data(spec)["train"]))
+    arrays["targets"] = np.array([IGNORED_TARGET] * 6 + [PADDING_TARGET] * 2)  # where they are in no document
     assert {name: array[3].tolist() for name, array in batch.items()} == {k: v.tolist() for k, v in arrays.items()}
 
 
