@@ -44,7 +44,7 @@ def main() -> None:
                 Checkpoints(Path(folder), spec) as checkpoints,
             ):
                 began = time.perf_counter()
-                checkpoints.save(1, state, nowhere, eval_loss=None)
+                checkpoints.save(1, state, nowhere, num_tokens=0, eval_loss=None)
                 checkpoints.wait()
                 seconds[name].append(time.perf_counter() - began)
                 saved = Path(folder) / FOLDER / "1"

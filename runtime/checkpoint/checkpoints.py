@@ -46,7 +46,8 @@ class Restored:
     """state: laid out for this run. step: steps done in it. other_data: the keys in which this run's data are others
     than those of the checkpoint; where there are any, the data start at their beginning. batch_before: the size of a
     global batch then, if it is another one; num_skipped: sequences that are left out, up to a whole batch of now.
-    schedule: what reschedule.py compares with this run's."""
+    schedule: what reschedule.py compares with this run's. num_tokens: seen in all steps so far; None where the
+    checkpoint does not say."""
 
     state: Any
     step: int
@@ -54,6 +55,7 @@ class Restored:
     batch_before: int | None
     num_skipped: int
     schedule: dict[str, Any]
+    num_tokens: int | None
 
 
 class Checkpoints:
@@ -88,8 +90,8 @@ class Checkpoints:
         newest = next(finished(self.directory), None)
         return int(newest.name) if newest else None
 
-    def save(self, step: int, state: Any, batches: Placed, *, eval_loss: float | None) -> None:
-        """Saves what `step` steps made, once. The state may be donated to the next step at once.
+    def save(self, step: int, state: Any, batches: Placed, *, num_tokens: int, eval_loss: float | None) -> None:
+        """Saves what `step` steps made of `num_tokens` tokens, once. The state may be donated to the next step at once.
 
         With it goes the position in the data, which any number of processes can go on from. Raises RunFailed where this
         save or the one before it cannot be written.
@@ -102,6 +104,7 @@ class Checkpoints:
             "position": batches.get_state(),
             "identity": batches.identity,
             "schedule": schedule_record(self._spec, num_updates),
+            "num_tokens": num_tokens,
         }
         content = {"state": state, "data": data}
         with self._told():
@@ -173,7 +176,8 @@ def restore(start: Start, state: Any, batches: Placed) -> Restored:
         position, num_skipped = converted_state(position, batch_before, here[BATCH_SIZE])
     if not other_data:
         batches.set_state(position)
-    return Restored(content["state"], start.step, other_data, batch_before, num_skipped, content["data"]["schedule"])
+    schedule, num_tokens = content["data"]["schedule"], content["data"].get("num_tokens")
+    return Restored(content["state"], start.step, other_data, batch_before, num_skipped, schedule, num_tokens)
 
 
 def set_aside(damaged: dict[Path, str]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.step.train_step import NUM_PADDING
 from meshloom.compiler.xla.programs import Programs
 
 from ..checkpoint.checkpoints import Checkpoints
@@ -73,14 +74,14 @@ class Loop:
         self._take_step = take_step or (lambda state, batch, *_: programs.train(state, batch))
         self._targets = MissingTargets(warn)
         self._skips, self._feed = SkipCounter(plan.spec), Feed(plan, programs, batches, watch)
-        self._last_finish = 0.0
+        self._last_finish, self._num_tokens = 0.0, 0
 
-    def run(self, state: Any, first_step: int) -> int:
-        """Trains from `first_step` steps done until all are, or a stop is asked for. Returns the steps done.
+    def run(self, state: Any, first_step: int, num_tokens: int = 0) -> int:
+        """Trains from `first_step` steps and `num_tokens` tokens on, until a stop is asked for. Returns the steps done.
 
         Raises NonFinite, and saves nothing more, where training cannot go on.
         """
-        running, done, eval_loss = None, first_step, None
+        running, done, eval_loss, self._num_tokens = None, first_step, None, num_tokens
         self._last_finish = time.perf_counter()
         while done < self.spec.num_steps and not self.stop.is_due(done):
             position = self.batches.get_state()
@@ -121,8 +122,9 @@ class Loop:
         self.profiler.stop_after(step, state)
         eval_loss = self._evaluate(state) if state is not None and self.due.is_evaluation(step) else None
         times = StepTimes(seconds, running.input_seconds, running.input_wait_seconds)
+        self._num_tokens += self.spec.tokens_per_step - int(read.get(NUM_PADDING, 0))
         told = metrics_of(
-            self.plan, step, read, eval_loss, self.watch.by_all(), seconds=seconds,
+            self.plan, step, read, eval_loss, self.watch.by_all(), seconds=seconds, num_tokens=self._num_tokens,
             input_wait_seconds=times.input_wait, of_processes=self.stragglers.count(step, times),
         )  # fmt: skip
         self.report(told)
@@ -144,5 +146,5 @@ class Loop:
         with self.watch.spending("save"), self.watchdog.paused():
             if self.spec.checkpoint.is_saving and not self.programs.is_finite(state):
                 raise NonFinite(step, "the state after it has NaN or infinity, although its loss does not", None)
-            self.checkpoints.save(step, state, self.batches, eval_loss=eval_loss)
+            self.checkpoints.save(step, state, self.batches, num_tokens=self._num_tokens, eval_loss=eval_loss)
         self.due.saved()

@@ -24,11 +24,12 @@ from .time_spent import TimeSpent, take_time_spent
 @dataclass(frozen=True)
 class Metrics:
     """step: steps done. loss, eval_loss: nats per token; eval_loss is None where no evaluation was due. skipped: the
-    step had NaN or infinity and changed nothing. input_wait_seconds: that devices may have stood still for the batch, 0
-    where it came while the step before it ran. num_targets: tokens of the batch with a loss.
-    mfu: model FLOPs / (time x peak), None where one of the two is unknown. num_tokens: seen in all steps so far. time:
-    when the step was done, in seconds since 1970. spent: what the time so far went to. auxiliary: losses and statistics
-    of the model's layers and head, by names such as layers/z_loss: means over the tokens of the batch. of_processes:
+    step had NaN or infinity and changed nothing. tokens_per_second: of all places of the batch, padding included.
+    input_wait_seconds: that devices may have stood still for the batch, 0 where it came while the step before it ran.
+    num_targets: tokens of the batch with a loss. mfu: model FLOPs / (time x peak), None where one of the two is
+    unknown. num_tokens: seen in all steps so far, without padding. time: when the step was done, in seconds since 1970.
+    spent: what the time so far went to. auxiliary: losses and statistics of the model's layers and head, by names such
+    as layers/z_loss: means over the tokens of the batch. of_processes:
     their times, by names such as processes/3/input_seconds, for steps that collect them (stragglers.py)."""
 
     step: int
@@ -76,12 +77,12 @@ def metrics_of(
     spent: TimeSpent,
     *,
     seconds: float,
+    num_tokens: int,
     input_wait_seconds: float,
     of_processes: Mapping[str, float] = MappingProxyType({}),
 ) -> Metrics:
     """Returns the metrics of a step that is done now. read: what the step returned, on the host. seconds: that it
-    took."""
-    tokens = plan.spec.tokens_per_step
+    took. num_tokens: seen in all steps so far."""
     return Metrics(
         step=step,
         loss=float(read["loss"]),
@@ -89,12 +90,12 @@ def metrics_of(
         grad_norm=float(read["grad_norm"]),
         learning_rate=float(read["learning_rate"]),
         skipped=bool(read["skipped"]),
-        tokens_per_second=tokens / seconds,
+        tokens_per_second=plan.spec.tokens_per_step / seconds,
         step_seconds=seconds,
         input_wait_seconds=input_wait_seconds,
         num_targets=round(float(read["num_targets"])),
         mfu=mfu(plan, seconds),
-        num_tokens=step * tokens,
+        num_tokens=num_tokens,
         time=time.time(),
         spent=spent,
         auxiliary=by_layer({name: read[name] for name in plan.auxiliary}, plan.spec.logging.layer_metrics),

@@ -203,7 +203,7 @@ def _run(
         rows = sequences_of(plan.row_order, local_rows(programs.batch))
         batches = iter(data["train"].of_rows(rows))
         with stop.waiting_for("the state to start from"), watch.spending("restore" if start else "start"):
-            state, first_step = _initial_state(start, plan, programs, batches, console)
+            state, first_step, num_tokens = _initial_state(start, plan, programs, batches, console)
         display = Display(console, plan, first_step=first_step, token_unit=data.token_unit)
         with _metrics_log(plan, run_dir, first_step, processes) as log, display, ExitStack() as held:
             if log and log.warning:
@@ -258,21 +258,18 @@ def _run(
             )
             profiler.begin_run(first_step)
             with watch.spending("steps"):
-                step = _run_loop(
-                    loop, state, first_step, checkpoints, partial(documents, rows=range(plan.spec.global_batch_size))
-                )
+                of_batch = partial(documents, rows=range(plan.spec.global_batch_size))
+                step = _run_loop(partial(loop.run, state, first_step, num_tokens), checkpoints, of_batch)
             profiler.end_run(step)
         with watch.spending("save"):
             checkpoints.wait()
         return Ended(step, checkpoints.latest_step, display.latest_eval_loss)
 
 
-def _run_loop(
-    loop: Loop, state: Any, first_step: int, checkpoints: Checkpoints, documents: Callable[[Mapping[str, Any]], str]
-) -> int:
+def _run_loop(run: Callable[[], int], checkpoints: Checkpoints, documents: Callable[[Mapping[str, Any]], str]) -> int:
     """Returns the steps done; if training cannot continue, reports the end with the last checkpoint."""
     try:
-        return loop.run(state, first_step)
+        return run()
     except NonFinite as error:
         checkpoints.wait()
         raise error.failure(checkpoints.latest_step, documents) from error
@@ -338,10 +335,11 @@ def find_precompiled(plan: Plan, named: Path) -> Precompiled:
 
 def _initial_state(
     start: Start | None, plan: Plan, programs: Programs, batches: BatchIterator, console: Console
-) -> tuple[Any, int]:
-    """Returns the state to start from and the steps it has behind it: this run's, another's, or a fresh one."""
+) -> tuple[Any, int, int]:
+    """Returns the state to start from, this run's, another's, or a fresh one, with the steps and the tokens that it has
+    behind it."""
     if start is None:
-        return programs.init(), 0
+        return programs.init(), 0, 0
     for line in plan_restore(start, plan).lines():
         say(console, line)
     restored = restore(start, programs.state, batches)
@@ -353,7 +351,11 @@ def _initial_state(
     _check_data_left(batches, plan.spec.num_steps - restored.step)
     if change := describe_change(restored.schedule, plan.spec, int(restored.state["step"])):
         say(console, change)
-    return restored.state, restored.step
+    num_tokens = restored.num_tokens
+    if num_tokens is None:
+        num_tokens = restored.step * plan.spec.tokens_per_step
+        say(console, f"the checkpoint has no num_tokens: they count on from steps x tokens of a step, {num_tokens:,}")
+    return restored.state, restored.step, num_tokens
 
 
 def _other_batches(restored: Restored, spec: RunSpec) -> str:

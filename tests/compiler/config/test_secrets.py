@@ -84,7 +84,7 @@ def test_the_files_of_a_run_name_the_variable(folder):
     write_declaration(plan, run_dir)
     batches = iter(open_data(plan.spec)["train"])
     with Checkpoints(run_dir, plan.spec) as checkpoints:
-        checkpoints.save(1, {"x": jnp.zeros(3)}, batches, eval_loss=None)
+        checkpoints.save(1, {"x": jnp.zeros(3)}, batches, num_tokens=0, eval_loss=None)
     with process_log(run_dir, Processes()):
         say(Console(is_quiet=True), f"reading {SECRET}")
         logging.getLogger("a library").error("no access with %r", SECRET)

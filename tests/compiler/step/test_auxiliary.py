@@ -102,7 +102,8 @@ def test_metrics_of_a_run_are_means_over_tokens_and_by_choice_over_layers(layer_
             stop=stop,
             **unwatched(plan.spec, tmp_path),
         )
-        loop.run(state, 0)
+        loop.run(state, 0, 1000)
+    assert reported[0].num_tokens == 1000 + tokens[0][:, 1:].size
     assert set(reported[0].auxiliary) == set(expected)
     for name, value in expected.items():
         assert reported[0].auxiliary[name] == pytest.approx(float(value.mean()), rel=2e-6), name

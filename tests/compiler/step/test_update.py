@@ -207,7 +207,7 @@ def test_every_part_of_the_state_goes_on_from_a_checkpoint_bit_by_bit(tmp_path, 
     for batch in tokens[:2]:
         state, _ = programs.train(state, on_devices(programs, batch))
     with Checkpoints(tmp_path, plan.spec) as checkpoints:
-        checkpoints.save(2, state, batches, eval_loss=None)
+        checkpoints.save(2, state, batches, num_tokens=0, eval_loss=None)
     start = Start(tmp_path / "checkpoints" / "2", 2, is_own=False, damaged={})
     saved = jax.tree.map(np.asarray, state)
     undisturbed, _ = programs.train(state, on_devices(programs, tokens[2]))

@@ -29,7 +29,7 @@ def test_descriptors_and_threads_stay_flat_over_many_saves(num_saves):
         Checkpoints(Path(run_dir), spec) as checkpoints,
     ):
         for step in range(1, num_saves + 1):
-            checkpoints.save(step, state, NoData(), eval_loss=None)
+            checkpoints.save(step, state, NoData(), num_tokens=0, eval_loss=None)
             checkpoints.wait()
             held.append(_held())
         _settles(held[0])

@@ -37,7 +37,7 @@ def saved(tmp_path_factory):
             placed = {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
             state, _ = programs.train(state, placed)
             values[step] = jax.tree.map(np.asarray, state)
-            checkpoints.save(step, state, batches, eval_loss=None)
+            checkpoints.save(step, state, batches, num_tokens=0, eval_loss=None)
     return run_dir, plan, programs, values
 
 
@@ -86,7 +86,7 @@ def test_damage_in_any_file_is_found_or_harmless(saved, tmp_path, damage):
         set_aside(start.damaged)
         with Checkpoints(copy, plan.spec) as checkpoints:
             assert checkpoints.latest_step == start.step
-            checkpoints.save(3, restored.state, batches, eval_loss=None)
+            checkpoints.save(3, restored.state, batches, num_tokens=0, eval_loss=None)
         again = find_start(copy, plan.spec, plan.abstract)
         assert (again.step, again.damaged) == (3, {})  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -208,7 +208,7 @@ def test_what_only_has_the_name_of_a_step_is_set_aside(saved, tmp_path, make):
     set_aside(start.damaged)
     with Checkpoints(copy, plan.spec) as checkpoints:
         assert checkpoints.latest_step == 2
-        checkpoints.save(3, {"x": jax.numpy.ones(3)}, NoData(), eval_loss=None)
+        checkpoints.save(3, {"x": jax.numpy.ones(3)}, NoData(), num_tokens=0, eval_loss=None)
     assert sorted(path.name for path in (copy / FOLDER).iterdir()) == ["2", "3", "3.damaged"]
 
 
@@ -255,7 +255,7 @@ def _kept(folder: Path, losses: list[float | None], *overrides: str, reopen: boo
     state = {"x": jax.numpy.ones(3)}
     checkpoints = Checkpoints(folder, spec)
     for number, loss in enumerate(losses):
-        checkpoints.save(10 * (number + 1), state, NoData(), eval_loss=loss)
+        checkpoints.save(10 * (number + 1), state, NoData(), num_tokens=0, eval_loss=loss)
         checkpoints.wait()
         if reopen:
             checkpoints = Checkpoints(folder, spec)

@@ -178,7 +178,7 @@ def _saved(tmp_path: Path, tokens: np.ndarray):
         state, _ = programs.train(state, on_devices(programs, batch))
         next(batches)
     with Checkpoints(tmp_path, plan.spec) as checkpoints:
-        checkpoints.save(2, state, batches, eval_loss=None)
+        checkpoints.save(2, state, batches, num_tokens=2**40 + 1, eval_loss=None)
         values = jax.tree.map(np.asarray, state)
         programs.train(state, on_devices(programs, tokens[2]))  # donates the buffers while they are being saved
     return values, batches
@@ -197,7 +197,7 @@ def test_a_checkpoint_comes_back_on_any_mesh(tmp_path, tokens, overrides):
     programs = programs_of(plan)
     restored_batches = iter(open_data(plan.spec)["train"])
     restored = restore(_start(tmp_path), programs.state, restored_batches)
-    assert (restored.step, restored.other_data) == (2, ())
+    assert (restored.step, restored.other_data, restored.num_tokens) == (2, (), 2**40 + 1)
     state = restored.state
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), values)
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, programs.state)
