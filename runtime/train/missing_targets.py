@@ -1,4 +1,4 @@
-"""Batches without a token to learn from: their loss is 0 by definition, and the user hears of it once."""
+"""Batches without a target: their loss is 0 by definition, and the user hears of it once."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ class MissingTargets:
     def check_step(self, metrics: Metrics) -> None:
         """Warns if the step's global batch had no target."""
         if not metrics.num_targets:
-            what = "its global batch has no target: the loss is 0, the gradients are zero"
+            what = "its global batch has no target: the loss is 0, and only auxiliary losses have gradients"
             self._warn_once(f"step {metrics.step}", what)
 
     def mean(self, loss: float, num_targets: float) -> float | None:

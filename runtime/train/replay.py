@@ -1,5 +1,7 @@
 """Steps that run again from the state before them: to tell the data and the model from the hardware.
 
+Only where the same program gives the same bits twice do other bits mean the hardware: `suspect_of` says where.
+
 A step runs again where its loss or the norm of its gradients is not finite, where its loss is a spike, and every
 `replay.check_every_num_steps`. The same bits twice: it is what the data and the model give. Other bits: a device
 computes wrongly, and a third run says which of the two results is to be kept.
@@ -33,6 +35,29 @@ FEWEST_LOSSES = 8  # before one is called a spike
 MOST_NAMED = 4  # devices
 
 Batch = dict[str, jax.Array]
+
+HARDWARE = "the hardware"
+ANY_ORDER = f"{HARDWARE}, or a sum in another order, which {{}} may take"
+DETERMINISTIC_OPTIONS = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
+
+
+def suspect_of(plan: Plan) -> str:
+    """Returns what is to blame where one program gave other bits of the same operands.
+
+    XLA's programs for TPUs run each sum in the order in which they were compiled. On CPUs with more than one thread
+    they were seen not to (https://github.com/jax-ml/jax/issues/39741). On GPUs, scatters and the backward pass of
+    cuDNN's attention add atomically unless an option forbids it (https://github.com/openxla/xla/pull/14125).
+    """
+    platform, options = plan.target.platform, {**plan.preset_options, **plan.spec.compiler_options}
+    if platform == "tpu" or (platform == "gpu" and any(_is_set(options.get(name)) for name in DETERMINISTIC_OPTIONS)):
+        return HARDWARE
+    if platform == "gpu":
+        return f"{ANY_ORDER.format('GPUs')} without compiler_options.{DETERMINISTIC_OPTIONS[0]}=true"
+    return ANY_ORDER.format("CPUs with several threads")
+
+
+def _is_set(value: Any) -> bool:
+    return str(value).lower() in ("true", "1")
 
 
 @dataclass(frozen=True)
@@ -71,6 +96,7 @@ class Replay:
     ):
         self._plan, self._programs, self._mesh = plan, programs, mesh
         self._hosts, self._documents, self._warn = hosts, documents, warn
+        self._suspect = suspect_of(plan)
         self._losses: deque[float] = deque(maxlen=NUM_LOSSES)
         self._digest = jax.jit(build_digest(plan), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
@@ -127,12 +153,12 @@ class Replay:
         odd = next((one for one, other in ((first, second), (second, first)) if third.is_same(other)), None)
         begun = f"run again from the same state, it gave {_differing(first, second)}"
         if odd is None:
-            what = f"{begun}, and a third result then: the hardware, or a program that is not deterministic"
+            what = f"{begun}, and a third result then: a program that is not deterministic, or {self._suspect}"
             raise RunFailed(Problem(f"step {step}", what, "run on other hosts"), FAULTY)
         what = f"{suspicion}; {begun}" if suspicion else begun
         who = self._who_differs(odd, third)
         fix = "the run goes on with the result that came twice; leave the host out if it happens again"
-        self._warn(Problem(f"step {step}", f"{what}, and one of them twice: the hardware, {who}", fix))
+        self._warn(Problem(f"step {step}", f"{what}, and one of them twice: {who}; {self._suspect}", fix))
         return after, metrics, third
 
     def _suspect_rows(self, result: Result) -> Sequence[int]:
@@ -174,7 +200,7 @@ class Replay:
                 where.append(path)
         if where:
             more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-            what = f"the replicas of {where[0]}{more} differ: the hardware, {self._named(self._mesh.devices[odd])}"
+            what = f"the replicas of {where[0]}{more} differ: {self._named(self._mesh.devices[odd])}; {self._suspect}"
             fix = "start the same command again, without that host: it goes on from the last checkpoint"
             raise RunFailed(Problem(f"step {step}", what, fix), FAULTY)
 

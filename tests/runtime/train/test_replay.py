@@ -14,7 +14,7 @@ from meshloom.compiler.step.train_step import LOSS_BY_SHARD
 from meshloom.compiler.xla.programs import Programs
 from meshloom.runtime.compile.run_programs import mesh_of
 from meshloom.runtime.core.failures import FAULTY, RunFailed
-from meshloom.runtime.train.replay import FEWEST_LOSSES, Replay, odd_replicas
+from meshloom.runtime.train.replay import FEWEST_LOSSES, Replay, odd_replicas, suspect_of
 from support.helpers import on_devices, programs_of
 
 DECLARED = (*LINEAR_STACK, "sharding=hsdp", "mesh.replica=2", "mesh.fsdp=4", "on_nonfinite=replay",
@@ -96,7 +96,7 @@ def test_a_result_that_comes_once_is_the_hardware_and_the_device_is_named(tokens
     (problem,) = said
     device = mesh_of(plan_of(*DECLARED)).devices.flat[5]
     assert problem.where == "step 1"
-    assert f"and one of them twice: the hardware, {device} on here" in problem.what
+    assert f"and one of them twice: {device} on here; the hardware, or a sum in another order" in problem.what
 
 
 def test_the_same_again_is_the_data_or_the_model_and_its_rows_are_named(tokens):
@@ -124,7 +124,21 @@ def test_a_check_runs_a_step_twice_and_finds_what_no_loss_shows(tokens):
     assert programs.num_runs == 3
     assert int(mine["step"]) == 1
     device = mesh_of(plan_of(*DECLARED)).devices.flat[2]
-    assert f"two results of the same loss, and one of them twice: the hardware, {device} on here" in said[0].what
+    assert f"two results of the same loss, and one of them twice: {device} on here; the hardware" in said[0].what
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        (("target=v5e-8",), "the hardware"),
+        (("target=cpu-8",), "the hardware, or a sum in another order, which CPUs with several threads may take"),
+        (("target=h100-8",), "the hardware, or a sum in another order, which GPUs may take without "
+                             "compiler_options.xla_gpu_deterministic_ops=true"),
+        (("target=h100-8", "compiler_options.xla_gpu_deterministic_ops=true"), "the hardware"),
+    ],
+)  # fmt: skip
+def test_only_where_sums_have_one_order_it_is_the_hardware_alone(declared, words):
+    assert suspect_of(plan_of(*declared)) == words
 
 
 def test_three_results_end_the_run(tokens):
@@ -139,7 +153,7 @@ def test_replicas_that_differ_end_the_run(tokens):
     take_step, _, _, state, batch = taking_steps({}, tokens)
     bad, _ = wrong(state, {})
     device = mesh_of(plan_of(*DECLARED)).devices.flat[6]
-    with pytest.raises(RunFailed, match=rf"the replicas of step differ: the hardware, {device} on here") as raised:
+    with pytest.raises(RunFailed, match=rf"the replicas of step differ: {device} on here; the hardware") as raised:
         take_step(bad, batch, 3, {})
     assert raised.value.exit_code == FAULTY
 
