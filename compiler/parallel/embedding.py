@@ -60,12 +60,15 @@ class EmbeddingOp(ParallelOp):
         )
         over = " and ".join(columns)
         return (
-            Strategy(ALL_TO_ALL, f"rows exchanged over {over}", columns, exchanged, costs[0], figures, refusal=refusal),
+            Strategy(
+                ALL_TO_ALL, f"rows exchanged over {over}", columns, exchanged, costs[0], figures, refusal=refusal,
+                weights="sharded",
+            ),
             Strategy(ALL_GATHER, "table read whole", (), gathered if axes else (), costs[1], figures),
-        )
+        )  # fmt: skip
 
     def lower(self, plan: OpPlan) -> Lowered | None:
-        if plan.chosen.name == ALL_GATHER:
+        if plan.chosen.weights == "gathered":
             return None
 
         def lookup(table: Array, ids: Array) -> Array:

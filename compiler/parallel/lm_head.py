@@ -67,6 +67,7 @@ class LmHeadOp(ParallelOp):
             sizes,
             _moved([num_bytes * size // vocab_size for size in sizes], axes),
             objection=_objection(inputs),
+            weights="chunked",
         )
         return _with_costs(inputs, chunks, whole, num_bytes, axes)
 

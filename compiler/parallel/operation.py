@@ -33,6 +33,8 @@ from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 
 AUTO = "auto"
+# How a strategy wants the weights of its site: whole where the piece begins, in chunks of the vocabulary, or as shards.
+WeightUse = Literal["gathered", "chunked", "sharded"]
 Lowered = Callable[..., jax.Array]  # takes what the model handed to `Context.operation`: operands and options
 
 
@@ -70,6 +72,7 @@ class Strategy:
     objection: why `auto` does not take it although it can run; None: it may.
     loss: what is lost where this strategy is refused, for the lint; empty: nothing that a user has to know.
     is_trivial: there is nothing to tell about a site that is run so.
+    weights: how it gets at the weights of its site (weight_plan.py), whatever its name.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Strategy:
     objection: str | None = None
     loss: str = ""
     is_trivial: bool = False
+    weights: WeightUse = "gathered"
 
     @property
     def why_not(self) -> str | None:

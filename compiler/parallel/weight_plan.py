@@ -12,8 +12,7 @@ from ..core.scopes import weight_scope
 from ..sharding.arrays import EXPERTS
 from ..sharding.gradients import accumulated_layouts
 from ..sharding.rules import ArrayPlan
-from .embedding import ALL_TO_ALL
-from .lm_head import VOCAB, VOCAB_CHUNKS
+from .lm_head import VOCAB
 from .operation import OpInputs, OpPlan
 
 Use = Literal["gathered", "hoisted", "chunked", "sharded"]
@@ -105,13 +104,13 @@ def frozen(plan: WeightPlan) -> WeightPlan:
 
 def _used(made: WeightPlan, stored: ArrayPlan, inputs: OpInputs, operations: Sequence[OpPlan]) -> WeightPlan:
     """The plan of a weight, with how it is used."""
-    chosen = {(each.site.kind, each.site.name): each.chosen.name for each in operations}
+    wanted = {(each.site.kind, each.site.name): each.chosen.weights for each in operations}
     piece, _, name = made.path.partition("/")
     if not made.gathered:
         return made
-    if piece == "embed" and chosen.get(("embedding", name)) == ALL_TO_ALL:
+    if piece == "embed" and wanted.get(("embedding", name)) == "sharded":
         return replace(made, use="sharded", gathered=(), scattered=())
-    if piece == "head" and VOCAB in stored.array.logical_axes and chosen["lm_head", "head"] == VOCAB_CHUNKS:
+    if piece == "head" and VOCAB in stored.array.logical_axes and wanted["lm_head", "head"] == "chunked":
         return replace(made, use="chunked")
     is_vector = made.is_stacked and len(stored.array.shape) == 2  # the first dimension is `layers`
     if is_vector and not inputs.target.compiler.unordered_collectives:

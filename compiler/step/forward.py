@@ -127,10 +127,10 @@ def _parts_of_means(aux: Aux, num_tokens: Array | float) -> Aux:
 
 def _head_parts(plan: Plan, weights: Weights, x_BTE: Array) -> list[Params]:
     """The head's own weights, gathered: a tree for each part of the vocabulary."""
-    sizes: tuple[int, ...] = plan.operation("lm_head").chosen.parameters
-    if len(sizes) == 1:
+    chosen = plan.operation("lm_head").chosen
+    if chosen.weights != "chunked":
         return [weights.gathered()]
-    return weights.gathered_in_parts(vocab_dimensions(plan.model), sizes, after=x_BTE)
+    return weights.gathered_in_parts(vocab_dimensions(plan.model), chosen.parameters, after=x_BTE)
 
 
 @register_dataclass

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from conftest import LINEAR_STACK, plan_of
+from conftest import LINEAR_STACK, plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.parallel.lm_head import chunk_sizes, is_cut_alike
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.parallel.lm_head import LmHeadOp, chunk_sizes, is_cut_alike
+from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.schema import Report
 from meshloom.models import Piece
 from support.helpers import meshloom, written_collectives
@@ -120,6 +122,31 @@ def test_parts_cross_one_by_one_and_no_byte_more():
     (counts, elements), (counts_in_parts, elements_in_parts) = found[WHOLE], found[CHUNKS]
     assert elements == elements_in_parts
     assert counts_in_parts - counts == {"all-gather": 1, "reduce-scatter": 1}
+
+
+class Halves(LmHeadOp):
+    """The head by one more strategy, under a name that nothing else knows."""
+
+    names = (*LmHeadOp.names, "halves")
+
+    def strategies(self, site, inputs):
+        of_head, whole = super().strategies(site, inputs)
+        sizes = (inputs.spec.model.vocab_size // 2,) * 2
+        return of_head, whole, replace(of_head, name="halves", parameters=sizes, objection="by name alone")
+
+
+def test_a_strategy_of_another_name_is_planned_as_it_runs():
+    """What the plan says of the weights, and what the step does with them, are one decision."""
+    ops = tuple(Halves() if isinstance(op, LmHeadOp) else op for op in OPERATIONS)
+    spec = spec_of("sharding=fsdp", "model.vocab_size=264")
+    halves, whole = (
+        plan_run(spec.model_copy(update={"parallel": {**spec.parallel, "lm_head": name}}), ops)
+        for name in ("halves", "whole")
+    )
+    assert [plan.weights["head"]["kernel_EV"].use for plan in (halves, whole)] == ["chunked", "gathered"]
+    (counts, elements), (counts_in_halves, elements_in_halves) = map(written_collectives, (whole, halves))
+    assert elements == elements_in_halves
+    assert counts_in_halves - counts == {"all-gather": 1, "reduce-scatter": 1}
 
 
 HEAD_OF_LLAMA3 = (
