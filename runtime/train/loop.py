@@ -77,10 +77,8 @@ class Loop:
         self._last_finish, self._num_tokens = 0.0, 0
 
     def run(self, state: Any, first_step: int, num_tokens: int = 0) -> int:
-        """Trains from `first_step` steps and `num_tokens` tokens on, until a stop is asked for. Returns the steps done.
-
-        Raises NonFinite, and saves nothing more, where training cannot go on.
-        """
+        """Trains from `first_step` steps and `num_tokens` tokens on, until a stop is asked for; returns the steps done.
+        Raises NonFinite, and saves nothing more, where training cannot go on."""
         running, done, eval_loss, self._num_tokens = None, first_step, None, num_tokens
         self._last_finish = time.perf_counter()
         while done < self.spec.num_steps and not self.stop.is_due(done):
