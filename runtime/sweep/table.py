@@ -31,11 +31,12 @@ def show_table(
     sort: str | None = None,
     is_whole: bool = False,
     directory: Path | None = None,
+    is_tie: bool = False,
 ) -> None:
     """Shows the points, the best first, then how many came to what, and why.
 
     sort: the figure to sort by; None: the sweep's objective. is_whole: every point, else the best of a long sweep.
-    directory: the sweep's, as one types it.
+    directory: the sweep's, as one types it. is_tie: the first are too near to one another for one to be called best.
     Raises ConfigError where `sort` is not a figure.
     """
     figure = find_figure(sort or file.objective, where="--sort" if sort else "objective")
@@ -51,6 +52,8 @@ def show_table(
         how = f"`meshloom sweep {directory or 'DIR'} --all` shows them"
         console.line(f"... {counted(len(ordered) - len(shown), 'more point')}: {how}")
     _show_counts(console, rows)
+    if best and is_tie:
+        return
     if best:
         value = value_of(best, figure)
         assert value is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.format import human_seconds, human_share
+from meshloom.compiler.target.accuracy import accuracy_of, why_no_range
 from meshloom.compiler.tune.answer import Answer, Change, Estimated, remembering, tune
 
 from ..core.files import replace_json, replace_text
@@ -77,7 +78,13 @@ def _write(found: Found, run_dir: Path, model: str) -> Path:
     answer = found.answer
     rows = list(rows_of(answer, model, found.compiled))
     write_table(found.space, rows, run_dir, OBJECTIVES[found.space.spec.tune.objective])
-    replace_json(run_dir / "tune.json", _as_json(found))
+    replace_json(run_dir / "tune.json", answer_as_json(found))
+    return write_winner(found, run_dir, model)
+
+
+def write_winner(found: Found, run_dir: Path, model: str) -> Path:
+    """Writes the experiment of the winner, and returns its file."""
+    answer = found.answer
     option = model.partition(" ")[0]  # without the keys that are set otherwise
     path = run_dir / "experiment" / f"{_file_name(option)}_{_file_name(answer.target.name)}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,15 +113,18 @@ def _show_compiled(found: Found, console: Console) -> None:
         console.line(f"its schedule makes {' '.join(best.one.candidate.overrides())} the winner{gain}")
 
 
-def _as_json(found: Found) -> dict[str, Any]:
-    """Returns the answer for tune.json."""
+def answer_as_json(found: Found) -> dict[str, Any]:
+    """Returns the answer for tune.json. range_factor: by which a step may be longer or shorter than estimated."""
     answer = found.answer
+    accuracy = accuracy_of(answer.target, "estimated")
     return {
         "target": answer.target.name,
         "num_candidates": answer.num_candidates,
         "num_too_large": answer.num_too_large,
         "limit_bytes_per_device": answer.limit_bytes,
         "winner": list(found.winner.candidate.overrides()),
+        "range_factor": accuracy.factor if accuracy else None,
+        "range_basis": str(accuracy) if accuracy else why_no_range(answer.target),
         "best": [_estimated(one) for one in answer.best],
         "why": why_it_wins(answer.best),
         "changes": [_change(one) for one in answer.changes],

@@ -17,6 +17,7 @@ from meshloom.compiler.target.accuracy import accuracy_of
 from meshloom.compiler.tune.answer import Answer, Change, Estimated
 
 NUM_LINES = 10
+LEAST_GAIN = 0.03  # of a step: the estimate orders no closer ones on the same chip
 NUM_REASONS = 6
 
 
@@ -26,9 +27,12 @@ def show_answer(answer: Answer, console: Console) -> None:
     console.line()
     console.table(_table(answer))
     console.line()
-    if (accuracy := accuracy_of(answer.target)) and answer.best:
+    if (accuracy := accuracy_of(answer.target, "estimated")) and answer.best:
         between = human_range(accuracy.range_of(answer.best[0].seconds))
-        console.line(f"the first takes {between}: predictions were off by no more in {accuracy}")
+        console.line(f"the first takes {between}: {accuracy}")
+    if tied := [one for one in answer.best[1:] if one.seconds <= (1 + LEAST_GAIN) * answer.best[0].seconds]:
+        others = f"{counted(len(tied), 'other')}, within {human_share(LEAST_GAIN)}"
+        console.line(f"a tie with {others}: compile them to tell, tune.num_compiled={len(tied) + 1}")
     for line in why_it_wins(answer.best):
         console.line(line)
     for change in answer.changes:

@@ -51,6 +51,17 @@ def test_targets_are_compared_and_one_that_cannot_be_is_a_row(tmp_path):
     assert second.status == "refused"
     assert second.why is not None
     assert "nothing is known of the speed" in second.why
+    told = json.loads((tmp_path / "tune.json").read_text())
+    on_chips, on_cpu = told["targets"]
+    low, high = on_chips["step_range_seconds"]
+    assert low < figures.step_seconds < high
+    assert high / figures.step_seconds == pytest.approx(on_chips["range_factor"])
+    assert on_chips["training_range_cost"] == pytest.approx([figures.training_cost * each / figures.step_seconds
+                                                             for each in (low, high)])  # fmt: skip
+    assert (on_cpu["target"], on_cpu["status"]) == ("cpu-8", "refused")
+    assert on_chips["best"][0]["seconds"] == figures.step_seconds
+    assert on_chips["why"]
+    assert (tmp_path / "experiment" / "tiny_v5p-16.yaml").exists()
 
 
 def test_a_target_of_unknown_speed_is_one_clear_error(tmp_path):
