@@ -8,6 +8,10 @@ MIB = 2**20
 
 MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/main"
 TPU_RECIPES = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/trillium"
+LONG_SOURCE = (
+    "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/v5p/Llama3.1-8B-LongContext-Maxtext/"
+    "cluster_toolkit/README.md"
+)
 TORCHTITAN = "https://github.com/pytorch/torchtitan/blob"
 
 # XLA options of recipes: MaxText/configs/v5e/*.sh and v5p/*.sh, benchmarks/xla_flags_library.py. Of the last, libtpu
@@ -58,6 +62,13 @@ HOST_OFFLOAD: Options = {
     "xla_latency_hiding_scheduler_rerun": 2,
 }
 V6E_DENSE: Options = ASYNC_GATHERS | SCATTER_LAYOUT | DATA_PARALLEL | SPARSE_CORE | HOST_OFFLOAD
+# cluster_toolkit/run_recipe.sh of the recipe for long contexts on v5p; xla_tpu_scoped_vmem_limit_kib is left out
+LONG_CONTEXT: Options = ASYNC_GATHERS | {
+    "xla_enable_async_collective_permute": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
+}
 V6E_EXPERTS: Options = ASYNC_GATHERS | DATA_PARALLEL
 V4: Options = {"xla_enable_async_all_gather": True}
 TPU7X: Options = {
@@ -222,6 +233,20 @@ def a3(num_nodes: int, mfu: float) -> Recipe:
                   maxtext("llama2_7b", target, 4, 8 * num_nodes, 4096, "save_dots", *others), GPU)  # fmt: skip
 
 
+def long_context(half: Literal["fitted", "checked"], length: int, seconds: float, mfu: float, *remat: str) -> Recipe:
+    """MaxText's Llama 3.1 8B with 16 heads of 256, 2,097,152 tokens in a step of 64 chips: 16,384 tokens of a sequence
+    on each device of its ring."""
+    context = length // 16384
+    declared_as = (
+        "model=llama3_8b", "model.num_heads=16", "model.num_kv_heads=4", "model.head_dim=256", "target=v5p-128",
+        "sharding=fsdp_context", f"mesh.fsdp={64 // context}", f"mesh.context={context}", "parallel.context=ring",
+        f"global_batch_size={2**21 // length}", f"sequence_length={length}", *remat, "data=synthetic",
+        BFLOAT16_REDUCTION,
+    )  # fmt: skip
+    name = f"MaxText Llama 3.1 8B, {length // 1024}k tokens, v5p-128"
+    return Recipe(half, name, LONG_SOURCE, 2**21 / 64 / seconds, mfu, "custom", declared_as, LONG_CONTEXT)
+
+
 RECIPES = (
     Recipe("fitted", "torchtitan Llama 3.1 8B, 8 H100", H100_SOURCE, 6667, None, "selective op",
            declared("llama3_8b", "h100-8", 2, 8, 8192, "save_dots", FSDP, *GRAND_TETON)),
@@ -253,6 +278,9 @@ RECIPES = (
            maxtext("llama2_7b", "v5e-256", 4, 256, 2048, "full", FSDP, *SCALE_32), V5E),
     Recipe("fitted", "MaxText 64B, v5p-128", V5P_SOURCE, None, 0.7031, "minimal",
            maxtext("llama2_7b", "v5p-128", 3, 64, 2048, "save_names", QKV_OUT, *TENSOR_4, *SCALE_64), V5P),
+    long_context("fitted", 65536, 10.25, 0.673, "remat=save_names", "remat.names=[attended]"),
+    long_context("checked", 262144, 26.31, 0.681, "remat=offload", "remat.names=[attended,layer_input]"),
+    long_context("checked", 1048576, 95.73, 0.6486, "remat=offload", "remat.names=[attended]"),
     Recipe("fitted", "MaxText Llama 3.1 8B, v6e-256", f"{TPU_RECIPES}/Llama3.1-8B-MaxText/v6e-256/README.md",
            7207.336, 0.4546, "custom, offloaded",
            maxtext("llama3_8b", "v6e-256", 4, 256, 8192, "offload", FSDP, LAYER_INPUTS), V6E_DENSE),
