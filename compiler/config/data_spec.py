@@ -41,7 +41,7 @@ class TextFilesSource(Config):
 
 
 class JsonlSource(Config):
-    """JSON lines; each line of each file (`.gz` or not) is an object, and its `text_key` is a document."""
+    """JSON lines; each line of each file is an object, and its `text_key` is a document."""
 
     kind: Literal["jsonl"]
     paths: Paths

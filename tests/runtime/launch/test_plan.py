@@ -106,3 +106,12 @@ def test_each_mistake_is_one_clear_error(overrides, message):
 
 def test_two_mistakes_are_reported_at_once():
     assert len(problems("launch=slurm", "target=v5p-128", "launch.num_hosts=3", "launch.directory=null")) == 2
+
+
+def test_a_home_is_this_ones_where_hosts_share_it_and_a_url_is_an_error(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    words = ("launch=slurm", "target=h100-8")
+    assert launched(*words, "launch.directory=~/runs").run_dir.startswith("/home/ada/runs/")
+    assert launched(*words, "hydra.run.dir=~/mine").run_dir == "/home/ada/mine"
+    (problem,) = problems(*words, "launch.directory=gs://bucket/runs")
+    assert problem.startswith("launch.directory: 'gs://bucket/runs' is a URL")
