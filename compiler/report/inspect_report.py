@@ -1,11 +1,13 @@
 """An inspected program as a Report: what its text says. What only a declaration says is unknown, with that reason."""
 
+from collections.abc import Iterator
+
 from ..analysis.compiled_step import limit_bytes, used_devices_per_chip
 from ..analysis.inspected import InspectedProgram
 from ..analysis.schedule_analysis import NOT_DECLARED
 from ..analysis.unavailable import Unavailable
 from ..estimate.estimate import HOST_UNKNOWN, fits_host
-from ..schema import SCHEMA_VERSION, MemoryReport, ProgramReport, Report
+from ..schema import SCHEMA_VERSION, Finding, MemoryReport, ProgramReport, Report
 from .build_report import LARGEST_ERROR, LIMITED, NO_LIMIT, TOLD_APART, target_report, unknown_of_target
 
 ELSEWHERE = "it was compiled elsewhere: neither its versions nor its options are in its text"
@@ -35,13 +37,27 @@ def report_inspected(program: InspectedProgram) -> Report:
         collectives=program.analysis.collectives,
         step=program.analysis.step,
         roofline=(),
-        findings=program.findings,
+        findings=(*program.findings, *_memory_notes(program)),
         search=None,
         alternatives=(),
         build=None,
         overrides=(),
         unknown=unknown | program.analysis.unknown,
     )
+
+
+def _memory_notes(program: InspectedProgram) -> Iterator[Finding]:
+    """Yields the note on how much memory a text does not show. The range is that of 322 public programs for A100 whose
+    dumps have XLA's own figure; docs/inspect.md."""
+    if program.memory is None and not isinstance(program.peak, Unavailable):
+        yield Finding(
+            rule="memory-by-text",
+            severity="note",
+            what="the memory is counted in the program's text, which shows 71 to 100 % of what XLA takes, mostly 75 %: "
+            "not results that replace no argument, nor the scratch memory of kernels and fused collectives",
+            where="memory.peak_bytes_per_chip",
+            fix="in Python, meshloom.inspect(compiled, target=...) has XLA's own figure",
+        )
 
 
 def _memory(program: InspectedProgram, unknown: dict[str, str]) -> MemoryReport:

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from meshloom.compiler.analysis.source_lines import shown
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.report.inspect_report import report_inspected
 from meshloom.compiler.target.placement import plan_own_order
+from meshloom.compiler.xla.aot import ProgramMemory
 from meshloom.compiler.xla.hlo.sources import SourceLine
 from support.helpers import recorded_text, target_of
 from support.schedules import GATHER, GROUPS, compute, module
@@ -221,3 +223,10 @@ def test_computations_that_call_each_other_without_an_end_are_an_error():
     text = called_in_turn(2).replace("to_apply=%c0", "to_apply=%c2")
     with pytest.raises(ConfigError, match="call each other without an end"):
         inspect_text(text, devices("h100-4"))
+
+
+def test_memory_that_is_counted_in_a_text_says_how_much_it_may_lack():
+    program = inspect_text(TEXT, devices("v5e-4"))
+    assert "memory-by-text" in {each.rule for each in report_inspected(program).findings}
+    known = replace(program, memory=ProgramMemory(1000, 400, 300, 5000, 70, 0, 6100))
+    assert "memory-by-text" not in {each.rule for each in report_inspected(known).findings}
