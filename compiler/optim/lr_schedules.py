@@ -9,7 +9,8 @@ last step of the run has the final rate P f. s = (n - W) / (N - 1 - W):
     linear    P (1 - (1 - f) s)
     wsd       P until the last D steps; in those, d = 1/D, 2/D, .. 1: P (1 - (1 - f) d), or sqrt(d) for d
 
-If only one step follows the warm-up, cosine and linear give it the peak.
+If only one step follows the warm-up, cosine and linear give it the peak. If the decay of wsd begins right after the
+warm-up (W + D = N), the last step of the warm-up alone has the peak, and without a warm-up no step.
 """
 
 from typing import Annotated, Literal
