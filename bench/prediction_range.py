@@ -129,8 +129,9 @@ def coverage(runs: Sequence[Run], basis: Basis, grouping: Grouping, wider: float
     return found
 
 
-def table_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """Returns accuracy.json: the runs, the factors by basis and chip, and the coverage of left-out groups."""
+def table_of(runs: Sequence[Run], best_mfu: Mapping[str, float]) -> dict[str, Any]:
+    """Returns accuracy.json: the runs, the factors by basis and chip, and the coverage of left-out groups. best_mfu: of
+    all published runs of a chip."""
     wider = {basis: find_wider(runs, basis) for basis in BASES}
     chips = dict.fromkeys(run.chip for run in runs)
     return {
@@ -146,6 +147,7 @@ def table_of(runs: Sequence[Run]) -> dict[str, Any]:
             basis: {grouping: summed(coverage(runs, basis, grouping, wider[basis])) for grouping in GROUPINGS}
             for basis in BASES
         },
+        "best_mfu": dict(best_mfu),
         "runs": [asdict(run) for run in runs],
     }
 

@@ -52,6 +52,11 @@ def accuracy_of(target: TargetPlan, basis: Basis = "compiled") -> Accuracy | Non
     return Accuracy(chip, factors.get(chip, factors[ALL_CHIPS]), sum(runs.values()), runs.get(chip, 0), basis)
 
 
+def best_published_mfu(target: TargetPlan) -> float | None:
+    """Returns the highest MFU that a published run of the chip reached; None where no run of it is known."""
+    return None if target.chip is None else _table()["best_mfu"].get(target.chip.name)
+
+
 def why_no_range(target: TargetPlan) -> str | None:
     """Returns why a prediction has no range; None where it has one, or where there is no prediction either."""
     return CALIBRATED if target.chip is not None and target.calibration else None

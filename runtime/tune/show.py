@@ -13,7 +13,7 @@ from meshloom.compiler.core.format import (
     human_share,
     three_digits,
 )
-from meshloom.compiler.target.accuracy import accuracy_of
+from meshloom.compiler.target.accuracy import accuracy_of, best_published_mfu
 from meshloom.compiler.tune.answer import Answer, Change, Estimated
 
 NUM_LINES = 10
@@ -30,6 +30,8 @@ def show_answer(answer: Answer, console: Console) -> None:
     if (accuracy := accuracy_of(answer.target, "estimated")) and answer.best:
         between = human_range(accuracy.range_of(answer.best[0].seconds))
         console.line(f"the first takes {between}: {accuracy}")
+    if too_fast := above_published(answer):
+        console.line(too_fast, style="yellow")
     if tied := [one for one in answer.best[1:] if one.seconds <= (1 + LEAST_GAIN) * answer.best[0].seconds]:
         others = f"{counted(len(tied), 'other')}, within {human_share(LEAST_GAIN)}"
         console.line(f"a tie with {others}: compile them to tell, tune.num_compiled={len(tied) + 1}")
@@ -38,6 +40,17 @@ def show_answer(answer: Answer, console: Console) -> None:
     for change in answer.changes:
         console.line(_changed(change))
     _show_refused(answer, console)
+
+
+def above_published(answer: Answer) -> str | None:
+    """Returns a warning where the first is estimated at an MFU that no published run of the chip reached."""
+    best, mfu = best_published_mfu(answer.target), answer.best[0].mfu
+    if best is None or mfu is None or mfu <= best:
+        return None
+    chip = answer.target.chip
+    assert chip is not None
+    ran = f"published runs on {chip.name} reached {human_share(best)} at most"
+    return f"warning: an MFU of {human_share(mfu)} is estimated, and {ran}: take the step as too short"
 
 
 def why_it_wins(best: Sequence[Estimated]) -> list[str]:

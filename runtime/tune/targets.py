@@ -18,7 +18,7 @@ from ..sweep.rows import Row
 from ..sweep.table import show_table
 from .rows import OBJECTIVES, row_of_estimate
 from .search import PAGE, Found, answer_as_json, search, write_table, write_winner
-from .show import why_it_wins
+from .show import above_published, why_it_wins
 from .variants import Space, find_space
 
 SECONDS_OF_DAY = 86400
@@ -67,6 +67,8 @@ def compare_targets(space: Space, request: Request, run_dir: Path, model: str, c
         say(console, f"a tie: {', '.join(one.name for one in tied)}: their ranges overlap, so none is said to be best")
     for one in ones:
         if one.found:
+            if too_fast := above_published(one.found.answer):
+                console.line(f"{one.name}: {too_fast}", style="yellow")
             for line in why_it_wins(one.found.answer.best):
                 console.line(f"{one.name}: {line}")
     for missing in ([] if tune.tokens else [NO_TOKENS]) + ([] if tune.price_per_chip_hour else [NO_PRICE]):

@@ -4,12 +4,13 @@ import pytest
 
 from meshloom.compiler.core.format import human_range
 from meshloom.compiler.target import accuracy
-from meshloom.compiler.target.accuracy import Accuracy, accuracy_of, why_no_range
+from meshloom.compiler.target.accuracy import Accuracy, accuracy_of, best_published_mfu, why_no_range
 from support.placements import cached_target_of
 from support.profiles import plan_on
 
 TABLE = {
     "num_runs": {"v5e": 3, "h100": 7},
+    "best_mfu": {"v5e": 0.669},
     "factors": {"compiled": {"*": 1.2, "v5e": 1.25}, "estimated": {"*": 1.3, "v5e": 1.3}},
 }
 
@@ -36,6 +37,11 @@ def test_an_estimate_has_a_range_of_its_own():
     estimated = accuracy_of(cached_target_of("v5p-8"), "estimated")
     assert estimated
     assert estimated.factor == 1.3
+
+
+def test_the_best_published_mfu_is_of_the_own_chip():
+    assert best_published_mfu(cached_target_of("v5e-4")) == 0.669
+    assert best_published_mfu(cached_target_of("v5p-8")) is best_published_mfu(cached_target_of("cpu-4")) is None
 
 
 def test_what_is_not_a_chip_has_no_range_and_no_reason():
