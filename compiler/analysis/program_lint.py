@@ -2,6 +2,7 @@
 
 replicated-array            large arguments that are whole on every device
 synchronous-collective      a collective without a start and an end: nothing can run beside it
+random-bits                 a transfer of random bits
 wide-collective             a transfer in float32, where a narrower type may do
 reduced-then-sliced         each device uses only part of an all-reduce; a reduce-scatter would move half the bytes
 assumed-order               the program does not say where its devices are, so the links of a group are assumed
@@ -9,6 +10,7 @@ assumed-order               the program does not say where its devices are, so t
 There is one finding per rule and kind, which names the places that cost most. What a plan says besides is in lint.py.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ LEAST_SHARE = 0.01  # of the step, that synchronous collectives of a kind cost
 _HANDED_ON = frozenset({
     "all-reduce-done", "bitcast", "convert", "copy", "get-tuple-element", "reshape", "slice", "transpose",
 })  # fmt: skip
+_RANDOM = re.compile(r"threefry|random_bits|random_seed|shuffle|bernoulli|_uniform|_normal")  # JAX's names
 _REDUCES = frozenset({"all-reduce", "all-reduce-start"})
 
 
@@ -39,6 +42,7 @@ def lint_program(
         *_synchronous(collectives, step, devices.target),
         *_reduced_then_sliced(module, collectives, devices.target),
         *_replicated(module, devices.target),
+        *_random_bits(collectives),
         *_wide(collectives),
         *_assumed_order(devices, collectives),
     )
@@ -74,6 +78,18 @@ def _asynchronous(kind: CollectiveKind, target: TargetPlan) -> str:
     name, flags = presets[0]
     options = human_names([f"{key}={str(value).lower()}" for key, value in flags.items()], most=1)
     return f"compile with the options of the preset {name} (conf/overlap/_flag_presets.yaml): {options}"
+
+
+def _random_bits(collectives: Sequence[CollectiveReport]) -> Iterator[Finding]:
+    for kind, alike in _by_kind(each for each in collectives if _RANDOM.search(each.source) and _is_large(each)):
+        num_bytes = sum(each.bytes for each in alike)
+        yield Finding(
+            rule="random-bits",
+            severity="warning",
+            what=f"{human_bytes(num_bytes)} of {kind}s a step move random bits, which each device could make itself",
+            where=_places(alike, lambda each: each.bytes),
+            fix="set jax_threefry_partitionable=True, or give the random array the sharding of its use",
+        )
 
 
 def _wide(collectives: Sequence[CollectiveReport]) -> Iterator[Finding]:

@@ -109,3 +109,14 @@ def test_where_links_follow_from_an_assumed_order_it_is_said(groups, is_assumed,
     lines = [ARGUMENT, REDUCE.replace("{{0,1,2,3}}", groups), compute("a", 5)]
     found = findings(*lines, is_assumed=is_assumed)
     assert ("assumed-order" in found) == is_found
+
+
+@pytest.mark.parametrize(
+    ("name", "is_found"),
+    [("jit(step)/jit(_bernoulli)/random_bits", True), ("jit(step)/threefry2x32", True), ("jit(step)/mlp/psum", False)],
+)
+def test_random_bits_that_are_transferred_are_named(name, is_found):
+    line = REDUCE.replace("f32", "u32") + f', metadata={{op_name="{name}"}}'
+    last = f"  ROOT %out = u32[{LARGE}]{{0}} negate(%r)"
+    found = findings(ARGUMENT.replace("f32", "u32"), line, compute("a", 5), last)
+    assert ("random-bits" in found) == is_found
