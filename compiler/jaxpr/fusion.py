@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ..core.scopes import OperationName
 from .program import Operation, Program
 
 _FUSED = ("pointwise", "reduce")
@@ -110,8 +111,11 @@ def traffic(fused: Fused, *, into_matmuls: bool) -> list[tuple[Step, tuple[int, 
 
 
 def stacked_bytes(loop: Operation, around: Program) -> int:
-    """Returns the bytes that one trip of a loop copies into stacks and out of them: each slice is read and written."""
+    """Returns the bytes that one trip of a loop copies into stacks and out of them: each slice is read and written. Not
+    of the head's: its matmuls read a chunk of the loss where it lies."""
     assert loop.body is not None
+    if "head" in OperationName(loop.scope).words:
+        return 0
     body = loop.body
     into = [_size(body, i) for i in body.outputs[loop.num_carried :]]
     out_of = [
