@@ -194,7 +194,7 @@ class NoData:
     def get_state(self) -> dict[str, int]:
         return {}
 
-    def set_state(self, state: dict[str, int]) -> None:
+    def set_state(self, state: Mapping[str, int]) -> None:
         assert state == {}
 
 
