@@ -139,11 +139,11 @@ class Recipe:
 
     @property
     def declaration(self) -> tuple[str, ...]:
-        """The overrides, with the recipe's XLA options."""
+        """The overrides, with the recipe's XLA options in the place of the chip's default preset."""
         if not self.options:
             return self.overrides
         options = ", ".join(f"{name}: {_typed(value)}" for name, value in self.options.items())
-        return (*self.overrides, f"compiler_options={{{options}}}")
+        return (*self.overrides, "overlap.flag_presets=[]", f"compiler_options={{{options}}}")
 
 
 def _typed(value: bool | int | str) -> str:
