@@ -30,10 +30,12 @@ def default_presets(target: TargetPlan) -> tuple[str, ...]:
 
 
 def with_presets(spec: RunSpec, target: TargetPlan) -> RunSpec:
-    """Returns the declaration with `auto` of overlap.flag_presets replaced by the default presets of the target."""
+    """Returns the declaration with `auto` of overlap.flag_presets replaced by the default presets of the target. It
+    keeps its origin: what was typed declares it still."""
     found = [default_presets(target) if name == AUTO else (name,) for name in spec.overlap.flag_presets]
     names = tuple(dict.fromkeys(name for several in found for name in several))
-    return spec.model_copy(update={"overlap": spec.overlap.model_copy(update={"flag_presets": names})})
+    overlap = spec.overlap.model_copy(update={"flag_presets": names})
+    return spec.model_copy(update={"overlap": overlap}).with_origin(spec.origin)
 
 
 def describe_presets(names: Sequence[str], target: TargetPlan) -> str | None:

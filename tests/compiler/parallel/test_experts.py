@@ -63,7 +63,7 @@ def test_what_cannot_run_is_one_clear_error(overrides, words):
 
 @pytest.fixture(scope="module")
 def mixtral():
-    return plan_as_declared(*MIXTRAL, "target=v5p-128", "mesh.fsdp=16", "mesh.expert=4")
+    return plan_as_declared(*MIXTRAL, "target=v5p-128", "mesh.fsdp=16", "mesh.expert=4", "overlap.flag_presets=[]")
 
 
 def test_auto_takes_the_shortest_exchange_that_the_target_has(mixtral):
