@@ -146,6 +146,7 @@ def _attention(*overrides: str) -> tuple[int, dict[str, int]]:
     """(FLOPs of attention in the traced step; how often each kind of collective exchanges keys and values)."""
     found = estimate_step(plan_of(*ATTENTION, "global_batch_size=4", *overrides))
     (flops,) = [part.flops for part in found.roofline if part.name == "attention"]
+    assert flops is not None
     exchanged = Counter[str]()
     for each in found.communication:
         if each.source is not None and each.source.startswith("attention"):

@@ -39,7 +39,7 @@ def simulated(text: str, price=one_link, chip: Chip = TPU) -> Simulation:
     return simulate(read_steps(parse_module(text), chip), price)
 
 
-def totals(result: Simulation) -> dict[str, tuple[int, float | None, float]]:
+def totals(result: Simulation) -> dict[str, tuple[float, float | None, float]]:
     return {
         name: (each.count, None if each.alone_seconds is None else round(each.alone_seconds, 6), round(each.exposed_seconds, 6))
         for name, each in result.collectives.items()
