@@ -34,6 +34,7 @@ def test_each_is_what_the_estimate_says_of_its_declaration():
         assert (each.peak_bytes_per_chip, each.fits) == (estimate.memory.peak_bytes, True)
 
 
+@pytest.mark.ci
 def test_the_declared_mesh_is_no_alternative_and_what_is_refused_is_left_out():
     """The 3 heads of this model are not divided by 4 tensor shards."""
     replan = replanned("target=v5e-8", "sharding=hsdp", "mesh.replica=2", "model.num_heads=3", "model.num_kv_heads=3")
@@ -45,8 +46,8 @@ def test_the_declared_mesh_is_no_alternative_and_what_is_refused_is_left_out():
 @pytest.mark.parametrize(
     ("declared", "others"),
     [
-        ("overlap=xla", ["overlap=none", "overlap=auto"]),
-        ("overlap.flag_presets=[]", ["overlap=auto"]),  # which xla then has, too, and none is no longer
+        pytest.param("overlap=xla", ["overlap=none", "overlap=auto"], marks=pytest.mark.ci),
+        pytest.param("overlap.flag_presets=[]", ["overlap=auto"], marks=pytest.mark.ci),  # xla is the same then
         ("overlap=none", ["overlap=xla", "overlap=auto"]),
     ],
 )
@@ -64,7 +65,7 @@ def test_overlaps_are_alternatives_where_the_estimate_knows_a_difference(declare
     "overrides",
     [
         ("target=cpu-8",),  # its times are not known
-        ("target=h100-8", "sharding=fsdp_context", "mesh.context=2"),  # no sharding here splits the length
+        pytest.param(("target=h100-8", "sharding=fsdp_context", "mesh.context=2"), marks=pytest.mark.ci),  # by length
     ],
 )
 def test_there_are_none_where_nothing_can_be_compared(overrides):

@@ -57,6 +57,7 @@ def test_planning_explaining_and_tuning_start_no_backend(tmp_path):
     run_fresh(f"{IS_STARTED}\nimport meshloom\n{explained}\n{TUNE}\nassert not is_started(), 'tune'", tmp_path)
 
 
+@pytest.mark.ci
 def test_examples_that_train_nothing(tmp_path):
     quick = [text for text in blocks() if "meshloom.compile(" not in text and "jax.devices()" not in text]
     assert len(quick) == len(blocks()) - 2 == 4
