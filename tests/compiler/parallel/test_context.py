@@ -161,9 +161,9 @@ def test_the_plan_tells_tools_what_was_chosen():
 @pytest.mark.parametrize(
     ("experiment", "length", "strategy", "kernel"),
     [
-        ("llama_128k_v5p", 2**17, "ulysses", "splash"),
+        ("llama_128k_v5p", 2**17, "ring", "splash"),
         ("llama_128k_h100", 2**17, "ulysses", "cudnn"),
-        ("llama_1m_v5p", 2**20, "ulysses", "splash"),
+        ("llama_1m_v5p", 2**20, "ring", "splash"),
     ],
 )
 def test_the_presets_fit(experiment, length, strategy, kernel):

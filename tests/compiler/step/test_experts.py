@@ -201,7 +201,7 @@ def test_metrics_say_how_evenly_tokens_are_spread_and_what_is_dropped(tokens):
 def _cleared(ids, is_token):
     """True for the choices that 4 devices drop, each with room for half of the mean of its 2 sequences x 16 tokens of
     each of 2 microbatches; padding takes no room."""
-    rows, cleared = 2 * 16 * 2 // 8 // 2, np.zeros(ids.shape, bool)
+    ids, rows, cleared = np.asarray(ids), 2 * 16 * 2 // 8 // 2, np.zeros(ids.shape, bool)
     for first in range(0, 16, 2):  # of 8 sequences of a microbatch, 2 on each device
         used = Counter()
         for k in range(2):
