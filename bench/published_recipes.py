@@ -139,7 +139,7 @@ class Recipe:
 
     @property
     def declaration(self) -> tuple[str, ...]:
-        """The overrides, with the recipe's XLA options in the place of the chip's default preset."""
+        """The overrides, with the recipe's XLA options instead of the chip's default preset."""
         if not self.options:
             return self.overrides
         options = ", ".join(f"{name}: {_typed(value)}" for name, value in self.options.items())

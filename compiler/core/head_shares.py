@@ -1,4 +1,4 @@
-"""What attention reaches of the peak, by the size of a head."""
+"""The share of the peak that attention reaches, by the size of a head."""
 
 from collections.abc import Mapping
 

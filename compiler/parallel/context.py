@@ -226,7 +226,7 @@ def _backward_matmuls(exchange: Exchange, site: OpSite, inputs: OpInputs) -> int
 
 
 def _more(matmuls: Mapping[str, int]) -> str:
-    """Which strategies have more arithmetic than others, in words; '' where all have the same."""
+    """Returns a line on strategies that have more arithmetic than others; '' if all have the same."""
     if len(set(matmuls.values())) == 1:
         return ""
     return f" and a second backward kernel of {human_names([n for n, m in matmuls.items() if m == TWO_KERNELS], 3)}"

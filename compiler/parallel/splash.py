@@ -124,7 +124,7 @@ def _used_blocks(cut: Cut, first: int, window: int | None) -> tuple[int, int]:
 
 
 def _tables(cut: Cut, first: int, window: int | None) -> Tables:
-    """Of the kernel whose first query this is."""
+    """Returns the tables of the kernel whose first query this is."""
     queries_first, keys_first = (
         jax.tree.map(jnp.asarray, mask_info(first, first + cut.part, cut.block, window, keys_first=keys_first))
         for keys_first in (False, True)

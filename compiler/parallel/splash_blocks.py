@@ -73,7 +73,7 @@ def _tables_of_shards(
 
 
 def _places(chunks: np.ndarray, chunk: int, block: int) -> np.ndarray:
-    """Of the rows of queries of each shard, in blocks."""
+    """Returns the places of the rows of queries of each shard, in blocks."""
     return (chunks[:, :, None] * (chunk // block) + np.arange(chunk // block)).reshape(len(chunks), -1)
 
 

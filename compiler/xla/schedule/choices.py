@@ -1,4 +1,4 @@
-"""What a program does not say, and its user does: how often its loops run, and how often a branch is taken."""
+"""Facts of a run that a program does not contain and its user gives: trips of loops, shares of branches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""What a kernel has to compute and to move, by what its program says of it: arithmetic in FLOPs, memory in bytes."""
+"""The work of a kernel, as its program states it: arithmetic in FLOPs, memory traffic in bytes."""
 
 import math
 import re

@@ -105,7 +105,7 @@ def test_a_preset_that_keeps_reduce_scatters_is_named_where_the_target_has_one()
 
 
 def test_a_reduction_in_bfloat16_is_proposed_with_what_it_saves_at_most():
-    """Of 30 ms that compute waits for float32 sums half, and nothing of a gather's 5 ms."""
+    """Half of the 30 ms that compute waits for float32 sums are saved, and nothing of a gather's 5 ms."""
     sums = [
         found(kind=kind, bytes=4 * 128 * MIB, dtype="f32", name=f"{kind}.1", exposed_seconds=seconds)
         for kind, seconds in (("all-reduce", 0.02), ("reduce-scatter", 0.01), ("all-gather", 0.005))
