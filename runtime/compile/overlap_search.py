@@ -43,7 +43,7 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
     bounds = plan.spec.overlap.search
     assert bounds is not None
     candidates = find_candidates(plan, estimate_declared(plan))
-    num_most = min(len(candidates), bounds.max_candidates)
+    num_most, begun = min(len(candidates), bounds.max_candidates), time.monotonic()
 
     def compiled(one: Candidate, number: int) -> StoredStep:
         status = f"compiling {number} of at most {num_most}: {one.name}"
@@ -55,7 +55,7 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
         winner = next(one for one in candidates if one.overrides(plan.spec) == decided.overrides)
         say(compiler.console, f"decided before: {winner.name}, by {decision}")
         return compiled(winner, 1) if decided.chosen else declared, decided
-    best, report = _try_in_turn(candidates, declared, compiled, plan.spec, compiler.console)
+    best, report = _try_in_turn(candidates, declared, compiled, plan.spec, compiler.console, begun)
     report = report.model_copy(update={"cache": "miss" if decision else "off"})
     if decision:
         _write(decision, report, compiler)
@@ -68,9 +68,11 @@ def _try_in_turn(
     compiled: Callable[[Candidate, int], StoredStep],
     spec: RunSpec,
     console: Console,
+    begun: float,
 ) -> tuple[StoredStep, SearchReport]:
-    """Returns the best step, and what became of each candidate. declared: the step of the first."""
-    bounds, max_exposed, begun = spec.overlap.search, spec.overlap.max_exposed, time.monotonic()
+    """Returns the best step, and what became of each candidate. declared: the step of the first. begun: when the
+    search began, before that step was compiled, as `time.monotonic` counts."""
+    bounds, max_exposed = spec.overlap.search, spec.overlap.max_exposed
     assert bounds is not None
     winner, best, tried, bound = candidates[0], declared, [evaluate(candidates[0], declared.step)], None
     rest, programs = Counter[Untried](), {declared.step.lowered.fingerprint.digest}
