@@ -94,7 +94,7 @@ class Fault:
 
     @property
     def is_named(self) -> bool:
-        """Whether those that are left have to say whom it struck."""
+        """Returns whether the surviving processes have to say which one it struck."""
         return self.kind in ("kill", "freeze", "truncate", "flip", "restart coordinator")
 
 

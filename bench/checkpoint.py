@@ -1,4 +1,4 @@
-"""What a manifest costs: saving and verifying a state of random float32, with and without. Medians.
+"""Measures what a manifest costs: saving and verifying a state of random float32, with and without. Medians.
 
 python bench/checkpoint.py [gigabytes] [repeats]
 """

@@ -1,4 +1,4 @@
-"""Where the time of `meshloom compile` goes, and how much memory its process takes at most.
+"""Measures where the time of `meshloom compile` goes, and the most memory that its process takes.
 
     python bench/compile_time.py [repeats] [override ...]
 

@@ -1,4 +1,4 @@
-"""How fast batches are drawn for each source and packing, and text becomes tokens, beside one training process.
+"""Measures how fast batches are drawn for each source and packing, and text becomes tokens, beside a training process.
 
     python bench/data.py [seconds per case]
 

@@ -1,4 +1,4 @@
-"""How long `meshloom --help` and `explain` of the largest model and of the longest sequence take, and how much memory,
+"""Measures the time and memory of `meshloom --help` and of `explain` of the largest model and the longest sequence,
 against importing JAX alone.
 
     python bench/explain.py [repeats]

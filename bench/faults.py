@@ -84,8 +84,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a pytest found. passed: test ids. failed: test id -> what was raised, and whether that was an assertion of
-    the test. tiers: of each test id. log: its output."""
+    """The results of one pytest. passed: test ids. failed: test id -> what was raised, and whether that was an
+    assertion of the test. tiers: of each test id. log: its output."""
 
     passed: tuple[str, ...]
     failed: dict[str, tuple[str, bool]]
@@ -105,7 +105,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a fault. tier: of the test that caught it, or "". outcome: caught; passed: the test saw nothing;
+    """The outcome of one fault. tier: of the test that caught it, or "". outcome: caught; passed: the test saw nothing;
     raised: an exception, and no assertion; ended: no pytest came to its end."""
 
     key: str

@@ -1,4 +1,4 @@
-"""What the loop costs over a bare loop on the same compiled step: interleaved pairs of runs, medians.
+"""Measures what the loop costs over a bare loop on the same compiled step: interleaved pairs of runs, medians.
 
     python bench/loop.py [pairs] [override ...]
 

@@ -1,4 +1,4 @@
-"""What `overlap=none`, `xla` and `auto` expose of a step, and how long it is predicted to take, by one simulator.
+"""Compares what `overlap=none`, `xla` and `auto` expose of a step, and its predicted time, by one simulator.
 
     pip install -e '.[tpu]' && pip install 'jax[cuda13]' && python bench/overlap.py [--rows TEXT] [--layers 2] [FILE]
 

@@ -65,8 +65,8 @@ def read_program(text: Path, overrides: Sequence[str]) -> Program:
 
 
 def mesh_order(devices: Sequence[dict[str, Any]], plan: Plan) -> list[int]:
-    """Of each device of the program its position in the plan's mesh: that of the same place on the torus. Raises
-    ConfigError where they are not shaped as the target."""
+    """Returns the position of each device of the program in the plan's mesh: that of the same place on the torus.
+    Raises ConfigError where they are not shaped as the target."""
     placed = plan.mesh.placement.ordered([SimpleNamespace(number=i, **device) for i, device in enumerate(devices)])
     position = {device.number: i for i, device in enumerate(placed.flat)}
     return [position[number] for number in range(len(devices))]

@@ -43,7 +43,8 @@ Rows = Mapping[Overrides, Mapping[str, Any]]
 
 
 def mfu_of(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float) -> float:
-    """Of one chip. FLOPs of a token: as `model_flops_per_step` counts, all of attention's square."""
+    """Returns the utilisation of one chip. FLOPs of a token: as `model_flops_per_step` counts, all of attention's
+    square."""
     return tokens_per_second * flops_per_token / peak_flops_per_second
 
 

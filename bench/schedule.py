@@ -1,4 +1,4 @@
-"""How long a scheduled program of many megabytes takes to be read and simulated: `python bench/schedule.py [MB]`.
+"""Measures how long reading and simulating a scheduled program of many MB takes: `python bench/schedule.py [MB]`.
 
 The text is a recorded one (tests/schedules) with its layers' loops repeated under new names, run one after the other.
 """

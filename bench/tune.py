@@ -1,5 +1,5 @@
-"""Whether what `meshloom tune` proposes fits when it is compiled, what it calls too large does not, and whether its
-order is that of the schedules.
+"""Checks that what `meshloom tune` proposes fits when it is compiled, that what it calls too large does not, and that
+its order is that of the schedules.
 
     pip install -e '.[tpu]' && pip install 'jax[cuda13]' && python bench/tune.py [--rows TEXT] [--compile N] [FILE]
 

@@ -29,7 +29,7 @@ class Config(Record):
 
 
 class ModelConfig(Config):
-    """What every model is declared by, ours and users' (docs/extend.md).
+    """Every model, ours or a user's, is declared by a config of this class (docs/extend.md).
 
     The key `family` tells them apart. Ours declare it as their name; a user's class gets its import path for one.
     """

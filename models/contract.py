@@ -1,4 +1,4 @@
-"""What a model is to the compiler: three pure pieces over parameters whose dimensions have names.
+"""A model, as the compiler sees it, is three pure pieces over parameters whose dimensions have names.
 
 A model is written with Flax NNX modules; `build_piece` turns a module into abstract parameters, their logical axes, an
 initialiser and a pure function. From there on nothing but plain nested dicts of arrays is passed around. The compiler
@@ -55,7 +55,7 @@ def plain_operation(kind: str, name: str, plain: Callable[..., Array], *operands
 
 @dataclass(frozen=True)
 class Context:
-    """What the compiler hands to a piece with its parameters and its input.
+    """A context is what the compiler hands to a piece besides its parameters and its input.
 
     positions_BT: int32 (batch or 1, length), the position of each token in its document.
     segment_ids_BT: int32 (batch, length), the document of each token within its sequence, 0 for padding; tokens attend
@@ -135,7 +135,7 @@ class Context:
 @register_dataclass
 @dataclass(frozen=True)
 class Aux:
-    """What a layer or the head may return with its output: `return x, Aux(losses={"router_z": 1e-3 * sum_of_squares})`.
+    """A layer or the head may return auxiliary values: `return x, Aux(losses={"router_z": 1e-3 * sum_of_squares})`.
 
     Each value is a sum over the tokens that the piece is handed, a part of the global batch, without padding
     (`Context.where_token`); the compiler adds them up over microbatches and devices, and divides by the tokens of the
@@ -166,7 +166,7 @@ class AuxOfTotals:
 
 
 def split_output(output: Any) -> tuple[Any, AuxOfTotals]:
-    """What a piece returned -> (its output, its auxiliary outputs as functions of totals)."""
+    """Splits what a piece returned into its output and its auxiliary outputs as functions of totals."""
     if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Aux | AuxOfTotals):
         x, aux = output
         return x, AuxOfTotals({}, lambda _: aux) if isinstance(aux, Aux) else aux
@@ -174,8 +174,8 @@ def split_output(output: Any) -> tuple[Any, AuxOfTotals]:
 
 
 def split_aux(output: Any) -> tuple[Any, Aux]:
-    """What a piece returned of a whole microbatch -> (its output, its auxiliary outputs, none where it returned
-    none)."""
+    """Splits what a piece returned for a whole microbatch into its output and its auxiliary outputs, which are empty if
+    it returned none."""
     x, aux = split_output(output)
     return x, aux.make(jax.tree.map(jax.lax.stop_gradient, dict(aux.totals)))
 
@@ -204,7 +204,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How a parameter of a layer is updated once per step without a gradient: not by the optimizer, and without decay.
+    """A rule updates a parameter of each layer once per step without a gradient, the optimizer or weight decay.
 
     total: the name of what it reads in the layer's `Aux.totals`, summed over all tokens of the global batch: over
     microbatches and devices. update: (parameter, total) of one layer -> the parameter, of the same shape and type.

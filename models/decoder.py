@@ -24,7 +24,7 @@ WITHIN_MLP = ("batch", "length", "mlp")
 
 
 class DecoderBase(ModelConfig):
-    """What all decoders have: those with one MLP in a layer, and those with experts (moe.py)."""
+    """All decoders share these keys: those with one MLP in a layer, and those with experts (moe.py)."""
 
     family: Literal["decoder", "moe"]
     embed_dim: PositiveInt

@@ -1,4 +1,4 @@
-"""How XLA's compiler for a target behaves, whatever its options; read from conf/overlap/_compiler_traits.yaml."""
+"""Traits of XLA's compiler for a target that no option changes; read from conf/overlap/_compiler_traits.yaml."""
 
 import json
 from collections.abc import Iterable, Mapping

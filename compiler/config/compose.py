@@ -62,7 +62,7 @@ OPTIONAL = ("experiment",)  # groups that need no choice
 
 @dataclass(frozen=True)
 class Request:
-    """What the user typed: the overrides, and where to look for configs besides Meshloom's own."""
+    """A request holds what the user typed: the overrides, and where to look for configs besides Meshloom's own."""
 
     overrides: tuple[str, ...]
     config_name: str = "config"

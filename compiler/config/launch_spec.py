@@ -1,4 +1,4 @@
-"""How `meshloom launch` starts a run on its hosts: one class for each engine, and what all of them need.
+"""The typed config of `meshloom launch`: one class for each engine, and the keys that all of them need.
 
 No program depends on any of it. The hosts follow from the target; an engine only says how to get them.
 """
@@ -31,7 +31,7 @@ Environment = Annotated[dict[Text, Annotated[str, BeforeValidator(_as_text)]], A
 
 
 class LaunchConfig(Config):
-    """What every engine has."""
+    """Every engine has these keys."""
 
     dry_run: bool | None  # print what would run, and run nothing; None: where the engine's tool is not installed
     program: Text  # what starts Meshloom on a host; its words are split as a shell does

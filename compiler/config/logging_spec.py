@@ -1,4 +1,4 @@
-"""What a run says, and where its metrics go."""
+"""The typed config of a run's log and of the trackers of its metrics."""
 
 from typing import Annotated, Literal
 

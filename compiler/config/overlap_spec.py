@@ -43,7 +43,7 @@ StrategyChoice = Annotated[Text | dict[Text, Text], BeforeValidator(_one_or_by_n
 
 
 class OverlapConfig(Config):
-    """How layers are run: one candidate of a search.
+    """A way to run the layers: one candidate of a search.
 
     parallel: strategies of the operations that a search chooses, as in the group `parallel`.
     """
@@ -72,7 +72,7 @@ class OverlapConfig(Config):
 
 
 class OverlapSearch(Config):
-    """How far `meshloom compile` searches for the loop and flag presets that hide the most (candidates.py)."""
+    """Bounds of the search for the loop and the flag presets that hide the most (candidates.py)."""
 
     max_candidates: PositiveInt  # programs that are compiled, including the declared one
     budget_seconds: PositiveFloat  # after this time no further program is compiled

@@ -167,7 +167,7 @@ class PrecisionSpec(Config):
 
 
 class RematSpec(Config):
-    """Which results of a layer's forward pass are saved for the backward pass; the rest is recomputed."""
+    """Rematerialisation saves some results of a layer's forward pass for the backward pass, and recomputes the rest."""
 
     policy: RematPolicy  # of every stack of layers
     stacks: dict[str, RematPolicy]  # of single stacks, by name
@@ -195,7 +195,7 @@ class LossSpec(Config):
 
 
 class MoeSpec(Config):
-    """How tokens are sent to experts (docs/experts.md)."""
+    """Tokens are sent to experts by these limits (docs/experts.md)."""
 
     max_imbalance: Annotated[float, Field(ge=1)] | None  # rows of a buffer, over the mean; None: for any imbalance
     capacity_factor: PositiveFloat  # parallel.experts=capacity: rows of an expert, over the mean
@@ -235,7 +235,7 @@ class DistributedSpec(Config):
 
 
 class SweepSpec(Config):
-    """What `-m` does with its points, whatever runs them."""
+    """Settings of `-m` that hold for every launcher."""
 
     objective: Text | None  # the figure that its table is sorted by; None: step_seconds, of training final_loss
     retry: tuple[
@@ -255,7 +255,7 @@ class CompileSpec(Config):
 
 
 class WatchdogSpec(Config):
-    """How long a step may take: factor times the median of the steps before it, and min_seconds at least."""
+    """A step may take factor times the median of the steps before it, and min_seconds at least."""
 
     factor: PositiveFloat
     min_seconds: PositiveFloat
@@ -296,7 +296,7 @@ class ProfileSpec(Config):
 
 
 class RunLabels(Config):
-    """What people call a run: saved, logged and shown, but not part of any program."""
+    """The names and notes of a run are saved, logged and shown, but are not part of any program."""
 
     name: Text | None  # also in the name of its job, if it is launched
     tags: tuple[Text, ...]
@@ -306,8 +306,9 @@ class RunLabels(Config):
 
 @dataclass(frozen=True)
 class Origin:
-    """How a declaration was typed: its overrides, an extra folder of configs, and modules whose code it may run. It is
-    not part of the declaration: any two compare equal. overrides: None if the declaration was not typed.
+    """The command line that a declaration came from: its overrides, an extra folder of configs, and modules whose code
+    it may run. It is not part of the declaration: any two compare equal. overrides: None if the declaration was not
+    typed.
     """
 
     overrides: tuple[str, ...] | None = field(default=None, compare=False)

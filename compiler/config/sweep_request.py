@@ -1,4 +1,4 @@
-"""What a sweep is over, checked before any point of it is run.
+"""Reads what a sweep is over, and checks it before any point runs.
 
 Each value is checked by itself, not each combination: a point that cannot run is a row of the sweep with its reason.
 """

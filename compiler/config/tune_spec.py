@@ -1,4 +1,4 @@
-"""What `meshloom tune` searches, and for what."""
+"""The typed config of `meshloom tune`: its objective, its space and its limits."""
 
 import re
 from typing import Annotated, Any, Literal, Self

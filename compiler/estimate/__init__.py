@@ -1,1 +1,1 @@
-"""What a plan predicts without a compiler: memory, communication, and the roofline of each part."""
+"""Predicts memory, communication and the roofline of each part of a plan, without a compiler."""

@@ -58,7 +58,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class ProgramShape:
-    """What is alike in two programs that differ in sizes alone. Places are those in the vector of numbers.
+    """The parts that programs share if they differ in sizes alone. Places are indices into the vector of numbers.
 
     regions: the step itself, then its loops; of each the places of the numbers of trips that multiply it. live: sets of
     arrays that live at once in the memory of the device; on_host: of its host. arguments: state and batch.
@@ -93,7 +93,7 @@ def read_costs(program: Program, weights: frozenset[str], compiler: CompilerTrai
 
 @dataclass(frozen=True)
 class RegionCosts:
-    """Of one region in a whole step, for each declaration. kinds: FLOPs and bytes by kind of work.
+    """The costs of one region in a whole step, for each declaration. kinds: FLOPs and bytes by kind of work.
 
     transfers: of each collective its bytes, and how often it runs.
     """

@@ -1,4 +1,4 @@
-"""How long a step takes, by what its operations take alone and what of its communication can hide: no compiler.
+"""Estimates the time of a step from its operations alone and the communication that can hide, without a compiler.
 
 compute    FLOPs and memory traffic at the shares of the chip's peaks that compiled programs reach
            (`target.chip.efficiency`); a matmul or kernel takes the longer of its two, and streams its operands at the
@@ -37,8 +37,8 @@ EXPOSED_BESIDE_MATMULS = 0.24
 
 @dataclass(frozen=True)
 class Rates:
-    """What programs reach on a device. hbm: of pointwise passes; stream: of a matmul or kernel, which reads ahead;
-    merged: of the sums of ring attention."""
+    """The speeds that programs reach on a device. hbm: of pointwise passes; stream: of a matmul or kernel, which reads
+    ahead; merged: of the sums of ring attention."""
 
     matmul_flops_per_second: float
     attention_flops_per_second: float
@@ -49,10 +49,11 @@ class Rates:
 
 @dataclass(frozen=True)
 class Hiding:
-    """What the compiler overlaps with compute. weights, activations: kinds of collectives. is_doubled: a gradient that
-    is not reduced beside compute is all-reduced, at twice the time of a reduce-scatter. activations_exposed: the share
-    of activations' collectives that stays, of all declarations or of each. permutes: those of ring attention run
-    beside its blocks. experts_exposed: the share of the exchanges of tokens that is waited for (expert_exchange.py)."""
+    """Says which collectives the compiler overlaps with compute. weights, activations: kinds of collectives.
+    is_doubled: a gradient that is not reduced beside compute is all-reduced, at twice the time of a reduce-scatter.
+    activations_exposed: the share of activations' collectives that stays, of all declarations or of each. permutes:
+    those of ring attention run beside its blocks. experts_exposed: the share of the exchanges of tokens that is waited
+    for (expert_exchange.py)."""
 
     weights: frozenset[CollectiveKind]
     activations_exposed: float | Array
@@ -79,8 +80,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """Of one collective over some mesh axes: latency, and seconds per byte of the full array. One for each declaration,
-    as each has a mesh of its own."""
+    """The price of one collective over some mesh axes: its latency, and seconds per byte of the full array. There is
+    one for each declaration, as each has a mesh of its own."""
 
     latency: Mapping[tuple[CollectiveKind, Axes], Array]
     per_byte: Mapping[tuple[CollectiveKind, Axes], Array]

@@ -214,13 +214,13 @@ def _count(equation: Any, part: str, within: tuple[Any, ...]) -> FlopCount:
 
 
 def calls_one(equation: Any) -> bool:
-    """Whether an equation is a call that can be read as if its jaxpr stood there."""
+    """Returns whether an equation is a call whose jaxpr can be read in its place."""
     called = next(subprograms(equation.params), None) if equation.primitive.name in CALLS else None
     return called is not None and len(called.invars) == len(equation.invars)
 
 
 def cost_of(equation: Any) -> Cost | str:
-    """What an equation that calls nothing takes, over all devices; a str: why that is not known."""
+    """Returns the cost of an equation that calls nothing, over all devices; a str says why it is unknown."""
     name, kind = equation.primitive.name, kind_of(equation)
     if name in PRODUCTS:
         return Cost(_product_flops(equation))
@@ -247,9 +247,9 @@ def contracted_dims(equation: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _product_flops(equation: Any) -> int:
-    """Of a matmul 2 m k n; with groups of rows or of what is summed, each row meets one group's weights. Of a
-    convolution 2 per element of the result and of the kernel that makes it; zeros around it count, as in attention's
-    square, those that a dilation puts into it do not."""
+    """Returns the FLOPs of a matmul or convolution. A matmul takes 2 m k n; with groups of rows or of what is summed,
+    each row meets one group's weights. A convolution takes 2 per element of the result and of the kernel that makes it;
+    zeros around it count, as in attention's square; those that a dilation inserts do not."""
     left, right = (tuple(x.aval.shape) for x in equation.invars[:2])
     out = math.prod(equation.outvars[0].aval.shape)
     params = equation.params
@@ -290,8 +290,8 @@ _FORMULAS = {"fft": _fft_flops, "cholesky": _cholesky_flops, "triangular_solve":
 
 
 def _kernel_cost(kernel: Any) -> Cost | str:
-    """Of a Pallas kernel what it declares. Of splash attention its blocks' matmuls, once for each step of its grid that
-    a causal mask leaves."""
+    """Returns what a Pallas kernel declares; for splash attention the matmuls of its blocks, once for each step of its
+    grid that a causal mask leaves."""
     if splash_blocks(kernel):
         return Cost(splash_flops(kernel, None))
     declared = kernel.params.get("cost_estimate")

@@ -1,4 +1,4 @@
-"""Which values of a program are arrays in memory, and when: the model of fusion and of order behind every estimate.
+"""Decides which values of a program are arrays in memory, and when: every estimate rests on this model of fusion.
 
 What XLA does on accelerators, as rules:
 
@@ -165,7 +165,7 @@ def _inputs(operation: Operation) -> tuple[int, ...]:
 
 
 def _same_array(operations: Iterable[Operation]) -> dict[int, int]:
-    """What only changes the shape of a value -> that value."""
+    """Maps each result of an operation that only changes a value's shape to that value."""
     same: dict[int, int] = {}
     for operation in operations:
         if operation.kind == "move":

@@ -1,4 +1,4 @@
-"""What an operation of a jaxpr is to the fused program: by its primitive.
+"""Sorts operations of a jaxpr by primitive into kinds, as the fused program treats them.
 
 The lists are closed. A primitive of none of them, such as one that a user defines or a later JAX adds, is "unknown": it
 is not taken for a cheap one, and the estimate says what it does not know of it (unknown.py).
@@ -85,7 +85,7 @@ def kind_of(equation: Any) -> Kind:
 
 
 def is_ours(kernel: Any) -> bool:
-    """Whether a kernel is one that the plan chose for attention, and so is known in every way."""
+    """Returns whether a kernel is one that the plan chose for attention, so that all of its costs are known."""
     return kernel.primitive.name.startswith(ATTENTION) or splash_blocks(kernel) is not None
 
 

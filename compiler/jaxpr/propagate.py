@@ -1,4 +1,4 @@
-"""How the result of one operation lies over the mesh, from how its operands lie: what XLA's partitioner will do.
+"""Lays out the result of an operation over the mesh from the layouts of its operands, as XLA's partitioner will.
 
     dot_general  x (8, 64, 128) P(None, None, 'tensor') @ w (128, 32) P('tensor', None)
     ->           (8, 64, 32) P(None, None, None), a sum over tensor
@@ -86,7 +86,7 @@ def _convolution(params: Any, left: Layout, right: Layout) -> tuple[Layout, Axes
 
 
 def taken(equation: Any, layouts: Sequence[Layout], *, is_known: bool) -> list[Layout]:
-    """How an operation's operands lie when it runs: whole along the dimensions that a device needs all of.
+    """Lays out the operands of an operation as it needs them: whole along dimensions that a device needs all of.
 
     fft  x (8, 64) P('data', 'tensor') along the last dimension  ->  P('data', None)
     """

@@ -43,7 +43,7 @@ def layout_of(spec: Any, rank: int) -> Layout:
 
 @dataclass(frozen=True)
 class _Partial:
-    """Of a value that is to be added up over devices: along which mesh axes, and the operation that it came from."""
+    """A value that is still to be added up over devices, along which mesh axes, and the operation that made it."""
 
     aval: Any
     axes: Axes
@@ -192,7 +192,7 @@ class _Reader:
         return results if self.joins_sums else [self.summed(i) for i in results]
 
     def barrier(self, equation: Any, operands: list[int], scope: str) -> list[int]:
-        """What it orders is in memory on both sides of it, and is not moved."""
+        """Reads an optimization barrier: the values that it orders stay in memory on both sides, and are not moved."""
         operands = [self.summed(i) for i in operands]
         results = [self.value(x.aval, self.layouts[i]) for x, i in zip(equation.outvars, operands, strict=True)]
         name = equation.primitive.name
@@ -200,7 +200,8 @@ class _Reader:
         return results
 
     def still_partial(self, name: str, operands: list[int]) -> _Partial | None:
-        """Of an operation that may come before the sum over devices: what its result is still to be added up over."""
+        """Returns what the result of an operation that commutes with the sum over devices is still to be summed
+        over."""
         found = [self.partial.get(i) for i in operands]
         is_linear = name in _SHAPES or (name in _ADDITIONS and len({one and one.axes for one in found}) == 1)
         return found[0] if is_linear and found else None
@@ -296,7 +297,8 @@ class _Reader:
     def cost(
         self, equation: Any, kind: Kind, operands: list[int], results: list[int], reduced: Axes, scope: str
     ) -> Cost | str:
-        """What a device takes for the operation; a str: why that is not known. reduced: mesh axes that it sums over."""
+        """Returns the cost of an operation on a device; a str says why it is unknown. reduced: mesh axes it sums
+        over."""
         if equation.primitive.name == "dot_general":
             contracted, _ = contracted_dims(equation)
             left, layout = equation.invars[0].aval.shape, self.layouts[operands[0]]
@@ -368,7 +370,8 @@ class _Reader:
         return results
 
     def loop_body(self, jaxpr: Jaxpr, layouts: list[Layout], carried: range, scope: str) -> tuple["_Reader", Program]:
-        """What a loop carries lies at the start as at the end of a trip: zeros that sums begin with are split too."""
+        """Reads a loop's body, whose carried values are laid out alike at the start and the end of a trip: zeros that
+        sums begin with are split, too."""
         while True:
             body = _Reader(self.mesh_sizes, self.joins_sums, self.within)
             program = body.read(jaxpr, layouts, scope)
@@ -399,7 +402,7 @@ class _Reader:
 
 
 def _weight(branch: Jaxpr) -> tuple[bool, int]:
-    """Of the branches of a cond the one with most arithmetic runs; one whose arithmetic is unknown comes first."""
+    """Orders the branches of a cond by arithmetic: the heaviest is taken, and an unknown one before all others."""
     count = count_flops(branch, "")
     return bool(count.unknown), count.known
 

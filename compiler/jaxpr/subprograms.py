@@ -23,7 +23,7 @@ class Scan:
 
 
 def scan_of(params: Mapping[str, Any]) -> Scan:
-    """Of a `scan` equation's parameters."""
+    """Returns the body and the counts of a `scan` equation, from its parameters."""
     if "ft_in" in params:
         consts, carried, _ = params["ft_in"].unpack()
         num_consts, num_carried = len(consts), len(carried)

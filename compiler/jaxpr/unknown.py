@@ -23,7 +23,7 @@ _FIX_WHILE = "use jax.lax.scan, or jax.lax.fori_loop with bounds that are Python
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call takes. hbm_bytes: what the operation itself declares; None: each operand and result once."""
+    """The cost of one call. hbm_bytes: as the operation declares it; None: each operand and result is moved once."""
 
     flops: int
     hbm_bytes: int | None = None
@@ -80,14 +80,14 @@ def _place_of(equation: Any) -> str | None:
 
 
 def _is_machinery(path: Path) -> bool:
-    """Whether a file is JAX's or Python's own, or none."""
+    """Returns whether a path is a file of JAX or of Python itself, or not a file."""
     if package := _package(path):
         return package in _JAX
     return str(path).startswith("<") or path.is_relative_to(STDLIB)
 
 
 def _package(path: Path) -> str | None:
-    """The installed package that a file is part of."""
+    """Returns the installed package that a file is part of."""
     return path.parts[path.parts.index(_PACKAGES) + 1] if _PACKAGES in path.parts else None
 
 

@@ -31,7 +31,7 @@ _SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
 
 @dataclass(frozen=True)
 class Setting:
-    """What an optimizer is built for. schedule: step -> learning rate. kinds: the ParameterKind of every trained
+    """An optimizer is built for a setting. schedule: step -> learning rate. kinds: the ParameterKind of every trained
     parameter, as a tree like the parameters. layouts: the PartitionSpec in which each is updated. mesh: the size of
     each mesh axis."""
 

@@ -1,4 +1,4 @@
-"""What an optimizer needs to know about a parameter besides its shape: which of its dimensions form a matrix.
+"""Finds which dimensions of each parameter form a matrix: optimizers need to know, and a shape does not say.
 
 layers/attention/query_EHD  (layers, embed, heads, head_dim)  ->  per layer a matrix embed x (heads head_dim)
 layers/mlp/down_ME          (layers, mlp, embed)              ->  per layer a matrix mlp x embed
@@ -20,8 +20,8 @@ _COPIES = ("layers", "experts")  # leading dimensions along which a parameter ho
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """How a parameter acts. groups: the dimensions of one copy; dimensions that act as one are in one group (heads and
-    head_dim). is_in_stack: True for a parameter of a layer, whose first dimension is `layers`."""
+    """A parameter acts on groups of dimensions. groups: those of one copy; dimensions that act as one share a group
+    (heads, head_dim). is_in_stack: True for a parameter of a layer, whose first dimension is `layers`."""
 
     groups: Groups
     is_in_stack: bool

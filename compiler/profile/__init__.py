@@ -1,1 +1,1 @@
-"""What ran: a trace, read and compared with what its program was predicted to do."""
+"""Reads a trace of what ran, and compares it with what its program was predicted to do."""

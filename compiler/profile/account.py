@@ -1,4 +1,4 @@
-"""What the time of one execution went to: each moment is compute, exposed time of one collective, or neither.
+"""Accounts for the time of one execution: each moment is compute, exposed time of one collective, or neither.
 
 This is how the schedule is simulated too (compiler/xla/schedule/simulate.py), so measured and predicted times mean the
 same: alone, a collective takes from its start until it is done, or as long as its kernel runs; of this, the time in
@@ -45,7 +45,7 @@ class Account:
 
 @dataclass(frozen=True)
 class Roles:
-    """What the instructions of a program are, by name."""
+    """The kinds of a program's instructions, by name."""
 
     kinds: Mapping[str, ComputeKind]
     begun: Mapping[str, PredictedCollective]

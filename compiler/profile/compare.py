@@ -54,9 +54,9 @@ class OperationRow(Compared):
 
 
 class ProfileReport(Record):
-    """What ran beside what was predicted. steps: the traced ones, where the trace says which. fastest, slowest: of the
-    steps on any device. idle: neither compute nor a collective ran. unmatched: seconds of what the program does not
-    have. notes: what is missing in the trace. unknown: why predicted values are None."""
+    """Compares what ran with what was predicted. steps: the traced ones, where the trace says which. fastest, slowest:
+    of the steps on any device. idle: neither compute nor a collective ran. unmatched: seconds of what the program does
+    not have. notes: what is missing in the trace. unknown: why predicted values are None."""
 
     schema_version: Literal[1]
     model: str

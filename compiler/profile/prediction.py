@@ -1,4 +1,4 @@
-"""What a compiled step is predicted to do, instruction by instruction, by the names that a trace has of them."""
+"""Predicts a compiled step instruction by instruction, by the names that they have in a trace."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal

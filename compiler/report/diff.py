@@ -28,7 +28,7 @@ Grown = Literal["appeared", "gone", "grown", "shrunk", "changed"]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory holds. spec, plan: empty for a program that was inspected by itself. report: None where
+    """The contents of a run directory. spec, plan: empty for a program that was inspected by itself. report: None where
     there is none."""
 
     name: str

@@ -1,4 +1,4 @@
-"""Which findings of two reports are one: what a compiler changes of it is its places and its figures."""
+"""Pairs the findings of two reports that are the same: a compiler may change their places and their figures."""
 
 import re
 from collections.abc import Callable, Collection, Sequence

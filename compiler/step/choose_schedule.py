@@ -1,4 +1,4 @@
-"""Which layer schedule runs a plan."""
+"""Chooses the layer schedule that runs a plan."""
 
 from functools import partial
 

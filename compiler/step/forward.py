@@ -136,7 +136,7 @@ def _head_parts(plan: Plan, weights: Weights, x_BTE: Array) -> list[Params]:
 @register_dataclass
 @dataclass(frozen=True)
 class Shared:
-    """What all layers read beside their weights. dropout_keys_B: a key for each sequence; None for no dropout.
+    """All layers read these values besides their weights. dropout_keys_B: a key for each sequence; None for no dropout.
     is_token_BT: False for padding; None where there is none."""
 
     positions_BT: Array

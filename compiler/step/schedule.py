@@ -48,8 +48,9 @@ class StackFunctions:
 @register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """What microbatches of this device add up to. loss: cross-entropy. auxiliary: by stack, and of the head; each value
-    of a stack has a first dimension `layers`. They are parts of the mean over the tokens of the global batch."""
+    """The microbatches of this device add up to these sums. loss: cross-entropy. auxiliary: by stack, and of the head;
+    each value of a stack has a first dimension `layers`. They are parts of the mean over the tokens of the global
+    batch."""
 
     loss: Array
     auxiliary: dict[str, Aux]

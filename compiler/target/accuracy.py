@@ -1,4 +1,4 @@
-"""How far off predictions of steps were from those that others ran and published: a range for a prediction.
+"""Gives a prediction its range: predictions of published runs were off by so much.
 
 accuracy.json has the factors of the ranges. `python bench/published.py` makes it of runs by which no constant of the
 cost model was chosen (bench/prediction_range.py): 8 of 10 runs lie in the range that runs of other sources, of other

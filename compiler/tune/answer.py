@@ -58,8 +58,8 @@ class Estimated:
 
 @dataclass(frozen=True)
 class Change:
-    """What another world would choose. what: "twice the bandwidth of all links". best: its winner, by the same prices
-    as `before`, the winner of this world; None: nothing fits."""
+    """The choice if one price were different. what: "twice the bandwidth of all links". best: its winner, by the same
+    prices as `before`, the winner of this world; None: nothing fits."""
 
     what: str
     before: Candidate
@@ -224,7 +224,7 @@ def _estimate_best(prices: Prices, limit: int, spec: RunSpec, run: Runner) -> tu
 
 @dataclass(frozen=True)
 class Exact:
-    """What an estimate of one declaration says."""
+    """The figures of one declaration's estimate."""
 
     compute_seconds: float
     exposed: tuple[tuple[Axes, float], ...]

@@ -47,7 +47,7 @@ RANK_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Point:
-    """What a program is traced for. sizes: of all mesh axes. num_loss_chunks: at most."""
+    """A program is traced for these choices. sizes: of all mesh axes. num_loss_chunks: at most."""
 
     variant: Variant
     sizes: Sizes

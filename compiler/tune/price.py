@@ -14,7 +14,7 @@ from .space import Candidate
 
 @dataclass(frozen=True)
 class Prices:
-    """Of candidates in order. Seconds of a step, bytes of a device; exposed: by mesh axes."""
+    """The prices of candidates, in their order: seconds of a step, bytes of a device; exposed: by mesh axes."""
 
     candidates: tuple[Candidate, ...]
     peak_bytes: Array

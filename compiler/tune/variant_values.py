@@ -1,4 +1,4 @@
-"""What variants are worth: the best that each can do on any mesh, by prices alone."""
+"""Values variants by the best that each can do on any mesh, by prices alone."""
 
 from collections.abc import Sequence
 

@@ -83,7 +83,7 @@ class ProgramMemory:
 
 @dataclass(frozen=True)
 class Built:
-    """What the compiler made of the programs. text, memory: of the train step, None where it does not fit.
+    """The compiler's output for all programs. text, memory: of the train step, None if it does not fit.
 
     executables: serialised, by program; not_serialised: why not, for the others. notes: lines that the compiler printed
     about arrays that it gathers whole, unasked (REMATERIALIZATION). cache: whether it was found among what was compiled

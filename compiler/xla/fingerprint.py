@@ -1,4 +1,4 @@
-"""What a compiled program is of: two of one fingerprint are the same program for the same devices.
+"""Identifies a compiled program: equal fingerprints mean the same program for the same devices.
 
 The text of the lowered program says all that a declaration, a model's code and the version of Meshloom have to do with
 it; so it is what is compared, as a hash. The keys of the declaration are kept beside it for one purpose: to name those

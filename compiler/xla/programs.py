@@ -20,7 +20,7 @@ PROGRAMS = ("init", "train", "evaluate", "is_finite")
 
 @dataclass(frozen=True)
 class Programs:
-    """What a run executes. init: () -> state. train: (state, batch) -> (state, metrics), the state
+    """A run executes these programs. init: () -> state. train: (state, batch) -> (state, metrics), the state
     donated unless `RunSpec.keeps_state`. evaluate:
     (params, batch) -> [summed loss, number of targets]. is_finite: state -> boolean. state, batch: what they take, as
     sharded ShapeDtypeStructs. compiler_options: those declared, for all programs; options_without_device: those

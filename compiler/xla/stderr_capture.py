@@ -1,4 +1,4 @@
-"""What compilers and drivers print by themselves, in C++, kept off the terminal."""
+"""Keeps off the terminal what compilers and drivers print by themselves, in C++."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What a restore will do, from the metadata of a checkpoint and the plan of a run: no device, and no array, is needed.
+"""Plans a restore from the metadata of a checkpoint and the plan of a run; it needs no device and reads no array.
 
 restore plan: checkpoint 300 of runs/a: 30 arrays of 12.3 GiB, 1.5 GiB on each device
 fsdp=8 -> fsdp=4 x tensor=2: 28 arrays are laid out anew

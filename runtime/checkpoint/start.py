@@ -1,4 +1,5 @@
-"""Where a run starts from: the newest checkpoint of its own directory, or one of another run, whose files are whole."""
+"""Finds the checkpoint that a run starts from: the newest of its own directory, or one of another run, with all
+files."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What differs between the arrays of a checkpoint and those of a run, in a few lines that one can read."""
+"""Describes in a few lines how the arrays of a checkpoint differ from those of a run."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which documents a global batch is made of: the way back from a place in the data."""
+"""Finds the documents that a global batch is made of, from a place in the data."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Which tokens of a stream go into which sequence. A plan rests on document lengths alone, so any sequence is made by
-its index: nothing is read in order.
+"""Assigns tokens of a stream to sequences. A plan rests on document lengths alone, so any sequence is made by its
+index: nothing is read in order.
 
     lengths 5 9 2 3, sequences of 8 tokens    (9 is split: 8 + 1)
     concatenate   55555999 | 99999922 | (333 are left over)

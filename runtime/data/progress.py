@@ -1,4 +1,4 @@
-"""How far reading a corpus is: a bar on a terminal, a line now and then elsewhere, and nothing where it is quick."""
+"""Shows how far reading a corpus is: by a bar on a terminal, a line now and then elsewhere, nothing if it is quick."""
 
 import time
 from types import TracebackType

@@ -20,7 +20,8 @@ END_OF_DOCUMENT = "<|endoftext|>"  # of a BPE that is trained here
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """What tokens mean. sha256: of the tokenizer's file; of nothing for bytes. end_of_document: a token."""
+    """Two tokenizers of equal identity give tokens the same meaning. sha256: of the tokenizer's file; of nothing for
+    bytes. end_of_document: a token."""
 
     kind: str
     sha256: str

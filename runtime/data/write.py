@@ -24,8 +24,8 @@ COMMIT_SECONDS = 5.0
 
 
 class Progress(Record):
-    """How much is done: shards that are finished, and tokens and documents of the one that is not; where the corpus
-    goes on. corpus: what is written, to be held to when it goes on."""
+    """The work done so far: finished shards, the tokens and documents of the unfinished one, and where the corpus goes
+    on. corpus: what is written; a command that goes on has to ask for the same."""
 
     corpus: dict[str, JsonValue]
     tokenizer: StoredTokenizer | None  # None: not trained yet

@@ -1,4 +1,4 @@
-"""What engines call a chip: labels of nodes, names of slices, from conf/launch/_chips.yaml."""
+"""Translates chips to the names that engines use: labels of nodes, names of slices, from conf/launch/_chips.yaml."""
 
 from functools import cache
 from importlib.resources import files

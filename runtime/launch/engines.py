@@ -28,9 +28,9 @@ from .slurm import render_slurm
 
 @dataclass(frozen=True)
 class Rendering:
-    """What an engine is told. tool: the program that tells it. file: the name of a file, and text: what is in it.
-    commands: in order, in a directory that has the file. folders: made before, for what the engine writes. notes: said
-    beside."""
+    """The commands and the file that an engine gets. tool: the program that runs the commands. file: the name of a
+    file, and text: its contents. commands: in order, in a directory with the file. folders: made before, for the
+    engine's own files. notes: printed as well."""
 
     tool: str
     commands: tuple[tuple[str, ...], ...]

@@ -1,4 +1,4 @@
-"""Where Hydra's launchers meet the sweep: ours hands its batch to the engine, others call a task for each point.
+"""Connects Hydra's launchers to the sweep: ours hands its batch to the engine, others call a task for each point.
 
 Such a task may be pickled and called in another process or on another machine. It runs the point in a process of its
 own and leaves the outcome in the sweep's directory, where the process of the sweep finds it and writes the row.
@@ -44,7 +44,7 @@ class Ended(Record):
 
 @dataclass(frozen=True)
 class PointTask:
-    """What another launcher calls for each point. template: of any point, without what is swept. axes: swept keys.
+    """Another launcher calls this task for each point. template: of any point, without what is swept. axes: swept keys.
     worst: the objective of a point that is not done. first_index: of the first point. ended: the
     objectives of points that have a row, by index and overrides; by overrides alone where a sweeper chooses."""
 

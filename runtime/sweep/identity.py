@@ -1,4 +1,4 @@
-"""Which sweep a command asks for: the same command goes on where an earlier one was ended."""
+"""Identifies the sweep that a command asks for: the same command goes on where an earlier one stopped."""
 
 import hashlib
 import json

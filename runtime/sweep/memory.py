@@ -1,4 +1,4 @@
-"""How many points run at once: as many as this machine's memory allows, by what points were seen to take."""
+"""Limits the points that run at once to what this machine's memory allows, by what earlier points took."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

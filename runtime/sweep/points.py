@@ -46,7 +46,7 @@ class Task:
 
 
 class Outcome(Record):
-    """What a point came to. why: of every status but done. seconds: that it took in its worker."""
+    """The outcome of a point. why: for every status but done. seconds: its time in its worker."""
 
     status: Status
     exit_code: int

@@ -1,4 +1,4 @@
-"""What is said while a sweep runs: a line for each point that has ended, and how many are done, running and left."""
+"""Reports a sweep while it runs: a line for each point that ended, and how many are done, running and left."""
 
 import shlex
 import time

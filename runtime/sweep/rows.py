@@ -1,4 +1,4 @@
-"""What a sweep leaves behind: `sweep.json`, what was asked for, and `sweep.jsonl`, a row for each point that has ended.
+"""The two files of a sweep: `sweep.json` has its request, and `sweep.jsonl` a row for each point that has ended.
 
 `meshloom tune` writes the same two files, so that one table and one page show both.
 """
@@ -76,7 +76,8 @@ class Row(Record):
 
 
 class SweepFile(Record):
-    """What was asked for. overrides: what every point has. axes: swept keys with their values, in the typed order."""
+    """The request of a sweep. overrides: those of every point. axes: swept keys with their values, in the typed
+    order."""
 
     schema_version: int
     command: Literal["explain", "compile", "train", "tune"]

@@ -30,8 +30,8 @@ POLLS_UNTIL_LOST = 5  # a job is gone, and what it left may still be on its way 
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """Of the launcher. engine: of `launch`. num_at_once: the most points that run at once; None: as many as the cluster
-    has room for."""
+    """Settings of the launcher. engine: as in `launch`. num_at_once: the most points that run at once; None: as many as
+    the cluster has room for."""
 
     engine: str
     num_at_once: int | None

@@ -1,4 +1,4 @@
-"""What every worker process of the pool does first, before it knows what it will run."""
+"""Prepares each worker process of the pool before it knows what it will run."""
 
 import os
 import signal

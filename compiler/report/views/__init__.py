@@ -1,4 +1,4 @@
-"""What a person or a tool is shown of a report: a terminal summary, a timeline for Perfetto, one page of HTML.
+"""Renders a report for people and tools: a terminal summary, a timeline for Perfetto, one page of HTML.
 
 All of it is rendered to values and text here; runtime/rundir/report_files.py writes the files.
 """

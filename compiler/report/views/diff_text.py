@@ -1,4 +1,4 @@
-"""What changed between two runs, in words: the step first, then what made it so."""
+"""Says in words what changed between two runs: the step first, then its causes."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence

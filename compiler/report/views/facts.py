@@ -1,4 +1,4 @@
-"""What all views say of a report, worked out once: the verdict, why a collective is exposed, why a value is unknown."""
+"""Facts of a report that all views show: the verdict, why a collective is exposed, why a value is unknown."""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""What the terminal and the page say of a profile, in the same words."""
+"""Describes a profile in the words that the terminal and the page share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Of one collective: the time that compute runs meanwhile, and behind which slices, the longest first."""
+    """The cover of one collective: the time in which compute runs, and the slices that run, the longest first."""
 
     hidden_ns: int
     behind: tuple[Slice, ...]

@@ -1,4 +1,4 @@
-"""What `overlap.search` tried, in words."""
+"""Says in words what `overlap.search` tried."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Which line of Python an instruction comes from: the tables of frames behind the header, or its own metadata."""
+"""Finds the line of Python that an instruction comes from, in the tables of frames after the header or its metadata."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

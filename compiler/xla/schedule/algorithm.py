@@ -1,4 +1,4 @@
-"""How the TPU compiler sends a collective over the torus, as far as its program says.
+"""Reads how the TPU compiler sends a collective over the torus, as far as its program says.
 
 "emitter":"1DAllGatherNonMajorDim"                  one ring through all devices of the group
 "emitter":"2DAllGatherOnMajorDim"                   two axes at once

@@ -103,7 +103,7 @@ class _Made:
 
 @dataclass
 class _Step:
-    """What an instruction does to memory. names_only: it moves nothing."""
+    """The effect of an instruction on memory. names_only: it moves nothing."""
 
     value: Value
     made: set[int] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""How long compute takes on a chip, from what is in the program: the best that is known of each operation.
+"""Prices compute on a chip from what the program says, by the best source for each operation.
 
 cycles   the TPU compiler's own estimate, over the clock
 bound    a matmul whose estimate is longer than arithmetic at the chip's measured share of the peak, and memory traffic,
@@ -44,7 +44,7 @@ _VIEWS = frozenset({"bitcast", "reshape"})
 
 @dataclass(frozen=True)
 class Chip:
-    """What prices rest on. Figures of one JAX device; peak: by type of the operands. The shares of the peaks are those
+    """Figures of one JAX device that prices rest on; peak: by type of the operands. The shares of the peaks are those
     that single large kernels reach. factors: by kind of compute, how much
     longer it takes, by a calibration."""
 

@@ -1,4 +1,4 @@
-"""What a scheduled program does on one device, one thing after the other."""
+"""Reads a scheduled program as what one device does, one step after the other."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Done:
-    """What follows needs the result of the collective of that name. by: the instruction that waits for it."""
+    """The steps that follow need the result of the collective of this name. by: the instruction that waits for it."""
 
     name: str
     by: str = ""

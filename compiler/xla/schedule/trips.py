@@ -1,4 +1,4 @@
-"""How often a loop runs. GPU programs say it; elsewhere it is read from the condition.
+"""Counts the trips of a loop. GPU programs say it; elsewhere it is read from the condition.
 
     condition: compare(get-tuple-element(state, i), bound), direction=LT
     body:      element i of its result is element i of its argument plus a step
