@@ -18,8 +18,8 @@ import numpy as np
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.tune.families import Point, Reference, find_families, group_candidates
-from meshloom.compiler.tune.price import Prices, price
+from meshloom.compiler.tune.families import Reference, TracePoint, find_families, group_candidates
+from meshloom.compiler.tune.price import Prices, price_candidates
 from meshloom.compiler.tune.space import Candidate, Variant, find_candidates
 from meshloom.runtime.processes.devices import plan_without_devices
 
@@ -85,10 +85,10 @@ def priced(cell: Cell) -> tuple[Prices, int, Plan]:
     families = find_families(group_candidates(candidates), traced)
     memory = variants[0].target().hbm_bytes_per_device
     assert memory is not None
-    return price(candidates, families), memory, plan_run(candidates[0].spec())
+    return price_candidates(candidates, families), memory, plan_run(candidates[0].spec())
 
 
-def traced(function: Callable[[Point], Reference], points: Sequence[Point]) -> Iterator[Reference]:
+def traced(function: Callable[[TracePoint], Reference], points: Sequence[TracePoint]) -> Iterator[Reference]:
     for number, point in enumerate(points, start=1):
         print(f"\r  tracing {number} of {len(points)}", end="", file=sys.stderr, flush=True)
         yield function(point)

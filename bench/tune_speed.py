@@ -18,7 +18,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.tune.families import choose_points, find_families, group_candidates
-from meshloom.compiler.tune.price import price
+from meshloom.compiler.tune.price import price_candidates
 from meshloom.compiler.tune.space import find_candidates
 from meshloom.runtime.processes.devices import plan_without_devices
 from meshloom.runtime.tune.variants import find_space
@@ -47,7 +47,7 @@ def main() -> None:
     with workers(space.spec.target, Console(is_quiet=True)) as runner:
         families = find_families(groups, runner.trace)
     marks["traces"] = time.perf_counter()
-    price(candidates, families)
+    price_candidates(candidates, families)
     marks["prices"] = time.perf_counter()
     number, num_traces = len(candidates) + refused.total, sum(len(choose_points(ones)) for ones in groups.values())
     taken = f"{marks['prices'] - start:.1f} s"

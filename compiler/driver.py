@@ -32,7 +32,7 @@ from .parallel.remat import check_remat
 from .parallel.weight_plan import plan_weights
 from .plan import Plan, plan_memory, plan_state_arrays
 from .report.build_report import build_report
-from .schema import Alternative, Change, Report, SearchReport
+from .schema import Alternative, MemoryChange, Report, SearchReport
 from .sharding.arrays import Arrays, build_model, find_arrays
 from .sharding.batch import check_batch, check_length
 from .sharding.check_order import check_token_order
@@ -159,7 +159,7 @@ def report_of(
     *,
     overrides: tuple[str, ...] = (),
     model: str | None = None,
-    changes: tuple[Change, ...] = (),
+    changes: tuple[MemoryChange, ...] = (),
     search: SearchReport | None = None,
     alternatives: tuple[Alternative, ...] = (),
 ) -> Report:

@@ -13,7 +13,7 @@ from meshloom.models import Model, Params
 from .config.spec import RunSpec
 from .core.errors import Problem
 from .core.partition_spec import Axes, axes_of
-from .core.trees import leaves_by_path, like, nested, pick
+from .core.trees import leaves_by_path, like, nested_dict, pick
 from .jaxpr.flops import ModelFlops
 from .parallel.operation import OpPlan, ParallelOp
 from .sharding.arrays import EXPERTS, Array, Arrays
@@ -154,7 +154,7 @@ def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract:
         optimizer=size(abstract["optimizer"], specs["optimizer"]) - scalars_of_optimizer,
         scalars=scalars,
         gradients=size(_typed(trained, precision.gradients), gradients_specs),
-        working_parameters=size(nested(working), pick(specs["params"], working, is_spec)),
+        working_parameters=size(nested_dict(working), pick(specs["params"], working, is_spec)),
         prefetched_weights=_prefetched_bytes(spec, mesh, sharding),
         batch=len(batch_arrays(spec)) * spec.tokens_per_step * 4 // mesh.num_shards(sharding.batch_axes),  # int32
     )

@@ -16,12 +16,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from meshloom.models.config import Record
 
 from .config.overlap_spec import OverlapConfig
-from .core.collectives import CollectiveKind, LinkKind
+from .core.collectives import CollectiveKind, ComputeKind, LinkKind
 
 SCHEMA_VERSION = 13  # of report.json and plan.json
-
-ComputeKind = Literal["matmul", "attention", "other"]
-Fraction = Annotated[float, Field(ge=0)]
 
 
 class TargetReport(Record):
@@ -48,7 +45,7 @@ class ProgramReport(Record):
     model_flops_per_step: NonNegativeInt | None
 
 
-class Change(Record):
+class MemoryChange(Record):
     """A change of the declaration that saves memory. overrides: as one types them. slower_fraction: what a token takes
     longer, by the estimate, of its time."""
 
@@ -84,7 +81,7 @@ class MemoryReport(Record):
     host_limit_bytes_per_chip: PositiveInt | None  # the chip's share of its host's memory
     host_fits: bool | None
     host_estimate_bytes_per_chip: NonNegativeInt | None  # without XLA
-    changes: tuple[Change, ...]  # the cheapest first; empty where it fits
+    changes: tuple[MemoryChange, ...]  # the cheapest first; empty where it fits
 
 
 class CollectiveReport(Record):
@@ -119,12 +116,12 @@ class StepReport(Record):
     compute_seconds: NonNegativeFloat | None
     compute_seconds_by_kind: dict[ComputeKind, NonNegativeFloat]
     exposed_seconds: NonNegativeFloat | None
-    exposed_fraction: Fraction | None  # of predicted_seconds
+    exposed_fraction: NonNegativeFloat | None  # of predicted_seconds
     least_seconds: NonNegativeFloat | None  # of all parts whose time is known
     predicted_seconds: NonNegativeFloat | None  # None where that of a part is not known
     predicted_range_seconds: tuple[NonNegativeFloat, NonNegativeFloat] | None
     predicted_range_basis: str | None  # the published runs that the range is by (target/accuracy.py)
-    predicted_mfu: Fraction | None
+    predicted_mfu: NonNegativeFloat | None
     roofline_seconds: NonNegativeFloat | None  # of this program: what its own operations take at the full rates
     bound_seconds: NonNegativeFloat | None  # of the declaration: no program of it takes less
     num_unpriced: NonNegativeInt  # kernels of an unknown time, which count with what they take at least
@@ -172,7 +169,7 @@ class TriedReport(OverlapConfig):
     """A program that `overlap.search` compiled. What is None is so because of what why_not says."""
 
     predicted_seconds: NonNegativeFloat | None
-    exposed_fraction: Fraction | None
+    exposed_fraction: NonNegativeFloat | None
     peak_bytes_per_chip: Annotated[int, Field(ge=0, lt=2**63)] | None
     host_bytes_per_chip: Annotated[int, Field(ge=0, lt=2**63)] | None
     fits: bool | None  # on the device and in the host's memory

@@ -9,7 +9,7 @@ from ..plan import Plan
 from ..schema import CollectiveReport, Finding, StepReport, by_exposed, total
 
 TOO_EXPOSED = "too-exposed"
-NUM_NAMED = 3
+NUM_WORST = 3
 
 
 def find_too_exposed(
@@ -27,7 +27,7 @@ def find_too_exposed(
         return Finding(rule=TOO_EXPOSED, severity="warning", what=what, where="step.exposed_fraction", fix=fix)
     if share <= limit:
         return None
-    worst = by_exposed(collectives)[:NUM_NAMED]
+    worst = by_exposed(collectives)[:NUM_WORST]
     named = [f"{each.kind} of {each.source}, {human_seconds(each.exposed_seconds or 0.0)}" for each in worst]
     return Finding(
         rule=TOO_EXPOSED,

@@ -13,7 +13,7 @@ from ..xla.schedule.choices import Choices
 from .program_devices import ProgramDevices
 from .program_lint import lint_program
 from .program_memory import PeakMemory, needed_bytes, read_peak
-from .program_target import problems_of
+from .program_target import target_mismatches
 from .program_text import read_part
 from .schedule_analysis import ScheduleAnalysis, analyse_program
 from .timeline_events import with_memory
@@ -21,7 +21,6 @@ from .unavailable import Unavailable
 
 COMPILED = "give the text of the compiled program: compiled.as_text() in Python, or *after_optimizations.txt of a dump"
 
-NUM_NAMED = 4  # programs of a text that are named
 _STABLEHLO = re.compile(r"\s*(?:#\w+ = .*\n\s*)*(?:module\b|\"builtin\.module\")")
 
 
@@ -62,7 +61,7 @@ def inspect_text(
     if not module.is_scheduled:
         what = "the program is not scheduled: its compiler has not ordered it"
         raise ConfigError([Problem(name, what, COMPILED)])
-    raise_if_any(problems_of(module, text, devices.target))
+    raise_if_any(target_mismatches(module, text, devices.target))
     schedule = read_part(lambda: analyse_program(module, devices, choices=choices))
     if isinstance(schedule, Unavailable):
         raise ConfigError([Problem(name, schedule.why, COMPILED)])
@@ -82,7 +81,7 @@ def choose_program(texts: Sequence[str], named: str | None, where: str) -> tuple
     chosen = max(places, key=lambda place: ("is_scheduled=true" in texts[place], len(texts[place])))
     if len(places) == 1:
         return chosen, ""
-    others = human_names(list(dict.fromkeys(names)), NUM_NAMED)
+    others = human_names(list(dict.fromkeys(names)))
     what = f"{names[chosen]}, {human_bytes(len(texts[chosen]))}, is the largest of {counted(len(places), 'program')}"
     return chosen, f"{what} ({others}); --module NAME chooses" if named is None else what
 

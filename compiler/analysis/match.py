@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from ..core.format import NUM_NAMED
 from ..core.scopes import OperationName
 from ..estimate.communication import PlannedCollective
+from ..jaxpr.operation_kinds import LANES
 from ..xla.schedule.steps import Collective
-
-NUM_NAMED = 4
-LANES = 128  # TPUs pad small arrays to a row of these
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from ..target.target import TargetPlan
 from ..xla.aot import ProgramMemory
 from ..xla.hlo import Instruction, Module
 from ..xla.schedule.buffers import Buffer, Buffers, read_buffers
-from ..xla.schedule.prices import kind_of
+from ..xla.schedule.prices import instruction_kind
 from .unavailable import Unavailable
 
-Class = Literal["working_weights", "gradients", "activations", "temporaries"]
+ProgramMemoryClass = Literal["working_weights", "gradients", "activations", "temporaries"]
 
 # Primitives that only move, cast or sum; the compiler's own instructions have no name.
 MOVES = {"", "add", "add_any", "convert_element_type", "dynamic_slice", "dynamic_update_slice", "psum",
@@ -40,7 +40,7 @@ class HeldArray:
     it. over: loops that contain other loops, such as those over microbatches, and loops that do not touch it."""
 
     name: str  # of the instruction that makes it
-    kind: Class
+    kind: ProgramMemoryClass
     num_bytes: int
     shape: tuple[int, ...]
     names: tuple[OperationName, ...]
@@ -54,7 +54,7 @@ class PeakMemory:
     bytes_during: what lives while an instruction runs, by its name."""
 
     num_bytes: int
-    by_class: Mapping[Class, int]
+    by_class: Mapping[ProgramMemoryClass, int]
     at: str
     held: tuple[HeldArray, ...]
     bytes_during: Mapping[str, int]
@@ -64,7 +64,7 @@ def read_peak(module: Module) -> PeakMemory:
     """Returns the peak of a scheduled program. Raises HloError if it calls a computation that it does not have."""
     buffers = read_buffers(module)
     classes = classify(buffers, module)
-    by_class = Counter[Class]()
+    by_class = Counter[ProgramMemoryClass]()
     for each in buffers.at_peak:
         by_class[classes[id(each)]] += each.num_bytes
     held = _held(buffers.others, classes, module)
@@ -82,7 +82,7 @@ def needed_bytes(memory: ProgramMemory | None, peak: PeakMemory | Unavailable, t
     return peak.num_bytes
 
 
-def _held(buffers: Sequence[Buffer], classes: Mapping[int, Class], module: Module) -> Iterator[HeldArray]:
+def _held(buffers: Sequence[Buffer], classes: Mapping[int, ProgramMemoryClass], module: Module) -> Iterator[HeldArray]:
     loops = {each.name: each for c in module.computations.values() for each in c.instructions if each.opcode == "while"}
     inside = {name: list(module.all_within((loops[name].attribute("body") or "").lstrip("%"))) for name in loops}
     nested = {name for name, within in inside.items() if any(each.opcode == "while" for each in within)}
@@ -97,10 +97,12 @@ def _held(buffers: Sequence[Buffer], classes: Mapping[int, Class], module: Modul
         yield HeldArray(each.name, classes[id(each)], each.num_bytes, each.array.shape, names, tuple(over), tuple(idle))
 
 
-def classify(buffers: Buffers, module: Module) -> dict[int, Class]:
+def classify(buffers: Buffers, module: Module) -> dict[int, ProgramMemoryClass]:
     """Returns the class of each array that the program makes, by its `id`."""
     names = _Names(buffers.others, module)
-    found: dict[int, Class] = {id(each): _class_of(names.written(each), names.read(each)) for each in buffers.others}
+    found: dict[int, ProgramMemoryClass] = {
+        id(each): _class_of(names.written(each), names.read(each)) for each in buffers.others
+    }
     # What is added to a gradient is a gradient: of one microbatch.
     waiting = [each for each in buffers.others if found[id(each)] == "gradients"]
     while waiting:
@@ -112,7 +114,7 @@ def classify(buffers: Buffers, module: Module) -> dict[int, Class]:
     return found
 
 
-def _class_of(written: Sequence[OperationName], read: Sequence[OperationName]) -> Class:
+def _class_of(written: Sequence[OperationName], read: Sequence[OperationName]) -> ProgramMemoryClass:
     before, after = _passes(written), _passes(read)
     if any(name.gathers_weight or name.is_cast_of_parameters for name in written):
         return "working_weights"
@@ -155,7 +157,7 @@ class _Names:
         return [
             each
             for writer in gradient.writers
-            if kind_of(writer, self.module) == "other"
+            if instruction_kind(writer, self.module) == "other"
             for each in self._read_by[id(writer)]
             if _sizes(each) == _sizes(gradient) or (_is_move(writer) and _is_part(each, gradient))
         ]

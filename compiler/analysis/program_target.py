@@ -21,7 +21,7 @@ _OF_TWO_CORES = re.compile(r'"megacore_config"')  # libtpu 0.0.42.1 writes it fo
 _CHIPS_OF_TWO_CORES = ("v4", "v5p")
 
 
-def problems_of(module: Module, text: str, target: TargetPlan) -> Iterator[Problem]:
+def target_mismatches(module: Module, text: str, target: TargetPlan) -> Iterator[Problem]:
     """Yields why a program's text is not one of this target."""
     # A program for several slices of TPUs counts the devices of one.
     if (num := module.num_devices) not in (target.num_devices, target.num_devices // target.num_slices):

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..core.collectives import MOVING
+from ..core.collectives import MOVING, ComputeKind
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.format import counted, human_names, human_share
 from ..core.scopes import SUM_OF, OperationName
@@ -19,12 +19,12 @@ from ..parallel.exchange import exchange_of
 from ..parallel.experts import experts_of
 from ..parallel.matmul import ring_of
 from ..plan import Plan
-from ..schema import CollectiveReport, ComputeKind, Event, StepReport
+from ..schema import CollectiveReport, Event, StepReport
 from ..target.accuracy import accuracy_of, why_no_range
 from ..target.target import TargetPlan
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
-from ..xla.schedule.choices import ALL, Choices, choose, conditionals, open_loops
+from ..xla.schedule.choices import ALL, Choices, apply_choices, conditionals, open_loops
 from ..xla.schedule.prices import Chip
 from ..xla.schedule.program import read_steps
 from ..xla.schedule.simulate import CollectiveTotals, Priced, Taken
@@ -33,10 +33,9 @@ from .collective_placement import CollectivePlacement
 from .match import Match, match_planned, source_by_size
 from .program_devices import ProgramDevices
 from .source_lines import line_finder
-from .timeline_events import events_of
+from .timeline_events import schedule_events
 
 NUM_SHOWN_BEHIND = 3
-NUM_NAMED = 4  # instructions without a time that are named
 NO_CHIP = "the target's chip is not known: simulated devices have neither links nor a clock"
 NOT_DECLARED = "no declaration says it: the program was inspected by itself"
 
@@ -110,7 +109,7 @@ def analyse_program(
     steps = read_steps(module, chip_of(target))
     if choices is not None:
         raise_if_any(_wrong_choices(choices, steps))
-        steps = choose(steps, choices)
+        steps = apply_choices(steps, choices)
     result = simulate(steps, price)
     line_of = line_finder(module)
     matches = {
@@ -132,7 +131,7 @@ def analyse_program(
         collectives=collectives,
         matches=matches,
         step=_step(result, not _left_out(result, placed), target, known.model_flops.per_step),
-        events=events_of(result.segments, steps, collectives) if target.chip is not None else (),
+        events=schedule_events(result.segments, steps, collectives) if target.chip is not None else (),
         unknown=_unknown(result, placed, target, declared),
         compute_seconds=result.operations if target.chip is not None else {},
         dones={done.by: done.name for done in every(steps, Done)},
@@ -301,14 +300,12 @@ def _left_out(result: Simulation, placed: Mapping[str, CollectivePlacement]) -> 
     if result.unpriced:
         kernels = [f"{name} ({count})" for name, count in Counter(result.unpriced.values()).most_common()]
         times = f"the time of {counted(len(result.unpriced), 'kernel')} is not known, and the least counts"
-        reasons.append(f"{times}: {human_names(kernels, NUM_NAMED)}")
+        reasons.append(f"{times}: {human_names(kernels)}")
     if untimed := _untimed(result):
         whys = " and ".join(dict.fromkeys(placed[name].why or "" for name in untimed))
-        reasons.append(
-            f"the time of {human_names(untimed, NUM_NAMED)} is not known, and the step is longer by it: {whys}"
-        )
+        reasons.append(f"the time of {human_names(untimed)} is not known, and the step is longer by it: {whys}")
     if loops := sorted(result.unknown_loops):
-        named, pronoun = human_names(loops, NUM_NAMED), "them" if len(loops) > 1 else "it"
+        named, pronoun = human_names(loops), "them" if len(loops) > 1 else "it"
         reasons.append(f"how often {named} runs is not known, and one iteration of {pronoun} counts")
     return reasons
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..core.collectives import COMPUTE
 from ..core.format import counted
 from ..core.scopes import OperationName
 from ..schema import CollectiveReport, Event
@@ -26,7 +27,7 @@ ROLES = {
 _AXES_OF_NAME = re.compile(r"_[A-Z]+$")
 
 
-def events_of(
+def schedule_events(
     segments: Sequence[Segment], steps: tuple[Step, ...], collectives: Iterable[CollectiveReport]
 ) -> tuple[Event, ...]:
     """Returns an event for each segment; a collective that uses both directions of a torus axis is one event, on the
@@ -70,7 +71,7 @@ def with_memory(events: Iterable[Event], peak: PeakMemory | Unavailable) -> tupl
     found = peak.bytes_during
     return tuple(
         each.model_copy(update={"live_bytes": found[each.instruction]})
-        if each.track == "compute" and each.kind != "exposed" and each.instruction in found
+        if each.track == COMPUTE and each.kind != "exposed" and each.instruction in found
         else each
         for each in events
     )

@@ -33,7 +33,7 @@ from ..core.key_paths import is_within
 from ..core.visible import visible_line
 from . import target_names
 from .allowed_code import FLAG
-from .composition_errors import Groups, reported
+from .composition_errors import ConfigGroups, reported
 from .config_files import problems_of_files, register_sources
 from .environment_values import IN_DEFAULTS, Sources, find_sources, register_resolver
 from .hydra_settings import (
@@ -49,10 +49,10 @@ from .hydra_settings import (
     without_plugin,
 )
 from .kept_compositions import compose_kept, kept_groups
-from .override_parser import key_of, parse_override, parsed_or_none, quoted, shortened, with_quoted_homes
+from .override_parser import overridden_key, parse_override, parsed_or_none, quoted, shortened, with_quoted_homes
 from .plain_values import plain_values
 from .spec import RunSpec
-from .spec_errors import MOST_SHOWN, problems_of
+from .spec_errors import MOST_SHOWN, validation_problems
 from .user_code import blamed_on_user, spec_class
 
 T = TypeVar("T")
@@ -74,11 +74,11 @@ class Request:
     @property
     def search_path(self) -> list[str]:
         """Returns the override that says where users' configs are; empty if there are only Meshloom's."""
-        return [text for text in self.overrides if key_of(text) == SEARCH_PATH]
+        return [text for text in self.overrides if overridden_key(text) == SEARCH_PATH]
 
 
 @contextmanager
-def hydra_session(request: Request) -> Iterator[Groups]:
+def hydra_session(request: Request) -> Iterator[ConfigGroups]:
     """Sets up Hydra's global state for composing within the `with`; yields the groups that the request can see."""
     register_sources()
     register_resolver()
@@ -91,15 +91,15 @@ def hydra_session(request: Request) -> Iterator[Groups]:
         yield kept_groups(request.config_name, request.config_path, request.search_path, lambda: _groups(request))
 
 
-def _groups(request: Request) -> Groups:
+def _groups(request: Request) -> ConfigGroups:
     """Returns the groups that the request can see; only within a session."""
-    with reported(Groups()), warnings.catch_warnings(action="ignore"):  # of missing places, checked next
+    with reported(ConfigGroups()), warnings.catch_warnings(action="ignore"):  # of missing places, checked next
         configs = _repository(request)
         check_places(configs.get_sources())
     outer = [group for group in _options("", configs, ObjectType.GROUP) if group != "hydra"]
     inner = [f"{group}/{part}" for group in outer for part in _options(group, configs, ObjectType.GROUP)]
     found = ((group, _options(group, configs)) for group in sorted(outer + inner))
-    groups = Groups({group: options for group, options in found if options})
+    groups = ConfigGroups({group: options for group, options in found if options})
     groups.appended = _appended(groups, request)
     return groups
 
@@ -184,7 +184,7 @@ def _repository(request: Request) -> IConfigRepository:
     return loader._parse_overrides_and_create_caching_repo(request.config_name, request.search_path)[1]
 
 
-def _appended(groups: Groups, request: Request) -> frozenset[str]:
+def _appended(groups: ConfigGroups, request: Request) -> frozenset[str]:
     theirs = {group for group in groups if group.split("/")[0] not in RunSpec.model_fields} - set(OPTIONAL)
     try:
         with reported(groups):
@@ -209,7 +209,7 @@ def _options(group: str, configs: IConfigRepository, kind: ObjectType = ObjectTy
     return [name for name in configs.get_group_options(group, kind) if not name.startswith("_")]
 
 
-def _validate(overrides: Sequence[str], request: Request, groups: Groups) -> tuple[RunSpec | None, list[Problem]]:
+def _validate(overrides: Sequence[str], request: Request, groups: ConfigGroups) -> tuple[RunSpec | None, list[Problem]]:
     try:
         with reported(groups):
             forced = [_forced(text, groups) for text in overrides]
@@ -230,8 +230,8 @@ def _validate(overrides: Sequence[str], request: Request, groups: Groups) -> tup
         return (None if problems else spec), problems
     except ValidationError as error:
         own_groups = [group for group in groups if "/" not in group]
-        found = problems_of(error, spec_type, own_groups)
-        typed = {key_of(text): text for text in overrides}
+        found = validation_problems(error, spec_type, own_groups)
+        typed = {overridden_key(text): text for text in overrides}
         found = [_as_typed(problem, typed.get(problem.where, "")) for problem in found]
         return None, problems + [_without_values(problem, values, sources) for problem in found]
 
@@ -272,7 +272,7 @@ def _without_hydra(composed: DictConfig) -> DictConfig:
     return composed
 
 
-def _forced(text: str, groups: Groups) -> str:
+def _forced(text: str, groups: ConfigGroups) -> str:
     """Returns `key=value` as `++key=value`; choices of groups, deletions and Hydra's own settings stay as they are."""
     parsed = parsed_or_none(text)
     if parsed is None or parsed.is_delete():
@@ -286,12 +286,12 @@ def _forced(text: str, groups: Groups) -> str:
     return "++" + text.lstrip("+")
 
 
-def _is_choice(parsed: Override, groups: Groups) -> bool:
+def _is_choice(parsed: Override, groups: ConfigGroups) -> bool:
     """Returns True for `group=option`, as opposed to `key=value`."""
     return parsed.package is not None or "/" in parsed.key_or_group or parsed.key_or_group in groups
 
 
-def _problems_of_override(text: str, request: Request, groups: Groups) -> list[Problem]:
+def _problems_of_override(text: str, request: Request, groups: ConfigGroups) -> list[Problem]:
     """Returns the problems of one override that are found before composing: its grammar, a sweep without -m, its
     group's options."""
     try:
@@ -330,7 +330,7 @@ def _problems_of_override(text: str, request: Request, groups: Groups) -> list[P
 
 def _concerns(text: str, problem: Problem) -> bool:
     """Returns True if the override sets the key of the problem, a key below it or a node that holds it."""
-    key = key_of(text)
+    key = overridden_key(text)
     return is_within(problem.where, key) or is_within(key, problem.where)
 
 

@@ -14,7 +14,7 @@ from . import target_names
 from .override_parser import COMMAND_LINE, parsed_or_none, shortened
 
 
-class Groups(dict[str, list[str]]):
+class ConfigGroups(dict[str, list[str]]):
     """The options of each config group. appended: users' groups for which the primary config has no default, so that
     Hydra requires `+` before a choice."""
 
@@ -27,7 +27,7 @@ LOOK = "see `meshloom train --help` and `--cfg job`"
 
 
 @contextmanager
-def reported(groups: Groups) -> Iterator[None]:
+def reported(groups: ConfigGroups) -> Iterator[None]:
     """Turns any exception about a user's input into ConfigError.
 
     Hydra and its libraries raise far more than their own classes: RecursionError, ValueError, TypeError, KeyError.
@@ -49,10 +49,10 @@ def as_config_error(error: Exception) -> ConfigError:
         if isinstance(error, FileExistsError | IsADirectoryError | NotADirectoryError):
             fix = "move the file that is there, or choose another hydra.run.dir"
         return ConfigError([Problem(str(error.filename or "disk"), error.strerror or str(error), fix)])
-    return ConfigError([composition_problem(error, groups=Groups())])
+    return ConfigError([composition_problem(error, groups=ConfigGroups())])
 
 
-def composition_problem(error: Exception, groups: Groups) -> Problem:
+def composition_problem(error: Exception, groups: ConfigGroups) -> Problem:
     """Returns an error of Hydra, OmegaConf or YAML as a Problem."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
@@ -86,7 +86,7 @@ def _merge_problem(override: str, cause: BaseException | None) -> Problem:
     return Problem(parsed.key_or_group if parsed else COMMAND_LINE, what, fix)
 
 
-def _no_such_option(group: str, option: str, groups: Groups) -> Problem:
+def _no_such_option(group: str, option: str, groups: ConfigGroups) -> Problem:
     if group == "target":
         return target_names.problem_of(option, groups.get("target", []))
     if group not in groups:

@@ -16,16 +16,16 @@ from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig
 
-from .composition_errors import Groups
+from .composition_errors import ConfigGroups
 from .hydra_settings import SEARCH_PATH
-from .override_parser import key_of, parsed_or_none
+from .override_parser import overridden_key, parsed_or_none
 
 MOST_KEPT = 256  # compositions; each is some 100 kB
 
 
 @dataclass
 class _Kept:
-    groups: dict[tuple[str | None, ...], Groups] = field(default_factory=dict)
+    groups: dict[tuple[str | None, ...], ConfigGroups] = field(default_factory=dict)
     composed: dict[tuple[str | None, ...], DictConfig] = field(default_factory=dict)
 
 
@@ -57,8 +57,8 @@ def forget_compositions() -> None:
 
 
 def kept_groups(
-    config_name: str, config_path: str | None, search_path: Sequence[str], find: Callable[[], Groups]
-) -> Groups:
+    config_name: str, config_path: str | None, search_path: Sequence[str], find: Callable[[], ConfigGroups]
+) -> ConfigGroups:
     """Returns the groups that a request can see, found once for each configuration and search path."""
     kept = _kept_for(config_path, search_path)
     if kept is None:
@@ -69,7 +69,9 @@ def kept_groups(
     return kept.groups[key]
 
 
-def compose_kept(config_name: str, config_path: str | None, overrides: Sequence[str], groups: Groups) -> DictConfig:
+def compose_kept(
+    config_name: str, config_path: str | None, overrides: Sequence[str], groups: ConfigGroups
+) -> DictConfig:
     """Returns the composition of the overrides, with Hydra's node; only within a session of Hydra.
 
     overrides: values are `++key=value`, as `compose._forced` writes them. groups: those that the request can see.
@@ -96,9 +98,9 @@ def _kept_for(config_path: str | None, overrides: Sequence[str]) -> _Kept | None
     return _kept or (None if has_users_files else _own)
 
 
-def _is_value(text: str, groups: Groups) -> bool:
+def _is_value(text: str, groups: ConfigGroups) -> bool:
     """Returns True if the override changes a value, and not which files are read."""
     if text.startswith("~"):
-        key = key_of(text)
+        key = overridden_key(text)
         return key not in groups and not key.startswith("hydra.")
     return text.startswith("++") and not text.startswith("++hydra.")

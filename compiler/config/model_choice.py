@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..core.format import human_names
 from .compose import Request, hydra_arguments, hydra_session
-from .composition_errors import Groups
+from .composition_errors import ConfigGroups
 from .kept_compositions import compose_kept
 
 NUM_CHANGES = 2  # changed keys that are named
@@ -32,7 +32,7 @@ def chosen_model(composed: DictConfig, hydra: HydraConf) -> str | None:
     if option is None:
         return None
     places = [text for text in hydra.overrides.hydra if text.startswith("hydra.searchpath=")]
-    beside = compose_kept(str(hydra.job.config_name), None, [*places, f"+model@plain={option}"], Groups())
+    beside = compose_kept(str(hydra.job.config_name), None, [*places, f"+model@plain={option}"], ConfigGroups())
     model, plain = (OmegaConf.to_container(node, resolve=False) for node in (composed.model, beside.plain))
     assert isinstance(model, dict)
     assert isinstance(plain, dict)

@@ -10,6 +10,8 @@ from meshloom.models.config import Config
 
 from ..core.config_types import Fraction, Text
 
+AUTO = "auto"  # a strategy, or flag presets, that the plan chooses
+
 
 class LayerLoop(Config):
     """The loop over the layers of a stack (scan.py, prefetch.py)."""

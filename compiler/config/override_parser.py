@@ -76,7 +76,7 @@ def parsed_or_none(text: str) -> Override | None:
         return None
 
 
-def key_of(text: str) -> str:
+def overridden_key(text: str) -> str:
     """Returns the key or group that an override sets, however it is typed: "++a.b=c" -> "a.b"; "" for none."""
     parsed = parsed_or_none(text)
     return parsed.key_or_group if parsed else ""

@@ -27,7 +27,7 @@ _BOUNDS = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at
            "less_than": ("lt", "less than"), "less_than_equal": ("le", "at most")}  # fmt: skip
 
 
-def problems_of(error: ValidationError, spec_type: type[RunSpec], groups: Sequence[str]) -> list[Problem]:
+def validation_problems(error: ValidationError, spec_type: type[RunSpec], groups: Sequence[str]) -> list[Problem]:
     """Returns one Problem per finding about a `spec_type`. groups: names of config groups, for suggestions at the
     top."""
     details = error.errors(include_url=False)

@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 from ..core.errors import Problem, use_one_of
 from ..core.format import counted
 from .target_spec import (
+    ChipShape,
     ChipSpec,
-    Shape,
     SwitchSpec,
     TorusSpec,
     nearest_slices,
@@ -142,7 +142,7 @@ def _kind(match: re.Match[str]) -> str:
     return CLOUD_NAMES.get(match["kind"], match["kind"])
 
 
-def _shape(match: re.Match[str]) -> Shape | None:
+def _shape(match: re.Match[str]) -> ChipShape | None:
     chip, network = chip_file(_kind(match))
     given = tuple(map(int, match["shape"].split("x"))) if match["shape"] else None
     if isinstance(network, SwitchSpec):

@@ -15,7 +15,7 @@ from meshloom.models.config import Config
 
 from ..core.config_types import NumBytes, Text, UpToOne
 
-Shape = tuple[PositiveInt, ...]
+ChipShape = tuple[PositiveInt, ...]
 
 
 class PeakFlops(Config):
@@ -88,19 +88,19 @@ class TorusSpec(Config):
     wrapped_size: PositiveInt | None  # an axis of this size is a ring
     cube_size: PositiveInt | None  # in slices of whole cubes all axes are rings
     most_chips: PositiveInt  # of one slice
-    small_shapes: tuple[Shape, ...]  # slices that exist besides whole cubes
-    chips_per_host: Shape
+    small_shapes: tuple[ChipShape, ...]  # slices that exist besides whole cubes
+    chips_per_host: ChipShape
     host_bytes_per_second: PositiveFloat  # into the DCN, one way
     host_seconds: PositiveFloat  # latency of a message over it
     chip_config: Text  # libtpu's name for how a chip is split into devices
     sources: dict[str, str]
 
-    def wraps(self, shape: Shape) -> tuple[bool, ...]:
+    def wraps(self, shape: ChipShape) -> tuple[bool, ...]:
         """Returns which axes of a slice are rings: v5e (8, 16) -> (False, True)."""
         in_cubes = self.cube_size is not None and all(size % self.cube_size == 0 for size in shape)
         return tuple(in_cubes or size == self.wrapped_size for size in shape)
 
-    def shapes(self) -> Iterator[Shape]:
+    def shapes(self) -> Iterator[ChipShape]:
         """Yields all slices that exist, with ascending sizes in each."""
         yield from self.small_shapes
         if self.cube_size:
@@ -110,7 +110,7 @@ class TorusSpec(Config):
                     for c in range(b, most // (a * b) + 1):
                         yield self.cube_size * a, self.cube_size * b, self.cube_size * c
 
-    def shape_of(self, num_chips: int) -> Shape | None:
+    def shape_of(self, num_chips: int) -> ChipShape | None:
         """Returns the slice of this many chips that is closest to a cube, or None."""
         fitting = [shape for shape in self.shapes() if math.prod(shape) == num_chips]
         return min(fitting, key=lambda shape: (sum(shape), max(shape)), default=None)
@@ -157,7 +157,7 @@ class TpuTarget(Config):
     """Slices of TPUs."""
 
     kind: Literal["tpu"]
-    shape: Shape  # chips along each axis of one slice
+    shape: ChipShape  # chips along each axis of one slice
     num_slices: PositiveInt
     chip: ChipSpec
     network: TorusSpec
@@ -178,7 +178,7 @@ class GpuTarget(Config):
     """Nodes of GPUs."""
 
     kind: Literal["gpu"]
-    shape: Annotated[Shape, Field(min_length=2, max_length=2)]  # nodes, GPUs in each
+    shape: Annotated[ChipShape, Field(min_length=2, max_length=2)]  # nodes, GPUs in each
     chip: ChipSpec
     network: SwitchSpec
 
@@ -200,7 +200,7 @@ class GpuTarget(Config):
 TargetSpec = Annotated[CpuTarget | LocalTarget | TpuTarget | GpuTarget, Field(discriminator="kind")]
 
 
-def torus_name(chip: ChipSpec, network: TorusSpec, shape: Shape) -> str:
+def torus_name(chip: ChipSpec, network: TorusSpec, shape: ChipShape) -> str:
     """Returns the common name of a slice: v5p-128, or v5p:4x4x32 if another shape has that name."""
     if network.shape_of(math.prod(shape)) == shape:
         return f"{chip.name}-{math.prod(shape) * chip.num_cores}"
@@ -224,11 +224,11 @@ def nearest_slices(chip: ChipSpec, network: TorusSpec, num_cores: int) -> list[s
     return [f"{chip.name}-{size}" for size in below + above]
 
 
-def _largest(network: TorusSpec) -> Shape:
+def _largest(network: TorusSpec) -> ChipShape:
     return min((s for s in network.shapes() if math.prod(s) == network.most_chips), key=sum)
 
 
-def _no_such_slice(chip: ChipSpec, network: TorusSpec, shape: Shape) -> PydanticCustomError:
+def _no_such_slice(chip: ChipSpec, network: TorusSpec, shape: ChipShape) -> PydanticCustomError:
     what = f"there is no slice of {'x'.join(map(str, shape))} chips of {chip.name}"
     context: dict[str, Any] = {"what": what, "key": "shape", "fix": f"use one of {slices_that_exist(chip, network)}"}
     return PydanticCustomError("choice", "{what}", context)

@@ -125,16 +125,16 @@ class Console:
         for line in text.wrap(self._rich, max(limit - 2 * HANGING, LEAST_WIDTH)) if text.plain else ():
             self._rich.print(Text(" " * 2 * HANGING) + line, soft_wrap=True)
 
-    def bar(self, doing: str, *columns: BarColumn, is_transient: bool = False) -> "Bar":
+    def bar(self, doing: str, *columns: BarColumn, is_transient: bool = False) -> "ProgressBar":
         """Returns a progress bar on a terminal, nothing elsewhere."""
         made = [_BAR_COLUMNS[name]() for name in columns]
         progress = rich.progress.Progress(
             *made, console=self._rich, disable=not self.is_terminal, transient=is_transient
         )
-        return Bar(progress, doing)
+        return ProgressBar(progress, doing)
 
 
-class Bar:
+class ProgressBar:
     """The progress bar of one task."""
 
     def __init__(self, progress: rich.progress.Progress, doing: str):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 LEAST_SECONDS = 1e-9  # anything smaller is rounding error
+NUM_NAMED = 4  # of a longer list are named
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
@@ -71,7 +72,7 @@ def human_slowdown(fraction: float) -> str:
     return f"{human_share(abs(fraction))} {'shorter' if fraction < 0 else 'longer'}"
 
 
-def human_names(names: Sequence[str], most: int, between: str = ", ") -> str:
+def human_names(names: Sequence[str], most: int = NUM_NAMED, between: str = ", ") -> str:
     """Returns the first names of a list: (["a", "b", "c"], 2) -> 'a, b and 1 more'."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return between.join(names[:most]) + more

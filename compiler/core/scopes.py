@@ -86,7 +86,7 @@ def experts_scope(site: str, filled: float) -> str:
     return f"{_EXPERTS}{site}/{_FILLED}{filled:.4f}"
 
 
-def nested(outer: str, inner: str) -> str:
+def nested_scope(outer: str, inner: str) -> str:
     """Returns the names of an operation within another. Either may be empty."""
     return "/".join(filter(None, (outer, inner)))
 

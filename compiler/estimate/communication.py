@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..core.collectives import MOVING, CollectiveKind
+from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, Pass
 from ..jaxpr.fusion import needed
-from ..jaxpr.program import Collective, Operation, Program
-from ..jaxpr.propagate import Axes
+from ..jaxpr.program import Operation, Program, TracedCollective
 from ..parallel.exchange import exchange_of
 from ..parallel.experts import experts_of
 from ..parallel.matmul import ring_of
@@ -88,11 +88,11 @@ def run_operations(program: Program, num_trips: int = 1) -> Iterator[tuple[Opera
 
 def sent_bytes(planned: PlannedCollective) -> int:
     """Returns the bytes that a device sends for all executions in a step."""
-    collective = Collective(planned.kind, planned.mesh_axes, planned.bytes_each, planned.dtype)
+    collective = TracedCollective(planned.kind, planned.mesh_axes, planned.bytes_each, planned.dtype)
     return planned.count * link_bytes(collective, planned.group_size)
 
 
-def link_bytes(collective: Collective, group_size: int) -> int:
+def link_bytes(collective: TracedCollective, group_size: int) -> int:
     """Returns the bytes that a device sends, and receives, for one collective: all but its own part of the full array,
     twice if the sum is returned to all; for a permute its own array."""
     others = collective.full_bytes * (group_size - 1) // group_size

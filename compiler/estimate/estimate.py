@@ -8,7 +8,7 @@ from ..plan import Plan
 from ..schema import RooflinePart
 from .assumed_overlap import plan_assumed
 from .communication import PlannedCollective, plan_communication
-from .liveness import Class, find_peak, host_bytes
+from .liveness import MemoryClass, find_peak, host_bytes
 from .read_step import read_step
 from .roofline import find_unknown, plan_roofline
 from .step_time import TimeEstimate, estimate_time
@@ -83,7 +83,7 @@ def estimate_declared(plan: Plan) -> StepEstimate:
     """Returns the estimate of the plan's own program, from which a search begins."""
     program = read_step(plan)
     peak = find_peak(program)
-    classes: tuple[Class, ...] = (
+    classes: tuple[MemoryClass, ...] = (
         "working_parameters", "gathered_weights", "gradients", "activations", "temporaries",
     )  # fmt: skip
     memory = MemoryEstimate(

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..core.scopes import OperationName
-from ..jaxpr.fusion import Fused, Step, fuse
+from ..jaxpr.fusion import Fused, FusedStep, fuse
 from ..jaxpr.program import Operation, Program
 
-Class = Literal["working_parameters", "gathered_weights", "gradients", "activations", "temporaries"]
+MemoryClass = Literal["working_parameters", "gathered_weights", "gradients", "activations", "temporaries"]
 
 
 @dataclass(frozen=True)
 class Peak:
     """Bytes that live at the peak, by class, besides the program's arguments. at: the operation's scope."""
 
-    num_bytes: Mapping[Class, int]
+    num_bytes: Mapping[MemoryClass, int]
     at: str
 
     @property
@@ -30,7 +30,7 @@ class LiveArray:
 
     program: Program
     index: int
-    kind: Class
+    kind: MemoryClass
 
     @property
     def num_bytes(self) -> int:
@@ -50,7 +50,7 @@ def find_peak(program: Program) -> Peak:
     highest, peak = 0, Peak({}, "")
     for one in live_sets(program):
         if (num_bytes := sum(array.num_bytes for array in one.arrays)) > highest:
-            total: Counter[Class] = Counter()
+            total: Counter[MemoryClass] = Counter()
             for array in one.arrays:
                 total[array.kind] += array.num_bytes
             highest, peak = num_bytes, Peak(dict(total), one.at)
@@ -108,7 +108,7 @@ def _walk(fused: Fused, *, unowned: set[int], reusable: set[int]) -> Iterator[Li
             live.pop(i, None)
 
 
-def _overwritten(step: Step, dying: list[int], sizes: tuple[int, ...], owned: set[int]) -> dict[int, int]:
+def _overwritten(step: FusedStep, dying: list[int], sizes: tuple[int, ...], owned: set[int]) -> dict[int, int]:
     """Returns the results that reuse an operand's memory, with the operand."""
     may = step.writes if step.is_fused else step.writes[: step.operation.num_carried]
     candidates, places = [i for i in dying if i in owned], {}
@@ -130,7 +130,7 @@ def _inside(loop: Operation) -> Iterator[LiveSet]:
     return _walk(fused, unowned=set(loop.body.inputs) | (stacked & direct), reusable=carried)
 
 
-def _class_of(operation: Operation, value: int) -> Class:
+def _class_of(operation: Operation, value: int) -> MemoryClass:
     """Returns the class of an array. Loops that belong to neither pass run both, once for each microbatch."""
     name = OperationName(operation.scope)
     if name.is_cast_of_parameters:

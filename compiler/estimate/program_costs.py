@@ -19,14 +19,14 @@ from scipy.sparse import csr_array
 
 from ..config.compiler_traits import CompilerTraits
 from ..core.collectives import CollectiveKind
+from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
 from ..jaxpr.fusion import fuse, stacked_bytes, traffic
 from ..jaxpr.program import Operation, Program
-from ..jaxpr.propagate import Axes
 from ..parallel.exchange import RING
 from .liveness import host_sets, live_sets
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
 WorkKind = Literal["matmul", "attention", "merged", "other"]  # merged: the sums of ring attention beside its kernels
 
 
@@ -83,7 +83,7 @@ class ProgramShape:
         return tuple(dict.fromkeys((each.kind, each.axes) for each in self.transfers))
 
 
-def read_costs(program: Program, weights: frozenset[str], compiler: CompilerTraits) -> tuple[ProgramShape, Array]:
+def read_costs(program: Program, weights: frozenset[str], compiler: CompilerTraits) -> tuple[ProgramShape, Numbers]:
     """Returns the shape and the numbers of a step's program. weights: the paths of its parameters.
 
     An operation whose arithmetic or traffic is unknown counts as nothing; `StepEstimate.unknown` lists them.
@@ -98,9 +98,9 @@ class RegionCosts:
     transfers: of each collective its bytes, and how often it runs.
     """
 
-    flops: dict[WorkKind, Array]
-    num_bytes: dict[WorkKind, Array]
-    transfers: tuple[tuple[Transfer, Array, Array], ...]
+    flops: dict[WorkKind, Numbers]
+    num_bytes: dict[WorkKind, Numbers]
+    transfers: tuple[tuple[Transfer, Numbers, Numbers], ...]
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ class Costs:
     """numbers: (places, declarations)."""
 
     shape: ProgramShape
-    numbers: Array
+    numbers: Numbers
 
-    def peak_bytes(self) -> Array:
+    def peak_bytes(self) -> Numbers:
         """Returns the peak of a step in the memory of a device, its arguments among it."""
         arguments = self.numbers[list(self.shape.arguments)].sum(axis=0)
         return arguments + _largest(self._live, self.numbers)
 
-    def host_bytes(self) -> Array:
+    def host_bytes(self) -> Numbers:
         """Returns the bytes per device in host memory."""
         return _largest(self._on_host, self.numbers)
 
@@ -125,8 +125,8 @@ class Costs:
 
     def _region(self, number: int) -> RegionCosts:
         trips = self.numbers[list(self.shape.regions[number])].prod(axis=0)
-        flops: dict[WorkKind, Array] = defaultdict(lambda: np.zeros_like(trips))
-        num_bytes: dict[WorkKind, Array] = defaultdict(lambda: np.zeros_like(trips))
+        flops: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(trips))
+        num_bytes: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(trips))
         for work in self.shape.works:
             if work.region == number:
                 num_bytes[work.kind] += trips * self.numbers[list(work.moved)].sum(axis=0)
@@ -153,7 +153,7 @@ def _membership(sets: tuple[tuple[int, ...], ...], num_numbers: int) -> csr_arra
     return csr_array((np.ones(len(members)), members, starts), shape=(len(sets), num_numbers))
 
 
-def _largest(sets: csr_array, numbers: Array) -> Array:
+def _largest(sets: csr_array, numbers: Numbers) -> Numbers:
     return np.asarray(sets @ numbers).max(axis=0, initial=0.0)
 
 
@@ -167,7 +167,7 @@ class _Reader:
         self.transfers: list[Transfer] = []
         self.regions: list[tuple[int, ...]] = []
 
-    def read(self, program: Program) -> tuple[ProgramShape, Array]:
+    def read(self, program: Program) -> tuple[ProgramShape, Numbers]:
         for one in _programs(program):
             self.first[id(one)] = len(self.numbers)
             self.numbers += [*one.sizes, *one.host_sizes]

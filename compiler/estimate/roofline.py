@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from ..config.compiler_traits import CompilerTraits
 from ..core.scopes import ATTENTION, UPDATE, OperationName
 from ..jaxpr.fusion import fuse, needed, stacked_bytes, traffic
-from ..jaxpr.program import Collective, Operation, Program
+from ..jaxpr.program import Operation, Program, TracedCollective
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
@@ -68,7 +68,7 @@ def _unknown(program: Program) -> Iterator[UnknownPrimitive]:
             yield from _unknown(operation.body)
 
 
-def _alone_seconds(plan: Plan, collective: Collective, count: int | None) -> float | None:
+def _alone_seconds(plan: Plan, collective: TracedCollective, count: int | None) -> float | None:
     seconds = plan.mesh.alone_seconds(collective.kind, collective.full_bytes, collective.axes)
     return None if seconds is None or count is None else count * seconds
 

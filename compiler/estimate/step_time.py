@@ -17,8 +17,8 @@ import numpy as np
 
 from ..core.collectives import CollectiveKind
 from ..core.head_shares import share_of_head
+from ..core.partition_spec import Axes
 from ..jaxpr.program import Program
-from ..jaxpr.propagate import Axes
 from ..parallel.context import EXPOSED_PERMUTES
 from ..parallel.exchange import RING
 from ..parallel.matmul import COLLECTIVE_MATMUL
@@ -28,7 +28,7 @@ from ..target.compiler_options import hidden_kinds, why_permutes_wait
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 from .assumed_overlap import assume_overlap
-from .program_costs import Array, Costs, RegionCosts, WorkKind, read_costs
+from .program_costs import Costs, Numbers, RegionCosts, WorkKind, read_costs
 
 # Of tensor parallelism's collectives, the share that is waited for where they run beside matmuls: in rings, or in two
 # parts of the batch. 0.23 and 0.25 in the compiled rows of docs/overlap_results.md over tensor=4 with overlap=auto.
@@ -56,7 +56,7 @@ class Hiding:
     for (expert_exchange.py)."""
 
     weights: frozenset[CollectiveKind]
-    activations_exposed: float | Array
+    activations_exposed: float | Numbers
     is_doubled: bool
     permutes: bool = True
     experts_exposed: float = 1.0
@@ -66,15 +66,15 @@ class Hiding:
 class StepTime:
     """Seconds of a step, for each declaration. exposed: by the mesh axes that the collectives run over."""
 
-    compute_seconds: Array
-    exposed: Mapping[Axes, Array]
+    compute_seconds: Numbers
+    exposed: Mapping[Axes, Numbers]
 
     @property
-    def exposed_seconds(self) -> Array:
+    def exposed_seconds(self) -> Numbers:
         return sum(self.exposed.values(), start=np.zeros_like(self.compute_seconds))
 
     @property
-    def seconds(self) -> Array:
+    def seconds(self) -> Numbers:
         return self.compute_seconds + self.exposed_seconds
 
 
@@ -83,10 +83,10 @@ class LinkTimes:
     """The price of one collective over some mesh axes: its latency, and seconds per byte of the full array. There is
     one for each declaration, as each has a mesh of its own."""
 
-    latency: Mapping[tuple[CollectiveKind, Axes], Array]
-    per_byte: Mapping[tuple[CollectiveKind, Axes], Array]
+    latency: Mapping[tuple[CollectiveKind, Axes], Numbers]
+    per_byte: Mapping[tuple[CollectiveKind, Axes], Numbers]
 
-    def seconds(self, kind: CollectiveKind, axes: Axes, num_bytes: Array) -> Array:
+    def seconds(self, kind: CollectiveKind, axes: Axes, num_bytes: Numbers) -> Numbers:
         return self.latency[kind, axes] + self.per_byte[kind, axes] * num_bytes
 
 
@@ -122,7 +122,7 @@ def estimate_time(plan: Plan, program: Program) -> TimeEstimate | None:
 def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> StepTime:
     """Returns the time of a step of each declaration."""
     compute = np.zeros(costs.numbers.shape[1])
-    exposed: dict[Axes, Array] = {}
+    exposed: dict[Axes, Numbers] = {}
     for region in costs.regions():
         alone = _compute_seconds(region, rates)
         compute = compute + alone
@@ -132,9 +132,9 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
     return StepTime(compute, exposed)
 
 
-def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = None) -> Array | float:
+def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = None) -> Numbers | float:
     peaks = {"matmul": rates.matmul_flops_per_second, "attention": rates.attention_flops_per_second}
-    total: Array | float = 0.0
+    total: Numbers | float = 0.0
     for kind, num_bytes in region.num_bytes.items():
         if only not in (None, kind):
             continue
@@ -148,13 +148,13 @@ def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = 
 
 
 def _exposed(
-    region: RegionCosts, compute: Array | float, blocks: Array | float, links: LinkTimes, hiding: Hiding
-) -> dict[Axes, Array]:
+    region: RegionCosts, compute: Numbers | float, blocks: Numbers | float, links: LinkTimes, hiding: Hiding
+) -> dict[Axes, Numbers]:
     """Returns seconds by mesh axes. What hides shares the region's compute in proportion to what it takes. blocks: the
     seconds of attention, beside which a ring's permutes run."""
-    waited: dict[Axes, Array] = {}
-    beside: dict[Axes, Array] = {}
-    beside_blocks: dict[Axes, Array] = {}
+    waited: dict[Axes, Numbers] = {}
+    beside: dict[Axes, Numbers] = {}
+    beside_blocks: dict[Axes, Numbers] = {}
     for one, num_bytes, trips in region.transfers:
         seconds = trips * links.seconds(one.kind, one.axes, num_bytes)
         if one.exchange == RING and hiding.permutes:

@@ -18,9 +18,9 @@ from meshloom.models import Context, Model, Piece, split_aux
 
 from ..config.spec import RunSpec
 from ..core.trees import combined, leaves_by_path, pick
-from .operation_kinds import CALLS, PRODUCTS, causal_flops, kind_of, splash_blocks
+from .operation_kinds import CALLS, PRODUCTS, causal_flops, equation_kind, splash_blocks
 from .subprograms import scan_of, subprograms
-from .unknown import Cost, UnknownPrimitive, ask_jax, unknown_of
+from .unknown import CallCost, UnknownPrimitive, ask_jax, unknown_of
 
 NO_ESTIMATE = "the kernel has no cost estimate"
 TRIPS = "the number of its trips is not known before it runs"
@@ -219,19 +219,19 @@ def calls_one(equation: Any) -> bool:
     return called is not None and len(called.invars) == len(equation.invars)
 
 
-def cost_of(equation: Any) -> Cost | str:
+def cost_of(equation: Any) -> CallCost | str:
     """Returns the cost of an equation that calls nothing, over all devices; a str says why it is unknown."""
-    name, kind = equation.primitive.name, kind_of(equation)
+    name, kind = equation.primitive.name, equation_kind(equation)
     if name in PRODUCTS:
-        return Cost(_product_flops(equation))
+        return CallCost(_product_flops(equation))
     if name in _FORMULAS:
-        return Cost(_FORMULAS[name](equation))
+        return CallCost(_FORMULAS[name](equation))
     if name == "pallas_call":
         return _kernel_cost(equation)
     if kind != "unknown":
-        return Cost(0)
+        return CallCost(0)
     flops = ask_jax(equation)
-    return flops if isinstance(flops, str) else Cost(flops)
+    return flops if isinstance(flops, str) else CallCost(flops)
 
 
 def contracted_dims(equation: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -289,13 +289,13 @@ def _triangular_solve_flops(equation: Any) -> int:
 _FORMULAS = {"fft": _fft_flops, "cholesky": _cholesky_flops, "triangular_solve": _triangular_solve_flops}
 
 
-def _kernel_cost(kernel: Any) -> Cost | str:
+def _kernel_cost(kernel: Any) -> CallCost | str:
     """Returns what a Pallas kernel declares; for splash attention the matmuls of its blocks, once for each step of its
     grid that a causal mask leaves."""
     if splash_blocks(kernel):
-        return Cost(splash_flops(kernel, None))
+        return CallCost(splash_flops(kernel, None))
     declared = kernel.params.get("cost_estimate")
-    return Cost(int(declared.flops), int(declared.bytes_accessed)) if declared else NO_ESTIMATE
+    return CallCost(int(declared.flops), int(declared.bytes_accessed)) if declared else NO_ESTIMATE
 
 
 def splash_flops(kernel: Any, used_blocks: tuple[int, int] | None) -> int:

@@ -30,7 +30,7 @@ _IN_PLACE = ("dynamic_update_slice", "optimization_barrier")
 
 
 @dataclass(frozen=True)
-class Step:
+class FusedStep:
     """An operation with the arrays that it reads and writes, by the index of their value. May write in place of one
     that it reads, where `is_fused`."""
 
@@ -45,7 +45,7 @@ class Fused:
     """The steps of a program in order. outputs: the arrays that it gives back, None where one is no array."""
 
     program: Program
-    steps: tuple[Step, ...]
+    steps: tuple[FusedStep, ...]
     outputs: tuple[int | None, ...]
 
 
@@ -85,12 +85,12 @@ def fuse(program: Program, *, is_loop: bool) -> Fused:
                 done.update(i for link in chain for i in link.outputs)
         for i in writes:
             roots[i] = (i,)
-        steps.append(Step(operation, reads, writes, operation.kind in _FUSED or operation.name in _IN_PLACE))
+        steps.append(FusedStep(operation, reads, writes, operation.kind in _FUSED or operation.name in _IN_PLACE))
     given = tuple(next(iter(read_by([i])), None) for i in program.outputs)
     return Fused(program, _late_collectives(steps, is_ahead=is_loop), given)
 
 
-def traffic(fused: Fused, *, into_matmuls: bool) -> list[tuple[Step, tuple[int, ...]]]:
+def traffic(fused: Fused, *, into_matmuls: bool) -> list[tuple[FusedStep, tuple[int, ...]]]:
     """Returns each step with the arrays that it reads and writes in memory, one for each time. into_matmuls: whether
     rule 6 holds. Pointwise operations on the same arrays are one pass over them."""
     inlined = _inlined(fused) if into_matmuls else {}
@@ -198,18 +198,18 @@ def _chain(
     return []
 
 
-def _late_collectives(steps: Iterable[Step], *, is_ahead: bool) -> tuple[Step, ...]:
+def _late_collectives(steps: Iterable[FusedStep], *, is_ahead: bool) -> tuple[FusedStep, ...]:
     """Each collective just before the first step that reads its result. is_ahead: a gather together with the one
     before it."""
-    ordered: list[Step] = []
-    waiting: dict[int, Step] = {}
+    ordered: list[FusedStep] = []
+    waiting: dict[int, FusedStep] = {}
 
-    def take(step: Step) -> None:
+    def take(step: FusedStep) -> None:
         for written in step.writes:
             waiting.pop(written, None)
         run(step)
 
-    def run(step: Step) -> None:
+    def run(step: FusedStep) -> None:
         for i in step.reads:
             if i in waiting:
                 take(waiting[i])
@@ -225,7 +225,7 @@ def _late_collectives(steps: Iterable[Step], *, is_ahead: bool) -> tuple[Step, .
     return tuple(_one_ahead(ordered) if is_ahead else ordered)
 
 
-def _one_ahead(steps: list[Step]) -> list[Step]:
+def _one_ahead(steps: list[FusedStep]) -> list[FusedStep]:
     gathers = [n for n, step in enumerate(steps) if step.operation.name == "all_gather"]
     following = dict(pairwise(gathers))
     moved = set(gathers[1:])

@@ -66,7 +66,7 @@ _NO_WORK = {  # for the tracer and the host, or a number that the device has
 _POINTWISE = _ARITHMETIC | _TYPES_AND_PARTS | _MADE | _RANDOM | _NO_WORK
 
 
-def kind_of(equation: Any) -> Kind:
+def equation_kind(equation: Any) -> Kind:
     """Returns what an equation that calls no other is to the fused program."""
     name = equation.primitive.name
     if name in PRODUCTS:

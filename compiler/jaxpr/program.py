@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..core.collectives import CollectiveKind
-from .propagate import Axes
+from ..core.partition_spec import Axes
 from .unknown import UnknownPrimitive
 
 # move: the same bytes under another shape. pointwise: fused with its neighbours. reduce: fused with what it reads.
@@ -13,7 +13,7 @@ Kind = Literal["matmul", "kernel", "collective", "loop", "move", "pointwise", "r
 
 
 @dataclass(frozen=True)
-class Collective:
+class TracedCollective:
     """full_bytes: of the whole array on one side of it, that which every device of the group has a part of, or all."""
 
     kind: CollectiveKind
@@ -33,7 +33,7 @@ class Operation:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     flops: int | None = 0
-    collective: Collective | None = None
+    collective: TracedCollective | None = None
     body: "Program | None" = None
     num_trips: int = 1
     num_carried: int = 0  # of a loop: its first results, which each trip hands to the next; the others are stacked

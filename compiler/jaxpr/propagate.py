@@ -9,15 +9,16 @@ Forward only: activation rules pin the places that matter with constraints, and 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Axes = tuple[str, ...]
-Layout = tuple[Axes, ...]  # the mesh axes of each dimension
+from ..core.partition_spec import Axes
+
+DimAxes = tuple[Axes, ...]  # the mesh axes of each dimension
 _REDUCTIONS = {
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "reduce",
     "argmax", "argmin",
 }  # fmt: skip
 
 
-def propagate(equation: Any, layouts: Sequence[Layout], num_shards: Callable[[Axes], int]) -> tuple[Layout, Axes]:
+def propagate(equation: Any, layouts: Sequence[DimAxes], num_shards: Callable[[Axes], int]) -> tuple[DimAxes, Axes]:
     """(layout of each result, mesh axes over which the partial results must be reduced)."""
     name, params = equation.primitive.name, equation.params
     shapes = [tuple(x.aval.shape) for x in equation.invars]
@@ -49,7 +50,7 @@ def propagate(equation: Any, layouts: Sequence[Layout], num_shards: Callable[[Ax
     return tuple(_first_time(axes, used) for axes in result), tuple(dict.fromkeys(reduced))
 
 
-def _dot(numbers: Any, left: Layout, right: Layout) -> tuple[Layout, Axes]:
+def _dot(numbers: Any, left: DimAxes, right: DimAxes) -> tuple[DimAxes, Axes]:
     (contracted_l, contracted_r), (batch_l, batch_r) = numbers
     batch = tuple(left[i] or right[j] for i, j in zip(batch_l, batch_r, strict=True))
     free_l = tuple(axes for d, axes in enumerate(left) if d not in (*contracted_l, *batch_l))
@@ -60,7 +61,7 @@ def _dot(numbers: Any, left: Layout, right: Layout) -> tuple[Layout, Axes]:
     return batch + free_l + free_r, reduced
 
 
-def _ragged_dot(numbers: Any, left: Layout, right: Layout, *, rank: int) -> tuple[Layout, Axes]:
+def _ragged_dot(numbers: Any, left: DimAxes, right: DimAxes, *, rank: int) -> tuple[DimAxes, Axes]:
     """As a matmul. A result of groups, as the gradient of their weights, has them first; each device makes all."""
     groups = numbers.rhs_group_dimensions
     free, reduced = _dot(
@@ -73,7 +74,7 @@ def _ragged_dot(numbers: Any, left: Layout, right: Layout, *, rank: int) -> tupl
     return ((),) * (rank - len(free)) + free, reduced
 
 
-def _convolution(params: Any, left: Layout, right: Layout) -> tuple[Layout, Axes]:
+def _convolution(params: Any, left: DimAxes, right: DimAxes) -> tuple[DimAxes, Axes]:
     """Sequences as they lie, features as the kernel's; those that are summed along are split in both or in none."""
     numbers = params["dimension_numbers"]
     result: list[Axes] = [()] * len(left)
@@ -85,7 +86,7 @@ def _convolution(params: Any, left: Layout, right: Layout) -> tuple[Layout, Axes
     return tuple(result), tuple(dict.fromkeys(left[numbers.lhs_spec[1]] + right[numbers.rhs_spec[1]]))
 
 
-def taken(equation: Any, layouts: Sequence[Layout], *, is_known: bool) -> list[Layout]:
+def taken(equation: Any, layouts: Sequence[DimAxes], *, is_known: bool) -> list[DimAxes]:
     """Lays out the operands of an operation as it needs them: whole along dimensions that a device needs all of.
 
     fft  x (8, 64) P('data', 'tensor') along the last dimension  ->  P('data', None)
@@ -113,7 +114,7 @@ def taken(equation: Any, layouts: Sequence[Layout], *, is_known: bool) -> list[L
     ]
 
 
-def _broadcast(places: Sequence[int], shape: Sequence[int], out: Sequence[int], layout: Layout) -> Layout:
+def _broadcast(places: Sequence[int], shape: Sequence[int], out: Sequence[int], layout: DimAxes) -> DimAxes:
     result: list[Axes] = [()] * len(out)
     for d, place in enumerate(places):
         if shape[d] == out[place]:
@@ -121,7 +122,7 @@ def _broadcast(places: Sequence[int], shape: Sequence[int], out: Sequence[int], 
     return tuple(result)
 
 
-def _reshape(shape: Sequence[int], out: Sequence[int], layout: Layout, num_shards: Callable[[Axes], int]) -> Layout:
+def _reshape(shape: Sequence[int], out: Sequence[int], layout: DimAxes, num_shards: Callable[[Axes], int]) -> DimAxes:
     """A dimension that is split or merged keeps its axes on the outermost part that they divide."""
     result: list[Axes] = [()] * len(out)
     i = j = 0
@@ -142,7 +143,7 @@ def _reshape(shape: Sequence[int], out: Sequence[int], layout: Layout, num_shard
     return tuple(result)
 
 
-def _gather(params: Any, shapes: Sequence[tuple[int, ...]], out: Sequence[int], layouts: Sequence[Layout]) -> Layout:
+def _gather(params: Any, shapes: Sequence[tuple[int, ...]], out: Sequence[int], layouts: Sequence[DimAxes]) -> DimAxes:
     """Rows of a table: the dimensions of the table that are taken whole, and those of the indices."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     kept = [d for d in range(len(shapes[0])) if d not in numbers.collapsed_slice_dims]
@@ -156,7 +157,7 @@ def _gather(params: Any, shapes: Sequence[tuple[int, ...]], out: Sequence[int], 
     return tuple(result)
 
 
-def _alike(shapes: Sequence[tuple[int, ...]], out: Sequence[int], layouts: Sequence[Layout]) -> Layout:
+def _alike(shapes: Sequence[tuple[int, ...]], out: Sequence[int], layouts: Sequence[DimAxes]) -> DimAxes:
     """Each dimension as in the first operand of the same rank that has it whole in length and split."""
     same_rank = [(shape, layout) for shape, layout in zip(shapes, layouts, strict=True) if len(shape) == len(out)]
     return tuple(

@@ -14,28 +14,28 @@ from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
 
 from ..core.collectives import MOVING, CollectiveKind
-from ..core.partition_spec import axes_of
-from ..core.scopes import OperationName, nested
+from ..core.partition_spec import Axes, axes_of
+from ..core.scopes import OperationName, nested_scope
 from .flops import TRIPS, calls_one, contracted_dims, cost_of, count_flops, splash_flops
-from .operation_kinds import ATTENTION, COLLECTIVES, GROUPED, LANES, cudnn_flops, is_ours, kind_of
-from .program import Collective, Kind, Operation, Program
-from .propagate import Axes, Layout, propagate, taken
+from .operation_kinds import ATTENTION, COLLECTIVES, GROUPED, LANES, cudnn_flops, equation_kind, is_ours
+from .program import Kind, Operation, Program, TracedCollective
+from .propagate import DimAxes, propagate, taken
 from .subprograms import scan_of, subprograms, without_consts
-from .unknown import Cost, unknown_of
+from .unknown import CallCost, unknown_of
 
 _SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # before or behind a sum over devices: alike
 _ADDITIONS = {"add", "add_any"}
 
 
 def read_jaxpr(
-    jaxpr: Jaxpr, layouts: Sequence[Layout], mesh_sizes: Mapping[str, int], *, joins_sums: bool = True
+    jaxpr: Jaxpr, layouts: Sequence[DimAxes], mesh_sizes: Mapping[str, int], *, joins_sums: bool = True
 ) -> Program:
     """Any jaxpr, with its arguments laid out so. joins_sums: the compiler adds partial results of several matmuls up
     before it sums them over devices, and sums into shards where shards are wanted."""
     return _Reader(mesh_sizes, joins_sums).read(jaxpr, layouts, "")
 
 
-def layout_of(spec: Any, rank: int) -> Layout:
+def layout_of(spec: Any, rank: int) -> DimAxes:
     """A PartitionSpec with an entry for each dimension."""
     entries = [axes_of(entry) for entry in spec]
     return (*entries, *[()] * (rank - len(entries)))
@@ -62,19 +62,19 @@ class _Reader:
     sizes: list[int] = field(default_factory=list)
     host_sizes: list[int] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
-    layouts: list[Layout] = field(default_factory=list)
+    layouts: list[DimAxes] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)  # of each value's last dimension
     partial: dict[int, "_Partial"] = field(default_factory=dict)  # values that devices have yet to add up
-    brought: dict[tuple[int, CollectiveKind, Layout], int] = field(default_factory=dict)  # what `crossed` has made
+    brought: dict[tuple[int, CollectiveKind, DimAxes], int] = field(default_factory=dict)  # what `crossed` has made
 
-    def read(self, jaxpr: Jaxpr, layouts: Sequence[Layout], scope: str) -> Program:
+    def read(self, jaxpr: Jaxpr, layouts: Sequence[DimAxes], scope: str) -> Program:
         inputs = [self.value(x.aval, layout) for x, layout in zip(jaxpr.invars, layouts, strict=True)]
         outputs = [self.kept(i) for i in self.inline(jaxpr, inputs, scope)]
         self.pad()
         sizes, host_sizes = tuple(self.sizes), tuple(self.host_sizes)
         return Program(tuple(self.operations), sizes, host_sizes, tuple(self.dtypes), tuple(inputs), tuple(outputs))
 
-    def value(self, aval: Any, layout: Layout) -> int:
+    def value(self, aval: Any, layout: DimAxes) -> int:
         dtype = getattr(aval, "dtype", None)
         itemsize = getattr(dtype, "itemsize", 0) or 0
         shape = getattr(aval, "shape", ())
@@ -121,7 +121,7 @@ class _Reader:
 
         for equation in jaxpr.eqns:
             operands = [index(x) for x in equation.invars]
-            inner = nested(scope, str(equation.source_info.name_stack))
+            inner = nested_scope(scope, str(equation.source_info.name_stack))
             results = self.equation(equation, operands, inner)
             known.update(zip(equation.outvars, results, strict=True))
         return [index(x) for x in jaxpr.outvars]
@@ -151,7 +151,7 @@ class _Reader:
     def single(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """An operation that calls nothing."""
         name = equation.primitive.name
-        kind = kind_of(equation)
+        kind = equation_kind(equation)
         if name == "sharding_constraint":
             return self.constrained(equation, operands, scope)
         if name == "optimization_barrier":
@@ -179,8 +179,8 @@ class _Reader:
         self.operations.append(
             Operation(
                 kind, name, scope, tuple(operands), tuple(results),
-                flops=cost.flops if isinstance(cost, Cost) else None,
-                hbm_bytes=cost.hbm_bytes if isinstance(cost, Cost) else None,
+                flops=cost.flops if isinstance(cost, CallCost) else None,
+                hbm_bytes=cost.hbm_bytes if isinstance(cost, CallCost) else None,
                 unknown=unknown,
                 collective=self.collective(equation, operands, results) if kind == "collective" else None,
             )
@@ -206,7 +206,7 @@ class _Reader:
         is_linear = name in _SHAPES or (name in _ADDITIONS and len({one and one.axes for one in found}) == 1)
         return found[0] if is_linear and found else None
 
-    def summed(self, i: int, wanted: Layout = ()) -> int:
+    def summed(self, i: int, wanted: DimAxes = ()) -> int:
         """The value, added up over devices, once for all who read it: whole, or into the shards that are wanted."""
         partial = self.partial.get(i)
         if partial is None:
@@ -257,7 +257,7 @@ class _Reader:
         self.operations.append(Operation("move", equation.primitive.name, scope, tuple(operands), (result,)))
         return [result]
 
-    def resharded(self, equation: Any, operands: list[int], wanted: Layout, scope: str) -> list[int]:
+    def resharded(self, equation: Any, operands: list[int], wanted: DimAxes, scope: str) -> list[int]:
         """The operand with an all-to-all in front where a constraint moves mesh axes from one dimension to another, an
         all-gather where it wants them gone."""
         before = self.layouts[operands[0]]
@@ -272,18 +272,18 @@ class _Reader:
         return [self.crossed(equation.invars[0].aval, operands[0], layout, kind, axes, equation.primitive.name, scope)]
 
     def crossed(
-        self, aval: Any, operand: int, layout: Layout, kind: CollectiveKind, axes: Axes, name: str, scope: str
+        self, aval: Any, operand: int, layout: DimAxes, kind: CollectiveKind, axes: Axes, name: str, scope: str
     ) -> int:
         """The operand, brought to a layout by a collective over these axes: by one, however many read it."""
         if (known := self.brought.get((operand, kind, layout))) is not None:
             return known
         result = self.brought[operand, kind, layout] = self.value(aval, layout)
         full = self.sizes[operand] * (self.num_shards(axes) if kind in MOVING else 1)
-        collective = Collective(kind, axes, full, self.dtypes[result])
+        collective = TracedCollective(kind, axes, full, self.dtypes[result])
         self.operations.append(Operation("collective", name, scope, (operand,), (result,), 0, collective))
         return result
 
-    def collective(self, equation: Any, operands: list[int], results: list[int]) -> Collective:
+    def collective(self, equation: Any, operands: list[int], results: list[int]) -> TracedCollective:
         name, params = equation.primitive.name, equation.params
         axes = params.get("axis_name", params.get("axes", ()))
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -292,11 +292,11 @@ class _Reader:
         if name == "ragged_all_to_all":  # the smaller side is full of rows, but for uneven loads; the rest is places
             full = min(self.sizes[operands[0]], self.sizes[results[0]])
         full *= self.num_shards(axes) if COLLECTIVES[name] == "all-to-all" else 1  # both sides are parts
-        return Collective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]])
+        return TracedCollective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]])
 
     def cost(
         self, equation: Any, kind: Kind, operands: list[int], results: list[int], reduced: Axes, scope: str
-    ) -> Cost | str:
+    ) -> CallCost | str:
         """Returns the cost of an operation on a device; a str says why it is unknown. reduced: mesh axes it sums
         over."""
         if equation.primitive.name == "dot_general":
@@ -304,23 +304,23 @@ class _Reader:
             left, layout = equation.invars[0].aval.shape, self.layouts[operands[0]]
             length = math.prod(left[d] // self.num_shards(layout[d]) for d in contracted)
             out = equation.outvars[0].aval
-            return Cost(2 * length * self.sizes[results[0]] // out.dtype.itemsize)
+            return CallCost(2 * length * self.sizes[results[0]] // out.dtype.itemsize)
         if equation.primitive.name.startswith(ATTENTION):
             num_queries = self.sizes[operands[0]] // equation.invars[0].aval.dtype.itemsize
-            return Cost(cudnn_flops(equation, num_queries, OperationName(scope).used_blocks))
+            return CallCost(cudnn_flops(equation, num_queries, OperationName(scope).used_blocks))
         if (used := OperationName(scope).used_blocks) and equation.primitive.name == "pallas_call":
-            return Cost(splash_flops(equation, used))
+            return CallCost(splash_flops(equation, used))
         if equation.primitive.name == "dynamic_slice":  # the slice is read and written
-            return Cost(0, 2 * self.sizes[results[0]])
+            return CallCost(0, 2 * self.sizes[results[0]])
         if equation.primitive.name == "dynamic_update_slice":  # in place
-            return Cost(0, 2 * self.sizes[operands[1]])
+            return CallCost(0, 2 * self.sizes[operands[1]])
         cost = cost_of(equation)
         if not isinstance(cost, str) and equation.primitive.name in GROUPED:
             cost = replace(cost, flops=round(cost.flops * OperationName(scope).filled))
         if isinstance(cost, str) or kind not in ("matmul", "other"):
             return cost
         axes = dict.fromkeys((*(axis for axes in self.layouts[results[0]] for axis in axes), *reduced))
-        return Cost(cost.flops // self.num_shards(tuple(axes)))
+        return CallCost(cost.flops // self.num_shards(tuple(axes)))
 
     def shard_map(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """Inside, what was split over its manual axes has the shape of a shard."""
@@ -345,7 +345,7 @@ class _Reader:
         layout = tuple(tuple(axis for axis in axes if axis not in manual) for axes in self.layouts[operand])
         return self.moved(aval, operand, layout, scope)
 
-    def moved(self, aval: Any, operand: int, layout: Layout, scope: str) -> int:
+    def moved(self, aval: Any, operand: int, layout: DimAxes, scope: str) -> int:
         result = self.value(aval, layout)
         kind: Kind = "move" if self.sizes[result] == self.sizes[operand] else "pointwise"
         self.operations.append(Operation(kind, "shard_map", scope, (operand,), (result,)))
@@ -369,7 +369,7 @@ class _Reader:
         )  # fmt: skip
         return results
 
-    def loop_body(self, jaxpr: Jaxpr, layouts: list[Layout], carried: range, scope: str) -> tuple["_Reader", Program]:
+    def loop_body(self, jaxpr: Jaxpr, layouts: list[DimAxes], carried: range, scope: str) -> tuple["_Reader", Program]:
         """Reads a loop's body, whose carried values are laid out alike at the start and the end of a trip: zeros that
         sums begin with are split, too."""
         while True:
@@ -407,7 +407,7 @@ def _weight(branch: Jaxpr) -> tuple[bool, int]:
     return bool(count.unknown), count.known
 
 
-def _like_operands(out: Any, equation: Any, layouts: Sequence[Layout]) -> Layout:
+def _like_operands(out: Any, equation: Any, layouts: Sequence[DimAxes]) -> DimAxes:
     """An operation with several results, or one that says nothing of layouts: each as the first operand of its rank."""
     shape = getattr(out.aval, "shape", ())
     for x, layout in zip(equation.invars, layouts, strict=True):

@@ -22,7 +22,7 @@ _FIX_WHILE = "use jax.lax.scan, or jax.lax.fori_loop with bounds that are Python
 
 
 @dataclass(frozen=True)
-class Cost:
+class CallCost:
     """The cost of one call. hbm_bytes: as the operation declares it; None: each operand and result is moved once."""
 
     flops: int

@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 from meshloom.models.config import Config
 
 from ..core.config_types import FloatType, Fraction
-from .parameter_kinds import Groups
+from .parameter_kinds import DimGroups
 from .transforms import each_layer, stored_in
 
 DecayOn = Literal["matrices", "all"]
@@ -199,7 +199,7 @@ class MuonConfig(_MomentsConfig):
         return self._stepped(optax.partition({"muon": muon, "adamw": adam}, labels), setting=setting)
 
     def _orthogonal(
-        self, stacked: jax.Array, *, sides: Groups, layout: PartitionSpec, mesh: Mapping[str, int]
+        self, stacked: jax.Array, *, sides: DimGroups, layout: PartitionSpec, mesh: Mapping[str, int]
     ) -> jax.Array:
         """Returns the orthogonal factor of each layer's matrix, scaled to `update_rms`.
 

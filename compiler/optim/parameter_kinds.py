@@ -6,6 +6,7 @@ layers/mlp_norm/scale_E     (layers, embed)                   ->  per layer a ve
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 
 from meshloom.models import LogicalAxes, Model, is_logical_axes
 
-Groups = tuple[tuple[int, ...], ...]  # dimensions, in groups
+DimGroups = tuple[tuple[int, ...], ...]  # dimensions, in groups
 
 _COPIES = ("layers", "experts")  # leading dimensions along which a parameter holds copies of one thing
 
@@ -23,7 +24,7 @@ class ParameterKind:
     """A parameter acts on groups of dimensions. groups: those of one copy; dimensions that act as one share a group
     (heads, head_dim). is_in_stack: True for a parameter of a layer, whose first dimension is `layers`."""
 
-    groups: Groups
+    groups: DimGroups
     is_in_stack: bool
 
     @property
@@ -36,12 +37,12 @@ def parameter_kinds(model: Model) -> Any:
     """Returns a `ParameterKind` for every parameter, as a tree like them."""
     stacks = {stack.name for stack in model.stacks}
     return {
-        piece: jax.tree.map(lambda axes: kind_of(axes, is_in_stack=piece in stacks), tree, is_leaf=is_logical_axes)  # noqa: B023 (used at once)
+        piece: jax.tree.map(partial(parameter_kind, is_in_stack=piece in stacks), tree, is_leaf=is_logical_axes)
         for piece, tree in model.logical_axes().items()
     }
 
 
-def kind_of(axes: LogicalAxes, *, is_in_stack: bool) -> ParameterKind:
+def parameter_kind(axes: LogicalAxes, *, is_in_stack: bool) -> ParameterKind:
     """Returns the kind of a parameter: ('layers', 'embed', 'heads', 'head_dim') -> groups ((1,), (2, 3))."""
     num_copies = len(list(takewhile(lambda name: name in _COPIES, axes)))
     groups: list[tuple[int, ...]] = []

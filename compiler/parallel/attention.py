@@ -31,11 +31,20 @@ from ..sharding.arrays import OpSite
 from ..sharding.batch import sequences_of_device
 from ..target.target import TargetPlan
 from .cudnn import attend_cudnn, most_head_dim, takes_other_values
-from .exchange import RING, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length, blocks_of
+from .exchange import RING, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length, block_kernel
 from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy
 from .remat import ATTENTION_RESULT, marked
 from .splash import Cut, attend_splash, plan_cut
-from .splash_fused import NO_BUDGET, Backward, Budget, Shape, all_blocks, choose_backward, plan_budget, seen_blocks
+from .splash_fused import (
+    NO_BUDGET,
+    AttentionShape,
+    Backward,
+    Budget,
+    all_blocks,
+    choose_backward,
+    plan_budget,
+    seen_blocks,
+)
 from .splash_kernels import BLOCKS, block_size
 
 Implementation = Literal["xla", "cudnn", "splash"]
@@ -112,7 +121,7 @@ def plan_backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> 
     if 0 in (block, heads, sequences):  # refused elsewhere
         return Backward(None, reason="two backward kernels")
     itemsize = jnp.dtype(spec.precision.compute).itemsize
-    shape = Shape(sequences, heads, num_queries, num_keys, head_dim, itemsize, block)
+    shape = AttentionShape(sequences, heads, num_queries, num_keys, head_dim, itemsize, block)
     return choose_backward(shape, seen, budget)
 
 
@@ -176,7 +185,7 @@ def build_attend(kernel: Kernel) -> Callable[..., Array]:
     }[kernel.implementation]
     chosen, exchange = on_a_device, kernel.exchange
     if exchange is not None:
-        blocks = blocks_of(kernel.implementation, kernel.budget)
+        blocks = block_kernel(kernel.implementation, kernel.budget)
         whole = partial(attend_by_blocks, blocks) if kernel.implementation == XLA else on_a_device
         exchanged = partial(attend_over_length, exchange, blocks, whole)
         chosen = partial(_on_shards, exchanged, kernel.heads, kernel.auto_axes)

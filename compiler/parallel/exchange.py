@@ -22,7 +22,7 @@ from ..core.scopes import OperationName
 from ..sharding.token_order import TokenOrder
 from .blocks import Attended, BlockKernel, Gradient, Gradients, Keys, Queries, Sight, attend_with
 from .cudnn_blocks import CudnnBlocks
-from .ring import Ring, attend_in_ring
+from .ring import AttentionRing, attend_in_ring
 from .splash_blocks import SplashBlocks
 from .splash_fused import Budget
 from .tiles import TiledBlocks
@@ -55,7 +55,7 @@ def attend_over_length(
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BTKD, v_BTKD))
     queries, keys, kernel = Queries(q, ids_BT), Keys(k, v, ids_BT), block_kernel(soft_cap)
     if exchange.name == RING:
-        out = attend_in_ring(Ring(exchange.axes, exchange.order, kernel), queries, keys, window)
+        out = attend_in_ring(AttentionRing(exchange.axes, exchange.order, kernel), queries, keys, window)
     else:
         out = _attend_gathered(exchange, kernel, queries, keys, window)
     return jnp.swapaxes(out, 1, 2)
@@ -166,7 +166,7 @@ def exchange_of(name: OperationName) -> str | None:
 BlocksOf = Callable[[float | None], BlockKernel]  # of a soft cap
 
 
-def blocks_of(implementation: str, budget: Budget) -> BlocksOf:
+def block_kernel(implementation: str, budget: Budget) -> BlocksOf:
     """Returns the kernel for parts of the keys of an implementation of attention. budget: of splash's backward."""
     made: dict[str, BlocksOf] = {
         "xla": TiledBlocks,

@@ -61,7 +61,7 @@ _ROWS = 128  # buffers have a multiple of so many rows, which grouped matmuls on
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExpertLayout:
     """How the operands lie over the auto axes. tokens: of (batch, length, ...). into, out_of: of the experts' first
     matrices (experts, embed, mlp) and of the last (experts, mlp, embed). auto_axes: all of them."""
 
@@ -90,7 +90,7 @@ class ExpertsPlan:
     filled: float
     num_chunks: int
     kernels: Kernels
-    layout: Layout
+    layout: ExpertLayout
     may_pad: bool
     waited_share: float = 1.0
 
@@ -164,11 +164,11 @@ def _expert_axes(site: OpSite, inputs: OpInputs) -> Axes:
     return dimension.axes
 
 
-def _layout(site: OpSite, inputs: OpInputs) -> Layout:
+def _layout(site: OpSite, inputs: OpInputs) -> ExpertLayout:
     into, out_of = (PartitionSpec(*plan.spec[-3:]) for plan in _weights(site, inputs))
     axes = inputs.auto_axes
     tokens = inputs.auto_spec("batch", "sequence_parallel_length", None)
-    return Layout(tokens, keep_axes(into, axes), keep_axes(out_of, axes), axes)
+    return ExpertLayout(tokens, keep_axes(into, axes), keep_axes(out_of, axes), axes)
 
 
 def _plan(

@@ -40,7 +40,7 @@ NUM_PASSES = 9
 
 
 @dataclass(frozen=True)
-class Ring:
+class MatmulRing:
     """A collective matmul around the devices of a mesh axis. both_ways: halves of each shard go opposite ways."""
 
     axis: str
@@ -170,7 +170,7 @@ def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) 
         "collective-permute", (axis,), result_bytes // n // ways, num_parts * (n - 1) * ways, "forward"
     )
     what = f"partial results summed in a ring over {axis}"
-    ring = Strategy(COLLECTIVE_MATMUL, what, Ring(axis, ways == 2, site.option("subscripts")), (sent,))
+    ring = Strategy(COLLECTIVE_MATMUL, what, MatmulRing(axis, ways == 2, site.option("subscripts")), (sent,))
     if objection := why_permutes_wait(target):
         return replace(ring, objection=objection), plain
     scatter = mesh.alone_seconds("reduce-scatter", result_bytes, (axis,))
@@ -189,7 +189,7 @@ def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) 
     )
 
 
-def _matmul_in_ring(x: Array, weight: Array, ring: Ring) -> Array:
+def _matmul_in_ring(x: Array, weight: Array, ring: MatmulRing) -> Array:
     """Returns the result in shards of its length. Backward it is a plain matmul: its gradient arrives whole."""
     axis, plain = ring.axis, partial(matmul, subscripts=ring.subscripts)
     summed = jax.shard_map(

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models import Model
 
+from ..config.overlap_spec import AUTO
 from ..config.spec import RunSpec, StrategyChoice
 from ..core.collectives import CollectiveKind
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
@@ -32,7 +33,6 @@ from ..sharding.sharding import ShardingPlan
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 
-AUTO = "auto"
 # How a strategy wants the weights of its site: whole where the piece begins, in chunks of the vocabulary, or as shards.
 WeightUse = Literal["gathered", "chunked", "sharded"]
 Lowered = Callable[..., jax.Array]  # takes what the model handed to `Context.operation`: operands and options
@@ -207,7 +207,7 @@ def _plan_operation(op: ParallelOp, inputs: OpInputs, declared: StrategyChoice) 
     ways = {site.name: (site, tuple(op.strategies(site, inputs))) for site in op.sites(inputs)}
     raise_if_any(_problems(op, key, {name: strategies for name, (_, strategies) in ways.items()}, declared))
     wanted = dict.fromkeys(ways, declared) if isinstance(declared, str) else dict.fromkeys(ways, AUTO) | {**declared}
-    return tuple(choose(op, site, strategies, wanted[name]) for name, (site, strategies) in ways.items())
+    return tuple(choose_strategy(op, site, strategies, wanted[name]) for name, (site, strategies) in ways.items())
 
 
 def _problems(
@@ -244,7 +244,7 @@ def _named(strategies: Sequence[Strategy], name: str) -> Strategy:
     return next(each for each in strategies if each.name == name)
 
 
-def choose(op: ParallelOp, site: OpSite, strategies: Sequence[Strategy], declared: str) -> OpPlan:
+def choose_strategy(op: ParallelOp, site: OpSite, strategies: Sequence[Strategy], declared: str) -> OpPlan:
     """Settles one site. declared: AUTO, or the name of a strategy; where that is refused, the fallback runs."""
     if declared == AUTO:
         chosen, reason = _choose_by_cost(strategies)

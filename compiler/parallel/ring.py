@@ -42,7 +42,7 @@ from .blocks import (
 
 
 @dataclass(frozen=True)
-class Ring:
+class AttentionRing:
     """axes: the mesh axes that split the length. kernel: of attention between two chunks."""
 
     axes: Axes
@@ -50,7 +50,7 @@ class Ring:
     kernel: BlockKernel
 
 
-def attend_in_ring(ring: Ring, queries: Queries, keys: Keys, window: int | None) -> Array:
+def attend_in_ring(ring: AttentionRing, queries: Queries, keys: Keys, window: int | None) -> Array:
     """Attention of this device's queries to all keys that they see. Operands are this device's, in the ring's order."""
     chunk = queries.q_BHTD.shape[2] // ring.order.chunks_per_shard
     is_line = num_steps(ring.order, chunk, window) < full_steps(ring.order)
@@ -96,7 +96,7 @@ def _joined(lo: Array, hi: Array) -> Array:
 class _Zigzag:
     """One device's place in the ring. next_one: pairs of the permute."""
 
-    ring: Ring
+    ring: AttentionRing
     window: int | None
     chunk: int
 
@@ -127,7 +127,7 @@ class _Zigzag:
         return Sight(self.chunk, None) if self.window is None else Sight(num_chunks * self.chunk, self.window)
 
 
-def _zigzag_forward(ring: Ring, window: int | None, queries: Queries, keys: Keys) -> Attended:
+def _zigzag_forward(ring: AttentionRing, window: int | None, queries: Queries, keys: Keys) -> Attended:
     place = _Zigzag(ring, window, queries.q_BHTD.shape[2] // 2)
     run, dtype = ring.kernel.forward, queries.q_BHTD.dtype
     (q_lo, q_hi), (kv_lo, kv_hi) = split_length(queries, 2), split_length(keys, 2)
@@ -146,7 +146,9 @@ def _zigzag_forward(ring: Ring, window: int | None, queries: Queries, keys: Keys
     return Attended(_joined(lo.out_BHTD, hi.out_BHTD).astype(dtype), _joined(lo.lse_BHT, hi.lse_BHT))
 
 
-def _zigzag_backward(ring: Ring, window: int | None, queries: Queries, keys: Keys, gradient: Gradient) -> Gradients:
+def _zigzag_backward(
+    ring: AttentionRing, window: int | None, queries: Queries, keys: Keys, gradient: Gradient
+) -> Gradients:
     """Two halves of the own step hide a permute each: lo on lo and hi on hi the first, of keys; hi on lo the last, of
     gradients that come home."""
     place = _Zigzag(ring, window, queries.q_BHTD.shape[2] // 2)
@@ -193,7 +195,7 @@ def _gradients(
 class _Line:
     """Slots of a device are parts of its batch dimension: queries of all slots meet keys that are as far from them."""
 
-    ring: Ring
+    ring: AttentionRing
     num_slots: int
 
     @property
@@ -231,7 +233,7 @@ class _Line:
         return jnp.repeat(places < distance, batch)[:, None, None]
 
 
-def _conveyor_forward(ring: Ring, window: int | None, queries: Queries, keys: Keys) -> Attended:
+def _conveyor_forward(ring: AttentionRing, window: int | None, queries: Queries, keys: Keys) -> Attended:
     line, batch = _Line(ring, ring.order.chunks_per_shard), queries.q_BHTD.shape[0]
     stacked, slots = line.stacked(line.slots(queries)), line.slots(keys)
     chunk = stacked.q_BHTD.shape[2]
@@ -249,7 +251,9 @@ def _conveyor_forward(ring: Ring, window: int | None, queries: Queries, keys: Ke
     return Attended(out.astype(queries.q_BHTD.dtype), lse)
 
 
-def _conveyor_backward(ring: Ring, window: int | None, queries: Queries, keys: Keys, gradient: Gradient) -> Gradients:
+def _conveyor_backward(
+    ring: AttentionRing, window: int | None, queries: Queries, keys: Keys, gradient: Gradient
+) -> Gradients:
     """The farthest keys first: their gradients go home against the line, and meet those of nearer places on the way."""
     line, batch = _Line(ring, ring.order.chunks_per_shard), queries.q_BHTD.shape[0]
     stacked, of_all = line.stacked(line.slots(queries)), line.stacked(line.slots(gradient))

@@ -26,7 +26,7 @@ from .splash_kernels import (
     PARTLY,
     WHOLE,
     CausalMask,
-    Options,
+    SplashOptions,
     Tables,
     attend,
     block_size,
@@ -40,7 +40,7 @@ def attend_splash(
 ) -> Array:  # fmt: skip
     """Attention by the kernel. budget: of one backward kernel. interpret: run it operation by operation, anywhere."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BSKD, v_BSKD))
-    whole = _Whole(window, Options(soft_cap, budget, interpret=interpret))
+    whole = _Whole(window, SplashOptions(soft_cap, budget, interpret=interpret))
     queries, keys = Queries(q, segment_ids_BT), Keys(k, v, segment_ids_BT)
     return jnp.swapaxes(attend_with(whole.forward, whole.gradients, queries, keys), 1, 2)
 
@@ -50,7 +50,7 @@ class _Whole:
     """Attention within whole sequences, in as many kernels as `plan_cut` says."""
 
     window: int | None
-    options: Options
+    options: SplashOptions
 
     def forward(self, queries: Queries, keys: Keys) -> Attended:
         parts = [attend(tables, *operands, self.options) for tables, _, operands in self._parts(queries, keys)]

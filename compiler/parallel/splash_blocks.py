@@ -16,7 +16,7 @@ from .splash_kernels import (
     PARTLY,
     WHOLE,
     CausalMask,
-    Options,
+    SplashOptions,
     Tables,
     attend,
     block_size,
@@ -68,7 +68,7 @@ def shard_tables(chunks: np.ndarray, shard: Array, queries: Array, num_keys: int
 
 def _tables_of_shards(
     chunks: np.ndarray, chunk: int, num_keys: int, block: int, window: int | None
-) -> tuple[int, "Table", "Table", int]:
+) -> tuple[int, "BlockTable", "BlockTable", int]:
     return block, *tables_of(_places(chunks, chunk, block), num_keys // block, block, window)
 
 
@@ -77,7 +77,7 @@ def _places(chunks: np.ndarray, chunk: int, block: int) -> np.ndarray:
     return (chunks[:, :, None] * (chunk // block) + np.arange(chunk // block)).reshape(len(chunks), -1)
 
 
-def _fits(*tables: "Table") -> bool:
+def _fits(*tables: "BlockTable") -> bool:
     return all(sum(x[0].nbytes for x in table) <= TABLE_BYTES for table in tables)
 
 
@@ -88,10 +88,10 @@ def _info(table: Any, queries: Array) -> MaskInfo:
     return MaskInfo(data, None, used, None, places)
 
 
-Table = tuple[np.ndarray, np.ndarray]  # which block an entry is; how much of it the mask leaves
+BlockTable = tuple[np.ndarray, np.ndarray]  # which block an entry is; how much of it the mask leaves
 
 
-def tables_of(places: np.ndarray, num_keys: int, block: int, window: int | None) -> tuple[Table, Table, int]:
+def tables_of(places: np.ndarray, num_keys: int, block: int, window: int | None) -> tuple[BlockTable, BlockTable, int]:
     """(shards, rows of queries) -> tables (shards, 1, rows, entries), and (shards, 1, entries, keys); and how many
     entries of the shard with most are used. All in blocks. A row of queries that sees nothing has one entry, which the
     mask hides: the kernel divides by what it has summed."""
@@ -109,7 +109,7 @@ def tables_of(places: np.ndarray, num_keys: int, block: int, window: int | None)
     return _typed(forward), _typed(backward), used
 
 
-def _packed(value: np.ndarray) -> Table:
+def _packed(value: np.ndarray) -> BlockTable:
     """(shards, rows, columns) -> the columns that each row uses, first; and their values."""
     width = max(1, int((value > 0).sum(axis=2).max()))
     columns = np.argsort(value == 0, axis=2, kind="stable")[..., :width]
@@ -117,7 +117,7 @@ def _packed(value: np.ndarray) -> Table:
     return np.where(used > 0, columns, 0), used
 
 
-def _typed(table: Any) -> Table:
+def _typed(table: Any) -> BlockTable:
     data, used = (x[:, None].astype(np.min_scalar_type(-1 - int(x.max()))) for x in table)
     return data, used
 
@@ -152,5 +152,5 @@ class SplashBlocks:
         return block_tables(sight.distance, num_queries, num_keys, sight.window)
 
     @property
-    def _options(self) -> Options:
-        return Options(self.soft_cap, self.budget, interpret=self.interpret)
+    def _options(self) -> SplashOptions:
+        return SplashOptions(self.soft_cap, self.budget, interpret=self.interpret)

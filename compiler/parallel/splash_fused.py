@@ -42,7 +42,7 @@ NO_BUDGET = Budget(0, 0.0)
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """Of one backward call on a device: `queries` tokens of `heads` see some of `keys` tokens, in `block` queries."""
 
     sequences: int
@@ -82,7 +82,7 @@ def plan_budget(target: TargetPlan, share: float) -> Budget:
     return Budget(int(memory * PARTIALS_SHARE), target.peak_flops_per_second * share / bandwidth)
 
 
-def choose_backward(shape: Shape, seen: Seen, budget: Budget) -> Backward:
+def choose_backward(shape: AttentionShape, seen: Seen, budget: Budget) -> Backward:
     """Returns the backward kernels that take least time within the budget."""
     sizes = _keys_blocks(shape)
     fitting = [size for size in sizes if shape.partials_bytes(size) <= budget.partials_bytes]
@@ -107,7 +107,7 @@ def choose_backward(shape: Shape, seen: Seen, budget: Budget) -> Backward:
     )  # fmt: skip
 
 
-def _keys_blocks(shape: Shape) -> list[int]:
+def _keys_blocks(shape: AttentionShape) -> list[int]:
     """Sizes up to each of KEYS_BLOCKS, in whole blocks of queries, whose tables fit."""
     rows, steps = shape.queries // shape.block, shape.keys // shape.block
     divisors = [shape.block * n for n in range(1, steps + 1) if steps % n == 0]
@@ -116,7 +116,7 @@ def _keys_blocks(shape: Shape) -> list[int]:
     return sorted(size for size in sizes if size and 3 * rows * (shape.keys // size) <= TABLE_BYTES)
 
 
-def _seconds_as_flops(shape: Shape, keys_block: int, seen: np.ndarray, budget: Budget) -> float:
+def _seconds_as_flops(shape: AttentionShape, keys_block: int, seen: np.ndarray, budget: Budget) -> float:
     """Partial sums are written and read."""
     moved = 2 * shape.partials_bytes(keys_block)
     return ONE_KERNEL * shape.matmul_flops(_share(seen)) + moved * budget.flops_per_byte

@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from ..core.scopes import blocks_scope
 from ..jaxpr.operation_kinds import LANES
 from .blocks import Attended, Gradient, Gradients, Keys, Queries, both_ids
-from .splash_fused import Budget, Seen, Shape, choose_backward, fused_tables
+from .splash_fused import AttentionShape, Budget, Seen, choose_backward, fused_tables
 
 BLOCKS = (512, 1024)  # tokens, the one that is wanted first; 1,024 fits the vector memory of every TPU, 2,048 does not
 
@@ -67,7 +67,7 @@ def block_size(*lengths: int, most: int) -> int:
 
 
 @dataclass(frozen=True)
-class Options:
+class SplashOptions:
     """budget: of one backward kernel. interpret: run the kernel's operations one by one, on any platform."""
 
     soft_cap: float | None
@@ -75,14 +75,14 @@ class Options:
     interpret: bool
 
 
-def attend(tables: Tables, queries: Queries, keys: Keys, options: Options) -> Attended:
+def attend(tables: Tables, queries: Queries, keys: Keys, options: SplashOptions) -> Attended:
     """Returns attention of every sequence to the keys that the tables name. It has no gradient."""
     call = partial(_forward_of_one, tables, soft_cap=options.soft_cap, interpret=options.interpret)
     with jax.named_scope(blocks_scope(tables.num_used, tables.num_blocks)):
         return Attended(*jax.vmap(call)(queries.q_BHTD, keys.k_BKSD, keys.v_BKSD, *both_ids(queries, keys)))
 
 
-def gradients(tables: Tables, queries: Queries, keys: Keys, gradient: Gradient, options: Options) -> Gradients:
+def gradients(tables: Tables, queries: Queries, keys: Keys, gradient: Gradient, options: SplashOptions) -> Gradients:
     """Returns the part of the gradients that these keys bring."""
     lse, d_out, dot, _ = gradient
     of_all = (lse, d_out.astype(queries.q_BHTD.dtype), dot)
@@ -99,10 +99,10 @@ def gradients(tables: Tables, queries: Queries, keys: Keys, gradient: Gradient, 
         return Gradients(*(jax.lax.map(lambda one: call(*one), operands) if by_sequence else jax.vmap(call)(*operands)))
 
 
-def _shape(tables: Tables, queries: Queries, keys: Keys) -> Shape:
+def _shape(tables: Tables, queries: Queries, keys: Keys) -> AttentionShape:
     sequences, heads, num_queries, head_dim = queries.q_BHTD.shape
     num_keys, itemsize = keys.k_BKSD.shape[2], queries.q_BHTD.dtype.itemsize
-    return Shape(sequences, heads, num_queries, num_keys, head_dim, itemsize, tables.block)
+    return AttentionShape(sequences, heads, num_queries, num_keys, head_dim, itemsize, tables.block)
 
 
 def _forward_of_one(

@@ -8,11 +8,11 @@ which no compute runs is exposed, of the collective that began first where there
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..schema import ComputeKind, Event
+from ..core.collectives import COMPUTE, ComputeKind
+from ..schema import Event
 from .prediction import PredictedCollective, Prediction
 from .trace import Execution, OpEvent
 
-COMPUTE = "compute"
 LEAST_WAIT = 0.1  # of the time of a collective, that its done waits, if its transfer is taken to end with it
 
 
@@ -159,7 +159,7 @@ def _give(
         found.idle += (end - begin) / 1e9
 
 
-def events_of(execution: Execution, roles: Roles) -> tuple[Event, ...]:
+def execution_events(execution: Execution, roles: Roles) -> tuple[Event, ...]:
     """Returns an execution as a timeline, its compute and then its links."""
     found = Account()
     compute, collectives = _spans(execution, roles, found)

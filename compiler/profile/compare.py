@@ -9,15 +9,14 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from meshloom.models.config import Record
 
 from ..config.calibration_spec import Calibration
-from ..core.collectives import CollectiveKind, LinkKind
+from ..core.collectives import CollectiveKind, ComputeKind, LinkKind
 from ..core.format import counted, human_names
-from ..schema import ComputeKind
 from .account import Account, Roles, account, roles_of
 from .prediction import PredictedCollective, Prediction
 from .trace import Execution, Trace
 
-SCHEMA_VERSION = 1  # of profile.json
-NUM_NAMED = 3
+PROFILE_VERSION = 1  # of profile.json
+NUM_UNMATCHED = 3
 
 
 class Compared(Record):
@@ -91,9 +90,10 @@ def compare(traces: Sequence[Trace], prediction: Prediction) -> ProfileReport:
     missing = [each for each in prediction.collectives if not any(each.report.name in a.in_flight for a in accounts)]
     notes = [note for trace in traces for note in trace.notes]
     if unmatched:
-        notes.append(f"{counted(len(unmatched), 'operation')} not in the program: {human_names(unmatched, NUM_NAMED)}")
+        named = human_names(unmatched, NUM_UNMATCHED)
+        notes.append(f"{counted(len(unmatched), 'operation')} not in the program: {named}")
     return ProfileReport(
-        schema_version=SCHEMA_VERSION,
+        schema_version=PROFILE_VERSION,
         model=prediction.model,
         target=prediction.target,
         chip=prediction.chip,

@@ -9,14 +9,15 @@ from meshloom.models.config import Record
 
 from ..analysis.schedule_analysis import analyse_schedule
 from ..config.calibration_spec import Calibration
+from ..core.collectives import ComputeKind
 from ..core.scopes import OperationName
 from ..estimate.communication import PlannedCollective
 from ..plan import Plan
-from ..schema import CollectiveReport, ComputeKind, Event, StepReport
+from ..schema import CollectiveReport, Event, StepReport
 from ..xla.hlo import Instruction, Module, parse_module
-from ..xla.schedule.prices import kind_of
+from ..xla.schedule.prices import instruction_kind
 
-SCHEMA_VERSION = 2  # of predicted.json
+PREDICTION_VERSION = 2  # of predicted.json
 _CONTAINERS = frozenset({"call", "conditional", "while"})  # whose events contain those of what they run
 _NOTHING = frozenset({"constant", "get-tuple-element", "parameter", "tuple"})
 
@@ -70,7 +71,7 @@ def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective], *, mode
     parts = {*(each.name for each in analysis.collectives), *analysis.dones}
     ran = list(_ran(module))
     return Prediction(
-        schema_version=SCHEMA_VERSION,
+        schema_version=PREDICTION_VERSION,
         module=module.name,
         model=model or plan.spec.model.family,
         target=target.name,
@@ -81,7 +82,7 @@ def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective], *, mode
         compute=tuple(
             PredictedCompute(
                 name=each.name,
-                kind=kind_of(each, module),
+                kind=instruction_kind(each, module),
                 source=_source(each),
                 seconds=analysis.compute_seconds.get(each.name, 0.0) if target.chip else None,
             )

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from jax.profiler import ProfileData
 
-STEP = "train"  # the annotation around each step, with its number as step_num
+STEP_ANNOTATION = "train"  # the annotation around each step, with its number as step_num
 Platform = Literal["cpu", "gpu", "tpu"]
 _MADE = frozenset({
     "Async XLA Ops", "Framework Name Scope", "Framework Ops", "Launch Stats", "Source code", "Steps",
@@ -91,7 +91,7 @@ def read_trace(xspace: bytes, module: str, process: int = 0) -> Trace:
 def _annotated_steps(planes: Iterable[Any]) -> list[int]:
     """Returns the numbers of the steps that the host dispatched."""
     events = (event for plane in planes if plane.name == "/host:CPU" for line in plane.lines for event in line.events)
-    found = (dict(event.stats).get("step_num") for event in events if event.name == STEP)
+    found = (dict(event.stats).get("step_num") for event in events if event.name == STEP_ANNOTATION)
     return sorted(int(step) for step in found if step is not None)
 
 

@@ -1,7 +1,7 @@
 """A compiled step as a Report: what people and tools are told of it. What could not be read in its text is unknown."""
 
 from ..analysis.compiled_step import CompiledStep, limit_bytes, used_devices_per_chip
-from ..analysis.program_memory import Class
+from ..analysis.program_memory import ProgramMemoryClass
 from ..analysis.unavailable import Unavailable
 from ..core.format import human_bytes
 from ..estimate.bound import least_step_seconds
@@ -12,8 +12,8 @@ from ..schema import (
     SCHEMA_VERSION,
     Alternative,
     BuildReport,
-    Change,
     Finding,
+    MemoryChange,
     MemoryReport,
     ProgramReport,
     Report,
@@ -22,8 +22,12 @@ from ..schema import (
 )
 from ..target.placement import Placement
 
-TOLD_APART: tuple[Class, ...] = ("working_weights", "gradients", "activations")  # of the temporaries of XLA
-NO_PROGRAM = "the compiler refused the program: what it would keep at its peak is not known"
+TOLD_APART: tuple[ProgramMemoryClass, ...] = (
+    "working_weights",
+    "gradients",
+    "activations",
+)  # of the temporaries of XLA
+NO_PEAK = "the compiler refused the program: what it would keep at its peak is not known"
 LIMITED = ("memory.limit_bytes_per_chip", "memory.fits", "memory.breakdown.reserved")  # unknown where there is no limit
 NO_LIMIT = "the chip's memory is not known"
 LARGEST_ERROR = 0.1  # of XLA's peak
@@ -35,7 +39,7 @@ def build_report(
     *,
     overrides: tuple[str, ...],
     model: str | None,
-    changes: tuple[Change, ...],
+    changes: tuple[MemoryChange, ...],
     search: SearchReport | None,
     alternatives: tuple[Alternative, ...],
 ) -> Report:
@@ -76,7 +80,7 @@ def build_report(
     )
 
 
-def _memory(step: CompiledStep, unknown: dict[str, str], changes: tuple[Change, ...]) -> MemoryReport:
+def _memory(step: CompiledStep, unknown: dict[str, str], changes: tuple[MemoryChange, ...]) -> MemoryReport:
     """Returns the memory of the compiled program, or what the compiler says it needs if it was refused."""
     plan, built, peak, estimate = step.plan, step.built, step.peak, step.estimate.memory
     limit, needed, per_chip = limit_bytes(plan.target), step.needed_bytes, used_devices_per_chip(plan.target)
@@ -132,7 +136,7 @@ def _cannot_tell_apart(step: CompiledStep, rest: int | None) -> str | None:
     """Returns why the temporaries cannot be classified; None if they are. rest: all of them."""
     plan, built, peak = step.plan, step.built, step.peak
     if built.memory is None or rest is None:
-        return NO_PROGRAM
+        return NO_PEAK
     if isinstance(peak, Unavailable):
         return peak.why
     memory, counted = built.memory, peak.num_bytes

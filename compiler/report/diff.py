@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ..schema import CollectiveReport, Finding, Report, total
 from .finding_match import first_place, pair_findings
 
-SCHEMA_VERSION = 1
+DIFF_VERSION = 1
 SAME_WITHIN = 1e-3  # of the larger of two times
 NOT_OF_THE_STEP = {"lower_seconds", "compile_seconds", "cache", "fingerprint"}  # of how it was built this time
 TOLD_BY_REPORT = ("target", "program", "memory", "estimate")  # keys of plan.json; the report knows better
@@ -42,7 +42,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Change:
+class Difference:
     """A value at a path. before, after: None too where it is not there, as `way` says."""
 
     where: str
@@ -52,7 +52,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class CollectiveTotals:
+class ComparedCollectives:
     """All collectives of one kind over the same mesh axes for the same source. num_async: of `count`."""
 
     count: int
@@ -74,8 +74,8 @@ class CollectiveChange:
     mesh_axes: tuple[str, ...]
     source: str
     way: Grown
-    before: CollectiveTotals | None
-    after: CollectiveTotals | None
+    before: ComparedCollectives | None
+    after: ComparedCollectives | None
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class Diff:
     schema_version: int
     runs: tuple[str, str]
     notes: tuple[str, ...]
-    step: tuple[Change, ...]
-    compute: tuple[Change, ...]
-    memory: tuple[Change, ...]
+    step: tuple[Difference, ...]
+    compute: tuple[Difference, ...]
+    memory: tuple[Difference, ...]
     collectives: tuple[CollectiveChange, ...]
-    findings: tuple[Change, ...]
-    config: tuple[Change, ...]
-    program: tuple[Change, ...]
-    plan: tuple[Change, ...]
-    shardings: tuple[Change, ...]
-    build: tuple[Change, ...]
+    findings: tuple[Difference, ...]
+    config: tuple[Difference, ...]
+    program: tuple[Difference, ...]
+    plan: tuple[Difference, ...]
+    shardings: tuple[Difference, ...]
+    build: tuple[Difference, ...]
 
     @property
     def is_empty(self) -> bool:
@@ -108,13 +108,13 @@ def diff_runs(a: Run, b: Run) -> Diff:
     both = (a.report, b.report) if a.report and b.report else None
     declared = (a, b) if a.is_declared and b.is_declared else None
 
-    def of_reports(values: Callable[[Report], Any]) -> tuple[Change, ...]:
+    def of_reports(values: Callable[[Report], Any]) -> tuple[Difference, ...]:
         return changes(values(both[0]), values(both[1])) if both else ()
 
     told = {"schema_version", "arrays"} | ({key for key in (*a.plan, *b.plan) if key.startswith(TOLD_BY_REPORT)}
                                            if both else set())  # fmt: skip
     return Diff(
-        schema_version=SCHEMA_VERSION,
+        schema_version=DIFF_VERSION,
         runs=(a.name, b.name),
         notes=(
             *(f"{run.name} has no report.json: plans are compared alone" for run in (a, b) if not run.report),
@@ -142,22 +142,22 @@ def _step(report: Report) -> dict[str, Any]:
     return step.model_dump(mode="json", exclude=parts | ({"least_seconds"} if is_whole else set()))
 
 
-def _findings(a: Report, b: Report, paths: set[str]) -> tuple[Change, ...]:
+def _findings(a: Report, b: Report, paths: set[str]) -> tuple[Difference, ...]:
     before, after = ([_renamed(finding) for finding in report.findings] for report in (a, b))
     pairs, gone, appeared = pair_findings(before, after, paths)
     found = [
-        *(Change(f"{each.rule} at {each.where}", "gone", each.what, None) for each in gone),
-        *(Change(f"{each.rule} at {each.where}", "appeared", None, each.what) for each in appeared),
+        *(Difference(f"{each.rule} at {each.where}", "gone", each.what, None) for each in gone),
+        *(Difference(f"{each.rule} at {each.where}", "appeared", None, each.what) for each in appeared),
         *(change for pair in pairs for change in _finding_changes(*pair)),
     ]
     return tuple(sorted(found, key=lambda c: (c.where, *sorted(filter(None, (c.before, c.after))))))
 
 
-def _finding_changes(before: Finding, after: Finding) -> list[Change]:
+def _finding_changes(before: Finding, after: Finding) -> list[Difference]:
     """Of one that is in both: of its words, of its places, or none."""
     name = f"{before.rule} at {min(first_place(before), first_place(after))}"
     told = ((name, before.what, after.what), (f"{name}: places", before.where, after.where))
-    return [Change(path, "changed", *values) for path, *values in told if values[0] != values[1]]
+    return [Difference(path, "changed", *values) for path, *values in told if values[0] != values[1]]
 
 
 def _renamed(finding: Finding) -> Finding:
@@ -208,17 +208,17 @@ def _is_no_leaf(node: Any) -> bool:  # noqa: ARG001
 
 def changes(
     a: Mapping[str, Any], b: Mapping[str, Any], *, rows: Rows = by_words, is_leaf: Callable[[Any], bool] = _is_no_leaf
-) -> tuple[Change, ...]:
+) -> tuple[Difference, ...]:
     """Leaves that differ, by dotted path. Lists of plain values are leaves; rows: what lists of mappings are."""
     before, after = (dict(_leaves(node, "", rows, is_leaf)) for node in (a, b))
     found = []
     for path in sorted(before.keys() | after.keys()):
         if path not in before:
-            found.append(Change(path, "appeared", None, after[path]))
+            found.append(Difference(path, "appeared", None, after[path]))
         elif path not in after:
-            found.append(Change(path, "gone", before[path], None))
+            found.append(Difference(path, "gone", before[path], None))
         elif not is_same(before[path], after[path]):
-            found.append(Change(path, "changed", before[path], after[path]))
+            found.append(Difference(path, "changed", before[path], after[path]))
     return tuple(found)
 
 
@@ -261,12 +261,12 @@ def _collectives(a: Iterable[CollectiveReport], b: Iterable[CollectiveReport]) -
                                               c.kind, c.mesh_axes, c.source)))  # fmt: skip
 
 
-def _totals(collectives: Iterable[CollectiveReport]) -> dict[tuple[str, tuple[str, ...], str], CollectiveTotals]:
+def _totals(collectives: Iterable[CollectiveReport]) -> dict[tuple[str, tuple[str, ...], str], ComparedCollectives]:
     groups: dict[tuple[str, tuple[str, ...], str], list[CollectiveReport]] = {}
     for c in collectives:
         groups.setdefault((c.kind, tuple(sorted(c.mesh_axes)), without_numbers(c.source)), []).append(c)
     return {
-        key: CollectiveTotals(
+        key: ComparedCollectives(
             count=sum(c.count for c in group),
             num_async=sum(c.count for c in group if c.is_async),
             bytes=sum(c.bytes for c in group),
@@ -281,7 +281,7 @@ def _totals(collectives: Iterable[CollectiveReport]) -> dict[tuple[str, tuple[st
     }
 
 
-def _way(a: CollectiveTotals | None, b: CollectiveTotals | None) -> Grown | None:
+def _way(a: ComparedCollectives | None, b: ComparedCollectives | None) -> Grown | None:
     if a is None or b is None:
         return "appeared" if b else "gone"
     for name in ("bytes", "count", "exposed_seconds", "alone_seconds"):

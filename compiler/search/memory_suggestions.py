@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..core.errors import ConfigError
 from ..estimate.estimate import estimate_step
 from ..plan import Plan
-from ..schema import Change
+from ..schema import MemoryChange
 
 Replan = Callable[[tuple[str, ...]], Plan]  # the plan with these additional overrides; raises ConfigError
 
@@ -17,7 +17,7 @@ class Candidate:
     cost: str
 
 
-def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Replan) -> tuple[Change, ...]:
+def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Replan) -> tuple[MemoryChange, ...]:
     """Returns changes that save memory, by the estimate: those that fit first, then by the time that they cost. If no
     single change fits, several are combined.
 
@@ -27,7 +27,7 @@ def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Rep
     """
     now = estimate_step(plan)
 
-    def change(overrides: tuple[str, ...], cost: str) -> Change | None:
+    def change(overrides: tuple[str, ...], cost: str) -> MemoryChange | None:
         try:
             changed = replan(overrides)
             then = estimate_step(changed)
@@ -39,10 +39,10 @@ def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Rep
             tokens = changed.spec.tokens_per_step / plan.spec.tokens_per_step
             slower = then.time.seconds / tokens / now.time.seconds - 1
         fits = needed_bytes - saved <= limit_bytes
-        made = Change(overrides=overrides, saved_bytes=saved, fits=fits, slower_fraction=slower, cost=cost)
+        made = MemoryChange(overrides=overrides, saved_bytes=saved, fits=fits, slower_fraction=slower, cost=cost)
         return made if saved > 0 else None
 
-    singles: list[Change] = []
+    singles: list[MemoryChange] = []
     for kind in (_costing_time, _costing_precision, _costing_tokens):
         for alike in kind(plan):
             singles += _until_one_fits(change(each.overrides, each.cost) for each in alike)
@@ -52,7 +52,7 @@ def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Rep
     return (together, *singles) if together else tuple(singles)
 
 
-def _until_one_fits(changes: Iterable[Change | None]) -> Iterator[Change]:
+def _until_one_fits(changes: Iterable[MemoryChange | None]) -> Iterator[MemoryChange]:
     """Yields the changes of one key that are allowed and save memory, up to the first that fits: later ones cost
     more."""
     for change in changes:
@@ -62,9 +62,11 @@ def _until_one_fits(changes: Iterable[Change | None]) -> Iterator[Change]:
                 return
 
 
-def _together(singles: Sequence[Change], change: Callable[[tuple[str, ...], str], Change | None]) -> Change | None:
+def _together(
+    singles: Sequence[MemoryChange], change: Callable[[tuple[str, ...], str], MemoryChange | None]
+) -> MemoryChange | None:
     """Returns the cheapest changes, one per key, that together fit; None if even all of them do not."""
-    chosen: dict[str, Change] = {}
+    chosen: dict[str, MemoryChange] = {}
     for single in singles:
         key = single.overrides[0].split("=")[0]
         if key not in chosen or single.saved_bytes > chosen[key].saved_bytes:

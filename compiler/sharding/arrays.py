@@ -94,7 +94,7 @@ class Arrays:
     auxiliary: tuple[str, ...]
 
 
-def gradient_of(name: str) -> str:
+def gradient_name(name: str) -> str:
     """Returns the name of an activation's gradient, for a gradient with its own layout."""
     return f"gradient of {name}"
 
@@ -210,7 +210,7 @@ class _Recorder:
             self.attended.add(name)
         self.activations[name] = Array(name, x.shape, self.dtype, axes)
         if gradient is not None:
-            self.activations[gradient_of(name)] = Array(gradient_of(name), x.shape, self.dtype, gradient)
+            self.activations[gradient_name(name)] = Array(gradient_name(name), x.shape, self.dtype, gradient)
         return x
 
     def operation(self, kind: str, name: str, plain: Callable[..., Any], *operands: Any, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.trees import leaves_by_path
 
 WHERE = "model.family"
-Shape = tuple[int, ...]
+ArrayShape = tuple[int, ...]
 
 
 def check_model(family: str, model: Any) -> Model:
@@ -92,7 +92,7 @@ def check_totals(stack: Stack, aux: Aux) -> None:
 
 
 def check_output(
-    piece: str, output: Any, expected: Shape, *, dtype: str | None = None, is_last_more: bool = False
+    piece: str, output: Any, expected: ArrayShape, *, dtype: str | None = None, is_last_more: bool = False
 ) -> None:
     """Raises ConfigError if a model component did not return one array of this shape.
 
@@ -109,7 +109,7 @@ def check_output(
         raise _output_error(piece, output, fix)
 
 
-def check_embedded(piece: str, output: Any, tokens: Shape) -> None:
+def check_embedded(piece: str, output: Any, tokens: ArrayShape) -> None:
     """Raises ConfigError if the embedding did not return one vector for each token."""
     if not isinstance(output, jax.Array) or output.ndim != 3:
         raise _output_error(piece, output, f"return an array of shape {_shape((*tokens, 'width'))}")

@@ -32,7 +32,7 @@ from .arrays import Array
 _KEYS = {
     "length": "sequence_length", "sequence_parallel_length": "sequence_length", "experts": "model.num_experts",
 }  # fmt: skip
-Table = Literal["parameters", "optimizer", "activations"]
+RuleTable = Literal["parameters", "optimizer", "activations"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ArrayPlan:
     """The layout of one array, and why. table: the table of rules that decided it."""
 
     array: Array
-    table: Table | None
+    table: RuleTable | None
     dimensions: tuple[DimensionPlan, ...]
     bytes_per_device: int
 
@@ -73,7 +73,7 @@ class ArrayPlan:
 
 
 def resolve(
-    array: Array, table: Table, rules: Sequence[Rule], mesh: MeshPlan, compiler: CompilerTraits
+    array: Array, table: RuleTable, rules: Sequence[Rule], mesh: MeshPlan, compiler: CompilerTraits
 ) -> ArrayPlan | list["Refusal"]:
     """Returns the layout of one array as in the module's docstring, or the refusals if there are any."""
     settled: list[DimensionPlan | None] = [
@@ -116,7 +116,7 @@ class Refusal:
     and the dimension of this array that already uses it."""
 
     array: Array
-    table: Table
+    table: RuleTable
     rule: int | None
     dimension: int
     axes: tuple[str, ...]

@@ -19,7 +19,7 @@ from ..core.errors import Problem, raise_if_any, use_one_of
 from ..target.mesh import MeshPlan
 from .arrays import EXPERTS, Array, Arrays
 from .batch_layout import BatchLayout, plan_batch_layout
-from .rules import ArrayPlan, Refusal, Table, resolve
+from .rules import ArrayPlan, Refusal, RuleTable, resolve
 
 # The purpose of mesh axes that only a user's own rules can split anything over.
 NOT_IMPLEMENTED = {"stage": "pipeline parallelism"}
@@ -98,7 +98,7 @@ def usable_mesh(spec: RunSpec) -> MeshSpec:
 def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:
     """Raises ConfigError for rules that name no logical axis, or match no dimension of any array. Needs no mesh."""
     parameters, activations = _names(arrays.parameters), _names(arrays.activations)
-    tables: list[tuple[Table, tuple[Rule, ...], set[str]]] = [
+    tables: list[tuple[RuleTable, tuple[Rule, ...], set[str]]] = [
         ("parameters", rules.parameters, parameters),
         ("activations", rules.activations, activations),
     ]
@@ -121,7 +121,7 @@ def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:
 
 def _resolve_all(
     arrays: Sequence[Array],
-    table: Table,
+    table: RuleTable,
     rules: Sequence[Rule],
     mesh: MeshPlan,
     compiler: CompilerTraits,

@@ -22,7 +22,7 @@ from ..parallel.operation import lower_operations
 from ..parallel.remat import build_policy, marked
 from ..parallel.weights import Weights
 from ..plan import Plan
-from ..sharding.arrays import LAYER_INPUT, gradient_of
+from ..sharding.arrays import LAYER_INPUT, gradient_name
 from .schedule import Batch, HeadOutput, Microbatch, ModelFunctions, StackFunctions
 
 BatchSplit = tuple[Any, ...]  # of the batch, a tree each
@@ -195,7 +195,7 @@ def _activation_layout(plan: Plan) -> Callable[..., Array]:
     def activation(name: str, x: Array, *_: str | None, gradient: LogicalAxes | None = None) -> Array:
         if not auto_axes:
             return marked(name, x)
-        forward, backward = specs[name], specs[gradient_of(name) if gradient else name]
+        forward, backward = specs[name], specs[gradient_name(name) if gradient else name]
         with jax.named_scope(layout_scope(name)):
             x = _laid_out(x, forward, backward)
         return marked(name, x)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from ..config.spec import LossScaleSpec
 from ..core.partition_spec import keep_axes
-from ..core.trees import combined, leaves_by_path, nested, pick
+from ..core.trees import combined, leaves_by_path, nested_dict, pick
 from ..parallel.weights import assemble, is_assembled
 from ..plan import Plan
 from ..sharding.optimizer_state import build_schedule
@@ -73,7 +73,7 @@ def _ruled(plan: Plan, params: Any, totals: Totals) -> Any:
     for path in ruled:
         rule = plan.model.rules[path]
         made[path] = jax.vmap(rule.update)(now[path], totals[path.split("/")[0]][rule.total])
-    return nested(made)
+    return nested_dict(made)
 
 
 def next_loss_scale(spec: LossScaleSpec, state: dict[str, Array], is_finite: Array) -> dict[str, Array]:

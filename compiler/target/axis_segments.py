@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from meshloom.models.numbers import divisors
 
-from ..config.target_spec import Shape, TorusSpec
+from ..config.target_spec import ChipShape, TorusSpec
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import counted
 
@@ -20,7 +20,7 @@ from ..core.format import counted
 # once or twice, gradients once a step, activations between stages.
 TRAFFIC = {"tensor": 64, "expert": 32, "context": 16, "fsdp": 8, "data": 4, "stage": 2, "replica": 1}
 TORUS_AXES = "xyz"
-NO_BLOCKS: Mapping[str, Shape] = MappingProxyType({})
+NO_BLOCKS: Mapping[str, ChipShape] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class AxisSegment:
         return f"{kind}{self.physical} ({self.size}{of}{every}{', wraps' if self.wraps else ''})"
 
 
-def blocks_of(order: Sequence[str]) -> dict[str, Shape]:
+def declared_blocks(order: Sequence[str]) -> dict[str, ChipShape]:
     """Returns the blocks that a declared order gives axes: ("expert:2x2", "fsdp") -> {"expert": (2, 2)}."""
     entries = (entry.partition(":") for entry in order)
     return {axis: tuple(map(int, block.split("x"))) for axis, _, block in entries if block}
@@ -57,10 +57,10 @@ def traffic_of(order: Sequence[str]) -> dict[str, float]:
 def lay_on_torus(
     sizes: Mapping[str, int],
     network: TorusSpec,
-    shape: Shape,
+    shape: ChipShape,
     num_cores: int,
     traffic: Mapping[str, float],
-    blocks: Mapping[str, Shape] = NO_BLOCKS,
+    blocks: Mapping[str, ChipShape] = NO_BLOCKS,
 ) -> dict[str, tuple[AxisSegment, ...]]:
     """Returns the segments of each mesh axis within a slice: as few as possible, most bandwidth for most traffic.
     blocks: by axis, how many of its chips lie along x, y and z. Raises ConfigError for a block that cannot be."""
@@ -85,12 +85,12 @@ def lay_on_torus(
     return {axis: (*_parts(best, i, shape, wraps), *core.get(axis, ())) for i, axis in enumerate(axes)}
 
 
-def _along(block: Shape, shape: Shape) -> tuple[int, ...]:
+def _along(block: ChipShape, shape: ChipShape) -> tuple[int, ...]:
     """Returns the chips of a block along each axis of the torus; 2x2 on one of three axes is 2x2x1."""
     return (*block, *(1,) * (len(shape) - len(block)))
 
 
-def _check_blocks(chips: Mapping[str, int], shape: Shape, blocks: Mapping[str, Shape]) -> None:
+def _check_blocks(chips: Mapping[str, int], shape: ChipShape, blocks: Mapping[str, ChipShape]) -> None:
     """Raises ConfigError for blocks of another number of chips than their axes have, or that do not fit the torus.
     chips: of each mesh axis in a slice."""
     torus, problems = "x".join(map(str, shape)), list[Problem]()
@@ -106,10 +106,10 @@ def _check_blocks(chips: Mapping[str, int], shape: Shape, blocks: Mapping[str, S
     raise_if_any(problems)
 
 
-Layout = tuple[tuple[int, ...], ...]  # for each mesh axis, innermost first: how many of its members along x, y, z
+ChipExtents = tuple[tuple[int, ...], ...]  # for each mesh axis, innermost first: how many of its members along x, y, z
 
 
-def _layouts(sizes: Sequence[int], shape: Shape) -> Iterator[Layout]:
+def _layouts(sizes: Sequence[int], shape: ChipShape) -> Iterator[ChipExtents]:
     """Yields all ways to write each size as a product over the torus axes, such that the torus is filled."""
     if not sizes:
         if math.prod(shape) == 1:
@@ -122,7 +122,7 @@ def _layouts(sizes: Sequence[int], shape: Shape) -> Iterator[Layout]:
                 yield (factors, *others)
 
 
-def _parts(layout: Layout, index: int, shape: Shape, wraps: Sequence[bool]) -> tuple[AxisSegment, ...]:
+def _parts(layout: ChipExtents, index: int, shape: ChipShape, wraps: Sequence[bool]) -> tuple[AxisSegment, ...]:
     """Returns the segments of one mesh axis, whole and outer ones first."""
     parts = []
     for i, size in enumerate(shape):
@@ -133,7 +133,7 @@ def _parts(layout: Layout, index: int, shape: Shape, wraps: Sequence[bool]) -> t
 
 
 def _cost(
-    layout: Layout, axes: Sequence[str], shape: Shape, wraps: Sequence[bool], traffic: Mapping[str, float]
+    layout: ChipExtents, axes: Sequence[str], shape: ChipShape, wraps: Sequence[bool], traffic: Mapping[str, float]
 ) -> tuple[float, ...]:
     """Returns a sort key: the number of segments; then time, as traffic over link bandwidth; then use of later axes."""
     parts = [_parts(layout, index, shape, wraps) for index in range(len(axes))]
@@ -146,7 +146,7 @@ def _cost(
 
 
 def lay_in_nodes(
-    sizes: Mapping[str, int], shape: Shape, traffic: Mapping[str, float]
+    sizes: Mapping[str, int], shape: ChipShape, traffic: Mapping[str, float]
 ) -> dict[str, tuple[AxisSegment, ...]]:
     """Returns the segments of each mesh axis: the axes with the most traffic fill the node."""
     num_nodes, per_node = shape

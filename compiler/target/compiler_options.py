@@ -9,12 +9,12 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from ..config.flag_presets import FlagPreset, Moved, Options
+from ..config.overlap_spec import AUTO
 from ..config.spec import CompilerOption, RunSpec
 from ..core.collectives import CollectiveKind
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from .target import TargetPlan
 
-AUTO = "auto"  # in overlap.flag_presets: what the target's compiler is known to need
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(?P<name>[^']*)'")
 _WRONG_VALUE = re.compile(r"setting option (?P<name>\w+), (?P<what>.*?)\.?$", re.M)
 

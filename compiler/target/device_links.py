@@ -19,14 +19,14 @@ from .interconnect_tiers import LINK_KINDS, GroupSpan, link_of_spans, rates_of
 from .links import Link
 from .placement import Placement, physical_sizes
 
-Groups = Sequence[Sequence[int]]
-Place = tuple[int, ...]
+DeviceGroups = Sequence[Sequence[int]]
+Coordinates = tuple[int, ...]
 Box = tuple[tuple[int, ...], ...]  # the places that a group has along each physical axis
-Hop = tuple[str, Place, int]  # along a physical axis, from a place; which way on a torus, else 0
+Hop = tuple[str, Coordinates, int]  # along a physical axis, from a place; which way on a torus, else 0
 WAYS = {1: "+", -1: "-", 0: ""}
 
 
-def link_of_devices(placement: Placement, groups: Groups) -> Link | None:
+def link_of_devices(placement: Placement, groups: DeviceGroups) -> Link | None:
     """Returns the link of collectives over all these groups at once; the slowest if groups lie differently. None if one
     is not a box of the torus or the nodes, or their sizes differ (uneven_groups.py). groups: positions in the mesh."""
     boxes = [_box([placement.places[position] for position in group]) for group in groups]
@@ -47,7 +47,7 @@ class Sent:
     tracks: tuple[str, ...]
 
 
-def send_between(placement: Placement, pairs: Groups, num_bytes: float) -> Sent:
+def send_between(placement: Placement, pairs: DeviceGroups, num_bytes: float) -> Sent:
     """Returns the time of all pairs (from, to) sending at once, this many bytes each: on a torus along x, then y, then
     z, the shorter way around. The busiest link decides."""
     names = tuple(physical_sizes(placement.target))
@@ -68,7 +68,7 @@ def send_between(placement: Placement, pairs: Groups, num_bytes: float) -> Sent:
     return Sent(seconds + latency, LINK_KINDS[slowest], tracks)
 
 
-def _box(places: Sequence[Place]) -> Box | None:
+def _box(places: Sequence[Coordinates]) -> Box | None:
     """Returns the group's places along each axis; None unless the group is all combinations of them."""
     along = tuple(tuple(sorted(set(values))) for values in zip(*places, strict=True))
     return along if math.prod(map(len, along)) == len(set(places)) else None
@@ -79,8 +79,8 @@ def _rows(placement: Placement, boxes: Sequence[Box]) -> Callable[[Box], dict[st
     sizes = physical_sizes(placement.target)
     names, network, shape = tuple(sizes), placement.target.network, placement.target.shape or ()
     rings = dict(zip(TORUS_AXES, network.wraps(shape), strict=False)) if isinstance(network, TorusSpec) else {}
-    on_line: Counter[tuple[int, Place]] = Counter()  # groups on a line of the torus
-    on_link: Counter[tuple[int, Place, int]] = Counter()
+    on_line: Counter[tuple[int, Coordinates]] = Counter()  # groups on a line of the torus
+    on_link: Counter[tuple[int, Coordinates, int]] = Counter()
 
     def arc_of(box: Box, axis: int) -> list[int]:
         return _arc(box[axis], sizes[names[axis]], wraps=rings[names[axis]])
@@ -120,7 +120,7 @@ def _torus_axes(names: Sequence[str], box: Box) -> list[int]:
     return [i for i, name in enumerate(names) if name in TORUS_AXES and len(box[i]) > 1]
 
 
-def _lines(box: Box, axis: int) -> Iterator[Place]:
+def _lines(box: Box, axis: int) -> Iterator[Coordinates]:
     """Yields the lines along an axis that a box has members on: their places along the other axes."""
     return product(*(places for i, places in enumerate(box) if i != axis))
 

@@ -13,7 +13,7 @@ from typing import cast
 from ..config.target_spec import SwitchSpec, TorusSpec
 from ..core.collectives import LinkKind
 from .axis_segments import TORUS_AXES, AxisSegment
-from .links import InterconnectTier, Line, Link
+from .links import InterconnectTier, Link, LinkLine
 from .target import TargetPlan
 
 # Physical axes of each kind of link.
@@ -84,10 +84,10 @@ def rates_of(target: TargetPlan) -> dict[str, Rate]:
     }
 
 
-def _line(name: str, row: GroupSpan, rate: Rate, target: TargetPlan) -> Line:
+def _line(name: str, row: GroupSpan, rate: Rate, target: TargetPlan) -> LinkLine:
     """Returns the line of a row; devices of a chip share its links."""
     bandwidth = rate.bytes_per_second / row.num_sharing / target.devices_per_chip
-    return Line(
+    return LinkLine(
         name=name,
         size=row.size,
         bytes_per_second=bandwidth * (2 if row.is_ring else 1),
@@ -99,7 +99,7 @@ def _line(name: str, row: GroupSpan, rate: Rate, target: TargetPlan) -> Line:
 
 def _switch(name: str, row: GroupSpan, rate: Rate) -> InterconnectTier:
     """Returns the level of a switch: all members reach each other at once, and small messages spread like a tree."""
-    line = Line(
+    line = LinkLine(
         name=name,
         size=row.size,
         bytes_per_second=rate.bytes_per_second,

@@ -14,7 +14,7 @@ from ..core.collectives import CollectiveKind, LinkKind
 
 
 @dataclass(frozen=True)
-class Line:
+class LinkLine:
     """Members of a group along one axis of a torus, or behind one switch.
 
     bytes_per_second: W, of one device. A ring sends both ways; the ends of a line receive one way only. Traffic of
@@ -34,7 +34,7 @@ class InterconnectTier:
     """Links of one kind in a group. Several lines are axes of a torus, which carry parts of the data at once."""
 
     kind: LinkKind
-    lines: tuple[Line, ...]
+    lines: tuple[LinkLine, ...]
     is_switch: bool
     num_at_once: int | None = None  # lines that a gather uses at the same time; None: all
 

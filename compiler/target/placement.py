@@ -18,7 +18,7 @@ from meshloom.models.numbers import divisors
 
 from ..config.target_spec import SwitchSpec, TorusSpec
 from ..core.errors import ConfigError, Problem
-from .axis_segments import TORUS_AXES, AxisSegment, blocks_of, lay_in_nodes, lay_on_torus, traffic_of
+from .axis_segments import TORUS_AXES, AxisSegment, declared_blocks, lay_in_nodes, lay_on_torus, traffic_of
 from .interconnect_tiers import link_of_spans, rates_of, span_of_segments
 from .links import Link
 from .target import TargetPlan
@@ -117,14 +117,14 @@ def plan_placement(sizes: Mapping[str, int], target: TargetPlan, order: Sequence
     inner, crossing = _across(sizes, target) if isinstance(target.network, TorusSpec) else (dict(sizes), {})
     if isinstance(target.network, TorusSpec):
         num_cores = cast(Any, target.chip).num_devices
-        parts = lay_on_torus(inner, target.network, target.shape, num_cores, traffic_of(order), blocks_of(order))
-    elif blocks_of(order):
+        parts = lay_on_torus(inner, target.network, target.shape, num_cores, traffic_of(order), declared_blocks(order))
+    elif declared_blocks(order):
         what = f"{target.name} has no torus, on which an axis could be a block of chips"
         raise ConfigError([Problem("device_order", what, "name mesh axes without blocks")])
     else:
         parts = lay_in_nodes(inner, target.shape, traffic_of(order))
     joined = {axis: (*crossing.get(axis, ()), *parts.get(axis, ())) for axis, size in sizes.items() if size > 1}
-    return Placement(sizes, target, MappingProxyType(joined), rings=frozenset(blocks_of(order)))
+    return Placement(sizes, target, MappingProxyType(joined), rings=frozenset(declared_blocks(order)))
 
 
 def square_block(placement: Placement, axis: str) -> tuple[int, int] | None:

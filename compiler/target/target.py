@@ -12,11 +12,11 @@ from ..config.compiler_traits import CompilerTraits, read_compiler_traits
 from ..config.flag_presets import FlagPreset, read_flag_presets
 from ..config.target_names import chip_file, kinds
 from ..config.target_spec import (
+    ChipShape,
     ChipSpec,
     CpuTarget,
     GpuTarget,
     LocalTarget,
-    Shape,
     SwitchSpec,
     TargetSpec,
     TorusSpec,
@@ -43,7 +43,7 @@ class TargetPlan:
     network: TorusSpec | SwitchSpec | None
     num_chips: int
     num_slices: int
-    shape: Shape | None
+    shape: ChipShape | None
     topology_name: str | None
     peak_flops_per_second: float | None  # of one device, in the compute type
     hbm_bytes_per_device: int | None  # the part that a program may use
@@ -173,7 +173,7 @@ def _local(spec: LocalTarget, compute: ComputeType) -> TargetPlan:
 
 def _attached_shape(
     devices: Sequence[Any], chip: ChipSpec, network: TorusSpec | SwitchSpec
-) -> tuple[int, Shape | None]:
+) -> tuple[int, ChipShape | None]:
     """Returns (slices, shape of one) of attached devices; the shape is None if they do not fill one, as in part of a
     slice."""
     groups = {getattr(device, "slice_index", 0) or 0 for device in devices}  # of GPUs: what shares NVLink

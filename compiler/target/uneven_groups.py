@@ -16,14 +16,14 @@ from itertools import permutations
 from ..config.target_spec import TorusSpec
 from ..core.collectives import CollectiveKind
 from .axis_segments import TORUS_AXES
-from .device_links import Groups, Sent, send_between
+from .device_links import DeviceGroups, Sent, send_between
 from .interconnect_tiers import LINK_KINDS, rates_of
 from .placement import Placement, physical_sizes
 
 Inside = dict[int, list[int]]  # members by slice or node
 
 
-def uneven_seconds(kind: CollectiveKind, num_bytes: float, placement: Placement, groups: Groups) -> Sent:
+def uneven_seconds(kind: CollectiveKind, num_bytes: float, placement: Placement, groups: DeviceGroups) -> Sent:
     """Returns the time of a collective over all these groups at once. groups: positions in the mesh. num_bytes: of the
     full array, as of `links.collective_seconds`."""
     is_torus = isinstance(placement.target.network, TorusSpec)

@@ -11,14 +11,14 @@ from ..config.spec import RunSpec
 from ..config.tune_spec import Objective
 from ..core.errors import ConfigError, Problem
 from ..core.format import human_bytes
+from ..core.partition_spec import Axes
 from ..driver import plan_run
 from ..estimate.assumed_overlap import assume_overlap, overrides_of
 from ..estimate.estimate import estimate_step
-from ..estimate.program_costs import Array
-from ..jaxpr.propagate import Axes
+from ..estimate.program_costs import Numbers
 from ..target.target import TargetPlan
-from .families import Family, Key, Point, Reference, find_families, group_candidates, key_of
-from .price import Prices, price
+from .families import Family, Key, Reference, TracePoint, family_key, find_families, group_candidates
+from .price import Prices, price_candidates
 from .space import Candidate, Refused, Variant, find_candidates
 
 MARGIN = 1.06  # prices of memory that are this much over the limit are looked at again, exactly
@@ -57,7 +57,7 @@ class Estimated:
 
 
 @dataclass(frozen=True)
-class Change:
+class WhatIf:
     """The choice if one price were different. what: "twice the bandwidth of all links". best: its winner, by the same
     prices as `before`, the winner of this world; None: nothing fits."""
 
@@ -82,7 +82,7 @@ class Answer:
     prices: Prices
     refused: Refused
     limit_bytes: int
-    changes: tuple[Change, ...]
+    changes: tuple[WhatIf, ...]
 
     @property
     def num_candidates(self) -> int:
@@ -99,7 +99,7 @@ class Answer:
 class Runner:
     """Maps functions over values, in several processes if the caller has them."""
 
-    trace: Callable[[Callable[[Point], Reference], Sequence[Point]], Iterable[Reference]]
+    trace: Callable[[Callable[[TracePoint], Reference], Sequence[TracePoint]], Iterable[Reference]]
     estimate: Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 
 
@@ -107,7 +107,7 @@ def remembering(run: Runner) -> Runner:
     """Returns a runner that traces no point of a space twice."""
     known: dict[str, Reference] = {}
 
-    def trace(function: Callable[[Point], Reference], points: Sequence[Point]) -> Iterable[Reference]:
+    def trace(function: Callable[[TracePoint], Reference], points: Sequence[TracePoint]) -> Iterable[Reference]:
         keys = [
             repr((one.variant.choices, one.sizes, one.num_microbatches, one.sequences_of_device, one.num_loss_chunks,
                   one.strategies))
@@ -131,7 +131,7 @@ def tune(variants: Sequence[Variant], run: Runner) -> Answer:
     candidates, refused = find_candidates(variants)
     _check_any(candidates, refused)
     families = find_families(group_candidates(candidates), run.trace)
-    prices = price(candidates, families)
+    prices = price_candidates(candidates, families)
     best = _estimate_best(prices, limit, spec, run)
     if not best:
         raise ConfigError([_nothing_fits(prices, limit)])
@@ -141,22 +141,22 @@ def tune(variants: Sequence[Variant], run: Runner) -> Answer:
 
 def find_changes(
     variants: Sequence[Variant], prices: Prices, families: Mapping[Key, Family], limit: int
-) -> tuple[Change, ...]:
+) -> tuple[WhatIf, ...]:
     """Returns the winners of other worlds: faster links, more memory, half the batch. By prices alone."""
     spec = variants[0].spec
     now = winner(prices, limit, spec.tune.objective)
     if now is None:
         return ()
-    fast = price(prices.candidates, families, link_speed=2.0)
+    fast = price_candidates(prices.candidates, families, link_speed=2.0)
     worlds = [("links of twice the bandwidth", fast, limit), ("20 % more memory", prices, int(1.2 * limit))]
     if spec.global_batch_size % 2 == 0:
         halved = [
             Variant(one.choices, one.spec.model_copy(update={"global_batch_size": spec.global_batch_size // 2}))
             for one in variants
         ]
-        known = [one for one in find_candidates(halved)[0] if key_of(one, families)]
+        known = [one for one in find_candidates(halved)[0] if family_key(one, families)]
         if known:
-            worlds.append(("half the global batch", price(known, families), limit))
+            worlds.append(("half the global batch", price_candidates(known, families), limit))
     return tuple(_change(what, prices, now, other, room, spec.tune.objective) for what, other, room in worlds)
 
 
@@ -168,12 +168,12 @@ def winner(prices: Prices, limit: float, objective: Objective) -> int | None:
     return int(np.argmin(np.where(fits, merit(prices, objective), np.inf)))
 
 
-def _change(what: str, prices: Prices, now: int, other: Prices, limit: int, objective: Objective) -> Change:
+def _change(what: str, prices: Prices, now: int, other: Prices, limit: int, objective: Objective) -> WhatIf:
     then = winner(other, limit, objective)
     before = prices.candidates[now]
     best = None if then is None else other.candidates[then]
     seconds = None if then is None else float(other.seconds[then])
-    return Change(what, before, best, float(prices.seconds[now]), seconds)
+    return WhatIf(what, before, best, float(prices.seconds[now]), seconds)
 
 
 def limit_of(variant: Variant) -> int:
@@ -200,7 +200,7 @@ def _nothing_fits(prices: Prices, limit: int) -> Problem:
     return Problem("tune", what, "use more chips, a smaller batch or shorter sequences, or widen tune.groups.remat")
 
 
-def merit(prices: Prices, objective: Objective) -> Array:
+def merit(prices: Prices, objective: Objective) -> Numbers:
     """Returns what the objective makes least."""
     return prices.peak_bytes if objective == "memory" else prices.seconds
 

@@ -25,7 +25,7 @@ from ..config.overlap_spec import StrategyChoice
 from ..config.spec import RunSpec
 from ..driver import plan_run
 from ..estimate.assumed_overlap import BATCH_SPLIT, can_split_batch, plan_assumed
-from ..estimate.program_costs import Array, Costs, ProgramShape, read_costs
+from ..estimate.program_costs import Costs, Numbers, ProgramShape, read_costs
 from ..estimate.read_step import read_step
 from ..estimate.step_time import Hiding, head_dim_of, plan_hiding
 from ..parallel.loss import LossOp
@@ -46,7 +46,7 @@ RANK_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class Point:
+class TracePoint:
     """A program is traced for these choices. sizes: of all mesh axes. num_loss_chunks: at most."""
 
     variant: Variant
@@ -70,15 +70,15 @@ class Reference:
     reduced in the backward pass of the last microbatch, which is no part of the loop of the others. head_dim: of
     attention; None where the model has none."""
 
-    point: Point
+    point: TracePoint
     shape: ProgramShape
-    numbers: Array
+    numbers: Numbers
     hiding: Hiding
     is_last_apart: bool
     head_dim: int | None
 
     @property
-    def variables(self) -> Array:
+    def variables(self) -> Numbers:
         return np.array(self.point.variables(is_last_apart=self.is_last_apart))
 
 
@@ -90,8 +90,8 @@ class Family:
     shape: ProgramShape
     hiding: Hiding
     is_last_apart: bool
-    origin: tuple[Array, Array]
-    exponents: Array
+    origin: tuple[Numbers, Numbers]
+    exponents: Numbers
     head_dim: int | None
 
     def costs(self, candidates: Sequence[Candidate]) -> Costs:
@@ -112,7 +112,9 @@ class Family:
         return replace(self.hiding, activations_exposed=np.array(shares))
 
 
-def find_families(groups: Mapping[Key, Sequence[Candidate]], run: ParallelMap[Point, Reference]) -> dict[Key, Family]:
+def find_families(
+    groups: Mapping[Key, Sequence[Candidate]], run: ParallelMap[TracePoint, Reference]
+) -> dict[Key, Family]:
     """Returns the family of each group of candidates. run: maps `trace` over points, in several processes if it can.
 
     A group whose meshes turn out to have programs of different shapes is as many families as it has meshes.
@@ -127,7 +129,7 @@ def find_families(groups: Mapping[Key, Sequence[Candidate]], run: ParallelMap[Po
 
 
 def _trace_groups(
-    groups: Mapping[Key, Sequence[Candidate]], run: ParallelMap[Point, Reference]
+    groups: Mapping[Key, Sequence[Candidate]], run: ParallelMap[TracePoint, Reference]
 ) -> dict[Key, list[Reference]]:
     points = {key: choose_points(ones) for key, ones in groups.items()}
     traced = iter(list(run(trace, [point for ones in points.values() for point in ones])))
@@ -161,7 +163,7 @@ def group_candidates(candidates: Iterable[Candidate]) -> dict[Key, list[Candidat
     return found
 
 
-def key_of(one: Candidate, families: Mapping[Key, Family]) -> Key | None:
+def family_key(one: Candidate, families: Mapping[Key, Family]) -> Key | None:
     """Returns the key of a candidate's family; None if it has none."""
     return next((key for key in (_wide_key(one), _narrow_key(one), _mesh_key(one)) if key in families), None)
 
@@ -190,13 +192,13 @@ def _named_axes(one: Candidate) -> tuple[str, ...]:
     return tuple(f"{axis}={size}" if axis in ring_axes else axis for axis, size in one.sizes)
 
 
-def point_of(one: Candidate) -> Point:
+def point_of(one: Candidate) -> TracePoint:
     """Returns the point of a candidate, for its variables."""
     sizes = tuple(one.mesh.sizes.items())
-    return Point(one.variant, sizes, one.num_microbatches, one.sequences_of_device, one.num_loss_chunks, ())
+    return TracePoint(one.variant, sizes, one.num_microbatches, one.sequences_of_device, one.num_loss_chunks, ())
 
 
-def choose_points(candidates: Sequence[Candidate]) -> list[Point]:
+def choose_points(candidates: Sequence[Candidate]) -> list[TracePoint]:
     """Returns the points of a family to trace: one in the middle, one in each direction in which meshes differ, and one
     with other counts.
 
@@ -209,7 +211,7 @@ def choose_points(candidates: Sequence[Candidate]) -> list[Point]:
     sequences = max(2 * BATCH_SPLIT, int(2 ** round(middle)))
     num_microbatches = NUM_MICROBATCHES if candidates[0].num_microbatches > 1 else 1
     strategies = _common_strategies(candidates)
-    first = Point(candidates[0].variant, sizes[0], num_microbatches, sequences, NUM_CHUNKS, strategies)
+    first = TracePoint(candidates[0].variant, sizes[0], num_microbatches, sequences, NUM_CHUNKS, strategies)
     more_sequences, more_chunks, more_microbatches = COUNT_RATIOS
     others = replace(
         first,
@@ -220,7 +222,7 @@ def choose_points(candidates: Sequence[Candidate]) -> list[Point]:
     return [first, *(replace(first, sizes=other) for other in sizes[1:]), others]
 
 
-def trace(point: Point) -> Reference:
+def trace(point: TracePoint) -> Reference:
     """Traces the step of a point: half a second, and no devices."""
     plan = plan_assumed(plan_run(_spec_of(point)))
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
@@ -251,7 +253,7 @@ def fit_family(references: Sequence[Reference]) -> Family:
     return Family(first.shape, first.hiding, first.is_last_apart, (origin, numbers), exponents, first.head_dim)
 
 
-def count_exponents(grown: Array, steps: Array) -> Array:
+def count_exponents(grown: Numbers, steps: Numbers) -> Numbers:
     """Returns the exponents of each number, a row for each count: of the 27 choices of -1, 0 and 1 the one that comes
     closest to how the number has grown. grown: log2 of the ratio; steps: log2 of the ratio of each count."""
     choices = np.array(list(product((0, 1, -1), repeat=len(steps))))  # of equal ones the first, without needless ones
@@ -265,19 +267,19 @@ def _computes_beside_activations(one: Candidate, target: TargetPlan) -> bool:
     return is_ring or can_split_batch(one.sequences_of_device, target)
 
 
-def _logarithms(one: Reference) -> Array:
+def _logarithms(one: Reference) -> Numbers:
     with np.errstate(divide="ignore"):
         return np.log2(one.numbers)
 
 
-def _grown(others: Sequence[Reference], numbers: Array) -> Array:
+def _grown(others: Sequence[Reference], numbers: Numbers) -> Numbers:
     with np.errstate(invalid="ignore"):
         grown = np.stack([_logarithms(one) for one in others]) - numbers
     grown[~np.isfinite(grown)] = 0.0  # nothing in one of them
     return grown
 
 
-def _spec_of(point: Point) -> RunSpec:
+def _spec_of(point: TracePoint) -> RunSpec:
     """Returns the declaration of a point: its own batch, and a limit on logits that gives its chunks."""
     base = point.variant.spec
     sizes = dict(point.sizes)
@@ -318,7 +320,7 @@ def _spanning(candidates: Sequence[Candidate]) -> list[Sizes]:
     return [sizes for sizes in known if all(size > 1 for axis, size in sizes if axis in used)]
 
 
-def _logs(meshes: Sequence[Sizes]) -> Array:
+def _logs(meshes: Sequence[Sizes]) -> Numbers:
     return np.log2([[size for _, size in sizes] for sizes in meshes])
 
 

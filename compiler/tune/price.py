@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..estimate.program_costs import Array
+from ..core.partition_spec import Axes
+from ..estimate.program_costs import Numbers
 from ..estimate.step_time import LinkTimes, StepTime, plan_link_times, plan_rates, time_step
-from ..jaxpr.propagate import Axes
-from .families import Family, Key, key_of
+from .families import Family, Key, family_key
 from .space import Candidate
 
 
@@ -17,31 +17,33 @@ class Prices:
     """The prices of candidates, in their order: seconds of a step, bytes of a device; exposed: by mesh axes."""
 
     candidates: tuple[Candidate, ...]
-    peak_bytes: Array
-    host_bytes: Array
-    compute_seconds: Array
-    exposed: Mapping[Axes, Array]
+    peak_bytes: Numbers
+    host_bytes: Numbers
+    compute_seconds: Numbers
+    exposed: Mapping[Axes, Numbers]
 
     @property
-    def exposed_seconds(self) -> Array:
+    def exposed_seconds(self) -> Numbers:
         return sum(self.exposed.values(), start=np.zeros(len(self.candidates)))
 
     @property
-    def seconds(self) -> Array:
+    def seconds(self) -> Numbers:
         return self.compute_seconds + self.exposed_seconds
 
 
-def price(candidates: Sequence[Candidate], families: Mapping[Key, Family], link_speed: float = 1.0) -> Prices:
+def price_candidates(
+    candidates: Sequence[Candidate], families: Mapping[Key, Family], link_speed: float = 1.0
+) -> Prices:
     """Returns the prices of candidates that the rules allow, each of which has a family. link_speed: a factor
     on the bandwidth of all links."""
     places: dict[Key, list[int]] = {}
     for place, one in enumerate(candidates):
-        key = key_of(one, families)
+        key = family_key(one, families)
         assert key is not None
         places.setdefault(key, []).append(place)
     count = len(candidates)
     peak, host, compute = np.zeros(count), np.zeros(count), np.zeros(count)
-    exposed: dict[Axes, Array] = {}
+    exposed: dict[Axes, Numbers] = {}
     for key, own in places.items():
         family, ones = families[key], [candidates[place] for place in own]
         costs = family.costs(ones)

@@ -29,7 +29,7 @@ from ..target.placement import plan_placement, square_block
 from ..target.target import TargetPlan, plan_target
 
 PARAMETERS_TOO_LARGE = "the parameters alone are larger than a device's memory"
-Choices = tuple[tuple[str, str], ...]  # the option of each config group
+GroupChoices = tuple[tuple[str, str], ...]  # the option of each config group
 Sizes = tuple[tuple[str, int], ...]  # of mesh axes
 MeshPoint = tuple[Sizes, tuple[str, ...], int]  # of a variant: its whole mesh, the order of devices, and microbatches
 
@@ -38,7 +38,7 @@ MeshPoint = tuple[Sizes, tuple[str, ...], int]  # of a variant: its whole mesh, 
 class Variant:
     """A declaration of the space, but for its mesh and microbatches. choices: the options of groups that make it."""
 
-    choices: Choices
+    choices: GroupChoices
     spec: RunSpec
 
     @cached_property
@@ -292,7 +292,7 @@ def check_fix(fix: Mapping[str, Any], groups: Sequence[str]) -> None:
     )
 
 
-def product_of(groups: Mapping[str, Sequence[str]]) -> Iterator[Choices]:
+def product_of(groups: Mapping[str, Sequence[str]]) -> Iterator[GroupChoices]:
     """Yields the combinations of one option of each group."""
     keys = list(groups)
     yield from (tuple(zip(keys, options, strict=True)) for options in product(*groups.values()))

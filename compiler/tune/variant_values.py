@@ -6,7 +6,7 @@ import numpy as np
 
 from .answer import Runner, limit_of, merit
 from .families import find_families, group_candidates
-from .price import Prices, price
+from .price import Prices, price_candidates
 from .space import Variant, find_candidates
 
 # Values of variants of which nothing can run, above any step: what needs less memory is nearer to fitting.
@@ -18,7 +18,7 @@ def value_of_variants(variants: Sequence[Variant], run: Runner) -> list[float]:
     not known."""
     limit = limit_of(variants[0])
     candidates, _ = find_candidates(variants)
-    prices = price(candidates, find_families(group_candidates(candidates), run.trace))
+    prices = price_candidates(candidates, find_families(group_candidates(candidates), run.trace))
     return [_value(variant, prices, limit) for variant in variants]
 
 

@@ -20,7 +20,7 @@ from .fingerprint import Fingerprint, fingerprint_of
 from .programs import PROGRAMS, Programs, build, lower
 
 REMATERIALIZATION = "Involuntary full rematerialization"  # jax 0.12 says so where it gathers a whole array
-STEP = "train"
+TRAIN = "train"
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 _TOO_LARGE = re.compile(r"Ran out of memory (?:on|in memory space) hbm", re.I)
@@ -104,7 +104,7 @@ def lower_ahead(plan: Plan, mesh: Mesh) -> LoweredStep:
     """Lowers all programs; for chips that are not attached only the train step: the others take seconds where it
     runs."""
     start = time.perf_counter()
-    programs = lower(plan, mesh, PROGRAMS if plan.target.is_attached else (STEP,))
+    programs = lower(plan, mesh, PROGRAMS if plan.target.is_attached else (TRAIN,))
     seconds = time.perf_counter() - start
     return LoweredStep(programs, fingerprint_of(plan, programs, mesh), seconds)
 

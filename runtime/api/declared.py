@@ -9,7 +9,7 @@ from meshloom.compiler import plan as compiler_plan
 from meshloom.compiler.config.allowed_code import parse_allowed
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.hydra_settings import SEARCH_PATH, search_path_override
-from meshloom.compiler.config.override_parser import key_of
+from meshloom.compiler.config.override_parser import overridden_key
 from meshloom.compiler.config.spec import Origin, RunSpec
 from meshloom.compiler.config.target_spec import LocalTarget
 from meshloom.compiler.core.errors import Problem, raise_if_any
@@ -100,10 +100,10 @@ def _read(origin: Origin, then: Callable[[RunSpec], T]) -> T:
 
 
 def _is_of_hydra(override: str) -> bool:
-    key = key_of(override)
+    key = overridden_key(override)
     return key.startswith("hydra.") and key != SEARCH_PATH
 
 
 def _problem_of_hydra(override: str) -> Problem:
     fix = "leave it out; compile and train take the directory of a run as run_dir="
-    return Problem(key_of(override), "is a setting of the command, and does nothing here", fix)
+    return Problem(overridden_key(override), "is a setting of the command, and does nothing here", fix)

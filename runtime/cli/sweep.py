@@ -9,7 +9,7 @@ from meshloom.compiler.config.allowed_code import allowed_modules
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.config.composition_errors import MISTAKES
 from meshloom.compiler.config.hydra_settings import SUBDIRECTORY, SWEEP_DIR
-from meshloom.compiler.config.override_parser import key_of
+from meshloom.compiler.config.override_parser import overridden_key
 from meshloom.compiler.config.override_text import in_quotes, override
 from meshloom.compiler.config.sweep_request import read_sweep_request
 from meshloom.compiler.core.console import Console
@@ -73,7 +73,7 @@ def _run(engine: Engine, flags: argparse.Namespace) -> None:
     named = [override(SWEEP_DIR, str(engine.directory.absolute()))]
     if not engine.is_named_by_user:
         named.append(f"{SUBDIRECTORY}={in_quotes(subdirectory(list(asked.axes)))}")
-    kept = [text for text in asked.request.overrides if key_of(text) != SWEEP_DIR]
+    kept = [text for text in asked.request.overrides if overridden_key(text) != SWEEP_DIR]
     request = Request((*kept, *named), asked.request.config_name, asked.request.config_path)
     with launching(engine) as point_task:
 

@@ -22,7 +22,7 @@ from meshloom.compiler.core.format import human_bytes, human_share
 from meshloom.compiler.driver import plan_run, report_of
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.summary import show_summary as show_report
-from meshloom.compiler.schema import Change, Report, SearchReport
+from meshloom.compiler.schema import MemoryChange, Report, SearchReport
 from meshloom.compiler.search.alternatives import find_alternatives
 from meshloom.compiler.search.candidates import check_can_judge
 from meshloom.compiler.search.memory_suggestions import suggest_changes
@@ -182,7 +182,7 @@ def _compiled(
         return compiler.compile(job.plan, overrides, "compiling the train step"), None
 
 
-def _savings(step: CompiledStep, replan: Replan) -> tuple[Change, ...]:
+def _savings(step: CompiledStep, replan: Replan) -> tuple[MemoryChange, ...]:
     """Returns changes that would make it fit, if it is known how much memory it lacks."""
     plan = step.plan
     needed, limit = step.needed_bytes, plan.target.hbm_bytes_per_device

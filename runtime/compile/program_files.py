@@ -19,7 +19,7 @@ from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.config.calibration_spec import Calibration
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.hydra_settings import SEARCH_PATH
-from meshloom.compiler.config.override_parser import key_of
+from meshloom.compiler.config.override_parser import overridden_key
 from meshloom.compiler.config.spec import MeshSpec
 from meshloom.compiler.config.target_spec import TargetSpec
 from meshloom.compiler.core.errors import ConfigError, Problem
@@ -79,7 +79,11 @@ def read_target(overrides: Sequence[str]) -> TargetPlan:
     if not any(text.startswith(f"{TARGET}=") for text in overrides):
         what = "it is missing: a program's text does not say which chips it was compiled for"
         raise ConfigError([Problem(TARGET, what, "add target=v5p-128, or another target by its name")])
-    others = [text for text in overrides if key_of(text) != SEARCH_PATH and key_of(text).split(".")[0] not in KEYS]
+    others = [
+        text
+        for text in overrides
+        if overridden_key(text) != SEARCH_PATH and overridden_key(text).split(".")[0] not in KEYS
+    ]
     if others:
         what, fix = "this says nothing about a program that is compiled", f"set {' and '.join(KEYS)} only"
         raise ConfigError([Problem(text, what, fix) for text in others])

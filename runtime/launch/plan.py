@@ -16,7 +16,7 @@ from meshloom.compiler.config.compose import Request
 from meshloom.compiler.config.flag_presets import read_environment
 from meshloom.compiler.config.hydra_settings import RUN_DIR
 from meshloom.compiler.config.launch_spec import LocalLaunch, SlurmLaunch
-from meshloom.compiler.config.override_parser import key_of, parse_override
+from meshloom.compiler.config.override_parser import overridden_key, parse_override
 from meshloom.compiler.config.override_text import override
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.config.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
@@ -92,10 +92,10 @@ def plan_launch(
     environment: variables besides those of the target; launch.environment takes precedence.
     """
     declared = {key: value for key, value in spec.as_compared().items() if key not in NOT_IN_NAME}
-    typed = [text for text in request.overrides if key_of(text) == RUN_DIR]  # another directory is another run
+    typed = [text for text in request.overrides if overridden_key(text) == RUN_DIR]  # another directory is another run
     name = job_name(label, [declared, typed])
     hosts, run_dir = all_of(lambda: find_hosts(spec), lambda: _run_dir(spec, request, name))
-    typed = [text for text in request.overrides if not _is_of_launch(key_of(text))]
+    typed = [text for text in request.overrides if not _is_of_launch(overridden_key(text))]
     words = run_words(replace(request, overrides=tuple(typed)), allowed, override(RUN_DIR, run_dir))
     return LaunchPlan(
         name=name,
@@ -169,7 +169,7 @@ def _environment(target: TargetSpec) -> dict[str, str]:
 
 def _run_dir(spec: RunSpec, request: Request, name: str) -> str:
     """Returns one directory for every host and every restart: the typed one, or one of the run's name."""
-    typed = [text for text in request.overrides if key_of(text) == RUN_DIR]
+    typed = [text for text in request.overrides if overridden_key(text) == RUN_DIR]
     if typed:
         run_dir = str(parse_override(typed[-1]).value())
         if "${" in run_dir:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshloom.compiler.config.compose import Request, hydra_run_dir
 from meshloom.compiler.config.hydra_settings import RUN_DIR
-from meshloom.compiler.config.override_parser import key_of
+from meshloom.compiler.config.override_parser import overridden_key
 from meshloom.compiler.config.override_text import override
 from meshloom.compiler.core.errors import ConfigError, Problem
 
@@ -18,7 +18,7 @@ SECONDS_UNTIL_SEEN = 30  # a directory that another host made shows up late on s
 
 def check_run_dir(request: Request) -> None:
     """Raises ConfigError where the named run directory is in use, before Hydra writes its record over the run's."""
-    is_named = RUN_DIR in map(key_of, request.overrides)
+    is_named = RUN_DIR in map(overridden_key, request.overrides)
     if is_named or request.search_path or request.config_path:  # or a file of the user's may name it
         check_is_free(as_typed(hydra_run_dir(request)))
 
@@ -37,7 +37,7 @@ def in_shared_run_dir(request: Request, processes: Processes) -> Request:
     if processes.count == 1:
         return request
     run_dir = together("run directory", lambda: _made_by_first(request, processes))
-    kept = [text for text in request.overrides if key_of(text) not in (RUN_DIR, "hydra.output_subdir")]
+    kept = [text for text in request.overrides if overridden_key(text) not in (RUN_DIR, "hydra.output_subdir")]
     record = [] if processes.is_first else ["hydra.output_subdir=null"]
     return replace(request, overrides=(*kept, override(RUN_DIR, str(run_dir)), *record))
 

@@ -20,7 +20,7 @@ from meshloom.compiler.config.hydra_settings import (
     subdirectory_of,
     sweep_directory_of,
 )
-from meshloom.compiler.config.override_parser import key_of
+from meshloom.compiler.config.override_parser import overridden_key
 from meshloom.compiler.config.sweep_request import SweepRequest, value_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem
@@ -204,7 +204,7 @@ def open_sweep(
     file = SweepFile(
         schema_version=SCHEMA_VERSION,
         command=command,
-        overrides=tuple(text for text in asked.fixed if not key_of(text).startswith("hydra.")),
+        overrides=tuple(text for text in asked.fixed if not overridden_key(text).startswith("hydra.")),
         axes={key: [value_of(text) for text in values] for key, values in asked.axes.items()},
         num_points=asked.num_points,
         objective=objective,

@@ -10,7 +10,7 @@ from pathlib import Path
 from meshloom import __version__
 from meshloom.compiler.config.allowed_code import allow_words
 from meshloom.compiler.config.hydra_settings import SEARCH_PATH, SWEEP_DIR
-from meshloom.compiler.config.override_parser import key_of
+from meshloom.compiler.config.override_parser import overridden_key
 from meshloom.compiler.config.sweep_request import SweepRequest
 from meshloom.compiler.core.errors import ConfigError
 
@@ -37,7 +37,7 @@ def versions() -> dict[str, str]:
 def identity_of(command: Command, asked: SweepRequest) -> str:
     """Returns a hash of a sweep: its command, overrides, versions, and the content of the user's configs."""
     request = asked.request
-    typed = [text for text in request.overrides if not _is_outside(key_of(text))]
+    typed = [text for text in request.overrides if not _is_outside(overridden_key(text))]
     told = {
         "command": command,
         "overrides": typed,

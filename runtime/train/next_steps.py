@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshloom.compiler.config.hydra_settings import RUN_DIR
-from meshloom.compiler.config.override_parser import key_of
+from meshloom.compiler.config.override_parser import overridden_key
 
 TRY_NEXT = (
     ("try: other layout", "meshloom train sharding=fsdp_tensor num_microbatches=2 remat=full"),
@@ -16,7 +16,7 @@ TRY_NEXT = (
 def next_steps(run_dir: Path, overrides: Sequence[str], *, is_terminal: bool) -> Sequence[tuple[str, str]]:
     """Rows for the summary of a run; none off a terminal, in a directory that has runs, or for one who names run
     directories, as a sweep does for its points."""
-    is_named = RUN_DIR in map(key_of, overrides)
+    is_named = RUN_DIR in map(overridden_key, overrides)
     if not is_terminal or is_named or run_dir.is_absolute():
         return ()
     first, *others = run_dir.parts

@@ -16,7 +16,7 @@ import jax
 
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.profile.trace import STEP
+from meshloom.compiler.profile.trace import STEP_ANNOTATION
 from meshloom.compiler.xla.hlo import HloError
 
 from ..core.files import replace_text
@@ -103,7 +103,7 @@ class Profiler:
         if not self._is_on:
             return nullcontext()
         self._last_begun = step
-        return jax.profiler.StepTraceAnnotation(STEP, step_num=step)
+        return jax.profiler.StepTraceAnnotation(STEP_ANNOTATION, step_num=step)
 
     def stop_after(self, step: int, state: Any) -> None:
         """Ends the trace if this is its last step, which made this state."""

@@ -16,7 +16,7 @@ import jax
 
 from meshloom.compiler.config.allowed_code import allow_words
 from meshloom.compiler.config.hydra_settings import RUN_DIR
-from meshloom.compiler.config.override_parser import key_of
+from meshloom.compiler.config.override_parser import overridden_key
 from meshloom.compiler.config.override_text import override
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
@@ -385,5 +385,9 @@ def _how_to_continue(overrides: tuple[str, ...], run_dir: Path, saved: int | Non
     if saved is None:
         return "not possible: nothing was saved (no step was done, or checkpoints are disabled)"
     # What says which processes there are is left out: any may continue.
-    kept = [text for text in overrides if key_of(text) != RUN_DIR and not is_within(key_of(text), "distributed")]
+    kept = [
+        text
+        for text in overrides
+        if overridden_key(text) != RUN_DIR and not is_within(overridden_key(text), "distributed")
+    ]
     return shlex.join(["meshloom", "train", *allow_words(), *kept, override(RUN_DIR, str(run_dir))])

@@ -15,7 +15,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import human_bytes, human_seconds
 from meshloom.compiler.tune.answer import Runner
-from meshloom.compiler.tune.space import Choices, Variant, num_points
+from meshloom.compiler.tune.space import GroupChoices, Variant, num_points
 from meshloom.compiler.tune.variant_values import TOO_LARGE, value_of_variants
 
 from ..processes.say import say
@@ -47,7 +47,9 @@ def choose_variants(space: Space, run: Runner, run_dir: Path, console: Console) 
         return _chosen(space, values)
 
 
-def _run_round(study: "optuna.Study", space: Space, values: dict[Choices, float], run: Runner, number: int) -> None:
+def _run_round(
+    study: "optuna.Study", space: Space, values: dict[GroupChoices, float], run: Runner, number: int
+) -> None:
     """Asks for some trials, and tells their values. One that is known already is told again."""
     import optuna  # noqa: PLC0415 (an extra)
 
@@ -90,15 +92,15 @@ def _identity(space: Space) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _known_values(study: "optuna.Study") -> dict[Choices, float]:
+def _known_values(study: "optuna.Study") -> dict[GroupChoices, float]:
     return {_choices(one.params): one.value for one in study.trials if one.value is not None}
 
 
-def _choices(parameters: dict[str, str]) -> Choices:
+def _choices(parameters: dict[str, str]) -> GroupChoices:
     return tuple(parameters.items())
 
 
-def _best(values: dict[Choices, float], objective: str) -> str:
+def _best(values: dict[GroupChoices, float], objective: str) -> str:
     choices, value = min(values.items(), key=lambda item: item[1])
     if value >= TOO_LARGE:
         return "none fits yet"
@@ -106,9 +108,9 @@ def _best(values: dict[Choices, float], objective: str) -> str:
     return f"{shown}, {' '.join(f'{group}={option}' for group, option in choices)}"
 
 
-def _chosen(space: Space, values: dict[Choices, float]) -> tuple[Variant, ...]:
+def _chosen(space: Space, values: dict[GroupChoices, float]) -> tuple[Variant, ...]:
     """Returns the best of the tried variants, as many as a listed space may have."""
-    order: Sequence[Choices] = sorted(values, key=lambda choices: values[choices])
+    order: Sequence[GroupChoices] = sorted(values, key=lambda choices: values[choices])
     found: list[Variant] = []
     left = space.spec.tune.max_candidates
     for choices in order[:NUM_CHOSEN]:

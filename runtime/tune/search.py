@@ -9,7 +9,7 @@ from typing import Any
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.format import human_seconds, human_share
 from meshloom.compiler.target.accuracy import accuracy_of, why_no_range
-from meshloom.compiler.tune.answer import Answer, Change, Estimated, remembering, tune
+from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, remembering, tune
 
 from ..core.files import replace_json, replace_text
 from ..processes.say import say
@@ -149,7 +149,7 @@ def _estimated(one: Estimated) -> dict[str, Any]:
             "exposed_seconds": exposed}  # fmt: skip
 
 
-def _change(one: Change) -> dict[str, Any]:
+def _change(one: WhatIf) -> dict[str, Any]:
     best = None if one.best is None else list(one.best.overrides())
     return {"what": one.what, "is_other": one.is_other, "best": best, "seconds": one.seconds,
             "seconds_before": one.seconds_before}  # fmt: skip

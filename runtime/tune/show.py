@@ -14,7 +14,7 @@ from meshloom.compiler.core.format import (
     three_digits,
 )
 from meshloom.compiler.target.accuracy import accuracy_of, best_published_mfu
-from meshloom.compiler.tune.answer import Answer, Change, Estimated
+from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf
 
 NUM_LINES = 10
 LEAST_GAIN = 0.03  # of a step: the estimate orders no closer ones on the same chip
@@ -113,7 +113,7 @@ def _varying(best: Sequence[Estimated]) -> list[str]:
     return [key for key in keys if len({one.candidate.values().get(key) for one in best}) > 1] or list(keys)
 
 
-def _changed(change: Change) -> str:
+def _changed(change: WhatIf) -> str:
     if change.best is None:
         return f"with {change.what}: nothing fits"
     if not change.is_other:

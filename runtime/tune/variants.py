@@ -9,7 +9,7 @@ from meshloom.compiler.config.kept_compositions import compositions_kept
 from meshloom.compiler.config.override_parser import parse_override
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
-from meshloom.compiler.tune.space import Choices, Variant, check_fix, num_points, product_of
+from meshloom.compiler.tune.space import GroupChoices, Variant, check_fix, num_points, product_of
 
 SEARCHED_BY_KEY = ("mesh", "num_microbatches")
 
@@ -27,7 +27,7 @@ class Space:
     spec: RunSpec
     fix: Mapping[str, Any]
     groups: Mapping[str, tuple[str, ...]]
-    choices: tuple[Choices, ...]
+    choices: tuple[GroupChoices, ...]
     variants: tuple[Variant, ...]
     pins: tuple[str, ...]
     about_num_candidates: int
@@ -37,7 +37,7 @@ class Space:
         """Returns whether all variants are searched."""
         return bool(self.variants)
 
-    def variant(self, choices: Choices) -> Variant:
+    def variant(self, choices: GroupChoices) -> Variant:
         """Returns the variant of these options. Raises ConfigError if Hydra cannot compose it."""
         return _variant(self.request, choices, self.fix)
 
@@ -66,7 +66,7 @@ def find_space(request: Request) -> Space:
     return Space(plain, first.spec, fix, options, every, variants, pins, about)
 
 
-def _variant(request: Request, choices: Choices, fix: Mapping[str, Any]) -> Variant:
+def _variant(request: Request, choices: GroupChoices, fix: Mapping[str, Any]) -> Variant:
     words = tuple(f"{group}={option}" for group, option in choices)
     try:
         spec = read_spec(replace(request, overrides=(*request.overrides, *words)), then=lambda spec: spec)

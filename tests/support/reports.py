@@ -10,10 +10,10 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.schema import (
     Alternative,
     BuildReport,
-    Change,
     CollectiveReport,
     Event,
     Finding,
+    MemoryChange,
     MemoryReport,
     ProgramReport,
     Report,
@@ -58,11 +58,11 @@ def does_not_fit() -> tuple[Report, tuple[Event, ...]]:
             "peak_bytes_per_chip": 41 * GIB, "fits": False, "estimate_bytes_per_chip": 40 * GIB,
             "breakdown": report.memory.breakdown | {"activations": 38 * GIB + 123_456_789},
             "changes": (
-                Change(overrides=("remat=save_dots",), saved_bytes=19 * GIB, fits=False,
+                MemoryChange(overrides=("remat=save_dots",), saved_bytes=19 * GIB, fits=False,
                        slower_fraction=0.012, cost="the forward pass is computed in part"),
-                Change(overrides=("remat=full",), saved_bytes=35 * GIB, fits=True, slower_fraction=0.31,
+                MemoryChange(overrides=("remat=full",), saved_bytes=35 * GIB, fits=True, slower_fraction=0.31,
                        cost="the forward pass is computed twice"),
-                Change(overrides=("num_microbatches=4", "remat=save_dots"), saved_bytes=34 * GIB, fits=True,
+                MemoryChange(overrides=("num_microbatches=4", "remat=save_dots"), saved_bytes=34 * GIB, fits=True,
                        slower_fraction=None, cost="weights are gathered four times as often"),
             ),
         }

@@ -13,7 +13,7 @@ LEAST_INTENSITY = 0.01  # FLOPs per byte: what computes less moves data, and wou
 
 
 @dataclass(frozen=True)
-class Segment:
+class BarSegment:
     """colour: a class of the style sheet."""
 
     name: str
@@ -34,15 +34,15 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Bar:
+class StackedBar:
     """missing: names of parts that are not known."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[BarSegment, ...]
     marks: tuple[Mark, ...]
     missing: tuple[str, ...]
 
 
-def memory_bar(report: Report) -> Bar:
+def memory_bar(report: Report) -> StackedBar:
     """Returns the memory of a chip: the parts of the peak, what is left, and what is reserved beyond the limit. Marks
     show the limit and the estimate without XLA."""
     memory = report.memory
@@ -61,7 +61,7 @@ def memory_bar(report: Report) -> Bar:
     return _bar(parts, human_bytes, [(n, v) for n, v in marks if v], missing)
 
 
-def step_bar(report: Report) -> Bar:
+def step_bar(report: Report) -> StackedBar:
     """Returns the predicted step: compute by kind, then what is exposed; and the roofline."""
     step = report.step
     parts = [(kind, seconds, kind) for kind, seconds in compute_by_kind(report)]
@@ -71,12 +71,12 @@ def step_bar(report: Report) -> Bar:
     return _bar(parts, human_seconds, marks, ())
 
 
-def communication_bar(report: Report) -> Bar:
+def communication_bar(report: Report) -> StackedBar:
     """Returns all collectives' time: hidden, exposed."""
     hidden, exposed = (total(getattr(c, name) for c in report.collectives) for name in
                        ("hidden_seconds", "exposed_seconds"))  # fmt: skip
     if hidden is None or exposed is None or hidden + exposed == 0:  # a step without communication has no bar
-        return Bar((), (), ())
+        return StackedBar((), (), ())
     return _bar([("hidden behind compute", hidden, "hidden"), ("exposed", exposed, "exposed")], human_seconds, [], ())
 
 
@@ -85,20 +85,22 @@ def _bar(
     human: Callable[[Any], str],
     marks: Iterable[tuple[str, float]],
     missing: tuple[str, ...],
-) -> Bar:
+) -> StackedBar:
     marks = list(marks)
     filled = sum(value for _, value, _ in parts)
     whole = max([filled, *(value * 1.02 for _, value in marks)])
     segments, done = [], 0.0
     for name, value, colour in parts:
-        segments.append(Segment(name, human(value), human_share(value / filled), 100 * done / whole,
+        segments.append(BarSegment(name, human(value), human_share(value / filled), 100 * done / whole,
                                 100 * value / whole, colour))  # fmt: skip
         done += value
-    return Bar(tuple(segments), tuple(Mark(n, human(v), 100 * v / whole) for n, v in marks) if whole else (), missing)
+    return StackedBar(
+        tuple(segments), tuple(Mark(n, human(v), 100 * v / whole) for n, v in marks) if whole else (), missing
+    )
 
 
 @dataclass(frozen=True)
-class Point:
+class RooflinePoint:
     """A part of the step on the roofline plot. y_roof: where the roof is above it. shape: by what bounds it.
     is_label_above: every other one, so that neighbours' labels do not meet."""
 
@@ -123,7 +125,7 @@ class Tick:
 class RooflinePlot:
     """Log-log: FLOPs per byte of HBM across, FLOP/s of one chip upwards. ridge: where the roof turns level."""
 
-    points: tuple[Point, ...]
+    points: tuple[RooflinePoint, ...]
     ridge_x: float
     ridge_y: float
     left_y: float  # of the roof at the left edge
@@ -152,7 +154,7 @@ def roofline_plot(report: Report) -> RooflinePlot | None:
     across = _Axis.around([ridge, *(flops / size for _, _, flops, size, _, _ in known)])
     upwards = _Axis.around([peak, *(flops / seconds for _, _, flops, _, seconds, _ in known)])
     points = [
-        Point(label, name, across.at(flops / size), 100 - upwards.at(flops / seconds),
+        RooflinePoint(label, name, across.at(flops / size), 100 - upwards.at(flops / seconds),
               100 - upwards.at(min(peak, bandwidth * flops / size)), shape,
               human_count(flops / size, "").strip(), human_count(flops / seconds, "FLOP/s"), index % 2 == 0)
         for index, (label, name, flops, size, seconds, shape) in enumerate(known)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...core.console import Column, Console, Part, Table
 from ...core.format import human_bytes, human_count, human_seconds, human_share
-from ..diff import Change, CollectiveChange, CollectiveTotals, Diff, is_same
+from ..diff import CollectiveChange, ComparedCollectives, Diff, Difference, is_same
 
 ABSENT = "nothing"
 LONGEST = 60  # of a value from the config
@@ -55,7 +55,7 @@ def _headline(diff: Diff) -> Iterable[tuple[Part, ...]]:
             yield (words, "bold"), _row(by_name[key], key[0])[1]
 
 
-def _place(change: Change, section: str) -> tuple[int, str]:
+def _place(change: Difference, section: str) -> tuple[int, str]:
     return (TABLES.index(change.where.split(".")[0]) if section == "shardings" else 0), change.where
 
 
@@ -68,7 +68,7 @@ def _section(console: Console, title: str, rows: Sequence[tuple[Part, ...]]) -> 
         console.line(f"and {len(rows) - NUM_ROWS} more: --json has all", style="dim")
 
 
-def _row(change: Change, section: str) -> tuple[str, Part]:
+def _row(change: Difference, section: str) -> tuple[str, Part]:
     """Returns a row: 'predicted_seconds', '2.95 s -> 2.71 s  -8.1 %'."""
     human, is_measure = _unit(change.where, section)
     if section == "shardings" and change.way == "changed":
@@ -81,7 +81,7 @@ def _row(change: Change, section: str) -> tuple[str, Part]:
     return change.where, (text, _judged(change, section))
 
 
-def _judged(change: Change, section: str) -> str:
+def _judged(change: Difference, section: str) -> str:
     """Returns the style of a value of which less is better, or of the few of which more is; "" of others."""
     before, after = change.before, change.after
     if section not in ("step", "memory", "compute") or not isinstance(before, int | float | bool):
@@ -99,12 +99,12 @@ def _collective(change: CollectiveChange) -> tuple[Part, Part]:
     return (change.way, WAYS[change.way]), f"{name}: {', '.join(told)}"
 
 
-def _totals(t: CollectiveTotals) -> str:
+def _totals(t: ComparedCollectives) -> str:
     exposed = "" if t.exposed_seconds is None else f", {human_seconds(t.exposed_seconds)} exposed"
     return f"{t.count:,} times, {human_bytes(t.bytes)}{exposed}"
 
 
-def _differences(a: CollectiveTotals, b: CollectiveTotals) -> Iterable[str]:
+def _differences(a: ComparedCollectives, b: ComparedCollectives) -> Iterable[str]:
     """Returns what is exposed, or else the time alone; then what it rests on."""
     time = "alone" if is_same(a.exposed_seconds, b.exposed_seconds) else "exposed"
     shown: Sequence[tuple[str, str, Callable[[Any], str]]] = (
@@ -120,7 +120,7 @@ def _differences(a: CollectiveTotals, b: CollectiveTotals) -> Iterable[str]:
         yield f"{before} → {after}"
 
 
-def _form(t: CollectiveTotals) -> str:
+def _form(t: ComparedCollectives) -> str:
     if t.num_async in (0, t.count):
         return "asynchronous" if t.num_async else "synchronous"
     return f"{t.num_async:,} of {t.count:,} asynchronous"

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ...core.collectives import ComputeKind
 from ...core.format import LEAST_SECONDS, human_bytes, human_names, human_range, human_seconds, human_share
-from ...schema import CollectiveReport, ComputeKind, MemoryReport, Report, or_infinity, total
+from ...schema import CollectiveReport, MemoryReport, Report, or_infinity, total
 
 PER_CHIP = "tokens/s per chip"
 NO_REASON = "no reason is given"

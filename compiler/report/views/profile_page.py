@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ...profile.account import events_of, roles_of
+from ...profile.account import execution_events, roles_of
 from ...profile.compare import ProfileReport
 from ...profile.prediction import Prediction
 from ...profile.trace import Execution
@@ -41,7 +41,7 @@ def _timeline(prediction: Prediction, execution: Execution) -> dict[str, Any]:
     """Returns predicted and measured lanes, compute before links, and of each track the predicted one first."""
     sources = {each.name: each.source for each in prediction.compute}
     sources |= {each.report.name: each.report.source for each in prediction.collectives}
-    measured = events_of(execution, roles_of(prediction))
+    measured = execution_events(execution, roles_of(prediction))
     return compact_timeline(_marked(prediction.events, "predicted", sources), _marked(measured, "measured", sources))
 
 

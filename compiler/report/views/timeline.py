@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from ...core.collectives import CollectiveKind
-from ...schema import ComputeKind, Event, Report
+from ...core.collectives import COMPUTE, CollectiveKind, ComputeKind
+from ...schema import Event, Report
 
 PROCESS = 1
 DIRECTIONS = ("forward", "backward")
-COMPUTE = "compute"
 COLLECTIVES, COMPUTES = frozenset(get_args(CollectiveKind)), frozenset(get_args(ComputeKind))
 
 

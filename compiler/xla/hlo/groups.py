@@ -14,7 +14,7 @@ from functools import cache
 
 from .parse import HloError
 
-Groups = tuple[tuple[int, ...], ...]
+ReplicaGroups = tuple[tuple[int, ...], ...]
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))?\s+\{(.*?)\}")
@@ -24,7 +24,7 @@ _TRANSPOSED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 @cache
-def parse_groups(text: str, num_devices: int) -> Groups:
+def parse_groups(text: str, num_devices: int) -> ReplicaGroups:
     """Returns the groups of a `replica_groups` or `source_target_pairs` attribute. Empty braces: all devices in one
     group.
 
@@ -36,7 +36,7 @@ def parse_groups(text: str, num_devices: int) -> Groups:
     return groups
 
 
-def _parsed(text: str, num_devices: int) -> Groups:
+def _parsed(text: str, num_devices: int) -> ReplicaGroups:
     if iota := _IOTA.match(text):
         return _of_iota(_numbers(iota[1]), _numbers(iota[2]), _numbers(iota[3]) if iota[3] else None)
     if mesh := _MESH.match(text):
@@ -56,7 +56,7 @@ def _parsed(text: str, num_devices: int) -> Groups:
     raise HloError(f"replica groups of an unknown form: {text[:60]}")
 
 
-def _of_iota(shape: tuple[int, ...], dimensions: tuple[int, ...], order: tuple[int, ...] | None) -> Groups:
+def _of_iota(shape: tuple[int, ...], dimensions: tuple[int, ...], order: tuple[int, ...] | None) -> ReplicaGroups:
     order = order or tuple(range(len(dimensions)))
     strides = [math.prod(dimensions[d + 1 :]) for d in range(len(dimensions))]
     ranges = [range(dimensions[d]) for d in order]
@@ -75,7 +75,7 @@ def _order(text: str) -> tuple[int, ...]:
     return _of_iota((math.prod(dimensions),), dimensions, order)[0]
 
 
-def _of_mesh(axes: list[tuple[str, int]], over: list[str]) -> Groups:
+def _of_mesh(axes: list[tuple[str, int]], over: list[str]) -> ReplicaGroups:
     kept = [d for d, (name, _) in enumerate(axes) if name not in over]
     inner = [next(d for d, (axis, _) in enumerate(axes) if axis == name) for name in over]
     sizes = tuple(size for _, size in axes)

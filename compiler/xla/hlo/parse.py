@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
-from .types import ArrayType, num_bytes, parse_type
+from .types import COMMENT, ArrayType, num_bytes, parse_type
 
 
 class HloError(ValueError):
@@ -30,7 +30,6 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
 _PARENTHESES = re.compile(r"[()]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
-_COMMENT = re.compile(r"/\*.*?\*/")
 _BRACKETED = re.compile(r"\[[^\[\]{}()]*\]|\{[^\[\]{}()]*\}|\([^\[\]{}()]*\)")
 _CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_LIST = re.compile(r"\b(called_computations|branch_computations)=\{([^}]*)\}")
@@ -309,7 +308,7 @@ def _instruction(line: str, number: int) -> Instruction:
 def _operands(text: str) -> tuple[str, ...]:
     if "%" in text:
         return tuple(_OPERAND.findall(text))
-    text = _COMMENT.sub("", text)
+    text = COMMENT.sub("", text)
     while "[" in text or "{" in text or "(" in text:  # types, with commas of their own
         text, before = _BRACKETED.sub("", text), text
         if text == before:

@@ -10,7 +10,7 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"\b(pred|token|opaque|bf16|[fscu]\d+[a-z0-9]*)\[([\d,<=]*)\](\{[^{}]*\})?")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _TILE = re.compile(r"\{([\d,]*):T\(([\d,]+)\)")
-_COMMENT = re.compile(r"/\*.*?\*/")
+COMMENT = re.compile(r"/\*.*?\*/")
 HBM = 0
 
 
@@ -49,7 +49,7 @@ def parse_type(text: str) -> tuple[ArrayType, ...]:
 def elements_of(text: str) -> tuple[str, ...] | None:
     """Returns the types within a tuple's, one level down: '((f32[2]), s32[])' -> ('(f32[2])', 's32[]'). None if it is
     not a tuple."""
-    text = _COMMENT.sub("", text).strip()
+    text = COMMENT.sub("", text).strip()
     if not text.startswith("("):
         return None
     found, depth, start = [], 0, 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ...core.scopes import OperationName
 from ..hlo import Instruction
 from ..hlo.types import ArrayType
-from .work import Work, peak_name
+from .work import KernelWork, peak_name
 
 # By a part of the kernel's name: forward 2, the scores and their product with the values; of all gradients 5.
 # A kernel of keys' gradients that also returns partial sums of the queries', by blocks of keys, computes all five.
@@ -42,7 +42,7 @@ def is_attention(instruction: Instruction) -> bool:
     return _NAMED.search(_name(instruction)) is not None
 
 
-def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Work | None:
+def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelWork | None:
     """Returns the arithmetic of an attention kernel: two matmuls of queries x keys x depth each forward, for keys and
     values four, for queries three; of the square what the mask leaves. None if its shapes do not say."""
     arrays = [each for each in operands if each.dtype in _FLOATS or each.dtype.startswith("f8")]
@@ -58,7 +58,7 @@ def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...]) ->
     count = next((count for key, count in _MATMULS.items() if key in name), 2)
     count += count == _DKV_MATMULS and any(len(each.shape) > len(queries.shape) for each in instruction.arrays)
     flops = 2.0 * count * square.num_queries * square.num_keys * square.depth * square.share
-    return Work(flops, peak_name(queries.dtype), "attention", head_dim=square.depth)
+    return KernelWork(flops, peak_name(queries.dtype), "attention", head_dim=square.depth)
 
 
 def _of_transformer_engine(told: dict[str, int]) -> _Square | None:

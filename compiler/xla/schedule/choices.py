@@ -17,16 +17,16 @@ class Choices:
     shares: Mapping[str, float] = field(default_factory=dict)
 
 
-def choose(steps: tuple[Step, ...], choices: Choices) -> tuple[Step, ...]:
+def apply_choices(steps: tuple[Step, ...], choices: Choices) -> tuple[Step, ...]:
     """Returns the steps with a user's choices."""
 
     def chosen(step: Step) -> Step:
         if isinstance(step, Loop):
             trips = choices.trips.get(step.name, choices.trips.get(ALL)) if step.num_trips is None else step.num_trips
-            return replace(step, num_trips=trips, body=choose(step.body, choices))
+            return replace(step, num_trips=trips, body=apply_choices(step.body, choices))
         if isinstance(step, Branches):
             share = choices.shares.get(step.name, choices.shares.get(ALL))
-            return replace(step, branches=tuple(choose(each, choices) for each in step.branches), share=share)
+            return replace(step, branches=tuple(apply_choices(each, choices) for each in step.branches), share=share)
         return step
 
     return tuple(map(chosen, steps))

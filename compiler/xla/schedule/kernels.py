@@ -18,7 +18,7 @@ from ...core.scopes import OperationName
 from ..hlo import Instruction
 from ..hlo.types import ArrayType
 from .attention_kernels import attention_work, is_attention
-from .work import Convolution, Work, contraction, convolution_flops, dot_flops, peak_name
+from .work import Convolution, KernelWork, contraction, convolution_flops, dot_flops, peak_name
 
 TRITON = "__gpu$xla.gpu.triton"  # a custom call: a kernel of Pallas
 MOSAIC = "tpu_custom_call"
@@ -39,15 +39,15 @@ _AT_LEAST_ONCE = frozenset({"cholesky", "fft", "triangular-solve"})
 _LOG_TILE = 11  # XLA's bitonic sort for GPUs orders tiles of 2,048 in shared memory: xla/backends/gpu, EmitSort
 
 
-def kernel_work(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Work:
+def kernel_work(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelWork:
     """Returns the work of one instruction that calls no computation of the program."""
     if instruction.opcode == "custom-call":
         return _called(instruction, operands)
     if instruction.opcode in MATMULS:
-        return _matmul(instruction, operands) or Work(unknown=instruction.opcode)
+        return _matmul(instruction, operands) or KernelWork(unknown=instruction.opcode)
     if instruction.opcode == "sort":
         return _bitonic_sort(instruction, operands)
-    return Work(unknown=instruction.opcode if instruction.opcode in _AT_LEAST_ONCE else "")
+    return KernelWork(unknown=instruction.opcode if instruction.opcode in _AT_LEAST_ONCE else "")
 
 
 def label(instruction: Instruction) -> str:
@@ -66,10 +66,10 @@ def is_matmul(instruction: Instruction) -> bool:
     return instruction.opcode in MATMULS or _is_gemm(target) or "cudnn$conv" in target or is_grouped
 
 
-def _called(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Work:
+def _called(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelWork:
     target, name = instruction.attribute("custom_call_target") or "", OperationName(instruction.op_name)
     if target == MOSAIC and instruction.name.startswith("ragged-dot-metadata"):
-        return Work()  # the places of groups, for the kernel after it
+        return KernelWork()  # the places of groups, for the kernel after it
     if name.experts is None and is_attention(instruction):
         found = attention_work(instruction, operands)
     elif target == MOSAIC:
@@ -85,23 +85,23 @@ def _called(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Work:
     elif _RADIX.search(target):
         found = _radix_sort(operands)
     else:
-        found = Work() if _STREAMS.search(target) else None
+        found = KernelWork() if _STREAMS.search(target) else None
     return found or _unknown(instruction)
 
 
-def _unknown(instruction: Instruction) -> Work:
+def _unknown(instruction: Instruction) -> KernelWork:
     """A kernel may read a part of what it is given, and writes its results, if they are not an operand of it."""
     places = re.findall(r"\{([\d, ]*)\}: ?\(\d+", instruction.attribute("output_to_operand_aliasing") or "")
     given = {int(place.split(",")[0] or 0) for place in places}
     written = sum(each.num_bytes for n, each in enumerate(instruction.arrays) if n not in given)
-    return Work(num_bytes=written, unknown=label(instruction))
+    return KernelWork(num_bytes=written, unknown=label(instruction))
 
 
 def _is_gemm(target: str) -> bool:
     return "gemm" in target or "matmul" in target.lower()
 
 
-def _matmul(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Work | None:
+def _matmul(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelWork | None:
     """Returns the work of a matmul: by its dimension numbers, else by shapes that only one contraction has."""
     if len(operands) < 2 or not instruction.arrays:
         return None
@@ -113,10 +113,10 @@ def _matmul(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Work |
     if flops is None and instruction.opcode == "custom-call" and "group" not in label(instruction).lower():
         matrices = [each for each in operands if len(each.shape) > 1][:2]  # scales and biases are vectors
         flops = contraction(matrices[0], matrices[1], instruction.arrays[0]) if len(matrices) == 2 else None
-    return None if flops is None else Work(flops, peak_name(operands[0].dtype))
+    return None if flops is None else KernelWork(flops, peak_name(operands[0].dtype))
 
 
-def _convolution(instruction: Instruction, operands: tuple[ArrayType, ...], target: str) -> Work | None:
+def _convolution(instruction: Instruction, operands: tuple[ArrayType, ...], target: str) -> KernelWork | None:
     """Returns the work of one of cuDNN's convolutions: forward, or of the gradient of its inputs or of its kernel; each
     has as many multiply-adds as the forward one."""
     if len(operands) < 2 or not instruction.arrays:
@@ -128,24 +128,26 @@ def _convolution(instruction: Instruction, operands: tuple[ArrayType, ...], targ
     elif "BackwardFilter" in target:
         shapes = Convolution(first, result, second)
     flops = convolution_flops(instruction, shapes)
-    return None if flops is None else Work(flops, peak_name(operands[0].dtype))
+    return None if flops is None else KernelWork(flops, peak_name(operands[0].dtype))
 
 
-def _declared(instruction: Instruction, operands: tuple[ArrayType, ...], name: OperationName) -> Work | None:
+def _declared(instruction: Instruction, operands: tuple[ArrayType, ...], name: OperationName) -> KernelWork | None:
     """Returns what the author of a kernel declared of it: FLOPs, of which experts fill a part, and bytes."""
     _, found, estimate = instruction.attributes.partition('"cost_estimate":')
     told = {key: int(match[1]) for key, form in _COST.items() if (match := form.search(estimate.partition("}")[0]))}
     if not found or "flops" not in told:
         return None
-    return Work(told["flops"] * name.filled, _dtype_of_rows(operands), "grouped", told.get("bytes_accessed") or None)
+    return KernelWork(
+        told["flops"] * name.filled, _dtype_of_rows(operands), "grouped", told.get("bytes_accessed") or None
+    )
 
 
-def _grouped(instruction: Instruction, operands: tuple[ArrayType, ...], name: OperationName) -> Work:
+def _grouped(instruction: Instruction, operands: tuple[ArrayType, ...], name: OperationName) -> KernelWork:
     """Returns the work of one of `grouped_triton`'s kernels, which say none on GPUs: each element of the rows meets a
     row of the group's matrix, or of the other rows; both are as long as the result's last dimension."""
     rows = next(each for each in operands if len(each.shape) > 1)
     flops = 2.0 * rows.num_elements * instruction.arrays[0].shape[-1]
-    return Work(flops * name.filled, _dtype_of_rows(operands), "grouped")
+    return KernelWork(flops * name.filled, _dtype_of_rows(operands), "grouped")
 
 
 def _dtype_of_rows(operands: tuple[ArrayType, ...]) -> str:
@@ -153,18 +155,18 @@ def _dtype_of_rows(operands: tuple[ArrayType, ...]) -> str:
     return next((peak_name(each.dtype) for each in operands if len(each.shape) > 1), "float32")
 
 
-def _radix_sort(operands: tuple[ArrayType, ...]) -> Work:
+def _radix_sort(operands: tuple[ArrayType, ...]) -> KernelWork:
     """Returns the work of a radix sort: it reads and writes keys and values once for each digit of the keys."""
     bits = operands[0].num_bytes * 8 // max(1, operands[0].num_elements) if operands else 0
     num_passes = math.ceil(bits / _RADIX_BITS)
-    return Work(num_bytes=2 * num_passes * sum(each.num_bytes for each in operands))
+    return KernelWork(num_bytes=2 * num_passes * sum(each.num_bytes for each in operands))
 
 
-def _bitonic_sort(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Work:
+def _bitonic_sort(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelWork:
     """Returns the work of a sort on a GPU: within tiles in one pass; of each longer stage a pass for each distance that
     is longer than a tile, and one for all others."""
     along = int((instruction.attribute("dimensions") or "{0}").strip("{}") or 0)
     length = operands[0].shape[along] if operands and operands[0].shape else 1
     num_long = max(0, math.ceil(math.log2(max(length, 1))) - _LOG_TILE)
     num_passes = 1 + sum(stage + 1 for stage in range(1, num_long + 1))
-    return Work(num_bytes=2 * num_passes * sum(each.num_bytes for each in operands))
+    return KernelWork(num_bytes=2 * num_passes * sum(each.num_bytes for each in operands))

@@ -12,14 +12,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from ...core.collectives import ComputeKind
 from ...core.head_shares import share_of_head
 from ...core.scopes import OperationName
 from ..hlo import Computation, Instruction, Module
 from ..hlo.types import ArrayType, parse_type
 from .attention_kernels import is_attention
 from .kernels import is_matmul, kernel_work
-from .steps import Compute, ComputeKind, PricedBy
-from .work import Work
+from .steps import Compute, PricedBy
+from .work import KernelWork
 
 # Of grouped matmuls of experts, an assumption: the share of the peak on TPUs, and on GPUs that of what cuBLAS reaches.
 GROUPED_EFFICIENCY = 0.6
@@ -58,14 +59,14 @@ class Chip:
     factors: Mapping[ComputeKind, float] = field(default_factory=dict)
 
 
-def price(instruction: Instruction, around: Computation, module: Module, chip: Chip) -> Compute | None:
+def price_instruction(instruction: Instruction, around: Computation, module: Module, chip: Chip) -> Compute | None:
     """Returns the compute of an instruction that is neither a collective nor a loop; None if it takes no time."""
     if instruction.opcode in _FREE or instruction.attribute("custom_call_target") in _FREE_TARGETS:
         return None
     price = _price(instruction, around, module, chip)
     if price.seconds == 0:
         return None
-    kind = kind_of(instruction, module)
+    kind = instruction_kind(instruction, module)
     factor = chip.factors.get(kind, 1.0)
     return Compute(
         name=instruction.name,
@@ -113,18 +114,18 @@ def _price(instruction: Instruction, around: Computation, module: Module, chip: 
     return _Price(seconds, "flops" if flops_seconds > memory_seconds else "bytes")
 
 
-def _share(work: Work, chip: Chip) -> float:
+def _share(work: KernelWork, chip: Chip) -> float:
     """Returns the share of the peak that kernels of a kind reach."""
     if work.unit == "grouped":
         return GROUPED_EFFICIENCY * (chip.matmul_share if chip.platform == "gpu" else 1.0)
     return share_of_head(chip.attention_shares, work.head_dim) if work.unit == "attention" else chip.matmul_share
 
 
-def work_of(instruction: Instruction, operands: tuple[ArrayType, ...], module: Module) -> Work:
+def work_of(instruction: Instruction, operands: tuple[ArrayType, ...], module: Module) -> KernelWork:
     """Returns the work of an instruction, of a fusion with all that it calls."""
     if instruction.opcode not in ("fusion", "call"):
         return kernel_work(instruction, operands)
-    total = Work()
+    total = KernelWork()
     for name in instruction.called:
         computation = module.computations[name]
         for inner in computation.instructions:
@@ -186,7 +187,7 @@ def _written_by(output: Instruction, inner: Computation) -> int:
     return _bytes_of(output.operands[1], inner) if output.opcode == "dynamic-update-slice" else output.num_bytes
 
 
-def kind_of(instruction: Instruction, module: Module) -> ComputeKind:
+def instruction_kind(instruction: Instruction, module: Module) -> ComputeKind:
     name = OperationName(instruction.op_name)
     if name.is_attention or re.search(r"splash|fmha", f"{instruction.name} {name.text}") or is_attention(instruction):
         return "attention"

@@ -19,10 +19,10 @@ from typing import Any
 from ...core.collectives import MOVING, CollectiveKind
 from ...core.scopes import OperationName
 from ..hlo import Computation, HloError, Instruction, Module
-from ..hlo.groups import Groups, parse_groups
+from ..hlo.groups import ReplicaGroups, parse_groups
 from ..hlo.types import ArrayType, elements_of, parse_type
 from .algorithm import num_axes
-from .prices import Chip, price
+from .prices import Chip, price_instruction
 from .sends import answered_by, begun_by, is_answered
 from .steps import Branches, Collective, Compute, Done, Loop, Start, Step
 from .trips import num_trips
@@ -152,7 +152,7 @@ class _Reader:
         return [Start(collective), Done(collective.name, collective.name)]
 
     def _computed(self, instruction: Instruction, around: Computation) -> list[Step]:
-        compute = price(instruction, around, self.module, self.chip)
+        compute = price_instruction(instruction, around, self.module, self.chip)
         return [compute] if compute is not None else []
 
     def _collective(
@@ -199,7 +199,7 @@ class _Reader:
             is_certain=False,
         )  # fmt: skip
 
-    def _groups(self, instruction: Instruction) -> Groups:
+    def _groups(self, instruction: Instruction) -> ReplicaGroups:
         text = instruction.attribute("replica_groups") or instruction.attribute("source_target_pairs")
         try:
             return _global(parse_groups(text, self.module.num_devices), instruction, self.module) if text else ()
@@ -269,7 +269,7 @@ class _Reader:
         return _identity(inner.instruction) if inner else None
 
 
-def _global(groups: Groups, instruction: Instruction, module: Module) -> Groups:
+def _global(groups: ReplicaGroups, instruction: Instruction, module: Module) -> ReplicaGroups:
     """Returns the groups as devices. In a program of both replicas and partitions groups may number either: with a
     channel an all-to-all or a permute numbers partitions, in each replica; others number replicas, with all their
     partitions. Without a channel they number replicas, for each partition."""

@@ -15,7 +15,7 @@ import re
 
 from ...core.collectives import MOVING, CollectiveKind
 from ..hlo import Computation, Instruction
-from ..hlo.groups import Groups, parse_groups
+from ..hlo.groups import ReplicaGroups, parse_groups
 from .steps import Collective
 
 _TARGET = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x')
@@ -57,7 +57,7 @@ def begun_by(send: Instruction, around: Computation, num_devices: int) -> Collec
     )
 
 
-def _named_devices(text: str, num_devices: int) -> Groups:
+def _named_devices(text: str, num_devices: int) -> ReplicaGroups:
     """Returns groups of devices that are named one by one, those of a slice after those of the slice before it."""
     found = _DEVICES.search(text)
     if found is None:

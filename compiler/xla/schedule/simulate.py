@@ -12,7 +12,8 @@ that is waited for earlier, can make a step faster: with links that are shared e
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .steps import Branches, Collective, Compute, ComputeKind, Done, Loop, Start, Step
+from ...core.collectives import COMPUTE, ComputeKind
+from .steps import Branches, Collective, Compute, Done, Loop, Start, Step
 
 SMALLEST_SECONDS = 1e-12  # less is rounding
 
@@ -176,7 +177,7 @@ class _Clock:
                 behind[step.name] = behind.get(step.name, 0.0) + weight * meanwhile
         result.compute_seconds[step.kind] = result.compute_seconds.get(step.kind, 0.0) + weight * step.seconds
         if is_shown:
-            self._show("compute", step.name, step.kind, begin, self._now)
+            self._show(COMPUTE, step.name, step.kind, begin, self._now)
 
     def _start(self, collective: Collective, weight: float, loops: Loops, is_shown: bool) -> None:
         priced = self._price(collective)
@@ -204,7 +205,7 @@ class _Clock:
             self._totals(waited).exposed_seconds += weight * (waited.end - max(begin, waited.begin))
             waited = waited.behind
         if is_shown:
-            self._show("compute", name, "exposed", begin, self._now)
+            self._show(COMPUTE, name, "exposed", begin, self._now)
 
     def _loop(self, loop: Loop, weight: float, loops: Loops, is_shown: bool) -> None:
         """Runs iterations until one begins in the same state as the one before it, which then represents all the
@@ -224,7 +225,7 @@ class _Clock:
                 end, rest = self._now, (self.seconds - begin) * (num_alike - 1)
                 self._trip = Trip(loop.name, num_done, num_alike - 1)
                 if is_shown:
-                    self._show("compute", loop.name, "loop", end, end + rest)
+                    self._show(COMPUTE, loop.name, "loop", end, end + rest)
                 self._skipped += rest
         self._trip = outer
 

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from ...core.collectives import CollectiveKind
+from ...core.collectives import CollectiveKind, ComputeKind
 
-ComputeKind = Literal["matmul", "attention", "other"]
 PricedBy = Literal["cycles", "bound", "flops", "bytes", "nothing"]
 
 

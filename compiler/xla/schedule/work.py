@@ -17,7 +17,7 @@ _WINDOW = re.compile(r"window=\{([^}]*)\}")
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelWork:
     """flops: of the type dtype, a name of the chip's peaks. num_bytes: that it moves; None: its operands and results.
     head_dim: of attention. unknown: the kernel that takes at least this, if it is not known how much longer."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshloom.compiler.analysis.timeline_events import events_of, name_of_collective
+from meshloom.compiler.analysis.timeline_events import name_of_collective, schedule_events
 from meshloom.compiler.report.views.timeline import View, layer_views
 from meshloom.compiler.schema import CollectiveReport
 from meshloom.compiler.xla.schedule import simulate
@@ -50,7 +50,7 @@ def test_a_step_of_two_loops_is_shown_by_one_iteration_of_each():
     update = compute("fusion.4", "other", 1.0, "jit(train_step)/optimizer/add")
     steps = (Loop("while.1", 4, forward), Loop("while.2", 4, backward), update)
     result = simulate(steps, lambda _: Priced(1.0, ("ICI x",)))
-    events = events_of(result.segments, steps, [collective("layers/mlp/up_EM, forward")])
+    events = schedule_events(result.segments, steps, [collective("layers/mlp/up_EM, forward")])
 
     told = [(each.name, each.start_seconds, each.seconds, each.loop, each.iteration) for each in events]
     assert told[:3] == [
@@ -76,4 +76,4 @@ def test_a_step_of_two_loops_is_shown_by_one_iteration_of_each():
 
 def test_a_step_without_loops_has_no_views():
     steps = (compute("fusion.1", "matmul", 3.0, ""),)
-    assert layer_views(events_of(simulate(steps, lambda _: Priced(None, ())).segments, steps, ())) == ()
+    assert layer_views(schedule_events(simulate(steps, lambda _: Priced(None, ())).segments, steps, ())) == ()

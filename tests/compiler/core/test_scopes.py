@@ -14,7 +14,7 @@ from meshloom.compiler.core.scopes import (
     UPDATE,
     WORKING_PARAMETERS,
     OperationName,
-    nested,
+    nested_scope,
     piece_scope,
     ring_scope,
     rows_scope,
@@ -54,7 +54,7 @@ def traced() -> list[tuple[OperationName, str]]:
 
     def walk(jaxpr, outer: str) -> None:
         for equation in jaxpr.eqns:
-            scope = nested(outer, str(equation.source_info.name_stack))
+            scope = nested_scope(outer, str(equation.source_info.name_stack))
             found.append((OperationName(scope), equation.primitive.name))
             for value in equation.params.values():
                 if inner := getattr(value, "jaxpr", value if hasattr(value, "eqns") else None):

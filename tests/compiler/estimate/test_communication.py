@@ -9,7 +9,7 @@ from conftest import WHOLE_STREAM, plan_of
 from meshloom.compiler.core.collectives import MOVING
 from meshloom.compiler.estimate.communication import link_bytes, plan_communication
 from meshloom.compiler.estimate.read_step import read_step
-from meshloom.compiler.jaxpr.program import Collective
+from meshloom.compiler.jaxpr.program import TracedCollective
 from meshloom.compiler.xla.programs import lower
 from support.helpers import collective_elements_per_step, collectives_per_step
 
@@ -96,6 +96,6 @@ def test_gradients_cross_in_a_type_of_their_own(sharding, crossing, accumulated)
 
 def test_what_a_device_sends():
     """Rings of n devices over an array of V bytes: (n-1)/n V a gather or scatter, twice that a sum for all."""
-    send = {kind: link_bytes(Collective(kind, ("fsdp",), 800, "float32"), 8)
+    send = {kind: link_bytes(TracedCollective(kind, ("fsdp",), 800, "float32"), 8)
             for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")}  # fmt: skip
     assert send == {"all-gather": 700, "reduce-scatter": 700, "all-reduce": 1400, "all-to-all": 87}

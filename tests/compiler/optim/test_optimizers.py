@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from conftest import plan_of
 from meshloom.compiler.core.trees import leaves_by_path
-from meshloom.compiler.optim.parameter_kinds import kind_of
+from meshloom.compiler.optim.parameter_kinds import parameter_kind
 from meshloom.compiler.optim.transforms import stored_in
 
 RATE, NUM_STEPS = 0.01, 4
@@ -215,7 +215,7 @@ def test_stored_in_float32_changes_no_bit():
     ],
 )
 def test_dimensions_that_make_a_matrix(axes, groups):
-    kind = kind_of(axes, is_in_stack=axes[0] == "layers")
+    kind = parameter_kind(axes, is_in_stack=axes[0] == "layers")
     assert kind.groups == groups
     assert kind.is_matrix == (len(groups) == 2)
 

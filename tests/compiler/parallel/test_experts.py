@@ -13,7 +13,7 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.jaxpr.flops import count_model_flops
 from meshloom.compiler.tune.space import mesh_axes
 from meshloom.compiler.xla.hlo import parse_module
-from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, Chip, price
+from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, Chip, price_instruction
 from support.experts import MOE
 from support.helpers import TESTS, plan_as_declared
 
@@ -171,7 +171,7 @@ def test_a_grouped_kernel_is_priced_by_the_rows_that_are_filled():
     module = parse_module(line)
     (entry,) = module.computations.values()
     chip = Chip("tpu", 1e9, {"bfloat16": 1e12}, 1e15)
-    compute = price(entry.instructions[-1], entry, module, chip)
+    compute = price_instruction(entry.instructions[-1], entry, module, chip)
     assert compute is not None
     assert compute.kind == "matmul"
     assert compute.seconds == pytest.approx(0.5 * 1.073741824 / GROUPED_EFFICIENCY)

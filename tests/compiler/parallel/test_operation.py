@@ -12,7 +12,7 @@ from conftest import LINEAR_STACK, plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.parallel.operation import Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy, choose
+from meshloom.compiler.parallel.operation import Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy, choose_strategy
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.sharding.arrays import OpSite
@@ -106,17 +106,17 @@ def _strategy(name: str, **values) -> Strategy:
     ],
 )  # fmt: skip
 def test_costs_decide_where_they_compare_else_the_order(strategies, expected, reason):
-    plan = choose(Doubling(), HERE, strategies, "auto")
+    plan = choose_strategy(Doubling(), HERE, strategies, "auto")
     assert (plan.chosen.name, plan.reason) == (expected, reason)
 
 
 def test_a_named_strategy_runs_although_auto_objects_and_not_where_it_is_refused():
     objected = [_strategy("multiply", objection="it hides nothing"), _strategy("add")]
-    assert choose(Doubling(), HERE, objected, "multiply").chosen.name == "multiply"
+    assert choose_strategy(Doubling(), HERE, objected, "multiply").chosen.name == "multiply"
     refused = [_strategy("multiply", refusal="of the weather", loss="speed"), _strategy("add")]
-    plan = choose(Doubling(), HERE, refused, "multiply")
+    plan = choose_strategy(Doubling(), HERE, refused, "multiply")
     assert (plan.chosen.name, plan.reason, plan.missed) == ("add", "of the weather", None)
-    missed = choose(Doubling(), HERE, refused, "auto").missed
+    missed = choose_strategy(Doubling(), HERE, refused, "auto").missed
     assert missed is not None
     assert missed.name == "multiply"
 

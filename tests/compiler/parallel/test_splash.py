@@ -16,8 +16,8 @@ from meshloom.compiler.parallel import splash
 from meshloom.compiler.parallel.splash import attend_splash, mask_info, plan_cut
 from meshloom.compiler.parallel.splash_fused import (
     NO_BUDGET,
+    AttentionShape,
     Budget,
-    Shape,
     choose_backward,
     fused_tables,
     seen_blocks,
@@ -125,7 +125,7 @@ def _keys_block(plan, length, window, block):
     """Of the one backward kernel; None: there are two."""
     budget = plan.operation("attention").chosen.parameters.budget
     seen = seen_blocks(np.arange(0, length, block)[None], block, length, window)
-    return choose_backward(Shape(1, 2, length, length, 128, 4, block), seen, budget).keys_block
+    return choose_backward(AttentionShape(1, 2, length, length, 128, 4, block), seen, budget).keys_block
 
 
 @pytest.mark.parametrize("window", [None, 700])
@@ -142,7 +142,7 @@ def test_the_one_backward_kernel_visits_what_is_seen_and_loads_nothing_else(wind
     assert seen[0][data_next, columns].all()  # a hidden block reads a row that its keys need before or after
 
 
-WHOLE_LENGTH = Shape(1, 32, 8192, 8192, 128, 2, 512)
+WHOLE_LENGTH = AttentionShape(1, 32, 8192, 8192, 128, 2, 512)
 CAUSAL = seen_blocks(np.arange(0, 8192, 512)[None], 512, 8192, None)
 
 

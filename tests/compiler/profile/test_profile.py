@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshloom.compiler.profile.account import account, events_of, roles_of
+from meshloom.compiler.profile.account import account, execution_events, roles_of
 from meshloom.compiler.profile.compare import compare, typical_execution
 from meshloom.compiler.profile.trace import Trace, read_trace
 from support.profiles import GPU_STEP, MODULE, STEPS, TPU_STEP, prediction
@@ -100,7 +100,7 @@ def test_a_gather_whose_end_was_not_waited_for_says_nothing_of_its_transfer():
 
 def test_the_timeline_is_that_of_the_execution():
     trace = _tpu([TPU_STEP], steps=(3,))
-    events = events_of(typical_execution([trace]), roles_of(prediction()))
+    events = execution_events(typical_execution([trace]), roles_of(prediction()))
     told = {(e.track, e.name, round(e.start_seconds * 1e3, 6), round(e.seconds * 1e3, 6)) for e in events}
     assert ("compute", "mm.2", 2.1, 3.0) in told
     assert ("compute", "waits for all-gather-start.1", 5.1, 1.0) in told

@@ -16,7 +16,7 @@ from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.report.diff import Change, Run, diff_runs
+from meshloom.compiler.report.diff import Difference, Run, diff_runs
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.report.views.diff_text import show_diff
 from meshloom.compiler.schema import Finding, Report
@@ -226,7 +226,7 @@ def test_the_order_of_sharding_rules_is_a_difference():
 
 def test_an_absent_key_is_told_apart_from_null():
     a, b = Run("a", {"x": None, "y": 1}, {"arrays": {}}, None), Run("b", {"y": 1, "z": None}, {"arrays": {}}, None)
-    assert diff_runs(a, b).config == (Change("x", "gone", None, None), Change("z", "appeared", None, None))
+    assert diff_runs(a, b).config == (Difference("x", "gone", None, None), Difference("z", "appeared", None, None))
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from typing import Any, get_args
 
 import pytest
 
-from meshloom.compiler.core.collectives import CollectiveKind
+from meshloom.compiler.core.collectives import CollectiveKind, ComputeKind
 from meshloom.compiler.report.views.page import NUM_EVENTS, render_page
 from meshloom.compiler.report.views.timeline import lay_out, layer_views
-from meshloom.compiler.schema import ComputeKind, Event, Report
+from meshloom.compiler.schema import Event, Report
 from support import reports
 from support.browser import CHROMIUM, chromium
 

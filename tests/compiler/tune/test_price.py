@@ -11,7 +11,7 @@ from conftest import LINEAR_STACK, spec_of
 from meshloom.compiler.tune import families
 from meshloom.compiler.tune.answer import Runner, estimate_spec, find_changes, tune, winner
 from meshloom.compiler.tune.families import choose_points, count_exponents, find_families, group_candidates, trace
-from meshloom.compiler.tune.price import price
+from meshloom.compiler.tune.price import price_candidates
 from meshloom.compiler.tune.space import Variant, find_candidates
 
 STACK = (
@@ -36,7 +36,7 @@ class Space:
         self.families = find_families(group_candidates(self.candidates), map)
 
     def price(self, candidates=None, **how):
-        return price(self.candidates if candidates is None else candidates, self.families, **how)
+        return price_candidates(self.candidates if candidates is None else candidates, self.families, **how)
 
 
 def assert_priced_as_estimated(space, places, *, peak: float | None = 0.08, seconds: float = 0.12):

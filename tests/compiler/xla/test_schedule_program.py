@@ -6,7 +6,7 @@ import pytest
 
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.hlo.groups import parse_groups
-from meshloom.compiler.xla.schedule.choices import ALL, Choices, choose, conditionals, open_loops
+from meshloom.compiler.xla.schedule.choices import ALL, Choices, apply_choices, conditionals, open_loops
 from meshloom.compiler.xla.schedule.kernels import TRITON
 from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, Chip
 from meshloom.compiler.xla.schedule.program import read_steps
@@ -758,10 +758,10 @@ def test_a_user_says_how_often_a_loop_runs_that_does_not_say_it():
     steps = read_steps(parse_module(text), TPU)
     assert open_loops(steps) == ["loop"]
     for trips in ({"loop": 7}, {ALL: 7}):
-        result = simulate(choose(steps, Choices(trips=trips)), one_link)
+        result = simulate(apply_choices(steps, Choices(trips=trips)), one_link)
         assert (result.seconds, result.unknown_loops) == (pytest.approx(7 * 0.164), set())
     known = read_steps(parse_module(module(run, before=computations)), TPU)
-    assert simulate(choose(known, Choices(trips={ALL: 3})), one_link).seconds == pytest.approx(7 * 0.164)
+    assert simulate(apply_choices(known, Choices(trips={ALL: 3})), one_link).seconds == pytest.approx(7 * 0.164)
 
 
 @pytest.mark.parametrize("share", [None, 0.0, 0.25, 1.0])
@@ -775,7 +775,7 @@ def test_a_branch_takes_its_share_of_the_step(share):
     text = module(compute("a", 100), "  %p = pred[] constant(true)", chosen, before=branches)
     steps = read_steps(parse_module(text), TPU)
     assert conditionals(steps) == ["c"]
-    result = simulate(choose(steps, Choices(shares={} if share is None else {"c": share})), one_link)
+    result = simulate(apply_choices(steps, Choices(shares={} if share is None else {"c": share})), one_link)
     taken = 1.0 if share is None else share
     assert result.seconds == pytest.approx(0.1 + taken * 0.064 + (1 - taken) * 0.010)
     assert result.seconds == pytest.approx(sum(result.compute_seconds.values()) + result.exposed_seconds)

@@ -8,7 +8,7 @@ from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.tune.answer import Runner, remembering
-from meshloom.compiler.tune.families import Point
+from meshloom.compiler.tune.families import TracePoint
 from meshloom.compiler.tune.variant_values import TOO_LARGE, value_of_variants
 from meshloom.runtime.tune.choose import choose_variants
 from meshloom.runtime.tune.variants import find_space
@@ -37,7 +37,7 @@ def test_without_optuna_a_space_that_is_too_large_is_one_error(monkeypatch, tmp_
 @pytest.mark.ci
 def test_of_all_combinations_the_first_is_the_best_and_none_is_tried_twice(tmp_path):
     listed = find_space(Request((*LARGE, "tune.max_candidates=16")))
-    traced: list[Point] = []
+    traced: list[TracePoint] = []
 
     def trace(function, points):
         traced.extend(points)
