@@ -18,21 +18,13 @@ from importlib.resources import files
 from typing import Any
 
 import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins import structured_config_source
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigSource
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ..core.errors import Problem
 from ..core.key_paths import is_within, leaves, value_at
-from . import target_names
+from . import hydra_private, target_names
 from .allowed_code import check_importable
 from .config_limits import FileConfigSource
 from .hydra_settings import SEARCH_PATH
@@ -55,7 +47,7 @@ COMPILER_OPTIONS = "compiler_options"
 _NAMES_A_PLACE = re.compile(r"dump|file|path|(^|_)dir|_to$|_from$|denylist|plugin|librar|extra_flags")
 
 
-class CheckedPackages(ImportlibResourcesConfigSource):
+class CheckedPackages(hydra_private.ImportlibResourcesConfigSource):
     """Hydra's `pkg://a.b`, after a check that a.b may be imported."""
 
     def __init__(self, provider: str, path: str) -> None:
@@ -63,7 +55,7 @@ class CheckedPackages(ImportlibResourcesConfigSource):
         check_importable(self.path, SEARCH_PATH)
 
 
-class StructuredConfigSource(structured_config_source.StructuredConfigSource):
+class StructuredConfigSource(hydra_private.StructuredConfigSource):
     """Hydra's `structured://a.b`, with the same check. Hydra finds its last source by this class name."""
 
     def __init__(self, provider: str, path: str) -> None:
@@ -75,23 +67,8 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
 
 def register_sources() -> None:
     """Makes Hydra use these sources for configs; needed before composing."""
-    Plugins.instance()  # registers Hydra's own, which these replace
-    for source in (CheckedPackages, FileConfigSource, StructuredConfigSource):
-        SourcesRegistry.instance().types[source.scheme()] = source
+    hydra_private.replace_sources((CheckedPackages, FileConfigSource, StructuredConfigSource))
     target_names.register()
-
-
-class _Sources(SourcesRegistry):
-    """Hydra's registry, which keeps our sources where Hydra registers its own again."""
-
-    def register(self, type_: type[ConfigSource]) -> None:
-        self.types.setdefault(type_.scheme(), type_)
-
-
-def make_sources_portable() -> None:
-    """Lets launchers take Hydra's state to other processes: Hydra registers its own sources there, and would take ours,
-    which come with the state, for a mistake."""
-    SourcesRegistry.instance().__class__ = _Sources
 
 
 def problems_of_files(composed: DictConfig, overrides: Sequence[str]) -> list[Problem]:
@@ -160,9 +137,7 @@ def _own_hydra(overrides: Sequence[str]) -> dict[str, Any]:
     option."""
     typed = [each for each in _parsed(overrides) if each.is_hydra_override() and each.key_or_group != SEARCH_PATH]
     kept = [each.input_line for each in typed if each.input_line]
-    loader = ConfigLoaderImpl(create_config_search_path("pkg://meshloom.conf"))
-    composed = loader.load_configuration("config", kept, run_mode=RunMode.RUN)
-    return _plain(composed.hydra)
+    return _plain(hydra_private.compose_from("pkg://meshloom.conf", kept).hydra)
 
 
 def _plain(node: DictConfig) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra._internal.core_plugins import file_config_source
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf.errors import OmegaConfBaseException
 
 from ..core.errors import ConfigError, Problem
 from ..core.key_paths import value_at
+from . import hydra_private
 
 MOST_VALUES = 10_000
 MOST_NESTED = 50
@@ -27,7 +27,7 @@ WRITE_OUT = "write the values out"
 _REFERENCE = re.compile(r"\$\{\s*(?:oc\.(?:select|deprecated|dict\.keys|dict\.values)\s*:\s*)?([^\s${}:,]+)")
 
 
-class FileConfigSource(file_config_source.FileConfigSource):
+class FileConfigSource(hydra_private.FileConfigSource):
     """Hydra's folders of configs, with a check of each file before it is expanded."""
 
     def load_config(self, config_path: str) -> ConfigResult:

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hydra import compose
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig
 
 from .composition_errors import ConfigGroups
+from .hydra_private import apply_overrides
 from .hydra_settings import SEARCH_PATH
 from .override_parser import overridden_key, parsed_or_none
 
@@ -88,7 +88,7 @@ def compose_kept(
         kept.composed[key] = compose(config_name, overrides=choices, return_hydra_config=True)
     composed = copy.deepcopy(kept.composed[key])
     parsed = [found for found in map(parsed_or_none, values) if found]
-    ConfigLoaderImpl._apply_overrides_to_config(parsed, composed)
+    apply_overrides(parsed, composed)
     return composed
 
 

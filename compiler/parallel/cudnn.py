@@ -3,7 +3,7 @@
 JAX's primitives are bound here, and not called by `jax.nn.dot_product_attention`: it asks the attached GPU and its
 cuDNN what they can do, which need not be there when a step is compiled ahead of time or estimated; it takes no values
 of another width than keys; and it computes a gradient of the mask. What a GPU can do is in `most_head_dim` and
-`takes_other_values`. The primitives are private; this file alone imports them.
+`takes_other_values`. The primitives are private.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax._src.cudnn import fused_attention_stablehlo
 
+from ..jax_private import cudnn, cudnn_backward_p, cudnn_forward_p
 from ..target.gpu_config import PROCESSORS
 from ..target.target import TargetPlan
 from .remat import ATTENTION_LSE, ATTENTION_RESULT, marked
 
-fused: Any = fused_attention_stablehlo  # without types
-CAUSAL, ALL_KEYS, SOME_KEYS = fused.MaskType.CAUSAL, fused.MaskType.NO_MASK, fused.MaskType.PADDING
-BTHD, BHTD = fused.AttentionLayout.BTNH.value, fused.AttentionLayout.BNTH.value
+CAUSAL, ALL_KEYS, SOME_KEYS = cudnn.MaskType.CAUSAL, cudnn.MaskType.NO_MASK, cudnn.MaskType.PADDING
+BTHD, BHTD = cudnn.AttentionLayout.BTNH.value, cudnn.AttentionLayout.BNTH.value
 _HOPPER = 9, 0
 
 
@@ -65,14 +64,14 @@ class Mode:
 def bind_forward(operands: Operands, mode: Mode) -> tuple[Array, Array]:
     """Returns the result and the log of the softmax's denominator, float32 (batch, heads, length)."""
     parameters = _parameters(operands, mode) | {"is_training": True}
-    out, lse = fused._dot_product_attention_fwd_p_wrapper.bind(*_arguments(operands), **parameters)
+    out, lse = cudnn_forward_p.bind(*_arguments(operands), **parameters)
     return out, lse
 
 
 def bind_backward(operands: Operands, lse: Array, out: Array, gradient: Array, mode: Mode) -> tuple[Array, ...]:
     """Returns the gradients of queries, keys and values. These keys may be some of those that `out` and `lse` cover."""
     arguments = (*_arguments(operands), lse, out, gradient)
-    return tuple(fused._dot_product_attention_bwd_p_wrapper.bind(*arguments, **_parameters(operands, mode)))
+    return tuple(cudnn_backward_p.bind(*arguments, **_parameters(operands, mode)))
 
 
 def _arguments(operands: Operands) -> tuple[Array, ...]:
@@ -97,7 +96,7 @@ def attend_cudnn(
     bias = None
     if segment_ids_BT is not None:
         is_same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-        bias = fused.combine_bias_and_mask(None, is_same_BTS[:, None], q_BTHD.dtype)
+        bias = cudnn.combine_bias_and_mask(None, is_same_BTS[:, None], q_BTHD.dtype)
     return _attend(Operands(q_BTHD, k_BSKD, v_BSKD, bias), Mode(scale, CAUSAL, BTHD, window))
 
 

@@ -17,6 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from ..core.scopes import blocks_scope
+from ..jax_private import splash_dkv, splash_dq
 from ..jaxpr.operation_kinds import LANES
 from .blocks import Attended, Gradient, Gradients, Keys, Queries, both_ids
 from .splash_fused import AttentionShape, Budget, Seen, choose_backward, fused_tables
@@ -127,7 +128,7 @@ def _dq_of_one(
     sum of the output times that)."""
     (segments,), no_sinks = _segment_ids(ids) or (None,), None
     lse, d_out, dot = gradient
-    return splash._splash_attention_bwd_dq(
+    return splash_dq(
         q_HTD, k_KSD, v_KSD, segments, no_sinks, lse, d_out, dot, bq=tables.block, bkv=tables.block,
         mask_info=tables.queries_first, **_options(tables, soft_cap, interpret=interpret),
     )  # fmt: skip
@@ -159,7 +160,7 @@ def _fused_of_one(
 
 def _by_keys(q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, ids: tuple[Array, ...], **options: Any) -> Any:
     (segments,), no_sinks = _segment_ids(ids) or (None,), None
-    return splash._splash_attention_bwd_dkv(q_HTD, k_KSD, v_KSD, segments, no_sinks, *gradient, **options)
+    return splash_dkv(q_HTD, k_KSD, v_KSD, segments, no_sinks, *gradient, **options)
 
 
 def _options(tables: Tables, soft_cap: float | None, *, interpret: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..config.overlap_spec import LayerLoop
+from ..jax_private import residuals_of
 from ..parallel.weight_plan import WeightPlan
 from ..parallel.weights import Reduction, Weights, all_gather_weight, reduce_weight_gradient
 from .schedule import StackFunctions
@@ -86,7 +87,8 @@ class _Passes:
             next_one = stack.fetched_ahead(jnp.where(beyond < num_layers, beyond, 2 * num_layers - 1 - beyond))
             pull_back: Any  # a pytree: its leaves are what the backward pass needs
             (x, aux), pull_back = jax.vjp(self.layer, stack.whole(t, arrived), jax.tree.leaves(shared), t, x)
-            pull_back.args_res[:3] = [_left_out(residuals) for residuals in pull_back.args_res[:3]]
+            residuals = residuals_of(pull_back)
+            residuals[:3] = map(_left_out, residuals[:3])
             return (x, [*on_the_way, next_one]), (aux, pull_back)
 
         first = [stack.fetched_ahead(jnp.array(index)) for index in range(self.distance)]
@@ -118,7 +120,8 @@ class _Passes:
         layer_ahead = jnp.maximum(t - self.distance, 0)
         next_one = self._moved(t >= self.distance, lambda: stack.fetched_ahead(layer_ahead), otherwise=lambda: arrived)
         arguments = (stack.whole(t, arrived), shared, t)
-        pull_back.args_res[:3] = map(_put_back, pull_back.args_res[:3], arguments)
+        residuals = residuals_of(pull_back)
+        residuals[:3] = map(_put_back, residuals[:3], arguments)
         dw, _, _, dx = pull_back((dx, daux))
         below, now = _selected(dw, stack.late), _selected(dw, stack.now)
         layer_above = jnp.minimum(t + 1, self.num_layers - 1)  # the first trip's is written again by the second

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from meshloom.compiler.config.allowed_code import code_allowed_from
 from meshloom.compiler.config.composition_errors import as_config_error
-from meshloom.compiler.config.hydra_state import hydra_state_put_back
+from meshloom.compiler.config.hydra_private import hydra_state_put_back
 from meshloom.compiler.config.target_spec import LocalTarget, TargetSpec
 from meshloom.compiler.target.topology import CUDA_ENVIRONMENT, LIBTPU_ENVIRONMENT
 

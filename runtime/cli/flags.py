@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from hydra import compose
-from hydra._internal.utils import get_args_parser  # private: the flags that every Hydra app has (pinned <1.4)
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from meshloom.compiler.config.allowed_code import FLAG
 from meshloom.compiler.config.compose import Request, hydra_session
+from meshloom.compiler.config.hydra_private import hydra_flags
 from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.config.override_parser import COMMAND_LINE
 from meshloom.compiler.core.errors import ConfigError, Problem
@@ -27,7 +27,7 @@ RESUMES = ("resume", "continue", "restart", "restore")  # what other trainers ca
 def parse_flags(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
     """Returns the flags with the overrides, and what is wrong with them. Raises ConfigError where a flag that there is
     lacks its value."""
-    parser = get_args_parser()
+    parser = hydra_flags()
     parser.add_argument(FLAG, action="append", default=[], metavar="MODULE")
     parser.set_defaults(check=False)
     if command == "explain":

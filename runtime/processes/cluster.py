@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # private: JAX has no public question "which cluster?"
-
 from meshloom.compiler.config.spec import DistributedSpec
 from meshloom.compiler.config.target_spec import TargetSpec
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
+
+from .jax_private import TPU_CLUSTERS
 
 ALONE = "or choose distributed=alone"
 Arguments = dict[str, Any]  # of jax.distributed.initialize, without its timeouts
@@ -38,7 +38,6 @@ LAUNCHERS = (
     Launcher("mpiexec", "PMI_SIZE", "PMI_RANK", ("",)),
 )
 OTHER_NUMBERS = {"SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}
-TPU_CLUSTERS = {"gketpu": GkeTpuCluster, "gcetpu": GceTpuCluster}  # the second asks the network, on a TPU host alone
 
 
 def plan_start(spec: DistributedSpec, target: TargetSpec, environment: Mapping[str, str]) -> Arguments | None:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import jax
-from jax._src import hardware_utils  # private: by these files JAX decides whether it starts CUDA
 
 from meshloom.compiler.config.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
 from meshloom.compiler.core.errors import ConfigError, Problem
@@ -16,6 +15,7 @@ from meshloom.compiler.target.topology import installed_compilers
 from meshloom.compiler.xla.stderr_capture import Captured, captured_stderr
 
 from .distributed import Processes
+from .jax_private import has_chip
 
 MOST_SIMULATED = 256  # each simulated device is a thread with its own memory
 THREADS_OF_A_DEVICE = 2
@@ -59,7 +59,7 @@ def start_as_found() -> None:
     comes down to the processor, and what plugins print about it is spared.
     """
     before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    if not before and not _is_chip_seen():
+    if not before and not has_chip():
         jax.config.update("jax_platforms", "cpu")
     try:
         _start_jax()
@@ -77,7 +77,7 @@ def _find_attached(processes: Processes, warn: Warn = write_error) -> tuple[str,
         platform = _start_jax()
     if platform != "cpu":
         return captured.lines
-    warning = _only_processor(installed_compilers(), is_chip_seen=_is_chip_seen())
+    warning = _only_processor(installed_compilers(), is_chip_seen=has_chip())
     if processes.is_first:
         warn(warning)
     return (warning, *captured.lines)
@@ -86,11 +86,7 @@ def _find_attached(processes: Processes, warn: Warn = write_error) -> tuple[str,
 def _quiet_without_chip() -> AbstractContextManager[Captured]:
     """Sends what accelerator plugins print, a traceback for CUDA, to the log only if the machine has no accelerator.
     With one it goes to the terminal at once, as a driver may end the process."""
-    return nullcontext(Captured()) if _is_chip_seen() else captured_stderr()
-
-
-def _is_chip_seen() -> bool:
-    return hardware_utils.has_visible_nvidia_gpu() or hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0
+    return nullcontext(Captured()) if has_chip() else captured_stderr()
 
 
 def _start_jax() -> str:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from jax._src import distributed as jax_distributed  # private: the one way to the key-value store
 
 from meshloom.compiler.config.composition_errors import MISTAKES, as_config_error
 from meshloom.compiler.config.spec import RunSpec
@@ -33,6 +32,7 @@ from ..core.failures import LOST, RunFailed
 from ..core.interruptible import interruptibly
 from .cluster import plan_start
 from .initialize import initialize
+from .jax_private import joined
 from .lost import Lookout, tell_reason
 
 T = TypeVar("T")
@@ -168,7 +168,7 @@ def join(spec: RunSpec) -> Processes:
         raise ConfigError([Problem("distributed", what, fix)]) from error
     finally:
         note.cancel()
-    state, seconds = jax_distributed.global_state, timeouts.initialization_timeout_seconds
+    state, seconds = joined(), timeouts.initialization_timeout_seconds
     _joined = Processes(state.process_id, state.num_processes, seconds, state.client, lookout=lookout)
     hosts = tuple(_joined.gather("hosts", socket.gethostname()))
     _joined = replace(_joined, num_on_host=hosts.count(socket.gethostname()), hosts=hosts)
@@ -210,7 +210,7 @@ def together(
 
 def _say_waiting(timeout_seconds: int) -> None:
     """JAX waits in silence, and ends the process when the time is up."""
-    state = jax_distributed.global_state
+    state = joined()
     where = f"process {state.process_id}: waiting for the others at {state.coordinator_address}"
     write_error(f"{where}, at most {timeout_seconds} s")
 

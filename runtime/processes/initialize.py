@@ -4,18 +4,17 @@ free."""
 import errno
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import jax
-from jax._src import distributed as jax_distributed
-from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]  # private: what `initialize` starts
 
 from meshloom.compiler.config.spec import DistributedSpec
 from meshloom.compiler.core.errors import Problem
 
 from ..core.failures import LOST, RunFailed
+from .jax_private import Start, joined, started_by
 from .lost import Group, Lookout
 
 SECONDS_FOR_ANSWER = 5  # in which the service names those that did not come, before clients give up by themselves
@@ -35,26 +34,19 @@ def initialize(arguments: Mapping[str, Any], timeouts: DistributedSpec, lookout:
         )
 
 
-@contextmanager
-def _own_parts(timeouts: DistributedSpec, lookout: Lookout) -> Iterator[None]:
+def _own_parts(timeouts: DistributedSpec, lookout: Lookout) -> AbstractContextManager[None]:
     """Within the `with`, `initialize` starts the service and the client with more arguments than it gives them."""
-    start_service, make_client = _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client
 
-    def service(address: str, count: int, **options: Any) -> Any:
+    def service(start_service: Start, address: str, count: int, **options: Any) -> Any:
         check_port_is_free(address)
         seconds = timeouts.initialization_timeout_seconds
         return start_service(address, count, cluster_register_timeout=seconds, **options)
 
-    def client(address: str, index: int, **options: Any) -> Any:
-        count = jax_distributed.global_state.num_processes
-        lookout.start(Group(index, count, address, timeouts))
+    def client(make_client: Start, address: str, index: int, **options: Any) -> Any:
+        lookout.start(Group(index, joined().num_processes, address, timeouts))
         return make_client(address, index, **options)
 
-    _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client = service, client
-    try:
-        yield
-    finally:
-        _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client = start_service, make_client
+    return started_by(service, client)
 
 
 def check_port_is_free(address: str) -> None:

@@ -16,7 +16,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 from pydantic import ValidationError
 
-from meshloom.compiler.config.config_files import make_sources_portable
+from meshloom.compiler.config.hydra_private import make_sources_portable
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.models.config import Record
 

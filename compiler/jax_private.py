@@ -1,0 +1,29 @@
+"""The private parts of JAX that the compiler uses, read in JAX 0.10.2; no other file of the compiler uses one.
+
+If a release drops a name:
+
+    fused_attention_stablehlo,                     `jax.nn.dot_product_attention(implementation="cudnn")`, which asks
+      _dot_product_attention_fwd_p_wrapper,          the attached GPU, takes no values wider than keys, and gives no
+      _dot_product_attention_bwd_p_wrapper           gradient of a part of the keys: no steps for absent GPUs
+    _splash_attention_bwd_dq,                      the gradient of `splash_attention_kernel.SplashAttentionKernel`, of
+      _splash_attention_bwd_dkv                      all keys at once: no ring, and no gathered keys, on TPUs
+    args_res                                       `jax.vjp` of a function that takes the weights as arguments, and
+                                                     `jax.checkpoint` around it: a layer's forward pass runs again
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+cudnn: Any = fused_attention_stablehlo  # without types
+cudnn_forward_p: Any = cudnn._dot_product_attention_fwd_p_wrapper
+cudnn_backward_p: Any = cudnn._dot_product_attention_bwd_p_wrapper
+splash_dq: Callable[..., Any] = splash_attention_kernel._splash_attention_bwd_dq
+splash_dkv: Callable[..., Any] = splash_attention_kernel._splash_attention_bwd_dkv
+
+
+def residuals_of(pull_back: Any) -> list[Any]:
+    """Returns what a function of `jax.vjp` holds for the derivative by each argument: a list, to change in place."""
+    return pull_back.args_res

@@ -1,0 +1,47 @@
+"""The private parts of JAX that the runtime uses, read in JAX 0.10.2; no other file of the runtime uses one.
+
+If a release drops a name:
+
+    GceTpuCluster, GkeTpuCluster                 the variables and the metadata server that they read: JAX has no public
+                                                   question "which cluster?"
+    hardware_utils                               the device files that it looks for: /dev/nvidia*, /dev/accel*, and vfio
+    jax_distributed.global_state                 `jax.process_index`, and a key-value store of our own
+    _jax.get_distributed_runtime_service,        `jax.distributed.initialize` as it is: no time limit for the first
+      _jax.get_distributed_runtime_client          contact, and a process ends without a message when another is lost
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from jax._src import distributed as jax_distributed
+from jax._src import hardware_utils
+from jax._src.clusters import GceTpuCluster, GkeTpuCluster
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+TPU_CLUSTERS = {"gketpu": GkeTpuCluster, "gcetpu": GceTpuCluster}  # the second asks the network, on a TPU host alone
+Start = Callable[..., Any]
+
+
+def joined() -> Any:
+    """Returns JAX's state of this process among the others: process_id, num_processes, coordinator_address, client."""
+    return jax_distributed.global_state
+
+
+def has_chip() -> bool:
+    """Returns True if the machine has an NVIDIA GPU or a TPU, by the files by which JAX decides what to start."""
+    return hardware_utils.has_visible_nvidia_gpu() or hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0
+
+
+@contextmanager
+def started_by(service: Start, client: Start) -> Iterator[None]:
+    """Within the `with`, `jax.distributed.initialize` starts its service and its client by these functions, whose first
+    argument is JAX's own."""
+    start_service, make_client = _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client
+    _jax.get_distributed_runtime_service = partial(service, start_service)
+    _jax.get_distributed_runtime_client = partial(client, make_client)
+    try:
+        yield
+    finally:
+        _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client = start_service, make_client
