@@ -39,6 +39,7 @@ from .sharding.check_order import check_token_order
 from .sharding.gradients import check_gradients
 from .sharding.length_split import check_length_split
 from .sharding.optimizer_state import build_optimizer, check_schedule
+from .sharding.roles import AxisRoles, plan_roles
 from .sharding.sharding import ShardingPlan, check_rules, plan_sharding, usable_mesh
 from .sharding.state import plan_state, update_layouts
 from .target.calibration import calibrate_target
@@ -114,29 +115,30 @@ def plan_layout(
         lambda: check_schedule(spec),
         lambda: check_remat(spec.remat, arrays),
     )
+    roles = plan_roles(spec.sharding, mesh.sizes)
     sharding, preset_options, *_ = all_of(
-        lambda: _plan_sharding(spec, arrays, mesh, target),
+        lambda: _plan_sharding(spec, arrays, mesh, roles, target),
         lambda: {
             **options_around_faults(spec, target),
             **plan_preset_options(spec.overlap.flag_presets, target),
         },
-        lambda: check_batch(spec, mesh),
+        lambda: check_batch(spec, mesh, roles),
         lambda: check_length(spec, model),
-        lambda: check_length_split(spec, model, mesh),
+        lambda: check_length_split(spec, model, roles),
     )
     inputs = OpInputs(spec, model, arrays, sharding, mesh, target)
     operations, *_ = all_of(
         lambda: plan_operations(ops, inputs),
         lambda: check_gradients(spec, sharding),
-        lambda: check_unroll(spec.overlap.layers.unroll, inputs.auto_axes, target),
+        lambda: check_unroll(spec.overlap.layers.unroll, roles.partitioner, target),
     )
     return Layout(inputs, operations, preset_options)
 
 
-def _plan_sharding(spec: RunSpec, arrays: Arrays, mesh: MeshPlan, target: TargetPlan) -> ShardingPlan:
+def _plan_sharding(spec: RunSpec, arrays: Arrays, mesh: MeshPlan, roles: AxisRoles, target: TargetPlan) -> ShardingPlan:
     """Returns the layouts; of a length that cannot be cut one error, and not one for each array that has it."""
-    check_token_order(spec, mesh, target)
-    return plan_sharding(spec.sharding, arrays, mesh, target.compiler)
+    check_token_order(spec, mesh, roles, target)
+    return plan_sharding(spec.sharding, arrays, mesh, roles, target.compiler)
 
 
 def compile_plan(

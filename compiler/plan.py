@@ -12,13 +12,14 @@ from meshloom.models import Model, Params
 
 from .config.spec import RunSpec
 from .core.errors import Problem
-from .core.partition_spec import Axes, axes_of
+from .core.partition_spec import axes_of
 from .core.trees import leaves_by_path, like, nested_dict, pick
 from .jaxpr.flops import ModelFlops
 from .parallel.operation import OpPlan, ParallelOp
 from .sharding.arrays import EXPERTS, Array, Arrays
 from .sharding.batch import batch_arrays
 from .sharding.gradients import accumulated_layouts
+from .sharding.roles import AxisRoles
 from .sharding.row_order import RowOrder, plan_row_order
 from .sharding.rules import ArrayPlan, DimensionPlan
 from .sharding.sharding import ShardingPlan, gathered_bytes
@@ -84,19 +85,19 @@ class Plan:
         return self.arrays.auxiliary
 
     @property
-    def auto_axes(self) -> Axes:
-        """Mesh axes that split matmuls and not the batch: the partitioner's. (One of size 1 is as good as manual.)"""
-        return self.mesh.besides(self.sharding.batch_axes)
+    def roles(self) -> AxisRoles:
+        """What each mesh axis splits."""
+        return self.sharding.roles
 
     @property
     def token_order(self) -> TokenOrder:
         """In which order the tokens of a sequence lie on the devices that split its length."""
-        return plan_token_order(self.spec, self.mesh)
+        return plan_token_order(self.spec.token_order, self.mesh, self.roles)
 
     @property
     def row_order(self) -> RowOrder:
         """In which order the sequences of a batch lie on the devices that split it."""
-        return plan_row_order(self.spec, self.mesh)
+        return plan_row_order(self.spec, self.mesh, self.roles)
 
     @property
     def model_flops_per_step(self) -> int | None:
@@ -156,20 +157,20 @@ def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract:
         gradients=size(_typed(trained, precision.gradients), gradients_specs),
         working_parameters=size(nested_dict(working), pick(specs["params"], working, is_spec)),
         prefetched_weights=_prefetched_bytes(spec, mesh, sharding),
-        batch=len(batch_arrays(spec)) * spec.tokens_per_step * 4 // mesh.num_shards(sharding.batch_axes),  # int32
+        batch=len(batch_arrays(spec)) * spec.tokens_per_step * 4 // mesh.num_shards(sharding.roles.tokens),  # int32
     )
 
 
 def _prefetched_bytes(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan) -> int:
-    """Of the largest stack, as one runs after the other; what no batch axis splits is not gathered."""
+    """Of the largest stack, as one runs after the other; what no axis of the tokens splits is not gathered."""
     sizes = dict[str, int]()
     for plan in sharding.parameters:
         gathered = [axis for d in plan.dimensions if d.logical != EXPERTS for axis in d.axes]
-        is_gathered = any(axis in sharding.batch_axes for axis in gathered)
+        is_gathered = any(axis in sharding.roles.tokens for axis in gathered)
         if plan.dimensions[0].logical == "layers" and is_gathered:
             stack, num_layers = plan.array.path.split("/")[0], plan.array.shape[0]
             ahead = min(spec.overlap.layers.prefetch, num_layers)
-            sizes[stack] = sizes.get(stack, 0) + ahead * gathered_bytes(plan, spec, mesh) // num_layers
+            sizes[stack] = sizes.get(stack, 0) + ahead * gathered_bytes(plan, mesh, sharding.roles) // num_layers
     return max(sizes.values(), default=0)
 
 

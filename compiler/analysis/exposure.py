@@ -56,7 +56,7 @@ def least_batch(
         if fixed and room <= 0:
             return None
         factors.append(fixed / room if fixed else 1.0)
-    shards = plan.mesh.num_shards(plan.sharding.batch_axes) * plan.spec.num_microbatches
+    shards = plan.mesh.num_shards(plan.roles.tokens) * plan.spec.num_microbatches
     return math.ceil(max(factors) * plan.spec.global_batch_size / shards) * shards
 
 

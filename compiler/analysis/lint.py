@@ -260,9 +260,9 @@ def _whole_of(each: HeldArray, layouts: Sequence[ArrayPlan], plan: Plan) -> Arra
         named.sort(key=lambda array: array.array.shape != each.shape)
     for array in named:
         axes = {axis for dimension in array.dimensions for axis in dimension.axes}
-        batch_axes = axes & set(plan.sharding.batch_axes)
-        num_others = plan.mesh.num_shards(tuple(axes - batch_axes))
-        if batch_axes and math.prod(each.shape) == math.prod(array.array.shape) // num_others:
+        over_tokens = axes & set(plan.roles.tokens)
+        num_others = plan.mesh.num_shards(tuple(axes - over_tokens))
+        if over_tokens and math.prod(each.shape) == math.prod(array.array.shape) // num_others:
             return array
     return None
 

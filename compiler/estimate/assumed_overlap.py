@@ -36,7 +36,7 @@ def assume_overlap(plan: Plan) -> OverlapSpec:
     if overlap.search is None:
         return overlap
     layers, presets = overlap.layers, assumed_weight_presets(overlap.flag_presets, target)
-    if plan.auto_axes and can_split_batch(sequences_of_device(plan.spec, plan.mesh), target):
+    if plan.roles.partitioner and can_split_batch(sequences_of_device(plan.spec, plan.mesh, plan.roles), target):
         layers = layers.model_copy(update={"batch_split": max(BATCH_SPLIT, layers.batch_split)})
         of_activations = [name for name, one in presets_for(target).items() if "activations" in one.tried_for]
         presets = (*presets, *of_activations[:1])

@@ -27,7 +27,7 @@ def read_step(plan: Plan) -> Program:
         traced = jax.make_jaxpr(step)(plan.abstract, batch)
     is_spec = lambda node: isinstance(node, jax.sharding.PartitionSpec)  # noqa: E731
     specs = jax.tree.leaves(plan.specs, is_leaf=is_spec)
-    specs += [plan.sharding.batch.spec] * len(batch)
+    specs += [plan.roles.tokens_spec] * len(batch)
     layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
     joins_sums = not plan.target.compiler.all_reduces_each_matmul
     program = read_jaxpr(traced.jaxpr, layouts, plan.mesh.sizes, joins_sums=joins_sums)

@@ -28,7 +28,6 @@ from ..core.partition_spec import Axes, axes_in, axes_of
 from ..core.scopes import ATTENTION, exchange_scope
 from ..jaxpr.operation_kinds import LANES
 from ..sharding.arrays import OpSite
-from ..sharding.batch import sequences_of_device
 from ..target.target import TargetPlan
 from .cudnn import attend_cudnn, most_head_dim, takes_other_values
 from .exchange import RING, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length, block_kernel
@@ -54,14 +53,14 @@ PLATFORM_OF = {CUDNN: "gpu", SPLASH: "tpu"}
 
 @dataclass(frozen=True)
 class Kernel:
-    """implementation: of attention. heads: how queries (batch, length, heads, head_dim) lie over the auto axes.
-    exchange: how keys and values reach the queries of other devices, where mesh axes split the length. budget: of one
-    backward kernel of splash."""
+    """implementation: of attention. heads: how queries (batch, length, heads, head_dim) lie over `partitioner`. exchange: how
+    keys and values reach the queries of other devices, where mesh axes split the length. budget: of one backward kernel
+    of splash."""
 
     implementation: Implementation
     heads: PartitionSpec
     exchange: Exchange | None = None
-    auto_axes: Axes = ()
+    partitioner: Axes = ()
     budget: Budget = NO_BUDGET
 
 
@@ -79,14 +78,14 @@ class AttentionOp(ParallelOp):
             Strategy(
                 name,
                 f"by {name}",
-                Kernel(name, heads, exchange, inputs.auto_axes, budget),
+                Kernel(name, heads, exchange, inputs.roles.partitioner, budget),
                 merit=f"{merit}, {plan_backward(site, inputs, exchange).reason}" if name == SPLASH else merit,
                 refusal=_refusal(name, site, inputs, exchange),
                 loss="attention keeps all scores in memory" if PLATFORM_OF[name] == platform else "",
             )
             for name in (CUDNN, SPLASH)
         ]
-        plain = Strategy(XLA, f"by {XLA}", Kernel(XLA, heads, exchange, inputs.auto_axes), merit=merit)
+        plain = Strategy(XLA, f"by {XLA}", Kernel(XLA, heads, exchange, inputs.roles.partitioner), merit=merit)
         own, others = ([k for k in kernels if (PLATFORM_OF[k.name] == platform) is is_own] for is_own in (True, False))
         return (*own, plain, *others)
 
@@ -117,7 +116,7 @@ def plan_backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> 
         cut = plan_cut(num_keys, None) if num_keys % LANES == 0 else Cut(0, 0)
         num_queries, block = cut.part, cut.block
         seen = seen_blocks(np.arange(num_keys - num_queries, num_keys, max(1, block))[None], block, num_keys, None)
-    sequences = sequences_of_device(spec, mesh) // spec.overlap.layers.batch_split
+    sequences = inputs.sequences_of_device // spec.overlap.layers.batch_split
     if 0 in (block, heads, sequences):  # refused elsewhere
         return Backward(None, reason="two backward kernels")
     itemsize = jnp.dtype(spec.precision.compute).itemsize
@@ -188,7 +187,7 @@ def build_attend(kernel: Kernel) -> Callable[..., Array]:
         blocks = block_kernel(kernel.implementation, kernel.budget)
         whole = partial(attend_by_blocks, blocks) if kernel.implementation == XLA else on_a_device
         exchanged = partial(attend_over_length, exchange, blocks, whole)
-        chosen = partial(_on_shards, exchanged, kernel.heads, kernel.auto_axes)
+        chosen = partial(_on_shards, exchanged, kernel.heads, kernel.partitioner)
     elif kernel.implementation != XLA:  # the partitioner cannot split a kernel
         chosen = partial(_on_shards, on_a_device, kernel.heads, axes_in(kernel.heads))
 

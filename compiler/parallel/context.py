@@ -23,7 +23,6 @@ from ..core.format import human_names, human_seconds
 from ..core.head_shares import share_of_head
 from ..core.partition_spec import axes_of
 from ..sharding.arrays import OpSite
-from ..sharding.batch import length_of_device, sequences_of_device
 from ..sharding.token_order import TokenOrder, plan_token_order
 from ..target.compiler_options import why_permutes_wait
 from .attention import cudnn_refusal, plan_backward
@@ -59,7 +58,8 @@ class ContextOp(ParallelOp):
         return [replace(site, kind=self.kind) for site in inputs.arrays.sites if site.kind == "attention"]
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
-        axes, order = inputs.sharding.batch.length_axes, plan_token_order(inputs.spec, inputs.mesh)
+        axes = inputs.roles.length
+        order = plan_token_order(inputs.spec.token_order, inputs.mesh, inputs.roles)
         if not axes:
             why = "no mesh axis splits the length of sequences (sharding=fsdp_context with mesh.context=2 does)"
             whole = Strategy(ALL_GATHER, "whole sequences on each device", merit=why, is_trivial=True)
@@ -152,11 +152,11 @@ def _local(site: OpSite, inputs: OpInputs, order: TokenOrder) -> _Local:
     split = {
         name: mesh.num_shards(axes_of(inputs.auto_spec(None, None, name, None)[2])) for name in ("heads", "kv_heads")
     }
-    length = length_of_device(spec, mesh)
+    length = inputs.length_of_device
     windows = tuple(site.options_of("window"))
     windows = tuple(None if each is None or each >= spec.sequence_length else each for each in windows)
     return _Local(
-        sequences=sequences_of_device(spec, mesh) // spec.overlap.layers.batch_split,
+        sequences=inputs.sequences_of_device // spec.overlap.layers.batch_split,
         length=length,
         heads=heads // split["heads"],
         kv_heads=kv_heads // split["kv_heads"],
@@ -193,7 +193,7 @@ def balance_text(order: TokenOrder, length: int, windows: Sequence[int | None]) 
 
 def _collectives(name: str, local: _Local, inputs: OpInputs) -> tuple[CollectiveSpec, ...]:
     """Of one execution of each call in a layer."""
-    axes, n = inputs.sharding.batch.length_axes, local.order.num_shards
+    axes, n = inputs.roles.length, local.order.num_shards
     each_kv, num_parts = local.kv_bytes // 2, inputs.spec.overlap.layers.batch_split
     times = num_parts * len(local.windows)
     if name == ALL_GATHER:
@@ -243,7 +243,7 @@ def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float 
     """What a layer's forward and backward pass take beside the arithmetic of attention, as far as nothing hides it:
     what is sent, and passes over memory. None where that is not known. matmuls: of the backward pass; those that one
     kernel would not have count, too."""
-    mesh, target, axes = inputs.mesh, inputs.target, inputs.sharding.batch.length_axes
+    mesh, target, axes = inputs.mesh, inputs.target, inputs.roles.length
     n, peak, bandwidth = local.order.num_shards, target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     num_calls = inputs.spec.overlap.layers.batch_split * len(local.windows)
     exchanged_kv_bytes = local.kv_bytes * local.exchanged_kv_heads // local.kv_heads

@@ -18,8 +18,8 @@ from ..core.format import human_bytes, human_seconds
 from ..core.partition_spec import Axes
 from ..core.scopes import rows_scope
 from ..sharding.arrays import OpSite
-from ..sharding.batch import tokens_of_device
 from ..sharding.gradients import accumulated_layouts
+from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import gathered_bytes
 from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
@@ -34,13 +34,13 @@ class EmbeddingOp(ParallelOp):
     fallback = ALL_GATHER
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
-        spec, mesh, batch_axes = inputs.spec, inputs.mesh, inputs.sharding.batch_axes
+        spec, mesh, roles = inputs.spec, inputs.mesh, inputs.roles
         table = _layout(inputs.sharding.parameters, site)
-        rows, columns = _over_batch(table, batch_axes)
+        rows, columns = _over_tokens(table, roles)
         refusal = _refusal(site, inputs, rows, columns)
-        table_bytes = gathered_bytes(table, spec, mesh)
+        table_bytes = gathered_bytes(table, mesh, roles)
         itemsize = jnp.dtype(spec.precision.compute).itemsize
-        rows_bytes = tokens_of_device(spec, mesh) * table.array.shape[1] * itemsize
+        rows_bytes = inputs.tokens_of_device * table.array.shape[1] * itemsize
         axes = rows + columns
         num_shards = mesh.num_shards(columns)
         seconds = (
@@ -48,7 +48,7 @@ class EmbeddingOp(ParallelOp):
             mesh.alone_seconds("all-gather", table_bytes, axes),
         )
         costs, figures = _compared(rows_bytes, table_bytes, *seconds)
-        ids_bytes = tokens_of_device(spec, mesh) * num_shards * 4  # int32
+        ids_bytes = inputs.tokens_of_device * num_shards * 4  # int32
         exchanged = (
             CollectiveSpec("all-gather", columns, ids_bytes, 1, "forward"),
             CollectiveSpec("all-to-all", columns, rows_bytes * num_shards, 1, "forward"),
@@ -82,14 +82,14 @@ def _layout(plans: Sequence[ArrayPlan], site: OpSite) -> ArrayPlan:
     return next(plan for plan in plans if plan.array.path == f"embed/{site.name}")
 
 
-def _over_batch(plan: ArrayPlan, batch_axes: Axes) -> tuple[Axes, ...]:
-    return tuple(tuple(axis for axis in d.axes if axis in batch_axes) for d in plan.dimensions)
+def _over_tokens(plan: ArrayPlan, roles: AxisRoles) -> tuple[Axes, ...]:
+    return tuple(tuple(axis for axis in d.axes if axis in roles.tokens) for d in plan.dimensions)
 
 
 def _refusal(site: OpSite, inputs: OpInputs, rows: Axes, columns: Axes) -> str | None:
     """Why rows cannot be exchanged; None where they can."""
     sharding = inputs.sharding
-    accumulated = _over_batch(_layout(accumulated_layouts(inputs.spec, sharding), site), sharding.batch_axes)
+    accumulated = _over_tokens(_layout(accumulated_layouts(inputs.spec, sharding), site), sharding.roles)
     if not rows and not columns:
         return "no axis that splits the batch splits the table"
     if rows:

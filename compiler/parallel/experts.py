@@ -30,7 +30,6 @@ from ..core.format import human_seconds
 from ..core.partition_spec import Axes, axes_of, keep_axes
 from ..core.scopes import OperationName, experts_scope
 from ..sharding.arrays import EXPERTS, OpSite
-from ..sharding.batch import tokens_of_device
 from ..sharding.rules import ArrayPlan
 from .dispatch import (
     Dispatch,
@@ -62,13 +61,13 @@ _ROWS = 128  # buffers have a multiple of so many rows, which grouped matmuls on
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """How the operands lie over the auto axes. tokens: of (batch, length, ...). into, out_of: of the experts' first
-    matrices (experts, embed, mlp) and of the last (experts, mlp, embed). auto_axes: all of them."""
+    """How the operands lie over the partitioner's axes. tokens: of (batch, length, ...). into, out_of: of the experts'
+    first matrices (experts, embed, mlp) and of the last (experts, mlp, embed)."""
 
     tokens: PartitionSpec
     into: PartitionSpec
     out_of: PartitionSpec
-    auto_axes: Axes
+    partitioner: Axes
 
     @property
     def summed_axes(self) -> Axes:
@@ -135,7 +134,7 @@ def _sizes_of(site: OpSite, inputs: OpInputs) -> ExchangeSizes:
     (*_, width), num_experts = site.operands[0].shape, site.operands[3].shape[0]
     axes = _expert_axes(site, inputs)
     num_parts, num_chunks = inputs.spec.overlap.layers.batch_split, inputs.spec.moe.num_chunks
-    tokens = tokens_of_device(inputs.spec, inputs.mesh) // num_parts
+    tokens = inputs.tokens_of_device // num_parts
     if tokens % num_chunks:
         what = f"{tokens} tokens of a device are not divisible by {num_chunks} chunks"
         raise ConfigError([Problem("moe.num_chunks", what, f"use a divisor of {tokens}")])
@@ -156,7 +155,7 @@ def _expert_axes(site: OpSite, inputs: OpInputs) -> Axes:
     """Mesh axes that split the experts. Raises ConfigError for those that do not split the batch."""
     plan = _weights(site, inputs)[0]
     (dimension,) = (d for d in plan.dimensions if d.logical == EXPERTS)
-    others = [axis for axis in dimension.axes if axis not in inputs.sharding.batch_axes]
+    others = [axis for axis in dimension.axes if axis not in inputs.roles.tokens]
     if others:
         what = f"'{plan.array.path}' has its experts over {', '.join(others)}, which does not split the batch"
         fix = "split them over an axis that the rule for batch names, such as expert, or split mlp instead"
@@ -166,7 +165,7 @@ def _expert_axes(site: OpSite, inputs: OpInputs) -> Axes:
 
 def _layout(site: OpSite, inputs: OpInputs) -> ExpertLayout:
     into, out_of = (PartitionSpec(*plan.spec[-3:]) for plan in _weights(site, inputs))
-    axes = inputs.auto_axes
+    axes = inputs.roles.partitioner
     tokens = inputs.auto_spec("batch", "sequence_parallel_length", None)
     return ExpertLayout(tokens, keep_axes(into, axes), keep_axes(out_of, axes), axes)
 
@@ -252,13 +251,13 @@ def apply_planned(
     length, embed)."""
     layout = plan.layout
     run = partial(_apply_on_shards, plan=plan, activation=activation)
-    if not layout.auto_axes:
+    if not layout.partitioner:
         return run(x, weights, ids, *matrices)
     return jax.shard_map(
         run,
         in_specs=(layout.tokens, layout.tokens, layout.tokens, layout.into, layout.into, layout.out_of),
         out_specs=(layout.tokens, PartitionSpec()),
-        axis_names=set(layout.auto_axes),
+        axis_names=set(layout.partitioner),
         check_vma=False,
     )(x, weights, ids, *matrices)
 

@@ -20,7 +20,6 @@ from ..core.partition_spec import Axes
 from ..core.trees import leaves_by_path, like
 from ..jaxpr.read_jaxpr import read_jaxpr
 from ..sharding.arrays import OpSite
-from ..sharding.batch import tokens_of_device
 from ..sharding.gradients import accumulated_layouts
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan, gathered_bytes
@@ -47,7 +46,7 @@ class LmHeadOp(ParallelOp):
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         del site
         spec, model, sharding, mesh = inputs.spec, inputs.model, inputs.sharding, inputs.mesh
-        gathers = [(plan, gathered_bytes(plan, spec, mesh)) for plan in _with_vocab(sharding)]
+        gathers = [(plan, gathered_bytes(plan, mesh, sharding.roles)) for plan in _with_vocab(sharding)]
         num_bytes, axes = sum(size for _, size in gathers), _gathered_over(sharding)
         whole = Strategy(
             WHOLE,
@@ -101,7 +100,7 @@ def _with_costs(
     )
     if gather is None or bandwidth is None:
         return replace(chunks, merit="how long the head's gather takes is not known"), whole
-    input_bytes = tokens_of_device(inputs.spec, inputs.mesh) * num_bytes // sum(chunks.parameters)
+    input_bytes = inputs.tokens_of_device * num_bytes // sum(chunks.parameters)
     passes = NUM_PASSES * (len(chunks.parameters) - 1) * input_bytes / bandwidth
     figures = f"{human_seconds(gather)} of gather, {human_seconds(passes)} for its input read more often"
     return (
@@ -165,7 +164,7 @@ def _vocab_sizes(sharding: ShardingPlan) -> set[int]:
 def _gathered_over(sharding: ShardingPlan) -> tuple[str, ...]:
     """Mesh axes over which the parameters with a vocabulary are gathered."""
     axes = (axis for plan in _with_vocab(sharding) for d in plan.dimensions for axis in d.axes)
-    return tuple(dict.fromkeys(axis for axis in axes if axis in sharding.batch_axes))
+    return tuple(dict.fromkeys(axis for axis in axes if axis in sharding.roles.tokens))
 
 
 def _with_vocab(sharding: ShardingPlan) -> tuple[ArrayPlan, ...]:

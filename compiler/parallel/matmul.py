@@ -28,7 +28,6 @@ from ..core.format import human_seconds
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, ring_scope
 from ..sharding.arrays import OpSite
-from ..sharding.batch import length_of_device, sequences_of_device, tokens_of_device
 from ..target.compiler_options import why_permutes_wait
 from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
 
@@ -120,7 +119,7 @@ def _split_over(site: OpSite, inputs: OpInputs) -> Axes:
 def _result_length_axes(site: OpSite, inputs: OpInputs) -> Axes:
     """Mesh axes that split the length of the result, by its layout, besides those that split the batch."""
     result = inputs.activation(site.name)
-    return tuple(axis for axis in result.dimensions[LENGTH].axes if axis in inputs.auto_axes) if result else ()
+    return tuple(axis for axis in result.dimensions[LENGTH].axes if axis in inputs.roles.partitioner) if result else ()
 
 
 def _refusal(site: OpSite, inputs: OpInputs, split_over: Axes) -> str | None:
@@ -130,11 +129,11 @@ def _refusal(site: OpSite, inputs: OpInputs, split_over: Axes) -> str | None:
         return f"{site.option('subscripts')} does not contract all of x after its length"
     axis, *others = split_over
     kept = _result_length_axes(site, inputs)
-    if kept != split_over or others or axis in inputs.sharding.batch_axes:
+    if kept != split_over or others or axis in inputs.roles.tokens:
         where = f"split over {' and '.join(kept)}" if kept else "whole"
         return f"partial results are on {' and '.join(split_over)}, and the length of their sum is {where}"
-    sequences = sequences_of_device(spec, mesh) // spec.overlap.layers.batch_split
-    length = length_of_device(spec, mesh) // mesh.sizes[axis]
+    sequences = inputs.sequences_of_device // spec.overlap.layers.batch_split
+    length = inputs.length_of_device // mesh.sizes[axis]
     if _both_ways(inputs) and sequences % 2 and length % 2:
         return f"neither {sequences} (sequences) nor {length} (tokens of each in a shard) is even"
     return None
@@ -147,7 +146,7 @@ def _both_ways(inputs: OpInputs) -> bool:
 def _result_bytes(site: OpSite, inputs: OpInputs) -> int:
     """Of one part of the batch on a device, in the compute type, with its length whole."""
     itemsize = jnp.dtype(inputs.spec.precision.compute).itemsize
-    tokens = tokens_of_device(inputs.spec, inputs.mesh) // inputs.spec.overlap.layers.batch_split
+    tokens = inputs.tokens_of_device // inputs.spec.overlap.layers.batch_split
     return tokens * _product(site).width * itemsize
 
 
@@ -178,7 +177,7 @@ def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) 
     peak, bandwidth = target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     if scatter is None or transfer is None or peak is None or bandwidth is None:
         return replace(ring, objection="how long its transfers take is not known"), plain
-    tokens, product = tokens_of_device(spec, mesh) // num_parts, _product(site)
+    tokens, product = inputs.tokens_of_device // num_parts, _product(site)
     multiplied = 2 * (tokens / n) * (product.depth / n) * product.width / peak
     sums = NUM_PASSES * result_bytes / n / bandwidth
     in_ring = num_parts * (n - 1) * (max(0.0, transfer - multiplied) + sums)

@@ -28,6 +28,8 @@ from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.partition_spec import Axes, keep_axes
 from ..core.scopes import matmul_scope
 from ..sharding.arrays import Arrays, OpSite
+from ..sharding.batch import sequences_of_device
+from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan
 from ..target.mesh import MeshPlan
@@ -135,18 +137,35 @@ class OpInputs:
     planned: Mapping[str, tuple[OpPlan, ...]] = field(default_factory=dict)
 
     @property
-    def auto_axes(self) -> Axes:
-        """Mesh axes that split matmuls and not the batch: the partitioner's."""
-        return self.mesh.besides(self.sharding.batch_axes)
+    def roles(self) -> AxisRoles:
+        """What each mesh axis splits."""
+        return self.sharding.roles
+
+    @property
+    def sequences_of_device(self) -> int:
+        """The sequences of one microbatch on a device."""
+        return sequences_of_device(self.spec, self.mesh, self.roles)
+
+    @property
+    def length_of_device(self) -> int:
+        """The tokens of a sequence on a device."""
+        return self.spec.sequence_length // self.mesh.num_shards(self.roles.length)
+
+    @property
+    def tokens_of_device(self) -> int:
+        """The tokens of one microbatch on a device."""
+        return self.sequences_of_device * self.length_of_device
 
     def activation(self, name: str | None) -> ArrayPlan | None:
         """The layout of the activation of this name; None where the model names none so."""
         return next((plan for plan in self.sharding.activations if plan.array.path == name), None)
 
     def auto_spec(self, *logical: str | None) -> PartitionSpec:
-        """How an activation of these logical axes lies over the auto axes, by the rules for activations."""
+        """How an activation of these logical axes lies over the partitioner's axes, by the rules for activations."""
         axes = {d.logical: d.axes for plan in self.sharding.activations for d in plan.dimensions if d.logical}
-        return keep_axes(PartitionSpec(*(axes.get(name, ()) if name else None for name in logical)), self.auto_axes)
+        return keep_axes(
+            PartitionSpec(*(axes.get(name, ()) if name else None for name in logical)), self.roles.partitioner
+        )
 
 
 class ParallelOp(ABC):

@@ -11,6 +11,7 @@ from ..core.partition_spec import Axes, axes_of
 from ..core.scopes import weight_scope
 from ..sharding.arrays import EXPERTS
 from ..sharding.gradients import accumulated_layouts
+from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from .lm_head import VOCAB
 from .operation import OpInputs, OpPlan
@@ -36,8 +37,8 @@ class WeightPlan:
     split_late: what the update splits more than that, reduce-scattered once per step. reduced: the batch axes over
     which every device updates the same shard: its gradient is summed over them once per step. is_trained: False for a
     frozen parameter, which is gathered as ever, and has no gradient and no update.
-    auto_spec, auto_stored_spec: the part of its layout that is over axes that do not split the batch, and is XLA's to
-    keep: as a layer sees it, and with the dimension `layers`. auto_axes: all of those axes.
+    auto_spec, auto_stored_spec: the part of its layout that is over `partitioner`, the axes that XLA's partitioner
+    splits, and is XLA's to keep: as a layer sees it, and with the dimension `layers`.
     tile_rows: of the compiler (CompilerTraits).
     """
 
@@ -52,7 +53,7 @@ class WeightPlan:
     is_trained: bool
     auto_spec: PartitionSpec
     auto_stored_spec: PartitionSpec
-    auto_axes: Axes
+    partitioner: Axes
     tile_rows: int
 
     @property
@@ -87,8 +88,7 @@ def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan]) -> dict[str, We
             p.spec,
             g.spec,
             u.spec,
-            sharding.batch_axes,
-            inputs.auto_axes,
+            sharding.roles,
             is_stacked=is_stacked,
             kept=kept,
             tile_rows=inputs.target.compiler.tile_rows,
@@ -123,8 +123,7 @@ def plan_weight(
     stored: PartitionSpec,
     accumulated: PartitionSpec,
     updated: PartitionSpec,
-    batch_axes: Axes,
-    auto_axes: Axes,
+    roles: AxisRoles,
     *,
     is_stacked: bool,
     kept: Sequence[int] = (),
@@ -138,7 +137,7 @@ def plan_weight(
     gathered, and a gradient is made of the tokens of all devices that share them.
     """
     manual = [
-        [tuple(axis for axis in axes_of(entry) if axis in batch_axes) for entry in spec]
+        [tuple(axis for axis in axes_of(entry) if axis in roles.tokens) for entry in spec]
         for spec in (stored, accumulated, updated)
     ]
     # A dimension over both kinds of axes is left to XLA whole: its chunks interleave.
@@ -154,12 +153,12 @@ def plan_weight(
         scattered=_added(manual[0][first:], manual[1][first:]) + gathered,
         split_early=_added(manual[0], manual[1]),
         split_late=_added(manual[1], manual[2]),
-        reduced=tuple(axis for axis in batch_axes if axis not in used),
+        reduced=tuple(axis for axis in roles.tokens if axis not in used),
         is_stacked=is_stacked,
         is_trained=True,
         auto_spec=PartitionSpec(*auto_spec[first:]),
         auto_stored_spec=PartitionSpec(*auto_spec),
-        auto_axes=auto_axes,
+        partitioner=roles.partitioner,
         tile_rows=tile_rows,
     )
 

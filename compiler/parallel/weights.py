@@ -284,7 +284,7 @@ def _reduced(
     """A collective that adds, likewise; and with every axis of the mesh manual. XLA's CPU compiler aborts the process
     at a reduction of bfloat16 in a program that is manual over some axes only (jaxlib 0.10.2: `Invalid binary
     instruction opcode copy`)."""
-    return _within(collective, auto_spec, layout.auto_axes)
+    return _within(collective, auto_spec, layout.partitioner)
 
 
 def _within(collective: Callable[[Array], Array], spec: PartitionSpec, axes: Axes) -> Callable[[Array], Array]:

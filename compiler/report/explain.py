@@ -42,7 +42,7 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         ("step", "bold"),
         f"  {counted(spec.tokens_per_step, 'token')}: {counted(spec.global_batch_size, 'sequence')} of "
         f"{spec.sequence_length:,}, {counted(spec.num_microbatches, 'microbatch', 'microbatches')}; "
-        f"the batch is split {counted(plan.mesh.num_shards(plan.sharding.batch_axes), 'way')}",
+        f"the batch is split {counted(plan.mesh.num_shards(plan.roles.tokens), 'way')}",
     )
     flops = plan.model_flops_per_step
     told = "an unknown number of FLOPs" if flops is None else f"{flops:.4g} FLOPs"

@@ -187,8 +187,8 @@ def could_gain(one: Candidate, tried: Sequence[TriedReport], min_gain: float, ma
 def _loops(plan: Plan) -> Iterator[LayerLoop]:
     """Yields the loops that can differ. Without gathered weights there is nothing to prefetch; if every gradient is
     reduced at once, nothing to reduce earlier; if nothing splits matmuls, nothing that a batch split could hide."""
-    split_axes = plan.auto_axes
-    is_even = sequences_of_device(plan.spec, plan.mesh) % 2 == 0
+    split_axes = plan.roles.partitioner
+    is_even = sequences_of_device(plan.spec, plan.mesh, plan.roles) % 2 == 0
     batch_split = (1, 2) if split_axes and is_even else (1,)
     layers_in_a_trip = (1,) if aborts_unrolled(split_axes, plan.target) else (1, 2)
     layouts = plan.weights
@@ -251,7 +251,7 @@ def _flag_presets(plan: Plan) -> Iterator[tuple[str, ...]]:
     (docs/tensor_parallelism.md)."""
     sets = presets_for(plan.target)
     weights = [(), *((name,) for name, one in sets.items() if "weights" in one.tried_for)]
-    others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if plan.auto_axes else []
+    others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if plan.roles.partitioner else []
     for weight, activation in product(weights, [*others, ()]):
         yield weight + activation
 

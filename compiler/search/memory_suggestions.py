@@ -80,7 +80,7 @@ def _together(
 
 def _costing_time(plan: Plan) -> Iterator[Sequence[Candidate]]:
     """Yields candidates that cost time, those of one key together, the cheapest first."""
-    spec, num_shards = plan.spec, plan.mesh.num_shards(plan.sharding.batch_axes)
+    spec, num_shards = plan.spec, plan.mesh.num_shards(plan.roles.tokens)
     split = {axis for array in plan.sharding.parameters for dimension in array.dimensions for axis in dimension.axes}
     if spec.remat.policy != "full":
         yield [Candidate(("remat=full",), "the forward pass is computed twice")]
@@ -105,6 +105,6 @@ def _costing_precision(plan: Plan) -> Iterator[Sequence[Candidate]]:
 
 def _costing_tokens(plan: Plan) -> Iterator[Sequence[Candidate]]:
     """Yields candidates that change the number of tokens in a step."""
-    spec, num_shards = plan.spec, plan.mesh.num_shards(plan.sharding.batch_axes)
+    spec, num_shards = plan.spec, plan.mesh.num_shards(plan.roles.tokens)
     if spec.global_batch_size % (2 * num_shards * spec.num_microbatches) == 0:
         yield [Candidate((f"global_batch_size={spec.global_batch_size // 2}",), "half as many tokens per step")]

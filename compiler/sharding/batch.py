@@ -9,7 +9,7 @@ from ..config.spec import RunSpec
 from ..core.errors import Problem, raise_if_any
 from ..core.format import be, counted
 from ..target.mesh import MeshPlan, nearest
-from .batch_layout import plan_batch_layout
+from .roles import AxisRoles
 
 
 def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
@@ -23,29 +23,15 @@ def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
     return ("inputs", "targets", *documents)
 
 
-def sequences_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
+def sequences_of_device(spec: RunSpec, mesh: MeshPlan, roles: AxisRoles) -> int:
     """Returns the sequences of one microbatch on a device."""
-    return (
-        spec.global_batch_size
-        // spec.num_microbatches
-        // mesh.num_shards(plan_batch_layout(spec.sharding, mesh).sequence_axes)
-    )
+    return spec.global_batch_size // spec.num_microbatches // mesh.num_shards(roles.sequence)
 
 
-def tokens_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
-    """Returns the tokens of one microbatch on a device."""
-    return sequences_of_device(spec, mesh) * length_of_device(spec, mesh)
-
-
-def length_of_device(spec: RunSpec, mesh: MeshPlan) -> int:
-    """Returns the tokens of a sequence on a device."""
-    return spec.sequence_length // mesh.num_shards(plan_batch_layout(spec.sharding, mesh).length_axes)
-
-
-def check_batch(spec: RunSpec, mesh: MeshPlan) -> None:
+def check_batch(spec: RunSpec, mesh: MeshPlan, roles: AxisRoles) -> None:
     """Raises ConfigError if microbatches times data shards do not divide the global batch, or the parts of a layer do
     not divide a device's share of it."""
-    axes = plan_batch_layout(spec.sharding, mesh).sequence_axes
+    axes = roles.sequence
     shards, microbatches = mesh.num_shards(axes), spec.num_microbatches
     size, parts = spec.global_batch_size, shards * microbatches
     if size % parts == 0:

@@ -8,13 +8,13 @@ from ..jaxpr.operation_kinds import LANES
 from ..target.mesh import MeshPlan, nearest, plan_mesh
 from ..target.target import TargetPlan
 from .batch import check_batch
-from .batch_layout import plan_batch_layout
+from .roles import AxisRoles, plan_roles
 from .token_order import plan_token_order
 
 
-def check_token_order(spec: RunSpec, mesh: MeshPlan, target: TargetPlan) -> None:
+def check_token_order(spec: RunSpec, mesh: MeshPlan, roles: AxisRoles, target: TargetPlan) -> None:
     """Raises ConfigError where the length cannot be cut in equal chunks, with the nearest that can."""
-    axes, order = plan_batch_layout(spec.sharding, mesh).length_axes, plan_token_order(spec, mesh)
+    axes, order = roles.length, plan_token_order(spec.token_order, mesh, roles)
     length, num_chunks = spec.sequence_length, order.num_chunks
     if length % num_chunks == 0:
         return
@@ -49,7 +49,8 @@ def _works(spec: RunSpec, target: TargetPlan, axis: str, size: int) -> bool:
     other = spec.model_copy(update={"mesh": spec.mesh.model_copy(update={axis: size})})
     try:
         mesh = plan_mesh(other.mesh, target, other.device_order)
-        check_batch(other, mesh)
+        roles = plan_roles(other.sharding, mesh.sizes)
+        check_batch(other, mesh, roles)
     except ConfigError:
         return False
-    return spec.sequence_length % plan_token_order(other, mesh).num_chunks == 0
+    return spec.sequence_length % plan_token_order(other.token_order, mesh, roles).num_chunks == 0

@@ -27,7 +27,7 @@ def check_gradients(spec: RunSpec, sharding: ShardingPlan) -> None:
         (plan, d)
         for plan in sharding.optimizer
         for d in plan.dimensions
-        if d.logical == "layers" and set(d.axes) & set(sharding.batch_axes)
+        if d.logical == "layers" and set(d.axes) & set(sharding.roles.tokens)
     ]
     for plan, d in split[:1]:
         where = f"sharding.optimizer[{d.rule}] splits the layers of '{plan.array.path}' over {', '.join(d.axes)}"

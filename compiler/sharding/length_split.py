@@ -18,8 +18,7 @@ from ..jaxpr.fusion import needed
 from ..jaxpr.program import Program
 from ..jaxpr.read_jaxpr import read_jaxpr
 from ..jaxpr.subprograms import subprograms
-from ..target.mesh import MeshPlan
-from .batch_layout import plan_batch_layout
+from .roles import AxisRoles
 
 LENGTH = "length"  # the logical axis
 # Operations that read or write at other places along a dimension, beside those that only change its size.
@@ -29,10 +28,10 @@ _RESIZING = {"slice", "pad", "concatenate", "dynamic_slice", "dynamic_update_sli
              "reduce_window_max", "conv_general_dilated"}  # fmt: skip
 
 
-def check_length_split(spec: RunSpec, model: Model, mesh: MeshPlan) -> None:
+def check_length_split(spec: RunSpec, model: Model, roles: AxisRoles) -> None:
     """Raises ConfigError where the rules split the length, and a layer or the head looks from one token at another
     otherwise than by attention."""
-    axes = plan_batch_layout(spec.sharding, mesh).length_axes
+    axes = roles.length
     if not axes:
         return
     over = " and ".join(axes)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..config.spec import RunSpec
 from ..target.mesh import MeshPlan
-from .batch_layout import plan_batch_layout
+from .roles import AxisRoles
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class RowOrder:
         return self.rows_at(np.arange(self.num_rows))
 
 
-def plan_row_order(spec: RunSpec, mesh: MeshPlan) -> RowOrder:
+def plan_row_order(spec: RunSpec, mesh: MeshPlan, roles: AxisRoles) -> RowOrder:
     """Returns the order in which the declaration lays out sequences on this mesh."""
-    num_shards = mesh.num_shards(plan_batch_layout(spec.sharding, mesh).sequence_axes)
-    return RowOrder(spec.global_batch_size, num_shards, spec.num_microbatches)
+    return RowOrder(spec.global_batch_size, mesh.num_shards(roles.sequence), spec.num_microbatches)

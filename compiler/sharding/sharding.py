@@ -15,14 +15,12 @@ from meshloom.models import LOGICAL_AXES
 
 from ..config.compiler_traits import CompilerTraits
 from ..config.spec import MeshSpec, Rule, RunSpec, ShardingSpec
-from ..core.errors import Problem, raise_if_any, use_one_of
+from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..target.mesh import MeshPlan
 from .arrays import EXPERTS, Array, Arrays
-from .batch_layout import BatchLayout, plan_batch_layout
+from .roles import STAGE, AxisRoles
 from .rules import ArrayPlan, Refusal, RuleTable, resolve
 
-# The purpose of mesh axes that only a user's own rules can split anything over.
-NOT_IMPLEMENTED = {"stage": "pipeline parallelism"}
 # Presets that use an axis.
 SHARDING_OF = {
     "context": "sharding=fsdp_context", "expert": "sharding=fsdp_expert", "tensor": "sharding=fsdp_tensor",
@@ -36,13 +34,8 @@ class ShardingPlan:
     parameters: tuple[ArrayPlan, ...]
     optimizer: tuple[ArrayPlan, ...]  # parameter-shaped optimizer state, by the path of its parameter, which is trained
     activations: tuple[ArrayPlan, ...]
-    batch: BatchLayout
+    roles: AxisRoles
     warnings: tuple[Problem, ...]
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes (size > 1) that the batch is split over, by sequences or by length."""
-        return self.batch.axes
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -55,16 +48,18 @@ class ShardingPlan:
         return tuple(plan.array.path for plan in self.parameters if not plan.array.is_trained)
 
 
-def gathered_bytes(parameter: ArrayPlan, spec: RunSpec, mesh: MeshPlan) -> int:
-    """Returns the bytes of a parameter on a device, in the type that it is used in, once gathered over the batch axes.
-    Experts stay where they are."""
-    of_batch = plan_batch_layout(spec.sharding, mesh).axes
-    kept = tuple(axis for d in parameter.dimensions for axis in d.axes if axis not in of_batch or d.logical == EXPERTS)
+def gathered_bytes(parameter: ArrayPlan, mesh: MeshPlan, roles: AxisRoles) -> int:
+    """Returns the bytes of a parameter on a device, in the type that it is used in, once gathered over the axes that
+    split tokens. Experts stay where they are."""
+    split = ((d.logical, axis) for d in parameter.dimensions for axis in d.axes)
+    kept = tuple(axis for logical, axis in split if axis not in roles.tokens or logical == EXPERTS)
     itemsize = jnp.dtype(parameter.array.compute_dtype).itemsize
     return math.prod(parameter.array.shape) * itemsize // mesh.num_shards(kept)
 
 
-def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan, compiler: CompilerTraits) -> ShardingPlan:
+def plan_sharding(
+    rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan, roles: AxisRoles, compiler: CompilerTraits
+) -> ShardingPlan:
     """Returns the layout of every parameter, its optimizer state and every named activation. Raises ConfigError."""
     problems: list[Problem] = []
     # Rules that the optimizer inherits from the parameters refuse the same dimensions: reported once.
@@ -76,22 +71,22 @@ def plan_sharding(rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan, compiler:
     whole = _check_replicated(rules, parameters, optimizer, mesh)
     problems += whole if rules.on_replicated == "error" else []
     problems += _check_layers_dimension(parameters)
-    batch = plan_batch_layout(rules, mesh)
-    problems += _check_update_layout(parameters, optimizer, batch.axes)
-    problems += _check_batch_dimension(activations, "batch", batch.sequence_axes)
-    problems += _check_batch_dimension(activations, "length", batch.length_axes)
+    problems += _check_update_layout(parameters, optimizer, roles.tokens)
+    problems += _check_batch_dimension(activations, "batch", roles.sequence)
+    problems += _check_batch_dimension(activations, "length", roles.length)
     if not problems and len(activations) == len(arrays.activations):  # a batch that does not divide is not laid out
         problems += _check_idle_axes(parameters, activations, mesh)
     raise_if_any(problems)
     warnings = tuple(whole) if rules.on_replicated == "warn" else ()
-    return ShardingPlan(parameters, optimizer, activations, batch, warnings)
+    return ShardingPlan(parameters, optimizer, activations, roles, warnings)
 
 
 def usable_mesh(spec: RunSpec) -> MeshSpec:
-    """Returns the declared sizes. Raises ConfigError for axes of a parallelism that is not implemented."""
-    used = {axis for rule in spec.sharding.activations for axis in rule.mesh}
-    asked = [axis for axis in NOT_IMPLEMENTED if getattr(spec.mesh, axis) > 1 and axis not in used]
-    raise_if_any(_not_implemented(axis) for axis in asked)
+    """Returns the declared sizes. Raises ConfigError for stages: pipelines are not implemented."""
+    if spec.mesh.stage != 1:
+        what = "pipeline parallelism is not implemented: nothing is split over it"
+        fix = f"set mesh.{STAGE}=1, and use data, fsdp or tensor instead"
+        raise ConfigError([Problem(f"mesh.{STAGE}", what, fix)])
     return spec.mesh
 
 
@@ -192,9 +187,7 @@ def _check_idle_axes(
     for axis, size in mesh.sizes.items():
         if size == 1 or axis in computing:
             continue
-        if axis in NOT_IMPLEMENTED:
-            problems.append(_not_implemented(axis))
-        elif axis in storing:
+        if axis in storing:
             what = f"parameters are split over {axis} and no activation is: its {size} devices would do the same work"
             problems.append(Problem("sharding.activations", what, f"add {axis} to the rule for batch"))
         else:
@@ -202,11 +195,6 @@ def _check_idle_axes(
             choose = SHARDING_OF.get(axis, "a sharding that uses it")
             problems.append(Problem(f"mesh.{axis}", what, f"set mesh.{axis}=1, or choose {choose}"))
     return problems
-
-
-def _not_implemented(axis: str) -> Problem:
-    fix = f"set mesh.{axis}=1, and use data, fsdp or tensor instead"
-    return Problem(f"mesh.{axis}", f"{NOT_IMPLEMENTED[axis]} is not implemented: nothing is split over it", fix)
 
 
 def _check_replicated(

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..config.spec import RunSpec, TokenOrderName
+from ..config.spec import TokenOrderName
 from ..target.mesh import MeshPlan
-from .batch_layout import plan_batch_layout
+from .roles import AxisRoles
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,6 @@ class TokenOrder:
         return (jnp.asarray(self.chunks(), jnp.int32)[shard][:, None] * chunk + jnp.arange(chunk)).reshape(-1)
 
 
-def plan_token_order(spec: RunSpec, mesh: MeshPlan) -> TokenOrder:
-    """Returns the order in which the declaration lays out tokens on this mesh."""
-    return TokenOrder(spec.token_order, mesh.num_shards(plan_batch_layout(spec.sharding, mesh).length_axes))
+def plan_token_order(name: TokenOrderName, mesh: MeshPlan, roles: AxisRoles) -> TokenOrder:
+    """Returns the order of this name in which tokens lie on a mesh."""
+    return TokenOrder(name, mesh.num_shards(roles.length))

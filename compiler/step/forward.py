@@ -100,11 +100,11 @@ def _sum_of(trees: Sequence[Any]) -> Any:
 
 def _over_batch(plan: Plan) -> Callable[[Any], Any]:
     """The sum over all devices that have tokens of a microbatch, of a tree of arrays; it has no gradient."""
-    batch_axes = plan.sharding.batch_axes
+    axes = plan.roles.tokens
 
     def summed(tree: Any) -> Any:
         tree = jax.tree.map(jax.lax.stop_gradient, tree)
-        return jax.lax.psum(tree, batch_axes) if batch_axes else tree
+        return jax.lax.psum(tree, axes) if axes else tree
 
     return summed
 
@@ -148,7 +148,7 @@ class Shared:
 def _shared(part: Batch, dropout_key: Array | None, plan: Plan) -> Shared:
     """Devices that have parts of the same sequences count positions in the order in which those lie on them, and drop
     by keys of their own."""
-    length, length_axes = part["inputs"].shape[1], plan.sharding.batch.length_axes
+    length, length_axes = part["inputs"].shape[1], plan.roles.length
     shard = jax.lax.axis_index(length_axes) if length_axes else None
     if "positions" in part:
         positions_BT = part["positions"]
@@ -187,13 +187,13 @@ def _context_maker(plan: Plan) -> ContextMaker:
 
 
 def _activation_layout(plan: Plan) -> Callable[..., Array]:
-    """Activation rules over the auto axes, as constraints; the batch axes are split already. Each activation
-    is marked with its name, for remat."""
-    auto_axes = plan.auto_axes
-    specs = {planned.array.path: keep_axes(planned.spec, auto_axes) for planned in plan.sharding.activations}
+    """Activation rules over the partitioner's axes, as constraints; manual axes split them already. Each activation is
+    marked with its name, for remat."""
+    axes = plan.roles.partitioner
+    specs = {planned.array.path: keep_axes(planned.spec, axes) for planned in plan.sharding.activations}
 
     def activation(name: str, x: Array, *_: str | None, gradient: LogicalAxes | None = None) -> Array:
-        if not auto_axes:
+        if not axes:
             return marked(name, x)
         forward, backward = specs[name], specs[gradient_name(name) if gradient else name]
         with jax.named_scope(layout_scope(name)):

@@ -1,8 +1,8 @@
 """The train step: (state, batch) -> (state, metrics). Pure; everything about devices comes from the plan.
 
-The gradient is a function of local batches: manual over the mesh axes that split the batch, so that what crosses the
-network for data parallelism is written down (weights.py); auto over the others, along which activation rules say
-how matmuls are split.
+The gradient is a function of local batches: manual over the mesh axes that split tokens or layers (roles.py), so that
+what crosses the network for data parallelism is written down (weights.py); auto over the others, along which activation
+rules say how matmuls are split.
 """
 
 from collections.abc import Callable
@@ -89,27 +89,27 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
 
     dropout_key: None for no dropout. Gradients are accumulated in `precision.gradients` over the microbatches.
     """
-    batch_axes = plan.sharding.batch_axes
+    roles = plan.roles
     local = _build_local_loss(plan, with_gradients=with_gradients)
     split = local
-    tokens_specs = dict.fromkeys(batch_arrays(plan.spec), plan.sharding.batch.spec)
-    if batch_axes:
+    tokens_specs = dict.fromkeys(batch_arrays(plan.spec), roles.tokens_spec)
+    if roles.manual:
         params_specs, update_specs = (
-            jax.tree.map(lambda p: keep_axes(p, batch_axes), specs, is_leaf=_is_spec)
+            jax.tree.map(lambda p: keep_axes(p, roles.manual), specs, is_leaf=_is_spec)
             for specs in (plan.specs["params"], update_layouts(plan.model, plan.sharding))
         )
         split = jax.shard_map(
             local,
             in_specs=(
                 params_specs,
-                tokens_specs | {"row": plan.sharding.batch.rows_spec},
+                tokens_specs | {"row": roles.rows_spec},
                 PartitionSpec(),
                 PartitionSpec(),
             ),
             out_specs=(PartitionSpec(), update_specs, PartitionSpec(), PartitionSpec())
             if with_gradients
             else PartitionSpec(),
-            axis_names=set(plan.mesh.sizes) - set(plan.auto_axes),
+            axis_names=set(plan.mesh.sizes) - set(roles.partitioner),  # one of size 1 is as good as manual
             check_vma=False,  # the reductions are all written out, and tested against one device
         )
 
@@ -123,12 +123,12 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
 
 def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     """The same of this device's part of the batch, with its shards of the parameters."""
-    precision, batch_axes = plan.spec.precision, plan.sharding.batch_axes
+    precision, tokens = plan.spec.precision, plan.roles.tokens
     schedule = choose_schedule(plan)
     used_types = like(plan.abstract["params"], {p.array.path: p.array.compute_dtype for p in plan.sharding.parameters})
     reduction = Reduction(jnp.dtype(precision.gradient_reduction), precision.gradients, is_last=False)
-    over_batch = partial(jax.lax.psum, axis_name=batch_axes) if batch_axes else lambda x: x
-    by_shard = partial(jax.lax.all_gather, axis_name=batch_axes) if batch_axes else lambda x: x[None]
+    over_batch = partial(jax.lax.psum, axis_name=tokens) if tokens else lambda x: x
+    by_shard = partial(jax.lax.all_gather, axis_name=tokens) if tokens else lambda x: x[None]
 
     def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
         with jax.named_scope(WORKING_PARAMETERS):

@@ -107,7 +107,7 @@ def _assembled(plan: Plan, params: Any) -> Any:
     def assembled(x: Array, layout: Any, updated: PartitionSpec, stored: PartitionSpec) -> Array:
         if not is_assembled(layout):
             return x
-        axes = plan.sharding.batch_axes
+        axes = plan.roles.tokens
         gather = jax.shard_map(
             lambda x: assemble(x, layout),
             in_specs=keep_axes(updated, axes),

@@ -1,7 +1,7 @@
 """The mesh: how many devices along each axis."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -32,10 +32,6 @@ class MeshPlan:
     @property
     def num_devices(self) -> int:
         return math.prod(self.sizes.values())
-
-    def besides(self, axes: Collection[str]) -> tuple[str, ...]:
-        """Returns the other axes of more than one device."""
-        return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis not in axes)
 
     def num_shards(self, axes: tuple[str, ...]) -> int:
         """Returns the number of shards of a dimension over these axes."""

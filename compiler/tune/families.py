@@ -12,6 +12,7 @@ Programs that differ in more than sizes are in another family: another variant, 
 device, one microbatch. Strategies are taken to be alike in a family: those that are not are traced as the fallback.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from ..estimate.step_time import Hiding, head_dim_of, plan_hiding
 from ..parallel.loss import LossOp
 from ..parallel.matmul import COLLECTIVE_MATMUL
 from ..parallel.registry import OPERATIONS
+from ..sharding.roles import plan_roles
 from ..target.target import TargetPlan
 from .space import Candidate, Sizes, Variant, with_layout
 
@@ -169,8 +171,7 @@ def family_key(one: Candidate, families: Mapping[Key, Family]) -> Key | None:
 
 
 def _wide_key(one: Candidate) -> Key:
-    batch = _batch_axes(one.variant.spec)
-    hard = tuple(axis for axis in _named_axes(one) if axis not in batch)
+    hard = tuple(axis for axis in _named_axes(one) if axis not in one.roles.sequence)
     return "any axes of the batch", one.variant.choices, hard, one.num_microbatches > 1
 
 
@@ -185,10 +186,9 @@ def _mesh_key(one: Candidate) -> Key:
 
 def _named_axes(one: Candidate) -> tuple[str, ...]:
     """Returns the axes of more than one device; with its size that of a ring, which has a step for each device."""
-    spec = one.variant.spec
-    ring_axes = set(_length_axes(spec))
+    ring_axes = set(one.roles.length)
     if any(strategy == COLLECTIVE_MATMUL for _, _, strategy in one.strategies):
-        ring_axes |= {axis for axis, _ in one.sizes} - _batch_axes(spec)
+        ring_axes |= set(one.roles.partitioner)
     return tuple(f"{axis}={size}" if axis in ring_axes else axis for axis, size in one.sizes)
 
 
@@ -283,14 +283,13 @@ def _spec_of(point: TracePoint) -> RunSpec:
     """Returns the declaration of a point: its own batch, and a limit on logits that gives its chunks."""
     base = point.variant.spec
     sizes = dict(point.sizes)
-    shards = int(np.prod([sizes[axis] for axis in _sequence_axes(base)]))
+    roles = plan_roles(base.sharding, sizes)
+    shards = math.prod(sizes[axis] for axis in roles.sequence)
     batch = point.sequences_of_device * point.num_microbatches * shards
-    split = int(
-        np.prod([sizes[axis] for rule in base.sharding.activations if "vocab" in rule.logical for axis in rule.mesh])
-    )
-    tokens = (
-        point.sequences_of_device * base.sequence_length // int(np.prod([sizes[axis] for axis in _length_axes(base)]))
-    )
+    of_vocab = (axis for rule in base.sharding.activations if "vocab" in rule.logical for axis in rule.mesh)
+    split = math.prod(sizes[axis] for axis in of_vocab)
+    length = base.sequence_length // math.prod(sizes[axis] for axis in roles.length)
+    tokens = point.sequences_of_device * length
     limit = max(1, -(-tokens * base.model.vocab_size * 4 // split // point.num_loss_chunks))
     loss = base.loss.model_copy(update={"max_logits_bytes": limit, "max_logits_share": 0.0})
     update = {"global_batch_size": batch, "loss": loss, "parallel": {**base.parallel, **dict(point.strategies)}}
@@ -315,9 +314,8 @@ def _mesh_sizes(candidates: Sequence[Candidate]) -> list[Sizes]:
 
 def _spanning(candidates: Sequence[Candidate]) -> list[Sizes]:
     """Returns the meshes in which every axis of the batch that some use has more than one device."""
-    known, batch = _mesh_sizes(candidates), _batch_axes(candidates[0].variant.spec)
-    used = {axis for sizes in known for axis, size in sizes if size > 1} & batch
-    return [sizes for sizes in known if all(size > 1 for axis, size in sizes if axis in used)]
+    used = {axis for one in candidates for axis in one.roles.sequence}
+    return [sizes for sizes in _mesh_sizes(candidates) if all(size > 1 for axis, size in sizes if axis in used)]
 
 
 def _logs(meshes: Sequence[Sizes]) -> Numbers:
@@ -338,17 +336,3 @@ def _common_strategies(candidates: Sequence[Candidate]) -> tuple[tuple[str, Stra
             ways = {tuple((site, name) for kind, site, name in one.strategies if kind == op.kind) for one in candidates}
             found[op.kind] = dict(ways.pop()) if len(ways) == 1 else op.fallback
     return tuple(found.items())
-
-
-def _batch_axes(spec: RunSpec) -> frozenset[str]:
-    """Returns the mesh axes that split the batch."""
-    return frozenset(axis for rule in spec.sharding.activations if "batch" in rule.logical for axis in rule.mesh)
-
-
-def _length_axes(spec: RunSpec) -> frozenset[str]:
-    """Returns the mesh axes that split sequences."""
-    return frozenset(axis for rule in spec.sharding.activations if "length" in rule.logical for axis in rule.mesh)
-
-
-def _sequence_axes(spec: RunSpec) -> tuple[str, ...]:
-    return tuple(sorted(_batch_axes(spec)))

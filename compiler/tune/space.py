@@ -23,6 +23,7 @@ from ..estimate.step_time import plan_rates
 from ..parallel.loss import LossOp
 from ..parallel.remat import check_remat
 from ..sharding.arrays import Arrays, build_model, find_arrays
+from ..sharding.roles import AxisRoles, plan_roles
 from ..target.calibration import calibrate_target
 from ..target.mesh import MeshPlan
 from ..target.placement import plan_placement, square_block
@@ -58,6 +59,7 @@ class Candidate:
 
     variant: Variant
     mesh: MeshPlan
+    roles: AxisRoles
     device_order: tuple[str, ...]
     num_microbatches: int
     sequences_of_device: int  # of one microbatch
@@ -213,10 +215,9 @@ class _Rules:
         """Yields all meshes in all orders of devices with all numbers of microbatches."""
         wanted = {axis: sizes for axis, sizes in self.spec.tune.mesh.items() if sizes is not None}
         allowed = wanted | _fixed_sizes(self.spec)
-        batch_axes = [axis for rule in self.spec.sharding.activations if "batch" in rule.logical for axis in rule.mesh]
         for sizes in mesh_sizes(self.axes, self.target.num_devices, allowed):
-            shards = math.prod(sizes.get(axis, 1) for axis in batch_axes)
             whole = dict.fromkeys(type(self.spec.mesh).model_fields, 1) | sizes
+            shards = math.prod(whole[axis] for axis in plan_roles(self.spec.sharding, whole).sequence)
             for order, number in product(self.device_orders(whole), _microbatches(self.spec, shards)):
                 yield tuple(whole.items()), order, number
 
@@ -254,12 +255,14 @@ class _Rules:
 
 
 def _candidate(variant: Variant, layout: Layout, device_order: tuple[str, ...], num_microbatches: int) -> Candidate:
-    shards = layout.mesh.num_shards(layout.sharding.batch.sequence_axes)
+    shards = layout.mesh.num_shards(layout.sharding.roles.sequence)
     sequences = variant.spec.global_batch_size // num_microbatches // shards
     (loss,) = (each.chosen.parameters for each in layout.operations if isinstance(each.op, LossOp))
     declared = (each for each in layout.operations if each.op.is_declared)
     strategies = tuple((each.op.kind, each.site.name, each.chosen.name) for each in declared)
-    return Candidate(variant, layout.mesh, device_order, num_microbatches, sequences, loss, strategies)
+    return Candidate(
+        variant, layout.mesh, layout.sharding.roles, device_order, num_microbatches, sequences, loss, strategies
+    )
 
 
 def _fixed_sizes(spec: RunSpec) -> dict[str, tuple[int, ...]]:

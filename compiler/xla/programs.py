@@ -46,7 +46,7 @@ def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs
     """Traces and lowers the plan's programs for a mesh of devices; each is a `jax.stages.Lowered`."""
     state = jax.tree.map(lambda x, spec: _on(mesh, x.shape, x.dtype, spec), plan.abstract, plan.specs)
     tokens_shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
-    tokens = _on(mesh, tokens_shape, jnp.int32, plan.sharding.batch.spec)
+    tokens = _on(mesh, tokens_shape, jnp.int32, plan.roles.tokens_spec)
     batch = dict.fromkeys(batch_arrays(plan.spec), tokens)
     shardings = jax.tree.map(lambda x: x.sharding, state)
     replicated = NamedSharding(mesh, PartitionSpec())

@@ -165,7 +165,7 @@ class Replay:
         """Returns the rows of the batch whose shards have no finite loss; all where that is not the point."""
         parts = ~np.isfinite(result.metrics[LOSS_BY_SHARD])
         devices = self._devices_of_shards(parts)
-        rows = NamedSharding(self._mesh, self._plan.sharding.batch.rows_spec)
+        rows = NamedSharding(self._mesh, self._plan.roles.rows_spec)
         held = rows_held(rows, self._plan.spec.global_batch_size, devices or self._mesh.devices.flat)
         return sorted(sequences_of(self._plan.row_order, held))
 
@@ -182,7 +182,7 @@ class Replay:
 
     def _devices_of_shards(self, is_unlike: np.ndarray) -> list[Any]:
         """Returns the devices of those shards of the batch, which are in the order of the mesh axes that split it."""
-        axes = self._plan.sharding.batch_axes
+        axes = self._plan.roles.tokens
         sizes = tuple(self._mesh.shape[axis] for axis in axes)
         named = is_unlike.reshape(sizes) if axes else is_unlike.reshape(())
         order = [axis for axis in self._mesh.axis_names if axis in axes]

@@ -224,7 +224,7 @@ def gradients_of(
     mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
     specs = plan.specs["params"]
     sharded = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
-    rows = NamedSharding(mesh, plan.sharding.batch.spec)
+    rows = NamedSharding(mesh, plan.roles.tokens_spec)
     host = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], **documents}
     host = in_order(host, plan.token_order.of_sequence(tokens.shape[1] - 1))
     batch = {name: jax.device_put(x[plan.row_order.rows()], rows) for name, x in host.items()}

@@ -104,7 +104,7 @@ def test_the_declared_bound_holds_for_the_logits_of_the_compiled_step(layout, to
     whole, blocked = plan_of(*layout, "model.vocab_size=1024"), plan_of(*layout, "model.vocab_size=1024", "loss.max_logits_bytes=16384")  # fmt: skip  # noqa: E501
     assert whole.operation("loss").chosen.parameters == 1
     assert blocked.operation("loss").chosen.parameters > 1
-    shards = whole.mesh.num_shards(whole.sharding.batch_axes)
+    shards = whole.mesh.num_shards(whole.sharding.roles.tokens)
     vocab = 1024 // whole.mesh.sizes["tensor"]
     sequences = 16 // shards // whole.spec.num_microbatches
     params = whole.model.init(jax.random.key(0))

@@ -28,6 +28,7 @@ from meshloom.compiler.parallel.weights import (
     reduce_gradient,
     scatter_dims,
 )
+from meshloom.compiler.sharding.roles import AxisRoles
 from meshloom.compiler.step.prefetch import prefetch_layers
 from meshloom.compiler.step.scan import scan_layers
 from meshloom.compiler.step.schedule import StackFunctions
@@ -173,8 +174,9 @@ def _gradients(layout, loop, when, skip_boundary_collectives):
         for axes in (layout.stored, layout.updated)
     )
     others = tuple(axis for axis in layout.mesh if axis not in BATCH_AXES)
+    roles = AxisRoles(sequence=BATCH_AXES, length=(), stage=(), partitioner=others)
     plans = {
-        name: plan_weight(name, stored[name], stored[name], updated[name], BATCH_AXES, others, is_stacked=True)
+        name: plan_weight(name, stored[name], stored[name], updated[name], roles, is_stacked=True)
         for name in DIMENSIONS
     }
     if plans["scale_E"].gathered:

@@ -95,7 +95,7 @@ def test_a_layer_that_looks_at_other_tokens_is_refused(how):
     plan = pointwise_plan(*OVER_CONTEXT)
     mixing = replace(plan.model, stacks=(Stack("layers", build_piece(lambda _: Mixing(how)), 1),))
     with pytest.raises(ConfigError) as raised:
-        check_length_split(plan.spec, mixing, plan.mesh)
+        check_length_split(plan.spec, mixing, plan.roles)
     assert "Mixing looks from one token at another, and the length is split over context" in str(raised.value)
 
 
