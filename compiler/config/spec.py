@@ -37,8 +37,8 @@ from .overlap_spec import OverlapSpec, StrategyChoice
 from .target_spec import TargetSpec
 from .tune_spec import TuneSpec
 
-# Slowest link first: replicas across slices, tensor shards on neighbouring chips.
-MeshAxis = Literal["replica", "data", "fsdp", "stage", "context", "expert", "tensor"]
+# The axes that rules may name. Slowest link first: replicas across slices, tensor shards on neighbouring chips.
+MeshAxis = Literal["replica", "data", "fsdp", "context", "expert", "tensor"]
 TokenOrderName = Literal["zigzag", "contiguous"]
 RematPolicy = Literal["none", "full", "save_dots", "save_names", "offload"]
 
@@ -95,12 +95,12 @@ PlacedAxis = Annotated[str, AfterValidator(_placed_axis)]
 
 class MeshSpec(Config):
     """Devices along each mesh axis; one of them may be -1: all remaining devices. replica: None: one for each slice of
-    the target, two in a single slice."""
+    the target, two in a single slice. stage: of a pipeline; no key offers it before pipelines are implemented."""
 
     replica: AxisSize | None
     data: AxisSize
     fsdp: AxisSize
-    stage: AxisSize
+    stage: AxisSize = Field(default=1, repr=False)
     context: AxisSize
     expert: AxisSize
     tensor: AxisSize

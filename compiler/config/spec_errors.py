@@ -52,7 +52,8 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
             own = f"`# @package run.extra.{path[-1]}`"
             fix = f"begin its files with {own}, or `# @package _global_` for keys that there are"
             return Problem(key, what, fix)
-        known = dict.fromkeys([*node.model_fields, *(groups if node is spec_type else ())]) if node else {}
+        offered = [name for name, field in node.model_fields.items() if field.repr] if node else []
+        known = dict.fromkeys([*offered, *(groups if node is spec_type else ())])
         fix = use_one_of(shortened(str(path[-1])), known)
         if node is spec_type and "did you mean" not in fix:
             fix += f"; a key of your own goes into run.extra: run.extra.{shortened(str(path[-1]), MOST_SHOWN)}=..."

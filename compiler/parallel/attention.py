@@ -53,9 +53,9 @@ PLATFORM_OF = {CUDNN: "gpu", SPLASH: "tpu"}
 
 @dataclass(frozen=True)
 class Kernel:
-    """implementation: of attention. heads: how queries (batch, length, heads, head_dim) lie over `partitioner`. exchange: how
-    keys and values reach the queries of other devices, where mesh axes split the length. budget: of one backward kernel
-    of splash."""
+    """implementation: of attention. heads: how queries (batch, length, heads, head_dim) lie over `partitioner`.
+    exchange: how keys and values reach the queries of other devices, where mesh axes split the length. budget: of one
+    backward kernel of splash."""
 
     implementation: Implementation
     heads: PartitionSpec

@@ -9,9 +9,11 @@ A schedule is handed the model as functions of local arrays (`ModelFunctions`), 
 gathered and how their gradients are reduced (`ModelWeights`), and this device's sequences; it returns sums over them
 and gradients in the layout of the update. It runs within the `shard_map` of the step, so it may call any collective.
 
-A pipeline over a mesh axis `stage` needs one file with a class like `SequentialSchedule`, and a line in
-`choose_schedule`: it differentiates `embed`, each layer and `head` separately, and every loss that they return has
-`gradient_scale` as its cotangent, since each is this device's part of the mean objective already.
+A pipeline over the mesh axis `stage` differentiates `embed`, each layer and `head` separately, and every loss that they
+return has `gradient_scale` as its cotangent, since each is this device's part of the mean objective already. `stage` is
+manual in the step already (sharding/roles.py). Missing, besides the schedule itself: `layers` split over `stage`
+(sharding.py, weight_plan.py), regions of a program that run more often on one stage than on another (read_jaxpr.py,
+program_costs.py), a clock for each stage (xla/schedule/simulate.py), and ends of the model over `stage` (lm_head.py).
 """
 
 from collections.abc import Callable

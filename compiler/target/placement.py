@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 
 from meshloom.models.numbers import divisors
 
+from ..config.spec import MeshAxis
 from ..config.target_spec import SwitchSpec, TorusSpec
 from ..core.errors import ConfigError, Problem
 from .axis_segments import TORUS_AXES, AxisSegment, declared_blocks, lay_in_nodes, lay_on_torus, traffic_of
@@ -166,7 +167,7 @@ def _across(sizes: Mapping[str, int], target: TargetPlan) -> tuple[dict[str, int
             inner[axis] //= count
             left = stride
     if left > 1:
-        shown = ", ".join(f"{axis}={sizes[axis]}" for axis in ACROSS_SLICES)
+        shown = ", ".join(f"{axis}={sizes[axis]}" for axis in ACROSS_SLICES if axis in get_args(MeshAxis))
         what = f"no axis that can cross the {target.num_slices} slices is a multiple of {target.num_slices}: {shown}"
         fix = f"set mesh.replica={target.num_slices}, as sharding=hsdp does, or target.num_slices=1"
         raise ConfigError([Problem("mesh", what, fix)])
