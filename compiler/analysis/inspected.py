@@ -66,7 +66,7 @@ def inspect_text(
     if isinstance(schedule, Unavailable):
         raise ConfigError([Problem(name, schedule.why, COMPILED)])
     peak = read_part(lambda: read_peak(module))
-    findings = lint_program(module, devices, schedule.collectives, schedule.step)
+    findings = lint_program(module, devices, schedule)
     return InspectedProgram(module, devices, schedule, peak, memory, findings)
 
 

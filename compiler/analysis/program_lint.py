@@ -12,36 +12,34 @@ There is one finding per rule and kind, which names the places that cost most. W
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ..core.collectives import CollectiveKind
 from ..core.format import be, counted, human_bytes, human_names, human_seconds, human_share
 from ..schema import CollectiveReport, Finding, StepReport, or_infinity
 from ..target.compiler_options import presets_for
 from ..target.target import TargetPlan
-from ..xla.hlo import Computation, Instruction, Module
+from ..xla.hlo import Instruction, Module
+from ..xla.hlo.uses import CASTS, VIEWS, Place, Use, Uses
 from .lint import LEAST_BYTES, NUM_PLACES
 from .program_devices import ProgramDevices
+from .schedule_analysis import ScheduleAnalysis
+from .wasted_transfers import find_wasted_transfers
 
 LEAST_ARRAY_BYTES = 64 * 2**20  # as the default of sharding.replicated_bytes_threshold
 LEAST_SHARE = 0.01  # of the step, that synchronous collectives of a kind cost
 
-_HANDED_ON = frozenset({
-    "all-reduce-done", "bitcast", "convert", "copy", "get-tuple-element", "reshape", "slice", "transpose",
-})  # fmt: skip
 _RANDOM = re.compile(r"threefry|random_bits|random_seed|shuffle|bernoulli|_uniform|_normal")  # JAX's names
-_REDUCES = frozenset({"all-reduce", "all-reduce-start"})
 
 
-def lint_program(
-    module: Module, devices: ProgramDevices, collectives: Sequence[CollectiveReport], step: StepReport
-) -> tuple[Finding, ...]:
+def lint_program(module: Module, devices: ProgramDevices, schedule: ScheduleAnalysis) -> tuple[Finding, ...]:
     """Returns all findings; warnings that cost time first, notes last."""
+    collectives, step, target = schedule.collectives, schedule.step, devices.target
     found = (
-        *_synchronous(collectives, step, devices.target),
-        *_reduced_then_sliced(module, collectives, devices.target),
-        *_replicated(module, devices.target),
+        *_synchronous(collectives, step, target),
+        *find_wasted_transfers(module, collectives, schedule.dones, is_cpu=target.platform == "cpu"),
+        *_reduced_then_sliced(module, collectives, schedule.dones, target),
+        *_replicated(module, target),
         *_random_bits(collectives),
         *_wide(collectives),
         *_assumed_order(devices, collectives),
@@ -125,23 +123,26 @@ def _replicated(module: Module, target: TargetPlan) -> Iterator[Finding]:
 
 
 def _reduced_then_sliced(
-    module: Module, collectives: Sequence[CollectiveReport], target: TargetPlan
+    module: Module, collectives: Sequence[CollectiveReport], dones: Mapping[str, str], target: TargetPlan
 ) -> Iterator[Finding]:
     candidates = {each.name: each for each in collectives if each.kind == "all-reduce" and _is_large(each)}
+    ends = {done: candidates[name] for done, name in dones.items() if name in candidates}
+    uses, through = Uses(module), VIEWS | CASTS | {"slice"}
     sliced = [
-        found
+        ends[each.name]
         for computation in module.computations.values()
-        for instruction in computation.instructions
-        if instruction.opcode in _REDUCES and (found := candidates.get(instruction.name)) is not None
-        if found.group_size > 1 and _Slices(module, computation, found.group_size).are_all_uses(instruction)
+        for each in computation.instructions
+        if each.opcode != "parameter"
+        and (found := ends.get(each.name))
+        and _is_used_by_shard(uses.of(Place(computation, each), through=through), found.group_size)
     ]
     if not sliced:
         return
-    saved = sum(each.bytes for each in sliced) // 2
+    saved, number = sum(each.bytes for each in sliced) // 2, sum(each.count for each in sliced)
     yield Finding(
         rule="reduced-then-sliced",
         severity="warning",
-        what=f"each device uses a part of what {counted(sum(each.count for each in sliced), 'all-reduce')} give it: "
+        what=f"{counted(number, 'all-reduce')} of which each device uses a part: "
         f"{human_bytes(saved)} a step are moved for nothing",
         where=_places(sliced, lambda each: each.bytes),
         fix="give the sum the sharding of its use, by with_sharding_constraint or psum_scatter; if it has that, "
@@ -149,34 +150,14 @@ def _reduced_then_sliced(
     )
 
 
-@dataclass(frozen=True)
-class _Slices:
-    """Whether values of a computation are only used in parts: one of as many parts as there are devices in a group.
-    Slices at places that the program itself fixes are the same on every device, so they count as the value."""
-
-    module: Module
-    computation: Computation
-    num_parts: int
-
-    def are_all_uses(self, instruction: Instruction) -> bool:
-        """Returns whether only parts of a value are used. What leaves the computation is used whole."""
-        readers = [each for each in self.computation.instructions if instruction.name in each.operands]
-        if instruction is self.computation.root or not readers:
-            return False
-        return all(self._takes_a_part(each, instruction) for each in readers)
-
-    def _takes_a_part(self, reader: Instruction, value: Instruction) -> bool:
-        if reader.opcode == "dynamic-slice" and reader.operands[0] == value.name:
-            (whole,), (part,) = value.arrays, reader.arrays
-            return part.num_elements == -(-whole.num_elements // self.num_parts)
-        if reader.opcode in _HANDED_ON:
-            return self.are_all_uses(reader)
-        if reader.opcode != "fusion":
-            return False
-        inner = self.module.computations[reader.called[0]]
-        within = _Slices(self.module, inner, self.num_parts)
-        taken = [inner.parameters[n] for n, name in enumerate(reader.operands) if name == value.name]
-        return all(within.are_all_uses(each) for each in taken)
+def _is_used_by_shard(uses: Sequence[Use], num_parts: int) -> bool:
+    """Returns whether a value is only used in parts: one of as many parts as there are devices in a group. Slices at
+    places that the program itself fixes are the same on every device."""
+    return num_parts > 1 and bool(uses) and all(
+        use.reader.opcode == "dynamic-slice" and use.place == 0 and use.array is not None and not use.is_result
+        and use.reader.arrays[0].num_elements == -(-use.array.num_elements // num_parts)
+        for use in uses
+    )  # fmt: skip
 
 
 def _assumed_order(devices: ProgramDevices, collectives: Sequence[CollectiveReport]) -> Iterator[Finding]:

@@ -1,0 +1,260 @@
+"""Finds transfers that another layout or another order of operations would save, and names what causes them.
+
+stack-gathered-whole        a stack of layers is split along the dimension that a loop runs along: all of it is gathered
+gathered-then-sliced        each device uses only a part of what an all-gather gives it
+upcast-transfer             a wider type is transferred than what goes in, or what is made of it, has
+
+Where values come from and go to: compiler/xla/hlo/uses.py.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..core.collectives import CollectiveKind
+from ..core.format import counted, human_bytes, human_names, human_seconds, human_share
+from ..schema import CollectiveReport, Finding, total
+from ..xla.hlo import Computation, Instruction, Module
+from ..xla.hlo.sources import source_finder
+from ..xla.hlo.types import ArrayType, bits_of
+from ..xla.hlo.uses import VIEWS, Place, Use, Uses
+from .lint import LEAST_BYTES, NUM_PLACES
+from .source_lines import shown
+
+MOST_USED = 0.5  # of a gathered array; what uses more of it needs it whole
+_MOVED: frozenset[CollectiveKind] = frozenset({"all-gather", "all-to-all", "collective-permute"})  # nothing is summed
+_SLICES = frozenset({"dynamic-slice", "slice"})
+_NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One array that a collective moves. sent: what a device gives, an operand of the collective itself. result: what
+    it has afterwards. dimension: that an all-gather joins. share: of the collective's bytes."""
+
+    report: CollectiveReport
+    sent: Place
+    result: Place
+    dimension: int
+    share: float
+
+    @property
+    def array(self) -> ArrayType:
+        """Returns the array that each device has afterwards."""
+        found = self.result.array
+        return found if found is not None else ArrayType("token", ())
+
+
+@dataclass(frozen=True)
+class Waste:
+    """A transfer of which `share` could be saved, why, and what to do. where: what the cause is, after the place of the
+    transfer."""
+
+    rule: str
+    moved: Moved
+    share: float
+    why: str
+    where: str
+    fix: str
+
+
+def find_wasted_transfers(
+    module: Module, collectives: Sequence[CollectiveReport], dones: Mapping[str, str], *, is_cpu: bool
+) -> tuple[Finding, ...]:
+    """Returns the findings on transfers, the one that costs most first. dones: by the instruction that waits for a
+    collective, its name. is_cpu: its compiler computes in float32 what the program has in bfloat16."""
+    seen = _Transfers(module, collectives, dones)
+    found: list[Waste] = []
+    for moved in seen.moved:
+        candidates = (seen.stack(moved), seen.part(moved), None if is_cpu else seen.cast(moved))
+        found += [each for each in candidates if each is not None][:1]
+    alike: dict[tuple[str, str, str], list[Waste]] = defaultdict(list)
+    for each in found:
+        alike[each.rule, each.moved.report.kind, each.fix].append(each)
+    findings = ((_cost(several)[0], _finding(several)) for several in alike.values())
+    return tuple(finding for _, finding in sorted(findings, key=lambda each: -each[0]))
+
+
+@dataclass(frozen=True)
+class _Transfers:
+    """The transfers of a program that move much."""
+
+    module: Module
+    collectives: Sequence[CollectiveReport]
+    dones: Mapping[str, str]
+
+    @cached_property
+    def uses(self) -> Uses:
+        return Uses(self.module)
+
+    @cached_property
+    def moved(self) -> tuple[Moved, ...]:
+        """Returns the arrays that large collectives move."""
+        large = {each.name: each for each in self.collectives if each.bytes // each.count >= LEAST_BYTES}
+        ends = {name: done for done, name in self.dones.items()}
+        return tuple(
+            moved
+            for computation in self.module.computations.values()
+            for name in (each.name for each in computation.instructions if each.opcode != "parameter")
+            if name in large and large[name].kind in _MOVED and ends.get(name, name) in computation.by_name
+            for moved in self._arrays(large[name], computation, ends.get(name, name))
+        )
+
+    def stack(self, moved: Moved) -> Waste | None:
+        """Returns the waste of a parameter that is gathered along the dimension that a loop slices one by one."""
+        array, gathered = moved.array, self._uses_of(moved)
+        if moved.report.kind != "all-gather" or not array.shape or array.shape[moved.dimension] < 2:
+            return None
+        origin = self.uses.origin(moved.sent)
+        num_layers, is_within = array.shape[moved.dimension], moved.result.computation.name in self._bodies
+        is_sliced = bool(gathered) and all(
+            _is_slice(use) and use.reader.opcode == "dynamic-slice" and (use.loops or is_within)
+            and use.reader.arrays[0].num_elements * num_layers == array.num_elements
+            for use in gathered
+        )  # fmt: skip
+        if not is_sliced or not self._is_argument(origin):
+            return None
+        named = origin.instruction.op_name.replace("\\'", "'") or origin.instruction.name
+        held = "" if is_within else ", and then lies whole on each device throughout the loop"
+        return Waste(
+            "stack-gathered-whole", moved, 1 - 1 / num_layers if is_within else 1.0,
+            f"of a whole stack of layers, which is split along the dimension that the loop runs along{held}",
+            f"{named}, a stack of {num_layers}",
+            "split another dimension of the stack, as PartitionSpec(None, 'fsdp'): an iteration then gathers one layer",
+        )  # fmt: skip
+
+    def part(self, moved: Moved) -> Waste | None:
+        """Returns the waste of what is gathered and then only used in part."""
+        gathered = self._uses_of(moved)
+        if moved.report.kind != "all-gather" or not gathered:
+            return None
+        if not all(_is_slice(use) and not use.loops for use in gathered):
+            return None
+        whole, used = moved.array.num_elements, sum(use.reader.arrays[0].num_elements for use in gathered)
+        if used > MOST_USED * whole:
+            return None
+        use = gathered[0]
+        return Waste(
+            "gathered-then-sliced", moved, 1 - used / whole,
+            f"of which each device uses {human_share(used / whole)}",
+            f"sliced by {use.reader.name}{self._at(use.reader)}", _fix_of_slice(use, moved),
+        )  # fmt: skip
+
+    def cast(self, moved: Moved) -> Waste | None:
+        """Returns the waste of an array that is cast to a wider type before it is moved, or to a narrower one after."""
+        dtype = moved.array.dtype
+        before = self.uses.origin(moved.sent, through=VIEWS)
+        if before.instruction.opcode == "convert":
+            narrow = before.computation.by_name[before.instruction.operands[0]].arrays[0].dtype
+            if bits_of(narrow) < bits_of(dtype):
+                return self._cast(moved, narrow, "what goes in", f"cast by {before.instruction.name}", "after")
+        uses = self._uses_of(moved, through=VIEWS)
+        types = {use.reader.arrays[0].dtype for use in uses if use.reader.opcode == "convert" and not use.is_result}
+        if uses and len(types) == 1 and all(use.reader.opcode == "convert" for use in uses):
+            (narrow,) = types
+            if bits_of(narrow) < bits_of(dtype):
+                return self._cast(moved, narrow, "all that uses it", f"cast by {uses[0].reader.name}", "before")
+        return None
+
+    def _cast(self, moved: Moved, narrow: str, which: str, where: str, when: str) -> Waste:
+        wide, short = (_NAMES.get(name, name) for name in (moved.array.dtype, narrow))
+        return Waste(
+            "upcast-transfer", moved, 1 - bits_of(narrow) / bits_of(moved.array.dtype),
+            f"in {wide}, where {which} is {short}", where,
+            f"cast {when} the {moved.report.kind}: {short} crosses instead",
+        )  # fmt: skip
+
+    def _arrays(self, report: CollectiveReport, around: Computation, end: str) -> Iterator[Moved]:
+        found = self._collective(around.by_name[report.name], around, report.kind)
+        if found is None:
+            return
+        inner, within = found
+        sizes = [within.by_name[name].num_bytes for name in inner.operands]
+        dimension = int((inner.attribute("dimensions") or "{0}").strip("{}").split(",")[0] or 0)
+        for number, name in enumerate(inner.operands):
+            path = (number,) if len(sizes) > 1 else ()
+            sent, result = Place(within, within.by_name[name]), Place(around, around.by_name[end], path)
+            yield Moved(report, sent, result, dimension, sizes[number] / max(1, sum(sizes)))
+
+    def _collective(self, outer: Instruction, around: Computation, kind: str) -> tuple[Instruction, Computation] | None:
+        """Returns the collective that an instruction is or holds, and the computation that it is in."""
+        if outer.opcode.removesuffix("-start") == kind:
+            return outer, around
+        for name in outer.called:
+            computation = self.module.computations[name]
+            for each in computation.instructions:
+                if found := self._collective(each, computation, kind):
+                    return found
+        return None
+
+    @cached_property
+    def _bodies(self) -> frozenset[str]:
+        """Returns the bodies of loops."""
+        instructions = (each for c in self.module.computations.values() for each in c.instructions)
+        return frozenset((each.attribute("body") or "").lstrip("%") for each in instructions if each.opcode == "while")
+
+    @cached_property
+    def _lines(self):
+        return source_finder(self.module)
+
+    def _uses_of(self, moved: Moved, **through: frozenset[str]) -> list[Use]:
+        return self.uses.of(moved.result, **through)
+
+    def _is_argument(self, place: Place) -> bool:
+        return place.instruction.opcode == "parameter" and place.computation.name == self.module.entry
+
+    def _at(self, instruction: Instruction) -> str:
+        lines = self._lines(instruction)
+        return f" at {shown(lines, instruction.op_name)}" if lines else ""
+
+
+def _is_slice(use: Use) -> bool:
+    return use.reader.opcode in _SLICES and use.place == 0 and not use.is_result
+
+
+def _fix_of_slice(use: Use, moved: Moved) -> str:
+    """Returns what to do about a gathered array that is sliced."""
+    if use.reader.opcode == "slice":
+        return "slice first, then gather: or give the slice alone the layout that is whole, by with_sharding_constraint"
+    shape, part = (use.array.shape if use.array else ()), use.reader.arrays[0].shape
+    sliced = [d for d, (whole, size) in enumerate(zip(shape, part, strict=False)) if size < whole]
+    if shape == moved.array.shape and moved.dimension in sliced:
+        return (
+            "leave it split: the PartitionSpec of with_sharding_constraint or out_specs before the slice makes it "
+            "whole, so give it that of its use"
+        )
+    return (
+        "do not make it whole between two layouts: constrain it from the first PartitionSpec straight to the second, "
+        "and an all-to-all moves a part of the bytes"
+    )
+
+
+def _cost(several: Sequence[Waste]) -> tuple[float, str]:
+    """Returns the seconds that waste exposes, and its text: '12.0 MiB and 1.20 ms of waiting a step'."""
+    num_bytes = sum(round(each.moved.report.bytes * each.moved.share * each.share) for each in several)
+    shares = [(each.moved.report.exposed_seconds, each.moved.share * each.share) for each in several]
+    seconds = total(None if exposed is None else exposed * share for exposed, share in shares)
+    more = " more than needed" if several[0].share < 1 else ""
+    waiting = "" if seconds is None else f" and {human_seconds(seconds)} of waiting"
+    return seconds or 0.0, f"{human_bytes(num_bytes)}{waiting} a step{more}"
+
+
+def _finding(several: Sequence[Waste]) -> Finding:
+    """Returns one finding of wastes that differ in their places alone."""
+    first = max(several, key=lambda each: each.moved.report.bytes * each.moved.share * each.share)
+    kind = first.moved.report.kind
+    reports = {each.moved.report.name: each.moved.report for each in several}
+    number = counted(sum(each.count for each in reports.values()), kind)
+    places = list(dict.fromkeys(f"{_place(each.moved.report)}: {each.where}" for each in (first, *several)))
+    return Finding(
+        rule=first.rule,
+        severity="warning",
+        what=f"{number} {first.why}: {_cost(several)[1]}",
+        where=human_names(places, NUM_PLACES, between="; "),
+        fix=first.fix,
+    )
+
+
+def _place(report: CollectiveReport) -> str:
+    return f"{report.line or report.source} ({report.name}, {report.where})"

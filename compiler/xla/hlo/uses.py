@@ -1,0 +1,233 @@
+"""Where the values of a module come from and go to: through views, tuples, loops, branches, calls and fusions.
+
+    %g = all-gather(%x)
+    %t = tuple(%i, %g)
+    %w = while(%t), body=%b            %b: %s = parameter(0)
+                                           %e = get-tuple-element(%s), index=1
+                                           %f = fusion(%e, %j), calls=%inner      %inner: dynamic-slice(%p, %q)
+
+The only use of %g is the dynamic-slice of %inner, within the loop %w.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from .parse import Computation, Instruction, Module
+from .types import ArrayType, elements_of, parse_type
+
+VIEWS = frozenset({
+    "all-gather-done", "all-reduce-done", "async-done", "bitcast", "copy", "copy-done", "copy-start", "opt-barrier",
+    "optimization-barrier", "reshape", "transpose",
+})  # fmt: skip
+CASTS = frozenset({"convert", "reduce-precision"})
+
+Path = tuple[int, ...]  # of an element within nested tuples
+
+
+@dataclass(frozen=True)
+class Use:
+    """An instruction that uses a value. place: which of its operands that is. array: the value as it is read there.
+    loops: the loops into which the value goes on its way, the outermost first. is_result: it leaves the program."""
+
+    reader: Instruction
+    place: int
+    array: ArrayType | None
+    loops: tuple[str, ...] = ()
+    is_result: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """A value, by the instruction that names it, or an element of it."""
+
+    computation: Computation
+    instruction: Instruction
+    path: Path = ()
+    loops: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, Path]:
+        return self.computation.name, self.instruction.name, self.path
+
+    @property
+    def array(self) -> ArrayType | None:
+        """Returns the array that the value is; None if it is a tuple."""
+        text = self.instruction.type_text
+        for index in self.path:
+            elements = elements_of(text) or ()
+            text = elements[index] if index < len(elements) else ""
+        arrays = parse_type(text)
+        return arrays[0] if len(arrays) == 1 else None
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Follows the values of a module."""
+
+    module: Module
+
+    @cached_property
+    def _readers(self) -> Mapping[str, Mapping[str, list[tuple[Instruction, int]]]]:
+        """Returns by computation and name the instructions that read a value, and where."""
+        found: dict[str, dict[str, list[tuple[Instruction, int]]]] = {}
+        for computation in self.module.computations.values():
+            of = found[computation.name] = defaultdict(list)
+            for each in computation.instructions:
+                for place, name in enumerate(each.operands):
+                    of[name].append((each, place))
+        return found
+
+    @cached_property
+    def _callers(self) -> Mapping[str, list[Place]]:
+        """Returns by computation the instructions that call it."""
+        found: dict[str, list[Place]] = defaultdict(list)
+        for computation in self.module.computations.values():
+            for each in computation.instructions:
+                for name in each.called:
+                    found[name].append(Place(computation, each))
+        return found
+
+    def of(self, value: Place, *, through: frozenset[str] = VIEWS | CASTS) -> list[Use]:
+        """Returns all uses of a value. through: opcodes that hand on their operand."""
+        found, seen = list[Use](), set[tuple[str, str, Path]]()
+        waiting = [value]
+        while waiting:
+            value = waiting.pop()
+            if value.key in seen:
+                continue
+            seen.add(value.key)
+            if value.instruction is value.computation.root:
+                if value.computation.name == self.module.entry:
+                    found.append(Use(value.instruction, 0, value.array, value.loops, is_result=True))
+                waiting += self._returned(value)
+            for reader, place in self._readers[value.computation.name].get(value.instruction.name, ()):
+                handed = self._handed(value, reader, place, through)
+                if handed is None:
+                    found.append(Use(reader, place, value.array, value.loops))
+                else:
+                    waiting += handed
+        return found
+
+    def _handed(self, value: Place, reader: Instruction, place: int, through: frozenset[str]) -> list[Place] | None:
+        """Returns the places to which a reader hands a value on; None if it uses it."""
+        of, path, loops = value.computation, value.path, value.loops
+        opcode = reader.opcode
+        if opcode == "tuple":
+            return [Place(of, reader, (place, *path), loops)]
+        if opcode == "get-tuple-element":
+            index = int(reader.attribute("index") or 0)
+            if path and path[0] != index:
+                return []
+            return [Place(of, reader, path[1:], loops)]
+        if opcode in through:
+            return [Place(of, reader, path, loops)]
+        if opcode == "slice-start" and (whole := self._joined(reader, of)):
+            return [Place(of, whole, path, loops)]
+        if opcode == "while":
+            called = [self._computation(name) for name in reader.called]
+            inside = [Place(inner, inner.parameters[0], path, (*loops, reader.name)) for inner in called]
+            return [*inside, Place(of, reader, path, loops)]
+        if opcode == "conditional" and place:
+            inner = self._computation(reader.called[place - 1])
+            return [Place(inner, inner.parameters[0], path, loops)]
+        if opcode in ("call", "fusion"):
+            inner = self._computation(reader.called[0])
+            return [Place(inner, inner.parameters[place], path, loops)]
+        return None
+
+    def _returned(self, value: Place) -> list[Place]:
+        """Returns the places that the result of a computation is handed on to."""
+        found = list[Place]()
+        inner = value.computation
+        for caller in self._callers[inner.name]:
+            around, each, loops = caller.computation, caller.instruction, value.loops
+            if each.opcode == "while" and _body(each) == inner.name:
+                found.append(Place(inner, inner.parameters[0], value.path, loops))
+                loops = loops[: loops.index(each.name)] if each.name in loops else loops
+            elif each.opcode not in ("call", "conditional", "fusion"):
+                continue
+            found.append(Place(around, each, value.path, loops))
+        return found
+
+    def _joined(self, start: Instruction, around: Computation) -> Instruction | None:
+        """Returns the whole copy that an asynchronous slice is a part of: TPUs copy a large array in several slices,
+        and name them as one by `ConcatBitcast`."""
+        for done, _ in self._readers[around.name].get(start.name, ()):
+            for reader, _ in self._readers[around.name].get(done.name, ()):
+                if _is_joined(reader):
+                    return reader
+        return None
+
+    def origin(self, value: Place, *, through: frozenset[str] = VIEWS | CASTS) -> Place:
+        """Returns the place that a value comes from unchanged: the instruction that computes it, or a parameter of the
+        program. What a loop does not change comes from outside of it."""
+        place, seen = value, set[tuple[str, str, Path]]()
+        while place.key not in seen:
+            seen.add(place.key)
+            before = self._before(place, through)
+            if before is None:
+                break
+            place = before
+        return place
+
+    def _before(self, value: Place, through: frozenset[str]) -> Place | None:
+        of, each, path = value.computation, value.instruction, value.path
+        if each.opcode == "get-tuple-element":
+            return Place(of, of.by_name[each.operands[0]], (int(each.attribute("index") or 0), *path))
+        if each.opcode == "tuple" and path:
+            return Place(of, of.by_name[each.operands[path[0]]], path[1:])
+        if each.opcode in through and each.operands:
+            return Place(of, of.by_name[each.operands[0]], path)
+        if _is_joined(each):
+            part = of.by_name[each.operands[0]]
+            while part.opcode in ("slice-done", "slice-start"):
+                part = of.by_name[part.operands[0]]
+            return Place(of, part, path)
+        if each.opcode in ("call", "fusion"):
+            inner = self._computation(each.called[0])
+            return Place(inner, inner.root, path)
+        if each.opcode == "while" and self._is_kept(each, path):
+            return Place(of, of.by_name[each.operands[0]], path)
+        if each.opcode == "parameter" and of.name != self.module.entry:
+            return self._given(value)
+        return None
+
+    def _given(self, value: Place) -> Place | None:
+        """Returns the place of the argument that a parameter of a computation is, if it has one caller."""
+        if len(callers := self._callers[value.computation.name]) != 1:
+            return None
+        (caller,) = callers
+        each, place = caller.instruction, int(value.instruction.argument)
+        if each.opcode == "while":
+            place = 0 if self._is_kept(each, value.path) else -1
+        elif each.opcode == "conditional":
+            place = 1 + list(each.called).index(value.computation.name)
+        elif each.opcode not in ("call", "fusion"):
+            place = -1
+        around = caller.computation
+        return None if place < 0 else Place(around, around.by_name[each.operands[place]], value.path)
+
+    def _is_kept(self, loop: Instruction, path: Path) -> bool:
+        """Returns whether each iteration of a loop hands on an element of its state as it is."""
+        body = self._computation(_body(loop))
+        root = body.root
+        if not path or root.opcode != "tuple":
+            return False
+        kept = body.by_name[root.operands[path[0]]]
+        while kept.opcode in ("bitcast", "copy"):
+            kept = body.by_name[kept.operands[0]]
+        is_same = kept.opcode == "get-tuple-element" and int(kept.attribute("index") or 0) == path[0]
+        return is_same and body.by_name[kept.operands[0]].opcode == "parameter"
+
+    def _computation(self, name: str) -> Computation:
+        return self.module.computations[name]
+
+
+def _body(loop: Instruction) -> str:
+    return (loop.attribute("body") or "").lstrip("%")
+
+
+def _is_joined(instruction: Instruction) -> bool:
+    return instruction.attribute("custom_call_target") == "ConcatBitcast"
