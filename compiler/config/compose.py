@@ -49,6 +49,7 @@ from .hydra_settings import (
 )
 from .kept_compositions import compose_kept, kept_groups
 from .override_parser import overridden_key, parse_override, parsed_or_none, quoted, shortened, with_quoted_homes
+from .own_meshes import mesh_for
 from .plain_values import plain_values
 from .spec import RunSpec
 from .spec_errors import MOST_SHOWN, validation_problems
@@ -129,7 +130,7 @@ def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
 def check_config_files(request: Request) -> None:
     """Raises ConfigError for settings that config files may not make; checks nothing else."""
     with hydra_session(request) as groups:
-        forced = [_forced(text, groups) for text in request.overrides]
+        forced = _all_forced(request.overrides, request, groups)
         composed = compose(request.config_name, overrides=forced, return_hydra_config=True)
         raise_if_any(problems_of_files(composed, request.overrides))
 
@@ -138,14 +139,14 @@ def compose_hydra(request: Request) -> DictConfig:
     """Returns Hydra's own node of the request, unresolved. Raises ConfigError for overrides that it does not take."""
     with hydra_session(request) as groups, reported(groups):
         raise_if_any(chain.from_iterable(_problems_of_override(text, request, groups) for text in request.overrides))
-        forced = [_forced(text, groups) for text in request.overrides]
+        forced = _all_forced(request.overrides, request, groups)
         return compose(request.config_name, overrides=forced, return_hydra_config=True).hydra
 
 
 def hydra_arguments(request: Request) -> list[str]:
     """Returns the overrides in a form for which Hydra refuses no key: the spec checks all keys at once."""
     with hydra_session(request) as groups:
-        return [_forced(text, groups) for text in request.overrides]
+        return _all_forced(request.overrides, request, groups)
 
 
 def hydra_run_dir(request: Request) -> Path:
@@ -167,7 +168,7 @@ def hydra_sweep_subdir(request: Request, index: int) -> str:
 def _resolved(request: Request, key: str, *more: str) -> str:
     """Returns one of Hydra's own settings, with today's date and time in it."""
     with hydra_session(request) as groups:
-        overrides = [_forced(text, groups) for text in request.overrides]
+        overrides = _all_forced(request.overrides, request, groups)
         composed = compose(request.config_name, overrides=[*overrides, *more], return_hydra_config=True)
         return str(OmegaConf.select(composed, key))
 
@@ -205,7 +206,7 @@ def _options(group: str, configs: IConfigRepository, kind: ObjectType = ObjectTy
 def _validate(overrides: Sequence[str], request: Request, groups: ConfigGroups) -> tuple[RunSpec | None, list[Problem]]:
     try:
         with reported(groups):
-            forced = [_forced(text, groups) for text in overrides]
+            forced = _all_forced(overrides, request, groups)
             composed = compose_kept(request.config_name, request.config_path, forced, groups)
             problems = problems_of_files(composed, overrides) + problems_of_settings(composed)
             declared = _without_hydra(composed)
@@ -263,6 +264,20 @@ def _without_hydra(composed: DictConfig) -> DictConfig:
     with open_dict(composed):
         del composed["hydra"]
     return composed
+
+
+def _all_forced(overrides: Sequence[str], request: Request, groups: ConfigGroups) -> list[str]:
+    """Returns the overrides as Hydra takes them, with the mesh of a typed sharding for which no mesh is there."""
+    forced = [_forced(text, groups) for text in overrides]
+    typed = {parsed.key_or_group: str(parsed.value()) for text in overrides if (parsed := parsed_or_none(text))}
+    name, meshes = typed.get("sharding", ""), groups.get("mesh", [])
+    if "mesh" in typed or name in meshes or name not in groups.get("sharding", ()):
+        return forced
+    search_path = [text for text in overrides if overridden_key(text) == SEARCH_PATH]
+    own = compose(request.config_name, overrides=[*search_path, f"sharding={name}", f"mesh={meshes[0]}"])
+    rules = OmegaConf.to_container(own.sharding)
+    mesh = mesh_for(rules) if isinstance(rules, dict) else ""
+    return [*forced, f"mesh={mesh}"] if mesh in meshes else forced
 
 
 def _forced(text: str, groups: ConfigGroups) -> str:
