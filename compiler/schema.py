@@ -104,7 +104,7 @@ class CollectiveReport(Record):
     is_async: bool
     form: str  # how the program says it: "all-gather-start", "collective fusion", "SparseCore call", "synchronous"
     source: (
-        str  # "layers/attention/query_EHD, forward", or what the compiler keeps of a name, or "... (matched by size)"
+        str  # "layers/attention/query_EHD, forward", what the compiler keeps of a name, "... (inferred from its size)"
     )
     line: str  # of the code that it comes from, "train.py:42"; if all are a library's, its scope: "conv5_block1_3_bn"
     where: str  # computation or loop: "while body, 32 trips"

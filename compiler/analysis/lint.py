@@ -1,7 +1,7 @@
 """Finds what the compiled program does that the plan did not ask for, by comparing the two.
 
 unplanned-collective        a collective that no rule of the plan causes
-whole-gradient              an all-reduce where the plan has a reduce-scatter: twice the bytes
+gradient-not-scattered      an all-reduce where the plan has a reduce-scatter: twice the bytes
 wide-collective             float32 is transferred where the plan has a narrower type
 repeated-gather             a value that is the same for all microbatches is gathered once for each
 OPERATION-fallback          the strategy that a user would expect was refused: attention without the kernel
@@ -123,7 +123,7 @@ def _of_collective(
     alike = [candidate for match in matches for candidate in match.candidates]
     scattered = [candidate for candidate in alike if candidate.kind == "reduce-scatter"]
     if each.kind == "all-reduce" and scattered:
-        return [_whole_gradient(plan, each, scattered, narrower)]
+        return [_not_scattered(plan, each, scattered, narrower)]
     match = _closest(each, planned) or next(iter(alike), None)
     if match is None:
         return [_unplanned(plan, each)]
@@ -149,7 +149,7 @@ def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> Pl
     return min(alike, key=lambda p: abs(p.num_bytes - each.bytes), default=None)
 
 
-def _whole_gradient(
+def _not_scattered(
     plan: Plan, each: CollectiveReport, scattered: Sequence[PlannedCollective], narrower: Advice
 ) -> Costly:
     what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of the traffic is redundant"
@@ -157,7 +157,7 @@ def _whole_gradient(
     is_of_head = all(_is_of_head(p.source) for p in scattered)
     in_parts, preset = [HEAD_IN_CHUNKS] if is_of_head else [], with_preset_for(plan, "reduce-scatter")
     fix = unfollowed(plan, *in_parts, *([preset] if preset else []), narrower, SPLIT_THE_GROUP) or MORE_TOKENS
-    return _costly(each, each.bytes // 2, "whole-gradient", what, ", ".join((each.source, *rules)), fix)
+    return _costly(each, each.bytes // 2, "gradient-not-scattered", what, ", ".join((each.source, *rules)), fix)
 
 
 def _unplanned(plan: Plan, each: CollectiveReport) -> Costly:

@@ -1,6 +1,6 @@
 """Matches a collective whose name the compiler dropped with the planned ones of its kind, axes and size.
 
-    all-reduce over fsdp of f32[1024,4096], three times  ->  layers/mlp/up_EM, backward (matched by size)
+    all-reduce over fsdp of f32[1024,4096], three times  ->  layers/mlp/up_EM, backward (inferred from its size)
 
 On TPUs, reduce-scatters over 16 or more devices become synchronous all-reduces of many gradients at once, without
 names; a program for several slices has no names at all.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from ..core.format import NUM_NAMED
-from ..core.scopes import OperationName
+from ..core.scopes import BY_SIZE, OperationName
 from ..estimate.communication import PlannedCollective
 from ..jaxpr.operation_kinds import LANES
 from ..xla.schedule.steps import Collective
@@ -47,8 +47,8 @@ def match_planned(
 
 
 def source_by_size(matches: Sequence[Match]) -> str | None:
-    """Returns the source: 'head/kernel_EV, backward (matched by size)'; 'one of a, b and 2 more (matched by size)' if
-    the largest array is a or b, and two more are combined with it; None if nothing matches."""
+    """Returns the source: 'head/kernel_EV, backward (inferred from its size)'; 'one of a, b and 2 more (...)' if the
+    largest array is a or b, and two more are combined with it; None if nothing matches."""
     found = [match for match in matches if match.candidates]
     if not found:
         return None
@@ -57,7 +57,7 @@ def source_by_size(matches: Sequence[Match]) -> str | None:
     num_more = sum(match.num_arrays for match in matches) - 1
     directions = {candidate.direction for match in found for candidate in match.candidates}
     more = f" and {num_more} more" if num_more else ""
-    return f"{named}{more}{f', {directions.pop()}' if len(directions) == 1 else ''} (matched by size)"
+    return f"{named}{more}{f', {directions.pop()}' if len(directions) == 1 else ''}{BY_SIZE}"
 
 
 def num_elements(planned: PlannedCollective) -> int:

@@ -120,7 +120,7 @@ def _class_of(written: Sequence[OperationName], read: Sequence[OperationName]) -
         return "working_weights"
     if before - {"update"} and ("update" in after or any(name.reduces_gradient for name in (*written, *read))):
         return "gradients"
-    if "forward" in before and after & {"backward", "forward again"}:
+    if "forward" in before and after & {"backward", "recomputed"}:
         return "activations"
     return "temporaries"
 

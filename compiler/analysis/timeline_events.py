@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.collectives import COMPUTE
 from ..core.format import counted
-from ..core.scopes import OperationName
+from ..core.scopes import BY_SIZE, OperationName
 from ..schema import CollectiveReport, Event
 from ..xla.schedule.simulate import Segment
 from ..xla.schedule.steps import Compute, Loop, Step, every
@@ -79,7 +79,7 @@ def with_memory(events: Iterable[Event], peak: PeakMemory | Unavailable) -> tupl
 
 def name_of_collective(collective: CollectiveReport) -> str:
     """Returns "reduce mlp/up" of the reduce-scatter of layers/mlp/up_EM, backward."""
-    what = collective.source.partition(" (matched by size)")[0].rpartition(", ")
+    what = collective.source.partition(BY_SIZE)[0].rpartition(", ")
     path, _, more = (what[0] or what[2]).partition(" ")
     parts = path.split("/")
     short = "/".join((*parts[-2:-1], _AXES_OF_NAME.sub("", parts[-1])))
@@ -135,4 +135,4 @@ def _loop_name(loop: Loop) -> str:
 
 def _direction(name: OperationName) -> str:
     """Returns the pass in whose loop an operation is: what is computed again belongs to the backward pass."""
-    return "backward" if name.in_pass == "forward again" else name.in_pass
+    return "backward" if name.in_pass == "recomputed" else name.in_pass

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Pass = Literal["forward", "forward again", "backward", "update"]  # the parts of a step, as the report names them
+Pass = Literal["forward", "recomputed", "backward", "update"]  # the parts of a step, as the report names them
+BY_SIZE = " (inferred from its size)"  # ends the source of a collective that the compiler left without a name
 
 ATTENTION = "attend"
 UPDATE = "optimizer"
@@ -101,7 +102,7 @@ class OperationName:
     def in_pass(self) -> Pass:
         """Returns the part of the step that it belongs to."""
         if "rematted_computation" in self.text:
-            return "forward again"
+            return "recomputed"
         if self.is_transposed:
             return "backward"
         return "update" if self.is_update else "forward"

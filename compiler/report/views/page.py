@@ -25,7 +25,7 @@ from ...core.format import (
     human_slowdown,
     milliseconds,
 )
-from ...core.scopes import Pass
+from ...core.scopes import BY_SIZE, Pass
 from ...plan import Plan
 from ...schema import CollectiveReport, Event, Report, by_exposed, or_infinity
 from ...sharding.rules import ArrayPlan
@@ -179,8 +179,8 @@ def collective_groups(report: Report) -> list[dict[str, Any]]:
 
 
 def _pass_of(c: CollectiveReport) -> str:
-    """Returns the pass that its source names: "forward again" of "layers/mlp/up_EM, forward again"; else nothing."""
-    last = c.source.partition(" (matched by size)")[0].rpartition(", ")[2]
+    """Returns the pass that its source names: "recomputed" of "layers/mlp/up_EM, recomputed"; else nothing."""
+    last = c.source.partition(BY_SIZE)[0].rpartition(", ")[2]
     return last if last in get_args(Pass) else ""
 
 

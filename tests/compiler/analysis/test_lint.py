@@ -88,7 +88,7 @@ def test_a_sum_that_is_larger_than_all_that_the_plan_adds_up_is_not_planned():
 def test_an_all_reduce_in_place_of_a_reduce_scatter():
     whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", source="layers/mlp/up_EM, backward")
     (finding,) = lint(plan_of(), [whole], {whole.name: (Match(1, (SCATTER,)),)}, (PLANNED, SCATTER), ())
-    assert finding.rule == "whole-gradient"
+    assert finding.rule == "gradient-not-scattered"
     assert "layers/mlp/up_EM, backward, sharding.parameters[0]" in finding.where
 
 

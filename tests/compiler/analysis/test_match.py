@@ -34,17 +34,17 @@ def source(*num_elements: int, axes: tuple[str, ...] = ("fsdp",), count: int = 3
 @pytest.mark.parametrize(
     ("elements", "changes", "expected"),
     [
-        ((8192,), {"count": 1}, "head, backward (matched by size)"),
-        ((4096,), {}, "one of up, gate, backward (matched by size)"),
-        ((4096, 4096, 256), {}, "up and 2 more, backward (matched by size)"),
-        ((4096, 256), {}, "one of up, gate and 1 more, backward (matched by size)"),
-        ((2 * 4096,), {"kind": "reduce-scatter", "count": 3}, "head, backward (matched by size)"),
-        ((256,), {"is_padded": True, "dtype": "bf16"}, "norm, forward (matched by size)"),
-        ((256,), {"kind": "all-gather", "dtype": "bf16"}, "norm, forward (matched by size)"),
+        ((8192,), {"count": 1}, "head, backward (inferred from its size)"),
+        ((4096,), {}, "one of up, gate, backward (inferred from its size)"),
+        ((4096, 4096, 256), {}, "up and 2 more, backward (inferred from its size)"),
+        ((4096, 256), {}, "one of up, gate and 1 more, backward (inferred from its size)"),
+        ((2 * 4096,), {"kind": "reduce-scatter", "count": 3}, "head, backward (inferred from its size)"),
+        ((256,), {"is_padded": True, "dtype": "bf16"}, "norm, forward (inferred from its size)"),
+        ((256,), {"kind": "all-gather", "dtype": "bf16"}, "norm, forward (inferred from its size)"),
         ((5000,), {}, None),
         ((4096,), {"axes": ("tensor",)}, None),
-        ((128,), {"axes": ("replica",), "dtype": "s32"}, "tokens, forward (matched by size)"),
-        ((128,), {"axes": ("replica",)}, "loss, forward (matched by size)"),
+        ((128,), {"axes": ("replica",), "dtype": "s32"}, "tokens, forward (inferred from its size)"),
+        ((128,), {"axes": ("replica",)}, "loss, forward (inferred from its size)"),
     ],
 )
 def test_source_by_size(elements, changes, expected):
@@ -54,7 +54,7 @@ def test_source_by_size(elements, changes, expected):
 def test_many_candidates_are_not_all_named():
     found = Collective("c", "reduce-scatter", 0, "f32", (), False, "synchronous", "", "", (64,))
     matches = match_planned(found, ("fsdp",), 1, [planned(f"w{i}", 64) for i in range(6)])
-    assert source_by_size(matches) == "one of w0, w1, w2, w3 or 2 others, backward (matched by size)"
+    assert source_by_size(matches) == "one of w0, w1, w2, w3 or 2 others, backward (inferred from its size)"
 
 
 def test_the_matmul_before_a_sum_narrows_its_candidates_down():
@@ -70,4 +70,4 @@ def test_the_matmul_before_a_sum_narrows_its_candidates_down():
 def test_arrays_joined_end_to_end_are_all_of_their_size():
     found = Collective("c", "reduce-scatter", 0, "f32", (), False, "synchronous", "", "", (192,))
     matches = match_planned(found, ("fsdp",), 1, [planned(f"w{i}", 64) for i in range(3)])
-    assert source_by_size(matches) == "w0 and 2 more, backward (matched by size)"
+    assert source_by_size(matches) == "w0 and 2 more, backward (inferred from its size)"

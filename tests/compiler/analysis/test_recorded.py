@@ -143,7 +143,7 @@ def test_events_are_named_by_what_they_do():
     names = {each.name for each in events}
     assert {"gather mlp/up", "gather attention/query", "gather head/kernel", "optimizer"} <= names
     gathers = [each for each in events if each.name == "gather mlp/up" and each.kind == "all-gather"]
-    sources = {"layers/mlp/up_EM, forward", "layers/mlp/up_EM, forward again"}
+    sources = {"layers/mlp/up_EM, forward", "layers/mlp/up_EM, recomputed"}
     assert {each.arguments["source"] for each in gathers} <= sources
     assert {each.arguments["over"] for each in gathers} == {"fsdp"}
     assert all(each.instruction for each in events)
@@ -207,10 +207,13 @@ def test_the_bytes_of_the_program_are_those_of_the_plan(name):
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("v5e_fsdp16", "layers/mlp/up_EM and 6 more, backward (matched by size)"),
-        ("v5e_fsdp16", "head/norm/scale_E, forward (matched by size)"),
-        ("two_slices", "one of layers/mlp/down_ME, layers/mlp/gate_EM, layers/mlp/up_EM, backward (matched by size)"),
-        ("two_slices", "layers/attention_norm/scale_E and 1 more, backward (matched by size)"),
+        ("v5e_fsdp16", "layers/mlp/up_EM and 6 more, backward (inferred from its size)"),
+        ("v5e_fsdp16", "head/norm/scale_E, forward (inferred from its size)"),
+        (
+            "two_slices",
+            "one of layers/mlp/down_ME, layers/mlp/gate_EM, layers/mlp/up_EM, backward (inferred from its size)",
+        ),
+        ("two_slices", "layers/attention_norm/scale_E and 1 more, backward (inferred from its size)"),
     ],
 )
 def test_sources_by_size(name, source):
@@ -220,7 +223,7 @@ def test_sources_by_size(name, source):
 def test_gradients_that_became_all_reduces_are_findings():
     plan, planned, analysis = recorded("v5e_fsdp16")
     findings = lint(plan, analysis.collectives, analysis.matches, planned, ())
-    assert [finding.rule for finding in findings] == ["whole-gradient"]
+    assert [finding.rule for finding in findings] == ["gradient-not-scattered"]
     layers, others = findings[0].where.removeprefix("2 places: ").split("; ")
     assert layers.startswith("layers/mlp/up_EM and 6 more, backward")
     assert others.startswith("head/kernel_EV and 4 more, backward")

@@ -27,13 +27,13 @@ BACKWARD = "jit(train_step)/shard_map/transpose(jvp())/while/body/closed_call/ch
     ("op_name", "source"),
     [
         ("jit(train_step)/transpose(jvp(head))/weight=head/kernel_EV/reduce_scatter", "head/kernel_EV, backward"),
-        (f"{BACKWARD}/rematted_computation/weight=layers/mlp/up_EM/all_gather", "layers/mlp/up_EM, forward again"),
+        (f"{BACKWARD}/rematted_computation/weight=layers/mlp/up_EM/all_gather", "layers/mlp/up_EM, recomputed"),
         ("jit(f)/jvp()/weight=layers/(attention/key_EKD/all_gather:mlp/up_EM/all_gather)",
          "layers/attention/key_EKD and 1 more, forward"),
         ("jit(f)/(weight=head/kernel_EV:weight=layers/mlp/up_EM)/psum", "head/kernel_EV and 1 more, forward"),
         (f"{BACKWARD}/layers/bte,ekd->btkd/dot_general", "bte,ekd->btkd/dot_general, backward"),
         ("jit(train_step)/optimizer/reduce_sum", "optimizer/reduce_sum, update"),
-        (f"{BACKWARD}/rematted_computation/layout=mlp_input/sharding_constraint", "mlp_input, forward again"),
+        (f"{BACKWARD}/rematted_computation/layout=mlp_input/sharding_constraint", "mlp_input, recomputed"),
         ("jit(f)/jvp(layers)/while/body/matmul=mlp_output/dot_general", "sum of mlp_output, forward"),
         ("", "made by the compiler"),
     ],
@@ -64,9 +64,9 @@ def analysed(text: str, *overrides: str) -> tuple[ScheduleAnalysis, Plan]:
     [
         ("jvp(layers)/matmul=mlp_output/dot_general", "sum of mlp_output, forward"),
         ("transpose(jvp(layers))/rematted_computation/matmul=attention_output/dot_general",
-         "sum of attention_output, forward again"),
+         "sum of attention_output, recomputed"),
         ("transpose(jvp(layers))/matmul=queries/dot_general", "sum of queries, backward"),
-        ("jvp(embed)/select_n", "sum of logits, backward (matched by size)"),
+        ("jvp(embed)/select_n", "sum of logits, backward (inferred from its size)"),
     ],
 )  # fmt: skip
 def test_a_sum_that_lost_its_name_has_that_of_the_matmul_before_it(matmul, expected):

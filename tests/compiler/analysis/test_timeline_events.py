@@ -27,7 +27,7 @@ def collective(source: str, kind: str = "all-gather", name: str = "all-gather.1"
         ("layers/mlp/up_EM, forward", "all-gather", "gather mlp/up"),
         ("layers/mlp/down_ME, backward", "reduce-scatter", "reduce mlp/down"),
         ("head/kernel_EV and 2 more, backward", "all-reduce", "reduce head/kernel and 2 more"),
-        ("one of head/kernel_EV, embed/table_VE, backward (matched by size)", "all-reduce",
+        ("one of head/kernel_EV, embed/table_VE, backward (inferred from its size)", "all-reduce",
          "reduce one of head/kernel_EV, embed/table_VE"),
         ("made by the compiler", "collective-permute", "permute made by the compiler"),
         ("checkpoint/dot_general, backward", "all-to-all", "exchange checkpoint/dot_general"),

@@ -177,7 +177,7 @@ def test_on_a_tpu_parts_are_hidden_and_reduce_scattered(tmp_path):
     kernel_bytes = 128256 * 1024 * 2
     assert summed["whole"] == {"all-gather": kernel_bytes, "all-reduce": kernel_bytes}
     assert summed["auto"] == {"all-gather": kernel_bytes, "reduce-scatter": kernel_bytes}
-    assert fixes["whole"]["whole-gradient"].startswith("cut the vocabulary: parallel.lm_head=vocab_chunks, or ")
+    assert fixes["whole"]["gradient-not-scattered"].startswith("cut the vocabulary: parallel.lm_head=vocab_chunks, or ")
     assert not fixes["auto"]
     hidden = {head: sum(one.hidden_seconds for one in found) for head, found in gathered.items()}
     alone = {head: sum(one.alone_seconds for one in found) for head, found in gathered.items()}

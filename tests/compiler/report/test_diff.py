@@ -164,7 +164,7 @@ def test_what_appeared_went_grew_and_became_synchronous():
     assert found.collectives[0] == change, "the largest difference in exposed time is told first"
 
 
-def gradient(where: str, size: str = "64.0 MiB", rule: str = "whole-gradient") -> Finding:
+def gradient(where: str, size: str = "64.0 MiB", rule: str = "gradient-not-scattered") -> Finding:
     what = f"an all-reduce of {size} where the plan has reduce-scatters: half of the traffic is redundant"
     return Finding(rule=rule, severity="warning", what=what, where=where, fix="sharding=hsdp")
 

@@ -218,7 +218,7 @@ PLACES = (
 def test_collectives_are_groups_that_unfold(page):
     """By kind, axes, link and pass; their sums are those of all."""
     collectives = reports.fits()[0].collectives
-    passes = [re.search(r", (forward|forward again|backward|update)$", c.source) for c in collectives]
+    passes = [re.search(r", (forward|recomputed|backward|update)$", c.source) for c in collectives]
     groups = Counter((c.kind, c.mesh_axes, c.link, p and p[1]) for c, p in zip(collectives, passes, strict=True))
     column = page.js(COLUMN + "('bytes')")["groups"]
     assert sorted(max(1, len(group) - 1) for group in column) == sorted(groups.values())
