@@ -276,7 +276,7 @@ def _all_forced(overrides: Sequence[str], request: Request, groups: ConfigGroups
     search_path = [text for text in overrides if overridden_key(text) == SEARCH_PATH]
     own = compose(request.config_name, overrides=[*search_path, f"sharding={name}", f"mesh={meshes[0]}"])
     rules = OmegaConf.to_container(own.sharding)
-    mesh = mesh_for(rules) if isinstance(rules, dict) else ""
+    mesh = mesh_for(rules.values()) if isinstance(rules, dict) else ""
     return [*forced, f"mesh={mesh}"] if mesh in meshes else forced
 
 

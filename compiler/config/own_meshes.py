@@ -7,12 +7,12 @@ MESHES = {"fsdp": "fsdp", "data": "ddp", "tensor": "tensor"}  # by mesh axis; th
 NO_AXIS = "ddp"  # nothing is split but the batch
 
 
-def mesh_for(sharding: Mapping[str, Any]) -> str:
-    """Returns the mesh of a sharding's rules: fsdp for {"parameters": [{"logical": ["embed"], "mesh": ["fsdp"]}], ...}.
+def mesh_for(tables: Iterable[Any]) -> str:
+    """Returns the mesh of a sharding by its tables of rules: fsdp for [[{"logical": ["embed"], "mesh": ["fsdp"]}], ...].
 
     Of several axes it is the first one of fsdp, data and tensor; how many devices the others get is the user's choice.
     """
-    named = {axis for table in sharding.values() for axis in _axes(table)}
+    named = {axis for table in tables for axis in _axes(table)}
     return next((mesh for axis, mesh in MESHES.items() if axis in named), NO_AXIS)
 
 

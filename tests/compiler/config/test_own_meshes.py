@@ -14,17 +14,17 @@ ALONE = ("ddp", "fsdp", "tensor", "zero1", "zero2")  # whose own mesh needs no c
 
 @pytest.mark.parametrize("name", ALONE)
 def test_a_copy_of_a_sharding_has_the_mesh_of_the_original(name):
-    chosen = mesh_for(_read("sharding", name))
+    chosen = mesh_for(_read("sharding", name).values())
     assert _read("mesh", chosen) == _read("mesh", name)
 
 
 @pytest.mark.parametrize("name", ["fsdp_tensor", "fsdp_expert", "fsdp_context", "hsdp"])
 def test_of_several_axes_fsdp_has_all_devices(name):
-    assert mesh_for(_read("sharding", name)) == "fsdp"
+    assert mesh_for(_read("sharding", name).values()) == "fsdp"
 
 
 def test_rules_of_the_batch_choose_no_mesh():
-    assert mesh_for({"activations": [{"logical": ["batch"], "mesh": ["replica", "data", "fsdp"]}]}) == "ddp"
+    assert mesh_for([[{"logical": ["batch"], "mesh": ["replica", "data", "fsdp"]}]]) == "ddp"
 
 
 def _read(group: str, name: str) -> dict:
