@@ -8,7 +8,7 @@ NO_AXIS = "ddp"  # nothing is split but the batch
 
 
 def mesh_for(tables: Iterable[Any]) -> str:
-    """Returns the mesh of a sharding by its tables of rules: fsdp for [[{"logical": ["embed"], "mesh": ["fsdp"]}], ...].
+    """Returns the mesh of a sharding by its tables of rules: [[{"logical": ["embed"], "mesh": ["fsdp"]}]] -> "fsdp".
 
     Of several axes it is the first one of fsdp, data and tensor; how many devices the others get is the user's choice.
     """

@@ -4,6 +4,8 @@ Callers pass plain text with an optional style: `console.line("on ", (name, "bol
 value cannot inject any, and control characters are shown as escapes (visible.py).
 """
 
+import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO
@@ -11,6 +13,7 @@ from typing import Literal, TextIO
 import rich.console
 import rich.progress
 import rich.table
+from rich.cells import cell_len
 from rich.text import Text
 
 from .visible import visible_line
@@ -86,16 +89,22 @@ class Console:
         self._rich.print(text, soft_wrap=True)
 
     def wrapped(self, *parts: Part) -> None:
-        """Prints one line, which a terminal gets between words, what follows the first line indented below it."""
+        """Prints one line, which a terminal gets in several, broken between words and indented below the first."""
         text = _text(list(parts))
         indent = len(text.plain) - len(text.plain.lstrip()) + HANGING
         if not self.is_terminal or text.cell_len <= self.width:
             self.line(*parts)
             return
-        first, *rest = text.wrap(self._rich, max(self.width - indent, LEAST_WIDTH))
+        first, *rest = _in_lines(text, max(self.width - indent, LEAST_WIDTH))
         self._rich.print(first, soft_wrap=True)
         for each in rest:
             self._rich.print(Text(" " * indent) + each, soft_wrap=True)
+
+    def command(self, label: str, words: Sequence[str]) -> None:
+        """Prints a command to paste after its label. Where a terminal is too narrow for one line, it begins
+        below the label, and its lines end in backslashes."""
+        for line in command_lines(label, words, self.width if self.is_terminal else None):
+            self.line(line)
 
     def table(self, table: Table, *, width: int | None = None) -> None:
         """Prints a table without borders, below its title. Where it is too wide, a row's last texts go below the row;
@@ -122,7 +131,8 @@ class Console:
     def _below(self, texts: Sequence[Text], limit: int) -> None:
         """Prints what has no room in its row, indented."""
         text = Text("; ").join(each for each in texts if each.plain)
-        for line in text.wrap(self._rich, max(limit - 2 * HANGING, LEAST_WIDTH)) if text.plain else ():
+        width = max(limit - 2 * HANGING, LEAST_WIDTH)
+        for line in _in_lines(text, width) if text.plain else ():
             self._rich.print(Text(" " * 2 * HANGING) + line, soft_wrap=True)
 
     def bar(self, doing: str, *columns: BarColumn, is_transient: bool = False) -> "ProgressBar":
@@ -169,6 +179,21 @@ _BAR_COLUMNS: dict[BarColumn, Callable[[], rich.progress.ProgressColumn]] = {
 }
 
 
+def command_lines(label: str, words: Sequence[str], width: int | None) -> list[str]:
+    """Returns a command in lines of at most this width, as far as its words are not longer, and its label."""
+    quoted = [shlex.quote(word) for word in words]
+    whole = f"{label}: {' '.join(quoted)}"
+    if width is None or len(whole) <= width:
+        return [whole]
+    lines = [quoted[0]]  # below the label, so that all that is copied is the command
+    for word in quoted[1:]:
+        if len(lines[-1]) + 1 + len(word) + len(" \\") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"{' ' * 2 * HANGING}{word}")
+    return [f"{label}:", *(f"{line} \\" for line in lines[:-1]), lines[-1]]
+
+
 def _empty(
     columns: Sequence[Column], widths: Sequence[int | None], *, title: str, has_header: bool
 ) -> rich.table.Table:
@@ -184,6 +209,21 @@ def _empty(
             overflow="fold" if column.overflow == "fold" else "ellipsis",
         )  # fmt: skip
     return made
+
+
+def _in_lines(text: Text, width: int) -> list[Text]:
+    """Returns the text in lines, broken between words. A word that is wider than a line has its own, whole."""
+    breaks, used = list[int](), 0
+    for word in re.finditer(r"\s*(\S+)", text.plain):
+        length = cell_len(word[0])
+        if used and used + length > width:
+            breaks.append(word.start(1))
+            length, used = cell_len(word[1]), 0
+        used += length
+    lines = list(text.divide(breaks))
+    for line in lines:
+        line.rstrip()
+    return lines
 
 
 def _split(columns: Sequence[Column], rows: Sequence[Sequence[Text]], limit: int) -> tuple[list[int], list[int]]:

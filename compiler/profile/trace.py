@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 from jax.profiler import ProfileData
 
+from ..core.format import counted
+
 STEP_ANNOTATION = "train"  # the annotation around each step, with its number as step_num
 Platform = Literal["cpu", "gpu", "tpu"]
 _MADE = frozenset({
@@ -80,7 +82,9 @@ def read_trace(xspace: bytes, module: str, process: int = 0) -> Trace:
     for device, each in sorted(found.items()):
         ordered = sorted(each, key=lambda execution: execution.start)
         if ordered and len(ordered) != len(steps):
-            notes.append(f"process {process}, device {device}: {len(ordered)} executions of {len(steps)} traced steps")
+            notes.append(
+                f"process {process}, device {device}: {counted(len(ordered), 'execution')} of {len(steps)} traced steps"
+            )
         numbers: Sequence[int | None] = steps if len(ordered) == len(steps) else [None] * len(ordered)
         executions += [
             replace(one, process=process, device=device, step=step) for one, step in zip(ordered, numbers, strict=True)

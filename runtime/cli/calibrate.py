@@ -1,6 +1,5 @@
 """`meshloom calibrate RUN...`: how much longer work takes on a chip than predicted, for later predictions."""
 
-import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -73,4 +72,5 @@ def _show(calibration: Calibration, path: Path, console: Console) -> None:
     console.line((str(calibration.chip), "bold"), f" as measured on {calibration.source}")
     console.table(Table(columns, rows))
     use = ["meshloom", "explain", "--config-dir", str(path.parents[1]), f"{GROUP}={path.stem}"]
-    console.line(f"written to {path}; use it: {shlex.join(use)}")
+    console.line(f"written to {path}")
+    console.command("use it", use)

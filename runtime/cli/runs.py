@@ -62,7 +62,8 @@ def _show_runs(words: Words) -> None:
     if "--json" in words.flags:
         write_out(json.dumps([_as_json(line) for line in lines], indent=1))
     else:
-        _show(lines, words.paths, is_whole="--all" in words.flags)
+        console = Console(off_terminal_width=240)
+        show_lines(lines, words.paths, console, is_whole="--all" in words.flags)
 
 
 def find_lines(paths: Sequence[Path]) -> list[Line]:
@@ -156,20 +157,20 @@ def _as_json(line: Line) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _show(lines: Sequence[Line], paths: Sequence[Path], *, is_whole: bool) -> None:
-    console = Console(off_terminal_width=240)
+def show_lines(lines: Sequence[Line], paths: Sequence[Path], console: Console, *, is_whole: bool) -> None:
+    """Shows the newest of these runs and sweeps. paths: where they were looked for."""
     if not lines:
         where = str(paths[0]) if paths else " and ".join(f"{name}/" for name in PLACES)
-        console.line(f"no run and no sweep in {where}; `meshloom runs DIR` looks elsewhere")
+        console.wrapped(f"no run and no sweep in {where}; `meshloom runs DIR` looks elsewhere")
         return
     shown = lines if is_whole else lines[:NUM_SHOWN]
     columns = [*map(Column, ("state", "command", "when", "last", "result")), Column("directory", overflow="fold")]
     console.table(Table(columns, [_cells(line) for line in shown]))
     for line in shown:
         if line.why:
-            console.line((line.state, STYLES[line.state]), f" {line.directory}: {line.why}")
+            console.wrapped((line.state, STYLES[line.state]), f" {line.directory}: {line.why}")
     if len(shown) < len(lines):
-        console.line(f"... {counted(len(lines) - len(shown), 'older one')}: `{LINE} --all` shows them")
+        console.wrapped(f"... {counted(len(lines) - len(shown), 'older one')}: `{LINE} --all` shows them")
 
 
 def _cells(line: Line) -> list[Part]:

@@ -1,7 +1,6 @@
 """`meshloom data`: a declared corpus in, token shards out, for `data=tokens` to read."""
 
 import hashlib
-import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from ..data.tokenize import encode_corpus
 from ..data.tokenizers import END_OF_DOCUMENT, Tokenizer, open_tokenizer, train_bpe
 from ..data.write import Progress, ShardWriter
 from ..processes.distributed import Processes
+from ..processes.say import say_command
 from ..processes.stop import StopRequest
 from ..train.display import say, show_summary
 
@@ -219,4 +219,4 @@ def _show(job: CorpusJob, index: Index, console: Console, first: tuple[str, str]
     rows = [first, ("written", counts), *([("left out", left_out)] if index.num_empty else [])]
     show_summary(console, [*rows, ("tokenizer", tokenizer), ("directory", str(job.folder))])
     words = ["data=tokens", override("data.source.directory", str(job.folder)), f"model.vocab_size={size}"]
-    say(console, f"train on it: {shlex.join(['meshloom', 'train', *words])}")
+    say_command(console, "train on it", ["meshloom", "train", *words])

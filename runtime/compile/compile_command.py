@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from ..core.exclusive import only_run_in
 from ..core.interruptible import raise_if_interrupted
 from ..processes.devices import plan_without_devices, start_devices
 from ..processes.distributed import Processes
-from ..processes.say import say, say_labels
+from ..processes.say import say, say_command, say_labels
 from ..rundir.declaration import write_declaration
 from ..rundir.report_files import write_report
 from ..rundir.run_record import recorded_run
@@ -252,7 +251,7 @@ def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], ru
     if run_dir:
         typed = [text for text in report.overrides if not text.startswith("hydra.")]
         words = [*allow_words(), *typed, override("artifact", str(run_dir))]
-        say(console, f"train it: {shlex.join(['meshloom', 'train', *words])}")
+        say_command(console, "train it", ["meshloom", "train", *words])
 
 
 def _show_unread(console: Console, step: CompiledStep, place: Path | None) -> None:

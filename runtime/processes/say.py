@@ -2,6 +2,8 @@
 
 import json
 import logging
+import shlex
+from collections.abc import Sequence
 
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
@@ -10,11 +12,17 @@ LOG = logging.getLogger("meshloom")  # runtime/processes/process_log.py gives it
 
 
 def say(console: Console, text: str, *, is_shown: bool = True) -> None:
-    """Shows text as it is, and logs it: its lines are not broken, so that they can be searched and copied."""
+    """Shows and logs text; a terminal gets its lines wrapped between words."""
     LOG.info("%s", text)
     if is_shown:
         for line in text.split("\n"):
-            console.line(line)
+            console.wrapped(line)
+
+
+def say_command(console: Console, label: str, words: Sequence[str]) -> None:
+    """Shows a command to paste, in lines that the terminal does not break, and logs it as one line."""
+    LOG.info("%s: %s", label, shlex.join(words))
+    console.command(label, words)
 
 
 def say_labels(console: Console, spec: RunSpec) -> None:

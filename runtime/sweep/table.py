@@ -41,7 +41,7 @@ def show_table(
     """
     figure = find_figure(sort or file.objective, where="--sort" if sort else "objective")
     if not rows:
-        console.line("no point has ended")
+        console.wrapped("no point has ended")
         return
     ordered = in_order(rows, figure)
     shown = ordered if is_whole or len(ordered) <= NUM_SHOWN else _best(ordered)
@@ -50,7 +50,7 @@ def show_table(
     console.table(_table(file, rows, shown, best, figure, console.width))
     if len(shown) < len(ordered):
         how = f"`meshloom sweep {directory or 'DIR'} --all` shows them"
-        console.line(f"... {counted(len(ordered) - len(shown), 'more point')}: {how}")
+        console.wrapped(f"... {counted(len(ordered) - len(shown), 'more point')}: {how}")
     _show_counts(console, rows)
     if best and is_tie:
         return
@@ -58,10 +58,10 @@ def show_table(
         value = value_of(best, figure)
         assert value is not None
         place = f", in {_place(best.directory, directory)}" if best.directory else ""
-        console.line("best by ", (figure.name, "bold"), ": ", (name_of(best), "bold green"),
+        console.wrapped("best by ", (figure.name, "bold"), ": ", (name_of(best), "bold green"),
                      f" at {figure.human(value)}{place}")  # fmt: skip
     else:
-        console.line(f"no point is done with {figure.name}")
+        console.wrapped(f"no point is done with {figure.name}")
 
 
 def _place(of_point: str, of_sweep: Path | None) -> str:
@@ -76,7 +76,7 @@ def _best(ordered: Sequence[Row]) -> Sequence[Row]:
 
 def _show_common(console: Console, file: SweepFile) -> None:
     if file.overrides:
-        console.line(f"every point of meshloom {file.command} has ", (" ".join(file.overrides), "bold"))
+        console.wrapped(f"every point of meshloom {file.command} has ", (" ".join(file.overrides), "bold"))
 
 
 def _table(
@@ -147,12 +147,12 @@ def _show_counts(console: Console, rows: Sequence[Row]) -> None:
     counts = ", ".join(
         f"{number:,} {came_to(status, number)}" for status in STATUS_TEXT if (number := statuses[status])
     )
-    console.line(f"{counted(len(rows), 'point')}: {counts}")
+    console.wrapped(f"{counted(len(rows), 'point')}: {counts}")
     reasons = count_reasons(rows)
     for status, why, number in reasons[:NUM_REASONS]:
-        console.line(f"  {number:,} {came_to(status, number)}: {why}")
+        console.wrapped(f"  {number:,} {came_to(status, number)}: {why}")
     if len(reasons) > NUM_REASONS:
-        console.line(f"  and {counted(len(reasons) - NUM_REASONS, 'more reason')}: --json has all")
+        console.wrapped(f"  and {counted(len(reasons) - NUM_REASONS, 'more reason')}: --json has all")
 
 
 def came_to(status: Status, number: int) -> str:

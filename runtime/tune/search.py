@@ -1,6 +1,5 @@
 """`meshloom tune`: searched, shown, and written in a run directory."""
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from meshloom.compiler.target.accuracy import accuracy_of, why_no_range
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, remembering, tune
 
 from ..core.files import replace_json, replace_text
-from ..processes.say import say
+from ..processes.say import say, say_command
 from ..sweep.page import PAGE, render_sweep
 from ..sweep.read import read_sweep
 from ..sweep.rows import ROWS_FILE, SWEEP_FILE, Row
@@ -62,7 +61,7 @@ def search_into(space: Space, run_dir: Path, model: str, console: Console) -> No
     console.line()
     say(console, f"written: {run_dir}: {path.relative_to(run_dir)}, {PAGE}, {ROWS_FILE}, tune.json")
     words = ["meshloom", "compile", "--config-dir", str(run_dir), f"experiment={path.stem}"]
-    say(console, f"compile it: {shlex.join(words)}")
+    say_command(console, "compile it", words)
 
 
 def write_table(space: Space, rows: Sequence[Row], run_dir: Path, objective: str) -> None:
@@ -99,18 +98,18 @@ def _show_compiled(found: Found, console: Console) -> None:
     for number, each in enumerate(found.compiled, start=1):
         estimated = human_seconds(each.one.seconds)
         if each.seconds is None:
-            console.line(f"compiled number {number}: {each.outcome.why or each.outcome.status}", style="yellow")
+            console.wrapped((f"compiled number {number}: {each.outcome.why or each.outcome.status}", "yellow"))
         else:
             off = each.seconds / each.one.seconds - 1
             text = f"compiled number {number}: {human_seconds(each.seconds)} a step, estimated {estimated} ({off:+.1%})"
-            console.line(text)
+            console.wrapped(text)
     best = best_compiled(found.compiled)
     if found.compiled and best is None:
         say(console, "warning: none of the compiled ones fits; the winner is the best by its estimate")
     elif best is not None and best.one is not found.answer.best[0]:
         first = found.compiled[0].seconds
         gain = f", {human_share(first / best.seconds - 1)} before the first" if first and best.seconds else ""
-        console.line(f"its schedule makes {' '.join(best.one.candidate.overrides())} the winner{gain}")
+        console.wrapped(f"its schedule makes {' '.join(best.one.candidate.overrides())} the winner{gain}")
 
 
 def answer_as_json(found: Found) -> dict[str, Any]:

@@ -23,22 +23,22 @@ NUM_REASONS = 6
 
 def show_answer(answer: Answer, console: Console) -> None:
     """Shows the best candidates, and why the first is the best."""
-    console.line(_counts(answer))
+    console.wrapped(_counts(answer))
     console.line()
-    console.table(_table(answer))
+    console.table(_table(answer, console.width))
     console.line()
     if (accuracy := accuracy_of(answer.target, "estimated")) and answer.best:
         between = human_range(accuracy.range_of(answer.best[0].seconds))
-        console.line(f"the first takes {between}: {accuracy}")
+        console.wrapped(f"the first takes {between}: {accuracy}")
     if too_fast := above_published(answer):
-        console.line(too_fast, style="yellow")
+        console.wrapped((too_fast, "yellow"))
     if tied := [one for one in answer.best[1:] if one.seconds <= (1 + LEAST_GAIN) * answer.best[0].seconds]:
         others = f"{counted(len(tied), 'other')}, within {human_share(LEAST_GAIN)}"
-        console.line(f"a tie with {others}: compile them to tell, tune.num_compiled={len(tied) + 1}")
+        console.wrapped(f"a tie with {others}: compile them to tell, tune.num_compiled={len(tied) + 1}")
     for line in why_it_wins(answer.best):
-        console.line(line)
+        console.wrapped(line)
     for change in answer.changes:
-        console.line(_changed(change))
+        console.wrapped(_changed(change))
     _show_refused(answer, console)
 
 
@@ -85,27 +85,33 @@ def _counts(answer: Answer) -> str:
     return f"{counted(answer.num_candidates, 'candidate')}: {rules}{large}, {num_fitting:,} fit"
 
 
-def _table(answer: Answer) -> Table:
+def _table(answer: Answer, width: int) -> Table:
+    """Returns a column for each key that varies; where that is wider than the terminal, one for all of them."""
     keys = _varying(answer.best)
     has_cost = any(one.cost is not None for one in answer.best)
-    names = ["step", "tokens/s/chip", "MFU", "exposed", "memory", *(["cost/M tokens"] if has_cost else []), *keys]
-    columns = [Column(name, justify="left" if name in keys else "right") for name in names]
-    return Table(columns, [_line(answer, one, keys, n == 0, has_cost) for n, one in enumerate(answer.best[:NUM_LINES])])
+    names = ["step", "tokens/s/chip", "MFU", "exposed", "memory", *(["cost/M tokens"] if has_cost else [])]
+    shown = answer.best[:NUM_LINES]
+    figures = [_figures(answer, one, has_cost) for one in shown]
+    values = [[str(one.candidate.values().get(key, "")) for key in keys] for one in shown]
+    cells = [[*names, *keys], *([*a, *b] for a, b in zip(figures, values, strict=True))]
+    if sum(max(map(len, column)) + 2 for column in zip(*cells, strict=True)) - 2 > width:
+        values = [[" ".join(f"{key}={text}" for key, text in zip(keys, each, strict=True))] for each in values]
+        keys = ["candidate"]
+    columns = [*(Column(name, "right") for name in names), *(Column(key) for key in keys)]
+    styles = ["bold green", *[""] * len(shown)]
+    rows = zip(figures, values, styles, strict=False)
+    return Table(columns, [[(text, style) for text in (*a, *b)] for a, b, style in rows])
 
 
-def _line(answer: Answer, one: Estimated, keys: Sequence[str], is_first: bool, has_cost: bool) -> list[Part]:
-    values = one.candidate.values()
-    style = "bold green" if is_first else ""
-    figures = [
+def _figures(answer: Answer, one: Estimated, has_cost: bool) -> list[str]:
+    return [
         human_seconds(one.seconds),
         human_count(one.tokens_per_second / answer.target.num_chips),
         human_share(one.mfu) if one.mfu is not None else "unknown",
         human_share(one.exposed_seconds / one.seconds),
         human_bytes(one.peak_bytes * answer.target.devices_per_chip),
         *([three_digits(one.cost) if one.cost is not None else ""] if has_cost else []),
-        *(str(values.get(key, "")) for key in keys),
     ]
-    return [(text, style) for text in figures]
 
 
 def _varying(best: Sequence[Estimated]) -> list[str]:
@@ -141,4 +147,5 @@ def _show_refused(answer: Answer, console: Console) -> None:
     console.table(Table(columns, rows))
     if len(reasons) > NUM_REASONS:
         rest = sum(count for _, count in reasons[NUM_REASONS:])
-        console.line(f"... {rest:,} more for {counted(len(reasons) - NUM_REASONS, 'other reason')}: tune.json has them")
+        others = counted(len(reasons) - NUM_REASONS, "other reason")
+        console.wrapped(f"... {rest:,} more for {others}: tune.json has them")

@@ -68,11 +68,11 @@ def compare_targets(space: Space, request: Request, run_dir: Path, model: str, c
     for one in ones:
         if one.found:
             if too_fast := above_published(one.found.answer):
-                console.line(f"{one.name}: {too_fast}", style="yellow")
+                console.wrapped((f"{one.name}: {too_fast}", "yellow"))
             for line in why_it_wins(one.found.answer.best):
-                console.line(f"{one.name}: {line}")
+                console.wrapped(f"{one.name}: {line}")
     for missing in ([] if tune.tokens else [NO_TOKENS]) + ([] if tune.price_per_chip_hour else [NO_PRICE]):
-        console.line(missing)
+        console.wrapped(missing)
     paths = [write_winner(one.found, run_dir, model) for one in ones if one.found]
     replace_json(run_dir / "tune.json", _as_json(ones, objective, tied))
     written = ", ".join(str(path.relative_to(run_dir)) for path in paths)

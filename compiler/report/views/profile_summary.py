@@ -6,6 +6,7 @@ from pathlib import Path
 from ...core.console import Column, Console, Part, Table
 from ...core.format import counted, human_seconds
 from ...profile.compare import Compared, ProfileReport
+from .files import show_files
 from .profile_facts import Operations, alone, by_source, name_of, spread, traced
 
 NUM_OPERATIONS = 10
@@ -15,9 +16,9 @@ UNKNOWN: Part = ("unknown", "yellow")
 def show_profile(report: ProfileReport, console: Console, *, files: Sequence[Path], is_by_name: bool = False) -> None:
     """Prints the profile. is_by_name: each operation by itself, with the name of its instruction."""
     is_predicted = report.step.predicted_seconds is not None
-    console.line((report.model, "bold"), f" on {report.target}: {traced(report)}, a step took {spread(report)}")
+    console.wrapped((report.model, "bold"), f" on {report.target}: {traced(report)}, a step took {spread(report)}")
     if report.calibration:
-        console.line(("calibrated", "bold"), f" {report.calibration.describe()}")
+        console.wrapped(("calibrated", "bold"), f" {report.calibration.describe()}")
     console.line()
     console.table(_kinds(report, is_predicted=is_predicted))
     console.line()
@@ -25,42 +26,37 @@ def show_profile(report: ProfileReport, console: Console, *, files: Sequence[Pat
     title = "operations that differ most" if is_predicted else "operations that take most"
     console.table(_operations(rows[:NUM_OPERATIONS], title, is_predicted=is_predicted, is_by_name=is_by_name))
     if len(rows) > NUM_OPERATIONS:
-        console.line((f"and {counted(len(rows) - NUM_OPERATIONS, 'more row')}; profile.json has all", "dim"))
+        console.wrapped((f"and {counted(len(rows) - NUM_OPERATIONS, 'more row')}; profile.json has all", "dim"))
     console.line()
     for note in _notes(report):
-        console.line(*note)
-    console.line(("files", "bold"), "    " + "  ".join(map(str, files)))
+        console.wrapped(*note)
+    show_files(console, files)
 
 
 def _kinds(report: ProfileReport, *, is_predicted: bool) -> Table:
     """Returns the step and its kinds. is_predicted: with what was predicted of them."""
-    num_columns = len(_headings(is_predicted, "measured"))
-    columns = (
-        Column("", min_width=28),
-        *_headings(is_predicted, "measured"),
-        *_headings(is_predicted, "exposed"),
-    )
-    nothing: list[Part] = [""] * num_columns
-    rows: list[list[Part]] = [[("step", "bold"), *_cells(report.step, is_predicted), *nothing]]
+    columns = (Column("", min_width=28, overflow="fold"), *_headings(is_predicted))
+    rows: list[list[Part]] = [[("step", "bold"), *_cells(report.step, is_predicted)]]
     for row in report.kinds:
-        exposed = nothing if row.exposed is None else _cells(row.exposed, is_predicted)
-        rows.append([name_of(row), *_cells(row, is_predicted), *exposed])
-    rows.append(["nothing ran", human_seconds(report.idle_seconds), *nothing[1:], *nothing])
+        rows.append([name_of(row), *_cells(row, is_predicted)])
+        if row.exposed is not None:
+            rows.append(["  of it exposed", *_cells(row.exposed, is_predicted)])
+    rows.append(["nothing ran", human_seconds(report.idle_seconds), *[""] * (len(columns) - 2)])
     return Table(columns, rows)
 
 
 def _operations(rows: Sequence[Operations], title: str, *, is_predicted: bool, is_by_name: bool) -> Table:
     columns = (
-        *_headings(is_predicted, "measured"),
+        *_headings(is_predicted),
         Column("kind"),
-        Column("operation" + (", HLO instruction" if is_by_name else ""), overflow="cut"),
+        Column("operation" + (", HLO instruction" if is_by_name else ""), overflow="fold"),
     )
     shown = [[*_cells(row.exposed or row.alone, is_predicted), _kind(row), _name(row, is_by_name)] for row in rows]
     return Table(columns, shown, title=title)
 
 
-def _headings(is_predicted: bool, measured: str) -> tuple[Column, ...]:
-    names = (measured, "predicted", "ratio") if is_predicted else (measured,)
+def _headings(is_predicted: bool) -> tuple[Column, ...]:
+    names = ("measured", "predicted", "ratio") if is_predicted else ("measured",)
     return tuple(Column(name, justify="right", min_width=9) for name in names)
 
 

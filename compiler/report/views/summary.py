@@ -17,6 +17,7 @@ from ...core.format import (
 )
 from ...schema import MemoryReport, ProgramReport, Report, by_exposed
 from .facts import PER_CHIP, Fact, compute_by_kind, origin, sums, unknown_values, verdict, why_exposed
+from .files import show_files
 from .tried import lines_of_rest
 
 FILE_WIDTH = 1000  # columns, where nothing is wrapped
@@ -48,8 +49,7 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
                 console.table(shown)
             else:
                 console.wrapped(*shown)
-    if files:  # never wrapped: they are copied
-        console.line(("files", "bold"), "    " + "  ".join(map(str, files)))
+    show_files(console, files)
 
 
 def _size(program: ProgramReport) -> str:
@@ -186,7 +186,9 @@ def _legend(entries: Sequence[tuple[str, str, str]]) -> Line:
 def _collectives(report: Report) -> Iterable[Table | Line]:
     yield []
     for row in sums(report.collectives)[:3]:
-        times = f"{row.count:,} times, {human_bytes(row.bytes)}{_split(row.hidden_seconds, row.exposed_seconds)}"
+        times = (
+            f"{counted(row.count, 'time')}, {human_bytes(row.bytes)}{_split(row.hidden_seconds, row.exposed_seconds)}"
+        )
         yield [(row.kind, "bold"), f" over {'+'.join(row.mesh_axes)} on {row.link}: {times}"]
     alike: dict[tuple[str, str], list[float]] = {}
     for c in by_exposed(report.collectives):

@@ -1,8 +1,7 @@
 """A terminal of 80 columns shows what a wide one does: no word is cut or broken, and no number is lost."""
 
-import io
-import re
-from collections import Counter
+import shlex
+import subprocess
 from collections.abc import Callable
 
 import pytest
@@ -14,8 +13,8 @@ from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.compiler.report.views.diff_text import show_diff
 from meshloom.compiler.report.views.summary import show_summary
 from support import reports
+from support.narrow import check_fits_80, shown_at, words_of
 
-STYLES = re.compile(r"\x1b\[[\d;]*m")
 NUMBERS = Column("seconds", justify="right")
 TEXTS = (Column("collective"), NUMBERS, Column("source"), Column("rule"))
 
@@ -44,19 +43,33 @@ VIEWS: dict[str, Callable[[Console], None]] = {
 }
 
 
-def shown_at(width: int, view: str) -> list[str]:
-    out = io.StringIO()
-    VIEWS[view](Console(out, width=width, is_terminal=True))
-    return STYLES.sub("", out.getvalue()).splitlines()
-
-
 @pytest.mark.parametrize("view", VIEWS)
 def test_80_columns_show_the_words_of_240(view):
-    narrow, wide = shown_at(80, view), shown_at(240, view)
-    words = [Counter(word.strip(";") for line in lines for word in line.split()) for lines in (narrow, wide)]
-    for counts in words:
-        del counts[""]
-    assert words[0] == words[1]
+    narrow, wide = shown_at(80, VIEWS[view]), shown_at(240, VIEWS[view])
+    assert words_of(narrow) == words_of(wide)
     assert max(map(len, wide)) > 80, "it would fit anyway"
-    assert max(len(line.rstrip()) for line in narrow) <= 80
-    assert "…" not in "".join(narrow)
+    check_fits_80(narrow)
+
+
+def test_a_command_of_several_lines_is_read_by_a_shell_as_of_one():
+    words = [
+        "meshloom",
+        "train",
+        "optimizer.learning_rate=3e-4",
+        "run.name='my run'",
+        *(f"a.b.c{n}={n}" for n in range(20)),
+    ]
+    whole = shown_at(1000, lambda console: console.command("train it", words))
+    label, *lines = shown_at(60, lambda console: console.command("train it", words))
+    assert whole == [f"train it: {shlex.join(words)}"]
+    assert label == "train it:"
+    assert len(lines) > 4
+    assert max(map(len, lines)) <= 60
+    pasted = "set -- " + "\n".join(lines) + "; printf '%s\\n' \"$@\""
+    assert subprocess.run(["sh", "-c", pasted], capture_output=True, text=True).stdout.splitlines() == words
+
+
+def test_a_path_that_is_wider_than_the_terminal_stays_whole():
+    path = f"runs/{'a-long-name/' * 9}report.html"
+    lines = shown_at(60, lambda console: console.wrapped(f"written to {path}, and to nothing else"))
+    assert [line.strip() for line in lines] == ["written to", f"{path},", "and to nothing else"]
