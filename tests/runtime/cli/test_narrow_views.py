@@ -9,7 +9,7 @@ import pytest
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.report.views.profile_summary import show_profile
-from meshloom.compiler.tune.answer import Answer, Change, Estimated
+from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf
 from meshloom.compiler.tune.price import Prices
 from meshloom.compiler.tune.space import find_candidates
 from meshloom.runtime.cli.runs import Line, show_lines
@@ -40,7 +40,7 @@ def _answer() -> Answer:
     )  # fmt: skip
     ones, exposed = np.ones(len(candidates)), {("fsdp",): np.ones(len(candidates))}
     prices = Prices(tuple(candidates), 2**33 * ones, ones, 8 * ones, exposed)
-    changes = (Change("links of twice the bandwidth", candidates[0], candidates[1], 8.96, 7.5),)
+    changes = (WhatIf("links of twice the bandwidth", candidates[0], candidates[1], 8.96, 7.5),)
     return Answer(space.variants[0].target(), best, prices, refused, 2**34, changes)
 
 
