@@ -22,16 +22,11 @@ from meshloom.compiler.xla.programs import build, lower
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
-from meshloom.runtime.train.display import Display
 from meshloom.runtime.train.loop import Loop
-from meshloom.runtime.train.metrics import Metrics, MetricsLog, values_of
-from meshloom.runtime.train.profiler import Profiler
-from meshloom.runtime.train.stragglers import Stragglers
-from meshloom.runtime.train.tensorboard import TensorBoard
+from meshloom.runtime.train.observer import ObservedRun, Observers
+from meshloom.runtime.train.observers import add_observers
 from meshloom.runtime.train.time_spent import Stopwatch
-from meshloom.runtime.train.trackers import Trackers, tracked_run
 from meshloom.runtime.train.train import prepare
-from meshloom.runtime.train.watchdog import Watchdog
 
 NUM_STEPS = 200
 OVERRIDES = (
@@ -67,36 +62,20 @@ def main() -> None:
             tempfile.TemporaryDirectory() as folder,
             StopRequest(Processes()) as stop,
             Checkpoints(Path(folder), plan.spec) as checkpoints,
-            MetricsLog(Path(folder), first_step=0) as log,
-            Trackers((TensorBoard,), tracked_run(plan, Path(folder), 0), lambda _: None) as trackers,
-            Display(console, plan, first_step=0, token_unit="byte") as display,
+            Observers(Stopwatch(time.time())) as observers,
         ):
-
-            def report(metrics: Metrics) -> None:
-                log.write(metrics)
-                trackers.log(metrics.step, values_of(metrics))
-                display.show(metrics)
-
-            batches = iter(train)
-            watch, watchdog = Stopwatch(time.time()), Watchdog(None, Processes(), Path(folder), print)
-            profiler = Profiler(
-                plan.spec, Processes(), Path(folder), watch=watch, watchdog=watchdog, files=dict, say=print, warn=print
-            )
+            run = ObservedRun(plan, programs, job.data, Path(folder), Processes(), console, observers, first_step=0)
+            add_observers(run)
             loop = Loop(
                 plan,
                 programs,
-                batches=batches,
+                batches=iter(train),
                 held_out=[],
                 checkpoints=checkpoints,
-                report=report,
-                warn=lambda _: None,
                 stop=stop,
-                watch=watch,
-                watchdog=watchdog,
-                profiler=profiler,
-                stragglers=Stragglers(None, Processes(), print),
+                observers=observers,
             )
-            loop._evaluate = lambda state: float("nan")  # the last step is always evaluated: not here
+            loop._evaluate = lambda step, state: float("nan")  # the last step is always evaluated: not here
             loop.run(programs.init(), 0)
 
     bare()

@@ -11,16 +11,21 @@ from meshloom.compiler.plan import Plan
 from ..data.demo import warnings_of_demo_data
 from ..processes.say import say
 from .metrics import Metrics
+from .observer import ObservedRun, Observer
 
 
-class Display:
-    """Within the `with`, shows each step's metrics as they come."""
+class Display(Observer):
+    """Shows each step's metrics as they come."""
 
     def __init__(self, console: Console, plan: Plan, *, first_step: int, token_unit: str):
         self.console, self.plan, self.token_unit = console, plan, token_unit
-        self.latest_eval_loss: float | None = None
         self._bar = console.bar("step", "doing", "count", "bar", "numbers", "elapsed", "left")
         self._bar.update(first_step, total=plan.spec.num_steps)
+
+    @classmethod
+    def of_run(cls, run: ObservedRun) -> Self:
+        """Returns the display of a run; that of other processes than the first shows nothing."""
+        return cls(run.console, run.plan, first_step=run.first_step, token_unit=run.data.token_unit)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -31,7 +36,7 @@ class Display:
     ) -> None:
         self._bar.stop()
 
-    def show(self, metrics: Metrics) -> None:
+    def step_reported(self, metrics: Metrics) -> None:
         """Shows a step: moves the bar, or without a terminal prints a line every `logging.every_num_steps` and
         evaluation."""
         numbers = f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s"
@@ -45,7 +50,6 @@ class Display:
             line = f"step {metrics.step}/{spec.num_steps}  {numbers}  {more}  {metrics.step_seconds * 1e3:.0f} ms"
             say(self.console, line, is_shown=not self.console.is_terminal)
         if metrics.eval_loss is not None:
-            self.latest_eval_loss = metrics.eval_loss
             say(self.console, f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f} nats per {self.token_unit}")
 
 

@@ -3,8 +3,7 @@
 Steps are dispatched ahead: while step n runs, the host reads the metrics of step n-1.
 """
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.train_step import NUM_PADDING
 from meshloom.compiler.xla.programs import Programs
@@ -22,15 +20,9 @@ from ..data import BatchIterator, HostBatch
 from ..processes.stop import StopRequest
 from .due import Due
 from .feed import Feed
-from .metrics import Metrics, metrics_of
-from .missing_targets import MissingTargets
+from .metrics import metrics_of
 from .nonfinite import NonFinite, SkipCounter
-from .profiler import Profiler
-from .stragglers import StepTimes, Stragglers
-from .time_spent import Stopwatch
-from .watchdog import Watchdog
-
-TakeStep = Callable[[Any, dict[str, jax.Array], int, dict[str, Any]], tuple[Any, dict[str, jax.Array]]]
+from .observer import Observers, StepTimes
 
 
 @dataclass(frozen=True)
@@ -47,8 +39,7 @@ class Running:
 
 class Loop:
     """One run of compiled programs over batches, of which this process reads its rows. held_out: the same batches each
-    time it is iterated. take_step: takes a state, a batch, the step's number and the batch's place in the data; by
-    default it calls the program."""
+    time it is iterated. latest_eval_loss: the last one that is known, in nats per token."""
 
     def __init__(
         self,
@@ -58,91 +49,83 @@ class Loop:
         batches: BatchIterator,
         held_out: Iterable[HostBatch],
         checkpoints: Checkpoints,
-        report: Callable[[Metrics], None],
-        warn: Callable[[Problem], None],
         stop: StopRequest,
-        watch: Stopwatch,
-        watchdog: Watchdog,
-        profiler: Profiler,
-        stragglers: Stragglers,
-        take_step: TakeStep | None = None,
+        observers: Observers,
     ):
         self.plan, self.spec, self.programs = plan, plan.spec, programs
         self.batches, self.held_out, self.checkpoints = batches, held_out, checkpoints
-        self.report, self.stop, self.watch = report, stop, watch
-        self.watchdog, self.profiler, self.stragglers, self.due = watchdog, profiler, stragglers, Due(plan.spec)
-        self._take_step = take_step or (lambda state, batch, *_: programs.train(state, batch))
-        self._targets = MissingTargets(warn)
-        self._skips, self._feed = SkipCounter(plan.spec), Feed(plan, programs, batches, watch)
-        self._last_finish, self._num_tokens = 0.0, 0
+        self.stop, self.observers, self.watch = stop, observers, observers.watch
+        self.latest_eval_loss: float | None = None
+        self._take_step = observers.around_step(lambda state, batch, *_: programs.train(state, batch))
+        self._due, self._skips = Due(plan.spec), SkipCounter(plan.spec)
+        self._feed = Feed(plan, programs, batches, self.watch)
+        self._step_seconds, self._num_tokens = 0.0, 0
 
     def run(self, state: Any, first_step: int, num_tokens: int = 0) -> int:
         """Trains from `first_step` steps and `num_tokens` tokens on, until a stop is asked for; returns the steps done.
         Raises NonFinite, and saves nothing more, where training cannot go on."""
-        running, done, eval_loss, self._num_tokens = None, first_step, None, num_tokens
-        self._last_finish = time.perf_counter()
-        while done < self.spec.num_steps and not self.stop.is_due(done):
-            position = self.batches.get_state()
-            batch, *input_times = self._feed.next(behind=running and running.metrics)
-            if self.profiler.is_first(done + 1):
-                self._finish(running)
-                running = self.profiler.start(state)
-                self._last_finish = time.perf_counter()
-            with self.profiler.step(done + 1):
+        running, done, eval_loss = None, first_step, None
+        self._num_tokens = num_tokens
+        self.observers.run_started(first_step)
+        with self.watch.spending("steps"):
+            while done < self.spec.num_steps and not self.stop.is_due(done):
+                position = self.batches.get_state()
+                batch, *input_times = self._feed.next(behind=running and running.metrics)
                 state, metrics = self._take_step(state, batch, done + 1, position)
-            done, eval_loss = done + 1, None
+                done, eval_loss = done + 1, None
+                self._finish(running)
+                running = Running(done, metrics, position, *input_times)
+                if self._is_read_at_once(done):
+                    eval_loss = self._finish(running, state)
+                    running = None
+                    if self._due.is_save(done):
+                        self._save(done, state, eval_loss)
             self._finish(running)
-            running = Running(done, metrics, position, *input_times)
-            if self._is_read_at_once(done):
-                eval_loss = self._finish(running, state)
-                running = None
-                if self.due.is_save(done):
-                    self._save(done, state, eval_loss)
-                self._last_finish = time.perf_counter()
-        self._finish(running)
-        if done > first_step:
-            self._save(done, state, eval_loss)
+            if done > first_step:
+                self._save(done, state, eval_loss)
+        self.observers.run_ended(done)
         return done
 
     def _is_read_at_once(self, step: int) -> bool:
         """Returns True for a step whose metrics are read before the next one is dispatched."""
-        is_due = self.due.is_evaluation(step) or self.due.is_save(step)
-        return is_due or self.profiler.is_last(step) or self.spec.keeps_state
+        return self._due.is_evaluation(step) or self._due.is_save(step) or self.observers.reads_at_once(step)
 
     def _finish(self, running: Running | None, state: Any = None) -> float | None:
         """Waits for a step, evaluates its state if that is due, and reports; returns the held-out loss."""
         if running is None:
             return None
         step, read = running.step, jax.device_get(running.metrics)
-        finish = time.perf_counter()
-        seconds, self._last_finish = finish - self._last_finish, finish
-        self.watchdog.step_ended(step, seconds)
-        self.profiler.stop_after(step, state)
-        eval_loss = self._evaluate(state) if state is not None and self.due.is_evaluation(step) else None
+        so_far = self.watch.step_seconds  # the clock stands still in pauses
+        seconds, self._step_seconds = so_far - self._step_seconds, so_far
         times = StepTimes(seconds, running.input_seconds, running.input_wait_seconds)
+        observed = self.observers.step_ended(step, times, state)
+        eval_loss = self._evaluate(step, state) if state is not None and self._due.is_evaluation(step) else None
         self._num_tokens += self.spec.tokens_per_step - int(read.get(NUM_PADDING, 0))
-        told = metrics_of(
+        metrics = metrics_of(
             self.plan, step, read, eval_loss, self.watch.by_all(), seconds=seconds, num_tokens=self._num_tokens,
-            input_wait_seconds=times.input_wait, of_processes=self.stragglers.count(step, times),
+            input_wait_seconds=times.input_wait, observed=observed,
         )  # fmt: skip
-        self.report(told)
-        self._targets.check_step(told)
-        self._skips.count(told, running.position, is_finite=isfinite(told.loss) and isfinite(told.grad_norm))
-        return told.eval_loss
+        self.observers.step_reported(metrics)
+        is_finite = isfinite(metrics.loss) and isfinite(metrics.grad_norm)
+        self._skips.count(metrics, running.position, is_finite=is_finite)
+        return eval_loss
 
-    def _evaluate(self, state: Any) -> float | None:
+    def _evaluate(self, step: int, state: Any) -> float | None:
         """Returns the mean loss over the held-out batches, in nats per token; None where they have no targets."""
         sums = np.zeros(2)
-        with self.watch.spending("evaluation"), self.watchdog.paused():
+        with self.observers.pause("evaluation"):
             # One at a time: with many in flight on CPU, several processes were seen to hang.
             for batch in self.held_out:
                 sums += jax.device_get(self.programs.evaluate(state["params"], self._feed.place(batch)))
-        return self._targets.mean(*sums)
+        loss = float(sums[0] / sums[1]) if sums[1] else None
+        self.observers.evaluated(step, loss)
+        self.latest_eval_loss = self.latest_eval_loss if loss is None else loss
+        return loss
 
     def _save(self, step: int, state: Any, eval_loss: float | None) -> None:
         """Saves a state that is finite; loss and gradients of its step say nothing of what the update made of it."""
-        with self.watch.spending("save"), self.watchdog.paused():
+        with self.observers.pause("save"):
             if self.spec.checkpoint.is_saving and not self.programs.is_finite(state):
                 raise NonFinite(step, "the state after it has NaN or infinity, although its loss does not", None)
             self.checkpoints.save(step, state, self.batches, num_tokens=self._num_tokens, eval_loss=eval_loss)
-        self.due.saved()
+        self._due.saved()

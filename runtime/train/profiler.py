@@ -7,7 +7,8 @@ Steps are dispatched ahead, so the step before the first is waited for, and then
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,14 +17,18 @@ import jax
 
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.profile.prediction import predict
 from meshloom.compiler.profile.trace import STEP_ANNOTATION
 from meshloom.compiler.xla.hlo import HloError
+from meshloom.compiler.xla.programs import Programs
 
 from ..core.files import replace_text
 from ..processes.distributed import Processes
-from ..rundir.profile_files import FOLDER, place_of
-from .time_spent import Stopwatch
-from .watchdog import Watchdog
+from ..rundir.profile_files import FOLDER, PREDICTED, TEXT, place_of
+from .observer import NO_VALUES, ObservedRun, Observer, StepTimes, TakeStep
+from .time_spent import Kind
 
 KEY = "profile.steps"
 
@@ -36,9 +41,10 @@ def check_profile(spec: RunSpec) -> None:
         raise ConfigError([Problem(KEY, what, f"choose steps up to {spec.num_steps}, or raise num_steps")])
 
 
-class Profiler:
-    """Traces `profile.steps` within the `with`. files: what is written beside the traces, by name. say: takes what came
-    of it; warn: what kept it from being written, which does not end the run."""
+class Profiler(Observer):
+    """Traces `profile.steps` within the `with`. pause: sets time aside from that of steps. files: what is written
+    beside the traces, by name. say: takes what came of it; warn: what kept it from being written, which does not end
+    the run."""
 
     def __init__(
         self,
@@ -46,27 +52,30 @@ class Profiler:
         processes: Processes,
         run_dir: Path,
         *,
-        watch: Stopwatch,
-        watchdog: Watchdog,
+        pause: Callable[[Kind], AbstractContextManager[object]],
         files: Callable[[], Mapping[str, str]],
         say: Callable[[str], None],
         warn: Callable[[Problem], None],
     ):
         self._steps, self._processes, self._run_dir = spec.profile.steps, processes, run_dir
-        self._watch, self._watchdog = watch, watchdog
-        self._files, self._say, self._warn = files, say, warn
+        self._pause, self._files, self._say, self._warn = pause, files, say, warn
         self._last_begun: int | None = None  # None: no trace was begun
         self._is_on = False
 
-    def __enter__(self) -> Self:
-        return self
+    @classmethod
+    def of_run(cls, run: ObservedRun) -> Self:
+        """Returns the profiler of this process."""
+        files = partial(predicted_files, run.plan, run.programs, run.model)
+        return cls(
+            run.spec, run.processes, run.run_dir, pause=run.observers.pause, files=files, say=run.say, warn=run.warn
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
 
-    def begin_run(self, first_step: int) -> None:
+    def run_started(self, first_step: int) -> None:
         """Says what of the trace is left to a run that goes on after `first_step` steps."""
         if self._steps is None or first_step < self._steps[0]:
             return
@@ -75,17 +84,17 @@ class Profiler:
         left = f"only {_named(*self._steps)} can be traced" if self._steps else "nothing is traced"
         self._say(f"{KEY}=[{first},{last}]: {left}, as the run goes on after step {first_step}")
 
-    def end_run(self, done: int) -> None:
+    def run_ended(self, num_steps_done: int) -> None:
         """Says which steps were not traced, because the run ended before them."""
-        if self._steps is not None and done < self._steps[1]:
-            first = max(self._steps[0], done + 1)
+        if self._steps is not None and num_steps_done < self._steps[1]:
+            first, done = max(self._steps[0], num_steps_done + 1), num_steps_done
             self._say(f"{KEY}: {_named(first, self._steps[1])} not traced, as the run ended after step {done}")
 
-    def is_first(self, step: int) -> bool:
-        """Returns whether the trace begins before this step."""
-        return self._steps is not None and step == self._steps[0]
+    def reads_at_once(self, step: int) -> bool:
+        """Returns True for the step before the trace, and for its last one."""
+        return self._is_last(step) or (self._steps is not None and step + 1 == self._steps[0])
 
-    def is_last(self, step: int) -> bool:
+    def _is_last(self, step: int) -> bool:
         """Returns whether a trace is under way that ends with this step."""
         return self._is_on and self._steps is not None and step == self._steps[1]
 
@@ -98,17 +107,25 @@ class Profiler:
             jax.profiler.start_trace(place_of(self._run_dir, self._processes.index), profiler_options=options)
             self._is_on = True
 
-    def step(self, step: int) -> AbstractContextManager[object]:
-        """Returns what a step is dispatched within."""
-        if not self._is_on:
-            return nullcontext()
-        self._last_begun = step
-        return jax.profiler.StepTraceAnnotation(STEP_ANNOTATION, step_num=step)
+    def around_step(self, take: TakeStep) -> TakeStep:
+        """Returns what begins the trace before its first step, and marks the steps in it."""
 
-    def stop_after(self, step: int, state: Any) -> None:
+        def traced(state: Any, batch: dict[str, jax.Array], step: int, position: dict[str, Any]) -> tuple[Any, Any]:
+            if self._steps is not None and step == self._steps[0]:
+                self.start(state)
+            if not self._is_on:
+                return take(state, batch, step, position)
+            self._last_begun = step
+            with jax.profiler.StepTraceAnnotation(STEP_ANNOTATION, step_num=step):
+                return take(state, batch, step, position)
+
+        return traced
+
+    def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:  # noqa: ARG002
         """Ends the trace if this is its last step, which made this state."""
-        if self.is_last(step):
+        if self._is_last(step):
             self.stop(state)
+        return NO_VALUES
 
     def stop(self, state: Any = None) -> None:
         """Ends the trace, if one is under way, and writes it, once the step that made this state is done."""
@@ -129,7 +146,7 @@ class Profiler:
     def _set_aside(self) -> Iterator[None]:
         """Within the `with`, time is not that of a step, and a failure is a warning."""
         try:
-            with self._watch.spending("profile"), self._watchdog.paused():
+            with self._pause("profile"):
                 yield
         except (
             OSError,
@@ -138,6 +155,14 @@ class Profiler:
         ) as error:  # a full disk, a session of another profiler, an unknown form
             what = f"the trace, or what belongs to it, is not written: {error}"
             self._warn(Problem(KEY, what, "the run goes on; train again to trace it"))
+
+
+def predicted_files(plan: Plan, programs: Programs, model: str | None = None) -> dict[str, str]:
+    """Returns the compiled step, and what is predicted of it, as files beside its trace. model: the name that the
+    declaration has for its model."""
+    text = programs.train.as_text()
+    prediction = predict(text, plan, estimate_step(plan).communication, model=model)
+    return {TEXT: text, PREDICTED: prediction.model_dump_json() + "\n"}
 
 
 def _named(first: int, last: int) -> str:

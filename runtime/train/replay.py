@@ -10,12 +10,14 @@ The state before a step is not donated to it, so that there are two at a time. T
 dispatches the next.
 """
 
+import socket
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -25,16 +27,17 @@ from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.digest import build_digest, replica_dimensions
 from meshloom.compiler.step.train_step import LOSS_BY_SHARD
-from meshloom.compiler.xla.programs import Programs
 
+from ..compile.run_programs import mesh_of
 from ..core.failures import FAULTY, RunFailed
+from .observer import ObservedRun, Observer, TakeStep
 from .rows import rows_held, sequences_of
 
 NUM_LOSSES = 32  # of which the median is taken
 FEWEST_LOSSES = 8  # before one is called a spike
 MOST_NAMED = 4  # devices
 
-Batch = dict[str, jax.Array]
+Run = Callable[[], tuple[Any, Any]]
 
 HARDWARE = "the hardware"
 ANY_ORDER = f"{HARDWARE}, or a sum in another order, which {{}} may take"
@@ -77,8 +80,8 @@ class Result:
         return not _unlike(self.metrics, other.metrics) and not _unlike(self.digest, other.digest)
 
 
-class Replay:
-    """Takes steps, each again where it is suspect or its turn to be checked.
+class Replay(Observer):
+    """Takes each step again where it is suspect or its turn to be checked.
 
     mesh: the one that the programs run on. hosts: of the processes. documents: describes those of rows of a batch, by
     its place in the data. warn: takes what is found.
@@ -87,31 +90,47 @@ class Replay:
     def __init__(
         self,
         plan: Plan,
-        programs: Programs,
         mesh: Mesh,
         *,
         hosts: Sequence[str],
         documents: Callable[[Mapping[str, Any], Sequence[int]], str],
         warn: Callable[[Problem], None],
     ):
-        self._plan, self._programs, self._mesh = plan, programs, mesh
+        self._plan, self._mesh = plan, mesh
         self._hosts, self._documents, self._warn = hosts, documents, warn
         self._suspect = suspect_of(plan)
         self._losses: deque[float] = deque(maxlen=NUM_LOSSES)
         self._digest = jax.jit(build_digest(plan), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def take_step(self, state: Any, batch: Batch, step: int, position: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Returns the state after a step and its metrics. position: of the batch in the data.
+    @classmethod
+    def of_run(cls, run: ObservedRun) -> Self | None:
+        """Returns the replay of a run that keeps the state before each step; None for any other."""
+        if not run.spec.keeps_state:
+            return None
+        hosts = run.processes.hosts or (socket.gethostname(),)
+        return cls(run.plan, mesh_of(run.plan), hosts=hosts, documents=run.documents, warn=run.warn)
+
+    def around_step(self, take: TakeStep) -> TakeStep:
+        """Returns what takes a step, and takes it again where that is called for."""
+        return lambda state, batch, step, at: self._take(partial(take, state, batch, step, at), step, at)
+
+    def reads_at_once(self, step: int) -> bool:  # noqa: ARG002
+        """Returns True: the state before a step is there until its result is known."""
+        return True
+
+    def _take(self, run: Run, step: int, position: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Returns the state after a step and its metrics. run: takes it, each time from the same state. position: of
+        the batch in the data.
 
         Raises RunFailed where no result comes twice, or replicas of the state differ.
         """
-        after, metrics = self._programs.train(state, batch)
+        after, metrics = run()
         read = jax.device_get(metrics)
         suspicion, is_check = self._why_suspect(read), self._is_check(step)
         if suspicion is not None or is_check:
             first = Result(read, self._digest_of(after))
             del after  # before it is made again: the memory holds two states
-            after, metrics, result = self._again(state, batch, step, position, first=first, suspicion=suspicion)
+            after, metrics, result = self._again(run, step, position, first=first, suspicion=suspicion)
             if is_check:
                 self._compare_replicas(step, result)
         if isfinite(loss := float(read["loss"])):
@@ -136,10 +155,10 @@ class Replay:
         return f"the loss is {loss:.4g}, {times:.2g} times what it was" if times > spec.replay.spike_factor else None
 
     def _again(
-        self, state: Any, batch: Batch, step: int, position: Mapping[str, Any], *, first: Result, suspicion: str | None
+        self, run: Run, step: int, position: Mapping[str, Any], *, first: Result, suspicion: str | None
     ) -> tuple[Any, Any, Result]:
         """Returns the state and the metrics of the result that comes twice, with it, and says what that means."""
-        after, metrics = self._programs.train(state, batch)
+        after, metrics = run()
         second = Result(jax.device_get(metrics), self._digest_of(after))
         if second.is_same(first):
             if suspicion is not None:
@@ -148,7 +167,7 @@ class Replay:
                 self._warn(Problem(f"step {step}", what, fix))
             return after, metrics, second
         del after
-        after, metrics = self._programs.train(state, batch)
+        after, metrics = run()
         third = Result(jax.device_get(metrics), self._digest_of(after))
         odd = next((one for one, other in ((first, second), (second, first)) if third.is_same(other)), None)
         begun = f"run again from the same state, it gave {_differing(first, second)}"

@@ -8,7 +8,8 @@ that keeps up they still run the step before, or wait in it for the others.
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
+from typing import Any, Self
 
 import jax
 
@@ -17,21 +18,12 @@ from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import human_seconds, human_share
 
 from ..processes.distributed import Processes
+from .observer import NO_VALUES, ObservedRun, Observer, StepTimes
 
 FOLDER = "meshloom/stragglers"  # in the store of the coordination service; a folder for each window of steps
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of one process for a step, or means of several. step: from one to the next. input: until it has handed
-    over a batch. input_wait: of that, its devices may have stood still."""
-
-    step: float
-    input: float
-    input_wait: float
-
-
-class Stragglers:
+class Stragglers(Observer):
     """Collects the times of all processes. warn: takes who is waited for, in process 0; once, until that is over."""
 
     def __init__(self, spec: StragglersSpec | None, processes: Processes, warn: Callable[[Problem], None]):
@@ -39,20 +31,25 @@ class Stragglers:
         self._times: list[StepTimes] = []
         self._told: int | None = None
 
-    def count(self, step: int, times: StepTimes) -> dict[str, float]:
+    @classmethod
+    def of_run(cls, run: ObservedRun) -> Self:
+        """Returns the observer of a run."""
+        return cls(run.spec.stragglers, run.processes, run.warn)
+
+    def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:  # noqa: ARG002
         """Takes note of a step. Returns, in process 0 and where a window of steps has ended, the means of every process
         over the window before it, by names of metrics: no process waits for another one's."""
         if self._spec is None or self._processes.count == 1:
-            return {}
+            return NO_VALUES
         self._times.append(times)
         if step % self._spec.every_num_steps:
-            return {}
+            return NO_VALUES
         window = step // self._spec.every_num_steps
         try:
             self._tell(window)
             found = self._others(window - 1) if self._processes.is_first else {}
         except jax.errors.JaxRuntimeError:  # the service is gone, of which the run itself hears
-            return {}
+            return NO_VALUES
         if found:
             self._name_slowest(step, found)
         return as_metrics(found)

@@ -108,6 +108,12 @@ class Stopwatch:
         self._seconds[self._kind] -= seconds
         self._seconds[to] += seconds
 
+    @property
+    def step_seconds(self) -> float:
+        """The seconds of this start in steps so far, with the waits for their input."""
+        self._go_to(self._kind)
+        return self._seconds["steps"] + self._seconds["input"]
+
     def by_this_start(self) -> TimeSpent:
         """Returns the time of this start so far."""
         self._go_to(self._kind)

@@ -22,6 +22,8 @@ from meshloom.compiler.plan import Plan
 
 from ..core.failures import RunFailed
 from ..core.files import parse_json, replace_json
+from .metrics import Metrics, values_of
+from .observer import ObservedRun, Observer
 
 WHERE = "logging.trackers"
 IDS_FILE = "trackers.json"  # of a run directory: by which ids trackers know the run, so that a resumed one goes on
@@ -74,7 +76,7 @@ class Tracker(ABC):
         """Ends the tracking of this start. has_failed: the run ended by an error; one that a signal ended has not."""
 
 
-class Trackers:
+class Trackers(Observer):
     """The trackers of a run. warn: takes what is wrong with one of them."""
 
     def __init__(self, kinds: Sequence[type[Tracker]], run: TrackedRun, warn: Callable[[Problem], None]):
@@ -82,14 +84,22 @@ class Trackers:
         started = (self._guarded("when it was started", kind, kind, run) for kind in kinds)
         self._open = [tracker for tracker in started if tracker is not FAILED]
 
-    def __enter__(self) -> Self:
-        return self
+    @classmethod
+    def of_run(cls, run: ObservedRun) -> Self | None:
+        """Returns the declared trackers, in process 0."""
+        if not run.processes.is_first:
+            return None
+        tracked = tracked_run(run.plan, run.run_dir, run.first_step, run.warn)
+        return cls(find_trackers(run.spec.logging), tracked, run.warn)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for each in self._open:
             self._guarded("when it was closed", type(each), each.close, has_failed=isinstance(error, Exception))
+
+    def step_reported(self, metrics: Metrics) -> None:
+        self.log(metrics.step, values_of(metrics))
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Gives each tracker the metrics of a step. Raises RunFailed if the disk refuses TensorBoard's."""

@@ -3,10 +3,9 @@
 import logging
 import os
 import shlex
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,7 @@ from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.profile.prediction import predict
 from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.xla.fingerprint import fingerprint_of
 from meshloom.compiler.xla.programs import Programs, lower
@@ -41,42 +38,36 @@ from ..compile.artifact import check_artifact, read_artifact
 from ..compile.memory_check import check_state_memory
 from ..compile.run_programs import Precompiled, make_programs, mesh_of
 from ..core.exclusive import only_run_in
-from ..data import BatchIterator, Data, describe, open_data
+from ..data import BatchIterator, Data, open_data
 from ..processes.agreement import check_same_declaration
 from ..processes.cluster import plan_start
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes, join, together
-from ..processes.process_log import FOLDER as LOG_FOLDER
 from ..processes.say import say, say_labels
 from ..processes.stop import StopRequest
 from ..rundir.declaration import write_declaration
-from ..rundir.profile_files import PREDICTED, TEXT
 from ..rundir.run_record import recorded_run
-from .display import Display, show_header, show_summary
-from .dropped_tokens import DroppedTokens
-from .loop import Loop, TakeStep
-from .metrics import Metrics, MetricsLog, values_of
+from .display import show_header, show_summary
+from .loop import Loop
 from .next_steps import next_steps
 from .nonfinite import NonFinite
-from .profiler import Profiler, check_profile
-from .replay import Replay
+from .observer import ObservedRun, Observers
+from .observers import add_observers
+from .profiler import check_profile
 from .rows import local_rows, sequences_of
-from .stragglers import Stragglers
-from .time_spent import Stopwatch, rows_of, spent_by_earlier_starts
-from .trackers import Tracker, Trackers, find_trackers, tracked_run
-from .watchdog import Watchdog
+from .time_spent import Stopwatch, rows_of
+from .trackers import find_trackers
 
 LOG = logging.getLogger("meshloom")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run that was found to be right: its plan, its data, its trackers, what is loaded instead of compiling, and what
-    looking for the devices printed. model: what the declaration calls its model, where it has a name."""
+    """A run that was found to be right: its plan, its data, what is loaded instead of compiling, and what looking for
+    the devices printed. model: what the declaration calls its model, where it has a name."""
 
     plan: Plan
     data: Data
-    trackers: tuple[type[Tracker], ...] = ()
     precompiled: Precompiled | None = None
     said: tuple[str, ...] = ()
     model: str | None = None
@@ -102,7 +93,7 @@ def prepare(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Job:
 def plan_and_check(spec: RunSpec) -> Job:
     """Returns the plan and the data of a run, on whatever devices there are. Raises ConfigError with all that is
     wrong."""
-    plan, data, trackers, *_ = all_of(
+    plan, data, *_ = all_of(
         lambda: plan_run(spec),
         lambda: open_data(spec),
         lambda: find_trackers(spec.logging),
@@ -114,7 +105,7 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: check_compiler_options(spec.compiler_options, jax.local_devices()[0]),
     )
     check_steps_left(find_restorable(spec, plan.abstract), spec)
-    return Job(plan, data, trackers)
+    return Job(plan, data)
 
 
 def _check_is_decided(spec: RunSpec) -> None:
@@ -196,74 +187,30 @@ def _run(
     processes: Processes,
 ) -> Ended:
     """Compiles, and trains from the start to the last step or until a stop is requested."""
-    plan, data = job.plan, job.data
+    plan = job.plan
     with Checkpoints(run_dir, plan.spec) as checkpoints:
         with watch.spending("compile"):
             programs = make_programs(plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes)
         rows = sequences_of(plan.row_order, local_rows(programs.batch))
-        batches = iter(data["train"].of_rows(rows))
+        batches = iter(job.data["train"].of_rows(rows))
         with stop.waiting_for("the state to start from"), watch.spending("restore" if start else "start"):
             state, first_step, num_tokens = _initial_state(start, plan, programs, batches, console)
-        display = Display(console, plan, first_step=first_step, token_unit=data.token_unit)
-        with _metrics_log(plan, run_dir, first_step, processes) as log, display, ExitStack() as held:
-            if log and log.warning:
-                say(console, f"warning: {log.warning}")
-            if log:
-                watch.earlier = spent_by_earlier_starts(log.kept_line, log.last_line, watch.began)
-
-            def warn(problem: Problem) -> None:
-                say(console, problem.as_warning())
-
-            dropped = DroppedTokens(warn)
-            tracked = tracked_run(plan, run_dir, first_step, warn)
-            trackers = held.enter_context(Trackers(job.trackers, tracked, warn)) if log else None
-
-            def report(metrics: Metrics) -> None:
-                if log and trackers:
-                    log.write(metrics)
-                    trackers.log(metrics.step, values_of(metrics))
-                display.show(metrics)
-                if processes.lookout:
-                    processes.lookout.last_step = metrics.step
-                dropped.check_step(metrics)
-
-            documents = partial(_documents, data, processes)
-            log_file = run_dir / LOG_FOLDER / f"process-{processes.index}.log"
-            watchdog = held.enter_context(Watchdog(plan.spec.watchdog, processes, log_file, warn))
-            profiler = Profiler(
-                plan.spec,
-                processes,
-                run_dir,
-                watch=watch,
-                watchdog=watchdog,
-                files=lambda: predicted_files(plan, programs, job.model),
-                say=lambda text: say(console, text),
-                warn=warn,
+        if processes.is_first:
+            write_declaration(plan, run_dir)
+        with Observers(watch) as observers:
+            run = ObservedRun(
+                plan, programs, job.data, run_dir, processes, console, observers, first_step=first_step, model=job.model
             )
-            held.enter_context(profiler)
+            add_observers(run)
+            held_out = job.data["held_out"].of_rows(rows)
             loop = Loop(
-                plan,
-                programs,
-                batches=batches,
-                held_out=data["held_out"].of_rows(rows),
-                checkpoints=checkpoints,
-                report=report,
-                warn=warn,
-                stop=stop,
-                watch=watch,
-                watchdog=watchdog,
-                profiler=profiler,
-                stragglers=Stragglers(plan.spec.stragglers, processes, warn),
-                take_step=_take_step(plan, programs, processes, documents=documents, warn=warn),
-            )
-            profiler.begin_run(first_step)
-            with watch.spending("steps"):
-                of_batch = partial(documents, rows=range(plan.spec.global_batch_size))
-                step = _run_loop(partial(loop.run, state, first_step, num_tokens), checkpoints, of_batch)
-            profiler.end_run(step)
+                plan, programs, batches=batches, held_out=held_out, checkpoints=checkpoints, stop=stop,
+                observers=observers,
+            )  # fmt: skip
+            step = _run_loop(partial(loop.run, state, first_step, num_tokens), checkpoints, run.documents)
         with watch.spending("save"):
             checkpoints.wait()
-        return Ended(step, checkpoints.latest_step, display.latest_eval_loss)
+        return Ended(step, checkpoints.latest_step, loop.latest_eval_loss)
 
 
 def _run_loop(run: Callable[[], int], checkpoints: Checkpoints, documents: Callable[[Mapping[str, Any]], str]) -> int:
@@ -275,54 +222,12 @@ def _run_loop(run: Callable[[], int], checkpoints: Checkpoints, documents: Calla
         raise error.failure(checkpoints.latest_step, documents) from error
 
 
-def _take_step(
-    plan: Plan,
-    programs: Programs,
-    processes: Processes,
-    *,
-    documents: Callable[[Mapping[str, Any], Sequence[int]], str],
-    warn: Callable[[Problem], None],
-) -> TakeStep | None:
-    """Returns what takes steps where some run again; None where the program alone does."""
-    if not plan.spec.keeps_state:
-        return None
-    hosts = processes.hosts or (socket.gethostname(),)
-    return Replay(plan, programs, mesh_of(plan), hosts=hosts, documents=documents, warn=warn).take_step
-
-
-def _documents(data: Data, processes: Processes, position: Mapping[str, Any], rows: Sequence[int]) -> str:
-    """Describes the documents of some rows of a batch. Process 0, which tells of them, writes them all to its log."""
-    if not processes.is_first:
-        return ""
-    located = data.locate(position, rows)
-    for one in located:
-        LOG.info(f"row {one.row} of the batch: {one}")
-    return describe(located)
-
-
-def predicted_files(plan: Plan, programs: Programs, model: str | None = None) -> dict[str, str]:
-    """Returns the compiled step, and what is predicted of it, as files beside its trace. model: as of Job."""
-    text = programs.train.as_text()
-    prediction = predict(text, plan, estimate_step(plan).communication, model=model)
-    return {TEXT: text, PREDICTED: prediction.model_dump_json() + "\n"}
-
-
 def _show_job(job: Job, console: Console) -> None:
     for line in job.said:
         say(console, line, is_shown=False)
     show_header(console, job.plan)
     say_labels(console, job.plan.spec)
     say(console, job.data.summary)
-
-
-def _metrics_log(
-    plan: Plan, run_dir: Path, first_step: int, processes: Processes
-) -> AbstractContextManager[MetricsLog | None]:
-    """Process 0 writes what there is one of: the declaration and the metrics, which are the same in all."""
-    if not processes.is_first:
-        return nullcontext()
-    write_declaration(plan, run_dir)
-    return MetricsLog(run_dir, first_step=first_step)
 
 
 def find_precompiled(plan: Plan, named: Path) -> Precompiled:

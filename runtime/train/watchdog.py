@@ -27,6 +27,11 @@ from meshloom.compiler.core.format import counted, human_seconds
 
 from ..core.failures import HUNG
 from ..processes.distributed import Processes
+from ..processes.lost import Lookout
+from ..processes.process_log import FOLDER as LOG_FOLDER
+from .metrics import Metrics
+from .observer import NO_VALUES, ObservedRun, Observer, StepTimes
+from .time_spent import Kind
 
 LOG = logging.getLogger("meshloom")
 FOLDER = "meshloom/watchdog"  # in the store of the coordination service, a key for each process that stands still
@@ -35,7 +40,7 @@ MOST_POLL_SECONDS = 5.0
 ANSWER_SECONDS = 20.0  # at most, which process 0 gives the others to notice it too
 
 
-class Watchdog:
+class Watchdog(Observer):
     """Watches steps within the `with`. log: takes this process's stacks. say: takes what is found, once for each time
     that the run stands still. end: ends this process, where `watchdog.abort` asks for it."""
 
@@ -55,6 +60,12 @@ class Watchdog:
         self._done, self._is_told = 0, False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
+    @classmethod
+    def of_run(cls, run: ObservedRun) -> Self:
+        """Returns the watchdog of this process; it writes stacks to the log of the process."""
+        log = run.run_dir / LOG_FOLDER / f"process-{run.processes.index}.log"
+        return cls(run.spec.watchdog, run.processes, log, run.warn)
+
     def __enter__(self) -> Self:
         if self._spec is not None:
             self._since = time.monotonic()
@@ -66,19 +77,20 @@ class Watchdog:
     ) -> None:
         self._over.set()
 
-    def step_ended(self, step: int, seconds: float) -> None:
+    def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:  # noqa: ARG002
         """Takes note of a step, and how long it took."""
         with self._lock:
             self._done, self._since = step, time.monotonic()
-            self._seconds.append(seconds)
+            self._seconds.append(times.step)
             was_told, self._is_told = self._is_told, False
         if was_told:
             LOG.info(f"step {step} has ended: the run goes on")
             if self._processes.client is not None:
                 self._processes.client.key_value_delete(self._key)
+        return NO_VALUES
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self, kind: Kind) -> Iterator[None]:  # noqa: ARG002
         """Within the `with`, nothing is watched: what is done there may take its time."""
         self._since = None
         try:
@@ -143,6 +155,21 @@ class Watchdog:
         return describe_hang(
             {int(key.rsplit("/", 1)[1]): json.loads(text)["done"] for key, text in told}, processes.hosts
         )
+
+
+class LastStep(Observer):
+    """Notes each step for the lookout, which names the last one when another process is gone."""
+
+    def __init__(self, lookout: Lookout):
+        self._lookout = lookout
+
+    @classmethod
+    def of_run(cls, run: ObservedRun) -> Self | None:
+        """Returns the observer of a run of several processes."""
+        return cls(run.processes.lookout) if run.processes.lookout else None
+
+    def step_reported(self, metrics: Metrics) -> None:
+        self._lookout.last_step = metrics.step
 
 
 def describe_hang(done: Mapping[int, int], hosts: tuple[str, ...]) -> str:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
@@ -41,12 +42,10 @@ from meshloom.compiler.target.target import TargetPlan, plan_target
 from meshloom.compiler.xla.programs import PROGRAMS, Programs, build, lower
 from meshloom.models import Context, Model, split_aux
 from meshloom.runtime.cli.main import run
-from meshloom.runtime.processes.distributed import Processes
-from meshloom.runtime.train.profiler import Profiler
+from meshloom.runtime.train.metrics import Metrics
+from meshloom.runtime.train.observer import Observer, Observers
 from meshloom.runtime.train.rows import in_order
-from meshloom.runtime.train.stragglers import Stragglers
 from meshloom.runtime.train.time_spent import Stopwatch
-from meshloom.runtime.train.watchdog import Watchdog
 
 TESTS = Path(__file__).parents[1]
 SCHEDULES = TESTS / "schedules"
@@ -209,12 +208,22 @@ class Batches(NoData):
         return self.batch
 
 
-def unwatched(spec: RunSpec, folder: Path) -> dict[str, Any]:
-    """What a loop takes that watches it, for a test that looks at something else."""
-    watch, watchdog = Stopwatch(0.0), Watchdog(None, Processes(), folder, print)
-    profiler = Profiler(spec, Processes(), folder, watch=watch, watchdog=watchdog, files=dict, say=print, warn=print)
-    stragglers = Stragglers(None, Processes(), print)
-    return {"watch": watch, "watchdog": watchdog, "profiler": profiler, "stragglers": stragglers}
+class Reported(Observer):
+    """Collects the metrics of each step."""
+
+    def __init__(self) -> None:
+        self.metrics: list[Metrics] = []
+
+    def step_reported(self, metrics: Metrics) -> None:
+        self.metrics.append(metrics)
+
+
+def observers_of(*each: Observer) -> Observers:
+    """Returns the observers of a loop, with a stopwatch of their own."""
+    observers = Observers(Stopwatch(time.time()))
+    for one in each:
+        observers.add(one)
+    return observers
 
 
 def gradients_of(

@@ -18,11 +18,12 @@ from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train.loop import Loop
-from meshloom.runtime.train.metrics import Metrics, MetricsLog, values_of
+from meshloom.runtime.train.metrics import Metrics, values_of
+from meshloom.runtime.train.metrics_log import MetricsLog
 from meshloom.runtime.train.tensorboard import TensorBoard
 from meshloom.runtime.train.time_spent import NOTHING
 from meshloom.runtime.train.trackers import Trackers, tracked_run
-from support.helpers import Batches, gradients_of, programs_of, tiered, unwatched
+from support.helpers import Batches, Reported, gradients_of, observers_of, programs_of, tiered
 
 PENALTY = 0.05
 CASES = {
@@ -81,7 +82,7 @@ def test_metrics_of_a_run_are_means_over_tokens_and_by_choice_over_layers(layer_
     plan = pointwise_plan(*CASES[list(CASES)[1]], f"model.penalty={PENALTY}", "num_steps=1", "checkpoint=disabled",
                           "schedule=constant", "schedule.num_warmup_steps=0")  # fmt: skip
     programs, batch = programs_of(plan), {"inputs": tokens[0][:, :-1], "targets": tokens[0][:, 1:]}
-    state, reported = programs.init(), []
+    state, reported = programs.init(), Reported()
     expected = _reference(jax.tree.map(np.array, state["params"]), tokens[0])[1][1]
     if layer_metrics == "each":
         logging = plan.spec.logging.model_copy(update={"layer_metrics": "each"})
@@ -97,16 +98,14 @@ def test_metrics_of_a_run_are_means_over_tokens_and_by_choice_over_layers(layer_
             batches=Batches(batch),  # pyright: ignore[reportArgumentType]
             held_out=[batch],
             checkpoints=checkpoints,
-            report=reported.append,
-            warn=reported.append,
             stop=stop,
-            **unwatched(plan.spec, tmp_path),
+            observers=observers_of(reported),
         )
         loop.run(state, 0, 1000)
-    assert reported[0].num_tokens == 1000 + tokens[0][:, 1:].size
-    assert set(reported[0].auxiliary) == set(expected)
+    assert reported.metrics[0].num_tokens == 1000 + tokens[0][:, 1:].size
+    assert set(reported.metrics[0].auxiliary) == set(expected)
     for name, value in expected.items():
-        assert reported[0].auxiliary[name] == pytest.approx(float(value.mean()), rel=2e-6), name
+        assert reported.metrics[0].auxiliary[name] == pytest.approx(float(value.mean()), rel=2e-6), name
 
 
 def test_metrics_file_and_curves_have_them_by_name(tmp_path):
@@ -114,7 +113,7 @@ def test_metrics_file_and_curves_have_them_by_name(tmp_path):
     metrics = Metrics(1, 2.0, None, 1.0, 0.1, False, 1.0, 1.0, 0.0, 256, None, 256, 0.0, NOTHING, auxiliary)
     run = tracked_run(plan_of(), tmp_path, 0)
     with MetricsLog(tmp_path, first_step=0) as log, Trackers((TensorBoard,), run, print) as trackers:
-        log.write(metrics)
+        log.step_reported(metrics)
         trackers.log(1, values_of(metrics))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (line["layers/penalty"], line["head/log_z"]) == (0.5, None)

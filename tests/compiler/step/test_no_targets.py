@@ -15,7 +15,8 @@ from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train.loop import Loop
-from support.helpers import Batches, programs_of, reference_adamw, reference_loss, unwatched
+from meshloom.runtime.train.missing_targets import MissingTargets
+from support.helpers import Batches, Reported, observers_of, programs_of, reference_adamw, reference_loss
 
 STEPS = ("num_steps=2", "evaluation.every_num_steps=1", "checkpoint=disabled", "schedule.num_warmup_steps=0")
 
@@ -80,7 +81,7 @@ def test_each_optimizer_stands_still_at_zero_gradients(optimizer):
 def test_a_run_without_targets_goes_on_and_warns_once_of_each_kind(compiled, tokens, tmp_path):
     plan, programs = compiled
     batch = _batch(tokens, ignored=slice(None))
-    reported, warned = [], []
+    reported, warned = Reported(), []
     with StopRequest(Processes()) as stop, Checkpoints(tmp_path, plan.spec) as checkpoints:
         loop = Loop(
             plan,
@@ -88,11 +89,9 @@ def test_a_run_without_targets_goes_on_and_warns_once_of_each_kind(compiled, tok
             batches=Batches(batch),  # pyright: ignore[reportArgumentType]
             held_out=[batch],
             checkpoints=checkpoints,
-            report=reported.append,
-            warn=warned.append,
             stop=stop,
-            **unwatched(plan.spec, tmp_path),
+            observers=observers_of(reported, MissingTargets(warned.append)),
         )
         assert loop.run(programs.init(), 0) == 2
-    assert [(m.loss, m.eval_loss, m.num_targets) for m in reported] == [(0.0, None, 0)] * 2
+    assert [(m.loss, m.eval_loss, m.num_targets) for m in reported.metrics] == [(0.0, None, 0)] * 2
     assert [problem.where for problem in warned] == ["evaluation", "step 1"]

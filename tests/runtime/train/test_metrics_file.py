@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.runtime.train.metrics import Metrics, MetricsLog
+from meshloom.runtime.train.metrics import Metrics
+from meshloom.runtime.train.metrics_log import MetricsLog
 from meshloom.runtime.train.time_spent import NOTHING
 
 
@@ -86,7 +87,7 @@ def test_an_older_damaged_copy_is_not_written_over(tmp_path):
 def test_a_resumed_file_goes_on_in_whole_lines(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(FIVE[:4]) + b'{"step": 5, "lo')
     with MetricsLog(tmp_path, first_step=4) as log:
-        log.write(Metrics(5, float("nan"), None, 1.0, 0.1, False, 1.0, 1.0, 0.0, 256, None, 256, 0.0, NOTHING))
+        log.step_reported(Metrics(5, float("nan"), None, 1.0, 0.1, False, 1.0, 1.0, 0.0, 256, None, 256, 0.0, NOTHING))
     values = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [value["step"] for value in values] == [1, 2, 3, 4, 5]
     assert values[-1]["loss"] is None

@@ -1,7 +1,7 @@
 """The steps that are asked for are traced, and no others; what is not traced is said."""
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,8 @@ from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.rundir.profile_files import read_profile
 from meshloom.runtime.train.loop import Loop
-from meshloom.runtime.train.profiler import Profiler, check_profile
-from meshloom.runtime.train.stragglers import Stragglers
-from meshloom.runtime.train.time_spent import Stopwatch
-from meshloom.runtime.train.train import predicted_files
-from meshloom.runtime.train.watchdog import Watchdog
-from support.helpers import Batches, programs_of
+from meshloom.runtime.train.profiler import Profiler, check_profile, predicted_files
+from support.helpers import Batches, Reported, observers_of, programs_of
 
 STEPS = ("num_steps=5", "evaluation.every_num_steps=4", "checkpoint=disabled", "schedule.num_warmup_steps=0",
          "profile.steps=[2,3]")  # fmt: skip
@@ -45,40 +41,35 @@ class Traced:
     run_dir: Path
     said: list[str] = field(default_factory=list)
     warned: list[Any] = field(default_factory=list)
-    reported: list[Any] = field(default_factory=list)
+    reported: Reported = field(default_factory=Reported)
 
 
 def _train(folder: Path, tokens: np.ndarray, *, first_step: int = 0) -> Traced:
     """Runs the loop from after `first_step`."""
     plan = plan_of("target=cpu-2", *LINEAR_STACK, "model.num_layers=1", *STEPS)
-    programs, traced, watch = programs_of(plan), Traced(folder), Stopwatch(time.time())
-    watchdog = Watchdog(None, Processes(), folder, print)
+    programs, traced, observers = programs_of(plan), Traced(folder), observers_of()
     batch = {"inputs": tokens[0][:, :-1].copy(), "targets": tokens[0][:, 1:].copy()}
     with (
         StopRequest(Processes()) as stop,
-        watch.spending("steps"),
         Checkpoints(folder, plan.spec) as checkpoints,
-        SlowProfiler(
-            plan.spec, Processes(), folder, watch=watch, watchdog=watchdog,
+        observers,
+    ):
+        profiler = SlowProfiler(
+            plan.spec, Processes(), folder, pause=observers.pause,
             files=lambda: predicted_files(plan, programs),
             say=traced.said.append, warn=traced.warned.append,
-        ) as profiler,
-    ):  # fmt: skip
+        )  # fmt: skip
+        observers.add(profiler)
+        observers.add(traced.reported)
         loop = Loop(
             plan,
             programs,
             batches=Batches(batch),  # pyright: ignore[reportArgumentType]
             held_out=[batch],
             checkpoints=checkpoints,
-            report=traced.reported.append,
-            warn=traced.warned.append,
             stop=stop,
-            watch=watch,
-            watchdog=watchdog,
-            profiler=profiler,
-            stragglers=Stragglers(None, Processes(), print),
+            observers=observers,
         )
-        profiler.begin_run(first_step)
         assert loop.run(programs.init(), first_step) == 5
     return traced
 
@@ -123,9 +114,9 @@ def test_what_each_device_ran_is_found_in_the_program(traced):
 
 
 def test_writing_a_trace_counts_as_no_step(traced):
-    assert [metrics.step for metrics in traced.reported] == [1, 2, 3, 4, 5]
-    assert traced.reported[-1].spent.seconds["profile"] >= 2 * SLOW_SECONDS
-    assert max(metrics.step_seconds for metrics in traced.reported[1:]) < SLOW_SECONDS  # the first one compiles
+    assert [metrics.step for metrics in traced.reported.metrics] == [1, 2, 3, 4, 5]
+    assert traced.reported.metrics[-1].spent.seconds["profile"] >= 2 * SLOW_SECONDS
+    assert max(metrics.step_seconds for metrics in traced.reported.metrics[1:]) < SLOW_SECONDS  # the first one compiles
 
 
 def test_a_run_that_goes_on_within_the_steps_traces_the_rest(tmp_path, tokens):
@@ -136,13 +127,11 @@ def test_a_run_that_goes_on_within_the_steps_traces_the_rest(tmp_path, tokens):
 
 def _profiler(folder: Path, steps: str, said: list[str], warned: list[Any] | None = None) -> Profiler:
     take = warned if warned is not None else []
-    watch, watchdog = Stopwatch(0.0), Watchdog(None, Processes(), folder, print)
     return Profiler(
         spec_of(steps),
         Processes(),
         folder,
-        watch=watch,
-        watchdog=watchdog,
+        pause=lambda _: nullcontext(),
         files=dict,
         say=said.append,
         warn=take.append,
@@ -158,8 +147,8 @@ def _profiler(folder: Path, steps: str, said: list[str], warned: list[Any] | Non
 def test_what_is_not_traced_is_said(tmp_path, began, ended, told):
     said: list[str] = []
     profiler = _profiler(tmp_path, "profile.steps=[10,13]", said)
-    profiler.begin_run(began)
-    profiler.end_run(ended)
+    profiler.run_started(began)
+    profiler.run_ended(ended)
     assert said == [told]
 
 

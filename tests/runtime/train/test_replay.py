@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from math import nan
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +11,6 @@ import pytest
 from conftest import LINEAR_STACK, plan_of
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.step.train_step import LOSS_BY_SHARD
-from meshloom.compiler.xla.programs import Programs
 from meshloom.runtime.compile.run_programs import mesh_of
 from meshloom.runtime.core.failures import FAULTY, RunFailed
 from meshloom.runtime.train.replay import FEWEST_LOSSES, Replay, odd_replicas, suspect_of
@@ -43,10 +42,11 @@ def taking_steps(faults: dict[int, Any], tokens: np.ndarray, *, overrides: tuple
     programs, said = programs_of(plan_of(*DECLARED)), list[Any]()
     faulty = Faulty(programs, faults)
     replay = Replay(
-        plan, cast(Programs, faulty), mesh_of(plan), hosts=("here",), warn=said.append,
+        plan, mesh_of(plan), hosts=("here",), warn=said.append,
         documents=lambda position, rows: f"rows {list(rows)} of {position}",
     )  # fmt: skip
-    return replay.take_step, faulty, said, programs.init(), on_devices(programs, tokens[0])
+    take_step = replay.around_step(lambda state, batch, *_: faulty.train(state, batch))
+    return take_step, faulty, said, programs.init(), on_devices(programs, tokens[0])
 
 
 def same_bits(one: Any, other: Any) -> bool:

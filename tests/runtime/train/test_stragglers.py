@@ -9,7 +9,8 @@ from meshloom.compiler.config.spec import StragglersSpec
 from meshloom.compiler.core.errors import Problem
 from meshloom.runtime.launch.local import free_port
 from meshloom.runtime.processes.distributed import Processes
-from meshloom.runtime.train.stragglers import StepTimes, Stragglers, find_straggler
+from meshloom.runtime.train.observer import StepTimes
+from meshloom.runtime.train.stragglers import Stragglers, find_straggler
 from support.several import Started, joined, keys
 
 SPEC = StragglersSpec(every_num_steps=2, cost_share=0.1)
@@ -32,8 +33,8 @@ def test_process_0_has_the_times_of_all_over_the_window_before():
         both = [Stragglers(SPEC, replace(one, hosts=("here", "there")), told.append) for one in processes]
         seen = []
         for step in range(1, 9):
-            both[1].count(step, SLOW if step <= 4 else QUICK)
-            seen.append(both[0].count(step, QUICK))
+            both[1].step_ended(step, SLOW if step <= 4 else QUICK, None)
+            seen.append(both[0].step_ended(step, QUICK, None))
     assert [bool(one) for one in seen] == [False, False, False, True, False, True, False, True]
     assert seen[3] == {
         "processes/0/step_seconds": 1.0, "processes/0/input_seconds": 0.25, "processes/0/input_wait_seconds": 0.0,
@@ -48,7 +49,7 @@ def test_process_0_has_the_times_of_all_over_the_window_before():
 
 def test_a_process_alone_tells_of_nothing():
     alone = Stragglers(SPEC, Processes(), print)
-    assert [alone.count(step, SLOW) for step in range(1, 5)] == [{}] * 4
+    assert [alone.step_ended(step, SLOW, None) for step in range(1, 5)] == [{}] * 4
 
 
 SLOW_ITEMS = """

@@ -9,11 +9,13 @@ from meshloom.compiler.config.spec import WatchdogSpec
 from meshloom.compiler.core.errors import Problem
 from meshloom.runtime.core.failures import FINAL, HUNG
 from meshloom.runtime.processes.distributed import Processes
+from meshloom.runtime.train.observer import StepTimes
 from meshloom.runtime.train.watchdog import Watchdog, describe_hang
 from support.several import in_both, joined
 
 SLOWER = WatchdogSpec(factor=4.0, min_seconds=1.0, abort=False)
 QUICK = WatchdogSpec(factor=4.0, min_seconds=0.2, abort=False)
+QUICK_STEP = StepTimes(0.01, 0.0, 0.0)
 
 
 def _wait_for(what, seconds: float = 20.0) -> None:
@@ -26,9 +28,9 @@ def _wait_for(what, seconds: float = 20.0) -> None:
 def test_a_step_that_does_not_end_is_told_once_with_the_stacks(tmp_path):
     log, told = tmp_path / "process-0.log", list[Problem]()
     with Watchdog(QUICK, Processes(), log, told.append) as watchdog:
-        watchdog.step_ended(7, 0.01)
+        watchdog.step_ended(7, QUICK_STEP, None)
         _wait_in_a_collective(lambda: bool(told))
-        watchdog.step_ended(8, 0.01)
+        watchdog.step_ended(8, QUICK_STEP, None)
         assert len(told) == 1
         _wait_for(lambda: len(told) == 2)
     assert (told[0].where, told[1].where) == ("step 8", "step 9")
@@ -44,9 +46,9 @@ def _wait_in_a_collective(is_over) -> None:
 def test_what_is_no_step_may_take_its_time_and_slow_steps_have_more(tmp_path):
     told: list[Problem] = []
     with Watchdog(QUICK, Processes(), tmp_path / "log", told.append) as watchdog:
-        with watchdog.paused():
+        with watchdog.pause("evaluation"):
             time.sleep(0.6)
-        watchdog.step_ended(1, 0.5)
+        watchdog.step_ended(1, StepTimes(0.5, 0.0, 0.0), None)
         assert watchdog.limit_seconds == 2.0
         time.sleep(0.6)
     assert told == []
@@ -86,7 +88,7 @@ def test_process_0_learns_from_the_others_who_is_behind(tmp_path, is_frozen):
             if index == 1 and is_frozen:
                 return
             with Watchdog(SLOWER, both[index], tmp_path / f"{index}", told.append) as watchdog:
-                watchdog.step_ended(5 - index, 0.01)
+                watchdog.step_ended(5 - index, QUICK_STEP, None)
                 _wait_for(lambda: bool(told))
 
         in_both(run)

@@ -1,0 +1,180 @@
+"""Observers: what a training run shows, step by step, to the log, the display, the watchdog and others.
+
+    run_started, then for each step: around_step, step_ended, [evaluated], step_reported; at the end run_ended
+
+An observer is a context, too: it is entered before the first step and left after the last one, with the exception that
+ended the run, if there is one. `pause` surrounds what the loop does between steps: an evaluation, a save. An exception
+that an observer raises ends the run like any other; checkpoints that were saved before stay whole. A new observer is a
+class in a file of its own and a line in `observers.py`.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.xla.programs import Programs
+
+from ..data import Data, describe
+from ..processes.distributed import Processes
+from ..processes.say import say
+from .metrics import Metrics
+from .time_spent import Kind, Stopwatch
+
+LOG = logging.getLogger("meshloom")
+NO_VALUES: Mapping[str, float] = {}
+
+# Takes a state, a batch, the number of the step and the batch's place in the data; returns the new state and metrics.
+TakeStep = Callable[[Any, dict[str, jax.Array], int, dict[str, Any]], tuple[Any, dict[str, jax.Array]]]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one process for a step, or means of several. step: from one to the next. input: until it has handed
+    over a batch. input_wait: of that, its devices may have stood still."""
+
+    step: float
+    input: float
+    input_wait: float
+
+
+class Observer:
+    """Sees a run. Each method does nothing by default."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Sees the end of the run, with the exception that ended it."""
+
+    def run_started(self, first_step: int) -> None:
+        """Sees that training begins, after `first_step` steps."""
+
+    def around_step(self, take: TakeStep) -> TakeStep:
+        """Returns the function that takes each step of the run, with `take` inside it."""
+        return take
+
+    def reads_at_once(self, step: int) -> bool:  # noqa: ARG002
+        """Returns whether this step has to end before the next one is dispatched; `step_ended` then has its state."""
+        return False
+
+    def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:  # noqa: ARG002
+        """Returns the values that it adds to the metrics of a step that ended. state: the state after the step; None
+        where the next step has it already."""
+        return NO_VALUES
+
+    def evaluated(self, step: int, loss: float | None) -> None:
+        """Sees the held-out loss after a step; None where no held-out token has a target."""
+
+    def step_reported(self, metrics: Metrics) -> None:
+        """Sees the metrics of a step."""
+
+    def run_ended(self, num_steps_done: int) -> None:
+        """Sees that the loop is done, at its last step or because a stop was requested."""
+
+    def pause(self, kind: Kind) -> AbstractContextManager[object]:  # noqa: ARG002
+        """Returns a context for what the run does between two steps: evaluation, save or profile."""
+        return nullcontext()
+
+
+class Observers(Observer):
+    """Passes each event on to the observers of a run, in their order, and leaves them in the opposite order. watch:
+    counts the time of pauses."""
+
+    def __init__(self, watch: Stopwatch):
+        self.watch = watch
+        self._each: list[Observer] = []
+        self._entered = ExitStack()
+
+    def add(self, observer: Observer) -> None:
+        """Enters an observer; it sees what comes from now on."""
+        self._each.append(self._entered.enter_context(observer))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.__exit__(kind, error, trace)
+
+    def run_started(self, first_step: int) -> None:
+        for each in self._each:
+            each.run_started(first_step)
+
+    def around_step(self, take: TakeStep) -> TakeStep:
+        for each in self._each:
+            take = each.around_step(take)
+        return take
+
+    def reads_at_once(self, step: int) -> bool:
+        return any(each.reads_at_once(step) for each in self._each)
+
+    def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:
+        return {name: x for each in self._each for name, x in each.step_ended(step, times, state).items()}
+
+    def evaluated(self, step: int, loss: float | None) -> None:
+        for each in self._each:
+            each.evaluated(step, loss)
+
+    def step_reported(self, metrics: Metrics) -> None:
+        for each in self._each:
+            each.step_reported(metrics)
+
+    def run_ended(self, num_steps_done: int) -> None:
+        for each in self._each:
+            each.run_ended(num_steps_done)
+
+    @contextmanager
+    def pause(self, kind: Kind) -> Iterator[None]:
+        """Within the `with`, time is not that of a step."""
+        with self.watch.spending(kind), ExitStack() as paused:
+            for each in self._each:
+                paused.enter_context(each.pause(kind))
+            yield
+
+
+@dataclass(frozen=True)
+class ObservedRun:
+    """A run that is about to train, as its observers know it. first_step: steps that are done already. model: the name
+    that the declaration has for its model, or None."""
+
+    plan: Plan
+    programs: Programs
+    data: Data
+    run_dir: Path
+    processes: Processes
+    console: Console
+    observers: Observers
+    first_step: int
+    model: str | None = None
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.plan.spec
+
+    def say(self, text: str) -> None:
+        """Tells the user something."""
+        say(self.console, text)
+
+    def warn(self, problem: Problem) -> None:
+        """Tells the user of a problem that does not end the run."""
+        say(self.console, problem.as_warning())
+
+    def documents(self, position: Mapping[str, Any], rows: Sequence[int] | None = None) -> str:
+        """Describes the documents of some rows of a batch, or of all. Process 0, which names them, writes each to its
+        log."""
+        if not self.processes.is_first:
+            return ""
+        located = self.data.locate(position, range(self.spec.global_batch_size) if rows is None else rows)
+        for one in located:
+            LOG.info(f"row {one.row} of the batch: {one}")
+        return describe(located)
