@@ -12,7 +12,6 @@ from pydantic_core import ErrorDetails
 from ..core.errors import Problem, use_one_of
 from ..core.format import counted
 from .override_parser import shortened
-from .renamed_keys import find_renamed
 from .spec import RunSpec
 
 MOST_SHOWN = 60  # characters of a value
@@ -45,8 +44,6 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
     node, path = _walk(detail["loc"], spec_type)
     key = _key(path)
     if kind == "extra_forbidden":
-        if renamed := find_renamed(key, value):
-            return renamed
         if node is spec_type and path[-1] in groups and path[-1] not in node.model_fields:
             what = "a group of your own sets keys that the declaration does not have"
             own = f"`# @package run.extra.{path[-1]}`"
