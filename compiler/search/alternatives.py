@@ -4,11 +4,9 @@ import math
 from collections.abc import Iterator
 
 from ..analysis.compiled_step import used_devices_per_chip
-from ..core.errors import ConfigError
-from ..estimate.estimate import estimate_step
 from ..plan import Plan
 from ..schema import Alternative
-from .memory_suggestions import Replan
+from .evaluation import Candidate, Evaluation, Replan, evaluate_allowed, evaluate_plan
 
 POLICIES = ("full", "save_names", "save_dots", "none")
 OVERLAPS = (("overlap=none",), ("overlap=xla",), ("overlap=auto",))
@@ -20,7 +18,7 @@ def find_alternatives(plan: Plan, replan: Replan) -> tuple[Alternative, ...]:
     """Returns the declared step, and those that differ from it in one thing, by the estimate. Those that the
     declaration does not allow are left out, and overlaps that the estimate knows no difference for; () where there is
     no other, or where times cannot be estimated."""
-    own = _estimated(plan, ())
+    own = _alternative(Candidate(()), plan, evaluate_plan(plan))
     if own is None:
         return ()
     others = [other for overrides in (*_of_remat(plan), *_of_sharding(plan)) if (other := _allowed(overrides, replan))]
@@ -30,23 +28,20 @@ def find_alternatives(plan: Plan, replan: Replan) -> tuple[Alternative, ...]:
 
 
 def _allowed(overrides: tuple[str, ...], replan: Replan) -> Alternative | None:
-    try:
-        return _estimated(replan(overrides), overrides)
-    except ConfigError:
-        return None
+    one = Candidate(overrides)
+    found = evaluate_allowed(one, replan)
+    return _alternative(one, *found) if found else None
 
 
-def _estimated(plan: Plan, overrides: tuple[str, ...]) -> Alternative | None:
-    estimate = estimate_step(plan)
-    memory, time = estimate.memory, estimate.time
-    if time is None:
+def _alternative(one: Candidate, plan: Plan, found: Evaluation) -> Alternative | None:
+    if found.seconds is None or found.exposed_seconds is None or found.peak_bytes is None:
         return None
     return Alternative(
-        overrides=overrides,
-        seconds=time.seconds,
-        exposed_seconds=time.exposed_seconds,
-        peak_bytes_per_chip=memory.peak_bytes * used_devices_per_chip(plan.target),
-        fits=memory.fits,
+        overrides=one.overrides,
+        seconds=found.seconds,
+        exposed_seconds=found.exposed_seconds,
+        peak_bytes_per_chip=found.peak_bytes * used_devices_per_chip(plan.target),
+        fits=found.fits,
     )
 
 

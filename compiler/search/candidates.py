@@ -10,6 +10,7 @@ from itertools import product
 
 import jax
 
+from ..analysis.compiled_step import used_devices_per_chip
 from ..config.flag_presets import FlagPreset
 from ..config.overlap_spec import LayerLoop, OverlapConfig, StrategyChoice
 from ..config.spec import RunSpec
@@ -24,37 +25,37 @@ from ..schema import TriedReport
 from ..sharding.batch import sequences_of_device
 from ..sharding.gradients import check_gradients
 from ..target.compiler_options import aborts_unrolled, hidden_kinds, presets_for
+from ..target.target import TargetPlan
+from .evaluation import Candidate, Evaluation
 
 FLAT = LayerLoop(unroll=1, batch_split=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False)
 
 
 @dataclass(frozen=True)
-class Candidate:
+class OverlapCandidate(Candidate):
     """A way to run the layers. expected_seconds: the time that compute waits for communication and copies, by the
     model."""
 
     way: OverlapConfig
     expected_seconds: float
 
-    @property
-    def name(self) -> str:
-        return self.way.name
 
-    def applied_to(self, spec: RunSpec) -> RunSpec:
-        """Returns the declaration with this candidate's settings and without a search."""
-        overlap = {"layers": self.way.layers, "flag_presets": self.way.flag_presets, "search": None}
-        parallel = {**spec.parallel, **self.way.parallel}
-        return spec.model_copy(update={"overlap": spec.overlap.model_copy(update=overlap), "parallel": parallel})
+def applied(way: OverlapConfig, spec: RunSpec) -> RunSpec:
+    """Returns the declaration with these settings and without a search."""
+    overlap = {"layers": way.layers, "flag_presets": way.flag_presets, "search": None}
+    parallel = {**spec.parallel, **way.parallel}
+    return spec.model_copy(update={"overlap": spec.overlap.model_copy(update=overlap), "parallel": parallel})
 
-    def overrides(self, declared: RunSpec) -> tuple[str, ...]:
-        """Returns the overrides that, after those of the declaration, select it on a command line: what differs."""
-        layers, loop = self.way.layers.model_dump(), declared.overlap.layers.model_dump()
-        keys = [f"overlap.layers.{key}={str(value).lower()}" for key, value in layers.items() if value != loop[key]]
-        others = ((kind, choice) for kind, choice in self.way.parallel.items() if choice != declared.parallel.get(kind))
-        strategies = [f"parallel.{kind}={_typed(choice)}" for kind, choice in others]
-        is_same = tuple(self.way.flag_presets) == tuple(declared.overlap.flag_presets)
-        presets = [] if is_same else [f"overlap.flag_presets=[{','.join(self.way.flag_presets)}]"]
-        return (*keys, *strategies, *presets, "overlap.search=null")
+
+def overrides_of_way(way: OverlapConfig, declared: RunSpec) -> tuple[str, ...]:
+    """Returns the overrides that, after those of the declaration, select it on a command line: what differs."""
+    layers, loop = way.layers.model_dump(), declared.overlap.layers.model_dump()
+    keys = [f"overlap.layers.{key}={str(value).lower()}" for key, value in layers.items() if value != loop[key]]
+    others = ((kind, choice) for kind, choice in way.parallel.items() if choice != declared.parallel.get(kind))
+    strategies = [f"parallel.{kind}={_typed(choice)}" for kind, choice in others]
+    is_same = tuple(way.flag_presets) == tuple(declared.overlap.flag_presets)
+    presets = [] if is_same else [f"overlap.flag_presets=[{','.join(way.flag_presets)}]"]
+    return (*keys, *strategies, *presets, "overlap.search=null")
 
 
 def check_can_judge(plan: Plan) -> None:
@@ -65,7 +66,7 @@ def check_can_judge(plan: Plan) -> None:
         raise ConfigError([Problem("overlap.search", what, fix)])
 
 
-def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]:
+def overlap_candidates(plan: Plan, estimate: StepEstimate) -> tuple[OverlapCandidate, ...]:
     """Returns the declared candidate, then the others that the plan allows, ordered by expected exposure. The best with
     each flag preset for weights, and with and without rings in one batch part and in two, come first: only a schedule
     shows what those cost matmuls."""
@@ -76,15 +77,19 @@ def find_candidates(plan: Plan, estimate: StepEstimate) -> tuple[Candidate, ...]
         OverlapConfig(layers=loop, parallel=strategies, flag_presets=sets)
         for loop, strategies, sets in product(_loops(plan), choices, _flag_presets(plan))
     )
-    rest = [Candidate(way, expected_seconds(plan, estimate, way)) for way in ways if way != declared]
+
+    def candidate(way: OverlapConfig) -> OverlapCandidate:
+        return OverlapCandidate(overrides_of_way(way, plan.spec), way, expected_seconds(plan, estimate, way))
+
+    rest = [candidate(way) for way in ways if way != declared]
     rest.sort(key=lambda one: one.expected_seconds)
-    seen, firsts = _choices(declared, presets), list[Candidate]()
+    seen, firsts = _choices(declared, presets), list[OverlapCandidate]()
     for one in rest:
         if not _choices(one.way, presets) <= seen:
             firsts.append(one)
             seen |= _choices(one.way, presets)
     rest.sort(key=lambda one: one not in firsts)
-    return (Candidate(declared, expected_seconds(plan, estimate, declared)), *rest)
+    return (candidate(declared), *rest)
 
 
 def _choices(way: OverlapConfig, presets: Mapping[str, FlagPreset]) -> set[str]:
@@ -146,29 +151,46 @@ def _reduced_behind(plan: Plan) -> dict[str, tuple[tuple[str, ...], ...]]:
     return {each.path: (each.reduced, *(axes for _, axes in each.split_late)) for each in layouts}
 
 
-def best_of(tried: Sequence[TriedReport], max_exposed: float | None) -> int | None:
+def tried_report(way: OverlapConfig, found: Evaluation, target: TargetPlan, compile_seconds: float) -> TriedReport:
+    """Returns the row of a compiled candidate in the table of a search."""
+    per_chip = used_devices_per_chip(target)
+    return TriedReport(
+        **dict(way),
+        predicted_seconds=found.seconds,
+        exposed_fraction=found.exposed_fraction,
+        peak_bytes_per_chip=None if found.peak_bytes is None else found.peak_bytes * per_chip,
+        host_bytes_per_chip=None if found.host_bytes is None else found.host_bytes * per_chip,
+        fits=found.runs,
+        compile_seconds=compile_seconds,
+        why_not=found.why_not,
+    )
+
+
+def best_of(tried: Sequence[Evaluation], max_exposed: float | None) -> int | None:
     """Returns the index of the shortest predicted step that fits, preferring those within max_exposed; None if none
     fits or no step is predicted."""
 
-    def rank(one: TriedReport) -> tuple[bool, float]:
+    def rank(one: Evaluation) -> tuple[bool, float]:
         exposed = 1.0 if one.exposed_fraction is None else one.exposed_fraction  # unknown counts as exposed
-        return max_exposed is not None and exposed > max_exposed, one.predicted_seconds or 0.0
+        return max_exposed is not None and exposed > max_exposed, one.seconds or 0.0
 
-    fitting = [place for place, one in enumerate(tried) if one.fits is not False and one.predicted_seconds is not None]
+    fitting = [place for place, one in enumerate(tried) if one.runs is not False and one.seconds is not None]
     return min(fitting, key=lambda place: rank(tried[place]), default=None)
 
 
-def could_gain(one: Candidate, tried: Sequence[TriedReport], min_gain: float, max_exposed: float | None) -> bool:
-    """Returns False for a candidate whose step could not be shorter than the best by `min_gain` of that, even with
+def could_gain(
+    way: OverlapConfig, tried: Sequence[tuple[OverlapConfig, Evaluation]], min_gain: float, max_exposed: float | None
+) -> bool:
+    """Returns False for a way whose step could not be shorter than the best by `min_gain` of that, even with
     nothing exposed.
 
     Its arithmetic is taken to last as long as in the shortest of those compiled with its options, strategies and batch
     split: the loop decides what runs beside it, options and strategies change it. Where none is known, or the best
     does not meet max_exposed, it could.
     """
-    place = best_of(tried, max_exposed)
-    best = None if place is None else tried[place]
-    if best is None or best.predicted_seconds is None or best.exposed_fraction is None:
+    place = best_of([each for _, each in tried], max_exposed)
+    best = None if place is None else tried[place][1]
+    if best is None or best.seconds is None or best.exposed_fraction is None:
         return True
     if max_exposed is not None and best.exposed_fraction > max_exposed:
         return True
@@ -177,11 +199,11 @@ def could_gain(one: Candidate, tried: Sequence[TriedReport], min_gain: float, ma
         return way.flag_presets, way.strategies, way.layers.batch_split
 
     computes = [
-        each.predicted_seconds * (1 - each.exposed_fraction)
-        for each in tried
-        if kind(each) == kind(one.way) and each.predicted_seconds is not None and each.exposed_fraction is not None
+        each.seconds - each.exposed_seconds
+        for its_way, each in tried
+        if kind(its_way) == kind(way) and each.seconds is not None and each.exposed_seconds is not None
     ]
-    return not computes or min(computes) < best.predicted_seconds * (1 - min_gain)
+    return not computes or min(computes) < best.seconds * (1 - min_gain)
 
 
 def _loops(plan: Plan) -> Iterator[LayerLoop]:
@@ -214,7 +236,7 @@ def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
     reduced."""
     try:
         way = OverlapConfig(layers=loop, parallel={}, flag_presets=())
-        check_gradients(Candidate(way, 0.0).applied_to(plan.spec), plan.sharding)
+        check_gradients(applied(way, plan.spec), plan.sharding)
     except ConfigError:
         return False
     return any(layout.is_reduced_once for layout in jax.tree.leaves(plan.weights))

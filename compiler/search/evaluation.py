@@ -1,29 +1,106 @@
-"""The evaluation of a compiled candidate: its row in the table of a search."""
+"""Candidates, which all searches share, and their evaluation. Searches differ in what generates candidates.
 
-from ..analysis.compiled_step import CompiledStep, used_devices_per_chip
+alternatives.py        other remat policies, shardings and overlaps            by the estimate
+memory_suggestions.py  changes that save memory, to make a step fit            by the estimate
+candidates.py          loops over layers, strategies and flag presets          by the compiled schedule
+../tune/space.py       meshes, microbatches and options of groups              by prices, the best by the estimate
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ..analysis.compiled_step import CompiledStep
 from ..analysis.unavailable import Unavailable
-from ..schema import TriedReport
-from .candidates import Candidate
+from ..core.errors import ConfigError
+from ..core.partition_spec import Axes
+from ..estimate.estimate import estimate_step
+from ..plan import Plan
+
+Replan = Callable[[tuple[str, ...]], Plan]  # the plan with these additional overrides; raises ConfigError
 
 
-def evaluate(one: Candidate, step: CompiledStep) -> TriedReport:
-    """Returns the row of a compiled candidate, from its schedule."""
-    schedule, per_chip = step.schedule, used_devices_per_chip(step.plan.target)
-    figures = None if isinstance(schedule, Unavailable) else schedule.step
-    needed, host = step.needed_bytes, step.host_bytes
-    return TriedReport(
-        **dict(one.way),
-        predicted_seconds=figures and figures.predicted_seconds,
-        exposed_fraction=figures and figures.exposed_fraction,
-        peak_bytes_per_chip=None if needed is None else needed * per_chip,
-        host_bytes_per_chip=None if host is None else host * per_chip,
-        fits=False if step.fits_host is False else step.fits,
-        compile_seconds=step.built.compile_seconds,
-        why_not=schedule.why if isinstance(schedule, Unavailable) else None,
+@dataclass(frozen=True)
+class Candidate:
+    """A declaration that a search tries. overrides: those that make it of the declaration that is searched; () for that
+    itself. cost: in words, what it costs besides the figures of its evaluation."""
+
+    overrides: tuple[str, ...]
+    cost: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A candidate's step, as predicted by its estimate or its schedule: seconds, and bytes of a device. None: unknown.
+
+    exposed: seconds by the mesh axes of the collectives, where these are told apart. fits: in the device's memory.
+    host_fits: in its share of the host's. why_not: the reason why nothing is known.
+    """
+
+    seconds: float | None
+    compute_seconds: float | None
+    exposed_seconds: float | None
+    peak_bytes: int | None
+    host_bytes: int | None
+    fits: bool | None
+    host_fits: bool | None
+    exposed: Mapping[Axes, float] = field(default_factory=dict)
+    why_not: str | None = None
+
+    @property
+    def exposed_fraction(self) -> float | None:
+        """Returns the exposed part of the step."""
+        if self.seconds is None or self.exposed_seconds is None:
+            return None
+        return self.exposed_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def runs(self) -> bool | None:
+        """Returns whether the step fits in both memories."""
+        return False if self.host_fits is False else self.fits
+
+
+def unknown(why: str) -> Evaluation:
+    """Returns the evaluation of a candidate of which nothing is known, such as one that the compiler refused."""
+    return Evaluation(None, None, None, None, None, None, None, why_not=why)
+
+
+def evaluate_plan(plan: Plan) -> Evaluation:
+    """Returns the evaluation of a plan by its estimate, without a compiler."""
+    estimate = estimate_step(plan)
+    memory, time = estimate.memory, estimate.time
+    return Evaluation(
+        seconds=time and time.seconds,
+        compute_seconds=time and time.compute_seconds,
+        exposed_seconds=time and time.exposed_seconds,
+        peak_bytes=memory.peak_bytes,
+        host_bytes=memory.host_bytes,
+        fits=memory.fits,
+        host_fits=memory.host_fits,
+        exposed=dict(time.exposed) if time else {},
+        why_not=None if time else str(estimate.why_uncounted),
     )
 
 
-def evaluate_failed(one: Candidate, why: str, seconds: float) -> TriedReport:
-    """Returns the row of a candidate that the compiler failed on or refused. seconds: the time that it took."""
-    figures = ("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "host_bytes_per_chip", "fits")
-    return TriedReport(**dict(one.way), **dict.fromkeys(figures), compile_seconds=seconds, why_not=why)
+def evaluate_allowed(one: Candidate, replan: Replan) -> tuple[Plan, Evaluation] | None:
+    """Returns the plan of a candidate and its evaluation; None if the declaration does not allow it."""
+    try:
+        plan = replan(one.overrides)
+        return plan, evaluate_plan(plan)
+    except ConfigError:
+        return None
+
+
+def evaluate_step(step: CompiledStep) -> Evaluation:
+    """Returns the evaluation of a compiled step by its schedule."""
+    schedule = step.schedule
+    figures = None if isinstance(schedule, Unavailable) else schedule.step
+    return Evaluation(
+        seconds=figures and figures.predicted_seconds,
+        compute_seconds=figures and figures.compute_seconds,
+        exposed_seconds=figures and figures.exposed_seconds,
+        peak_bytes=step.needed_bytes,
+        host_bytes=step.host_bytes,
+        fits=step.fits,
+        host_fits=step.fits_host,
+        why_not=schedule.why if isinstance(schedule, Unavailable) else None,
+    )

@@ -1,20 +1,10 @@
 """Suggests changes of a declaration that make a step fit; each is planned and estimated as a declaration."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
-from ..core.errors import ConfigError
-from ..estimate.estimate import estimate_step
 from ..plan import Plan
 from ..schema import MemoryChange
-
-Replan = Callable[[tuple[str, ...]], Plan]  # the plan with these additional overrides; raises ConfigError
-
-
-@dataclass(frozen=True)
-class Candidate:
-    overrides: tuple[str, ...]
-    cost: str
+from .evaluation import Candidate, Replan, evaluate_allowed, evaluate_plan
 
 
 def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Replan) -> tuple[MemoryChange, ...]:
@@ -25,27 +15,29 @@ def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Rep
     Those that change the result of training, or the number of tokens in a step, are tried only if nothing that costs
     time alone fits.
     """
-    now = estimate_step(plan)
+    now = evaluate_plan(plan)
 
-    def change(overrides: tuple[str, ...], cost: str) -> MemoryChange | None:
-        try:
-            changed = replan(overrides)
-            then = estimate_step(changed)
-        except ConfigError:
+    def change(one: Candidate) -> MemoryChange | None:
+        found = evaluate_allowed(one, replan)
+        if found is None:
             return None
-        saved = now.memory.peak_bytes - then.memory.peak_bytes
-        slower = None
-        if now.time and then.time:
+        changed, then = found
+        assert now.peak_bytes is not None, "an estimate has a peak"
+        assert then.peak_bytes is not None, "an estimate has a peak"
+        saved, slower = now.peak_bytes - then.peak_bytes, None
+        if now.seconds and then.seconds:
             tokens = changed.spec.tokens_per_step / plan.spec.tokens_per_step
-            slower = then.time.seconds / tokens / now.time.seconds - 1
+            slower = then.seconds / tokens / now.seconds - 1
         fits = needed_bytes - saved <= limit_bytes
-        made = MemoryChange(overrides=overrides, saved_bytes=saved, fits=fits, slower_fraction=slower, cost=cost)
+        made = MemoryChange(
+            overrides=one.overrides, saved_bytes=saved, fits=fits, slower_fraction=slower, cost=one.cost
+        )
         return made if saved > 0 else None
 
     singles: list[MemoryChange] = []
     for kind in (_costing_time, _costing_precision, _costing_tokens):
         for alike in kind(plan):
-            singles += _until_one_fits(change(each.overrides, each.cost) for each in alike)
+            singles += _until_one_fits(map(change, alike))
         if any(each.fits for each in singles):
             return tuple(sorted(singles, key=lambda each: (not each.fits, each.slower_fraction or 0.0)))
     together = _together(singles, change)
@@ -63,7 +55,7 @@ def _until_one_fits(changes: Iterable[MemoryChange | None]) -> Iterator[MemoryCh
 
 
 def _together(
-    singles: Sequence[MemoryChange], change: Callable[[tuple[str, ...], str], MemoryChange | None]
+    singles: Sequence[MemoryChange], change: Callable[[Candidate], MemoryChange | None]
 ) -> MemoryChange | None:
     """Returns the cheapest changes, one per key, that together fit; None if even all of them do not."""
     chosen: dict[str, MemoryChange] = {}
@@ -72,7 +64,8 @@ def _together(
         if key not in chosen or single.saved_bytes > chosen[key].saved_bytes:
             chosen[key] = single
             overrides = tuple(text for each in chosen.values() for text in each.overrides)
-            found = change(overrides, "; ".join(each.cost for each in chosen.values())) if len(chosen) > 1 else None
+            one = Candidate(overrides, cost="; ".join(each.cost for each in chosen.values()))
+            found = change(one) if len(chosen) > 1 else None
             if found and found.fits:
                 return found
     return None
@@ -83,28 +76,28 @@ def _costing_time(plan: Plan) -> Iterator[Sequence[Candidate]]:
     spec, num_shards = plan.spec, plan.mesh.num_shards(plan.roles.tokens)
     split = {axis for array in plan.sharding.parameters for dimension in array.dimensions for axis in dimension.axes}
     if spec.remat.policy != "full":
-        yield [Candidate(("remat=full",), "the forward pass is computed twice")]
+        yield [Candidate(("remat=full",), cost="the forward pass is computed twice")]
     most = spec.global_batch_size // num_shards
     counts = [n for n in range(spec.num_microbatches + 1, most + 1) if most % n == 0]
     cost = "smaller matmuls, and weights are gathered for each microbatch"
-    yield [Candidate((f"num_microbatches={count}",), cost) for count in counts]
+    yield [Candidate((f"num_microbatches={count}",), cost=cost) for count in counts]
     if not split and plan.mesh.num_devices > 1:
-        yield [Candidate(("sharding=fsdp",), "weights are gathered for each layer")]
+        yield [Candidate(("sharding=fsdp",), cost="weights are gathered for each layer")]
 
 
 def _costing_precision(plan: Plan) -> Iterator[Sequence[Candidate]]:
     """Yields candidates that change the result of training."""
     spec = plan.spec
     if getattr(spec.optimizer, "moment_dtype", None) == "float32":
-        yield [Candidate(("optimizer.moment_dtype=bfloat16",), "optimizer moments have 8 bits of precision")]
+        yield [Candidate(("optimizer.moment_dtype=bfloat16",), cost="optimizer moments have 8 bits of precision")]
     if spec.precision.parameters == "float32" and spec.precision.compute == "bfloat16":
-        yield [Candidate(("precision=bfloat16_pure",), "weights have 8 bits of precision")]
+        yield [Candidate(("precision=bfloat16_pure",), cost="weights have 8 bits of precision")]
     if spec.optimizer.name != "adafactor":
-        yield [Candidate(("optimizer=adafactor",), "another optimizer, which has to be tuned again")]
+        yield [Candidate(("optimizer=adafactor",), cost="another optimizer, which has to be tuned again")]
 
 
 def _costing_tokens(plan: Plan) -> Iterator[Sequence[Candidate]]:
     """Yields candidates that change the number of tokens in a step."""
     spec, num_shards = plan.spec, plan.mesh.num_shards(plan.roles.tokens)
     if spec.global_batch_size % (2 * num_shards * spec.num_microbatches) == 0:
-        yield [Candidate((f"global_batch_size={spec.global_batch_size // 2}",), "half as many tokens per step")]
+        yield [Candidate((f"global_batch_size={spec.global_batch_size // 2}",), cost="half as many tokens per step")]

@@ -24,6 +24,7 @@ from meshloom.compiler.report.views.summary import show_summary as show_report
 from meshloom.compiler.schema import MemoryChange, Report, SearchReport
 from meshloom.compiler.search.alternatives import find_alternatives
 from meshloom.compiler.search.candidates import check_can_judge
+from meshloom.compiler.search.evaluation import Replan
 from meshloom.compiler.search.memory_suggestions import suggest_changes
 from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.target.target import plan_target
@@ -46,7 +47,6 @@ from .phases import Phases
 from .step_compiler import COMPILER_LOG, StepCompiler, StoredStep, cache_folder
 
 LOG = logging.getLogger("meshloom")
-Replan = Callable[[tuple[str, ...]], Plan]  # the plan of the same declaration with more overrides
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ import jax
 from pydantic import ValidationError
 
 from meshloom import compiler as compiler_package
-from meshloom.compiler.config.overlap_spec import OverlapSearch
-from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.config.overlap_spec import OverlapConfig, OverlapSearch
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.driver import plan_run
@@ -26,14 +25,22 @@ from meshloom.compiler.estimate.estimate import estimate_declared
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.tried import line_of
 from meshloom.compiler.schema import SearchReport, TriedReport
-from meshloom.compiler.search.candidates import Candidate, best_of, could_gain, find_candidates
-from meshloom.compiler.search.evaluation import evaluate, evaluate_failed
+from meshloom.compiler.search.candidates import (
+    OverlapCandidate,
+    applied,
+    best_of,
+    could_gain,
+    overlap_candidates,
+    tried_report,
+)
+from meshloom.compiler.search.evaluation import Evaluation, evaluate_step, unknown
 from meshloom.compiler.xla.fingerprint import sha256
 
 from ..core.files import replace_text
 from ..processes.say import say
 from .step_compiler import StepCompiler, StoredStep, cache_folder
 
+Tried = tuple[OverlapConfig, Evaluation]
 Untried = Literal["num_equal", "num_ruled_out", "num_untried"]  # why a candidate has no row, as SearchReport counts it
 
 
@@ -42,20 +49,20 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
     of all that were compiled; where none fits, the one that was declared. Raises what compiling that one does."""
     bounds = plan.spec.overlap.search
     assert bounds is not None
-    candidates = find_candidates(plan, estimate_declared(plan))
+    candidates = overlap_candidates(plan, estimate_declared(plan))
     num_most, begun = min(len(candidates), bounds.max_candidates), time.monotonic()
 
-    def compiled(one: Candidate, number: int) -> StoredStep:
-        status = f"compiling {number} of at most {num_most}: {one.name}"
-        return compiler.compile(plan_run(one.applied_to(plan.spec)), (*overrides, *one.overrides(plan.spec)), status)
+    def compiled(one: OverlapCandidate, number: int) -> StoredStep:
+        status = f"compiling {number} of at most {num_most}: {one.way.name}"
+        return compiler.compile(plan_run(applied(one.way, plan.spec)), (*overrides, *one.overrides), status)
 
     declared = compiled(candidates[0], 1)
     decision = _decision_file(plan, declared, candidates)
     if decision and (decided := _read(decision)):
-        winner = next(one for one in candidates if one.overrides(plan.spec) == decided.overrides)
-        say(compiler.console, f"decided before: {winner.name}, by {decision}")
+        winner = next(one for one in candidates if one.overrides == decided.overrides)
+        say(compiler.console, f"decided before: {winner.way.name}, by {decision}")
         return compiled(winner, 1) if decided.chosen else declared, decided
-    best, report = _try_in_turn(candidates, declared, compiled, plan.spec, compiler.console, begun)
+    best, report = _try_in_turn(plan, candidates, declared, compiled, compiler.console, begun)
     report = report.model_copy(update={"cache": "miss" if decision else "off"})
     if decision:
         _write(decision, report, compiler)
@@ -63,42 +70,48 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
 
 
 def _try_in_turn(
-    candidates: Sequence[Candidate],
+    plan: Plan,
+    candidates: Sequence[OverlapCandidate],
     declared: StoredStep,
-    compiled: Callable[[Candidate, int], StoredStep],
-    spec: RunSpec,
+    compiled: Callable[[OverlapCandidate, int], StoredStep],
     console: Console,
     begun: float,
 ) -> tuple[StoredStep, SearchReport]:
     """Returns the best step, and what became of each candidate. declared: the step of the first. begun: when the
     search began, before that step was compiled, as `time.monotonic` counts."""
-    bounds, max_exposed = spec.overlap.search, spec.overlap.max_exposed
+    bounds, max_exposed = plan.spec.overlap.search, plan.spec.overlap.max_exposed
     assert bounds is not None
-    winner, best, tried, bound = candidates[0], declared, [evaluate(candidates[0], declared.step)], None
-    rest, programs = Counter[Untried](), {declared.step.lowered.fingerprint.digest}
-    say(console, line_of(tried[0]))
+    tried, rows, programs = list[Tried](), list[TriedReport](), {declared.step.lowered.fingerprint.digest}
+
+    def add(one: OverlapCandidate, found: Evaluation, seconds: float) -> bool:
+        """Adds and shows what came of a candidate. Returns True if it is the best so far."""
+        tried.append((one.way, found))
+        rows.append(tried_report(one.way, found, plan.target, seconds))
+        say(console, line_of(rows[-1]))
+        return best_of([each for _, each in tried], max_exposed) == len(tried) - 1
+
+    winner, best, bound, rest = candidates[0], declared, None, Counter[Untried]()
+    add(winner, evaluate_step(declared.step), declared.step.built.compile_seconds)
     for one in candidates[1:]:
-        if not could_gain(one, tried, bounds.min_gain, max_exposed):
+        if not could_gain(one.way, tried, bounds.min_gain, max_exposed):
             rest["num_ruled_out"] += 1
             continue
         bound = bound or _reached(bounds, len(tried), time.monotonic() - begun)
         if bound:
             rest["num_untried"] += 1
             continue
-        made, told = _attempt(one, partial(compiled, one, len(tried) + 1))
+        made, found, seconds = _attempt(partial(compiled, one, len(tried) + 1))
         if made and made.step.lowered.fingerprint.digest in programs:
             rest["num_equal"] += 1
             continue
-        tried.append(told)
-        say(console, line_of(told))
         if made:
             programs.add(made.step.lowered.fingerprint.digest)
-            if best_of(tried, max_exposed) == len(tried) - 1:
-                winner, best = one, made
+        if add(one, found, seconds) and made:
+            winner, best = one, made
     counts = {name: rest[name] for name in get_args(Untried)}
-    chosen = best_of(tried, max_exposed) or 0
+    chosen = best_of([each for _, each in tried], max_exposed) or 0
     return best, SearchReport(
-        tried=tuple(tried), chosen=chosen, **counts, bound=bound, overrides=winner.overrides(spec), cache="off"
+        tried=tuple(rows), chosen=chosen, **counts, bound=bound, overrides=winner.overrides, cache="off"
     )
 
 
@@ -109,18 +122,19 @@ def _reached(bounds: OverlapSearch, num_tried: int, seconds: float) -> str | Non
     return f"budget_seconds={bounds.budget_seconds:g}" if seconds > bounds.budget_seconds else None
 
 
-def _attempt(one: Candidate, compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, TriedReport]:
-    """Returns the compiled candidate; None if the compiler fails, or refuses the options."""
+def _attempt(compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, Evaluation, float]:
+    """Returns a compiled candidate, its evaluation and the seconds that compiling took; None if the compiler fails, or
+    refuses the options."""
     start = time.perf_counter()
     try:
         made = compile_it()
     except (jax.errors.JaxRuntimeError, ConfigError) as error:
         why = error.problems[0].what if isinstance(error, ConfigError) else str(error).splitlines()[0]
-        return None, evaluate_failed(one, why, time.perf_counter() - start)
-    return made, evaluate(one, made.step)
+        return None, unknown(why), time.perf_counter() - start
+    return made, evaluate_step(made.step), made.step.built.compile_seconds
 
 
-def _decision_file(plan: Plan, declared: StoredStep, candidates: Sequence[Candidate]) -> Path | None:
+def _decision_file(plan: Plan, declared: StoredStep, candidates: Sequence[OverlapCandidate]) -> Path | None:
     """By all that the choice depends on: the program, the candidates and their order, the bounds and the demand, the
     figures of the chip, the code that judges."""
     folder = cache_folder(plan.spec)
@@ -134,7 +148,7 @@ def _decision_file(plan: Plan, declared: StoredStep, candidates: Sequence[Candid
         json.dumps({name: asdict(one) for name, one in plan.target.flag_presets.items()}),
         bounds.model_dump_json() if bounds else "",
         str(plan.spec.overlap.max_exposed),
-        *(" ".join(one.overrides(plan.spec)) for one in candidates),
+        *(" ".join(one.overrides) for one in candidates),
         _code_of_compiler(),
     ]
     digest = sha256(json.dumps(rests_on))

@@ -15,7 +15,7 @@ from meshloom.compiler.parallel.matmul import ring_reduce_scatter
 from meshloom.compiler.parallel.operation import OpPlan
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.schema import Report
-from meshloom.compiler.search.candidates import find_candidates
+from meshloom.compiler.search.candidates import applied, overlap_candidates
 from meshloom.compiler.xla.programs import lower
 from support.helpers import collectives_per_step, meshloom, plan_as_declared
 
@@ -183,26 +183,26 @@ def test_a_ring_sends_what_a_reduce_scatter_does():
 @pytest.mark.ci
 def test_a_search_tries_with_rings_and_without_and_pins_what_it_took():
     plan = plan_as_declared(*LLAMA2_V5P)
-    candidates = find_candidates(plan, estimate_declared(plan))
+    candidates = overlap_candidates(plan, estimate_declared(plan))
     assert {one.way.strategies for one in candidates} == {("collective_matmul",), ("plain",)}
     first = {(one.way.strategies, one.way.layers.batch_split) for one in candidates[:4]}
     assert first == set(product((("collective_matmul",), ("plain",)), (1, 2))), "the best of each before any other"
     for one in (candidates[0], next(one for one in candidates if one.way.strategies == ("plain",))):
-        pinned, applied = plan_as_declared(*LLAMA2_V5P, *one.overrides(plan.spec)).spec, one.applied_to(plan.spec)
-        assert (pinned.overlap, pinned.parallel) == (applied.overlap, applied.parallel)
+        pinned, made = plan_as_declared(*LLAMA2_V5P, *one.overrides).spec, applied(one.way, plan.spec)
+        assert (pinned.overlap, pinned.parallel) == (made.overlap, made.parallel)
     told = plan_as_declared(*LLAMA2_V5P, NO_RINGS)
-    assert {one.way.strategies for one in find_candidates(told, estimate_declared(told))} == {("plain",)}
+    assert {one.way.strategies for one in overlap_candidates(told, estimate_declared(told))} == {("plain",)}
 
 
 def test_the_model_of_what_is_exposed_prefers_rings_where_nothing_else_runs_beside_a_sum():
     """As programs do (docs/tensor_parallelism.md): 353 ms against 357 at once, 351 against 347 in two parts."""
     plan = plan_as_declared(*LLAMA2_V5P)
-    candidates = find_candidates(plan, estimate_declared(plan))
+    candidates = overlap_candidates(plan, estimate_declared(plan))
     by_way = {one.way.model_dump_json(): one.expected_seconds for one in candidates}
     for one in candidates:
         if "collective_matmul" in one.way.strategies and "sparse_core" in one.way.flag_presets:
             at_once = by_way[one.way.model_copy(update={"parallel": {"matmul": "plain"}}).model_dump_json()]
-            assert (one.expected_seconds < at_once) == (one.way.layers.batch_split == 1), one.name
+            assert (one.expected_seconds < at_once) == (one.way.layers.batch_split == 1), one.way.name
 
 
 @pytest.mark.tpu

@@ -25,8 +25,16 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.facts import unknown_values
 from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.report.views.summary import show_summary
-from meshloom.compiler.schema import Report, TriedReport
-from meshloom.compiler.search.candidates import FLAT, Candidate, best_of, could_gain, expected_seconds, find_candidates
+from meshloom.compiler.schema import Report
+from meshloom.compiler.search.candidates import (
+    FLAT,
+    applied,
+    best_of,
+    could_gain,
+    expected_seconds,
+    overlap_candidates,
+)
+from meshloom.compiler.search.evaluation import Evaluation
 from meshloom.compiler.target.compiler_options import (
     check_compiler_options,
     plan_preset_options,
@@ -48,22 +56,27 @@ def way(loop: LayerLoop, *flag_presets: str) -> OverlapConfig:
     return OverlapConfig(layers=loop, parallel={}, flag_presets=flag_presets)
 
 
-def tried(seconds: float | None, *presets: str, fits: bool | None = True, exposed: float | None = None) -> TriedReport:
-    return TriedReport(layers=FLAT, parallel={}, flag_presets=presets, predicted_seconds=seconds,
-                       exposed_fraction=exposed, peak_bytes_per_chip=None, host_bytes_per_chip=None, fits=fits,
-                       compile_seconds=1.0, why_not=None)  # fmt: skip
+def found(seconds: float | None, *, fits: bool | None = True, exposed: float | None = None) -> Evaluation:
+    waited = None if seconds is None or exposed is None else exposed * seconds
+    return Evaluation(seconds, None, waited, peak_bytes=None, host_bytes=None, fits=fits, host_fits=None)
+
+
+def tried(
+    seconds: float | None, *presets: str, fits: bool | None = True, exposed: float | None = None
+) -> tuple[OverlapConfig, Evaluation]:
+    return way(FLAT, *presets), found(seconds, fits=fits, exposed=exposed)
 
 
 def test_the_shortest_step_that_fits_is_taken():
-    assert best_of([tried(2.0), tried(1.0, fits=False), tried(1.5), tried(None), tried(1.8)], None) == 2
-    assert best_of([tried(None), tried(1.0, fits=False)], None) is None
-    assert best_of([tried(2.0, fits=None)], None) == 0, "a chip of unknown memory refuses nothing"
+    assert best_of([found(2.0), found(1.0, fits=False), found(1.5), found(None), found(1.8)], None) == 2
+    assert best_of([found(None), found(1.0, fits=False)], None) is None
+    assert best_of([found(2.0, fits=None)], None) == 0, "a chip of unknown memory refuses nothing"
 
 
 @pytest.mark.parametrize(("max_exposed", "place"), [(None, 1), (0.05, 1), (0.03, 2), (0.01, 1)])
 def test_a_longer_step_is_taken_where_it_alone_meets_the_demand(max_exposed, place):
     exposed = (None, 0.04, 0.02, 0.03)
-    steps = [tried(seconds, exposed=share) for seconds, share in zip((6.4, 6.3, 6.5, 6.6), exposed, strict=True)]
+    steps = [found(seconds, exposed=share) for seconds, share in zip((6.4, 6.3, 6.5, 6.6), exposed, strict=True)]
     assert best_of(steps, max_exposed) == place
 
 
@@ -81,12 +94,12 @@ def test_a_longer_step_is_taken_where_it_alone_meets_the_demand(max_exposed, pla
     ],
 )
 def test_a_loop_that_could_not_save_what_is_asked_is_ruled_out(compiled, max_exposed, could):
-    assert could_gain(Candidate(way(AHEAD), 0.0), compiled, 0.01, max_exposed) is could
+    assert could_gain(way(AHEAD), compiled, 0.01, max_exposed) is could
 
 
 def test_the_declared_program_is_the_first_and_no_other_is_it():
     plan = plan_as_declared(*V5P, "overlap=prefetch", "overlap.flag_presets=[sparse_core]")
-    candidates = find_candidates(plan, estimate_declared(plan))
+    candidates = overlap_candidates(plan, estimate_declared(plan))
     ways = [(one.way.layers, one.way.flag_presets) for one in candidates]
     assert ways[0] == (plan.spec.overlap.layers, ("sparse_core",))
     assert len(set(ways)) == len(ways)
@@ -106,7 +119,7 @@ def test_the_declared_program_is_the_first_and_no_other_is_it():
 )
 def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(sharding, prefetched, deferred, early):
     plan = plan_of("target=h100-8", f"sharding={sharding}")
-    candidates = find_candidates(plan, estimate_declared(plan))
+    candidates = overlap_candidates(plan, estimate_declared(plan))
     loops = [one.way.layers for one in candidates]
     assert len({one.way.model_dump_json() for one in candidates}) == len(candidates)
     assert any(loop.prefetch for loop in loops) == prefetched
@@ -124,13 +137,10 @@ def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(shar
 )
 def test_parts_of_the_batch_are_tried_where_matmuls_are_split_and_there_are_two(overrides, numbers):
     plan = plan_of("target=v5p-16", *overrides)
-    candidates = find_candidates(plan, estimate_declared(plan))
+    candidates = overlap_candidates(plan, estimate_declared(plan))
     assert {one.way.layers.batch_split for one in candidates} == numbers
     one = next(one for one in candidates if one.way.layers.batch_split == max(numbers))
-    assert (
-        plan_of("target=v5p-16", *overrides, *one.overrides(plan.spec)).spec.overlap
-        == one.applied_to(plan.spec).overlap
-    )
+    assert plan_of("target=v5p-16", *overrides, *one.overrides).spec.overlap == applied(one.way, plan.spec).overlap
 
 
 def test_a_part_that_is_not_whole_sequences_is_told():
@@ -146,13 +156,13 @@ def test_a_part_that_is_not_whole_sequences_is_told():
 )
 def test_layers_are_not_unrolled_where_the_compiler_would_abort(target, sharding, most):
     plan = plan_of(f"target={target}", f"sharding={sharding}")
-    assert max(one.way.layers.unroll for one in find_candidates(plan, estimate_declared(plan))) == most
+    assert max(one.way.layers.unroll for one in overlap_candidates(plan, estimate_declared(plan))) == most
 
 
 @pytest.mark.parametrize(("sharding", "has_tensor"), [("fsdp", False), ("fsdp_tensor", True)])
 def test_sets_for_activations_are_tried_where_those_are_split(sharding, has_tensor):
     plan = plan_of("target=v5e-8", f"sharding={sharding}")
-    sets = {name for one in find_candidates(plan, estimate_declared(plan)) for name in one.way.flag_presets}
+    sets = {name for one in overlap_candidates(plan, estimate_declared(plan)) for name in one.way.flag_presets}
     assert ("windowed_einsum" in sets) == has_tensor
     assert "synchronous" not in sets
     assert "sparse_core" not in sets
@@ -320,7 +330,7 @@ def test_loops_that_could_not_save_what_is_asked_are_not_compiled(least, number)
     assert (len(search.tried), search.chosen) == (number, number - 1)
     assert best.step.plan.spec.overlap.layers == search.tried[-1].layers
     assert best.step.plan.spec.overlap.flag_presets == search.tried[-1].flag_presets
-    num_others = len(find_candidates(plan, estimate_declared(plan))) - number
+    num_others = len(overlap_candidates(plan, estimate_declared(plan))) - number
     assert search.num_ruled_out + search.num_untried == num_others
     assert (search.num_untried > 0) == (least == 0.0)
     assert search.bound == ("max_candidates=5" if search.num_untried else None)
@@ -331,7 +341,7 @@ def test_a_program_that_was_compiled_is_not_judged_twice():
     compiler: Any = Unreadable(equal=(1, 3))  # to what was compiled first
     _, search = search_overlap(plan, compiler, ())
     assert (compiler.num_compiled, len(search.tried), search.num_equal) == (5, 3, 2)
-    num_all = len(find_candidates(plan, estimate_declared(plan)))
+    num_all = len(overlap_candidates(plan, estimate_declared(plan)))
     assert len(search.tried) + search.num_equal + search.num_ruled_out + search.num_untried == num_all
 
 
@@ -397,6 +407,6 @@ def test_no_program_is_begun_after_the_budget(tmp_path):
 )
 def test_each_set_for_weights_is_tried_before_any_for_the_second_time(target, sets):
     plan = plan_of(f"target={target}", "sharding=fsdp")
-    candidates = find_candidates(plan, estimate_declared(plan))
+    candidates = overlap_candidates(plan, estimate_declared(plan))
     firsts = [one.way.flag_presets for one in candidates[1 : 1 + len(sets)]]
     assert {name for names in firsts for name in names} == sets
