@@ -29,7 +29,7 @@ def main() -> None:
     gigabytes = float(sys.argv[1]) if len(sys.argv) > 1 else 1.0
     repeats = int(sys.argv[2]) if len(sys.argv) > 2 else 3
     jax.config.update("jax_platforms", "cpu")
-    spec = meshloom.compose("checkpoint.num_kept=1")
+    spec = meshloom.compose("checkpoint.keep=1")
     chance, size = np.random.default_rng(0), int(gigabytes * 1e9 / 4 / NUM_ARRAYS)
     state = {f"x{i}": jax.device_put(chance.standard_normal(size, np.float32)) for i in range(NUM_ARRAYS)}
     seconds: dict[str, list[float]] = {"save": [], "save, no manifest": [], "verify": [], "manifest alone": []}

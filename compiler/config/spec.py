@@ -210,8 +210,8 @@ class CheckpointSpec(Config):
 
     every_num_steps: PositiveInt | None
     every_num_minutes: PositiveFloat | None  # whenever the last one is this old
-    num_kept: PositiveInt  # the latest ones
-    num_best_kept: NonNegativeInt  # the ones with the lowest held-out loss
+    keep: PositiveInt  # the latest ones
+    keep_best: NonNegativeInt  # the ones with the lowest held-out loss
     keep_every_num_steps: PositiveInt | None  # the ones whose step is a multiple of this
     restore_from: LocalPath | None  # RUN_DIR or RUN_DIR/checkpoints/STEP of another run, to start from
 
@@ -343,7 +343,7 @@ class RunSpec(Config):
     on_nonfinite: Literal["stop", "skip", "replay"]  # for a step whose loss or gradient norm is not finite: no update,
     # or run again to tell the data from the hardware
     num_skips_allowed: NonNegativeInt  # in a row, if such steps are skipped
-    on_too_little_memory: Literal["refuse", "try"]  # if a run needs more memory than there is
+    on_out_of_memory: Literal["refuse", "try"]  # if a run needs more memory than there is
     compilation_cache: CachePlace | None  # directory of compiled programs; None: compile at each start
     compile: CompileSpec
     compiler_options: dict[str, CompilerOption]  # by XLA's names

@@ -27,7 +27,7 @@ class TuneSpec(Config):
     """The space of a search, its limits and its objective.
 
     groups: config groups with the options that are tried: {remat: [full, none]}. mesh: axes with the sizes that are
-    tried; null: all that divide the devices. microbatches: the numbers that are tried; null: all that divide. fix:
+    tried; null: all that divide the devices. microbatches: the numbers that are tried; null: all that divide. pin:
     pins, by key: {mesh: {tensor: 8}, remat: full, num_microbatches: 4}.
     """
 
@@ -38,7 +38,7 @@ class TuneSpec(Config):
     microbatches: tuple[PositiveInt, ...] | None
     mesh: dict[Text, tuple[PositiveInt, ...] | None]
     device_orders: Literal["declared", "all"]  # all: every device_order that places a mesh otherwise
-    fix: dict[Text, Any]
+    pin: dict[Text, Any]
     num_shown: PositiveInt  # of the best, in the table and the page
     num_compiled: NonNegativeInt  # of the best, compiled to let the schedule judge
     max_candidates: PositiveInt  # that are listed; of a larger space, Optuna chooses combinations of options

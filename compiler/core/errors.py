@@ -77,7 +77,7 @@ def raise_if_any(problems: Iterable[Problem]) -> None:
 
 
 def use_one_of(value: object, allowed: Iterable[str]) -> str:
-    """Returns the fix for a value outside a closed choice: the allowed values, and the nearest match."""
+    """Returns the fix for a value outside a closed choice: the nearest match, then the allowed values."""
     options = list(allowed)
     nearest = get_close_matches(str(value), options, n=1, cutoff=0.5)
-    return f"use one of {', '.join(options)}" + (f" (did you mean '{nearest[0]}'?)" if nearest else "")
+    return (f"did you mean '{nearest[0]}'? " if nearest else "") + f"use one of {', '.join(options)}"

@@ -45,7 +45,7 @@ class Variant:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Returns the mesh axes whose sizes are searched."""
-        return tuple(dict.fromkeys((*mesh_axes(self.spec), *_fixed_sizes(self.spec))))
+        return tuple(dict.fromkeys((*mesh_axes(self.spec), *_pinned_sizes(self.spec))))
 
     def target(self) -> TargetPlan:
         """Returns the target, with the figures of the type that the variant computes in."""
@@ -214,7 +214,7 @@ class _Rules:
     def points(self) -> Iterator[MeshPoint]:
         """Yields all meshes in all orders of devices with all numbers of microbatches."""
         wanted = {axis: sizes for axis, sizes in self.spec.tune.mesh.items() if sizes is not None}
-        allowed = wanted | _fixed_sizes(self.spec)
+        allowed = wanted | _pinned_sizes(self.spec)
         for sizes in mesh_sizes(self.axes, self.target.num_devices, allowed):
             whole = dict.fromkeys(type(self.spec.mesh).model_fields, 1) | sizes
             shards = math.prod(whole[axis] for axis in plan_roles(self.spec.sharding, whole).sequence)
@@ -265,16 +265,16 @@ def _candidate(variant: Variant, layout: Layout, device_order: tuple[str, ...], 
     )
 
 
-def _fixed_sizes(spec: RunSpec) -> dict[str, tuple[int, ...]]:
-    return {axis: (size,) for axis, size in dict(spec.tune.fix.get("mesh", {})).items()}
+def _pinned_sizes(spec: RunSpec) -> dict[str, tuple[int, ...]]:
+    return {axis: (size,) for axis, size in dict(spec.tune.pin.get("mesh", {})).items()}
 
 
 def _microbatches(spec: RunSpec, shards: int) -> Sequence[int]:
     """Returns the numbers of microbatches that leave each shard whole sequences; one where none does, so that the
     refusal is counted."""
-    fixed = spec.tune.fix.get("num_microbatches")
-    if fixed is not None:
-        return (int(fixed),)
+    pinned = spec.tune.pin.get("num_microbatches")
+    if pinned is not None:
+        return (int(pinned),)
     numbers = divisors(spec.global_batch_size // shards) if spec.global_batch_size % shards == 0 else [1]
     wanted = spec.tune.microbatches
     return [n for n in numbers if wanted is None or n in wanted]
@@ -285,12 +285,12 @@ def _layout_key(spec: RunSpec) -> str:
     return json.dumps(spec.model_dump(mode="json", exclude={"remat", "optimizer", "schedule"}), sort_keys=True)
 
 
-def check_fix(fix: Mapping[str, Any], groups: Sequence[str]) -> None:
+def check_pins(pins: Mapping[str, Any], groups: Sequence[str]) -> None:
     """Raises ConfigError for pins of what is not searched."""
     known = (*groups, "mesh", "num_microbatches")
     raise_if_any(
-        Problem(f"tune.fix.{key}", "is not a key that is searched", f"pin one of {', '.join(known)}")
-        for key in fix
+        Problem(f"tune.pin.{key}", "is not a key that is searched", f"pin one of {', '.join(known)}")
+        for key in pins
         if key not in known
     )
 

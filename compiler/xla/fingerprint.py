@@ -35,7 +35,7 @@ NOT_IN_PROGRAM = (
     "compile", "evaluation", "sweep", "tune", "launch", "watchdog", "stragglers", "replay.spike_factor",
     "profile", "artifact", "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold",
     "sharding.on_replicated",
-    "on_too_little_memory", "overlap.max_exposed", "overlap.search", "overlap.flag_presets", "data.source",
+    "on_out_of_memory", "overlap.max_exposed", "overlap.search", "overlap.flag_presets", "data.source",
     "data.tokenizer", "data.held_out_fraction", "data.held_out_by", "data.shuffle_seed",
     "data.num_epochs", "data.max_text_bytes", "data.num_prefetch_threads", "data.num_prefetch_batches",
 )  # fmt: skip

@@ -194,13 +194,13 @@ def _preservation_policy(spec: CheckpointSpec) -> Any:
     """Returns the retention policies: a checkpoint stays as long as one wants it. Orbax asks when the next is
     finished."""
     policies = ocp.training.preservation_policies
-    wanted: list[Any] = [policies.LatestN(spec.num_kept)]
-    if spec.num_best_kept:
+    wanted: list[Any] = [policies.LatestN(spec.keep)]
+    if spec.keep_best:
         wanted.append(
             policies.BestN(
                 get_metric_fn=lambda metrics: metrics["eval_loss"],
                 reverse=True,  # the lowest is the best
-                n=spec.num_best_kept,
+                n=spec.keep_best,
                 keep_checkpoints_without_metrics=False,
             )
         )

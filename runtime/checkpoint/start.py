@@ -86,15 +86,15 @@ def check_checkpoint(spec: RunSpec) -> None:
 
 
 def _check_best(spec: RunSpec) -> None:
-    if spec.checkpoint.num_best_kept and not spec.data.held_out_fraction:
+    if spec.checkpoint.keep_best and not spec.data.held_out_fraction:
         what = "the best checkpoints are told by their held-out losses, and data.held_out_fraction is 0"
-        raise ConfigError([Problem("checkpoint.num_best_kept", what, "set it to 0, or hold out a part")])
+        raise ConfigError([Problem("checkpoint.keep_best", what, "set it to 0, or hold out a part")])
     saves, evaluations = spec.checkpoint.every_num_steps, spec.evaluation.every_num_steps
-    if spec.checkpoint.num_best_kept and (saves is None or saves % evaluations):
+    if spec.checkpoint.keep_best and (saves is None or saves % evaluations):
         when = f"every {counted(saves, 'step')}" if saves else "at no fixed steps"
         what = f"checkpoints are saved {when}, held-out losses are known every {evaluations}"
         fix = f"set checkpoint.every_num_steps to a multiple of {evaluations}"
-        raise ConfigError([Problem("checkpoint.num_best_kept", what, fix)])
+        raise ConfigError([Problem("checkpoint.keep_best", what, fix)])
 
 
 def _check_clock(spec: RunSpec) -> None:

@@ -4,13 +4,12 @@ import os
 import signal
 import sys
 import traceback
-from difflib import get_close_matches
 from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from meshloom.compiler.core.errors import MISTAKE
+from meshloom.compiler.core.errors import MISTAKE, use_one_of
 from meshloom.compiler.core.visible import write_error, write_out
 
 from ..core.interruptible import hear_interrupts
@@ -118,11 +117,7 @@ def run(args: list[str]) -> int:
         return run_command(command, args) if command else 0
     name, *rest = args
     if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1)
-        write_error(
-            f"error: there is no command '{name}'\n"
-            f"  fix: use one of {', '.join(COMMANDS)}" + (f" (did you mean '{near[0]}'?)" if near else "")
-        )
+        write_error(f"error: there is no command '{name}'\n  fix: {use_one_of(name, COMMANDS)}")
         return 2
     if "--version" in rest:
         return run(["--version"])

@@ -17,7 +17,7 @@ from ..core.failures import RunFailed
 from ..core.host_memory import available_bytes
 from ..processes.distributed import Processes
 
-REGARDLESS = "on_too_little_memory=try goes on regardless"
+REGARDLESS = "on_out_of_memory=try goes on regardless"
 
 
 def check_state_memory(plan: Plan, processes: Processes) -> None:
@@ -59,7 +59,7 @@ def _check_host(plan: Plan, needed: int, why: str) -> None:
 
 
 def _refuse(plan: Plan, what: str) -> None:
-    if plan.spec.on_too_little_memory == "refuse":
+    if plan.spec.on_out_of_memory == "refuse":
         fix = "choose a smaller model or batch, or more devices (`meshloom explain` plans without any)"
         raise RunFailed(Problem("target", what, f"{fix}; {REGARDLESS}"), DOES_NOT_FIT)
 

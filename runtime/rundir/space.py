@@ -26,7 +26,7 @@ def check_space(run_dir: Path, spec: RunSpec, state: Any) -> str | None:
     if free_bytes < LEAST_COMPRESSED * state_bytes:
         fix = "free disk space, choose another hydra.run.dir, or save nothing with checkpoint=disabled"
         raise ConfigError([Problem("hydra.run.dir", has, fix)])
-    num_at_once = spec.checkpoint.num_kept + spec.checkpoint.num_best_kept + 1  # the new one beside those kept
+    num_at_once = spec.checkpoint.keep + spec.checkpoint.keep_best + 1  # the new one beside those kept
     if free_bytes < num_at_once * state_bytes:
         return f"{has}: too little for the {num_at_once} that there will be at once"
     return None

@@ -9,7 +9,7 @@ from meshloom.compiler.config.kept_compositions import compositions_kept
 from meshloom.compiler.config.override_parser import parse_override
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
-from meshloom.compiler.tune.space import GroupChoices, Variant, check_fix, num_points, product_of
+from meshloom.compiler.tune.space import GroupChoices, Variant, check_pins, num_points, product_of
 
 SEARCHED_BY_KEY = ("mesh", "num_microbatches")
 
@@ -18,14 +18,14 @@ SEARCHED_BY_KEY = ("mesh", "num_microbatches")
 class Space:
     """The space of a request.
 
-    request: without the pins, which are keys of `tune.fix`. groups: the options of each config group. choices: all
+    request: without the pins, which are keys of `tune.pin`. groups: the options of each config group. choices: all
     combinations of these. variants: of all of them; none where the space is too large to be listed. pins: what is not
     searched, as it was typed. about_num_candidates: before the rules, as if every variant had as many as the first.
     """
 
     request: Request
     spec: RunSpec
-    fix: Mapping[str, Any]
+    pinned: Mapping[str, Any]
     groups: Mapping[str, tuple[str, ...]]
     choices: tuple[GroupChoices, ...]
     variants: tuple[Variant, ...]
@@ -39,41 +39,41 @@ class Space:
 
     def variant(self, choices: GroupChoices) -> Variant:
         """Returns the variant of these options. Raises ConfigError if Hydra cannot compose it."""
-        return _variant(self.request, choices, self.fix)
+        return _variant(self.request, choices, self.pinned)
 
 
 def find_space(request: Request) -> Space:
     """Returns the space of a request. Raises ConfigError with all that is wrong with it.
 
-    What is typed is not searched: `remat=full`, `mesh.tensor=8` and `num_microbatches=1` are pins, as keys of tune.fix
+    What is typed is not searched: `remat=full`, `mesh.tensor=8` and `num_microbatches=1` are pins, as keys of tune.pin
     are.
     """
     declared = read_spec(request, then=lambda spec: spec)
     groups = dict(declared.tune.groups)
     typed = _typed_pins(request, groups)
-    fix = _joined(declared.tune.fix, typed)
-    check_fix(fix, tuple(groups))
-    options = {group: (str(fix[group]),) if group in fix else found for group, found in groups.items()}
+    pinned = _joined(declared.tune.pin, typed)
+    check_pins(pinned, tuple(groups))
+    options = {group: (str(pinned[group]),) if group in pinned else found for group, found in groups.items()}
     kept = tuple(text for text in request.overrides if not _is_pin(text, groups))
     plain = replace(request, overrides=kept)
     every = tuple(product_of(options))
     with compositions_kept():
-        first = _variant(plain, every[0], fix)
+        first = _variant(plain, every[0], pinned)
         about = num_points(first) * len(every)
         is_listed = about <= declared.tune.max_candidates or len(every) == 1
-        variants = (first, *(_variant(plain, choices, fix) for choices in every[1:])) if is_listed else ()
+        variants = (first, *(_variant(plain, choices, pinned) for choices in every[1:])) if is_listed else ()
     pins = tuple(text for text in request.overrides if _is_pin(text, groups))
-    return Space(plain, first.spec, fix, options, every, variants, pins, about)
+    return Space(plain, first.spec, pinned, options, every, variants, pins, about)
 
 
-def _variant(request: Request, choices: GroupChoices, fix: Mapping[str, Any]) -> Variant:
+def _variant(request: Request, choices: GroupChoices, pinned: Mapping[str, Any]) -> Variant:
     words = tuple(f"{group}={option}" for group, option in choices)
     try:
         spec = read_spec(replace(request, overrides=(*request.overrides, *words)), then=lambda spec: spec)
     except ConfigError as error:
         raise ConfigError([replace(each, where=f"tune.groups: {' '.join(words)}: {each.where}")
                            for each in error.problems]) from error  # fmt: skip
-    return Variant(choices, spec.model_copy(update={"tune": spec.tune.model_copy(update={"fix": dict(fix)})}))
+    return Variant(choices, spec.model_copy(update={"tune": spec.tune.model_copy(update={"pin": dict(pinned)})}))
 
 
 def _is_pin(text: str, groups: Mapping[str, Sequence[str]]) -> bool:
@@ -82,7 +82,7 @@ def _is_pin(text: str, groups: Mapping[str, Sequence[str]]) -> bool:
 
 
 def _typed_pins(request: Request, groups: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Returns what the request pins, as `tune.fix` has it."""
+    """Returns what the request pins, as `tune.pin` has it."""
     found: dict[str, Any] = {}
     problems = []
     for text in request.overrides:
@@ -100,6 +100,6 @@ def _typed_pins(request: Request, groups: Mapping[str, Sequence[str]]) -> dict[s
     return found
 
 
-def _joined(fix: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
-    mesh = {**dict(fix.get("mesh", {})), **typed.get("mesh", {})}
-    return {**fix, **typed, **({"mesh": mesh} if mesh else {})}
+def _joined(pinned: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
+    mesh = {**dict(pinned.get("mesh", {})), **typed.get("mesh", {})}
+    return {**pinned, **typed, **({"mesh": mesh} if mesh else {})}

@@ -155,7 +155,7 @@ def test_prices_of_a_split_batch_are_its_own():
 def test_prices_know_a_microbatch_that_has_left_its_loop():
     """Gradients are reduced in the backward pass of the last microbatch, which is no part of the loop of the others."""
     words = ("sharding.on_replicated=allow", "overlap.layers.reduce_in_backward=true", "global_batch_size=64")
-    space = Space(*STACK, *words, "tune.fix.mesh.tensor=1", "tune.mesh.replica=[16]", "tune.microbatches=[2,4]")
+    space = Space(*STACK, *words, "tune.pin.mesh.tensor=1", "tune.mesh.replica=[16]", "tune.microbatches=[2,4]")
     assert_priced_as_estimated(space, range(len(space.candidates)), peak=None)
 
 

@@ -11,7 +11,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.tune.space import (
     PARAMETERS_TOO_LARGE,
     Variant,
-    check_fix,
+    check_pins,
     find_candidates,
     mesh_axes,
     mesh_sizes,
@@ -87,14 +87,14 @@ def test_parameters_that_are_larger_than_a_device_are_refused_before_anything_is
 
 
 def test_a_pinned_axis_is_honoured():
-    candidates, _ = find_candidates([_variant("tune.fix.mesh.tensor=4", "tune.fix.num_microbatches=2")])
+    candidates, _ = find_candidates([_variant("tune.pin.mesh.tensor=4", "tune.pin.num_microbatches=2")])
     assert candidates
     assert {(one.mesh.sizes["tensor"], one.num_microbatches) for one in candidates} == {(4, 2)}
 
 
 def test_a_pin_of_what_is_not_searched_is_an_error():
-    with pytest.raises(ConfigError, match=r"tune\.fix\.seed: is not a key that is searched"):
-        check_fix({"seed": 1, "remat": "full"}, ["remat"])
+    with pytest.raises(ConfigError, match=r"tune\.pin\.seed: is not a key that is searched"):
+        check_pins({"seed": 1, "remat": "full"}, ["remat"])
 
 
 def test_every_order_of_devices_is_a_candidate_that_places_its_mesh_otherwise():

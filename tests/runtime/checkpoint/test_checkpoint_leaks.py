@@ -22,7 +22,7 @@ def _held() -> dict[str, int]:
 
 @pytest.mark.parametrize("num_saves", [6, pytest.param(500, marks=pytest.mark.ci)])
 def test_descriptors_and_threads_stay_flat_over_many_saves(num_saves):
-    spec, state = spec_of("checkpoint.every_num_steps=10", "checkpoint.num_kept=1"), {"x": jax.numpy.ones(3)}
+    spec, state = spec_of("checkpoint.every_num_steps=10", "checkpoint.keep=1"), {"x": jax.numpy.ones(3)}
     before, held = _held(), []
     with (
         TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as run_dir,

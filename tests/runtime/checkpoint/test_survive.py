@@ -133,7 +133,7 @@ def finished(tmp_path_factory):
 
 @pytest.mark.ci
 def test_checkpoints_are_saved_by_the_clock_too(tmp_path):
-    by_clock = ("checkpoint=disabled", "checkpoint.every_num_minutes=1e-9", "checkpoint.num_kept=9")
+    by_clock = ("checkpoint=disabled", "checkpoint.every_num_minutes=1e-9", "checkpoint.keep=9")
     done = run_in_process("train", *HERE, "num_steps=6", *by_clock, "hydra.run.dir=by-clock", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert finished_steps(tmp_path / "by-clock") == [1, 2, 3, 4, 5, 6]
@@ -228,7 +228,7 @@ def _state(checkpoint: Path) -> Any:
 
 @pytest.mark.ci
 def test_nan_stops_the_run_and_is_never_saved(tmp_path):
-    run = (*HERE, "num_steps=60", "checkpoint.every_num_steps=1", "checkpoint.num_kept=60")
+    run = (*HERE, "num_steps=60", "checkpoint.every_num_steps=1", "checkpoint.keep=60")
     done = run_in_process("train", *run, "optimizer.learning_rate=1e30", "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == NONFINITE
     last = metrics_of(tmp_path / "run")[-1]

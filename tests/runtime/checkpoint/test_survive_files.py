@@ -267,11 +267,11 @@ def test_what_is_kept_is_what_was_asked_for(tmp_path, reopen):
     losses = [3.0, 1.0, 2.0, None, 4.0, float("nan")]
     for number, (overrides, kept) in enumerate(
         [
-            (["checkpoint.num_kept=2"], [50, 60]),
-            (["checkpoint.num_kept=1", "checkpoint.num_best_kept=1"], [20, 60]),
-            (["checkpoint.num_kept=1", "checkpoint.num_best_kept=2"], [20, 30, 60]),
-            (["checkpoint.num_kept=1", "checkpoint.keep_every_num_steps=20"], [20, 40, 60]),
-            (["checkpoint.num_kept=2", "checkpoint.num_best_kept=1", "checkpoint.keep_every_num_steps=40"], [20, 40, 50, 60]),  # noqa: E501
+            (["checkpoint.keep=2"], [50, 60]),
+            (["checkpoint.keep=1", "checkpoint.keep_best=1"], [20, 60]),
+            (["checkpoint.keep=1", "checkpoint.keep_best=2"], [20, 30, 60]),
+            (["checkpoint.keep=1", "checkpoint.keep_every_num_steps=20"], [20, 40, 60]),
+            (["checkpoint.keep=2", "checkpoint.keep_best=1", "checkpoint.keep_every_num_steps=40"], [20, 40, 50, 60]),
         ]
     ):  # fmt: skip
         assert _kept(tmp_path / str(number), losses, *overrides, reopen=reopen) == kept, overrides

@@ -55,7 +55,7 @@ def test_a_reader_that_has_gone_away_is_no_crash():
 def test_an_unknown_command_is_one_error():
     done = run_in_process("trian")
     assert done.returncode == 2
-    fix = f"use one of {', '.join(COMMANDS)} (did you mean 'train'?)"
+    fix = f"did you mean 'train'? use one of {', '.join(COMMANDS)}"
     assert done.stderr == f"error: there is no command 'trian'\n  fix: {fix}\n"
 
 

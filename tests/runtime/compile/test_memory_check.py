@@ -33,7 +33,7 @@ def test_a_model_for_a_pod_is_refused_on_one_machine(tmp_path, monkeypatch, caps
     needed, available = re.findall(r"([\d.]+) ([TG])iB are (?:needed|available)", problem)[1:]
     assert (float(needed[0]), needed[1]) == (pytest.approx(405.9e9 * 12 / 2**40, rel=0.05), "T")
     assert float(available[0]) * {"G": GIB, "T": 2**40}[available[1]] < 1.1 * psutil.virtual_memory().total
-    assert "on_too_little_memory=try" in fix
+    assert "on_out_of_memory=try" in fix
     assert list(tmp_path.iterdir()) == []
 
 
@@ -82,7 +82,7 @@ def test_the_simulated_devices_of_all_processes_of_a_host_count(monkeypatch):
     for processes in (Processes(), Processes(0, 2, num_on_host=2)):
         with pytest.raises(RunFailed, match="of 8 simulated devices"):
             check_state_memory(plan, processes)
-        check_state_memory(plan_of(*LINEAR_STACK, "on_too_little_memory=try"), processes)
+        check_state_memory(plan_of(*LINEAR_STACK, "on_out_of_memory=try"), processes)
 
 
 @pytest.mark.parametrize(

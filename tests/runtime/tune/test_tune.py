@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ci  # its processes import JAX
 
 def test_a_search_leaves_a_table_an_answer_and_the_winners_file(tmp_path):
     run_dir = tmp_path / "run"
-    done = run_in_process(*TUNE, "target=v5p-16", "tune.fix.mesh.tensor=2", f"hydra.run.dir={run_dir}")
+    done = run_in_process(*TUNE, "target=v5p-16", "tune.pin.mesh.tensor=2", f"hydra.run.dir={run_dir}")
     assert done.returncode == 0, done.stderr
     assert "it is the only one that fits" in done.stdout
     answer = json.loads((run_dir / "tune.json").read_text())
@@ -36,7 +36,7 @@ def test_targets_are_compared_and_one_that_cannot_be_is_a_row(tmp_path):
     words = (
         "tune.targets=[v5p-16,cpu-8]",
         "tune.tokens=2B",
-        "tune.fix.mesh.tensor=1",
+        "tune.pin.mesh.tensor=1",
         "tune.price_per_chip_hour={v5p: 4}",
     )
     done = run_in_process(*TUNE, *words, f"hydra.run.dir={tmp_path}")

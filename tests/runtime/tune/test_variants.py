@@ -45,7 +45,7 @@ def test_what_is_typed_is_not_searched():
     [
         ("mesh=fsdp", "mesh: the mesh is searched"),
         ("mesh.tensor=-1", "mesh.tensor: -1 pins nothing"),
-        ("tune.fix.model=tiny", r"tune\.fix\.model: is not a key that is searched"),
+        ("tune.pin.model=tiny", r"tune\.pin\.model: is not a key that is searched"),
         ("tune.groups.remat=[fulll]", "tune.groups: sharding=fsdp_tensor remat=fulll overlap=auto: remat: there is no"),
         ("tune.objective=cost", "tune.objective: is cost, and no price is known"),
     ],
