@@ -168,7 +168,7 @@ class Experts(nnx.Module):
         return y_BTE, self._aux(logits_BTX, scores_BTX, ids_BTK, num_dropped, context)
 
     def _logits(self, x_BTE: Array, context: Context) -> Array:
-        """In float32, products too: a TPU would take them in bfloat16."""
+        """Computes the logits in float32, products too: a TPU would take them in bfloat16."""
         x_BTE = context.jitter(x_BTE.astype(jnp.float32), self.config.router_jitter, site=3)
         logits_BTX = jnp.matmul(x_BTE, self.router_EX[...], precision=jax.lax.Precision.HIGHEST)
         return context.activation("router_logits", logits_BTX, "batch", "sequence_parallel_length", None)

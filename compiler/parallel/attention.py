@@ -131,7 +131,7 @@ def _exchange_of(site: OpSite, inputs: OpInputs) -> Exchange | None:
 
 
 def _refusal(name: str, site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> str | None:
-    """What of this run the kernel cannot do; None where it can run."""
+    """Returns why the kernel cannot do this run; None where it can."""
     spec, target = inputs.spec, inputs.target
     if PLATFORM_OF[name] != target.platform:
         return f"it does not run on {target.platform} (target {target.name})"

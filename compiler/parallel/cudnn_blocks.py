@@ -99,7 +99,7 @@ def _scope(*, is_causal: bool) -> AbstractContextManager[object]:
 
 
 def _num_keys(queries: Queries, start: Array) -> Array:
-    """At least one: what the kernel does without any is not said anywhere."""
+    """Returns how many keys each sequence sees: at least one, as what the kernel does without any is not documented."""
     return jnp.full(queries.q_BHTD.shape[0], jnp.maximum(start, 1), jnp.int32)
 
 
@@ -109,8 +109,8 @@ def _own(keys: Keys, queries: Queries, start: Array) -> Keys:
 
 
 def _forward(queries: Queries, keys: Keys, num_keys_B: Array | None, *, is_causal: bool) -> Attended:
-    """Of scaled queries. num_keys_B: of each sequence, so many of the first are seen; None: all, or with is_causal
-    those up to each query's own place."""
+    """Runs the forward kernel on scaled queries. num_keys_B: how many of the first keys of each sequence are seen;
+    None: all, or with is_causal those up to each query's own place."""
     return Attended(*bind_forward(*_operands(queries, keys, num_keys_B, is_causal=is_causal)))
 
 

@@ -82,7 +82,7 @@ def _attend_gathered(
 
 
 def _sight(exchange: Exchange, kernel: BlockKernel, length: int, window: int | None) -> Any:
-    """What this device's queries see of all keys. length: tokens of a device."""
+    """Returns which of all keys the queries of this device see. length: tokens of a device."""
     return kernel.shard_sight(exchange.order, jax.lax.axis_index(exchange.axes), length, window)
 
 

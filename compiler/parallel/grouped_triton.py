@@ -158,6 +158,6 @@ def padded(x: Array, *multiples: int) -> Array:
 
 
 def _cost(left: Array, right: Array, num_columns: int) -> pl.CostEstimate:
-    """As if all rows were filled (the scope says how many are): each row of the left meets one matrix."""
+    """Counts each row of the left once, against one matrix, as if all rows were filled; the scope says how many are."""
     num_bytes = left.nbytes + right.nbytes + left.shape[0] * num_columns * left.dtype.itemsize
     return pl.CostEstimate(flops=2 * left.size * num_columns, bytes_accessed=num_bytes, transcendentals=0)

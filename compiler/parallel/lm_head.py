@@ -157,7 +157,7 @@ def _of_head(layouts: tuple[ArrayPlan, ...]) -> Iterator[ArrayPlan]:
 
 
 def _vocab_sizes(sharding: ShardingPlan) -> set[int]:
-    """As the parameters have it: a model may fill its vocabulary up."""
+    """Returns the sizes that the parameters have for the vocabulary, which a model may fill up."""
     return {d.size for plan in _of_head(sharding.parameters) for d in plan.dimensions if d.logical == VOCAB}
 
 

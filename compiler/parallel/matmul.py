@@ -49,7 +49,7 @@ class MatmulRing:
 
 @dataclass(frozen=True)
 class _Product:
-    """What a matmul's subscripts say of its operands. contracted: letters of x that are not in the result, of `depth`
+    """The operands of a matmul, by its subscripts. contracted: letters of x that are not in the result, of `depth`
     entries together. width: of the result for each token. is_ring_shaped: x is contracted over all of its dimensions
     after the length, with the first ones of the weight."""
 
@@ -144,7 +144,8 @@ def _both_ways(inputs: OpInputs) -> bool:
 
 
 def _result_bytes(site: OpSite, inputs: OpInputs) -> int:
-    """Of one part of the batch on a device, in the compute type, with its length whole."""
+    """Returns the bytes of the result for one part of the batch on a device, in the compute type, with its length
+    whole."""
     itemsize = jnp.dtype(inputs.spec.precision.compute).itemsize
     tokens = inputs.tokens_of_device // inputs.spec.overlap.layers.batch_split
     return tokens * _product(site).width * itemsize

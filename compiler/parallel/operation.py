@@ -232,7 +232,7 @@ def _plan_operation(op: ParallelOp, inputs: OpInputs, declared: StrategyChoice) 
 def _problems(
     op: ParallelOp, key: str, ways: Mapping[str, Sequence[Strategy]], declared: StrategyChoice
 ) -> list[Problem]:
-    """What is wrong with a declared choice. A strategy that is named for all sites has to run at one of them."""
+    """Returns the mistakes in a declared choice. A strategy that is named for all sites has to run at one of them."""
     fix = f"set {key}=auto, or {op.fallback}"
     if isinstance(declared, str):
         if declared not in (AUTO, *op.names):

@@ -106,13 +106,13 @@ def plan_cut(length: int, window: int | None) -> Cut:
 
 
 def _table_bytes(cut: Cut, length: int, window: int | None) -> int:
-    """Of the longer of both tables of the last part, in int16 and int8."""
+    """Returns the bytes of the longer of both tables of the last part, in int16 and int8."""
     rows, reach = length // cut.block, _reach(cut.block, length // cut.block, window)
     return 3 * max(cut.part // cut.block * (reach + 1), rows * min(cut.part // cut.block, reach + 1))
 
 
 def _reach(block: int, num_blocks: int, window: int | None) -> int:
-    """How many blocks before its own a block of queries sees something of."""
+    """Returns how many blocks before its own a block of queries sees, if only in part."""
     return num_blocks - 1 if window is None else min(num_blocks - 1, (window + block - 2) // block)
 
 

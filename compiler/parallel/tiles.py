@@ -171,7 +171,7 @@ def _scores_of(left: Array, right: Array) -> Array:
 
 
 def _product(subscripts: str, left: Array, right: Array) -> Array:
-    """In the type of the right factor, summed in float32."""
+    """Multiplies in the type of the right factor, and sums in float32."""
     return jnp.einsum(subscripts, left.astype(right.dtype), right, preferred_element_type=jnp.float32)
 
 

@@ -121,7 +121,8 @@ class _Group:
                 process.wait()
 
     def _start(self, process: LocalProcess) -> subprocess.Popen[bytes]:
-        """In a session of its own: a terminal's Ctrl-C would reach it beside the one that this process passes on."""
+        """Starts a process in a session of its own, where a terminal's Ctrl-C does not reach it beside the one
+        that this process passes on."""
         argv, environment = list(process.argv), os.environ | process.environment
         if self.setup:
             argv = ["bash", "-c", "\n".join(["set -e", *self.setup, f"exec {shlex.join(argv)}"])]

@@ -21,7 +21,7 @@ LOG = logging.getLogger("meshloom")
 
 
 class _Visible(logging.Formatter):
-    """What libraries and users' code log may hold anything, and people read it on a terminal."""
+    """Escapes what libraries and users' code log, which may hold anything, for people who read it on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))

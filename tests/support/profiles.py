@@ -75,7 +75,7 @@ GPU_STEP = {
 
 
 def prediction(target: str = "v5e-4") -> Prediction:
-    """What is predicted of the program on these chips."""
+    """Returns what is predicted of the program on these chips."""
     return predict(TEXT, plan_on(target), ())
 
 

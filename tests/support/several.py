@@ -78,8 +78,8 @@ GLOO_SAYS = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of conn
 
 
 def _without_gloo(out: str) -> str:
-    """What the collectives of simulated devices print by themselves is not ours. Its threads write into each other's
-    lines, so a line is theirs if all of its words are."""
+    """Leaves out what the collectives of simulated devices print by themselves. Threads write into each other's lines,
+    so a line is theirs if all of its words are."""
     words = set(_words(GLOO_SAYS))
     return "".join(line for line in out.splitlines(keepends=True) if not words.issuperset(_words(line)))
 
@@ -90,7 +90,7 @@ def _words(line: str) -> list[str]:
 
 @contextmanager
 def joined() -> Iterator[list[Processes]]:
-    """What two processes share before they have devices: a real coordination service, here with both clients."""
+    """Gives what two processes share before they have devices: a coordination service, here with both clients."""
     port = free_port()
     service = _jax.get_distributed_runtime_service(f"[::]:{port}", 2, heartbeat_timeout=300, shutdown_timeout=60)
     clients = [_jax.get_distributed_runtime_client(f"127.0.0.1:{port}", i, init_timeout=30) for i in (0, 1)]

@@ -35,7 +35,7 @@ def point(index: int, swept: dict[str, Any], *, status: str = "done", **changed:
 def sweep_file(
     rows: Sequence[Row], *, command: Literal["explain", "compile", "train", "tune"] = "compile", **changed: Any
 ) -> SweepFile:
-    """What a sweep over the keys of these rows says of itself."""
+    """Returns what a sweep over the keys of these rows says of itself."""
     keys = dict.fromkeys(key for row in rows for key in row.swept)
     axes = {
         key: list({repr(row.swept[key]): row.swept[key] for row in rows if key in row.swept}.values()) for key in keys

@@ -53,7 +53,7 @@ def host(steps: Sequence[int]) -> _Plane:
 
 
 def tpu_trace(devices: Sequence[Sequence[Sequence[Op]]], *, module: str, steps: Sequence[int], every: float) -> bytes:
-    """Of each device its steps, of each of these its operations. A step takes `every` milliseconds."""
+    """Writes the steps of each device, and the operations of each step. A step takes `every` milliseconds."""
     planes = [host(steps)]
     for number, executions in enumerate(devices):
         plane = _Plane(f"/device:TPU:{number}")
@@ -76,7 +76,7 @@ def tpu_trace(devices: Sequence[Sequence[Sequence[Op]]], *, module: str, steps: 
 def gpu_trace(
     devices: Sequence[Sequence[Mapping[str, Sequence[Op]]]], *, module: str, steps: Sequence[int], every: float
 ) -> bytes:
-    """Of each device its steps, of each of these the kernels by stream."""
+    """Writes the steps of each device, and the kernels of each step by stream."""
     planes = [host(steps)]
     for number, executions in enumerate(devices):
         plane = _Plane(f"/device:GPU:{number}")

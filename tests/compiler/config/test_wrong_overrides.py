@@ -82,7 +82,7 @@ def own_configs(tmp_path_factory) -> Path:
 
 
 def _judge(words: list[str]) -> None:
-    """What every command does before it does anything else."""
+    """Does what every command does before anything else."""
     flags, _ = parse_flags("train", words)
     request = request_of(flags)
     if flags.multirun:

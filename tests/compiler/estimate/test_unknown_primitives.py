@@ -137,7 +137,7 @@ def plan_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans
 
 
 def roofline_flops(plan: Plan, estimate: StepEstimate) -> int:
-    """Of all devices."""
+    """Returns the FLOPs of all devices."""
     return plan.mesh.num_devices * sum(part.flops or 0 for part in estimate.roofline)
 
 

@@ -79,7 +79,7 @@ def test_an_operation_from_outside_is_refused_as_any_other(monkeypatch):
 
 
 def _traced_loss(plan) -> Counter[str]:
-    """How often the forward pass has each primitive, loop bodies once."""
+    """Counts each primitive of the forward pass, loop bodies once."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plan.abstract["params"])
     tokens = jax.ShapeDtypeStruct((plan.spec.global_batch_size, plan.spec.sequence_length), jnp.int32)
     with jax.set_mesh(plan.mesh.of_devices(jax.devices())):

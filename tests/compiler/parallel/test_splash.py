@@ -122,7 +122,7 @@ def test_flops_are_of_the_blocks_that_the_mask_leaves(length, window):
 
 
 def _keys_block(plan, length, window, block):
-    """Of the one backward kernel; None: there are two."""
+    """Returns the block of keys of the one backward kernel; None: there are two."""
     budget = plan.operation("attention").chosen.parameters.budget
     seen = seen_blocks(np.arange(0, length, block)[None], block, length, window)
     return choose_backward(AttentionShape(1, 2, length, length, 128, 4, block), seen, budget).keys_block

@@ -121,7 +121,7 @@ def _in_tiers():
 
 
 def _skips(name, loop, when):
-    """Whether the ends of the loop are skipped: both where that is most of what differs."""
+    """Returns True if the ends of the loop are skipped: both where that is most of what differs."""
     return (False, True) if (name, when) == ("hsdp", ADDED) and LOOPS[loop][1] else (False,)
 
 
@@ -168,7 +168,7 @@ def _layer(weights, shared, index, x):
 
 
 def _gradients(layout, loop, when, skip_boundary_collectives):
-    """By the weights, in the layout of the update, and by the inputs."""
+    """Returns the gradients of the weights, in the layout of the update, and of the inputs."""
     stored, updated = (
         {name: PartitionSpec(*map(axes.get, dimensions)) for name, dimensions in DIMENSIONS.items()}
         for axes in (layout.stored, layout.updated)

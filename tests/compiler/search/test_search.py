@@ -224,7 +224,7 @@ def test_an_option_of_a_set_that_the_compiler_does_not_know_is_left_out_and_repo
 
 
 def first_device(plan):
-    """Of the plan's target; the test is skipped where no compiler for it is installed."""
+    """Returns the first device of the plan's target; the test is skipped where no compiler for it is installed."""
     try:
         check_compiler(plan.target)
     except ConfigError as error:
@@ -268,8 +268,8 @@ def test_the_views_tell_what_was_tried_and_what_the_compiler_said():
 
 
 class Unreadable:
-    """In the place of a compiler: its programs take a second less each, and the text of some cannot be read. errors: in
-    the place of a program. equal: places whose program is the first one."""
+    """Takes the place of a compiler: its programs take a second less each, and the text of some cannot be read. errors:
+    in the place of a program. equal: places whose program is the first one."""
 
     console = Console(is_quiet=True)
 

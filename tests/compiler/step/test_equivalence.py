@@ -190,7 +190,7 @@ def _plan(case: tuple[str, ...]):
 
 @pytest.fixture(scope="module")
 def reference():
-    """By model: parameters, and gradients of the first batch, on one device without any of our step."""
+    """Gives, by model, parameters, and gradients of the first batch, on one device without any of our step."""
     cache = {}
 
     def get(plan, tokens):

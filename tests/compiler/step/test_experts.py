@@ -91,8 +91,8 @@ def plan_for(monkeypatch):
 
 @pytest.fixture(scope="module")
 def reference():
-    """By model: (initial parameters, (parameters, tokens, documents) -> (loss, gradients)), on one device without any
-    of our step. A microbatch is so many sequences of the batch, whatever the mesh."""
+    """Gives, by model, (initial parameters, (parameters, tokens, documents) -> (loss, gradients)), on one device
+    without any of our step. A microbatch is so many sequences of the batch, whatever the mesh."""
 
     @cache
     def of_model(config, num_microbatches):

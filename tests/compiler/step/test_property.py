@@ -105,7 +105,7 @@ def loss_of_a_step(plan: Plan) -> float:
 
 
 def naive_spec(array: Array, table: list[dict]) -> PartitionSpec | None:
-    """What one would write by hand: for each dimension the first rule that names it; None where there is none."""
+    """Returns the spec that one would write by hand: for each dimension the first rule that names it, or None."""
     entries = []
     for name in array.logical_axes:
         found = [rule["mesh"] for rule in table if name in rule["logical"]]

@@ -26,7 +26,7 @@ MESHES = [
 
 
 def groups_over(placement: Placement, axes: set[str]) -> list[list[int]]:
-    """Of the mesh's positions, by NumPy."""
+    """Returns the groups of the mesh's positions, by NumPy."""
     names, shape = list(placement.sizes), tuple(placement.sizes.values())
     kept = [i for i, name in enumerate(names) if name not in axes]
     over = [i for i, name in enumerate(names) if name in axes]

@@ -138,7 +138,7 @@ def test_a_longer_link_time_never_makes_a_step_faster(program, data):
 
 
 def at_once(steps: tuple[Step, ...], names: set[str]) -> tuple[Step, ...]:
-    """With the end of each of these collectives right behind its start."""
+    """Moves the end of each of these collectives right behind its start."""
     moved: list[Step] = []
     for step in steps:
         if isinstance(step, Start) and step.collective.name in names:

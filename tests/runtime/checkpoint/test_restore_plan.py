@@ -22,7 +22,7 @@ SAVED = (*RUN, "target=cpu-4", "sharding=fsdp_tensor", "mesh.tensor=2")
 
 
 def _train(run_dir: Path, *overrides: str) -> str:
-    """What a run in this process says."""
+    """Returns what a run in this process says."""
     job, said = plan_and_check(spec_of(*overrides)), io.StringIO()
     with process_log(run_dir, Processes()):
         assert train(job, run_dir, overrides=(), console=Console(said), processes=Processes()) == 0

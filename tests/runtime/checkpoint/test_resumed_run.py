@@ -23,7 +23,7 @@ RUN = (*LINEAR_STACK, "target=cpu-2", "model.num_layers=1", f"optimizer.learning
 
 
 def _train(run_dir: Path, *overrides: str) -> str:
-    """What a run in this process says."""
+    """Returns what a run in this process says."""
     job, said = plan_and_check(spec_of(*RUN, *overrides)), io.StringIO()
     with process_log(run_dir, Processes()):
         code = train(job, run_dir, overrides=(), console=Console(said), processes=Processes())

@@ -40,14 +40,14 @@ KILLED = (*QUICK, "num_steps=300", "checkpoint.every_num_steps=5", "evaluation.e
 
 
 def metrics_of(run_dir: Path) -> list[dict]:
-    """The whole lines of metrics.jsonl."""
+    """Returns the whole lines of metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def results_of(run_dir: Path) -> list[tuple]:
-    """What the same run must give again, bit for bit."""
+    """Returns what the same run must give again, bit for bit."""
     return [tuple(m[key] for key in ("step", "loss", "eval_loss", "grad_norm")) for m in metrics_of(run_dir)]
 
 
@@ -56,7 +56,7 @@ def finished_steps(run_dir: Path) -> list[int]:
 
 
 def _start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    """With the compiler's flags of this process: the same bits."""
+    """Starts a run with the compiler's flags of this process, which give the same bits."""
     line = [sys.executable, "-m", "meshloom", "train", *overrides, "hydra.run.dir=run"]
     with (folder / "said").open("w") as said:
         return subprocess.Popen(line, cwd=folder, stdout=said, stderr=subprocess.STDOUT, text=True, env=os.environ)
@@ -82,7 +82,7 @@ def test_a_killed_run_goes_on_from_its_last_finished_save(tmp_path):
 
 
 def _kill_at_random(process: subprocess.Popen[str], run_dir: Path, chance: random.Random, start_seconds: float) -> None:
-    """At any moment of the start, or some steps on: most of the time a save is under way then."""
+    """Kills a run at any moment of its start, or some steps on: most of the time a save is under way then."""
     if chance.random() < 0.25:
         time.sleep(chance.uniform(0, start_seconds))
     else:

@@ -29,7 +29,7 @@ def _metrics(run_dir: Path) -> list[dict]:
 
 
 def _assert_same_losses(one: list[dict], other: list[dict]) -> None:
-    """To 6 digits: sums over devices have another order."""
+    """Compares 6 digits: sums over devices have another order."""
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose([m[key] for m in one], [m[key] for m in other], rtol=2e-6)
 
