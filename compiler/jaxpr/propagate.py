@@ -62,7 +62,8 @@ def _dot(numbers: Any, left: DimAxes, right: DimAxes) -> tuple[DimAxes, Axes]:
 
 
 def _ragged_dot(numbers: Any, left: DimAxes, right: DimAxes, *, rank: int) -> tuple[DimAxes, Axes]:
-    """As a matmul. A result of groups, as the gradient of their weights, has them first; each device makes all."""
+    """Works as for a matmul. A result of groups, such as the gradient of their weights, begins with the groups; each
+    device makes all of them."""
     groups = numbers.rhs_group_dimensions
     free, reduced = _dot(
         numbers.dot_dimension_numbers, left, tuple(() if d in groups else x for d, x in enumerate(right))

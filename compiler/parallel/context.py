@@ -192,7 +192,7 @@ def balance_text(order: TokenOrder, length: int, windows: Sequence[int | None]) 
 
 
 def _collectives(name: str, local: _Local, inputs: OpInputs) -> tuple[CollectiveSpec, ...]:
-    """Of one execution of each call in a layer."""
+    """Returns the collectives of one execution of each call in a layer."""
     axes, n = inputs.roles.length, local.order.num_shards
     each_kv, num_parts = local.kv_bytes // 2, inputs.spec.overlap.layers.batch_split
     times = num_parts * len(local.windows)
@@ -220,7 +220,8 @@ def _collectives(name: str, local: _Local, inputs: OpInputs) -> tuple[Collective
 
 
 def _backward_matmuls(exchange: Exchange, site: OpSite, inputs: OpInputs) -> int:
-    """Of attention's gradients: splash has one kernel or two, by what the exchange makes of the length."""
+    """Returns the matmuls of attention's backward pass: splash has one kernel or two, by the length that the exchange
+    leaves to a device."""
     is_two = inputs.target.platform == "tpu" and plan_backward(site, inputs, exchange).keys_block is None
     return TWO_KERNELS if is_two else ONE_KERNEL
 
@@ -240,8 +241,8 @@ def _pairs(local: _Local) -> float:
 
 
 def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float | None:
-    """What a layer's forward and backward pass take beside the arithmetic of attention, as far as nothing hides it:
-    what is sent, and passes over memory. None where that is not known. matmuls: of the backward pass; those that one
+    """Returns the seconds that a layer's forward and backward pass take beside the arithmetic of attention, as far as
+    nothing hides them: sending, and passes over memory. None where they are not known. matmuls: of the backward pass; those that one
     kernel would not have count, too."""
     mesh, target, axes = inputs.mesh, inputs.target, inputs.roles.length
     n, peak, bandwidth = local.order.num_shards, target.peak_flops_per_second, target.hbm_bytes_per_second_per_device

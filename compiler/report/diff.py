@@ -154,7 +154,7 @@ def _findings(a: Report, b: Report, paths: set[str]) -> tuple[Difference, ...]:
 
 
 def _finding_changes(before: Finding, after: Finding) -> list[Difference]:
-    """Of one that is in both: of its words, of its places, or none."""
+    """Returns the changes of a finding that both reports have: of its words, of its places, or none."""
     name = f"{before.rule} at {min(first_place(before), first_place(after))}"
     told = ((name, before.what, after.what), (f"{name}: places", before.where, after.where))
     return [Difference(path, "changed", *values) for path, *values in told if values[0] != values[1]]

@@ -135,7 +135,7 @@ def _attempt(compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, E
 
 
 def _decision_file(plan: Plan, declared: StoredStep, candidates: Sequence[OverlapCandidate]) -> Path | None:
-    """By all that the choice depends on: the program, the candidates and their order, the bounds and the demand, the
+    """Returns the file of a decision, named by all that it depends on: the program, the candidates and their order, the bounds and the demand, the
     figures of the chip, the code that judges."""
     folder = cache_folder(plan.spec)
     if folder is None:

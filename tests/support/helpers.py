@@ -170,7 +170,7 @@ def evaluate(programs: Programs, params: Any, tokens: np.ndarray) -> float:
 
 
 def documented_files(command: str) -> set[str]:
-    """What docs/running.md says that a command leaves in its run directory: files, and folders by their names."""
+    """Returns what docs/running.md says that a command leaves in its run directory: files, and folders by name."""
     lines = (TESTS.parent / "docs" / "running.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
     column = next(row for row in rows if row[0] == "file").index(f"`{command}`")
@@ -179,13 +179,13 @@ def documented_files(command: str) -> set[str]:
 
 
 def written_files(run_dir: Path) -> set[str]:
-    """What there is in a run directory, as `documented_files` names it."""
+    """Returns what there is in a run directory, as `documented_files` names it."""
     names = {path.name for path in run_dir.iterdir()} - {"logs"}
     return names | {f"logs/{path.name.replace('process-0', 'process-N')}" for path in (run_dir / "logs").iterdir()}
 
 
 class NoData:
-    """In the place of an iterator over batches, for checkpoints of states that came from none."""
+    """Takes the place of an iterator over batches, for checkpoints of states that came from none."""
 
     def __init__(self) -> None:
         self.identity: dict[str, Any] = {}

@@ -66,7 +66,7 @@ def test_all_processes_run_with_their_index_and_environment(tmp_path, monkeypatc
     ],
 )
 def test_the_exit_code_decides_whether_all_start_again(tmp_path, monkeypatch, code, exit_code, starts):
-    wait = "time.sleep(0.5)\n"  # until all have said that they started
+    wait = "while open('said').read().count('start') % 3: time.sleep(0.01)\n"  # until all have said that they started
     assert run(tmp_path, f'note("start")\n{wait}{code}', monkeypatch, "launch.max_restarts=2") == exit_code
     assert said(tmp_path).count("1 start") == starts
 

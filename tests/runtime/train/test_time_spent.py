@@ -2,8 +2,6 @@
 
 import time
 
-import pytest
-
 from meshloom.runtime.train.time_spent import (
     KINDS,
     NOTHING,
@@ -27,8 +25,9 @@ def test_each_second_goes_to_the_innermost_kind():
             time.sleep(0.02)
         time.sleep(0.04)
         watch.move(0.01, to="input")
+    at_least = time.time() - began
     spent = watch.by_this_start()
-    assert spent.total == pytest.approx(time.time() - began, abs=0.01)
+    assert at_least - 0.001 <= spent.total <= time.time() - began + 0.001  # of another clock
     assert spent.seconds["save"] >= 0.02
     assert spent.seconds["input"] == 0.01
     assert spent.seconds["steps"] >= 0.03
