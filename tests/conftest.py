@@ -2,15 +2,17 @@
 
 import gc
 import os
+import signal
 import tempfile
 from functools import cache
 from importlib.metadata import version
 
 # The suite compiles hundreds of programs and runs each for milliseconds, so machine code need not be fast. XLA's own
 # passes, which decide what crosses the network, are not touched by this. Without the fusion emitters, which go through
-# MLIR, a small train step compiles in a third of the processor time; later releases of jaxlib know no other way.
+# MLIR, a small train step compiles in a third of the processor time; later releases of jaxlib know no other way. In one
+# module of LLVM, instead of 32 that are compiled by as many threads, it takes three quarters of what is left.
 os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     f"{' --xla_cpu_use_fusion_emitters=false' if version('jaxlib').startswith('0.10.') else ''}"
 )
 
@@ -25,6 +27,10 @@ if "MESHLOOM_TEST_CACHE" not in os.environ:
     CACHE = tempfile.TemporaryDirectory(prefix="meshloom-cache-")  # removed when this process ends; workers share it
     os.environ["MESHLOOM_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"] = CACHE.name
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+
+# A shell starts what runs in its background with Ctrl-C ignored, which every process started from there would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax
 import numpy as np

@@ -77,7 +77,9 @@ def package(tmp_path_factory) -> Iterator[Path]:
 def meshloom(package: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in the package's environment, which takes all else from that of the tests."""
     ours = Path(package_under_test.__file__).parents[1]  # an editable install's own folder is not followed from another
-    paths = [str(ours), *filter(None, [os.environ.get("PYTHONPATH")]), sysconfig.get_path("purelib")]
+    # More than one where a .pth file of the environment names the packages of another.
+    installed = [path for path in sys.path if Path(path).name == "site-packages" and not path.startswith(str(package))]
+    paths = [str(ours), *filter(None, [os.environ.get("PYTHONPATH")]), *installed]
     return subprocess.run(
         [package / "bin" / "python", "-m", "meshloom", *arguments],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
