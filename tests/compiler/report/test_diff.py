@@ -5,6 +5,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,10 +31,15 @@ MIRRORED = {"appeared": "gone", "gone": "appeared", "grown": "shrunk", "shrunk":
 
 def run_of(report: Report | None, *, name: str = "run", plan: Plan | None = None) -> Run:
     plan = plan or reports.llama_plan()
-    as_json = json.loads(json.dumps(plan_as_json(plan)))
-    return Run(name, plan.spec.model_dump(mode="json"), as_json, report)
+    if id(plan) not in _TOLD:
+        _TOLD[id(plan)] = plan, json.dumps(plan_as_json(plan))
+    return Run(name, plan.spec.model_dump(mode="json"), json.loads(_TOLD[id(plan)][1]), report)
 
 
+_TOLD: dict[int, tuple[Plan, str]] = {}  # by the identity of a plan, which is kept alive: its estimate takes a while
+
+
+@cache
 def other_plan() -> Plan:
     overrides = (*reports.OVERRIDES, "target=cpu-64", "sharding=fsdp_tensor", "mesh.tensor=8", "data=synthetic")
     return read_spec(Request(overrides), then=plan_run)

@@ -230,9 +230,11 @@ def test_a_bias_follows_the_tokens_of_the_whole_batch(name, tokens):
     """Three steps; the choices are those of one device without our step, the rule is written in NumPy."""
     plan = plan_of(*MOE, *BALANCED, *BALANCES[name])
     programs = programs_of(plan)
+    choices = _choices_of(plan.model)
     state, expected = programs.init(), np.zeros((2, 16), np.float32)
     for batch in tokens[:3]:
-        counts = np.stack([np.bincount(ids.reshape(-1), minlength=16) for ids in _choices(plan, state, batch)])
+        chosen = choices(jax.tree.map(np.asarray, state["params"]), batch[:, :-1])
+        counts = np.stack([np.bincount(np.asarray(ids).reshape(-1), minlength=16) for ids in chosen])
         expected += np.float32(0.01) * np.sign(counts.mean(1, keepdims=True) - counts).astype(np.float32)
         state, _ = programs.train(state, on_devices(programs, batch))
         np.testing.assert_array_equal(state["params"]["layers"]["mlp"]["router_bias_X"], expected)
@@ -262,20 +264,25 @@ def test_a_frozen_bias_stays_and_a_wrong_rule_is_an_error():
         check_model("moe", replace(model, stacks=(unknown,)))
 
 
-def _choices(plan, state, batch):
-    """The experts that tokens choose, by layer, on one device."""
-    params, seen = jax.tree.map(np.asarray, state["params"]), []
+def _choices_of(model):
+    """Returns (parameters, inputs) -> the experts that tokens choose, by layer, on one device."""
 
-    def recorded(kind, _, plain, *operands, **options):
-        seen.extend([np.asarray(operands[2])] if kind == "experts" else [])
-        return plain(*operands, **options)
+    @jax.jit
+    def choices(params, inputs):
+        seen = []
 
-    context = Context(jax.numpy.arange(16)[None], lambda name, x, *axes, **_: x, recorded)
-    x = plan.model.embed.apply(params["embed"], batch[:, :-1], context)
-    for stack in plan.model.stacks:
-        for i in range(stack.num_layers):
-            x, _ = split_aux(stack.layer.apply(jax.tree.map(lambda w, i=i: w[i], params[stack.name]), x, context))
-    return seen
+        def recorded(kind, _, plain, *operands, **options):
+            seen.extend([operands[2]] if kind == "experts" else [])
+            return plain(*operands, **options)
+
+        context = Context(jax.numpy.arange(16)[None], lambda name, x, *axes, **_: x, recorded)
+        x = model.embed.apply(params["embed"], inputs, context)
+        for stack in model.stacks:
+            for i in range(stack.num_layers):
+                x, _ = split_aux(stack.layer.apply(jax.tree.map(lambda w, i=i: w[i], params[stack.name]), x, context))
+        return seen
+
+    return choices
 
 
 @pytest.mark.parametrize("name", tiered(["padded", "gathered", "capacity"], plain=["padded"]))
