@@ -242,8 +242,8 @@ def _pairs(local: _Local) -> float:
 
 def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float | None:
     """Returns the seconds that a layer's forward and backward pass take beside the arithmetic of attention, as far as
-    nothing hides them: sending, and passes over memory. None where they are not known. matmuls: of the backward pass; those that one
-    kernel would not have count, too."""
+    nothing hides them: sending, and passes over memory. None where they are not known. matmuls: of the
+    backward pass; those that one kernel would not have count, too."""
     mesh, target, axes = inputs.mesh, inputs.target, inputs.roles.length
     n, peak, bandwidth = local.order.num_shards, target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     num_calls = inputs.spec.overlap.layers.batch_split * len(local.windows)

@@ -135,8 +135,8 @@ def _attempt(compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, E
 
 
 def _decision_file(plan: Plan, declared: StoredStep, candidates: Sequence[OverlapCandidate]) -> Path | None:
-    """Returns the file of a decision, named by all that it depends on: the program, the candidates and their order, the bounds and the demand, the
-    figures of the chip, the code that judges."""
+    """Returns the file of a decision, named by all that it depends on: the program, the candidates and their order, the
+    bounds and the demand, the figures of the chip, the code that judges."""
     folder = cache_folder(plan.spec)
     if folder is None:
         return None
