@@ -49,7 +49,7 @@ class ProgramDevices:
         if not groups:
             return where
         size = max(map(len, groups))
-        return replace(where, mesh_axes=self._name(groups), group_size=size)
+        return replace(where, mesh_axes=self.name(groups), group_size=size)
 
     def reordered(self, collective: Collective) -> Collective:
         """Returns the collective with its groups in positions of the placement."""
@@ -66,7 +66,8 @@ class ProgramDevices:
         firsts = range(0, num_devices, num_devices // num_slices)
         return tuple(firsts) if self.order is None else tuple(self.order.index(first) for first in firsts)
 
-    def _name(self, groups: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    def name(self, groups: Sequence[Sequence[int]]) -> tuple[str, ...]:
+        """Returns what groups of devices are called."""
         largest = max(groups, key=len)
         if self.mesh is not None:
             places = np.unravel_index(np.asarray(largest), tuple(self.mesh.values()))

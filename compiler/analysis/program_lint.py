@@ -23,6 +23,7 @@ from ..xla.hlo import Instruction, Module
 from ..xla.hlo.uses import CASTS, VIEWS, Place, Use, Uses
 from .lint import LEAST_BYTES, NUM_PLACES
 from .program_devices import ProgramDevices
+from .repeated_work import find_repeated_work
 from .schedule_analysis import ScheduleAnalysis
 from .wasted_transfers import find_wasted_transfers
 
@@ -39,6 +40,7 @@ def lint_program(module: Module, devices: ProgramDevices, schedule: ScheduleAnal
         *_synchronous(collectives, step, target),
         *find_wasted_transfers(module, collectives, schedule.dones, is_cpu=target.platform == "cpu"),
         *_reduced_then_sliced(module, collectives, schedule.dones, target),
+        *find_repeated_work(module, devices, schedule.compute_seconds, step),
         *_replicated(module, target),
         *_random_bits(collectives),
         *_wide(collectives),

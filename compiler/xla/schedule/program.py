@@ -202,7 +202,7 @@ class _Reader:
     def _groups(self, instruction: Instruction) -> ReplicaGroups:
         text = instruction.attribute("replica_groups") or instruction.attribute("source_target_pairs")
         try:
-            return _global(parse_groups(text, self.module.num_devices), instruction, self.module) if text else ()
+            return global_groups(parse_groups(text, self.module.num_devices), instruction, self.module) if text else ()
         except HloError as error:
             raise HloError(f"{instruction.name}: {error}") from error
 
@@ -269,7 +269,7 @@ class _Reader:
         return _identity(inner.instruction) if inner else None
 
 
-def _global(groups: ReplicaGroups, instruction: Instruction, module: Module) -> ReplicaGroups:
+def global_groups(groups: ReplicaGroups, instruction: Instruction, module: Module) -> ReplicaGroups:
     """Returns the groups as devices. In a program of both replicas and partitions groups may number either: with a
     channel an all-to-all or a permute numbers partitions, in each replica; others number replicas, with all their
     partitions. Without a channel they number replicas, for each partition."""
