@@ -26,7 +26,7 @@ from ..compile.compile_command import Compiled, CompileJob, compile_job, find_jo
 from ..core.exclusive import only_run_in
 from ..core.failures import RunFailed
 from ..processes.process_log import meshloom_log
-from .declared import Plan, as_shown, request_of, specs_of, with_spec
+from .declared import Plan, as_shown, request_of_origin, specs_of, with_spec
 from .guest import as_guest, settings_put_back, start_for_compile
 
 PAGE = "report.html"
@@ -121,14 +121,14 @@ def _compile(job: CompileJob, folder: Path) -> Compiled:
             job,
             folder,
             overrides=overrides or (),
-            model=None if overrides is None else model_of(request_of(origin)),
+            model=None if overrides is None else model_of(request_of_origin(origin)),
             replan=None if overrides is None else lambda more: _replan(origin, more),
             console=Console(is_quiet=True),
         )
 
 
 def _replan(origin: Origin, more: tuple[str, ...]) -> compiler_plan.Plan:
-    request = request_of(origin)
+    request = request_of_origin(origin)
     return read_spec(replace(request, overrides=(*request.overrides, *more)), then=plan_run)
 
 

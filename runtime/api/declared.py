@@ -86,7 +86,7 @@ def specs_of(declared: Sequence[str | RunSpec | compiler_plan.Plan]) -> list[str
     return [each.spec if isinstance(each, compiler_plan.Plan) else each for each in declared]
 
 
-def request_of(origin: Origin) -> Request:
+def request_of_origin(origin: Origin) -> Request:
     """Returns the request of a declaration that was typed."""
     assert origin.overrides is not None
     return Request(tuple(search_path_override(origin.overrides, origin.config_dir)))
@@ -96,7 +96,7 @@ def _read(origin: Origin, then: Callable[[RunSpec], T]) -> T:
     overrides, modules = origin.overrides or (), parse_allowed(origin.code_allowed_from, "allow_code_from")
     raise_if_any(_problem_of_hydra(text) for text in overrides if _is_of_hydra(text))
     with as_guest(modules):
-        return read_spec(request_of(origin), then=lambda spec: then(spec.with_origin(origin)))
+        return read_spec(request_of_origin(origin), then=lambda spec: then(spec.with_origin(origin)))
 
 
 def _is_of_hydra(override: str) -> bool:

@@ -18,8 +18,7 @@ from ..processes.cluster import plan_start
 from ..processes.distributed import Processes
 from ..processes.process_log import meshloom_log
 from ..train.metrics import Metrics, read_metrics
-from ..train.train import Job, prepare
-from ..train.train import train as train_job
+from ..train.train import Job, prepare, run_training
 from .declared import Plan, as_shown, specs_of, with_spec
 from .guest import as_guest, settings_put_back, warn
 
@@ -64,7 +63,7 @@ def train(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None =
         with as_guest(spec.origin.code_allowed_from), _folder(run_dir) as folder, meshloom_log(folder):
             quiet, overrides = Console(is_quiet=True), spec.origin.overrides or ()
             alone = Processes()
-            exit_code = train_job(job, folder, overrides=overrides, console=quiet, processes=alone, began=began)
+            exit_code = run_training(job, folder, overrides=overrides, console=quiet, processes=alone, began=began)
             metrics = tuple(map(read_metrics, _lines(folder / "metrics.jsonl")))
     stopped_by = signal.Signals(exit_code - 128).name if exit_code else None
     return TrainedRun(as_shown(job.plan), metrics, stopped_by, None if run_dir is None else Path(run_dir))

@@ -12,7 +12,7 @@ from ..processes.distributed import Processes, together
 from ..processes.say import say
 from ..rundir.space import check_space
 from .checkpoints import set_aside
-from .start import FOLDER, Start, describe, find_start
+from .start import FOLDER, Start, describe_damage, find_start
 
 
 def find_shared_start(run_dir: Path, plan: Plan, console: Console, processes: Processes) -> Start | None:
@@ -44,7 +44,7 @@ def _find(run_dir: Path, plan: Plan, console: Console) -> Start | None:
         say(console, f"warning: {warning}")
     if start and start.damaged:
         kept = f"; kept as {FOLDER}/STEP.damaged" if start.is_own else ""
-        say(console, f"warning: damaged, so an older one is used: {describe(start.damaged)}{kept}")
+        say(console, f"warning: damaged, so an older one is used: {describe_damage(start.damaged)}{kept}")
         if start.is_own:
             set_aside(start.damaged)
     return start and replace(start, path=start.path.resolve())

@@ -133,7 +133,7 @@ def finished(directory: Path) -> Iterator[Path]:
     yield from sorted(steps, key=lambda path: int(path.name), reverse=True)
 
 
-def describe(damaged: dict[Path, str]) -> str:
+def describe_damage(damaged: dict[Path, str]) -> str:
     """Returns the damage: `checkpoint 300: what is wrong with it; checkpoint 200: ...`"""
     return "; ".join(f"checkpoint {path.name}: {what}" for path, what in damaged.items())
 
@@ -148,7 +148,7 @@ def _newest_good(directory: Path, paths: list[Path], *, is_own: bool, compare: C
     fix = "bring back a copy of one, or start anew in another hydra.run.dir; nothing was changed"
     if not is_own:
         fix = "choose another checkpoint with checkpoint.restore_from=RUN_DIR/checkpoints/STEP"
-    raise RunFailed(Problem(str(directory), f"no checkpoint can be used: {describe(damaged)}", fix), STORAGE)
+    raise RunFailed(Problem(str(directory), f"no checkpoint can be used: {describe_damage(damaged)}", fix), STORAGE)
 
 
 def _link_problem(path: Path) -> Problem:

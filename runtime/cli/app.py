@@ -16,7 +16,7 @@ from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem
 
 from .commands import Command
 from .completion import offer_whole_options
-from .flags import parse_flags, request_of
+from .flags import parse_flags, request_of_flags
 from .help import show_help
 from .hydra_app import do_nothing, run_hydra_app, show_mistake
 
@@ -41,7 +41,7 @@ def _allowed(flags: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _run(command: Command, flags: argparse.Namespace) -> int:
-    request = request_of(flags)
+    request = request_of_flags(flags)
     if flags.help:
         show_help(command, request)
     elif flags.multirun or "hydra.mode=MULTIRUN" in request.overrides:
@@ -69,7 +69,7 @@ def _run(command: Command, flags: argparse.Namespace) -> int:
 def _problems_beside(flags: argparse.Namespace) -> tuple[Problem, ...]:
     """Returns what is wrong with the overrides of a line whose flags are wrong."""
     try:
-        read_spec(request_of(flags), then=lambda spec: spec)
+        read_spec(request_of_flags(flags), then=lambda spec: spec)
     except MISTAKES as error:
         return as_config_error(error).problems
     return ()

@@ -38,7 +38,7 @@ def diff_command(args: Sequence[str]) -> int:
         write_out(USAGE, end="")
         return 0
     try:
-        diff = diff_runs(*all_of(*(lambda path=path: read_run(path) for path in _two_runs(args))))
+        diff = diff_runs(*all_of(*(lambda path=path: read_run_for_diff(path) for path in _two_runs(args))))
     except ConfigError as error:
         write_error(str(error))
         return MISTAKE
@@ -64,7 +64,7 @@ def _two_runs(args: Sequence[str]) -> list[Path]:
     return paths
 
 
-def read_run(run_dir: Path) -> Run:
+def read_run_for_diff(run_dir: Path) -> Run:
     """Returns what a run directory says of its run. Raises ConfigError where it holds none, or what it holds is
     damaged."""
     if not run_dir.is_dir():

@@ -46,7 +46,7 @@ def parse_flags(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, 
     return flags, problems
 
 
-def request_of(flags: argparse.Namespace) -> Request:
+def request_of_flags(flags: argparse.Namespace) -> Request:
     """Returns the request with `--config-dir` as what it is: one more place to look for configs."""
     overrides = search_path_override(flags.overrides, flags.config_dir)
     path = str(Path(flags.config_path).resolve()) if flags.config_path else None

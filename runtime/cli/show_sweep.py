@@ -10,7 +10,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.visible import write_error, write_out
 
 from ..sweep.export import write_csv, write_file, write_parquet
-from ..sweep.figures import find_figure, in_order
+from ..sweep.figures import best_first, find_figure
 from ..sweep.page import PAGE, render_sweep
 from ..sweep.read import Sweep, read_sweep
 from ..sweep.table import show_table
@@ -63,7 +63,7 @@ def _show(sweep: Sweep, words: Words) -> None:
 
 def sweep_as_json(sweep: Sweep, *, sort: str | None) -> dict[str, object]:
     """Returns the sweep with its rows, the best first."""
-    rows = in_order(sweep.rows, find_figure(sort or sweep.file.objective, where="--sort"))
+    rows = best_first(sweep.rows, find_figure(sort or sweep.file.objective, where="--sort"))
     return {
         "sweep": sweep.file.model_dump(mode="json"),
         "is_running": sweep.is_running,

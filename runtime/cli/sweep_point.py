@@ -11,7 +11,7 @@ from meshloom.compiler.config.allowed_code import code_allowed_from
 from meshloom.compiler.config.model_choice import model_of
 from meshloom.compiler.config.override_text import override
 
-from ..core.command_line import run_words
+from ..core.command_line import words_of_train
 from ..core.files import replace_text
 from ..sweep.evaluate import evaluate
 from ..sweep.outcomes import outcome_of_run
@@ -20,7 +20,7 @@ from ..sweep.points import INTERRUPTED, Outcome, Task
 from .main import main as run_command
 
 
-def main() -> None:
+def run_task() -> None:
     """Reads a task from standard input, and writes its outcome. A run that was interrupted has none: it goes on when
     the sweep does."""
     task, outcome_file = read_task(sys.stdin.buffer.read)
@@ -43,7 +43,7 @@ def _train(task: Task) -> Outcome:
     start, printed = time.perf_counter(), task.directory / PRINTED
     begun = printed.stat().st_size if printed.exists() else 0
     here = override("hydra.run.dir", str(task.directory))
-    sys.argv = ["meshloom", "train", *run_words(task.request, task.allowed, here)]
+    sys.argv = ["meshloom", "train", *words_of_train(task.request, task.allowed, here)]
     try:
         run_command()
     except SystemExit as left:
@@ -57,4 +57,4 @@ def _train(task: Task) -> Outcome:
 
 
 if __name__ == "__main__":
-    main()
+    run_task()

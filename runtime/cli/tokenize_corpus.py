@@ -26,7 +26,7 @@ from ..data.shards import INDEX, PROGRESS, Index, StoredTokenizer, read_index
 from ..data.store import name_hash
 from ..data.tokenize import encode_corpus
 from ..data.tokenizers import END_OF_DOCUMENT, Tokenizer, open_tokenizer, train_bpe
-from ..data.write import Progress, ShardWriter
+from ..data.write import CorpusProgress, ShardWriter
 from ..processes.distributed import Processes
 from ..processes.say import say_command
 from ..processes.stop import StopRequest
@@ -47,7 +47,7 @@ class CorpusJob:
     tokenizer: Tokenizer | None
     corpus: dict[str, Any]
     done: Index | None
-    started: Progress | None
+    started: CorpusProgress | None
 
     @property
     def folder(self) -> Path:
@@ -128,16 +128,16 @@ def _declaration(spec: RunSpec, source: OneSource, parts: list[Part], tokenizer:
     return corpus | {f"shards.{key}": value for key, value in shards.items()}
 
 
-def _read_progress(path: Path) -> Progress:
+def _read_progress(path: Path) -> CorpusProgress:
     try:
-        return Progress.model_validate_json(path.read_bytes())
+        return CorpusProgress.model_validate_json(path.read_bytes())
     except ValidationError as error:
         what = f"{path} is damaged: {error.errors(include_url=False)[0]['msg']}"
         raise ConfigError([Problem(WHERE, what, "delete the directory, or name another one")]) from error
 
 
 def _write(job: CorpusJob, console: Console, stop: StopRequest) -> Index:
-    progress = job.started or Progress(
+    progress = job.started or CorpusProgress(
         corpus=job.corpus, tokenizer=None, shards=(), num_tokens=0, num_documents=0, largest_token=-1,
         num_text_bytes=0, num_empty=0, part=0, document=0,
     )  # fmt: skip

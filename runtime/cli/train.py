@@ -20,7 +20,7 @@ from ..processes.agreement import check_same_data
 from ..processes.process_log import process_log
 from ..rundir.run_dir import as_typed, check_run_dir, in_shared_run_dir
 from ..train.time_spent import process_began
-from ..train.train import Job, prepare, train
+from ..train.train import Job, prepare, run_training
 from .hydra_app import run_hydra_app, show_mistake
 
 LOG = logging.getLogger("meshloom")
@@ -60,7 +60,7 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
             job, words, began = declared, request.overrides, process_began()
             if job.plan.spec.profile.steps:  # what it predicts is shown by this name
                 job = replace(job, model=chosen_model(composed, HydraConfig.get()))
-            return train(job, shown, overrides=words, console=console, processes=processes, began=began)
+            return run_training(job, shown, overrides=words, console=console, processes=processes, began=began)
         except MISTAKES as error:  # Hydra would print a line of its own about it
             LOG.error(error, exc_info=isinstance(error, OSError))
             if is_of_one_process(error) and processes.count > 1:

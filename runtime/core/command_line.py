@@ -6,7 +6,7 @@ from meshloom.compiler.config.allowed_code import FLAG
 from meshloom.compiler.config.compose import Request
 
 
-def run_words(request: Request, allowed: Sequence[str], *more: str) -> list[str]:
+def words_of_train(request: Request, allowed: Sequence[str], *more: str) -> list[str]:
     """Returns the words after `meshloom train`. allowed: modules whose code it may run. more: overrides after those of
     the request."""
     words = [f"{FLAG}={','.join(allowed)}"] if allowed else []

@@ -15,9 +15,9 @@ write.py                                  `meshloom data`: a corpus of any size 
 """
 
 from .batches import Batches, BatchIterator, HostBatch
-from .locate import describe
+from .locate import describe_documents
 from .source import DataSource
 from .splits import Data, open_data
 from .store import Split
 
-__all__ = ["BatchIterator", "Batches", "Data", "DataSource", "HostBatch", "Split", "describe", "open_data"]
+__all__ = ["BatchIterator", "Batches", "Data", "DataSource", "HostBatch", "Split", "describe_documents", "open_data"]

@@ -56,7 +56,7 @@ def names_of(source: OneSource, where: str, numbers: Iterable[int]) -> dict[int,
     return {number: one.name for number in wanted if isinstance(one := first[number], Document)}
 
 
-def describe(rows: Sequence[LocatedRow], most: int = 3) -> str:
+def describe_documents(rows: Sequence[LocatedRow], most: int = 3) -> str:
     """Returns the documents of the first rows in words, by source."""
     by_source: dict[str, dict[str, None]] = {}
     for one in rows[:most]:

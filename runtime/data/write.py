@@ -23,7 +23,7 @@ from .tokenize import Encoded
 COMMIT_SECONDS = 5.0
 
 
-class Progress(Record):
+class CorpusProgress(Record):
     """The work done so far: finished shards, the tokens and documents of the unfinished one, and where the corpus goes
     on. corpus: what is written; a command that goes on has to ask for the same."""
 
@@ -50,7 +50,7 @@ class Progress(Record):
 class ShardWriter:
     """Appends documents to the shards of a folder, from `progress` on; within a `with`."""
 
-    def __init__(self, folder: Path, progress: Progress, dtype: np.dtype, *, num_tokens_per_shard: int):
+    def __init__(self, folder: Path, progress: CorpusProgress, dtype: np.dtype, *, num_tokens_per_shard: int):
         self._folder, self._dtype, self._limit = folder, dtype, num_tokens_per_shard
         self._done = progress
         self._last_commit = time.monotonic()
@@ -69,7 +69,7 @@ class ShardWriter:
             file.close()
 
     @property
-    def done(self) -> Progress:
+    def done(self) -> CorpusProgress:
         """Returns what was added so far."""
         return self._done
 

@@ -25,7 +25,7 @@ from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.places import PlaceError, local_path
 
-from ..core.command_line import run_words
+from ..core.command_line import words_of_train
 from .names import job_name
 
 # They say how a run is started, labelled or watched, not what it computes.
@@ -96,7 +96,7 @@ def plan_launch(
     name = job_name(label, [declared, typed])
     hosts, run_dir = all_of(lambda: find_hosts(spec), lambda: _run_dir(spec, request, name))
     typed = [text for text in request.overrides if not _is_of_launch(overridden_key(text))]
-    words = run_words(replace(request, overrides=tuple(typed)), allowed, override(RUN_DIR, run_dir))
+    words = words_of_train(replace(request, overrides=tuple(typed)), allowed, override(RUN_DIR, run_dir))
     return LaunchPlan(
         name=name,
         hosts=hosts,

@@ -35,7 +35,7 @@ from .jobsets import JobSets
 from .page import PAGE, render_sweep
 from .points import INTERRUPTED, Command, Outcome, Point, Task, directory_name, row_of, swept_of
 from .pool import Pool
-from .progress import Progress
+from .progress import SweepProgress
 from .read import Sweep, read_sweep
 from .rows import ROWS_FILE, SCHEMA_VERSION, SWEEP_FILE, Row, Status, SweepFile
 from .settings import PoolSettings
@@ -62,7 +62,7 @@ class Engine:
     settings: PoolSettings | ClusterSettings | None
     console: Console
     rows: dict[int, Row]
-    progress: Progress = field(init=False)
+    progress: SweepProgress = field(init=False)
     pool: Pool | SubmittedPoints | None = field(default=None, init=False)
     first_index: int = field(default=0, init=False)  # of a sweeper that chooses as it goes: after those of before
     _earlier: dict[tuple[str, ...], Row] = field(default_factory=dict, init=False)
@@ -71,7 +71,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         num_points, objective = self.file.num_points, self.file.objective
-        self.progress = Progress(self.console, num_points=num_points, objective=objective, rows=self.rows.values())
+        self.progress = SweepProgress(self.console, num_points=num_points, objective=objective, rows=self.rows.values())
         if isinstance(self.settings, ClusterSettings):
             submitted = {"slurm": SlurmArrays, "jobset": JobSets}[self.settings.engine]
             scratch = self.directory.absolute() / JOBS

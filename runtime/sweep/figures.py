@@ -88,7 +88,7 @@ def value_of(row: Row, figure: Figure) -> float | None:
     return figure.of(row.figures) if row.figures else None
 
 
-def in_order(rows: Iterable[Row], figure: Figure) -> list[Row]:
+def best_first(rows: Iterable[Row], figure: Figure) -> list[Row]:
     """Returns the points that are done, the best first; then the others.
 
     What was measured comes before what was compiled, and that before what was estimated: `meshloom tune` compiles the
@@ -106,7 +106,7 @@ def in_order(rows: Iterable[Row], figure: Figure) -> list[Row]:
 
 def best_of(rows: Iterable[Row], figure: Figure) -> Row | None:
     """Returns the best point; None where none is done with this figure."""
-    first = next(iter(in_order(rows, figure)), None)
+    first = next(iter(best_first(rows, figure)), None)
     return first if first and first.status == "done" and value_of(first, figure) is not None else None
 
 

@@ -33,7 +33,7 @@ POLL_SECONDS = 0.5
 _engine: Engine | None = None
 
 
-class Ended(Record):
+class EndedPoint(Record):
     """A file of the spool: one point's outcome. overrides: all of Hydra's for it. directory: of the point."""
 
     index: int
@@ -68,7 +68,7 @@ class PointTask:
         declared = replace(self.template.request, overrides=(*self.template.request.overrides, *swept))
         task = replace(self.template, request=declared, directory=Path(config.runtime.output_dir))
         outcome = OwnProcess(task, timeout_seconds=None).run()
-        ended = Ended(index=index, overrides=overrides, directory=str(task.directory), outcome=outcome)
+        ended = EndedPoint(index=index, overrides=overrides, directory=str(task.directory), outcome=outcome)
         self.spool.mkdir(parents=True, exist_ok=True)
         replace_text(self.spool / f"{index}.json", ended.model_dump_json())
         return self._or_worst(_objective(outcome.figures, self.objective) if outcome.status == "done" else None)
@@ -153,7 +153,7 @@ def _collecting(engine: Engine, spool: Path) -> Iterator[None]:
 def _collect(engine: Engine, spool: Path) -> None:
     for path in sorted(spool.glob("*.json")):
         try:
-            ended = Ended.model_validate_json(path.read_bytes())
+            ended = EndedPoint.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
             continue
         if ended.index not in engine.rows:

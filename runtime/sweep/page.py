@@ -21,9 +21,9 @@ from .curves import read_curves
 from .figures import (
     FIGURES,
     Figure,
+    best_first,
     best_of,
     find_figure,
-    in_order,
     influence,
     name_of,
     pareto_front,
@@ -69,7 +69,7 @@ def render_sweep(sweep: Sweep, page: Path, *, sort: str | None = None) -> str:
 
 def page_data(sweep: Sweep, page: Path, figure: Figure) -> dict[str, Any]:
     """Returns what the script draws: a column for each thing, and each text once."""
-    rows = in_order(sweep.rows, figure)
+    rows = best_first(sweep.rows, figure)
     keys = swept_keys(sweep.file, rows)
     figures = [one for one in FIGURES.values() if any(value_of(row, one) is not None for row in rows)]
     values = {key: [typed_value(row, key) for row in rows] for key in keys}

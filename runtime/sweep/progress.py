@@ -16,7 +16,7 @@ SECONDS_BETWEEN_LINES = 30.0  # without a terminal
 MOST_LINES = 200  # of points that are done; those that are not are always said
 
 
-class Progress:
+class SweepProgress:
     """On a terminal a line that stays below all others. num_points: None where it is not known. rows: that there are
     already."""
 
@@ -26,7 +26,7 @@ class Progress:
         self._num_said, self._last_line = 0, time.monotonic()
         self._bar = console.bar("sweep", "doing", "bar", "numbers", "elapsed", "left", is_transient=True)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "SweepProgress":
         self._bar.start()
         return self
 

@@ -10,7 +10,18 @@ from pathlib import Path
 from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.format import counted
 
-from .figures import FIGURES, SHOWN, Figure, best_of, find_figure, in_order, name_of, swept_keys, typed_value, value_of
+from .figures import (
+    FIGURES,
+    SHOWN,
+    Figure,
+    best_first,
+    best_of,
+    find_figure,
+    name_of,
+    swept_keys,
+    typed_value,
+    value_of,
+)
 from .rows import Row, Status, SweepFile
 
 NUM_SHOWN = 20  # the best of a longer sweep
@@ -43,7 +54,7 @@ def show_table(
     if not rows:
         console.wrapped("no point has ended")
         return
-    ordered = in_order(rows, figure)
+    ordered = best_first(rows, figure)
     shown = ordered if is_whole or len(ordered) <= NUM_SHOWN else _best(ordered)
     best = best_of(rows, figure)
     _show_common(console, file)

@@ -9,7 +9,7 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.programs import Programs
 
 from ..data import BatchIterator, HostBatch
-from .rows import in_order, local_rows, to_devices
+from .rows import in_token_order, local_rows, to_devices
 from .time_spent import Stopwatch
 
 
@@ -35,4 +35,4 @@ class Feed:
 
     def place(self, batch: HostBatch) -> dict[str, jax.Array]:
         """Returns this process's rows of a batch as part of the global one, on the devices."""
-        return to_devices(self._batch, self._rows, in_order(batch, self._order))
+        return to_devices(self._batch, self._rows, in_token_order(batch, self._order))

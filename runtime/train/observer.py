@@ -24,7 +24,7 @@ from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.programs import Programs
 
-from ..data import Data, describe
+from ..data import Data, describe_documents
 from ..processes.distributed import Processes
 from ..processes.say import say
 from .metrics import Metrics
@@ -177,4 +177,4 @@ class ObservedRun:
         located = self.data.locate(position, range(self.spec.global_batch_size) if rows is None else rows)
         for one in located:
             LOG.info(f"row {one.row} of the batch: {one}")
-        return describe(located)
+        return describe_documents(located)

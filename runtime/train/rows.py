@@ -34,7 +34,7 @@ def sequences_of(order: RowOrder, rows: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(int, order.rows_at(np.asarray(rows, int))))
 
 
-def in_order(local: Mapping[str, np.ndarray], order: np.ndarray | None) -> Mapping[str, np.ndarray]:
+def in_token_order(local: Mapping[str, np.ndarray], order: np.ndarray | None) -> Mapping[str, np.ndarray]:
     """Returns rows with their tokens in the order in which devices that split sequences have them (token_order.py)."""
     return local if order is None else {name: x[:, order] for name, x in local.items()}
 

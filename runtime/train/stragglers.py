@@ -73,7 +73,7 @@ class Stragglers(Observer):
             self._told = None
         elif slowest != self._told:
             self._told = slowest
-            what = describe(slowest, cost, found, self._processes.hosts)
+            what = describe_straggler(slowest, cost, found, self._processes.hosts)
             fix = "see what else runs on that host and how it reads its data, or raise data.num_prefetch_threads"
             self._warn(Problem(f"step {step}", what, fix))
 
@@ -86,7 +86,7 @@ def find_straggler(found: Mapping[int, StepTimes]) -> tuple[int, float]:
     return slowest, (found[slowest].input_wait - statistics.median(others)) / max(found[slowest].step, 1e-9)
 
 
-def describe(slowest: int, cost: float, found: Mapping[int, StepTimes], hosts: Sequence[str]) -> str:
+def describe_straggler(slowest: int, cost: float, found: Mapping[int, StepTimes], hosts: Sequence[str]) -> str:
     """Returns who is waited for, and why."""
     own = found[slowest]
     others = statistics.median(one.input for index, one in found.items() if index != slowest)

@@ -130,7 +130,7 @@ class Stopwatch:
         self._kind, self._since = kind, now
 
 
-def rows_of(watch: Stopwatch) -> list[tuple[str, str]]:
+def time_rows(watch: Stopwatch) -> list[tuple[str, str]]:
     """Returns the rows of a summary: this start, and all of them if there are several."""
     rows, whole = [("time", str(watch.by_this_start()))], watch.by_all()
     return [*rows, (f"time of {whole.num_starts} starts", str(whole))] if whole.num_starts > 1 else rows

@@ -55,7 +55,7 @@ from .observer import ObservedRun, Observers
 from .observers import add_observers
 from .profiler import check_profile
 from .rows import local_rows, sequences_of
-from .time_spent import Stopwatch, rows_of
+from .time_spent import Stopwatch, time_rows
 from .trackers import find_trackers
 
 LOG = logging.getLogger("meshloom")
@@ -115,7 +115,7 @@ def _check_is_decided(spec: RunSpec) -> None:
         raise ConfigError([Problem("overlap.search", "is done by `meshloom compile`, and not by a run", fix)])
 
 
-def train(
+def run_training(
     job: Job,
     run_dir: Path,
     *,
@@ -154,7 +154,7 @@ def _train(
     if stop.signal and ended.step < num_steps:
         stopped = ("stopped", f"by {stop.signal.name} after step {ended.step} of {num_steps}")
         how = ("continue", _how_to_continue(overrides, run_dir, ended.saved))
-        show_summary(console, [stopped, *rows_of(watch), *where, how])
+        show_summary(console, [stopped, *time_rows(watch), *where, how])
         return stop.exit_code
     loss = "none: no held-out token has a target"
     if not plan.spec.data.held_out_fraction:
@@ -162,12 +162,12 @@ def _train(
     if ended.eval_loss is not None:
         loss = f"{ended.eval_loss:.3f} nats per {job.data.token_unit}"
     more = next_steps(run_dir, overrides, is_terminal=console.is_terminal)
-    show_summary(console, [("held-out loss", loss), *rows_of(watch), *where, *more])
+    show_summary(console, [("held-out loss", loss), *time_rows(watch), *where, *more])
     return 0
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRun:
     """What a run came to. step: how many are done. saved: the step of the latest checkpoint. eval_loss: the latest of
     the held-out data, None where there is none."""
 
@@ -185,7 +185,7 @@ def _run(
     stop: StopRequest,
     console: Console,
     processes: Processes,
-) -> Ended:
+) -> EndedRun:
     """Compiles, and trains from the start to the last step or until a stop is requested."""
     plan = job.plan
     with Checkpoints(run_dir, plan.spec) as checkpoints:
@@ -210,7 +210,7 @@ def _run(
             step = _run_loop(partial(loop.run, state, first_step, num_tokens), checkpoints, run.documents)
         with watch.spending("save"):
             checkpoints.wait()
-        return Ended(step, checkpoints.latest_step, loop.latest_eval_loss)
+        return EndedRun(step, checkpoints.latest_step, loop.latest_eval_loss)
 
 
 def _run_loop(run: Callable[[], int], checkpoints: Checkpoints, documents: Callable[[Mapping[str, Any]], str]) -> int:

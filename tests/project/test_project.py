@@ -203,6 +203,17 @@ def test_the_loop_is_short():
     assert len((ROOT / "runtime" / "train" / "loop.py").read_text().splitlines()) < 150
 
 
+@pytest.mark.parametrize("layer", ["runtime"])
+def test_a_public_name_means_one_thing_in_its_layer(layer):
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / layer).rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name[0] != "_":
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert len(places) > 100
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 def test_tracebacks_name_the_real_files():
     assert Path(inspect.getfile(plan_run)) == ROOT / "compiler" / "driver.py"
     assert meshloom.__version__

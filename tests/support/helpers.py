@@ -44,7 +44,7 @@ from meshloom.models import Context, Model, split_aux
 from meshloom.runtime.cli.main import run
 from meshloom.runtime.train.metrics import Metrics
 from meshloom.runtime.train.observer import Observer, Observers
-from meshloom.runtime.train.rows import in_order
+from meshloom.runtime.train.rows import in_token_order
 from meshloom.runtime.train.time_spent import Stopwatch
 
 TESTS = Path(__file__).parents[1]
@@ -157,7 +157,7 @@ def tiered(names: Iterable[str], *, plain: Collection[str], release: Collection[
 
 def on_devices(programs: Programs, tokens: np.ndarray, order: np.ndarray | None = None) -> dict[str, Array]:
     """(batch, length + 1) tokens as a global batch. order: of the tokens, where devices split sequences."""
-    batch = in_order({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, order)
+    batch = in_token_order({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, order)
     if isinstance(programs, _LazyPrograms):
         batch = {name: x[programs.rows] for name, x in batch.items()}
     return {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
@@ -235,7 +235,7 @@ def gradients_of(
     sharded = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
     rows = NamedSharding(mesh, plan.roles.tokens_spec)
     host = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], **documents}
-    host = in_order(host, plan.token_order.of_sequence(tokens.shape[1] - 1))
+    host = in_token_order(host, plan.token_order.of_sequence(tokens.shape[1] - 1))
     batch = {name: jax.device_put(x[plan.row_order.rows()], rows) for name, x in host.items()}
     with jax.set_mesh(mesh):
         (loss, num_targets), grads, *_ = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch)

@@ -10,7 +10,7 @@ from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.config.sweep_request import read_sweep_request
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.runtime.cli.flags import parse_flags, request_of
+from meshloom.runtime.cli.flags import parse_flags, request_of_flags
 
 NINES = "9" * 5000
 ALIASES = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
@@ -84,7 +84,7 @@ def own_configs(tmp_path_factory) -> Path:
 def _judge(words: list[str]) -> None:
     """Does what every command does before anything else."""
     flags, _ = parse_flags("train", words)
-    request = request_of(flags)
+    request = request_of_flags(flags)
     if flags.multirun:
         read_sweep_request(request)
     else:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.sharding.token_order import TokenOrder
-from meshloom.runtime.train.rows import in_order
+from meshloom.runtime.train.rows import in_token_order
 
 CONTEXT = ("sharding=fsdp_context", "mesh.context=4")
 
@@ -43,7 +43,7 @@ def test_zigzag_gives_every_device_the_same_number_of_visible_keys(num_shards, c
 
 def test_all_arrays_of_a_batch_are_put_in_order():
     rows = np.arange(16).reshape(2, 8)
-    moved = in_order({"inputs": rows, "targets": rows + 1}, TokenOrder("zigzag", 4).of_sequence(8))
+    moved = in_token_order({"inputs": rows, "targets": rows + 1}, TokenOrder("zigzag", 4).of_sequence(8))
     np.testing.assert_array_equal(moved["inputs"][0], [0, 7, 1, 6, 2, 5, 3, 4])
     np.testing.assert_array_equal(moved["targets"], moved["inputs"] + 1)
 

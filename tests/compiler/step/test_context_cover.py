@@ -15,7 +15,7 @@ from conftest import plan_of
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.train_step import build_loss
 from meshloom.models import Context, Model, split_aux
-from meshloom.runtime.train.rows import in_order
+from meshloom.runtime.train.rows import in_token_order
 from support.helpers import tiered
 from support.pairwise import all_pairs, cover_pairs, pairs_of
 
@@ -94,7 +94,7 @@ def sharded_step(plan: Plan) -> Step:
 
     def step(params: Any, host: dict[str, np.ndarray]) -> tuple[float, Any]:
         order, rows = plan.token_order.of_sequence(16), NamedSharding(mesh, plan.roles.tokens_spec)
-        batch = {name: jax.device_put(x, rows) for name, x in in_order(host, order).items()}
+        batch = {name: jax.device_put(x, rows) for name, x in in_token_order(host, order).items()}
         layouts = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs["params"])
         with jax.set_mesh(mesh):
             (loss, num_targets), grads, *_ = run(jax.device_put(params, layouts), batch)

@@ -14,7 +14,7 @@ from meshloom.runtime.checkpoint.restore_plan import plan_restore
 from meshloom.runtime.checkpoint.start import find_restorable, saved_tree
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log
-from meshloom.runtime.train.train import plan_and_check, train
+from meshloom.runtime.train.train import plan_and_check, run_training
 from support.helpers import run_in_process
 
 RUN = (*LINEAR_STACK, "model.num_layers=1", "num_steps=2", "evaluation.num_batches=1", "logging=quiet")
@@ -25,7 +25,7 @@ def _train(run_dir: Path, *overrides: str) -> str:
     """Returns what a run in this process says."""
     job, said = plan_and_check(spec_of(*overrides)), io.StringIO()
     with process_log(run_dir, Processes()):
-        assert train(job, run_dir, overrides=(), console=Console(said), processes=Processes()) == 0
+        assert run_training(job, run_dir, overrides=(), console=Console(said), processes=Processes()) == 0
     return said.getvalue()
 
 

@@ -14,7 +14,7 @@ from meshloom.runtime.checkpoint.reschedule import describe_change, schedule_rec
 from meshloom.runtime.cli.main import run
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log
-from meshloom.runtime.train.train import plan_and_check, train
+from meshloom.runtime.train.train import plan_and_check, run_training
 
 PEAK = 0.003
 RUN = (*LINEAR_STACK, "target=cpu-2", "model.num_layers=1", f"optimizer.learning_rate={PEAK}", "schedule=linear",
@@ -26,7 +26,7 @@ def _train(run_dir: Path, *overrides: str) -> str:
     """Returns what a run in this process says."""
     job, said = plan_and_check(spec_of(*RUN, *overrides)), io.StringIO()
     with process_log(run_dir, Processes()):
-        code = train(job, run_dir, overrides=(), console=Console(said), processes=Processes())
+        code = run_training(job, run_dir, overrides=(), console=Console(said), processes=Processes())
     assert code == 0, said.getvalue()
     return said.getvalue()
 

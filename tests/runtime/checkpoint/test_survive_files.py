@@ -14,7 +14,7 @@ import pytest
 from conftest import plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore, set_aside
-from meshloom.runtime.checkpoint.start import FOLDER, describe, find_start, finished, parse_place
+from meshloom.runtime.checkpoint.start import FOLDER, describe_damage, find_start, finished, parse_place
 from meshloom.runtime.checkpoint.tree_diff import tree_differences
 from meshloom.runtime.core.failures import RunFailed
 from meshloom.runtime.core.files import remove_for_good
@@ -151,7 +151,7 @@ def test_a_checkpoint_is_of_the_step_that_was_saved_whatever_its_folder_is_calle
     (copy / FOLDER / "2").rename(copy / FOLDER / "7")
     start = find_start(copy, plan.spec, plan.abstract)
     assert start
-    assert (start.step, describe(start.damaged)) == (1, "checkpoint 7: it was saved as step 2")
+    assert (start.step, describe_damage(start.damaged)) == (1, "checkpoint 7: it was saved as step 2")
     shutil.rmtree(copy / FOLDER / "1")
     with pytest.raises(RunFailed, match="checkpoint 7: it was saved as step 2"):
         find_start(copy, plan.spec, plan.abstract)

@@ -13,7 +13,7 @@ from meshloom.runtime.cli.main import run
 from meshloom.runtime.compile.compile_command import CompileJob, compile_step
 from meshloom.runtime.core.exclusive import LOCK, alone, check_is_free
 from meshloom.runtime.processes.distributed import Processes
-from meshloom.runtime.train.train import Job, train
+from meshloom.runtime.train.train import Job, run_training
 
 NO_DATA: Any = None
 BUSY = Problem("here", "is busy", "wait")
@@ -47,7 +47,7 @@ def test_a_compile_holds_its_run_directory_as_a_run_does(tmp_path):
     with alone(tmp_path, BUSY), pytest.raises(ConfigError, match="another run is in progress"):
         compile_step(CompileJob(plan, []), tmp_path, request=Request(()), model=None, console=nothing)
     with alone(tmp_path, BUSY), pytest.raises(ConfigError, match="another run is in progress"):
-        train(Job(plan, NO_DATA), tmp_path, overrides=(), console=nothing, processes=Processes())
+        run_training(Job(plan, NO_DATA), tmp_path, overrides=(), console=nothing, processes=Processes())
 
 
 def _content(folder: Path) -> dict[Path, bytes]:

@@ -4,7 +4,7 @@ import pytest
 
 from conftest import spec_of
 from meshloom.runtime.data import open_data
-from meshloom.runtime.data.locate import describe
+from meshloom.runtime.data.locate import describe_documents
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,6 @@ def test_rows_are_told_in_words(tmp_path):
     located = data.locate({"next_batch": 0}, [2, 5, 6, 7])
     assert [one.row for one in located] == [2, 5, 6, 7]
     assert str(located[0]).endswith(".txt' of data.source")
-    told = describe(located)
+    told = describe_documents(located)
     assert told.startswith("documents '")
     assert told.endswith(".txt' of data.source, and those of 1 more sequence")

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshloom.runtime.sweep.figures import FIGURES, best_of, in_order, pareto_front, swept_keys, typed_value
+from meshloom.runtime.sweep.figures import FIGURES, best_first, best_of, pareto_front, swept_keys, typed_value
 from meshloom.runtime.sweep.rows import Row
 from support.sweeps import figures, point, sweep_file
 
@@ -22,7 +22,7 @@ def test_the_pareto_front_is_what_brute_force_finds(points):
 def test_a_point_that_is_not_done_is_never_the_best():
     too_large = point(0, {"a": 1}, status="does_not_fit", figures=figures(step_seconds=0.1, fits=False))
     rows = [too_large, point(1, {"a": 2}, figures=figures(step_seconds=2.0)), point(2, {"a": 3})]
-    assert [row.index for row in in_order(rows, FIGURES["step_seconds"])] == [2, 1, 0]
+    assert [row.index for row in best_first(rows, FIGURES["step_seconds"])] == [2, 1, 0]
     best = best_of(rows, FIGURES["step_seconds"])
     assert best is not None
     assert best.index == 2
@@ -32,17 +32,17 @@ def test_a_point_that_is_not_done_is_never_the_best():
 def test_each_figure_knows_which_of_two_is_better():
     slow, quick = point(0, {"a": 1}, figures=figures(step_seconds=2.0)), point(1, {"a": 2})
     for name in ("step_seconds", "mfu", "tokens_per_second_per_chip", "exposed_seconds"):
-        assert in_order([slow, quick], FIGURES[name])[0] == quick, name
+        assert best_first([slow, quick], FIGURES[name])[0] == quick, name
 
 
 def test_a_compiled_point_comes_before_a_better_estimate():
     estimated = point(0, {"a": 1}, figures=figures(basis="estimate", step_seconds=0.5))
-    assert in_order([estimated, point(1, {"a": 2})], FIGURES["step_seconds"])[0].index == 1
+    assert best_first([estimated, point(1, {"a": 2})], FIGURES["step_seconds"])[0].index == 1
 
 
 def test_a_point_without_the_figure_comes_after_those_with_it():
     unknown = point(0, {"a": 1}, figures=figures(mfu=None))
-    assert [row.index for row in in_order([unknown, point(1, {"a": 2})], FIGURES["mfu"])] == [1, 0]
+    assert [row.index for row in best_first([unknown, point(1, {"a": 2})], FIGURES["mfu"])] == [1, 0]
     assert best_of([unknown], FIGURES["mfu"]) is None
 
 

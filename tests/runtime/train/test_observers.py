@@ -24,7 +24,7 @@ from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train import observers
 from meshloom.runtime.train.loop import Loop
 from meshloom.runtime.train.observer import Observer
-from meshloom.runtime.train.train import plan_and_check, train
+from meshloom.runtime.train.train import plan_and_check, run_training
 from support.helpers import Batches, observers_of, programs_of
 
 RUN = (*LINEAR_STACK, "target=cpu-2", "model.num_layers=1", "schedule.num_warmup_steps=0", "num_steps=4",
@@ -163,7 +163,7 @@ def test_a_line_of_the_table_is_all_that_a_new_observer_needs(tmp_path, monkeypa
     monkeypatch.setattr(observers, "OBSERVERS", (*observers.OBSERVERS, lambda _: seen))
     job, console = plan_and_check(spec_of(*RUN)), Console(io.StringIO())
     with process_log(tmp_path, Processes()):
-        assert train(job, tmp_path, overrides=(), console=console, processes=Processes()) == 0
+        assert run_training(job, tmp_path, overrides=(), console=console, processes=Processes()) == 0
     assert seen.events == EVENTS
 
 
