@@ -5,14 +5,13 @@
     padded     the same number of rows to each device, some of them empty (all-to-all)
     gathered   all tokens to all devices (all-gather), which take the rows of their experts, and add their results up
                (reduce-scatter)
-    capacity   a fixed number of rows to each expert (all-to-all)
 
 The buffers have a fixed size; what does not fit is dropped and counted. A dropped choice adds nothing to its token.
 
 A token whose experts have the number `num_experts` goes to none (padding): it takes no row and is not counted.
 
 Shapes: N tokens of this device, E embed, K experts of a token, X experts, L experts of this device, n devices, R rows
-of a buffer, C rows of an expert.
+of a buffer, C rows of an expert (capacity.py).
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from jax import Array
 
 from ..core.partition_spec import Axes
 
-# (rows sorted by expert, rows of each expert) -> what they make of them; (L, C, E) -> (L, C, E) for capacity
+# (rows sorted by expert, rows of each expert) -> what they make of them
 RunExperts = Callable[[Array, Array], Array]
 Dispatch = Callable[[Array, Array, Array, RunExperts], tuple[Array, Array]]
 
@@ -145,30 +144,6 @@ def dispatch_gathered(
     sums_NE = jnp.zeros(x_all.shape, jnp.float32).at[order_R // K].add(y_RE).astype(x_NE.dtype)
     y_NE = jax.lax.psum_scatter(sums_NE, experts.axis, scatter_dimension=0, tiled=True)
     return y_NE, jnp.sum(counts_L - sizes_L).astype(jnp.float32)
-
-
-def dispatch_capacity(
-    x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int
-) -> tuple[Array, Array]:
-    """rows: that an expert takes of each device; first choices before second ones, then in the order of the tokens."""
-    n, L, X = experts.num_devices, experts.num_local, experts.num_experts
-    (N, K), E = ids_NK.shape, x_NE.shape[1]
-    is_expert = ids_NK.T.reshape(-1, 1) == jnp.arange(X)
-    before = (jnp.cumsum(is_expert, axis=0) - is_expert) * is_expert
-    slot_NK = before.sum(1).reshape(K, N).T
-    fits_NK = slot_NK < rows
-    place_NK = jnp.where(fits_NK, ids_NK * rows + slot_NK, X * rows)
-    tokens = jnp.repeat(jnp.arange(N, dtype=jnp.int32), K)
-    source = jnp.full(X * rows, N, jnp.int32).at[place_NK.reshape(-1)].set(tokens, mode="drop")
-    sent = _with_empty_row(x_NE)[source].reshape(n, L, rows, E)
-    if experts.axes:
-        sent = jax.lax.all_to_all(sent, experts.axis, 0, 0, tiled=True)
-    y = run(sent.swapaxes(0, 1).reshape(L, n * rows, E), jnp.full(L, n * rows, jnp.int32))
-    y = y.reshape(L, n, rows, E).swapaxes(0, 1)
-    if experts.axes:
-        y = jax.lax.all_to_all(y, experts.axis, 0, 0, tiled=True)
-    y_NKE = _with_empty_row(y.reshape(X * rows, E))[place_NK]
-    return combine(y_NKE.reshape(N * K, E), weights_NK), jnp.sum(~fits_NK, dtype=jnp.float32)
 
 
 def sort_by_expert(ids_NK: Array, num_experts: int) -> tuple[Array, Array, Array]:

@@ -24,7 +24,7 @@ from .operation import CollectiveSpec, OpInputs
 
 RAGGED, PADDED, GATHERED, CAPACITY = "ragged", "padded", "gathered", "capacity"
 Wait = Literal["input", "routing", "experts", "weights"]
-_INT32 = 4
+_INT32 = _FLOAT32 = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,18 @@ def exchange_legs(name: str, sizes: ExchangeSizes, rows: int) -> tuple[Leg, ...]
             backward("reduce-scatter", choices, "weights"),
         )
     if name == CAPACITY:
-        counts, sent = (), n * sizes.experts.num_experts * rows * sizes.row_bytes
+        rows_of_all = n * sizes.experts.num_experts * rows
+        sent, again, weights = rows_of_all * sizes.row_bytes, None, rows_of_all * _FLOAT32
+        beside = (forward("all-to-all", weights, "routing", "routing"), backward("all-to-all", weights, "weights"))
     else:
         kind = "all-gather" if name == RAGGED else "all-to-all"
-        counts = (forward(kind, n * sizes.experts.num_experts * _INT32, "routing", "routing"),)
+        beside = (forward(kind, n * sizes.experts.num_experts * _INT32, "routing", "routing"),)
         sent = n * (n * rows if name == PADDED else sizes.choices) * sizes.row_bytes  # ragged: what there is on average
+        again = "weights"
     return (
-        *counts,
+        *beside,
         forward("all-to-all", sent, "routing", "routing"),
-        forward("all-to-all", sent, "experts", "weights"),
+        forward("all-to-all", sent, "experts", again),
         backward("all-to-all", sent, "input"),
         backward("all-to-all", sent, "experts"),
     )

@@ -1,7 +1,7 @@
 """How tokens reach their experts, if a mesh axis that splits the batch splits the experts too.
 
 Each device then has some tokens and some experts. Three exchanges drop nothing unless a declared buffer is too small
-(`moe.max_imbalance`); one gives each expert a fixed number of rows (dispatch.py):
+(`moe.max_imbalance`); one gives each expert a fixed number of rows (capacity.py):
 
     ragged    rows of each expert, as many as there are        TPUs, where the compiler has it
     padded    rows of each expert, padded to a declared size   everywhere
@@ -31,10 +31,10 @@ from ..core.partition_spec import Axes, axes_of, keep_axes
 from ..core.scopes import OperationName, experts_scope
 from ..sharding.arrays import EXPERTS, OpSite
 from ..sharding.rules import ArrayPlan
+from .capacity import dispatch_capacity, run_equal_groups
 from .dispatch import (
     Dispatch,
     Experts,
-    dispatch_capacity,
     dispatch_gathered,
     dispatch_local,
     dispatch_padded,
@@ -303,16 +303,14 @@ def _dispatch(plan: ExpertsPlan) -> Dispatch:
 
 
 def _runner(gate: Array, up: Array, down: Array, activation: str, plan: ExpertsPlan) -> Any:
-    """(rows sorted by expert, rows of each) -> what the experts make of them; for capacity (experts, rows, embed)."""
+    """(rows sorted by expert, rows of each) -> what the experts make of them; for capacity (rows of equal groups, their
+    weights)."""
     f = ACTIVATIONS[activation]
+    if plan.how == CAPACITY:
+        return partial(run_equal_groups, gate=gate, up=up, down=down, activation=f)
 
     def of_groups(x_RE: Array, sizes_L: Array) -> Array:
         gate_RM, up_RM = (grouped_matmul(x_RE, w, sizes_L, plan.kernels) for w in (gate, up))
         return grouped_matmul(f(gate_RM) * up_RM, down, sizes_L, plan.kernels)
 
-    def of_equal_groups(x_LCE: Array, sizes_L: Array) -> Array:
-        del sizes_L
-        gate_LCM, up_LCM = (jnp.einsum("lce,lem->lcm", x_LCE, w) for w in (gate, up))
-        return jnp.einsum("lcm,lme->lce", f(gate_LCM) * up_LCM, down)
-
-    return of_equal_groups if plan.how == CAPACITY else of_groups
+    return of_groups

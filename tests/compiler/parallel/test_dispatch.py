@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from meshloom.compiler.jaxpr.flops import matmul_flops
 from meshloom.compiler.parallel import dispatch
+from meshloom.compiler.parallel.capacity import dispatch_capacity, run_equal_groups
 from meshloom.compiler.parallel.dispatch import Experts, sort_by_expert, take_rows, without_unsent
 from meshloom.compiler.parallel.grouped_matmul import grouped_matmul
 from meshloom.models.experts import NO_EXPERT
@@ -59,8 +61,7 @@ def _run(how, inputs, matmul=jax.lax.ragged_dot, **options):
     def local(x, weights, ids, gate, up, down):
         def run(rows, sizes):
             if rows.ndim == 3:
-                hidden = jax.nn.silu(jnp.einsum("lce,lem->lcm", rows, gate)) * jnp.einsum("lce,lem->lcm", rows, up)
-                return jnp.einsum("lcm,lme->lce", hidden, down)
+                return run_equal_groups(rows, sizes, gate, up, down, jax.nn.silu)
             hidden = jax.nn.silu(matmul(rows, gate, sizes)) * matmul(rows, up, sizes)
             return matmul(hidden, down, sizes)
 
@@ -96,7 +97,7 @@ DROPLESS = {
     "padded": (dispatch.dispatch_padded, {"rows": N * K}),
     "gathered": (dispatch.dispatch_gathered, {"rows": DEVICES * N * K + 128}),  # rounded up, beyond all choices
     "ragged": (dispatch.dispatch_ragged, {"rows": DEVICES * N * K, "is_dropless": True}),
-    "capacity": (dispatch.dispatch_capacity, {"rows": N}),
+    "capacity": (dispatch_capacity, {"rows": N}),
 }
 
 
@@ -215,3 +216,25 @@ def test_one_device_sorts_and_sends_nothing():
     np.testing.assert_allclose(local(x, weights, ids, run)[0], dense_experts(*inputs), atol=2e-6)
     primitives = str(jax.make_jaxpr(lambda *a: local(*a, run))(x, weights, ids))
     assert not any(name in primitives for name in ("all_to_all", "all_gather", "psum", "ppermute"))
+
+
+def test_a_recomputed_layer_of_capacity_sends_nothing_back_again_and_omits_the_last_matmul():
+    """The weight of a choice multiplies what goes into the last matmul: its gradient needs no result of the expert."""
+    devices = jax.make_mesh((DEVICES,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:DEVICES])
+    spec, rows = P("expert"), 5
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
+    @partial(jax.shard_map, mesh=devices, in_specs=(spec,) * 6, out_specs=spec, check_vma=False)
+    def layer(x, weights, ids, gate, up, down):
+        run: Any = partial(run_equal_groups, gate=gate, up=up, down=down, activation=jax.nn.silu)
+        return dispatch_capacity(x, weights, ids, run, experts=EXPERTS, rows=rows)[0]
+
+    x, weights, ids, *matrices = _inputs(skewed=True)
+
+    def total(x, weights, *matrices):
+        return jnp.sum(layer(x, weights, ids, *matrices) ** 2)
+
+    jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2, 3, 4)))(x, weights, *matrices).jaxpr
+    one = 2 * X * rows * E * M  # of all places of a device, by one matrix
+    assert matmul_flops(jaxpr) == (3 + 2 + 6) * one
+    assert str(jaxpr).count(f"{rows},{E}] = all_to_all") == 2 + 1 + 2
