@@ -7,7 +7,7 @@ this file alone imports them, and tests/compiler/parallel/test_exchange.py fails
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ..core.scopes import blocks_scope
 from ..jax_private import splash_dkv, splash_dq
@@ -150,12 +151,23 @@ def _fused_of_one(
     tables: Tables, keys_block: int, q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, *ids: Array,
     soft_cap: float | None, interpret: bool,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Both parts, by one kernel."""
-    return _by_keys(
-        q_HTD, k_KSD, v_KSD, gradient, ids, bq=tables.block, bkv=keys_block, bkv_compute=tables.block,
+    """Both parts, by one kernel. The parts of the queries' gradient are added here, in float32: the kernel's own sum of
+    them is one reduction, for which XLA estimates 3.96 ms for 1.07 GB on v5p; as additions it is 0.8 ms."""
+    call = partial(
+        _by_keys, bq=tables.block, bkv=keys_block, bkv_compute=tables.block,
         mask_info=tables.in_blocks_of_keys(keys_block), use_fused_bwd_kernel=True,
         **_options(tables, soft_cap, interpret=interpret),
     )  # fmt: skip
+    parts, dk, dv = _kernel_results(call, q_HTD, k_KSD, v_KSD, gradient, ids)
+    return reduce(jnp.add, (part.astype(jnp.float32) for part in parts)), dk, dv
+
+
+def _kernel_results(call: Any, *operands: Any) -> Any:
+    """Returns the last three results of the kernel that `call` runs, before what `call` does to them."""
+    closed = jax.make_jaxpr(call)(*operands)
+    (kernel,) = (each for each in closed.eqns if each.primitive.name == "pallas_call")
+    until_kernel = closed.jaxpr.replace(outvars=kernel.outvars[-3:])
+    return jaxpr_as_fun(ClosedJaxpr(until_kernel, closed.consts))(*jax.tree.leaves(operands))
 
 
 def _by_keys(q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, ids: tuple[Array, ...], **options: Any) -> Any:
