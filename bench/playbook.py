@@ -20,7 +20,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.tune.families import Reference, TracePoint, find_families, group_candidates
 from meshloom.compiler.tune.price import Prices, price_candidates
-from meshloom.compiler.tune.space import Candidate, Variant, find_candidates
+from meshloom.compiler.tune.space import MeshCandidate, Variant, find_candidates
 from meshloom.runtime.processes.devices import plan_without_devices
 
 SEQUENCES, LENGTH = 256, 4096
@@ -95,7 +95,7 @@ def traced(function: Callable[[TracePoint], Reference], points: Sequence[TracePo
     print(file=sys.stderr)
 
 
-def is_published(one: Candidate, cell: Cell) -> bool:
+def is_published(one: MeshCandidate, cell: Cell) -> bool:
     sizes = one.mesh.sizes
     return (
         dict(one.variant.choices)["sharding"] == ZERO[cell.zero]

@@ -59,7 +59,7 @@ def main() -> None:
     seconds = []
     for place in np.random.default_rng(0).choice(len(candidates), arguments.loop, replace=False):
         begun = time.perf_counter()
-        request = Request((*space.request.overrides, *candidates[place].overrides()))
+        request = Request((*space.request.overrides, *candidates[place].overrides))
         estimate_step(read_spec(request, then=plan_run))
         seconds.append(time.perf_counter() - begun)
     each = statistics.median(seconds)

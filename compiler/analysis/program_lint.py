@@ -20,7 +20,7 @@ from ..schema import CollectiveReport, Finding, StepReport, or_infinity
 from ..target.compiler_options import presets_for
 from ..target.target import TargetPlan
 from ..xla.hlo import Instruction, Module
-from ..xla.hlo.uses import CASTS, VIEWS, Place, Use, Uses
+from ..xla.hlo.uses import CASTS, VIEWS, ModuleValue, Uses, ValueUse
 from .lint import LEAST_BYTES, NUM_PLACES
 from .program_devices import ProgramDevices
 from .repeated_work import find_repeated_work
@@ -136,7 +136,7 @@ def _reduced_then_sliced(
         for each in computation.instructions
         if each.opcode != "parameter"
         and (found := ends.get(each.name))
-        and _is_used_by_shard(uses.of(Place(computation, each), through=through), found.group_size)
+        and _is_used_by_shard(uses.of(ModuleValue(computation, each), through=through), found.group_size)
     ]
     if not sliced:
         return
@@ -152,7 +152,7 @@ def _reduced_then_sliced(
     )
 
 
-def _is_used_by_shard(uses: Sequence[Use], num_parts: int) -> bool:
+def _is_used_by_shard(uses: Sequence[ValueUse], num_parts: int) -> bool:
     """Returns whether a value is only used in parts: one of as many parts as there are devices in a group. Slices at
     places that the program itself fixes are the same on every device."""
     return num_parts > 1 and bool(uses) and all(

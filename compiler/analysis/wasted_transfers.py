@@ -18,7 +18,7 @@ from ..schema import CollectiveReport, Finding, total
 from ..xla.hlo import Computation, Instruction, Module
 from ..xla.hlo.sources import source_finder
 from ..xla.hlo.types import ArrayType, bits_of
-from ..xla.hlo.uses import VIEWS, Place, Use, Uses
+from ..xla.hlo.uses import VIEWS, ModuleValue, Uses, ValueUse
 from .lint import LEAST_BYTES, NUM_PLACES
 from .source_lines import shown
 
@@ -29,13 +29,13 @@ _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float6
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedArray:
     """One array that a collective moves. sent: what a device gives, an operand of the collective itself. result: what
     it has afterwards. dimension: that an all-gather joins. share: of the collective's bytes."""
 
     report: CollectiveReport
-    sent: Place
-    result: Place
+    sent: ModuleValue
+    result: ModuleValue
     dimension: int
     share: float
 
@@ -52,7 +52,7 @@ class Waste:
     transfer."""
 
     rule: str
-    moved: Moved
+    moved: MovedArray
     share: float
     why: str
     where: str
@@ -89,7 +89,7 @@ class _Transfers:
         return Uses(self.module)
 
     @cached_property
-    def moved(self) -> tuple[Moved, ...]:
+    def moved(self) -> tuple[MovedArray, ...]:
         """Returns the arrays that large collectives move."""
         large = {each.name: each for each in self.collectives if each.bytes // each.count >= LEAST_BYTES}
         ends = {name: done for done, name in self.dones.items()}
@@ -101,7 +101,7 @@ class _Transfers:
             for moved in self._arrays(large[name], computation, ends.get(name, name))
         )
 
-    def stack(self, moved: Moved) -> Waste | None:
+    def stack(self, moved: MovedArray) -> Waste | None:
         """Returns the waste of a parameter that is gathered along the dimension that a loop slices one by one."""
         array, gathered = moved.array, self._uses_of(moved)
         if moved.report.kind != "all-gather" or not array.shape or array.shape[moved.dimension] < 2:
@@ -124,7 +124,7 @@ class _Transfers:
             "split another dimension of the stack, as PartitionSpec(None, 'fsdp'): an iteration then gathers one layer",
         )  # fmt: skip
 
-    def part(self, moved: Moved) -> Waste | None:
+    def part(self, moved: MovedArray) -> Waste | None:
         """Returns the waste of what is gathered and then only used in part."""
         gathered = self._uses_of(moved)
         if moved.report.kind != "all-gather" or not gathered:
@@ -141,7 +141,7 @@ class _Transfers:
             f"sliced by {use.reader.name}{self._at(use.reader)}", _fix_of_slice(use, moved),
         )  # fmt: skip
 
-    def cast(self, moved: Moved) -> Waste | None:
+    def cast(self, moved: MovedArray) -> Waste | None:
         """Returns the waste of an array that is cast to a wider type before it is moved, or to a narrower one after."""
         dtype = moved.array.dtype
         before = self.uses.origin(moved.sent, through=VIEWS)
@@ -157,7 +157,7 @@ class _Transfers:
                 return self._cast(moved, narrow, "all that uses it", f"cast by {uses[0].reader.name}", "before")
         return None
 
-    def _cast(self, moved: Moved, narrow: str, which: str, where: str, when: str) -> Waste:
+    def _cast(self, moved: MovedArray, narrow: str, which: str, where: str, when: str) -> Waste:
         wide, short = (_NAMES.get(name, name) for name in (moved.array.dtype, narrow))
         return Waste(
             "upcast-transfer", moved, 1 - bits_of(narrow) / bits_of(moved.array.dtype),
@@ -165,7 +165,7 @@ class _Transfers:
             f"cast {when} the {moved.report.kind}: {short} crosses instead",
         )  # fmt: skip
 
-    def _arrays(self, report: CollectiveReport, around: Computation, end: str) -> Iterator[Moved]:
+    def _arrays(self, report: CollectiveReport, around: Computation, end: str) -> Iterator[MovedArray]:
         found = self._collective(around.by_name[report.name], around, report.kind)
         if found is None:
             return
@@ -174,8 +174,8 @@ class _Transfers:
         dimension = int((inner.attribute("dimensions") or "{0}").strip("{}").split(",")[0] or 0)
         for number, name in enumerate(inner.operands):
             path = (number,) if len(sizes) > 1 else ()
-            sent, result = Place(within, within.by_name[name]), Place(around, around.by_name[end], path)
-            yield Moved(report, sent, result, dimension, sizes[number] / max(1, sum(sizes)))
+            sent, result = ModuleValue(within, within.by_name[name]), ModuleValue(around, around.by_name[end], path)
+            yield MovedArray(report, sent, result, dimension, sizes[number] / max(1, sum(sizes)))
 
     def _collective(self, outer: Instruction, around: Computation, kind: str) -> tuple[Instruction, Computation] | None:
         """Returns the collective that an instruction is or holds, and the computation that it is in."""
@@ -198,10 +198,10 @@ class _Transfers:
     def _lines(self):
         return source_finder(self.module)
 
-    def _uses_of(self, moved: Moved, **through: frozenset[str]) -> list[Use]:
+    def _uses_of(self, moved: MovedArray, **through: frozenset[str]) -> list[ValueUse]:
         return self.uses.of(moved.result, **through)
 
-    def _is_argument(self, place: Place) -> bool:
+    def _is_argument(self, place: ModuleValue) -> bool:
         return place.instruction.opcode == "parameter" and place.computation.name == self.module.entry
 
     def _at(self, instruction: Instruction) -> str:
@@ -209,11 +209,11 @@ class _Transfers:
         return f" at {shown(lines, instruction.op_name)}" if lines else ""
 
 
-def _is_slice(use: Use) -> bool:
+def _is_slice(use: ValueUse) -> bool:
     return use.reader.opcode in _SLICES and use.place == 0 and not use.is_result
 
 
-def _fix_of_slice(use: Use, moved: Moved) -> str:
+def _fix_of_slice(use: ValueUse, moved: MovedArray) -> str:
     """Returns what to do about a gathered array that is sliced."""
     if use.reader.opcode == "slice":
         return "slice first, then gather: or give the slice alone the layout that is whole, by with_sharding_constraint"

@@ -11,45 +11,39 @@ from ..config.spec import RunSpec
 from ..config.tune_spec import Objective
 from ..core.errors import ConfigError, Problem
 from ..core.format import human_bytes
-from ..core.partition_spec import Axes
 from ..driver import plan_run
 from ..estimate.assumed_overlap import assume_overlap, overrides_of
-from ..estimate.estimate import estimate_step
 from ..estimate.program_costs import Numbers
+from ..search.evaluation import Evaluation, evaluate_plan
 from ..target.target import TargetPlan
 from .families import Family, Key, Reference, TracePoint, family_key, find_families, group_candidates
 from .price import Prices, price_candidates
-from .space import Candidate, Refused, Variant, find_candidates
+from .space import MeshCandidate, Refused, Variant, find_candidates
 
 MARGIN = 1.06  # prices of memory that are this much over the limit are looked at again, exactly
 NUM_EXACT = 12  # of the best are estimated one by one
 MOST_ROUNDS = 4  # of so many, until enough of them fit
 
 
-@dataclass(frozen=True)
-class Estimated:
-    """A candidate with its own estimate. exposed: seconds by the mesh axes of the collectives. cost: of a million
-    tokens, None without a price. mfu: of the model's FLOPs. overlap: that the estimate rests on."""
+@dataclass(frozen=True, kw_only=True)
+class Estimated(Evaluation):
+    """A candidate's evaluation by an estimate of its own. fits: in the share of memory that a candidate may take. mfu:
+    of the model's FLOPs. cost: of a million tokens, None without a price. overlap: that the estimate rests on."""
 
-    candidate: Candidate
+    candidate: MeshCandidate
     seconds: float
     compute_seconds: float
-    exposed: Mapping[Axes, float]
+    exposed_seconds: float
     peak_bytes: int
     host_bytes: int
-    fits: bool
     mfu: float | None
     cost: float | None
     overlap: OverlapSpec
 
     @property
-    def exposed_seconds(self) -> float:
-        return sum(self.exposed.values())
-
-    @property
     def compile_overrides(self) -> tuple[str, ...]:
         """Returns the overrides that compile what was estimated, without a search for another overlap."""
-        return (*self.candidate.overrides(), *overrides_of(self.overlap, self.candidate.variant.spec.overlap))
+        return (*self.candidate.overrides, *overrides_of(self.overlap, self.candidate.variant.spec.overlap))
 
     @property
     def tokens_per_second(self) -> float:
@@ -62,14 +56,14 @@ class WhatIf:
     prices as `before`, the winner of this world; None: nothing fits."""
 
     what: str
-    before: Candidate
-    best: Candidate | None
+    before: MeshCandidate
+    best: MeshCandidate | None
     seconds_before: float
     seconds: float | None
 
     @property
     def is_other(self) -> bool:
-        return self.best is None or self.best.overrides() != self.before.overrides()
+        return self.best is None or self.best.overrides != self.before.overrides
 
 
 @dataclass(frozen=True)
@@ -186,7 +180,7 @@ def limit_of(variant: Variant) -> int:
     return int(variant.spec.tune.max_memory_share * memory)
 
 
-def _check_any(candidates: Sequence[Candidate], refused: Refused) -> None:
+def _check_any(candidates: Sequence[MeshCandidate], refused: Refused) -> None:
     if not candidates:
         reason, count = refused.counts.most_common(1)[0] if refused.counts else ("the space is empty", 0)
         what = f"no candidate is left: {count:,} of {refused.total:,} are refused by {reason}"
@@ -196,7 +190,7 @@ def _check_any(candidates: Sequence[Candidate], refused: Refused) -> None:
 def _nothing_fits(prices: Prices, limit: int) -> Problem:
     least = int(np.argmin(prices.peak_bytes))
     what = f"none of {len(prices.candidates):,} candidates fits in {human_bytes(limit)}: the smallest needs about "
-    what += f"{human_bytes(int(prices.peak_bytes[least]))} ({' '.join(prices.candidates[least].overrides())})"
+    what += f"{human_bytes(int(prices.peak_bytes[least]))} ({' '.join(prices.candidates[least].overrides)})"
     return Problem("tune", what, "use more chips, a smaller batch or shorter sequences, or widen tune.groups.remat")
 
 
@@ -214,7 +208,7 @@ def _estimate_best(prices: Prices, limit: int, spec: RunSpec, run: Runner) -> tu
         ones = [prices.candidates[place] for place in order[start : start + NUM_EXACT]]
         exact = run.estimate(estimate_spec, [one.spec() for one in ones])
         estimated = [_estimated(one, each, limit) for one, each in zip(ones, exact, strict=True)]
-        found += [one for one in estimated if one.fits]
+        found += [one for one in estimated if one.runs]
         if len(found) >= min(spec.tune.num_shown, NUM_EXACT):
             break
     is_memory = spec.tune.objective == "memory"
@@ -224,13 +218,9 @@ def _estimate_best(prices: Prices, limit: int, spec: RunSpec, run: Runner) -> tu
 
 @dataclass(frozen=True)
 class Exact:
-    """The figures of one declaration's estimate."""
+    """The evaluation of one declaration, with its model's FLOPs and the overlap that it rests on."""
 
-    compute_seconds: float
-    exposed: tuple[tuple[Axes, float], ...]
-    peak_bytes: int
-    host_bytes: int
-    host_fits: bool | None
+    evaluation: Evaluation
     model_flops: int | None
     overlap: OverlapSpec
 
@@ -238,34 +228,20 @@ class Exact:
 def estimate_spec(spec: RunSpec) -> Exact:
     """Returns the estimate of one declaration: a second, and no devices."""
     plan = plan_run(spec)
-    estimate = estimate_step(plan)
-    time, memory = estimate.time, estimate.memory
-    if time is None:
-        problem = Problem("model", f"its time cannot be estimated: {estimate.why_uncounted}", "see `meshloom explain`")
+    found = evaluate_plan(plan)
+    if found.why_not is not None:
+        problem = Problem("model", f"its time cannot be estimated: {found.why_not}", "see `meshloom explain`")
         raise ConfigError([problem])
-    exposed = tuple(time.exposed.items())
-    return Exact(time.compute_seconds, exposed, memory.peak_bytes, memory.host_bytes, memory.host_fits,
-                 plan.model_flops_per_step, assume_overlap(plan))  # fmt: skip
+    return Exact(found, plan.model_flops_per_step, assume_overlap(plan))
 
 
-def _estimated(one: Candidate, exact: Exact, limit: int) -> Estimated:
-    target = one.variant.target()
-    exposed = dict(exact.exposed)
-    seconds = exact.compute_seconds + sum(exposed.values())
-    peak = target.peak_flops_per_second
+def _estimated(one: MeshCandidate, exact: Exact, limit: int) -> Estimated:
+    target, figures = one.variant.target(), vars(exact.evaluation)
+    seconds, peak, peak_bytes = figures["seconds"], target.peak_flops_per_second, figures["peak_bytes"]
     mfu = exact.model_flops / (seconds * peak * target.num_devices) if exact.model_flops and peak else None
-    return Estimated(
-        candidate=one,
-        seconds=seconds,
-        compute_seconds=exact.compute_seconds,
-        exposed=exposed,
-        peak_bytes=exact.peak_bytes,
-        host_bytes=exact.host_bytes,
-        fits=exact.peak_bytes <= limit and exact.host_fits is not False,
-        mfu=mfu,
-        cost=cost_per_million_tokens(one.variant.spec, target, seconds),
-        overlap=exact.overlap,
-    )
+    cost = cost_per_million_tokens(one.variant.spec, target, seconds)
+    figures = figures | {"fits": peak_bytes <= limit}
+    return Estimated(candidate=one, mfu=mfu, cost=cost, overlap=exact.overlap, **figures)
 
 
 def cost_per_million_tokens(spec: RunSpec, target: TargetPlan, seconds: float) -> float | None:

@@ -34,7 +34,7 @@ from ..parallel.matmul import COLLECTIVE_MATMUL
 from ..parallel.registry import OPERATIONS
 from ..sharding.roles import plan_roles
 from ..target.target import TargetPlan
-from .space import Candidate, Sizes, Variant, with_layout
+from .space import MeshCandidate, Sizes, Variant, with_layout
 
 Key = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...], bool]
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Family:
     exponents: Numbers
     head_dim: int | None
 
-    def costs(self, candidates: Sequence[Candidate]) -> Costs:
+    def costs(self, candidates: Sequence[MeshCandidate]) -> Costs:
         """Returns the costs of candidates of the family."""
         variables, numbers = self.origin
         points = [point_of(one).variables(is_last_apart=self.is_last_apart) for one in candidates]
@@ -105,7 +105,7 @@ class Family:
             found = np.exp2(numbers[:, None] + self.exponents.T @ steps.T)
         return Costs(self.shape, found)
 
-    def hiding_of(self, candidates: Sequence[Candidate]) -> Hiding:
+    def hiding_of(self, candidates: Sequence[MeshCandidate]) -> Hiding:
         """Returns what the compiler overlaps in candidates of the family: in some, nothing computes while activations
         are sent. The family's own is that of an even number of sequences."""
         target = candidates[0].variant.target()
@@ -115,7 +115,7 @@ class Family:
 
 
 def find_families(
-    groups: Mapping[Key, Sequence[Candidate]], run: ParallelMap[TracePoint, Reference]
+    groups: Mapping[Key, Sequence[MeshCandidate]], run: ParallelMap[TracePoint, Reference]
 ) -> dict[Key, Family]:
     """Returns the family of each group of candidates. run: maps `trace` over points, in several processes if it can.
 
@@ -123,7 +123,7 @@ def find_families(
     """
     traced = _trace_groups(groups, run)
     alike = {key: references for key, references in traced.items() if _are_alike(references)}
-    apart: dict[Key, list[Candidate]] = defaultdict(list)
+    apart: dict[Key, list[MeshCandidate]] = defaultdict(list)
     for key, ones in groups.items():
         for one in ones if key not in alike else ():
             apart[_mesh_key(one)].append(one)
@@ -131,7 +131,7 @@ def find_families(
 
 
 def _trace_groups(
-    groups: Mapping[Key, Sequence[Candidate]], run: ParallelMap[TracePoint, Reference]
+    groups: Mapping[Key, Sequence[MeshCandidate]], run: ParallelMap[TracePoint, Reference]
 ) -> dict[Key, list[Reference]]:
     points = {key: choose_points(ones) for key, ones in groups.items()}
     traced = iter(list(run(trace, [point for ones in points.values() for point in ones])))
@@ -145,16 +145,16 @@ def _are_alike(references: Sequence[Reference]) -> bool:
     return all(one.shape.operations == first.shape.operations for one in meshes)
 
 
-def group_candidates(candidates: Iterable[Candidate]) -> dict[Key, list[Candidate]]:
+def group_candidates(candidates: Iterable[MeshCandidate]) -> dict[Key, list[MeshCandidate]]:
     """Returns the candidates by family.
 
     An axis of the batch that is of one device in some of them is no other shape: collectives over one device take no
     time. Where no meshes are left then to learn from, as on few devices, each set of axes is a family.
     """
-    groups: dict[Key, list[Candidate]] = defaultdict(list)
+    groups: dict[Key, list[MeshCandidate]] = defaultdict(list)
     for one in candidates:
         groups[_wide_key(one)].append(one)
-    found: dict[Key, list[Candidate]] = {}
+    found: dict[Key, list[MeshCandidate]] = {}
     for key, ones in groups.items():
         spanning = _spanning(ones)
         if spanning and _rank(spanning) == _rank(_mesh_sizes(ones)):
@@ -165,26 +165,26 @@ def group_candidates(candidates: Iterable[Candidate]) -> dict[Key, list[Candidat
     return found
 
 
-def family_key(one: Candidate, families: Mapping[Key, Family]) -> Key | None:
+def family_key(one: MeshCandidate, families: Mapping[Key, Family]) -> Key | None:
     """Returns the key of a candidate's family; None if it has none."""
     return next((key for key in (_wide_key(one), _narrow_key(one), _mesh_key(one)) if key in families), None)
 
 
-def _wide_key(one: Candidate) -> Key:
+def _wide_key(one: MeshCandidate) -> Key:
     hard = tuple(axis for axis in _named_axes(one) if axis not in one.roles.sequence)
     return "any axes of the batch", one.variant.choices, hard, one.num_microbatches > 1
 
 
-def _narrow_key(one: Candidate) -> Key:
+def _narrow_key(one: MeshCandidate) -> Key:
     return "these axes", one.variant.choices, _named_axes(one), one.num_microbatches > 1
 
 
-def _mesh_key(one: Candidate) -> Key:
+def _mesh_key(one: MeshCandidate) -> Key:
     sizes = tuple(f"{axis}={size}" for axis, size in one.sizes)
     return "this mesh", one.variant.choices, sizes, one.num_microbatches > 1
 
 
-def _named_axes(one: Candidate) -> tuple[str, ...]:
+def _named_axes(one: MeshCandidate) -> tuple[str, ...]:
     """Returns the axes of more than one device; with its size that of a ring, which has a step for each device."""
     ring_axes = set(one.roles.length)
     if any(strategy == COLLECTIVE_MATMUL for _, _, strategy in one.strategies):
@@ -192,13 +192,13 @@ def _named_axes(one: Candidate) -> tuple[str, ...]:
     return tuple(f"{axis}={size}" if axis in ring_axes else axis for axis, size in one.sizes)
 
 
-def point_of(one: Candidate) -> TracePoint:
+def point_of(one: MeshCandidate) -> TracePoint:
     """Returns the point of a candidate, for its variables."""
     sizes = tuple(one.mesh.sizes.items())
     return TracePoint(one.variant, sizes, one.num_microbatches, one.sequences_of_device, one.num_loss_chunks, ())
 
 
-def choose_points(candidates: Sequence[Candidate]) -> list[TracePoint]:
+def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
     """Returns the points of a family to trace: one in the middle, one in each direction in which meshes differ, and one
     with other counts.
 
@@ -261,7 +261,7 @@ def count_exponents(grown: Numbers, steps: Numbers) -> Numbers:
     return choices[np.argmin(off, axis=1)].T.astype(float)
 
 
-def _computes_beside_activations(one: Candidate, target: TargetPlan) -> bool:
+def _computes_beside_activations(one: MeshCandidate, target: TargetPlan) -> bool:
     """Returns True if a device's sequences can be split, or a matmul runs in a ring."""
     is_ring = any(strategy == COLLECTIVE_MATMUL for _, _, strategy in one.strategies)
     return is_ring or can_split_batch(one.sequences_of_device, target)
@@ -296,7 +296,7 @@ def _spec_of(point: TracePoint) -> RunSpec:
     return with_layout(base, sizes, point.num_microbatches).model_copy(update=update)
 
 
-def _meshes(candidates: Sequence[Candidate]) -> list[Sizes]:
+def _meshes(candidates: Sequence[MeshCandidate]) -> list[Sizes]:
     """Returns meshes of the candidates that span all of theirs, the one in the middle first."""
     known = _spanning(candidates) or _mesh_sizes(candidates)
     points = _logs(known)
@@ -308,11 +308,11 @@ def _meshes(candidates: Sequence[Candidate]) -> list[Sizes]:
     return [known[middle], *(known[i] for i in order[: _rank(known)])]
 
 
-def _mesh_sizes(candidates: Sequence[Candidate]) -> list[Sizes]:
+def _mesh_sizes(candidates: Sequence[MeshCandidate]) -> list[Sizes]:
     return list(dict.fromkeys(tuple(one.mesh.sizes.items()) for one in candidates))
 
 
-def _spanning(candidates: Sequence[Candidate]) -> list[Sizes]:
+def _spanning(candidates: Sequence[MeshCandidate]) -> list[Sizes]:
     """Returns the meshes in which every axis of the batch that some use has more than one device."""
     used = {axis for one in candidates for axis in one.roles.sequence}
     return [sizes for sizes in _mesh_sizes(candidates) if all(size > 1 for axis, size in sizes if axis in used)]
@@ -328,7 +328,7 @@ def _rank(meshes: Sequence[Sizes]) -> int:
     return int(np.linalg.matrix_rank(points - points[0], tol=RANK_TOLERANCE))
 
 
-def _common_strategies(candidates: Sequence[Candidate]) -> tuple[tuple[str, StrategyChoice], ...]:
+def _common_strategies(candidates: Sequence[MeshCandidate]) -> tuple[tuple[str, StrategyChoice], ...]:
     """Returns the strategies of each kind of operation: those that all candidates have, else the fallback."""
     found: dict[str, StrategyChoice] = {}
     for op in OPERATIONS:

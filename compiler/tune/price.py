@@ -8,15 +8,16 @@ import numpy as np
 from ..core.partition_spec import Axes
 from ..estimate.program_costs import Numbers
 from ..estimate.step_time import LinkTimes, StepTime, plan_link_times, plan_rates, time_step
+from ..search.evaluation import Evaluation
 from .families import Family, Key, family_key
-from .space import Candidate
+from .space import MeshCandidate
 
 
 @dataclass(frozen=True)
 class Prices:
     """The prices of candidates, in their order: seconds of a step, bytes of a device; exposed: by mesh axes."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[MeshCandidate, ...]
     peak_bytes: Numbers
     host_bytes: Numbers
     compute_seconds: Numbers
@@ -30,9 +31,24 @@ class Prices:
     def seconds(self) -> Numbers:
         return self.compute_seconds + self.exposed_seconds
 
+    def evaluation(self, place: int, limit_bytes: int) -> Evaluation:
+        """Returns the evaluation of one candidate by its price. limit_bytes: that it may take of a device."""
+        exposed = {axes: float(seconds[place]) for axes, seconds in self.exposed.items()}
+        compute, peak_bytes = float(self.compute_seconds[place]), int(self.peak_bytes[place])
+        return Evaluation(
+            seconds=compute + sum(exposed.values()),
+            compute_seconds=compute,
+            exposed_seconds=sum(exposed.values()),
+            peak_bytes=peak_bytes,
+            host_bytes=int(self.host_bytes[place]),
+            fits=peak_bytes <= limit_bytes,
+            host_fits=None,
+            exposed=exposed,
+        )
+
 
 def price_candidates(
-    candidates: Sequence[Candidate], families: Mapping[Key, Family], link_speed: float = 1.0
+    candidates: Sequence[MeshCandidate], families: Mapping[Key, Family], link_speed: float = 1.0
 ) -> Prices:
     """Returns the prices of candidates that the rules allow, each of which has a family. link_speed: a factor
     on the bandwidth of all links."""
@@ -56,7 +72,7 @@ def price_candidates(
     return Prices(tuple(candidates), peak, host, compute, exposed)
 
 
-def _link_times(candidates: Sequence[Candidate], family: Family, speed: float) -> LinkTimes:
+def _link_times(candidates: Sequence[MeshCandidate], family: Family, speed: float) -> LinkTimes:
     """Returns the times of the family's collectives on each candidate's mesh; every mesh is looked at once."""
     meshes = {(one.sizes, one.device_order): one.mesh for one in candidates}
     place = {mesh: i for i, mesh in enumerate(meshes)}

@@ -22,6 +22,7 @@ from ..driver import Layout, plan_layout
 from ..estimate.step_time import plan_rates
 from ..parallel.loss import LossOp
 from ..parallel.remat import check_remat
+from ..search.evaluation import Candidate
 from ..sharding.arrays import Arrays, build_model, find_arrays
 from ..sharding.roles import AxisRoles, plan_roles
 from ..target.calibration import calibrate_target
@@ -53,10 +54,11 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One declaration of the space. device_order: of the mesh on its links. num_loss_chunks: in which logits are
-    computed. strategies: of the other operations, by kind and site."""
+class MeshCandidate(Candidate):
+    """A variant on a mesh. values: the searched keys with their values. device_order: of the mesh on its links.
+    num_loss_chunks: in which logits are computed. strategies: of the other operations, by kind and site."""
 
+    values: Mapping[str, str | int]
     variant: Variant
     mesh: MeshPlan
     roles: AxisRoles
@@ -73,18 +75,6 @@ class Candidate:
     def spec(self) -> RunSpec:
         """Returns the whole declaration."""
         return with_layout(self.variant.spec, self.mesh.sizes, self.num_microbatches, self.device_order)
-
-    def overrides(self) -> tuple[str, ...]:
-        """Returns the overrides that make it of the declaration that was searched."""
-        return tuple(f"{key}={value}" for key, value in self.values().items())
-
-    def values(self) -> dict[str, str | int]:
-        """Returns the searched keys with their values."""
-        axes = {f"mesh.{axis}": self.mesh.sizes[axis] for axis in self.variant.axes}
-        placed = {}
-        if self.variant.spec.tune.device_orders == "all":
-            placed["device_order"] = f"[{','.join(self.device_order)}]"
-        return {**dict(self.variant.choices), **axes, **placed, "num_microbatches": self.num_microbatches}
 
 
 @dataclass
@@ -120,10 +110,10 @@ def with_layout(
     return spec.model_copy(update={"mesh": mesh, "num_microbatches": num_microbatches, "device_order": order})
 
 
-def find_candidates(variants: Sequence[Variant]) -> tuple[list[Candidate], Refused]:
+def find_candidates(variants: Sequence[Variant]) -> tuple[list[MeshCandidate], Refused]:
     """Returns all candidates that the rules allow, and the others by the reason that each was refused for. Raises
     ConfigError if one variant has more than `tune.max_candidates`."""
-    found: list[Candidate] = []
+    found: list[MeshCandidate] = []
     refused = Refused()
     known: dict[str, dict[MeshPoint, Layout | ConfigError | None]] = {}  # None: not planned yet
     for variant in variants:
@@ -145,7 +135,7 @@ def find_candidates(variants: Sequence[Variant]) -> tuple[list[Candidate], Refus
                 continue
             one = _candidate(variant, layout, device_order, num_microbatches)
             if (limit := rules.target.hbm_bytes_per_device) and layout.parameter_bytes > limit:
-                refused.add(PARAMETERS_TOO_LARGE, one.overrides())
+                refused.add(PARAMETERS_TOO_LARGE, one.overrides)
                 continue
             found.append(one)
     return found, refused
@@ -254,15 +244,34 @@ class _Rules:
             return error
 
 
-def _candidate(variant: Variant, layout: Layout, device_order: tuple[str, ...], num_microbatches: int) -> Candidate:
+def _candidate(variant: Variant, layout: Layout, device_order: tuple[str, ...], num_microbatches: int) -> MeshCandidate:
     shards = layout.mesh.num_shards(layout.sharding.roles.sequence)
     sequences = variant.spec.global_batch_size // num_microbatches // shards
     (loss,) = (each.chosen.parameters for each in layout.operations if isinstance(each.op, LossOp))
     declared = (each for each in layout.operations if each.op.is_declared)
     strategies = tuple((each.op.kind, each.site.name, each.chosen.name) for each in declared)
-    return Candidate(
-        variant, layout.mesh, layout.sharding.roles, device_order, num_microbatches, sequences, loss, strategies
+    values = _values(variant, layout.mesh, device_order, num_microbatches)
+    return MeshCandidate(
+        overrides=tuple(f"{key}={value}" for key, value in values.items()),
+        values=values,
+        variant=variant,
+        mesh=layout.mesh,
+        roles=layout.sharding.roles,
+        device_order=device_order,
+        num_microbatches=num_microbatches,
+        sequences_of_device=sequences,
+        num_loss_chunks=loss,
+        strategies=strategies,
     )
+
+
+def _values(
+    variant: Variant, mesh: MeshPlan, device_order: Sequence[str], num_microbatches: int
+) -> dict[str, str | int]:
+    """Returns the searched keys with the values of one candidate."""
+    axes = {f"mesh.{axis}": mesh.sizes[axis] for axis in variant.axes}
+    placed = {"device_order": f"[{','.join(device_order)}]"} if variant.spec.tune.device_orders == "all" else {}
+    return {**dict(variant.choices), **axes, **placed, "num_microbatches": num_microbatches}
 
 
 def _pinned_sizes(spec: RunSpec) -> dict[str, tuple[int, ...]]:

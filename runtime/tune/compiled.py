@@ -47,7 +47,7 @@ def compile_best(space: Space, answer: Answer, run_dir: Path, console: Console) 
 
 def _compiled(space: Space, ones: tuple[Estimated, ...], run_dir: Path) -> Iterator[CompiledCandidate]:
     for one in ones:
-        name = directory_name(one.candidate.overrides())
+        name = directory_name(one.candidate.overrides)
         request = replace(space.request, overrides=(*space.request.overrides, *one.compile_overrides))
         task = Task("compile", request, allowed_modules(), run_dir.resolve() / name)
         yield CompiledCandidate(one, OwnProcess(task, None).run(), name)

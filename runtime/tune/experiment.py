@@ -24,7 +24,7 @@ def write_experiment(space: Space, winner: Estimated, path: Path, why: str) -> N
 
 def _split(request: Request, winner: Estimated) -> tuple[list[Any], dict[str, Any]]:
     """Returns the choices of groups, as a defaults list has them, and the values of keys."""
-    searched = winner.candidate.values()
+    searched = winner.candidate.values
     typed = [text for text in request.overrides if not text.startswith(("hydra.", "tune."))]
     experiments: list[str] = []
     choices: dict[str, str] = {}  # of two of one group the last one

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from meshloom.compiler.core.format import human_bytes
+from meshloom.compiler.search.evaluation import Evaluation
 from meshloom.compiler.tune.answer import Answer, Estimated, cost_per_million_tokens
-from meshloom.compiler.tune.space import Candidate
+from meshloom.compiler.tune.space import MeshCandidate
 
 from ..sweep.identity import versions
 from ..sweep.rows import SCHEMA_VERSION, Figures, Row, SweepFile
@@ -39,36 +40,26 @@ def sweep_file(space: Space, rows: Sequence[Row], objective: str) -> SweepFile:
 def rows_of(answer: Answer, model: str, compiled: Sequence[CompiledCandidate]) -> Iterator[Row]:
     """Yields the best candidates, with what they came to if they were compiled, else with their own estimates; then the
     others by their price."""
-    made = {each.one.candidate.overrides(): each for each in compiled}
+    made = {each.one.candidate.overrides: each for each in compiled}
     for index, one in enumerate(answer.best):
-        each = made.get(one.candidate.overrides())
+        each = made.get(one.candidate.overrides)
         yield row_of_compiled(index, each) if each else row_of_estimate(index, answer, one, model)
-    known = {one.candidate.overrides() for one in answer.best}
+    known = {one.candidate.overrides for one in answer.best}
     prices, index = answer.prices, len(answer.best)
     merit = prices.peak_bytes if answer.best[0].candidate.variant.spec.tune.objective == "memory" else prices.seconds
     for place in np.argsort(merit, kind="stable"):
         one = prices.candidates[place]
-        if one.overrides() not in known and index < MOST_ROWS:
+        if one.overrides not in known and index < MOST_ROWS:
             yield _row_of_price(index, answer, int(place), model)
             index += 1
 
 
 def row_of_estimate(index: int, answer: Answer, one: Estimated, model: str, target: str | None = None) -> Row:
     """Returns the row of one of the best. target: as it was typed, where targets are compared."""
-    figures = Figures(
-        **_common(answer, one.candidate, model),
-        **_for_training(answer, one.candidate, one.seconds),
-        step_seconds=one.seconds,
-        compute_seconds=one.compute_seconds,
-        exposed_seconds=one.exposed_seconds,
-        tokens_per_second_per_chip=one.tokens_per_second / answer.target.num_chips,
-        mfu=one.mfu,
-        peak_bytes=one.peak_bytes * answer.target.devices_per_chip,
-        fits=one.fits,
-    )
+    figures = _figures(answer, one.candidate, one, one.mfu, model)
     typed = {} if target is None else {"target": target}
-    words = (*(f"{key}={value}" for key, value in typed.items()), *one.candidate.overrides())
-    return Row(index=index, overrides=words, swept=typed | one.candidate.values(), status="done", figures=figures)
+    words = (*(f"{key}={value}" for key, value in typed.items()), *one.candidate.overrides)
+    return Row(index=index, overrides=words, swept=typed | dict(one.candidate.values), status="done", figures=figures)
 
 
 def row_of_compiled(index: int, each: CompiledCandidate) -> Row:
@@ -76,8 +67,8 @@ def row_of_compiled(index: int, each: CompiledCandidate) -> Row:
     outcome, candidate = each.outcome, each.one.candidate
     return Row(
         index=index,
-        overrides=candidate.overrides(),
-        swept=candidate.values(),
+        overrides=candidate.overrides,
+        swept=dict(candidate.values),
         status=outcome.status,
         why=outcome.why,
         directory=each.directory,
@@ -89,32 +80,38 @@ def row_of_compiled(index: int, each: CompiledCandidate) -> Row:
 
 
 def _row_of_price(index: int, answer: Answer, place: int, model: str) -> Row:
-    prices, target = answer.prices, answer.target
-    one, seconds = prices.candidates[place], float(prices.seconds[place])
-    first, peak = answer.best[0], int(prices.peak_bytes[place])
-    fits = peak <= answer.limit_bytes
-    figures = Figures(
-        **_common(answer, one, model),
-        **_for_training(answer, one, seconds),
-        step_seconds=seconds,
-        compute_seconds=float(prices.compute_seconds[place]),
-        exposed_seconds=float(prices.exposed_seconds[place]),
-        tokens_per_second_per_chip=one.variant.spec.tokens_per_step / seconds / target.num_chips,
-        mfu=first.mfu * first.seconds / seconds if first.mfu else None,  # of the same FLOPs
-        peak_bytes=peak * target.devices_per_chip,
-        fits=fits,
-    )
+    one, found = answer.prices.candidates[place], answer.prices.evaluation(place, answer.limit_bytes)
+    first, needed = answer.best[0], human_bytes(found.peak_bytes or 0)
+    mfu = first.mfu * first.seconds / found.seconds if first.mfu and found.seconds else None  # of the same FLOPs
     return Row(
         index=index,
-        overrides=one.overrides(),
-        swept=one.values(),
-        status="done" if fits else "does_not_fit",
-        why=None if fits else f"needs {human_bytes(peak)} of {human_bytes(answer.limit_bytes)}",
-        figures=figures,
+        overrides=one.overrides,
+        swept=dict(one.values),
+        status="done" if found.fits else "does_not_fit",
+        why=None if found.fits else f"needs {needed} of {human_bytes(answer.limit_bytes)}",
+        figures=_figures(answer, one, found, mfu, model),
     )
 
 
-def _common(answer: Answer, one: Candidate, model: str) -> dict[str, Any]:
+def _figures(answer: Answer, one: MeshCandidate, found: Evaluation, mfu: float | None, model: str) -> Figures:
+    """Returns the figures of a candidate of known time and memory."""
+    target = answer.target
+    assert found.seconds is not None, "a space has only candidates whose time is known"
+    assert found.peak_bytes is not None, "an estimate has a peak"
+    return Figures(
+        **_common(answer, one, model),
+        **_for_training(answer, one, found.seconds),
+        step_seconds=found.seconds,
+        compute_seconds=found.compute_seconds,
+        exposed_seconds=found.exposed_seconds,
+        tokens_per_second_per_chip=one.variant.spec.tokens_per_step / found.seconds / target.num_chips,
+        mfu=mfu,
+        peak_bytes=found.peak_bytes * target.devices_per_chip,
+        fits=found.runs,
+    )
+
+
+def _common(answer: Answer, one: MeshCandidate, model: str) -> dict[str, Any]:
     target, spec = answer.target, one.variant.spec
     return {
         "basis": "estimate",
@@ -131,7 +128,7 @@ def _common(answer: Answer, one: Candidate, model: str) -> dict[str, Any]:
     }
 
 
-def _for_training(answer: Answer, one: Candidate, seconds: float) -> dict[str, Any]:
+def _for_training(answer: Answer, one: MeshCandidate, seconds: float) -> dict[str, Any]:
     """Returns the cost of a million tokens, and the time and cost of the whole training."""
     spec = one.variant.spec
     cost, tokens = cost_per_million_tokens(spec, answer.target, seconds), spec.tune.tokens

@@ -1,7 +1,7 @@
 """`meshloom tune`: searched, shown, and written in a run directory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def _show_compiled(found: Found, console: Console) -> None:
     elif best is not None and best.one is not found.answer.best[0]:
         first = found.compiled[0].seconds
         gain = f", {human_share(first / best.seconds - 1)} before the first" if first and best.seconds else ""
-        console.wrapped(f"its schedule makes {' '.join(best.one.candidate.overrides())} the winner{gain}")
+        console.wrapped(f"its schedule makes {' '.join(best.one.candidate.overrides)} the winner{gain}")
 
 
 def answer_as_json(found: Found) -> dict[str, Any]:
@@ -121,14 +121,14 @@ def answer_as_json(found: Found) -> dict[str, Any]:
         "num_candidates": answer.num_candidates,
         "num_too_large": answer.num_too_large,
         "limit_bytes_per_device": answer.limit_bytes,
-        "winner": list(found.winner.candidate.overrides()),
+        "winner": list(found.winner.candidate.overrides),
         "range_factor": accuracy.factor if accuracy else None,
         "range_basis": str(accuracy) if accuracy else why_no_range(answer.target),
         "best": [_estimated(one) for one in answer.best],
         "why": why_it_wins(answer.best),
         "changes": [_change(one) for one in answer.changes],
         "compiled": [
-            {"overrides": list(each.one.candidate.overrides()), "status": each.outcome.status, "why": each.outcome.why,
+            {"overrides": list(each.one.candidate.overrides), "status": each.outcome.status, "why": each.outcome.why,
              "predicted_seconds": each.seconds}
             for each in found.compiled
         ],
@@ -140,16 +140,16 @@ def answer_as_json(found: Found) -> dict[str, Any]:
 
 
 def _estimated(one: Estimated) -> dict[str, Any]:
-    names = (each.name for each in fields(one) if each.name not in ("candidate", "exposed", "overlap"))
-    kept = {name: getattr(one, name) for name in names}
+    kept = {name: getattr(one, name) for name in ("seconds", "compute_seconds", "peak_bytes", "host_bytes")}
+    kept |= {"fits": one.runs, "mfu": one.mfu, "cost": one.cost}
     exposed = {"+".join(axes): seconds for axes, seconds in one.exposed.items()}
     compiled_by = list(one.compile_overrides)
-    return {"overrides": list(one.candidate.overrides()), "compile_overrides": compiled_by, **kept,
+    return {"overrides": list(one.candidate.overrides), "compile_overrides": compiled_by, **kept,
             "exposed_seconds": exposed}  # fmt: skip
 
 
 def _change(one: WhatIf) -> dict[str, Any]:
-    best = None if one.best is None else list(one.best.overrides())
+    best = None if one.best is None else list(one.best.overrides)
     return {"what": one.what, "is_other": one.is_other, "best": best, "seconds": one.seconds,
             "seconds_before": one.seconds_before}  # fmt: skip
 

@@ -73,7 +73,7 @@ def why_it_wins(best: Sequence[Estimated]) -> list[str]:
 
 def _difference(first: Estimated, second: Estimated) -> str:
     """Returns the overrides of the second that the first does not have."""
-    own, others = first.candidate.values(), second.candidate.values()
+    own, others = first.candidate.values, second.candidate.values
     return " ".join(f"{key}={value}" for key, value in others.items() if own.get(key) != value)
 
 
@@ -92,7 +92,7 @@ def _table(answer: Answer, width: int) -> Table:
     names = ["step", "tokens/s/chip", "MFU", "exposed", "memory", *(["cost/M tokens"] if has_cost else [])]
     shown = answer.best[:NUM_LINES]
     figures = [_figures(answer, one, has_cost) for one in shown]
-    values = [[str(one.candidate.values().get(key, "")) for key in keys] for one in shown]
+    values = [[str(one.candidate.values.get(key, "")) for key in keys] for one in shown]
     cells = [[*names, *keys], *([*a, *b] for a, b in zip(figures, values, strict=True))]
     if sum(max(map(len, column)) + 2 for column in zip(*cells, strict=True)) - 2 > width:
         values = [[" ".join(f"{key}={text}" for key, text in zip(keys, each, strict=True))] for each in values]
@@ -115,8 +115,8 @@ def _figures(answer: Answer, one: Estimated, has_cost: bool) -> list[str]:
 
 
 def _varying(best: Sequence[Estimated]) -> list[str]:
-    keys = dict.fromkeys(key for one in best for key in one.candidate.values())
-    return [key for key in keys if len({one.candidate.values().get(key) for one in best}) > 1] or list(keys)
+    keys = dict.fromkeys(key for one in best for key in one.candidate.values)
+    return [key for key in keys if len({one.candidate.values.get(key) for one in best}) > 1] or list(keys)
 
 
 def _changed(change: WhatIf) -> str:
@@ -124,7 +124,7 @@ def _changed(change: WhatIf) -> str:
         return f"with {change.what}: nothing fits"
     if not change.is_other:
         return f"with {change.what}: the same choice"
-    before, then = change.before.values(), change.best.values()
+    before, then = change.before.values, change.best.values
     differ = " ".join(f"{key}={value}" for key, value in then.items() if before.get(key) != value)
     assert change.seconds is not None
     then_and_now = f"{human_seconds(change.seconds)} a step (now {human_seconds(change.seconds_before)})"

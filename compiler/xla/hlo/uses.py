@@ -27,7 +27,7 @@ Path = tuple[int, ...]  # of an element within nested tuples
 
 
 @dataclass(frozen=True)
-class Use:
+class ValueUse:
     """An instruction that uses a value. place: which of its operands that is. array: the value as it is read there.
     loops: the loops into which the value goes on its way, the outermost first. is_result: it leaves the program."""
 
@@ -39,7 +39,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Place:
+class ModuleValue:
     """A value, by the instruction that names it, or an element of it."""
 
     computation: Computation
@@ -80,18 +80,18 @@ class Uses:
         return found
 
     @cached_property
-    def _callers(self) -> Mapping[str, list[Place]]:
+    def _callers(self) -> Mapping[str, list[ModuleValue]]:
         """Returns by computation the instructions that call it."""
-        found: dict[str, list[Place]] = defaultdict(list)
+        found: dict[str, list[ModuleValue]] = defaultdict(list)
         for computation in self.module.computations.values():
             for each in computation.instructions:
                 for name in each.called:
-                    found[name].append(Place(computation, each))
+                    found[name].append(ModuleValue(computation, each))
         return found
 
-    def of(self, value: Place, *, through: frozenset[str] = VIEWS | CASTS) -> list[Use]:
+    def of(self, value: ModuleValue, *, through: frozenset[str] = VIEWS | CASTS) -> list[ValueUse]:
         """Returns all uses of a value. through: opcodes that hand on their operand."""
-        found, seen = list[Use](), set[tuple[str, str, Path]]()
+        found, seen = list[ValueUse](), set[tuple[str, str, Path]]()
         waiting = [value]
         while waiting:
             value = waiting.pop()
@@ -100,55 +100,57 @@ class Uses:
             seen.add(value.key)
             if value.instruction is value.computation.root:
                 if value.computation.name == self.module.entry:
-                    found.append(Use(value.instruction, 0, value.array, value.loops, is_result=True))
+                    found.append(ValueUse(value.instruction, 0, value.array, value.loops, is_result=True))
                 waiting += self._returned(value)
             for reader, place in self._readers[value.computation.name].get(value.instruction.name, ()):
                 handed = self._handed(value, reader, place, through)
                 if handed is None:
-                    found.append(Use(reader, place, value.array, value.loops))
+                    found.append(ValueUse(reader, place, value.array, value.loops))
                 else:
                     waiting += handed
         return found
 
-    def _handed(self, value: Place, reader: Instruction, place: int, through: frozenset[str]) -> list[Place] | None:
+    def _handed(
+        self, value: ModuleValue, reader: Instruction, place: int, through: frozenset[str]
+    ) -> list[ModuleValue] | None:
         """Returns the places to which a reader hands a value on; None if it uses it."""
         of, path, loops = value.computation, value.path, value.loops
         opcode = reader.opcode
         if opcode == "tuple":
-            return [Place(of, reader, (place, *path), loops)]
+            return [ModuleValue(of, reader, (place, *path), loops)]
         if opcode == "get-tuple-element":
             index = int(reader.attribute("index") or 0)
             if path and path[0] != index:
                 return []
-            return [Place(of, reader, path[1:], loops)]
+            return [ModuleValue(of, reader, path[1:], loops)]
         if opcode in through:
-            return [Place(of, reader, path, loops)]
+            return [ModuleValue(of, reader, path, loops)]
         if opcode == "slice-start" and (whole := self._joined(reader, of)):
-            return [Place(of, whole, path, loops)]
+            return [ModuleValue(of, whole, path, loops)]
         if opcode == "while":
             called = [self._computation(name) for name in reader.called]
-            inside = [Place(inner, inner.parameters[0], path, (*loops, reader.name)) for inner in called]
-            return [*inside, Place(of, reader, path, loops)]
+            inside = [ModuleValue(inner, inner.parameters[0], path, (*loops, reader.name)) for inner in called]
+            return [*inside, ModuleValue(of, reader, path, loops)]
         if opcode == "conditional" and place:
             inner = self._computation(reader.called[place - 1])
-            return [Place(inner, inner.parameters[0], path, loops)]
+            return [ModuleValue(inner, inner.parameters[0], path, loops)]
         if opcode in ("call", "fusion"):
             inner = self._computation(reader.called[0])
-            return [Place(inner, inner.parameters[place], path, loops)]
+            return [ModuleValue(inner, inner.parameters[place], path, loops)]
         return None
 
-    def _returned(self, value: Place) -> list[Place]:
+    def _returned(self, value: ModuleValue) -> list[ModuleValue]:
         """Returns the places that the result of a computation is handed on to."""
-        found = list[Place]()
+        found = list[ModuleValue]()
         inner = value.computation
         for caller in self._callers[inner.name]:
             around, each, loops = caller.computation, caller.instruction, value.loops
             if each.opcode == "while" and _body(each) == inner.name:
-                found.append(Place(inner, inner.parameters[0], value.path, loops))
+                found.append(ModuleValue(inner, inner.parameters[0], value.path, loops))
                 loops = loops[: loops.index(each.name)] if each.name in loops else loops
             elif each.opcode not in ("call", "conditional", "fusion"):
                 continue
-            found.append(Place(around, each, value.path, loops))
+            found.append(ModuleValue(around, each, value.path, loops))
         return found
 
     def _joined(self, start: Instruction, around: Computation) -> Instruction | None:
@@ -160,7 +162,7 @@ class Uses:
                     return reader
         return None
 
-    def origin(self, value: Place, *, through: frozenset[str] = VIEWS | CASTS) -> Place:
+    def origin(self, value: ModuleValue, *, through: frozenset[str] = VIEWS | CASTS) -> ModuleValue:
         """Returns the place that a value comes from unchanged: the instruction that computes it, or a parameter of the
         program. What a loop does not change comes from outside of it."""
         place, seen = value, set[tuple[str, str, Path]]()
@@ -172,29 +174,29 @@ class Uses:
             place = before
         return place
 
-    def _before(self, value: Place, through: frozenset[str]) -> Place | None:
+    def _before(self, value: ModuleValue, through: frozenset[str]) -> ModuleValue | None:
         of, each, path = value.computation, value.instruction, value.path
         if each.opcode == "get-tuple-element":
-            return Place(of, of.by_name[each.operands[0]], (int(each.attribute("index") or 0), *path))
+            return ModuleValue(of, of.by_name[each.operands[0]], (int(each.attribute("index") or 0), *path))
         if each.opcode == "tuple" and path:
-            return Place(of, of.by_name[each.operands[path[0]]], path[1:])
+            return ModuleValue(of, of.by_name[each.operands[path[0]]], path[1:])
         if each.opcode in through and each.operands:
-            return Place(of, of.by_name[each.operands[0]], path)
+            return ModuleValue(of, of.by_name[each.operands[0]], path)
         if _is_joined(each):
             part = of.by_name[each.operands[0]]
             while part.opcode in ("slice-done", "slice-start"):
                 part = of.by_name[part.operands[0]]
-            return Place(of, part, path)
+            return ModuleValue(of, part, path)
         if each.opcode in ("call", "fusion"):
             inner = self._computation(each.called[0])
-            return Place(inner, inner.root, path)
+            return ModuleValue(inner, inner.root, path)
         if each.opcode == "while" and self._is_kept(each, path):
-            return Place(of, of.by_name[each.operands[0]], path)
+            return ModuleValue(of, of.by_name[each.operands[0]], path)
         if each.opcode == "parameter" and of.name != self.module.entry:
             return self._given(value)
         return None
 
-    def _given(self, value: Place) -> Place | None:
+    def _given(self, value: ModuleValue) -> ModuleValue | None:
         """Returns the place of the argument that a parameter of a computation is, if it has one caller."""
         if len(callers := self._callers[value.computation.name]) != 1:
             return None
@@ -207,7 +209,7 @@ class Uses:
         elif each.opcode not in ("call", "fusion"):
             place = -1
         around = caller.computation
-        return None if place < 0 else Place(around, around.by_name[each.operands[place]], value.path)
+        return None if place < 0 else ModuleValue(around, around.by_name[each.operands[place]], value.path)
 
     def _is_kept(self, loop: Instruction, path: Path) -> bool:
         """Returns whether each iteration of a loop hands on an element of its state as it is."""

@@ -43,10 +43,10 @@ def assert_priced_as_estimated(space, places, *, peak: float | None = 0.08, seco
     """Asserts that candidates' prices are their estimates, to within these shares. peak: None if it may be any."""
     prices = space.price()
     for place in places:
-        exact = estimate_spec(space.candidates[place].spec())
+        exact = estimate_spec(space.candidates[place].spec()).evaluation
         if peak is not None:
             assert prices.peak_bytes[place] == pytest.approx(exact.peak_bytes, rel=peak)
-        estimated = exact.compute_seconds + sum(each for _, each in exact.exposed)
+        estimated = exact.seconds
         assert prices.seconds[place] == pytest.approx(estimated, rel=seconds)
 
 
@@ -132,7 +132,7 @@ def test_prices_know_which_batches_cannot_be_split():
     prices = space.price()
     assert {one.sequences_of_device % 2 for one in space.candidates} == {0, 1}
     for place, one in enumerate(space.candidates):
-        exposed, price = dict(estimate_spec(one.spec()).exposed)["tensor",], prices.exposed["tensor",][place]
+        exposed, price = estimate_spec(one.spec()).evaluation.exposed["tensor",], prices.exposed["tensor",][place]
         # The price of a loss that is not cut has the hops of a chunk more: on this small model, up to a fifth.
         if one.sequences_of_device % 2 == 0:
             assert price == pytest.approx(exposed, rel=0.25)
@@ -148,7 +148,7 @@ def test_prices_of_a_split_batch_are_its_own():
     prices = space.price()
     for place, one in enumerate(space.candidates):
         if one.sequences_of_device % 2 == 0:
-            assert prices.peak_bytes[place] == pytest.approx(estimate_spec(one.spec()).peak_bytes, rel=0.08)
+            assert prices.peak_bytes[place] == pytest.approx(estimate_spec(one.spec()).evaluation.peak_bytes, rel=0.08)
 
 
 @pytest.mark.ci
@@ -195,7 +195,7 @@ def test_more_chips_at_a_fixed_batch_of_each_never_need_more_memory_of_each():
     for chips in (4, 8, 16, 32):
         stack = tuple(text for text in STACK if not text.startswith("target="))
         spec = spec_of(*stack, f"target=v5p-{2 * chips}", "sharding=fsdp", f"global_batch_size={2 * chips}")
-        needed.append(estimate_spec(spec).peak_bytes)
+        needed.append(estimate_spec(spec).evaluation.peak_bytes)
     assert needed == sorted(needed, reverse=True)
 
 
@@ -219,7 +219,7 @@ def test_other_worlds_are_asked_for_their_winners(stack):
     more = changes["20 % more memory"]
     assert more.is_other
     assert more.best is not None
-    assert more.best.overrides() == prices.candidates[best].overrides()
+    assert more.best.overrides == prices.candidates[best].overrides
     assert more.seconds is not None
     assert more.seconds < more.seconds_before
     assert changes["links of twice the bandwidth"].seconds is not None

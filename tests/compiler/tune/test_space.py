@@ -107,7 +107,7 @@ def test_every_order_of_devices_is_a_candidate_that_places_its_mesh_otherwise():
     assert placed > {(one.sizes, str(one.mesh.placement.describe())) for one in own}
     assert sorted(Counter(one.sizes for one in every).values()) == [1, 2, 2, 2]
     one = next(one for one in every if one.device_order == ("fsdp", "tensor"))
-    assert "device_order=[fsdp,tensor]" in one.overrides()
+    assert "device_order=[fsdp,tensor]" in one.overrides
     assert plan_run(one.spec()).mesh.placement.describe() == one.mesh.placement.describe()
 
 
@@ -120,7 +120,7 @@ def test_the_nearest_axis_is_also_tried_as_a_block_of_chips():
     assert placed["tensor:2x2", "fsdp"] == "ICI x (2 of 8) x ICI y (2 of 8)"
     assert "ICI x (4 of 8)" in placed.values()
     one = next(one for one in every if one.device_order[0] == "tensor:2x2")
-    assert "device_order=[tensor:2x2,fsdp]" in one.overrides()
+    assert "device_order=[tensor:2x2,fsdp]" in one.overrides
     assert plan_run(one.spec()).mesh.placement.describe() == one.mesh.placement.describe()
 
 

@@ -34,8 +34,9 @@ def _answer() -> Answer:
         "mesh: fsdp=3 does not divide the 8 devices of the target, whatever the others are", ("mesh.fsdp=3",), 7
     )
     best = tuple(
-        Estimated(one, 8.96 + n, 8.0, {("fsdp",): 0.5 + n, ("fsdp", "tensor"): 0.46}, 2**33, 0, fits=True, mfu=0.4312,
-                  cost=0.0123, overlap=one.variant.spec.overlap)
+        Estimated(candidate=one, seconds=8.96 + n, compute_seconds=8.0, exposed_seconds=0.96 + n,
+                  exposed={("fsdp",): 0.5 + n, ("fsdp", "tensor"): 0.46}, peak_bytes=2**33, host_bytes=0, fits=True,
+                  host_fits=None, mfu=0.4312, cost=0.0123, overlap=one.variant.spec.overlap)
         for n, one in enumerate(candidates[:6])
     )  # fmt: skip
     ones, exposed = np.ones(len(candidates)), {("fsdp",): np.ones(len(candidates))}

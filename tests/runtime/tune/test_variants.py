@@ -62,11 +62,12 @@ def test_the_winners_file_declares_the_winner(tmp_path):
     one = next(each for each in candidates if each.mesh.sizes["tensor"] == 4)
     folder = tmp_path / "experiment"
     folder.mkdir()
-    winner = Estimated(one, 1.0, 1.0, {}, 1, 0, fits=True, mfu=None, cost=None, overlap=one.spec().overlap)
+    winner = Estimated(
+        candidate=one, seconds=1.0, compute_seconds=1.0, exposed_seconds=0.0, peak_bytes=1, host_bytes=0, fits=True,
+        host_fits=None, mfu=None, cost=None, overlap=one.spec().overlap,
+    )  # fmt: skip
     write_experiment(space, winner, folder / "winner.yaml", "it is the fastest")
     request = Request(tuple(search_path_override(["experiment=winner"], str(tmp_path))))
     found = read_spec(request, then=lambda spec: spec)
-    expected = read_spec(
-        replace(space.request, overrides=(*space.request.overrides, *one.overrides())), then=lambda s: s
-    )
+    expected = read_spec(replace(space.request, overrides=(*space.request.overrides, *one.overrides)), then=lambda s: s)
     assert found.model_copy(update={"tune": expected.tune}).as_compared() == expected.as_compared()
