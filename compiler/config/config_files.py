@@ -6,6 +6,7 @@
     compiler_options: {xla_gpu_cuda_data_dir: ...}            XLA runs files there, or writes there
     distributed.coordinator_address                           every process connects to it
     data.source.paths: ["https://host/${oc.env:TOKEN}"]       a value would be sent there
+    logging.mlflow.uri: https://host, checkpoint.directory: s3://bucket, ...     what a run makes would be sent there
 
 A config file here is one that is not Meshloom's own: from --config-dir, --config-path or hydra.searchpath.
 """
@@ -24,12 +25,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..core.errors import Problem
 from ..core.key_paths import is_within, leaves, value_at
+from ..core.places import is_url
 from . import hydra_private, target_names
 from .allowed_code import check_importable
 from .config_limits import FileConfigSource
 from .hydra_settings import SEARCH_PATH
 from .override_parser import parsed_or_none
 
+OWN_FILES = ("config.yaml", "logging/_base.yaml")  # with the values that a file may repeat
 OWN_SOURCES = {("pkg", "hydra.conf"), ("pkg", "meshloom.conf"), ("meshloom", "targets"), ("structured", "")}
 
 # The part of Hydra's own node that a config file may set: names of folders, and text that is shown.
@@ -43,6 +46,13 @@ TYPED_ONLY = {
     "compilation_cache": "the programs in it are loaded, which runs code",
     "distributed.coordinator_address": "every process connects to it",
 }
+# URLs that only the command line may set.
+SENT_TO = {
+    "checkpoint.directory": "the state of the run would be saved there",
+    "shards.directory": "the tokens would be written there",
+    "logging.mlflow.uri": "the declaration and the metrics would be sent there",
+}
+READ_FROM = ("data", "checkpoint.restore_from")  # URLs that may not carry values
 COMPILER_OPTIONS = "compiler_options"
 _NAMES_A_PLACE = re.compile(r"dump|file|path|(^|_)dir|_to$|_from$|denylist|plugin|librar|extra_flags")
 
@@ -76,6 +86,7 @@ def problems_of_files(composed: DictConfig, overrides: Sequence[str]) -> list[Pr
     typed = _parsed(overrides)
     values = _plain(composed)
     problems = [*_of_typed_only(values, typed), *_of_compiler_options(values, typed), *_of_urls(values, typed)]
+    problems += _of_sent_to(values, typed)
     sources = composed.hydra.runtime.config_sources
     if any((source.schema, source.path) not in OWN_SOURCES for source in sources):
         problems += _of_hydra(values["hydra"], overrides)
@@ -93,7 +104,8 @@ def _of_typed_only(values: dict[str, Any], typed: list[Override]) -> Iterator[Pr
 
 @cache
 def _own_values() -> dict[str, Any]:
-    return yaml.safe_load((files("meshloom.conf") / "config.yaml").read_text())
+    config, logging = (yaml.safe_load((files("meshloom.conf") / name).read_text()) for name in OWN_FILES)
+    return config | {"logging": logging}
 
 
 def _of_compiler_options(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
@@ -107,13 +119,23 @@ def _of_compiler_options(values: dict[str, Any], typed: list[Override]) -> Itera
 
 def _of_urls(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
     """Yields the URLs of data that would carry what another value holds, such as a secret, to a place of the file's."""
-    for key, paths in leaves(values.get("data")):
+    for key, paths in (found for top in READ_FROM for found in leaves(value_at(values, top), top)):
         texts = paths if isinstance(paths, list) else [paths]
         is_carrying = any(isinstance(text, str) and "://" in text and "${" in text for text in texts)
-        if is_carrying and not any(_sets(each, f"data.{key}") for each in typed):
+        if is_carrying and not any(_sets(each, key) for each in typed):
             what = "a config file sets it, and its URL would carry the value of an interpolation to that place"
-            fix = f"remove it from the file, and type data.{key}=... if you trust that place"
-            yield Problem(f"data.{key}", what, fix)
+            yield Problem(key, what, f"remove it from the file, and type {key}=... if you trust that place")
+
+
+def _of_sent_to(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
+    """Yields the URLs to which a run would send what it makes. An interpolation may be one, too."""
+    for key, why in SENT_TO.items():
+        value = value_at(values, key)
+        may_be_url = isinstance(value, str) and ("${" in value or (is_url(value) and not value.startswith("sqlite:")))
+        is_own = value == value_at(_own_values(), key)
+        if may_be_url and not is_own and not any(_sets(each, key) for each in typed):
+            fix = f"remove it from the file, and type {key}=... if you trust that place"
+            yield Problem(key, f"a config file sets it, and {why}", fix)
 
 
 def _of_hydra(found: dict[str, Any], overrides: Sequence[str]) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from meshloom.models import AnyModelConfig
 from meshloom.models.config import Config
 
-from ..core.config_types import CachePlace, FloatType, Fraction, LocalPath, NumBytes, Seed, Text
+from ..core.config_types import CachePlace, CheckpointPlace, FloatType, Fraction, LocalPath, NumBytes, Seed, Text
 from ..core.errors import use_one_of
 from ..optim.lr_schedules import ScheduleSpec
 from ..optim.optimizers import OptimizerSpec
@@ -213,7 +213,8 @@ class CheckpointSpec(Config):
     keep: PositiveInt  # the latest ones
     keep_best: NonNegativeInt  # the ones with the lowest held-out loss
     keep_every_num_steps: PositiveInt | None  # the ones whose step is a multiple of this
-    restore_from: LocalPath | None  # RUN_DIR or RUN_DIR/checkpoints/STEP of another run, to start from
+    directory: CheckpointPlace | None  # a path, gs:// or s3://; None: RUN_DIR/checkpoints
+    restore_from: CheckpointPlace | None  # RUN_DIR, or a folder of checkpoints, or one of them, to start from
 
     @property
     def is_saving(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from .places import PlaceError, cache_place, expanded, local_path
+from .places import PlaceError, cache_place, checkpoint_place, expanded, local_path
 
 
 def _without_controls(text: str) -> str:
@@ -39,3 +39,4 @@ Text = Annotated[str, Field(min_length=1), AfterValidator(_without_controls)]
 Place = Annotated[Text, _as_place(expanded)]  # a path of this machine, or a URL
 LocalPath = Annotated[Text, _as_place(local_path)]
 CachePlace = Annotated[Text, _as_place(cache_place)]
+CheckpointPlace = Annotated[Text, _as_place(checkpoint_place)]

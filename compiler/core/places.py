@@ -6,6 +6,7 @@ import re
 from urllib.parse import unquote, urlsplit
 
 CACHE_SCHEMES = ("gs", "s3", "az")  # of etils.epath, by which jax/_src/lru_cache.py opens its directory
+CHECKPOINT_SCHEMES = ("gs", "s3")  # of TensorStore, which writes the arrays; it has no driver for others
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -53,8 +54,21 @@ def local_path(text: str) -> str:
 
 def cache_place(text: str) -> str:
     """Returns the place of JAX's compilation cache: a path, or a URL that JAX opens itself. Raises PlaceError."""
-    scheme = text.partition("://")[0]
-    if is_url(text) and scheme not in CACHE_SCHEMES:
-        fix = f"name a directory, or a URL of {', '.join(f'{known}://' for known in CACHE_SCHEMES)}"
-        raise PlaceError(f"JAX saves no compiled programs in '{text}'", fix)
-    return expanded(text)
+    return _of_schemes(text, CACHE_SCHEMES, f"JAX saves no compiled programs in '{text}'")
+
+
+def checkpoint_place(text: str) -> str:
+    """Returns a folder of checkpoints: a path, or a URL that TensorStore opens itself. Raises PlaceError."""
+    return _of_schemes(text, CHECKPOINT_SCHEMES, f"checkpoints cannot be in '{text}'")
+
+
+def _of_schemes(text: str, schemes: tuple[str, ...], what: str) -> str:
+    """Returns a path, or a URL of one of the schemes, without a slash at its end."""
+    if not is_url(text):
+        return expanded(text)
+    scheme, _, rest = text.partition("://")
+    if scheme not in schemes:
+        raise PlaceError(what, f"name a directory, or a URL of {', '.join(f'{known}://' for known in schemes)}")
+    if not rest.strip("/"):
+        raise PlaceError(f"'{text}' names no bucket", f"write {scheme}://BUCKET/FOLDER")
+    return text.rstrip("/")

@@ -22,9 +22,10 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from ..core.failures import STORAGE, RunFailed, is_of_one_process, storage_reason
 from ..core.files import free_name, remove_for_good
 from ..core.manifest import write_manifest
+from ..core.stores import Folder, is_remote, what_store_said
 from ..data.batches import converted_state
 from .reschedule import schedule_record
-from .start import CONTEXT, FOLDER, Start, finished
+from .start import COMMITTED, Start, checkpoint_folder, context_for, finished
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs each step of its own, and what it raises too
 
@@ -62,7 +63,7 @@ class Checkpoints:
     """Saves the checkpoints of one run directory, asynchronously; leaving the `with` waits for them."""
 
     def __init__(self, run_dir: Path, spec: RunSpec):
-        self.directory = run_dir.resolve() / FOLDER
+        self.directory = checkpoint_folder(run_dir, spec)
         self._last_saved: int | None = None
         self._spec = spec
         self._response: Any = None  # of the save that may be under way
@@ -127,7 +128,7 @@ class Checkpoints:
             self._orbax.wait()
 
     def _open(self, spec: CheckpointSpec) -> Any:
-        context = ocp.Context(CONTEXT)
+        context = ocp.Context(context_for(self.directory))
         # A function: Orbax copies its options, and a bound method would take a copy of this object along.
         context.asynchronous.post_finalization_callback = lambda: self._before_rename()
         return ocp.training.Checkpointer(
@@ -144,8 +145,15 @@ class Checkpoints:
         (directory,) = self._unfinished()
         write_manifest(directory, step=self._last_saved)
 
-    def _unfinished(self) -> list[Path]:
-        return list(self.directory.glob(f"{self._last_saved}.orbax-checkpoint-tmp*"))
+    def _unfinished(self) -> list[Folder]:
+        if not is_remote(self.directory):
+            return list(self.directory.glob(f"{self._last_saved}.orbax-checkpoint-tmp*"))
+        place = self.directory / str(self._last_saved)
+        return [place] if place.is_dir() and not (place / COMMITTED).exists() else []
+
+    def _reason(self, error: Exception) -> str | None:
+        reason = storage_reason(error)
+        return what_store_said(error) if reason is None and is_remote(self.directory) else reason
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -153,7 +161,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            reason = storage_reason(error)
+            reason = self._reason(error)
             if reason is None:
                 raise
             remove_for_good(self._unfinished)
@@ -166,7 +174,7 @@ class Checkpoints:
 def restore(start: Start, state: Any, batches: Placed) -> Restored:
     """Returns a checkpoint, laid out as the abstract `state` says, on any mesh; moves `batches` to its place in the
     data."""
-    with CONTEXT:
+    with context_for(start.path):
         content = ocp.load_checkpointables(str(start.path), {"state": state, "data": None})
     here, there = batches.identity, content["data"]["identity"]
     other_data = tuple(key for key in {**here, **there} if key not in here or here[key] != there.get(key))
@@ -180,7 +188,7 @@ def restore(start: Start, state: Any, batches: Placed) -> Restored:
     return Restored(content["state"], start.step, other_data, batch_before, num_skipped, schedule, num_tokens)
 
 
-def set_aside(damaged: dict[Path, str]) -> None:
+def set_aside(damaged: dict[Folder, str]) -> None:
     """Renames damaged checkpoints to `STEP.damaged`, so that their steps can be saved again and nothing is lost."""
     for path in damaged:
         path.rename(free_name(path))

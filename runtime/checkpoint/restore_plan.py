@@ -8,7 +8,6 @@ fsdp=8 -> fsdp=4 x tensor=2: 28 arrays are laid out anew
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -20,7 +19,8 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.sharding.state import bytes_per_device
 from meshloom.compiler.target.mesh import describe_mesh
 
-from .start import Start, saved_tree
+from ..core.stores import Folder
+from .start import FOLDER, Start, saved_tree
 from .tree_diff import described, first_lines, parameters_first
 
 Shards = tuple[int, ...]  # of an array, for each dimension
@@ -49,7 +49,7 @@ class ArrayRestore:
 class RestorePlan:
     """saved_mesh: sizes above 1 of the mesh axes when it was saved; None where the checkpoint does not say."""
 
-    path: Path
+    path: Folder
     arrays: tuple[ArrayRestore, ...]
     saved_mesh: Mapping[str, int] | None
     mesh: str
@@ -62,7 +62,8 @@ class RestorePlan:
     def lines(self) -> list[str]:
         """Returns what it comes to, for people: parameters first, since the optimizer's state follows them."""
         whole = human_bytes(sum(each.num_bytes for each in self.arrays))
-        run = self.path.parents[1]
+        folder = self.path.parent
+        run = folder.parent if folder.name == FOLDER else folder
         head = f"restore plan: checkpoint {self.path.name} of {run}: {counted(len(self.arrays), 'array')} of {whole}"
         lines = [f"{head}, {human_bytes(self.bytes_per_device)} on each device"]
         saved = "an unknown mesh" if self.saved_mesh is None else describe_mesh(self.saved_mesh)

@@ -8,11 +8,12 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.plan import Plan
 
+from ..core.stores import absolute, check_writable, folder_at, is_remote
 from ..processes.distributed import Processes, together
 from ..processes.say import say
 from ..rundir.space import check_space
 from .checkpoints import set_aside
-from .start import FOLDER, Start, describe_damage, find_start
+from .start import Start, checkpoint_folder, describe_damage, find_start
 
 
 def find_shared_start(run_dir: Path, plan: Plan, console: Console, processes: Processes) -> Start | None:
@@ -28,7 +29,7 @@ def find_shared_start(run_dir: Path, plan: Plan, console: Console, processes: Pr
 def found_by_first(run_dir: Path, plan: Plan, console: Console, processes: Processes) -> Start | None:
     if not processes.is_first:
         told = json.loads(processes.from_first("start"))
-        return Start(Path(told["path"]), told["step"], told["is_own"], {}) if told else None
+        return Start(folder_at(told["path"]), told["step"], told["is_own"], {}) if told else None
     told = None  # in any case: the others wait for it
     try:
         start = _find(run_dir, plan, console)
@@ -40,18 +41,24 @@ def found_by_first(run_dir: Path, plan: Plan, console: Console, processes: Proce
 
 def _find(run_dir: Path, plan: Plan, console: Console) -> Start | None:
     start = find_start(run_dir, plan.spec, plan.abstract)
-    if warning := check_space(run_dir, plan.spec, plan.abstract):
+    folder = checkpoint_folder(run_dir, plan.spec)
+    if plan.spec.checkpoint.is_saving:
+        check_writable(folder, "checkpoint.directory")
+    if warning := check_space(folder, plan.spec, plan.abstract):
         say(console, f"warning: {warning}")
     if start and start.damaged:
-        kept = f"; kept as {FOLDER}/STEP.damaged" if start.is_own else ""
+        kept = f"; kept as {folder.name}/STEP.damaged" if start.is_own else ""
         say(console, f"warning: damaged, so an older one is used: {describe_damage(start.damaged)}{kept}")
         if start.is_own:
             set_aside(start.damaged)
-    return start and replace(start, path=start.path.resolve())
+    return start and replace(start, path=absolute(start.path))
 
 
 def seen(start: Start | None, processes: Processes) -> Start | None:
     if start and not start.path.is_dir():
         what = f"process {processes.index} does not see {start.path}, which process 0 found"
-        raise ConfigError([Problem("hydra.run.dir", what, "name a directory that all hosts share")])
+        fix = (
+            "give all hosts the same access to it" if is_remote(start.path) else "name a directory that all hosts share"
+        )
+        raise ConfigError([Problem("hydra.run.dir", what, fix)])
     return start

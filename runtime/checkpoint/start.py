@@ -13,11 +13,14 @@ from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if
 from meshloom.compiler.core.format import counted
 
 from ..core.failures import STORAGE, RunFailed
-from ..core.manifest import Compared, damage_in
+from ..core.manifest import FILE, Compared, damage_in
+from ..core.stores import Folder, absolute, check_bucket, folder_at, is_remote
 from ..processes.distributed import current
+from .s3 import SCHEME, teach_orbax_s3
 from .tree_diff import shown, tree_differences
 
 FOLDER = "checkpoints"
+COMMITTED = "commit_success.txt"  # by which Orbax finishes a save where it cannot rename
 EXPECTED = ("data/data.json", "state/_METADATA")  # files of every checkpoint
 
 # Which item is of which kind is said here, and not left to a file of the checkpoint that has no hash.
@@ -32,10 +35,27 @@ class Start:
     """A checkpoint that is as it was saved. is_own: of this run's directory. damaged: newer ones that are not, by path,
     with what is wrong with each."""
 
-    path: Path
+    path: Folder
     step: int
     is_own: bool
-    damaged: dict[Path, str]
+    damaged: dict[Folder, str]
+
+
+def checkpoint_folder(run_dir: Path, spec: RunSpec) -> Folder:
+    """Returns where a run saves its checkpoints: `checkpoint.directory`, or a folder of its run directory."""
+    directory = spec.checkpoint.directory
+    return absolute(run_dir / FOLDER if directory is None else folder_at(directory))
+
+
+def context_for(folder: Folder) -> ocp.Context:
+    """Returns how Orbax reads and writes there. Where nothing can be renamed a save is finished by one more file, which
+    Orbax does by itself for gs:// alone."""
+    if not str(folder).startswith(SCHEME):
+        return CONTEXT
+    teach_orbax_s3()
+    context = ocp.Context(CONTEXT)
+    context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
+    return context
 
 
 def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
@@ -44,10 +64,10 @@ def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
     Raises RunFailed where there are checkpoints and none of them is good, ConfigError where the good one does not hold
     what the abstract `state` does, or one of this run's is a link.
     """
-    own = run_dir.resolve() / FOLDER
-    if next(finished(own), None):
-        raise_if_any(_link_problem(path) for path in finished(own) if path.is_symlink() and path.is_dir())
-        start = _newest_good(own, list(finished(own)), is_own=True)
+    own = checkpoint_folder(run_dir, spec)
+    if there := list(finished(own)):
+        raise_if_any(_link_problem(path) for path in there if _is_link(path))
+        start = _newest_good(own, there, is_own=True)
     elif spec.checkpoint.restore_from is not None:
         start = _newest_good(*_candidates(spec.checkpoint.restore_from), is_own=False)
     else:
@@ -74,15 +94,22 @@ def check_steps_left(start: Start | None, spec: RunSpec) -> None:
         raise ConfigError([Problem("num_steps", what, fix)])
 
 
-def _candidates(restore_from: str) -> tuple[Path, list[Path]]:
+def _candidates(restore_from: str) -> tuple[Folder, list[Folder]]:
     directory, step = parse_place(restore_from)
     return directory, [directory / str(step)] if step is not None else list(finished(directory))
 
 
 def check_checkpoint(spec: RunSpec) -> None:
-    """Raises ConfigError where `checkpoint.restore_from` names no finished checkpoint, no best ones can be told, or
-    each of several processes would save by a clock of its own."""
-    all_of(lambda: _check_best(spec), lambda: _check_restore(spec), lambda: _check_clock(spec))
+    """Raises ConfigError where `checkpoint.restore_from` names no finished checkpoint, no best ones can be told, each
+    of several processes would save by a clock of its own, or a bucket cannot be read."""
+    all_of(
+        lambda: _check_best(spec), lambda: _check_restore(spec), lambda: _check_clock(spec), lambda: _check_folder(spec)
+    )
+
+
+def _check_folder(spec: RunSpec) -> None:
+    if spec.checkpoint.directory is not None and spec.checkpoint.is_saving:
+        check_bucket(folder_at(spec.checkpoint.directory), "checkpoint.directory")
 
 
 def _check_best(spec: RunSpec) -> None:
@@ -107,6 +134,7 @@ def _check_clock(spec: RunSpec) -> None:
 def _check_restore(spec: RunSpec) -> None:
     if spec.checkpoint.restore_from is None:
         return
+    check_bucket(folder_at(spec.checkpoint.restore_from), "checkpoint.restore_from")
     directory, step = parse_place(spec.checkpoint.restore_from)
     steps = [int(path.name) for path in finished(directory)]
     if step is None and not steps:
@@ -117,33 +145,35 @@ def _check_restore(spec: RunSpec) -> None:
         raise ConfigError([Problem("checkpoint.restore_from", f"there is no checkpoint {step} in {directory}", there)])
 
 
-def parse_place(text: str) -> tuple[Path, int | None]:
+def parse_place(text: str) -> tuple[Folder, int | None]:
     """Returns a checkpoint's folder and step: RUN_DIR or RUN_DIR/checkpoints -> (RUN_DIR/checkpoints, None);
-    RUN_DIR/checkpoints/STEP -> (.., STEP)."""
-    path = Path(text)
-    if path.parent.name == FOLDER and path.name.isdecimal():
+    RUN_DIR/checkpoints/STEP -> (.., STEP). A folder of another name is one of checkpoints if it holds some."""
+    path = folder_at(text)
+    if path.name.isdecimal() and (path.parent.name == FOLDER or (path / FILE).exists()):
         return path.parent, int(path.name)
-    return (path if path.name == FOLDER else path / FOLDER), None
+    return (path if path.name == FOLDER or next(finished(path), None) else path / FOLDER), None
 
 
-def finished(directory: Path) -> Iterator[Path]:
+def finished(directory: Folder) -> Iterator[Folder]:
     """Returns the finished checkpoints of a run, newest first: what has a step's name. A save that was cut off has
-    another."""
+    another, or behind a URL lacks the file that is written last."""
     steps = [path for path in directory.iterdir() if path.name.isdecimal()] if directory.is_dir() else []
-    yield from sorted(steps, key=lambda path: int(path.name), reverse=True)
+    for path in sorted(steps, key=lambda path: int(path.name), reverse=True):
+        if not is_remote(path) or (path / COMMITTED).exists():
+            yield path
 
 
-def describe_damage(damaged: dict[Path, str]) -> str:
+def describe_damage(damaged: dict[Folder, str]) -> str:
     """Returns the damage: `checkpoint 300: what is wrong with it; checkpoint 200: ...`"""
     return "; ".join(f"checkpoint {path.name}: {what}" for path, what in damaged.items())
 
 
-def _newest_good(directory: Path, paths: list[Path], *, is_own: bool, compare: Compared = "content") -> Start:
-    damaged: dict[Path, str] = {}
+def _newest_good(directory: Folder, paths: list[Folder], *, is_own: bool, compare: Compared = "content") -> Start:
+    damaged: dict[Folder, str] = {}
     for path in paths:
         what = damage_in(path, expected=EXPECTED, step=int(path.name), compare=compare) or _unreadable(path)
         if what is None:
-            return Start(path.resolve(), int(path.name), is_own, damaged)
+            return Start(absolute(path), int(path.name), is_own, damaged)
         damaged[path] = what
     fix = "bring back a copy of one, or start anew in another hydra.run.dir; nothing was changed"
     if not is_own:
@@ -151,12 +181,16 @@ def _newest_good(directory: Path, paths: list[Path], *, is_own: bool, compare: C
     raise RunFailed(Problem(str(directory), f"no checkpoint can be used: {describe_damage(damaged)}", fix), STORAGE)
 
 
-def _link_problem(path: Path) -> Problem:
+def _is_link(path: Folder) -> bool:
+    return not is_remote(path) and Path(path).is_symlink() and path.is_dir()
+
+
+def _link_problem(path: Folder) -> Problem:
     fix = f"move what it points to here, or start in another hydra.run.dir with checkpoint.restore_from={path}"
     return Problem(str(path), "is a symbolic link, which cannot be deleted when newer checkpoints take its place", fix)
 
 
-def _unreadable(path: Path) -> str | None:
+def _unreadable(path: Folder) -> str | None:
     """Returns why Orbax cannot read the checkpoint; None if it can. Some files of its own have no hash."""
     try:
         saved_tree(path)
@@ -167,14 +201,14 @@ def _unreadable(path: Path) -> str | None:
     return None
 
 
-def saved_tree(path: Path) -> Any:
+def saved_tree(path: Folder) -> Any:
     """Returns shape, type and sharding of the arrays in a checkpoint."""
-    with CONTEXT:
+    with context_for(path):
         metadata: Any = ocp.checkpointables_metadata(str(path)).metadata
     return metadata["state"]
 
 
-def _check_same_tree(path: Path, state: Any) -> None:
+def _check_same_tree(path: Folder, state: Any) -> None:
     """Raises ConfigError with the arrays that differ; Orbax's own message would not name them."""
     if differences := tree_differences(saved_tree(path), state):
         what = f"{path} holds another model or optimizer:{shown(differences)}"

@@ -8,6 +8,7 @@ import jax
 from filelock import FileLock, Timeout
 
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.places import is_url
 
 LOCK = ".lock"  # a file: network file systems lock no directories
 SECONDS_OF_A_LOOK = 0.2  # `is_held` takes the lock for an instant: that is no reason to refuse a run
@@ -59,6 +60,19 @@ def check_is_free(run_dir: Path) -> None:
     if (run_dir / LOCK).exists():
         with alone(run_dir, _busy(run_dir)):
             pass
+
+
+@contextmanager
+def only_run_that_saves_in(directory: str | None) -> Iterator[None]:
+    """Holds a folder of checkpoints that is not in the run directory; behind a URL there are no locks."""
+    if directory is None or is_url(directory) or jax.process_index() != 0:
+        yield
+        return
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    fix = "wait for its end, or name another folder"
+    with alone(folder, Problem("checkpoint.directory", f"another run saves its checkpoints in {folder}", fix)):
+        yield
 
 
 def _busy(run_dir: Path) -> Problem:

@@ -3,11 +3,14 @@
 import itertools
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from .stores import Folder, is_remote, remove_folder
+
+AnyFolder = TypeVar("AnyFolder", bound=Folder)
 
 QUIET_SECONDS, MOST_SECONDS = 1.0, 10.0
 
@@ -41,13 +44,13 @@ def parse_json(content: bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def free_name(damaged: Path) -> Path:
+def free_name(damaged: AnyFolder) -> AnyFolder:
     """Returns where something damaged goes, so that nothing is lost: `NAME.damaged`, `NAME.damaged1`, ..."""
     names = (damaged.with_name(f"{damaged.name}.damaged{number or ''}") for number in itertools.count())
-    return next(path for path in names if not os.path.lexists(path))
+    return next(path for path in names if not (path.exists() if is_remote(path) else os.path.lexists(path)))
 
 
-def remove_for_good(directories: Callable[[], Iterable[Path]]) -> None:
+def remove_for_good(directories: Callable[[], Iterable[Folder]]) -> None:
     """Removes existing directories, repeatedly until none has come back for QUIET_SECONDS.
 
     For what a failed save leaves: nothing tells when its writers have ended, and one that has not makes its directory
@@ -57,5 +60,5 @@ def remove_for_good(directories: Callable[[], Iterable[Path]]) -> None:
     while (now := time.monotonic()) < min(last_seen + QUIET_SECONDS, began + MOST_SECONDS):
         for directory in directories():
             last_seen = now
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_folder(directory)
         time.sleep(QUIET_SECONDS / 20)

@@ -2,13 +2,14 @@
 
 Orbax makes no checksums of arrays: one flipped bit comes back as another number. The manifest of a checkpoint is
 written into the temporary directory of the save, before the rename that finishes it; so every finished checkpoint has
-one.
+one. Behind a URL it lists names and sizes alone: to hash what was written would fetch all of it again, and
+object stores check the content of what they hold themselves.
 """
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from pydantic import NonNegativeInt, ValidationError
@@ -16,6 +17,7 @@ from pydantic import NonNegativeInt, ValidationError
 from meshloom.models.config import Record
 
 from .files import replace_json
+from .stores import Folder, file_sizes, is_remote
 
 FILE = "manifest.json"
 WRITTEN_LAST = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # by Orbax, after the manifest; no array rests on them
@@ -26,7 +28,7 @@ Compared = Literal["content", "sizes"]
 
 class FileEntry(Record):
     bytes: NonNegativeInt
-    sha256: str
+    sha256: str | None  # None: not known, of a file behind a URL
 
 
 class Manifest(Record):
@@ -37,25 +39,25 @@ class Manifest(Record):
     files: dict[str, FileEntry]
 
 
-def write_manifest(folder: Path, *, step: int | None = None) -> None:
-    """Writes the manifest of a folder whose files are all there. Reads each of them once."""
-    names = list(_names(folder))
-    with ThreadPoolExecutor() as threads:
-        hashes = threads.map(_sha256, [folder / name for name in names])
-    files = {
-        name: FileEntry(bytes=(folder / name).stat().st_size, sha256=digest)
-        for name, digest in zip(names, hashes, strict=True)
-    }
-    replace_json(folder / FILE, Manifest(version=2, step=step, files=files).model_dump())
+def write_manifest(folder: Folder, *, step: int | None = None) -> None:
+    """Writes the manifest of a folder whose files are all there. Reads each of them once, if they are on a disk."""
+    sizes = _sizes(folder)
+    hashes = dict.fromkeys(sizes) if is_remote(folder) else _hashes(Path(folder), sizes)
+    files = {name: FileEntry(bytes=size, sha256=hashes[name]) for name, size in sizes.items()}
+    manifest = Manifest(version=2, step=step, files=files)
+    if is_remote(folder):
+        (folder / FILE).write_text(manifest.model_dump_json(indent=1) + "\n")  # a store shows whole files alone
+    else:
+        replace_json(Path(folder) / FILE, manifest.model_dump())
 
 
 def damage_in(
-    folder: Path, *, expected: Collection[str], step: int | None = None, compare: Compared = "content"
+    folder: Folder, *, expected: Collection[str], step: int | None = None, compare: Compared = "content"
 ) -> str | None:
     """Returns the first difference from what was saved, as a phrase; None if there is none.
 
     expected: files that every manifest of this kind of folder lists. step: that the folder is taken for. compare: of
-    each file its content, which reads every byte, or its size alone.
+    each file its content, which reads every byte, or its size alone; behind a URL, sizes.
     """
     if not folder.is_dir():
         return "it is a file, not a directory" if folder.exists() else "there is no such directory"
@@ -68,37 +70,44 @@ def damage_in(
     if manifest.step != step:
         return f"it was saved as step {manifest.step}"
     return _difference(folder, manifest.files, expected) or (
-        _changed(folder, manifest.files) if compare == "content" else None
+        _changed(Path(folder), manifest.files) if compare == "content" and not is_remote(folder) else None
     )
 
 
-def _difference(folder: Path, files: dict[str, FileEntry], expected: Collection[str]) -> str | None:
-    there = set(_names(folder))
-    if missing := sorted(files.keys() - there):
+def _difference(folder: Folder, files: dict[str, FileEntry], expected: Collection[str]) -> str | None:
+    there = _sizes(folder)
+    if missing := sorted(files.keys() - there.keys()):
         return f"{missing[0]} is missing"
     # Operating systems leave hidden files; a file that is not hidden was saved, and has lost its entry.
-    unlisted = [name for name in there - files.keys() if not any(part.startswith(".") for part in Path(name).parts)]
-    if unlisted := sorted({*unlisted, *(set(expected) - files.keys())}):
+    unlisted = {name for name in there.keys() - files.keys() if not _is_hidden(name)}
+    if unlisted := sorted(unlisted | (set(expected) - files.keys())):
         return f"its {FILE} does not list {unlisted[0]}"
     for name, entry in files.items():
-        if (num_bytes := (folder / name).stat().st_size) != entry.bytes:
+        if (num_bytes := there[name]) != entry.bytes:
             return f"{name} has {num_bytes:,} bytes, {entry.bytes:,} were saved"
     return None
 
 
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in PurePosixPath(name).parts)
+
+
 def _changed(folder: Path, files: dict[str, FileEntry]) -> str | None:
-    with ThreadPoolExecutor() as threads:
-        hashes = threads.map(_sha256, [folder / name for name in files])
-    changed = (name for (name, entry), now in zip(files.items(), hashes, strict=True) if now != entry.sha256)
-    first = next(changed, None)
+    saved = {name: entry.sha256 for name, entry in files.items() if entry.sha256 is not None}
+    now = _hashes(folder, saved)
+    first = next((name for name in saved if now[name] != saved[name]), None)
     return f"the content of {first} has changed" if first else None
 
 
-def _names(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in {FILE, *WRITTEN_LAST}:
-            yield name
+def _sizes(folder: Folder) -> dict[str, int]:
+    """Returns the sizes of the files that a manifest lists."""
+    return {name: size for name, size in file_sizes(folder).items() if name not in {FILE, *WRITTEN_LAST}}
+
+
+def _hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    names = list(names)
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(names, threads.map(_sha256, [folder / name for name in names]), strict=True))
 
 
 def _sha256(path: Path) -> str:

@@ -33,11 +33,18 @@ from ..checkpoint.checkpoints import Checkpoints, Restored, restore
 from ..checkpoint.reschedule import describe_change
 from ..checkpoint.restore_plan import plan_restore
 from ..checkpoint.shared_start import find_shared_start
-from ..checkpoint.start import FOLDER, Start, check_checkpoint, check_steps_left, find_restorable
+from ..checkpoint.start import (
+    FOLDER,
+    Start,
+    check_checkpoint,
+    check_steps_left,
+    checkpoint_folder,
+    find_restorable,
+)
 from ..compile.artifact import check_artifact, read_artifact
 from ..compile.memory_check import check_state_memory
 from ..compile.run_programs import Precompiled, make_programs, mesh_of
-from ..core.exclusive import only_run_in
+from ..core.exclusive import only_run_in, only_run_that_saves_in
 from ..data import BatchIterator, Data, open_data
 from ..processes.agreement import check_same_declaration
 from ..processes.cluster import plan_start
@@ -133,6 +140,8 @@ def run_training(
     watch = Stopwatch(time.time() if began is None else began)
     with ExitStack() as held:
         together("lock of the run directory", lambda: held.enter_context(only_run_in(run_dir)))
+        saved_in = job.plan.spec.checkpoint.directory if job.plan.spec.checkpoint.is_saving else None
+        together("lock of the checkpoints", lambda: held.enter_context(only_run_that_saves_in(saved_in)))
         record = held.enter_context(recorded_run(run_dir, "train")) if processes.is_first else None
         exit_code = _train(job, run_dir, watch, overrides=overrides, console=console, processes=processes)
         return record.end(exit_code) if record else exit_code
@@ -280,7 +289,8 @@ def _check_data_left(batches: BatchIterator, num_steps: int) -> None:
 def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]]:
     rows = [("run directory", f"{run_dir}"), ("metrics", f"{run_dir}/metrics.jsonl")]
     if saved is not None:
-        rows.append(("checkpoint", f"{run_dir}/{FOLDER}/{saved}"))
+        folder = checkpoint_folder(run_dir, plan.spec) if plan.spec.checkpoint.directory else f"{run_dir}/{FOLDER}"
+        rows.append(("checkpoint", f"{folder}/{saved}"))
     if "tensorboard" in plan.spec.logging.trackers:
         rows.append(("curves", shlex.join(["tensorboard", "--logdir", f"{run_dir}/tensorboard"])))
     return rows

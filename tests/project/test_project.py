@@ -143,6 +143,7 @@ ADAPTERS = {  # the files that use private parts of a library, with the librarie
     "compiler/jax_private.py": {"jax"},
     "compiler/config/hydra_private.py": {"hydra", "omegaconf"},
     "runtime/processes/jax_private.py": {"jax"},
+    "runtime/checkpoint/s3.py": {"orbax"},
 }
 PRIVATE_MODULES = ("jax.interpreters", "jaxlib")  # without an underscore
 

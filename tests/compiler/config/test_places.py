@@ -10,9 +10,10 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.key_paths import value_at
 from meshloom.runtime.checkpoint.start import parse_place
 from meshloom.runtime.compile.compile_cache import cached_compilation
+from meshloom.runtime.core.stores import folder_at
 
 FOLDERS = ("shards.directory", "checkpoint.restore_from", "artifact", "compilation_cache", "data.source.directory",
-           "data.tokenizer.path")  # fmt: skip
+           "data.tokenizer.path", "checkpoint.directory")  # fmt: skip
 CHOICES = ("data=tokens", "data/tokenizer=huggingface")
 
 
@@ -97,6 +98,18 @@ def test_jax_is_given_the_url_of_a_cache_and_a_warning_says_where_it_cannot_be_u
     assert not Path("gs:").exists()
 
 
-def test_a_checkpoint_is_named_by_its_run_or_its_own_folder():
+@pytest.mark.parametrize("place", ["az://bucket/run", "memory://run", "s3://", "gs:///"])
+def test_checkpoints_are_behind_the_urls_that_tensorstore_opens(place):
+    assert _spec("checkpoint.directory=gs://bucket/run/").checkpoint.directory == "gs://bucket/run"
+    assert _spec("checkpoint.restore_from=s3://bucket/run").checkpoint.restore_from == "s3://bucket/run"
+    with pytest.raises(ConfigError) as error:
+        _spec(f"checkpoint.directory={place}")
+    assert [problem.where for problem in error.value.problems] == ["checkpoint.directory"]
+
+
+def test_a_checkpoint_is_named_by_its_run_or_its_own_folder(tmp_path):
+    assert parse_place("gs://b/a/checkpoints/20") == (folder_at("gs://b/a/checkpoints"), 20)
+    (tmp_path / "saved" / "20").mkdir(parents=True)
+    assert parse_place(f"{tmp_path}/saved") == (tmp_path / "saved", None)
     assert parse_place("runs/a") == (Path("runs/a/checkpoints"), None)
     assert parse_place("runs/a/checkpoints/20") == (Path("runs/a/checkpoints"), 20)

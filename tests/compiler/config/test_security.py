@@ -127,6 +127,10 @@ FORBIDDEN = {
     "compilation_cache": "compilation_cache: theirs",
     "distributed.coordinator_address": "distributed: {coordinator_address: 'example.com:1'}",
     "data.source.paths": "data: {source: {paths: ['https://example.com/${oc.env:HOME}']}}",
+    "checkpoint.restore_from": "checkpoint: {restore_from: 's3://example/${oc.env:HOME}'}",
+    "checkpoint.directory": "checkpoint: {directory: 's3://example/run'}",
+    "shards.directory": "shards: {directory: '${run.notes}'}",
+    "logging.mlflow.uri": "logging: {mlflow: {uri: 'https://example.com'}}",
     "compiler_options.xla_gpu_cuda_data_dir": "compiler_options: {xla_gpu_cuda_data_dir: theirs}",
     "compiler_options.xla_dump_to": "compiler_options: {xla_dump_to: theirs}",
 }
@@ -143,10 +147,14 @@ def test_a_config_file_cannot_set_what_runs_or_loads_code_and_hears_of_all_at_on
 
 
 def test_the_command_line_may_set_them(folder):
-    lines = ("compilation_cache=mine", "artifact=mine", "compiler_options.xla_dump_to=mine",
+    lines = ("checkpoint.directory=s3://mine/run", "logging.mlflow.uri=https://mine", "compilation_cache=mine",
+             "artifact=mine", "compiler_options.xla_dump_to=mine",
              "distributed.coordinator_address=localhost:1", "hydra.job_logging.root.level=INFO",
              "hydra.callbacks={}", "hydra.output_subdir=null")  # fmt: skip
-    Path("conf/experiment/theirs.yaml").write_text("# @package _global_\nseed: 3\nhydra: {run: {dir: theirs}}\n")
+    Path("conf/experiment/theirs.yaml").write_text(
+        "# @package _global_\nseed: 3\nhydra: {run: {dir: theirs}}\n"
+        "logging: {mlflow: {uri: '${oc.env:MLFLOW_TRACKING_URI,null}'}}\nshards: {directory: theirs}\n"
+    )
     spec = read_spec(Request((*search_path_override(lines, "conf"), "experiment=theirs")), then=lambda spec: spec)
     assert (spec.seed, spec.artifact, spec.compilation_cache) == (3, "mine", "mine")
     assert not (folder / "ran").exists()

@@ -1,0 +1,109 @@
+"""Folders of this machine, and folders behind gs:// and s3://, read in the same way.
+
+Behind a URL a folder is a prefix of names: etils.epath gives it pathlib's methods, and fsspec, below it, what pathlib
+does not have. TensorStore writes there past fsspec, so fsspec must not remember what it has listed.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import fsspec.config
+from etils import epath
+
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.places import is_url
+
+Folder = Path | epath.Path
+
+PACKAGES = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # extras of pyproject.toml, by scheme
+_PROBE = ".meshloom-can-write"
+
+logging.getLogger("gcsfs").setLevel(logging.ERROR)  # it warns at each file where it may not read the kind of a bucket
+for _scheme in ("s3", "gs", "gcs"):
+    fsspec.config.conf.setdefault(_scheme, {}).setdefault("use_listings_cache", False)
+
+
+def folder_at(text: str) -> Folder:
+    """Returns the folder of a path or URL."""
+    return epath.Path(text) if is_url(text) else Path(text)
+
+
+def is_remote(folder: Folder) -> bool:
+    """Returns True for a folder behind a URL."""
+    return is_url(str(folder))
+
+
+def absolute(folder: Folder) -> Folder:
+    """Returns the path without links, from the root on; a URL as it is."""
+    return folder if is_remote(folder) else folder.resolve()
+
+
+def file_sizes(folder: Folder) -> dict[str, int]:
+    """Returns the sizes of all files in a folder and below, by path in it."""
+    if not is_remote(folder):
+        local = Path(folder)
+        found = (path for path in sorted(local.rglob("*")) if path.is_file())
+        return {path.relative_to(local).as_posix(): path.stat().st_size for path in found}
+    system, place = _system(folder)
+    infos = system.find(place, detail=True)
+    return {name.removeprefix(place).lstrip("/"): info["size"] for name, info in sorted(infos.items())}
+
+
+def remove_folder(folder: Folder) -> None:
+    """Removes a folder and all in it, as far as it can be removed."""
+    if not is_remote(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    system, place = _system(folder)
+    if system.exists(place):
+        system.rm(place, recursive=True)
+
+
+def check_bucket(folder: Folder, where: str) -> None:
+    """Raises ConfigError where a folder behind a URL cannot be looked into: for want of a package, of the bucket, or of
+    access."""
+    if not is_remote(folder):
+        return
+    with _problems_at(folder, where, "read"):
+        system, place = _system(folder)
+        bucket = place.partition("/")[0]
+        system.ls(place) if system.exists(place) else system.ls(bucket)
+
+
+def check_writable(folder: Folder, where: str) -> None:
+    """Raises ConfigError where nothing can be written into a folder behind a URL. Writes a small file, and removes
+    it."""
+    if not is_remote(folder):
+        return
+    with _problems_at(folder, where, "written to"):
+        system, place = _system(folder)
+        system.pipe_file(f"{place}/{_PROBE}", b"1")
+        system.rm_file(f"{place}/{_PROBE}")
+
+
+def what_store_said(error: BaseException) -> str:
+    """Returns what a store said, in one line: each kind of store raises its own."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _system(folder: Folder) -> tuple[Any, str]:
+    system, place = fsspec.core.url_to_fs(str(folder))
+    return system, str(place)
+
+
+@contextmanager
+def _problems_at(folder: Folder, where: str, done: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        extra = PACKAGES.get(str(folder).partition("://")[0])
+        fix = f"pip install 'meshloom[{extra}]'" if extra else str(error)
+        raise ConfigError([Problem(where, f"'{folder}' needs a package that is not installed", fix)]) from error
+    except Exception as error:
+        what = f"'{folder}' cannot be {done}: {what_store_said(error)}"
+        raise ConfigError([Problem(where, what, "check the name of the bucket, and your access to it")]) from error
