@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from ..hlo import Computation, Instruction, Module
 from ..hlo.types import HBM, ArrayType, elements_of, parse_type
 
-Value = frozenset[int] | tuple["Value", ...]  # the arrays that a value consists of, by number
-NOTHING: Value = frozenset()
+ArraySet = frozenset[int] | tuple["ArraySet", ...]  # the arrays that a value consists of, by number
+NOTHING: ArraySet = frozenset()
 
 _SAME = {"bitcast", "opt-barrier", "optimization-barrier", "all-reduce-done", "async-update", "call-update"}
 _IN_PLACE = {"dynamic-update-slice", "scatter"}  # of the first operand
@@ -105,7 +105,7 @@ class _Made:
 class _Step:
     """The effect of an instruction on memory. names_only: it moves nothing."""
 
-    value: Value
+    value: ArraySet
     made: set[int] = field(default_factory=set)
     inside: _Peak = _Peak()
     names_only: bool = False
@@ -117,7 +117,7 @@ class _Walk:
     arrays: list[_Made] = field(default_factory=list)
     same: dict[int, int] = field(default_factory=dict)  # what is another array's place
 
-    def made(self, instruction: Instruction, type_text: str) -> Value:
+    def made(self, instruction: Instruction, type_text: str) -> ArraySet:
         """Returns a new array for each of a type's."""
         elements = elements_of(type_text)
         if elements is not None:
@@ -149,12 +149,14 @@ class _Walk:
             for number, several in sorted(shared.items())
         }
 
-    def run(self, computation: Computation, arguments: tuple[Value, ...], results: Value | None) -> tuple[_Peak, Value]:
+    def run(
+        self, computation: Computation, arguments: tuple[ArraySet, ...], results: ArraySet | None
+    ) -> tuple[_Peak, ArraySet]:
         """Returns the peak of a computation besides its arguments, and its result.
 
         results: the places that the result goes to; None: it is new, and the caller's to count.
         """
-        values: dict[str, Value] = {}
+        values: dict[str, ArraySet] = {}
         steps: list[_Step] = []
         for each in computation.instructions:
             step = self._step(each, values, arguments)
@@ -168,7 +170,7 @@ class _Walk:
             self._put(root, results, own)
         return self._peak(computation, steps, values, own), root
 
-    def _peak(self, computation: Computation, steps: list[_Step], values: dict[str, Value], own: set[int]) -> _Peak:
+    def _peak(self, computation: Computation, steps: list[_Step], values: dict[str, ArraySet], own: set[int]) -> _Peak:
         own = {n for n in own if n not in self.same}
         last: dict[int, int] = {}
         written: dict[int, int] = {}  # an array outside -> the step that first writes into it
@@ -206,14 +208,14 @@ class _Walk:
                 now -= live.pop(n)
         return replace(peak, during=during)
 
-    def _dying(self, each: Instruction, values: dict[str, Value], last: dict[int, int], place: int) -> list[int]:
+    def _dying(self, each: Instruction, values: dict[str, ArraySet], last: dict[int, int], place: int) -> list[int]:
         """Returns the operands that it reads last if its results may overwrite them: copies and elementwise
         operations."""
         if each.opcode != "copy" and not (each.opcode == "fusion" and each.attribute("kind") == "kLoop"):
             return []
         return [n for name in each.operands for n in _flat(values[name]) if last.get(n) == place]
 
-    def _put(self, value: Value, place: Value, own: set[int]) -> None:
+    def _put(self, value: ArraySet, place: ArraySet, own: set[int]) -> None:
         """Merges the results of a loop's body, or of the program, with the buffers that receive them."""
         if isinstance(value, tuple) and isinstance(place, tuple):
             for inner, outer in zip(value, place, strict=False):
@@ -221,7 +223,7 @@ class _Walk:
         elif len(made := set(_flat(value)) & own) == 1 and len(there := set(_flat(place))) == 1:
             self.same[made.pop()] = there.pop()
 
-    def _step(self, each: Instruction, values: dict[str, Value], arguments: tuple[Value, ...]) -> _Step:
+    def _step(self, each: Instruction, values: dict[str, ArraySet], arguments: tuple[ArraySet, ...]) -> _Step:
         opcode, operands = each.opcode, [values[name] for name in each.operands]
         if opcode == "parameter":
             return _Step(arguments[int(each.argument)], names_only=True)
@@ -246,7 +248,7 @@ class _Walk:
             self.arrays[n].readers.append(each)
         return _Step(value, made)
 
-    def _called(self, each: Instruction, operands: list[Value]) -> _Step:
+    def _called(self, each: Instruction, operands: list[ArraySet]) -> _Step:
         if each.opcode == "while":
             body = self.module.computations[(each.attribute("body") or "").lstrip("%")]
             inside, _ = self.run(body, (operands[0],), operands[0])
@@ -261,7 +263,7 @@ class _Walk:
         made = set(_flat(value)) - {n for operand in operands for n in _flat(operand)}
         return _Step(value, made, inside)
 
-    def _started(self, each: Instruction, operands: list[Value]) -> Value:
+    def _started(self, each: Instruction, operands: list[ArraySet]) -> ArraySet:
         """(operands, results, ...) but for three: an all-reduce has results alone, a copy the other order, and what
         receives has no operand to send."""
         elements = elements_of(each.type_text)
@@ -272,7 +274,7 @@ class _Walk:
         first = tuple(operands) if elements[0].startswith("(") else operands[0] if operands else NOTHING
         return (first, *(self.made(each, element) for element in elements[1:]))
 
-    def _made_by(self, each: Instruction, operands: list[Value]) -> Value:
+    def _made_by(self, each: Instruction, operands: list[ArraySet]) -> ArraySet:
         if each.opcode in _IN_PLACE:
             return operands[0]
         if each.attribute("custom_call_target") == "ConcatBitcast":  # slices that lie side by side
@@ -310,7 +312,7 @@ class _Walk:
         return self._origin(each.operands[0], inner) if each.opcode in {"bitcast", *_IN_PLACE} else None
 
 
-def _donated(module: Module, arguments: tuple[Value, ...]) -> Value:
+def _donated(module: Module, arguments: tuple[ArraySet, ...]) -> ArraySet:
     """Returns the buffers of the program's results: donated arguments, or new ones."""
     start = module.header.find("input_output_alias={")
     text = module.header[start : module.header.find("entry_computation_layout", start)] if start >= 0 else ""
@@ -328,7 +330,7 @@ def _path(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
 
 
-def _done(opcode: str, started: Value) -> Value:
+def _done(opcode: str, started: ArraySet) -> ArraySet:
     if opcode == "copy-done":
         return _element(started, 0)
     if opcode == "recv-done":
@@ -336,13 +338,13 @@ def _done(opcode: str, started: Value) -> Value:
     return NOTHING if opcode == "send-done" else _element(started, 1)
 
 
-def _element(value: Value, index: int) -> Value:
+def _element(value: ArraySet, index: int) -> ArraySet:
     if not isinstance(value, tuple):
         return value
     return value[index] if index < len(value) else NOTHING
 
 
-def _element_of(operands: list[Value], place: tuple[int, tuple[int, ...]]) -> Value:
+def _element_of(operands: list[ArraySet], place: tuple[int, tuple[int, ...]]) -> ArraySet:
     number, path = place
     value = operands[number]
     for index in path:
@@ -350,7 +352,7 @@ def _element_of(operands: list[Value], place: tuple[int, tuple[int, ...]]) -> Va
     return value
 
 
-def _flat(value: Value) -> Iterator[int]:
+def _flat(value: ArraySet) -> Iterator[int]:
     for each in value:
         if isinstance(each, int):
             yield each
