@@ -14,7 +14,7 @@ from meshloom.compiler.config.spec import DistributedSpec
 from meshloom.compiler.core.errors import Problem
 
 from ..core.failures import LOST, RunFailed
-from .jax_private import Start, joined, started_by
+from .jax_private import Starter, joined, started_by
 from .lost import Group, Lookout
 
 SECONDS_FOR_ANSWER = 5  # in which the service names those that did not come, before clients give up by themselves
@@ -37,12 +37,12 @@ def initialize(arguments: Mapping[str, Any], timeouts: DistributedSpec, lookout:
 def _own_parts(timeouts: DistributedSpec, lookout: Lookout) -> AbstractContextManager[None]:
     """Within the `with`, `initialize` starts the service and the client with more arguments than it gives them."""
 
-    def service(start_service: Start, address: str, count: int, **options: Any) -> Any:
+    def service(start_service: Starter, address: str, count: int, **options: Any) -> Any:
         check_port_is_free(address)
         seconds = timeouts.initialization_timeout_seconds
         return start_service(address, count, cluster_register_timeout=seconds, **options)
 
-    def client(make_client: Start, address: str, index: int, **options: Any) -> Any:
+    def client(make_client: Starter, address: str, index: int, **options: Any) -> Any:
         lookout.start(Group(index, joined().num_processes, address, timeouts))
         return make_client(address, index, **options)
 

@@ -21,7 +21,7 @@ from jax._src.clusters import GceTpuCluster, GkeTpuCluster
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 TPU_CLUSTERS = {"gketpu": GkeTpuCluster, "gcetpu": GceTpuCluster}  # the second asks the network, on a TPU host alone
-Start = Callable[..., Any]
+Starter = Callable[..., Any]
 
 
 def joined() -> Any:
@@ -35,7 +35,7 @@ def has_chip() -> bool:
 
 
 @contextmanager
-def started_by(service: Start, client: Start) -> Iterator[None]:
+def started_by(service: Starter, client: Starter) -> Iterator[None]:
     """Within the `with`, `jax.distributed.initialize` starts its service and its client by these functions, whose first
     argument is JAX's own."""
     start_service, make_client = _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client
