@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 
 from ..analysis.compiled_step import used_devices_per_chip
+from ..estimate.estimate import StepEstimate
 from ..plan import Plan
 from ..schema import Alternative
-from .evaluation import Candidate, Evaluation, Replan, evaluate_allowed, evaluate_plan
+from .evaluation import Candidate, Evaluation, Replan, evaluate_allowed, evaluate_estimate
 
 POLICIES = ("full", "save_names", "save_dots", "none")
 OVERLAPS = (("overlap=none",), ("overlap=xla",), ("overlap=auto",))
@@ -14,11 +15,11 @@ _AXES = ("replica", "data", "fsdp", "tensor")
 _TENSOR = 4  # shards of a layer: what fits on the shortest links of all chips
 
 
-def find_alternatives(plan: Plan, replan: Replan) -> tuple[Alternative, ...]:
+def find_alternatives(plan: Plan, estimate: StepEstimate, replan: Replan) -> tuple[Alternative, ...]:
     """Returns the declared step, and those that differ from it in one thing, by the estimate. Those that the
     declaration does not allow are left out, and overlaps that the estimate knows no difference for; () where there is
     no other, or where times cannot be estimated."""
-    own = _alternative(Candidate(()), plan, evaluate_plan(plan))
+    own = _alternative(Candidate(()), plan, evaluate_estimate(estimate))
     if own is None:
         return ()
     others = [other for overrides in (*_of_remat(plan), *_of_sharding(plan)) if (other := _allowed(overrides, replan))]

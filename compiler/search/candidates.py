@@ -31,13 +31,21 @@ from .evaluation import Candidate, Evaluation
 FLAT = LayerLoop(unroll=1, batch_split=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False)
 
 
+@dataclass(frozen=True, order=True)
+class ExpectedWait:
+    """What compute waits for in a step, by the model; less of it is better. unknown_bytes: of communication whose time
+    is not known. seconds: of all else."""
+
+    unknown_bytes: float
+    seconds: float
+
+
 @dataclass(frozen=True)
 class OverlapCandidate(Candidate):
-    """A way to run the layers. expected_seconds: the time that compute waits for communication and copies, by the
-    model."""
+    """A way to run the layers. wait: for communication and copies."""
 
     way: OverlapConfig
-    expected_seconds: float
+    wait: ExpectedWait
 
 
 def applied(way: OverlapConfig, spec: RunSpec) -> RunSpec:
@@ -79,10 +87,10 @@ def overlap_candidates(plan: Plan, estimate: StepEstimate) -> tuple[OverlapCandi
     )
 
     def candidate(way: OverlapConfig) -> OverlapCandidate:
-        return OverlapCandidate(overrides_of_way(way, plan.spec), way, expected_seconds(plan, estimate, way))
+        return OverlapCandidate(overrides_of_way(way, plan.spec), way, expected_wait(plan, estimate, way))
 
     rest = [candidate(way) for way in ways if way != declared]
-    rest.sort(key=lambda one: one.expected_seconds)
+    rest.sort(key=lambda one: one.wait)
     seen, firsts = _choices(declared, presets), list[OverlapCandidate]()
     for one in rest:
         if not _choices(one.way, presets) <= seen:
@@ -98,7 +106,7 @@ def _choices(way: OverlapConfig, presets: Mapping[str, FlagPreset]) -> set[str]:
     return {f"{', '.join(way.strategies)} in {way.layers.batch_split} parts", *of_weights}
 
 
-def expected_seconds(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> float:
+def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> ExpectedWait:
     """Returns the time of a step that is not arithmetic: exposed collectives, copies of weights carried by a loop, and
     ring sums.
 
@@ -106,7 +114,8 @@ def expected_seconds(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> 
     early; of those that a neighbouring layer hides, none. Weights prefetched for a later iteration are copied into
     their buffer; if the layers of an unrolled body alternate buffers, only one of them is. A ring's sends overlap with
     its matmuls; without the ring they are a reduce-scatter after them, in half the time, as it uses both directions.
-    With a batch split, the collectives of one part's activations stay exposed.
+    With a batch split, the collectives of one part's activations stay exposed. One that is hidden counts as such,
+    however long it takes.
     """
     loop, flag_presets = way.layers, way.flag_presets
     stacks = {stack.name for stack in plan.model.stacks}
@@ -116,33 +125,38 @@ def expected_seconds(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> 
     turns = 1 if loop.unroll % (loop.prefetch + 1) else loop.prefetch + 1
     is_copied = plan.target.compiler.copies_loop_carry and loop.prefetch
     behind = {} if loop.reduce_in_backward else _reduced_behind(plan)
-    exposed, link_seconds, passed_bytes = 0.0, 0.0, 0.0
+    unknown_bytes, exposed, link_seconds, passed_bytes = 0.0, 0.0, 0.0, 0.0
     of_layers = [one for one in estimate.communication if one.source in paths and one.source.split("/")[0] in stacks]
     for one in estimate.communication:
-        seconds = _alone_seconds(plan, one)
-        link_seconds += seconds
+        seconds = plan.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes)
         is_gather = one.kind == "all-gather"
+        share = 0.0  # that is exposed
         if one.kind == "collective-permute":
             if COLLECTIVE_MATMUL in way.strategies:
                 passed_bytes += NUM_PASSES * one.num_bytes
             else:
-                exposed += seconds / 2 / loop.batch_split
-            continue
-        if one.source not in paths:
-            stays = 1 / loop.batch_split if one.kind in hidden["weights"] else 1.0
-            exposed += stays * seconds if one.kind not in hidden["activations"] else 0.0
-            continue
-        is_behind = not is_gather and one.mesh_axes in behind.get(one.source, ())
-        if one.kind not in hidden["weights"] or one not in of_layers or is_behind:
-            exposed += seconds
+                share = 1 / 2 / loop.batch_split
+        elif one.source not in paths:
+            if one.kind not in hidden["activations"]:
+                share = 1 / loop.batch_split if one.kind in hidden["weights"] else 1.0
+        elif one.kind not in hidden["weights"] or one not in of_layers or _is_behind(one, behind):
+            share = 1.0
         elif not begins_early and not (loop.prefetch if is_gather else loop.deferred_reduce_scatter):
-            alike = [other for other in of_layers if (other.kind, other.direction) == (one.kind, one.direction)]
-            exposed += seconds / len(alike)
+            share = 1 / sum((other.kind, other.direction) == (one.kind, one.direction) for other in of_layers)
         if is_copied and is_gather and one in of_layers:
             passed_bytes += 2 * one.num_bytes // turns  # read and written
+        if seconds is None:
+            unknown_bytes += share * one.num_bytes
+        else:
+            link_seconds += one.count * seconds
+            exposed += share * one.count * seconds
     compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
     bandwidth = plan.target.hbm_bytes_per_second_per_device or float("inf")
-    return max(exposed, link_seconds - compute) + passed_bytes / bandwidth
+    return ExpectedWait(unknown_bytes, max(exposed, link_seconds - compute) + passed_bytes / bandwidth)
+
+
+def _is_behind(one: PlannedCollective, behind: Mapping[str, tuple[tuple[str, ...], ...]]) -> bool:
+    return one.kind != "all-gather" and one.mesh_axes in behind.get(one.source, ())
 
 
 def _reduced_behind(plan: Plan) -> dict[str, tuple[tuple[str, ...], ...]]:
@@ -276,7 +290,3 @@ def _flag_presets(plan: Plan) -> Iterator[tuple[str, ...]]:
     others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if plan.roles.partitioner else []
     for weight, activation in product(weights, [*others, ()]):
         yield weight + activation
-
-
-def _alone_seconds(plan: Plan, one: PlannedCollective) -> float:
-    return one.count * (plan.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes) or 0.0)

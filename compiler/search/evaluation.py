@@ -13,7 +13,7 @@ from ..analysis.compiled_step import CompiledStep
 from ..analysis.unavailable import Unavailable
 from ..core.errors import ConfigError
 from ..core.partition_spec import Axes
-from ..estimate.estimate import estimate_step
+from ..estimate.estimate import StepEstimate, estimate_step
 from ..plan import Plan
 
 Replan = Callable[[tuple[str, ...]], Plan]  # the plan with these additional overrides; raises ConfigError
@@ -66,7 +66,11 @@ def unknown(why: str) -> Evaluation:
 
 def evaluate_plan(plan: Plan) -> Evaluation:
     """Returns the evaluation of a plan by its estimate, without a compiler."""
-    estimate = estimate_step(plan)
+    return evaluate_estimate(estimate_step(plan))
+
+
+def evaluate_estimate(estimate: StepEstimate) -> Evaluation:
+    """Returns the evaluation of a plan whose estimate is there."""
     memory, time = estimate.memory, estimate.time
     return Evaluation(
         seconds=time and time.seconds,

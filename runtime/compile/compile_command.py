@@ -19,6 +19,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
 from meshloom.compiler.core.format import human_bytes, human_share
 from meshloom.compiler.driver import plan_run, report_of
+from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.summary import show_summary as show_report
 from meshloom.compiler.schema import MemoryChange, Report, SearchReport
@@ -148,7 +149,7 @@ def compile_job(
     with Phases(console, "alternatives") as phases:
         phases.begin("estimating")
         changes = _savings(stored.step, replan) if replan and stored.step.fits is False else ()
-        alternatives = find_alternatives(job.plan, replan) if replan else ()
+        alternatives = find_alternatives(job.plan, _estimate_of(job.plan, stored.step), replan) if replan else ()
     report = report_of(
         stored.step,
         overrides=stored.overrides,
@@ -158,6 +159,11 @@ def compile_job(
         alternatives=alternatives,
     )
     return Compiled(stored, report)
+
+
+def _estimate_of(declared: Plan, step: CompiledStep) -> StepEstimate:
+    """Returns the estimate of the declaration: the compiled step's, but where a search compiled other steps."""
+    return step.estimate if step.plan is declared else estimate_step(declared)
 
 
 def write_compiled(compiled: Compiled, run_dir: Path) -> tuple[Path, ...]:

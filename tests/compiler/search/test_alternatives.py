@@ -20,9 +20,14 @@ def replanned(*overrides: str, to: Sequence[str] = OVERRIDES):
     return lambda more: read_spec(Request((*to, *overrides, *more)), then=plan_run)
 
 
+def alternatives_of(replan):
+    plan = replan(())
+    return find_alternatives(plan, estimate_step(plan), replan)
+
+
 def test_each_is_what_the_estimate_says_of_its_declaration():
     replan = replanned("target=h100-16", "sharding=fsdp", "global_batch_size=32")
-    own, *others = find_alternatives(replan(()), replan)
+    own, *others = alternatives_of(replan)
     assert own.overrides == ()
     assert [each.overrides for each in others] == [
         ("remat=save_names",),
@@ -43,7 +48,7 @@ def test_each_is_what_the_estimate_says_of_its_declaration():
 def test_the_declared_mesh_is_no_alternative_and_what_is_refused_is_left_out():
     """The 3 heads of this model are not divided by 4 tensor shards."""
     replan = replanned("target=v5e-8", "sharding=hsdp", "mesh.replica=2", "model.num_heads=3", "model.num_kv_heads=3")
-    found = find_alternatives(replan(()), replan)
+    found = alternatives_of(replan)
     shardings = [each.overrides[0] for each in found if "sharding" in "".join(each.overrides)]
     assert shardings == ["sharding=fsdp"]
 
@@ -58,7 +63,7 @@ def test_the_declared_mesh_is_no_alternative_and_what_is_refused_is_left_out():
 )
 def test_overlaps_are_alternatives_where_the_estimate_knows_a_difference(declared, longer, shorter):
     replan = replanned("target=v6e-16", "sharding=fsdp", "global_batch_size=32", declared, to=LINEAR)
-    own, *found = find_alternatives(replan(()), replan)
+    own, *found = alternatives_of(replan)
     overlaps = {each.overrides[0]: each for each in found if each.overrides[0].startswith("overlap")}
     assert [name for name, each in overlaps.items() if each.seconds > own.seconds] == longer
     assert [name for name, each in overlaps.items() if each.seconds < own.seconds] == shorter
@@ -74,6 +79,6 @@ def test_overlaps_are_alternatives_where_the_estimate_knows_a_difference(declare
 )
 def test_there_are_none_where_nothing_can_be_compared(overrides):
     replan = replanned(*overrides)
-    found = find_alternatives(replan(()), replan)
+    found = alternatives_of(replan)
     assert [each.overrides for each in found if any("sharding" in text for text in each.overrides)] == []
     assert bool(found) is ("target=cpu-8" not in overrides)

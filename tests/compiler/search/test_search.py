@@ -31,7 +31,7 @@ from meshloom.compiler.search.candidates import (
     applied,
     best_of,
     could_gain,
-    expected_seconds,
+    expected_wait,
     overlap_candidates,
 )
 from meshloom.compiler.search.evaluation import Evaluation
@@ -103,7 +103,7 @@ def test_the_declared_program_is_the_first_and_no_other_is_it():
     ways = [(one.way.layers, one.way.flag_presets) for one in candidates]
     assert ways[0] == (plan.spec.overlap.layers, ("sparse_core",))
     assert len(set(ways)) == len(ways)
-    expected = [one.expected_seconds for one in candidates[1:]]
+    expected = [one.wait for one in candidates[1:]]
     assert expected == sorted(expected)
     assert (FLAT, ()) in ways
 
@@ -175,10 +175,10 @@ def test_the_model_of_what_is_exposed_is_the_sum_by_hand():
     plan = plan_as_declared(*V5P)
     estimate = estimate_declared(plan)
     links = {part.name.split(" ")[0]: part.link_seconds or 0.0 for part in estimate.roofline}
-    alone = expected_seconds(plan, estimate, way(FLAT))
+    alone = expected_wait(plan, estimate, way(FLAT)).seconds
     assert alone == pytest.approx(sum(links.values()), rel=1e-6)
     loops = (FLAT, AHEAD, AHEAD.model_copy(update={"unroll": 1}))
-    hidden, half_copied, copied = (expected_seconds(plan, estimate, way(loop, "sparse_core")) for loop in loops)
+    hidden, half_copied, copied = (expected_wait(plan, estimate, way(loop, "sparse_core")).seconds for loop in loops)
     assert hidden == pytest.approx(alone - links["layers"] - links.get("attention", 0.0), rel=0.02)
     layers = [array for array in plan.sharding.parameters if array.array.path.startswith("layers/")]
     matrices = sum(2 * math.prod(array.array.shape) for array in layers)
@@ -187,13 +187,33 @@ def test_the_model_of_what_is_exposed_is_the_sum_by_hand():
     assert half_copied - hidden == pytest.approx((copied - hidden) / 2, rel=0.01)
 
 
+def test_a_way_that_waits_for_links_of_unknown_time_is_not_as_if_it_took_none(monkeypatch):
+    """Where no gather's time is known, a way that leaves the layers' exposed waits for their bytes and comes last."""
+    plan = plan_as_declared(*V5P)
+    estimate, known = estimate_declared(plan), type(plan.mesh).alone_seconds
+    ways = (way(FLAT), way(AHEAD, "sparse_core"))
+    waits, hides = (expected_wait(plan, estimate, each) for each in ways)
+    assert (waits.unknown_bytes, hides.unknown_bytes) == (0, 0)
+    assert waits > hides
+    monkeypatch.setattr(
+        type(plan.mesh), "alone_seconds", lambda self, kind, *of: None if "gather" in kind else known(self, kind, *of)
+    )
+    gathers = [one for one in estimate.communication if one.kind == "all-gather"]
+    waits, hides = (expected_wait(plan, estimate, each) for each in ways)
+    assert waits.unknown_bytes == sum(one.num_bytes for one in gathers)
+    assert hides.unknown_bytes == sum(one.num_bytes for one in gathers if not one.source.startswith("layers/"))
+    assert waits > hides
+    waiting = [one.wait.unknown_bytes for one in overlap_candidates(plan, estimate)]
+    assert waiting[-1] == max(waiting) > min(waiting[1:])
+
+
 def test_more_communication_than_compute_stays_exposed_whatever_is_tried():
     plan = plan_as_declared("target=h100-64", "model=linear_stack", "global_batch_size=64", "sequence_length=128")
     estimate = estimate_declared(plan)
     compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
     links = sum(part.link_seconds or 0.0 for part in estimate.roofline)
     assert links > compute
-    assert expected_seconds(plan, estimate, way(AHEAD)) >= links - compute
+    assert expected_wait(plan, estimate, way(AHEAD)).seconds >= links - compute
 
 
 def test_a_set_for_another_chip_and_one_that_does_not_exist_are_both_told():
