@@ -56,6 +56,9 @@ class MemoryChange(Record):
     cost: str  # "the forward pass is computed twice"
 
 
+MAX_IMBALANCE = "moe.max_imbalance"  # of an alternative with room for the usual imbalance of experts alone
+
+
 class Alternative(Record):
     """A declaration of the step by the estimate, without a compiler. overrides: what it changes; none: nothing."""
 

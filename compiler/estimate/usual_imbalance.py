@@ -6,13 +6,20 @@ any imbalance, the default, can be several times the mean; trained routers stay 
 
 from dataclasses import replace
 
+from ..config.override_text import override
 from ..core.trees import like
 from ..parallel.experts import ExpertsPlan
 from ..parallel.operation import OpInputs, plan_operations
 from ..parallel.weight_plan import plan_weights
 from ..plan import Plan
+from ..schema import MAX_IMBALANCE
 
 USUAL = 1.25  # the capacity factor that Switch Transformers settled on (arXiv:2101.03961, section 2.2)
+
+
+def overrides_of_imbalance(plan: Plan) -> tuple[str, ...]:
+    """Returns the overrides that declare the room for experts of this plan."""
+    return (override(MAX_IMBALANCE, plan.spec.moe.max_imbalance),)
 
 
 def plan_usual_imbalance(plan: Plan) -> Plan | None:

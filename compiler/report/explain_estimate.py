@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..config.override_text import override
 from ..core.console import Column, Console, Line, Part, Table
 from ..core.format import human_bytes, human_count, human_range, human_seconds
 from ..estimate.assumed_overlap import overrides_of
@@ -14,7 +13,7 @@ from ..estimate.communication import PlannedCollective, sent_bytes
 from ..estimate.estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate, estimate_step
 from ..estimate.roofline import roofline_seconds
 from ..estimate.step_time import TimeEstimate
-from ..estimate.usual_imbalance import plan_usual_imbalance
+from ..estimate.usual_imbalance import overrides_of_imbalance, plan_usual_imbalance
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
@@ -56,7 +55,7 @@ def _usual(plan: Plan) -> str:
     """Returns the step with room for the usual imbalance of experts."""
     found = estimate_step(plan)
     assert found.time is not None, "the declared step has one, on the same chips"
-    limit = override("moe.max_imbalance", plan.spec.moe.max_imbalance)
+    (limit,) = overrides_of_imbalance(plan)
     return (f"estimated step with room for {plan.spec.moe.max_imbalance:g} times the mean rows of experts ({limit}, "
             f"which drops what is more), {human_bytes(found.memory.peak_bytes)} per device: "
             f"{_time(plan, found.time)}")  # fmt: skip
@@ -115,6 +114,7 @@ def estimate_as_json(plan: Plan, estimate: StepEstimate) -> dict[str, Any]:
         "roofline_seconds": roofline_seconds(estimate.roofline),
         "bound_seconds": bound,
         "time": _time_as_json(plan, estimate.time),
+        **_usual_as_json(plan),
         "unknown_primitives": [asdict(one) for one in estimate.unknown],
         "unknown": rates | links | host | uncounted | least | timed,
     }
@@ -128,6 +128,21 @@ def _time_as_json(plan: Plan, time: TimeEstimate | None) -> dict[str, Any] | Non
     between = list(accuracy.range_of(time.seconds)) if accuracy else None
     return {"seconds": time.seconds, "range_seconds": between, "compute_seconds": time.compute_seconds,
             "exposed_seconds": exposed}  # fmt: skip
+
+
+def _usual_as_json(plan: Plan) -> dict[str, Any]:
+    """Returns the step with room for the usual imbalance of experts, where the declaration has room for any."""
+    usual = plan_usual_imbalance(plan)
+    if usual is None:
+        return {}
+    found = estimate_step(usual)
+    return {
+        "usual_imbalance": {
+            "overrides": list(overrides_of_imbalance(usual)),
+            "peak_bytes_per_device": found.memory.peak_bytes,
+            "time": _time_as_json(usual, found.time),
+        }
+    }
 
 
 def unknown_primitives(plan: Plan, estimate: StepEstimate) -> tuple[UnknownPrimitive, ...]:

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 from ..analysis.compiled_step import used_devices_per_chip
 from ..estimate.estimate import StepEstimate
+from ..estimate.usual_imbalance import overrides_of_imbalance, plan_usual_imbalance
 from ..plan import Plan
 from ..schema import Alternative
-from .evaluation import Candidate, Evaluation, Replan, evaluate_allowed, evaluate_estimate
+from .evaluation import Candidate, Evaluation, Replan, evaluate_allowed, evaluate_estimate, evaluate_plan
 
 POLICIES = ("full", "save_names", "save_dots", "none")
 OVERLAPS = (("overlap=none",), ("overlap=xla",), ("overlap=auto",))
@@ -16,15 +17,17 @@ _TENSOR = 4  # shards of a layer: what fits on the shortest links of all chips
 
 
 def find_alternatives(plan: Plan, estimate: StepEstimate, replan: Replan) -> tuple[Alternative, ...]:
-    """Returns the declared step, and those that differ from it in one thing, by the estimate. Those that the
-    declaration does not allow are left out, and overlaps that the estimate knows no difference for; () where there is
-    no other, or where times cannot be estimated."""
+    """Returns the declared step, and those that differ from it in one thing, by the estimate; of experts with room for
+    any imbalance the step with room for the usual one, too. Those that the declaration does not allow are left out, and
+    overlaps that the estimate knows no difference for; () where there is no other, or where times cannot be
+    estimated."""
     own = _alternative(Candidate(()), plan, evaluate_estimate(estimate))
     if own is None:
         return ()
     others = [other for overrides in (*_of_remat(plan), *_of_sharding(plan)) if (other := _allowed(overrides, replan))]
     overlaps = [other for overrides in OVERLAPS if (other := _allowed(overrides, replan))]
     others += [other for other in overlaps if other.seconds != own.seconds]
+    others += [usual] if (usual := _at_usual_imbalance(plan)) else []
     return (own, *others) if others else ()
 
 
@@ -44,6 +47,11 @@ def _alternative(one: Candidate, plan: Plan, found: Evaluation) -> Alternative |
         peak_bytes_per_chip=found.peak_bytes * used_devices_per_chip(plan.target),
         fits=found.fits,
     )
+
+
+def _at_usual_imbalance(plan: Plan) -> Alternative | None:
+    usual = plan_usual_imbalance(plan)
+    return usual and _alternative(Candidate(overrides_of_imbalance(usual)), usual, evaluate_plan(usual))
 
 
 def _of_remat(plan: Plan) -> Iterator[tuple[str, ...]]:

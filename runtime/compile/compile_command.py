@@ -254,6 +254,8 @@ def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], ru
         say(console, f"left out of overlap.flag_presets, as this compiler does not know it: {unknown}")
     show_report(report, console, files=files)
     _show_unread(console, compiled.stored.step, run_dir / FOLDER if run_dir else kept.place if kept else None)
+    if why := why_refused(compiled):
+        console.wrapped((why, "bold red"))
     if run_dir:
         typed = [text for text in report.overrides if not text.startswith("hydra.")]
         words = [*allow_words(), *typed, override("artifact", str(run_dir))]

@@ -1,15 +1,17 @@
 """Facts of a report that all views show: the verdict, why a collective is exposed, why a value is unknown."""
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from ...core.collectives import ComputeKind
 from ...core.format import LEAST_SECONDS, human_bytes, human_names, human_range, human_seconds, human_share
-from ...schema import CollectiveReport, MemoryReport, Report, or_infinity, total
+from ...schema import MAX_IMBALANCE, Alternative, CollectiveReport, MemoryReport, Report, or_infinity, total
 
 PER_CHIP = "tokens/s per chip"
+STEP, EXPECTED_STEP, STEP_OF_ANY = "predicted step", "expected step", "step as compiled"
 NO_REASON = "no reason is given"
 Tone = Literal["good", "bad", "plain", "unknown"]
 
@@ -47,16 +49,37 @@ def verdict(report: Report) -> tuple[Fact, ...]:
     if between := step.predicted_range_seconds:
         roofline = f"{human_range(between)} ({step.predicted_range_basis}){'; ' if roofline else ''}{roofline}"
     exposed = human_seconds(step.exposed_seconds) if step.exposed_seconds is not None else None
+    own = _whole_step(report) or _fact(STEP, step.predicted_seconds, human_seconds, roofline, "step.predicted_seconds")
     return (
         _fit(report),
         *_host(report),
-        _whole_step(report) or _fact("predicted step", step.predicted_seconds, human_seconds, roofline,
-                                     "step.predicted_seconds"),
+        *_of_imbalance(report, own),
         *_tokens(report),
         _fact("predicted MFU", step.predicted_mfu, human_share, "remat excluded", "step.predicted_mfu"),
         _fact("exposed", step.exposed_fraction, human_share, f"{exposed} of communication" if exposed else "",
               "step.exposed_fraction"),
     )  # fmt: skip
+
+
+def at_usual_imbalance(report: Report) -> Alternative | None:
+    """Returns the step with room for the usual imbalance of experts, by the estimate; None where the compiled step has
+    no room for more."""
+    return next((one for one in report.alternatives if one.overrides[:1] and _is_of_imbalance(one.overrides[0])), None)
+
+
+def _is_of_imbalance(text: str) -> bool:
+    return text.startswith(f"{MAX_IMBALANCE}=")
+
+
+def _of_imbalance(report: Report, own: Fact) -> tuple[Fact, ...]:
+    """Returns the step; of experts with room for any imbalance the expected one before it, and what it is itself."""
+    usual = at_usual_imbalance(report)
+    if usual is None:
+        return (own,)
+    room = f"estimated, {shlex.join(usual.overrides)}"
+    detail = f"with room for any imbalance of experts{'; ' if own.detail else ''}{own.detail}"
+    expected = Fact(EXPECTED_STEP, human_seconds(usual.seconds), room, "plain", "alternatives")
+    return expected, replace(own, name=STEP_OF_ANY, detail=detail)
 
 
 def _tokens(report: Report) -> Iterator[Fact]:
@@ -75,7 +98,7 @@ def _whole_step(report: Report) -> Fact | None:
     value = f"at least {human_seconds(step.least_seconds)}"
     if step.counted_once:
         value += f" per iteration of {human_names(step.counted_once, most=2)}"
-    return Fact("predicted step", value, "the time of a part is", "unknown", "step.predicted_seconds")
+    return Fact(STEP, value, "the time of a part is", "unknown", "step.predicted_seconds")
 
 
 def _fit(report: Report) -> Fact:

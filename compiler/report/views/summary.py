@@ -16,7 +16,20 @@ from ...core.format import (
     human_slowdown,
 )
 from ...schema import MemoryReport, ProgramReport, Report, by_exposed
-from .facts import PER_CHIP, Fact, compute_by_kind, origin, sums, unknown_values, verdict, why_exposed
+from .facts import (
+    EXPECTED_STEP,
+    PER_CHIP,
+    STEP,
+    STEP_OF_ANY,
+    Fact,
+    at_usual_imbalance,
+    compute_by_kind,
+    origin,
+    sums,
+    unknown_values,
+    verdict,
+    why_exposed,
+)
 from .files import show_files
 from .tried import lines_of_rest
 
@@ -74,8 +87,12 @@ def _fact(fact: Fact, between: tuple[float, float] | None) -> Line:
         return ["host ", (detail, TONES["good"])] if fact.tone == "good" else ["host ", value, f": {detail}"]
     if fact.name == PER_CHIP:
         return [value, f" {PER_CHIP}"]
-    name = {"predicted step": "step", "predicted MFU": "MFU"}.get(fact.name, fact.name)
-    is_step = fact.name == "predicted step" and between
+    if fact.name == EXPECTED_STEP:
+        return [f"{fact.name} ", value, f" ({fact.detail})"]
+    name = {STEP: "step", "predicted MFU": "MFU", STEP_OF_ANY: "as compiled, for any imbalance of experts: step"}.get(
+        fact.name, fact.name
+    )
+    is_step = fact.name in (STEP, STEP_OF_ANY) and between
     return [f"{name} ", value, *([f" ({human_range(between)})"] if is_step and between else [])]
 
 
@@ -151,7 +168,8 @@ def _search(report: Report) -> Iterable[Line]:
 def _faster(report: Report) -> Iterable[Line]:
     """Yields the other declaration that fits and is shorter by the estimate, if one is by more than a few percent."""
     own, others = report.alternatives[:1], report.alternatives[1:]
-    fitting = [one for one in others if one.fits]
+    usual = at_usual_imbalance(report)  # it may drop tokens, and is in the verdict
+    fitting = [one for one in others if one.fits and one is not usual]
     if not own or not fitting:
         return
     best = min(fitting, key=lambda one: one.seconds)

@@ -99,6 +99,24 @@ def test_a_faster_declaration_that_fits_has_a_line():
         assert "faster" not in _summary(report.model_copy(update={"alternatives": others}))
 
 
+def test_experts_with_room_for_any_imbalance_lead_with_the_expected_step():
+    report, events = reports.fits()
+    own = report.alternatives[0]
+    usual = own.model_copy(update={"overrides": ("moe.max_imbalance=1.25",), "seconds": own.seconds / 2})
+    with_experts = report.model_copy(update={"alternatives": (*report.alternatives, usual)})
+    names = [fact.name for fact in verdict(with_experts)]
+    assert names[1:3] == ["expected step", "step as compiled"]
+    assert names[3:] == [fact.name for fact in verdict(report)][2:]
+    first = _summary(with_experts, width=1000).splitlines()[0]
+    expected, compiled = human_seconds(usual.seconds), human_seconds(report.step.predicted_seconds or 0.0)
+    assert f"expected step {expected} (estimated, moe.max_imbalance=1.25) · as compiled, for any" in first
+    assert f"imbalance of experts: step {compiled} (" in first
+    assert "max_imbalance" not in "".join(_summary(with_experts, width=1000).splitlines()[1:]), "it may drop tokens"
+    page = render_page(with_experts, events)
+    assert page.index(">expected step</h2>") < page.index(">step as compiled</h2>")
+    assert "with room for any imbalance of experts; " in page
+
+
 def test_a_file_has_lines_of_full_width():
     assert _summary(reports.fits()[0], width=80) == _summary(reports.fits()[0])
 

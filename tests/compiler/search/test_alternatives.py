@@ -8,6 +8,7 @@ from conftest import LINEAR_STACK, SMALL
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.search.alternatives import find_alternatives
 
 OVERRIDES = (*SMALL, "precision=bfloat16", "model.head_dim=8", "remat=full")
@@ -82,3 +83,21 @@ def test_there_are_none_where_nothing_can_be_compared(overrides):
     found = alternatives_of(replan)
     assert [each.overrides for each in found if any("sharding" in text for text in each.overrides)] == []
     assert bool(found) is ("target=cpu-8" not in overrides)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("room", "found"), [(None, 1), (2, 0)])
+def test_experts_with_room_for_any_imbalance_have_the_step_with_room_for_the_usual_one(room, found):
+    words = ("model=tiny_moe", "target=v5p-16", "sharding=fsdp_expert", "mesh.expert=2", "data=synthetic")
+    room_word = () if room is None else (f"moe.max_imbalance={room}",)
+
+    def replan(more):
+        return read_spec(Request((*words, *room_word, *more)), then=plan_run)
+
+    usual = [each for each in alternatives_of(replan) if each.overrides == ("moe.max_imbalance=1.25",)]
+    assert len(usual) == found
+    for each in usual:
+        assert (time := estimate_step(replan(each.overrides)).time) is not None
+        assert each.seconds == time.seconds
+        told = plan_as_json(replan(()))["estimate"]["usual_imbalance"]
+        assert (told["overrides"], told["time"]["seconds"]) == (list(each.overrides), each.seconds)
