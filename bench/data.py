@@ -22,7 +22,7 @@ from meshloom.compiler.config.allowed_code import code_allowed_from
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
-from meshloom.runtime.cli.tokenize_corpus import prepare_corpus, tokenize_corpus
+from meshloom.runtime.cli.data import prepare_corpus, tokenize_corpus
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.documents import parts_of
 

@@ -16,8 +16,7 @@ from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem
 
 from .commands import Command
 from .completion import offer_whole_options
-from .flags import parse_flags, request_of_flags
-from .help import show_help
+from .flags import parse_flags, request_of_flags, show_help
 from .hydra_app import do_nothing, run_hydra_app, show_mistake
 
 

@@ -1,11 +1,227 @@
-"""`meshloom data`: a corpus, tokenised into shards."""
+"""`meshloom data`: a declared corpus in, token shards out, for `data=tokens` to read."""
 
 import argparse
+import hashlib
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.config.data_spec import HuggingFaceTokenizer, OneSource
+from meshloom.compiler.config.override_text import override
+from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
+from meshloom.compiler.core.format import counted
+from meshloom.compiler.core.visible import write_error
 
-from .tokenize_corpus import prepare_corpus, tokenize_corpus
+from ..core.exclusive import LOCK, alone
+from ..core.files import replace_json
+from ..data.documents import Part, num_text_bytes, parts_of
+from ..data.progress import TextProgress
+from ..data.shards import INDEX, PROGRESS, Index, StoredTokenizer, read_index
+from ..data.store import name_hash
+from ..data.tokenize import encode_corpus
+from ..data.tokenizers import END_OF_DOCUMENT, Tokenizer, open_tokenizer, train_bpe
+from ..data.write import CorpusProgress, ShardWriter
+from ..processes.distributed import Processes
+from ..processes.say import say_command
+from ..processes.stop import StopRequest
+from ..train.display import say, show_summary
+
+WHERE = "shards.directory"
+BPE_FILE = "tokenizer.json"
+DOCUMENTS = "the documents that are being tokenised"
+
+
+@dataclass(frozen=True)
+class CorpusJob:
+    """A corpus that was found to be there. corpus: what is written, by key. tokenizer: None where one is trained
+    first. done: the index, where all is written already. started: where it was left, if it was."""
+
+    spec: RunSpec
+    parts: list[Part]
+    tokenizer: Tokenizer | None
+    corpus: dict[str, Any]
+    done: Index | None
+    started: CorpusProgress | None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.spec.shards.directory)
+
+
+def prepare_corpus(spec: RunSpec) -> CorpusJob:
+    """Checks everything that can be wrong before the first text is read. Raises ConfigError with all problems."""
+    (source, parts), tokenizer = all_of(lambda: _text_source(spec), lambda: _tokenizer(spec))
+    corpus = _declaration(spec, source, parts, tokenizer)
+    folder = Path(spec.shards.directory)
+    done = read_index(folder, WHERE) if (folder / INDEX).exists() else None
+    started = _read_progress(folder / PROGRESS) if (folder / PROGRESS).exists() and not done else None
+    if found := done or started:
+        different = [key for key in {**corpus, **found.corpus} if corpus.get(key) != found.corpus.get(key)]
+        what = f"{folder} holds shards of something else: not the same {', '.join(different)}"
+        raise_if_any([Problem(WHERE, what, "name another directory, or delete this one")] if different else [])
+    elif folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())):
+        what = f"{folder} holds other files" if folder.is_dir() else f"{folder} is a file"
+        raise ConfigError([Problem(WHERE, what, "name a directory that is empty or does not exist")])
+    return CorpusJob(spec, parts, tokenizer, corpus, done, started)
+
+
+def tokenize_corpus(job: CorpusJob, console: Console) -> int:
+    """Writes the shards, from where they were left. Returns the exit code. Raises ConfigError for texts that cannot be
+    read or encoded; what was written before them stays."""
+    start = time.perf_counter()
+    job.folder.mkdir(parents=True, exist_ok=True)
+    busy = Problem(WHERE, f"another process writes into {job.folder}", "wait for it, or name another directory")
+    with alone(job.folder, busy), StopRequest(Processes(), waits_for=DOCUMENTS) as stop:
+        job = prepare_corpus(job.spec)  # another process may have written until now
+        if job.done:
+            _show(job, job.done, console, ("nothing to do", f"{job.folder} is finished"))
+            return 0
+        try:
+            index = _write(job, console, stop)
+        except _StoppedError:
+            assert stop.signal
+            write_error(f"stopped by {stop.signal.name}; the same line goes on from here")
+            return stop.exit_code
+    _show(job, index, console, ("time", f"{time.perf_counter() - start:.0f} s"))
+    return 0
+
+
+class _StoppedError(Exception):
+    """A signal asked to stop, and what was done is on disk."""
+
+
+def _text_source(spec: RunSpec) -> tuple[OneSource, list[Part]]:
+    source = spec.data.source
+    if source.kind == "mixture":
+        fix = "write each part by itself, and train on a mixture of sources of kind tokens"
+        raise ConfigError([Problem("data.source", "is a mixture", fix)])
+    return source, parts_of(source, "data.source")
+
+
+def _tokenizer(spec: RunSpec) -> Tokenizer | None:
+    declared, vocab_size = spec.data.tokenizer, spec.shards.bpe_vocab_size
+    if declared is None:
+        raise ConfigError([Problem("data.tokenizer", "there is none", "choose one: data/tokenizer=bytes")])
+    if vocab_size is None:
+        return open_tokenizer(declared)
+    if declared.kind != "bytes":
+        what = f"a tokenizer is to be trained, and data.tokenizer is '{declared.kind}'"
+        raise ConfigError([Problem("shards.bpe_vocab_size", what, "set it to null, or use data/tokenizer=bytes")])
+    return None
+
+
+def _declaration(spec: RunSpec, source: OneSource, parts: list[Part], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Returns everything that the bytes of the shards depend on, by key, as flat JSON."""
+    files = hashlib.sha256("".join(f"{part.name}\0{part.num_bytes}\0" for part in parts).encode()).hexdigest()
+    declared = {f"data.source.{key}": value for key, value in source.model_dump(mode="json").items() if key != "paths"}
+    corpus: dict[str, Any] = {key: spec.compared_value(key, value) for key, value in declared.items()}
+    corpus |= {"num_files": len(parts), "num_bytes": sum(part.num_bytes for part in parts), "files": files}
+    if tokenizer:
+        corpus |= {f"data.tokenizer.{key}": value for key, value in asdict(tokenizer.identity).items()}
+    shards = spec.shards.model_dump(exclude={"directory"})
+    return corpus | {f"shards.{key}": value for key, value in shards.items()}
+
+
+def _read_progress(path: Path) -> CorpusProgress:
+    try:
+        return CorpusProgress.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        what = f"{path} is damaged: {error.errors(include_url=False)[0]['msg']}"
+        raise ConfigError([Problem(WHERE, what, "delete the directory, or name another one")]) from error
+
+
+def _write(job: CorpusJob, console: Console, stop: StopRequest) -> Index:
+    progress = job.started or CorpusProgress(
+        corpus=job.corpus, tokenizer=None, shards=(), num_tokens=0, num_documents=0, largest_token=-1,
+        num_text_bytes=0, num_empty=0, part=0, document=0,
+    )  # fmt: skip
+    if job.started and progress.total_documents:
+        done = f"{counted(progress.total_documents, 'document')}, {counted(progress.total_tokens, 'token')}"
+        say(console, f"going on after {done}")
+    if not job.started:
+        replace_json(job.folder / PROGRESS, progress.model_dump())
+    tokenizer = job.tokenizer or _trained_bpe(job, console, stop)
+    identity = tokenizer.identity
+    progress = progress.model_copy(update={"tokenizer": StoredTokenizer(**asdict(identity))})
+    limit = job.spec.shards.num_tokens_per_shard
+    with ShardWriter(job.folder, progress, identity.dtype, num_tokens_per_shard=limit) as writer:
+        writer.commit()
+        if tokenizer.file and tokenizer.file.parent.resolve() != job.folder.resolve():
+            shutil.copyfile(tokenizer.file, job.folder / f"tokenizer{tokenizer.file.suffix}")
+        encoded = encode_corpus(
+            job.parts, tokenizer, part=progress.part, document=progress.document, where="data.source"
+        )
+        total = num_text_bytes(job.parts)
+        with TextProgress(console, "tokenising", total=total, completed=progress.num_text_bytes) as shown:
+            for batch in encoded:
+                writer.add(batch)
+                shown.advance(batch.num_text_bytes)
+                if stop.signal:
+                    writer.commit()
+                    raise _StoppedError
+        if writer.done.total_documents == 0:
+            raise ConfigError([Problem("data.source", "has no documents with text", "name files with text in them")])
+        return writer.finish()
+
+
+def _trained_bpe(job: CorpusJob, console: Console, stop: StopRequest) -> Tokenizer:
+    """Returns the BPE of this corpus: trained now, or before this was stopped."""
+    path, vocab_size = job.folder / BPE_FILE, job.spec.shards.bpe_vocab_size
+    assert vocab_size
+    if not path.exists():
+        problems: list[Problem] = []
+        with TextProgress(console, "reading for the BPE", total=job.spec.shards.bpe_text_bytes) as shown:
+            train_bpe(_texts_for_bpe(job, shown, problems, stop), vocab_size, path)
+        raise_if_any(problems)
+        say(console, f"trained a BPE of {vocab_size:,} tokens: {path}")
+    return open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=str(path), end_of_document=END_OF_DOCUMENT))
+
+
+def _texts_for_bpe(job: CorpusJob, shown: TextProgress, problems: list[Problem], stop: StopRequest) -> Iterator[bytes]:
+    """Yields about `shards.bpe_text_bytes` of the corpus: documents from all over it, by the hashes of their names."""
+    wanted = job.spec.shards.bpe_text_bytes
+    share = min(1.0, wanted / max(1, sum(part.num_bytes for part in job.parts)))
+    num_bytes = 0
+    for part in job.parts:
+        for document in part.read(0):
+            if stop.signal:
+                raise _StoppedError
+            if isinstance(document, Problem):
+                problems.append(document)
+                return
+            if not isinstance(document.content, bytes):
+                what = f"document '{document.name}' is tokens already"
+                problems.append(Problem("shards.bpe_vocab_size", what, "set it to null"))
+                return
+            if name_hash(document.name) / 2**64 < share:
+                num_bytes += len(document.content)
+                shown.advance(len(document.content))
+                yield document.content
+                if num_bytes >= wanted:
+                    return
+
+
+def _show(job: CorpusJob, index: Index, console: Console, first: tuple[str, str]) -> None:
+    """Shows what was written, and the command that trains on it."""
+    size = index.tokenizer.vocab_size
+    counts = (
+        f"{counted(index.num_documents, 'document')}, {counted(index.num_tokens, 'token')} of {index.dtype}, "
+        f"{counted(len(index.shards), 'shard')}"
+    )
+    left_out = f"{counted(index.num_empty, 'document')} without text"
+    tokenizer = f"{index.tokenizer.kind}, {size:,} tokens"
+    rows = [first, ("written", counts), *([("left out", left_out)] if index.num_empty else [])]
+    show_summary(console, [*rows, ("tokenizer", tokenizer), ("directory", str(job.folder))])
+    words = ["data=tokens", override("data.source.directory", str(job.folder)), f"model.vocab_size={size}"]
+    say_command(console, "train on it", ["meshloom", "train", *words])
 
 
 def data_command(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as all commands)

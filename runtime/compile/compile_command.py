@@ -42,10 +42,9 @@ from ..rundir.report_files import write_report
 from ..rundir.run_record import recorded_run
 from .artifact import FOLDER, TEXT, write_artifact
 from .compile_cache import cached_compilation
-from .compiler_errors import compiler_errors_reported
 from .overlap_search import search_overlap
-from .phases import Phases
 from .step_compiler import COMPILER_LOG, StepCompiler, StoredStep, cache_folder
+from .watched import Phases, compiler_errors_reported
 
 LOG = logging.getLogger("meshloom")
 

@@ -30,11 +30,9 @@ from ..processes.say import say
 from ..processes.stop import StopRequest
 from .artifact import Artifact, find_artifact, load_programs, write_artifact
 from .compile_cache import cached_compilation
-from .compiler_errors import compiler_errors_reported
 from .memory_check import check_program_memory
-from .phases import LOWER, Phases
 from .step_compiler import store_of, unkept
-from .watched import watched
+from .watched import LOWER, Phases, compiler_errors_reported, watched
 
 STATUS = "compiling the train step"
 Compile = Callable[[Programs], Programs]

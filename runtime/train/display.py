@@ -1,8 +1,12 @@
-"""What a run says: a progress bar and a summary on a terminal, plain lines elsewhere."""
+"""Shows a run: a progress bar and a summary on a terminal, plain lines elsewhere; after the first run, what to try."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from meshloom.compiler.config.hydra_settings import RUN_DIR
+from meshloom.compiler.config.override_parser import overridden_key
 from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted
@@ -12,6 +16,12 @@ from ..data.demo import warnings_of_demo_data
 from ..processes.say import say
 from .metrics import Metrics
 from .observer import ObservedRun, Observer
+
+TRY_NEXT = (
+    ("try: other layout", "meshloom train sharding=fsdp_tensor num_microbatches=2 remat=full"),
+    ("try: large model", "meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096"),
+    ("try: all options", "meshloom train --help"),
+)
 
 
 class Display(Observer):
@@ -85,3 +95,14 @@ def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
     if console.is_terminal:
         table = [[(name, "bold"), value] for name, value in rows]
         console.table(Table((Column(), Column(overflow="fold")), table))
+
+
+def next_steps(run_dir: Path, overrides: Sequence[str], *, is_terminal: bool) -> Sequence[tuple[str, str]]:
+    """Returns rows for the summary of a run; none off a terminal, in a directory that has runs, or where the line names
+    the run directory, as a sweep does for its points."""
+    is_named = RUN_DIR in map(overridden_key, overrides)
+    if not is_terminal or is_named or run_dir.is_absolute():
+        return ()
+    first, *others = run_dir.parts
+    others_too = (path for path in Path(first).glob("/".join("*" for _ in others) or ".") if path.is_dir())
+    return () if any(path != run_dir for path in others_too) else TRY_NEXT

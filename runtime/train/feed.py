@@ -1,16 +1,72 @@
-"""Batches on the devices: of each global batch the rows that this process reads, and how long they were waited for."""
+"""Batches on the devices: the rows of a global batch that this process reads, and how long they were waited for.
+
+The global batch does not depend on the number of processes. A process holds the rows of its devices: not always
+neighbours, and not its alone where a mesh axis that does not split the batch runs across processes.
+"""
 
 import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Sharding
 
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.sharding.row_order import RowOrder
 from meshloom.compiler.xla.programs import Programs
 
 from ..data import BatchIterator, HostBatch
-from .rows import in_token_order, local_rows, to_devices
 from .time_spent import Stopwatch
+
+
+def rows_held(sharding: Sharding, num_rows: int, devices: Iterable[Any] | None = None) -> tuple[int, ...]:
+    """Returns the rows of an array of `num_rows` that these devices hold (default: those of this process), in order."""
+    held = sharding.addressable_devices if devices is None else set(devices)
+    slices = [index[0] for device, index in sharding.devices_indices_map((num_rows,)).items() if device in held]
+    return tuple(sorted({row for part in slices for row in range(*part.indices(num_rows))}))
+
+
+def local_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[int, ...]:
+    """Returns the rows of the batch on the devices that this process fills."""
+    first = next(iter(batch.values()))
+    assert first.sharding is not None
+    return rows_held(_of_rows(first.sharding), first.shape[0])
+
+
+def sequences_of(order: RowOrder, rows: Sequence[int]) -> tuple[int, ...]:
+    """Returns the numbers of the sequences in some rows of a batch on the devices (row_order.py)."""
+    return tuple(map(int, order.rows_at(np.asarray(rows, int))))
+
+
+def in_token_order(local: Mapping[str, np.ndarray], order: np.ndarray | None) -> Mapping[str, np.ndarray]:
+    """Returns rows with their tokens in the order in which devices that split sequences have them (token_order.py)."""
+    return local if order is None else {name: x[:, order] for name, x in local.items()}
+
+
+def to_devices(
+    batch: Mapping[str, jax.ShapeDtypeStruct], rows: Sequence[int], local: Mapping[str, np.ndarray]
+) -> dict[str, jax.Array]:
+    """Returns the global batch on the devices. local: the `rows` of it, in that order, as `local_rows` names them."""
+    shardings = {name: x.sharding for name, x in batch.items()}
+    if jax.process_count() == 1:  # one call instead of one per device
+        return jax.device_put({name: local[name] for name in batch}, shardings)
+
+    def place(name: str, x: jax.ShapeDtypeStruct) -> jax.Array:
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[0].indices(x.shape[0])
+            first = bisect_left(rows, start)
+            return local[name][first : first + stop - start][:, *index[1:]]
+
+        return jax.make_array_from_callback(x.shape, x.sharding, part)  # type: ignore[arg-type]
+
+    return {name: place(name, x) for name, x in batch.items()}
+
+
+def _of_rows(sharding: Any) -> Sharding:
+    """Returns the same over the first dimension alone."""
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:1]))
 
 
 class Feed:

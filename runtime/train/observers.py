@@ -3,13 +3,12 @@
 from collections.abc import Callable
 
 from .display import Display
-from .dropped_tokens import DroppedTokens
 from .metrics_log import MetricsLog
-from .missing_targets import MissingTargets
 from .observer import ObservedRun, Observer
 from .profiler import Profiler
 from .replay import Replay
 from .stragglers import Stragglers
+from .token_warnings import DroppedTokens, MissingTargets
 from .trackers import Trackers
 from .watchdog import LastStep, Watchdog
 

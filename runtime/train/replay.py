@@ -30,8 +30,8 @@ from meshloom.compiler.step.train_step import LOSS_BY_SHARD
 
 from ..compile.run_programs import mesh_of
 from ..core.failures import FAULTY, RunFailed
+from .feed import rows_held, sequences_of
 from .observer import ObservedRun, Observer, TakeStep
-from .rows import rows_held, sequences_of
 
 NUM_LOSSES = 32  # of which the median is taken
 FEWEST_LOSSES = 8  # before one is called a spike

@@ -54,14 +54,13 @@ from ..processes.say import say, say_labels
 from ..processes.stop import StopRequest
 from ..rundir.declaration import write_declaration
 from ..rundir.run_record import recorded_run
-from .display import show_header, show_summary
+from .display import next_steps, show_header, show_summary
+from .feed import local_rows, sequences_of
 from .loop import Loop
-from .next_steps import next_steps
 from .nonfinite import NonFinite
 from .observer import ObservedRun, Observers
 from .observers import add_observers
 from .profiler import check_profile
-from .rows import local_rows, sequences_of
 from .time_spent import Stopwatch, time_rows
 from .trackers import find_trackers
 

@@ -42,9 +42,9 @@ from meshloom.compiler.target.target import TargetPlan, plan_target
 from meshloom.compiler.xla.programs import PROGRAMS, Programs, build, lower
 from meshloom.models import Context, Model, split_aux
 from meshloom.runtime.cli.main import run
+from meshloom.runtime.train.feed import in_token_order
 from meshloom.runtime.train.metrics import Metrics
 from meshloom.runtime.train.observer import Observer, Observers
-from meshloom.runtime.train.rows import in_token_order
 from meshloom.runtime.train.time_spent import Stopwatch
 
 TESTS = Path(__file__).parents[1]

@@ -25,7 +25,7 @@ from meshloom.compiler.report.diff import Run, diff_runs
 from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.compiler.report.views.diff_text import show_diff
 from meshloom.compiler.report.views.summary import show_summary as show_report
-from meshloom.runtime.compile.phases import Phases
+from meshloom.runtime.compile.watched import Phases
 from meshloom.runtime.data.progress import TextProgress
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log

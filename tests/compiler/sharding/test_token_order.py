@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.sharding.token_order import TokenOrder
-from meshloom.runtime.train.rows import in_token_order
+from meshloom.runtime.train.feed import in_token_order
 
 CONTEXT = ("sharding=fsdp_context", "mesh.context=4")
 

@@ -14,7 +14,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.sharding.length_split import check_length_split
 from meshloom.models import Stack, build_piece
-from meshloom.runtime.train.rows import local_rows, to_devices
+from meshloom.runtime.train.feed import local_rows, to_devices
 from support.helpers import gradients_of, programs_of, tiered
 
 OTHERS = "{logical: [sequence_parallel_length, vocab, embed, mlp, heads, kv_heads, head_dim], mesh: []}"

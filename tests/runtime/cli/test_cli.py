@@ -20,7 +20,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.cli.commands import COMMANDS
 from meshloom.runtime.cli.flags import parse_flags
 from meshloom.runtime.cli.main import run
-from meshloom.runtime.train.next_steps import next_steps
+from meshloom.runtime.train.display import next_steps
 from support.helpers import meshloom, run_in_process
 
 

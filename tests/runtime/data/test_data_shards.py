@@ -17,8 +17,8 @@ import tokenizers
 from conftest import spec_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.runtime.cli import tokenize_corpus as command
-from meshloom.runtime.cli.tokenize_corpus import prepare_corpus, tokenize_corpus
+from meshloom.runtime.cli import data as command
+from meshloom.runtime.cli.data import prepare_corpus, tokenize_corpus
 from meshloom.runtime.core.exclusive import alone
 from meshloom.runtime.data import open_data, write
 from meshloom.runtime.data import tokenize as tokenize_module

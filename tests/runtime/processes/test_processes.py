@@ -36,7 +36,7 @@ from meshloom.runtime.processes.agreement import (
 from meshloom.runtime.processes.cluster import plan_start
 from meshloom.runtime.processes.distributed import Disagreement, Processes, current, together
 from meshloom.runtime.processes.process_log import process_log
-from meshloom.runtime.train.rows import local_rows, rows_held, to_devices
+from meshloom.runtime.train.feed import local_rows, rows_held, to_devices
 from support.helpers import NoData
 from support.several import free_port, in_both, joined, open_mpi, slurm
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from meshloom.compiler.core.console import Console
-from meshloom.runtime.compile import phases as module
-from meshloom.runtime.compile.phases import Phases
+from meshloom.runtime.compile import watched as module
+from meshloom.runtime.compile.watched import Phases
 
 WORK = "compiling 2 of at most 6: windowed_einsum"
 

@@ -1,9 +1,9 @@
 """What experts drop is told once, and not where nothing is dropped."""
 
 from meshloom.compiler.core.errors import Problem
-from meshloom.runtime.train.dropped_tokens import DroppedTokens
 from meshloom.runtime.train.metrics import Metrics
 from meshloom.runtime.train.time_spent import NOTHING
+from meshloom.runtime.train.token_warnings import DroppedTokens
 
 
 def _step(number: int, **auxiliary: float) -> Metrics:
