@@ -10,14 +10,12 @@ import re
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
+from ..config.user_code import LIBRARIES
 from ..core.scopes import OperationName
 from ..xla.hlo import Instruction, Module
 from ..xla.hlo.sources import SourceLine, source_finder
 from ..xla.schedule.steps import Collective
 
-LIBRARIES = frozenset({"brax", "chex", "diffrax", "einops", "equinox", "flax", "haiku", "haliax", "jax", "jaxlib",
-                       "jaxopt", "jaxtyping", "keras", "meshloom", "numpy", "numpyro", "optax", "orbax", "qwix",
-                       "tensorflow", "tf_keras"})  # fmt: skip
 NUM_PARTS = 2  # of a path outside of installed packages
 
 _INSTALLED = re.compile(r"(?:site|dist)-packages/(?P<inner>(?P<library>[^/]+).*)")

@@ -31,7 +31,11 @@ T = TypeVar("T")
 NUM_FRAMES = 3  # of a user's traceback that are shown
 OURS = Path(__file__).resolve().parents[2]
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
-LIBRARIES = {"flax", "grain", "jax", "jaxlib", "numpy", "optax", "pydantic"}
+LIBRARIES = frozenset({  # of whose code a line says nothing to a user
+    "brax", "chex", "diffrax", "einops", "equinox", "flax", "grain", "haiku", "haliax", "jax", "jaxlib", "jaxopt",
+    "jaxtyping", "keras", "meshloom", "numpy", "numpyro", "optax", "orbax", "pydantic", "qwix", "tensorflow",
+    "tf_keras",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)

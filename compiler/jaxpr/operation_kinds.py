@@ -30,10 +30,11 @@ _OTHERS = {  # an array in, an array out
     "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter", "select_and_scatter_add",
     "select_and_gather_add", "optimization_barrier",
 }  # fmt: skip
-_REDUCTIONS = {
+REDUCTIONS = {
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "reduce",
-    "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
+    "argmax", "argmin",
 }  # fmt: skip
+_CUMULATIVE = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
 CALLS = {  # of one jaxpr, whose arguments are the operands
     "jit", "pjit", "call", "closed_call", "core_call", "remat", "remat2", "checkpoint", "composite", "custom_jvp_call",
     "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "custom_partitioning", "xla_metadata_call",
@@ -77,7 +78,7 @@ def equation_kind(equation: Any) -> Kind:
         return "collective"
     if name in _MOVES or (name == "broadcast_in_dim" and equation.invars[0].aval.size == equation.outvars[0].aval.size):
         return "move"
-    if name in _REDUCTIONS:
+    if name in REDUCTIONS | _CUMULATIVE:
         return "reduce"
     if name in _OTHERS:
         return "other"

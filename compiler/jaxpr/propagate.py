@@ -10,12 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.partition_spec import Axes
+from .operation_kinds import REDUCTIONS
 
 DimAxes = tuple[Axes, ...]  # the mesh axes of each dimension
-_REDUCTIONS = {
-    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "reduce",
-    "argmax", "argmin",
-}  # fmt: skip
 
 
 def propagate(equation: Any, layouts: Sequence[DimAxes], num_shards: Callable[[Axes], int]) -> tuple[DimAxes, Axes]:
@@ -30,7 +27,7 @@ def propagate(equation: Any, layouts: Sequence[DimAxes], num_shards: Callable[[A
         result, reduced = _ragged_dot(params["ragged_dot_dimension_numbers"], *layouts[:2], rank=len(out))
     elif name == "conv_general_dilated":
         result, reduced = _convolution(params, *layouts[:2])
-    elif name in _REDUCTIONS:
+    elif name in REDUCTIONS:
         gone = params["axes"] if "axes" in params else params["dimensions"]
         result = tuple(axes for d, axes in enumerate(layouts[0]) if d not in gone)
         reduced = tuple(axis for d in gone for axis in layouts[0][d])

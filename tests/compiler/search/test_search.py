@@ -56,9 +56,11 @@ def way(loop: LayerLoop, *flag_presets: str) -> OverlapConfig:
     return OverlapConfig(layers=loop, parallel={}, flag_presets=flag_presets)
 
 
-def found(seconds: float | None, *, fits: bool | None = True, exposed: float | None = None) -> Evaluation:
+def found(
+    seconds: float | None, *, fits: bool | None = True, host_fits: bool | None = None, exposed: float | None = None
+) -> Evaluation:
     waited = None if seconds is None or exposed is None else exposed * seconds
-    return Evaluation(seconds, None, waited, peak_bytes=None, host_bytes=None, fits=fits, host_fits=None)
+    return Evaluation(seconds, None, waited, peak_bytes=None, host_bytes=None, fits=fits, host_fits=host_fits)
 
 
 def tried(
@@ -70,6 +72,7 @@ def tried(
 def test_the_shortest_step_that_fits_is_taken():
     assert best_of([found(2.0), found(1.0, fits=False), found(1.5), found(None), found(1.8)], None) == 2
     assert best_of([found(None), found(1.0, fits=False)], None) is None
+    assert best_of([found(1.0, host_fits=False), found(2.0, host_fits=True)], None) == 1, "of the host's memory too"
     assert best_of([found(2.0, fits=None)], None) == 0, "a chip of unknown memory refuses nothing"
 
 
