@@ -13,6 +13,7 @@ from meshloom.compiler.core.errors import DOES_NOT_FIT, MISTAKE, ConfigError
 from meshloom.compiler.core.format import human_bytes, human_seconds
 from meshloom.compiler.estimate.estimate import StepEstimate
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.target.accuracy import Basis, accuracy_of
 
 from ..compile.compile_command import Compiled, why_refused
 from ..core.files import parse_json
@@ -39,6 +40,7 @@ def outcome_of_plan(plan: Plan, estimate: StepEstimate, model: str | None) -> Ou
         tokens_per_step=spec.tokens_per_step,
         num_parameters=plan.num_parameters,
         step_seconds=step,
+        range_factor=_range_factor(plan, "estimated") if time else None,
         compute_seconds=time and time.compute_seconds,
         exposed_seconds=time and time.exposed_seconds,
         bubble_seconds=0.0 if time else None,  # no pipelines yet
@@ -52,6 +54,11 @@ def outcome_of_plan(plan: Plan, estimate: StepEstimate, model: str | None) -> Ou
         why = _lack(figures) if memory.fits is False else "its arrays on the host do not fit the host's memory"
         return Outcome(status="does_not_fit", exit_code=0, why=why, figures=figures)
     return Outcome(status="done", exit_code=0, figures=figures)
+
+
+def _range_factor(plan: Plan, basis: Basis) -> float | None:
+    accuracy = accuracy_of(plan.target, basis)
+    return accuracy and accuracy.factor
 
 
 def outcome_of_compiled(compiled: Compiled, plan: Plan) -> Outcome:
@@ -71,6 +78,7 @@ def outcome_of_compiled(compiled: Compiled, plan: Plan) -> Outcome:
         tokens_per_step=plan.spec.tokens_per_step,
         num_parameters=plan.num_parameters,
         step_seconds=seconds,
+        range_factor=None if seconds is None else _range_factor(plan, "compiled"),
         compute_seconds=step.compute_seconds,
         exposed_seconds=step.exposed_seconds,
         bubble_seconds=None if seconds is None else 0.0,  # no pipelines yet

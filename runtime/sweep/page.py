@@ -17,6 +17,7 @@ import jinja2
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.report.views.page import policy_hash, template_environment, template_source
 
+from .chips import chip_panels
 from .curves import read_curves
 from .figures import (
     FIGURES,
@@ -36,7 +37,7 @@ from .rows import Row
 from .table import STATUS_TEXT, count_reasons
 
 PAGE = "sweep.html"
-SCRIPTS = ("sweep.js", "sweep_charts.js", "sweep_lines.js")
+SCRIPTS = ("sweep.js", "sweep_charts.js", "sweep_chips.js", "sweep_lines.js")
 REPORT = "report.html"
 
 
@@ -57,7 +58,7 @@ def render_sweep(sweep: Sweep, page: Path, *, sort: str | None = None) -> str:
         best_value=_text(best, figure),
         facts=_facts(sweep, best, figure),
         reasons=[(STATUS_TEXT[status], why, number) for status, why, number in count_reasons(sweep.rows)],
-        has={name: bool(data[name]) for name in ("keys", "curves", "front")}
+        has={name: bool(data[name]) for name in ("keys", "curves", "front", "chips")}
         | {"bars": _has_bars(sweep.rows), "numbers": bool(data["figures"]) and any(map(_is_of_numbers, data["keys"]))},
         data=data,
         script=script,
@@ -99,6 +100,7 @@ def page_data(sweep: Sweep, page: Path, figure: Figure) -> dict[str, Any]:
             "limit": [row.figures.limit_bytes if row.figures else None for row in rows],
         },
         "front": [place_of[row.index] for row in front_of(rows)],
+        "chips": chip_panels(sweep.rows, figure),
         "curves": [
             {"point": place_of[curve.index], "tokens": curve.tokens_per_step, "steps": curve.steps,
              "losses": [_rounded(loss) for loss in curve.losses], "heldOut": curve.held_out}

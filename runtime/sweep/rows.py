@@ -37,6 +37,7 @@ class Figures(Record):
     tokens_per_step: NonNegativeInt
     num_parameters: NonNegativeInt | None = None
     step_seconds: NonNegativeFloat | None = None
+    range_factor: NonNegativeFloat | None = None  # by which a step may be longer or shorter than predicted
     compute_seconds: NonNegativeFloat | None = None
     exposed_seconds: NonNegativeFloat | None = None
     bubble_seconds: NonNegativeFloat | None = None  # of a pipeline; 0 without one

@@ -7,6 +7,7 @@ import numpy as np
 
 from meshloom.compiler.core.format import human_bytes
 from meshloom.compiler.search.evaluation import Evaluation
+from meshloom.compiler.target.accuracy import accuracy_of
 from meshloom.compiler.tune.answer import Answer, Estimated, cost_per_million_tokens
 from meshloom.compiler.tune.space import MeshCandidate
 
@@ -95,13 +96,14 @@ def _row_of_price(index: int, answer: Answer, place: int, model: str) -> Row:
 
 def _figures(answer: Answer, one: MeshCandidate, found: Evaluation, mfu: float | None, model: str) -> Figures:
     """Returns the figures of a candidate of known time and memory."""
-    target = answer.target
+    target, accuracy = answer.target, accuracy_of(answer.target, "estimated")
     assert found.seconds is not None, "a space has only candidates whose time is known"
     assert found.peak_bytes is not None, "an estimate has a peak"
     return Figures(
         **_common(answer, one, model),
         **_for_training(answer, one, found.seconds),
         step_seconds=found.seconds,
+        range_factor=accuracy.factor if accuracy else None,
         compute_seconds=found.compute_seconds,
         exposed_seconds=found.exposed_seconds,
         tokens_per_second_per_chip=one.variant.spec.tokens_per_step / found.seconds / target.num_chips,

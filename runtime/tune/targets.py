@@ -8,11 +8,12 @@ from typing import Any
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Column, Console, Part, Table
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.format import human_range, human_seconds, three_digits
-from meshloom.compiler.target.accuracy import Accuracy, accuracy_of
+from meshloom.compiler.core.format import human_range, human_seconds, human_share, three_digits
 
 from ..core.files import replace_json
 from ..processes.say import say
+from ..sweep.chips import SAME_CHIP, range_of, tied_with_best
+from ..sweep.figures import FIGURES
 from ..sweep.read import read_sweep
 from ..sweep.rows import Row
 from ..sweep.table import show_table
@@ -28,23 +29,15 @@ NO_PRICE = "set tune.price_per_chip_hour={CHIP: PRICE} for its cost, in your cur
 
 @dataclass(frozen=True)
 class OnTarget:
-    """The best on one target. found: None where nothing can run, and the row says why. accuracy: of its estimate."""
+    """The best on one target. found: None where nothing can run, and the row says why."""
 
     name: str
     row: Row
     found: Found | None
 
-    @property
-    def accuracy(self) -> Accuracy | None:
-        return accuracy_of(self.found.answer.target, "estimated") if self.found else None
-
-    def merit(self, objective: str) -> float | None:
-        """Returns what the objective makes least."""
-        return getattr(self.row.figures, objective) if self.row.figures else None
-
     def range_of(self, value: float | None) -> tuple[float, float] | None:
         """Returns between what a figure lies that is in proportion to the step."""
-        return self.accuracy.range_of(value) if self.accuracy and value is not None else None
+        return range_of(self.row, value)
 
 
 def compare_targets(space: Space, request: Request, run_dir: Path, model: str, console: Console) -> None:
@@ -59,12 +52,13 @@ def compare_targets(space: Space, request: Request, run_dir: Path, model: str, c
     objective = "training_cost" if tune.tokens and tune.objective == "cost" else objective
     write_table(space, [one.row for one in ones], run_dir, objective)
     sweep = read_sweep(run_dir)
-    tied = tied_with_best(ones, objective)
+    tied = [one for one in ones if one.row in tied_with_best(sweep.rows, FIGURES[objective])]
     show_table(console, sweep.file, sweep.rows, directory=run_dir, is_tie=len(tied) > 1)
     console.line()
     console.table(_ranges(ones))
     if len(tied) > 1:
-        say(console, f"a tie: {', '.join(one.name for one in tied)}: their ranges overlap, so none is said to be best")
+        near = f"their ranges overlap, or on one chip they are within {human_share(SAME_CHIP)}"
+        say(console, f"a tie: {', '.join(one.name for one in tied)}: {near}, so none is said to be best")
     for one in ones:
         if one.found:
             if too_fast := above_published(one.found.answer):
@@ -77,18 +71,6 @@ def compare_targets(space: Space, request: Request, run_dir: Path, model: str, c
     replace_json(run_dir / "tune.json", _as_json(ones, objective, tied))
     written = ", ".join(str(path.relative_to(run_dir)) for path in paths)
     say(console, f"written: {run_dir}: {written}, {PAGE}, sweep.jsonl, tune.json")
-
-
-def tied_with_best(ones: Sequence[OnTarget], objective: str) -> list[OnTarget]:
-    """Returns the best, and those whose range reaches below the upper end of its range. Memory has no range."""
-    known = [(merit, one) for one in ones if (merit := one.merit(objective)) is not None]
-    if not known:
-        return []
-    merit, best = min(known, key=lambda each: each[0])
-    high = (best.range_of(merit) or (merit, merit))[1]
-    if objective == OBJECTIVES["memory"]:
-        return [best]
-    return [best, *(one for value, one in known if one is not best and (one.range_of(value) or (value,))[0] <= high)]
 
 
 def _on_target(index: int, request: Request, target: str, model: str, run_dir: Path, console: Console) -> OnTarget:

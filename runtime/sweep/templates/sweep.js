@@ -1,5 +1,5 @@
 "use strict";
-// The page of a sweep, 1 of 3: its data, how values are written and coloured, the tip beside the pointer, the tables.
+// The page of a sweep, 1 of 4: its data, how values are written and coloured, the tip beside the pointer, the tables.
 
 const SVG = "http://www.w3.org/2000/svg";
 const ROWS = 100; // of a table, until all are asked for

@@ -1,4 +1,4 @@
-// 2 of 3: heat map, Pareto front, parts of the step. They are SVG, drawn anew where their width or the colours change.
+// 2 of 4: heat map, Pareto front, parts of the step. They are SVG, drawn anew where their width or the colours change.
 
 const drawings = []; // all that is drawn anew
 function drawn(container, draw) {

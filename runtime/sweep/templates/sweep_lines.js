@@ -1,4 +1,4 @@
-// 3 of 3: parallel coordinates and loss curves, which may have thousands of lines. They are drawn on canvases.
+// 4 of 4: parallel coordinates and loss curves, which may have thousands of lines. They are drawn on canvases.
 
 function prepare(canvas, width, height) { // sharp on any screen
   const ratio = window.devicePixelRatio || 1;

@@ -129,6 +129,25 @@ class TestInABrowser:
         page.js("const y = document.getElementById('heat-y'); y.value = -1; y.dispatchEvent(new Event('change'))")
         assert (_count(page, "#heat .cell"), page.errors) == (30, [])
 
+    def test_figures_over_chips_have_bars_and_say_ties(self, tmp_path, browser):
+        on = [("v5p", 64, 2.0), ("v5p", 128, 1.1), ("v6e", 256, 1.0)]
+        rows = [
+            point(n, {"target": f"{chip}-{chips}"}, figures=figures(
+                step_seconds=seconds, range_factor=1.2, target=f"{chip}-{chips}", chip=chip, num_chips=chips,
+                training_cost=100.0 * chips))
+            for n, (chip, chips, seconds) in enumerate(on)
+        ]  # fmt: skip
+        page = browser.open(_written(tmp_path, rows))
+        page.drawn()
+        count = "document.querySelectorAll('#chips .{}').length"
+        assert page.js(count.format("dot")) == 9
+        assert page.js(count.format("whisker")) == 9
+        assert page.js("document.getElementById('chips-tie').textContent") == (
+            "A tie by step, ringed: v5p-128, v6e-256; none of them is surely the best."
+        )
+        assert page.js(count.format("tied")) == 6
+        assert page.errors == []
+
     def test_a_cell_shows_the_best_of_its_points_and_its_sort_is_by_number(self, tmp_path, browser):
         rows = [point(n, {"a": 1, "b": 1, "seed": n}, figures=figures(step_seconds=3.0 - n)) for n in range(3)]
         rows += [point(3, {"a": 2, "b": 2, "seed": 0}, figures=figures(step_seconds=20.0))]
