@@ -15,9 +15,8 @@ from ..core.format import counted, human_names, human_share
 from ..core.scopes import SUM_OF, OperationName
 from ..estimate.communication import PlannedCollective
 from ..jaxpr.flops import ModelFlops
-from ..parallel.exchange import exchange_of
-from ..parallel.experts import experts_of
-from ..parallel.matmul import ring_of
+from ..parallel.operation import ParallelOp, find_source
+from ..parallel.registry import OPERATIONS
 from ..plan import Plan
 from ..schema import CollectiveReport, Event, StepReport
 from ..target.accuracy import accuracy_of, why_no_range
@@ -59,11 +58,12 @@ class ScheduleAnalysis:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a plan says of its program. paths: of all parameters. planned: its collectives."""
+    """What a plan says of its program. paths: of all parameters. planned: its collectives. ops: its operations."""
 
     paths: Sequence[str]
     planned: Sequence[PlannedCollective]
     model_flops: ModelFlops
+    ops: Sequence[ParallelOp]
 
 
 NOTHING_TIMED = StepReport(
@@ -77,7 +77,7 @@ OF_WHOLE_STEP = (
     "predicted_range_basis",
 )  # fmt: skip
 OF_RANGE = ("predicted_range_seconds", "predicted_range_basis")
-NOTHING_DECLARED = Declared((), (), ModelFlops(None, ()))
+NOTHING_DECLARED = Declared((), (), ModelFlops(None, ()), OPERATIONS)
 
 
 def analyse_schedule(
@@ -88,7 +88,7 @@ def analyse_schedule(
     groups."""
     paths = [array.array.path for array in plan.sharding.parameters]
     devices = ProgramDevices(plan.mesh.placement, order)
-    return analyse_program(module, devices, Declared(paths, planned, plan.model_flops))
+    return analyse_program(module, devices, Declared(paths, planned, plan.model_flops, plan.ops))
 
 
 def analyse_program(
@@ -120,7 +120,7 @@ def analyse_program(
         _collective(
             totals,
             placed[name],
-            known.paths,
+            known,
             matches[name],
             line=line_of(totals.collective),
             is_timed=target.chip is not None,
@@ -162,29 +162,29 @@ def _latencies(result: Simulation, devices: ProgramDevices) -> dict[str, float |
     return found
 
 
-def _source(collective: Collective, matches: Sequence[Match], paths: Sequence[str]) -> str:
+def _source(collective: Collective, matches: Sequence[Match], known: Declared) -> str:
     """Returns the source of a collective: by its own name, else by that of the matmul that computes its operand if the
     plan has a sum of matmuls of that size, else by size alone. The plan knows a sum of several by one of them."""
     if collective.op_name:
-        return source_of(collective.op_name, collective.kind, paths)
+        return source_of(collective.op_name, collective.kind, known.paths, known.ops)
     is_sum = any(source.startswith(SUM_OF) for match in matches for source in match.sources)
     if is_sum and collective.made_by:
-        return source_of(collective.made_by[0], collective.kind, paths)
-    return source_by_size(matches) or source_of("", collective.kind, paths)
+        return source_of(collective.made_by[0], collective.kind, known.paths, known.ops)
+    return source_by_size(matches) or source_of("", collective.kind, known.paths, known.ops)
 
 
-def source_of(op_name: str, kind: str, paths: Sequence[str]) -> str:
+def source_of(op_name: str, kind: str, paths: Sequence[str], ops: Sequence[ParallelOp] = OPERATIONS) -> str:
     """Returns the source: 'jit(step)/transpose(jvp(head))/weight=head/kernel_EV/reduce_scatter' -> 'head/kernel_EV,
     backward'.
 
     If the compiler combined several, the first of them and how many more. kind: the collective's; one that reduces a
-    weight moves its gradient. paths: the paths of all parameters.
+    weight moves its gradient. paths: the paths of all parameters. ops: the operations of the program.
     """
     if not op_name:
         return "made by the compiler"
     name = OperationName(op_name)
     found, alone = name.parameters(paths), name.separated[0]
-    ours = ring_of(alone) or exchange_of(alone) or experts_of(alone) or alone.activation
+    ours = find_source(ops, alone) or alone.activation
     operation = ours or "/".join(alone.text.split("/")[-2:])
     first = found[0] if found else operation
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -218,7 +218,7 @@ def chip_of(target: TargetPlan) -> Chip:
 def _collective(
     totals: CollectiveTotals,
     where: CollectivePlacement,
-    paths: Sequence[str],
+    known: Declared,
     matches: Sequence[Match],
     *,
     line: str,
@@ -242,7 +242,7 @@ def _collective(
         hidden_behind=tuple(name for name, _ in behind[:NUM_SHOWN_BEHIND]),
         is_async=found.is_async,
         form=found.form,
-        source=_source(found, matches, paths),
+        source=_source(found, matches, known),
         line=line,
         where=_where(totals),
         confidence="high" if is_certain else "low",

@@ -56,9 +56,9 @@ def rows_scope(path: str) -> str:
     return f"{_ROWS}{path}"
 
 
-def matmul_scope(activation: str) -> str:
-    """Returns the scope of a matmul of the model, named by the activation that it computes."""
-    return f"{_MATMUL}{activation}"
+def site_scope(kind: str, site: str) -> str:
+    """Returns the scope of one operation of the model: 'matmul=mlp_output'."""
+    return f"{kind}={site}"
 
 
 def layout_scope(activation: str) -> str:
@@ -141,6 +141,11 @@ class OperationName:
     def reduces_gradient(self) -> bool:
         """Returns True for what reduces the gradient of a parameter, or prepares it for that."""
         return _WEIGHT in self.text and not self.gathers_weight
+
+    def site_of(self, kind: str) -> str | None:
+        """Returns the site of an operation of this kind that it is part of; None for others."""
+        found = re.search(rf"(?:^|[/(]){re.escape(kind)}=(\w+)", self.text)
+        return found[1] if found else None
 
     @property
     def matmul(self) -> str | None:

@@ -15,9 +15,7 @@ from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, Pass
 from ..jaxpr.fusion import needed
 from ..jaxpr.program import Operation, Program, TracedCollective
-from ..parallel.exchange import exchange_of
-from ..parallel.experts import experts_of
-from ..parallel.matmul import ring_of
+from ..parallel.operation import find_source
 from ..plan import Plan
 
 
@@ -64,12 +62,7 @@ def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective,
                 bytes_each=collective.full_bytes,
                 count=0,
                 dtype=collective.dtype,
-                source=path
-                or ring_of(name)
-                or exchange_of(name)
-                or experts_of(name)
-                or name.activation
-                or _operation_name(operation),
+                source=path or find_source(plan.ops, name) or name.activation or _operation_name(operation),
                 direction=_direction(name, is_gradient=path is not None and collective.kind not in MOVING),
                 rule=_rule(plan, collective.kind, collective.axes, path),
             )

@@ -25,7 +25,7 @@ from meshloom.models.attention import attend
 
 from ..core.head_shares import share_of_head
 from ..core.partition_spec import Axes, axes_in, axes_of
-from ..core.scopes import ATTENTION, exchange_scope
+from ..core.scopes import ATTENTION, exchange_scope, nested_scope
 from ..jaxpr.operation_kinds import LANES
 from ..sharding.arrays import OpSite
 from ..target.target import TargetPlan
@@ -91,6 +91,10 @@ class AttentionOp(ParallelOp):
 
     def lower(self, plan: OpPlan) -> Lowered:
         return build_attend(plan.chosen.parameters)
+
+    def scope(self, plan: OpPlan) -> str:
+        exchange = plan.chosen.parameters.exchange
+        return ATTENTION if exchange is None else nested_scope(ATTENTION, exchange_scope(exchange.name))
 
 
 def _budget(target: TargetPlan, head_dim: int) -> Budget:
@@ -191,14 +195,7 @@ def build_attend(kernel: Kernel) -> Callable[..., Array]:
     elif kernel.implementation != XLA:  # the partitioner cannot split a kernel
         chosen = partial(_on_shards, on_a_device, kernel.heads, axes_in(kernel.heads))
 
-    def named(*args: Any, **options: Any) -> Array:
-        with jax.named_scope(ATTENTION):
-            if exchange is None:
-                return chosen(*args, **options)
-            with jax.named_scope(exchange_scope(exchange.name)):
-                return chosen(*args, **options)
-
-    return named
+    return chosen
 
 
 def _attend_plain(*args: Any, **options: Any) -> Array:

@@ -22,6 +22,7 @@ from ..core.collectives import CollectiveKind
 from ..core.format import human_names, human_seconds
 from ..core.head_shares import share_of_head
 from ..core.partition_spec import axes_of
+from ..core.scopes import OperationName
 from ..sharding.arrays import OpSite
 from ..sharding.token_order import TokenOrder, plan_token_order
 from ..target.compiler_options import why_permutes_wait
@@ -56,6 +57,10 @@ class ContextOp(ParallelOp):
     def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
         """The attention of a model."""
         return [replace(site, kind=self.kind) for site in inputs.arrays.sites if site.kind == "attention"]
+
+    def source(self, name: OperationName) -> str | None:
+        """'attention, all_gather'."""
+        return f"{self.title}, {name.exchange}" if name.exchange else None
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         axes = inputs.roles.length

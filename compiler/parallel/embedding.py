@@ -71,11 +71,11 @@ class EmbeddingOp(ParallelOp):
         if plan.chosen.weights == "gathered":
             return None
 
-        def lookup(table: Array, ids: Array) -> Array:
-            with jax.named_scope(rows_scope(f"embed/{plan.site.name}")):
-                return exchange_rows(table, ids, plan.chosen.parameters)
+        return lambda table, ids: exchange_rows(table, ids, plan.chosen.parameters)
 
-        return lookup
+    def scope(self, plan: OpPlan) -> str | None:
+        """The collectives of a table that is gathered have its own name."""
+        return None if plan.chosen.weights == "gathered" else rows_scope(f"embed/{plan.site.name}")
 
 
 def _layout(plans: Sequence[ArrayPlan], site: OpSite) -> ArrayPlan:

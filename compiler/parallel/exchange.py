@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.partition_spec import Axes
-from ..core.scopes import OperationName
 from ..sharding.token_order import TokenOrder
 from .blocks import Attended, BlockKernel, Gradient, Gradients, Keys, Queries, Sight, attend_with
 from .cudnn_blocks import CudnnBlocks
@@ -156,11 +155,6 @@ def _attend_by_heads(
     out = attend(all_tokens(q_BTHD), all_tokens(k), all_tokens(v), ids)
     back: Any = _by_shard(order, out, 1)
     return jax.lax.all_to_all(back, exchange.axes, split_axis=1, concat_axis=2, tiled=True)
-
-
-def exchange_of(name: OperationName) -> str | None:
-    """'attention, all_gather' for what a split length exchanges, by its name; else None."""
-    return f"attention, {name.exchange}" if name.exchange else None
 
 
 BlocksOf = Callable[[float | None], BlockKernel]  # of a soft cap

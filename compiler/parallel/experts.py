@@ -98,11 +98,6 @@ class ExpertsPlan:
         return self.rows >= self.most_rows
 
 
-def experts_of(name: OperationName) -> str | None:
-    """'routed, tokens to experts and back', for a collective of experts by its name; else None."""
-    return f"{name.experts}, tokens to experts and back" if name.experts else None
-
-
 class ExpertsOp(ParallelOp):
     kind = "experts"
     title = "experts"
@@ -123,10 +118,16 @@ class ExpertsOp(ParallelOp):
         chosen: ExpertsPlan = plan.chosen.parameters
 
         def apply(x: Array, weights: Array, ids: Array, gate: Array, up: Array, down: Array, *, activation: str) -> Any:
-            with jax.named_scope(experts_scope(plan.site.name, chosen.filled)):
-                return apply_planned(x, weights, ids, (gate, up, down), activation, chosen)
+            return apply_planned(x, weights, ids, (gate, up, down), activation, chosen)
 
         return apply
+
+    def scope(self, plan: OpPlan) -> str:
+        return experts_scope(plan.site.name, plan.chosen.parameters.filled)
+
+    def source(self, name: OperationName) -> str | None:
+        """'routed, tokens to experts and back'."""
+        return f"{name.experts}, tokens to experts and back" if name.experts else None
 
 
 def _sizes_of(site: OpSite, inputs: OpInputs) -> ExchangeSizes:

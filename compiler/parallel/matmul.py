@@ -26,7 +26,7 @@ from meshloom.models.contract import matmul
 
 from ..core.format import human_seconds
 from ..core.partition_spec import Axes
-from ..core.scopes import OperationName, ring_scope
+from ..core.scopes import OperationName, nested_scope, ring_scope, site_scope
 from ..sharding.arrays import OpSite
 from ..target.compiler_options import why_permutes_wait
 from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
@@ -101,10 +101,18 @@ class MatmulOp(ParallelOp):
 
         def in_ring(x: Array, weight: Array, *, subscripts: str) -> Array:
             del subscripts  # the plan has them
-            with jax.named_scope(ring_scope(plan.site.name)):
-                return _matmul_in_ring(x, weight, plan.chosen.parameters)
+            return _matmul_in_ring(x, weight, plan.chosen.parameters)
 
         return in_ring
+
+    def scope(self, plan: OpPlan) -> str:
+        """A compiled matmul has no other name."""
+        own, name = site_scope(self.kind, plan.site.name), plan.site.name
+        return own if plan.chosen.name == PLAIN else nested_scope(own, ring_scope(name))
+
+    def source(self, name: OperationName) -> str | None:
+        """'mlp_output, in a ring'. The partitioner's collectives of other matmuls have their activation's name."""
+        return f"{name.ring}, in a ring" if name.ring else None
 
 
 def _split_over(site: OpSite, inputs: OpInputs) -> Axes:
@@ -209,11 +217,6 @@ def _matmul_in_ring(x: Array, weight: Array, ring: MatmulRing) -> Array:
 
     use.defvjp(lambda *operands: (summed(*operands), operands), backward)
     return use(x, weight)
-
-
-def ring_of(name: OperationName) -> str | None:
-    """'mlp_output, in a ring', for an operation within one by its name; else None."""
-    return f"{name.ring}, in a ring" if name.ring else None
 
 
 def ring_reduce_scatter(

@@ -26,7 +26,7 @@ from ..config.spec import RunSpec, StrategyChoice
 from ..core.collectives import CollectiveKind
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.partition_spec import Axes, keep_axes
-from ..core.scopes import matmul_scope
+from ..core.scopes import OperationName, site_scope
 from ..sharding.arrays import Arrays, OpSite
 from ..sharding.batch import sequences_of_device
 from ..sharding.roles import AxisRoles
@@ -196,6 +196,15 @@ class ParallelOp(ABC):
         del plan
         return None
 
+    def scope(self, plan: OpPlan) -> str | None:
+        """Returns the scope that the operations of a site carry into the compiled program; None: they carry none."""
+        return site_scope(self.kind, plan.site.name)
+
+    def source(self, name: OperationName) -> str | None:
+        """Returns what a collective of the operation moves, for tables, by its name; None for collectives of others."""
+        site = name.site_of(self.kind)
+        return f"{self.title} {site}" if site else None
+
 
 def plan_operations(ops: Iterable[ParallelOp], inputs: OpInputs) -> tuple[OpPlan, ...]:
     """Chooses a strategy for each site of each operation, in the order of the registry.
@@ -289,12 +298,17 @@ def _choose_by_cost(strategies: Sequence[Strategy]) -> tuple[Strategy, str]:
 
 
 def lower_operations(plans: Iterable[OpPlan]) -> Lowered:
-    """`Context.operation` of a step: runs each site by the strategy that was chosen for it. A compiled matmul has no
-    other name than its scope; other operations have scopes of their own."""
-    lowered = {(plan.site.kind, plan.site.name): plan.op.lower(plan) for plan in plans}
+    """`Context.operation` of a step: runs each site by the strategy that was chosen for it, in its scope."""
+    lowered = {(plan.site.kind, plan.site.name): (plan.op.scope(plan), plan.op.lower(plan)) for plan in plans}
 
     def operation(kind: str, name: str, plain: Lowered, *operands: Any, **options: Any) -> jax.Array:
-        with jax.named_scope(matmul_scope(name)) if kind == "matmul" else nullcontext():
-            return (lowered.get((kind, name)) or plain)(*operands, **options)
+        scope, run = lowered.get((kind, name), (None, None))
+        with jax.named_scope(scope) if scope else nullcontext():
+            return (run or plain)(*operands, **options)
 
     return operation
+
+
+def find_source(ops: Iterable[ParallelOp], name: OperationName) -> str | None:
+    """Returns what a collective moves, by its name, if it belongs to one of these operations."""
+    return next((source for op in ops if (source := op.source(name)) is not None), None)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from conftest import LINEAR_STACK, plan_of, spec_of
+from meshloom.compiler.analysis.schedule_analysis import source_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
@@ -27,16 +28,19 @@ class Doubling(ParallelOp):
 
     kind = "doubling"
     title = "doubling"
-    names = ("add", "multiply")
+    names = ("add", "multiply", "by_mean")
     fallback = "add"
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         del site
         refusal = None if inputs.spec.precision.compute == "float32" else "it is for float32"
         multiply = Strategy("multiply", "by two", 2.0, cost=Cost(1.0, "seconds"), figures="1 s", refusal=refusal)
-        return multiply, Strategy("add", "to itself", cost=Cost(2.0, "seconds"), figures="2 s")
+        by_mean = Strategy("by_mean", "plus the mean over devices", objection="it is not the same")
+        return multiply, Strategy("add", "to itself", cost=Cost(2.0, "seconds"), figures="2 s"), by_mean
 
     def lower(self, plan: OpPlan) -> Lowered | None:
+        if plan.chosen.name == "by_mean":
+            return lambda x: x + jax.lax.pmean(x, "fsdp")
         factor = plan.chosen.parameters
         return (lambda x: jnp.multiply(x, factor)) if factor else None
 
@@ -68,6 +72,16 @@ def test_an_operation_from_outside_is_planned_shown_and_run(monkeypatch):
     added = _planned(monkeypatch, "parallel.doubling=add")
     assert added.operation("doubling").reason == "parallel.doubling=add"
     assert (traced["mul"] - _traced_loss(added)["mul"]) > 0
+
+
+def test_an_operation_from_outside_has_its_scope_and_its_row_of_collectives(monkeypatch):
+    """Its strategy adds over devices; the estimate and the table of compiled collectives say for which site."""
+    plan = _planned(monkeypatch, "parallel.doubling=by_mean")
+    rows = [one for one in estimate_step(plan).communication if one.source == "doubling layer"]
+    assert {(one.kind, one.mesh_axes) for one in rows} == {("all-reduce", ("fsdp",))}
+    assert "forward" in {one.direction for one in rows}
+    assert source_of("jit(f)/jvp(layers)/doubling=layer/psum", "all-reduce", (), plan.ops) == "doubling layer, forward"
+    assert source_of("jit(f)/jvp(layers)/doubling=layer/psum", "all-reduce", ()) == "doubling=layer/psum, forward"
 
 
 def test_an_operation_from_outside_is_refused_as_any_other(monkeypatch):
