@@ -69,10 +69,12 @@ class AttentionOp(ParallelOp):
     title = "attention"
     names = (XLA, CUDNN, SPLASH)
     fallback = XLA
+    after = ("context",)
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         heads, platform = inputs.auto_spec(None, None, "heads", None), inputs.target.platform
-        exchange = _exchange_of(site, inputs)
+        (contexts,) = inputs.after
+        exchange = next((each.chosen.parameters for each in contexts if each.site.name == site.name), None)
         merit, budget = f"the kernel for {platform}", _budget(inputs.target, site.operands[0].shape[-1])
         kernels = [
             Strategy(
@@ -126,12 +128,6 @@ def plan_backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> 
     itemsize = jnp.dtype(spec.precision.compute).itemsize
     shape = AttentionShape(sequences, heads, num_queries, num_keys, head_dim, itemsize, block)
     return choose_backward(shape, seen, budget)
-
-
-def _exchange_of(site: OpSite, inputs: OpInputs) -> Exchange | None:
-    return next(
-        (each.chosen.parameters for each in inputs.planned.get("context", ()) if each.site.name == site.name), None
-    )
 
 
 def _refusal(name: str, site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> str | None:

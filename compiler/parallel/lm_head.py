@@ -38,6 +38,7 @@ class LmHeadOp(ParallelOp):
     title = "head"
     names = (WHOLE, VOCAB_CHUNKS)
     fallback = WHOLE
+    after = ("loss",)
 
     def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
         del inputs
@@ -84,7 +85,7 @@ def _objection(inputs: OpInputs) -> str | None:
         return f"the compiler for {target.name} does not wait for the head's gather before the layers"
     if "all-gather" not in hidden_kinds(inputs.spec.overlap.flag_presets, "weights", target):
         return "with these flag presets no gather runs beside the head's matmuls"
-    (loss,) = inputs.planned["loss"]
+    ((loss,),) = inputs.after
     if loss.chosen.parameters > 1:
         return f"each of {loss.chosen.parameters} chunks of tokens needs the whole vocabulary"
     return None

@@ -13,7 +13,7 @@ new operation is one file, one line in the registry, and its key in `conf/parall
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -126,7 +126,7 @@ class OpPlan:
 
 @dataclass(frozen=True)
 class OpInputs:
-    """What strategies are made from. planned: the operations before this one in the registry, by kind."""
+    """What strategies are made from. after: the plans of the operations that `ParallelOp.after` names, in its order."""
 
     spec: RunSpec
     model: Model
@@ -134,7 +134,7 @@ class OpInputs:
     sharding: ShardingPlan
     mesh: MeshPlan
     target: TargetPlan
-    planned: Mapping[str, tuple[OpPlan, ...]] = field(default_factory=dict)
+    after: tuple[tuple[OpPlan, ...], ...] = ()
 
     @property
     def roles(self) -> AxisRoles:
@@ -173,7 +173,8 @@ class ParallelOp(ABC):
 
     kind: its key in `parallel`, and the first argument of `Context.operation`. title: what `explain` calls it.
     fallback: the strategy that can always run. is_declared: it has a key in `parallel`; others are always `auto`.
-    is_searched: `overlap.search` tries what the plan chose against the fallback.
+    is_searched: `overlap.search` tries what the plan chose against the fallback. after: the kinds whose plans its
+    strategies are made from; they come before it in the registry.
     """
 
     kind: ClassVar[str]
@@ -182,6 +183,7 @@ class ParallelOp(ABC):
     fallback: ClassVar[str]
     is_declared: ClassVar[bool] = True
     is_searched: ClassVar[bool] = False
+    after: ClassVar[tuple[str, ...]] = ()
 
     def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
         """Where the operation is done: by default, where the traced model asked for it."""
@@ -220,7 +222,10 @@ def plan_operations(ops: Iterable[ParallelOp], inputs: OpInputs) -> tuple[OpPlan
     ]
     planned: dict[str, tuple[OpPlan, ...]] = {}
     for op in ops:
-        made = replace(inputs, planned=dict(planned))
+        if late := [kind for kind in op.after if kind not in planned]:
+            needed = ", ".join(late)
+            raise ValueError(f"the operation '{op.kind}' has to come after {needed}, which it is planned from")
+        made = replace(inputs, after=tuple(planned[kind] for kind in op.after))
         try:
             planned[op.kind] = _plan_operation(op, made, declared.get(op.kind, AUTO) if op.is_declared else AUTO)
         except ConfigError as error:

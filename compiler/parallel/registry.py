@@ -1,4 +1,4 @@
-"""The operations that the plan decides on, in the order in which it does: a later one may look at an earlier one."""
+"""The operations that the plan decides on, in this order: one that is planned from others comes after them."""
 
 from .attention import AttentionOp
 from .context import ContextOp

@@ -92,6 +92,11 @@ def test_an_operation_from_outside_is_refused_as_any_other(monkeypatch):
         _planned(monkeypatch, "parallel.doublin=add")
 
 
+def test_an_operation_comes_after_those_that_it_is_planned_from():
+    with pytest.raises(ValueError, match="the operation 'lm_head' has to come after loss"):
+        plan_run(spec_of(), OPERATIONS[::-1])
+
+
 def _traced_loss(plan) -> Counter[str]:
     """Counts each primitive of the forward pass, loop bodies once."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plan.abstract["params"])
