@@ -22,7 +22,7 @@ from ..sharding.gradients import accumulated_layouts
 from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import gathered_bytes
-from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
+from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy, WeightUse
 
 ALL_GATHER, ALL_TO_ALL = "all_gather", "all_to_all"
 
@@ -72,6 +72,9 @@ class EmbeddingOp(ParallelOp):
             return None
 
         return lambda table, ids: exchange_rows(table, ids, plan.chosen.parameters)
+
+    def weight_use(self, plan: OpPlan, weight: ArrayPlan) -> WeightUse | None:
+        return plan.chosen.weights if weight.array.path == f"embed/{plan.site.name}" else None
 
     def scope(self, plan: OpPlan) -> str | None:
         """The collectives of a table that is gathered have its own name."""

@@ -24,7 +24,7 @@ from ..sharding.gradients import accumulated_layouts
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan, gathered_bytes
 from ..target.compiler_options import hidden_kinds
-from .operation import CollectiveSpec, Cost, OpInputs, ParallelOp, Strategy
+from .operation import CollectiveSpec, Cost, OpInputs, OpPlan, ParallelOp, Strategy, WeightUse
 
 VOCAB = "vocab"  # the logical axis
 WHOLE, VOCAB_CHUNKS = "whole", "vocab_chunks"
@@ -70,6 +70,10 @@ class LmHeadOp(ParallelOp):
             weights="chunked",
         )
         return _with_costs(inputs, chunks, whole, num_bytes, axes)
+
+    def weight_use(self, plan: OpPlan, weight: ArrayPlan) -> WeightUse | None:
+        is_of_vocabulary = weight.array.path.startswith("head/") and VOCAB in weight.array.logical_axes
+        return plan.chosen.weights if is_of_vocabulary else None
 
 
 def _moved(sizes: Sequence[int], axes: Axes) -> tuple[CollectiveSpec, ...]:

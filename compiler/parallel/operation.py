@@ -202,6 +202,11 @@ class ParallelOp(ABC):
         """Returns the scope that the operations of a site carry into the compiled program; None: they carry none."""
         return site_scope(self.kind, plan.site.name)
 
+    def weight_use(self, plan: OpPlan, weight: ArrayPlan) -> WeightUse | None:
+        """Returns how a site gets at a parameter; None for one that is not the operation's to say."""
+        del plan, weight
+        return None
+
     def source(self, name: OperationName) -> str | None:
         """Returns what a collective of the operation moves, for tables, by its name; None for collectives of others."""
         site = name.site_of(self.kind)

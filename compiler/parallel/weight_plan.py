@@ -13,7 +13,6 @@ from ..sharding.arrays import EXPERTS
 from ..sharding.gradients import accumulated_layouts
 from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
-from .lm_head import VOCAB
 from .operation import OpInputs, OpPlan
 
 Use = Literal["gathered", "hoisted", "chunked", "sharded"]
@@ -104,13 +103,12 @@ def frozen(plan: WeightPlan) -> WeightPlan:
 
 def _used(made: WeightPlan, stored: ArrayPlan, inputs: OpInputs, operations: Sequence[OpPlan]) -> WeightPlan:
     """The plan of a weight, with how it is used."""
-    wanted = {(each.site.kind, each.site.name): each.chosen.weights for each in operations}
-    piece, _, name = made.path.partition("/")
     if not made.gathered:
         return made
-    if piece == "embed" and wanted.get(("embedding", name)) == "sharded":
+    wanted = {each.op.weight_use(each, stored) for each in operations}
+    if "sharded" in wanted:
         return replace(made, use="sharded", gathered=(), scattered=())
-    if piece == "head" and VOCAB in stored.array.logical_axes and wanted["lm_head", "head"] == "chunked":
+    if "chunked" in wanted:
         return replace(made, use="chunked")
     is_vector = made.is_stacked and len(stored.array.shape) == 2  # the first dimension is `layers`
     if is_vector and not inputs.target.compiler.unordered_collectives:
