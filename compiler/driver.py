@@ -26,7 +26,7 @@ from .core.errors import all_of
 from .core.trees import like
 from .estimate.estimate import estimate_declared
 from .jaxpr.flops import count_model_flops
-from .parallel.operation import OpInputs, OpPlan, ParallelOp, plan_operations
+from .parallel.operation import OpInputs, OpPlan, ParallelOp, per_token_operation, plan_operations
 from .parallel.registry import OPERATIONS
 from .parallel.remat import check_remat
 from .parallel.weight_plan import plan_weights
@@ -124,7 +124,7 @@ def plan_layout(
         },
         lambda: check_batch(spec, mesh, roles),
         lambda: check_length(spec, model),
-        lambda: check_length_split(spec, model, roles),
+        lambda: check_length_split(spec, model, roles, per_token_operation(ops)),
     )
     inputs = OpInputs(spec, model, arrays, sharding, mesh, target)
     operations, *_ = all_of(

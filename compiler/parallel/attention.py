@@ -94,6 +94,12 @@ class AttentionOp(ParallelOp):
     def lower(self, plan: OpPlan) -> Lowered:
         return build_attend(plan.chosen.parameters)
 
+    def per_token(self, plain: Lowered, *operands: Any, **options: Any) -> Array:
+        out = jax.eval_shape(lambda: plain(*operands, **options))
+        arrays = [x for x in operands if x is not None and x.ndim > 2]
+        sums = (jnp.sum(x, axis=range(2, x.ndim), keepdims=True) for x in arrays)
+        return jnp.broadcast_to(sum(sums, start=jnp.zeros(())), out.shape).astype(out.dtype)
+
     def scope(self, plan: OpPlan) -> str:
         exchange = plan.chosen.parameters.exchange
         return ATTENTION if exchange is None else nested_scope(ATTENTION, exchange_scope(exchange.name))

@@ -122,6 +122,12 @@ class ExpertsOp(ParallelOp):
 
         return apply
 
+    def per_token(self, plain: Lowered, *operands: Any, **options: Any) -> tuple[Array, Array]:
+        """They sort tokens, and put them back."""
+        del plain, options
+        x, weights, *_ = operands
+        return x * jnp.sum(weights, axis=-1, keepdims=True).astype(x.dtype), jnp.zeros(())
+
     def scope(self, plan: OpPlan) -> str:
         return experts_scope(plan.site.name, plan.chosen.parameters.filled)
 

@@ -198,6 +198,13 @@ class ParallelOp(ABC):
         del plan
         return None
 
+    def per_token(self, plain: Lowered, *operands: Any, **options: Any) -> Any:
+        """Returns arrays of the shapes of `plain`, of which each token makes its own from its own operands.
+
+        An operation that looks at other tokens, and exchanges them by itself where a sequence is split, overrides it.
+        """
+        return plain(*operands, **options)
+
     def scope(self, plan: OpPlan) -> str | None:
         """Returns the scope that the operations of a site carry into the compiled program; None: they carry none."""
         return site_scope(self.kind, plan.site.name)
@@ -315,6 +322,18 @@ def lower_operations(plans: Iterable[OpPlan]) -> Lowered:
         scope, run = lowered.get((kind, name), (None, None))
         with jax.named_scope(scope) if scope else nullcontext():
             return (run or plain)(*operands, **options)
+
+    return operation
+
+
+def per_token_operation(ops: Iterable[ParallelOp]) -> Lowered:
+    """`Context.operation` without what operations exchange between tokens: for the check that nothing else does."""
+    by_kind = {op.kind: op for op in ops}
+
+    def operation(kind: str, name: str, plain: Lowered, *operands: Any, **options: Any) -> Any:
+        del name
+        op = by_kind.get(kind)
+        return op.per_token(plain, *operands, **options) if op else plain(*operands, **options)
 
     return operation
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from meshloom.models import Context, Model, split_aux
-from meshloom.models.contract import Piece, plain_operation
+from meshloom.models.contract import Piece
 
 from ..config.spec import RunSpec
 from ..core.errors import Problem, raise_if_any
@@ -28,35 +28,38 @@ _RESIZING = {"slice", "pad", "concatenate", "dynamic_slice", "dynamic_update_sli
              "reduce_window_max", "conv_general_dilated"}  # fmt: skip
 
 
-def check_length_split(spec: RunSpec, model: Model, roles: AxisRoles) -> None:
+def check_length_split(spec: RunSpec, model: Model, roles: AxisRoles, per_token: Callable[..., Any]) -> None:
     """Raises ConfigError where the rules split the length, and a layer or the head looks from one token at another
-    otherwise than by attention."""
+    otherwise than by attention. per_token: `Context.operation` without what an operation exchanges by itself
+    (parallel/operation.py)."""
     axes = roles.length
     if not axes:
         return
     over = " and ".join(axes)
     fix = f"set {', '.join(f'mesh.{axis}=1' for axis in axes)}, or give 'length' a rule with mesh: []"
     what = "{} looks from one token at another, and the length is split over {}"
-    raise_if_any(Problem("sharding.activations", what.format(name, over), fix) for name in _mixing(spec, model))
+    raise_if_any(
+        Problem("sharding.activations", what.format(name, over), fix) for name in _mixing(spec, model, per_token)
+    )
 
 
-def _mixing(spec: RunSpec, model: Model) -> Iterator[str]:
+def _mixing(spec: RunSpec, model: Model, per_token: Callable[..., Any]) -> Iterator[str]:
     """Names of pieces that need other tokens than the one that they work on."""
     x: Any = jax.ShapeDtypeStruct((1, _recognisable_length(model)), jnp.int32)
     pieces = [model.embed, *(stack.layer for stack in model.stacks), model.head]
     for piece in pieces:
-        is_pointwise, x = _traced(piece, spec, x)
+        is_pointwise, x = _traced(piece, spec, x, per_token)
         if not is_pointwise:
             yield piece.name
 
 
-def _traced(piece: Piece, spec: RunSpec, x: Any) -> tuple[bool, Any]:
+def _traced(piece: Piece, spec: RunSpec, x: Any, per_token: Callable[..., Any]) -> tuple[bool, Any]:
     """(True where two devices, each with half of the tokens, make their halves of the output and exchange nothing; the
     shape of the whole output)."""
     num_devices, params = 2, piece.abstract_in(spec.precision.compute)
 
     def apply(params: Any, positions_BT: jax.Array, segment_ids_BT: jax.Array, x: jax.Array) -> jax.Array:
-        context = Context(positions_BT, lambda _, x, *__, **___: x, _without_attention, segment_ids_BT)
+        context = Context(positions_BT, lambda _, x, *__, **___: x, per_token, segment_ids_BT)
         return split_aux(piece.apply(params, x, context))[0]
 
     tokens = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)
@@ -71,19 +74,6 @@ def _traced(piece: Piece, spec: RunSpec, x: Any) -> tuple[bool, Any]:
     is_split = not _moves_along(traced.jaxpr, length)
     is_split &= program.sizes[program.outputs[0]] * num_devices == output.size * output.dtype.itemsize
     return is_split and not _has_collective(program), output
-
-
-def _without_attention(kind: str, name: str, plain: Callable[..., Any], *operands: Any, **options: Any) -> Any:
-    """Runs an operation as the model wrote it; of attention something that each token makes of its own operands, and of
-    experts, which sort tokens and put them back."""
-    if kind == "experts":
-        return operands[0] * jnp.sum(operands[1], axis=-1, keepdims=True).astype(operands[0].dtype), jnp.zeros(())
-    if kind != "attention":
-        return plain_operation(kind, name, plain, *operands, **options)
-    out = jax.eval_shape(lambda: plain(*operands, **options))
-    arrays = [x for x in operands if x is not None and x.ndim > 2]
-    per_token = sum((jnp.sum(x, axis=range(2, x.ndim), keepdims=True) for x in arrays), start=jnp.zeros(()))
-    return jnp.broadcast_to(per_token, out.shape).astype(out.dtype)
 
 
 def _recognisable_length(model: Model) -> int:

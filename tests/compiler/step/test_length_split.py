@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from conftest import pointwise_plan
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.parallel.operation import per_token_operation
 from meshloom.compiler.sharding.length_split import check_length_split
 from meshloom.models import Stack, build_piece
 from meshloom.runtime.train.feed import local_rows, to_devices
@@ -95,7 +96,7 @@ def test_a_layer_that_looks_at_other_tokens_is_refused(how):
     plan = pointwise_plan(*OVER_CONTEXT)
     mixing = replace(plan.model, stacks=(Stack("layers", build_piece(lambda _: Mixing(how)), 1),))
     with pytest.raises(ConfigError) as raised:
-        check_length_split(plan.spec, mixing, plan.roles)
+        check_length_split(plan.spec, mixing, plan.roles, per_token_operation(plan.ops))
     assert "Mixing looks from one token at another, and the length is split over context" in str(raised.value)
 
 
