@@ -23,7 +23,7 @@ SPLIT_OVER_TENSOR = Advice("split it more: sharding=fsdp_tensor", lambda plan: p
 WIDER_TENSOR = Advice("split it more: a larger mesh.tensor", lambda plan: plan.mesh.sizes["tensor"] == 1)
 HEAD_IN_CHUNKS = Advice(
     "cut the vocabulary: parallel.lm_head=vocab_chunks",
-    lambda plan: plan.operation("lm_head").chosen.weights == "chunked",
+    lambda plan: any(each.chosen.weights == "chunked" for each in plan.operations),
 )
 MORE_TOKENS = "give each device more tokens: a larger global_batch_size, for which it takes no longer"
 FULL_REMAT = Advice("remat=full", lambda plan: plan.spec.remat.policy == "full")

@@ -19,11 +19,11 @@ from ..core.collectives import CollectiveKind
 from ..core.head_shares import share_of_head
 from ..core.partition_spec import Axes
 from ..jaxpr.program import Program
+from ..parallel.attention import head_dim_of
 from ..parallel.context import EXPOSED_PERMUTES
 from ..parallel.exchange import RING
 from ..parallel.matmul import COLLECTIVE_MATMUL
 from ..plan import Plan
-from ..sharding.arrays import Arrays
 from ..target.compiler_options import hidden_kinds, why_permutes_wait
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
@@ -179,11 +179,6 @@ def _exposed(
     for axes, seconds in beside.items():
         waited[axes] = waited.get(axes, 0.0) + stays * seconds
     return waited
-
-
-def head_dim_of(arrays: Arrays) -> int | None:
-    """Returns the size of a head of the model's attention; None where it has none."""
-    return next((site.operands[0].shape[-1] for site in arrays.sites if site.kind == "attention"), None)
 
 
 def plan_rates(target: TargetPlan, head_dim: int | None) -> Rates | None:

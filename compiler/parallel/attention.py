@@ -27,7 +27,7 @@ from ..core.head_shares import share_of_head
 from ..core.partition_spec import Axes, axes_in, axes_of
 from ..core.scopes import ATTENTION, exchange_scope, nested_scope
 from ..jaxpr.operation_kinds import LANES
-from ..sharding.arrays import OpSite
+from ..sharding.arrays import Arrays, OpSite
 from ..target.target import TargetPlan
 from .cudnn import attend_cudnn, most_head_dim, takes_other_values
 from .exchange import RING, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length, block_kernel
@@ -103,6 +103,11 @@ class AttentionOp(ParallelOp):
     def scope(self, plan: OpPlan) -> str:
         exchange = plan.chosen.parameters.exchange
         return ATTENTION if exchange is None else nested_scope(ATTENTION, exchange_scope(exchange.name))
+
+
+def head_dim_of(arrays: Arrays) -> int | None:
+    """Returns the size of a head of the model's attention; None where it has none."""
+    return next((site.operands[0].shape[-1] for site in arrays.sites if site.kind == AttentionOp.kind), None)
 
 
 def _budget(target: TargetPlan, head_dim: int) -> Budget:

@@ -4,7 +4,7 @@ The head is run on a part of the tokens at a time, forward and again backward: l
 gradient is added up in float32 over the parts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from meshloom.models.numbers import divisors
 
 from ..core.format import human_bytes
 from ..sharding.arrays import OpSite
-from .operation import OpInputs, ParallelOp, Strategy
+from .operation import OpInputs, OpPlan, ParallelOp, Strategy
 
 # (parameters, x_BTE, targets_BT) -> logits_BTV or (logits_BTV, Aux), pointwise in length
 Head = Callable[[Params, Array, Array], Any]
@@ -54,6 +54,12 @@ class LossOp(ParallelOp):
         chunked = Strategy(SEQUENCE_CHUNKS, f"in {num_chunks} chunks of tokens", num_chunks, merit=f"{logits}, {limit}")
         refusal = f"{logits} are held at once, and {limit}" if num_chunks > 1 else None
         return Strategy(AT_ONCE, "of all tokens at once", 1, merit=logits, refusal=refusal), chunked
+
+
+def num_loss_chunks(operations: Iterable[OpPlan]) -> int:
+    """Returns the number of chunks of tokens in which the loss is computed."""
+    (chosen,) = (each.chosen for each in operations if isinstance(each.op, LossOp))
+    return chosen.parameters
 
 
 def sum_losses(

@@ -17,7 +17,7 @@ from meshloom.models import PADDING_TARGET, Aux, Context, LogicalAxes, Params, S
 from ..core.partition_spec import axes_in, keep_axes
 from ..core.scopes import layout_scope, piece_scope
 from ..parallel.lm_head import vocab_dimensions
-from ..parallel.loss import sum_losses
+from ..parallel.loss import num_loss_chunks, sum_losses
 from ..parallel.operation import lower_operations
 from ..parallel.remat import build_policy, marked
 from ..parallel.weights import Weights
@@ -65,7 +65,7 @@ def build_functions(
                 x_BTE,
                 microbatch.targets_BT,
                 z_loss_weight=plan.spec.loss.z_loss_weight,
-                num_blocks=plan.operation("loss").chosen.parameters,
+                num_blocks=num_loss_chunks(plan.operations),
             )
         return HeadOutput(objective / jnp.maximum(num_targets, 1), loss, aux)
 
@@ -127,10 +127,10 @@ def _parts_of_means(aux: Aux, num_tokens: Array | float) -> Aux:
 
 def _head_parts(plan: Plan, weights: Weights, x_BTE: Array) -> list[Params]:
     """The head's own weights, gathered: a tree for each part of the vocabulary."""
-    chosen = plan.operation("lm_head").chosen
-    if chosen.weights != "chunked":
+    chunks = next((each.chosen.parameters for each in plan.operations if each.chosen.weights == "chunked"), None)
+    if chunks is None:
         return [weights.gathered()]
-    return weights.gathered_in_parts(vocab_dimensions(plan.model), chosen.parameters, after=x_BTE)
+    return weights.gathered_in_parts(vocab_dimensions(plan.model), chunks, after=x_BTE)
 
 
 @register_dataclass

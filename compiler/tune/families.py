@@ -28,8 +28,9 @@ from ..driver import plan_run
 from ..estimate.assumed_overlap import BATCH_SPLIT, can_split_batch, plan_assumed
 from ..estimate.program_costs import Costs, Numbers, ProgramShape, read_costs
 from ..estimate.read_step import read_step
-from ..estimate.step_time import Hiding, head_dim_of, plan_hiding
-from ..parallel.loss import LossOp
+from ..estimate.step_time import Hiding, plan_hiding
+from ..parallel.attention import head_dim_of
+from ..parallel.loss import num_loss_chunks
 from ..parallel.matmul import COLLECTIVE_MATMUL
 from ..parallel.registry import OPERATIONS
 from ..sharding.roles import plan_roles
@@ -227,7 +228,7 @@ def trace(point: TracePoint) -> Reference:
     plan = plan_assumed(plan_run(_spec_of(point)))
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
     shape, numbers = read_costs(read_step(plan), weights, plan.target.compiler)
-    (loss,) = (each.chosen.parameters for each in plan.operations if isinstance(each.op, LossOp))
+    loss = num_loss_chunks(plan.operations)
     trips = {int(numbers[region[0]]) for region in shape.regions if len(region) == 1}  # of the outer loops
     number = point.num_microbatches
     is_last_apart = plan.spec.overlap.layers.reduce_in_backward and number not in trips and number - 1 in trips
