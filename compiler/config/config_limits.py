@@ -1,6 +1,8 @@
 """Limits on the size of a declaration: a few lines of YAML aliases or interpolations can expand to 10^9 values.
 
-The expanded size is counted before anything is expanded, in time proportional to the file's own size.
+The expanded size is counted before anything is expanded, in time proportional to the file's own size. OmegaConf has no
+limit of its own: it takes 26 s for five lines of aliases, 230 characters that come to 10^5 values, and 35 s for five of
+interpolations that come to 10^6 characters; one more line of either takes ten times as long (OmegaConf 2.3.1).
 """
 
 import re

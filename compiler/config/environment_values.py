@@ -1,7 +1,8 @@
 """Values that a declaration takes from environment variables (`${oc.env:NAME}`), which may be secrets.
 
 Files of a run, checkpoints, logs and messages show the interpolation instead of the value. Where two declarations are
-compared, a slow digest of the value is added. docs/security.md says what this does not cover.
+compared, a slow digest of the value is added. All of this is promised by docs/security.md, "Secrets", which also says
+what it does not cover.
 """
 
 import functools

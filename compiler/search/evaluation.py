@@ -2,7 +2,7 @@
 
 alternatives.py        other remat policies, shardings and overlaps            by the estimate
 memory_suggestions.py  changes that save memory, to make a step fit            by the estimate
-candidates.py          loops over layers, strategies and flag presets          by the compiled schedule
+overlap.py             loops over layers, strategies and flag presets          by the compiled schedule
 ../tune/space.py       meshes, microbatches and options of groups              by prices, the best by the estimate
 """
 

@@ -25,7 +25,8 @@ from meshloom.compiler.estimate.estimate import estimate_declared
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.tried import line_of
 from meshloom.compiler.schema import SearchReport, TriedReport
-from meshloom.compiler.search.candidates import (
+from meshloom.compiler.search.evaluation import Evaluation, evaluate_step, unknown
+from meshloom.compiler.search.overlap import (
     OverlapCandidate,
     applied,
     best_of,
@@ -33,7 +34,6 @@ from meshloom.compiler.search.candidates import (
     overlap_candidates,
     tried_report,
 )
-from meshloom.compiler.search.evaluation import Evaluation, evaluate_step, unknown
 from meshloom.compiler.xla.fingerprint import sha256
 
 from ..core.files import replace_text

@@ -26,7 +26,8 @@ from meshloom.compiler.report.views.facts import unknown_values
 from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.schema import Report
-from meshloom.compiler.search.candidates import (
+from meshloom.compiler.search.evaluation import Evaluation
+from meshloom.compiler.search.overlap import (
     FLAT,
     applied,
     best_of,
@@ -34,7 +35,6 @@ from meshloom.compiler.search.candidates import (
     expected_wait,
     overlap_candidates,
 )
-from meshloom.compiler.search.evaluation import Evaluation
 from meshloom.compiler.target.compiler_options import (
     check_compiler_options,
     plan_preset_options,

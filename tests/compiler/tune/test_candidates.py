@@ -6,8 +6,8 @@ from conftest import LINEAR_STACK, SMALL
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_declared
-from meshloom.compiler.search.candidates import applied, overlap_candidates
 from meshloom.compiler.search.evaluation import Candidate, evaluate_allowed, evaluate_plan
+from meshloom.compiler.search.overlap import applied, overlap_candidates
 from meshloom.compiler.tune.answer import estimate_spec
 from meshloom.compiler.tune.space import Variant, find_candidates
 
