@@ -12,9 +12,8 @@ from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.driver import plan_run
 
 from ..data.demo import warnings_of_demo_data
-from ..launch.artifact_flags import flags_of_artifact
 from ..launch.engines import run_launch
-from ..launch.plan import LaunchPlan, plan_launch
+from ..launch.plan import LaunchPlan, flags_of_artifact, plan_launch
 from ..processes.devices import plan_without_devices
 
 

@@ -18,8 +18,8 @@ from ..processes.devices import plan_without_devices
 from ..processes.distributed import Processes
 from ..processes.process_log import process_log
 from ..processes.say import say
-from ..rundir.latest import link_latest
 from ..rundir.run_dir import as_typed, check_run_dir
+from ..rundir.run_record import link_latest
 from ..tune.search import search_into
 from ..tune.targets import compare_targets
 from ..tune.variants import find_space

@@ -5,12 +5,16 @@
 It is a pure function; an engine (engines.py) turns its result into a job of its own.
 """
 
+import hashlib
+import json
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import MappingProxyType
+from typing import Any
 
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.config.flag_presets import read_environment
@@ -24,10 +28,15 @@ from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.places import PlaceError, local_path
+from meshloom.compiler.xla.fingerprint import FLAGS, UNSET
 
+from ..compile.artifact import read_artifact
 from ..core.command_line import words_of_train
-from .names import job_name
 
+# Kubernetes allows 63 characters for a pod's name, which JobSet makes from the job's: NAME-hosts-SLICE-HOST-abcde, with
+# up to 3 digits for the slice and 4 for the host. xpk allows 40 for a workload.
+MOST_CHARACTERS = 40
+NUM_DIGITS = 6  # of the hash
 # They say how a run is started, labelled or watched, not what it computes.
 NOT_IN_NAME = (
     "run", "watchdog", "profile", "launch", "distributed", "logging", "compilation_cache", "artifact", "sweep", "tune",
@@ -193,3 +202,24 @@ def _on_hosts(spec: RunSpec, key: str, text: str) -> str:
 
 def _is_of_launch(key: str) -> bool:
     return is_within(key, "launch") or key.startswith("launch@") or key == RUN_DIR
+
+
+def job_name(label: str, declaration: Any) -> str:
+    """Returns the name of a run: ("Llama 3 8B, v5p", {...}) -> "llama-3-8b-v5p-1f2e3d". It is a DNS label that begins
+    with a letter, as Kubernetes asks for.
+
+    declaration: JSON values that two runs have in common only if they are the same run.
+    """
+    digest = hashlib.sha256(json.dumps(declaration, sort_keys=True).encode()).hexdigest()[:NUM_DIGITS]
+    words = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
+    words = words if words[:1].isalpha() else f"run-{words}"
+    return f"{words[: MOST_CHARACTERS - NUM_DIGITS - 1].strip('-')}-{digest}"
+
+
+def flags_of_artifact(artifact: str) -> dict[str, str]:
+    """Returns the variables that the artifact was compiled with, if it is on this machine too; else none: its place may
+    be known to the hosts alone. Raises ConfigError for one that is damaged."""
+    if not Path(artifact).exists():
+        return {}
+    environment = read_artifact(Path(artifact)).fingerprint.environment
+    return {name: environment[name] for name in FLAGS if environment.get(name, UNSET) != UNSET}

@@ -1,11 +1,15 @@
-"""`run.json`: which command has a run directory, since when, and how it ended; `meshloom runs` reads it."""
+"""`run.json`: which command has a run directory, since when, and how it ended; `meshloom runs` reads it.
+
+The newest run directory that Hydra named by the clock also gets a link, `outputs/latest`.
+"""
 
 import logging
 import os
+import re
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -17,9 +21,10 @@ from meshloom.models.config import Record
 
 from ..core.files import replace_text
 from ..core.interruptible import before_leaving
-from .latest import link_latest
 
 RECORD_FILE = "run.json"
+LINK = "latest"
+_BY_THE_CLOCK = re.compile(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d")  # conf/config.yaml: hydra.run.dir
 LOG = logging.getLogger("meshloom")
 
 Ended = Literal["done", "stopped", "failed"]
@@ -103,3 +108,21 @@ def _write(run_dir: Path, record: RunRecord) -> None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def link_latest(run_dir: Path) -> None:
+    """Points `latest`, beside the directories of the days, to this one: outputs/latest -> 2026-11-23/22-24-33.
+
+    Nothing happens where a run directory was named by its user, where `latest` is something of the user's, and on a
+    disk without links: a run is worth more than its link.
+    """
+    run_dir = run_dir.absolute()
+    name = "/".join(run_dir.parts[-2:])
+    link = run_dir.parent.parent / LINK
+    if not _BY_THE_CLOCK.fullmatch(name) or (link.exists() and not link.is_symlink()):
+        return
+    made = link.with_name(f".{LINK}.{os.getpid()}")
+    with suppress(OSError):
+        made.unlink(missing_ok=True)
+        made.symlink_to(name, target_is_directory=True)
+        made.replace(link)  # at each moment there is one or the other

@@ -25,8 +25,7 @@ from .outcomes import outcome_of_death, outcome_of_error, outcome_of_memory, out
 from .own_process import OwnProcess
 from .points import Outcome, Point, Task
 from .settings import PoolSettings
-from .warm_worker import start_worker, work
-from .worker_process import say_at
+from .worker_process import say_at, start_worker, work
 
 POLL_SECONDS = 0.2
 MOST_POINTS_OF_A_WORKER = 500  # traced programs stay in memory; a fresh worker starts in 3 s

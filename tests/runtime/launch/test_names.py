@@ -5,7 +5,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshloom.runtime.launch.names import job_name
+from meshloom.runtime.launch.plan import job_name
 
 
 @given(st.text(max_size=200), st.integers(1, 999), st.integers(1, 9999))

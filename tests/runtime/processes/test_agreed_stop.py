@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-from meshloom.runtime.processes.agreed_stop import AgreedStop
+from meshloom.runtime.processes.stop import AgreedStop
 from support.several import free_port
 
 NUM_PROCESSES = 3

@@ -11,8 +11,7 @@ import pytest
 
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
 from meshloom.runtime.core.failures import NONFINITE, RunFailed
-from meshloom.runtime.rundir.latest import link_latest
-from meshloom.runtime.rundir.run_record import RunRecord, read_record, recorded_run
+from meshloom.runtime.rundir.run_record import RunRecord, link_latest, read_record, recorded_run
 
 PROBLEM = Problem("optimizer.learning_rate", "the loss of step 7 is NaN", "lower it")
 
