@@ -24,8 +24,23 @@ class Curve:
     held_out: tuple[tuple[int, float], ...]
 
 
+def running_rows(directory: Path, rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Returns a row for each point below a sweep's directory that trains and has not ended. What was swept is read off
+    the name of its directory, "optimizer.learning_rate=0.001,seed=1"."""
+    ended = {row.directory for row in rows}
+    found = sorted(path.parent.name for path in directory.glob(f"*/{METRICS}") if path.parent.name not in ended)
+    first = max((row.index for row in rows), default=-1) + 1
+    return tuple(_running(first + n, name) for n, name in enumerate(found))
+
+
+def _running(index: int, name: str) -> Row:
+    words = tuple(text for text in name.split(",") if "=" in text)
+    swept = {key: value for key, _, value in (text.partition("=") for text in words)}
+    return Row(index=index, overrides=words, swept=swept, status="running", directory=name)
+
+
 def read_curves(directory: Path, rows: Sequence[Row]) -> tuple[Curve, ...]:
-    """Returns the curve of each point that trained, also of one that failed later."""
+    """Returns the curve of each point that trained, also of one that failed later or is running."""
     found = [(row, directory / row.directory / METRICS) for row in rows if row.directory is not None]
     found = [(row, path) for row, path in found if path.is_file()]
     most = max(LEAST, min(MOST, NUM_SAMPLES // max(1, len(found))))

@@ -7,8 +7,9 @@ ends a sweep, the same command finds them and goes on with the points that have 
 import json
 import os
 import shlex
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from .table import show_table
 OBJECTIVES: dict[Command, str] = {"explain": "step_seconds", "compile": "step_seconds", "train": "final_loss"}
 PROCESSES = ".processes"  # rows of all but the first, where several processes run each point together
 JOBS = ".jobs"  # what a cluster is told, and what its jobs leave
+SECONDS_BETWEEN_PAGES, PAUSE = 5.0, 20  # while a sweep runs; PAUSE: times what the last page took to make
 WORKERS = ".workers"  # what workers print; removed at the end
 
 
@@ -67,6 +69,7 @@ class Engine:
     first_index: int = field(default=0, init=False)  # of a sweeper that chooses as it goes: after those of before
     _earlier: dict[tuple[str, ...], Row] = field(default_factory=dict, init=False)
     _names: dict[str, int] = field(default_factory=dict, init=False)
+    _next_page: float = field(default=0.0, init=False)
     _fingerprints: dict[str, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -75,11 +78,11 @@ class Engine:
         if isinstance(self.settings, ClusterSettings):
             submitted = {"slurm": SlurmArrays, "jobset": JobSets}[self.settings.engine]
             scratch = self.directory.absolute() / JOBS
-            self.pool = submitted(self.settings, self.task_of, scratch, self.record, self.progress.update)
+            self.pool = submitted(self.settings, self.task_of, scratch, self.record, self._update)
         elif self.settings:
             is_own = self.command == "train"
             scratch = self.directory.absolute() / WORKERS
-            self.pool = Pool(self.settings, self.task_of, scratch, self.record, self.progress.update, is_own=is_own)
+            self.pool = Pool(self.settings, self.task_of, scratch, self.record, self._update, is_own=is_own)
         if not self.asked.is_grid:
             self.first_index = max(self.rows, default=-1) + 1
             self._earlier = {row.overrides: row for row in self.rows.values()}
@@ -167,18 +170,31 @@ class Engine:
         self.progress.ended(row)
         return row
 
+    def _update(self, num_running: int) -> None:
+        """Shows how far the sweep is: on the terminal, and from time to time in its page."""
+        self.progress.update(num_running)
+        begun = time.monotonic()
+        if begun >= self._next_page:
+            with suppress(OSError):  # the page at the end says what is wrong with the disk
+                self._write_page(is_running=True)
+            self._next_page = time.monotonic() + max(SECONDS_BETWEEN_PAGES, PAUSE * (time.monotonic() - begun))
+
+    def _write_page(self, *, is_running: bool) -> None:
+        rows = [self.rows[index] for index in sorted(self.rows)]
+        notes = (f"the sweep is running, {counted(len(rows), 'point')} ended: load this page again for more",)
+        sweep = Sweep(self.directory, self.file, tuple(rows), is_running, notes if is_running else ())
+        replace_text(self.directory / PAGE, render_sweep(sweep, self.directory / PAGE))
+
     def end(self, *, is_interrupted: bool) -> int:
         """Shows the table, and what is left. Returns the exit code, that of the worst point."""
         rows = [self.rows[index] for index in sorted(self.rows)]
         show_table(self.console, self.file, rows, directory=self.directory)
+        self._write_page(is_running=False)
         if is_interrupted:
             total = "" if self.file.num_points is None else f" of {self.file.num_points:,}"
             again = f"the same command goes on with the others, in {self.directory}"
             self.console.line(f"interrupted: {len(rows):,}{total} points have a row; {again}")
             return INTERRUPTED
-        page = self.directory / PAGE
-        sweep = Sweep(self.directory, self.file, tuple(rows), is_running=False, notes=())
-        replace_text(page, render_sweep(sweep, page))
         self.console.line(f"in {self.directory}: {PAGE} shows all of it")
         return max((row.exit_code or 0 for row in rows), default=0)
 

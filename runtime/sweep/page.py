@@ -18,7 +18,7 @@ from meshloom.compiler.core.format import counted
 from meshloom.compiler.report.views.page import policy_hash, template_environment, template_source
 
 from .chips import chip_panels
-from .curves import read_curves
+from .curves import read_curves, running_rows
 from .figures import (
     FIGURES,
     Figure,
@@ -70,7 +70,8 @@ def render_sweep(sweep: Sweep, page: Path, *, sort: str | None = None) -> str:
 
 def page_data(sweep: Sweep, page: Path, figure: Figure) -> dict[str, Any]:
     """Returns what the script draws: a column for each thing, and each text once."""
-    rows = best_first(sweep.rows, figure)
+    running = running_rows(sweep.directory, sweep.rows) if sweep.is_running else ()
+    rows = best_first([*sweep.rows, *running], figure)
     keys = swept_keys(sweep.file, rows)
     figures = [one for one in FIGURES.values() if any(value_of(row, one) is not None for row in rows)]
     values = {key: [typed_value(row, key) for row in rows] for key in keys}

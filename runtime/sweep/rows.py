@@ -16,9 +16,10 @@ ROWS_FILE = "sweep.jsonl"
 
 # done: it has figures. refused: the declaration is wrong. does_not_fit: it needs more memory than a chip has.
 # failed: the compiler or the run failed. aborted: the process died. timed_out: it took longer than it may.
-# out_of_memory: this machine's memory was used up. discarded: a sieve of `meshloom tune` left it out.
+# out_of_memory: this machine's memory was used up. discarded: a sieve of `meshloom tune` left it out. running: it has
+# not ended; only the page of a sweep that goes on has such rows.
 Status = Literal[
-    "done", "refused", "does_not_fit", "failed", "aborted", "timed_out", "out_of_memory", "discarded"
+    "done", "refused", "does_not_fit", "failed", "aborted", "timed_out", "out_of_memory", "discarded", "running"
 ]  # fmt: skip
 Basis = Literal["estimate", "schedule", "measured"]  # without a compiler; of the compiled program; of a run
 

@@ -31,6 +31,7 @@ LEFT_OUT_FIRST = ("tokens_per_second_per_chip", "peak_bytes", "mfu", "evaluation
 STATUS_TEXT: dict[Status, str] = {
     "done": "done", "refused": "refused", "does_not_fit": "does not fit", "failed": "failed", "aborted": "aborted",
     "timed_out": "timed out", "out_of_memory": "out of this machine's memory", "discarded": "discarded",
+    "running": "running",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -54,6 +55,22 @@ def test_the_page_has_every_point_once_and_the_best_first(tmp_path):
     assert data["points"]["status"].count("does_not_fit") == 4
     assert [key["name"] for key in data["keys"]] == ["mesh.fsdp", "mesh.tensor"]
     assert data["keys"][1]["influence"] > data["keys"][0]["influence"]
+
+
+def test_the_page_of_a_sweep_that_runs_has_curves_of_points_that_have_not_ended(tmp_path):
+    done = point(0, {"optimizer.learning_rate": 0.001}, directory="optimizer.learning_rate=0.001", figures=figures())
+    sweep = read_sweep(write_sweep(tmp_path, [done], sweep_file([done], num_points=3)))
+    for rate, num_steps in (("0.001", 8), ("0.01", 5)):
+        metrics = tmp_path / f"optimizer.learning_rate={rate}" / "metrics.jsonl"
+        metrics.parent.mkdir()
+        metrics.write_text("".join(f'{{"step": {n}, "loss": {9 - n}.0}}\n' for n in range(num_steps)))
+    for is_running in (True, False):
+        page = tmp_path / "sweep.html"
+        page.write_text(render_sweep(replace(sweep, is_running=is_running), page))
+        data = _embedded(page)
+        assert [curve["steps"][-1] for curve in data["curves"]] == ([7, 4] if is_running else [7])
+        assert data["points"]["status"] == (["done", "running"] if is_running else ["done"])
+        assert data["keys"][0]["values"] == (["0.001", "0.01"] if is_running else ["0.001"])
 
 
 def test_values_are_text_and_their_order_is_that_of_numbers(tmp_path):

@@ -166,8 +166,14 @@ def test_a_run_that_ctrl_c_stops_goes_on_from_its_checkpoint(tmp_path):
     metrics = tmp_path / "sweep" / "seed=1" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 5:
         time.sleep(0.1)
+    page, until = tmp_path / "sweep" / "sweep.html", time.monotonic() + 60
+    while '"heldOut"' not in page.read_text():  # a curve of the point that is running
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert "the sweep is running, 0 points ended" in page.read_text()
     os.killpg(first.pid, signal.SIGINT)
     said = first.communicate(timeout=120)[0]
     assert first.returncode == 130, said
     assert not (tmp_path / "sweep" / "sweep.jsonl").exists(), "a run that goes on later has no row"
+    assert "the sweep is running" not in page.read_text()
     assert list((tmp_path / "sweep" / "seed=1" / "checkpoints").iterdir()), "it saved what it had"
