@@ -225,7 +225,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Predicted steps beside published ones.")
     parser.add_argument("file", nargs="?", type=Path, default=KEPT)
     parser.add_argument("--only", metavar="TEXT", default="", help="recipes to compile: those with this in their names")
-    parser.add_argument("--runs", type=Path, help="directory of the run directories, by name")
+    parser.add_argument("--runs", type=Path, help="directory of run directories, by name: price these again")
     return parser.parse_args()
 
 
@@ -266,13 +266,17 @@ def main() -> int:
 
 
 def price_runs(path: Path, runs: Path) -> int:
-    """Write FILE anew from run directories; returns the number of recipes without one."""
+    """Prices the rows again that have a run directory, keeps the others, and returns the number of recipes that have
+    neither."""
+    kept, num_missing = read_kept(path), 0
     path.write_text("")
-    num_missing = 0
     for recipe in RECIPES:
         run_dir = runs / re.sub(r"[^a-zA-Z0-9]+", "_", recipe.name) / "run"
         if (run_dir / "report.json").exists():
             keep(path, recipe.name, recipe.declaration, facts_of(again(run_dir, recipe.declaration)))
+        elif recipe.declaration in kept:
+            with path.open("a") as file:
+                file.write(json.dumps(kept[recipe.declaration]) + "\n")
         else:
             print(f"{NOT_COMPILED}: {recipe.name}", file=sys.stderr)
             num_missing += 1

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -643,3 +644,32 @@ def test_a_gpu_that_is_not_there_is_compiled_for_in_silence(tmp_path):
     text = (tmp_path / "run/artifact/train.hlo.txt").read_text()
     assert "all-gather-start" in text
     assert "cudnn" in text, "the attention kernel of a GPU"
+
+
+@pytest.mark.tpu
+@pytest.mark.release
+def test_nothing_of_attention_runs_again_in_a_compiled_ring_whose_attention_is_saved(tmp_path):
+    """The steps of a ring of n: 2n + 1 calls of a kernel, forward and backward; keys and values of both chunks travel
+    n - 1 times forward, and backward again, with their gradients."""
+    pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
+    ring = ("target=v5p-8", "sharding=fsdp_context", "mesh.context=4", "mesh.fsdp=1", "parallel.context=ring")
+    sizes = ("model.embed_dim=256", "model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=128",
+             "model.num_layers=2", "global_batch_size=1", "sequence_length=4096", "precision=bfloat16")  # fmt: skip
+    saved = ("remat=save_names", "remat.names=[attended]")
+    done = meshloom("compile", *SMALL, *ring, *sizes, *saved, "hydra.run.dir=run", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    counts, n = Counter[tuple[str, str]](), 4
+    module = parse.parse_module((tmp_path / "run/artifact/train.hlo.txt").read_text())
+    for each in (i for computation in module.computations.values() for i in computation.instructions):
+        is_backward = "transpose(jvp" in each.op_name
+        part = "again" if "rematted" in each.op_name else "backward" if is_backward else "forward"
+        if kernel := re.search(r"splash_mha_(fwd|dq|dkv)", each.op_name) if each.opcode == "custom-call" else None:
+            counts[kernel[1], part] += 1
+        elif each.opcode == "collective-permute-start":
+            counts["permute", part] += 1
+    assert counts == {
+        ("fwd", "forward"): 2 * n + 1,
+        ("dkv", "backward"): 2 * n + 1,
+        ("permute", "forward"): 4 * (n - 1),
+        ("permute", "backward"): 4 * (n - 1) + 4 * (n - 1),
+    }
