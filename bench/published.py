@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_rows import NOT_COMPILED, Overrides, add_row, keep, read_kept
-from prediction_range import BASES, GROUPINGS, Run, coverage, find_wider, kind_of, source_of, table_of
+from prediction_range import BASES, GROUPINGS, LONG, Run, coverage, find_wider, kind_of, source_of, table_of
 from published_recipes import RECIPES, Recipe
 
 from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
@@ -162,16 +162,26 @@ def ratio(recipe: Recipe, facts: Mapping[str, Any] | None) -> float | None:
 
 
 def chip_of(recipe: Recipe) -> str:
-    (target,) = (word for word in recipe.overrides if word.startswith("target="))
-    return target.removeprefix("target=").split("-")[0]
+    return _value_of(recipe, "target").split("-")[0]
+
+
+def sequence_length_of(recipe: Recipe) -> int:
+    return int(_value_of(recipe, "sequence_length"))
+
+
+def _value_of(recipe: Recipe, key: str) -> str:
+    (word,) = (word for word in recipe.overrides if word.startswith(f"{key}="))
+    return word.removeprefix(f"{key}=")
 
 
 def best_mfus(kept: Rows) -> dict[str, float]:
-    """Returns the highest published MFU of each chip, by our FLOPs where the recipe is compiled."""
+    """Returns the highest published MFU of each chip, by our FLOPs where the recipe is compiled; but of long sequences,
+    of which we count the square that is hidden, too."""
     found: dict[str, float] = {}
     for recipe in RECIPES:
         facts = kept.get(recipe.declaration)
-        if mfu := published_mfu(recipe, facts) if facts else recipe.published_mfu:
+        mfu = published_mfu(recipe, facts) if facts else recipe.published_mfu
+        if mfu and sequence_length_of(recipe) < LONG:
             found[chip_of(recipe)] = max(found.get(chip_of(recipe), 0.0), round(mfu, 4))
     return dict(sorted(found.items()))
 
