@@ -7,7 +7,12 @@ tuple, get-tuple-element, bitcast    and all starts and dones but for what the s
 while                                its result is its state, and so is what each trip hands on to the next
 dynamic-update-slice                 in place, as a fusion is that ends in one, or whose aliasing says so
 copy, fusion of kind kLoop           in place of an operand of the same bytes that nothing reads any more
+all-reduce                           likewise, on GPUs, and on TPUs if it is in float32: they widen other types for it
 the program's results                in place of the arguments that are donated for them
+
+Other results of the program have memory of their own from its start to its end. Except on TPUs, what ends before a
+result is written may lie there. Arguments that are not donated are never overwritten. All of this is as XLA's own
+figures are (bench/memory_by_text.py), which also have no memory for the whole sum within a fused reduce-scatter.
 
 What lies in other memories (layouts with `S(1)`) takes nothing of HBM, and is followed all the same: copies lead
 through it. Scalars are left out. A kernel's own scratch memory is not seen.
@@ -67,6 +72,7 @@ def read_buffers(module: Module) -> Buffers:
     entry = module.entry_computation
     arguments = tuple(walk.made(each, each.type_text) for each in entry.parameters)
     num_arguments = len(walk.arrays)
+    walk.arguments = frozenset(range(num_arguments))
     peak, _ = walk.run(entry, arguments, _donated(module, arguments))
     found = walk.buffers()
     given = tuple(found[n] for n in range(num_arguments))
@@ -116,6 +122,11 @@ class _Walk:
     module: Module
     arrays: list[_Made] = field(default_factory=list)
     same: dict[int, int] = field(default_factory=dict)  # what is another array's place
+    arguments: frozenset[int] = frozenset()  # of the program: only its results may take their place
+
+    @property
+    def is_tpu(self) -> bool:
+        return ":T(" in self.module.header  # layouts with tiles
 
     def made(self, instruction: Instruction, type_text: str) -> ArraySet:
         """Returns a new array for each of a type's."""
@@ -179,15 +190,18 @@ class _Walk:
                 written.setdefault(self.place(n), place)
             if not step.names_only:
                 last |= dict.fromkeys((n for name in each.operands for n in _flat(values[name])), place)
-        last |= dict.fromkeys(_flat(values[computation.root.name]), len(steps))
-        live: dict[int, int] = {}
-        now, peak, during = 0, _Peak(), dict[str, int]()
+        results = set(_flat(values[computation.root.name]))
+        last |= dict.fromkeys(results, len(steps))
+        places = self._results(computation, steps, values, own & results, last)
+        own -= self.same.keys()
+        live = {n: _hbm_bytes(self.arrays[n].array) for n in places}
+        now, peak, during = sum(live.values()), _Peak(), dict[str, int]()
         for place, (each, step) in enumerate(zip(computation.instructions, steps, strict=True)):
             if each.opcode == "while":
                 for n in live:
                     self.arrays[n].loops.append(each.name)
-            free = self._dying(each, values, last, place)
-            for n in sorted(step.made & own):
+            free = [n for n in self._dying(each, values, last, place) if self.place(n) not in places]
+            for n in sorted(step.made & own - live.keys()):
                 num_bytes = _hbm_bytes(self.arrays[n].array)
                 until = last.get(n, place)
                 alike = (m for m in free if num_bytes and _hbm_bytes(self.arrays[m].array) == num_bytes)
@@ -195,6 +209,9 @@ class _Walk:
                 if old is not None:
                     free.remove(old)
                     now -= live.pop(old, 0)
+                elif (result := self._with_room(places, num_bytes, place, until)) is not None:
+                    places[result] = (until, places[result][1])
+                    continue
                 if old is None or old in own:
                     live[n] = num_bytes
                     now += num_bytes
@@ -208,12 +225,60 @@ class _Walk:
                 now -= live.pop(n)
         return replace(peak, during=during)
 
+    def _results(
+        self,
+        computation: Computation,
+        steps: list[_Step],
+        values: dict[str, ArraySet],
+        own: set[int],
+        last: dict[int, int],
+    ) -> dict[int, tuple[int, int]]:
+        """Returns the places of the program's results that replace no argument, which are there from its start: until
+        which step each is taken by something else, and from which step on it is written. What is overwritten by such a
+        result lies in its place."""
+        if computation.name != self.module.entry:
+            return {}
+        first = dict.fromkeys(own, 0)
+        for place, (each, step) in reversed(list(enumerate(zip(computation.instructions, steps, strict=True)))):
+            free = [n for n in self._dying(each, values, last, place) if not self._is_async(n)]
+            for n in sorted(step.made):
+                if (result := self.place(n)) not in first:
+                    continue
+                first[result] = place
+                num_bytes = _hbm_bytes(self.arrays[n].array)
+                alike = (
+                    m for m in free if _hbm_bytes(self.arrays[m].array) == num_bytes and self.place(m) not in first
+                )
+                if (before := next(alike, None)) is not None:
+                    free.remove(before)
+                    self.same[before] = result
+        return {n: (-1, place) for n, place in first.items()}
+
+    def _is_async(self, n: int) -> bool:
+        """Returns whether an array is what an asynchronous collective brings, which GPUs put nowhere else."""
+        return self.arrays[n].writers[0].opcode.endswith("-start")
+
+    def _with_room(self, places: Mapping[int, tuple[int, int]], num_bytes: int, begin: int, until: int) -> int | None:
+        """Returns the smallest place of a result in which an array can lie before the result is written. XLA's compiler
+        for TPUs uses none so."""
+        if self.is_tpu or not num_bytes:
+            return None
+        fits = [
+            n for n, (taken, written) in places.items()
+            if taken < begin and until < written and _hbm_bytes(self.arrays[n].array) >= num_bytes
+        ]  # fmt: skip
+        return min(fits, key=lambda n: _hbm_bytes(self.arrays[n].array), default=None)
+
     def _dying(self, each: Instruction, values: dict[str, ArraySet], last: dict[int, int], place: int) -> list[int]:
-        """Returns the operands that it reads last if its results may overwrite them: copies and elementwise
-        operations."""
-        if each.opcode != "copy" and not (each.opcode == "fusion" and each.attribute("kind") == "kLoop"):
+        """Returns the operands that it reads last if its results may overwrite them: copies, sums over devices and
+        elementwise operations."""
+        is_elementwise = each.opcode == "copy" or (each.opcode == "fusion" and each.attribute("kind") == "kLoop")
+        is_sum = each.opcode == "all-reduce-start" or (each.opcode == "all-reduce" and self.is_tpu)
+        is_widened = self.is_tpu and any(array.dtype != "f32" for array in each.arrays)  # a sum in float32
+        if not is_elementwise and (not is_sum or is_widened):
             return []
-        return [n for name in each.operands for n in _flat(values[name]) if last.get(n) == place]
+        read = {self.place(n): n for name in each.operands for n in _flat(values[name]) if last.get(n) == place}
+        return [n for place, n in read.items() if place not in self.arguments]
 
     def _put(self, value: ArraySet, place: ArraySet, own: set[int]) -> None:
         """Merges the results of a loop's body, or of the program, with the buffers that receive them."""

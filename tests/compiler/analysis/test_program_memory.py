@@ -2,6 +2,8 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from conftest import plan_of
@@ -40,26 +42,59 @@ def live(buffers: Buffers) -> list[str]:
 
 
 def test_an_array_lives_until_it_is_last_read():
-    found = walked(made("a", "x"), made("b", "a"), made("c", "b"), made("d", "c", "b"), made("e", "d"))
+    last = made("e", "d", type_text="f32[]")
+    found = walked(made("a", "x"), made("b", "a"), made("c", "b"), made("d", "c", "b"), last)
     assert (live(found), found.peak_bytes, found.peak_at) == (["b", "c", "d"], 4 * 1024, ("d",))
-    assert found.bytes_during == {"x": 1024, "a": 2048, "b": 3072, "c": 3072, "d": 4096, "e": 3072}
+    assert found.bytes_during == {"x": 1024, "a": 2048, "b": 3072, "c": 3072, "d": 4096, "e": 2048}
+
+
+TILED = ", entry_computation_layout={(f32[256]{0:T(256)})->f32[256]{0:T(256)}}"
 
 
 @pytest.mark.parametrize(
-    ("line", "count"),
+    ("lines", "count", "on_tpus"),
     [
-        (made("b", "a"), 2),
-        (made("b", "a", opcode="bitcast"), 1),
-        (made("b", "a", opcode="copy"), 1),  # in place: nothing reads what is copied any more
-        (made("b", "a", opcode="dynamic-update-slice"), 1),
-        (made("b", "a", type_text="f32[256]{0:T(256)S(1)}"), 1),  # in another memory
-        (made("b", "a", type_text="f32[256]{0:T(256)S(5)}"), 1),  # in the host's
-        (made("b", "a", type_text="f32[256]{0:T(1024)}"), 5),  # fills a tile
-        (made("b", "a", opcode="custom-call") + ", output_to_operand_aliasing={{}: (0, {})}", 1),
+        ([made("a", "x"), made("s", "a", type_text="f32[]"), made("r", "s")], 1, 2),  # a lies where r will
+        ([made("a", "x"), made("r", "a")], 2, 2),
+        ([made("a", "x"), made("r", "a", opcode="copy")], 1, 1),  # in place
+        ([made("a", "x"), made("r", "a", opcode="all-reduce")], 2, 1),  # of TPUs in place
+        ([made("r", "x", opcode="copy")], 1, 1),
+        ([made("a", "x", type_text="f32[512]{0}"), made("s", "a", type_text="f32[]"), made("r", "s")], 3, 3),
     ],
+    ids=["before it", "its operand", "copied", "summed", "of an argument", "too large"],
+)
+def test_a_result_that_replaces_no_argument_has_a_place_from_the_start(lines, count, on_tpus):
+    """Only what does not outlive its making can lie there, and on TPUs only what becomes the result."""
+    text = module(*lines)
+    assert read_buffers(parse_module(text)).peak_bytes == (1 + count) * 1024
+    tiled = text.replace("is_scheduled=true", f"is_scheduled=true{TILED}")
+    assert read_buffers(parse_module(tiled)).peak_bytes == (1 + on_tpus) * 1024
+
+
+def test_an_argument_that_is_not_donated_is_not_overwritten():
+    end = made("r", "a", "b", type_text="f32[]")
+    copied = made("a", "x", opcode="copy")
+    assert walked(copied, made("b", "a"), end).peak_bytes == 3 * 1024
+    read_last = made("b", "x") + ", kind=kLoop, calls=%f"
+    fused = "%f {\n  %p = f32[256]{0} parameter(0)\n  ROOT %n = f32[256]{0} negate(%p)\n}\n"
+    lines = [made("a", "x"), read_last.replace("negate(", "fusion("), end]
+    assert walked(*lines, before=fused).peak_bytes == 3 * 1024
+
+
+@pytest.mark.parametrize(
+    ("dtype", "opcode", "header", "count"),
+    [
+        ("f32", "all-reduce", TILED, 1), ("bf16", "all-reduce", TILED, 2), ("bf16", "all-reduce-start", "", 1),
+        ("f32", "all-reduce", "", 2),
+    ],
+    ids=["TPU", "TPU, widened", "GPU", "CPU"],
 )  # fmt: skip
-def test_what_an_instruction_takes(line, count):
-    assert walked(made("a", "x"), line, made("c", "b", type_text="f32[]")).peak_bytes == (1 + count) * 1024
+def test_a_sum_over_devices_is_in_place_on_gpus_and_on_tpus_unless_it_is_widened(dtype, opcode, header, count):
+    kind = f"{dtype}[{1024 // {'f32': 4, 'bf16': 2}[dtype]}]{{0}}"
+    lines = [made("a", "x", type_text=kind), made("b", "a", opcode=opcode, type_text=kind),
+             made("r", "b", type_text="f32[]")]  # fmt: skip
+    text = module(*lines).replace("is_scheduled=true", f"is_scheduled=true{header}")
+    assert read_buffers(parse_module(text)).peak_bytes == (1 + count) * 1024
 
 
 def test_a_copy_is_an_array_where_its_source_is_read_again():
@@ -108,7 +143,9 @@ def looped(name: str, *state: str, body: str = "body") -> list[str]:
 
 
 def test_what_a_loop_hands_on_lies_where_its_state_does():
-    found = walked(made("a", "x"), made("b", "x"), *looped("loop", "a", "b"), made("r", "loop.0"), before=LOOP)
+    found = walked(
+        made("a", "x"), made("b", "x"), *looped("loop", "a", "b"), made("r", "loop.0", type_text="f32[]"), before=LOOP
+    )
     assert (live(found), found.peak_at) == (["a", "b", "p"], ("loop", "p"))
     (state,) = [each for each in found.at_peak if each.name == "a"]
     assert [each.name for each in state.writers] == ["a", "q"]
@@ -149,7 +186,7 @@ def test_a_loops_state_is_kept_for_what_the_loops_write_and_read():
     lines = [made("stack", "x"), made("b", "x"), *looped("loop", "stack", "b")]
     lines += [made("c", "x", op_name=f"{BACKWARD}/broadcast"), *looped("pool", "c", "loop.0", body="back")]
     lines.insert(-3, made("other", "x", op_name=f"{BACKWARD}/reduce_sum"))
-    lines.append(made("r", "pool.0", "other", op_name="jit(f)/optimizer/mul"))
+    lines.append(made("r", "pool.0", "other", op_name="jit(f)/optimizer/mul", type_text="f32[]"))
     assert classes(*lines, before=forward + backward) == {"activations": 1, "gradients": 2, "temporaries": 1}
 
 
@@ -158,7 +195,7 @@ def test_gradients_are_what_is_reduced_or_updated_with_and_what_is_added_to_them
     for name in ("jit(f)/optimizer/mul", f"{BACKWARD}/weight=layers/w/reduce_scatter"):
         assert classes(gradient, made("r", "g", op_name=name, type_text="f32[]")) == {"gradients": 1}
     added = [gradient, made("total", "x"), made("sum", "total", "g", op_name="jit(f)/while/body/add")]
-    assert classes(*added, made("r", "sum", op_name="jit(f)/optimizer/mul")) == {"gradients": 3}
+    assert classes(*added, made("r", "sum", op_name="jit(f)/optimizer/mul", type_text="f32[]")) == {"gradients": 3}
     copied = [gradient, made("moved", "g", type_text="f32[256]{0:S(1)}"), made("back", "moved")]
     assert classes(*copied, made("r", "back", op_name="jit(f)/optimizer/mul", type_text="f32[]")) == {"gradients": 1}
     moments = [made("m", "x", op_name="jit(f)/optimizer/mul"), made("r", "m", op_name="jit(f)/optimizer/add")]
@@ -215,6 +252,17 @@ def test_the_peak_of_a_cpus_program_is_what_it_takes(sharding):
     assert read_peak(parse_module(compiled.as_text())).num_bytes == pytest.approx(
         memory_of(compiled).taken_bytes, rel=0.03
     )
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_results_need_memory_where_they_replace_no_argument(donated):
+    def forward(layers, x):
+        return jax.lax.scan(lambda x, layer: (jnp.tanh(x @ layer), None), x, layers)[0], layers * 2
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 256, 256), (512, 256))]
+    compiled = jax.jit(forward, donate_argnums=donated).lower(*shapes).compile()
+    found = read_peak(parse_module(compiled.as_text() or "")).num_bytes
+    assert found == pytest.approx(memory_of(compiled).taken_bytes, rel=0.02)
 
 
 def test_padding_and_elements_of_types():
