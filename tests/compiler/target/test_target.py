@@ -20,7 +20,7 @@ from meshloom.compiler.config.target_names import chip_file, examples, is_sized,
 from meshloom.compiler.config.target_spec import SwitchSpec, TorusSpec, TpuTarget
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.target.target import plan_target, topology_arguments
-from support.helpers import meshloom, target_of
+from support.helpers import run_in_process, target_of
 
 CHIPS = [kind for kind in kinds() if kind != "cpu"]
 TPUS = [kind for kind in CHIPS if isinstance(chip_file(kind)[1], TorusSpec)]
@@ -153,11 +153,11 @@ def test_names_work_in_a_defaults_list(tmp_path):
 
 @pytest.mark.ci
 def test_help_and_completion_name_the_chips(tmp_path):
-    lines = meshloom("explain", "--help", cwd=tmp_path).stdout.splitlines()
+    lines = run_in_process("explain", "--help", cwd=tmp_path).stdout.splitlines()
     for kind in CHIPS:
         assert re.search(rf"^  {kind}-N +\w+ \S+", "\n".join(lines), re.M), kind
     line = "meshloom explain target=v5p-1"
-    done = meshloom("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
+    done = run_in_process("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
     assert {"target=v5p-16", "target=v5p-128"} <= set(done.stdout.split())
 
 
@@ -179,7 +179,7 @@ def test_what_is_attached_is_known_by_its_kind(monkeypatch):
 
 @pytest.mark.ci
 def test_chips_that_are_not_attached_cannot_be_trained_on(tmp_path):
-    done = meshloom("train", "target=v5e-8", cwd=tmp_path, JAX_PLATFORMS="cpu")
+    done = run_in_process("train", "target=v5e-8", cwd=tmp_path, JAX_PLATFORMS="cpu")
     assert done.returncode == 2
     assert "v5e-8" in done.stderr
     assert "meshloom explain" in done.stderr

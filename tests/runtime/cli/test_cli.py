@@ -272,7 +272,7 @@ def test_too_many_simulated_devices_are_refused(tmp_path):
 @pytest.mark.ci
 def test_an_unwritable_directory_is_one_error(tmp_path):
     (tmp_path / "file").write_text("")
-    done = meshloom("train", *SMALL, "experiment=smoke", "hydra.run.dir=file/run", cwd=tmp_path)
+    done = run_in_process("train", *SMALL, "experiment=smoke", "hydra.run.dir=file/run", cwd=tmp_path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "file" in done.stderr

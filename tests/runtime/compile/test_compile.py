@@ -374,7 +374,7 @@ def test_what_c_prints_is_captured_and_kept(tmp_path, capfd):
     assert capfd.readouterr().err == "after\n"
 
 
-# From here on in processes of their own.
+# From here on of a run that a process of its own compiled.
 
 
 @pytest.fixture(scope="module")
@@ -404,7 +404,7 @@ def test_compile_writes_the_contract(compiled):
 @pytest.mark.ci
 def test_the_program_by_itself_says_what_the_report_does(compiled, tmp_path):
     """`inspect` reads the same text, without the names of parameters."""
-    done = meshloom("inspect", str(compiled / "run"), "--to", str(tmp_path))
+    done = run_in_process("inspect", str(compiled / "run"), "--to", str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     own, alone = (Report.model_validate_json((run / "report.json").read_text()) for run in (compiled / "run", tmp_path))
     assert alone.memory.peak_bytes_per_chip == own.memory.peak_bytes_per_chip
@@ -419,7 +419,7 @@ def test_the_program_by_itself_says_what_the_report_does(compiled, tmp_path):
 def test_compiling_the_same_again_is_a_no_op_that_says_so(compiled):
     run = compiled / "run" / "artifact"
     before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
-    done = meshloom("compile", *LINE, "hydra.run.dir=run", "compilation_cache=null", cwd=compiled)
+    done = run_in_process("compile", *LINE, "hydra.run.dir=run", "compilation_cache=null", cwd=compiled)
     assert (done.returncode, done.stderr) == (0, "")
     assert "compiled before, nothing to do: run/artifact" in done.stdout
     assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
@@ -427,7 +427,7 @@ def test_compiling_the_same_again_is_a_no_op_that_says_so(compiled):
 
 @pytest.mark.ci
 def test_another_run_directory_takes_over_what_was_compiled(compiled):
-    done = meshloom("compile", *LINE, "hydra.run.dir=other", cwd=compiled)
+    done = run_in_process("compile", *LINE, "hydra.run.dir=other", cwd=compiled)
     assert (done.returncode, done.stderr) == (0, "")
     assert "compiled before, nothing to do" in done.stdout
     assert json.loads((compiled / "other/report.json").read_text())["build"]["cache"] == "hit"
@@ -472,7 +472,7 @@ def test_a_program_that_the_compiler_aborted_on_is_not_tried_again(compiled):
     words = compiled / f"fresh/artifacts/{digest}.aborted"
     words.parent.mkdir(parents=True)
     words.write_text("b.cc:560] Check failed: x == y")
-    done = meshloom("compile", *LINE, "hydra.run.dir=aborted", "compilation_cache=fresh", cwd=compiled)
+    done = run_in_process("compile", *LINE, "hydra.run.dir=aborted", "compilation_cache=fresh", cwd=compiled)
     assert done.returncode == 1
     assert "error: the compiler: aborted on this program before: b.cc:560] Check failed: x == y" in done.stderr
     assert f"remove {words} to let it try again" in done.stderr
@@ -483,14 +483,14 @@ def test_a_program_that_the_compiler_aborted_on_is_not_tried_again(compiled):
 def test_the_models_name_is_told_everywhere_and_is_no_part_of_the_program(compiled):
     (compiled / "conf/model").mkdir(parents=True)
     (compiled / "conf/model/same.yaml").write_text("defaults: [tiny, _self_]\n")
-    done = meshloom("compile", "--config-dir=conf", *LINE, "model=same", "hydra.run.dir=same", cwd=compiled)
+    done = run_in_process("compile", "--config-dir=conf", *LINE, "model=same", "hydra.run.dir=same", cwd=compiled)
     assert "compiled before, nothing to do" in done.stdout, done.stderr
     changes = "(initializer_stddev=0.2, embed_dim=32 and 5 more)"
     assert f"\nsame {changes} on cpu-8: 8 chips" in done.stdout
     assert f"<title>same {changes} on cpu-8" in (compiled / "same/report.html").read_text()
     timeline = json.loads((compiled / "same/timeline.json").read_text())
     assert f"same {changes} on cpu-8" in json.dumps(timeline)
-    diff = json.loads(meshloom("diff", "run", "same", "--json", cwd=compiled).stdout)
+    diff = json.loads(run_in_process("diff", "run", "same", "--json", cwd=compiled).stdout)
     changed = [{"where": "program.model", "way": "changed", "before": f"tiny {changes}", "after": f"same {changes}"}]
     assert diff["program"] == changed
     assert [change for change in diff["config"] if change["where"].startswith("model")] == []
@@ -506,7 +506,7 @@ def test_train_loads_the_artifact(compiled):
 
 @pytest.mark.ci
 def test_train_refuses_another_declaration_and_writes_nothing(compiled):
-    done = meshloom("train", *LINE, "num_steps=5", "artifact=run", "hydra.run.dir=refused", cwd=compiled)
+    done = run_in_process("train", *LINE, "num_steps=5", "artifact=run", "hydra.run.dir=refused", cwd=compiled)
     assert done.returncode == 2
     assert done.stderr.startswith("error: num_steps: 5 here, 4 in the artifact\n")
     assert not (compiled / "refused").exists()
@@ -524,7 +524,7 @@ def test_a_sweep_compiles_for_several_targets(tmp_path):
 @pytest.mark.ci
 def test_an_unwritable_directory_is_one_error(tmp_path):
     (tmp_path / "file").write_text("")
-    done = meshloom("compile", *LINE, "hydra.run.dir=file/run", cwd=tmp_path)
+    done = run_in_process("compile", *LINE, "hydra.run.dir=file/run", cwd=tmp_path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "file" in done.stderr

@@ -24,7 +24,7 @@ from meshloom.runtime.data import open_data, write
 from meshloom.runtime.data import tokenize as tokenize_module
 from meshloom.runtime.data.corpus import open_store
 from meshloom.runtime.data.shards import open_shards
-from support.helpers import meshloom
+from support.helpers import meshloom, run_in_process
 
 NUM_DOCUMENTS = 3000
 
@@ -183,7 +183,7 @@ def test_a_killed_command_goes_on_and_gives_the_same_bytes(corpus, written, tmp_
     assert "going on after" in done.stdout
     assert "meshloom train data=tokens data.source.directory=tokens model.vocab_size=257" in done.stdout
     assert _bytes(tmp_path / "tokens") == _bytes(written)
-    assert "nothing to do" in meshloom(*line, cwd=tmp_path).stdout
+    assert "nothing to do" in run_in_process(*line, cwd=tmp_path).stdout
     assert [path.name for path in tmp_path.iterdir()] == ["tokens"]  # no run directory
 
 
@@ -276,7 +276,7 @@ def test_a_document_that_cannot_be_read_stops_it_and_can_be_mended(corpus, tmp_p
     shutil.copytree(corpus, mine)
     good = (mine / "2.jsonl").read_text()
     (mine / "2.jsonl").write_text(good[:1000] + "\n" + good[1000:])
-    done = meshloom("data", *_declared("corpus", "tokens"), cwd=tmp_path)
+    done = run_in_process("data", *_declared("corpus", "tokens"), cwd=tmp_path)
     assert done.returncode == 2
     assert "error: corpus/2.jsonl:" in done.stderr
     assert "Traceback" not in done.stderr

@@ -20,7 +20,7 @@ from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
 from meshloom.runtime.checkpoint.start import Start
 from meshloom.runtime.data import open_data
 from meshloom.runtime.train.time_spent import KINDS
-from support.helpers import documented_files, meshloom, on_devices, programs_of, written_files
+from support.helpers import documented_files, meshloom, on_devices, programs_of, run_in_process, written_files
 
 NUM_STEPS = 90
 RUN = (*SMALL, f"num_steps={NUM_STEPS}", "evaluation.every_num_steps=30", "evaluation.num_batches=2",
@@ -140,7 +140,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(finished, tmp_path, with_s
 @pytest.mark.ci
 def test_a_run_that_is_done_says_so(finished):
     run_dir, _ = finished
-    done = meshloom("train", *RUN, "checkpoint=disabled", "hydra.run.dir=run", cwd=run_dir.parent)
+    done = run_in_process("train", *RUN, "checkpoint=disabled", "hydra.run.dir=run", cwd=run_dir.parent)
     assert done.returncode == 0, done.stderr
     assert f"nothing to do: {NUM_STEPS} steps are done already" in done.stdout
     assert "compiled" not in done.stdout
@@ -151,7 +151,7 @@ def test_a_run_that_is_done_says_so(finished):
 def test_another_run_is_continued_on_another_mesh(finished, tmp_path):
     run_dir, _ = finished
     more = (*RUN, "sharding=fsdp_tensor", f"num_steps={NUM_STEPS + 20}", f"checkpoint.restore_from={run_dir}")
-    done = meshloom("train", *more, "hydra.run.dir=run", cwd=tmp_path)
+    done = run_in_process("train", *more, "compilation_cache=null", "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     metrics = _metrics(tmp_path / "run")
     assert [m["step"] for m in metrics] == list(range(NUM_STEPS + 1, NUM_STEPS + 21))
@@ -161,7 +161,7 @@ def test_another_run_is_continued_on_another_mesh(finished, tmp_path):
 @pytest.mark.ci
 def test_another_model_is_refused_with_what_differs(finished):
     run_dir, _ = finished
-    done = meshloom("train", *RUN, "model.mlp_dim=128", "hydra.run.dir=run", cwd=run_dir.parent)
+    done = run_in_process("train", *RUN, "model.mlp_dim=128", "hydra.run.dir=run", cwd=run_dir.parent)
     assert done.returncode == 2
     assert done.stderr.startswith("error: model: ")
     assert "compiled" not in done.stdout
@@ -216,7 +216,7 @@ def test_other_data_starts_at_its_beginning(tmp_path, tokens):
 
 @pytest.mark.ci
 def test_restoring_from_nothing_is_an_error(tmp_path):
-    done = meshloom("train", *SMALL, f"checkpoint.restore_from={tmp_path}", cwd=tmp_path)
+    done = run_in_process("train", *SMALL, f"checkpoint.restore_from={tmp_path}", cwd=tmp_path)
     assert done.returncode == 2
     assert "checkpoint.restore_from" in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -224,7 +224,8 @@ def test_restoring_from_nothing_is_an_error(tmp_path):
 
 @pytest.mark.ci
 def test_disabled_checkpoints_save_nothing(tmp_path):
-    done = meshloom("train", *SMALL, "checkpoint=disabled", "logging=quiet", "hydra.run.dir=run", cwd=tmp_path)
+    quiet = ("checkpoint=disabled", "logging=quiet", "compilation_cache=null")
+    done = run_in_process("train", *SMALL, *quiet, "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.name[0] != ".") == [
         "logs",
