@@ -80,8 +80,10 @@ def test_splash_computes_what_plain_attention_does_with_its_gradients(case, budg
         out = attend(q, k, v, ids, **options)
         return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape))), out
 
-    (_, ours), gradients = jax.value_and_grad(partial(weighted, partial(attend_splash, budget=budget, interpret=True)), (0, 1, 2), has_aux=True)(q, k, v)  # fmt: skip  # noqa: E501
-    (_, plain), expected = jax.value_and_grad(partial(weighted, attend), (0, 1, 2), has_aux=True)(q, k, v)
+    ((_, ours), gradients), ((_, plain), expected) = (
+        jax.jit(jax.value_and_grad(partial(weighted, each), (0, 1, 2), has_aux=True))(q, k, v)
+        for each in (partial(attend_splash, budget=budget, interpret=True), attend)
+    )
     np.testing.assert_allclose(ours, plain, atol=2e-5)
     for g, e in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(g, e, atol=1e-4)

@@ -69,7 +69,7 @@ def _reference(params, tokens):
 def test_gradients_are_of_the_loss_and_every_auxiliary_loss(name, tokens):
     plan = pointwise_plan(*CASES[name], f"model.penalty={PENALTY}")
     params = jax.tree.map(np.asarray, plan.model.init(jax.random.key(0)))
-    (_, (loss, _)), expected = jax.value_and_grad(_reference, has_aux=True)(params, tokens[0])
+    (_, (loss, _)), expected = jax.jit(jax.value_and_grad(_reference, has_aux=True))(params, tokens[0])
     ours, gradients = gradients_of(plan, params, tokens[0])
     assert ours == pytest.approx(float(loss), rel=1e-6)  # what is reported is without them
     for path, gradient in leaves_by_path(gradients).items():
