@@ -144,6 +144,7 @@ def test_a_sweep_runs_in_any_directory_with_configs_of_ones_own(tmp_path):
     page = (sweep / "sweep.html").read_text()
     assert f"in {sweep.relative_to(here)}: sweep.html shows all of it" in done.stdout
     assert all(f'"{value}"' in page for value in ("remat", "full", "none"))
+    assert "the sweep is running" not in page
 
 
 @pytest.mark.ci
