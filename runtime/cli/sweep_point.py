@@ -15,8 +15,8 @@ from ..core.command_line import words_of_train
 from ..core.files import replace_text
 from ..sweep.evaluate import evaluate
 from ..sweep.outcomes import outcome_of_run
-from ..sweep.own_process import PRINTED, read_task
-from ..sweep.points import INTERRUPTED, Outcome, Task
+from ..sweep.own_process import read_task
+from ..sweep.points import INTERRUPTED, PRINTED, Outcome, Task
 from .main import main as run_command
 
 

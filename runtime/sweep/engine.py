@@ -39,9 +39,9 @@ from .pool import Pool
 from .progress import SweepProgress
 from .read import Sweep, read_sweep
 from .rows import ROWS_FILE, SCHEMA_VERSION, SWEEP_FILE, Row, Status, SweepFile
-from .settings import PoolSettings
+from .settings import ClusterSettings, PoolSettings
 from .slurm_array import SlurmArrays
-from .submitted import ClusterSettings, SubmittedPoints
+from .submitted import SubmittedPoints
 from .table import show_table
 
 OBJECTIVES: dict[Command, str] = {"explain": "step_seconds", "compile": "step_seconds", "train": "final_loss"}

@@ -14,10 +14,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from .outcomes import outcome_of_death, outcome_of_timeout
-from .points import Outcome, Task
+from .points import PRINTED, Outcome, Task
 
 MODULE = "meshloom.runtime.cli.sweep_point"  # it reads a task from its input, and ends when that is closed
-PRINTED = "output.log"
 
 
 @dataclass

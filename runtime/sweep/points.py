@@ -18,6 +18,7 @@ from .rows import Figures, Row, Status
 Command = Literal["explain", "compile", "train"]
 COMMANDS: tuple[Command, ...] = ("explain", "compile", "train")
 MOST_NAME_BYTES = 200  # file systems allow 255
+PRINTED = "output.log"  # of a directory of a point: what its process prints
 POINT_NAME = "point_name"  # a resolver of OmegaConf, for hydra.sweep.subdir
 
 # Exit codes of points that did not end by themselves, as `timeout` and shells have them.

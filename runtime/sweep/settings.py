@@ -12,7 +12,6 @@ from meshloom.compiler.config.launch_spec import LaunchSpec
 from meshloom.compiler.core.errors import Problem, raise_if_any
 
 from .points import Command
-from .submitted import ClusterSettings
 
 NAME = "meshloom_pool"
 TARGET = "hydra_plugins.meshloom_sweeps.launcher.PoolLauncher"
@@ -35,6 +34,15 @@ class PoolSettings:
     timeout_seconds: float | None
     worker_bytes: int
     is_limit: bool
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """Settings of a launcher of a cluster. engine: as in `launch`. num_at_once: the most points that run at once; None:
+    as many as the cluster has room for."""
+
+    engine: str
+    num_at_once: int | None
 
 
 def cluster_settings(hydra: DictConfig, command: Command, launch: LaunchSpec) -> ClusterSettings | None:

@@ -14,8 +14,7 @@ from meshloom.compiler.config.launch_spec import SlurmLaunch
 
 from ..core.files import replace_text
 from ..launch.slurm import render_slurm_array
-from .own_process import PRINTED
-from .points import Point
+from .points import PRINTED, Point
 from .submitted import PlannedPoint, SubmittedPoints, run_tool
 
 ARRAY_FILE = "array-{}.json"

@@ -21,20 +21,11 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 
 from ..launch.plan import LaunchPlan, plan_launch
 from .outcomes import outcome_of_error, outcome_of_run
-from .own_process import PRINTED
-from .points import Outcome, Point, Task
+from .points import PRINTED, Outcome, Point, Task
+from .settings import ClusterSettings
 
 POLL_SECONDS = 2.0
 POLLS_UNTIL_LOST = 5  # a job is gone, and what it left may still be on its way over a network disk
-
-
-@dataclass(frozen=True)
-class ClusterSettings:
-    """Settings of the launcher. engine: as in `launch`. num_at_once: the most points that run at once; None: as many as
-    the cluster has room for."""
-
-    engine: str
-    num_at_once: int | None
 
 
 @dataclass(frozen=True)
