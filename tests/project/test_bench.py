@@ -36,6 +36,22 @@ def script(monkeypatch) -> Callable[[str], Any]:
     return importlib.import_module
 
 
+def test_chains_of_imports_are_counted_in_modules(script, tmp_path):
+    """By hand: a -> b -> c, and what is imported inside a function or for types alone makes no chain longer."""
+    texts = {
+        "models/a.py": "from .b import f\nimport os",
+        "models/b.py": "from meshloom.models import c",
+        "models/c.py": "def f():\n    from . import d",
+        "models/d.py": "if TYPE_CHECKING:\n    from .a import f",
+    }
+    (tmp_path / "models").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    modules = script("modules").read_modules(tmp_path)
+    assert modules.longest_chain == ("meshloom.models.a", "meshloom.models.b", "meshloom.models.c")
+    assert (modules.median_depth, modules.num_small, len(modules.num_lines)) == (1.5, 4, 4)
+
+
 def rows_of(path: Path) -> list[str]:
     return [json.loads(line)["name"] for line in path.read_text().splitlines()]
 
