@@ -152,12 +152,12 @@ def hydra_arguments(request: Request) -> list[str]:
 def hydra_run_dir(request: Request) -> Path:
     """Returns the run directory that Hydra will make for the request, with today's date and time in it; makes
     nothing."""
-    return Path(_resolved(request, RUN_DIR)).resolve()
+    return Path(os.path.realpath(_resolved(request, RUN_DIR)))  # `resolve` raises of a link to itself
 
 
 def hydra_sweep_dir(request: Request) -> Path:
     """Returns the directory of a sweep in the same way; request: without what is swept over."""
-    return Path(_resolved(request, SWEEP_DIR)).resolve()
+    return Path(os.path.realpath(_resolved(request, SWEEP_DIR)))
 
 
 def hydra_sweep_subdir(request: Request, index: int) -> str:
@@ -317,7 +317,7 @@ def _problems_of_override(text: str, request: Request, groups: ConfigGroups) -> 
         what = "relative paths of the declaration would be resolved in the run directory"
         return [Problem(group, what, "leave it out: a run already writes everything to its directory")]
     if parsed.is_sweep_override():
-        fix = f"add -m to run once per value, or quote it to pass a list or text: '{group}=[...]'"
+        fix = f"add -m to run once per value, or pass a list: '{group}=[...]', or text: {quoted(shortened(text, 200))}"
         return [Problem(group, f"'{shortened(text)}' names several values", fix)]
     if not _is_choice(parsed, groups) or parsed.is_delete():
         return []

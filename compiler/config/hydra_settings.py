@@ -1,5 +1,6 @@
 """Hydra settings that Hydra accepts silently although they do nothing, or something unexpected."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -137,7 +138,7 @@ def search_path_override(overrides: Sequence[str], config_dir: str | None) -> li
                 "name a folder with groups in it: model/mine.yaml",
             )
             raise ConfigError([Problem("--config-dir", what, fix)])
-        places.append(f"file://{Path(config_dir).resolve()}")
+        places.append(f"file://{os.path.realpath(config_dir)}")
     if len(kept) == len(overrides) and config_dir is None:
         return kept
     return [*kept, f"{SEARCH_PATH}=[{','.join(map(in_quotes, dict.fromkeys(places)))}]"]

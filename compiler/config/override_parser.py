@@ -50,6 +50,12 @@ def quoted(text: str) -> str:
 def _quoted_fix(text: str) -> str:
     """Returns how to type an override whose value is text that the grammar reads as more than that; "" if quotes do
     not help."""
+    key, equals, value = text.partition("=")
+    if not equals and re.fullmatch(r"[\w./@]+", key):
+        return f"give it a value: {key}=..."
+    if value.startswith("="):
+        once = f"{key}={shortened(value, 200).lstrip('=')}"
+        return f"write it with one '=': {shlex.quote(once)}"
     try:
         (word,) = shlex.split(quoted(text))
         parsed = OverridesParser.create().parse_override(word)

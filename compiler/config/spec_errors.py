@@ -70,7 +70,7 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
     if kind in _EXPECTED and (choices := _choices(node, path[-1])):
         return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", f"set {key}.{choices}")
     if kind in _EXPECTED:
-        return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", f"give {_EXPECTED[kind]}")
+        return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", _fix_of_type(kind, value, path))
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
         return Problem(key, f"{_shown(value)} is out of range", f"give {words} {context[bound]}")
@@ -80,6 +80,15 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
         return Problem(key, "is empty", "give text, or null" if _may_be_none(node, path[-1]) else "give text")
     where = f"{key}.{context['key']}" if "key" in context else key
     return Problem(where, detail["msg"], str(context.get("fix", "see the file in conf/ that sets it")))
+
+
+def _fix_of_type(kind: str, value: Any, path: Sequence[int | str]) -> str:
+    """Returns what to give in place of a value of another type, with the word itself where it is known."""
+    if isinstance(value, float) and "whole" in _EXPECTED[kind] and value.is_integer() and abs(value) < 2**53:
+        return f"give a whole number: {int(value)}"
+    if kind == "string_type" and isinstance(path[-1], int) and isinstance(value, bool | int | float):
+        return f'quote it: "{value}"'
+    return f"give {_EXPECTED[kind]}"
 
 
 def _walk(loc: tuple[int | str, ...], spec_type: type[RunSpec]) -> tuple[type[BaseModel] | None, list[int | str]]:

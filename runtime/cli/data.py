@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -120,7 +121,7 @@ def _tokenizer(spec: RunSpec) -> Tokenizer | None:
 
 def _declaration(spec: RunSpec, source: OneSource, parts: list[Part], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Returns everything that the bytes of the shards depend on, by key, as flat JSON."""
-    files = hashlib.sha256("".join(f"{part.name}\0{part.num_bytes}\0" for part in parts).encode()).hexdigest()
+    files = hashlib.sha256(os.fsencode("".join(f"{part.name}\0{part.num_bytes}\0" for part in parts))).hexdigest()
     declared = {f"data.source.{key}": value for key, value in source.model_dump(mode="json").items() if key != "paths"}
     corpus: dict[str, Any] = {key: spec.compared_value(key, value) for key, value in declared.items()}
     corpus |= {"num_files": len(parts), "num_bytes": sum(part.num_bytes for part in parts), "files": files}

@@ -69,7 +69,11 @@ def only_run_that_saves_in(directory: str | None) -> Iterator[None]:
         yield
         return
     folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"{folder} cannot be made: {error.strerror}"
+        raise ConfigError([Problem("checkpoint.directory", what, "name a folder that this process may make")]) from None
     fix = "wait for its end, or name another folder"
     with alone(folder, Problem("checkpoint.directory", f"another run saves its checkpoints in {folder}", fix)):
         yield

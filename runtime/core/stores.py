@@ -5,6 +5,7 @@ does not have. TensorStore writes there past fsspec, so fsspec must not remember
 """
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ def is_remote(folder: Folder) -> bool:
 
 def absolute(folder: Folder) -> Folder:
     """Returns the path without links, from the root on; a URL as it is."""
-    return folder if is_remote(folder) else folder.resolve()
+    return folder if is_remote(folder) else Path(os.path.realpath(folder))  # `resolve` raises of a link to itself
 
 
 def file_sizes(folder: Folder) -> dict[str, int]:

@@ -8,6 +8,7 @@ import codecs
 import gzip
 import io
 import lzma
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -176,6 +177,9 @@ def _on_disk(pattern: str) -> list[SourceFile]:
         if Path(pattern).is_dir():
             fix = f"name the files in it: {pattern.rstrip('/')}/**/*"
             raise UnreadableError(f"'{pattern}' is a directory", fix)
+        if os.path.lexists(pattern):
+            what = "a pipe or a device" if os.path.exists(pattern) else "a link that leads to no file"
+            raise UnreadableError(f"'{pattern}' is {what}", "name files that lie on a disk")
         raise UnreadableError(f"no file matches '{pattern}'", _what_is_there(folder))
     return [local_file(path, path.relative_to(folder).as_posix()) for path in files]
 

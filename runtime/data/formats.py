@@ -93,7 +93,8 @@ def _column_path(
         fields = list(kind) if pyarrow.types.is_struct(kind) else []
     if kind is not None and pyarrow.types.is_dictionary(kind):  # as pandas writes categories
         kind = kind.value_type
-    if kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+    # A file whose texts are all null may say nothing of their type.
+    if kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null()):
         return path, None
     fix = f"set {where} to a column of strings"
     if fields:

@@ -1,6 +1,7 @@
 """Tokens of a corpus with the table of its documents, and the stream of those documents that are in a split."""
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -43,8 +44,8 @@ class TokenStore:
 
 
 def name_hash(name: str) -> int:
-    """Returns a 64-bit hash of a document's name, the same on every machine."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
+    """Returns a 64-bit hash of a document's name, the same on every machine. A file's name need not be UTF-8."""
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8])
 
 
 def in_split(name_hashes: np.ndarray, split: Split, held_out_fraction: float) -> np.ndarray:

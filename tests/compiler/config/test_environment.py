@@ -87,3 +87,15 @@ def test_a_variable_as_a_number_is_shown_how_to_be_read(monkeypatch):
     monkeypatch.delenv("N")
     problem = _fix("num_steps=${oc.env:N}")
     assert (problem.where, problem.what) == ("num_steps", "the environment variable N is not set")
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [("num_steps==10", "write it with one '=': num_steps=10"), ("num_steps", "give it a value: num_steps=..."),
+     ("run.notes=a, b", """or text: 'run.notes="a, b"'"""), ("run.tags=[1]", 'quote it: "1"'),
+     ("num_steps=1e3", "give a whole number: 1000")],
+)  # fmt: skip
+def test_a_fix_is_a_word_that_works(typed, fix):
+    with pytest.raises(ConfigError) as error:
+        read_spec(Request((typed,)), then=lambda spec: spec)
+    assert error.value.problems[0].fix.endswith(fix)

@@ -10,6 +10,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.key_paths import value_at
 from meshloom.runtime.checkpoint.start import parse_place
 from meshloom.runtime.compile.compile_cache import cached_compilation
+from meshloom.runtime.core.exclusive import only_run_that_saves_in
 from meshloom.runtime.core.stores import folder_at
 
 FOLDERS = ("shards.directory", "checkpoint.restore_from", "artifact", "compilation_cache", "data.source.directory",
@@ -65,6 +66,13 @@ def test_a_config_file_with_a_home_is_told_how_to_write_it(tmp_path):
     request = Request((f"hydra.searchpath=[file://{tmp_path},meshloom://targets]", "experiment=mine"))
     with pytest.raises(ConfigError, match=r"oc\.env:HOME"):
         read_spec(request, then=lambda spec: spec)
+
+
+def test_a_link_to_itself_is_a_path_like_others(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    assert hydra_run_dir(Request((f"hydra.run.dir={tmp_path}/loop",))) == tmp_path / "loop"
+    with pytest.raises(ConfigError, match=r"checkpoint\.directory"), only_run_that_saves_in(f"{tmp_path}/loop"):
+        pass
 
 
 def test_a_folder_of_configs_may_be_below_home(home):

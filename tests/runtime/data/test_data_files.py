@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from typing import Any
 
 import fsspec
@@ -159,6 +160,28 @@ def test_what_exists_by_the_very_name_of_a_pattern_is_that_path(tmp_path):
     for pattern, names in {"[a].txt": ["[a].txt"], "[ab].txt": ["a.txt"], "set[1]/*.txt": ["b.txt"],
                            "set[12]/*": ["set1/c.txt"]}.items():  # fmt: skip
         assert [file.name for file in find_files([str(tmp_path / pattern)], "paths")] == names, pattern
+
+
+def test_a_file_whose_name_is_no_utf8_is_a_document(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("text")
+    assert _texts(_store("text_files", tmp_path / "*.txt")) == ["text"]
+
+
+def test_what_is_no_file_on_a_disk_is_called_what_it_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "nowhere").symlink_to("missing")
+    for name, what in {"pipe": "a pipe or a device", "loop": "a link that leads", "nowhere": "a link that"}.items():
+        with pytest.raises(ConfigError, match=f"'{tmp_path}/{name}' is {what}"):
+            find_files([str(tmp_path / name)], "paths")
+
+
+def test_a_file_in_which_all_texts_are_null_has_no_documents(tmp_path):
+    """Parquet says nothing of the type of a column of nulls."""
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.nulls(3)}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "b.parquet")
+    store = _store("parquet", tmp_path / "*.parquet")
+    assert (_texts(store), store.num_empty) == (["a"], 4)
 
 
 def test_files_behind_urls_are_those_of_the_disk(tmp_path):
