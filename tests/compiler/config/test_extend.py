@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import site
 import subprocess
 import sys
@@ -35,6 +36,16 @@ version = "1"
 [tool.hatch.build.targets.wheel]
 packages = ["my_package", "hydra_plugins"]
 """
+DOCUMENTS = """
+from meshloom.runtime.data import DataSource
+
+class Documents(DataSource):
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        return f"document {index} " * 10
+"""
 # Keys of the decoder that conftest sets are taken away again.
 DECODER_KEYS = ("num_heads", "num_kv_heads", "head_dim", "mlp_dim", "initializer_stddev")
 MODEL = (
@@ -58,7 +69,9 @@ def package(tmp_path_factory) -> Iterator[Path]:
     venv.create(environment, symlinks=True)
     installed = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
     folders = ("my_package", "my_package/conf")
-    files = files_of_the_page() | {f"{folder}/__init__.py": "" for folder in folders} | {"pyproject.toml": PYPROJECT}
+    page = files_of_the_page()
+    mine = {"my_package/conf/model/mine.yaml": page["my_package/conf/model/convolution.yaml"]}
+    files = page | mine | {f"{folder}/__init__.py": "" for folder in folders} | {"pyproject.toml": PYPROJECT}
     for name, text in files.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(text)
@@ -106,6 +119,36 @@ def test_an_installed_package_trains_its_model_with_its_optimizer_on_its_data(pa
     assert [line.split()[0] for line in losses] == ["1", "2", "3"]
     spec = (tmp_path / "run" / "spec.yaml").read_text()
     assert all(f"my_package.{name}" in spec for name in ("models:Conv", "optimizers:Sign", "data:Counting"))
+
+
+def lines_of_the_page() -> list[str]:
+    """Commands of docs/extend.md, without what follows them in comments."""
+    return re.findall(r"^    (meshloom .*?)(?: +#.*)?$", DOCS.read_text(), re.M)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("number", range(4))
+def test_the_commands_of_the_page_run_as_typed(package, tmp_path, number):
+    """Each in a process of its own, in a folder with what the page says of it; two short steps instead of 300."""
+    lines = lines_of_the_page()
+    assert len(lines) == 4
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text(
+        files_of_the_page()["my_package/conf/model/convolution.yaml"]
+    )
+    (tmp_path / "my_code.py").write_text(DOCUMENTS)
+    command, *words = shlex.split(lines[number])
+    short = (
+        "num_steps=2",
+        "sequence_length=32",
+        "checkpoint=disabled",
+        "evaluation.num_batches=1",
+        "hydra.run.dir=run",
+    )
+    done = meshloom(package, tmp_path, *words, *short)
+    assert command == "meshloom"
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 LAYOUTS = {
