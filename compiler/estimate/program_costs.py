@@ -1,6 +1,6 @@
 """A step's program as a shape, which many declarations share, and numbers, in which they differ.
 
-    shape, numbers = read_costs(program)      numbers: sizes, FLOPs, bytes sent, trips of loops; one vector
+    shape, numbers = read_costs(program, ..)  numbers: sizes, FLOPs, bytes sent, trips of loops; one vector
     costs = Costs(shape, numbers[:, None])    or a column for each of many declarations: scaling.py
     costs.peak_bytes()                        as liveness.find_peak, for each column
     costs.regions()                           arithmetic, traffic and transfers of each loop: step_time.py
@@ -9,7 +9,7 @@ So one piece of code prices one declaration, and ten thousand.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from ..core.scopes import OperationName
 from ..jaxpr.fusion import fuse, stacked_bytes, traffic
 from ..jaxpr.program import Operation, Program
 from ..parallel.exchange import RING
+from ..parallel.operation import ParallelOp, find_source
 from .liveness import host_sets, live_sets
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
@@ -43,17 +44,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective. is_weight: it moves a parameter or its gradient, not an activation. full_bytes: a place. exchange:
-    how keys and values of a split length are exchanged, where it is that. is_of_experts: it moves tokens to experts or
-    back."""
+    """A collective. is_weight: it moves a parameter or its gradient, not an activation. full_bytes: a place. source:
+    what it moves, if it belongs to one of the operations that run by a strategy (`ParallelOp.source`)."""
 
     kind: CollectiveKind
     axes: Axes
     is_weight: bool
     region: int
     full_bytes: int
-    exchange: str | None = None
-    is_of_experts: bool = False
+    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,12 +82,14 @@ class ProgramShape:
         return tuple(dict.fromkeys((each.kind, each.axes) for each in self.transfers))
 
 
-def read_costs(program: Program, weights: frozenset[str], compiler: CompilerTraits) -> tuple[ProgramShape, Numbers]:
-    """Returns the shape and the numbers of a step's program. weights: the paths of its parameters.
+def read_costs(
+    program: Program, weights: frozenset[str], compiler: CompilerTraits, ops: Sequence[ParallelOp]
+) -> tuple[ProgramShape, Numbers]:
+    """Returns the shape and the numbers of a step's program. weights: the paths of its parameters. ops: its operations.
 
     An operation whose arithmetic or traffic is unknown counts as nothing; `StepEstimate.unknown` lists them.
     """
-    return _Reader(weights, compiler).read(program)
+    return _Reader(weights, compiler, ops).read(program)
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,9 @@ def _largest(sets: csr_array, numbers: Numbers) -> Numbers:
 
 
 class _Reader:
-    def __init__(self, weights: frozenset[str], compiler: CompilerTraits) -> None:
+    def __init__(self, weights: frozenset[str], compiler: CompilerTraits, ops: Sequence[ParallelOp]) -> None:
         self.weights = sorted(weights)
+        self.ops = ops
         self.compiler = compiler
         self.numbers: list[float] = []
         self.first: dict[int, int] = {}  # of a program, the place of its first size; its host sizes follow
@@ -204,10 +206,8 @@ class _Reader:
                 name = OperationName(operation.scope)
                 is_weight = next(iter(name.parameters(self.weights)), None) is not None
                 full = self.number(collective.full_bytes)
-                one = Transfer(
-                    collective.kind, collective.axes, is_weight, number, full, name.exchange, name.experts is not None
-                )
-                self.transfers.append(one)
+                source = find_source(self.ops, name)
+                self.transfers.append(Transfer(collective.kind, collective.axes, is_weight, number, full, source))
             moved = self.moved(program, operation, arrays)
             flops = self.number(operation.flops) if operation.flops else None
             if moved or flops is not None:

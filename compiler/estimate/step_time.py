@@ -10,7 +10,7 @@ docs/estimate.md compares it with compiled schedules.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
@@ -20,9 +20,8 @@ from ..core.head_shares import share_of_head
 from ..core.partition_spec import Axes
 from ..jaxpr.program import Program
 from ..parallel.attention import head_dim_of
-from ..parallel.context import EXPOSED_PERMUTES
-from ..parallel.exchange import RING
 from ..parallel.matmul import COLLECTIVE_MATMUL
+from ..parallel.operation import Exposed, exposed_by_source
 from ..plan import Plan
 from ..target.compiler_options import hidden_kinds, why_permutes_wait
 from ..target.mesh import MeshPlan
@@ -51,15 +50,13 @@ class Rates:
 class Hiding:
     """Says which collectives the compiler overlaps with compute. weights, activations: kinds of collectives.
     is_doubled: a gradient that is not reduced beside compute is all-reduced, at twice the time of a reduce-scatter.
-    activations_exposed: the share of activations' collectives that stays, of all declarations or of each. permutes:
-    those of ring attention run beside its blocks. experts_exposed: the share of the exchanges of tokens that is waited
-    for (expert_exchange.py)."""
+    activations_exposed: the share of activations' collectives that stays, of all declarations or of each.
+    of_operations: what is waited for of the collectives of operations that say it themselves, by their source."""
 
     weights: frozenset[CollectiveKind]
     activations_exposed: float | Numbers
     is_doubled: bool
-    permutes: bool = True
-    experts_exposed: float = 1.0
+    of_operations: Mapping[str, Exposed] = field(default_factory=dict[str, Exposed])
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ def estimate_time(plan: Plan, program: Program) -> TimeEstimate | None:
     if rates is None:
         return None
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
-    shape, numbers = read_costs(program, weights, plan.target.compiler)
+    shape, numbers = read_costs(program, weights, plan.target.compiler, plan.ops)
     links = plan_link_times([plan.mesh], shape.collectives)
     time = time_step(Costs(shape, numbers[:, None]), rates, links, plan_hiding(plan))
     exposed = {axes: float(seconds[0]) for axes, seconds in time.exposed.items()}
@@ -154,15 +151,14 @@ def _exposed(
     seconds of attention, beside which a ring's permutes run."""
     waited: dict[Axes, Numbers] = {}
     beside: dict[Axes, Numbers] = {}
-    beside_blocks: dict[Axes, Numbers] = {}
+    beside_blocks: dict[Axes, tuple[Numbers | float, Numbers | float]] = {}  # their time, and the least of it
     for one, num_bytes, trips in region.transfers:
         seconds = trips * links.seconds(one.kind, one.axes, num_bytes)
-        if one.exchange == RING and hiding.permutes:
-            beside_blocks[one.axes] = beside_blocks.get(one.axes, 0.0) + seconds
-        elif one.exchange is not None:
-            waited[one.axes] = waited.get(one.axes, 0.0) + seconds
-        elif one.is_of_experts:
-            waited[one.axes] = waited.get(one.axes, 0.0) + hiding.experts_exposed * seconds
+        if (own := hiding.of_operations.get(one.source or "")) is not None and own.is_beside_attention:
+            of_all, of_share = beside_blocks.get(one.axes, (0.0, 0.0))
+            beside_blocks[one.axes] = of_all + seconds, of_share + own.share * seconds
+        elif own is not None:
+            waited[one.axes] = waited.get(one.axes, 0.0) + own.share * seconds
         elif not one.is_weight:
             ring = 0.5 if one.kind == "collective-permute" else 1.0  # a ring sends one way around, a collective both
             waited[one.axes] = waited.get(one.axes, 0.0) + hiding.activations_exposed * ring * seconds
@@ -171,8 +167,8 @@ def _exposed(
         else:
             twice = 2.0 if hiding.is_doubled and one.kind == "reduce-scatter" else 1.0
             waited[one.axes] = waited.get(one.axes, 0.0) + twice * seconds
-    for axes, seconds in beside_blocks.items():
-        waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, EXPOSED_PERMUTES * seconds)
+    for axes, (seconds, least) in beside_blocks.items():
+        waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, least)
     hidden = sum(beside.values(), start=np.zeros(()))
     with np.errstate(invalid="ignore", divide="ignore"):
         stays = np.where(hidden > 0, np.maximum(hidden - compute, 0.0) / hidden, 0.0)
@@ -207,14 +203,12 @@ def plan_hiding(plan: Plan) -> Hiding:
     target, assumed = plan.target, assume_overlap(plan)
     weights = hidden_kinds(assumed.flag_presets, "weights", target)
     is_ring = any(each.chosen.name == COLLECTIVE_MATMUL for each in plan.operations)
-    experts = plan.operations_of("experts")
     can_hide = (is_ring or assumed.layers.batch_split > 1) and why_permutes_wait(target) is None
     return Hiding(
         weights=weights,
         activations_exposed=EXPOSED_BESIDE_MATMULS if can_hide else 1.0,
         is_doubled=target.platform == "tpu" and "reduce-scatter" not in weights,
-        permutes=why_permutes_wait(target) is None,
-        experts_exposed=max((each.chosen.parameters.waited_share for each in experts), default=1.0),
+        of_operations=exposed_by_source(plan.operations, target),
     )
 
 

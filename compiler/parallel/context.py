@@ -22,13 +22,14 @@ from ..core.collectives import CollectiveKind
 from ..core.format import human_names, human_seconds
 from ..core.head_shares import share_of_head
 from ..core.partition_spec import axes_of
-from ..core.scopes import OperationName
+from ..core.scopes import OperationName, exchange_scope
 from ..sharding.arrays import OpSite
 from ..sharding.token_order import TokenOrder, plan_token_order
 from ..target.compiler_options import why_permutes_wait
+from ..target.target import TargetPlan
 from .attention import cudnn_refusal, plan_backward
 from .exchange import ALL_GATHER, RING, ULYSSES, Exchange, ExchangeName
-from .operation import CollectiveSpec, Cost, OpInputs, ParallelOp, Strategy
+from .operation import CollectiveSpec, Cost, Exposed, OpInputs, OpPlan, ParallelOp, Strategy
 from .ring import full_steps, num_steps
 from .splash_fused import ONE_KERNEL, TWO_KERNELS
 
@@ -57,6 +58,14 @@ class ContextOp(ParallelOp):
     def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
         """The attention of a model."""
         return [replace(site, kind=self.kind) for site in inputs.arrays.sites if site.kind == "attention"]
+
+    def scope(self, plan: OpPlan) -> str:
+        """Within that of attention, which runs it."""
+        return exchange_scope(plan.chosen.name)
+
+    def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed:
+        is_beside = plan.chosen.name == RING and why_permutes_wait(target) is None
+        return Exposed(EXPOSED_PERMUTES, is_beside_attention=True) if is_beside else Exposed(1.0)
 
     def source(self, name: OperationName) -> str | None:
         """'attention, all_gather'."""

@@ -31,6 +31,7 @@ from ..core.partition_spec import Axes, axes_of, keep_axes
 from ..core.scopes import OperationName, experts_scope
 from ..sharding.arrays import EXPERTS, OpSite
 from ..sharding.rules import ArrayPlan
+from ..target.target import TargetPlan
 from .capacity import dispatch_capacity, run_equal_groups
 from .dispatch import (
     Dispatch,
@@ -52,7 +53,7 @@ from .expert_exchange import (
     sent_once,
 )
 from .grouped_matmul import Kernels, grouped_matmul
-from .operation import Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
+from .operation import Cost, Exposed, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
 from .weight_plan import parts_of
 from .weights import gather_dims, scatter_dims
 
@@ -130,6 +131,10 @@ class ExpertsOp(ParallelOp):
 
     def scope(self, plan: OpPlan) -> str:
         return experts_scope(plan.site.name, plan.chosen.parameters.filled)
+
+    def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed:
+        del target
+        return Exposed(plan.chosen.parameters.waited_share)
 
     def source(self, name: OperationName) -> str | None:
         """'routed, tokens to experts and back'."""

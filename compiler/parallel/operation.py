@@ -98,6 +98,15 @@ class Strategy:
 
 
 @dataclass(frozen=True)
+class Exposed:
+    """What a layer waits for of a site's collectives. share: of their time, at least. is_beside_attention: they run
+    beside the kernels of attention in their loop, and what takes longer than those is waited for, too."""
+
+    share: float
+    is_beside_attention: bool = False
+
+
+@dataclass(frozen=True)
 class OpPlan:
     """How one site is run. op: the operation. is_auto: the declaration left the choice to the plan."""
 
@@ -212,6 +221,11 @@ class ParallelOp(ABC):
     def weight_use(self, plan: OpPlan, weight: ArrayPlan) -> WeightUse | None:
         """Returns how a site gets at a parameter; None for one that is not the operation's to say."""
         del plan, weight
+        return None
+
+    def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed | None:
+        """Returns what is waited for of a site's collectives; None: what is of those of any activation."""
+        del plan, target
         return None
 
     def source(self, name: OperationName) -> str | None:
@@ -336,6 +350,13 @@ def per_token_operation(ops: Iterable[ParallelOp]) -> Lowered:
         return op.per_token(plain, *operands, **options) if op else plain(*operands, **options)
 
     return operation
+
+
+def exposed_by_source(plans: Iterable[OpPlan], target: TargetPlan) -> dict[str, Exposed]:
+    """Returns what is waited for of the collectives of each site of which an operation says that, by their source."""
+    found = ((plan, plan.op.hiding(plan, target)) for plan in plans)
+    sources = ((plan.op.source(OperationName(plan.op.scope(plan) or "")), one) for plan, one in found if one)
+    return {source: one for source, one in sources if source is not None}
 
 
 def find_source(ops: Iterable[ParallelOp], name: OperationName) -> str | None:

@@ -227,7 +227,7 @@ def trace(point: TracePoint) -> Reference:
     """Traces the step of a point: half a second, and no devices."""
     plan = plan_assumed(plan_run(_spec_of(point)))
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
-    shape, numbers = read_costs(read_step(plan), weights, plan.target.compiler)
+    shape, numbers = read_costs(read_step(plan), weights, plan.target.compiler, plan.ops)
     loss = num_loss_chunks(plan.operations)
     trips = {int(numbers[region[0]]) for region in shape.regions if len(region) == 1}  # of the outer loops
     number = point.num_microbatches

@@ -9,6 +9,7 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.program_costs import Costs, ProgramShape, Transfer, Work, read_costs
 from meshloom.compiler.estimate.read_step import read_step
 from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, time_step
+from meshloom.compiler.parallel.operation import Exposed
 
 RATES = Rates(
     matmul_flops_per_second=10.0,
@@ -69,14 +70,14 @@ def test_of_activations_the_share_beside_matmuls_is_waited_for():
 
 
 def test_exchanges_of_tokens_are_waited_for_as_far_as_their_plan_says():
-    transfer = Transfer("all-reduce", ("tensor",), False, 1, 2, is_of_experts=True)
+    transfer = Transfer("all-reduce", ("tensor",), False, 1, 2, "routed")
     costs = _loop([Work("matmul", 1, 1, ())], [transfer], [1000.0, 10.0])
-    hiding = Hiding(ALL, 0.25, is_doubled=False, experts_exposed=0.5)
+    hiding = Hiding(ALL, 0.25, is_doubled=False, of_operations={"routed": Exposed(0.5)})
     assert _seconds(costs, hiding)[1][("tensor",)] == pytest.approx(4 * 2.0 * 0.5)
 
 
 @pytest.mark.parametrize(
-    ("exchange", "attention_flops", "permutes", "waited"),
+    ("exchange", "attention_flops", "is_beside", "waited"),
     [
         ("ring", 1000.0, True, 0.35 * 2.0),  # the blocks of attention take longer: a share is waited for
         ("ring", 0.5, True, 1.9),  # what they do not hide
@@ -84,12 +85,13 @@ def test_exchanges_of_tokens_are_waited_for_as_far_as_their_plan_says():
         ("all_gather", 1000.0, True, 2.0),  # nothing runs beside it
     ],
 )
-def test_a_rings_permutes_hide_behind_attention_alone(exchange, attention_flops, permutes, waited):
+def test_a_rings_permutes_hide_behind_attention_alone(exchange, attention_flops, is_beside, waited):
     """A large matmul is in the same loop; it needs what attention makes."""
     works = [Work("matmul", 1, 1, ()), Work("attention", 1, 2, ())]
     transfer = Transfer("all-reduce", ("tensor",), False, 1, 3, exchange)
     costs = _loop(works, [transfer], [1000.0, attention_flops, 10.0])
-    hiding = Hiding(ALL, 0.25, is_doubled=False, permutes=permutes)
+    exposed = Exposed(0.35, is_beside_attention=True) if is_beside else Exposed(1.0)
+    hiding = Hiding(ALL, 0.25, is_doubled=False, of_operations={"ring": exposed, "all_gather": Exposed(1.0)})
     assert _seconds(costs, hiding)[1][("tensor",)] == pytest.approx(4 * waited)
 
 
@@ -105,7 +107,7 @@ def test_the_costs_of_a_program_are_those_of_its_estimate(overrides):
     plan = plan_of(*SMALL, *overrides)
     estimate, program = estimate_step(plan), read_step(plan)
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
-    shape, numbers = read_costs(program, weights, plan.target.compiler)
+    shape, numbers = read_costs(program, weights, plan.target.compiler, plan.ops)
     twice = Costs(shape, np.stack([numbers, 2 * numbers], axis=1))
     assert twice.peak_bytes()[0] == estimate.memory.peak_bytes
     assert twice.peak_bytes()[1] == 2 * estimate.memory.peak_bytes

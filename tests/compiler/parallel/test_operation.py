@@ -13,11 +13,24 @@ from meshloom.compiler.analysis.schedule_analysis import source_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.parallel.operation import Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy, choose_strategy
+from meshloom.compiler.estimate.program_costs import read_costs
+from meshloom.compiler.estimate.read_step import read_step
+from meshloom.compiler.estimate.step_time import plan_hiding
+from meshloom.compiler.parallel.operation import (
+    Cost,
+    Exposed,
+    Lowered,
+    OpInputs,
+    OpPlan,
+    ParallelOp,
+    Strategy,
+    choose_strategy,
+)
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.sharding.arrays import OpSite
 from meshloom.compiler.step.train_step import build_loss
+from meshloom.compiler.target.target import TargetPlan
 from meshloom.models import Context, Model, Params
 
 HERE = OpSite("op", "here", "layers")
@@ -37,6 +50,10 @@ class Doubling(ParallelOp):
         multiply = Strategy("multiply", "by two", 2.0, cost=Cost(1.0, "seconds"), figures="1 s", refusal=refusal)
         by_mean = Strategy("by_mean", "plus the mean over devices", objection="it is not the same")
         return multiply, Strategy("add", "to itself", cost=Cost(2.0, "seconds"), figures="2 s"), by_mean
+
+    def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed | None:
+        del plan, target
+        return Exposed(0.5)
 
     def lower(self, plan: OpPlan) -> Lowered | None:
         if plan.chosen.name == "by_mean":
@@ -80,6 +97,9 @@ def test_an_operation_from_outside_has_its_scope_and_its_row_of_collectives(monk
     rows = [one for one in estimate_step(plan).communication if one.source == "doubling layer"]
     assert {(one.kind, one.mesh_axes) for one in rows} == {("all-reduce", ("fsdp",))}
     assert "forward" in {one.direction for one in rows}
+    shape, _ = read_costs(read_step(plan), frozenset(), plan.target.compiler, plan.ops)
+    assert "doubling layer" in {one.source for one in shape.transfers}
+    assert plan_hiding(plan).of_operations["doubling layer"] == Exposed(0.5)
     assert source_of("jit(f)/jvp(layers)/doubling=layer/psum", "all-reduce", (), plan.ops) == "doubling layer, forward"
     assert source_of("jit(f)/jvp(layers)/doubling=layer/psum", "all-reduce", ()) == "doubling=layer/psum, forward"
 

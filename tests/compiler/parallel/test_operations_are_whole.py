@@ -15,7 +15,6 @@ FILES = {type(op).__module__.rpartition(".")[2] for op in OPERATIONS}
 # Files outside of parallel/ that name the kind of an operation, and what they do with it. No new one is needed: a hook
 # of `ParallelOp` is.
 NAMED = {
-    "estimate/step_time.py": {"experts"},  # the share of their exchanges that is waited for
     "jaxpr/flops.py": {"attention"},  # half of the scores are masked
     "sharding/arrays.py": {"attention", "embedding"},  # checks a lookup's table; marks what attention gives
     "sharding/check_order.py": {"attention"},  # lengths that the kernel on TPUs takes
@@ -23,7 +22,7 @@ NAMED = {
 ASKED = (".operation", ".operations_of", "parallel.get")
 # Files outside of parallel/ that import from the file of an operation.
 IMPORTED = {
-    "estimate/step_time.py": {"attention", "context", "matmul"},
+    "estimate/step_time.py": {"attention", "matmul"},
     "estimate/usual_imbalance.py": {"experts"},
     "search/candidates.py": {"matmul"},
     "step/forward.py": {"lm_head", "loss"},
