@@ -2,8 +2,8 @@
 
 Runs of one laboratory, of one kind of program or of one chip are off in the same way, so that leaving out one run at a
 time says little about the next source. Here a whole group is left out, and the range that the others give is tried on
-it, for each group of three groupings. The range is widened by one factor until 8 of 10 runs of each left-out group lie
-in it. Groups of fewer than five runs, of which 8 of 10 are all, count together.
+it, for each group of three groupings. The range is no narrower than what 8 of 10 runs of each left-out group need.
+Groups of fewer than five runs, of which 8 of 10 are all, count together.
 """
 
 import math
@@ -70,13 +70,13 @@ def kind_of(plan: Plan) -> str:
     return "replicas" if sizes.get("replica", 1) > 1 else "fully sharded"
 
 
-def factor_of(runs: Sequence[Run], basis: Basis, chip: str, wider: float) -> float:
-    """Returns the factor of the range of a chip's predictions: `wider` times the error that 8 of 10 of the runs stay
-    below, and no less than the largest of the chip's own.
+def factor_of(runs: Sequence[Run], basis: Basis, chip: str, least: float) -> float:
+    """Returns the factor of the range of a chip's predictions: the error that 8 of 10 of the runs stay below, no less
+    than `least`, and no less than the largest of the chip's own.
 
     Of n runs, the next one stays below the k-th smallest error with a probability of k / (n + 1) (split conformal
-    prediction, Vovk et al. 2005), where runs do not depend on one another; `wider` is for those that do."""
-    return math.exp(max(wider * _base(runs, basis), *_own(runs, basis, chip)))
+    prediction, Vovk et al. 2005), where runs do not depend on one another; `least` is for those that do."""
+    return math.exp(max(least, _base(runs, basis), *_own(runs, basis, chip)))
 
 
 def _base(runs: Sequence[Run], basis: Basis) -> float:
@@ -93,23 +93,23 @@ def _quantile(values: Iterable[float]) -> float:
     return ordered[min(len(ordered), math.ceil(most * (len(ordered) + 1) / of)) - 1]
 
 
-def find_wider(runs: Sequence[Run], basis: Basis) -> float:
-    """Returns by how much the base has to be widened for 8 of 10 runs of each left-out group to lie in the range; 1 at
-    least."""
-    needed, (most, of) = 1.0, COVERED
+def find_least(runs: Sequence[Run], basis: Basis) -> float:
+    """Returns the error, as the logarithm of a factor, that 8 of 10 runs of each left-out group stay below, those that
+    are in the range of their chip's other runs anyway left aside."""
+    most, of = COVERED
+    least = 0.0
     for grouping in GROUPINGS:
         groups = [_needed(kept, left, basis) for kept, left in left_out(runs, grouping)]
         large = [each for each in groups if len(each) >= FEW]
-        for shares in (*large, [share for each in groups if len(each) < FEW for share in each]):
-            if shares:
-                needed = max(needed, sorted(shares)[math.ceil(most * len(shares) / of) - 1])
-    return needed
+        for errors in (*large, [error for each in groups if len(each) < FEW for error in each]):
+            if errors:
+                least = max(least, sorted(errors)[math.ceil(most * len(errors) / of) - 1])
+    return least
 
 
 def _needed(kept: Sequence[Run], left: Sequence[Run], basis: Basis) -> list[float]:
-    """Returns for each left-out run by how much the base of the others has to be widened."""
-    base = _base(kept, basis)
-    return [0.0 if run.error(basis) <= max(_own(kept, basis, run.chip)) else run.error(basis) / base for run in left]
+    """Returns the error of each left-out run; 0 where the others of its chip cover it."""
+    return [0.0 if run.error(basis) <= max(_own(kept, basis, run.chip)) else run.error(basis) for run in left]
 
 
 def left_out(runs: Sequence[Run], grouping: Grouping) -> Iterable[tuple[list[Run], list[Run]]]:
@@ -120,11 +120,11 @@ def left_out(runs: Sequence[Run], grouping: Grouping) -> Iterable[tuple[list[Run
             yield kept, [run for run in runs if getattr(run, grouping) == group]
 
 
-def coverage(runs: Sequence[Run], basis: Basis, grouping: Grouping, wider: float) -> dict[str, Coverage]:
+def coverage(runs: Sequence[Run], basis: Basis, grouping: Grouping, least: float) -> dict[str, Coverage]:
     """Returns how many runs of each group lie in the range that the other groups give."""
     found = {}
     for kept, left in left_out(runs, grouping):
-        inside = sum(run.error(basis) <= math.log(factor_of(kept, basis, run.chip, wider)) + 1e-12 for run in left)
+        inside = sum(run.error(basis) <= math.log(factor_of(kept, basis, run.chip, least)) + 1e-12 for run in left)
         found[getattr(left[0], grouping)] = Coverage(inside, len(left))
     return found
 
@@ -132,19 +132,19 @@ def coverage(runs: Sequence[Run], basis: Basis, grouping: Grouping, wider: float
 def table_of(runs: Sequence[Run], best_mfu: Mapping[str, float]) -> dict[str, Any]:
     """Returns accuracy.json: the runs, the factors by basis and chip, and the coverage of left-out groups. best_mfu: of
     all published runs of a chip."""
-    wider = {basis: find_wider(runs, basis) for basis in BASES}
+    least = {basis: find_least(runs, basis) for basis in BASES}
     chips = dict.fromkeys(run.chip for run in runs)
     return {
         "source": "python bench/published.py",
         "num_runs": {chip: sum(run.chip == chip for run in runs) for chip in chips},
         "num_sources": len({run.source for run in runs}),
         "factors": {
-            basis: {"*": round(factor_of(runs, basis, "", wider[basis]), 4)}
-            | {chip: round(factor_of(runs, basis, chip, wider[basis]), 4) for chip in chips}
+            basis: {"*": round(factor_of(runs, basis, "", least[basis]), 4)}
+            | {chip: round(factor_of(runs, basis, chip, least[basis]), 4) for chip in chips}
             for basis in BASES
         },
         "left_out": {
-            basis: {grouping: summed(coverage(runs, basis, grouping, wider[basis])) for grouping in GROUPINGS}
+            basis: {grouping: summed(coverage(runs, basis, grouping, least[basis])) for grouping in GROUPINGS}
             for basis in BASES
         },
         "best_mfu": dict(best_mfu),

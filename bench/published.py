@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_rows import NOT_COMPILED, Overrides, add_row, keep, read_kept
-from prediction_range import BASES, GROUPINGS, LONG, Run, coverage, find_wider, kind_of, source_of, table_of
+from prediction_range import BASES, GROUPINGS, LONG, Run, coverage, find_least, kind_of, source_of, table_of
 from published_recipes import RECIPES, Recipe
 
 from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
@@ -213,7 +213,7 @@ def errors_of(kept: Rows) -> Iterator[str]:
 def coverage_lines(runs: list[Run]) -> Iterator[str]:
     """Returns a row of each group: how many of its runs lie in the range that the other groups give."""
     for grouping in GROUPINGS:
-        found = [coverage(runs, basis, grouping, find_wider(runs, basis)) for basis in BASES]
+        found = [coverage(runs, basis, grouping, find_least(runs, basis)) for basis in BASES]
         for group in found[0]:
             inside = " | ".join(str(each[group].inside) for each in found)
             yield f"| {grouping} | {group} | {found[0][group].total} | {inside} |"

@@ -147,9 +147,9 @@ def test_ranges_are_those_of_the_kept_rows_and_hold_left_out_groups(script):
     assert table == json.loads(json.dumps(ranges.table_of(runs, published.best_mfus(kept))))
     assert len(runs) >= 10
     for basis in ranges.BASES:
-        wider = ranges.find_wider(runs, basis)
+        least = ranges.find_least(runs, basis)
         for grouping in ranges.GROUPINGS:
-            found = ranges.coverage(runs, basis, grouping, wider)
+            found = ranges.coverage(runs, basis, grouping, least)
             large = [each for each in found.values() if each.total >= ranges.FEW]
             small = [each for each in found.values() if each.total < ranges.FEW]
             assert all(each.inside >= 0.8 * each.total for each in large), grouping
@@ -162,9 +162,9 @@ def test_a_range_covers_a_source_that_is_off_as_a_whole(script):
     ranges = script("prediction_range")
     near = [ranges.Run(f"near {n}", "v5e", "near", "dense", 1.02, 1.02) for n in range(9)]
     far = [ranges.Run(f"far {n}", "h100", "far", "dense", 1.3, 1.3) for n in range(5)]
-    wider = ranges.find_wider([*near, *far], "compiled")
-    assert ranges.coverage([*near, *far], "compiled", "source", wider)["far"].inside == 5
-    assert ranges.coverage([*near, *far], "compiled", "source", 1.0)["far"].inside == 0
+    least = ranges.find_least([*near, *far], "compiled")
+    assert ranges.coverage([*near, *far], "compiled", "source", least)["far"].inside == 5
+    assert ranges.coverage([*near, *far], "compiled", "source", 0.0)["far"].inside == 0
 
 
 def test_no_published_step_is_shorter_than_its_bound(script):
