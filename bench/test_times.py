@@ -29,8 +29,8 @@ class Times:
         yield
         after = os.times()
         own = after.user + after.system - before.user - before.system
-        processes = after.children_user + after.children_system - before.children_user - before.children_system
-        self.rows.append((own, processes, time.monotonic() - began, item.nodeid))
+        processes = after.children_user - before.children_user + after.children_system - before.children_system
+        self.rows.append((own, max(0.0, processes), time.monotonic() - began, item.nodeid))
 
 
 def main() -> int:

@@ -161,7 +161,7 @@ def test_another_run_is_continued_on_another_mesh(finished, tmp_path):
 @pytest.mark.ci
 def test_another_model_is_refused_with_what_differs(finished):
     run_dir, _ = finished
-    done = meshloom("train", *RUN, "model.mlp_dim=128", "hydra.run.dir=run", cwd=run_dir.parent)
+    done = run_in_process("train", *RUN, "model.mlp_dim=128", "hydra.run.dir=run", cwd=run_dir.parent)
     assert done.returncode == 2
     assert done.stderr.startswith("error: model: ")
     assert "compiled" not in done.stdout
@@ -216,7 +216,7 @@ def test_other_data_starts_at_its_beginning(tmp_path, tokens):
 
 @pytest.mark.ci
 def test_restoring_from_nothing_is_an_error(tmp_path):
-    done = meshloom("train", *SMALL, f"checkpoint.restore_from={tmp_path}", cwd=tmp_path)
+    done = run_in_process("train", *SMALL, f"checkpoint.restore_from={tmp_path}", cwd=tmp_path)
     assert done.returncode == 2
     assert "checkpoint.restore_from" in done.stderr
     assert list(tmp_path.iterdir()) == []
