@@ -215,6 +215,8 @@ def open_sweep(
     process: of several that run each point together. The first has the rows, the others go through the same points.
     """
     sweep_spec, identity = asked.spec.sweep, identity_of(command, asked)
+    if command == "train":
+        check_checkpoints_apart(asked)
     objective = sweep_spec.objective or OBJECTIVES[command]
     find_figure(objective, where="sweep.objective")
     file = SweepFile(
@@ -253,6 +255,15 @@ def append_row(path: Path, row: Row) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def check_checkpoints_apart(asked: SweepRequest) -> None:
+    """Raises ConfigError where all points of a sweep would save in one folder: each would go on from the one before."""
+    typed = [text for text in asked.fixed if overridden_key(text) == "checkpoint.directory"]
+    if typed and asked.num_points != 1 and typed[-1].partition("=")[2] != "null":
+        what = "all points would save in one folder, and go on from each other's checkpoints"
+        fix = "leave it out, or sweep over it: a folder for each point"
+        raise ConfigError([Problem("checkpoint.directory", what, fix)])
 
 
 def _find_directory(asked: SweepRequest, identity: str, retry: Sequence[Status]) -> tuple[Path, Sweep | None]:
