@@ -255,12 +255,17 @@ def _where(totals: CollectiveTotals) -> str:
     taken)'."""
     trips = [str(trips or "an unknown number of") for _, trips in totals.loops if not isinstance(trips, Taken)]
     branches = [f"in a branch of {name} ({_taken(each)})" for name, each in totals.loops if isinstance(each, Taken)]
-    loops = [f"in a loop of {' x '.join(trips)} iterations"] if trips else []
+    iterations = "iteration" if trips == ["1"] else "iterations"
+    loops = [f"in a loop of {' x '.join(trips)} {iterations}"] if trips else []
     return ", ".join([*loops, *branches]) or "once"
 
 
 def _taken(branch: Taken) -> str:
-    return "counts as always taken" if branch.share is None else f"taken in {human_share(branch.share)}"
+    return (
+        "counts as always taken; --taken says how often"
+        if branch.share is None
+        else f"taken in {human_share(branch.share)}, as chosen"
+    )
 
 
 def _step(result: Simulation, is_whole: bool, target: TargetPlan, model_flops: int | None) -> StepReport:

@@ -43,6 +43,8 @@ def schedule_events(
         arguments = _arguments(segment, computes, reports)
         if trip is not None and segment.kind != "loop":
             arguments["iteration"] = f"{trip.index + 1} of {by_name[trip.loop].num_trips or 'an unknown number'}"
+        if segment.branch:
+            arguments["branch"] = f"of {segment.branch}, which counts as taken"
         return Event(
             track=track,
             name=_name(segment, computes, reports, loops),

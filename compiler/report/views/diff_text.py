@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ...core.console import Column, Console, Part, Table
-from ...core.format import human_bytes, human_count, human_seconds, human_share
+from ...core.format import counted, human_bytes, human_count, human_seconds, human_share
 from ..diff import CollectiveChange, ComparedCollectives, Diff, Difference, is_same
 
 ABSENT = "nothing"
@@ -101,7 +101,7 @@ def _collective(change: CollectiveChange) -> tuple[Part, Part]:
 
 def _totals(t: ComparedCollectives) -> str:
     exposed = "" if t.exposed_seconds is None else f", {human_seconds(t.exposed_seconds)} exposed"
-    return f"{t.count:,} times, {human_bytes(t.bytes)}{exposed}"
+    return f"{counted(t.count, 'time')}, {human_bytes(t.bytes)}{exposed}"
 
 
 def _differences(a: ComparedCollectives, b: ComparedCollectives) -> Iterable[str]:

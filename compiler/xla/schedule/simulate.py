@@ -9,7 +9,7 @@ All times are maxima and sums of durations in an order that the program fixes. S
 that is waited for earlier, can make a step faster: with links that are shared evenly it can. docs/schedule.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from ...core.collectives import COMPUTE, ComputeKind
@@ -76,6 +76,7 @@ class Segment:
     start_seconds: float
     seconds: float
     trip: "Trip | None" = None
+    branch: str = ""  # the innermost conditional, of a branch that counts as taken
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ class _Clock:
         self._trip: Trip | None = None
         self._flying: dict[str, _Transfer] = {}
         self._last_on: dict[str, _Transfer] = {}  # by link
+        self._branch_name = ""
+        self._ends: dict[Hashable, float] = {}  # of branches, each tried once at a time with the same in flight
 
     @property
     def seconds(self) -> float:
@@ -233,6 +236,13 @@ class _Clock:
         """Runs the branch that ends last, for which one runs is not known before. Where its share is, the rest of the
         executions are of the one that ends first; each takes its share of the time."""
         ordered = sorted(step.branches, key=self._end_of)
+        outer, self._branch_name = self._branch_name, step.name
+        self._run_branches(ordered, step, weight, loops, is_shown)
+        self._branch_name = outer
+
+    def _run_branches(
+        self, ordered: list[tuple[Step, ...]], step: Branches, weight: float, loops: Loops, is_shown: bool
+    ) -> None:
         if step.share is None:
             self.run(ordered[-1], weight=weight, loops=(*loops, (step.name, Taken(None))), is_shown=is_shown)
             return
@@ -250,10 +260,15 @@ class _Clock:
 
     def _end_of(self, steps: tuple[Step, ...]) -> float:
         """Returns the time at which these would end."""
-        trial = _Clock(self._price)
-        trial._now, trial._flying, trial._last_on = self._now, dict(self._flying), dict(self._last_on)
-        trial.run(steps, weight=1, loops=(), is_shown=False)
-        return trial.seconds
+        busy = frozenset((link, each.end) for link, each in self._last_on.items())
+        key = (id(steps), self._now, busy, frozenset((name, each.end) for name, each in self._flying.items()))
+        if key not in self._ends:
+            trial = _Clock(self._price)
+            trial._now, trial._flying, trial._last_on = self._now, dict(self._flying), dict(self._last_on)
+            trial._ends = self._ends
+            trial.run(steps, weight=1, loops=(), is_shown=False)
+            self._ends[key] = trial.seconds
+        return self._ends[key]
 
     def _totals(self, transfer: _Transfer) -> CollectiveTotals:
         new = CollectiveTotals(transfer.collective, transfer.loops)
@@ -261,7 +276,9 @@ class _Clock:
 
     def _show(self, track: str, name: str, kind: str, begin: float, end: float) -> None:
         if end > begin:
-            self.result.segments.append(Segment(track, name, kind, begin + self._skipped, end - begin, self._trip))
+            self.result.segments.append(
+                Segment(track, name, kind, begin + self._skipped, end - begin, self._trip, self._branch_name)
+            )
 
 
 def _is_same(state: dict[str, float], before: dict[str, float] | None) -> bool:

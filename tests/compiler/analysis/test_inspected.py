@@ -230,3 +230,23 @@ def test_memory_that_is_counted_in_a_text_says_how_much_it_may_lack():
     assert "memory-by-text" in {each.rule for each in report_inspected(program).findings}
     known = replace(program, memory=ProgramMemory(1000, 400, 300, 5000, 70, 0, 6100))
     assert "memory-by-text" not in {each.rule for each in report_inspected(known).findings}
+
+
+def nested_conditionals(depth: int) -> str:
+    """Returns a program of conditionals within both branches of each other, with a gather in the innermost."""
+    text = f"%c0 {{\n  %x = bf16[8]{{0}} parameter(0)\n  %g = {GATHER}\n  ROOT %n = bf16[8]{{0}} negate(%x)\n}}\n"
+    for d in range(1, depth + 1):
+        branches = f"true_computation=%c{d - 1}, false_computation=%c{d - 1}"
+        text += f"%c{d} {{\n  %p{d} = bf16[8]{{0}} parameter(0)\n  %t{d} = pred[] constant(true)\n"
+        text += f"  ROOT %k{d} = bf16[8]{{0}} conditional(%t{d}, %p{d}, %p{d}), {branches}\n}}\n"
+    return module(f"  ROOT %r = bf16[8]{{0}} call(%x), to_apply=%c{depth}", before=text)
+
+
+def test_branches_cost_time_in_proportion_to_their_number_and_say_that_they_are_branches():
+    begin = time.process_time()
+    program = inspect_text(nested_conditionals(12), devices("h100-4"))
+    assert time.process_time() - begin < 5
+    (gather,) = program.analysis.collectives
+    assert "in a branch of k1 (counts as always taken; --taken says how often)" in gather.where
+    named = {event.arguments.get("branch") for event in program.events}
+    assert named == {"of k1, which counts as taken"}
