@@ -87,7 +87,7 @@ def rows(name: str) -> None:
             for shape, dtype, axes in shapes
         ]
         out = arguments[0].sharding if is_split else None
-        lowered = jax.jit(function, donate_argnums=donated, out_shardings=out).lower(*arguments)
+        lowered: Any = jax.jit(function, donate_argnums=donated, out_shardings=out).lower(*arguments)
         compiled = lowered.compile(compiler_options={**options_without_device(target)} or None)
         shown = read_peak(parse_module(compiled.as_text() or "")).num_bytes
         known = memory_of(compiled).needed_bytes(target.platform) or 0
