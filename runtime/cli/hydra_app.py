@@ -16,10 +16,10 @@ from meshloom.compiler.config.config_files import register_sources
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.visible import write_error
 
-Task = Callable[[DictConfig], Any]
+HydraTask = Callable[[DictConfig], Any]
 
 
-def run_hydra_app(request: Request, flags: argparse.Namespace, task: Task) -> None:
+def run_hydra_app(request: Request, flags: argparse.Namespace, task: HydraTask) -> None:
     """Run Hydra's main with the request's overrides; its errors come out as exceptions."""
     os.environ["HYDRA_FULL_ERROR"] = "1"
     register_sources()

@@ -19,7 +19,7 @@ from ..core.failures import RunFailed
 from ..processes.cluster import plan_start, process_index
 from ..sweep.engine import Engine, open_sweep
 from ..sweep.hydra_points import launching, subdirectory
-from ..sweep.points import COMMANDS, Command
+from ..sweep.points import SWEEP_COMMANDS, SweepCommand
 from ..sweep.settings import cluster_settings, pool_settings
 from .hydra_app import run_hydra_app
 
@@ -28,9 +28,9 @@ LAUNCHER_LOG = "launcher.log"
 
 def run_sweep(name: str, request: Request, flags: argparse.Namespace) -> int:
     """Runs every point, once all values are checked. Returns the exit code, that of the worst point."""
-    command: Command | None = next((command for command in COMMANDS if command == name), None)
+    command: SweepCommand | None = next((command for command in SWEEP_COMMANDS if command == name), None)
     if command is None:
-        what = f"`meshloom {name}` has no sweeps; {', '.join(COMMANDS)} have"
+        what = f"`meshloom {name}` has no sweeps; {', '.join(SWEEP_COMMANDS)} have"
         fix = f"type `meshloom {name}` once for each value"
         if name == "launch":
             fix = "type `meshloom train -m hydra/launcher=meshloom_slurm launch=slurm ...`, or jobset in both"

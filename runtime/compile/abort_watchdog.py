@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ENDED_WELL = "."
-POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 # A fatal line of Abseil's log, which XLA writes: severity and date, time, thread, source, words
 # (https://abseil.io/docs/cpp/guides/logging). JAX's coordination service, too, which ../processes/lost.py tells of.
 FATAL = re.compile(r"^F\d{4} \S+ +\d+ (?P<why>(?!.*the JAX distributed service).*?) *\n", re.MULTILINE)
@@ -56,7 +56,7 @@ def _watch(log: str, start: int, during: str, kept_in: str | None) -> None:
     with open(log, "rb") as file:
         file.seek(start)
         while not is_over and not fatal:
-            is_over = bool(select.select([sys.stdin], [], [], POLL_SECONDS)[0])
+            is_over = bool(select.select([sys.stdin], [], [], _POLL_SECONDS)[0])
             if more := file.read():
                 said += more
                 fatal = FATAL.search(said.decode(errors="replace"))

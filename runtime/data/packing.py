@@ -14,7 +14,8 @@ from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 
 from .store import TokenStream
 
-Row = dict[str, np.ndarray]  # the arrays of one sequence, int32 (length,), by the names of compiler/sharding/batch.py
+# The arrays of one sequence, int32 (length,), by the names of compiler/sharding/batch.py
+PackedSequence = dict[str, np.ndarray]
 PADDING = 0  # any token: it has no loss, and no token that has one sees it
 
 
@@ -27,7 +28,7 @@ class ConcatenatedSequences:
     def __len__(self) -> int:
         return max(0, (len(self._stream) - 1) // self._length)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> PackedSequence:
         first = index * self._length
         window = self._stream.read(first, first + self._length + 1)
         row = {"inputs": window[:-1], "targets": window[1:]}
@@ -70,7 +71,7 @@ class PackedSequences:
     def __len__(self) -> int:
         return len(self._plan.firsts) - 1
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> PackedSequence:
         pieces = slice(self._plan.firsts[index], self._plan.firsts[index + 1])
         starts, stops = self._plan.starts[pieces], self._plan.stops[pieces]
         inputs, targets = np.full(self._length, PADDING, np.int32), np.full(self._length, PADDING_TARGET, np.int32)
@@ -156,7 +157,7 @@ def _doubled(room: list[int], leaves: int, capacity: int) -> list[int]:
     return doubled
 
 
-def _documents(lengths: np.ndarray, length: int) -> Row:
+def _documents(lengths: np.ndarray, length: int) -> PackedSequence:
     """Returns positions, from 0 in each document, and segment_ids, from 1 for packed documents; 0 for padding."""
     positions, segment_ids = np.zeros(length, np.int32), np.zeros(length, np.int32)
     filled = int(lengths.sum())

@@ -9,7 +9,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import counted
 from meshloom.models import PADDING_TARGET
 
-from .packing import PADDING, Row
+from .packing import PADDING, PackedSequence
 from .store import Split, in_split
 from .user_code import UserItems, as_tokens, load_items
 
@@ -25,7 +25,7 @@ class UserSequences:
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> PackedSequence:
         index = int(self._indices[number])
         item = self._items[index]
         return self._arrays(index, item) if isinstance(item, dict) else self._tokens(index, item)
@@ -34,7 +34,7 @@ class UserSequences:
         """Returns the number of the user's item."""
         return (int(self._indices[number]),)
 
-    def _tokens(self, index: int, item: Any) -> Row:
+    def _tokens(self, index: int, item: Any) -> PackedSequence:
         tokens = as_tokens(item)
         if tokens is None or not 2 <= len(tokens) <= self._length + 1:
             has = f"is a {type(item).__name__}" if tokens is None else f"has {counted(len(tokens), 'token')}"
@@ -50,7 +50,7 @@ class UserSequences:
             row["segment_ids"] = _padded(np.ones(count), self._length, 0)
         return row
 
-    def _arrays(self, index: int, item: dict[str, Any]) -> Row:
+    def _arrays(self, index: int, item: dict[str, Any]) -> PackedSequence:
         fix = f"return int arrays of {self._length} numbers for {', '.join(self._names)}"
         if set(item) != set(self._names):
             raise ConfigError([self._items.problem(index, f"has the keys {', '.join(map(str, item))}", fix)])

@@ -25,7 +25,7 @@ from meshloom.compiler.core.visible import write_error
 from ..core.failures import FINAL, INTERRUPTED
 from .plan import LaunchPlan
 
-POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 LOGS = "logs"
 PORT = "PORT"  # what a dry run shows; a free one is chosen when it starts
 
@@ -86,7 +86,7 @@ class _Group:
                 if time.monotonic() > deadline:
                     write_error(f"launch: the others still ran {self.grace_seconds} s later, and are ended")
                     self._signal(signal.SIGKILL)
-                time.sleep(POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)
         return failed or 0
 
     def _first_failure(self) -> int | None:
@@ -104,7 +104,7 @@ class _Group:
                 return failed[index]
             for index in ended:
                 del left[index]
-            time.sleep(POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return None
 
     @contextmanager

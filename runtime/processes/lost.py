@@ -32,7 +32,7 @@ from ..core.failures import LOST
 from ..core.interruptible import leave_now
 
 LOG = logging.getLogger("meshloom")
-POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 LOOKS_PER_HEARTBEAT_TIMEOUT = 4
 ENDED = "meshloom/ended"  # a folder in the store: why processes ended, each in its own words
 # What jaxlib 0.10.2 writes: the fatal line, the status, and a line for each process (xla/pjrt/distributed/client.h,
@@ -44,14 +44,14 @@ STATUS = re.compile(
 PROCESSES = re.compile(r"(?:stopped sending heartbeats\):|timed out task names:)\n((?:\S*\d\n)+)")
 NO_ANSWER = re.compile(r"UNAVAILABLE|DEADLINE_EXCEEDED")  # of process 0, which runs the service
 
-Kind = Literal["never came", "gone", "did not end", "unknown"]
+LossKind = Literal["never came", "gone", "did not end", "unknown"]
 
 
 @dataclass(frozen=True)
 class Loss:
     """What the coordination service found. missing: the processes that it names. why: the status in its words."""
 
-    kind: Kind
+    kind: LossKind
     missing: tuple[int, ...]
     why: str
 
@@ -166,7 +166,7 @@ class Lookout:
         self._over.set()
 
     def _watch(self) -> None:
-        while not self._over.wait(POLL_SECONDS):
+        while not self._over.wait(_POLL_SECONDS):
             tail = captured_tail()
             if FATAL in tail and (loss := read_loss(tail.decode(errors="replace"))):
                 self.tell_reason_of_another()

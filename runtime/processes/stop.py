@@ -27,7 +27,7 @@ from .distributed import Processes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TRAINING = "the step that is running and its checkpoint"
-POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 NO_STEP = -1  # of a process that has not gone on after any step yet
 _agreements = itertools.count()  # all processes make the same ones, in the same order
 
@@ -74,7 +74,7 @@ class AgreedStop:
     def _watch(self) -> None:
         with suppress(JaxRuntimeError):  # the service is gone, and `lost.py` says so
             while not self._client.key_value_dir_get(f"{self._folder}/asked/"):
-                if self._over.wait(POLL_SECONDS):
+                if self._over.wait(_POLL_SECONDS):
                     return
             with self._may_go_on:
                 self._client.key_value_set(f"{self._folder}/last_step/{self._index:06}", str(self._last_step))

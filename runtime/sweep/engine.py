@@ -34,7 +34,7 @@ from .figures import find_figure
 from .identity import as_glob, find_unfinished, identity_of, num_left, versions
 from .jobsets import JobSets
 from .page import PAGE, render_sweep
-from .points import INTERRUPTED, Command, Outcome, Point, Task, directory_name, row_of, swept_of
+from .points import INTERRUPTED, Outcome, Point, SweepCommand, Task, directory_name, row_of, swept_of
 from .pool import Pool
 from .progress import SweepProgress
 from .read import Sweep, read_sweep
@@ -44,7 +44,7 @@ from .slurm_array import SlurmArrays
 from .submitted import SubmittedPoints
 from .table import show_table
 
-OBJECTIVES: dict[Command, str] = {"explain": "step_seconds", "compile": "step_seconds", "train": "final_loss"}
+OBJECTIVES: dict[SweepCommand, str] = {"explain": "step_seconds", "compile": "step_seconds", "train": "final_loss"}
 PROCESSES = ".processes"  # rows of all but the first, where several processes run each point together
 JOBS = ".jobs"  # what a cluster is told, and what its jobs leave
 SECONDS_BETWEEN_PAGES, PAUSE = 5.0, 20  # while a sweep runs; PAUSE: times what the last page took to make
@@ -56,7 +56,7 @@ class Engine:
     """One sweep, from its checked request to its table. directory: as typed. rows: by index. settings: None where
     another launcher than ours runs the points."""
 
-    command: Command
+    command: SweepCommand
     asked: SweepRequest
     allowed: tuple[str, ...]
     directory: Path
@@ -201,7 +201,7 @@ class Engine:
 
 @contextmanager
 def open_sweep(
-    command: Command,
+    command: SweepCommand,
     asked: SweepRequest,
     settings: PoolSettings | ClusterSettings | None,
     *,

@@ -23,7 +23,7 @@ from ..processes.distributed import Processes
 from ..processes.process_log import process_log
 from ..rundir.run_dir import as_typed
 from .outcomes import outcome_of_compiled, outcome_of_error, outcome_of_plan
-from .points import Command, Outcome, Task
+from .points import Outcome, SweepCommand, Task
 
 LOG = logging.getLogger("meshloom")
 PLAN_TEXT = "plan.txt"
@@ -76,4 +76,4 @@ def _compile(task: Task) -> Outcome:
     return outcome_of_compiled(made, job.plan)
 
 
-_EVALUATE: dict[Command, Callable[[Task], Outcome]] = {"explain": _explain, "compile": _compile}
+_EVALUATE: dict[SweepCommand, Callable[[Task], Outcome]] = {"explain": _explain, "compile": _compile}

@@ -16,7 +16,7 @@ from .rows import Figures, Row, SweepFile
 _BASES = ("measured", "schedule", "estimate")  # the one that knows most first
 
 
-Kind = Literal["seconds", "share", "count", "bytes", "cost", "loss"]
+FigureKind = Literal["seconds", "share", "count", "bytes", "cost", "loss"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Figure:
     name: str
     heading: str
     better: Literal["less", "more"]
-    kind: Kind
+    kind: FigureKind
     of: Callable[[Figures], float | None]
 
     def human(self, value: float) -> str:
         return _HUMAN[self.kind](value)
 
 
-def _plain(name: str, heading: str, better: Literal["less", "more"], kind: Kind) -> Figure:
+def _plain(name: str, heading: str, better: Literal["less", "more"], kind: FigureKind) -> Figure:
     return Figure(name, heading, better, kind, lambda figures: getattr(figures, name))
 
 
@@ -46,7 +46,7 @@ def _share(part: str, whole: str) -> Callable[[Figures], float | None]:
     return share
 
 
-_HUMAN: dict[Kind, Callable[[float], str]] = {
+_HUMAN: dict[FigureKind, Callable[[float], str]] = {
     "seconds": human_seconds,
     "share": human_share,
     "count": human_count,

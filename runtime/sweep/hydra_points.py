@@ -28,7 +28,7 @@ from .points import POINT_NAME, Outcome, Task, swept_of
 from .rows import Figures
 
 SPOOL = ".ended"  # a folder of the sweep's: outcomes of points that other processes have run
-POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 _engine: Engine | None = None
 
@@ -134,7 +134,7 @@ def _collecting(engine: Engine, spool: Path) -> Iterator[None]:
     is_over = threading.Event()
 
     def collect() -> None:
-        while not is_over.wait(POLL_SECONDS):
+        while not is_over.wait(_POLL_SECONDS):
             _collect(engine, spool)
 
     _collect(engine, spool)  # of a start before this one

@@ -14,7 +14,7 @@ from meshloom.compiler.config.override_parser import overridden_key
 from meshloom.compiler.config.sweep_request import SweepRequest
 from meshloom.compiler.core.errors import ConfigError
 
-from .points import Command
+from .points import SweepCommand
 from .read import Sweep, read_sweep
 from .rows import SWEEP_FILE
 
@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def identity_of(command: Command, asked: SweepRequest) -> str:
+def identity_of(command: SweepCommand, asked: SweepRequest) -> str:
     """Returns a hash of a sweep: its command, overrides, versions, and the content of the user's configs."""
     request = asked.request
     typed = [text for text in request.overrides if not _is_outside(overridden_key(text))]

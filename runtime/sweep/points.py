@@ -15,8 +15,8 @@ from meshloom.models.config import Record
 
 from .rows import Figures, Row, Status
 
-Command = Literal["explain", "compile", "train"]
-COMMANDS: tuple[Command, ...] = ("explain", "compile", "train")
+SweepCommand = Literal["explain", "compile", "train"]
+SWEEP_COMMANDS: tuple[SweepCommand, ...] = ("explain", "compile", "train")
 MOST_NAME_BYTES = 200  # file systems allow 255
 PRINTED = "output.log"  # of a directory of a point: what its process prints
 POINT_NAME = "point_name"  # a resolver of OmegaConf, for hydra.sweep.subdir
@@ -40,7 +40,7 @@ class Task:
     """A point as a worker gets it. request: all of its overrides. allowed: modules whose code it may run. directory:
     where its files go."""
 
-    command: Command
+    command: SweepCommand
     request: Request
     allowed: tuple[str, ...]
     directory: Path

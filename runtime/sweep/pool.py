@@ -27,7 +27,7 @@ from .points import Outcome, Point, Task
 from .settings import PoolSettings
 from .worker_process import say_at, start_worker, work
 
-POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 MOST_POINTS_OF_A_WORKER = 500  # traced programs stay in memory; a fresh worker starts in 3 s
 Work = Callable[[Task], Outcome | None]
 
@@ -95,7 +95,7 @@ class Pool:
         while self._waiting and self._may_start():
             self._start(*self._waiting.popleft())
         self.told(len(self._running))
-        done, _ = wait([one.future for one in self._running.values()], POLL_SECONDS, FIRST_COMPLETED)
+        done, _ = wait([one.future for one in self._running.values()], _POLL_SECONDS, FIRST_COMPLETED)
         for one in [one for one in self._running.values() if one.future in done]:
             del self._running[one.point.index]
             self._finish(one)

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from meshloom.compiler.config.launch_spec import LaunchSpec
 from meshloom.compiler.core.errors import Problem, raise_if_any
 
-from .points import Command
+from .points import SweepCommand
 
 NAME = "meshloom_pool"
 TARGET = "hydra_plugins.meshloom_sweeps.launcher.PoolLauncher"
@@ -22,7 +22,7 @@ CLUSTERS = {  # engines of launch
 MOST_WORKERS = 1024
 GIB = 2**30
 # What a point needs until one was measured: imports, and a trace or the compile of a large model.
-EXPECTED_BYTES: dict[Command, int] = {"explain": GIB, "compile": 3 * GIB, "train": 3 * GIB}
+EXPECTED_BYTES: dict[SweepCommand, int] = {"explain": GIB, "compile": 3 * GIB, "train": 3 * GIB}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ClusterSettings:
     num_at_once: int | None
 
 
-def cluster_settings(hydra: DictConfig, command: Command, launch: LaunchSpec) -> ClusterSettings | None:
+def cluster_settings(hydra: DictConfig, command: SweepCommand, launch: LaunchSpec) -> ClusterSettings | None:
     """Returns the settings of a launcher of a cluster; None where another launcher was chosen. Raises ConfigError where
     it cannot run this sweep."""
     values = OmegaConf.to_container(hydra.launcher, resolve=True)
@@ -59,7 +59,7 @@ def cluster_settings(hydra: DictConfig, command: Command, launch: LaunchSpec) ->
 
 
 def _problems_of_cluster(
-    engine: str, num_at_once: int | None, command: Command, launch: LaunchSpec
+    engine: str, num_at_once: int | None, command: SweepCommand, launch: LaunchSpec
 ) -> Iterator[Problem]:
     if command != "train":
         what = f"meshloom_{engine} runs sweeps of train, and {command} needs no other machine"
@@ -72,7 +72,7 @@ def _problems_of_cluster(
         yield Problem("hydra.launcher.num_at_once", what, "give 1 or more, or null: as many as there is room for")
 
 
-def pool_settings(hydra: DictConfig, command: Command, *, is_joined: bool) -> PoolSettings | None:
+def pool_settings(hydra: DictConfig, command: SweepCommand, *, is_joined: bool) -> PoolSettings | None:
     """Returns the settings; None where another launcher was chosen. is_joined: each point runs in several processes
     together, which go through the points in the same order. Raises ConfigError with all that is wrong."""
     values = OmegaConf.to_container(hydra.launcher, resolve=True)
@@ -104,7 +104,7 @@ def _problems(values: Mapping[Any, Any], *, is_joined: bool) -> Iterator[Problem
         yield Problem("hydra.launcher.worker_bytes", f"{size} is not a size", fix)
 
 
-def _default_workers(command: Command) -> int:
+def _default_workers(command: SweepCommand) -> int:
     """Returns one for each core that this process may use; half as many for compilers, which use several threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores if command == "explain" else (cores + 1) // 2)

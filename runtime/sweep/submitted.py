@@ -24,7 +24,7 @@ from .outcomes import outcome_of_error, outcome_of_run
 from .points import PRINTED, Outcome, Point, Task
 from .settings import ClusterSettings
 
-POLL_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 POLLS_UNTIL_LOST = 5  # a job is gone, and what it left may still be on its way over a network disk
 
 
@@ -96,7 +96,7 @@ class SubmittedPoints(ABC):
                 for index in [index for index in left if self._has_ended(index, alive)]:
                     self._end(left.pop(index))
                     self.forget(index)
-                time.sleep(POLL_SECONDS if left else 0)
+                time.sleep(_POLL_SECONDS if left else 0)
         except BaseException:
             if jobs := {self.jobs[index] for index in left if index in self.jobs}:
                 self.cancel(sorted(jobs))

@@ -16,7 +16,7 @@ from meshloom.compiler.config.kept_compositions import keep_compositions
 from .evaluate import evaluate
 from .points import Outcome, Task
 
-POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 def prepare_worker(parent: int, scratch: Path) -> None:
@@ -41,7 +41,7 @@ def end_with(parent: int) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -28,7 +28,7 @@ from ..data import Data, describe_documents
 from ..processes.distributed import Processes
 from ..processes.say import say
 from .metrics import Metrics
-from .time_spent import Kind, Stopwatch
+from .time_spent import Stopwatch, TimeKind
 
 LOG = logging.getLogger("meshloom")
 NO_VALUES: Mapping[str, float] = {}
@@ -83,7 +83,7 @@ class Observer:
     def run_ended(self, num_steps_done: int) -> None:
         """Sees that the loop is done, at its last step or because a stop was requested."""
 
-    def pause(self, kind: Kind) -> AbstractContextManager[object]:  # noqa: ARG002
+    def pause(self, kind: TimeKind) -> AbstractContextManager[object]:  # noqa: ARG002
         """Returns a context for what the run does between two steps: evaluation, save or profile."""
         return nullcontext()
 
@@ -134,7 +134,7 @@ class Observers(Observer):
             each.run_ended(num_steps_done)
 
     @contextmanager
-    def pause(self, kind: Kind) -> Iterator[None]:
+    def pause(self, kind: TimeKind) -> Iterator[None]:
         """Within the `with`, time is not that of a step."""
         with self.watch.spending(kind), ExitStack() as paused:
             for each in self._each:

@@ -28,7 +28,7 @@ from ..core.files import replace_text
 from ..processes.distributed import Processes
 from ..rundir.profile_files import FOLDER, PREDICTED, TEXT, place_of
 from .observer import NO_VALUES, ObservedRun, Observer, StepTimes, TakeStep
-from .time_spent import Kind
+from .time_spent import TimeKind
 
 KEY = "profile.steps"
 
@@ -52,7 +52,7 @@ class Profiler(Observer):
         processes: Processes,
         run_dir: Path,
         *,
-        pause: Callable[[Kind], AbstractContextManager[object]],
+        pause: Callable[[TimeKind], AbstractContextManager[object]],
         files: Callable[[], Mapping[str, str]],
         say: Callable[[str], None],
         warn: Callable[[Problem], None],

@@ -10,8 +10,8 @@ import psutil
 
 from meshloom.compiler.core.format import human_seconds, human_share
 
-Kind = Literal["start", "compile", "restore", "steps", "input", "evaluation", "save", "profile", "redone", "down"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+TimeKind = Literal["start", "compile", "restore", "steps", "input", "evaluation", "save", "profile", "redone", "down"]
+KINDS: tuple[TimeKind, ...] = get_args(TimeKind)
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class Stopwatch:
     def __init__(self, began: float):
         self.began, self.earlier = began, NOTHING
         self._seconds = dict.fromkeys(KINDS, 0.0) | {"start": max(0.0, time.time() - began)}
-        self._kind: Kind = "start"
+        self._kind: TimeKind = "start"
         self._since = time.perf_counter()
 
     @contextmanager
-    def spending(self, kind: Kind) -> Iterator[None]:
+    def spending(self, kind: TimeKind) -> Iterator[None]:
         """Within the `with`, time goes to this kind, and afterwards to the one before."""
         before = self._kind
         self._go_to(kind)
@@ -103,7 +103,7 @@ class Stopwatch:
         finally:
             self._go_to(before)
 
-    def move(self, seconds: float, to: Kind) -> None:
+    def move(self, seconds: float, to: TimeKind) -> None:
         """Moves seconds that are counted under the present kind."""
         self._seconds[self._kind] -= seconds
         self._seconds[to] += seconds
@@ -124,7 +124,7 @@ class Stopwatch:
         earlier, own = self.earlier, self.by_this_start()
         return TimeSpent(earlier.num_starts + 1, {kind: earlier.seconds[kind] + own.seconds[kind] for kind in KINDS})
 
-    def _go_to(self, kind: Kind) -> None:
+    def _go_to(self, kind: TimeKind) -> None:
         now = time.perf_counter()
         self._seconds[self._kind] += now - self._since
         self._kind, self._since = kind, now

@@ -31,7 +31,7 @@ from ..processes.lost import Lookout
 from ..processes.process_log import FOLDER as LOG_FOLDER
 from .metrics import Metrics
 from .observer import NO_VALUES, ObservedRun, Observer, StepTimes
-from .time_spent import Kind
+from .time_spent import TimeKind
 
 LOG = logging.getLogger("meshloom")
 FOLDER = "meshloom/watchdog"  # in the store of the coordination service, a key for each process that stands still
@@ -90,7 +90,7 @@ class Watchdog(Observer):
         return NO_VALUES
 
     @contextmanager
-    def pause(self, kind: Kind) -> Iterator[None]:  # noqa: ARG002
+    def pause(self, kind: TimeKind) -> Iterator[None]:  # noqa: ARG002
         """Within the `with`, nothing is watched: what is done there may take its time."""
         self._since = None
         try:

@@ -202,8 +202,8 @@ def test_a_private_name_is_found_however_it_is_reached(line, name):
     assert name in _private_names(ast.parse(line))
 
 
-FOLDERS = ["compiler"]  # in which a name has one definition
-NOT_NAMES = {"__all__", "T", "R"}  # type variables mean nothing by themselves
+FOLDERS = ["compiler", "runtime"]  # in which a name has one definition
+NOT_NAMES = {"__all__", "T", "R", "LOG"}  # type variables mean nothing by themselves; a module asks for its logger
 
 
 def _defined(tree: ast.Module) -> Iterator[tuple[str, str | None]]:
@@ -254,17 +254,6 @@ def test_a_name_is_found_twice_where_it_is_one_word_for_two_things(first, second
 
 def test_the_loop_is_short():
     assert len((ROOT / "runtime" / "train" / "loop.py").read_text().splitlines()) < 150
-
-
-@pytest.mark.parametrize("layer", ["runtime"])
-def test_a_public_name_means_one_thing_in_its_layer(layer):
-    places: dict[str, list[str]] = {}
-    for path in sorted((ROOT / layer).rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name[0] != "_":
-                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    assert len(places) > 100
-    assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 def test_tracebacks_name_the_real_files():

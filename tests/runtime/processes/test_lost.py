@@ -168,7 +168,7 @@ def test_a_host_that_never_comes_is_named(tmp_path, missing):
 LOOKS_SELDOM = """
 from meshloom.runtime.cli import main as cli
 from meshloom.runtime.processes import lost
-lost.POLL_SECONDS = 3
+lost._POLL_SECONDS = 3
 cli.main()
 """
 
