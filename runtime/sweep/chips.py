@@ -7,7 +7,7 @@ v5p-64: 24.1 s (20.1 to 28.9), v5p-128: 12.2 s (10.2 to 14.6), v6e-256: 11.5 s (
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .figures import FIGURES, Figure, Kind, best_first, value_of
+from .figures import FIGURES, Figure, FigureKind, best_first, value_of
 from .rows import Figures, Row
 
 SAME_CHIP = 0.03  # of a value: estimates on one chip are off together, and order no closer ones
@@ -67,7 +67,7 @@ def chip_panels(rows: Sequence[Row], figure: Figure) -> list[dict[str, Any]]:
     return panels
 
 
-def _panels(rows: Sequence[Row]) -> list[tuple[str, Kind, Callable[[Figures], float | None]]]:
+def _panels(rows: Sequence[Row]) -> list[tuple[str, FigureKind, Callable[[Figures], float | None]]]:
     """Returns heading, kind and value of each figure. Cost is that of the training where its tokens are known."""
     costs = (FIGURES[name] for name in ("training_cost", "cost_per_million_tokens"))
     cost = next((one for one in costs if any(value_of(row, one) is not None for row in rows)), None)
