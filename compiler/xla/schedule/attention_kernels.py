@@ -42,6 +42,19 @@ def is_attention(instruction: Instruction) -> bool:
     return _NAMED.search(_name(instruction)) is not None
 
 
+def is_ragged(instruction: Instruction) -> bool:
+    """Returns True for attention over packed sequences whose lengths are data, in the layouts THD: no shape says how
+    much of the square is computed."""
+    return _told(instruction).get("qkv_layout", 0) >= _TE_PACKED
+
+
+def _told(instruction: Instruction) -> dict[str, int]:
+    """Returns the attributes of a kernel of Transformer Engine."""
+    if "te_" not in _target(instruction):
+        return {}
+    return {key: int(value) for key, value in _TE_ATTRIBUTE.findall(instruction.attributes)}
+
+
 def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelWork | None:
     """Returns the arithmetic of an attention kernel: two matmuls of queries x keys x depth each forward, for keys and
     values four, for queries three; of the square what the mask leaves. None if its shapes do not say."""
@@ -49,11 +62,10 @@ def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...]) ->
     queries = next((each for each in arrays if len(each.shape) in (3, 4, 5)), None)
     if queries is None:
         return None
-    text = instruction.attributes
-    told = {key: int(value) for key, value in _TE_ATTRIBUTE.findall(text)} if "te_" in _target(instruction) else {}
-    if told.get("qkv_layout", 0) >= _TE_PACKED:
-        return None  # its sequences are of any length
-    square = _of_transformer_engine(told) or _of_cudnn(text, queries) or _of_shapes(instruction, arrays, queries)
+    if is_ragged(instruction):
+        return None
+    told = _of_transformer_engine(_told(instruction)) or _of_cudnn(instruction.attributes, queries)
+    square = told or _of_shapes(instruction, arrays, queries)
     name = _name(instruction)
     count = next((count for key, count in _MATMULS.items() if key in name), 2)
     count += count == _DKV_MATMULS and any(len(each.shape) > len(queries.shape) for each in instruction.arrays)

@@ -1,13 +1,16 @@
 """Kernels of libraries, which a program only calls by name: what each family has to compute and to move.
 
 cuBLAS, cuDNN          matmuls, convolutions, attention, by dimension numbers and shapes
-Transformer Engine     matmuls and attention by shapes and attributes; casts, norms and activations move bytes
+Transformer Engine     matmuls, also grouped, and attention by shapes and attributes; casts, norms and activations move
+                       bytes
 Mosaic                 what its `cost_estimate` says; splash by its shapes
-Triton                 grouped matmuls and attention; of another one only its name is known
+Triton                 grouped matmuls and attention; what has a computation by it (prices.py); else only its name is
+                       known
 sort                   its passes over keys and values
 solvers, transforms    FFT, Cholesky: what they move at least
 
-Of all others nothing is known but what they write, and the step takes at least that.
+Of all others nothing is known but what they write, and the step takes at least that; those that communicate are named
+so. All rows of a grouped matmul count, as no shape says how many its groups fill.
 """
 
 import math
@@ -17,7 +20,7 @@ from dataclasses import replace
 from ...core.scopes import OperationName
 from ..hlo import Instruction
 from ..hlo.types import ArrayType
-from .attention_kernels import attention_work, is_attention
+from .attention_kernels import attention_work, is_attention, is_ragged
 from .work import Convolution, KernelWork, contraction, convolution_flops, dot_flops, peak_name
 
 TRITON = "__gpu$xla.gpu.triton"  # a custom call: a kernel of Pallas
@@ -26,13 +29,14 @@ MATMULS = frozenset({"convolution", "dot", "ragged-dot", "scaled-dot"})
 
 # They read their operands and write their results once.
 _STREAMS = re.compile(
-    r"te_(?:(?:layer|rms)?norm|d?act|dgelu|gelu|silu|dsilu|gated|dgated|cast|d?bias|dbias|quantize|dequantize|transpose"
-    r"|scaled_)|^Assume\w+InBounds?$|^(?:GatherScatterIndicesBitpacked|GetRngSeed|PadToStatic|SetBound|SliceId"
-    r"|SliceToDynamic|ZeroCrop)$|cudnn\$(?:norm|softmax)|TopK$|cu_threefry2x32|MoveToHost|MoveToDevice|annotate_device_placement"
+    r"te_(?:(?:layer|rms)?norm|d?act|dgelu|gelu|silu|dsilu|gated|dgated|cast|d?bias|dbias|(?:grouped_)?quantize"
+    r"|dequantize|transpose|scaled_|grouped_gemm_d2h)|^Assume\w+InBounds?$|^(?:GatherScatterIndicesBitpacked|GetRngSeed"
+    r"|PadToStatic|SetBound|SliceId|SliceToDynamic|ZeroCrop)$|cudnn\$(?:norm|softmax)|TopK$|cu_threefry2x32|MoveToHost|MoveToDevice|annotate_device_placement"
 )
 _COMMUNICATES = re.compile(r"nccl|nvshmem|collective|comm_gemm|all_?(?:reduce|gather|to_?all)|mpi_", re.IGNORECASE)
 _RADIX = re.compile(r"__cub\$DeviceRadixSort")
 _RADIX_BITS = 8  # of a key that one pass of a radix sort orders: https://nvidia.github.io/cccl/cub
+_SIZE = re.compile(r'"?\b([MNK])"? ?[=:] ?"?(\d+)')
 _COST = {key: re.compile(rf'"{key}":\s*"?(\d+)') for key in ("flops", "bytes_accessed")}
 # Opcodes whose arithmetic or whose number of passes no shape says: at least they read and write once.
 _AT_LEAST_ONCE = frozenset({"cholesky", "fft", "triangular-solve"})
@@ -78,14 +82,16 @@ def _called(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Kernel
         found = _grouped(instruction, operands, name)
     elif "cudnn$conv" in target:
         found = _convolution(instruction, operands, target)
+    elif _STREAMS.search(target):
+        found = KernelWork()
     elif _is_gemm(target) or target.endswith("blockScaledDot"):
-        found = _matmul(instruction, operands)
+        found = (_grouped_by_shapes if "group" in target.lower() else _matmul)(instruction, operands)
         if found and _COMMUNICATES.search(target):  # beside the matmul, over links that nothing names
-            found = replace(found, unknown=label(instruction))
+            found = replace(found, unknown=_named(instruction))
     elif _RADIX.search(target):
         found = _radix_sort(operands)
     else:
-        found = KernelWork() if _STREAMS.search(target) else None
+        found = None
     return found or _unknown(instruction)
 
 
@@ -94,7 +100,15 @@ def _unknown(instruction: Instruction) -> KernelWork:
     places = re.findall(r"\{([\d, ]*)\}: ?\(\d+", instruction.attribute("output_to_operand_aliasing") or "")
     given = {int(place.split(",")[0] or 0) for place in places}
     written = sum(each.num_bytes for n, each in enumerate(instruction.arrays) if n not in given)
-    return KernelWork(num_bytes=written, unknown=label(instruction))
+    return KernelWork(num_bytes=written, unknown=_named(instruction))
+
+
+def _named(instruction: Instruction) -> str:
+    """Returns the name of a kernel without a known time, with what is known of the reason."""
+    name = label(instruction)
+    if _COMMUNICATES.search(name):
+        return f"communication by {name}"
+    return f"{name} over sequences of any length" if is_ragged(instruction) else name
 
 
 def _is_gemm(target: str) -> bool:
@@ -110,7 +124,7 @@ def _matmul(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Kernel
         flops = convolution_flops(instruction, shapes)
     else:
         flops = dot_flops(instruction, operands)
-    if flops is None and instruction.opcode == "custom-call" and "group" not in label(instruction).lower():
+    if flops is None and instruction.opcode == "custom-call":
         matrices = [each for each in operands if len(each.shape) > 1][:2]  # scales and biases are vectors
         flops = contraction(matrices[0], matrices[1], instruction.arrays[0]) if len(matrices) == 2 else None
     return None if flops is None else KernelWork(flops, peak_name(operands[0].dtype))
@@ -140,6 +154,30 @@ def _declared(instruction: Instruction, operands: tuple[ArrayType, ...], name: O
     return KernelWork(
         told["flops"] * name.filled, _dtype_of_rows(operands), "grouped", told.get("bytes_accessed") or None
     )
+
+
+def _grouped_by_shapes(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelWork | None:
+    """Returns the work of a grouped matmul of a library: 2 M N K, which Transformer Engine says, whose matrices are
+    flat. Else rows (M, K) by one matrix (G, K, N) for each group, or the gradient of these (G, K, N), of (M, K) and
+    (M, N): each row meets one group."""
+    if not operands or not instruction.arrays:
+        return None
+    sizes = {key: int(size) for key, size in _SIZE.findall(instruction.attributes.partition("backend_config=")[2])}
+    matrices, result = [each for each in operands if len(each.shape) > 1][:2], instruction.arrays[0]
+    if len(sizes) == 3 and result.shape[-2:] == (sizes["M"], sizes["N"]):
+        return KernelWork(2.0 * math.prod(sizes.values()), peak_name(operands[0].dtype), "grouped")
+    ranks = (*(len(each.shape) for each in matrices), len(result.shape))
+    if ranks == (2, 3, 2):
+        flops = contraction(matrices[0], _of_group(matrices[1]), result)
+    elif ranks == (2, 2, 3):
+        flops = contraction(matrices[0], matrices[1], _of_group(result))
+    else:
+        return None
+    return None if flops is None else KernelWork(flops, peak_name(matrices[0].dtype), "grouped")
+
+
+def _of_group(array: ArrayType) -> ArrayType:
+    return replace(array, shape=array.shape[1:])
 
 
 def _grouped(instruction: Instruction, operands: tuple[ArrayType, ...], name: OperationName) -> KernelWork:

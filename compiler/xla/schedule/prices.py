@@ -123,7 +123,7 @@ def _share(work: KernelWork, chip: Chip) -> float:
 
 def work_of(instruction: Instruction, operands: tuple[ArrayType, ...], module: Module) -> KernelWork:
     """Returns the work of an instruction, of a fusion with all that it calls."""
-    if instruction.opcode not in ("fusion", "call"):
+    if instruction.opcode not in ("fusion", "call") and not _is_xla_triton(instruction):
         return kernel_work(instruction, operands)
     total = KernelWork()
     for name in instruction.called:
@@ -137,6 +137,11 @@ def work_of(instruction: Instruction, operands: tuple[ArrayType, ...], module: M
                 unknown=total.unknown or found.unknown,
             )
     return total
+
+
+def _is_xla_triton(instruction: Instruction) -> bool:
+    """Returns True for a kernel that XLA generates with Triton and calls, and not fuses: its computation is there."""
+    return bool(instruction.called) and (instruction.attribute("custom_call_target") or "").startswith("__triton")
 
 
 def moved_bytes(instruction: Instruction, around: Computation, module: Module) -> int:

@@ -3,7 +3,7 @@
 import pytest
 
 from meshloom.compiler.xla.hlo import parse_module
-from meshloom.compiler.xla.schedule.prices import KERNEL_GAP_SECONDS, KERNEL_SECONDS, Chip
+from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, KERNEL_SECONDS, Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
 from support.schedules import module
@@ -33,7 +33,7 @@ def called(target: str, result: str, *operands: str, config: str = "", of: Chip 
 )
 def test_a_kernel_that_nothing_is_known_of_is_named_and_takes_a_launch_and_what_it_writes(target):
     result = called(target, "(f32[1000000], f32[500])", "f32[9000000]", of=chip(bandwidth=BANDWIDTH))
-    assert result.unpriced == {"k.1": target}
+    assert result.unpriced == {"k.1": f"communication by {target}" if "nccl" in target else target}
     assert result.priced_by == {"nothing": 1}
     assert result.seconds == pytest.approx(4 * 1_000_500 / BANDWIDTH + KERNEL_GAP_SECONDS)
     small = called(target, "f32[4]", "f32[9000000]", of=chip(bandwidth=BANDWIDTH))
@@ -46,13 +46,20 @@ def test_results_that_are_operands_are_not_written_for_sure():
     assert result.seconds == pytest.approx(4 * 500 / 1e6 + KERNEL_GAP_SECONDS)
 
 
+def test_a_kernel_of_pallas_that_communicates_is_named_so():
+    config = ', backend_config={name = "all_gather_matmul"}'
+    found = called("__gpu$xla.gpu.triton", "f32[8]", "f32[8]", config=config)
+    assert found.unpriced == {"k.1": "communication by all_gather_matmul"}
+
+
 def test_kernels_of_pallas_have_their_own_names():
     config = ', backend_config={grid_x = 8 : i32, name = "my_kernel", num_warps = 4 : i32}'
     assert called("__gpu$xla.gpu.triton", "f32[8]", "f32[8]", config=config).unpriced == {"k.1": "my_kernel"}
     assert called("tpu_custom_call", "f32[8]", "f32[8]", of=chip("tpu")).unpriced == {"k.1": "k"}
 
 
-@pytest.mark.parametrize("target", ["te_norm_forward_ffi", "te_act_lu_ffi", "te_dbias_quantize_ffi", "__gpu$TopK"])
+@pytest.mark.parametrize("target", ["te_norm_forward_ffi", "te_act_lu_ffi", "te_dbias_quantize_ffi", "__gpu$TopK",
+                                    "te_grouped_quantize_ffi", "te_grouped_gemm_d2h_group_sizes_ffi"])  # fmt: skip
 def test_kernels_that_only_stream_take_the_time_of_their_bytes(target):
     result = called(target, "bf16[1000000]", "bf16[1000000]", of=chip(bandwidth=BANDWIDTH))
     assert (result.priced_by, result.unpriced) == ({"bytes": 1}, {})
@@ -78,7 +85,9 @@ def test_a_matmul_that_names_no_dimensions_is_known_by_its_shapes(target, result
     [
         ("my_gemm", "bf16[640,320]", ("bf16[640,200]", "bf16[210,320]")),  # no product of these
         ("my_gemm", "bf16[640,320]", ("bf16[640]",)),
-        ("te_grouped_gemm_ffi", "bf16[640,320]", ("bf16[640,200]", "bf16[4,200,320]")),  # rows of each group?
+        ("my_grouped_gemm", "bf16[640,320]", ("bf16[640,200]", "bf16[4,210,320]")),
+        ("my_grouped_gemm", "bf16[640,320]", ("bf16[128000]", "bf16[256000]", "s32[4]")),  # flat, and no sizes
+        ("my_grouped_gemm", "bf16[4,640,320]", ("bf16[640,200]", "bf16[4,200,320]")),  # rows of each group?
     ],
 )
 def test_a_gemm_whose_shapes_do_not_say_is_not_known(target, result, operands):
@@ -87,8 +96,79 @@ def test_a_gemm_whose_shapes_do_not_say_is_not_known(target, result, operands):
 
 def test_a_matmul_that_also_communicates_takes_its_arithmetic_at_least():
     found = called("te_comm_gemm_ffi", "bf16[640,320]", "bf16[640,200]", "bf16[200,320]")
-    assert found.unpriced == {"k.1": "te_comm_gemm_ffi"}
+    assert found.unpriced == {"k.1": "communication by te_comm_gemm_ffi"}
     assert found.seconds == pytest.approx(2 * 640 * 200 * 320 / FLOPS + KERNEL_GAP_SECONDS)
+
+
+FLAT = ("bf16[128000]", "bf16[0]", "bf16[256000]", "bf16[0]", "bf16[0]", "s32[4]", "s32[1]")  # with scales and a bias
+SIZES = (
+    ", backend_config={K = %s : i64, M = %s : i64, N = %s : i64, has_bias = false, is_grouped_dense_wgrad = %s, "
+    "lhs_is_trans = false, rhs_is_trans = false, scaling_mode = 0 : i64}"
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "result", "operands", "config"),
+    [
+        ("te_grouped_gemm_ffi", "(bf16[640,320], u8[99])", FLAT, SIZES % (200, 640, 320, "false")),
+        ("te_grouped_gemm_v2_ffi", "(bf16[4,200,320], u8[99])", ("bf16[128000]", "bf16[0]", "bf16[204800]", "s32[4]"),
+         SIZES % (640, 200, 320, "true")),
+        ("te_grouped_gemm_ffi", "bf16[640,320]", ("bf16[640,200]", "bf16[4,200,320]", "s32[4]"), ""),
+        ("my_grouped_matmul", "bf16[640,320]", ("bf16[640,200]", "bf16[4,320,200]", "f32[4,320]", "s32[4]"), ""),
+        ("te_grouped_gemm_ffi", "bf16[4,200,320]", ("bf16[640,200]", "bf16[640,320]", "s32[4]"), ""),
+        ("te_grouped_gemm_ffi", "bf16[4,200,320]", ("bf16[200,640]", "bf16[640,320]", "s32[4]"), ""),
+    ],
+)  # fmt: skip
+def test_a_grouped_matmul_meets_one_matrix_for_each_row_forward_and_for_the_gradient(target, result, operands, config):
+    """640 rows of 200, by 4 matrices of 200 x 320."""
+    found = called(target, result, *operands, config=config)
+    seconds = 2 * 640 * 200 * 320 / (GROUPED_EFFICIENCY * FLOPS)
+    assert (found.priced_by, found.unpriced) == ({"flops": 1}, {})
+    assert found.compute_seconds == {"matmul": pytest.approx(seconds + KERNEL_GAP_SECONDS)}
+
+
+NESTED = """%left {
+  ROOT %l = bf16[640,200] parameter(0)
+}
+%product {
+  %a = bf16[640,200] parameter(0)
+  %b = bf16[200,320] parameter(1)
+  %f = bf16[640,200] fusion(%a), kind=kCustom, calls=%left
+  ROOT %d = bf16[640,320] dot(%f, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+%softmax {
+  %s = bf16[640,320] parameter(0)
+  %e = bf16[640,320] exponential(%s)
+  ROOT %q = bf16[640,320] divide(%e, %e)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        'fusion(%x1, %y), kind=kCustom, calls=%product, backend_config={"fusion_backend_config":{"kind":'
+        '"__triton_gemm"}}',
+        'fusion(%x1, %y), kind=kCustom, calls=%product, backend_config={"fusion_backend_config":{"kind":'
+        '"__triton_nested_gemm_fusion"}}',
+        'custom-call(%x1, %y), custom_call_target="__triton", called_computations={%product}',
+    ],
+)
+def test_a_triton_kernel_that_xla_generates_takes_what_its_computation_does(call):
+    lines = ["  %x1 = bf16[640,200] parameter(1)", "  %y = bf16[200,320] parameter(2)"]
+    text = module(*lines, f"  ROOT %k = bf16[640,320] {call}", before=NESTED)
+    found = simulate(read_steps(parse_module(text), chip()), lambda _: Priced(0.0, ()))
+    assert (found.priced_by, found.unpriced) == ({"flops": 1}, {})
+    assert found.compute_seconds == {"matmul": pytest.approx(2 * 640 * 200 * 320 / FLOPS + KERNEL_GAP_SECONDS)}
+
+
+def test_a_softmax_by_triton_reads_and_writes_once():
+    kind = 'backend_config={"fusion_backend_config":{"kind":"__triton"}}'
+    lines = ["  %y = bf16[640,320] parameter(1)"]
+    text = module(*lines, f"  ROOT %k = bf16[640,320] fusion(%y), kind=kCustom, calls=%softmax, {kind}", before=NESTED)
+    found = simulate(read_steps(parse_module(text), chip(bandwidth=1e6)), lambda _: Priced(0.0, ()))
+    assert (found.priced_by, found.unpriced) == ({"bytes": 1}, {})
+    assert found.seconds == pytest.approx(2 * 2 * 640 * 320 / 1e6 + KERNEL_GAP_SECONDS)
 
 
 QUOTED = '"{{\\"dot_dimension_numbers\\":{{\\"lhs_contracting_dimensions\\":[\\"{}\\"]}}}}"'
@@ -137,7 +217,7 @@ def test_attention_of_libraries_takes_the_arithmetic_that_its_mask_leaves(target
 def test_attention_over_sequences_of_any_length_is_not_known():
     shapes = ("bf16[2,256,8,64]", "bf16[2,512,8,64]", "bf16[2,512,8,64]")
     found = called("te_fused_attn_forward_ffi", shapes[0], *shapes, config=TE % (3, 14, -1))
-    assert found.unpriced == {"k.1": "te_fused_attn_forward_ffi"}
+    assert found.unpriced == {"k.1": "te_fused_attn_forward_ffi over sequences of any length"}
 
 
 IMAGE, KERNEL, OUT = "f16[4,32,30,30]", "f16[64,32,3,3]", "f16[4,64,28,28]"
