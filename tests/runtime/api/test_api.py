@@ -80,7 +80,7 @@ def test_mistakes_are_those_of_the_command_all_at_once():
 
 
 def test_what_only_the_command_can_do_is_refused_with_what_to_do():
-    for override, fix in (("hydra.run.dir=x", "run_dir="), ("sharding=ddp,fsdp", "quote it")):
+    for override, fix in (("hydra.run.dir=x", "run_dir="), ("sharding=ddp,fsdp", "once per value")):
         with pytest.raises(meshloom.ConfigError) as error:
             meshloom.compose(override)
         assert fix in str(error.value)
