@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ..core.collectives import MOVING, ComputeKind
 from ..core.errors import Problem, raise_if_any, use_one_of
-from ..core.format import counted, human_names, human_share
+from ..core.format import counted, human_names
 from ..core.scopes import SUM_OF, OperationName
 from ..estimate.communication import PlannedCollective
 from ..jaxpr.flops import ModelFlops
@@ -254,18 +254,10 @@ def _where(totals: CollectiveTotals) -> str:
     """Returns how often it runs: 'in a loop of 32 iterations'; 'once'; 'in a branch of conditional.3 (counts as always
     taken)'."""
     trips = [str(trips or "an unknown number of") for _, trips in totals.loops if not isinstance(trips, Taken)]
-    branches = [f"in a branch of {name} ({_taken(each)})" for name, each in totals.loops if isinstance(each, Taken)]
+    branches = [f"in a branch of {name} ({each})" for name, each in totals.loops if isinstance(each, Taken)]
     iterations = "iteration" if trips == ["1"] else "iterations"
     loops = [f"in a loop of {' x '.join(trips)} {iterations}"] if trips else []
     return ", ".join([*loops, *branches]) or "once"
-
-
-def _taken(branch: Taken) -> str:
-    return (
-        "counts as always taken; --taken says how often"
-        if branch.share is None
-        else f"taken in {human_share(branch.share)}, as chosen"
-    )
 
 
 def _step(result: Simulation, is_whole: bool, target: TargetPlan, model_flops: int | None) -> StepReport:

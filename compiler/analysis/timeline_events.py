@@ -44,7 +44,7 @@ def schedule_events(
         if trip is not None and segment.kind != "loop":
             arguments["iteration"] = f"{trip.index + 1} of {by_name[trip.loop].num_trips or 'an unknown number'}"
         if segment.branch:
-            arguments["branch"] = f"of {segment.branch}, which counts as taken"
+            arguments["branch"] = "of {}, {}".format(*segment.branch)
         return Event(
             track=track,
             name=_name(segment, computes, reports, loops),

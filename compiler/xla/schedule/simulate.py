@@ -24,6 +24,11 @@ class Taken:
 
     share: float | None
 
+    def __str__(self) -> str:
+        if self.share is None:
+            return "counts as always taken; --taken says how often"
+        return f"{'always taken' if self.share == 1 else f'taken in {100 * self.share:.3g} %'}, as chosen"
+
 
 Loops = tuple[tuple[str, int | Taken | None], ...]  # around a step, by name, the outermost first
 
@@ -76,7 +81,7 @@ class Segment:
     start_seconds: float
     seconds: float
     trip: "Trip | None" = None
-    branch: str = ""  # the innermost conditional, of a branch that counts as taken
+    branch: tuple[str, Taken] | None = None  # the innermost conditional that it is in a branch of
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ class Trip:
 class Simulation:
     """seconds: of a step. operations: seconds of compute by name, of all executions. bounded: by name, the seconds by
     which the compiler's estimates are longer. unpriced: by name, the kernels that may take longer. unknown_loops: whose
-    trips count as one. segments: for a timeline; of a loop the first trips, and the rest as one."""
+    trips count as one. segments: for a timeline; of a loop the first trips, and the rest as one. They have a branch
+    that runs in a share of executions as one that runs, so they may end after the step does on average."""
 
     seconds: float = 0.0
     compute_seconds: dict[ComputeKind, float] = field(default_factory=dict)
@@ -127,15 +133,16 @@ class _Transfer:
 
 
 class _Clock:
-    """_now: without the trips of loops that others stand for, _skipped."""
+    """_now: without the trips of loops that others stand for, _skipped. _shown: seconds by which segments are later
+    than on average, since a branch before them is shown as taken."""
 
     def __init__(self, price: Callable[[Collective], Priced]):
         self.result, self._price = Simulation(), price
-        self._now = self._skipped = 0.0
+        self._now = self._skipped = self._shown = 0.0
         self._trip: Trip | None = None
         self._flying: dict[str, _Transfer] = {}
         self._last_on: dict[str, _Transfer] = {}  # by link
-        self._branch_name = ""
+        self._branch_of: tuple[str, Taken] | None = None
         self._ends: dict[Hashable, float] = {}  # of branches, each tried once at a time with the same in flight
 
     @property
@@ -234,23 +241,25 @@ class _Clock:
 
     def _branch(self, step: Branches, weight: float, loops: Loops, is_shown: bool) -> None:
         """Runs the branch that ends last, for which one runs is not known before. Where its share is, the rest of the
-        executions are of the one that ends first; each takes its share of the time."""
+        executions are of the one that ends first; each takes its share of the time. The first of these is shown, as in
+        a step that takes it."""
         ordered = sorted(step.branches, key=self._end_of)
-        outer, self._branch_name = self._branch_name, step.name
-        self._run_branches(ordered, step, weight, loops, is_shown)
-        self._branch_name = outer
-
-    def _run_branches(
-        self, ordered: list[tuple[Step, ...]], step: Branches, weight: float, loops: Loops, is_shown: bool
-    ) -> None:
-        if step.share is None:
-            self.run(ordered[-1], weight=weight, loops=(*loops, (step.name, Taken(None))), is_shown=is_shown)
-            return
-        for branch, share in ((ordered[-1], step.share), (ordered[0], 1 - step.share)):
-            if share:
-                begin, within = self._now + self._skipped, (*loops, (step.name, Taken(share)))
-                self.run(branch, weight=weight * share, loops=within, is_shown=is_shown and share == 1)
-                self._skipped -= (1 - share) * (self._now + self._skipped - begin)
+        runs = ((ordered[-1], Taken(step.share)),)
+        if step.share is not None:
+            runs = (*runs, (ordered[0], Taken(1 - step.share)))
+        outer, shown_until = self._branch_of, None
+        for branch, taken in runs:
+            if taken.share == 0:
+                continue
+            begin, self._branch_of = self.seconds, (step.name, taken)
+            share, is_first = 1.0 if taken.share is None else taken.share, shown_until is None
+            within = (*loops, self._branch_of)
+            self.run(branch, weight=weight * share, loops=within, is_shown=is_shown and is_first)
+            shown_until = self.seconds + self._shown if shown_until is None else shown_until
+            self._skipped -= (1 - share) * (self.seconds - begin)
+        if is_shown and shown_until is not None:
+            self._shown = shown_until - self.seconds
+        self._branch_of = outer
 
     def _state(self) -> dict[str, float]:
         """Returns the state that later steps depend on: how long links are busy, and collectives in flight."""
@@ -277,7 +286,9 @@ class _Clock:
     def _show(self, track: str, name: str, kind: str, begin: float, end: float) -> None:
         if end > begin:
             self.result.segments.append(
-                Segment(track, name, kind, begin + self._skipped, end - begin, self._trip, self._branch_name)
+                Segment(
+                    track, name, kind, begin + self._skipped + self._shown, end - begin, self._trip, self._branch_of
+                )
             )
 
 

@@ -249,4 +249,4 @@ def test_branches_cost_time_in_proportion_to_their_number_and_say_that_they_are_
     (gather,) = program.analysis.collectives
     assert "in a branch of k1 (counts as always taken; --taken says how often)" in gather.where
     named = {event.arguments.get("branch") for event in program.events}
-    assert named == {"of k1, which counts as taken"}
+    assert named == {"of k1, counts as always taken; --taken says how often"}
