@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from meshloom.models.config import Config
 
-from ..core.config_types import LocalPath, NumBytes, Place, Seed, Text
+from ..core.config_types import LocalPath, NumBytes, Place, Seed, ShardsPlace, Text, WrittenShardsPlace
 
 
 def _not_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -64,10 +64,10 @@ class ArrayRecordSource(Config):
 
 
 class TokensSource(Config):
-    """Token shards that `meshloom data` wrote, read memory-mapped."""
+    """Token shards that `meshloom data` wrote, read memory-mapped; those behind a URL are downloaded first."""
 
     kind: Literal["tokens"]
-    directory: LocalPath
+    directory: ShardsPlace
 
 
 class PythonSource(Config):
@@ -154,7 +154,7 @@ class DataSpec(Config):
 class ShardsSpec(Config):
     """The token shards that `meshloom data` writes and `data=tokens` reads."""
 
-    directory: LocalPath
+    directory: WrittenShardsPlace
     num_tokens_per_shard: NumBytes  # about: a document is never split over shards
     bpe_vocab_size: PositiveInt | None  # a byte-level BPE of this size is trained on the corpus first
     bpe_text_bytes: NumBytes  # of the corpus that it is trained on, about

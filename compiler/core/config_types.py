@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from .places import PlaceError, cache_place, checkpoint_place, expanded, local_path
+from .places import (
+    PlaceError,
+    cache_place,
+    checkpoint_place,
+    expanded,
+    local_path,
+    shards_place,
+    written_shards_place,
+)
 
 
 def _without_controls(text: str) -> str:
@@ -40,3 +48,5 @@ Place = Annotated[Text, _as_place(expanded)]  # a path of this machine, or a URL
 LocalPath = Annotated[Text, _as_place(local_path)]
 CachePlace = Annotated[Text, _as_place(cache_place)]
 CheckpointPlace = Annotated[Text, _as_place(checkpoint_place)]
+ShardsPlace = Annotated[Text, _as_place(shards_place)]
+WrittenShardsPlace = Annotated[Text, _as_place(written_shards_place)]

@@ -7,6 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 CACHE_SCHEMES = ("gs", "s3", "az")  # of etils.epath, by which jax/_src/lru_cache.py opens its directory
 CHECKPOINT_SCHEMES = ("gs", "s3")  # of TensorStore, which writes the arrays; it has no driver for others
+COPY_FOLDER = {"s3": "aws s3 sync tokens {}", "gs": "gcloud storage rsync -r tokens {}"}  # by scheme
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -60,6 +61,21 @@ def cache_place(text: str) -> str:
 def checkpoint_place(text: str) -> str:
     """Returns a folder of checkpoints: a path, or a URL that TensorStore opens itself. Raises PlaceError."""
     return _of_schemes(text, CHECKPOINT_SCHEMES, f"checkpoints cannot be in '{text}'")
+
+
+def shards_place(text: str) -> str:
+    """Returns a folder of token shards to read: a path, or a URL, without a slash at its end. Raises PlaceError."""
+    return _of_schemes(text, (text.partition("://")[0],), "") if is_url(text) else expanded(text)
+
+
+def written_shards_place(text: str) -> str:
+    """Returns a folder of token shards to write. Raises PlaceError for a URL: unfinished shards grow, and are cut back
+    where a killed command goes on."""
+    if not is_url(text):
+        return expanded(text)
+    copy = COPY_FOLDER.get(text.partition("://")[0], "copy it to {}").format(text)
+    what = f"'{text}' is a URL, and shards are written on a disk"
+    raise PlaceError(what, f"write them into a folder, and then copy it there: shards.directory=tokens, then {copy}")
 
 
 def _of_schemes(text: str, schemes: tuple[str, ...], what: str) -> str:

@@ -1,6 +1,6 @@
 """One process at a time in a folder: two would write over each other."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,21 @@ def alone(folder: Path, busy: Problem) -> Iterator[None]:
         lock.acquire(poll_interval=SECONDS_OF_A_LOOK / 10)
     except Timeout:
         raise ConfigError([busy]) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def in_turn(folder: Path, say_waits: Callable[[], None]) -> Iterator[None]:
+    """Holds the folder, after every other process that holds it. Calls `say_waits` once where it has to wait."""
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=SECONDS_OF_A_LOOK, poll_interval=SECONDS_OF_A_LOOK / 10)
+    except Timeout:
+        say_waits()
+        lock.acquire(poll_interval=SECONDS_OF_A_LOOK)
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from meshloom.compiler.core.places import is_url
 Folder = Path | epath.Path
 
 PACKAGES = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # extras of pyproject.toml, by scheme
+BLOCK_BYTES = 2**24  # of a file that is read from end to end
 _PROBE = ".meshloom-can-write"
 
 logging.getLogger("gcsfs").setLevel(logging.ERROR)  # it warns at each file where it may not read the kind of a bucket
@@ -87,20 +88,39 @@ def check_writable(folder: Folder, where: str) -> None:
         system.rm_file(f"{place}/{_PROBE}")
 
 
+def blocks_of(url: str, name: str, where: str) -> Iterator[bytes]:
+    """Yields the content of a file in a folder behind a URL. Raises FileNotFoundError where there is none, and
+    ConfigError where it cannot be read."""
+    with _problems_at(url, where, "read", let_pass=FileNotFoundError):
+        system, place = _system(url)
+        file = system.open(f"{place.rstrip('/')}/{name}", "rb")
+    with file:
+        while True:
+            with _problems_at(url, where, "read"):
+                block = file.read(BLOCK_BYTES)
+            if not block:
+                return
+            yield block
+
+
 def what_store_said(error: BaseException) -> str:
     """Returns what a store said, in one line: each kind of store raises its own."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _system(folder: Folder) -> tuple[Any, str]:
+def _system(folder: Folder | str) -> tuple[Any, str]:
     system, place = fsspec.core.url_to_fs(str(folder))
     return system, str(place)
 
 
 @contextmanager
-def _problems_at(folder: Folder, where: str, done: str) -> Iterator[None]:
+def _problems_at(
+    folder: Folder | str, where: str, done: str, *, let_pass: type[Exception] | tuple[()] = ()
+) -> Iterator[None]:
     try:
         yield
+    except let_pass:
+        raise
     except ImportError as error:
         extra = PACKAGES.get(str(folder).partition("://")[0])
         fix = f"pip install 'meshloom[{extra}]'" if extra else str(error)

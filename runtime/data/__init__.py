@@ -7,6 +7,7 @@ documents.py, user_code.py               what a source holds, document by docume
 source.py                                 the base of a user's source
 tokenizers.py, tokenize.py                documents as tokens
 store.py, shards.py                       tokens with a table of documents, in memory or memory-mapped
+download.py                               shards behind a URL, copied into a cache
 packing.py, user_sequences.py             tokens as sequences, each made by its index
 batches.py                                sequences in an order, global batches, iterators
 locate.py                                 the way back: which documents a batch is made of

@@ -12,9 +12,11 @@ from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted
+from meshloom.compiler.core.places import is_url
 from meshloom.compiler.sharding.batch import batch_arrays
 
 from .documents import Part, num_text_bytes, parts_of
+from .download import local_copy
 from .packing import ConcatenatedSequences, PackedSequences
 from .progress import TextProgress
 from .shards import open_shards
@@ -70,7 +72,8 @@ def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokeniz
 def open_store(data: DataSpec, source: OneSource, where: str, tokenizer: Tokenizer | None) -> TokenStore:
     """Returns the tokens of a source: those of shards as they lie, those of text made now."""
     if source.kind == "tokens":
-        store = open_shards(source.directory, f"{where}.directory")
+        key, place = f"{where}.directory", source.directory
+        store = open_shards(str(local_copy(place, key)) if is_url(place) else place, key)
         if tokenizer and tokenizer.identity != store.tokenizer:
             what = f"{source.directory} holds tokens of another tokenizer ({_named(store.tokenizer)}) than data.tokenizer ({_named(tokenizer.identity)})"  # fmt: skip  # noqa: E501
             raise ConfigError([Problem(f"{where}.directory", what, "set data.tokenizer=null to use that of the shards")])  # fmt: skip  # noqa: E501

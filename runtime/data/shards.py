@@ -24,7 +24,7 @@ PROGRESS = "progress.json"  # of shards that are not finished
 AGAIN = "write the shards again with `meshloom data`"
 
 
-FileName = Annotated[str, Field(pattern=r"^[^/\\]+$")]  # in the folder itself: an index cannot name other files
+FileName = Annotated[str, Field(pattern=r"^[^./\\][^/\\]*$")]  # in the folder itself: no other files, none hidden
 
 
 class ShardFiles(Record):
@@ -84,7 +84,7 @@ def open_shards(directory: str, where: str) -> TokenStore:
 def read_index(folder: Path, where: str) -> Index:
     path = folder / INDEX
     try:
-        return Index.model_validate_json(path.read_bytes())
+        return parse_index(path.read_bytes(), str(path), where)
     except FileNotFoundError as error:
         unfinished = (folder / PROGRESS).exists()
         what = f"{folder} has no {INDEX}" + (": `meshloom data` has not finished there" if unfinished else "")
@@ -92,10 +92,16 @@ def read_index(folder: Path, where: str) -> Index:
         raise ConfigError([Problem(where, what, fix)]) from error
     except OSError as error:
         raise ConfigError([Problem(where, f"cannot read {path}: {error.strerror}", "give this process access to it")]) from error  # fmt: skip  # noqa: E501
+
+
+def parse_index(content: bytes, named: str, where: str) -> Index:
+    """Returns what the bytes of an index say. Raises ConfigError where they are something else."""
+    try:
+        return Index.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
-        what = f"{path} is damaged: {key + ': ' if key else ''}{first['msg']}"
+        what = f"{named} is damaged: {key + ': ' if key else ''}{first['msg']}"
         raise ConfigError([Problem(where, what, AGAIN)]) from error
 
 

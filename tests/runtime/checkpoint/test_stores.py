@@ -14,6 +14,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.checkpoint.start import check_checkpoint, finished
 from meshloom.runtime.core.manifest import damage_in
 from meshloom.runtime.core.stores import file_sizes, folder_at
+from meshloom.runtime.data.download import local_copy
 from support.helpers import meshloom
 
 pytest.importorskip("moto.server", reason="pip install -e '.[test]'")
@@ -100,3 +101,19 @@ def test_a_bucket_that_is_not_there_and_an_account_without_keys_are_errors(monke
     assert [each.where for each in problems] == wheres * 2
     assert "does not exist" in problems[1].what
     assert "credentials" in problems[3].what
+
+
+@pytest.mark.ci
+def test_shards_of_a_bucket_are_those_of_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = ("data=synthetic", "shards.num_tokens_per_shard=50000", f"shards.directory={tmp_path}/tokens")
+    assert meshloom("data", *source).returncode == 0
+    place = f"{BUCKET}/tokens"
+    with pytest.raises(ConfigError, match=r"has no index\.json"):
+        local_copy(place, "data.source.directory")
+    s3fs.S3FileSystem().put(f"{tmp_path}/tokens/", f"{place}/", recursive=True)
+    copy = local_copy(place, "data.source.directory")
+    names = sorted(path.name for path in copy.iterdir() if path.name != ".lock")
+    assert len(names) > 4
+    for name in names:
+        assert (copy / name).read_bytes() == (tmp_path / "tokens" / name).read_bytes()

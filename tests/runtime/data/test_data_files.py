@@ -207,5 +207,6 @@ def test_files_behind_urls_are_those_of_the_disk(tmp_path):
 
 
 def test_a_url_that_nothing_reads_is_one_error():
-    assert "gcsfs" in _told("text_files", "gs://bucket/*.txt").fix
+    fsspec.register_implementation("uninstalled", "no_such_package:Store", errtxt="install no_such_package")
+    assert "no_such_package" in _told("text_files", "uninstalled://bucket/*.txt").fix
     assert "nosuch" in _told("text_files", "nosuch://bucket/*.txt").what
