@@ -12,7 +12,7 @@ is found to be the same is the same, and some of it is not found.
 
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import parse_groups
@@ -60,6 +60,9 @@ class Repeated:
         return tuple(device for device, number in enumerate(self.classes) if number == self.classes[0])
 
 
+Found = dict[tuple[int, str, int], Repeated]  # by instruction, the one of the schedule around it, and classes
+
+
 def find_repeated(module: Module) -> tuple[Repeated, ...]:
     """Returns all arithmetic of a scheduled program, with the devices that compute the same. Empty for a program of one
     device or of several replicas, whose arguments the text does not tell apart."""
@@ -68,19 +71,19 @@ def find_repeated(module: Module) -> tuple[Repeated, ...]:
     walk = _Walk(module)
     entry = module.entry_computation
     walk.run(entry, [walk.argument(each) for each in entry.parameters], times=1)
-    return tuple(walk.found)
+    return tuple(walk.found.values())
 
 
 @dataclass
 class _Walk:
     """found: filled where instructions run `times`; 0 where a loop's state is not known yet. Equal classes are one
-    object, so that they are joined once."""
+    object, so that they are joined once. A computation is walked once for the same arguments, with what it finds."""
 
     module: Module
-    found: list[Repeated] = field(default_factory=list)
+    found: Found = field(default_factory=dict)
     _there: dict[Classes, Classes] = field(default_factory=dict)
     _joined: dict[tuple[int, int], Classes] = field(default_factory=dict)
-    _known: dict[tuple[str, Hashable], Value] = field(default_factory=dict)
+    _known: dict[Hashable, tuple[Value, Found]] = field(default_factory=dict)
     _within: str = ""
 
     def __post_init__(self) -> None:
@@ -116,12 +119,15 @@ class _Walk:
 
     def run(self, computation: Computation, arguments: Sequence[Value], *, times: float) -> Value:
         """Returns the value of a computation."""
-        if times:
-            return self._run(computation, arguments, times)
-        key = (computation.name, tuple(map(_key, arguments)))
+        key = (computation.name, self._within, bool(times), tuple(map(_key, arguments)))
         if key not in self._known:
-            self._known[key] = self._run(computation, arguments, times)
-        return self._known[key]
+            outer, self.found = self.found, {}
+            value = self._run(computation, arguments, float(bool(times)))
+            self._known[key] = value, self.found
+            self.found = outer
+        value, found = self._known[key]
+        _add(found, self.found, times)
+        return value
 
     def _run(self, computation: Computation, arguments: Sequence[Value], times: float) -> Value:
         values: dict[str, Value] = {}
@@ -182,21 +188,32 @@ class _Walk:
         if opcode == "while":
             return self._loop(each, around, operands[0], times)
         if opcode == "conditional":
-            branches = [self.module.computations[name] for name in each.called]
-            given = zip(branches, operands[1:], strict=True)
-            results = [self.run(branch, [argument], times=times) for branch, argument in given]
-            return self._either([*results, operands[0]])
+            return self._conditional(each, operands, times)
         if opcode in ("call", "fusion"):
             return self.run(self._called(each), operands, times=times)
         if opcode == "custom-call":
             return self._custom(each, around, values, operands, times)
         return self._computed(each, around, operands, times)
 
+    def _conditional(self, each: Instruction, operands: Sequence[Value], times: float) -> Value:
+        """Returns the value of a conditional. One of its branches runs: what is in several of them counts once."""
+        outer, most, results = self.found, Found(), list[Value]()
+        for name, argument in zip(each.called, operands[1:], strict=True):
+            self.found = {}
+            results.append(self.run(self.module.computations[name], [argument], times=times))
+            for key, one in self.found.items():
+                if key not in most or one.flops > most[key].flops:
+                    most[key] = one
+        self.found = outer
+        _add(most, self.found, 1)
+        return self._either([*results, operands[0]])
+
     def _computed(self, each: Instruction, around: Computation, operands: Sequence[Value], times: float) -> Classes:
         classes = self.join(operands)
         types = tuple(array for name in each.operands for array in parse_type(around.by_name[name].type_text))
         if times and (flops := kernel_work(each, types).flops):
-            self.found.append(Repeated(each, self._within, flops * times, classes))
+            one = Repeated(each, self._within, flops, classes)
+            _add({(id(each), self._within, id(classes)): one}, self.found, times)
         return classes
 
     def _custom(
@@ -274,6 +291,13 @@ class _Walk:
 
     def _called(self, each: Instruction) -> Computation:
         return self.module.computations[each.called[0]]
+
+
+def _add(found: Found, to: Found, times: float) -> None:
+    """Adds what a computation does in one run, for so many runs."""
+    for key, one in found.items():
+        before = to[key].flops if key in to else 0.0
+        to[key] = replace(one, flops=before + one.flops * times)
 
 
 def _leaves(value: Value) -> Iterator[Classes]:

@@ -19,7 +19,7 @@ through it. Scalars are left out. A kernel's own scratch memory is not seen.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..hlo import Computation, Instruction, Module
@@ -106,6 +106,21 @@ class _Made:
     readers: list[Instruction] = field(default_factory=list)
     loops: list[str] = field(default_factory=list)
 
+    def copied(self) -> "_Made":
+        return _Made(self.name, self.array, [*self.writers], [*self.readers], [*self.loops])
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A computation that was walked. outside: the arrays that it was given, by number; touched: writers and readers
+    that it added to each. value: its result. new: the arrays of it that it made, by number."""
+
+    outside: tuple[int, ...]
+    touched: list[tuple[tuple[Instruction, ...], tuple[Instruction, ...]]]
+    peak: _Peak
+    value: ArraySet
+    new: dict[int, _Made]
+
 
 @dataclass
 class _Step:
@@ -122,6 +137,7 @@ class _Walk:
     module: Module
     arrays: list[_Made] = field(default_factory=list)
     same: dict[int, int] = field(default_factory=dict)  # what is another array's place
+    known: dict[Hashable, _Ran] = field(default_factory=dict)
     arguments: frozenset[int] = frozenset()  # of the program: only its results may take their place
 
     @property
@@ -320,13 +336,50 @@ class _Walk:
             return _Step(operands[0], inside=inside)
         computations = [self.module.computations[name] for name in each.called]
         given = [tuple(operands)] if each.opcode == "call" else [(operand,) for operand in operands[1:]]
-        inside, value = self.run(computations[0], given[0], None)
+        inside, value = self._run_once(computations[0], given[0], None)
         for computation, arguments in zip(computations[1:], given[1:], strict=True):
-            other, _ = self.run(computation, arguments, value)
+            other, _ = self._run_once(computation, arguments, value)
             during = {**inside.during, **other.during}
             inside = replace(max(inside, other, key=lambda peak: peak.num_bytes), during=during)
         made = set(_flat(value)) - {n for operand in operands for n in _flat(operand)}
         return _Step(value, made, inside)
+
+    def _run_once(
+        self, computation: Computation, arguments: tuple[ArraySet, ...], results: ArraySet | None
+    ) -> tuple[_Peak, ArraySet]:
+        """Returns what `run` does. A computation that was walked with arrays of the same types, in the same places, is
+        not walked again: only its results are new, and what reads and writes the arrays outside."""
+        given = (*arguments, *(() if results is None else (results,)))
+        outside = tuple(dict.fromkeys(n for value in given for n in _flat(value)))
+        key = (computation.name, results is None, self._pattern(given, outside))
+        if (known := self.known.get(key)) is None:
+            num_before = [(len(self.arrays[n].writers), len(self.arrays[n].readers)) for n in outside]
+            peak, value = self.run(computation, arguments, results)
+            touched = [
+                (tuple(self.arrays[n].writers[writers:]), tuple(self.arrays[n].readers[readers:]))
+                for n, (writers, readers) in zip(outside, num_before, strict=True)
+            ]
+            there = {n: self.place(n) if self.place(n) in outside else n for n in _flat(value)}
+            new = {n: self.arrays[n].copied() for n in there.values() if n not in outside}
+            self.known[key] = _Ran(outside, touched, peak, _renamed(value, there), new)
+            return peak, value
+        names = dict(zip(known.outside, outside, strict=True))
+        for n, (writers, readers) in zip(outside, known.touched, strict=True):
+            made = self.arrays[n]
+            made.writers += [each for each in writers if each not in made.writers]
+            made.readers += [each for each in readers if each not in made.readers]
+        for n, made in known.new.items():
+            self.arrays.append(made.copied())
+            names[n] = len(self.arrays) - 1
+        return known.peak, _renamed(known.value, names)
+
+    def _pattern(self, given: tuple[ArraySet, ...], outside: tuple[int, ...]) -> Hashable:
+        """Returns all of the arrays that a walk depends on: their types, which of them are one, and where they lie."""
+        number = {n: index for index, n in enumerate(outside)}
+        places: dict[int, int] = {}
+        lie = [places.setdefault(self.place(n), len(places)) for n in outside]
+        kept = [(n in self.arguments, self.place(n) in self.arguments) for n in outside]
+        return _renamed(given, number), tuple(self.arrays[n].array for n in outside), tuple(lie), tuple(kept)
 
     def _started(self, each: Instruction, operands: list[ArraySet]) -> ArraySet:
         """(operands, results, ...) but for three: an all-reduce has results alone, a copy the other order, and what
@@ -417,8 +470,14 @@ def _element_of(operands: list[ArraySet], place: tuple[int, tuple[int, ...]]) ->
     return value
 
 
+def _renamed(value: ArraySet, names: Mapping[int, int]) -> ArraySet:
+    if isinstance(value, tuple):
+        return tuple(_renamed(each, names) for each in value)
+    return frozenset(names[n] for n in value)
+
+
 def _flat(value: ArraySet) -> Iterator[int]:
-    for each in value:
+    for each in value if isinstance(value, tuple) else sorted(value):
         if isinstance(each, int):
             yield each
         else:

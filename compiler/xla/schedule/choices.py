@@ -18,18 +18,24 @@ class Choices:
 
 
 def apply_choices(steps: tuple[Step, ...], choices: Choices) -> tuple[Step, ...]:
-    """Returns the steps with a user's choices."""
+    """Returns the steps with a user's choices; what was one computation in several places is one still."""
+    known: dict[int, tuple[Step, ...]] = {}
+
+    def applied(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        if id(steps) not in known:
+            known[id(steps)] = tuple(map(chosen, steps))
+        return known[id(steps)]
 
     def chosen(step: Step) -> Step:
         if isinstance(step, Loop):
             trips = choices.trips.get(step.name, choices.trips.get(ALL)) if step.num_trips is None else step.num_trips
-            return replace(step, num_trips=trips, body=apply_choices(step.body, choices))
+            return replace(step, num_trips=trips, body=applied(step.body))
         if isinstance(step, Branches):
             share = choices.shares.get(step.name, choices.shares.get(ALL))
-            return replace(step, branches=tuple(apply_choices(each, choices) for each in step.branches), share=share)
+            return replace(step, branches=tuple(map(applied, step.branches)), share=share)
         return step
 
-    return tuple(map(chosen, steps))
+    return applied(steps)
 
 
 def open_loops(steps: tuple[Step, ...]) -> list[str]:

@@ -245,7 +245,9 @@ class _Clock:
         a step that takes it."""
         ordered = sorted(step.branches, key=self._end_of)
         runs = ((ordered[-1], Taken(step.share)),)
-        if step.share is not None:
+        if step.share is not None and ordered[0] is ordered[-1]:
+            runs = ((ordered[-1], Taken(1.0)),)  # both are the same
+        elif step.share is not None:
             runs = (*runs, (ordered[0], Taken(1 - step.share)))
         outer, shown_until = self._branch_of, None
         for branch, taken in runs:
@@ -285,11 +287,9 @@ class _Clock:
 
     def _show(self, track: str, name: str, kind: str, begin: float, end: float) -> None:
         if end > begin:
-            self.result.segments.append(
-                Segment(
-                    track, name, kind, begin + self._skipped + self._shown, end - begin, self._trip, self._branch_of
-                )
-            )
+            start = begin + self._skipped + self._shown
+            found = Segment(track, name, kind, start, end - begin, self._trip, self._branch_of)
+            self.result.segments.append(found)
 
 
 def _is_same(state: dict[str, float], before: dict[str, float] | None) -> bool:

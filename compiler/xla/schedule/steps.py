@@ -97,15 +97,24 @@ S = TypeVar("S", Compute, Start, Done, Loop, Branches)
 
 
 def every(steps: tuple[Step, ...], kind: type[S]) -> Iterator[S]:
-    """Returns every step of a kind in a program, once, the outer ones first."""
-    for step in steps:
-        if isinstance(step, kind):
-            yield step
-        if isinstance(step, Loop):
-            yield from every(step.body, kind)
-        elif isinstance(step, Branches):
-            for branch in step.branches:
-                yield from every(branch, kind)
+    """Returns every step of a kind in a program, the outer ones first; of a computation that runs in several places
+    once."""
+    seen = set[int]()
+
+    def within(steps: tuple[Step, ...]) -> Iterator[S]:
+        if id(steps) in seen:
+            return
+        seen.add(id(steps))
+        for step in steps:
+            if isinstance(step, kind):
+                yield step
+            if isinstance(step, Loop):
+                yield from within(step.body)
+            elif isinstance(step, Branches):
+                for branch in step.branches:
+                    yield from within(branch)
+
+    return within(steps)
 
 
 def collectives_of(steps: tuple[Step, ...]) -> Iterator[Collective]:

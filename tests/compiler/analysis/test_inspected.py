@@ -244,7 +244,7 @@ def nested_conditionals(depth: int) -> str:
 
 def test_branches_cost_time_in_proportion_to_their_number_and_say_that_they_are_branches():
     begin = time.process_time()
-    program = inspect_text(nested_conditionals(12), devices("h100-4"))
+    program = inspect_text(nested_conditionals(60), devices("h100-4"))
     assert time.process_time() - begin < 5
     (gather,) = program.analysis.collectives
     assert "in a branch of k1 (counts as always taken; --taken says how often)" in gather.where
