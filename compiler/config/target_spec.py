@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from meshloom.models.config import Config
 
 from ..core.config_types import NumBytes, Text, UpToOne
+from ..core.format import counted
 
 ChipShape = tuple[PositiveInt, ...]
 
@@ -191,7 +192,7 @@ class GpuTarget(Config):
     @model_validator(mode="after")
     def _exists(self) -> Self:
         if self.shape[1] > self.network.chips_per_node:
-            what = f"a node of {self.chip.name} has {self.network.chips_per_node} GPUs, not {self.shape[1]}"
+            what = f"a node of {self.chip.name} has {counted(self.network.chips_per_node, 'GPU')}, not {self.shape[1]}"
             fix = f"use {self.chip.name}-N, or {self.chip.name}:NODESx{self.network.chips_per_node}"
             raise PydanticCustomError("choice", "{what}", {"what": what, "key": "shape", "fix": fix})
         return self

@@ -189,7 +189,9 @@ def _check_any(candidates: Sequence[MeshCandidate], refused: Refused) -> None:
 
 def _nothing_fits(prices: Prices, limit: int) -> Problem:
     least = int(np.argmin(prices.peak_bytes))
-    what = f"none of {len(prices.candidates):,} candidates fits in {human_bytes(limit)}: the smallest needs about "
+    number = len(prices.candidates)
+    none = "the only candidate does not fit" if number == 1 else f"none of {number:,} candidates fits"
+    what = f"{none} in {human_bytes(limit)}: {'it' if number == 1 else 'the smallest'} needs about "
     what += f"{human_bytes(int(prices.peak_bytes[least]))} ({' '.join(prices.candidates[least].overrides)})"
     return Problem("tune", what, "use more chips, a smaller batch or shorter sequences, or widen tune.groups.remat")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.format import counted
 
 from ..processes.cluster import plan_start
 from ..processes.distributed import Processes
@@ -46,7 +47,7 @@ class TrainedRun:
     def __repr__(self) -> str:
         loss = f", loss {self.losses[-1]:.3f}" if self.losses else ""
         stopped = f", stopped by {self.stopped_by}" if self.stopped_by else ""
-        return f"<TrainedRun: {len(self.metrics)} of {self.plan.spec.num_steps} steps{loss}{stopped}>"
+        return f"<TrainedRun: {len(self.metrics)} of {counted(self.plan.spec.num_steps, 'step')}{loss}{stopped}>"
 
 
 def train(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None = None) -> TrainedRun:

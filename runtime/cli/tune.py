@@ -12,6 +12,7 @@ from meshloom.compiler.config.composition_errors import MISTAKES, as_config_erro
 from meshloom.compiler.config.model_choice import chosen_model
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import MISTAKE
+from meshloom.compiler.core.format import counted
 
 from ..core.exclusive import only_run_in
 from ..processes.devices import plan_without_devices
@@ -38,8 +39,8 @@ def tune_command(request: Request, flags: argparse.Namespace) -> int:
     def run(run_dir: Path, model: str) -> int:
         spec = space.spec
         where = ", ".join(spec.tune.targets) or spec.target.name
-        say(console, f"meshloom tune: {model} on {where}, {spec.global_batch_size:,} sequences of "
-            f"{spec.sequence_length:,} tokens")  # fmt: skip
+        say(console, f"meshloom tune: {model} on {where}, {counted(spec.global_batch_size, 'sequence')} of "
+            f"{counted(spec.sequence_length, 'token')}")  # fmt: skip
         try:
             if spec.tune.targets:
                 compare_targets(space, request, run_dir, model, console)

@@ -147,7 +147,8 @@ def _hosts_here(launch: LocalLaunch, target: TargetSpec) -> Hosts:
     """Returns what is rehearsed: each process plays a host."""
     per_slice, rest = divmod(launch.num_processes, launch.num_slices)
     if rest:
-        what = f"{launch.num_processes} processes cannot be {launch.num_slices} slices of equal size"
+        asked = counted(launch.num_processes, "process", "processes")
+        what = f"{asked} cannot be {launch.num_slices} slices of equal size"
         raise ConfigError([Problem("launch.num_processes", what, f"use a multiple of {launch.num_slices}")])
     if not isinstance(target, CpuTarget):
         what = f"launch=local rehearses on simulated devices, and the target is {target.name}"
@@ -160,7 +161,8 @@ def _hosts_here(launch: LocalLaunch, target: TargetSpec) -> Hosts:
 
 def _check_divides(target: TargetSpec, num_processes: int) -> None:
     if isinstance(target, CpuTarget) and target.num_devices % num_processes:
-        what = f"{target.num_devices} simulated devices do not divide over {num_processes} processes"
+        do = "does" if target.num_devices == 1 else "do"
+        what = f"{counted(target.num_devices, 'simulated device')} {do} not divide over {num_processes} processes"
         more = num_processes * (target.num_devices // num_processes + 1)
         raise ConfigError([Problem("target", what, f"use cpu-{more}, or another number of processes")])
 

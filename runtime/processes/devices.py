@@ -114,8 +114,9 @@ def _only_processor(compilers: dict[str, str], *, is_chip_seen: bool) -> str:
 def _simulate(num_devices: int, processes: Processes) -> None:
     num_local, rest = divmod(num_devices, processes.count)
     if rest:
+        do = "does" if num_devices == 1 else "do"
         fitting = f"{max(num_local, 1) * processes.count} or cpu-{(num_local + 1) * processes.count}"
-        what = f"{num_devices} simulated devices do not divide over {processes.count} processes"
+        what = f"{counted(num_devices, 'simulated device')} {do} not divide over {processes.count} processes"
         raise ConfigError([Problem("target", what, f"use cpu-{fitting}, or another number of processes")])
     if num_local > MOST_SIMULATED:
         what = f"{num_local} simulated devices are too many to run in one process"

@@ -274,7 +274,7 @@ def _initial_state(
 def _other_batches(restored: Restored, spec: RunSpec) -> str:
     """Says where the data go on in batches of another size."""
     skipped = f", {counted(restored.num_skipped, 'sequence')} further, at a whole batch" if restored.num_skipped else ""
-    sizes = f"batches have {spec.global_batch_size} sequences in place of {restored.batch_before}"
+    sizes = f"batches have {counted(spec.global_batch_size, 'sequence')} in place of {restored.batch_before}"
     return f"{sizes}; the data go on where they were{skipped}"
 
 
