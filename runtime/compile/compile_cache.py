@@ -13,9 +13,11 @@ from pathlib import Path
 
 import jax
 from etils import epath  # with Orbax; JAX opens its cache by it, too
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from meshloom.compiler.core.places import is_url
 
+DIRECTORY = "jax_compilation_cache_dir"
 REQUEST, HIT = (f"/jax/compilation_cache/{event}" for event in ("compile_requests_use_cache", "cache_hits"))
 FAILED = re.compile(r"Error (reading|writing) persistent compilation cache entry for '(.*?)': (.*)", re.S)
 
@@ -50,7 +52,9 @@ def cached_compilation(directory: str | None) -> Iterator[CacheUse]:
         use.num_hits += event == HIT
 
     place = _prepared(directory, use)
-    jax.config.update("jax_compilation_cache_dir", place and str(place))
+    if getattr(jax.config, DIRECTORY) != (place and str(place)):
+        jax.config.update(DIRECTORY, place and str(place))
+        reset_cache()  # JAX opens a cache once, and keeps to it
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.monitoring.register_event_listener(count)
     try:
