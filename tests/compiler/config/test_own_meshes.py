@@ -28,4 +28,7 @@ def test_rules_of_the_batch_choose_no_mesh():
 
 
 def _read(group: str, name: str) -> dict:
-    return yaml.safe_load((FOLDER / group / f"{name}.yaml").read_text())
+    """Returns the keys of a file over those of the file that its defaults name."""
+    own = yaml.safe_load((FOLDER / group / f"{name}.yaml").read_text())
+    first, *_ = own.pop("defaults", ["_self_"])
+    return own if first == "_self_" else _read(group, first) | own
