@@ -53,8 +53,11 @@ def root(line: str) -> str:
         ([f"  ROOT %s = bf16[{NUM - 8}]{{0}} slice(%g), slice={{[0:{NUM - 8}]}}"], None),
         ([part(NUM // 2), part(NUM // 4, name="u"),
           f"  ROOT %c = bf16[{NUM * 3 // 4}]{{0}} concatenate(%s, %u)"], None),
+        ([part(NUM // 4), f'  %k = bf16[{NUM // 4}]{{0}} custom-call(%g), custom_call_target="k"',
+          f"  ROOT %both = bf16[{NUM // 4}]{{0}} add(%s, %k)"], None),
     ],
-    ids=["a part", "two parts", "after a cast", "the last", "also whole", "is a result", "all but the last", "most"],
+    ids=["a part", "two parts", "after a cast", "the last", "also whole", "is a result", "all but the last", "most",
+         "by a kernel"],
 )  # fmt: skip
 def test_a_gathered_array_of_which_a_part_is_used_is_found(after, used):
     found, collectives = inspected(gathered("  %GATHER", *after))
