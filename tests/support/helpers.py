@@ -41,8 +41,11 @@ from meshloom.compiler.step.train_step import build_loss, build_train_step
 from meshloom.compiler.target.target import TargetPlan, plan_target
 from meshloom.compiler.xla.programs import PROGRAMS, Programs, build, lower
 from meshloom.models import Context, Model, split_aux
+from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.cli.main import run
+from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train.feed import in_token_order
+from meshloom.runtime.train.loop import Loop
 from meshloom.runtime.train.metrics import Metrics
 from meshloom.runtime.train.observer import Observer, Observers
 from meshloom.runtime.train.time_spent import Stopwatch
@@ -224,6 +227,21 @@ def observers_of(*each: Observer) -> Observers:
     for one in each:
         observers.add(one)
     return observers
+
+
+def loop_over(
+    batch: dict[str, np.ndarray],
+    plan: Plan,
+    programs: Programs,
+    checkpoints: Checkpoints,
+    stop: StopRequest,
+    observers: Observers,
+) -> Loop:
+    """Returns a loop that trains on one batch again and again, and evaluates on it."""
+    batches: Any = Batches(batch)
+    return Loop(
+        plan, programs, batches=batches, held_out=[batch], checkpoints=checkpoints, stop=stop, observers=observers
+    )
 
 
 def gradients_of(

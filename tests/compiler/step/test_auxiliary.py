@@ -17,13 +17,12 @@ from meshloom.models import Aux
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
-from meshloom.runtime.train.loop import Loop
 from meshloom.runtime.train.metrics import Metrics, values_of
 from meshloom.runtime.train.metrics_log import MetricsLog
 from meshloom.runtime.train.tensorboard import TensorBoard
 from meshloom.runtime.train.time_spent import NOTHING
 from meshloom.runtime.train.trackers import Trackers, tracked_run
-from support.helpers import Batches, Reported, gradients_of, observers_of, programs_of, tiered
+from support.helpers import Reported, gradients_of, loop_over, observers_of, programs_of, tiered
 
 PENALTY = 0.05
 CASES = {
@@ -92,15 +91,7 @@ def test_metrics_of_a_run_are_means_over_tokens_and_by_choice_over_layers(layer_
         )
         expected = dict(each)
     with StopRequest(Processes()) as stop, Checkpoints(tmp_path, plan.spec) as checkpoints:
-        loop = Loop(
-            plan,
-            programs,
-            batches=Batches(batch),  # pyright: ignore[reportArgumentType]
-            held_out=[batch],
-            checkpoints=checkpoints,
-            stop=stop,
-            observers=observers_of(reported),
-        )
+        loop = loop_over(batch, plan, programs, checkpoints, stop, observers_of(reported))
         loop.run(state, 0, 1000)
     assert reported.metrics[0].num_tokens == 1000 + tokens[0][:, 1:].size
     assert set(reported.metrics[0].auxiliary) == set(expected)

@@ -14,9 +14,8 @@ from meshloom.models import IGNORED_TARGET
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
-from meshloom.runtime.train.loop import Loop
 from meshloom.runtime.train.token_warnings import MissingTargets
-from support.helpers import Batches, Reported, observers_of, programs_of, reference_adamw, reference_loss
+from support.helpers import Reported, loop_over, observers_of, programs_of, reference_adamw, reference_loss
 
 STEPS = ("num_steps=2", "evaluation.every_num_steps=1", "checkpoint=disabled", "schedule.num_warmup_steps=0")
 
@@ -83,14 +82,8 @@ def test_a_run_without_targets_goes_on_and_warns_once_of_each_kind(compiled, tok
     batch = _batch(tokens, ignored=slice(None))
     reported, warned = Reported(), []
     with StopRequest(Processes()) as stop, Checkpoints(tmp_path, plan.spec) as checkpoints:
-        loop = Loop(
-            plan,
-            programs,
-            batches=Batches(batch),  # pyright: ignore[reportArgumentType]
-            held_out=[batch],
-            checkpoints=checkpoints,
-            stop=stop,
-            observers=observers_of(reported, MissingTargets(warned.append)),
+        loop = loop_over(
+            batch, plan, programs, checkpoints, stop, observers_of(reported, MissingTargets(warned.append))
         )
         assert loop.run(programs.init(), 0) == 2
     assert [(m.loss, m.eval_loss, m.num_targets) for m in reported.metrics] == [(0.0, None, 0)] * 2

@@ -25,7 +25,7 @@ from meshloom.runtime.train import observers
 from meshloom.runtime.train.loop import Loop
 from meshloom.runtime.train.observer import Observer
 from meshloom.runtime.train.train import plan_and_check, run_training
-from support.helpers import Batches, observers_of, programs_of
+from support.helpers import Batches, loop_over, observers_of, programs_of
 
 RUN = (*LINEAR_STACK, "target=cpu-2", "model.num_layers=1", "schedule.num_warmup_steps=0", "num_steps=4",
        "evaluation.every_num_steps=3", "evaluation.num_batches=1", "checkpoint.every_num_steps=2")  # fmt: skip
@@ -106,15 +106,7 @@ def _run(folder: Path, tokens: np.ndarray, seen: Observer) -> None:
     batch = {name: np.ascontiguousarray(rows) for name, rows in first.items()}
     checkpoints, observed = Checkpoints(folder, plan.spec), observers_of(seen)
     with StopRequest(Processes()) as stop, checkpoints, observed:
-        loop = Loop(
-            plan,
-            programs,
-            batches=Batches(batch),  # pyright: ignore[reportArgumentType]
-            held_out=[batch],
-            checkpoints=checkpoints,
-            stop=stop,
-            observers=observed,
-        )
+        loop = loop_over(batch, plan, programs, checkpoints, stop, observed)
         loop.run(programs.init(), 0)
 
 

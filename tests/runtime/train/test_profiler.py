@@ -17,9 +17,8 @@ from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.rundir.profile_files import read_profile
-from meshloom.runtime.train.loop import Loop
 from meshloom.runtime.train.profiler import Profiler, check_profile, predicted_files
-from support.helpers import Batches, Reported, observers_of, programs_of
+from support.helpers import Reported, loop_over, observers_of, programs_of
 
 STEPS = ("num_steps=5", "evaluation.every_num_steps=4", "checkpoint=disabled", "schedule.num_warmup_steps=0",
          "profile.steps=[2,3]")  # fmt: skip
@@ -61,15 +60,7 @@ def _train(folder: Path, tokens: np.ndarray, *, first_step: int = 0) -> Traced:
         )  # fmt: skip
         observers.add(profiler)
         observers.add(traced.reported)
-        loop = Loop(
-            plan,
-            programs,
-            batches=Batches(batch),  # pyright: ignore[reportArgumentType]
-            held_out=[batch],
-            checkpoints=checkpoints,
-            stop=stop,
-            observers=observers,
-        )
+        loop = loop_over(batch, plan, programs, checkpoints, stop, observers)
         assert loop.run(programs.init(), first_step) == 5
     return traced
 
