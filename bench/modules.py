@@ -3,7 +3,7 @@
     python bench/modules.py [--chain]
 
 A module's depth is the number of modules in the longest chain of imports that begins with it: 1 for one that imports
-none of ours. Imports inside functions and of types alone are left out. `--chain` prints the longest chain.
+no other of them. Imports inside functions and of types alone are left out. `--chain` prints the longest chain.
 """
 
 import ast

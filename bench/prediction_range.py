@@ -3,7 +3,7 @@
 Runs of one laboratory, of one kind of program or of one chip are off in the same way, so that leaving out one run at a
 time says little about the next source. Here a whole group is left out, and the range that the others give is tried on
 it, for each group of three groupings. The range is no narrower than what 8 of 10 runs of each left-out group need.
-Groups of fewer than five runs, of which 8 of 10 are all, count together.
+In a group of fewer than five runs, 8 of 10 would be all of them, so such groups count together.
 """
 
 import math

@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def roles(self) -> AxisRoles:
-        """What each mesh axis splits."""
+        """Returns what each mesh axis splits."""
         return self.sharding.roles
 
     @property
@@ -162,7 +162,8 @@ def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract:
 
 
 def _prefetched_bytes(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan) -> int:
-    """Of the largest stack, as one runs after the other; what no axis of the tokens splits is not gathered."""
+    """Returns the bytes of the largest stack, as stacks run one after the other. What no axis of the tokens splits
+    is not gathered."""
     sizes = dict[str, int]()
     for plan in sharding.parameters:
         gathered = [axis for d in plan.dimensions if d.logical != EXPERTS for axis in d.axes]

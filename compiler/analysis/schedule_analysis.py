@@ -58,7 +58,7 @@ class ScheduleAnalysis:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a plan says of its program. paths: of all parameters. planned: its collectives. ops: its operations."""
+    """A plan says this of its program. paths: of all parameters. planned: its collectives. ops: its operations."""
 
     paths: Sequence[str]
     planned: Sequence[PlannedCollective]

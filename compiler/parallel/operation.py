@@ -99,8 +99,8 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Exposed:
-    """What a layer waits for of a site's collectives. share: of their time, at least. is_beside_attention: they run
-    beside the kernels of attention in their loop, and what takes longer than those is waited for, too."""
+    """The part of a site's collectives that a layer waits for. share: of their time, at least. is_beside_attention:
+    they run beside the kernels of attention in their loop, and what takes longer than those is waited for, too."""
 
     share: float
     is_beside_attention: bool = False
@@ -135,7 +135,7 @@ class OpPlan:
 
 @dataclass(frozen=True)
 class OpInputs:
-    """What strategies are made from. after: the plans of the operations that `ParallelOp.after` names, in its order."""
+    """Strategies are made from these values. after: plans of the operations that `ParallelOp.after` names, in order."""
 
     spec: RunSpec
     model: Model
@@ -147,7 +147,7 @@ class OpInputs:
 
     @property
     def roles(self) -> AxisRoles:
-        """What each mesh axis splits."""
+        """Returns what each mesh axis splits."""
         return self.sharding.roles
 
     @property

@@ -33,7 +33,7 @@ FLAT = LayerLoop(unroll=1, batch_split=1, prefetch=0, deferred_reduce_scatter=Fa
 
 @dataclass(frozen=True, order=True)
 class ExpectedWait:
-    """What compute waits for in a step, by the model; less of it is better. unknown_bytes: of communication whose time
+    """The time and bytes that compute waits for in a step, by the model. unknown_bytes: of communication whose time
     is not known. seconds: of all else."""
 
     unknown_bytes: float

@@ -104,7 +104,7 @@ def _download(url: str, folder: Path, index: Index, where: str) -> None:
 
 
 class _Download:
-    """What the threads of one download share. is_ended: they end before their next block."""
+    """The threads of one download share this. is_ended: they end before their next block."""
 
     def __init__(self, url: str, folder: Path, where: str, progress: TextProgress):
         self._url, self._folder, self._where, self._progress = url, folder, where, progress

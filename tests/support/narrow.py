@@ -1,4 +1,4 @@
-"""What a view shows on terminals of two widths."""
+"""Shows a view on terminals of two widths."""
 
 import io
 import re

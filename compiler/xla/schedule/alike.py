@@ -1,4 +1,4 @@
-"""Which devices of a program compute the same: a value is the same on two of them where all that it is made of is.
+"""Finds devices of a program that compute the same: a value is the same on two of them where all that it is made of is.
 
     %x = parameter(0), sharding={devices=[2,1,2]<=[4] last_tile_dim_replicate}    0 and 1 have the same rows, 2 and 3
     %w = parameter(1), sharding={devices=[1,4]<=[4]}                              all have others

@@ -1,4 +1,4 @@
-"""What the compiler knows of single operations is in their own files: what others still know may only shrink."""
+"""Knowledge of single operations is in their own files: what other files still know may only shrink."""
 
 import ast
 from collections import defaultdict

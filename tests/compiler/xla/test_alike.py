@@ -1,4 +1,4 @@
-"""Which devices compute the same: programs made by hand, and JAX's own count of FLOPs."""
+"""Devices that compute the same are found in programs made by hand, and by JAX's own count of FLOPs."""
 
 import jax
 import jax.numpy as jnp
