@@ -38,6 +38,7 @@ GPT2 = (
     "model.positions=learned", "model.rope_theta=null", "model.num_positions=16", "model.norm=layer", "model.mlp=plain",
     "model.biases=all", "model.embeddings=tied", "model.vocab_size=264",
 )  # fmt: skip
+EXPERTS = ("model=tiny_moe", "model.num_layers=4", "sequence_length=16", "global_batch_size=16")
 ROWS: dict[str, tuple[str, ...]] = {
     "ddp": ("sharding=ddp",),
     "fsdp": ("sharding=fsdp",),
@@ -66,6 +67,11 @@ ROWS: dict[str, tuple[str, ...]] = {
     "gpt2's parts, fsdp and tensor": (*TENSOR_MESH, *GPT2),
     "packed documents, dropout": ("sharding=fsdp", "data.packing=first_fit", "model.dropout_rate=0.1"),
     "linear stack": ("model=linear_stack", "sharding=fsdp"),
+    "muon": ("sharding=fsdp", "optimizer=muon"),
+    "experts": (*EXPERTS, "sharding=fsdp_expert", "mesh.fsdp=4", "mesh.expert=2"),
+    "experts, capacity": (*EXPERTS, "sharding=fsdp_expert", "mesh.fsdp=4", "mesh.expert=2",
+                          "parallel.experts=capacity"),
+    "context": ("sharding=fsdp_context", "mesh.fsdp=4", "mesh.context=2"),
 }  # fmt: skip
 
 
@@ -96,8 +102,8 @@ def programs_of(checkout: Path, overrides: Sequence[str]) -> dict[str, str]:
 
 def compare(name: str, other: Path, was: Sequence[str]) -> list[str]:
     """Returns what differs between both checkouts' programs, a line each."""
-    common = [x for x in COMMON if not (name == "linear stack" and x.startswith("model."))]
-    declared = [*common, *ROWS[name]]
+    has_own_sizes = any(x.startswith("model=") for x in ROWS[name])
+    declared = [*(x for x in COMMON if not (has_own_sizes and x.startswith("model."))), *ROWS[name]]
     ours, theirs = programs_of(HERE, declared), programs_of(other, [_as_it_was(x, was) for x in declared])
     found = [f"{each}: only in one" for each in sorted(ours.keys() ^ theirs.keys())]
     for each in sorted(ours.keys() & theirs.keys()):
