@@ -48,7 +48,7 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     from meshloom.compiler.xla.aot import compile_ahead, lower_ahead
     from meshloom.runtime.processes.devices import plan_without_devices, start_devices
     from meshloom.runtime.processes.distributed import Processes
-    from meshloom.runtime.rundir.report_files import write_report
+    from meshloom.runtime.rundir.run_dir import write_report
 
     done("import")
     spec = compose(*overrides)

@@ -29,7 +29,7 @@ from meshloom.compiler.xla.hlo import split_modules
 from meshloom.compiler.xla.schedule.choices import ALL, Choices
 
 from ..compile.program_files import devices_of, find_program, read_target
-from ..rundir.report_files import write_report
+from ..rundir.run_dir import write_report
 from .guest import as_guest
 
 T = TypeVar("T", int, float)

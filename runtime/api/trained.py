@@ -15,8 +15,8 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted
 
-from ..processes.cluster import plan_start
 from ..processes.distributed import Processes
+from ..processes.initialize import plan_start
 from ..processes.process_log import meshloom_log
 from ..train.metrics import Metrics, read_metrics
 from ..train.train import Job, prepare, run_training

@@ -24,7 +24,7 @@ from ..core.files import free_name, remove_for_good
 from ..core.manifest import write_manifest
 from ..core.stores import Folder, is_remote, what_store_said
 from ..data.batches import converted_state
-from .reschedule import schedule_record
+from .differences import schedule_record
 from .start import COMMITTED, Start, checkpoint_folder, context_for, finished
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs each step of its own, and what it raises too
@@ -47,7 +47,7 @@ class Restored:
     """state: laid out for this run. step: steps done in it. other_data: the keys in which this run's data are others
     than those of the checkpoint; where there are any, the data start at their beginning. batch_before: the size of a
     global batch then, if it is another one; num_skipped: sequences that are left out, up to a whole batch of now.
-    schedule: what reschedule.py compares with this run's. num_tokens: seen in all steps so far; None where the
+    schedule: what differences.py compares with this run's. num_tokens: seen in all steps so far; None where the
     checkpoint does not say."""
 
     state: Any

@@ -20,8 +20,8 @@ from meshloom.compiler.sharding.state import bytes_per_device
 from meshloom.compiler.target.mesh import describe_mesh
 
 from ..core.stores import Folder
+from .differences import described, first_lines, parameters_first
 from .start import FOLDER, Start, saved_tree
-from .tree_diff import described, first_lines, parameters_first
 
 Shards = tuple[int, ...]  # of an array, for each dimension
 

@@ -16,7 +16,7 @@ from meshloom.compiler.plan import Plan
 
 from ..core.stores import Folder, absolute, check_writable, folder_at, is_remote
 from ..processes.distributed import Processes, together
-from ..processes.say import say
+from ..processes.process_log import say
 from .checkpoints import set_aside
 from .start import Start, checkpoint_folder, describe_damage, find_start
 

@@ -16,8 +16,8 @@ from ..core.failures import STORAGE, RunFailed
 from ..core.manifest import FILE, Compared, damage_in
 from ..core.stores import Folder, absolute, check_bucket, folder_at, is_remote
 from ..processes.distributed import current
+from .differences import shown, tree_differences
 from .s3 import SCHEME, teach_orbax_s3
-from .tree_diff import shown, tree_differences
 
 FOLDER = "checkpoints"
 COMMITTED = "commit_success.txt"  # by which Orbax finishes a save where it cannot rename

@@ -31,7 +31,7 @@ from ..data.tokenize import encode_corpus
 from ..data.tokenizers import END_OF_DOCUMENT, Tokenizer, open_tokenizer, train_bpe
 from ..data.write import CorpusProgress, ShardWriter
 from ..processes.distributed import Processes
-from ..processes.say import say_command
+from ..processes.process_log import say_command
 from ..processes.stop import StopRequest
 from ..train.display import say, show_summary
 

@@ -11,7 +11,7 @@ from meshloom.compiler.core.errors import all_of
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.driver import plan_run
 
-from ..data.demo import warnings_of_demo_data
+from ..data.splits import warnings_of_demo_data
 from ..launch.engines import run_launch
 from ..launch.plan import LaunchPlan, flags_of_artifact, plan_launch
 from ..processes.devices import plan_without_devices

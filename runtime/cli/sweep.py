@@ -16,7 +16,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 
 from ..core.failures import RunFailed
-from ..processes.cluster import plan_start, process_index
+from ..processes.initialize import plan_start, process_index
 from ..sweep.engine import Engine, open_sweep
 from ..sweep.hydra_points import launching, subdirectory
 from ..sweep.points import SWEEP_COMMANDS, SweepCommand

@@ -11,8 +11,8 @@ from meshloom.compiler.config.allowed_code import code_allowed_from
 from meshloom.compiler.config.model_choice import model_of
 from meshloom.compiler.config.override_text import override
 
-from ..core.command_line import words_of_train
 from ..core.files import replace_text
+from ..launch.plan import words_of_train
 from ..sweep.evaluate import evaluate
 from ..sweep.outcomes import outcome_of_run
 from ..sweep.own_process import read_task

@@ -17,8 +17,7 @@ from meshloom.compiler.core.format import counted
 from ..core.exclusive import only_run_in
 from ..processes.devices import plan_without_devices
 from ..processes.distributed import Processes
-from ..processes.process_log import process_log
-from ..processes.say import say
+from ..processes.process_log import process_log, say
 from ..rundir.run_dir import as_typed, check_run_dir
 from ..rundir.run_record import link_latest
 from ..tune.search import search_into

@@ -36,9 +36,8 @@ from ..core.exclusive import only_run_in
 from ..core.interruptible import raise_if_interrupted
 from ..processes.devices import plan_without_devices, start_devices
 from ..processes.distributed import Processes
-from ..processes.say import say, say_command, say_labels
-from ..rundir.declaration import write_declaration
-from ..rundir.report_files import write_report
+from ..processes.process_log import say, say_command, say_labels
+from ..rundir.run_dir import write_declaration, write_report
 from ..rundir.run_record import recorded_run
 from .artifact import FOLDER, TEXT, write_artifact
 from .compile_cache import cached_compilation

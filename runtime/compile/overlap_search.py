@@ -37,7 +37,7 @@ from meshloom.compiler.search.overlap import (
 from meshloom.compiler.xla.fingerprint import sha256
 
 from ..core.files import replace_text
-from ..processes.say import say
+from ..processes.process_log import say
 from .step_compiler import StepCompiler, StoredStep, cache_folder
 
 Tried = tuple[OverlapConfig, Evaluation]

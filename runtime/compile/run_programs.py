@@ -26,7 +26,7 @@ from meshloom.compiler.xla.stderr_capture import captured_stderr
 
 from ..processes.agreement import check_same_program
 from ..processes.distributed import COMPILED, Processes, together
-from ..processes.say import say
+from ..processes.process_log import say
 from ..processes.stop import StopRequest
 from .artifact import Artifact, find_artifact, load_programs, write_artifact
 from .compile_cache import cached_compilation

@@ -31,7 +31,7 @@ from meshloom.compiler.xla.fingerprint import Fingerprint
 from meshloom.compiler.xla.stderr_capture import Captured, captured_stderr
 
 from ..core.failures import RunFailed
-from ..processes.say import say
+from ..processes.process_log import say
 from .abort_watchdog import read_abort_reason
 from .artifact import FOLDER, Artifact, find_artifact, write_artifact
 from .watched import COMPILE, LOWER, READ, Phases, watched

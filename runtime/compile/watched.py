@@ -27,7 +27,7 @@ from meshloom.compiler.xla.aot import OutOfMemory, parse_out_of_memory
 
 from ..core.failures import RunFailed
 from ..core.interruptible import before_leaving, interruptibly, leave_now
-from ..processes.say import say
+from ..processes.process_log import say
 from .abort_watchdog import last_words
 
 T = TypeVar("T")

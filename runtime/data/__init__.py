@@ -4,7 +4,6 @@
 
 files.py, formats.py                     files on disk and behind URLs, and the texts in them
 documents.py, user_code.py               what a source holds, document by document
-source.py                                 the base of a user's source
 tokenizers.py, tokenize.py                documents as tokens
 store.py, shards.py                       tokens with a table of documents, in memory or memory-mapped
 download.py                               shards behind a URL, copied into a cache
@@ -17,8 +16,8 @@ write.py                                  `meshloom data`: a corpus of any size 
 
 from .batches import Batches, BatchIterator, HostBatch
 from .locate import describe_documents
-from .source import DataSource
 from .splits import Data, open_data
 from .store import Split
+from .user_code import DataSource
 
 __all__ = ["BatchIterator", "Batches", "Data", "DataSource", "HostBatch", "Split", "describe_documents", "open_data"]

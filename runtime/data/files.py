@@ -6,6 +6,7 @@ What a file is, its first bytes say; its name alone says nothing, except that a 
 import bz2
 import codecs
 import gzip
+import importlib
 import io
 import lzma
 import os
@@ -19,10 +20,8 @@ from glob import escape, glob, has_magic
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from meshloom.compiler.core.errors import Problem, raise_if_any
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.core.places import is_url
-
-from .packages import require
 
 HEAD_BYTES = 8192  # that tell text from other files; Git looks at the first 8,000
 MOST_CONTROLS = 0.02  # of the head: text has hardly any
@@ -218,3 +217,14 @@ def _behind_url(pattern: str) -> list[SourceFile]:
         )
         for name, info in files.items()
     ]
+
+
+def require(module: str, where: str, what_for: str) -> Any:
+    """Returns an optional dependency. Raises ConfigError with the line that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.split(".")[0]:
+            raise
+        what = f"{what_for} needs the package {error.name}, which is not installed"
+        raise ConfigError([Problem(where, what, "pip install 'meshloom[data]'")]) from error

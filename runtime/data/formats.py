@@ -9,8 +9,7 @@ from typing import Any
 
 from meshloom.compiler.core.errors import Problem, use_one_of
 
-from .files import SourceFile, UnreadableError, check_is_text, open_text
-from .packages import require
+from .files import SourceFile, UnreadableError, check_is_text, open_text, require
 
 ROWS_AT_ONCE = 256  # of a Parquet file
 

@@ -11,7 +11,8 @@ import grain
 from meshloom.compiler.config.data_spec import MixtureSource, OneSource
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
-from meshloom.compiler.core.format import be, counted
+from meshloom.compiler.core.format import be, counted, human_parameters
+from meshloom.compiler.plan import Plan
 
 from .batches import NEXT_BATCH, Batches, BatchSource, shuffled
 from .corpus import SPLITS, Corpus, Sequences, open_corpus
@@ -234,3 +235,18 @@ def _summary(spec: RunSpec, corpora: list[Corpus]) -> str:
         to_train = f"{counted(len(train), 'sequence')} to train on{fill}"
         lines.append(f"{name}: {corpus.counts}; {to_train}, {len(held_out):,} held out")
     return "\n".join(lines)
+
+
+LARGE = 1_000_000_000  # parameters; the bytes of Python's library, some 25 MB, teach such a model nothing
+
+
+def warnings_of_demo_data(plan: Plan) -> tuple[Problem, ...]:
+    """Returns a warning that names the data and the number of steps; none for a small model or other data."""
+    if plan.spec.data.source.kind != "python_stdlib" or plan.num_parameters < LARGE:
+        return ()
+    what = (
+        f"python_stdlib, the default, is the source text of Python's library as bytes, for {plan.spec.num_steps} "
+        f"steps (num_steps={plan.spec.num_steps}): a model of {human_parameters(plan.num_parameters)} parameters on "
+        f"{plan.target.name} learns nothing of use from it"
+    )
+    return (Problem("data", what, "choose your data, such as data=tokens data.source.directory=..., and num_steps="),)

@@ -12,7 +12,7 @@ import numpy as np
 from meshloom.compiler.config.data_spec import HuggingFaceTokenizer, SentencePieceTokenizer, TokenizerSpec
 from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
 
-from .packages import require
+from .files import require
 
 WHERE = "data.tokenizer"
 END_OF_DOCUMENT = "<|endoftext|>"  # of a BPE that is trained here

@@ -1,6 +1,7 @@
 """A class of the user's own as a source: found by name, its arguments checked, its mistakes told with the place."""
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,21 @@ from meshloom.compiler.config.data_spec import PythonSource
 from meshloom.compiler.config.user_code import load_class, problem_in_user_code
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any, use_one_of
 
-from .source import DataSource
+
+class DataSource(ABC):
+    """Items that are read by number. docs/data.md says what an item is, docs/extend.md shows a source.
+
+    A declaration may name classes that derive from this one, and nothing else: a name in a config file is not enough
+    to call a function or to make an object of another kind.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Returns the number of items."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Any:
+        """Returns item number `index`, from 0 to len - 1; it may be called by several threads at once."""
 
 
 class UserItems:

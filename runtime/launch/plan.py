@@ -16,6 +16,7 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
+from meshloom.compiler.config.allowed_code import FLAG
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.config.flag_presets import read_environment
 from meshloom.compiler.config.hydra_settings import RUN_DIR
@@ -31,7 +32,6 @@ from meshloom.compiler.core.places import PlaceError, local_path
 from meshloom.compiler.xla.fingerprint import FLAGS, UNSET
 
 from ..compile.artifact import read_artifact
-from ..core.command_line import words_of_train
 
 # Kubernetes allows 63 characters for a pod's name, which JobSet makes from the job's: NAME-hosts-SLICE-HOST-abcde, with
 # up to 3 digits for the slice and 4 for the host. xpk allows 40 for a workload.
@@ -225,3 +225,12 @@ def flags_of_artifact(artifact: str) -> dict[str, str]:
         return {}
     environment = read_artifact(Path(artifact)).fingerprint.environment
     return {name: environment[name] for name in FLAGS if environment.get(name, UNSET) != UNSET}
+
+
+def words_of_train(request: Request, allowed: Sequence[str], *more: str) -> list[str]:
+    """Returns the words after `meshloom train`. allowed: modules whose code it may run. more: overrides after those of
+    the request."""
+    words = [f"{FLAG}={','.join(allowed)}"] if allowed else []
+    words += ["--config-name", request.config_name] if request.config_name != "config" else []
+    words += ["--config-path", request.config_path] if request.config_path else []
+    return [*words, *request.overrides, *more]

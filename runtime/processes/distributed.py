@@ -30,8 +30,7 @@ from meshloom.compiler.xla.stderr_capture import captured_native_stderr
 
 from ..core.failures import LOST, RunFailed
 from ..core.interruptible import interruptibly
-from .cluster import plan_start
-from .initialize import initialize
+from .initialize import initialize, plan_start
 from .jax_private import joined
 from .lost import Lookout, tell_reason
 

@@ -1,21 +1,178 @@
-"""`jax.distributed.initialize`, with what it does not ask of its own parts: who did not come, and whether the port is
-free."""
+"""Starts `jax.distributed`: finds its arguments in the declaration and the environment, and reports what it would not.
+
+JAX detects clusters by itself. Added here: a process that is alone waits for nobody; a start that would leave several
+processes each to itself, or one waiting for others that never come, is an error; processes that did not come are named;
+and a port that is taken is reported.
+"""
 
 import errno
 import os
 import socket
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 
 from meshloom.compiler.config.spec import DistributedSpec
-from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.config.target_spec import TargetSpec
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 
 from ..core.failures import LOST, RunFailed
-from .jax_private import Starter, joined, started_by
+from .jax_private import TPU_CLUSTERS, Starter, joined, started_by
 from .lost import Group, Lookout
+
+ALONE = "or choose distributed=alone"
+Arguments = dict[str, Any]  # of jax.distributed.initialize, without its timeouts
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts processes. num_processes, process_id: the variables in which it tells each of them; one
+    that is set to nothing is not set. needs: what JAX reads the coordinator's address from; where it is not set, JAX
+    does not see this launcher."""
+
+    name: str
+    num_processes: str
+    process_id: str
+    needs: tuple[str, ...]
+
+
+# In JAX's own order. Open MPI 5, MPICH and Intel MPI name no address, so JAX knows nothing of them.
+LAUNCHERS = (
+    Launcher("ompi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", ("OMPI_MCA_orte_hnp_uri",)),
+    Launcher("slurm", "SLURM_NTASKS", "SLURM_PROCID", ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID")),
+    Launcher("mpiexec", "PMI_SIZE", "PMI_RANK", ("",)),
+)
+OTHER_NUMBERS = {"SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}
+
+
+def plan_start(spec: DistributedSpec, target: TargetSpec, environment: Mapping[str, str]) -> Arguments | None:
+    """Returns how this process joins the others: {"cluster_detection_method": "slurm"}; None where it is alone.
+
+    Raises ConfigError where keys or environment say that there are others, but not how to find them.
+    """
+    environment = _checked(environment) if spec.cluster != "none" else environment
+    keys = _keys(spec, environment)
+    extra = {} if spec.local_device_ids is None else {"local_device_ids": list(spec.local_device_ids)}
+    if spec.cluster not in ("auto", "none"):
+        _check_started_by(spec.cluster, environment)
+        return {"cluster_detection_method": spec.cluster, **keys, **extra}
+    launcher = None if spec.cluster == "none" else _launcher(environment)
+    found = _launched(launcher, keys, environment) if launcher else _found(spec, target, keys, environment)
+    return None if found is None else {**found, **extra}
+
+
+def process_index(arguments: Arguments, environment: Mapping[str, str]) -> int:
+    """Returns which process this is, before it joins the others. arguments: of its start."""
+    if "process_id" in arguments:
+        return int(arguments["process_id"])
+    method = arguments.get("cluster_detection_method")
+    if method in TPU_CLUSTERS:
+        return int(TPU_CLUSTERS[method].get_process_id())
+    environment = _checked(environment)
+    launcher = _launcher(environment)
+    return int(environment.get(launcher.process_id, 0)) if launcher else 0
+
+
+def _checked(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns the variables that are set to something. Raises ConfigError with those of launchers, which JAX reads
+    too, that are not numbers."""
+    given = {name: value for name, value in environment.items() if value.strip()}
+    counts = {name for launcher in LAUNCHERS for name in (launcher.num_processes, launcher.process_id)}
+    wrong = [name for name in sorted(counts | OTHER_NUMBERS) if not given.get(name, "0").strip().isdecimal()]
+    fix = f"unset it, or start this process by the launcher that sets it, {ALONE}"
+    raise_if_any(Problem(name, f"'{given[name]}' is not a whole number", fix) for name in wrong)
+    return given
+
+
+def _keys(spec: DistributedSpec, environment: Mapping[str, str]) -> Arguments:
+    """Returns the keys that are set and fit together; JAX_COORDINATOR_ADDRESS counts as one of them."""
+    address = spec.coordinator_address or environment.get("JAX_COORDINATOR_ADDRESS")
+    problems = []
+    port = address.rpartition(":")[2] if address is not None else "1"
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        what = f"'{address}' names no port, 1 to 65535"
+        problems.append(Problem("distributed.coordinator_address", what, "give host:port, a free port of process 0"))
+    if spec.num_processes is not None and spec.process_id is not None and spec.process_id >= spec.num_processes:
+        what = f"{spec.process_id} is none of {spec.num_processes} processes"
+        problems.append(Problem("distributed.process_id", what, f"use 0 to {spec.num_processes - 1}"))
+    raise_if_any(problems)
+    keys = {"coordinator_address": address, "num_processes": spec.num_processes, "process_id": spec.process_id}
+    return {name: value for name, value in keys.items() if value is not None}
+
+
+def _check_started_by(cluster: str, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where this process cannot be one of the cluster that the declaration names."""
+    reason = None
+    if cluster == "mpi4py":
+        reason = None if find_spec("mpi4py") else "package mpi4py is not installed"
+    elif cluster in TPU_CLUSTERS:
+        reason = None if TPU_CLUSTERS[cluster].is_env_present() else "this is not a host of a TPU slice"
+    else:
+        launcher = next(launcher for launcher in LAUNCHERS if launcher.name == cluster)
+        needed = (*launcher.needs, launcher.num_processes, launcher.process_id)
+        missing = [name for name in needed if name not in environment]
+        reason = f"{', '.join(missing)} not set" if missing else None
+    if reason:
+        what = f"'{cluster}' did not start this process: {reason}"
+        raise ConfigError([Problem("distributed.cluster", what, "use auto, or start it there")])
+
+
+def _launcher(environment: Mapping[str, str]) -> Launcher | None:
+    return next((launcher for launcher in LAUNCHERS if launcher.num_processes in environment), None)
+
+
+def _launched(launcher: Launcher, keys: Arguments, environment: Mapping[str, str]) -> Arguments | None:
+    """Returns the start of one of a launcher's processes."""
+    count = int(environment[launcher.num_processes])
+    if count == 1 and not keys:
+        return None
+    if all(name in environment for name in launcher.needs) and _is_whole_step(environment, count):
+        return {"cluster_detection_method": launcher.name, **keys}
+    if "coordinator_address" in keys and launcher.process_id in environment:
+        told = {"num_processes": count, "process_id": int(environment[launcher.process_id])}
+        return {"cluster_detection_method": "deactivate", **told, **keys}
+    if launcher.name == "slurm":
+        what = f"SLURM gave this job {count} tasks, but this process was not started as one of them"
+        raise ConfigError([Problem("distributed", what, f"start it by srun: `srun meshloom train ...`, {ALONE}")])
+    what = f"{launcher.num_processes} says that {count} processes were started, and nothing says where the first is"
+    fix = f"set distributed.coordinator_address=HOST:PORT, a free port on the first host, {ALONE}"
+    raise ConfigError([Problem("distributed", what, fix)])
+
+
+def _is_whole_step(environment: Mapping[str, str], count: int) -> bool:
+    """False in a shell that SLURM runs as a step of its own: SLURM_NTASKS is then that of the job around it."""
+    return int(environment.get("SLURM_STEP_NUM_TASKS", count)) == count
+
+
+def _found(
+    spec: DistributedSpec, target: TargetSpec, keys: Arguments, environment: Mapping[str, str]
+) -> Arguments | None:
+    """Returns the start of a process of which no launcher tells: by keys, or as a pod or a host of a TPU slice."""
+    if len(keys) == 3:
+        return {"cluster_detection_method": "deactivate", **keys}
+    if spec.cluster == "auto" and target.kind != "cpu":  # simulated devices have no slice
+        for name, cluster in TPU_CLUSTERS.items():
+            if cluster.is_env_present():
+                return {"cluster_detection_method": name, **keys}
+    if spec.cluster == "auto" and "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
+        if find_spec("kubernetes"):
+            return keys
+        what = (
+            f"this is pod {environment['JOB_COMPLETION_INDEX']} of a Kubernetes Job, of which package kubernetes tells"
+        )
+        fix = f"pip install 'jax[k8s]', set coordinator_address, num_processes and process_id, {ALONE}"
+        raise ConfigError([Problem("distributed", what, fix)])
+    if not keys:
+        return None
+    missing = [name for name in ("coordinator_address", "num_processes", "process_id") if name not in keys]
+    what = f"{' and '.join(keys)} given without {' and '.join(missing)}, which no cluster tells here"
+    fix = f"set {' and '.join(f'distributed.{name}' for name in missing)} too, or none of the three"
+    raise ConfigError([Problem("distributed", what, fix)])
+
 
 SECONDS_FOR_ANSWER = 5  # in which the service names those that did not come, before clients give up by themselves
 

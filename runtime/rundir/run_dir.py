@@ -1,17 +1,31 @@
-"""The place of a run directory: free, and one for all processes; Hydra's is named by the clock, and clocks differ."""
+"""Chooses a run directory, the same in all processes, and writes the declaration and the report into it.
 
+Hydra names it by the clock, and the clocks of hosts differ.
+"""
+
+import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import yaml
 
 from meshloom.compiler.config.compose import Request, hydra_run_dir
 from meshloom.compiler.config.hydra_settings import RUN_DIR
 from meshloom.compiler.config.override_parser import overridden_key
 from meshloom.compiler.config.override_text import override
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.report.explain import plan_as_json
+from meshloom.compiler.report.views.page import render_page
+from meshloom.compiler.report.views.timeline import chrome_trace
+from meshloom.compiler.schema import Event, Report
 
 from ..core.exclusive import check_is_free
+from ..core.files import replace_json, replace_text
 from ..processes.distributed import Processes, together
+from .find_runs import PLAN, SPEC
 
 SECONDS_UNTIL_SEEN = 30  # a directory that another host made shows up late on some network file systems
 
@@ -64,3 +78,25 @@ def _seen(run_dir: Path, processes: Processes) -> Path:
             raise ConfigError([Problem("hydra.run.dir", what, "name a directory that all hosts share")])
         time.sleep(0.1)
     return run_dir
+
+
+def write_declaration(plan: Plan, run_dir: Path) -> None:
+    """Writes spec.yaml, the resolved declaration, and plan.json, what was decided from it."""
+    replace_text(run_dir / SPEC, yaml.safe_dump(plan.spec.as_written(), sort_keys=False))
+    replace_json(run_dir / PLAN, plan_as_json(plan))
+
+
+def write_report(report: Report, plan: Plan | None, run_dir: Path, *, events: Sequence[Event]) -> tuple[Path, ...]:
+    """Writes report.json, timeline.json and report.html. Returns their paths, with the one to open first.
+    plan: None for a program that nobody declared.
+
+    All three are rendered before one is written, and report.json comes last: where it is, the others are its own.
+    """
+    texts = {
+        "report.html": render_page(report, events, plan),
+        "timeline.json": json.dumps(chrome_trace(report, events), separators=(",", ":")) + "\n",
+        "report.json": report.model_dump_json(indent=1) + "\n",
+    }
+    for name, text in texts.items():
+        replace_text(run_dir / name, text)
+    return tuple(run_dir / name for name in texts)

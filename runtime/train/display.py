@@ -12,8 +12,8 @@ from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.plan import Plan
 
-from ..data.demo import warnings_of_demo_data
-from ..processes.say import say
+from ..data.splits import warnings_of_demo_data
+from ..processes.process_log import say
 from .metrics import Metrics
 from .observer import ObservedRun, Observer
 

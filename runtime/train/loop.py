@@ -18,10 +18,9 @@ from meshloom.compiler.xla.programs import Programs
 from ..checkpoint.checkpoints import Checkpoints
 from ..data import BatchIterator, HostBatch
 from ..processes.stop import StopRequest
-from .due import Due
+from .decisions import Due, NonFinite, SkipCounter
 from .feed import Feed
 from .metrics import metrics_of
-from .nonfinite import NonFinite, SkipCounter
 from .observer import Observers, StepTimes
 
 

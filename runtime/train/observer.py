@@ -26,7 +26,7 @@ from meshloom.compiler.xla.programs import Programs
 
 from ..data import Data, describe_documents
 from ..processes.distributed import Processes
-from ..processes.say import say
+from ..processes.process_log import say
 from .metrics import Metrics
 from .time_spent import Stopwatch, TimeKind
 

@@ -1,16 +1,78 @@
-"""The observers of every run, in the order in which they see it."""
+"""Lists the observers of every run, in the order in which they see it, and holds the small ones."""
 
 from collections.abc import Callable
+from typing import Self
+
+from meshloom.compiler.core.errors import Problem
 
 from .display import Display
+from .metrics import Metrics
 from .metrics_log import MetricsLog
 from .observer import ObservedRun, Observer
 from .profiler import Profiler
 from .replay import Replay
 from .stragglers import Stragglers
-from .token_warnings import DroppedTokens, MissingTargets
 from .trackers import Trackers
 from .watchdog import LastStep, Watchdog
+
+LONGER_DOCUMENTS = "train on longer documents, or set data.isolate_documents=false; metrics.jsonl has num_targets"
+DROPPED = "dropped"  # the statistic of a layer (models/moe.py): layers/dropped, or layers/dropped/0 of one layer
+MORE_ROOM = (
+    "raise moe.max_imbalance (null: room for any imbalance), or moe.capacity_factor with parallel.experts=capacity; "
+    "metrics.jsonl has the share of each step"
+)
+
+
+class MissingTargets(Observer):
+    """Warns of the first step, and of the first evaluation, whose batches have no targets."""
+
+    def __init__(self, warn: Callable[[Problem], None]):
+        self._warn = warn
+        self._warned: set[str] = set()
+
+    @classmethod
+    def of_run(cls, run: ObservedRun) -> Self:
+        """Returns the observer of a run."""
+        return cls(run.warn)
+
+    def step_reported(self, metrics: Metrics) -> None:
+        """Warns if the step's global batch had no target."""
+        if not metrics.num_targets:
+            what = "its global batch has no target: the loss is 0, and only auxiliary losses have gradients"
+            self._warn_once(f"step {metrics.step}", what)
+
+    def evaluated(self, step: int, loss: float | None) -> None:  # noqa: ARG002
+        """Warns if no held-out batch has a target."""
+        if loss is None:
+            self._warn_once("evaluation", "no token of the held-out batches has a target: there is no held-out loss")
+
+    def _warn_once(self, where: str, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            self._warn(Problem(where, what, LONGER_DOCUMENTS))
+
+
+class DroppedTokens(Observer):
+    """Warns of the first step in which experts had no room for all choices."""
+
+    def __init__(self, warn: Callable[[Problem], None]):
+        self._warn = warn
+        self._has_warned = False
+
+    @classmethod
+    def of_run(cls, run: ObservedRun) -> Self:
+        """Returns the observer of a run."""
+        return cls(run.warn)
+
+    def step_reported(self, metrics: Metrics) -> None:
+        """Warns if the step dropped something, once in a run."""
+        shares = [value for name, value in metrics.auxiliary.items() if name.split("/")[1] == DROPPED]
+        if self._has_warned or not any(share > 0 for share in shares):
+            return
+        self._has_warned = True
+        what = f"{max(shares):.2%} of the choices of experts found no room and were dropped"
+        self._warn(Problem(f"step {metrics.step}", what, MORE_ROOM))
+
 
 # Each returns the observer of a run, or None where the declaration or this process has none. The watchdog comes before
 # the profiler, so that writing a trace is not watched; the profiler comes after the replay, whose steps it traces.

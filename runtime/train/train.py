@@ -30,7 +30,7 @@ from meshloom.compiler.xla.fingerprint import fingerprint_of
 from meshloom.compiler.xla.programs import Programs, lower
 
 from ..checkpoint.checkpoints import Checkpoints, Restored, restore
-from ..checkpoint.reschedule import describe_change
+from ..checkpoint.differences import describe_change
 from ..checkpoint.restore_plan import plan_restore
 from ..checkpoint.shared_start import find_shared_start
 from ..checkpoint.start import (
@@ -47,17 +47,17 @@ from ..compile.run_programs import Precompiled, make_programs, mesh_of
 from ..core.exclusive import only_run_in, only_run_that_saves_in
 from ..data import BatchIterator, Data, open_data
 from ..processes.agreement import check_same_declaration
-from ..processes.cluster import plan_start
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes, join, together
-from ..processes.say import say, say_labels
+from ..processes.initialize import plan_start
+from ..processes.process_log import say, say_labels
 from ..processes.stop import StopRequest
-from ..rundir.declaration import write_declaration
+from ..rundir.run_dir import write_declaration
 from ..rundir.run_record import recorded_run
+from .decisions import NonFinite
 from .display import next_steps, show_header, show_summary
 from .feed import local_rows, sequences_of
 from .loop import Loop
-from .nonfinite import NonFinite
 from .observer import ObservedRun, Observers
 from .observers import add_observers
 from .profiler import check_profile

@@ -18,7 +18,7 @@ from meshloom.compiler.tune.answer import Runner
 from meshloom.compiler.tune.space import GroupChoices, Variant, num_points
 from meshloom.compiler.tune.variant_values import TOO_LARGE, value_of_variants
 
-from ..processes.say import say
+from ..processes.process_log import say
 from .variants import Space
 
 if TYPE_CHECKING:

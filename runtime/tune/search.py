@@ -11,7 +11,7 @@ from meshloom.compiler.target.accuracy import accuracy_of, why_no_range
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, remembering, tune
 
 from ..core.files import replace_json, replace_text
-from ..processes.say import say, say_command
+from ..processes.process_log import say, say_command
 from ..sweep.page import PAGE, render_sweep
 from ..sweep.read import read_sweep
 from ..sweep.rows import ROWS_FILE, SWEEP_FILE, Row

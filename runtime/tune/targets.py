@@ -11,7 +11,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import human_range, human_seconds, human_share, three_digits
 
 from ..core.files import replace_json
-from ..processes.say import say
+from ..processes.process_log import say
 from ..sweep.chips import SAME_CHIP, range_of, tied_with_best
 from ..sweep.figures import FIGURES
 from ..sweep.read import read_sweep

@@ -26,9 +26,8 @@ from meshloom.runtime.cli.hydra_app import do_nothing, run_hydra_app
 from meshloom.runtime.cli.main import _show_crash
 from meshloom.runtime.data import open_data
 from meshloom.runtime.processes.distributed import Processes
-from meshloom.runtime.processes.process_log import process_log
-from meshloom.runtime.processes.say import say
-from meshloom.runtime.rundir.declaration import write_declaration
+from meshloom.runtime.processes.process_log import process_log, say
+from meshloom.runtime.rundir.run_dir import write_declaration
 from support.helpers import meshloom, run_in_process
 
 SECRET = 'hunter2"\\ of-a-token'

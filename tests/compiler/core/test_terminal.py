@@ -28,8 +28,7 @@ from meshloom.compiler.report.views.summary import show_summary as show_report
 from meshloom.runtime.compile.watched import Phases
 from meshloom.runtime.data.progress import TextProgress
 from meshloom.runtime.processes.distributed import Processes
-from meshloom.runtime.processes.process_log import process_log
-from meshloom.runtime.processes.say import say
+from meshloom.runtime.processes.process_log import process_log, say
 from meshloom.runtime.train.display import show_summary
 from support import reports
 

@@ -22,7 +22,7 @@ from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.report.views.diff_text import show_diff
 from meshloom.compiler.schema import Finding, Report
 from meshloom.runtime.cli.main import run as command
-from meshloom.runtime.rundir.report_files import write_report
+from meshloom.runtime.rundir.run_dir import write_report
 from meshloom.runtime.train.train import write_declaration
 from support import reports
 

@@ -23,7 +23,7 @@ from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.report.views.timeline import chrome_trace
 from meshloom.compiler.schema import Event, Report, by_exposed
-from meshloom.runtime.rundir.report_files import write_report
+from meshloom.runtime.rundir.run_dir import write_report
 from support import reports
 
 

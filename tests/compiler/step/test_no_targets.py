@@ -14,7 +14,7 @@ from meshloom.models import IGNORED_TARGET
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
-from meshloom.runtime.train.token_warnings import MissingTargets
+from meshloom.runtime.train.observers import MissingTargets
 from support.helpers import Reported, loop_over, observers_of, programs_of, reference_adamw, reference_loss
 
 STEPS = ("num_steps=2", "evaluation.every_num_steps=1", "checkpoint=disabled", "schedule.num_warmup_steps=0")

@@ -23,8 +23,8 @@ from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.runtime.checkpoint.start import EXPECTED, FOLDER
 from meshloom.runtime.core.failures import NONFINITE, STORAGE
 from meshloom.runtime.core.manifest import FILE, damage_in
+from meshloom.runtime.train.decisions import NonFinite, SkipCounter
 from meshloom.runtime.train.metrics import Metrics
-from meshloom.runtime.train.nonfinite import NonFinite, SkipCounter
 from meshloom.runtime.train.time_spent import NOTHING
 from support.helpers import meshloom, run_in_process
 

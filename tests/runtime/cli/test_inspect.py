@@ -13,7 +13,7 @@ from meshloom.compiler.xla.aot import Built, ProgramMemory
 from meshloom.compiler.xla.fingerprint import Fingerprint
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.runtime.compile.artifact import write_artifact
-from meshloom.runtime.rundir.declaration import write_declaration
+from meshloom.runtime.rundir.run_dir import write_declaration
 from support.helpers import recorded_text, run_in_process
 from support.schedules import GATHER, compute, module
 

@@ -33,8 +33,8 @@ from meshloom.runtime.processes.agreement import (
     differences,
     environment_of_program,
 )
-from meshloom.runtime.processes.cluster import plan_start
 from meshloom.runtime.processes.distributed import Disagreement, Processes, current, together
+from meshloom.runtime.processes.initialize import plan_start
 from meshloom.runtime.processes.process_log import process_log
 from meshloom.runtime.train.feed import local_rows, rows_held, to_devices
 from support.helpers import NoData

@@ -2,8 +2,8 @@
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.runtime.train.metrics import Metrics
+from meshloom.runtime.train.observers import DroppedTokens
 from meshloom.runtime.train.time_spent import NOTHING
-from meshloom.runtime.train.token_warnings import DroppedTokens
 
 
 def _step(number: int, **auxiliary: float) -> Metrics:

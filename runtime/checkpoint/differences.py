@@ -1,0 +1,86 @@
+"""Describes how a checkpoint differs from the run that continues from it: in its arrays, or in its schedule."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.sharding.optimizer_state import build_schedule
+
+MOST_SHOWN = 6
+
+
+def tree_differences(there: Any, here: Any) -> list[str]:
+    """Returns a line for each array that differs; parameters first, since the optimizer's state follows them.
+
+    there, here: trees whose leaves have a shape and a dtype.
+    """
+    a, b = _described(there), _described(here)
+    paths = [path for path in a.keys() | b.keys() if a.get(path) != b.get(path)]
+    return [_difference(path, a, b) for path in sorted(paths, key=parameters_first)]
+
+
+def parameters_first(path: str) -> tuple[bool, str]:
+    """Returns the key by which paths of a state are sorted for people."""
+    return not path.startswith("params/"), path
+
+
+def first_lines(lines: list[str]) -> list[str]:
+    """Returns the first lines, and how many more there are."""
+    more = [f"and {len(lines) - MOST_SHOWN} more"] if len(lines) > MOST_SHOWN else []
+    return lines[:MOST_SHOWN] + more
+
+
+def shown(differences: list[str]) -> str:
+    """Returns the first differences, and how many more there are."""
+    return "".join(f"\n    {line}" for line in first_lines(differences))
+
+
+def described(array: Any) -> str:
+    """Returns type and shape: float32[264,32]."""
+    return f"{array.dtype}{list(array.shape)}".replace(" ", "")
+
+
+def _difference(path: str, there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    if path not in here:
+        return f"{path} {there[path]} is there, not here"
+    if path not in there:
+        return f"{path} {here[path]} is not there, but here"
+    return f"{path} is {there[path]} there, {here[path]} here"
+
+
+def _described(tree: Any) -> dict[str, str]:
+    return {path: described(x) for path, x in leaves_by_path(tree).items()}
+
+
+SAME_WITHIN = 1e-6  # of a rate: float32 rounds
+
+
+def schedule_record(spec: RunSpec, num_updates: int) -> dict[str, Any]:
+    """Returns what a checkpoint after `num_updates` keeps of the schedule: its keys, and the rate of the next one."""
+    return {"keys": _keys(spec), "next_learning_rate": _rate(spec, num_updates)}
+
+
+def describe_change(saved: dict[str, Any], spec: RunSpec, num_updates: int) -> str | None:
+    """Returns a line on what becomes of the learning rate; None where the schedule is that of the checkpoint.
+
+    saved: what `schedule_record` returned for the checkpoint.
+    """
+    before, now = saved["keys"], _keys(spec)
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if not changed:
+        return None
+    keys = ", ".join(f"{key} {before.get(key, '(none)')} -> {now.get(key, '(none)')}" for key in changed)
+    old, new = saved["next_learning_rate"], _rate(spec, num_updates)
+    if abs(new - old) <= SAME_WITHIN * max(abs(old), abs(new)):
+        return f"another schedule than the checkpoint's ({keys}); the learning rate of the next step stays {new:.4g}"
+    return f"warning: the learning rate of the next step is {new:.4g}, not {old:.4g}: another schedule than the checkpoint's ({keys})"  # noqa: E501
+
+
+def _keys(spec: RunSpec) -> dict[str, Any]:
+    schedule = {f"schedule.{key}": value for key, value in spec.schedule.model_dump(mode="json").items()}
+    return {"num_steps": spec.num_steps, "optimizer.learning_rate": spec.optimizer.learning_rate, **schedule}
+
+
+def _rate(spec: RunSpec, num_updates: int) -> float:
+    return float(build_schedule(spec)(num_updates))  # type: ignore[arg-type]
