@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
-from .contract import Model
 from .numbers import check_numbers
 
 
@@ -26,16 +25,3 @@ class Config(Record):
     def _check_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         check_numbers(value, cls.model_fields[str(info.field_name)])
         return value
-
-
-class ModelConfig(Config):
-    """Every model, ours or a user's, is declared by a config of this class (docs/extend.md).
-
-    The key `family` tells them apart. Ours declare it as their name; a user's class gets its import path for one.
-    """
-
-    vocab_size: PositiveInt
-
-    def build(self) -> Model:
-        """Returns the pieces of the model; allocates nothing."""
-        raise NotImplementedError

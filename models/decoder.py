@@ -13,8 +13,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from .activations import ACTIVATIONS
-from .config import ModelConfig
-from .contract import Context, Model, Stack, build_piece
+from .contract import Context, Model, ModelConfig, Stack, build_piece
 from .numbers import divisors
 from .parts import Norm, NormKind, RopeScaling, bias, matrix, rotate
 

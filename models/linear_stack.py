@@ -10,8 +10,7 @@ from flax import nnx
 from jax import Array
 from pydantic import PositiveInt
 
-from .config import ModelConfig
-from .contract import Context, Model, Stack, build_piece
+from .contract import Context, Model, ModelConfig, Stack, build_piece
 
 
 class LinearStackConfig(ModelConfig):

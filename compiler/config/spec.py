@@ -21,13 +21,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from meshloom.models import AnyModelConfig
+from meshloom.models import ModelConfig
 from meshloom.models.config import Config
 
 from ..core.config_types import CachePlace, CheckpointPlace, FloatType, Fraction, LocalPath, NumBytes, Seed, Text
 from ..core.errors import use_one_of
-from ..optim.lr_schedules import ScheduleSpec
-from ..optim.optimizers import OptimizerSpec
+from ..optim.contract import OptimizerConfig, ScheduleConfig
 from .calibration_spec import Calibration
 from .data_spec import DataSpec, ShardsSpec
 from .environment_values import Sources, as_compared, as_written
@@ -320,7 +319,7 @@ class Origin:
 class RunSpec(Config):
     """A whole run. `global_batch_size` is in sequences, over all devices and microbatches."""
 
-    model: AnyModelConfig
+    model: ModelConfig
     target: TargetSpec
     calibration: Calibration
     mesh: MeshSpec
@@ -331,8 +330,8 @@ class RunSpec(Config):
     loss: LossSpec
     moe: MoeSpec
     parallel: dict[Text, StrategyChoice]  # by operation (compiler/parallel/registry.py)
-    optimizer: OptimizerSpec
-    schedule: ScheduleSpec
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
     data: DataSpec
     shards: ShardsSpec
     checkpoint: CheckpointSpec

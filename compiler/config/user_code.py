@@ -14,16 +14,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 from pydantic import Field, create_model
 
 from meshloom.models import ModelConfig
 from meshloom.models.config import Config
+from meshloom.models.registry import MODELS
 
 from ..core.errors import ConfigError, Problem, use_one_of
-from ..optim.lr_schedules import ScheduleConfig
-from ..optim.optimizers import OptimizerConfig
+from ..optim.contract import OptimizerConfig, ScheduleConfig
+from ..optim.registry import OPTIMIZERS, SCHEDULES
 from .allowed_code import check_importable
 from .spec import RunSpec
 
@@ -40,28 +41,37 @@ LIBRARIES = frozenset({  # of whose code a line says nothing to a user
 
 @dataclass(frozen=True)
 class ExtensionPoint:
-    """A node of the spec whose class may be a user's. key: the key that names the class. base: its required base
-    class."""
+    """A node of the spec whose class the declaration names. key: the key that names it. base: its required base class.
+    ours: the registered classes, each with its name as the only value of the key."""
 
     node: str
     key: str
     base: type[Config]
+    ours: tuple[type[Config], ...]
 
     @property
     def where(self) -> str:
         return f"{self.node}.{self.key}"
 
+    def field(self, *theirs: type[Config]) -> Any:
+        """Returns the field's type: one of the registered classes and `theirs`, told apart by the key."""
+        return Annotated[Union[*self.ours, *theirs], Field(discriminator=self.key)]
+
 
 EXTENSION_POINTS = (
-    ExtensionPoint("model", "family", ModelConfig),
-    ExtensionPoint("optimizer", "name", OptimizerConfig),
-    ExtensionPoint("schedule", "kind", ScheduleConfig),
+    ExtensionPoint("model", "family", ModelConfig, MODELS),
+    ExtensionPoint("optimizer", "name", OptimizerConfig, OPTIMIZERS),
+    ExtensionPoint("schedule", "kind", ScheduleConfig, SCHEDULES),
 )
+_FIELDS: dict[str, Any] = {point.node: (point.field(), ...) for point in EXTENSION_POINTS}
+
+# The declaration of a run that names registered classes alone.
+DeclaredRun: type[RunSpec] = create_model("DeclaredRun", __base__=RunSpec, __module__=__name__, **_FIELDS)
 
 
 def spec_class(values: Mapping[str, Any]) -> tuple[type[RunSpec], list[Problem]]:
-    """Returns RunSpec extended with the users' classes that `values` name. A node whose class cannot be loaded is a
-    problem, and is not checked."""
+    """Returns DeclaredRun, extended with the users' classes that `values` name. A node whose class cannot be loaded is
+    a problem, and is not checked."""
     nodes: dict[str, Any] = {}
     problems: list[Problem] = []
     for point in EXTENSION_POINTS:
@@ -76,9 +86,8 @@ def spec_class(values: Mapping[str, Any]) -> tuple[type[RunSpec], list[Problem]]
             problems += error.problems
             nodes[point.node] = (Any, ...)
             continue
-        ours = get_args(RunSpec.model_fields[point.node].annotation)
-        nodes[point.node] = (Annotated[Union[*ours, theirs], Field(discriminator=point.key)], ...)
-    return (create_model("RunSpec", __base__=RunSpec, **nodes) if nodes else RunSpec), problems
+        nodes[point.node] = (point.field(theirs), ...)
+    return (create_model("DeclaredRun", __base__=DeclaredRun, **nodes) if nodes else DeclaredRun), problems
 
 
 def load_class(path: str, where: str, base: type[T]) -> type[T]:

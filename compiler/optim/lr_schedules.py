@@ -19,46 +19,10 @@ import jax.numpy as jnp
 import optax
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from meshloom.models.config import Config
-
 from ..core.config_types import UpToOne
 from ..core.errors import Problem
 from ..core.format import counted
-
-
-class ScheduleConfig(Config):
-    """The base of every schedule: `decay` is what follows the warm-up. A subclass adds its kind, `kind:
-    Literal[...]`."""
-
-    num_warmup_steps: NonNegativeInt  # linear, from peak / num_warmup_steps to the peak
-
-    def decay(self, peak: float, num_steps: int) -> optax.Schedule:
-        """Returns the learning rate over the `num_steps` after the warm-up, as a function of 0 .. num_steps - 1."""
-        raise NotImplementedError
-
-    def problems(self, num_steps: int) -> list[Problem]:  # noqa: ARG002
-        """Returns what is wrong with it in a run of `num_steps`."""
-        return []
-
-    def warnings(self, peak: float, num_steps: int) -> list[Problem]:
-        """Returns warnings about a run of `num_steps` that is valid but seldom intended: it may end in its warm-up."""
-        if self.num_warmup_steps <= num_steps:
-            return []
-        last = peak * num_steps / self.num_warmup_steps
-        what = f"is {self.num_warmup_steps} and num_steps is {num_steps}: the learning rate ends at {last:.3g} and never reaches {peak:.3g}"  # noqa: E501
-        fix = f"use schedule.num_warmup_steps={num_steps // 10}, or a larger num_steps"
-        return [Problem("schedule.num_warmup_steps", what, fix)]
-
-    def build(self, peak: float, num_steps: int) -> optax.Schedule:
-        """Returns a function of the step to its learning rate; the first step is 0."""
-        decay = self.decay(peak, max(num_steps - self.num_warmup_steps, 1))
-        if not self.num_warmup_steps:
-            return decay
-
-        def rise(step):
-            return peak * (step + 1) / self.num_warmup_steps
-
-        return optax.join_schedules([rise, decay], [self.num_warmup_steps])
+from .contract import ScheduleConfig
 
 
 class ConstantSchedule(ScheduleConfig):
@@ -111,6 +75,3 @@ class WsdSchedule(ScheduleConfig):
             return peak * (1 - fall * (jnp.sqrt(done) if self.decay_shape == "sqrt" else done))
 
         return rate
-
-
-ScheduleSpec = Annotated[ConstantSchedule | CosineSchedule | LinearSchedule | WsdSchedule, Field(discriminator="kind")]

@@ -6,7 +6,6 @@ An optimizer is a subclass of `OptimizerConfig` with a `name` and `build`. The c
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
@@ -17,43 +16,13 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from meshloom.models.config import Config
-
 from ..core.config_types import FloatType, Fraction
+from .contract import DecayOn, OptimizerConfig, Setting
 from .parameter_kinds import DimGroups
 from .transforms import each_layer, stored_in
 
-DecayOn = Literal["matrices", "all"]
-
 # A moment that moves by less than 2^-8 of a like-sized gradient does not move at all: bfloat16 has 8 bits of precision.
 _SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
-
-
-@dataclass(frozen=True)
-class Setting:
-    """An optimizer is built for a setting. schedule: step -> learning rate. kinds: the ParameterKind of every trained
-    parameter, as a tree like the parameters. layouts: the PartitionSpec in which each is updated. mesh: the size of
-    each mesh axis."""
-
-    schedule: optax.Schedule
-    kinds: Any
-    layouts: Any
-    mesh: Mapping[str, int]
-
-    def decay_mask(self, weight_decay_on: DecayOn) -> Any:
-        """Returns a tree of booleans: True for parameters that decay. `matrices`: not norm scales and biases."""
-        return jax.tree.map(lambda kind: kind.is_matrix or weight_decay_on == "all", self.kinds)
-
-
-class OptimizerConfig(Config):
-    """The base of every optimizer. A subclass adds its name, `name: Literal["adamw"]`, and the keys that it needs."""
-
-    learning_rate: PositiveFloat  # the peak; `schedule` sets the warm-up and the decay
-    max_grad_norm: PositiveFloat | None  # gradients with a larger global norm are scaled down to it
-
-    def build(self, setting: Setting) -> optax.GradientTransformation:
-        """Returns the transformation from clipped gradients to what is added to the parameters, both in float32."""
-        raise NotImplementedError
 
 
 class _MomentsConfig(OptimizerConfig):
@@ -225,11 +194,6 @@ class MuonConfig(_MomentsConfig):
         # Constrain both sides: otherwise the operands and the sum that it is part of would be resharded as well.
         here = partial(jax.lax.with_sharding_constraint, shardings=layout)
         return here(spread(here(stacked)))
-
-
-OptimizerSpec = Annotated[
-    AdamWConfig | AdafactorConfig | LionConfig | MuonConfig | SgdConfig, Field(discriminator="name")
-]
 
 
 def spread_axes(num_copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from ..config.spec import RunSpec
 from ..config.user_code import blamed_on_user
 from ..core.errors import raise_if_any
 from ..core.trees import leaves_by_path, pick
-from ..optim.optimizers import Setting
+from ..optim.contract import Setting
 from ..optim.parameter_kinds import parameter_kinds
 from ..target.mesh import MeshPlan
 

@@ -12,7 +12,8 @@ from conftest import plan_of
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.driver import plan_run
-from meshloom.models import DecoderBase, MoeConfig
+from meshloom.models.decoder import DecoderBase
+from meshloom.models.moe import MoeConfig
 from support.helpers import forward
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[peers]'")

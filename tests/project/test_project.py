@@ -17,7 +17,8 @@ import yaml
 import meshloom
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.data_spec import Source, TokenizerSpec
-from meshloom.compiler.config.spec import Rule, RunSpec
+from meshloom.compiler.config.spec import Rule
+from meshloom.compiler.config.user_code import DeclaredRun
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.models.config import Config
@@ -113,7 +114,7 @@ def test_every_option_says_what_it_is_and_holds_all_of_its_keys(group, option):
     if group == "parallel":
         assert set(values) == {op.kind for op in OPERATIONS if op.is_declared}
         return
-    kind = _member_of(TokenizerSpec, values) if node else _member_of(RunSpec.model_fields[base].annotation, values)
+    kind = _member_of(TokenizerSpec, values) if node else _member_of(DeclaredRun.model_fields[base].annotation, values)
     assert set(values) == {name for name, field in kind.model_fields.items() if field.repr}  # those offered
 
 

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from meshloom.compiler.config import spec
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.optim.optimizers import OptimizerConfig
+from meshloom.compiler.optim.contract import OptimizerConfig
 from meshloom.models.config import Config
 from meshloom.models.numbers import divisors
 

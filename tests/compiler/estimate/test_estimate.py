@@ -17,7 +17,7 @@ from meshloom.compiler.estimate.read_step import read_step
 from meshloom.compiler.jaxpr.fusion import fuse, stacked_bytes, traffic
 from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr
 from meshloom.compiler.xla.programs import lower
-from meshloom.models import DecoderConfig
+from meshloom.models.decoder import DecoderConfig
 
 ONE_DEVICE = "target=cpu-1"
 

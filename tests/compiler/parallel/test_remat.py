@@ -14,7 +14,7 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.jaxpr.flops import matmul_flops
 from meshloom.compiler.parallel.remat import policy_of
 from meshloom.compiler.step.train_step import build_loss
-from meshloom.models import DecoderConfig
+from meshloom.models.decoder import DecoderConfig
 from support.helpers import gradients_of, reference_loss, tiered
 
 FLOAT32_BYTES = 4

@@ -18,7 +18,7 @@ from meshloom.compiler.core.format import human_bytes
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.jaxpr.flops import matmul_flops
 from meshloom.compiler.report.explain import explain, plan_as_json
-from meshloom.models import DecoderConfig
+from meshloom.models.decoder import DecoderConfig
 from support.helpers import reference_loss
 
 ON_CHIPS = ("precision=bfloat16", "sharding.on_replicated=allow")

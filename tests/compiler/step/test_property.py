@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pydantic import ValidationError
 
 from conftest import plan_of
-from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.config.user_code import DeclaredRun
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.partition_spec import axes_of
 from meshloom.compiler.driver import plan_run
@@ -86,7 +86,7 @@ def option(group: str, name: str) -> dict:
 def expected_loss(model: str, global_batch_size: int) -> float:
     """On one device, in float32."""
     values = json.loads(plan_of(*BASE).spec.model_dump_json()) | {"model": json.loads(model)}
-    built = RunSpec.model_validate_json(json.dumps(values)).model.build()
+    built = DeclaredRun.model_validate_json(json.dumps(values)).model.build()
     tokens = tokens_of(global_batch_size)
     params = built.init(jax.random.key(values["seed"]))
     return float(reference_loss(built, params, jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])))
@@ -117,7 +117,7 @@ def naive_spec(array: Array, table: list[dict]) -> PartitionSpec | None:
 
 def why_it_could_not_run(values: dict) -> str | None:
     """Found without our planner's checks: by JAX's own sharding types and by counting."""
-    spec = RunSpec.model_validate_json(json.dumps(values))
+    spec = DeclaredRun.model_validate_json(json.dumps(values))
     mesh = plan_mesh(spec.mesh, plan_target(spec.target, spec.precision.compute)).of_devices(jax.devices())
     arrays = find_arrays(spec, spec.model.build())
     computing = set()
@@ -151,7 +151,7 @@ def why_it_could_not_run(values: dict) -> str | None:
 def accepted(values: dict) -> Plan | str:
     """The plan, or what is told of the declaration."""
     try:
-        return plan_run(RunSpec.model_validate_json(json.dumps(values)))
+        return plan_run(DeclaredRun.model_validate_json(json.dumps(values)))
     except (ConfigError, ValidationError) as error:
         return str(error)
 
