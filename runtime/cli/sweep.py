@@ -19,7 +19,7 @@ from ..core.failures import RunFailed
 from ..processes.initialize import plan_start, process_index
 from ..sweep.engine import Engine, open_sweep
 from ..sweep.hydra_points import launching, subdirectory
-from ..sweep.points import SWEEP_COMMANDS, SweepCommand
+from ..sweep.rows import SWEEP_COMMANDS, SweepCommand
 from ..sweep.settings import cluster_settings, pool_settings
 from .hydra_app import run_hydra_app
 

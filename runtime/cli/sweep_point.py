@@ -16,7 +16,7 @@ from ..launch.plan import words_of_train
 from ..sweep.evaluate import evaluate
 from ..sweep.outcomes import outcome_of_run
 from ..sweep.own_process import read_task
-from ..sweep.points import INTERRUPTED, PRINTED, Outcome, Task
+from ..sweep.rows import INTERRUPTED, PRINTED, Outcome, Task
 from .main import main as run_command
 
 

@@ -20,8 +20,7 @@ from ..processes.distributed import Processes
 from ..processes.process_log import process_log, say
 from ..rundir.run_dir import as_typed, check_run_dir
 from ..rundir.run_record import link_latest
-from ..tune.search import search_into
-from ..tune.targets import compare_targets
+from ..tune.search import compare_targets, search_into
 from ..tune.variants import find_space
 from .hydra_app import run_hydra_app, show_mistake
 

@@ -8,10 +8,8 @@ from meshloom.compiler.config.launch_spec import LaunchConfig, SkyPilotLaunch, T
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 
 from ..core.failures import FINAL, HUNG, LOST, STORAGE
-from .chips import ChipNames, chip_names
-from .plan import LaunchPlan
-from .templates import template
-from .yaml_text import as_yaml
+from .plan import ChipNames, LaunchPlan, chip_names
+from .templates import as_yaml, template
 
 RESTARTED = (1, STORAGE, HUNG, LOST)  # 1: a crash of Python; xpk restarts after 42 and from 127 up by itself
 SECONDS_BETWEEN_STARTS = 30  # until the coordinator of the last one has let go of its port

@@ -13,11 +13,10 @@ from meshloom.compiler.config.launch_spec import JobSetLaunch, Volume
 from meshloom.compiler.core.errors import Problem, raise_if_any
 
 from ..core.failures import FINAL
-from .chips import chip_names
-from .plan import LaunchPlan
-from .yaml_text import as_yaml
+from .plan import LaunchPlan, chip_names
+from .templates import as_yaml
 
-HOSTS = "hosts"  # the only replicated job; a part of its pods' names (names.py)
+HOSTS = "hosts"  # the only replicated job; a part of its pods' names (plan.py)
 CONTAINER = "run"
 COORDINATOR_PORT = 8476
 TPU_PORTS = (8471, 8080, 8482, 8431)  # between chips, between slices, of JAX's coordinator, of metrics

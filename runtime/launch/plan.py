@@ -12,9 +12,13 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
+
+import yaml
 
 from meshloom.compiler.config.allowed_code import FLAG
 from meshloom.compiler.config.compose import Request
@@ -30,6 +34,7 @@ from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.places import PlaceError, local_path
 from meshloom.compiler.xla.fingerprint import FLAGS, UNSET
+from meshloom.models.config import Record
 
 from ..compile.artifact import read_artifact
 
@@ -234,3 +239,26 @@ def words_of_train(request: Request, allowed: Sequence[str], *more: str) -> list
     words += ["--config-name", request.config_name] if request.config_name != "config" else []
     words += ["--config-path", request.config_path] if request.config_path else []
     return [*words, *request.overrides, *more]
+
+
+class ChipNames(Record):
+    """Names of one chip; None where the engine does not have it."""
+
+    gke: str
+    gcloud: str | None
+    runtime: str | None
+    sky: str | None
+
+
+@cache
+def _all_chips() -> dict[str, ChipNames]:
+    text = (files("meshloom.conf") / "launch" / "_chips.yaml").read_text()
+    return {chip: ChipNames.model_validate(names) for chip, names in yaml.safe_load(text).items()}
+
+
+def chip_names(chip: str) -> ChipNames:
+    """Returns the names of a chip. Raises ConfigError for one that engines have no names of."""
+    if chip not in _all_chips():
+        what = f"no engine's name of {chip} is known"
+        raise ConfigError([Problem("launch", what, f"choose a target of {', '.join(_all_chips())}")])
+    return _all_chips()[chip]

@@ -32,16 +32,28 @@ from ..core.files import replace_json, replace_text
 from ..rundir.run_dir import as_typed
 from .figures import find_figure
 from .identity import as_glob, find_unfinished, identity_of, num_left, versions
-from .jobsets import JobSets
 from .page import PAGE, render_sweep
-from .points import INTERRUPTED, Outcome, Point, SweepCommand, Task, directory_name, row_of, swept_of
 from .pool import Pool
 from .progress import SweepProgress
 from .read import Sweep, read_sweep
-from .rows import ROWS_FILE, SCHEMA_VERSION, SWEEP_FILE, Row, Status, SweepFile
+from .rows import (
+    INTERRUPTED,
+    ROWS_FILE,
+    SCHEMA_VERSION,
+    SWEEP_FILE,
+    Outcome,
+    Point,
+    Row,
+    Status,
+    SweepCommand,
+    SweepFile,
+    Task,
+    directory_name,
+    row_of,
+    swept_of,
+)
 from .settings import ClusterSettings, PoolSettings
-from .slurm_array import SlurmArrays
-from .submitted import SubmittedPoints
+from .submitted import JobSets, SlurmArrays, SubmittedPoints
 from .table import show_table
 
 OBJECTIVES: dict[SweepCommand, str] = {"explain": "step_seconds", "compile": "step_seconds", "train": "final_loss"}

@@ -24,8 +24,7 @@ from ..core.files import replace_text
 from .engine import Engine
 from .figures import find_figure
 from .own_process import OwnProcess
-from .points import POINT_NAME, Outcome, Task, swept_of
-from .rows import Figures
+from .rows import POINT_NAME, Figures, Outcome, Task, swept_of
 
 SPOOL = ".ended"  # a folder of the sweep's: outcomes of points that other processes have run
 _POLL_SECONDS = 0.5

@@ -14,9 +14,8 @@ from meshloom.compiler.config.override_parser import overridden_key
 from meshloom.compiler.config.sweep_request import SweepRequest
 from meshloom.compiler.core.errors import ConfigError
 
-from .points import SweepCommand
 from .read import Sweep, read_sweep
-from .rows import SWEEP_FILE
+from .rows import SWEEP_FILE, SweepCommand
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
 # They say how points are run and which are run again, not what they are.

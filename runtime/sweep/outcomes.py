@@ -1,4 +1,4 @@
-"""The outcome of a point from what it was: a plan, a compiled step, the files of a run, an error, a dead process."""
+"""Makes the outcome of a point from the files of its run, from an error, or from the way that its process died."""
 
 import json
 import math
@@ -8,95 +8,13 @@ from typing import Any
 
 import yaml
 
-from meshloom.compiler.analysis.compiled_step import limit_bytes, used_devices_per_chip
 from meshloom.compiler.core.errors import DOES_NOT_FIT, MISTAKE, ConfigError
 from meshloom.compiler.core.format import human_bytes, human_seconds
-from meshloom.compiler.estimate.estimate import StepEstimate
-from meshloom.compiler.plan import Plan
-from meshloom.compiler.target.accuracy import Basis, accuracy_of
 
-from ..compile.compile_command import Compiled, why_refused
 from ..core.files import parse_json
-from .points import KILLED, TIMED_OUT, Outcome
-from .rows import Figures
+from .rows import KILLED, TIMED_OUT, Figures, Outcome
 
 CRASHED = 1
-
-
-def outcome_of_plan(plan: Plan, estimate: StepEstimate, model: str | None) -> Outcome:
-    """Returns a priced point. That it does not fit is no failure of `explain`: its exit code is 0."""
-    target, spec, per_chip = plan.target, plan.spec, used_devices_per_chip(plan.target)
-    time, memory = estimate.time, estimate.memory
-    step = time and time.seconds
-    figures = Figures(
-        basis="estimate",
-        model=model or spec.model.family,
-        target=target.name,
-        chip=target.chip.name if target.chip else target.platform,
-        num_chips=target.num_chips,
-        mesh=str(plan.mesh),
-        global_batch_size=spec.global_batch_size,
-        num_microbatches=spec.num_microbatches,
-        tokens_per_step=spec.tokens_per_step,
-        num_parameters=plan.num_parameters,
-        step_seconds=step,
-        range_factor=_range_factor(plan, "estimated") if time else None,
-        compute_seconds=time and time.compute_seconds,
-        exposed_seconds=time and time.exposed_seconds,
-        bubble_seconds=0.0 if time else None,  # no pipelines yet
-        tokens_per_second_per_chip=_per_chip(spec.tokens_per_step, step, target.num_chips),
-        mfu=_mfu(plan, step),
-        peak_bytes=memory.peak_bytes * per_chip,
-        limit_bytes=limit_bytes(plan.target),
-        fits=memory.fits,
-    )
-    if memory.fits is False or memory.host_fits is False:
-        why = _lack(figures) if memory.fits is False else "its arrays on the host do not fit the host's memory"
-        return Outcome(status="does_not_fit", exit_code=0, why=why, figures=figures)
-    return Outcome(status="done", exit_code=0, figures=figures)
-
-
-def _range_factor(plan: Plan, basis: Basis) -> float | None:
-    accuracy = accuracy_of(plan.target, basis)
-    return accuracy and accuracy.factor
-
-
-def outcome_of_compiled(compiled: Compiled, plan: Plan) -> Outcome:
-    """Returns a compiled point."""
-    report, refusal = compiled.report, compiled.refusal
-    step, memory, program, target = report.step, report.memory, report.program, report.target
-    seconds = step.predicted_seconds
-    figures = Figures(
-        basis="schedule",
-        model=program.model,
-        target=target.name,
-        chip=target.chip,
-        num_chips=target.num_chips,
-        mesh=str(plan.mesh),
-        global_batch_size=plan.spec.global_batch_size,
-        num_microbatches=plan.spec.num_microbatches,
-        tokens_per_step=plan.spec.tokens_per_step,
-        num_parameters=plan.num_parameters,
-        step_seconds=seconds,
-        range_factor=None if seconds is None else _range_factor(plan, "compiled"),
-        compute_seconds=step.compute_seconds,
-        exposed_seconds=step.exposed_seconds,
-        bubble_seconds=None if seconds is None else 0.0,  # no pipelines yet
-        tokens_per_second_per_chip=_per_chip(plan.spec.tokens_per_step, seconds, target.num_chips),
-        mfu=step.predicted_mfu,
-        peak_bytes=memory.peak_bytes_per_chip,
-        limit_bytes=memory.limit_bytes_per_chip,
-        fits=memory.fits,
-        compile_seconds=compiled.stored.step.built.compile_seconds,
-    )
-    status = "does_not_fit" if refusal == DOES_NOT_FIT else "refused" if refusal else "done"
-    return Outcome(
-        status=status,
-        exit_code=refusal,
-        why=why_refused(compiled),
-        fingerprint=compiled.stored.step.lowered.fingerprint.digest,
-        figures=figures,
-    )
 
 
 def outcome_of_run(run_dir: Path, exit_code: int, said: str, model: str | None) -> Outcome:
@@ -157,19 +75,8 @@ def outcome_of_memory(num_bytes: int, allowed_bytes: int, *, is_limit: bool) -> 
     )
 
 
-def _lack(figures: Figures) -> str:
-    needed = "more" if figures.peak_bytes is None else human_bytes(figures.peak_bytes)
-    limit = "its memory" if figures.limit_bytes is None else human_bytes(figures.limit_bytes)
-    return f"needs {needed} of {limit} per chip"
-
-
-def _per_chip(tokens: int, seconds: float | None, num_chips: int) -> float | None:
+def tokens_per_second_per_chip(tokens: int, seconds: float | None, num_chips: int) -> float | None:
     return tokens / seconds / num_chips if seconds else None
-
-
-def _mfu(plan: Plan, seconds: float | None) -> float | None:
-    peak, flops = plan.target.peak_flops_per_second, plan.model_flops_per_step
-    return flops / (seconds * peak * plan.target.num_devices) if seconds and peak and flops is not None else None
 
 
 def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
@@ -198,7 +105,7 @@ def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
         tokens_per_step=program["tokens_per_step"],
         num_parameters=program["num_parameters"],
         step_seconds=seconds,
-        tokens_per_second_per_chip=_per_chip(program["tokens_per_step"], seconds, target["num_chips"]),
+        tokens_per_second_per_chip=tokens_per_second_per_chip(program["tokens_per_step"], seconds, target["num_chips"]),
         mfu=flops / (seconds * peak * target["num_devices"]) if seconds and peak and flops is not None else None,
         final_loss=_finite(last.get("loss")),
         evaluation_loss=_finite(held_out),

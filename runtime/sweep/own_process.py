@@ -1,4 +1,7 @@
-"""A point in a process of its own: devices, signals and environment belong to one run of training alone."""
+"""Runs a point in a process of its own, which ends with this one.
+
+Devices, signals and environment variables belong to one run of training alone.
+"""
 
 import os
 import pickle
@@ -6,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,9 +19,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from .outcomes import outcome_of_death, outcome_of_timeout
-from .points import PRINTED, Outcome, Task
+from .rows import PRINTED, Outcome, Task
 
 MODULE = "meshloom.runtime.cli.sweep_point"  # it reads a task from its input, and ends when that is closed
+_POLL_SECONDS = 0.5
 
 
 @dataclass
@@ -85,3 +91,14 @@ class OwnProcess:
 def read_task(read: Callable[[int], bytes]) -> tuple[Task, Path]:
     """Returns what the parent has told: the task, and the file that its outcome goes to."""
     return pickle.loads(read(int.from_bytes(read(8), "big")))
+
+
+def end_with(parent: int) -> None:
+    """Ends this process when its parent has died, however that died; what it is at would be nobody's."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -17,13 +17,12 @@ import jinja2
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.report.views.page import policy_hash, template_environment, template_source
 
-from .chips import chip_panels
-from .curves import read_curves, running_rows
 from .figures import (
     FIGURES,
     Figure,
     best_first,
     best_of,
+    chip_panels,
     find_figure,
     influence,
     name_of,
@@ -32,7 +31,7 @@ from .figures import (
     typed_value,
     value_of,
 )
-from .read import Sweep
+from .read import Sweep, read_curves, running_rows
 from .rows import Row
 from .table import STATUS_TEXT, count_reasons
 

@@ -1,35 +1,110 @@
-"""The points of a sweep in worker processes: an abort, a hang or a lack of memory ends one of them alone.
+"""Runs the points of a sweep in worker processes: an abort, a hang or a lack of memory ends one of them alone.
 
-Points of `explain` and `compile` go to Pebble's processes, which stay warm. Points of `train`, and those that need
-devices that JAX cannot have in a warm process, run in a process of their own. Points are handed out one by one, as many
-at once as memory allows.
+Points of `explain` and `compile` run in Pebble's worker processes, which stay warm. Points of `train`, and those that
+need devices that JAX cannot have in a warm process, run in a process of their own. Points start one by one, as many at
+once as memory allows.
 """
 
+import gc
 import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, TimeoutError, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+import psutil
 from pebble import ProcessExpired, ProcessPool
 
+from meshloom.compiler.config.kept_compositions import keep_compositions
+
 from ..core.host_memory import available_bytes
-from .memory import LEAST_LEFT, Memory, num_ended_for_memory
+from .evaluate import evaluate
 from .outcomes import outcome_of_death, outcome_of_error, outcome_of_memory, outcome_of_timeout
-from .own_process import OwnProcess
-from .points import Outcome, Point, Task
+from .own_process import OwnProcess, end_with
+from .rows import Outcome, Point, Task
 from .settings import PoolSettings
-from .worker_process import say_at, start_worker, work
 
 _POLL_SECONDS = 0.2
 MOST_POINTS_OF_A_WORKER = 500  # traced programs stay in memory; a fresh worker starts in 3 s
+LEAST_LEFT = 512 * 2**20  # below this the system is about to end processes: the youngest point is ended first
+EVENTS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))  # their `oom_kill` counts what the system ended
 Work = Callable[[Task], Outcome | None]
+
+
+@dataclass
+class Memory:
+    """expected: bytes that a point needs. taken: by index of a running point, what its processes take now."""
+
+    expected: int
+    taken: dict[int, int] = field(default_factory=dict)
+
+    def look(self, pids: Mapping[int, int]) -> None:
+        """Measures the running points. pids: the process of each."""
+        self.taken = {index: bytes_of(pid) for index, pid in pids.items()}
+        self.expected = max([self.expected, *self.taken.values()])
+
+    def has_room(self, running: Iterable[int]) -> bool:
+        """Returns True if one more point fits beside what the running ones may still take."""
+        reserved = sum(max(0, self.expected - self.taken.get(index, 0)) for index in running)
+        return available_bytes() - reserved - self.expected > LEAST_LEFT
+
+
+def bytes_of(pid: int) -> int:
+    """Returns the memory of a process and its children; 0 where it has ended."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        return sum(one.memory_info().rss for one in family)
+    except psutil.Error:
+        return 0
+
+
+def num_ended_for_memory() -> int | None:
+    """Returns how many processes the system has ended for memory so far; None where it does not say."""
+    for path in EVENTS:
+        try:
+            counts = dict(line.split() for line in path.read_text().splitlines())
+            return int(counts["oom_kill"])
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
+
+
+def prepare_worker(parent: int, scratch: Path) -> None:
+    """Prepares the process. parent: whose end is its own. scratch: takes what the process prints.
+
+    Ctrl-C reaches all processes of a terminal, and the parent alone answers it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with(parent)
+    log = os.open(scratch / f"{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+
+
+def say_at(index: int, scratch: Path) -> None:
+    """Says which point this process is at, for whoever measures its memory."""
+    (scratch / f"{os.getpid()}.point").write_text(str(index))
+
+
+def start_worker(parent: int, scratch: Path) -> None:
+    """Prepares the process, and has it keep what all points share."""
+    prepare_worker(parent, scratch)
+    keep_compositions()
+    gc.freeze()  # all that was imported, some 500,000 objects
+    gc.set_threshold(50_000, 20, 100)  # a traced program has as many: not a look at every 700 new ones
+
+
+def work(task: Task) -> Outcome | None:
+    """Evaluates a point; None where it needs a process of its own."""
+    return evaluate(task)
 
 
 @dataclass

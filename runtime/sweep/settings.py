@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from meshloom.compiler.config.launch_spec import LaunchSpec
 from meshloom.compiler.core.errors import Problem, raise_if_any
 
-from .points import SweepCommand
+from .rows import SweepCommand
 
 NAME = "meshloom_pool"
 TARGET = "hydra_plugins.meshloom_sweeps.launcher.PoolLauncher"

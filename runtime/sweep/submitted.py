@@ -1,12 +1,15 @@
-"""The points of a sweep as jobs of a cluster, which start their processes on other hosts.
+"""Runs the points of a sweep as jobs of a cluster, which start their processes on other hosts.
 
-This process submits them, waits until each has ended, and makes rows of what they left in their directories. Ctrl-C
-cancels those that have not ended.
+This process submits the jobs, waits until each has ended, and makes rows of what they left in their directories. Ctrl-C
+cancels the jobs that have not ended. If this process dies, the jobs go on, and the same command finds them again.
 """
 
+import json
+import shutil
 import subprocess
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,18 +17,28 @@ from typing import Self
 
 from meshloom.compiler.config.allowed_code import code_allowed_from
 from meshloom.compiler.config.compose import read_spec
+from meshloom.compiler.config.launch_spec import JobSetLaunch, SlurmLaunch
 from meshloom.compiler.config.model_choice import model_of
 from meshloom.compiler.config.override_text import override
 from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.visible import write_error
 
+from ..core.failures import FINAL
+from ..core.files import replace_text
+from ..launch.jobset import render_jobset
 from ..launch.plan import LaunchPlan, plan_launch
+from ..launch.slurm import render_slurm_array
 from .outcomes import outcome_of_error, outcome_of_run
-from .points import PRINTED, Outcome, Point, Task
+from .rows import PRINTED, Outcome, Point, Task
 from .settings import ClusterSettings
 
 _POLL_SECONDS = 2.0
 POLLS_UNTIL_LOST = 5  # a job is gone, and what it left may still be on its way over a network disk
+ARRAY_FILE = "array-{}.json"
+KUBECTL = "kubectl"
+STATE = "--output=jsonpath={.status.terminalState}"
+EXIT_CODES = "--output=jsonpath={.items[*].status.containerStatuses[*].state.terminated.exitCode}"
 
 
 @dataclass(frozen=True)
@@ -146,3 +159,114 @@ def run_tool(*words: str) -> str:
         what = f"{words[0]} failed: {done.stderr.strip()}"
         raise ConfigError([Problem("hydra/launcher", what, "correct the keys of launch that it names")])
     return done.stdout.strip()
+
+
+class SlurmArrays(SubmittedPoints):
+    """An array for the points of each kind of hosts. scratch: all hosts see it."""
+
+    def find(self, points: Mapping[int, Point]) -> dict[int, str]:
+        found = {}
+        for path in self.scratch.glob(ARRAY_FILE.format("*")):
+            told = json.loads(path.read_text())
+            alive = bool(self.alive({told["job"]}))
+            for index in map(int, told["points"]):
+                if index in points and (alive or self._exit_file(index).exists()):
+                    found[index] = told["job"]
+        return found
+
+    def submit(self, points: Sequence[PlannedPoint]) -> dict[int, str]:
+        groups: dict[object, list[PlannedPoint]] = defaultdict(list)
+        for one in points:
+            groups[one.plan.hosts, one.spec.launch.model_dump_json()].append(one)
+        return {index: job for n, group in enumerate(groups.values()) for index, job in self._submit(n, group).items()}
+
+    def _submit(self, number: int, group: Sequence[PlannedPoint]) -> dict[int, str]:
+        elements, launch = [], group[0].spec.launch
+        assert isinstance(launch, SlurmLaunch)
+        for one in group:
+            directory, exit_file = Path(one.plan.run_dir), self._exit_file(one.point.index)
+            directory.mkdir(parents=True, exist_ok=True)
+            exit_file.unlink(missing_ok=True)
+            elements.append((one.plan, str(directory / PRINTED), str(exit_file)))
+        log = str(self.scratch / "slurm-%A_%a.log")
+        script = self.scratch / f"array-{number}.sbatch"
+        script.write_text(render_slurm_array(elements, launch, num_at_once=self.settings.num_at_once, log=log))
+        job = run_tool("sbatch", "--parsable", str(script)).partition(";")[0]
+        indices = [one.point.index for one in group]
+        replace_text(self.scratch / ARRAY_FILE.format(job), json.dumps({"job": job, "points": indices}))
+        return dict.fromkeys(indices, job)
+
+    def alive(self, jobs: Set[str]) -> Set[str]:
+        return {job for job in jobs if _is_queued(job)}
+
+    def exit_code(self, index: int) -> int | None:
+        try:
+            return int(self._exit_file(index).read_text())
+        except FileNotFoundError:
+            return None
+
+    def forget(self, index: int) -> None:
+        self._exit_file(index).unlink(missing_ok=True)
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        subprocess.run(["scancel", *jobs], check=False)
+
+    def _exit_file(self, index: int) -> Path:
+        return self.scratch / f"{index}.exit"
+
+
+def _is_queued(job: str) -> bool:
+    """Returns True if any element of an array waits or runs. squeue fails for a job that it has forgotten."""
+    done = subprocess.run(["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, check=False)
+    return done.returncode == 0 and bool(done.stdout.strip())
+
+
+class JobSets(SubmittedPoints):
+    """A JobSet for each point. scratch: takes the manifests."""
+
+    _namespaces: dict[str, tuple[str, ...]]
+
+    def find(self, points: Mapping[int, Point]) -> dict[int, str]:  # noqa: ARG002 (applying again finds them)
+        self._namespaces = {}
+        return {}
+
+    def submit(self, points: Sequence[PlannedPoint]) -> dict[int, str]:
+        jobs = {}
+        for one in points:
+            launch = one.spec.launch
+            assert isinstance(launch, JobSetLaunch)
+            manifest = self.scratch / f"{one.plan.name}.yaml"
+            manifest.write_text(render_jobset(one.plan, launch))
+            if launch.dry_run or (launch.dry_run is None and shutil.which(KUBECTL) is None):
+                why = "launch.dry_run=true" if launch.dry_run else f"{KUBECTL} is not installed here"
+                write_error(f"not applied, as {why}: {manifest}")
+                continue
+            self._namespaces[one.plan.name] = (f"--namespace={launch.namespace}",) if launch.namespace else ()
+            run_tool(KUBECTL, "apply", f"--filename={manifest}")
+            jobs[one.point.index] = one.plan.name
+        return jobs
+
+    def alive(self, jobs: Set[str]) -> Set[str]:
+        listed = {
+            name.removeprefix("jobset.jobset.x-k8s.io/")
+            for namespace in {self._namespaces[job] for job in jobs}
+            for name in run_tool(KUBECTL, "get", "jobsets", "--output=name", *namespace).split()
+        }
+        return jobs & listed
+
+    def exit_code(self, index: int) -> int | None:
+        name = self.jobs[index]
+        words = (KUBECTL, "get", "jobset", name, "--ignore-not-found", STATE, *self._namespaces[name])
+        state = run_tool(*words)
+        return 0 if state == "Completed" else self._failed_with(name) if state == "Failed" else None
+
+    def _failed_with(self, name: str) -> int:
+        """Returns the exit code that decided, of all pods; those of earlier restarts are gone."""
+        selector = f"--selector=jobset.sigs.k8s.io/jobset-name={name}"
+        told = run_tool(KUBECTL, "get", "pods", selector, EXIT_CODES, *self._namespaces[name])
+        codes = [code for code in map(int, told.split()) if code]
+        return next((code for code in codes if code in FINAL), codes[0] if codes else 1)
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        for job in jobs:
+            run_tool(KUBECTL, "delete", "jobset", job, "--ignore-not-found", *self._namespaces[job])

@@ -13,8 +13,8 @@ from meshloom.compiler.tune.space import MeshCandidate
 
 from ..sweep.identity import versions
 from ..sweep.rows import SCHEMA_VERSION, Figures, Row, SweepFile
-from .compiled import CompiledCandidate
 from .variants import Space
+from .workers import CompiledCandidate
 
 MOST_ROWS = 3000  # the best; the page draws each
 OBJECTIVES = {"step_time": "step_seconds", "cost": "cost_per_million_tokens", "memory": "peak_bytes"}

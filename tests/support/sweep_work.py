@@ -3,7 +3,7 @@
 import os
 import time
 
-from meshloom.runtime.sweep.points import Outcome, Task
+from meshloom.runtime.sweep.rows import Outcome, Task
 
 PIECE_BYTES = 2**26
 

@@ -1,7 +1,12 @@
-"""Scripts that engines run, as Jinja templates: values are quoted for the shell by who fills them in."""
+"""What engines get as text: scripts from Jinja templates, and manifests as YAML.
+
+Whoever fills in a template quotes its values for the shell.
+"""
 
 from functools import cache
+from typing import Any
 
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 
@@ -14,3 +19,22 @@ def template(name: str) -> Template:
 def _environment() -> Environment:
     loader = PackageLoader("meshloom.runtime.launch", "templates")
     return Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes YAML as a person would: scripts as blocks, nothing by reference."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def as_yaml(value: Any) -> str:
+    """Returns the value as YAML, with keys in their order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=10_000)

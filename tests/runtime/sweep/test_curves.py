@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshloom.runtime.sweep.curves import MOST, read_curves, thinned
+from meshloom.runtime.sweep.read import MOST, read_curves, thinned
 from support.sweeps import point
 
 

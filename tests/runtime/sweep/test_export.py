@@ -7,8 +7,8 @@ import pyarrow.parquet
 import pytest
 
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.runtime.sweep.export import write_csv, write_parquet
 from meshloom.runtime.sweep.rows import Figures
+from meshloom.runtime.sweep.table import write_csv, write_parquet
 from support.sweeps import figures, point
 
 ROWS = [

@@ -5,7 +5,7 @@ import string
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshloom.runtime.sweep.points import MOST_NAME_BYTES, directory_name, swept_of
+from meshloom.runtime.sweep.rows import MOST_NAME_BYTES, directory_name, swept_of
 
 SAFE = set(string.ascii_letters + string.digits + "._=@,+-")
 

@@ -12,10 +12,9 @@ import psutil
 import pytest
 
 from meshloom.compiler.config.compose import Request
-from meshloom.runtime.sweep.points import Outcome, Point, Task
-from meshloom.runtime.sweep.pool import Pool
+from meshloom.runtime.sweep.pool import Pool, prepare_worker
+from meshloom.runtime.sweep.rows import Outcome, Point, Task
 from meshloom.runtime.sweep.settings import PoolSettings
-from meshloom.runtime.sweep.worker_process import prepare_worker
 from support.sweep_work import work
 
 MB = 10**6

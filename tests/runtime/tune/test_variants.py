@@ -10,8 +10,7 @@ from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.tune.answer import Estimated
 from meshloom.compiler.tune.space import find_candidates
-from meshloom.runtime.tune.experiment import write_experiment
-from meshloom.runtime.tune.variants import find_space
+from meshloom.runtime.tune.variants import find_space, write_experiment
 
 DECLARED = (
     *SMALL,
