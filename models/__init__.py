@@ -1,5 +1,5 @@
-"""Models: pure pieces over parameters with logical axes. A `ModelConfig` is the only door: `config.build()`. The families
-are in registry.py."""
+"""Models: pure pieces over parameters with logical axes. A `ModelConfig` is the only door: `config.build()`. The
+families are in registry.py."""
 
 from .contract import (
     IGNORED_TARGET,
@@ -30,5 +30,6 @@ LOGICAL_AXES = (
 
 __all__ = [
     "IGNORED_TARGET", "LOGICAL_AXES", "PADDING_TARGET", "Aux", "AuxOfTotals", "Context", "LogicalAxes", "Measure",
-    "Model", "ModelConfig", "Params", "Piece", "Stack", "UpdateRule", "build_piece", "is_logical_axes", "split_aux", "split_output",
+    "Model", "ModelConfig", "Params", "Piece", "Stack", "UpdateRule", "build_piece", "is_logical_axes", "split_aux",
+    "split_output",
 ]  # fmt: skip

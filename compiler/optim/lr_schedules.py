@@ -13,11 +13,11 @@ If only one step follows the warm-up, cosine and linear give it the peak. If the
 warm-up (W + D = N), the last step of the warm-up alone has the peak, and without a warm-up no step.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import optax
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import PositiveInt
 
 from ..core.config_types import UpToOne
 from ..core.errors import Problem
