@@ -1,25 +1,82 @@
-"""Compiled programs, kept between starts by JAX's persistent cache. What was found in it is told by JAX's own events.
+"""Keeps compiled programs between starts, in `compilation_cache`.
 
-JAX writes an entry in place: a kill at that moment leaves a damaged one, which JAX then neither loads nor replaces. So
-such entries are removed here.
+    artifacts/DIGEST          artifacts by fingerprint (artifact.py), also of steps for devices that are not attached
+    artifacts/DIGEST.aborted  why the compiler ended a process over this program
+    artifacts/DIGEST.lock     held while a process compiles this program
+    decisions/DIGEST.json     outcomes of searches (overlap_search.py)
+    the rest                  JAX's persistent cache, for runs of one process
+
+JAX's cache cannot read back programs for absent devices, and serves process 0 of several alone; artifacts do both. JAX
+writes an entry in place, so a kill at that moment leaves a damaged one, which JAX then neither loads nor replaces. Such
+entries are removed here.
 """
 
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
 from etils import epath  # with Orbax; JAX opens its cache by it, too
+from filelock import FileLock
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.places import is_url
+from meshloom.compiler.xla.fingerprint import Fingerprint
+
+from ..core.failures import RunFailed
+from .abort_watchdog import read_abort_reason
 
 DIRECTORY = "jax_compilation_cache_dir"
 REQUEST, HIT = (f"/jax/compilation_cache/{event}" for event in ("compile_requests_use_cache", "cache_hits"))
 FAILED = re.compile(r"Error (reading|writing) persistent compilation cache entry for '(.*?)': (.*)", re.S)
+
+
+def store_of(spec: RunSpec, fingerprint: Fingerprint) -> Path | None:
+    """Returns the folder in which compiled programs are saved between runs; None if they are not."""
+    folder = cache_folder(spec)
+    return folder and folder / "artifacts" / fingerprint.digest
+
+
+def cache_folder(spec: RunSpec) -> Path | None:
+    """Returns `compilation_cache` as a folder; None where it is null, or a URL, which JAX's own cache alone can use."""
+    place = spec.compilation_cache
+    return None if place is None or is_url(place) else Path(place).absolute()
+
+
+def unkept(spec: RunSpec) -> tuple[str, ...]:
+    """Returns a warning where programs are to be saved behind a URL, which only a run of one process can."""
+    if spec.compilation_cache is None or not is_url(spec.compilation_cache):
+        return ()
+    return (f"programs are not saved in {spec.compilation_cache}: a folder is needed, except to train in one process",)
+
+
+@contextmanager
+def one_compiles(store: Path | None) -> Iterator[None]:
+    """Within the `with`, no other process compiles the same program: the second one waits, and finds what the first has
+    stored. The system lets go of the lock when a process dies. A store that cannot be written locks nothing."""
+    lock = None
+    if store is not None:
+        with suppress(OSError):
+            store.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(store.with_name(f"{store.name}.lock"))
+            lock.acquire()
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def check_did_not_abort(aborted: Path | None) -> None:
+    """Raises RunFailed where this compiler ended a process over this program: it would do so again."""
+    if aborted and (why := read_abort_reason(aborted)):
+        fix = f"other options or another version of it may do; remove {aborted} to let it try again"
+        raise RunFailed(Problem("the compiler", f"aborted on this program before: {why}", fix), exit_code=1)
 
 
 @dataclass

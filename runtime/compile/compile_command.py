@@ -40,9 +40,9 @@ from ..processes.process_log import say, say_command, say_labels
 from ..rundir.run_dir import write_declaration, write_report
 from ..rundir.run_record import recorded_run
 from .artifact import FOLDER, TEXT, write_artifact
-from .compile_cache import cached_compilation
+from .compile_cache import cache_folder, cached_compilation
 from .overlap_search import search_overlap
-from .step_compiler import COMPILER_LOG, StepCompiler, StoredStep, cache_folder
+from .step_compiler import COMPILER_LOG, StepCompiler, StoredStep
 from .watched import Phases, compiler_errors_reported
 
 LOG = logging.getLogger("meshloom")

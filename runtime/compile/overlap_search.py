@@ -38,7 +38,8 @@ from meshloom.compiler.xla.fingerprint import sha256
 
 from ..core.files import replace_text
 from ..processes.process_log import say
-from .step_compiler import StepCompiler, StoredStep, cache_folder
+from .compile_cache import cache_folder
+from .step_compiler import StepCompiler, StoredStep
 
 Tried = tuple[OverlapConfig, Evaluation]
 Untried = Literal["num_equal", "num_ruled_out", "num_untried"]  # why a candidate has no row, as SearchReport counts it

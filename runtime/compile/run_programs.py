@@ -1,9 +1,13 @@
-"""The programs of a run: loaded where they were compiled before, else compiled. Several processes do it alike.
+"""Makes the programs of a run, alike in all of its processes: loads what was compiled before, or compiles, and checks
+that they fit in memory.
 
 A process that loads its programs would be minutes ahead of one that compiles them. Collectives of simulated devices
 give up after 30 s without the others, and compilers for GPUs divide the tuning of kernels among all processes. So all
 load or all compile, and none goes on before all have their programs. JAX's persistent cache cannot serve them: process
 0 alone writes it, which leaves hosts with disks of their own without, and its keys differ between processes on CPU.
+
+Memory is checked before anything is allocated, since the kernel kills a process without a message: before the compile
+for the arrays of the plan, after it for what the compiler made. Simulated devices share the memory of the host.
 """
 
 import time
@@ -11,27 +15,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from meshloom.compiler.analysis.lint import find_gathered_whole
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.core.errors import DOES_NOT_FIT, Problem
+from meshloom.compiler.core.format import counted, human_bytes
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.xla.aot import REMATERIALIZATION, built_of
+from meshloom.compiler.xla.aot import REMATERIALIZATION, built_of, memory_of
 from meshloom.compiler.xla.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.xla.programs import Programs, build, lower
 from meshloom.compiler.xla.stderr_capture import captured_stderr
 
+from ..core.failures import RunFailed
+from ..core.host_memory import available_bytes
 from ..processes.agreement import check_same_program
 from ..processes.distributed import COMPILED, Processes, together
 from ..processes.process_log import say
 from ..processes.stop import StopRequest
 from .artifact import Artifact, find_artifact, load_programs, write_artifact
-from .compile_cache import cached_compilation
-from .memory_check import check_program_memory
-from .step_compiler import store_of, unkept
+from .compile_cache import cached_compilation, store_of, unkept
 from .watched import LOWER, Phases, compiler_errors_reported, watched
 
 STATUS = "compiling the train step"
@@ -171,3 +177,67 @@ def _keep(place: Path | None, fingerprint: Fingerprint, programs: Programs, seco
         if not find_artifact(fingerprint, [place]):  # else another process of this host was faster
             return (f"the programs cannot be kept in {place.parent}: {error.strerror}",)
     return ()
+
+
+REGARDLESS = "on_out_of_memory=try goes on regardless"
+
+
+def check_state_memory(plan: Plan, processes: Processes) -> None:
+    """Raises RunFailed where parameters, optimizer state and batch alone take more than there is, or on an accelerator
+    the copy that a save makes of them in the memory of the host."""
+    needed = plan.memory.state_bytes + plan.memory.batch
+    _check_devices(plan, needed, "for parameters, optimizer state and batch alone", processes)
+    if plan.spec.checkpoint.is_saving and plan.target.platform != "cpu":
+        _check_host(plan, _saved_bytes(plan, processes), "a save copies the state to the memory of its host")
+
+
+def check_program_memory(plan: Plan, compiled: Any, processes: Processes) -> None:
+    """Raises RunFailed where the compiled train step takes more than there is, of devices or of the host."""
+    memory = memory_of(compiled)
+    needed = memory.needed_bytes(plan.target.platform)
+    if needed is not None:  # else the compiler alone knows, and it has let the program pass
+        _check_devices(plan, needed, "for the compiled train step", processes)
+    if memory.host_bytes:
+        on_host = memory.host_bytes * _devices_of_host(plan, processes)
+        _check_host(plan, on_host, "the compiled train step keeps arrays in the memory of its host")
+
+
+def _check_devices(plan: Plan, bytes_per_device: int, purpose: str, processes: Processes) -> None:
+    each = f"{human_bytes(bytes_per_device)} are needed on each"
+    if plan.target.platform == "cpu":
+        num_devices = _devices_of_host(plan, processes)
+        who = f"of {counted(num_devices, 'simulated device')} {purpose}; the memory is this machine's"
+        _check_host(plan, bytes_per_device * num_devices, f"{each} {who}")
+        return
+    available = _device_bytes(plan)
+    if available is not None and bytes_per_device > available:
+        _refuse(plan, f"{each} device of {plan.target.name} {purpose}, and {human_bytes(available)} are available")
+
+
+def _check_host(plan: Plan, needed: int, why: str) -> None:
+    available = available_bytes()
+    if needed > available:
+        _refuse(plan, f"{why}: {human_bytes(needed)} are needed, {human_bytes(available)} are available")
+
+
+def _refuse(plan: Plan, what: str) -> None:
+    if plan.spec.on_out_of_memory == "refuse":
+        fix = "choose a smaller model or batch, or more devices (`meshloom explain` plans without any)"
+        raise RunFailed(Problem("target", what, f"{fix}; {REGARDLESS}"), DOES_NOT_FIT)
+
+
+def _device_bytes(plan: Plan) -> int | None:
+    """Returns what the runtime lets programs take of a device; where it does not say, what the chip is known to
+    have."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit", plan.target.hbm_bytes_per_device)
+
+
+def _devices_of_host(plan: Plan, processes: Processes) -> int:
+    return plan.target.num_devices // processes.count * processes.num_on_host
+
+
+def _saved_bytes(plan: Plan, processes: Processes) -> int:
+    """Replicas are saved once."""
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.abstract))
+    return min(whole, plan.memory.state_bytes * _devices_of_host(plan, processes))

@@ -1,17 +1,24 @@
-"""A compile at work: what it is doing, how it is interrupted, and what its compiler raised.
+"""Watches a compile: shows what it is doing, ends it on Ctrl-C or after a time limit, and reports how it failed.
 
-What the compiler prints goes to a log; an abort is reported, and Ctrl-C ends the compile at once. On a terminal one
-line moves; elsewhere there is a line after one minute of a phase, after two, after four, and so on, so that a log of
-hours stays short.
+XLA cannot be interrupted, so it runs in a thread (`watched`), and Ctrl-C ends the process. An abort of the compiler
+ends the process too; a helper process reports it (abort_watchdog.py). Only another process can be ended by itself: a
+compile with a budget, `compile.timeout_seconds`, runs in a child (`compile_in_child`). docs/libraries.md says why other
+compiles do not.
+
+On a terminal one line shows the phase. Elsewhere a line is written after one minute of a phase, after two, after four,
+and so on, so that a log of hours stays short.
 """
 
 import logging
 import os
 import re
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +26,10 @@ from typing import TypeVar
 
 import jax
 
+from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
-from meshloom.compiler.core.format import human_bytes, human_seconds
+from meshloom.compiler.core.format import human_bytes, human_names, human_seconds
 from meshloom.compiler.target.compiler_options import option_problem
 from meshloom.compiler.xla.aot import OutOfMemory, parse_out_of_memory
 
@@ -33,6 +41,7 @@ from .abort_watchdog import last_words
 T = TypeVar("T")
 FIRST_SECONDS = 60.0
 LOWER, COMPILE, READ = "tracing and lowering", "in XLA", "reading the schedule"
+NOT_OF_CHILD = ("hydra.run.dir=", "compile.timeout_seconds=", "overlap.search=")  # a child has its own
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception): ")
 
 
@@ -106,6 +115,29 @@ def watched(compile_programs: Callable[[], T], *, log: Path, terminal: int, phas
         raise
 
 
+def compile_in_child(spec: RunSpec, overrides: Sequence[str], *, log: Path) -> None:
+    """Waits for a child that compiles the declaration. If its compile fails, this returns all the same: the caller then
+    compiles for itself and gets the compiler's own error. log: the file that the child's output is appended to.
+
+    Raises RunFailed, after it has ended the child, if the budget is spent.
+    """
+    seconds = spec.compile.timeout_seconds
+    assert seconds is not None
+    words = [word for word in overrides if not word.startswith(NOT_OF_CHILD)]
+    with tempfile.TemporaryDirectory() as run_dir, log.open("ab") as printed:
+        own = ("compile.timeout_seconds=null", "overlap.search=null", f"hydra.run.dir={run_dir}")
+        command = [sys.executable, "-m", "meshloom", "compile", *words, *own]
+        child = subprocess.Popen(command, stdout=printed, stderr=printed, start_new_session=True)
+        try:
+            child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise RunFailed(_too_long(spec, seconds), exit_code=1) from None
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+
 @contextmanager
 def compiler_errors_reported(log: Path) -> Iterator[None]:
     """Turns a compiler's exceptions within the `with` into RunFailed, or ConfigError for options that it refuses.
@@ -145,3 +177,12 @@ def _lack(refused: OutOfMemory) -> str:
         return f"the train step does not fit the memory of a device: {refused.said}"
     needed, available = human_bytes(refused.needed_bytes), human_bytes(refused.available_bytes)
     return f"the train step does not fit: {needed} are needed on each device, and {available} are available"
+
+
+def _too_long(spec: RunSpec, seconds: float) -> Problem:
+    options = [f"{name}={value}" for name, value in spec.compiler_options.items()]
+    at_work = [*options, *(f"overlap.flag_presets={name}" for name in spec.overlap.flag_presets)]
+    what = f"the compiler is still at work after {human_seconds(seconds)}"
+    with_what = f", with {human_names(at_work, most=6)}" if at_work else ", with its default options"
+    fix = "leave out one of these options at a time, or set a longer compile.timeout_seconds"
+    return Problem("compile.timeout_seconds", what + with_what, fix)

@@ -42,8 +42,7 @@ from ..checkpoint.start import (
     find_restorable,
 )
 from ..compile.artifact import check_artifact, read_artifact
-from ..compile.memory_check import check_state_memory
-from ..compile.run_programs import Precompiled, make_programs, mesh_of
+from ..compile.run_programs import Precompiled, check_state_memory, make_programs, mesh_of
 from ..core.exclusive import only_run_in, only_run_that_saves_in
 from ..data import BatchIterator, Data, open_data
 from ..processes.agreement import check_same_declaration

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshloom.runtime.compile.abort_watchdog import read_abort_reason
-from meshloom.runtime.compile.step_compiler import check_did_not_abort
+from meshloom.runtime.compile.compile_cache import check_did_not_abort
 from meshloom.runtime.core.failures import RunFailed
 
 pytestmark = pytest.mark.ci

@@ -13,8 +13,8 @@ from meshloom.compiler.core.errors import DOES_NOT_FIT
 from meshloom.compiler.xla.aot import ProgramMemory
 from meshloom.compiler.xla.programs import lower
 from meshloom.runtime.cli.main import run
-from meshloom.runtime.compile import memory_check
-from meshloom.runtime.compile.memory_check import check_program_memory, check_state_memory
+from meshloom.runtime.compile import run_programs
+from meshloom.runtime.compile.run_programs import check_program_memory, check_state_memory
 from meshloom.runtime.core.failures import RunFailed
 from meshloom.runtime.core.host_memory import available_bytes
 from meshloom.runtime.processes.distributed import Processes
@@ -49,7 +49,7 @@ def test_activations_that_do_not_fit_are_refused_before_anything_is_allocated():
 def _refusal(monkeypatch, target: str, **bytes_by_kind: int) -> str:
     """Returns why a program is refused that takes these bytes of a device; "" where it is not."""
     none = dict.fromkeys((field.name for field in fields(ProgramMemory)), 0)
-    monkeypatch.setattr(memory_check, "memory_of", lambda _: ProgramMemory(**{**none, **bytes_by_kind}))
+    monkeypatch.setattr(run_programs, "memory_of", lambda _: ProgramMemory(**{**none, **bytes_by_kind}))
     try:
         check_program_memory(plan_of(*LINEAR_STACK, f"target={target}"), None, Processes())
     except RunFailed as error:
@@ -67,7 +67,7 @@ def test_gaps_between_arrays_are_no_reason_to_refuse_a_tpus_program(monkeypatch)
 
 
 def test_what_a_program_keeps_on_the_host_has_to_fit_there(monkeypatch):
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr(run_programs, "available_bytes", lambda: 16 * GIB)
     on_device = {"temporaries_bytes": 18 * GIB, "peak_bytes": 18 * GIB}  # which of the two memories it is, is unknown
     assert not _refusal(monkeypatch, "v5e-8", host_bytes=2 * GIB, **on_device)
     told = _refusal(monkeypatch, "v5e-8", host_bytes=3 * GIB, **on_device)
@@ -77,7 +77,7 @@ def test_what_a_program_keeps_on_the_host_has_to_fit_there(monkeypatch):
 def test_the_simulated_devices_of_all_processes_of_a_host_count(monkeypatch):
     plan = plan_of(*LINEAR_STACK)
     of_device = plan.memory.state_bytes + plan.memory.batch
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: 6 * of_device)
+    monkeypatch.setattr(run_programs, "available_bytes", lambda: 6 * of_device)
     check_state_memory(plan, Processes(0, 2, num_on_host=1))  # 4 of the 8 devices
     for processes in (Processes(), Processes(0, 2, num_on_host=2)):
         with pytest.raises(RunFailed, match="of 8 simulated devices"):
@@ -118,6 +118,6 @@ def test_without_control_groups_the_machine_is_the_limit():
 
 
 def test_one_device_is_not_told_as_several(monkeypatch):
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: 0)
+    monkeypatch.setattr(run_programs, "available_bytes", lambda: 0)
     with pytest.raises(RunFailed, match="on each of 1 simulated device for parameters"):
         check_state_memory(plan_of(*LINEAR_STACK, "target=cpu-1"), Processes())
