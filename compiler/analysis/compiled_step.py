@@ -1,18 +1,22 @@
 """A compiled step with everything that was read from it, and the verdicts that follow."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..estimate.communication import PlannedCollective
 from ..estimate.estimate import StepEstimate, fits_host
 from ..plan import Plan
 from ..schema import Event, Finding
 from ..target.target import TargetPlan
 from ..xla.aot import Built, LoweredStep
-from .exposure import find_too_exposed
-from .lint import lint
-from .program_memory import PeakMemory, needed_bytes
-from .schedule_analysis import NOTHING_TIMED, ScheduleAnalysis
+from ..xla.hlo import parse_module
+from .lint import find_too_exposed, lint
+from .program_memory import PeakMemory, needed_bytes, read_peak
+from .program_text import Unavailable, read_part
+from .schedule_analysis import NOTHING_TIMED, ScheduleAnalysis, analyse_schedule
 from .timeline_events import with_memory
-from .unavailable import Unavailable
+
+NO_PROGRAM = Unavailable("the step was not compiled: it does not fit")
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,21 @@ class CompiledStep:
         if memory is None:
             return refused.needed_bytes if refused else None
         return needed_bytes(memory, self.peak, self.plan.target)
+
+
+def read_text(
+    text: str | None, plan: Plan, planned: Sequence[PlannedCollective]
+) -> tuple[ScheduleAnalysis | Unavailable, PeakMemory | Unavailable]:
+    """Returns the schedule and the peak. text: None if the step does not fit. planned: the plan's collectives.
+
+    A text of an unknown form does not make the program invalid, so each part is read separately.
+    """
+    if text is None:
+        return NO_PROGRAM, NO_PROGRAM
+    module = read_part(lambda: parse_module(text))
+    if isinstance(module, Unavailable):
+        return module, module
+    return read_part(lambda: analyse_schedule(module, plan, planned)), read_part(lambda: read_peak(module))
 
 
 def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ...]:

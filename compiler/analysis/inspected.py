@@ -1,27 +1,37 @@
 """A compiled program by itself: what its text says, without a declaration to hold it against."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.format import counted, human_bytes, human_names
 from ..schema import Event, Finding
+from ..target.target import TargetPlan
 from ..xla.aot import ProgramMemory
 from ..xla.hlo import HloError, Module, module_name, parse_module
 from ..xla.schedule.choices import Choices
 from .program_devices import ProgramDevices
 from .program_lint import lint_program
 from .program_memory import PeakMemory, needed_bytes, read_peak
-from .program_target import target_mismatches
-from .program_text import read_part
+from .program_text import Unavailable, read_part
 from .schedule_analysis import ScheduleAnalysis, analyse_program
 from .timeline_events import with_memory
-from .unavailable import Unavailable
 
+NAME_IT = "name the target that it was compiled for"
 COMPILED = "give the text of the compiled program: compiled.as_text() in Python, or *after_optimizations.txt of a dump"
 
 _STABLEHLO = re.compile(r"\s*(?:#\w+ = .*\n\s*)*(?:module\b|\"builtin\.module\")")
+# What only one platform's compiler writes; the first that is found says it. A text may have none of them.
+_MARKS = {
+    "tpu": re.compile(r":T\(|\"estimated_cycles\""),  # tiled layouts, and what the compiler estimates
+    "gpu": re.compile(r'fingerprint_before_lhs|"operation_queue_id"|"force_earliest_schedule"|"fusion_backend_config"'
+                      r'|"__(?:cublas|cudnn|triton|gpu)\b'),
+    "cpu": re.compile(r'"outer_dimension_partitions"|"__(?:onednn|ynn_fusion)|"xla_ffi_(?:partitioned_)?python_cpu'),
+}  # fmt: skip
+_SHOWN = {"tpu": "TPUs", "gpu": "GPUs", "cpu": "CPUs"}
+_OF_TWO_CORES = re.compile(r'"megacore_config"')  # libtpu 0.0.42.1 writes it for these alone
+_CHIPS_OF_TWO_CORES = ("v4", "v5p")
 
 
 @dataclass(frozen=True)
@@ -93,3 +103,29 @@ def _parse(text: str, name: str) -> Module:
         return parse_module(text)
     except HloError as error:
         raise ConfigError([Problem(name, f"this is not a whole HLO module: {error}", COMPILED)]) from None
+
+
+def target_mismatches(module: Module, text: str, target: TargetPlan) -> Iterator[Problem]:
+    """Yields why a program's text is not one of this target."""
+    # A program for several slices of TPUs counts the devices of one.
+    if (num := module.num_devices) not in (target.num_devices, target.num_devices // target.num_slices):
+        what = f"the program is for {counted(num, 'device')}, and {target.name} has {target.num_devices}"
+        yield Problem("target", what, NAME_IT)
+    platform = next((name for name, mark in _MARKS.items() if mark.search(text)), None)
+    if platform not in (None, target.platform) or (platform is None and target.platform == "tpu"):
+        was = f"was compiled for {_SHOWN[platform]}" if platform else "was not compiled for TPUs"
+        yield Problem("target", f"the program {was}, and {target.name} is of platform {target.platform}", NAME_IT)
+    elif (
+        target.chip and platform == "tpu" and _OF_TWO_CORES.search(text) and target.chip.name not in _CHIPS_OF_TWO_CORES
+    ):
+        what = f"the program was compiled for chips of two cores that work as one, {' or '.join(_CHIPS_OF_TWO_CORES)}"
+        yield Problem("target", f"{what}, and {target.name} has none", NAME_IT)
+
+
+def problems_of_devices(platform: str, kind: str, target: TargetPlan) -> Iterator[Problem]:
+    """Yields why a program's own devices are not the target's. platform, kind: JAX's names."""
+    if platform != target.platform or (target.chip and kind != target.chip.device_kind):
+        has = target.chip.device_kind if target.chip else f"devices of platform {target.platform}"
+        yield Problem(
+            "target", f"the program was compiled for {kind} ({platform}), and {target.name} has {has}", NAME_IT
+        )

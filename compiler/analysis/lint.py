@@ -7,44 +7,90 @@ repeated-gather             a value that is the same for all microbatches is gat
 OPERATION-fallback          the strategy that a user would expect was refused: attention without the kernel
 gathered-whole              the compiler itself reports that it gathers a whole array
 held-whole                  an array that a rule splits is whole in memory throughout a loop that does not need it
+too-exposed                 compute waits longer for communication than `overlap.max_exposed` allows
 
 Findings with the same text at several places become one: "9 places: a; b; c and 6 more".
 """
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..core.format import human_names
+from ..core.collectives import CollectiveKind
+from ..core.format import human_names, human_seconds, human_share
 from ..estimate.communication import PlannedCollective
 from ..plan import Plan
-from ..schema import CollectiveReport, Finding
+from ..schema import CollectiveReport, Finding, StepReport, by_exposed, total
 from ..sharding.gradients import accumulated_layouts
 from ..sharding.rules import ArrayPlan
+from ..target.compiler_options import hidden_kinds, presets_for
 from ..xla.aot import REMATERIALIZATION
-from .advice import (
-    FULL_REMAT,
-    HEAD_IN_CHUNKS,
-    MORE_TOKENS,
-    SPLIT_OVER_TENSOR,
-    SPLIT_THE_GROUP,
-    WIDER_TENSOR,
-    Advice,
-    reduced_in_bfloat16,
-    unfollowed,
-    with_preset_for,
-)
 from .match import Match
 from .program_memory import HeldArray
 
 LEAST_BYTES = 2**20  # of one execution; a smaller one costs only latency
 NARROW = {"bfloat16": "bf16", "float16": "f16"}
 NUM_PLACES = 3  # that one finding names
+TOO_EXPOSED = "too-exposed"
+NUM_WORST = 3  # collectives that TOO_EXPOSED names
 
 _SIZE = re.compile(r"([\d,.]+) MiB")
 _GATHERED = re.compile(r"from sharding (?P<before>.+) to (?P<after>.+) efficiently for HLO operation "
                        r"(?P<name>%?\S+) = (?P<type>\w+\[[\d,]*\])(?:.*?op_name=\"(?P<op_name>[^\"]+)\")?")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One piece of advice. text: what to do, with its override. is_followed: whether a plan already does it."""
+
+    text: str
+    is_followed: Callable[[Plan], bool]
+
+
+SPLIT_THE_GROUP = Advice("split the group: sharding=hsdp", lambda plan: plan.mesh.sizes["replica"] > 1)
+SPLIT_OVER_TENSOR = Advice("split it more: sharding=fsdp_tensor", lambda plan: plan.mesh.sizes["tensor"] > 1)
+WIDER_TENSOR = Advice("split it more: a larger mesh.tensor", lambda plan: plan.mesh.sizes["tensor"] == 1)
+HEAD_IN_CHUNKS = Advice(
+    "cut the vocabulary: parallel.lm_head=vocab_chunks",
+    lambda plan: any(each.chosen.weights == "chunked" for each in plan.operations),
+)
+MORE_TOKENS = "give each device more tokens: a larger global_batch_size, for which it takes no longer"
+FULL_REMAT = Advice("remat=full", lambda plan: plan.spec.remat.policy == "full")
+
+
+def with_preset_for(plan: Plan, kind: CollectiveKind) -> Advice | None:
+    """Returns the advice to take the flag preset of the target that runs collectives of weights of this kind beside
+    compute. None if there is none."""
+    tried = ((name, one) for name, one in presets_for(plan.target).items() if "weights" in one.tried_for)
+    name = next((name for name, one in tried if kind in one.hides), None)
+    if name is None:
+        return None
+    return Advice(
+        f"set overlap.flag_presets=[{name}], with which {kind}s of most shapes stay what they are",
+        lambda plan: kind in hidden_kinds(plan.spec.overlap.flag_presets, "weights", plan.target),
+    )
+
+
+def reduced_in_bfloat16(collectives: Sequence[CollectiveReport]) -> Advice:
+    """Returns the advice to reduce gradients in bfloat16, with the exposed time that half the bytes would save at most.
+    collectives: of the compiled program."""
+    wide = [each for each in collectives if each.dtype == "f32" and each.kind in ("all-reduce", "reduce-scatter")]
+    exposed = total(each.exposed_seconds for each in wide)
+    saved = f", and up to {human_seconds(exposed / 2)} a step" if exposed else ""
+    return Advice(
+        f"reduce gradients in bfloat16, which saves half the bytes{saved}: precision.gradient_reduction=bfloat16",
+        lambda plan: plan.spec.precision.compute != "bfloat16" or plan.spec.precision.gradient_reduction != "float32",
+    )
+
+
+def unfollowed(plan: Plan, *advice: Advice | str) -> str:
+    """Returns the advice that is not followed yet, joined by "or". A plain text is always given."""
+    return ", or ".join(
+        each if isinstance(each, str) else each.text
+        for each in advice
+        if isinstance(each, str) or not each.is_followed(plan)
+    )
 
 
 def lint(
@@ -279,3 +325,63 @@ def _size(each: CollectiveReport) -> str:
 def _a(kind: str) -> str:
     """Returns a kind with its article: 'an all-gather', 'a reduce-scatter'."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
+def find_too_exposed(
+    plan: Plan, step: StepReport, collectives: Sequence[CollectiveReport], *, is_searched: bool = False
+) -> Finding | None:
+    """Returns the finding; None if there is no limit, or the schedule meets it. An unknown exposure does not meet it.
+
+    is_searched: the step is the best of `overlap.search`."""
+    limit, share = plan.spec.overlap.max_exposed, step.exposed_fraction
+    if limit is None:
+        return None
+    if share is None or None in [each.exposed_seconds for each in collectives]:
+        what = f"overlap.max_exposed allows {human_share(limit)} of the step, and the exposed time is not known"
+        fix = "see why below `unknown` in report.json; choose another target, or set overlap.max_exposed=null"
+        return Finding(rule=TOO_EXPOSED, severity="warning", what=what, where="step.exposed_fraction", fix=fix)
+    if share <= limit:
+        return None
+    worst = by_exposed(collectives)[:NUM_WORST]
+    named = [f"{each.kind} of {each.source}, {human_seconds(each.exposed_seconds or 0.0)}" for each in worst]
+    return Finding(
+        rule=TOO_EXPOSED,
+        severity="warning",
+        what=f"{human_share(share)} of the step is exposed, and overlap.max_exposed allows {human_share(limit)}",
+        where="; ".join(named),
+        fix=_fix(plan, step, collectives, limit, is_searched),
+    )
+
+
+def least_batch(
+    plan: Plan, compute_seconds: float, collectives: Sequence[CollectiveReport], limit: float
+) -> int | None:
+    """Returns the smallest global batch at which compute could hide the busiest link; None if there is none.
+
+    Collectives of weights and gradients do not depend on the batch; compute and those of activations grow with it.
+    """
+    paths = [array.array.path for array in plan.sharding.parameters]
+    factors = [1.0]
+    for kind in dict.fromkeys(each.link for each in collectives):
+        on_link = [each for each in collectives if each.link == kind and each.alone_seconds is not None]
+        fixed = sum(each.alone_seconds or 0.0 for each in on_link if any(path in each.source for path in paths))
+        growing = sum(each.alone_seconds or 0.0 for each in on_link) - fixed
+        # fixed + f growing <= f compute + what may be exposed of the step, f compute / (1 - limit) long
+        room = compute_seconds / (1 - limit) - growing
+        if fixed and room <= 0:
+            return None
+        factors.append(fixed / room if fixed else 1.0)
+    shards = plan.mesh.num_shards(plan.roles.tokens) * plan.spec.num_microbatches
+    return math.ceil(max(factors) * plan.spec.global_batch_size / shards) * shards
+
+
+def _fix(plan: Plan, step: StepReport, collectives: Sequence[CollectiveReport], limit: float, is_searched: bool) -> str:
+    compute, alone = step.compute_seconds or 0.0, total(each.alone_seconds for each in collectives)
+    batch = least_batch(plan, compute, collectives, limit)
+    takes = f"communication takes {human_seconds(alone or 0.0)} by itself and compute {human_seconds(compute)}"
+    if batch is None:
+        return f"{takes}: no schedule hides it at any batch; shard over fewer devices, or along faster links"
+    if batch > plan.spec.global_batch_size:
+        return f"{takes}: no schedule hides it; global_batch_size={batch} could"
+    choice = "a larger overlap.search.max_candidates, or other compiler_options" if is_searched else "overlap=auto"
+    return f"{takes}: a better schedule could hide it; try {choice}"

@@ -22,7 +22,7 @@ from ..xla.aot import ProgramMemory
 from ..xla.hlo import Instruction, Module
 from ..xla.schedule.buffers import Buffer, Buffers, read_buffers
 from ..xla.schedule.prices import instruction_kind
-from .unavailable import Unavailable
+from .program_text import Unavailable
 
 ProgramMemoryClass = Literal["working_weights", "gradients", "activations", "temporaries"]
 

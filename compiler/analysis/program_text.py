@@ -1,34 +1,19 @@
-"""Reads the schedule and the memory from the text of a compiled step, or says why they are unknown."""
+"""Reads a part of a compiled program's text, or says why it cannot be read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
-from ..estimate.communication import PlannedCollective
-from ..plan import Plan
-from ..xla.hlo import HloError, parse_module
-from .program_memory import PeakMemory, read_peak
-from .schedule_analysis import ScheduleAnalysis, analyse_schedule
-from .unavailable import Unavailable
+from ..xla.hlo import HloError
 
 T = TypeVar("T")
 
 
-NO_PROGRAM = Unavailable("the step was not compiled: it does not fit")
+@dataclass(frozen=True)
+class Unavailable:
+    """The reason why something is not known, instead of its value."""
 
-
-def read_text(
-    text: str | None, plan: Plan, planned: Sequence[PlannedCollective]
-) -> tuple[ScheduleAnalysis | Unavailable, PeakMemory | Unavailable]:
-    """Returns the schedule and the peak. text: None if the step does not fit. planned: the plan's collectives.
-
-    A text of an unknown form does not make the program invalid, so each part is read separately.
-    """
-    if text is None:
-        return NO_PROGRAM, NO_PROGRAM
-    module = read_part(lambda: parse_module(text))
-    if isinstance(module, Unavailable):
-        return module, module
-    return read_part(lambda: analyse_schedule(module, plan, planned)), read_part(lambda: read_peak(module))
+    why: str
 
 
 def read_part(part: Callable[[], T]) -> T | Unavailable:

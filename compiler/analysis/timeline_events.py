@@ -18,7 +18,7 @@ from ..schema import CollectiveReport, Event
 from ..xla.schedule.simulate import Segment
 from ..xla.schedule.steps import Compute, Loop, Step, every
 from .program_memory import PeakMemory
-from .unavailable import Unavailable
+from .program_text import Unavailable
 
 ROLES = {
     "all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce", "all-to-all": "exchange",

@@ -2,7 +2,7 @@
 
 from ..analysis.compiled_step import CompiledStep, limit_bytes, used_devices_per_chip
 from ..analysis.program_memory import ProgramMemoryClass
-from ..analysis.unavailable import Unavailable
+from ..analysis.program_text import Unavailable
 from ..core.format import human_bytes
 from ..estimate.bound import least_step_seconds
 from ..estimate.estimate import HOST_UNKNOWN

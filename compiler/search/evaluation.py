@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..analysis.compiled_step import CompiledStep
-from ..analysis.unavailable import Unavailable
+from ..analysis.program_text import Unavailable
 from ..core.errors import ConfigError
 from ..core.partition_spec import Axes
 from ..estimate.estimate import StepEstimate, estimate_step

@@ -13,7 +13,7 @@ import jax
 
 from meshloom.compiler.analysis.inspected import InspectedProgram, choose_program, inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices
-from meshloom.compiler.analysis.program_target import problems_of_devices
+from meshloom.compiler.analysis.inspected import problems_of_devices
 from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any

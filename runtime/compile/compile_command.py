@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.compiler.analysis.compiled_step import CompiledStep
-from meshloom.compiler.analysis.exposure import TOO_EXPOSED
-from meshloom.compiler.analysis.unavailable import Unavailable
+from meshloom.compiler.analysis.lint import TOO_EXPOSED
+from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.config.allowed_code import allow_words
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.config.override_text import override

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from conftest import plan_of
-from meshloom.compiler.analysis.exposure import TOO_EXPOSED, find_too_exposed, least_batch
+from meshloom.compiler.analysis.lint import TOO_EXPOSED, find_too_exposed, least_batch
 from meshloom.compiler.core.errors import EXPOSED
 from meshloom.compiler.schema import CollectiveReport, StepReport
 from meshloom.compiler.xla.fingerprint import fields_of_program

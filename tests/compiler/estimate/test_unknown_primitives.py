@@ -11,7 +11,7 @@ import pytest
 
 from conftest import LINEAR_STACK, SMALL
 from meshloom.compiler.analysis.compiled_step import CompiledStep
-from meshloom.compiler.analysis.unavailable import Unavailable
+from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.config.allowed_code import code_allowed_from
 from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.console import Console

@@ -13,9 +13,9 @@ import pytest
 
 from conftest import SMALL, plan_of
 from meshloom.compiler.analysis.compiled_step import CompiledStep
-from meshloom.compiler.analysis.program_text import NO_PROGRAM
+from meshloom.compiler.analysis.compiled_step import NO_PROGRAM
 from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis
-from meshloom.compiler.analysis.unavailable import Unavailable
+from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.config.flag_presets import preset_file
 from meshloom.compiler.config.overlap_spec import LayerLoop, OverlapConfig
 from meshloom.compiler.core.console import Console

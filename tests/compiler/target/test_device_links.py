@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from meshloom.compiler.analysis.collective_placement import place_collective
+from meshloom.compiler.analysis.program_devices import place_collective
 from meshloom.compiler.target.device_links import link_of_devices, send_between
 from meshloom.compiler.target.links import collective_seconds
 from meshloom.compiler.target.placement import Placement

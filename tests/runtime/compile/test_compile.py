@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from conftest import SMALL, plan_of, spec_of
 from meshloom.compiler.analysis.compiled_step import CompiledStep
-from meshloom.compiler.analysis.exposure import TOO_EXPOSED
+from meshloom.compiler.analysis.lint import TOO_EXPOSED
 from meshloom.compiler.analysis.program_memory import PeakMemory
-from meshloom.compiler.analysis.program_text import NO_PROGRAM
-from meshloom.compiler.analysis.unavailable import Unavailable
+from meshloom.compiler.analysis.compiled_step import NO_PROGRAM
+from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError
