@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..schema import CollectiveReport, Finding, Report, total
-from .finding_match import first_place, pair_findings
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from ..schema import Finding
 
 DIFF_VERSION = 1
 SAME_WITHIN = 1e-3  # of the larger of two times
@@ -24,6 +29,7 @@ NOT_OF_THE_STEP = {"lower_seconds", "compile_seconds", "cache", "fingerprint"}  
 TOLD_BY_REPORT = ("target", "program", "memory", "estimate")  # keys of plan.json; the report knows better
 Way = Literal["appeared", "gone", "changed"]
 Grown = Literal["appeared", "gone", "grown", "shrunk", "changed"]
+Pair = tuple[Finding, Finding]
 
 
 @dataclass(frozen=True)
@@ -294,3 +300,43 @@ def _way(a: ComparedCollectives | None, b: ComparedCollectives | None) -> Grown 
 def _difference(change: CollectiveChange, name: str) -> float:
     before, after = (getattr(side, name) if side else 0 for side in (change.before, change.after))
     return abs((after or 0) - (before or 0))
+
+
+def pair_findings(
+    a: Sequence[Finding], b: Sequence[Finding], paths: Collection[str]
+) -> tuple[list[Pair], list[Finding], list[Finding]]:
+    """Returns each of a with its like of b; those of a that have none; those of b. paths: of all parameters.
+
+    What is the same is paired first, then what says the same of other places, then what is of the same rule about the
+    same parameter, in other figures; of a rule that is about no parameter, in other figures alone.
+    """
+    keys: tuple[Callable[[Finding], Any], ...] = (
+        lambda f: f,
+        lambda f: (f.rule, f.what),
+        lambda f: (f.rule, _without_figures(f.what), parameter_of(f, paths)),
+    )
+    left, right = (sorted(side, key=lambda f: (f.rule, f.what, f.where)) for side in (a, b))
+    pairs: list[Pair] = []
+    for key in keys:
+        for one in list(left):
+            if (other := next((f for f in right if key(f) == key(one)), None)) is not None:
+                pairs.append((one, other))
+                left.remove(one)
+                right.remove(other)
+    return pairs, left, right
+
+
+def parameter_of(finding: Finding, paths: Collection[str]) -> str | None:
+    """Returns the one that its words name, or else its first place: '9 places: layers/mlp/up_EM and 8 more, backward;
+    ...'."""
+    words = [*re.findall(r"[\w/]+", finding.what), *re.findall(r"^(?:one of )?([\w/]+)", first_place(finding))]
+    return next((word for word in words if word in paths), None)
+
+
+def first_place(finding: Finding) -> str:
+    """Returns the most costly of several."""
+    return re.sub(r"^\d+ places: ", "", finding.where).split("; ")[0]
+
+
+def _without_figures(text: str) -> str:
+    return re.sub(r"\d[\d.,]*", "#", text)

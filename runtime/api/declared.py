@@ -16,7 +16,7 @@ from meshloom.compiler.core.errors import Problem, raise_if_any
 from meshloom.compiler.core.format import human_bytes, human_parameters
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.report.views.notebook import plan_table
+from meshloom.compiler.report.views.page import plan_table
 
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.visible import write_out
-from meshloom.compiler.report.views.profile_summary import show_profile
+from meshloom.compiler.report.views.profile import show_profile
 
 from ..rundir.profile_files import read_profile, write_profile
 from .words import Words, run_words

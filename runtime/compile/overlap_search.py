@@ -23,7 +23,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_declared
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.report.views.tried import line_of
+from meshloom.compiler.report.views.facts import line_of
 from meshloom.compiler.schema import SearchReport, TriedReport
 from meshloom.compiler.search.evaluation import Evaluation, evaluate_step, unknown
 from meshloom.compiler.search.overlap import (

@@ -16,7 +16,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.profile.compare import ProfileReport, compare, typical_execution
 from meshloom.compiler.profile.prediction import Prediction
 from meshloom.compiler.profile.trace import Trace, read_trace
-from meshloom.compiler.report.views.profile_page import render_profile
+from meshloom.compiler.report.views.profile import render_profile
 
 from ..core.files import replace_text
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from ...core.collectives import ComputeKind
-from ...core.format import LEAST_SECONDS, human_bytes, human_names, human_range, human_seconds, human_share
-from ...schema import MAX_IMBALANCE, Alternative, CollectiveReport, MemoryReport, Report, or_infinity, total
+from ...core.format import LEAST_SECONDS, counted, human_bytes, human_names, human_range, human_seconds, human_share
+from ...schema import MAX_IMBALANCE, Alternative, CollectiveReport, MemoryReport, Report, SearchReport, TriedReport, or_infinity, total
 
 PER_CHIP = "tokens/s per chip"
 STEP, EXPECTED_STEP, STEP_OF_ANY = "predicted step", "expected step", "step as compiled"
@@ -210,3 +210,24 @@ def sums(collectives: Iterable[CollectiveReport]) -> tuple[CollectiveSum, ...]:
         for key, group in groups.items()
     ]  # fmt: skip
     return tuple(sorted(rows, key=lambda row: (-or_infinity(row.exposed_seconds), -row.bytes)))
+
+
+def line_of(one: TriedReport) -> str:
+    """Returns the line of a candidate of `overlap.search`: 'prefetch 1, unroll 2, sparse_core: 1.54 s, 0.3 % exposed,
+    9.5 GiB'; or why it has no figures."""
+    if one.predicted_seconds is None or one.exposed_fraction is None or one.peak_bytes_per_chip is None:
+        return f"  {one.name}: {one.why_not or 'not known'}"
+    exposed = f"{human_share(one.exposed_fraction)} exposed"
+    host = f" and {human_bytes(one.host_bytes_per_chip)} of the host" if one.host_bytes_per_chip else ""
+    memory = human_bytes(one.peak_bytes_per_chip) + host + (", does not fit" if one.fits is False else "")
+    return f"  {one.name}: {human_seconds(one.predicted_seconds)}, {exposed}, {memory}"
+
+
+def lines_of_rest(search: SearchReport) -> Iterator[str]:
+    """Yields a line for each reason for which candidates are not in the table."""
+    if search.num_ruled_out:
+        yield f"{counted(search.num_ruled_out, 'candidate')} could not save overlap.search.min_gain of the step"
+    if search.num_equal:
+        yield f"{counted(search.num_equal, 'candidate')} made a program that was compiled already"
+    if search.num_untried:
+        yield f"{counted(search.num_untried, 'candidate')} not tried: overlap.search.{search.bound}"

@@ -33,7 +33,13 @@ from . import charts
 from .facts import sums, unknown_values, verdict, why_exposed, why_unknown
 from .mesh_picture import mesh_picture
 from .timeline import hidden_behind, lay_out, layer_views
-from .tried import lines_of_rest
+from .facts import lines_of_rest
+
+from ...core.format import counted, human_bytes, human_count, human_parameters, human_seconds
+from ...estimate.bound import least_step_seconds
+from ...estimate.estimate import StepEstimate
+from ...estimate.roofline import roofline_seconds
+from ...plan import Plan
 
 NUM_EVENTS = 4000  # on the page, the longest ones; timeline.json has all
 FOLDED_ROWS = 24  # a longer table of arrays is closed until it is asked for
@@ -263,3 +269,34 @@ def template_source(environment: jinja2.Environment, name: str) -> str:
 def policy_hash(text: str) -> str:
     """Returns the hash by which a Content-Security-Policy allows a text."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def plan_table(plan: Plan, estimate: StepEstimate) -> str:
+    """Returns the facts of a plan, its warnings and its arrays with reasons, as tables."""
+    template = template_environment().get_template("plan.html.jinja")
+    return template.render(facts=_facts(plan, estimate), warnings=plan.warnings, tables=array_tables(plan))
+
+
+def page_in_frame(page: str, title: str) -> str:
+    """Returns a whole page as a frame of another one, which it can do nothing to."""
+    return template_environment().get_template("frame.html.jinja").render(page=page, title=title)
+
+
+def _facts(plan: Plan, estimate: StepEstimate) -> list[tuple[str, str]]:
+    spec, memory = plan.spec, estimate.memory
+    roofline, least = roofline_seconds(estimate.roofline), least_step_seconds(plan)
+    verdict = {True: "fits", False: "does not fit", None: "limit unknown"}[memory.fits]
+    limit = f", {verdict} in {human_bytes(memory.limit_bytes)}" if memory.limit_bytes else f", {verdict}"
+    return [
+        ("mesh", f"{plan.mesh}, {counted(plan.target.num_devices, 'device')} of target {plan.target.name}"),
+        ("model", f"{human_parameters(plan.num_parameters)} parameters"),
+        ("step", f"{counted(spec.tokens_per_step, 'token')}, {_flops(plan)}"),
+        ("memory, estimated", f"{human_bytes(memory.peak_bytes)} per device{limit}"),
+        ("roofline of this program", "unknown" if roofline is None else human_seconds(roofline)),
+        ("no program takes less than", "unknown" if least is None else f"{human_seconds(least)} a step"),
+    ]
+
+
+def _flops(plan: Plan) -> str:
+    flops = plan.model_flops_per_step
+    return f"FLOPs unknown: {plan.model_flops.why_unknown}" if flops is None else human_count(flops, "FLOPs")

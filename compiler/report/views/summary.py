@@ -24,14 +24,23 @@ from .facts import (
     Fact,
     at_usual_imbalance,
     compute_by_kind,
+    lines_of_rest,
     origin,
     sums,
     unknown_values,
     verdict,
     why_exposed,
 )
-from .files import show_files
-from .tried import lines_of_rest
+
+from collections.abc import Iterator
+
+from ...core.format import counted, human_bytes, human_seconds, human_share
+from ...schema import SearchReport, TriedReport
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...core.console import Console
 
 FILE_WIDTH = 1000  # columns, where nothing is wrapped
 BAR_WIDTH = 48
@@ -272,3 +281,14 @@ def _unknown(report: Report) -> Iterable[Line]:
         yield [("unknown", "yellow"), f" {paths[0]}{more}: {reason}"]
     if len(reasons) > NUM_REASONS:
         yield [(f"and {counted(len(reasons) - NUM_REASONS, 'more reason')}", "dim")]
+
+
+def show_files(console: Console, files: Sequence[Path]) -> None:
+    """Prints the names of files, each on its own line where they are too long for one: they are copied whole."""
+    names = [str(file) for file in files]
+    if console.is_terminal and len("files    " + "  ".join(names)) > console.width:
+        console.line(("files", "bold"))
+        for name in names:
+            console.line("  " + name)
+    elif names:
+        console.line(("files", "bold"), "    " + "  ".join(names))

@@ -31,7 +31,7 @@ from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.report.views.notebook import plan_table
+from meshloom.compiler.report.views.page import plan_table
 from meshloom.runtime.compile.watched import Phases, watched
 from support.helpers import run_in_process
 

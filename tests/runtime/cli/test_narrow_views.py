@@ -8,7 +8,7 @@ import pytest
 
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.report.views.profile_summary import show_profile
+from meshloom.compiler.report.views.profile import show_profile
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf
 from meshloom.compiler.tune.price import Prices
 from meshloom.compiler.tune.space import find_candidates

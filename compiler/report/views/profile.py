@@ -1,0 +1,218 @@
+"""Shows a profile: what the terminal and the page share, `profile.html`, and the summary on a terminal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...core.format import counted, human_seconds
+from ...profile.compare import Compared, KindRow, OperationRow, ProfileReport, compared
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...profile.account import execution_events, roles_of
+from ...profile.compare import ProfileReport
+from ...profile.prediction import Prediction
+from ...profile.trace import Execution
+from ...schema import Event
+from .page import compact_timeline, policy_hash, template_environment, template_source
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...core.console import Column, Console, Part, Table
+from ...core.format import counted, human_seconds
+from ...profile.compare import Compared, ProfileReport
+from .summary import show_files
+
+NUM_ON_PAGE = 400  # on the page, those that differ most; profile.json has all
+NUM_OPERATIONS = 10
+UNKNOWN: Part = ("unknown", "yellow")
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Operations of one source and kind, their times added. exposed: None: of compute."""
+
+    source: str
+    kind: str
+    names: tuple[str, ...]
+    alone: Compared
+    exposed: Compared | None
+
+
+def traced(report: ProfileReport) -> str:
+    """Returns what was traced: 'steps 10 to 13 on 8 devices'."""
+    steps = report.steps
+    if not steps:
+        what = counted(report.num_executions, "execution")
+    else:
+        what = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    processes = f" of {counted(report.num_processes, 'process', 'processes')}" if report.num_processes > 1 else ""
+    return f"{what} on {counted(report.num_devices, 'device')}{processes}"
+
+
+def spread(report: ProfileReport) -> str:
+    """Returns the range of the measured steps."""
+    return f"{human_seconds(report.fastest_seconds)} to {human_seconds(report.slowest_seconds)}"
+
+
+def name_of(row: KindRow) -> str:
+    """Returns the name of a kind: 'matmul', 'all-gather over fsdp on ICI'; simulated devices have no link."""
+    if row.link is None:
+        return row.kind
+    over = f"{row.kind} over {'+'.join(row.mesh_axes) or '?'}"
+    return over if row.link == "memory" else f"{over} on {row.link}"
+
+
+def by_source(rows: Sequence[OperationRow]) -> list[Operations]:
+    """Returns the operations of each source together, those first whose time differs most from the predicted one."""
+    groups: dict[tuple[str, str], list[OperationRow]] = {}
+    for row in rows:
+        groups.setdefault((row.source, row.kind), []).append(row)
+    found = [_together(each) for each in groups.values()]
+    return sorted(found, key=lambda one: -_difference(one))
+
+
+def alone(row: OperationRow) -> Operations:
+    """Returns one operation by itself."""
+    return _together([row])
+
+
+def _together(rows: Sequence[OperationRow]) -> Operations:
+    exposed = [row.exposed for row in rows if row.exposed is not None]
+    return Operations(
+        source=rows[0].source,
+        kind=rows[0].kind,
+        names=tuple(row.name for row in rows),
+        alone=_added(rows),
+        exposed=_added(exposed) if exposed else None,
+    )
+
+
+def _added(values: Sequence[Compared]) -> Compared:
+    predicted = [each.predicted_seconds for each in values]
+    known = [each for each in predicted if each is not None]
+    return compared(sum(each.measured_seconds for each in values), sum(known) if len(known) == len(predicted) else None)
+
+
+def _difference(one: Operations) -> float:
+    of_step = one.exposed or one.alone
+    return abs(of_step.measured_seconds - (of_step.predicted_seconds or 0.0))
+
+
+def render_profile(report: ProfileReport, prediction: Prediction, execution: Execution) -> str:
+    """Returns the whole page as text. execution: whose timeline is shown."""
+    environment = template_environment()
+    script, style = (template_source(environment, name) for name in ("page.js", "page.css"))
+    where = f"step {execution.step}" if execution.step is not None else "a step"
+    return environment.get_template("profile.html.jinja").render(
+        report=report,
+        title=f"{report.model} on {report.target}",
+        traced=traced(report),
+        spread=spread(report),
+        shown=f"{where} on device {execution.device} of process {execution.process}",
+        kinds=[(name_of(row), row) for row in report.kinds],
+        operations=[alone(row) for row in report.operations[:NUM_ON_PAGE]],
+        reasons=list(dict.fromkeys(report.unknown.values())),
+        timeline=_timeline(prediction, execution),
+        report_json=report.model_dump(mode="json"),
+        script=script,
+        style=style,
+        script_hash=policy_hash(script),
+        style_hash=policy_hash(style),
+    )
+
+
+def _timeline(prediction: Prediction, execution: Execution) -> dict[str, Any]:
+    """Returns predicted and measured lanes, compute before links, and of each track the predicted one first."""
+    sources = {each.name: each.source for each in prediction.compute}
+    sources |= {each.report.name: each.report.source for each in prediction.collectives}
+    measured = execution_events(execution, roles_of(prediction))
+    return compact_timeline(_marked(prediction.events, "predicted", sources), _marked(measured, "measured", sources))
+
+
+def _marked(events: Iterable[Event], mark: str, sources: dict[str, str]) -> tuple[Event, ...]:
+    return tuple(
+        event.model_copy(
+            update={
+                "track": f"{mark} {event.track}",
+                "arguments": event.arguments | ({"source": sources[event.name]} if event.name in sources else {}),
+            }
+        )
+        for event in events
+    )
+
+
+def show_profile(report: ProfileReport, console: Console, *, files: Sequence[Path], is_by_name: bool = False) -> None:
+    """Prints the profile. is_by_name: each operation by itself, with the name of its instruction."""
+    is_predicted = report.step.predicted_seconds is not None
+    console.wrapped((report.model, "bold"), f" on {report.target}: {traced(report)}, a step took {spread(report)}")
+    if report.calibration:
+        console.wrapped(("calibrated", "bold"), f" {report.calibration.describe()}")
+    console.line()
+    console.table(_kinds(report, is_predicted=is_predicted))
+    console.line()
+    rows = [alone(row) for row in report.operations] if is_by_name else by_source(report.operations)
+    title = "operations that differ most" if is_predicted else "operations that take most"
+    console.table(_operations(rows[:NUM_OPERATIONS], title, is_predicted=is_predicted, is_by_name=is_by_name))
+    if len(rows) > NUM_OPERATIONS:
+        console.wrapped((f"and {counted(len(rows) - NUM_OPERATIONS, 'more row')}; profile.json has all", "dim"))
+    console.line()
+    for note in _notes(report):
+        console.wrapped(*note)
+    show_files(console, files)
+
+
+def _kinds(report: ProfileReport, *, is_predicted: bool) -> Table:
+    """Returns the step and its kinds. is_predicted: with what was predicted of them."""
+    columns = (Column("", min_width=28, overflow="fold"), *_headings(is_predicted))
+    rows: list[list[Part]] = [[("step", "bold"), *_cells(report.step, is_predicted)]]
+    for row in report.kinds:
+        rows.append([name_of(row), *_cells(row, is_predicted)])
+        if row.exposed is not None:
+            rows.append(["  of it exposed", *_cells(row.exposed, is_predicted)])
+    rows.append(["nothing ran", human_seconds(report.idle_seconds), *[""] * (len(columns) - 2)])
+    return Table(columns, rows)
+
+
+def _operations(rows: Sequence[Operations], title: str, *, is_predicted: bool, is_by_name: bool) -> Table:
+    columns = (
+        *_headings(is_predicted),
+        Column("kind"),
+        Column("operation" + (", HLO instruction" if is_by_name else ""), overflow="fold"),
+    )
+    shown = [[*_cells(row.exposed or row.alone, is_predicted), _kind(row), _name(row, is_by_name)] for row in rows]
+    return Table(columns, shown, title=title)
+
+
+def _headings(is_predicted: bool) -> tuple[Column, ...]:
+    names = ("measured", "predicted", "ratio") if is_predicted else ("measured",)
+    return tuple(Column(name, justify="right", min_width=9) for name in names)
+
+
+def _kind(row: Operations) -> str:
+    return row.kind if row.exposed is None else f"{row.kind}, exposed"
+
+
+def _name(row: Operations, is_by_name: bool) -> str:
+    if is_by_name:
+        return f"{row.source}  {row.names[0]}"
+    return row.source if len(row.names) == 1 else f"{row.source} ({counted(len(row.names), 'place')})"
+
+
+def _cells(value: Compared, is_predicted: bool) -> list[Part]:
+    measured = human_seconds(value.measured_seconds)
+    if not is_predicted:
+        return [measured]
+    predicted = UNKNOWN if value.predicted_seconds is None else human_seconds(value.predicted_seconds)
+    return [measured, predicted, "" if value.ratio is None else f"{value.ratio:.2f}"]
+
+
+def _notes(report: ProfileReport) -> list[list[Part]]:
+    """Returns what is unknown and why, and what is missing in the trace."""
+    reasons = dict.fromkeys(report.unknown.values())
+    notes: list[list[Part]] = [[("unknown", "yellow"), f" predicted times: {reason}"] for reason in reasons]
+    notes += [[("note", "yellow"), f" {note}"] for note in report.notes]
+    if report.num_not_run:
+        notes.append([("note", "yellow"), f" not in the trace: {counted(report.num_not_run, 'collective')}"])
+    return notes
