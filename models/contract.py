@@ -37,16 +37,17 @@ def embedding_lookup(table: Array, ids: Array) -> Array:
     return table[ids]
 
 
-def matmul(x: Array, weight: Array, *, subscripts: str) -> Array:
-    """Returns the product of an activation and a weight, as `jnp.einsum` writes it: "bte,ehd->bthd"."""
+def matmul(x: Array, weight: Array, *, subscripts: str, precision: str | None = None) -> Array:
+    """Returns the product of an activation and a weight, as `jnp.einsum` writes it: "bte,ehd->bthd". precision: that of
+    `jax.lax.Precision`; None: as the compute type has it."""
     operands, result = subscripts.split("->")
     of_x, of_weight = operands.split(",")
     num_contracted = sum(letter not in result for letter in of_x)
     kept = len(of_x) - num_contracted
     if of_x[kept:] == of_weight[:num_contracted] and result == of_x[:kept] + of_weight[num_contracted:]:
         # einsum contracts the last dimension first, for which XLA then transposes the gradient of a weight.
-        return jnp.tensordot(x, weight, num_contracted)
-    return jnp.einsum(subscripts, x, weight)
+        return jnp.tensordot(x, weight, num_contracted, precision=precision)
+    return jnp.einsum(subscripts, x, weight, precision=precision)
 
 
 def plain_operation(kind: str, name: str, plain: Callable[..., Array], *operands: Any, **options: Any) -> Array:
@@ -66,8 +67,9 @@ class Context:
         tables, errors and remat policies show; wherever a model uses it, it has the same dimensions. With
         `gradient=logical_axes` the gradient of `x` is laid out by those, where forward gathers and backward scatters.
     operation: `operation(kind, name, plain, *operands, **options)` returns what `plain(*operands, **options)` does, run
-        by the strategy that the plan chose for the operation of this kind and name (compiler/parallel). The methods
-        below call it; a model calls it itself for an operation of its own.
+        by the strategy that the plan chose for the operation of this kind and name in this piece (compiler/parallel).
+        An operand that is a parameter of the model is recognised as such. The methods below call it; a model calls it
+        itself for an operation of its own.
     dropout_keys_B: a key for each sequence, of this piece alone. None: nothing is dropped.
     is_token_BT: bool (batch, length), False for padding. None: there is no padding. What counts tokens, or sums over
         them, leaves padding out by `where_token`.
@@ -96,14 +98,17 @@ class Context:
         return self.operation("attention", "attention", attend, q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, **options)
 
     def embedding_lookup(self, name: str, table: Array, ids: Array) -> Array:
-        """Returns rows of a table, as `embedding_lookup` above. name: the parameter of the embedding that it is. A
-        table that the embedding reads in no other way need not be whole anywhere: devices may exchange rows."""
+        """Returns rows of a table, as `embedding_lookup` above. A parameter of the embedding that is read in no other
+        way need not be whole anywhere: devices may exchange rows."""
         return self.operation("embedding", name, embedding_lookup, table, ids)
 
-    def matmul(self, name: str, subscripts: str, x: Array, weight: Array) -> Array:
-        """Returns `x` times a weight, as `matmul` above. name: of the activation that it makes. Where a mesh axis
-        splits what is contracted, partial results may be summed around a ring while they are made."""
-        return self.operation("matmul", name, matmul, x, weight, subscripts=subscripts)
+    def matmul(self, name: str, subscripts: str, x: Array, weight: Array, *, precision: str | None = None) -> Array:
+        """Returns `x` times a weight, as `matmul` above. name: that of the activation that it makes. weight: a
+        parameter as the module holds it, `self.up[...]`, or an array that is computed from parameters: the choices of
+        a plan for single parameters do not reach that. Where a mesh axis splits what is contracted, partial results
+        may be summed around a ring while they are made."""
+        options = {} if precision is None else {"precision": precision}
+        return self.operation("matmul", name, matmul, x, weight, subscripts=subscripts, **options)
 
     def apply_experts(
         self, name: str, x_BTE: Array, weights_BTK: Array, ids_BTK: Array, gate_XEM: Array, up_XEM: Array,

@@ -111,7 +111,7 @@ class Embed(nnx.Module):
         if self.config.embedding_scale == "sqrt_embed_dim":
             x_BTE *= jnp.asarray(self.config.embed_dim**0.5, x_BTE.dtype)
         if self.config.num_positions is not None:
-            x_BTE += self.positions_PE[context.positions_BT]
+            x_BTE += context.embedding_lookup("positions_PE", self.positions_PE[...], context.positions_BT)
         x_BTE = context.dropout(x_BTE, self.config.dropout_rate, site=0)
         x_BTE = context.activation("embedded", x_BTE, *WHOLE)
         return context.activation("residual", x_BTE, *RESIDUAL)

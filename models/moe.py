@@ -170,7 +170,8 @@ class Experts(nnx.Module):
     def _logits(self, x_BTE: Array, context: Context) -> Array:
         """Computes the logits in float32, products too: a TPU would take them in bfloat16."""
         x_BTE = context.jitter(x_BTE.astype(jnp.float32), self.config.router_jitter, site=3)
-        logits_BTX = jnp.matmul(x_BTE, self.router_EX[...], precision=jax.lax.Precision.HIGHEST)
+        router_EX = self.router_EX[...]
+        logits_BTX = context.matmul("router_logits", "bte,ex->btx", x_BTE, router_EX, precision="highest")
         return context.activation("router_logits", logits_BTX, "batch", "sequence_parallel_length", None)
 
     def _aux(

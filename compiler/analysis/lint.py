@@ -237,7 +237,7 @@ def _repeated(plan: Plan, each: CollectiveReport, planned: PlannedCollective) ->
 
 def _missed(plan: Plan) -> list[Finding]:
     """Returns findings for strategies that the plan would have chosen, whose refusal has a cost."""
-    return [
+    found = [
         Finding(
             rule=f"{each.op.kind}-fallback",
             severity="warning",
@@ -248,6 +248,7 @@ def _missed(plan: Plan) -> list[Finding]:
         for each in plan.operations
         if (missed := each.missed)
     ]
+    return list(dict.fromkeys(found))  # sites of several pieces
 
 
 def _gathered_whole(note: str) -> Finding:

@@ -74,7 +74,7 @@ class AttentionOp(ParallelOp):
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         heads, platform = inputs.auto_spec(None, None, "heads", None), inputs.target.platform
         (contexts,) = inputs.after
-        exchange = next((each.chosen.parameters for each in contexts if each.site.name == site.name), None)
+        exchange = next((each.chosen.parameters for each in contexts if each.site.path == site.path), None)
         merit, budget = f"the kernel for {platform}", _budget(inputs.target, site.operands[0].shape[-1])
         kernels = [
             Strategy(

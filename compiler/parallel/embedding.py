@@ -24,6 +24,7 @@ from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import gathered_bytes
 from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy, WeightUse
 
+EMBED = "embed"  # the piece
 ALL_GATHER, ALL_TO_ALL = "all_gather", "all_to_all"
 
 
@@ -35,6 +36,10 @@ class EmbeddingOp(ParallelOp):
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         spec, mesh, roles = inputs.spec, inputs.mesh, inputs.roles
+        if not site.operands[0].parameters or site.piece != EMBED:
+            refusal = "its table is not a parameter of the embedding"
+            whole = Strategy(ALL_GATHER, "table read whole", (), is_trivial=True)
+            return Strategy(ALL_TO_ALL, "", refusal=refusal), whole
         table = _layout(inputs.sharding.parameters, site)
         rows, columns = _over_tokens(table, roles)
         refusal = _refusal(site, inputs, rows, columns)
@@ -74,15 +79,15 @@ class EmbeddingOp(ParallelOp):
         return lambda table, ids: exchange_rows(table, ids, plan.chosen.parameters)
 
     def weight_use(self, plan: OpPlan, weight: ArrayPlan) -> WeightUse | None:
-        return plan.chosen.weights if weight.array.path == f"embed/{plan.site.name}" else None
+        return plan.chosen.weights if weight.array.path in plan.site.parameters else None
 
     def scope(self, plan: OpPlan) -> str | None:
         """The collectives of a table that is gathered have its own name."""
-        return None if plan.chosen.weights == "gathered" else rows_scope(f"embed/{plan.site.name}")
+        return None if plan.chosen.weights == "gathered" else rows_scope(plan.site.parameters[0])
 
 
 def _layout(plans: Sequence[ArrayPlan], site: OpSite) -> ArrayPlan:
-    return next(plan for plan in plans if plan.array.path == f"embed/{site.name}")
+    return next(plan for plan in plans if plan.array.path == site.parameters[0])
 
 
 def _over_tokens(plan: ArrayPlan, roles: AxisRoles) -> tuple[Axes, ...]:
@@ -99,8 +104,10 @@ def _refusal(site: OpSite, inputs: OpInputs, rows: Axes, columns: Axes) -> str |
         return f"its rows are split over {' and '.join(rows)}"
     if accumulated != (rows, columns):
         return "its gradient is split more than it is"
-    if site.name in inputs.model.tied.values():
+    if _layout(sharding.parameters, site).array.is_tied:
         return "the head multiplies with all of it"
+    if site.operands[1].shape[0] == 1:
+        return "its rows are those of positions, the same for every sequence"
     return None
 
 

@@ -157,10 +157,14 @@ def _sizes_of(site: OpSite, inputs: OpInputs) -> ExchangeSizes:
 
 
 def _weights(site: OpSite, inputs: OpInputs) -> tuple[ArrayPlan, ArrayPlan]:
-    """The experts' first matrix (experts, embed, mlp) and their last one (experts, mlp, embed), by their axes."""
-    own = [p for p in inputs.sharding.parameters if p.array.path.startswith(f"{site.piece}/")]
-    found = {p.array.logical_axes[-3:]: p for p in own if EXPERTS in p.array.logical_axes}
-    return found[EXPERTS, "embed", "mlp"], found[EXPERTS, "mlp", "embed"]
+    """Returns the layouts of the experts' first matrix and of their last one. Raises ConfigError where the model hands
+    over arrays that are no parameters."""
+    layouts = {plan.array.path: plan for plan in inputs.sharding.parameters}
+    gate, up, down = (operand.parameters for operand in site.operands[3:6])
+    if not (gate and up and down):
+        what = f"apply_experts('{site.name}') in '{site.piece}' gets a weight that is not a parameter of the model"
+        raise ConfigError([Problem("model.family", what, "pass each parameter as the module holds it: self.up[...]")])
+    return layouts[gate[0]], layouts[down[0]]
 
 
 def _expert_axes(site: OpSite, inputs: OpInputs) -> Axes:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,6 @@ class MatmulRing:
 
     axis: str
     both_ways: bool
-    subscripts: str
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,8 @@ class MatmulOp(ParallelOp):
         if plan.chosen.name == PLAIN:
             return None
 
-        def in_ring(x: Array, weight: Array, *, subscripts: str) -> Array:
-            del subscripts  # the plan has them
-            return _matmul_in_ring(x, weight, plan.chosen.parameters)
+        def in_ring(x: Array, weight: Array, **options: Any) -> Array:
+            return _matmul_in_ring(x, weight, plan.chosen.parameters, partial(matmul, **options))
 
         return in_ring
 
@@ -178,7 +177,7 @@ def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) 
         "collective-permute", (axis,), result_bytes // n // ways, num_parts * (n - 1) * ways, "forward"
     )
     what = f"partial results summed in a ring over {axis}"
-    ring = Strategy(COLLECTIVE_MATMUL, what, MatmulRing(axis, ways == 2, site.option("subscripts")), (sent,))
+    ring = Strategy(COLLECTIVE_MATMUL, what, MatmulRing(axis, ways == 2), (sent,))
     if objection := why_permutes_wait(target):
         return replace(ring, objection=objection), plain
     scatter = mesh.alone_seconds("reduce-scatter", result_bytes, (axis,))
@@ -197,9 +196,9 @@ def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) 
     )
 
 
-def _matmul_in_ring(x: Array, weight: Array, ring: MatmulRing) -> Array:
+def _matmul_in_ring(x: Array, weight: Array, ring: MatmulRing, plain: Callable[[Array, Array], Array]) -> Array:
     """Returns the result in shards of its length. Backward it is a plain matmul: its gradient arrives whole."""
-    axis, plain = ring.axis, partial(matmul, subscripts=ring.subscripts)
+    axis = ring.axis
     summed = jax.shard_map(
         lambda x, weight: ring_reduce_scatter(x, weight, axis, plain, both_ways=ring.both_ways),
         in_specs=(PartitionSpec(None, None, axis), PartitionSpec(axis)),

@@ -38,6 +38,7 @@ from ..target.target import TargetPlan
 # How a strategy wants the weights of its site: whole where the piece begins, in chunks of the vocabulary, or as shards.
 WeightUse = Literal["gathered", "chunked", "sharded"]
 Lowered = Callable[..., jax.Array]  # takes what the model handed to `Context.operation`: operands and options
+SiteStrategies = tuple[OpSite, "tuple[Strategy, ...]"]
 
 
 @dataclass(frozen=True)
@@ -263,40 +264,65 @@ def plan_operations(ops: Iterable[ParallelOp], inputs: OpInputs) -> tuple[OpPlan
 
 def _plan_operation(op: ParallelOp, inputs: OpInputs, declared: StrategyChoice) -> tuple[OpPlan, ...]:
     key = f"parallel.{op.kind}"
-    ways = {site.name: (site, tuple(op.strategies(site, inputs))) for site in op.sites(inputs)}
-    raise_if_any(_problems(op, key, {name: strategies for name, (_, strategies) in ways.items()}, declared))
-    wanted = dict.fromkeys(ways, declared) if isinstance(declared, str) else dict.fromkeys(ways, AUTO) | {**declared}
-    return tuple(choose_strategy(op, site, strategies, wanted[name]) for name, (site, strategies) in ways.items())
+    ways = [(site, tuple(op.strategies(site, inputs))) for site in op.sites(inputs)]
+    raise_if_any(_problems(op, key, ways, declared))
+    return tuple(choose_strategy(op, site, strategies, _declared_at(site, declared)) for site, strategies in ways)
 
 
-def _problems(
-    op: ParallelOp, key: str, ways: Mapping[str, Sequence[Strategy]], declared: StrategyChoice
-) -> list[Problem]:
-    """Returns the mistakes in a declared choice. A strategy that is named for all sites has to run at one of them."""
-    fix = f"set {key}=auto, or {op.fallback}"
+def _declared_at(site: OpSite, declared: StrategyChoice) -> str:
+    """Returns the choice for a site: by its path (layers/mlp_up) before its name, which is that of all pieces."""
+    if isinstance(declared, str):
+        return declared
+    return declared.get(site.path, declared.get(site.name, AUTO))
+
+
+def choice_of(plans: Sequence[OpPlan]) -> dict[str, str]:
+    """Returns the strategies of the sites that have a choice, as a declaration names them: by the name of a site, or by
+    its path where the sites of that name have several."""
+    open_ones = [each for each in plans if each.has_choice]
+    chosen = {name: {one.chosen.name for one in open_ones if one.site.name == name} for name in _names(open_ones)}
+    return {
+        each.site.name if len(chosen[each.site.name]) == 1 else each.site.path: each.chosen.name for each in open_ones
+    }
+
+
+def _names(plans: Sequence[OpPlan]) -> set[str]:
+    return {each.site.name for each in plans}
+
+
+def _problems(op: ParallelOp, key: str, ways: Sequence[SiteStrategies], declared: StrategyChoice) -> list[Problem]:
+    """Returns the mistakes in a declared choice. A strategy that is named for several sites has to run at one of
+    them."""
     if isinstance(declared, str):
         if declared not in (AUTO, *op.names):
             return [Problem(key, f"'{declared}' is not a strategy", use_one_of(declared, (AUTO, *op.names)))]
         if declared in (AUTO, op.fallback):
             return []
-        refused = {name: _named(strategies, declared) for name, strategies in ways.items()}
-        refusals = {name: each.refusal for name, each in refused.items()}
-        if refusals and not all(refusals.values()):
+        refused = [(site.name, _named(strategies, declared)) for site, strategies in ways]
+        if refused and not all(each.refusal for _, each in refused):
             return []
-        why = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items()) or "the model has no such operation"
-        instead = next((each.instead for each in refused.values() if each.instead), op.fallback)
+        refusals = dict.fromkeys(f"{name}: {each.refusal}" for name, each in refused)
+        why = "; ".join(refusals) or "the model has no such operation"
+        instead = next((each.instead for _, each in refused if each.instead), op.fallback)
         return [Problem(key, f"'{declared}' cannot be used: {why}", f"set {key}=auto, or {instead}")]
-    problems = []
-    for site, name in declared.items():
-        where = f"{key}.{site}"
-        if site not in ways:
-            there = use_one_of(site, ways) if ways else "leave it out"
-            problems.append(Problem(where, "the model has no operation of this name", there))
-        elif name not in (AUTO, *op.names):
-            problems.append(Problem(where, f"'{name}' is not a strategy", use_one_of(name, (AUTO, *op.names))))
-        elif name != AUTO and (refusal := _named(ways[site], name).refusal):
-            problems.append(Problem(where, f"'{name}' cannot be used: {refusal}", fix))
-    return problems
+    return [
+        problem for at, name in declared.items() if (problem := _problem_at(op, f"{key}.{at}", ways, at, name))
+    ]
+
+
+def _problem_at(op: ParallelOp, where: str, ways: Sequence[SiteStrategies], at: str, name: str) -> Problem | None:
+    """Returns the mistake in a choice for the sites of a name, or for the one of a path."""
+    there = [strategies for site, strategies in ways if at in (site.path, site.name)]
+    if not there:
+        known = dict.fromkeys(site.path if "/" in at else site.name for site, _ in ways)
+        return Problem(where, "the model has no operation of this name", use_one_of(at, known) if known else "leave it out")
+    if name not in (AUTO, *op.names):
+        return Problem(where, f"'{name}' is not a strategy", use_one_of(name, (AUTO, *op.names)))
+    refusals = [_named(strategies, name).refusal for strategies in there] if name != AUTO else [None]
+    if not all(refusals):
+        return None
+    why = "; ".join(dict.fromkeys(filter(None, refusals)))
+    return Problem(where, f"'{name}' cannot be used: {why}", f"set parallel.{op.kind}=auto, or {op.fallback}")
 
 
 def _named(strategies: Sequence[Strategy], name: str) -> Strategy:
@@ -328,9 +354,11 @@ def _choose_by_cost(strategies: Sequence[Strategy]) -> tuple[Strategy, str]:
     return chosen, chosen.merit or chosen.figures
 
 
-def lower_operations(plans: Iterable[OpPlan]) -> Lowered:
-    """`Context.operation` of a step: runs each site by the strategy that was chosen for it, in its scope."""
-    lowered = {(plan.site.kind, plan.site.name): (plan.op.scope(plan), plan.op.lower(plan)) for plan in plans}
+def lower_operations(plans: Iterable[OpPlan], piece: str) -> Lowered:
+    """Returns the `Context.operation` of a piece of the model: it runs each site by the strategy that was chosen for
+    it, in its scope."""
+    own = (plan for plan in plans if plan.site.piece == piece)
+    lowered = {(plan.site.kind, plan.site.name): (plan.op.scope(plan), plan.op.lower(plan)) for plan in own}
 
     def operation(kind: str, name: str, plain: Lowered, *operands: Any, **options: Any) -> jax.Array:
         scope, run = lowered.get((kind, name), (None, None))

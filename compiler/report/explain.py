@@ -1,6 +1,6 @@
 """The plan in words: what lies where and why, bytes per device, parameters, arithmetic. For people and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -49,10 +49,8 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
     console.wrapped(("model", "bold"), f" {plan.num_parameters:,} parameters, {told} per step")
     for one in unknown_primitives(plan, estimate):
         console.wrapped(("unknown", "yellow"), f" {one}")
-    for each in plan.operations:
-        if not each.chosen.is_trivial:
-            name = "" if each.site.name in (each.op.kind, each.op.title) else f" {each.site.name}"
-            console.wrapped((each.op.title, "bold"), f"{name} {each.how}")
+    for title, how in _operation_lines(plan):
+        console.wrapped((title, "bold"), how)
     if plan.flag_presets:
         console.wrapped(("flags", "bold"), f" {plan.flag_presets}")
     for warning in plan.warnings:
@@ -68,6 +66,20 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         console.table(Table(COLUMNS, list(rows)))
     console.line()
     print_estimate(plan, estimate, console)
+
+
+def _operation_lines(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yields the operation and how it runs of each site; sites of one name in several pieces are one line if they run
+    alike."""
+    shown = [each for each in plan.operations if not each.chosen.is_trivial]
+    ways: dict[tuple[str, str], set[str]] = {}
+    for each in shown:
+        ways.setdefault((each.op.kind, each.site.name), set()).add(each.how)
+    for op, site, how in dict.fromkeys((each.op, each.site.name, each.how) for each in shown):
+        pieces = ", ".join(x.site.piece for x in shown if (x.op, x.site.name, x.how) == (op, site, how))
+        where = f" in {pieces}" if len(ways[op.kind, site]) > 1 else ""
+        name = "" if site in (op.kind, op.title) else f" {site}"
+        yield op.title, f"{name}{where} {how}"
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -119,6 +131,7 @@ def _operation(plan: OpPlan) -> dict[str, Any]:
         "operation": plan.op.kind,
         "site": plan.site.name,
         "piece": plan.site.piece,
+        "parameters": list(plan.site.parameters),
         "strategy": plan.chosen.name,
         "what": plan.chosen.what,
         "reason": plan.reason,

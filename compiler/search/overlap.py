@@ -18,7 +18,7 @@ from ..core.errors import ConfigError, Problem
 from ..estimate.communication import PlannedCollective
 from ..estimate.estimate import StepEstimate
 from ..parallel.matmul import COLLECTIVE_MATMUL, NUM_PASSES
-from ..parallel.operation import OpPlan, ParallelOp
+from ..parallel.operation import OpPlan, ParallelOp, choice_of
 from ..parallel.weight_plan import WeightPlan
 from ..plan import Plan
 from ..schema import TriedReport
@@ -273,7 +273,7 @@ def _of_sites(op: ParallelOp, sites: Sequence[OpPlan]) -> StrategyChoice:
     """Returns what the plan chose: the fallback's name, or a strategy for each site that has a choice."""
     if all(each.chosen.name == op.fallback for each in sites):
         return op.fallback
-    return {each.site.name: each.chosen.name for each in sites if each.has_choice}
+    return choice_of(sites)
 
 
 def _typed(choice: StrategyChoice) -> str:

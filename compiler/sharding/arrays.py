@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from meshloom.models import Context, LogicalAxes, Model, is_logical_axes, split_aux
 
@@ -47,19 +48,25 @@ class Array:
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of an operation: its global shape for a microbatch. activation: its name; None if it has none."""
+    """One operand of an operation: its global shape for a microbatch.
+
+    activation: its name; None if it has none. parameters: the paths of the parameters that the calls of a site hand
+    over here, such as layers/mlp/up_EM; empty for anything else, a weight that is computed from parameters included.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     activation: str | None
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class OpSite:
-    """One call of `Context.operation` in a model, as recorded while the model is traced.
+    """A place where a model calls `Context.operation`, as recorded while the model is traced.
 
-    kind: "matmul". name: "mlp_output"; calls of one kind and name are one site. piece: "embed", a stack, or "head".
-    options: keyword arguments of the first call, by name. others: those of further calls, where they are not the same.
+    kind: "matmul". name: "mlp_output". piece: "embed", a stack, or "head". Calls of one piece, kind and name are one
+    site; they have operands of the same shapes. options: keyword arguments of the first call, by name. others: those of
+    further calls, where they are not the same.
     """
 
     kind: str
@@ -68,6 +75,27 @@ class OpSite:
     operands: tuple[Operand, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
     others: tuple[tuple[tuple[str, Any], ...], ...] = ()
+
+    @property
+    def path(self) -> str:
+        """Returns the name of the site among all sites of its kind: 'layers/mlp_output'."""
+        return f"{self.piece}/{self.name}"
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Returns the paths of the parameters that the operation reads."""
+        return tuple(path for operand in self.operands for path in operand.parameters)
+
+    def joined(self, call: "OpSite") -> "OpSite":
+        """Returns the site with one more call of the same piece, kind and name."""
+        pairs = tuple(zip(self.operands, call.operands, strict=False))
+        if len(self.operands) != len(call.operands) or any(a.shape != b.shape for a, b in pairs):
+            shapes = " and ".join(str([operand.shape for operand in one.operands]) for one in (self, call))
+            what = f"{self.kind} '{self.name}' is called in '{self.piece}' with operands of shapes {shapes}"
+            raise ValueError(f"{what}: give the calls different names")
+        operands = tuple(replace(a, parameters=_united(a.parameters, b.parameters)) for a, b in pairs)
+        is_known = call.options in (self.options, *self.others)
+        return replace(self, operands=operands, others=self.others if is_known else (*self.others, call.options))
 
     def options_of(self, name: str) -> tuple[Any, ...]:
         """Returns the keyword argument of this name of each different call."""
@@ -94,6 +122,10 @@ class Arrays:
     auxiliary: tuple[str, ...]
 
 
+def _united(*paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(path for each in paths for path in each))
+
+
 def gradient_name(name: str) -> str:
     """Returns the name of an activation's gradient, for a gradient with its own layout."""
     return f"gradient of {name}"
@@ -112,7 +144,7 @@ def find_arrays(spec: RunSpec, model: Model) -> Arrays:
     in a user's model."""
     family = spec.model.family
     with blamed_on_user("model.family", f"tracing {family}", is_theirs=":" in family):
-        recorder = _Recorder(spec.precision.compute, tuple(model.embed.abstract))
+        recorder = _Recorder(spec.precision.compute)
         in_layers = _trace(model, spec, recorder)
     return Arrays(
         _parameters(model, spec),
@@ -152,6 +184,7 @@ def _trace(model: Model, spec: RunSpec, recorder: "_Recorder") -> dict[str, tupl
     tokens_BT = jax.ShapeDtypeStruct((batch, length), jnp.int32)
 
     def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
+        recorder.parameters = leaves_by_path(params)
         context = Context(jnp.arange(length)[None], recorder.activation, recorder.operation)
         recorder.piece = "embed"
         x_BTE = model.embed.apply(params["embed"], tokens_BT, context)
@@ -181,15 +214,15 @@ def _trace(model: Model, spec: RunSpec, recorder: "_Recorder") -> dict[str, tupl
 @dataclass
 class _Recorder:
     """Records the calls that a model makes on its context while it is traced. marked: the activations so far, with
-    names."""
+    names. parameters: all parameters by path, as they are traced; they and activations are recognised by identity."""
 
     dtype: str
-    tables: tuple[str, ...]  # parameters of the embedding
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     activations: dict[str, Array] = field(default_factory=dict)
     marked: list[tuple[jax.Array, str]] = field(default_factory=list)
     results: list[jax.Array] = field(default_factory=list)  # of attention
     attended: set[str] = field(default_factory=set)
-    sites: dict[tuple[str, str], OpSite] = field(default_factory=dict)
+    sites: dict[tuple[str, str, str], OpSite] = field(default_factory=dict)
     auxiliary: list[str] = field(default_factory=list)
     piece: str = ""  # that is being traced
 
@@ -214,15 +247,13 @@ class _Recorder:
         return x
 
     def operation(self, kind: str, name: str, plain: Callable[..., Any], *operands: Any, **options: Any) -> Any:
-        if kind == "embedding" and (self.piece != "embed" or name not in self.tables):
-            known = ", ".join(self.tables)
-            raise ValueError(f"embedding_lookup('{name}'): the embedding has no such parameter, it has {known}")
-        arrays = [x for x in operands if x is not None]
-        recorded = tuple(Operand(tuple(x.shape), str(x.dtype), self._name_of(x)) for x in arrays)
-        site = OpSite(kind, name, self.piece, recorded, tuple(sorted(options.items())))
-        known = self.sites.setdefault((kind, name), site)
-        if site.options not in (known.options, *known.others):
-            self.sites[kind, name] = replace(known, others=(*known.others, site.options))
+        arrays = [x[...] if isinstance(x, nnx.Variable) else x for x in operands if x is not None]
+        recorded = tuple(
+            Operand(tuple(x.shape), str(x.dtype), self._name_of(x), self._parameters_of(x)) for x in arrays
+        )
+        call = OpSite(kind, name, self.piece, recorded, tuple(sorted(options.items())))
+        key = (self.piece, kind, name)
+        self.sites[key] = self.sites[key].joined(call) if key in self.sites else call
         result = plain(*operands, **options)
         if kind == "attention":
             self.results.append(result)
@@ -230,3 +261,6 @@ class _Recorder:
 
     def _name_of(self, x: jax.Array) -> str | None:
         return next((name for array, name in self.marked if array is x), None)
+
+    def _parameters_of(self, x: jax.Array) -> tuple[str, ...]:
+        return tuple(path for path, array in self.parameters.items() if array is x)[:1]

@@ -45,7 +45,7 @@ def build_functions(
     def embed(weights: Weights, microbatch: Microbatch) -> tuple[BatchSplit, Params]:
         with jax.named_scope(piece_scope("embed")):
             whole = weights.gathered()
-            x_BTE = model.embed.apply(whole, microbatch.inputs_BT, make_context(microbatch.context, 0))
+            x_BTE = model.embed.apply(whole, microbatch.inputs_BT, make_context("embed", microbatch.context, 0))
         return _parts_of_batch(x_BTE, num_parts), whole
 
     def head(weights: Weights, embed: Params, x_parts: BatchSplit, microbatch: Microbatch) -> HeadOutput:
@@ -55,7 +55,7 @@ def build_functions(
             parts = _head_parts(plan, weights, x_BTE)
 
             def apply(params: Params, x_BTE: Array, targets_BT: Array) -> tuple[Any, Aux]:
-                context = make_context(replace(undropped, is_token_BT=_is_token(plan, targets_BT)), 0)
+                context = make_context("head", replace(undropped, is_token_BT=_is_token(plan, targets_BT)), 0)
                 logits, aux = split_aux(model.head.apply(params, x_BTE, context))
                 return logits, _parts_of_means(aux, num_tokens)
 
@@ -83,7 +83,7 @@ def _stack(
     over_batch = _over_batch(plan)
 
     def layer(params: Params, shared: BatchSplit, index: Array, x: BatchSplit) -> tuple[BatchSplit, Aux]:
-        contexts = (make_context(part, first + index) for part in shared)
+        contexts = (make_context(stack.name, part, first + index) for part in shared)
         named = (marked(LAYER_INPUT, part) for part in x)
         outputs = [stack.layer.apply(params, *part) for part in zip(named, contexts, strict=True)]
         x, aux = zip(*(split_output(output) for output in outputs), strict=True)
@@ -168,20 +168,22 @@ def _parts_of_batch(tree: Any, num_parts: int) -> BatchSplit:
     return tuple(structure.unflatten(part) for part in zip(*cut, strict=True))
 
 
-ContextMaker = Callable[[Shared, Array | int], Context]
+ContextMaker = Callable[[str, Shared, Array | int], Context]
 
 
 def _context_maker(plan: Plan) -> ContextMaker:
-    """(shared, number of the piece: 0 for the embedding, from 1 on for the layers) -> Context."""
-    activation, operation = _activation_layout(plan), lower_operations(plan.operations)
+    """Returns a function of a piece, `Shared` and the number of the piece (0 for the embedding, from 1 on for the
+    layers) that makes the piece's context."""
+    activation, pieces = _activation_layout(plan), ("embed", *(stack.name for stack in plan.model.stacks), "head")
+    operations = {piece: lower_operations(plan.operations, piece) for piece in pieces}
 
-    def make(shared: Shared, index: Array | int) -> Context:
+    def make(piece: str, shared: Shared, index: Array | int) -> Context:
         keys_B = shared.dropout_keys_B
         if keys_B is not None:
             keys_B = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B)
         return Context(
-            shared.positions_BT, activation, operation, shared.segment_ids_BT, keys_B, shared.is_token_BT
-        )  # fmt: skip
+            shared.positions_BT, activation, operations[piece], shared.segment_ids_BT, keys_B, shared.is_token_BT
+        )
 
     return make
 

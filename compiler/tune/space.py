@@ -249,7 +249,7 @@ def _candidate(variant: Variant, layout: Layout, device_order: tuple[str, ...], 
     sequences = variant.spec.global_batch_size // num_microbatches // shards
     loss = num_loss_chunks(layout.operations)
     declared = (each for each in layout.operations if each.op.is_declared)
-    strategies = tuple((each.op.kind, each.site.name, each.chosen.name) for each in declared)
+    strategies = tuple((each.op.kind, each.site.path, each.chosen.name) for each in declared)
     values = _values(variant, layout.mesh, device_order, num_microbatches)
     return MeshCandidate(
         overrides=tuple(f"{key}={value}" for key, value in values.items()),
