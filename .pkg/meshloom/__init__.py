@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from meshloom.compiler.config.spec import RunSpec
     from meshloom.compiler.core.errors import ConfigError, Problem
     from meshloom.runtime.api.compiled import CompiledStep, Report, compile, report
-    from meshloom.runtime.api.declared import Plan, compose, plan
-    from meshloom.runtime.api.explanation import Explanation, explain
+    from meshloom.runtime.api.declared import Explanation, Plan, compose, explain, plan
     from meshloom.runtime.api.inspected import Inspection, inspect
     from meshloom.runtime.api.trained import TrainedRun, train
     from meshloom.runtime.core.failures import RunFailed
@@ -55,8 +54,7 @@ _PLACES = {  # of the names above; a module is imported when one of its names is
     "compiler.config.spec": ("RunSpec",),
     "compiler.core.errors": ("ConfigError", "Problem"),
     "runtime.api.compiled": ("CompiledStep", "Report", "compile", "report"),
-    "runtime.api.declared": ("Plan", "compose", "plan"),
-    "runtime.api.explanation": ("Explanation", "explain"),
+    "runtime.api.declared": ("Explanation", "Plan", "compose", "explain", "plan"),
     "runtime.api.inspected": ("Inspection", "inspect"),
     "runtime.api.trained": ("TrainedRun", "train"),
     "runtime.core.failures": ("RunFailed",),

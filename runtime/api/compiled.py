@@ -1,4 +1,4 @@
-"""A plan to a compiled step, and its report."""
+"""Compiles a plan, and returns the step with its report."""
 
 import shutil
 import tempfile
@@ -26,20 +26,20 @@ from ..compile.compile_command import Compiled, CompileJob, compile_job, find_jo
 from ..core.exclusive import only_run_in
 from ..core.failures import RunFailed
 from ..processes.process_log import meshloom_log
-from .declared import Plan, as_shown, request_of_origin, specs_of, with_spec
+from .declared import Plan, request_of_origin, shown_as, with_spec
 from .guest import as_guest, settings_put_back, start_for_compile
 
 PAGE = "report.html"
 
 
 class Report(schema.Report):
-    """What report.json holds, as typed values; a notebook shows it as the page that report.html is."""
+    """The content of report.json, as typed values; a notebook shows the page of report.html."""
 
     _page: str | None = PrivateAttr(default=None)
 
     @property
     def html(self) -> str | None:
-        """Returns the whole page, or None."""
+        """Returns the content of report.html; None if it is not there."""
         return self._page
 
     def _repr_html_(self) -> str | None:
@@ -54,8 +54,11 @@ class Report(schema.Report):
 
 @dataclass(frozen=True, repr=False)
 class CompiledStep(compiled_step.CompiledStep):
-    """A train step as the compiler made it. plan: with what a search chose. report: verdict, memory, collectives,
-    times. is_accepted: it fits, and exposes no more than is demanded. run_dir: where its files are, if anywhere."""
+    """A compiled train step.
+
+    plan: the plan with the choices of a search. report: verdict, memory, collectives, times. is_accepted: the step fits
+    and exposes no more than the declaration allows. run_dir: the folder of its files; None if there is none.
+    """
 
     report: Report
     is_accepted: bool
@@ -69,10 +72,10 @@ class CompiledStep(compiled_step.CompiledStep):
 
 
 def compile(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None = None) -> CompiledStep:
-    """Compiles a plan, a declaration or the one that overrides compose, for a target that need not be there.
+    """Compiles a plan, a declaration, or the declaration that overrides compose, for a target that need not be there.
 
-    run_dir: a folder for what `meshloom compile` leaves there: report, artifact, log. Raises ConfigError with all that
-    is wrong with the declaration; a step that does not fit is returned, and `fits` and `report` say so.
+    run_dir: a folder for the files of `meshloom compile`: report, artifact, log. Raises ConfigError with all problems
+    of the declaration. A step that does not fit is returned; `fits` and `report` say so.
     """
     with settings_put_back():
         job = _find(declared)
@@ -84,7 +87,7 @@ def compile(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None
 
 
 def report(of: CompiledStep | str | PathLike[str]) -> Report:
-    """Returns the report of a compiled step, or of the run directory of one. Raises ConfigError where there is none."""
+    """Returns the report of a compiled step or of a run directory. Raises ConfigError if there is none."""
     if isinstance(of, CompiledStep):
         return of.report
     path = Path(of) / "report.json"
@@ -101,16 +104,13 @@ def report(of: CompiledStep | str | PathLike[str]) -> Report:
 
 def _find(declared: tuple[str | RunSpec | Plan, ...]) -> CompileJob:
     """Checks everything that can be wrong with a plan's compile; `with_spec` may run it on a part of the overrides."""
-    planned = next((each for each in declared if isinstance(each, Plan)), None)
-    if planned is not None and len(declared) == 1:
-        start_for_compile(planned.spec.target)
-        return find_job(planned.spec, lambda: planned)
+    planned = declared[0] if declared and isinstance(declared[0], Plan) else None
 
     def find(spec: RunSpec) -> CompileJob:
         start_for_compile(spec.target)
-        return find_job(spec, lambda: plan_run(spec))
+        return find_job(spec, lambda: planned or plan_run(spec))
 
-    return with_spec(specs_of(declared), find)
+    return with_spec(declared, find)
 
 
 def _compile(job: CompileJob, folder: Path) -> Compiled:
@@ -134,7 +134,7 @@ def _replan(origin: Origin, more: tuple[str, ...]) -> compiler_plan.Plan:
 
 @contextmanager
 def _folder(run_dir: str | PathLike[str] | None) -> Iterator[Path]:
-    """Returns the run directory; without one, a folder for the log of the compiler, which stays where the compiler
+    """Yields the run directory; without one, a folder for the compiler's log, which is removed unless the compiler
     fails."""
     if run_dir is not None:
         yield Path(run_dir)
@@ -153,13 +153,9 @@ def _folder(run_dir: str | PathLike[str] | None) -> Iterator[Path]:
 def _shown(compiled: Compiled, run_dir: Path | None) -> CompiledStep:
     step = compiled.stored.step
     page = render_page(compiled.report, step.events, step.plan)
-    return CompiledStep(
-        plan=as_shown(step.plan),
-        estimate=step.estimate,
-        lowered=step.lowered,
-        built=step.built,
-        schedule=step.schedule,
-        peak=step.peak,
+    return shown_as(
+        CompiledStep,
+        replace(step, plan=shown_as(Plan, step.plan)),
         report=_with_page(compiled.report, page),
         is_accepted=not compiled.refusal,
         run_dir=run_dir,

@@ -1,9 +1,11 @@
-"""Overrides to a declaration, and a declaration to its plan."""
+"""Turns overrides into a declaration, and a declaration into a plan and its explanation."""
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from os import PathLike, fspath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from meshloom.compiler import plan as compiler_plan
 from meshloom.compiler.config.allowed_code import parse_allowed
@@ -12,10 +14,13 @@ from meshloom.compiler.config.hydra_settings import SEARCH_PATH, search_path_ove
 from meshloom.compiler.config.override_parser import overridden_key
 from meshloom.compiler.config.spec import Origin, RunSpec
 from meshloom.compiler.config.target_spec import LocalTarget
+from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem, raise_if_any
 from meshloom.compiler.core.format import human_bytes, human_parameters
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.report.explain import explain as print_plan
+from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.report.views.page import plan_table
 
 from ..processes.devices import start_devices
@@ -23,11 +28,15 @@ from ..processes.distributed import Processes
 from .guest import as_guest, warn
 
 T = TypeVar("T")
+WIDTH = 200  # of tables, in characters
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(compiler_plan.Plan):
-    """What was decided for a declaration before any compiler is called: mesh, layouts with reasons, memory, FLOPs."""
+    """The decisions that precede any compiler: mesh, layouts with reasons, memory, FLOPs.
+
+    The compiler's own class cannot show itself in a notebook: the views of a report are made from plans.
+    """
 
     def __repr__(self) -> str:
         memory = f"{human_bytes(self.memory.state_bytes)} of state per device"
@@ -38,56 +47,86 @@ class Plan(compiler_plan.Plan):
         return plan_table(self, estimate_step(self))
 
 
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """A plan in words, as JSON, and as a table in a notebook: where each array lies and why, bytes per device,
+    communication, and the shortest possible step."""
+
+    plan: Plan
+
+    @cached_property
+    def text(self) -> str:
+        """Returns what `meshloom explain` prints."""
+        out = io.StringIO()
+        print_plan(self.plan, Console(out, width=WIDTH, is_terminal=False))
+        return out.getvalue()
+
+    @cached_property
+    def json(self) -> dict[str, Any]:
+        """Returns the content of a run's plan.json."""
+        return plan_as_json(self.plan)
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
+
+
 def compose(
     *overrides: str, config_dir: str | PathLike[str] | None = None, allow_code_from: Sequence[str] = ()
 ) -> RunSpec:
     """Composes a declaration from overrides, as typed after `meshloom train`: "sharding=fsdp", "num_steps=20".
 
     config_dir: a folder of configs beside ours. allow_code_from: names of modules whose code the declaration may run;
-    without it, a config can name classes of installed packages alone. Raises ConfigError with all that is wrong.
+    without it, a config can only name classes of installed packages. Raises ConfigError with all problems.
     """
     origin = Origin(overrides, None if config_dir is None else fspath(config_dir), tuple(allow_code_from))
     return _read(origin, lambda spec: spec)
 
 
 def plan(*declared: str | RunSpec) -> Plan:
-    """Plans a declaration, or the one that overrides compose, without a device. Raises ConfigError with all that is
-    wrong."""
-    return with_spec(declared, plan_as_guest)
+    """Plans a declaration, or the one that overrides compose, without a device. Raises ConfigError with all
+    problems."""
+    return with_spec(declared, _plan_as_guest)
 
 
-def plan_as_guest(spec: RunSpec) -> Plan:
-    """Returns the same for a caller that is already a guest."""
+def explain(*declared: str | RunSpec | Plan) -> Explanation:
+    """Explains a plan, a declaration, or the declaration that overrides compose. Raises ConfigError with all
+    problems."""
+    if len(declared) == 1 and isinstance(declared[0], Plan):
+        return Explanation(declared[0])
+    return Explanation(with_spec(declared, _plan_as_guest))
+
+
+def _plan_as_guest(spec: RunSpec) -> Plan:
     if isinstance(spec.target, LocalTarget):
         start_devices(spec.target, Processes(), warn)
-    return as_shown(plan_run(spec))
+    return shown_as(Plan, plan_run(spec))
 
 
-def as_shown(found: compiler_plan.Plan) -> Plan:
-    """Returns the same plan, as a terminal and a notebook can show it."""
-    return Plan(**{field.name: getattr(found, field.name) for field in fields(found)})
+def shown_as(kind: type[T], found: Any, **more: Any) -> T:
+    """Returns the same dataclass as one of `kind`, which can show itself. more: fields that only `kind` has."""
+    return kind(**{field.name: getattr(found, field.name) for field in fields(found)} | more)
 
 
-def with_spec(declared: Sequence[str | RunSpec], then: Callable[[RunSpec], T]) -> T:
-    """Returns `then` of one declaration, or of the one that overrides compose. What it finds wrong is reported with all
-    else that is wrong with these, for which it may be tried on a part of them."""
+def with_spec(declared: Sequence[str | RunSpec | compiler_plan.Plan], then: Callable[[RunSpec], T]) -> T:
+    """Returns `then` of one declaration, of the one of a plan, or of the one that overrides compose.
+
+    Its problems are reported together with all others of the overrides; for that it may be tried on a part of them.
+    """
     overrides = tuple(each for each in declared if isinstance(each, str))
     if len(overrides) == len(declared):
         return _read(Origin(overrides), then)
-    spec = declared[0]
+    spec = declared[0].spec if isinstance(declared[0], compiler_plan.Plan) else declared[0]
     if len(declared) > 1 or not isinstance(spec, RunSpec):
         raise TypeError("give either overrides, such as 'sharding=fsdp', or one declaration")
     with as_guest(spec.origin.code_allowed_from):
         return then(spec)
 
 
-def specs_of(declared: Sequence[str | RunSpec | compiler_plan.Plan]) -> list[str | RunSpec]:
-    """Returns the same with the declaration of each plan."""
-    return [each.spec if isinstance(each, compiler_plan.Plan) else each for each in declared]
-
-
 def request_of_origin(origin: Origin) -> Request:
-    """Returns the request of a declaration that was typed."""
+    """Returns the request of a declaration that was composed from overrides."""
     assert origin.overrides is not None
     return Request(tuple(search_path_override(origin.overrides, origin.config_dir)))
 

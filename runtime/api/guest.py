@@ -1,7 +1,7 @@
-"""Meshloom in a program of someone else's: what belongs to the whole process is put back as it was found.
+"""Restores the state of the process around each call of the Python interface: the program belongs to someone else.
 
-Hydra's state, environment variables, the settings of JAX's compilation cache and the level of a logger change while
-Meshloom is at work. What cannot be put back is that JAX has started, with simulated devices where a target has them.
+While Meshloom works, it changes Hydra's state, environment variables, the settings of JAX's compilation cache and the
+level of a logger. One thing cannot be restored: JAX has started, with simulated devices if the target has them.
 """
 
 import logging
@@ -33,7 +33,7 @@ CACHE_SETTINGS = (
 
 @contextmanager
 def as_guest(modules: Sequence[str] = ()) -> Iterator[None]:
-    """Within the `with`, declarations are read, and code of these modules may run."""
+    """Within the `with`, declarations can be read, and code of these modules may run."""
     with hydra_state_put_back(), code_allowed_from(modules):
         try:
             yield
@@ -43,13 +43,13 @@ def as_guest(modules: Sequence[str] = ()) -> Iterator[None]:
 
 @contextmanager
 def settings_put_back() -> Iterator[None]:
-    """Within the `with`, programs are compiled and run: what that takes of environment, JAX and loggers."""
+    """Within the `with`, programs can be compiled and run; afterwards environment, JAX and loggers are as before."""
     with _environment_put_back(), _cache_put_back(), _orbax_is_silent():
         yield
 
 
 def start_for_compile(target: TargetSpec) -> None:
-    """Have JAX started as compiling for the target needs it. Raises ConfigError where it has started otherwise."""
+    """Starts JAX as compiling for the target needs it. Raises ConfigError if it has started in another way."""
     if target.kind == "cpu" or isinstance(target, LocalTarget):
         start_devices(target, Processes(), warn)
     else:
@@ -57,7 +57,7 @@ def start_for_compile(target: TargetSpec) -> None:
 
 
 def warn(text: str) -> None:
-    """A warning of Python's, as a program can filter it."""
+    """Issues a Python warning, which a program can filter."""
     warnings.warn(text.removeprefix("warning: "), stacklevel=2)
 
 
@@ -75,7 +75,8 @@ def _environment_put_back() -> Iterator[None]:
 
 @contextmanager
 def _cache_put_back() -> Iterator[None]:
-    """JAX opens a compilation cache once, and keeps to it: so it is closed where another one takes its place."""
+    """Within the `with`, JAX may use another compilation cache. JAX opens a cache once, so it is closed on both
+    changes."""
     before = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
     reset_cache()
     try:

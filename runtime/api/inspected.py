@@ -1,4 +1,4 @@
-"""The report of any compiled JAX program: one's own `jax.jit`, another framework's, a text."""
+"""Reports any compiled JAX program: a `jax.jit` function, the step of another framework, or a text."""
 
 import io
 import json
@@ -37,8 +37,11 @@ T = TypeVar("T", int, float)
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """What a compiled program does, read from its text. source: the file that it was read from, if it was. note: what
-    was chosen among several."""
+    """What was read from the text of a compiled program.
+
+    source: the file of the text; None if it did not come from one. note: the choice that was made among several
+    programs; empty if there was none.
+    """
 
     report: Report
     events: tuple[Event, ...]
@@ -54,17 +57,17 @@ class Inspection:
 
     @cached_property
     def json(self) -> dict[str, Any]:
-        """Returns what report.json holds."""
+        """Returns the content of report.json."""
         return self.report.model_dump(mode="json")
 
     @cached_property
     def html(self) -> str:
-        """Returns the page that report.html is."""
+        """Returns the content of report.html."""
         return render_page(self.report, self.events)
 
     @cached_property
     def timeline(self) -> dict[str, Any]:
-        """Returns what timeline.json holds, for Perfetto."""
+        """Returns the content of timeline.json, for Perfetto."""
         return json.loads(json.dumps(chrome_trace(self.report, self.events)))
 
     def write(self, directory: str | PathLike[str]) -> tuple[Path, ...]:
@@ -91,14 +94,15 @@ def inspect(
 ) -> Inspection:
     """Returns the report of a compiled program, without its declaration.
 
-    program: what `jax.jit(step).lower(...)` or `.compile()` of it gives (the first is compiled), the text that
-    `compiled.as_text()` gives, or a path: of such a text, an XLA dump directory, or a run directory of ours. target:
-    the chips that it is for, as `target=` of the command; a run directory says it itself. module: the name of the
-    program to read, of a text or a dump that has several; without it the largest is read, and `note` says so.
-    trips: iterations of the loops whose number the program does not say, by name or of all. taken: the share of
-    executions in which a conditional takes the branch that ends last, by name or of all.
-    overrides: more of the same, such as "target.num_slices=2" or "calibration=mine". config_dir: a folder of configs
-    beside ours. Raises ConfigError for what is not such a program, or not one for the target.
+    program: the result of `jax.jit(step).lower(...)` or of its `.compile()`, the text of `compiled.as_text()`, or the
+    path of such a text, of an XLA dump directory, or of a run directory.
+    target: the chips that the program is for, as in `target=` of the command. A run directory knows its own.
+    module: the name of the program to read, if a text or a dump has several. Default: the largest; `note` says so.
+    trips: the number of iterations of loops for which the program does not say it, by name or for all.
+    taken: the share of executions in which a conditional takes the branch that ends last, by name or for all.
+    overrides: more of the target, such as "target.num_slices=2" or "calibration=mine".
+    config_dir: a folder of configs beside ours.
+    Raises ConfigError for anything that is not such a program, or that is not for the target.
     """
     named = (*([] if target is None else [f"target={target}"]), *overrides)
     named = search_path_override(named, None if config_dir is None else fspath(config_dir))
@@ -124,8 +128,11 @@ def inspect(
 def inspect_path(
     path: Path, overrides: Sequence[str], module: str | None = None, choices: Choices | None = None
 ) -> Inspection:
-    """Returns the report of the program at a path. overrides: of target and calibration, as one types them, and where
-    configs are. module: the program to read, of several. choices: of how often its loops and branches run."""
+    """Returns the report of the program at a path.
+
+    overrides: overrides of target, calibration and the config search path, as typed. module: the name of the program to
+    read, if there are several. choices: how often its loops and branches run.
+    """
     found = find_program(path, module)
     if found.devices is not None and overrides:
         what = f"the declaration of {path} says where its program runs"
@@ -154,8 +161,8 @@ def _text_of(compiled: jax.stages.Compiled) -> str:
 
 
 def _devices_of(compiled: jax.stages.Compiled, named: Sequence[str]) -> ProgramDevices:
-    """Returns the devices where the mesh of the program's arguments has them, by the names of its axes. Without a mesh
-    they are taken to be in the target's own order."""
+    """Returns the devices in the order of the mesh of the program's arguments, with its axes. Without a mesh, the
+    target's own order is assumed."""
     target = read_target(named)
     if device := _any_device(compiled):
         raise_if_any(problems_of_devices(device.platform, device.device_kind, target))
@@ -166,20 +173,20 @@ def _devices_of(compiled: jax.stages.Compiled, named: Sequence[str]) -> ProgramD
 
 
 def _order(devices: Sequence[Any], own: Any) -> tuple[int, ...]:
-    """Returns the position of each device in the target's own order. Raises ConfigError where they are not the target's
-    in number or shape."""
+    """Returns the position of each device in the target's own order. Raises ConfigError if they differ from the
+    target's in number or shape."""
     position = {id(device): number for number, device in enumerate(own.ordered(devices).flat)}
     return tuple(position[id(device)] for device in devices)
 
 
 def _any_device(compiled: jax.stages.Compiled) -> Any:
-    """Returns one of the devices that a program was compiled for; None if none of its arrays says it."""
+    """Returns one of the devices that a program was compiled for; None if no array names one."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return next((device for sharding in shardings for device in sharding.device_set), None)
 
 
 def _mesh_of(compiled: jax.stages.Compiled) -> jax.sharding.Mesh | None:
-    """Returns the mesh that the arguments or results of a program are laid out over; None if none says it."""
+    """Returns the mesh of the arguments or results of a program; None if no array has one."""
     for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
         if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
             return sharding.mesh

@@ -1,4 +1,4 @@
-"""A declaration to a trained run."""
+"""Trains a declaration, and returns the run with its metrics."""
 
 import os
 import signal
@@ -20,14 +20,17 @@ from ..processes.initialize import plan_start
 from ..processes.process_log import meshloom_log
 from ..train.metrics import Metrics, read_metrics
 from ..train.train import Job, prepare, run_training
-from .declared import Plan, as_shown, specs_of, with_spec
+from .declared import Plan, shown_as, with_spec
 from .guest import as_guest, settings_put_back, warn
 
 
 @dataclass(frozen=True, repr=False)
 class TrainedRun:
-    """What a run came to. metrics: of each step, those before a resume too. stopped_by: SIGINT or SIGTERM where one
-    ended it early; the same call goes on from there. run_dir: where its checkpoints are, if they were to stay."""
+    """A run that has ended.
+
+    metrics: the metrics of each step, including steps before a resume. stopped_by: the signal that ended the run early,
+    SIGINT or SIGTERM; the same call continues it. run_dir: the folder of its checkpoints; None if nothing was kept.
+    """
 
     plan: Plan
     metrics: tuple[Metrics, ...]
@@ -36,12 +39,12 @@ class TrainedRun:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Nats per token, step by step."""
+        """Returns the loss of each step, in nats per token."""
         return tuple(each.loss for each in self.metrics)
 
     @property
     def held_out_loss(self) -> float | None:
-        """Returns the latest loss of the held-out data; None where nothing was held out."""
+        """Returns the latest loss of the held-out data; None if nothing was held out."""
         return next((each.eval_loss for each in reversed(self.metrics) if each.eval_loss is not None), None)
 
     def __repr__(self) -> str:
@@ -53,13 +56,13 @@ class TrainedRun:
 def train(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None = None) -> TrainedRun:
     """Trains a declaration, or the one that overrides compose, on the devices of this process.
 
-    run_dir: a folder for what `meshloom train` leaves there; a call with the same goes on from its last checkpoint.
-    Without one nothing stays. Raises ConfigError with all that is wrong, and RunFailed, which is one, where training
-    cannot go on.
+    run_dir: a folder for the files of `meshloom train`; a call with the same folder continues from its last checkpoint.
+    Without one, nothing is kept. Raises ConfigError with all problems, and its subclass RunFailed if training cannot
+    continue.
     """
     began = time.time()
     with settings_put_back():
-        job = with_spec(specs_of(declared), _prepare_alone)
+        job = with_spec(declared, _prepare_alone)
         spec = job.plan.spec
         with as_guest(spec.origin.code_allowed_from), _folder(run_dir) as folder, meshloom_log(folder):
             quiet, overrides = Console(is_quiet=True), spec.origin.overrides or ()
@@ -67,7 +70,7 @@ def train(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None =
             exit_code = run_training(job, folder, overrides=overrides, console=quiet, processes=alone, began=began)
             metrics = tuple(map(read_metrics, _lines(folder / "metrics.jsonl")))
     stopped_by = signal.Signals(exit_code - 128).name if exit_code else None
-    return TrainedRun(as_shown(job.plan), metrics, stopped_by, None if run_dir is None else Path(run_dir))
+    return TrainedRun(shown_as(Plan, job.plan), metrics, stopped_by, None if run_dir is None else Path(run_dir))
 
 
 def _prepare_alone(spec: RunSpec) -> Job:
