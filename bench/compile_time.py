@@ -40,8 +40,7 @@ def compile_once(began: float, overrides: list[str]) -> dict[str, float]:
     import jax
 
     from meshloom import compose
-    from meshloom.compiler.analysis.compiled_step import CompiledStep
-    from meshloom.compiler.analysis.compiled_step import read_text
+    from meshloom.compiler.analysis.compiled_step import CompiledStep, read_text
     from meshloom.compiler.driver import plan_run, report_of
     from meshloom.compiler.estimate.estimate import estimate_step
     from meshloom.compiler.target.topology import find_devices

@@ -19,8 +19,7 @@ from typing import Any
 
 from meshloom.models import Model
 
-from .analysis.compiled_step import CompiledStep, find_findings
-from .analysis.compiled_step import read_text
+from .analysis.compiled_step import CompiledStep, find_findings, read_text
 from .config.spec import RunSpec
 from .core.errors import all_of
 from .core.trees import like

@@ -21,8 +21,8 @@ from ..target.device_links import link_of_devices, send_between
 from ..target.interconnect_tiers import LINK_KINDS, GroupSpan, link_of_spans
 from ..target.links import Link, collective_seconds
 from ..target.placement import Placement
-from ..target.uneven_groups import uneven_seconds
 from ..target.target import TargetPlan
+from ..target.uneven_groups import uneven_seconds
 from ..xla.schedule.steps import Collective
 
 NO_GROUPS = "the program does not name its group of devices"

@@ -28,9 +28,8 @@ from ..xla.schedule.prices import Chip
 from ..xla.schedule.program import read_steps
 from ..xla.schedule.simulate import CollectiveTotals, Priced, Taken
 from ..xla.schedule.steps import Collective, Done, Step, every
-from .program_devices import CollectivePlacement
 from .match import Match, match_planned, source_by_size
-from .program_devices import ProgramDevices
+from .program_devices import CollectivePlacement, ProgramDevices
 from .source_lines import line_finder
 from .timeline_events import schedule_events
 

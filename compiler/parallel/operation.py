@@ -11,7 +11,7 @@ new operation is one file, one line in the registry, and its key in `conf/parall
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -305,9 +305,7 @@ def _problems(op: ParallelOp, key: str, ways: Sequence[SiteStrategies], declared
         why = "; ".join(refusals) or "the model has no such operation"
         instead = next((each.instead for _, each in refused if each.instead), op.fallback)
         return [Problem(key, f"'{declared}' cannot be used: {why}", f"set {key}=auto, or {instead}")]
-    return [
-        problem for at, name in declared.items() if (problem := _problem_at(op, f"{key}.{at}", ways, at, name))
-    ]
+    return [problem for at, name in declared.items() if (problem := _problem_at(op, f"{key}.{at}", ways, at, name))]
 
 
 def _problem_at(op: ParallelOp, where: str, ways: Sequence[SiteStrategies], at: str, name: str) -> Problem | None:
@@ -315,7 +313,9 @@ def _problem_at(op: ParallelOp, where: str, ways: Sequence[SiteStrategies], at: 
     there = [strategies for site, strategies in ways if at in (site.path, site.name)]
     if not there:
         known = dict.fromkeys(site.path if "/" in at else site.name for site, _ in ways)
-        return Problem(where, "the model has no operation of this name", use_one_of(at, known) if known else "leave it out")
+        return Problem(
+            where, "the model has no operation of this name", use_one_of(at, known) if known else "leave it out"
+        )
     if name not in (AUTO, *op.names):
         return Problem(where, f"'{name}' is not a strategy", use_one_of(name, (AUTO, *op.names)))
     refusals = [_named(strategies, name).refusal for strategies in there] if name != AUTO else [None]

@@ -11,17 +11,11 @@ Collectives are summed by kind, mesh axes and source. Times that differ by less 
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..schema import CollectiveReport, Finding, Report, total
-
-import re
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
-
-from ..schema import Finding
 
 DIFF_VERSION = 1
 SAME_WITHIN = 1e-3  # of the larger of two times

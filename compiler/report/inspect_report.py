@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from ..analysis.compiled_step import limit_bytes, used_devices_per_chip
 from ..analysis.inspected import InspectedProgram
-from ..analysis.schedule_analysis import NOT_DECLARED
 from ..analysis.program_text import Unavailable
+from ..analysis.schedule_analysis import NOT_DECLARED
 from ..estimate.estimate import HOST_UNKNOWN, fits_host
 from ..schema import SCHEMA_VERSION, Finding, MemoryReport, ProgramReport, Report
 from .build_report import LARGEST_ERROR, LIMITED, NO_LIMIT, TOLD_APART, target_report, unknown_of_target

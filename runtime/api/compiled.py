@@ -19,8 +19,7 @@ from meshloom.compiler.config.spec import Origin, RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.report.views.page import page_in_frame
-from meshloom.compiler.report.views.page import render_page
+from meshloom.compiler.report.views.page import page_in_frame, render_page
 
 from ..compile.compile_command import Compiled, CompileJob, compile_job, find_job, write_compiled
 from ..core.exclusive import only_run_in

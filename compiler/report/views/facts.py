@@ -8,7 +8,17 @@ from typing import Any, Literal, get_args
 
 from ...core.collectives import ComputeKind
 from ...core.format import LEAST_SECONDS, counted, human_bytes, human_names, human_range, human_seconds, human_share
-from ...schema import MAX_IMBALANCE, Alternative, CollectiveReport, MemoryReport, Report, SearchReport, TriedReport, or_infinity, total
+from ...schema import (
+    MAX_IMBALANCE,
+    Alternative,
+    CollectiveReport,
+    MemoryReport,
+    Report,
+    SearchReport,
+    TriedReport,
+    or_infinity,
+    total,
+)
 
 PER_CHIP = "tokens/s per chip"
 STEP, EXPECTED_STEP, STEP_OF_ANY = "predicted step", "expected step", "step as compiled"

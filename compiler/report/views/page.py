@@ -16,6 +16,7 @@ import jinja2
 import yaml
 
 from ...core.format import (
+    counted,
     human_bytes,
     human_count,
     human_names,
@@ -26,20 +27,16 @@ from ...core.format import (
     milliseconds,
 )
 from ...core.scopes import BY_SIZE, Pass
-from ...plan import Plan
-from ...schema import CollectiveReport, Event, Report, by_exposed, or_infinity
-from ...sharding.rules import ArrayPlan
-from . import charts
-from .facts import sums, unknown_values, verdict, why_exposed, why_unknown
-from .mesh_picture import mesh_picture
-from .timeline import hidden_behind, lay_out, layer_views
-from .facts import lines_of_rest
-
-from ...core.format import counted, human_bytes, human_count, human_parameters, human_seconds
 from ...estimate.bound import least_step_seconds
 from ...estimate.estimate import StepEstimate
 from ...estimate.roofline import roofline_seconds
 from ...plan import Plan
+from ...schema import CollectiveReport, Event, Report, by_exposed, or_infinity
+from ...sharding.rules import ArrayPlan
+from . import charts
+from .facts import lines_of_rest, sums, unknown_values, verdict, why_exposed, why_unknown
+from .mesh_picture import mesh_picture
+from .timeline import hidden_behind, lay_out, layer_views
 
 NUM_EVENTS = 4000  # on the page, the longest ones; timeline.json has all
 FOLDED_ROWS = 24  # a longer table of arrays is closed until it is asked for

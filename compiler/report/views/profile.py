@@ -1,27 +1,18 @@
 """Shows a profile: what the terminal and the page share, `profile.html`, and the summary on a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from ...core.format import counted, human_seconds
-from ...profile.compare import Compared, KindRow, OperationRow, ProfileReport, compared
-
-from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from ...core.console import Column, Console, Part, Table
+from ...core.format import counted, human_seconds
 from ...profile.account import execution_events, roles_of
-from ...profile.compare import ProfileReport
+from ...profile.compare import Compared, KindRow, OperationRow, ProfileReport, compared
 from ...profile.prediction import Prediction
 from ...profile.trace import Execution
 from ...schema import Event
 from .page import compact_timeline, policy_hash, template_environment, template_source
-
-from collections.abc import Sequence
-from pathlib import Path
-
-from ...core.console import Column, Console, Part, Table
-from ...core.format import counted, human_seconds
-from ...profile.compare import Compared, ProfileReport
 from .summary import show_files
 
 NUM_ON_PAGE = 400  # on the page, those that differ most; profile.json has all

@@ -32,16 +32,6 @@ from .facts import (
     why_exposed,
 )
 
-from collections.abc import Iterator
-
-from ...core.format import counted, human_bytes, human_seconds, human_share
-from ...schema import SearchReport, TriedReport
-
-from collections.abc import Sequence
-from pathlib import Path
-
-from ...core.console import Console
-
 FILE_WIDTH = 1000  # columns, where nothing is wrapped
 BAR_WIDTH = 48
 LEAST_SAVED = 0.03  # of a step, by which another declaration is worth a line: the estimate orders no closer ones

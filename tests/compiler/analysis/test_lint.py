@@ -8,8 +8,15 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from conftest import plan_of
-from meshloom.compiler.analysis.lint import FULL_REMAT, HEAD_IN_CHUNKS, MORE_TOKENS, SPLIT_OVER_TENSOR, SPLIT_THE_GROUP, reduced_in_bfloat16
-from meshloom.compiler.analysis.lint import lint
+from meshloom.compiler.analysis.lint import (
+    FULL_REMAT,
+    HEAD_IN_CHUNKS,
+    MORE_TOKENS,
+    SPLIT_OVER_TENSOR,
+    SPLIT_THE_GROUP,
+    lint,
+    reduced_in_bfloat16,
+)
 from meshloom.compiler.analysis.match import Match
 from meshloom.compiler.analysis.program_memory import HeldArray
 from meshloom.compiler.analysis.schedule_analysis import analyse_schedule

@@ -12,10 +12,9 @@ import jax
 import pytest
 
 from conftest import SMALL, plan_of
-from meshloom.compiler.analysis.compiled_step import CompiledStep
-from meshloom.compiler.analysis.compiled_step import NO_PROGRAM
-from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis
+from meshloom.compiler.analysis.compiled_step import NO_PROGRAM, CompiledStep
 from meshloom.compiler.analysis.program_text import Unavailable
+from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis
 from meshloom.compiler.config.flag_presets import preset_file
 from meshloom.compiler.config.overlap_spec import LayerLoop, OverlapConfig
 from meshloom.compiler.core.console import Console

@@ -18,10 +18,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from conftest import SMALL, plan_of, spec_of
-from meshloom.compiler.analysis.compiled_step import CompiledStep
+from meshloom.compiler.analysis.compiled_step import NO_PROGRAM, CompiledStep
 from meshloom.compiler.analysis.lint import TOO_EXPOSED
 from meshloom.compiler.analysis.program_memory import PeakMemory
-from meshloom.compiler.analysis.compiled_step import NO_PROGRAM
 from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
