@@ -1,4 +1,4 @@
-"""One process at a time in a folder: two would write over each other."""
+"""Locks a folder for one process at a time: two would overwrite each other's files."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,14 +10,14 @@ from filelock import FileLock, Timeout
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.places import is_url
 
-LOCK = ".lock"  # a file: network file systems lock no directories
-SECONDS_OF_A_LOOK = 0.2  # `is_held` takes the lock for an instant: that is no reason to refuse a run
+LOCK = ".lock"  # a file: network file systems cannot lock directories
+SECONDS_OF_A_LOOK = 0.2  # `is_held` takes the lock for an instant; a run must not be refused for that
 
 
 @contextmanager
 def alone(folder: Path, busy: Problem) -> Iterator[None]:
-    """Holds the folder; the system lets go of it when this process dies. Raises ConfigError with `busy` where another
-    process holds it."""
+    """Locks the folder within the `with`; the system releases it when this process dies. Raises ConfigError with `busy`
+    if another process holds it."""
     lock = FileLock(folder / LOCK, timeout=SECONDS_OF_A_LOOK)
     try:
         lock.acquire(poll_interval=SECONDS_OF_A_LOOK / 10)
@@ -31,7 +31,7 @@ def alone(folder: Path, busy: Problem) -> Iterator[None]:
 
 @contextmanager
 def in_turn(folder: Path, say_waits: Callable[[], None]) -> Iterator[None]:
-    """Holds the folder, after every other process that holds it. Calls `say_waits` once where it has to wait."""
+    """Locks the folder within the `with`, after waiting for other processes. Calls `say_waits` once if it waits."""
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=SECONDS_OF_A_LOOK, poll_interval=SECONDS_OF_A_LOOK / 10)
@@ -45,7 +45,7 @@ def in_turn(folder: Path, say_waits: Callable[[], None]) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool:
-    """Returns True while a process holds the folder. Makes nothing, and waits for nobody."""
+    """Returns True while a process holds the folder. Creates nothing and does not wait."""
     path = folder / LOCK
     if not path.exists():
         return False
@@ -54,7 +54,7 @@ def is_held(folder: Path) -> bool:
         lock.acquire()
     except Timeout:
         return True
-    except OSError:  # a folder that may only be read: nobody of this account works in it
+    except OSError:  # a read-only folder: no process of this account works in it
         return False
     lock.release()
     return False
@@ -62,7 +62,7 @@ def is_held(folder: Path) -> bool:
 
 @contextmanager
 def only_run_in(run_dir: Path) -> Iterator[None]:
-    """Holds the directory of a run or of a compile; the first process does it for all of them."""
+    """Locks the directory of a run or a compile within the `with`; process 0 does it for all processes."""
     if jax.process_index() != 0:
         yield
         return
@@ -71,7 +71,7 @@ def only_run_in(run_dir: Path) -> Iterator[None]:
 
 
 def check_is_free(run_dir: Path) -> None:
-    """Raises ConfigError where a run or a compile holds the directory. Makes nothing."""
+    """Raises ConfigError if a run or a compile holds the directory. Creates nothing."""
     if (run_dir / LOCK).exists():
         with alone(run_dir, _busy(run_dir)):
             pass
@@ -79,7 +79,7 @@ def check_is_free(run_dir: Path) -> None:
 
 @contextmanager
 def only_run_that_saves_in(directory: str | None) -> Iterator[None]:
-    """Holds a folder of checkpoints that is not in the run directory; behind a URL there are no locks."""
+    """Locks a folder of checkpoints outside the run directory within the `with`; there are no locks behind a URL."""
     if directory is None or is_url(directory) or jax.process_index() != 0:
         yield
         return

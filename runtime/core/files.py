@@ -1,5 +1,6 @@
-"""Small files that a kill must not leave half written, and directories that their writers must not bring back."""
+"""Writes small files whole, hashes files, and removes directories that are still being written to."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -16,7 +17,7 @@ QUIET_SECONDS, MOST_SECONDS = 1.0, 10.0
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file so that it is at each moment either the old one or the new one, whole: after a power cut too."""
+    """Writes a file so that at each moment, even after a power cut, it is either the old one or the new one."""
     replace_bytes(path, text.encode())
 
 
@@ -35,9 +36,18 @@ def replace_json(path: Path, value: Any) -> None:
     replace_text(path, json.dumps(value, indent=1) + "\n")
 
 
+def file_sha256(*paths: Path) -> str:
+    """Returns the SHA-256 of the contents of files, one after the other, in hexadecimal."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
+
+
 def parse_json(content: bytes) -> Any:
-    """Returns the value that the bytes spell. Raises ValueError for all that is not JSON in UTF-8, or nested too deeply
-    to be read."""
+    """Returns the value of JSON in UTF-8. Raises ValueError for anything else, and for JSON that is nested too
+    deeply."""
     try:
         return json.loads(content.decode())
     except RecursionError as error:
@@ -45,7 +55,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def free_name(damaged: AnyFolder) -> AnyFolder:
-    """Returns where something damaged goes, so that nothing is lost: `NAME.damaged`, `NAME.damaged1`, ..."""
+    """Returns an unused name for something damaged, so that nothing is lost: `NAME.damaged`, `NAME.damaged1`, ..."""
     names = (damaged.with_name(f"{damaged.name}.damaged{number or ''}") for number in itertools.count())
     return next(path for path in names if not (path.exists() if is_remote(path) else os.path.lexists(path)))
 
@@ -53,8 +63,8 @@ def free_name(damaged: AnyFolder) -> AnyFolder:
 def remove_for_good(directories: Callable[[], Iterable[Folder]]) -> None:
     """Removes existing directories, repeatedly until none has come back for QUIET_SECONDS.
 
-    For what a failed save leaves: nothing tells when its writers have ended, and one that has not makes its directory
-    anew, to put its file there. Gives up after MOST_SECONDS.
+    A failed save leaves directories. Nothing says when its writers have ended; one that has not creates its directory
+    again for its file. Gives up after MOST_SECONDS.
     """
     began = last_seen = time.monotonic()
     while (now := time.monotonic()) < min(last_seen + QUIET_SECONDS, began + MOST_SECONDS):

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: that of the machine, or less where a control group limits it."""
+"""Measures the memory that this process may still take: the machine's, or less if a control group limits it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class GroupFiles:
-    """Names of one version of control groups. reclaimable: a key of memory.stat, pages that the kernel gives back."""
+    """File names of one version of control groups. reclaimable: the key of memory.stat for pages that the kernel gives
+    back."""
 
     limit: str
     usage: str
@@ -23,13 +24,15 @@ V2 = GroupFiles("memory.max", "memory.current", "inactive_file")
 
 
 def available_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Returns the bytes that can be allocated without swapping. cgroups: where control groups are mounted. membership:
-    which of them this process is in, as the kernel writes it."""
+    """Returns the bytes that can be allocated without swapping.
+
+    cgroups: the folder where control groups are mounted. membership: the kernel's file with the groups of this process.
+    """
     return min([psutil.virtual_memory().available, *_room_in_groups(cgroups, membership)])
 
 
 def _room_in_groups(cgroups: Path, membership: Path) -> Iterator[int]:
-    """Returns what each group of this process, and each group that those are in, leaves to it."""
+    """Yields the bytes that are left in each group of this process, and in each group around those."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # not Linux
@@ -43,7 +46,10 @@ def _room_in_groups(cgroups: Path, membership: Path) -> Iterator[int]:
 
 
 def _room_up_to(mount: Path, group: str, files: GroupFiles) -> Iterator[int]:
-    """Returns the group's folder. In a container its path may be the host's; then the mount itself is the group."""
+    """Yields the bytes that are left in a group and in the groups around it.
+
+    In a container, the path of a group may be the host's; then the mount itself is the group.
+    """
     for path in (mount, *(mount.joinpath(*Path(group).parts[1 : n + 1]) for n in range(1, len(Path(group).parts)))):
         try:
             limit, used = (path / files.limit).read_text().strip(), int((path / files.usage).read_text())

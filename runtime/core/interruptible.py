@@ -1,5 +1,8 @@
-"""Ctrl-C beside C++: during a long call Python runs no signal handler, so that it would be heard minutes later; where
-it hits a callback, as XLA has one in the garbage collector, the KeyboardInterrupt is lost."""
+"""Makes Ctrl-C work during long calls into C++.
+
+During such a call Python runs no signal handler, so Ctrl-C would take effect minutes later. If it arrives in a
+callback, such as XLA's in the garbage collector, the KeyboardInterrupt is lost.
+"""
 
 import os
 import signal
@@ -15,12 +18,13 @@ T = TypeVar("T")
 
 _heard = threading.Event()
 _last_acts: list[Callable[[int], object]] = []
-_is_command = False  # the whole process; else Meshloom is a guest in a program of someone else's
+_is_command = False  # whether this process is the command's; else Meshloom is a guest in another program
 
 
 def hear_interrupts() -> None:
-    """From here on Ctrl-C is a KeyboardInterrupt that `raise_if_interrupted` raises again. One that is ignored, as in a
-    background job, stays so. The command calls it: the process is its own, and `leave_now` may end it."""
+    """Remembers each Ctrl-C from now on, so that `raise_if_interrupted` can raise it again, and lets `leave_now` end
+    the process. The command calls it: the process is its own. Where Ctrl-C is ignored, as in a background job, it stays
+    ignored."""
     global _is_command
     _is_command = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -28,14 +32,14 @@ def hear_interrupts() -> None:
 
 
 def raise_if_interrupted() -> None:
-    """The KeyboardInterrupt that was heard, and may have been lost."""
+    """Raises the KeyboardInterrupt again if there was one, since it may have been lost."""
     if _heard.is_set():
         raise KeyboardInterrupt
 
 
 def leave_now(exit_code: int) -> None:
-    """Ends the command at once, whatever its other threads are at. In a program of someone else's, such as a notebook,
-    return: it gets the KeyboardInterrupt, and a thread runs on until it is done."""
+    """Ends the command at once, whatever its other threads do. In another program, such as a notebook, it returns: the
+    program gets the KeyboardInterrupt, and a thread runs until it is done."""
     if _is_command:
         for act in reversed(_last_acts):
             act(exit_code)
@@ -45,7 +49,7 @@ def leave_now(exit_code: int) -> None:
 
 @contextmanager
 def before_leaving(act: Callable[[int], object]) -> Iterator[None]:
-    """Within the `with`, `leave_now` does this first, with the exit code: it runs nothing else that was to be run."""
+    """Within the `with`, `leave_now` calls `act` with the exit code first; it runs no `finally` and no exit handler."""
     _last_acts.append(act)
     try:
         yield
@@ -59,9 +63,9 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 
 def interruptibly(step: Callable[[], T]) -> T:
-    """Returns the result of the step, which runs in a thread; Ctrl-C is a KeyboardInterrupt here at once.
+    """Returns the result of the step, which runs in a thread, so that Ctrl-C raises KeyboardInterrupt here at once.
 
-    The step runs on behind it, and would keep the process from ending in order: `leave_now` ends it.
+    The step continues in its thread and would keep the process from ending; `leave_now` ends both.
     """
     raise_if_interrupted()
     done: Future[T] = Future()

@@ -1,12 +1,10 @@
-"""The manifest of a folder of files: size and SHA-256 of each, so that damage is found before anything is loaded.
+"""Lists the size and SHA-256 of each file of a folder, so that damage is found before anything is loaded.
 
-Orbax makes no checksums of arrays: one flipped bit comes back as another number. The manifest of a checkpoint is
-written into the temporary directory of the save, before the rename that finishes it; so every finished checkpoint has
-one. Behind a URL it lists names and sizes alone: to hash what was written would fetch all of it again, and
-object stores check the content of what they hold themselves.
+Orbax does not check arrays: a flipped bit is loaded as another number. The manifest of a checkpoint is written into the
+temporary directory of the save, before the rename that finishes it, so every finished checkpoint has one. Behind a URL
+it lists only names and sizes: hashing would fetch everything again, and object stores check their content themselves.
 """
 
-import hashlib
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -16,11 +14,11 @@ from pydantic import NonNegativeInt, ValidationError
 
 from meshloom.models.config import Record
 
-from .files import replace_json
+from .files import file_sha256, replace_json
 from .stores import Folder, file_sizes, is_remote
 
 FILE = "manifest.json"
-WRITTEN_LAST = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # by Orbax, after the manifest; no array rests on them
+WRITTEN_LAST = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # by Orbax, after the manifest; no array needs them
 
 
 Compared = Literal["content", "sizes"]
@@ -28,11 +26,12 @@ Compared = Literal["content", "sizes"]
 
 class FileEntry(Record):
     bytes: NonNegativeInt
-    sha256: str | None  # None: not known, of a file behind a URL
+    sha256: str | None  # None: unknown, because the file is behind a URL
 
 
 class Manifest(Record):
-    """`manifest.json`. step: of a checkpoint, the steps done in it; null elsewhere. files: by path in the folder."""
+    """The content of `manifest.json`. step: the steps done in a checkpoint; null for other folders. files: the entries
+    by path in the folder."""
 
     version: Literal[2]
     step: NonNegativeInt | None
@@ -40,7 +39,7 @@ class Manifest(Record):
 
 
 def write_manifest(folder: Folder, *, step: int | None = None) -> None:
-    """Writes the manifest of a folder whose files are all there. Reads each of them once, if they are on a disk."""
+    """Writes the manifest of a folder that is complete. Reads each file once, if it is on a disk."""
     sizes = _sizes(folder)
     hashes = dict.fromkeys(sizes) if is_remote(folder) else _hashes(Path(folder), sizes)
     files = {name: FileEntry(bytes=size, sha256=hashes[name]) for name, size in sizes.items()}
@@ -56,8 +55,8 @@ def damage_in(
 ) -> str | None:
     """Returns the first difference from what was saved, as a phrase; None if there is none.
 
-    expected: files that every manifest of this kind of folder lists. step: that the folder is taken for. compare: of
-    each file its content, which reads every byte, or its size alone; behind a URL, sizes.
+    expected: files that every manifest of this kind of folder lists. step: the step that the folder should hold.
+    compare: "content" reads every byte of each file; "sizes" compares sizes only, as is always done behind a URL.
     """
     if not folder.is_dir():
         return "it is a file, not a directory" if folder.exists() else "there is no such directory"
@@ -78,7 +77,7 @@ def _difference(folder: Folder, files: dict[str, FileEntry], expected: Collectio
     there = _sizes(folder)
     if missing := sorted(files.keys() - there.keys()):
         return f"{missing[0]} is missing"
-    # Operating systems leave hidden files; a file that is not hidden was saved, and has lost its entry.
+    # Operating systems leave hidden files. A file that is not hidden was saved, and has lost its entry.
     unlisted = {name for name in there.keys() - files.keys() if not _is_hidden(name)}
     if unlisted := sorted(unlisted | (set(expected) - files.keys())):
         return f"its {FILE} does not list {unlisted[0]}"
@@ -107,9 +106,4 @@ def _sizes(folder: Folder) -> dict[str, int]:
 def _hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     with ThreadPoolExecutor() as threads:
-        return dict(zip(names, threads.map(_sha256, [folder / name for name in names]), strict=True))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return dict(zip(names, threads.map(file_sha256, [folder / name for name in names]), strict=True))

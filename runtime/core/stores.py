@@ -1,7 +1,7 @@
-"""Folders of this machine, and folders behind gs:// and s3://, read in the same way.
+"""Reads folders behind gs:// and s3:// in the same way as folders of this machine.
 
-Behind a URL a folder is a prefix of names: etils.epath gives it pathlib's methods, and fsspec, below it, what pathlib
-does not have. TensorStore writes there past fsspec, so fsspec must not remember what it has listed.
+Behind a URL a folder is a prefix of names. etils.epath gives it pathlib's methods; fsspec, below epath, does the rest.
+TensorStore writes there without fsspec, so fsspec must not cache its listings.
 """
 
 import logging
@@ -22,10 +22,10 @@ from meshloom.compiler.core.places import is_url
 Folder = Path | epath.Path
 
 PACKAGES = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # extras of pyproject.toml, by scheme
-BLOCK_BYTES = 2**24  # of a file that is read from end to end
+BLOCK_BYTES = 2**24  # that are read at once from a file
 _PROBE = ".meshloom-can-write"
 
-logging.getLogger("gcsfs").setLevel(logging.ERROR)  # it warns at each file where it may not read the kind of a bucket
+logging.getLogger("gcsfs").setLevel(logging.ERROR)  # it warns for each file if it may not read the bucket's kind
 for _scheme in ("s3", "gs", "gcs"):
     fsspec.config.conf.setdefault(_scheme, {}).setdefault("use_listings_cache", False)
 
@@ -41,8 +41,8 @@ def is_remote(folder: Folder) -> bool:
 
 
 def absolute(folder: Folder) -> Folder:
-    """Returns the path without links, from the root on; a URL as it is."""
-    return folder if is_remote(folder) else Path(os.path.realpath(folder))  # `resolve` raises of a link to itself
+    """Returns the absolute path without links; a URL unchanged."""
+    return folder if is_remote(folder) else Path(os.path.realpath(folder))  # `resolve` raises for a link to itself
 
 
 def file_sizes(folder: Folder) -> dict[str, int]:
@@ -57,7 +57,7 @@ def file_sizes(folder: Folder) -> dict[str, int]:
 
 
 def remove_folder(folder: Folder) -> None:
-    """Removes a folder and all in it, as far as it can be removed."""
+    """Removes a folder and its content, as far as possible."""
     if not is_remote(folder):
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -67,8 +67,7 @@ def remove_folder(folder: Folder) -> None:
 
 
 def check_bucket(folder: Folder, where: str) -> None:
-    """Raises ConfigError where a folder behind a URL cannot be looked into: for want of a package, of the bucket, or of
-    access."""
+    """Raises ConfigError if a folder behind a URL cannot be read: a package, the bucket or access is missing."""
     if not is_remote(folder):
         return
     with _problems_at(folder, where, "read"):
@@ -78,8 +77,7 @@ def check_bucket(folder: Folder, where: str) -> None:
 
 
 def check_writable(folder: Folder, where: str) -> None:
-    """Raises ConfigError where nothing can be written into a folder behind a URL. Writes a small file, and removes
-    it."""
+    """Raises ConfigError if nothing can be written into a folder behind a URL. Writes a small file and removes it."""
     if not is_remote(folder):
         return
     with _problems_at(folder, where, "written to"):
@@ -89,8 +87,8 @@ def check_writable(folder: Folder, where: str) -> None:
 
 
 def blocks_of(url: str, name: str, where: str) -> Iterator[bytes]:
-    """Yields the content of a file in a folder behind a URL. Raises FileNotFoundError where there is none, and
-    ConfigError where it cannot be read."""
+    """Yields the content of a file in a folder behind a URL. Raises FileNotFoundError if there is none, and ConfigError
+    if it cannot be read."""
     with _problems_at(url, where, "read", let_pass=FileNotFoundError):
         system, place = _system(url)
         file = system.open(f"{place.rstrip('/')}/{name}", "rb")
@@ -104,7 +102,7 @@ def blocks_of(url: str, name: str, where: str) -> Iterator[bytes]:
 
 
 def what_store_said(error: BaseException) -> str:
-    """Returns what a store said, in one line: each kind of store raises its own."""
+    """Returns the error of a store in one line: each kind of store has its own exceptions."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 

@@ -87,7 +87,9 @@ class HuggingFace(Tokenizer):
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab()  # its numbers can have gaps
         end = self._end_of_document(spec)
-        self.identity = TokenizerIdentity("huggingface", _sha256(data), max(vocabulary.values()) + 1, end)
+        self.identity = TokenizerIdentity(
+            "huggingface", hashlib.sha256(data).hexdigest(), max(vocabulary.values()) + 1, end
+        )
 
     def _end_of_document(self, spec: HuggingFaceTokenizer) -> int:
         special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -116,7 +118,10 @@ class SentencePiece(Tokenizer):
         except Exception as error:  # the library raises nothing narrower
             raise _broken(spec.path, "SentencePiece model", "") from error
         self.identity = TokenizerIdentity(
-            "sentencepiece", _sha256(data), self._processor.vocab_size(), self._end_of_document(spec)
+            "sentencepiece",
+            hashlib.sha256(data).hexdigest(),
+            self._processor.vocab_size(),
+            self._end_of_document(spec),
         )
 
     def _end_of_document(self, spec: SentencePieceTokenizer) -> int:
@@ -182,7 +187,3 @@ def _token(found: int | None, token: str, path: str, known: Iterable[str]) -> in
         what = f"{path} has no token '{token}'"
         raise ConfigError([Problem(f"{WHERE}.end_of_document", what, use_one_of(token, list(known)[:8]))])
     return found
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

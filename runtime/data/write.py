@@ -5,7 +5,6 @@ are brought to disk, and then `progress.json` says how much of them counts; what
 again. So the bytes are the same however often it was stopped.
 """
 
-import hashlib
 import os
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from pydantic import JsonValue, NonNegativeInt
 
 from meshloom.models.config import Record
 
-from ..core.files import replace_json
+from ..core.files import file_sha256, replace_json
 from .shards import INDEX, PROGRESS, Index, ShardFiles, StoredTokenizer
 from .tokenize import Encoded
 
@@ -156,19 +155,10 @@ class ShardWriter:
             documents=documents,
             num_tokens=self._done.num_tokens,
             num_documents=self._done.num_documents,
-            sha256=_sha256(self._folder / tokens, self._folder / documents),
+            sha256=file_sha256(self._folder / tokens, self._folder / documents),
         )
         self._files = None
         self._update(shards=(*self._done.shards, shard), num_tokens=0, num_documents=0)
 
     def _update(self, **changes: object) -> None:
         self._done = self._done.model_copy(update=changes)
-
-
-def _sha256(*paths: Path) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
-    return digest.hexdigest()

@@ -1,7 +1,7 @@
-"""Before the first step all processes compare what they are about to run; a difference is named, with who has it.
+"""Compares what the processes of a run are about to do, before the first step, and names each difference.
 
-Devices would not notice: processes with other programs wait for each other for ever, and with another seed or learning
-rate they train on and diverge. Compared are hashes; only where they differ do the processes show each other the rest.
+Devices would not notice one: processes with different programs wait for each other forever, and processes with
+different seeds or learning rates diverge. Hashes are compared first; the rest is exchanged only if they differ.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from .distributed import Disagreement, Processes, name_processes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # they change the compiled program, not the lowered one
-# Of the spec; all else is the same in all. Each host keeps compiled programs where it has room.
+# Keys of the spec that may differ between processes. Each host keeps compiled programs where it has room.
 OF_ONE_PROCESS = ("distributed.process_id", "distributed.local_device_ids", "compilation_cache")
 UNSET = "not set"
 
 
 def check_same_declaration(spec: RunSpec, processes: Processes) -> None:
-    """Raises Disagreement, in all processes alike, where one of them has another spec, version or compiler flag."""
+    """Raises Disagreement in all processes if one of them has another spec, version or compiler flag."""
     declaration = {
         "spec": {key: value for key, value in flat(spec.as_compared()) if key not in OF_ONE_PROCESS},
         "environment": environment_of_program(),
@@ -44,7 +44,7 @@ def check_same_declaration(spec: RunSpec, processes: Processes) -> None:
 
 
 def check_same_program(lowered: Programs, processes: Processes) -> None:
-    """Raises Disagreement where a process has lowered another program from the same declaration."""
+    """Raises Disagreement if a process has lowered another program from the same declaration."""
     if processes.count == 1:
         return
     programs = {"init": lowered.init, "train": lowered.train, "evaluate": lowered.evaluate}
@@ -54,24 +54,23 @@ def check_same_program(lowered: Programs, processes: Processes) -> None:
 
 
 def check_same_data(identity: Mapping[str, Any], processes: Processes) -> None:
-    """Raises Disagreement, in all processes alike, where one of them would read other data than the rest.
+    """Raises Disagreement in all processes if one of them would read other data than the rest.
 
-    identity: of `Data`: what the whole data set is made from, hashes of its contents among it. Which rows of a batch a
-    process reads is no part of it.
+    identity: the identity of `Data`, which includes hashes of its contents, but not the rows that a process reads.
     """
     values = {key: _shown(value) for key, value in identity.items()}
     _check_same("data", values, processes, fix="give all processes the same files and the same tokenizer")
 
 
 def environment_of_program() -> dict[str, str]:
-    """Returns all beside the spec that decides what is compiled: versions, and flags of the compiler."""
+    """Returns what the compiled program depends on besides the spec: versions, and flags of the compiler."""
     versions = {name: version(name) for name in PACKAGES}
     flags = {name: os.environ.get(name, UNSET) for name in COMPILER_FLAGS}
     return {"python": platform.python_version(), "meshloom": __version__, **versions, **flags}
 
 
 def differences(values: Sequence[Mapping[str, str]], *, fix: str) -> list[Problem]:
-    """Returns one Problem for each key whose value is not the same in all processes, the rarest value first.
+    """Returns a Problem for each key whose value is not the same in all processes, the rarest value first.
 
     [{"seed": "0"}, {"seed": "0"}, {"seed": "1"}] -> "seed: 1 in process 2, 0 in processes 0, 1"
     """
@@ -94,13 +93,13 @@ def _check_same(name: str, values: Mapping[str, str], processes: Processes, *, f
 
 
 def _all_if_different(name: str, text: str, processes: Processes) -> list[str]:
-    """Returns every process's text, where they differ; else nothing. Texts travel only then."""
+    """Returns the texts of all processes if they differ, otherwise nothing. Only then are texts exchanged."""
     hashes = processes.gather(f"{name}/hash", _hash(text))
     return processes.gather(f"{name}/text", text) if len(set(hashes)) > 1 else []
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as JSON, or a shortened hash."""
+    """Returns a value as JSON; a SHA-256 is shortened."""
     return value[:12] if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) else json.dumps(value)
 
 

@@ -1,4 +1,4 @@
-"""The devices of this process, set up before JAX looks for them."""
+"""Sets up the devices of this process before JAX looks for them."""
 
 import os
 from collections.abc import Callable
@@ -23,12 +23,12 @@ Warn = Callable[[str], None]
 
 
 class TooFewSimulated(ConfigError):
-    """Raised where JAX has started in this process with fewer devices than are to be simulated; another process may."""
+    """JAX has started in this process with fewer simulated devices than are needed; another process can have them."""
 
 
 def plan_without_devices(target: TargetSpec) -> tuple[str, ...]:
-    """Keeps JAX away from accelerators, whose start takes seconds; `local` alone has to see them. Returns what is to be
-    logged, as start_devices does."""
+    """Keeps JAX away from accelerators, whose start takes seconds; only the target `local` has to see them. Returns
+    lines for the log, as `start_devices` does."""
     if isinstance(target, LocalTarget):
         return _find_attached(Processes())
     jax.config.update("jax_platforms", "cpu")
@@ -36,11 +36,11 @@ def plan_without_devices(target: TargetSpec) -> tuple[str, ...]:
 
 
 def start_devices(target: TargetSpec, processes: Processes, warn: Warn = write_error) -> tuple[str, ...]:
-    """Provides the devices of the target: simulates this process's part of a cpu target, find those of a kind of chip,
-    or what is attached. Returns what was said meanwhile, for the log. warn: takes a warning about what is attached.
+    """Provides the devices of the target: simulates this process's part of a cpu target, or finds attached chips.
 
-    Raises ConfigError for chips that are not there or do not start, for devices that do not divide over the processes
-    or are more than one can sensibly simulate, and where JAX has started in this process with fewer.
+    Returns the lines that were printed meanwhile, for the log. warn: takes a warning about attached devices.
+    Raises ConfigError for chips that are not attached or do not start, for devices that do not divide over the
+    processes, for too many simulated devices, and if JAX has started in this process with fewer.
     """
     match target:
         case LocalTarget():
@@ -53,10 +53,10 @@ def start_devices(target: TargetSpec, processes: Processes, warn: Warn = write_e
 
 
 def start_as_found() -> None:
-    """Have JAX start with the devices that it finds by itself, in a program that may use them for something else.
+    """Starts JAX with the devices that it finds by itself, in a program that may use them for something else.
 
-    Compiling for chips that are not there starts JAX; where the machine has no chip, no plugin is asked for one: it
-    comes down to the processor, and what plugins print about it is spared.
+    Compiling for chips that are not attached starts JAX. On a machine without chips no plugin is asked for one, so JAX
+    uses the CPU and plugins print nothing.
     """
     before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if not before and not has_chip():
@@ -68,8 +68,8 @@ def start_as_found() -> None:
 
 
 def _find_attached(processes: Processes, warn: Warn = write_error) -> tuple[str, ...]:
-    """Have JAX look for accelerators. Where it comes down to the processor, process 0 says so in one line, unless
-    JAX_PLATFORMS has asked for it."""
+    """Lets JAX look for accelerators. If it falls back to the CPU, process 0 says so in one line, unless JAX_PLATFORMS
+    asks for the CPU."""
     if jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         _start_jax()
         return ()
@@ -90,7 +90,7 @@ def _quiet_without_chip() -> AbstractContextManager[Captured]:
 
 
 def _start_jax() -> str:
-    """Returns the platform that it comes down to."""
+    """Starts JAX, and returns the platform that it uses."""
     try:
         return jax.default_backend()
     except RuntimeError as error:
@@ -100,7 +100,7 @@ def _start_jax() -> str:
 
 
 def _only_processor(compilers: dict[str, str], *, is_chip_seen: bool) -> str:
-    """compilers: what is installed, by the kind of device that it is for."""
+    """Returns the warning that JAX uses the CPU. compilers: the installed packages, by the kind of their devices."""
     if is_chip_seen:
         why = "there is a GPU or TPU that JAX does not use, as it says above"
     elif compilers:
@@ -132,17 +132,17 @@ def _simulate(num_devices: int, processes: Processes) -> None:
 def _give_threads(num_local: int) -> None:
     """Sets the threads of XLA's pool, before its CPU client starts.
 
-    A simulated device holds a thread while it waits for the others in a collective. By itself the pool has as many
-    threads as processors, or as devices where those are more. Steps in flight take some of them; then a device finds
-    none, and the others wait until XLA ends the process: "Expected 8 threads to join the rendezvous". With 9 threads
-    for 8 devices and 150 steps in flight, 7 of 8 processes ended so; with 16 threads none of 8 did.
+    A simulated device holds a thread while it waits for the others in a collective. By default the pool has a thread
+    for each processor, or for each device if there are more devices. Steps in flight take some of them; then a device
+    finds none, and the others wait until XLA ends the process: "Expected 8 threads to join the rendezvous". With 9
+    threads for 8 devices and 150 steps in flight, 7 of 8 processes ended in this way; with 16 threads, none of 8.
     """
     if not {"NPROC", "PJRT_NPROC"} & os.environ.keys():
         os.environ["PJRT_NPROC"] = str(max(os.cpu_count() or 1, THREADS_OF_A_DEVICE * num_local))
 
 
 def _check_simulated(num_local: int) -> None:
-    """Raises ConfigError where JAX has started without as many simulated devices."""
+    """Raises TooFewSimulated if JAX has started with fewer simulated devices."""
     devices = jax.devices()
     if devices[0].platform == "cpu" and len(devices) >= num_local:
         return
@@ -153,8 +153,8 @@ def _check_simulated(num_local: int) -> None:
 
 
 def _check_attached(target: TpuTarget | GpuTarget) -> tuple[str, ...]:
-    """Raises ConfigError where the devices of JAX are not those of the target. Returns what looking for them
-    printed."""
+    """Returns the lines that JAX printed while it looked for the target's devices. Raises ConfigError if it has others
+    or none."""
     plan = plan_target(target, "float32")
     fix = "plan it with `meshloom explain`; run on target=local, or on simulated devices: target=cpu-8"
     try:

@@ -1,7 +1,7 @@
-"""The processes of a run: joining them, and what they tell each other without a device.
+"""Joins the processes of a run, and lets them exchange texts without a device.
 
-Texts go through the key-value store of JAX's coordination service, which process 0 runs: it works before there is any
-program, and tells who said what. docs/processes.md says when processes meet.
+Texts go through the key-value store of JAX's coordination service, which process 0 runs. It works before there is any
+program, and each text has a sender. docs/processes.md says when processes meet.
 """
 
 import json
@@ -39,26 +39,28 @@ COMMUNICATION = re.compile(r"gloo|nccl|connection|unavailable|heartbeat|coordina
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_OVER_HEARTBEAT = 10
 SECONDS_UNTIL_NOTE = 20  # of waiting for the others
-COMPILED = "compiled programs"  # where processes meet after the compile
+COMPILED = "compiled programs"  # the meeting of processes after the compile
 USUAL_TIMEOUT = "distributed.initialization_timeout_seconds"
-TIMEOUT_OF = {COMPILED: "distributed.compile_timeout_seconds"}  # of meetings with one of their own
+TIMEOUT_OF = {COMPILED: "distributed.compile_timeout_seconds"}  # of meetings with their own time limit
 TOO_LITTLE_KNOWN = (
     ValueError,
     LookupError,
     RuntimeError,
     ImportError,
     OSError,
-)  # JAX's errors where a cluster says less
+)  # JAX's errors if a cluster tells it too little
 
 
 class Disagreement(ConfigError):
-    """Processes of one run that are about to run different things; all of them find the same."""
+    """The processes of a run are about to run different things. All of them raise the same error."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of this run, and which of them this is; alone without `jax.distributed`. num_on_host: how many of
-    them share this machine's memory, by its name. hosts: the names of all their machines."""
+    """The processes of this run, and the index of this one; a single process without `jax.distributed`.
+
+    num_on_host: the number of processes on this machine. hosts: the names of the machines of all processes.
+    """
 
     index: int = 0
     count: int = 1
@@ -70,14 +72,14 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Returns True in the one process that speaks on the terminal and writes what is written once."""
+        """Returns True in the process that writes to the terminal and to the files that are written once."""
         return self.index == 0
 
     def gather(self, name: str, text: str, *, timeout_seconds: int | None = None) -> list[str]:
-        """Returns every process's text, in their order; waits until all have given theirs. A name is used once.
+        """Returns the texts of all processes, in their order, once all have given theirs. A name is used once.
 
-        timeout_seconds: how long it waits, where that is not as long as usual. Ctrl-C ends the wait. Raises ConfigError
-        with those that did not come.
+        timeout_seconds: a time limit for the wait other than the usual one. Ctrl-C ends the wait. Raises RunFailed with
+        the processes that did not come.
         """
         if self.count == 1:
             return [text]
@@ -91,7 +93,7 @@ class Processes:
         return [value for _, value in sorted(self.client.key_value_dir_get(f"meshloom/{name}/"))]
 
     def from_first(self, name: str, text: str | None = None) -> str:
-        """Returns the text of process 0, which gives it and does not wait. A name is used once."""
+        """Returns the text of process 0, which does not wait for the others. A name is used once."""
         if self.count == 1 or self.is_first:
             assert text is not None
             if self.count > 1:
@@ -110,7 +112,7 @@ class Processes:
 
     @contextmanager
     def _note_of_wait(self, name: str, seconds: int) -> Iterator[None]:
-        """Makes process 0 report, within the `with`, whom it waits for once that takes long."""
+        """Within the `with`, process 0 reports the processes that it waits for, once the wait is long."""
 
         def note() -> None:
             missing = name_processes(self._missing(name), self.count)
@@ -126,19 +128,19 @@ class Processes:
             timer.cancel()
 
     def _not_come(self, name: str, missing: list[int], seconds: int) -> RunFailed:
-        """Returns the message for a wait that ended without all the others."""
+        """Returns the error for a wait that ended without some of the processes."""
         who = f"{name_processes(missing, self.count)} did not come" if missing else "a process was lost"
         what = f"{who} to '{name}' within {seconds} s"
         fix = f"see their logs and terminals; raise {TIMEOUT_OF.get(name, USUAL_TIMEOUT)} where they are slow"
         return RunFailed(Problem("distributed", what, fix), LOST)
 
 
-_joined = Processes()  # as JAX's own state: one per process of the operating system
-_held = ExitStack()  # what lasts until `leave`
+_joined = Processes()  # like JAX's own state, one for each process of the operating system
+_held = ExitStack()  # contexts that last until `leave`
 
 
 def current() -> Processes:
-    """Returns the processes that this one has joined; itself alone before `join`."""
+    """Returns the processes that this one has joined; before `join`, itself alone."""
     return _joined
 
 
@@ -158,7 +160,7 @@ def join(spec: RunSpec) -> Processes:
         interruptibly(lambda: initialize(arguments, timeouts, lookout))
     except KeyboardInterrupt:
         write_error("\ninterrupted while waiting for the other processes")
-        os._exit(128 + signal.SIGINT)  # in order the process could end only after the wait
+        os._exit(128 + signal.SIGINT)  # an orderly exit would wait for the other thread
     except ConfigError:
         raise
     except TOO_LITTLE_KNOWN as error:
@@ -181,7 +183,7 @@ def together(
     """Returns the result of a step that all processes take. If it fails in one, it fails in all, with the same
     problems.
 
-    processes: those that were joined, unless others are named. timeout_seconds: as for `gather`.
+    processes: default: those that this process has joined. timeout_seconds: as for `gather`.
     """
     result, error = None, None
     try:
@@ -198,7 +200,7 @@ def together(
     everyone = [json.loads(text) for text in texts]
     if error and all(each["is_disagreement"] for each in everyone):
         raise error
-    # What one process finds wrong with its own declaration explains why it is not that of the others.
+    # A mistake that one process finds in its own declaration explains why its declaration differs from the others'.
     found = [[] if each["is_disagreement"] else [Problem(*fields) for fields in each["problems"]] for each in everyone]
     if any(found):
         failure = ConfigError(_whose(problem, found) for problems in found for problem in problems)
@@ -208,14 +210,14 @@ def together(
 
 
 def _say_waiting(timeout_seconds: int) -> None:
-    """JAX waits in silence, and ends the process when the time is up."""
+    """Says that this process waits for the others: JAX waits in silence, and ends the process when the time is up."""
     state = joined()
     where = f"process {state.process_id}: waiting for the others at {state.coordinator_address}"
     write_error(f"{where}, at most {timeout_seconds} s")
 
 
 def leave() -> None:
-    """Leaves the other processes in order: waits until all are done."""
+    """Leaves the other processes, once all are done."""
     global _joined
     if _joined.client is not None:
         if _joined.lookout:
@@ -230,7 +232,7 @@ def leave() -> None:
 def crash(error: BaseException, run_dir: Path | None = None) -> None:
     """Ends one of several processes at once: the others may be waiting for it, and it must not wait for them.
 
-    Process 0 shows where it was; of the others their last line is enough, and their logs hold the rest.
+    Process 0 prints the whole traceback, the others its last line; their logs hold the rest.
     """
     if _joined.count == 1:
         return
@@ -257,12 +259,12 @@ def crash(error: BaseException, run_dir: Path | None = None) -> None:
 
 
 def is_of_another(error: BaseException) -> bool:
-    """Returns True for an error of communication: another process is gone, and JAX will find out which one."""
+    """Returns True for an error of communication: another process is gone, and JAX will find out which."""
     return isinstance(error, jax.errors.JaxRuntimeError) and bool(COMMUNICATION.search(str(error)))
 
 
 def _await_reason() -> None:
-    """Waits until another process has told why it ended, or JAX has found one gone; either ends this process."""
+    """Waits until another process says why it ended, or JAX finds that one is gone; either ends this process."""
     lookout = _joined.lookout
     if lookout is None:
         return
@@ -274,8 +276,8 @@ def _await_reason() -> None:
 
 
 def name_processes(indices: list[int], count: int) -> str:
-    """Returns the processes as text: [1] -> "process 1"; [0, 2, 3] of 4 -> "processes 0, 2, 3"; most of very many ->
-    "the other 63"."""
+    """Returns the processes as text: [1] -> "process 1"; [0, 2, 3] of 4 -> "processes 0, 2, 3"; most of many -> "the
+    other 63"."""
     if len(indices) == 1:
         return f"process {indices[0]}"
     if len(indices) > 4 and 2 * len(indices) > count:

@@ -1,8 +1,8 @@
-"""Starts `jax.distributed`: finds its arguments in the declaration and the environment, and reports what it would not.
+"""Starts `jax.distributed`: finds its arguments in the declaration and the environment, and reports its failures.
 
-JAX detects clusters by itself. Added here: a process that is alone waits for nobody; a start that would leave several
-processes each to itself, or one waiting for others that never come, is an error; processes that did not come are named;
-and a port that is taken is reported.
+JAX detects clusters by itself. Added here: a process that is alone does not wait. A start that would leave each of
+several processes alone, or one waiting for others that never come, is an error. Processes that did not come are named,
+and so is a port that is taken.
 """
 
 import errno
@@ -30,9 +30,11 @@ Arguments = dict[str, Any]  # of jax.distributed.initialize, without its timeout
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts processes. num_processes, process_id: the variables in which it tells each of them; one
-    that is set to nothing is not set. needs: what JAX reads the coordinator's address from; where it is not set, JAX
-    does not see this launcher."""
+    """A program that starts processes.
+
+    num_processes, process_id: the environment variables that it sets; an empty one counts as not set. needs: the
+    variables from which JAX reads the coordinator's address; without them JAX does not see this launcher.
+    """
 
     name: str
     num_processes: str
@@ -40,7 +42,7 @@ class Launcher:
     needs: tuple[str, ...]
 
 
-# In JAX's own order. Open MPI 5, MPICH and Intel MPI name no address, so JAX knows nothing of them.
+# In JAX's own order. Open MPI 5, MPICH and Intel MPI name no address, so JAX does not detect them.
 LAUNCHERS = (
     Launcher("ompi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", ("OMPI_MCA_orte_hnp_uri",)),
     Launcher("slurm", "SLURM_NTASKS", "SLURM_PROCID", ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID")),
@@ -50,9 +52,10 @@ OTHER_NUMBERS = {"SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}
 
 
 def plan_start(spec: DistributedSpec, target: TargetSpec, environment: Mapping[str, str]) -> Arguments | None:
-    """Returns how this process joins the others: {"cluster_detection_method": "slurm"}; None where it is alone.
+    """Returns the arguments with which this process joins the others: {"cluster_detection_method": "slurm"}; None if it
+    is alone.
 
-    Raises ConfigError where keys or environment say that there are others, but not how to find them.
+    Raises ConfigError if keys or environment say that there are others, but not how to find them.
     """
     environment = _checked(environment) if spec.cluster != "none" else environment
     keys = _keys(spec, environment)
@@ -66,7 +69,7 @@ def plan_start(spec: DistributedSpec, target: TargetSpec, environment: Mapping[s
 
 
 def process_index(arguments: Arguments, environment: Mapping[str, str]) -> int:
-    """Returns which process this is, before it joins the others. arguments: of its start."""
+    """Returns the index of this process before it joins the others. arguments: the result of `plan_start`."""
     if "process_id" in arguments:
         return int(arguments["process_id"])
     method = arguments.get("cluster_detection_method")
@@ -78,8 +81,8 @@ def process_index(arguments: Arguments, environment: Mapping[str, str]) -> int:
 
 
 def _checked(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns the variables that are set to something. Raises ConfigError with those of launchers, which JAX reads
-    too, that are not numbers."""
+    """Returns the variables that are not empty. Raises ConfigError with the numbers of launchers, which JAX reads too,
+    that are not numbers."""
     given = {name: value for name, value in environment.items() if value.strip()}
     counts = {name for launcher in LAUNCHERS for name in (launcher.num_processes, launcher.process_id)}
     wrong = [name for name in sorted(counts | OTHER_NUMBERS) if not given.get(name, "0").strip().isdecimal()]
@@ -89,7 +92,8 @@ def _checked(environment: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _keys(spec: DistributedSpec, environment: Mapping[str, str]) -> Arguments:
-    """Returns the keys that are set and fit together; JAX_COORDINATOR_ADDRESS counts as one of them."""
+    """Returns the keys that are set; JAX_COORDINATOR_ADDRESS counts as one of them. Raises ConfigError if they do not
+    fit together."""
     address = spec.coordinator_address or environment.get("JAX_COORDINATOR_ADDRESS")
     problems = []
     port = address.rpartition(":")[2] if address is not None else "1"
@@ -105,7 +109,7 @@ def _keys(spec: DistributedSpec, environment: Mapping[str, str]) -> Arguments:
 
 
 def _check_started_by(cluster: str, environment: Mapping[str, str]) -> None:
-    """Raises ConfigError where this process cannot be one of the cluster that the declaration names."""
+    """Raises ConfigError if this process cannot be part of the cluster that the declaration names."""
     reason = None
     if cluster == "mpi4py":
         reason = None if find_spec("mpi4py") else "package mpi4py is not installed"
@@ -126,7 +130,7 @@ def _launcher(environment: Mapping[str, str]) -> Launcher | None:
 
 
 def _launched(launcher: Launcher, keys: Arguments, environment: Mapping[str, str]) -> Arguments | None:
-    """Returns the start of one of a launcher's processes."""
+    """Returns the arguments of a process that a launcher started; None if it is the only one."""
     count = int(environment[launcher.num_processes])
     if count == 1 and not keys:
         return None
@@ -144,14 +148,15 @@ def _launched(launcher: Launcher, keys: Arguments, environment: Mapping[str, str
 
 
 def _is_whole_step(environment: Mapping[str, str], count: int) -> bool:
-    """False in a shell that SLURM runs as a step of its own: SLURM_NTASKS is then that of the job around it."""
+    """Returns False in a shell that SLURM runs as a step of its own, whose SLURM_NTASKS is that of the job around
+    it."""
     return int(environment.get("SLURM_STEP_NUM_TASKS", count)) == count
 
 
 def _found(
     spec: DistributedSpec, target: TargetSpec, keys: Arguments, environment: Mapping[str, str]
 ) -> Arguments | None:
-    """Returns the start of a process of which no launcher tells: by keys, or as a pod or a host of a TPU slice."""
+    """Returns the arguments of a process without a launcher: by keys, or as a pod or a host of a TPU slice."""
     if len(keys) == 3:
         return {"cluster_detection_method": "deactivate", **keys}
     if spec.cluster == "auto" and target.kind != "cpu":  # simulated devices have no slice
@@ -174,13 +179,14 @@ def _found(
     raise ConfigError([Problem("distributed", what, fix)])
 
 
-SECONDS_FOR_ANSWER = 5  # in which the service names those that did not come, before clients give up by themselves
+SECONDS_FOR_ANSWER = 5  # for the service to name missing processes before clients give up by themselves
 
 
 def initialize(arguments: Mapping[str, Any], timeouts: DistributedSpec, lookout: Lookout) -> None:
-    """Joins the other processes, with a lookout for what JAX would end this one by. arguments: of the start.
+    """Joins the other processes, with a lookout for what makes JAX end this one.
 
-    Raises RunFailed where process 0 cannot listen at its port, and whatever JAX raises.
+    arguments: the result of `plan_start`. Raises RunFailed if process 0 cannot listen at its port, and whatever JAX
+    raises.
     """
     with _own_parts(timeouts, lookout):
         jax.distributed.initialize(
@@ -192,7 +198,7 @@ def initialize(arguments: Mapping[str, Any], timeouts: DistributedSpec, lookout:
 
 
 def _own_parts(timeouts: DistributedSpec, lookout: Lookout) -> AbstractContextManager[None]:
-    """Within the `with`, `initialize` starts the service and the client with more arguments than it gives them."""
+    """Within the `with`, `jax.distributed.initialize` starts its service and its client with additional arguments."""
 
     def service(start_service: Starter, address: str, count: int, **options: Any) -> Any:
         check_port_is_free(address)
@@ -207,7 +213,7 @@ def _own_parts(timeouts: DistributedSpec, lookout: Lookout) -> AbstractContextMa
 
 
 def check_port_is_free(address: str) -> None:
-    """Raises RunFailed where process 0 cannot listen at an address, "[::]:8476": there JAX ends by a fault of memory.
+    """Raises RunFailed if process 0 cannot listen at an address, "[::]:8476": JAX would crash by a memory fault.
 
     The next start may find the port free: its owner may be the last start of this run, which has not ended yet.
     """
@@ -215,14 +221,16 @@ def check_port_is_free(address: str) -> None:
     host = host.strip("[]")
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection that has ended is no owner
+            listener.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # a connection that has ended does not hold the port
             if ":" in host:
                 with suppress(OSError):
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             listener.bind((host, int(port)))
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            return  # JAX may have a way: a machine without IPv6
+            return  # such as a machine without IPv6: JAX may find a way
         reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be opened: {os.strerror(error.errno)}"
         what = f"port {port} of {socket.gethostname()} {reason}, and process 0 waits there for the others"
         fix = (

@@ -1,4 +1,4 @@
-"""The private parts of JAX that the runtime uses, read in JAX 0.10.2; no other file of the runtime uses one.
+"""Holds the private parts of JAX that the runtime uses, read in JAX 0.10.2; no other file of the runtime uses one.
 
 If a release drops a name:
 
@@ -25,19 +25,19 @@ Starter = Callable[..., Any]
 
 
 def joined() -> Any:
-    """Returns JAX's state of this process among the others: process_id, num_processes, coordinator_address, client."""
+    """Returns JAX's state of this process: process_id, num_processes, coordinator_address, client."""
     return jax_distributed.global_state
 
 
 def has_chip() -> bool:
-    """Returns True if the machine has an NVIDIA GPU or a TPU, by the files by which JAX decides what to start."""
+    """Returns True if the machine has an NVIDIA GPU or a TPU, judged by the same device files as in JAX."""
     return hardware_utils.has_visible_nvidia_gpu() or hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0
 
 
 @contextmanager
 def started_by(service: Starter, client: Starter) -> Iterator[None]:
     """Within the `with`, `jax.distributed.initialize` starts its service and its client by these functions, whose first
-    argument is JAX's own."""
+    argument is JAX's own function."""
     start_service, make_client = _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client
     _jax.get_distributed_runtime_service = partial(service, start_service)
     _jax.get_distributed_runtime_client = partial(client, make_client)

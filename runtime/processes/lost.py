@@ -1,9 +1,9 @@
-"""A process of the run is gone, or never came: the others say which one, and end with an exit code that restarts them.
+"""Reports a process of the run that is gone or never came, and ends the others with an exit code that restarts them.
 
-JAX's coordination service finds it out, and ends each process by SIGABRT from a thread of C++, which no `except` sees,
-with its stack on stderr. So stderr goes to a file while there are several processes. The signal is handled by `sleep`
-of the C library: called with the signal's number, 6, it holds that thread for so many seconds. Meanwhile a thread of
-Python reads the file, says in a line what happened, and ends the process. Where Python cannot run, the abort goes on
+JAX's coordination service detects the loss, and ends each process by SIGABRT from a C++ thread, which no `except`
+catches, with a stack on stderr. So stderr goes to a file while there are several processes. The signal is handled by
+the C library's `sleep`: called with the signal's number, 6, it holds that thread for six seconds. Meanwhile a Python
+thread reads the file, reports what happened in a line, and ends the process. If Python cannot run, the abort continues
 after the sleep, with exit code 134.
 """
 
@@ -34,8 +34,8 @@ from ..core.interruptible import leave_now
 LOG = logging.getLogger("meshloom")
 _POLL_SECONDS = 0.2
 LOOKS_PER_HEARTBEAT_TIMEOUT = 4
-ENDED = "meshloom/ended"  # a folder in the store: why processes ended, each in its own words
-# What jaxlib 0.10.2 writes: the fatal line, the status, and a line for each process (xla/pjrt/distributed/client.h,
+ENDED = "meshloom/ended"  # a folder in the store: the reasons why processes ended
+# Output of jaxlib 0.10.2: the fatal line, the status, and a line for each process (xla/pjrt/distributed/client.h,
 # xla/tsl/distributed_runtime/coordination).
 FATAL = b"the JAX distributed service detected fatal errors"
 STATUS = re.compile(
@@ -49,7 +49,7 @@ LossKind = Literal["never came", "gone", "did not end", "unknown"]
 
 @dataclass(frozen=True)
 class Loss:
-    """What the coordination service found. missing: the processes that it names. why: the status in its words."""
+    """A loss that the coordination service found. missing: the processes that it names. why: its status text."""
 
     kind: LossKind
     missing: tuple[int, ...]
@@ -57,7 +57,7 @@ class Loss:
 
 
 def read_loss(text: str) -> Loss | None:
-    """Returns what the coordination service said before it ended this process; None where it has not.
+    """Returns the loss that the coordination service reports before it ends this process; None if it reports none.
 
     "... absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\\n1\\n" ->
     Loss("gone", (1,), "UNAVAILABLE: ...")
@@ -79,8 +79,8 @@ def read_loss(text: str) -> Loss | None:
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of a run as one of them knows them. address: of process 0's coordination service. hosts: names of
-    their machines, () until all have come."""
+    """The processes of a run as one of them knows them. address: the address of process 0's coordination service.
+    hosts: the names of their machines, () until all have come."""
 
     index: int
     count: int
@@ -89,7 +89,7 @@ class Group:
     hosts: tuple[str, ...] = ()
 
     def speaker(self, missing: Collection[int]) -> int:
-        """Returns the process that speaks on the terminal: the first of those that are left."""
+        """Returns the process that writes to the terminal: the first one that is not missing."""
         return min(set(range(self.count)) - set(missing), default=self.index)
 
     def named(self, index: int) -> str:
@@ -98,13 +98,13 @@ class Group:
 
 
 def describe_loss(loss: Loss, group: Group, last_step: int | None) -> Problem:
-    """Returns who is missing, and what to do. last_step: the last that has ended here; None before the first."""
+    """Returns the missing processes and a fix. last_step: the last step that ended here; None before the first."""
     timeouts = group.timeouts
     who = _listed([group.named(index) for index in loss.missing])
     match loss.kind:
         case "never came":
             came = sorted(set(range(group.count)) - set(loss.missing))
-            # Without process 0 nobody knows of the others.
+            # Without process 0 no process knows of the others.
             others = f"; {_listed([group.named(index) for index in came])} did" if 0 not in loss.missing else ""
             where = f" to {group.address}" if 0 in loss.missing else ""
             seconds = timeouts.initialization_timeout_seconds
@@ -133,15 +133,18 @@ def describe_loss(loss: Loss, group: Group, last_step: int | None) -> Problem:
 
 
 def tell_reason(client: Any, index: int, why: str) -> None:
-    """Tells the other processes why this one ends. Process 0, which runs the store, takes what it tells with it."""
+    """Tells the other processes why this one ends. If it is process 0, the store ends with it."""
     with suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(f"{ENDED}/{index:06}", why, allow_overwrite=True)
 
 
 class Lookout:
-    """Threads that wait for what JAX says before it ends this process, and for why others ended. group: as it is known
-    so far; client: of the coordination service, while all are there; last_step: the last that has ended; has_log:
-    whether what C++ prints is in a log of the run. They are set from outside."""
+    """Threads that watch for JAX's last message before it ends this process, and for the reasons why others ended.
+
+    The attributes are set from outside. group: the processes as known so far. client: the client of the coordination
+    service, while all processes are there. last_step: the last step that has ended. has_log: the output of C++ is in a
+    log of the run.
+    """
 
     group: Group
     client: Any = None
@@ -149,13 +152,13 @@ class Lookout:
     has_log: bool = False
 
     def __init__(self, end: Callable[[int], object] = leave_now):
-        """end: ends this process."""
+        """Makes a lookout that is not started. end: ends this process."""
         self._end, self._over = end, threading.Event()
         self._reasons: dict[int, str] = {}
         self._speech = threading.Lock()  # several threads may find the same loss
 
     def start(self, group: Group) -> None:
-        """Starts the threads, and has an abort wait for them."""
+        """Starts the threads, and makes an abort wait for them."""
         self.group = group
         _hold_aborts()
         threading.Thread(target=self._watch, name="lookout", daemon=True).start()
@@ -174,7 +177,7 @@ class Lookout:
                 return
 
     def _listen(self) -> None:
-        """Asks why others ended while the store answers: it does not once this process is to be aborted."""
+        """Asks why others ended, while the store still answers: it stops before this process is aborted."""
         while not self._over.wait(self.group.timeouts.heartbeat_timeout_seconds / LOOKS_PER_HEARTBEAT_TIMEOUT):
             self.ask_reasons()
 
@@ -185,21 +188,21 @@ class Lookout:
             self._reasons = {int(key.rsplit("/", 1)[1]): text for key, text in told}
 
     def tell_reason_of_another(self) -> None:
-        """Ends this process, as `tell` does, if another one is known to have told why it ended."""
+        """Ends this process, as `tell` does, if another one has said why it ended."""
         if self._reasons:
             index, text = min(self._reasons.items())
             what = f"{self.group.named(index)} ended: {text}"
             self.tell(Problem("distributed", what, f"see logs/process-{index}.log"), missing=self._reasons)
 
     def tell(self, problem: Problem, missing: Collection[int] = (), printed: bytes = b"") -> None:
-        """Says what happened, once for all processes that are left, and ends this one. printed: what C++ said of it,
-        where no log has it."""
+        """Reports what happened, once for all processes that are left, and ends this one. printed: the output of C++,
+        if no log has it."""
         self._speech.acquire()
         if not self.has_log:
             problem = Problem(problem.where, problem.what, f"{problem.fix}{_kept(printed, self.group.index)}")
         else:
             LOG.error("%s", problem)
-        # Where nobody was named, or there was no process 0 to tell of the others, it knows of no better speaker.
+        # If no process was named, or process 0 could not name the others, every process speaks for itself.
         is_alone = not missing or (0 in missing and not self.group.hosts)
         if is_alone or self.group.index == self.group.speaker(missing):
             write_error(str(ConfigError([problem])))
@@ -210,8 +213,8 @@ class Lookout:
 
 
 def _hold_aborts() -> None:
-    """Has SIGABRT call `sleep(6)`, after which it goes on. Handlers that are set later, as by faulthandler, call this
-    one in their turn."""
+    """Makes SIGABRT call `sleep(6)` before it takes effect. Handlers that are set later, such as faulthandler's, call
+    this one afterwards."""
     if os.name != "posix":
         return
     libc = ctypes.CDLL(None)
@@ -220,7 +223,7 @@ def _hold_aborts() -> None:
 
 
 def _kept(printed: bytes, index: int) -> str:
-    """Writes what C++ said to a file, and returns where it is."""
+    """Writes the output of C++ to a file, and returns a phrase with its path; "" if there is none."""
     if not printed:
         return ""
     try:

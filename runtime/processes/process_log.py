@@ -37,7 +37,7 @@ def say_command(console: Console, label: str, words: Sequence[str]) -> None:
 
 
 def say_labels(console: Console, spec: RunSpec) -> None:
-    """Shows and logs what the user calls the run, where it is called anything."""
+    """Shows and logs the user's labels of the run, if it has any."""
     labels = {key: value for key, value in spec.run.model_dump(mode="json").items() if value}
     if labels:
         say(console, f"run: {json.dumps(labels, ensure_ascii=False)}")
@@ -48,7 +48,7 @@ LOG = logging.getLogger("meshloom")
 
 
 class _Visible(logging.Formatter):
-    """Escapes what libraries and users' code log, which may hold anything, for people who read it on a terminal."""
+    """Escapes control characters in the messages of libraries and users' code, for reading on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
@@ -56,8 +56,8 @@ class _Visible(logging.Formatter):
 
 @contextmanager
 def meshloom_log(run_dir: Path) -> Iterator[None]:
-    """Within the `with`, the file of process 0 takes what Meshloom itself says. What other loggers are set up to do in
-    this program stays as it is, and they get nothing of it."""
+    """Within the `with`, Meshloom's own messages go to the log of process 0, and to no other logger. Other loggers of
+    this program are left as they are."""
     path = run_dir / FOLDER / "process-0.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as stream:
@@ -77,17 +77,17 @@ def meshloom_log(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def process_log(run_dir: Path, processes: Processes) -> Iterator[Path]:
-    """Within the `with`, this process's file takes what is logged, warnings, and stacks of a fatal signal; of one of
-    several processes also what C++ prints by itself.
+    """Within the `with`, the log of this process takes messages, warnings, and the stacks of a fatal signal; if there
+    are several processes, also the output of C++.
 
-    Warnings appear on the terminal of process 0 too, as they would without this; those of the others do not.
+    Warnings of process 0 appear on the terminal too, as they would without this; those of the others do not.
     """
     path = run_dir / FOLDER / f"process-{processes.index}.log"
     path.parent.mkdir(exist_ok=True)
     with ExitStack() as held:
         if processes.lookout:
             with path.open("ab") as file:
-                file.write(captured_tail())  # what it printed before there was a log
+                file.write(captured_tail())  # printed before there was a log
             held.enter_context(captured_native_stderr(path))
             processes.lookout.has_log = True
         held.enter_context(_logged_to(path, processes))
@@ -102,7 +102,7 @@ def _logged_to(path: Path, processes: Processes) -> Iterator[None]:
     terminal = logging.StreamHandler(sys.stderr)
     terminal.setFormatter(_Visible())
     terminal.setLevel(logging.WARNING)
-    terminal.addFilter(lambda record: record.name != LOG.name)  # what we say is on the terminal already
+    terminal.addFilter(lambda record: record.name != LOG.name)  # our own messages are on the terminal already
     handlers = [file, terminal] if processes.is_first else [file]
     root = logging.getLogger()
     level = root.level

@@ -1,10 +1,12 @@
-"""SIGTERM and Ctrl-C ask long work to stop at its next good place; it saves and leaves in order. They are noted: a
-KeyboardInterrupt would be lost where it hits a callback of C++, as XLA has one in the garbage collector.
+"""Lets SIGTERM and Ctrl-C stop a run after its current step, with a save, in all processes after the same step.
 
-Several processes have to stop after the same step, whichever of them was asked. JAX's preemption service tells all of a
-SIGTERM to any of them, but the step that it names for the stop may differ between them (docs/processes.md). So each
-process publishes, in the key-value store, the last step that it went past, and goes no further until all have done so.
-The first step after the largest of these lies ahead of every process, and all stop there.
+Signals are noted, not raised: a KeyboardInterrupt would be lost in a callback of C++, such as XLA's in the garbage
+collector.
+
+JAX's preemption service tells all processes of a SIGTERM to any of them, but the step that it names for the stop may
+differ between them (docs/processes.md). So each process publishes, in the key-value store, the last step that it went
+past, and waits until all have done so. The first step after the largest of these lies ahead of every process, and all
+stop there.
 """
 
 import itertools
@@ -28,23 +30,23 @@ from .distributed import Processes
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TRAINING = "the step that is running and its checkpoint"
 _POLL_SECONDS = 0.5
-NO_STEP = -1  # of a process that has not gone on after any step yet
+NO_STEP = -1  # the last step of a process that has not gone past any
 _agreements = itertools.count()  # all processes make the same ones, in the same order
 
 
 class AgreedStop:
-    """Answers the other processes from a thread, so that the main thread may be waiting for a device.
+    """Answers the other processes from a thread, since the main thread may be waiting for a device.
 
-    client: of JAX's coordination service. timeout_seconds: how long the processes wait for each other's answers.
-    name: of the agreement, the same in all processes.
+    client: the client of JAX's coordination service. timeout_seconds: the time limit for the answers of the others.
+    name: a name of the agreement, the same in all processes; default: a number.
     """
 
     def __init__(self, client: Any, index: int, timeout_seconds: int, name: str | None = None):
         self._client, self._index, self._timeout_seconds = client, index, timeout_seconds
         self._folder = f"meshloom/stop/{next(_agreements) if name is None else name}"  # in the store
-        self._last_step = NO_STEP  # after which this process went on
-        self._furthest: int | None = None  # of all last steps, once it is agreed
-        self._may_go_on = threading.Lock()  # held while the others are told how far this process is
+        self._last_step = NO_STEP  # the last step that this process went past
+        self._furthest: int | None = None  # the largest last step of all processes, once it is agreed
+        self._may_go_on = threading.Lock()  # held while this process publishes its last step
         self._agreed, self._over = threading.Event(), threading.Event()
 
     def start(self) -> None:
@@ -56,9 +58,9 @@ class AgreedStop:
         self._over.set()
 
     def is_due(self, num_steps_done: int, *, is_asked: bool) -> bool:
-        """Returns True where all processes stop after these steps. Called after every step, by all.
+        """Returns True if all processes stop after these steps. All processes call it after every step.
 
-        is_asked: whether this process was asked to stop. Raises RunFailed where it was and the others do not answer.
+        is_asked: this process was asked to stop. Raises RunFailed if it was and the others do not answer.
         """
         if is_asked and not self._agreed.is_set():
             self._client.key_value_set(f"{self._folder}/asked/{self._index:06}", "", allow_overwrite=True)
@@ -72,7 +74,7 @@ class AgreedStop:
             return False
 
     def _watch(self) -> None:
-        with suppress(JaxRuntimeError):  # the service is gone, and `lost.py` says so
+        with suppress(JaxRuntimeError):  # the service is gone, which `lost.py` reports
             while not self._client.key_value_dir_get(f"{self._folder}/asked/"):
                 if self._over.wait(_POLL_SECONDS):
                     return
@@ -85,16 +87,16 @@ class AgreedStop:
 
 
 class StopRequest:
-    """Within the `with`, the first signal is noted and answered at once; a second Ctrl-C interrupts. waits_for: what
-    comes to its end first."""
+    """Within the `with`, the first signal is noted and answered at once; a second Ctrl-C interrupts. waits_for: the
+    work that is finished first, as text."""
 
     def __init__(self, processes: Processes, *, waits_for: str = TRAINING) -> None:
         self.signal: signal.Signals | None = None
         self._is_shared = processes.count > 1
         self._agreed = AgreedStop(processes.client, processes.index, processes.timeout_seconds)
-        # With others, SIGTERM stays with JAX, which took it over in `initialize` and passes it on.
+        # With several processes, SIGTERM stays with JAX, which handles it since `initialize` and passes it on.
         self._noted = (signal.SIGINT,) if self._is_shared else SIGNALS
-        if threading.current_thread() is not threading.main_thread():  # Python hands signals to the main thread alone
+        if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
             self._noted = ()
         self._waits_for, self._can_be_left = waits_for, False
 
@@ -115,8 +117,8 @@ class StopRequest:
 
     @contextmanager
     def waiting_for(self, what: str, *, can_be_left: bool = False) -> Iterator[None]:
-        """Within the `with`, whoever asks for a stop has to wait for this. can_be_left: a run loses nothing by it, so
-        that a process which is alone is interrupted instead."""
+        """Within the `with`, a stop waits for this work. can_be_left: a run loses nothing if it is interrupted, so a
+        process that is alone is interrupted instead."""
         before = self._waits_for, self._can_be_left
         self._waits_for, self._can_be_left = what, can_be_left
         try:
@@ -125,8 +127,8 @@ class StopRequest:
             self._waits_for, self._can_be_left = before
 
     def is_due(self, num_steps_done: int) -> bool:
-        """Returns True where the run stops after these steps: in all processes alike. Asked after every step, by
-        all."""
+        """Returns True if the run stops after these steps, in all processes. All processes call it after every
+        step."""
         if not self._is_shared:
             return self.signal is not None
         is_asked = reached_preemption_sync_point(num_steps_done)
@@ -145,7 +147,7 @@ class StopRequest:
             signal.raise_signal(signal.SIGTERM)
 
     def _answer(self) -> None:
-        """Not by `print`, which a signal may have interrupted."""
+        """Answers the signal on the terminal. Not by `print`, which the signal may have interrupted."""
         name = "Ctrl-C" if self.signal == signal.SIGINT else "SIGTERM"
         who = "all processes stop" if self._is_shared else "stopping"
         what = f"{name}: {who}; waiting for {self._waits_for}"
@@ -153,5 +155,5 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Returns what a shell reports of a process that a signal ended: not finished, and by whom."""
+        """Returns 128 + signal, as a shell reports for a process that a signal ended; 0 without one."""
         return 128 + self.signal if self.signal else 0

@@ -1,1 +1,1 @@
-"""The run directory: its place, its room on disk, and the declaration and report in it."""
+"""The run directory: its place, its record, and the declaration, report and profile in it."""

@@ -1,4 +1,4 @@
-"""Run directories on this machine, and what each says of its run: its state, its last step, its loss."""
+"""Finds run directories on this machine, and reads the state, the last step and the loss of each run."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from ..core.files import parse_json
 from .run_record import RECORD_FILE, RunRecord, read_record
 
 METRICS, SPEC, PLAN, REPORT = "metrics.jsonl", "spec.yaml", "plan.json", "report.json"
-TAIL_BYTES = 1 << 18  # of metrics.jsonl: some hundred steps
+TAIL_BYTES = 1 << 18  # read from the end of metrics.jsonl: some hundred steps
 FIRST_LOG = "logs/process-0.log"
 
 State = Literal["running", "done", "stopped", "failed", "killed"]
@@ -22,8 +22,12 @@ State = Literal["running", "done", "stopped", "failed", "killed"]
 
 @dataclass(frozen=True)
 class FoundRun:
-    """state: killed: it has no recorded end, and no process holds its directory. why: of all states but running and
-    done. step, loss: the last in metrics.jsonl. changed: when it ended or last wrote, in UTC."""
+    """A run, as its directory shows it.
+
+    state: "killed" means that no end was recorded and no process holds the directory. why: the reason of the state;
+    None if it is running or done. step, loss: the last ones in metrics.jsonl. changed: the time of its end or its last
+    write, in UTC.
+    """
 
     directory: Path
     command: str
@@ -44,15 +48,15 @@ def is_run(directory: Path) -> bool:
 
 
 def find_directories(top: Path, *markers: str) -> Iterator[Path]:
-    """Returns the directories at and below `top` that hold one of these files. What lies in one of them is its own:
-    checkpoints, or the points of a sweep. Links are not followed."""
+    """Returns the directories at and below `top` that hold one of these files, without those below them: checkpoints,
+    or the points of a sweep. Links are not followed."""
     if any((top / name).is_file() for name in markers):
         yield top
         return
     try:
         with os.scandir(top) as entries:
             below = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-    except OSError:  # one that may not be read
+    except OSError:  # a directory that may not be read
         return
     for name in below:
         if not name.startswith("."):
@@ -60,7 +64,7 @@ def find_directories(top: Path, *markers: str) -> Iterator[Path]:
 
 
 def read_run(directory: Path) -> FoundRun:
-    """Returns what a run directory says, also while its run goes on."""
+    """Returns the run of a directory, also while it is running."""
     is_running, record = is_held(directory), read_record(directory)
     rows = _last_rows(directory / METRICS)
     step = rows[-1]["step"] if rows else None
@@ -81,9 +85,9 @@ def _state(directory: Path, record: RunRecord | None, *, is_running: bool, is_do
         return "running", None
     if record is not None and record.state != "running":
         return record.state, record.why
-    if record is None and is_done:  # of a version that recorded no end
+    if record is None and is_done:  # by a version that recorded no end
         return "done", None
-    return "killed", _last_words(directory / FIRST_LOG) or _no_end(record)
+    return "killed", _fatal_error(directory / FIRST_LOG) or _no_end(record)
 
 
 def _no_end(record: RunRecord | None) -> str:
@@ -92,14 +96,14 @@ def _no_end(record: RunRecord | None) -> str:
     return f"it recorded no end, on {record.host}: killed, or its lock is not seen from here"
 
 
-def _last_words(log: Path) -> str | None:
-    """Returns the fatal error that Python's faulthandler wrote when the process died; None where it wrote none."""
+def _fatal_error(log: Path) -> str | None:
+    """Returns the fatal error that Python's faulthandler wrote when the process died; None if it wrote none."""
     found = re.findall(r"^Fatal Python error: (.+)$", _tail(log).decode(errors="replace"), re.MULTILINE)
     return f"{found[-1]} ({log} has its stacks)" if found else None
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the steps at the end of metrics.jsonl; a line that is being written is none."""
+    """Returns the steps at the end of metrics.jsonl, without a line that is being written."""
     rows = []
     for line in _tail(path).splitlines():
         try:
@@ -121,7 +125,7 @@ def _tail(path: Path) -> bytes:
 
 
 def _num_steps(path: Path) -> int | None:
-    """Returns num_steps of a declaration, which stands at its top level: to parse all of YAML takes long."""
+    """Returns num_steps of a declaration. It is at the top level; parsing the whole YAML would take long."""
     try:
         found = re.search(r"^num_steps: (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, UnicodeDecodeError):

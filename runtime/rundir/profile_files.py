@@ -1,8 +1,8 @@
-"""The traces of a run, what their program was predicted to do, and what is made of both.
+"""Reads the traces of a run and the prediction for their program, and writes the comparison.
 
-RUN/profile/process-N/plugins/profile/TIME/HOST.xplane.pb     by `jax.profiler`, for any tool that reads it
+RUN/profile/process-N/plugins/profile/TIME/HOST.xplane.pb     from `jax.profiler`, for any tool that reads it
 RUN/profile/train.hlo.txt, predicted.json                     the traced program, and its prediction
-RUN/profile.json, profile.html                                by `meshloom profile`
+RUN/profile.json, profile.html                                from `meshloom profile`
 """
 
 import re
@@ -36,12 +36,12 @@ class RunProfile:
 
 
 def place_of(run_dir: Path, process: int) -> Path:
-    """Returns the folder of one process's traces; processes of one host would overwrite each other's files."""
+    """Returns the folder of one process's traces: processes of one host would overwrite each other's files."""
     return run_dir / FOLDER / f"process-{process}"
 
 
 def read_profile(run_dir: Path) -> RunProfile:
-    """Returns what a run directory has of its traced steps. Raises ConfigError where it has none, or it is damaged."""
+    """Returns the profile of a run directory's traced steps. Raises ConfigError if it has none or is damaged."""
     if not run_dir.is_dir():
         what = "this is a file" if run_dir.is_file() else "there is no such directory"
         raise ConfigError([Problem(str(run_dir), what, "name the run directory of a `meshloom train`")])
@@ -56,8 +56,8 @@ def read_profile(run_dir: Path) -> RunProfile:
 
 
 def write_profile(profile: RunProfile, run_dir: Path) -> tuple[Path, ...]:
-    """Writes profile.json and profile.html, both rendered before one is written. Returns their paths, with the one to
-    open first."""
+    """Writes profile.json and profile.html, both rendered before one is written. Returns their paths, beginning with
+    the one to open."""
     texts = {
         PAGE: render_profile(profile.report, profile.prediction, typical_execution(profile.traces)),
         REPORT: profile.report.model_dump_json(indent=1) + "\n",
@@ -80,7 +80,7 @@ def _prediction(path: Path) -> Prediction:
 
 
 def _newest_traces(run_dir: Path) -> Mapping[int, Path]:
-    """Returns the newest trace of each process that has any."""
+    """Returns the newest trace of each process that has one."""
     found: dict[int, Path] = {}
     for place in (run_dir / FOLDER).glob("process-*"):
         if number := re.fullmatch(r"process-(\d+)", place.name):

@@ -27,26 +27,25 @@ from ..core.files import replace_json, replace_text
 from ..processes.distributed import Processes, together
 from .find_runs import PLAN, SPEC
 
-SECONDS_UNTIL_SEEN = 30  # a directory that another host made shows up late on some network file systems
+SECONDS_UNTIL_SEEN = 30  # a directory of another host appears late on some network file systems
 
 
 def check_run_dir(request: Request) -> None:
-    """Raises ConfigError where the named run directory is in use, before Hydra writes its record over the run's."""
+    """Raises ConfigError if the named run directory is in use, before Hydra overwrites the record of the run."""
     is_named = RUN_DIR in map(overridden_key, request.overrides)
-    if is_named or request.search_path or request.config_path:  # or a file of the user's may name it
+    if is_named or request.search_path or request.config_path:  # or a config of the user may name it
         check_is_free(as_typed(hydra_run_dir(request)))
 
 
 def as_typed(run_dir: Path) -> Path:
-    """Returns a run directory as one types it from here."""
+    """Returns a run directory relative to the working directory, if it is below it."""
     return run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
 
 
 def in_shared_run_dir(request: Request, processes: Processes) -> Request:
-    """Returns the request with the run directory of process 0, which makes it, and Hydra's own record written there
-    alone.
+    """Returns the request with the run directory of process 0, which creates it. Only process 0 writes Hydra's record.
 
-    Raises ConfigError in all processes where it cannot be made, or one of them does not see it.
+    Raises ConfigError in all processes if it cannot be created, or one of them does not see it.
     """
     if processes.count == 1:
         return request
@@ -60,7 +59,7 @@ def _made_by_first(request: Request, processes: Processes) -> Path:
     if not processes.is_first:
         told = processes.from_first("run_dir")
         return _seen(Path(told), processes) if told else Path()
-    made = ""  # told in any case: the others wait for it
+    made = ""  # sent in any case: the others wait for it
     try:
         run_dir = hydra_run_dir(request)
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -81,16 +80,16 @@ def _seen(run_dir: Path, processes: Processes) -> Path:
 
 
 def write_declaration(plan: Plan, run_dir: Path) -> None:
-    """Writes spec.yaml, the resolved declaration, and plan.json, what was decided from it."""
+    """Writes spec.yaml, the resolved declaration, and plan.json, the plan that was made from it."""
     replace_text(run_dir / SPEC, yaml.safe_dump(plan.spec.as_written(), sort_keys=False))
     replace_json(run_dir / PLAN, plan_as_json(plan))
 
 
 def write_report(report: Report, plan: Plan | None, run_dir: Path, *, events: Sequence[Event]) -> tuple[Path, ...]:
-    """Writes report.json, timeline.json and report.html. Returns their paths, with the one to open first.
-    plan: None for a program that nobody declared.
+    """Writes report.json, timeline.json and report.html. Returns their paths, beginning with the one to open.
 
-    All three are rendered before one is written, and report.json comes last: where it is, the others are its own.
+    plan: None for a program without a declaration. All three are rendered before one is written, and report.json comes
+    last: if it is there, the others belong to it.
     """
     texts = {
         "report.html": render_page(report, events, plan),

@@ -1,4 +1,4 @@
-"""`run.json`: which command has a run directory, since when, and how it ended; `meshloom runs` reads it.
+"""Writes `run.json`: the command of a run directory, its beginning and its end; `meshloom runs` reads it.
 
 The newest run directory that Hydra named by the clock also gets a link, `outputs/latest`.
 """
@@ -31,8 +31,11 @@ Ended = Literal["done", "stopped", "failed"]
 
 
 class RunRecord(Record):
-    """state: "running" from its start to its end; a process that is killed leaves it so, and its lock is free. why: of
-    a run that stopped or failed. began, ended: in UTC, by ISO 8601."""
+    """The content of `run.json`.
+
+    state: "running" from start to end; a process that is killed leaves it so, without holding the lock. why: the reason
+    if it stopped or failed. began, ended: in UTC, by ISO 8601.
+    """
 
     schema_version: Literal[1] = 1
     command: Literal["train", "compile"]
@@ -53,7 +56,7 @@ class Recorder:
         _write(run_dir, running)
 
     def end(self, exit_code: int, why: str | None = None) -> int:
-        """Records that the command ended so. Returns the exit code."""
+        """Records the end of the command. Returns the exit code."""
         if not self._has_ended:
             state: Ended = "done" if exit_code == 0 else "stopped" if exit_code > 128 else "failed"
             why = why or (f"by {signal.Signals(exit_code - 128).name}" if state == "stopped" else None)
@@ -63,7 +66,7 @@ class Recorder:
         return exit_code
 
     def end_with(self, error: BaseException) -> None:
-        """Records what a command was ended by."""
+        """Records the exception that ended the command."""
         if isinstance(error, KeyboardInterrupt):
             self.end(128 + (error.args[0] if error.args else signal.SIGINT))
         elif isinstance(error, MISTAKES):
@@ -76,8 +79,8 @@ class Recorder:
 
 @contextmanager
 def recorded_run(run_dir: Path, command: Literal["train", "compile"]) -> Iterator[Recorder]:
-    """Within the `with`, the record says that the command is running; afterwards, how it ended: done, unless
-    `Recorder.end` says otherwise, or it raised. For the process that holds the directory."""
+    """Records within the `with` that the command is running, and afterwards that it is done, unless it raised or
+    `Recorder.end` was called. The process that holds the directory calls it."""
     running = RunRecord(command=command, state="running", began=_now(), host=socket.gethostname(), pid=os.getpid())
     recorder = Recorder(run_dir, running)
     link_latest(run_dir)
@@ -91,7 +94,7 @@ def recorded_run(run_dir: Path, command: Literal["train", "compile"]) -> Iterato
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
-    """Returns the record of a run directory; None where there is none that can be read, as in one of earlier times."""
+    """Returns the record of a run directory; None if there is none that can be read, as in an older directory."""
     try:
         return RunRecord.model_validate_json((run_dir / RECORD_FILE).read_bytes())
     except (OSError, ValidationError):
@@ -99,7 +102,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
 
 
 def _write(run_dir: Path, record: RunRecord) -> None:
-    """Writes the record. A disk that refuses it ends no run."""
+    """Writes the record. A write that fails does not end the run."""
     try:
         replace_text(run_dir / RECORD_FILE, record.model_dump_json(indent=1) + "\n")
     except OSError as error:
@@ -113,8 +116,7 @@ def _now() -> str:
 def link_latest(run_dir: Path) -> None:
     """Points `latest`, beside the directories of the days, to this one: outputs/latest -> 2026-11-23/22-24-33.
 
-    Nothing happens where a run directory was named by its user, where `latest` is something of the user's, and on a
-    disk without links: a run is worth more than its link.
+    Nothing happens if the user named the run directory, if `latest` is a file of the user, or if the disk has no links.
     """
     run_dir = run_dir.absolute()
     name = "/".join(run_dir.parts[-2:])
@@ -125,4 +127,4 @@ def link_latest(run_dir: Path) -> None:
     with suppress(OSError):
         made.unlink(missing_ok=True)
         made.symlink_to(name, target_is_directory=True)
-        made.replace(link)  # at each moment there is one or the other
+        made.replace(link)  # at each moment there is the old one or the new one
