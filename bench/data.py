@@ -18,10 +18,10 @@ import pyarrow
 import pyarrow.parquet
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from meshloom.compiler.config.allowed_code import code_allowed_from
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.user_code import code_allowed_from
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.runtime.cli.data import prepare_corpus, tokenize_corpus
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.documents import parts_of

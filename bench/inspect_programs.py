@@ -38,8 +38,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import meshloom
-from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.format import human_bytes, human_seconds, human_share
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.schema import by_exposed
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import find_devices, options_without_device

@@ -21,9 +21,9 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERAT
 from jax.experimental import topologies
 
 import meshloom
-from meshloom.compiler.config.target_spec import TpuTarget
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.spec.target_spec import TpuTarget
 from meshloom.compiler.target.target import topology_arguments
 from meshloom.compiler.xla.programs import lower
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshloom.compiler.analysis.program_memory import read_peak
-from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import find_devices, options_without_device
 from meshloom.compiler.xla.aot import memory_of

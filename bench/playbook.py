@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.tune.families import Reference, TracePoint, find_families, group_candidates

@@ -27,8 +27,8 @@ from prediction_range import BASES, GROUPINGS, LONG, Run, coverage, find_least, 
 from published_recipes import RECIPES, Recipe
 
 from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
-from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.bound import least_step_seconds
 from meshloom.compiler.estimate.estimate import estimate_step

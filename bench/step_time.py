@@ -13,8 +13,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.step_time import TimeEstimate

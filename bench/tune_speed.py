@@ -13,8 +13,8 @@ import time
 
 import numpy as np
 
-from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.tune.families import choose_points, find_families, group_candidates

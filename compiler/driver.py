@@ -20,7 +20,6 @@ from typing import Any
 from meshloom.models import Model
 
 from .analysis.compiled_step import CompiledStep, find_findings, read_text
-from .config.spec import RunSpec
 from .core.errors import all_of
 from .core.trees import like
 from .estimate.estimate import estimate_declared
@@ -41,6 +40,7 @@ from .sharding.optimizer_state import build_optimizer, check_schedule
 from .sharding.roles import AxisRoles, plan_roles
 from .sharding.sharding import ShardingPlan, check_rules, plan_sharding, usable_mesh
 from .sharding.state import plan_state, update_layouts
+from .spec.spec import RunSpec
 from .target.calibration import calibrate_target
 from .target.compiler_options import Options, check_unroll, options_around_faults, plan_preset_options, with_presets
 from .target.mesh import MeshPlan, plan_mesh

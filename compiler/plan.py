@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models import Model, Params
 
-from .config.spec import RunSpec
 from .core.errors import Problem
 from .core.partition_spec import axes_of
 from .core.trees import leaves_by_path, like, nested_dict, pick
@@ -25,6 +24,7 @@ from .sharding.rules import ArrayPlan, DimensionPlan
 from .sharding.sharding import ShardingPlan, gathered_bytes
 from .sharding.state import State, bytes_per_device
 from .sharding.token_order import TokenOrder, plan_token_order
+from .spec.spec import RunSpec
 from .target.compiler_options import Options, describe_presets, inert_presets
 from .target.mesh import MeshPlan
 from .target.target import TargetPlan

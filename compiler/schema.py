@@ -15,8 +15,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from meshloom.models.config import Record
 
-from .config.overlap_spec import OverlapConfig
 from .core.collectives import CollectiveKind, ComputeKind, LinkKind
+from .spec.overlap_spec import OverlapConfig
 
 SCHEMA_VERSION = 13  # of report.json and plan.json
 

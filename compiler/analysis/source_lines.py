@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from ..config.user_code import LIBRARIES
 from ..core.scopes import OperationName
+from ..core.user_code import LIBRARIES
 from ..xla.hlo import Instruction, Module
 from ..xla.hlo.sources import SourceLine, source_finder
 from ..xla.schedule.steps import Collective

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from ..config.overlap_spec import OverlapSpec
 from ..core.trees import like
 from ..parallel.operation import OpInputs, plan_operations
 from ..parallel.weight_plan import plan_weights
 from ..plan import Plan
 from ..sharding.batch import sequences_of_device
+from ..spec.overlap_spec import OverlapSpec
 from ..target.compiler_options import assumed_weight_presets, presets_for, why_permutes_wait
 from ..target.target import TargetPlan
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from ..config.overlap_spec import OverlapSpec
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
+from ..spec.overlap_spec import OverlapSpec
 from .assumed_overlap import plan_assumed
 from .communication import PlannedCollective, plan_communication
 from .liveness import MemoryClass, find_peak, host_bytes

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 from scipy.sparse import csr_array
 
-from ..config.compiler_traits import CompilerTraits
 from ..core.collectives import CollectiveKind
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
@@ -25,6 +24,7 @@ from ..jaxpr.fusion import fuse, stacked_bytes, traffic
 from ..jaxpr.program import Operation, Program
 from ..parallel.exchange import RING
 from ..parallel.operation import ParallelOp, find_source
+from ..spec.compiler_traits import CompilerTraits
 from .liveness import host_sets, live_sets
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]

@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from ..config.compiler_traits import CompilerTraits
 from ..core.scopes import ATTENTION, UPDATE, OperationName
 from ..jaxpr.fusion import fuse, needed, stacked_bytes, traffic
 from ..jaxpr.program import Operation, Program, TracedCollective
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
+from ..spec.compiler_traits import CompilerTraits
 from .communication import link_bytes
 
 

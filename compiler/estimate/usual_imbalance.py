@@ -4,9 +4,9 @@ Programs have fixed shapes, so a step passes over its whole buffers, however few
 any imbalance, the default, can be several times the mean; trained routers stay near it.
 """
 
+import json
 from dataclasses import replace
 
-from ..config.override_text import override
 from ..core.trees import like
 from ..parallel.experts import ExpertsPlan
 from ..parallel.operation import OpInputs, plan_operations
@@ -19,7 +19,7 @@ USUAL = 1.25  # the capacity factor that Switch Transformers settled on (arXiv:2
 
 def overrides_of_imbalance(plan: Plan) -> tuple[str, ...]:
     """Returns the overrides that declare the room for experts of this plan."""
-    return (override(MAX_IMBALANCE, plan.spec.moe.max_imbalance),)
+    return (f"{MAX_IMBALANCE}={json.dumps(plan.spec.moe.max_imbalance)}",)
 
 
 def plan_usual_imbalance(plan: Plan) -> Plan | None:

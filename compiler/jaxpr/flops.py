@@ -16,8 +16,8 @@ from jax.extend.core import Jaxpr
 
 from meshloom.models import Context, Model, Piece, split_aux
 
-from ..config.spec import RunSpec
 from ..core.trees import combined, leaves_by_path, pick
+from ..spec.spec import RunSpec
 from .operation_kinds import CALLS, PRODUCTS, causal_flops, equation_kind, splash_blocks
 from .subprograms import scan_of, subprograms
 from .unknown import CallCost, UnknownPrimitive, ask_jax, unknown_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ..config.user_code import LIBRARIES, OURS, STDLIB
+from ..core.user_code import LIBRARIES, OURS, STDLIB
 
 _PACKAGES = "site-packages"
 _JAX = ("jax", "jaxlib")

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 
 from meshloom.models import Context, LogicalAxes, Model, Params, is_logical_axes
 
-from ..config.compiler_traits import odd_part
-from ..config.spec import RunSpec
 from ..core.format import human_seconds
 from ..core.partition_spec import Axes
 from ..core.trees import leaves_by_path, like
@@ -23,6 +21,8 @@ from ..sharding.arrays import OpSite
 from ..sharding.gradients import accumulated_layouts
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan, gathered_bytes
+from ..spec.compiler_traits import odd_part
+from ..spec.spec import RunSpec
 from ..target.compiler_options import hidden_kinds
 from .operation import CollectiveSpec, Cost, OpInputs, OpPlan, ParallelOp, Strategy, WeightUse
 

@@ -21,8 +21,6 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models import Model
 
-from ..config.overlap_spec import AUTO
-from ..config.spec import RunSpec, StrategyChoice
 from ..core.collectives import CollectiveKind
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.partition_spec import Axes, keep_axes
@@ -32,6 +30,8 @@ from ..sharding.batch import sequences_of_device
 from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan
+from ..spec.overlap_spec import AUTO
+from ..spec.spec import RunSpec, StrategyChoice
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 

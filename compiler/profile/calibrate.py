@@ -10,9 +10,9 @@ from typing import get_args
 
 import numpy as np
 
-from ..config.calibration_spec import CalibratedLink, Calibration, LinkCalibration
 from ..core.collectives import ComputeKind
 from ..core.errors import ConfigError, Problem
+from ..spec.calibration_spec import CalibratedLink, Calibration, LinkCalibration
 from .compare import OperationRow, ProfileReport
 
 KINDS: tuple[ComputeKind, ...] = ("matmul", "attention", "other")

@@ -8,9 +8,9 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from meshloom.models.config import Record
 
-from ..config.calibration_spec import Calibration
 from ..core.collectives import CollectiveKind, ComputeKind, LinkKind
 from ..core.format import counted, human_names
+from ..spec.calibration_spec import Calibration
 from .account import Account, Roles, account, roles_of
 from .prediction import PredictedCollective, Prediction
 from .trace import Execution, Trace

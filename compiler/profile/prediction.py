@@ -8,12 +8,12 @@ from pydantic import NonNegativeFloat, PositiveInt
 from meshloom.models.config import Record
 
 from ..analysis.schedule_analysis import analyse_schedule
-from ..config.calibration_spec import Calibration
 from ..core.collectives import ComputeKind
 from ..core.scopes import OperationName
 from ..estimate.communication import PlannedCollective
 from ..plan import Plan
 from ..schema import CollectiveReport, Event, StepReport
+from ..spec.calibration_spec import Calibration
 from ..xla.hlo import Instruction, Module, parse_module
 from ..xla.schedule.prices import instruction_kind
 

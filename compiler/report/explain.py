@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..config.spec import Rule
 from ..core.console import Column, Console, Line, Table
 from ..core.format import counted, human_bytes
 from ..estimate.estimate import StepEstimate, estimate_step
@@ -13,6 +12,7 @@ from ..plan import Plan
 from ..schema import SCHEMA_VERSION
 from ..sharding.arrays import Array
 from ..sharding.rules import ArrayPlan
+from ..spec.spec import Rule
 from .explain_estimate import estimate_as_json, print_estimate, unknown_primitives
 
 COLUMNS = (

@@ -11,9 +11,6 @@ from itertools import product
 import jax
 
 from ..analysis.compiled_step import used_devices_per_chip
-from ..config.flag_presets import FlagPreset
-from ..config.overlap_spec import LayerLoop, OverlapConfig, StrategyChoice
-from ..config.spec import RunSpec
 from ..core.errors import ConfigError, Problem
 from ..estimate.communication import PlannedCollective
 from ..estimate.estimate import StepEstimate
@@ -24,6 +21,9 @@ from ..plan import Plan
 from ..schema import TriedReport
 from ..sharding.batch import sequences_of_device
 from ..sharding.gradients import check_gradients
+from ..spec.flag_presets import FlagPreset
+from ..spec.overlap_spec import LayerLoop, OverlapConfig, StrategyChoice
+from ..spec.spec import RunSpec
 from ..target.compiler_options import aborts_unrolled, hidden_kinds, presets_for
 from ..target.target import TargetPlan
 from .evaluation import Candidate, Evaluation

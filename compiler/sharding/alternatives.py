@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ..config.compiler_traits import CompilerTraits
-from ..config.spec import Rule
+from ..spec.compiler_traits import CompilerTraits
+from ..spec.spec import Rule
 from .arrays import Array
 
 

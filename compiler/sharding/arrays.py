@@ -11,9 +11,9 @@ from flax import nnx
 
 from meshloom.models import Context, LogicalAxes, Model, is_logical_axes, split_aux
 
-from ..config.spec import RunSpec
-from ..config.user_code import blamed_on_user
 from ..core.trees import leaves_by_path
+from ..core.user_code import blamed_on_user
+from ..spec.spec import RunSpec
 from .frozen import frozen_paths
 from .model_check import check_aux, check_embedded, check_model, check_of_head, check_output, check_totals
 

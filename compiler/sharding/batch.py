@@ -5,9 +5,9 @@ import re
 from meshloom.models import Model
 from meshloom.models.numbers import divisors
 
-from ..config.spec import RunSpec
 from ..core.errors import Problem, raise_if_any
 from ..core.format import be, counted
+from ..spec.spec import RunSpec
 from ..target.mesh import MeshPlan, nearest
 from .roles import AxisRoles
 

@@ -2,9 +2,9 @@
 
 from meshloom.models.numbers import divisors
 
-from ..config.spec import RunSpec
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..jaxpr.operation_kinds import LANES
+from ..spec.spec import RunSpec
 from ..target.mesh import MeshPlan, nearest, plan_mesh
 from ..target.target import TargetPlan
 from .batch import check_batch

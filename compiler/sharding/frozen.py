@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
-from ..config.spec import RunSpec
 from ..core.errors import Problem, raise_if_any, use_one_of
+from ..spec.spec import RunSpec
 
 
 def frozen_paths(spec: RunSpec, paths: Iterable[str], *, ruled: Collection[str] = ()) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """The layout of accumulated gradients, and checks of its declaration."""
 
-from ..config.spec import RunSpec
 from ..core.errors import Problem, raise_if_any
+from ..spec.spec import RunSpec
 from .rules import ArrayPlan
 from .sharding import ShardingPlan
 

@@ -12,12 +12,12 @@ from jax.extend.core import Jaxpr
 from meshloom.models import Context, Model, split_aux
 from meshloom.models.contract import Piece
 
-from ..config.spec import RunSpec
 from ..core.errors import Problem, raise_if_any
 from ..jaxpr.fusion import needed
 from ..jaxpr.program import Program
 from ..jaxpr.read_jaxpr import read_jaxpr
 from ..jaxpr.subprograms import subprograms
+from ..spec.spec import RunSpec
 from .roles import AxisRoles
 
 LENGTH = "length"  # the logical axis

@@ -9,12 +9,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshloom.models import Model
 
-from ..config.spec import RunSpec
-from ..config.user_code import blamed_on_user
 from ..core.errors import raise_if_any
 from ..core.trees import leaves_by_path, pick
+from ..core.user_code import blamed_on_user
 from ..optim.contract import Setting
 from ..optim.parameter_kinds import parameter_kinds
+from ..spec.spec import RunSpec
 from ..target.mesh import MeshPlan
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-from ..config.spec import ShardingSpec
 from ..core.partition_spec import Axes
+from ..spec.spec import ShardingSpec
 
 STAGE = "stage"
 

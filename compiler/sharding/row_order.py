@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config.spec import RunSpec
+from ..spec.spec import RunSpec
 from ..target.mesh import MeshPlan
 from .roles import AxisRoles
 

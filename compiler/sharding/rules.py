@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models.numbers import divisors
 
-from ..config.compiler_traits import CompilerTraits
-from ..config.spec import Rule
 from ..core.errors import Problem
+from ..spec.compiler_traits import CompilerTraits
+from ..spec.spec import Rule
 from ..target.mesh import MeshPlan, nearest
 from .alternatives import split_by
 from .arrays import Array

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from meshloom.models import LOGICAL_AXES
 
-from ..config.compiler_traits import CompilerTraits
-from ..config.spec import MeshSpec, Rule, RunSpec, ShardingSpec
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
+from ..spec.compiler_traits import CompilerTraits
+from ..spec.spec import MeshSpec, Rule, RunSpec, ShardingSpec
 from ..target.mesh import MeshPlan
 from .arrays import EXPERTS, Array, Arrays
 from .roles import STAGE, AxisRoles

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models import Model
 
-from ..config.spec import RunSpec
 from ..core.partition_spec import axes_of
 from ..core.trees import leaves_by_path, like, pick
+from ..spec.spec import RunSpec
 from ..target.mesh import MeshPlan
 from .optimizer_state import plan_optimizer_state
 from .sharding import ShardingPlan

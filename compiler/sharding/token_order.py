@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..config.spec import TokenOrderName
+from ..spec.spec import TokenOrderName
 from ..target.mesh import MeshPlan
 from .roles import AxisRoles
 

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..config.overlap_spec import LayerLoop
 from ..jax_private import residuals_of
 from ..parallel.weight_plan import WeightPlan
 from ..parallel.weights import Reduction, Weights, all_gather_weight, reduce_weight_gradient
+from ..spec.overlap_spec import LayerLoop
 from .schedule import StackFunctions
 
 

@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 from meshloom.models.numbers import divisors
 
-from ..config.target_spec import ChipShape, TorusSpec
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import counted
+from ..spec.target_spec import ChipShape, TorusSpec
 
 # How much is moved over a mesh axis, roughly, as against the others: activations of every layer, weights of every layer
 # once or twice, gradients once a step, activations between stages.

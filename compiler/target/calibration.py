@@ -7,9 +7,9 @@ Schedules are not priced by the efficiencies but by the compiler's cycles, so th
 
 from dataclasses import replace
 
-from ..config.calibration_spec import Calibration, LinkCalibration
-from ..config.target_spec import Efficiency, SwitchSpec, TorusSpec
 from ..core.errors import ConfigError, Problem
+from ..spec.calibration_spec import Calibration, LinkCalibration
+from ..spec.target_spec import Efficiency, SwitchSpec, TorusSpec
 from .target import TargetPlan
 
 AS_DECLARED = LinkCalibration(transfer=1.0, latency=1.0)

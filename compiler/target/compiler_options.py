@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from ..config.flag_presets import FlagPreset, Moved, Options
-from ..config.overlap_spec import AUTO
-from ..config.spec import CompilerOption, RunSpec
 from ..core.collectives import CollectiveKind
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
+from ..spec.flag_presets import FlagPreset, Moved, Options
+from ..spec.overlap_spec import AUTO
+from ..spec.spec import CompilerOption, RunSpec
 from .target import TargetPlan
 
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(?P<name>[^']*)'")

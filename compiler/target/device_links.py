@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from ..config.target_spec import TorusSpec
 from ..core.collectives import LinkKind
+from ..spec.target_spec import TorusSpec
 from .axis_segments import TORUS_AXES
 from .interconnect_tiers import LINK_KINDS, GroupSpan, link_of_spans, rates_of
 from .links import Link

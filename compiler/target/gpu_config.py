@@ -6,7 +6,7 @@ openxla/xla, xla/backends/gpu/target_config/specs, which XLA's own tools read of
 
 from dataclasses import dataclass
 
-from ..config.target_spec import ChipSpec
+from ..spec.target_spec import ChipSpec
 
 KIB, MIB = 2**10, 2**20
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ..config.target_spec import SwitchSpec, TorusSpec
 from ..core.collectives import LinkKind
+from ..spec.target_spec import SwitchSpec, TorusSpec
 from .axis_segments import TORUS_AXES, AxisSegment
 from .links import InterconnectTier, Link, LinkLine
 from .target import TargetPlan

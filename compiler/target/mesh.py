@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshloom.models.numbers import divisors
 
-from ..config.spec import MeshSpec
 from ..core.collectives import CollectiveKind
 from ..core.errors import ConfigError, Problem
 from ..core.format import counted
+from ..spec.spec import MeshSpec
 from .links import collective_seconds
 from .placement import Placement, plan_placement
 from .target import TargetPlan

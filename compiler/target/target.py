@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import jax
 
-from ..config.calibration_spec import Calibration
-from ..config.compiler_traits import CompilerTraits, read_compiler_traits
-from ..config.flag_presets import FlagPreset, read_flag_presets
-from ..config.target_names import chip_file, kinds
-from ..config.target_spec import (
+from ..spec.calibration_spec import Calibration
+from ..spec.compiler_traits import CompilerTraits, read_compiler_traits
+from ..spec.flag_presets import FlagPreset, read_flag_presets
+from ..spec.target_names import chip_file, kinds
+from ..spec.target_spec import (
     ChipShape,
     ChipSpec,
     CpuTarget,

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from ..config.spec import CompilerOption
-from ..config.target_spec import TargetSpec, TpuTarget
 from ..core.errors import ConfigError, Problem
 from ..core.format import be, counted
+from ..spec.spec import CompilerOption
+from ..spec.target_spec import TargetSpec, TpuTarget
 from .gpu_config import gpu_target_config
 from .target import TargetPlan, topology_arguments
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
-from ..config.target_spec import TorusSpec
 from ..core.collectives import CollectiveKind
+from ..spec.target_spec import TorusSpec
 from .axis_segments import TORUS_AXES
 from .device_links import DeviceGroups, Sent, send_between
 from .interconnect_tiers import LINK_KINDS, rates_of

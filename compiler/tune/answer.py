@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from ..config.overlap_spec import OverlapSpec
-from ..config.spec import RunSpec
-from ..config.tune_spec import Objective
 from ..core.errors import ConfigError, Problem
 from ..core.format import human_bytes
 from ..driver import plan_run
 from ..estimate.assumed_overlap import assume_overlap, overrides_of
 from ..estimate.program_costs import Numbers
 from ..search.evaluation import Evaluation, evaluate_plan
+from ..spec.overlap_spec import OverlapSpec
+from ..spec.spec import RunSpec
+from ..spec.tune_spec import Objective
 from ..target.target import TargetPlan
 from .families import Family, Key, Reference, TracePoint, family_key, find_families, group_candidates
 from .price import Prices, price_candidates

@@ -22,8 +22,6 @@ from typing import TypeVar
 import numpy as np
 import scipy.linalg
 
-from ..config.overlap_spec import StrategyChoice
-from ..config.spec import RunSpec
 from ..driver import plan_run
 from ..estimate.assumed_overlap import BATCH_SPLIT, can_split_batch, plan_assumed
 from ..estimate.program_costs import Costs, Numbers, ProgramShape, read_costs
@@ -34,6 +32,8 @@ from ..parallel.loss import num_loss_chunks
 from ..parallel.matmul import COLLECTIVE_MATMUL
 from ..parallel.registry import OPERATIONS
 from ..sharding.roles import plan_roles
+from ..spec.overlap_spec import StrategyChoice
+from ..spec.spec import RunSpec
 from ..target.target import TargetPlan
 from .space import MeshCandidate, Sizes, Variant, with_layout
 

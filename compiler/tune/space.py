@@ -16,7 +16,6 @@ from typing import Any
 
 from meshloom.models.numbers import divisors
 
-from ..config.spec import RunSpec
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..driver import Layout, plan_layout
 from ..estimate.step_time import plan_rates
@@ -25,6 +24,7 @@ from ..parallel.remat import check_remat
 from ..search.evaluation import Candidate
 from ..sharding.arrays import Arrays, build_model, find_arrays
 from ..sharding.roles import AxisRoles, plan_roles
+from ..spec.spec import RunSpec
 from ..target.calibration import calibrate_target
 from ..target.mesh import MeshPlan
 from ..target.placement import plan_placement, square_block

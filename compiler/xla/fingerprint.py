@@ -17,10 +17,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from ..config.spec import CompilerOption, RunSpec
 from ..core.errors import Problem
 from ..core.key_paths import leaves
 from ..plan import Plan
+from ..spec.spec import CompilerOption, RunSpec
 from .programs import Programs
 
 PACKAGES = ("jax", "jaxlib")

@@ -13,13 +13,13 @@ from pydantic import PrivateAttr, ValidationError
 from meshloom.compiler import plan as compiler_plan
 from meshloom.compiler import schema
 from meshloom.compiler.analysis import compiled_step
-from meshloom.compiler.config.compose import read_spec
-from meshloom.compiler.config.model_choice import model_of
-from meshloom.compiler.config.spec import Origin, RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.declare.compose import read_spec
+from meshloom.compiler.declare.model_choice import model_of
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.report.views.page import page_in_frame, render_page
+from meshloom.compiler.spec.spec import Origin, RunSpec
 
 from ..compile.compile_command import Compiled, CompileJob, compile_job, find_job, write_compiled
 from ..core.exclusive import only_run_in

@@ -8,20 +8,20 @@ from os import PathLike, fspath
 from typing import Any, TypeVar
 
 from meshloom.compiler import plan as compiler_plan
-from meshloom.compiler.config.allowed_code import parse_allowed
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.hydra_settings import SEARCH_PATH, search_path_override
-from meshloom.compiler.config.override_parser import overridden_key
-from meshloom.compiler.config.spec import Origin, RunSpec
-from meshloom.compiler.config.target_spec import LocalTarget
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem, raise_if_any
 from meshloom.compiler.core.format import human_bytes, human_parameters
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.hydra_settings import SEARCH_PATH, search_path_override
+from meshloom.compiler.declare.overrides import overridden_key
+from meshloom.compiler.declare.user_code import parse_allowed
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.report.explain import explain as print_plan
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.report.views.page import plan_table
+from meshloom.compiler.spec.spec import Origin, RunSpec
+from meshloom.compiler.spec.target_spec import LocalTarget
 
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes

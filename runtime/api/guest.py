@@ -15,10 +15,10 @@ from hydra.errors import HydraException
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from omegaconf.errors import OmegaConfBaseException
 
-from meshloom.compiler.config.allowed_code import code_allowed_from
-from meshloom.compiler.config.composition_errors import as_config_error
-from meshloom.compiler.config.hydra_private import hydra_state_put_back
-from meshloom.compiler.config.target_spec import LocalTarget, TargetSpec
+from meshloom.compiler.declare.hydra_private import hydra_state_put_back
+from meshloom.compiler.declare.problems import as_config_error
+from meshloom.compiler.declare.user_code import code_allowed_from
+from meshloom.compiler.spec.target_spec import LocalTarget, TargetSpec
 from meshloom.compiler.target.topology import CUDA_ENVIRONMENT, LIBTPU_ENVIRONMENT
 
 from ..processes.devices import start_as_found, start_devices

@@ -13,9 +13,9 @@ import jax
 
 from meshloom.compiler.analysis.inspected import InspectedProgram, choose_program, inspect_text, problems_of_devices
 from meshloom.compiler.analysis.program_devices import ProgramDevices
-from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
+from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.report.inspect_report import report_inspected
 from meshloom.compiler.report.views.page import page_in_frame, render_page
 from meshloom.compiler.report.views.summary import show_summary

@@ -16,8 +16,8 @@ from typing import Any, Protocol, Self
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from meshloom.compiler.config.spec import CheckpointSpec, RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.spec.spec import CheckpointSpec, RunSpec
 
 from ..core.failures import STORAGE, RunFailed, is_of_one_process, storage_reason
 from ..core.files import free_name, remove_for_good

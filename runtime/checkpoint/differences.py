@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.sharding.optimizer_state import build_schedule
+from meshloom.compiler.spec.spec import RunSpec
 
 MOST_SHOWN = 6
 

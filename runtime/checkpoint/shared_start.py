@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import human_bytes
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.spec.spec import RunSpec
 
 from ..core.stores import Folder, absolute, check_writable, folder_at, is_remote
 from ..processes.distributed import Processes, together

@@ -8,11 +8,11 @@ import argparse
 import os
 from contextlib import suppress
 
-from meshloom.compiler.config.allowed_code import FLAG, VARIABLE, code_allowed_from, parse_allowed
-from meshloom.compiler.config.compose import check_config_files, read_spec
-from meshloom.compiler.config.composition_errors import MISTAKES, as_config_error
-from meshloom.compiler.config.environment_values import masked
 from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem
+from meshloom.compiler.declare.compose import check_config_files, read_spec
+from meshloom.compiler.declare.environment import masked
+from meshloom.compiler.declare.problems import MISTAKES, as_config_error
+from meshloom.compiler.declare.user_code import FLAG, VARIABLE, code_allowed_from, parse_allowed
 
 from .commands import Command
 from .completion import offer_whole_options

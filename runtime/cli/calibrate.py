@@ -6,11 +6,11 @@ from pathlib import Path
 
 import yaml
 
-from meshloom.compiler.config.calibration_spec import Calibration
 from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.profile.calibrate import calibrate
+from meshloom.compiler.spec.calibration_spec import Calibration
 
 from ..core.files import replace_text
 from ..rundir.profile_files import read_profile

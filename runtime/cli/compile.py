@@ -7,11 +7,11 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.composition_errors import MISTAKES, as_config_error
-from meshloom.compiler.config.model_choice import chosen_model
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import MISTAKE
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.model_choice import chosen_model
+from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 
 from ..compile.compile_command import compile_step, prepare_compile
 from ..processes.distributed import Processes

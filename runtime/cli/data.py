@@ -12,14 +12,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.data_spec import HuggingFaceTokenizer, OneSource
-from meshloom.compiler.config.override_text import override
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.overrides import override
+from meshloom.compiler.spec.data_spec import HuggingFaceTokenizer, OneSource
+from meshloom.compiler.spec.spec import RunSpec
 
 from ..core.exclusive import LOCK, alone
 from ..core.files import replace_json

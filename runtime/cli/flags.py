@@ -16,15 +16,15 @@ from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import OmegaConf
 
-from meshloom.compiler.config.allowed_code import FLAG
-from meshloom.compiler.config.compose import Request, chosen_options, config_sources, hydra_session
-from meshloom.compiler.config.hydra_private import hydra_flags
-from meshloom.compiler.config.hydra_settings import search_path_override
-from meshloom.compiler.config.override_parser import COMMAND_LINE
-from meshloom.compiler.config.target_names import patterns
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.key_paths import leaves
 from meshloom.compiler.core.visible import write_out
+from meshloom.compiler.declare.compose import Request, chosen_options, config_sources, hydra_session
+from meshloom.compiler.declare.hydra_private import hydra_flags
+from meshloom.compiler.declare.hydra_settings import search_path_override
+from meshloom.compiler.declare.overrides import COMMAND_LINE
+from meshloom.compiler.declare.user_code import FLAG
+from meshloom.compiler.spec.target_names import patterns
 
 from .commands import CHECK, Command
 

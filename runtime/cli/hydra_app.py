@@ -11,10 +11,10 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from meshloom.compiler.config.compose import Request, hydra_arguments
-from meshloom.compiler.config.config_files import register_sources
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.declare.compose import Request, hydra_arguments
+from meshloom.compiler.declare.config_files import register_sources
 
 HydraTask = Callable[[DictConfig], Any]
 

@@ -6,10 +6,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.xla.schedule.choices import Choices
 

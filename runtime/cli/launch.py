@@ -2,14 +2,14 @@
 
 import argparse
 
-from meshloom.compiler.config.allowed_code import allowed_modules
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.model_choice import model_of
-from meshloom.compiler.config.spec import RunSpec
-from meshloom.compiler.config.target_spec import LocalTarget
 from meshloom.compiler.core.errors import all_of
 from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.model_choice import model_of
+from meshloom.compiler.declare.user_code import allowed_modules
 from meshloom.compiler.driver import plan_run
+from meshloom.compiler.spec.spec import RunSpec
+from meshloom.compiler.spec.target_spec import LocalTarget
 
 from ..data.splits import warnings_of_demo_data
 from ..launch.engines import run_launch

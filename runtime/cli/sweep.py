@@ -5,15 +5,14 @@ import os
 import traceback
 from typing import Any
 
-from meshloom.compiler.config.allowed_code import allowed_modules
-from meshloom.compiler.config.compose import Request
-from meshloom.compiler.config.composition_errors import MISTAKES
-from meshloom.compiler.config.hydra_settings import SUBDIRECTORY, SWEEP_DIR
-from meshloom.compiler.config.override_parser import overridden_key
-from meshloom.compiler.config.override_text import in_quotes, override
-from meshloom.compiler.config.sweep_request import read_sweep_request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.declare.compose import Request
+from meshloom.compiler.declare.hydra_settings import SUBDIRECTORY, SWEEP_DIR
+from meshloom.compiler.declare.overrides import in_quotes, overridden_key, override
+from meshloom.compiler.declare.problems import MISTAKES
+from meshloom.compiler.declare.sweep_request import read_sweep_request
+from meshloom.compiler.declare.user_code import allowed_modules
 
 from ..core.failures import RunFailed
 from ..processes.initialize import plan_start, process_index

@@ -7,12 +7,12 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from meshloom.compiler.config.compose import Request
-from meshloom.compiler.config.composition_errors import MISTAKES, as_config_error
-from meshloom.compiler.config.model_choice import chosen_model
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import MISTAKE
 from meshloom.compiler.core.format import counted
+from meshloom.compiler.declare.compose import Request
+from meshloom.compiler.declare.model_choice import chosen_model
+from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 
 from ..core.exclusive import only_run_in
 from ..processes.devices import plan_without_devices

@@ -23,9 +23,9 @@ from etils import epath  # with Orbax; JAX opens its cache by it, too
 from filelock import FileLock
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.places import is_url
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.xla.fingerprint import Fingerprint
 
 from ..core.failures import RunFailed

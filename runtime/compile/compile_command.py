@@ -11,13 +11,12 @@ from typing import Any
 from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.analysis.lint import TOO_EXPOSED
 from meshloom.compiler.analysis.program_text import Unavailable
-from meshloom.compiler.config.allowed_code import allow_words
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.override_text import override
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
 from meshloom.compiler.core.format import human_bytes, human_share
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.overrides import override
+from meshloom.compiler.declare.user_code import allow_words
 from meshloom.compiler.driver import plan_run, report_of
 from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
 from meshloom.compiler.plan import Plan
@@ -27,6 +26,7 @@ from meshloom.compiler.search.alternatives import find_alternatives
 from meshloom.compiler.search.evaluation import Replan
 from meshloom.compiler.search.memory_suggestions import suggest_changes
 from meshloom.compiler.search.overlap import check_can_judge
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import find_devices

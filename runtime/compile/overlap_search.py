@@ -17,7 +17,6 @@ import jax
 from pydantic import ValidationError
 
 from meshloom import compiler as compiler_package
-from meshloom.compiler.config.overlap_spec import OverlapConfig, OverlapSearch
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.driver import plan_run
@@ -34,6 +33,7 @@ from meshloom.compiler.search.overlap import (
     overlap_candidates,
     tried_report,
 )
+from meshloom.compiler.spec.overlap_spec import OverlapConfig, OverlapSearch
 from meshloom.compiler.xla.fingerprint import sha256
 
 from ..core.files import replace_text

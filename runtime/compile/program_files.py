@@ -16,13 +16,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshloom.compiler.analysis.inspected import choose_program
 from meshloom.compiler.analysis.program_devices import ProgramDevices
-from meshloom.compiler.config.calibration_spec import Calibration
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.hydra_settings import SEARCH_PATH
-from meshloom.compiler.config.override_parser import overridden_key
-from meshloom.compiler.config.spec import MeshSpec
-from meshloom.compiler.config.target_spec import TargetSpec
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.hydra_settings import SEARCH_PATH
+from meshloom.compiler.declare.overrides import overridden_key
+from meshloom.compiler.spec.calibration_spec import Calibration
+from meshloom.compiler.spec.spec import MeshSpec
+from meshloom.compiler.spec.target_spec import TargetSpec
 from meshloom.compiler.target.calibration import calibrate_target
 from meshloom.compiler.target.mesh import plan_mesh
 from meshloom.compiler.target.placement import plan_own_order

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.compiler.analysis.compiled_step import CompiledStep
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.driver import compile_plan
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.xla.aot import REMATERIALIZATION, Built, LoweredStep, compile_ahead
 from meshloom.compiler.xla.fingerprint import Fingerprint
 from meshloom.compiler.xla.stderr_capture import Captured, captured_stderr

@@ -26,10 +26,10 @@ from typing import TypeVar
 
 import jax
 
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
 from meshloom.compiler.core.format import human_bytes, human_names, human_seconds
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.target.compiler_options import option_problem
 from meshloom.compiler.xla.aot import OutOfMemory, parse_out_of_memory
 

@@ -15,14 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshloom.compiler.config.data_spec import (
-    JsonlSource,
-    OneSource,
-    ParquetSource,
-    PythonSource,
-    TextFilesSource,
-)
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.spec.data_spec import JsonlSource, OneSource, ParquetSource, PythonSource, TextFilesSource
 
 from . import formats
 from .files import SourceFile, UnreadableError, find_files, local_file

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from meshloom.compiler.config.data_spec import OneSource
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted
+from meshloom.compiler.spec.data_spec import OneSource
 
 from .documents import Document, parts_of
 from .tokenize import is_empty

@@ -8,11 +8,11 @@ from typing import Any
 
 import grain
 
-from meshloom.compiler.config.data_spec import MixtureSource, OneSource
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import be, counted, human_parameters
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.spec.data_spec import MixtureSource, OneSource
+from meshloom.compiler.spec.spec import RunSpec
 
 from .batches import NEXT_BATCH, Batches, BatchSource, shuffled
 from .corpus import SPLITS, Corpus, Sequences, open_corpus

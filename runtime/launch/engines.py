@@ -7,7 +7,8 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshloom.compiler.config.launch_spec import (
+from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.spec.launch_spec import (
     JobSetLaunch,
     LaunchSpec,
     LocalLaunch,
@@ -16,8 +17,7 @@ from meshloom.compiler.config.launch_spec import (
     TpuVmLaunch,
     XpkLaunch,
 )
-from meshloom.compiler.config.spec import RunSpec
-from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.spec.spec import RunSpec
 
 from .clouds import render_skypilot, render_tpu_vm, xpk_command
 from .jobset import is_schema_there, render_jobset

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from meshloom.compiler.config.launch_spec import JobSetLaunch, Volume
 from meshloom.compiler.core.errors import Problem, raise_if_any
+from meshloom.compiler.spec.launch_spec import JobSetLaunch, Volume
 
 from ..core.failures import FINAL
 from .plan import LaunchPlan, chip_names

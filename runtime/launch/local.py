@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from meshloom.compiler.config.launch_spec import LocalLaunch
-from meshloom.compiler.config.override_text import override
-from meshloom.compiler.config.spec import DistributedSpec
 from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.declare.overrides import override
+from meshloom.compiler.spec.launch_spec import LocalLaunch
+from meshloom.compiler.spec.spec import DistributedSpec
 
 from ..core.failures import FINAL, INTERRUPTED
 from .plan import LaunchPlan

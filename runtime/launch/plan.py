@@ -20,19 +20,18 @@ from typing import Any
 
 import yaml
 
-from meshloom.compiler.config.allowed_code import FLAG
-from meshloom.compiler.config.compose import Request
-from meshloom.compiler.config.flag_presets import read_environment
-from meshloom.compiler.config.hydra_settings import RUN_DIR
-from meshloom.compiler.config.launch_spec import LocalLaunch, SlurmLaunch
-from meshloom.compiler.config.override_parser import overridden_key, parse_override
-from meshloom.compiler.config.override_text import override
-from meshloom.compiler.config.spec import RunSpec
-from meshloom.compiler.config.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.places import PlaceError, local_path
+from meshloom.compiler.declare.compose import Request
+from meshloom.compiler.declare.hydra_settings import RUN_DIR
+from meshloom.compiler.declare.overrides import overridden_key, override, parse_override
+from meshloom.compiler.declare.user_code import FLAG
+from meshloom.compiler.spec.flag_presets import read_environment
+from meshloom.compiler.spec.launch_spec import LocalLaunch, SlurmLaunch
+from meshloom.compiler.spec.spec import RunSpec
+from meshloom.compiler.spec.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
 from meshloom.compiler.xla.fingerprint import FLAGS, UNSET
 from meshloom.models.config import Record
 

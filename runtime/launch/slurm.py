@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshloom.compiler.config.launch_spec import SlurmLaunch
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.spec.launch_spec import SlurmLaunch
 
 from ..core.failures import FINAL, PREEMPTED
 from .plan import LaunchPlan

@@ -15,8 +15,8 @@ from importlib.metadata import version
 from typing import Any
 
 from meshloom import __version__
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.xla.fingerprint import flat
 from meshloom.compiler.xla.programs import Programs
 

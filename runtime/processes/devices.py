@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import jax
 
-from meshloom.compiler.config.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.spec.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import installed_compilers
 from meshloom.compiler.xla.stderr_capture import Captured, captured_stderr

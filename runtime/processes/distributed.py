@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from meshloom.compiler.config.composition_errors import MISTAKES, as_config_error
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.declare.problems import MISTAKES, as_config_error
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.xla.stderr_capture import captured_native_stderr
 
 from ..core.failures import LOST, RunFailed

@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 
-from meshloom.compiler.config.spec import DistributedSpec
-from meshloom.compiler.config.target_spec import TargetSpec
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
+from meshloom.compiler.spec.spec import DistributedSpec
+from meshloom.compiler.spec.target_spec import TargetSpec
 
 from ..core.failures import LOST, RunFailed
 from .jax_private import TPU_CLUSTERS, Starter, joined, started_by

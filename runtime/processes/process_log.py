@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from meshloom import __version__
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.visible import visible
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.xla.stderr_capture import captured_native_stderr, captured_tail
 
 from .distributed import Processes

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import yaml
 
-from meshloom.compiler.config.compose import Request, hydra_run_dir
-from meshloom.compiler.config.hydra_settings import RUN_DIR
-from meshloom.compiler.config.override_parser import overridden_key
-from meshloom.compiler.config.override_text import override
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.declare.compose import Request, hydra_run_dir
+from meshloom.compiler.declare.hydra_settings import RUN_DIR
+from meshloom.compiler.declare.overrides import overridden_key, override
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.report.views.page import render_page

@@ -16,7 +16,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, ValidationError
 
-from meshloom.compiler.config.composition_errors import MISTAKES, as_config_error
+from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.models.config import Record
 
 from ..core.files import replace_text

@@ -13,19 +13,19 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from meshloom.compiler.config.compose import hydra_sweep_dir, hydra_sweep_subdir
-from meshloom.compiler.config.hydra_settings import (
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem
+from meshloom.compiler.core.format import counted
+from meshloom.compiler.declare.compose import hydra_sweep_dir, hydra_sweep_subdir
+from meshloom.compiler.declare.hydra_settings import (
     JOB_NUMBER,
     SWEEP_DIR,
     one_directory,
     subdirectory_of,
     sweep_directory_of,
 )
-from meshloom.compiler.config.override_parser import overridden_key
-from meshloom.compiler.config.sweep_request import SweepRequest, value_of
-from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem
-from meshloom.compiler.core.format import counted
+from meshloom.compiler.declare.overrides import overridden_key
+from meshloom.compiler.declare.sweep_request import SweepRequest, value_of
 
 from ..core.exclusive import alone
 from ..core.files import replace_json, replace_text

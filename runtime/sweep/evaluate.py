@@ -7,18 +7,18 @@ from collections.abc import Callable
 import jax
 
 from meshloom.compiler.analysis.compiled_step import limit_bytes, used_devices_per_chip
-from meshloom.compiler.config.allowed_code import code_allowed_from
-from meshloom.compiler.config.compose import read_spec
-from meshloom.compiler.config.composition_errors import MISTAKES, as_config_error
-from meshloom.compiler.config.model_choice import model_of
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT
 from meshloom.compiler.core.format import human_bytes
+from meshloom.compiler.declare.compose import read_spec
+from meshloom.compiler.declare.model_choice import model_of
+from meshloom.compiler.declare.problems import MISTAKES, as_config_error
+from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import explain
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.target.accuracy import Basis, accuracy_of
 
 from ..compile.compile_command import Compiled, compile_step, prepare_compile, why_refused

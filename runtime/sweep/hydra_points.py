@@ -16,8 +16,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 from pydantic import ValidationError
 
-from meshloom.compiler.config.hydra_private import make_sources_portable
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.declare.hydra_private import make_sources_portable
 from meshloom.models.config import Record
 
 from ..core.files import replace_text

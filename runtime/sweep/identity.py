@@ -8,11 +8,11 @@ from importlib import metadata
 from pathlib import Path
 
 from meshloom import __version__
-from meshloom.compiler.config.allowed_code import allow_words
-from meshloom.compiler.config.hydra_settings import SEARCH_PATH, SWEEP_DIR
-from meshloom.compiler.config.override_parser import overridden_key
-from meshloom.compiler.config.sweep_request import SweepRequest
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.declare.hydra_settings import SEARCH_PATH, SWEEP_DIR
+from meshloom.compiler.declare.overrides import overridden_key
+from meshloom.compiler.declare.sweep_request import SweepRequest
+from meshloom.compiler.declare.user_code import allow_words
 
 from .read import Sweep, read_sweep
 from .rows import SWEEP_FILE, SweepCommand

@@ -22,7 +22,7 @@ from typing import Self
 import psutil
 from pebble import ProcessExpired, ProcessPool
 
-from meshloom.compiler.config.kept_compositions import keep_compositions
+from meshloom.compiler.declare.compositions import keep_compositions
 
 from ..core.host_memory import available_bytes
 from .evaluate import evaluate

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 from pydantic import NonNegativeFloat, NonNegativeInt
 
-from meshloom.compiler.config.compose import Request
+from meshloom.compiler.declare.compose import Request
 from meshloom.models.config import Record
 
 SCHEMA_VERSION = 1  # of sweep.json and sweep.jsonl

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.spec.spec import RunSpec
 
 from ..core.failures import NONFINITE, RunFailed
 from .metrics import Metrics

@@ -5,11 +5,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from meshloom.compiler.config.hydra_settings import RUN_DIR
-from meshloom.compiler.config.override_parser import overridden_key
 from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted
+from meshloom.compiler.declare.hydra_settings import RUN_DIR
+from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.plan import Plan
 
 from ..data.splits import warnings_of_demo_data

@@ -18,10 +18,10 @@ from typing import Any, Self
 
 import jax
 
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.xla.programs import Programs
 
 from ..data import Data, describe_documents

@@ -13,9 +13,9 @@ from typing import Any, Self
 
 import jax
 
-from meshloom.compiler.config.spec import StragglersSpec
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import human_seconds, human_share
+from meshloom.compiler.spec.spec import StragglersSpec
 
 from ..processes.distributed import Processes
 from .observer import NO_VALUES, ObservedRun, Observer, StepTimes

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from meshloom.compiler.config.logging_spec import LoggingSpec
-from meshloom.compiler.config.user_code import load_class
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
+from meshloom.compiler.declare.user_code import load_class
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.spec.logging_spec import LoggingSpec
 
 from ..core.failures import RunFailed
 from ..core.files import parse_json, replace_json

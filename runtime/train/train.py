@@ -13,18 +13,17 @@ from typing import Any
 
 import jax
 
-from meshloom.compiler.config.allowed_code import allow_words
-from meshloom.compiler.config.hydra_settings import RUN_DIR
-from meshloom.compiler.config.override_parser import overridden_key
-from meshloom.compiler.config.override_text import override
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.declare.hydra_settings import RUN_DIR
+from meshloom.compiler.declare.overrides import overridden_key, override
+from meshloom.compiler.declare.user_code import allow_words
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.xla.fingerprint import fingerprint_of
 from meshloom.compiler.xla.programs import Programs, lower

@@ -21,9 +21,9 @@ from typing import Any, Self
 
 import jax
 
-from meshloom.compiler.config.spec import WatchdogSpec
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted, human_seconds
+from meshloom.compiler.spec.spec import WatchdogSpec
 
 from ..core.failures import HUNG
 from ..processes.distributed import Processes

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshloom.compiler.config.kept_compositions import compositions_kept
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import human_bytes, human_seconds
+from meshloom.compiler.declare.compositions import compositions_kept
 from meshloom.compiler.tune.answer import Runner
 from meshloom.compiler.tune.space import GroupChoices, Variant, num_points
 from meshloom.compiler.tune.variant_values import TOO_LARGE, value_of_variants

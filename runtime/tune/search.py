@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Column, Console, Part, Table
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import human_range, human_seconds, human_share, three_digits
+from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.target.accuracy import accuracy_of, why_no_range
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, remembering, tune
 

@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from meshloom.compiler.config.compose import Request, hydra_session, read_spec
-from meshloom.compiler.config.kept_compositions import compositions_kept
-from meshloom.compiler.config.override_parser import parse_override
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
+from meshloom.compiler.declare.compose import Request, hydra_session, read_spec
+from meshloom.compiler.declare.compositions import compositions_kept
+from meshloom.compiler.declare.overrides import parse_override
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.tune.answer import Estimated
 from meshloom.compiler.tune.space import GroupChoices, Variant, check_pins, num_points, product_of
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conftest import plan_of
-from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from support.helpers import gradients_of, reference_loss, tiered
 

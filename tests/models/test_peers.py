@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from conftest import plan_of
-from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.models.decoder import DecoderBase
 from meshloom.models.moe import MoeConfig

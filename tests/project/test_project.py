@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 import meshloom
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.data_spec import Source, TokenizerSpec
-from meshloom.compiler.config.spec import Rule
-from meshloom.compiler.config.user_code import DeclaredRun
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.user_code import DeclaredRun
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.parallel.registry import OPERATIONS
+from meshloom.compiler.spec.data_spec import Source, TokenizerSpec
+from meshloom.compiler.spec.spec import Rule
 from meshloom.models.config import Config
 from meshloom.runtime.train.train import plan_and_check
 
@@ -144,7 +144,7 @@ def test_no_spec_has_a_default_in_code():
 
 ADAPTERS = {  # the files that use private parts of a library, with the libraries
     "compiler/jax_private.py": {"jax"},
-    "compiler/config/hydra_private.py": {"hydra", "omegaconf"},
+    "compiler/declare/hydra_private.py": {"hydra", "omegaconf"},
     "runtime/processes/jax_private.py": {"jax"},
     "runtime/checkpoint/s3.py": {"orbax"},
 }

@@ -29,14 +29,14 @@ from jax import Array
 from jax.profiler import ProfileData
 from jax.sharding import NamedSharding
 
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.jaxpr.subprograms import scan_of, subprograms, without_consts
 from meshloom.compiler.optim.lr_schedules import CosineSchedule
 from meshloom.compiler.optim.optimizers import AdamWConfig
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.sharding.batch import batch_arrays
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.step.train_step import build_loss, build_train_step
 from meshloom.compiler.target.target import TargetPlan, plan_target
 from meshloom.compiler.xla.programs import PROGRAMS, Programs, build, lower

@@ -3,8 +3,8 @@
 from functools import cache
 
 from conftest import SMALL
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.spec import RunSpec
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.runtime.launch.engines import Rendering, render
 from meshloom.runtime.launch.plan import LaunchPlan, plan_launch
 

@@ -3,8 +3,7 @@
 from functools import cache, partial
 from typing import Any
 
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.overlap_spec import LayerLoop
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.schema import (
@@ -23,6 +22,7 @@ from meshloom.compiler.schema import (
     TargetReport,
     TriedReport,
 )
+from meshloom.compiler.spec.overlap_spec import LayerLoop
 
 NUM_LAYERS, NUM_CHIPS, GIB = 32, 256, 2**30
 WEIGHTS = {  # elements of one layer of llama2_7b

@@ -20,8 +20,8 @@ from meshloom.compiler.analysis.lint import (
 from meshloom.compiler.analysis.match import Match
 from meshloom.compiler.analysis.program_memory import HeldArray
 from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
-from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.scopes import OperationName
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.communication import PlannedCollective
 from meshloom.compiler.estimate.estimate import estimate_step

@@ -12,7 +12,7 @@ from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.analysis.program_memory import read_peak
 from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis, analyse_schedule
 from meshloom.compiler.analysis.timeline_events import with_memory
-from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.communication import PlannedCollective
 from meshloom.compiler.estimate.estimate import estimate_step

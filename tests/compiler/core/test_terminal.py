@@ -17,10 +17,10 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from conftest import plan_of
-from meshloom.compiler.config.override_text import in_quotes, override, override_value
 from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.visible import visible, write_error
+from meshloom.compiler.declare.overrides import in_quotes, override, override_value
 from meshloom.compiler.report.diff import Run, diff_runs
 from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.compiler.report.views.diff_text import show_diff

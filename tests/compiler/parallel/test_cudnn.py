@@ -7,12 +7,12 @@ from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # private: it
 from jax.extend.core import jaxprs_in_params
 
 from conftest import SMALL, plan_of
-from meshloom.compiler.config.target_names import chip_file, kinds
-from meshloom.compiler.config.target_spec import SwitchSpec
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.parallel import attention as attention_module
 from meshloom.compiler.parallel.cudnn import attend_cudnn
+from meshloom.compiler.spec.target_names import chip_file, kinds
+from meshloom.compiler.spec.target_spec import SwitchSpec
 from meshloom.runtime.cli import explain as explain_module
 from meshloom.runtime.cli.main import run
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from conftest import LINEAR_STACK, plan_of
-from meshloom.compiler.config.allowed_code import code_allowed_from
+from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.compiler.parallel.loss import cross_entropy_sums, sum_losses
 from meshloom.models import IGNORED_TARGET, Context
 from meshloom.runtime.data import open_data

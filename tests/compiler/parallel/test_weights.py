@@ -16,7 +16,6 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshloom.compiler.config.overlap_spec import LayerLoop
 from meshloom.compiler.core.partition_spec import keep_axes
 from meshloom.compiler.parallel.weight_plan import frozen, plan_weight
 from meshloom.compiler.parallel.weights import (
@@ -29,6 +28,7 @@ from meshloom.compiler.parallel.weights import (
     scatter_dims,
 )
 from meshloom.compiler.sharding.roles import AxisRoles
+from meshloom.compiler.spec.overlap_spec import LayerLoop
 from meshloom.compiler.step.prefetch import prefetch_layers
 from meshloom.compiler.step.scan import scan_layers
 from meshloom.compiler.step.schedule import StackFunctions

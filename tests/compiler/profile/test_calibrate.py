@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from meshloom.compiler.config.calibration_spec import Calibration
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.profile.calibrate import calibrate
 from meshloom.compiler.profile.compare import ProfileReport, compare
 from meshloom.compiler.profile.prediction import Prediction, predict
 from meshloom.compiler.profile.trace import read_trace
+from meshloom.compiler.spec.calibration_spec import Calibration
 from support.profiles import MODULE, TEXT, TPU_STEP, plan_on, prediction
 from support.traces import Op, tpu_trace
 

@@ -13,8 +13,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.diff import Difference, Run, diff_runs

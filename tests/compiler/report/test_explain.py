@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from conftest import plan_of
-from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.format import human_bytes
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.jaxpr.flops import matmul_flops
 from meshloom.compiler.report.explain import explain, plan_as_json

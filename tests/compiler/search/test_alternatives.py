@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from conftest import LINEAR_STACK, SMALL
-from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.report.explain import plan_as_json

@@ -15,8 +15,6 @@ from conftest import SMALL, plan_of
 from meshloom.compiler.analysis.compiled_step import NO_PROGRAM, CompiledStep
 from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis
-from meshloom.compiler.config.flag_presets import preset_file
-from meshloom.compiler.config.overlap_spec import LayerLoop, OverlapConfig
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.estimate.estimate import estimate_declared, estimate_step
@@ -34,6 +32,8 @@ from meshloom.compiler.search.overlap import (
     expected_wait,
     overlap_candidates,
 )
+from meshloom.compiler.spec.flag_presets import preset_file
+from meshloom.compiler.spec.overlap_spec import LayerLoop, OverlapConfig
 from meshloom.compiler.target.compiler_options import (
     check_compiler_options,
     plan_preset_options,

@@ -9,13 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from conftest import plan_of, spec_of
-from meshloom.compiler.config.compiler_traits import CompilerTraits
-from meshloom.compiler.config.spec import MeshSpec, Rule
-from meshloom.compiler.config.target_spec import CpuTarget
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path, like
 from meshloom.compiler.sharding.arrays import Array
 from meshloom.compiler.sharding.rules import ArrayPlan, resolve
+from meshloom.compiler.spec.compiler_traits import CompilerTraits
+from meshloom.compiler.spec.spec import MeshSpec, Rule
+from meshloom.compiler.spec.target_spec import CpuTarget
 from meshloom.compiler.target.mesh import MeshPlan, plan_mesh
 from meshloom.compiler.target.target import TargetPlan, plan_target
 from support.helpers import programs_of

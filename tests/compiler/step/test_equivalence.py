@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
-from meshloom.compiler.config.compiler_traits import read_compiler_traits
+from meshloom.compiler.spec.compiler_traits import read_compiler_traits
 from meshloom.compiler.step.train_step import build_loss
 from meshloom.compiler.target import target
 from meshloom.compiler.xla.programs import lower

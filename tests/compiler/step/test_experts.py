@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from conftest import plan_of, spec_of
-from meshloom.compiler.config.compiler_traits import read_compiler_traits
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import combined, leaves_by_path
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.sharding.model_check import check_model, check_totals
+from meshloom.compiler.spec.compiler_traits import read_compiler_traits
 from meshloom.compiler.step.train_step import build_train_step
 from meshloom.models import Aux, Context, Measure, UpdateRule, split_aux
 from support.experts import MOE, documents_of, emulated_ragged_all_to_all, objective, without_padding

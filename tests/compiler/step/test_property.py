@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pydantic import ValidationError
 
 from conftest import plan_of
-from meshloom.compiler.config.user_code import DeclaredRun
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.partition_spec import axes_of
+from meshloom.compiler.declare.user_code import DeclaredRun
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.sharding.arrays import Array, find_arrays

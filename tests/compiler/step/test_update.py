@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from conftest import LINEAR_STACK, plan_of
-from meshloom.compiler.config.spec import LossScaleSpec
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.spec.spec import LossScaleSpec
 from meshloom.compiler.step.train_step import build_init
 from meshloom.compiler.step.update import build_update, next_loss_scale
 from meshloom.compiler.xla.programs import lower

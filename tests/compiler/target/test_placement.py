@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import topologies
 
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.target_spec import TpuTarget
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.spec.target_spec import TpuTarget
 from meshloom.compiler.target.device_links import send_between
 from meshloom.compiler.target.links import collective_seconds
 from meshloom.compiler.target.mesh import MeshPlan

@@ -15,10 +15,10 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.target_names import chip_file, examples, is_sized, kinds, problem_of
-from meshloom.compiler.config.target_spec import SwitchSpec, TorusSpec, TpuTarget
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.spec.target_names import chip_file, examples, is_sized, kinds, problem_of
+from meshloom.compiler.spec.target_spec import SwitchSpec, TorusSpec, TpuTarget
 from meshloom.compiler.target.target import plan_target, topology_arguments
 from support.helpers import run_in_process, target_of
 

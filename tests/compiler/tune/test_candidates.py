@@ -3,7 +3,7 @@
 import pytest
 
 from conftest import LINEAR_STACK, SMALL
-from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_declared
 from meshloom.compiler.search.evaluation import Candidate, evaluate_allowed, evaluate_plan

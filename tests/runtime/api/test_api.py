@@ -27,8 +27,8 @@ from omegaconf.resolvers import oc
 
 import meshloom
 from conftest import LINEAR_STACK, SMALL
-from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.report.views.page import plan_table

@@ -23,7 +23,7 @@ PLANS = (
     ("target=v5e-16", "sharding=fsdp_tensor", "mesh.tensor=2", "overlap=auto", "precision=float16"),
 )
 TUNE = """
-from meshloom.compiler.config.compose import Request
+from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.tune.answer import Runner, tune
 from meshloom.runtime.tune.variants import find_space
 groups = "tune.groups={sharding: [fsdp], remat: [full]}"

@@ -13,10 +13,10 @@ import yaml
 
 from conftest import SMALL
 from meshloom import __version__
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.hydra_settings import search_path_override
-from meshloom.compiler.config.spec import RunSpec
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.hydra_settings import search_path_override
+from meshloom.compiler.spec.spec import RunSpec
 from meshloom.runtime.cli.commands import COMMANDS
 from meshloom.runtime.cli.flags import parse_flags
 from meshloom.runtime.cli.main import run

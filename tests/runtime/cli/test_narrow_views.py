@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.report.views.profile import show_profile
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf
 from meshloom.compiler.tune.price import Prices

@@ -22,9 +22,9 @@ from meshloom.compiler.analysis.compiled_step import NO_PROGRAM, CompiledStep
 from meshloom.compiler.analysis.lint import TOO_EXPOSED
 from meshloom.compiler.analysis.program_memory import PeakMemory
 from meshloom.compiler.analysis.program_text import Unavailable
-from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError
+from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.driver import compile_plan, report_of
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.report.views.facts import NO_REASON, unknown_values

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from conftest import LINEAR_STACK, SMALL, plan_of
-from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.declare.compose import Request
 from meshloom.runtime.cli.main import run
 from meshloom.runtime.compile.compile_command import CompileJob, compile_step
 from meshloom.runtime.core.exclusive import LOCK, alone, check_is_free

@@ -16,8 +16,8 @@ import tokenizers
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from conftest import spec_of
-from meshloom.compiler.config.allowed_code import code_allowed_from
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.corpus import open_store

@@ -5,8 +5,8 @@ import shlex
 import pytest
 
 from conftest import SMALL
-from meshloom.compiler.config.compose import Request, read_spec
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import find_devices
 from support.launch import launched

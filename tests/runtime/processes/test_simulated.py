@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from meshloom.compiler.config.target_spec import CpuTarget
+from meshloom.compiler.spec.target_spec import CpuTarget
 from meshloom.runtime.processes.devices import start_devices
 from meshloom.runtime.processes.distributed import Processes
 

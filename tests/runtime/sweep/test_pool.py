@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshloom.compiler.config.compose import Request
+from meshloom.compiler.declare.compose import Request
 from meshloom.runtime.sweep.pool import Pool, prepare_worker
 from meshloom.runtime.sweep.rows import Outcome, Point, Task
 from meshloom.runtime.sweep.settings import PoolSettings

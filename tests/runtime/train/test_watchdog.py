@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshloom.compiler.config.spec import WatchdogSpec
 from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.spec.spec import WatchdogSpec
 from meshloom.runtime.core.failures import FINAL, HUNG
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.train.observer import StepTimes

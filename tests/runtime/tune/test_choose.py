@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from meshloom.compiler.config.compose import Request
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.tune.answer import Runner, remembering
 from meshloom.compiler.tune.families import TracePoint
 from meshloom.compiler.tune.variant_values import TOO_LARGE, value_of_variants

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from conftest import SMALL
-from meshloom.compiler.config.compose import Request, read_spec
-from meshloom.compiler.config.hydra_settings import search_path_override
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.tune.answer import Estimated
 from meshloom.compiler.tune.space import find_candidates
 from meshloom.runtime.tune.variants import find_space, write_experiment

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshloom.compiler.config.compose import Request, read_spec
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import find_devices
 

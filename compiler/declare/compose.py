@@ -1,0 +1,368 @@
+"""Composes a RunSpec from Hydra overrides, and reports everything that is wrong with them at once.
+
+Hydra composes untyped YAML and stops at its first error; pydantic checks the whole tree against `RunSpec` and reports
+all errors. So overrides reach Hydra as `++key=value` (never refused for the key), and only the typed spec checks keys.
+docs/config.md explains this.
+"""
+
+import json
+import os
+import re
+import shlex
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigSource
+from omegaconf import DictConfig, OmegaConf, open_dict
+from pydantic import ValidationError
+
+from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
+from ..core.key_paths import is_within
+from ..core.user_code import blamed_on_user
+from ..core.visible import visible_line
+from ..spec import target_names
+from ..spec.secrets import Sources
+from ..spec.spec import RunSpec
+from .compositions import compose_kept, kept_groups
+from .config_files import plain_values, problems_of_files, register_sources
+from .environment import IN_DEFAULTS, find_sources, register_resolver
+from .hydra_private import IConfigRepository, config_repository
+from .hydra_settings import (
+    DIRECTORIES,
+    RUN_DIR,
+    SEARCH_PATH,
+    SUBDIRECTORY,
+    SWEEP_DIR,
+    SWEEPER_PARAMS,
+    check_places,
+    problems_of_settings,
+    with_home,
+    without_plugin,
+)
+from .overrides import overridden_key, parse_override, parsed_or_none, quoted, shortened, with_quoted_homes
+from .own_meshes import mesh_for
+from .problems import MOST_SHOWN, ConfigGroups, reported, validation_problems
+from .user_code import FLAG, spec_class
+
+T = TypeVar("T")
+OPT_IN = FLAG.lstrip("-").replace("-", "_")
+OPTIONAL = ("experiment",)  # groups that need no choice
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request holds what the user typed: the overrides, and where to look for configs besides Meshloom's own."""
+
+    overrides: tuple[str, ...]
+    config_name: str = "config"
+    config_path: str | None = None  # a directory that replaces Meshloom's own `conf/`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "overrides", tuple(map(with_quoted_homes, self.overrides)))
+
+    @property
+    def search_path(self) -> list[str]:
+        """Returns the override that says where users' configs are; empty if there are only Meshloom's."""
+        return [text for text in self.overrides if overridden_key(text) == SEARCH_PATH]
+
+
+@contextmanager
+def hydra_session(request: Request) -> Iterator[ConfigGroups]:
+    """Sets up Hydra's global state for composing within the `with`; yields the groups that the request can see."""
+    register_sources()
+    register_resolver()
+    GlobalHydra.instance().clear()
+    if request.config_path is None:
+        session = initialize_config_module("meshloom.conf", version_base="1.3", job_name="meshloom")
+    else:
+        session = initialize_config_dir(str(Path(request.config_path).resolve()), version_base="1.3")
+    with session:
+        yield kept_groups(request.config_name, request.config_path, request.search_path, lambda: _groups(request))
+
+
+def _groups(request: Request) -> ConfigGroups:
+    """Returns the groups that the request can see; only within a session."""
+    with reported(ConfigGroups()), warnings.catch_warnings(action="ignore"):  # of missing places, checked next
+        configs = _repository(request)
+        check_places(configs.get_sources())
+    outer = [group for group in _options("", configs, ObjectType.GROUP) if group != "hydra"]
+    inner = [f"{group}/{part}" for group in outer for part in _options(group, configs, ObjectType.GROUP)]
+    found = ((group, _options(group, configs)) for group in sorted(outer + inner))
+    groups = ConfigGroups({group: options for group, options in found if options})
+    groups.appended = _appended(groups, request)
+    return groups
+
+
+def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
+    """Returns `then(RunSpec)` for a valid request. Raises ConfigError with all problems otherwise.
+
+    Problems that `then` finds are reported together with wrong keys and types, unless they depend on those.
+    """
+    with hydra_session(request) as groups:
+        judged = [(text, _problems_of_override(text, request, groups)) for text in request.overrides]
+        problems = list(chain.from_iterable(found for _, found in judged))
+        kept = [text for text, found in judged if not found]
+        spec, wrong = _validate(kept, request, groups)
+        problems += wrong
+        if wrong:
+            kept = [text for text in kept if not any(_concerns(text, problem) for problem in wrong)]
+            spec, _ = _validate(kept, request, groups)
+    if not problems:
+        assert spec is not None
+        return then(spec)
+    if spec is not None:
+        dropped = [text for text in request.overrides if text not in kept]
+        problems += _independent_problems(spec, then, dropped)
+    raise ConfigError(problems)
+
+
+def check_config_files(request: Request) -> None:
+    """Raises ConfigError for settings that config files may not make; checks nothing else."""
+    with hydra_session(request) as groups:
+        forced = _all_forced(request.overrides, request, groups)
+        composed = compose(request.config_name, overrides=forced, return_hydra_config=True)
+        raise_if_any(problems_of_files(composed, request.overrides))
+
+
+def compose_hydra(request: Request) -> DictConfig:
+    """Returns Hydra's own node of the request, unresolved. Raises ConfigError for overrides that it does not take."""
+    with hydra_session(request) as groups, reported(groups):
+        raise_if_any(chain.from_iterable(_problems_of_override(text, request, groups) for text in request.overrides))
+        forced = _all_forced(request.overrides, request, groups)
+        return compose(request.config_name, overrides=forced, return_hydra_config=True).hydra
+
+
+def hydra_arguments(request: Request) -> list[str]:
+    """Returns the overrides in a form for which Hydra refuses no key: the spec checks all keys at once."""
+    with hydra_session(request) as groups:
+        return _all_forced(request.overrides, request, groups)
+
+
+def hydra_run_dir(request: Request) -> Path:
+    """Returns the run directory that Hydra will make for the request, with today's date and time in it; makes
+    nothing."""
+    return Path(os.path.realpath(_resolved(request, RUN_DIR)))  # `resolve` raises of a link to itself
+
+
+def hydra_sweep_dir(request: Request) -> Path:
+    """Returns the directory of a sweep in the same way; request: without what is swept over."""
+    return Path(os.path.realpath(_resolved(request, SWEEP_DIR)))
+
+
+def hydra_sweep_subdir(request: Request, index: int) -> str:
+    """Returns the directory of a point within that of its sweep. request: of the point."""
+    return _resolved(request, SUBDIRECTORY, f"++hydra.job.num={index}", f"++hydra.job.id='{index}'")
+
+
+def _resolved(request: Request, key: str, *more: str) -> str:
+    """Returns one of Hydra's own settings, with today's date and time in it."""
+    with hydra_session(request) as groups:
+        overrides = _all_forced(request.overrides, request, groups)
+        composed = compose(request.config_name, overrides=[*overrides, *more], return_hydra_config=True)
+        return str(OmegaConf.select(composed, key))
+
+
+def _repository(request: Request) -> IConfigRepository:
+    """Returns Hydra's view of all places that hold the request's configs."""
+    return config_repository(request.config_name, request.search_path)
+
+
+def _appended(groups: ConfigGroups, request: Request) -> frozenset[str]:
+    theirs = {group for group in groups if group.split("/")[0] not in RunSpec.model_fields} - set(OPTIONAL)
+    try:
+        with reported(groups):
+            return frozenset(theirs - set(chosen_options(request))) if theirs else frozenset()
+    except ConfigError:  # composing the whole request reports it
+        return frozenset()
+
+
+def config_sources(request: Request) -> Sequence[ConfigSource]:
+    """Returns the places of configs, in order of precedence; only within a session."""
+    return _repository(request).get_sources()
+
+
+def chosen_options(request: Request) -> dict[str, str]:
+    """Returns the option of each group that the primary config chooses by default; only within a session."""
+    composed = compose(request.config_name, overrides=request.search_path, return_hydra_config=True)
+    return dict(composed.hydra.runtime.choices)
+
+
+def _options(group: str, configs: IConfigRepository, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
+    """Returns the options of a group. Names that begin with `_` are parts of other files and are left out."""
+    return [name for name in configs.get_group_options(group, kind) if not name.startswith("_")]
+
+
+def _validate(overrides: Sequence[str], request: Request, groups: ConfigGroups) -> tuple[RunSpec | None, list[Problem]]:
+    try:
+        with reported(groups):
+            forced = _all_forced(overrides, request, groups)
+            composed = compose_kept(request.config_name, request.config_path, forced, groups)
+            problems = problems_of_files(composed, overrides) + problems_of_settings(composed)
+            declared = _without_hydra(composed)
+            values, not_plain = plain_values(declared)
+            sources = find_sources(declared)
+    except ConfigError as error:
+        return None, list(error.problems)
+    problems += not_plain
+    if problems:  # nothing that the files name is imported
+        return None, problems
+    spec_type, problems = spec_class(values)
+    try:
+        with blamed_on_user("the declaration", "checking it", is_theirs=False):
+            spec = spec_type.model_validate_json(json.dumps(values)).with_sources(sources)
+        return (None if problems else spec), problems
+    except ValidationError as error:
+        own_groups = [group for group in groups if "/" not in group]
+        found = validation_problems(error, spec_type, own_groups)
+        typed = {overridden_key(text): text for text in overrides}
+        found = [_as_typed(problem, typed.get(problem.where, "")) for problem in found]
+        return None, problems + [_without_values(problem, values, sources) for problem in found]
+
+
+def _decoded(key: str, variable: str) -> str:
+    """Returns the override that reads the text of a variable as YAML does."""
+    return shlex.quote(f'{key}="${{oc.decode:{variable}}}"')
+
+
+def _as_typed(problem: Problem, text: str) -> Problem:
+    """Returns the problem of an override whose value is of another type, with the word that works as its fix."""
+    key, _, value = text.partition("=")
+    if text and problem.fix == "give text" and problem.what.endswith("is not text"):
+        return replace(problem, fix=f"quote it: {quoted(text)}")
+    variable = re.fullmatch(r"""['"]?(\$\{oc\.env:[^{}]+\})['"]?""", value)
+    if variable and problem.fix.startswith(("give a", "give true")):  # a variable is text, whatever it holds
+        fix = f"read its value: {_decoded(key, variable[1])}"
+        return replace(problem, fix=fix)
+    return problem
+
+
+def _without_values(problem: Problem, values: dict[str, Any], sources: Sources) -> Problem:
+    """Returns the problem without the value that came from the environment: text search does not find a short one."""
+    for name in IN_DEFAULTS:
+        if os.environ.get(name) and os.environ[name] in problem.what:
+            problem = replace(problem, where=f"{problem.where} (by the variable {name})")
+    for key, text in sources.items():
+        if is_within(problem.where, key):
+            shown = str(OmegaConf.select(OmegaConf.create(values), key))
+            for value in (shown, shortened(shown, MOST_SHOWN)):
+                problem = replace(problem, what=problem.what.replace(value, text), fix=problem.fix.replace(value, text))
+    return problem
+
+
+def _without_hydra(composed: DictConfig) -> DictConfig:
+    with open_dict(composed):
+        del composed["hydra"]
+    return composed
+
+
+def _all_forced(overrides: Sequence[str], request: Request, groups: ConfigGroups) -> list[str]:
+    """Returns the overrides as Hydra takes them, with the mesh of a typed sharding for which no mesh is there."""
+    forced = [_forced(text, groups) for text in overrides]
+    typed = {parsed.key_or_group: str(parsed.value()) for text in overrides if (parsed := parsed_or_none(text))}
+    name, meshes = typed.get("sharding", ""), groups.get("mesh", [])
+    if "mesh" in typed or name in meshes or name not in groups.get("sharding", ()):
+        return forced
+    search_path = [text for text in overrides if overridden_key(text) == SEARCH_PATH]
+    own = compose(request.config_name, overrides=[*search_path, f"sharding={name}", f"mesh={meshes[0]}"])
+    rules = OmegaConf.to_container(own.sharding)
+    mesh = mesh_for(rules.values()) if isinstance(rules, dict) else ""
+    return [*forced, f"mesh={mesh}"] if mesh in meshes else forced
+
+
+def _forced(text: str, groups: ConfigGroups) -> str:
+    """Returns `key=value` as `++key=value`; choices of groups, deletions and Hydra's own settings stay as they are."""
+    parsed = parsed_or_none(text)
+    if parsed is None or parsed.is_delete():
+        return text
+    if parsed.key_or_group in DIRECTORIES:
+        return with_home(text)
+    if parsed.is_hydra_override():  # Hydra refuses a new key below, which is what this one is for
+        return "++" + text.lstrip("+") if parsed.key_or_group.startswith(SWEEPER_PARAMS) else text
+    if _is_choice(parsed, groups):
+        return f"+{text}" if text[0].isalpha() and parsed.key_or_group in groups.appended else text
+    return "++" + text.lstrip("+")
+
+
+def _is_choice(parsed: Override, groups: ConfigGroups) -> bool:
+    """Returns True for `group=option`, as opposed to `key=value`."""
+    return parsed.package is not None or "/" in parsed.key_or_group or parsed.key_or_group in groups
+
+
+def _problems_of_override(text: str, request: Request, groups: ConfigGroups) -> list[Problem]:
+    """Returns the problems of one override that are found before composing: its grammar, a sweep without -m, its
+    group's options."""
+    try:
+        parsed = parse_override(text)
+    except ConfigError as error:
+        return list(error.problems)
+    group = parsed.key_or_group
+    if group == OPT_IN:
+        fix = f"type {FLAG}=MODULE, without a space"
+        return [Problem(group, "is a flag, not a key, so that no config file can set it", fix)]
+    if group == "hydra.job.env_copy":
+        fix = "leave it out: the points of a sweep inherit the environment of the command"
+        return [Problem(group, "the values of these variables would be written to .hydra/hydra.yaml", fix)]
+    if group == "hydra.job.chdir" and parsed.value() not in (False, None):
+        what = "relative paths of the declaration would be resolved in the run directory"
+        return [Problem(group, what, "leave it out: a run already writes everything to its directory")]
+    if parsed.is_sweep_override():
+        fix = f"add -m to run once per value, or pass a list: '{group}=[...]', or text: {quoted(shortened(text, 200))}"
+        return [Problem(group, f"'{shortened(text)}' names several values", fix)]
+    if not _is_choice(parsed, groups) or parsed.is_delete():
+        return []
+    if parsed.value() is None and group in OPTIONAL:
+        return [Problem(group, "null chooses nothing, which is the default", "leave it out")]
+    name = visible_line(shortened("null" if parsed.value() is None else str(parsed.value())))
+    options = groups.get(group) or _options(group, _repository(request))
+    if name in options or (group == "target" and target_names.is_sized(name)):
+        return []
+    if not options:
+        return [Problem(group, "there is no such group", use_one_of(group, groups))]
+    if missing := without_plugin(group, name):
+        return [missing]
+    if group == "target":
+        return [target_names.problem_of(name, options)]
+    return [Problem(group, f"there is no '{name}' in this group", use_one_of(name, options))]
+
+
+def _concerns(text: str, problem: Problem) -> bool:
+    """Returns True if the override sets the key of the problem, a key below it or a node that holds it."""
+    key = overridden_key(text)
+    return is_within(problem.where, key) or is_within(key, problem.where)
+
+
+# Keys that a pass's finding depends on besides its own: it means nothing while one of these is wrong.
+_RESTS_ON = {"target": {"target"}, "mesh": {"mesh", "target", "sharding"}}
+_RESTS_ON_PLAN = {"mesh", "target", "sharding", "model", "experiment", "num_microbatches"}
+
+
+def _independent_problems(spec: RunSpec, then: Callable[[RunSpec], Any], dropped: Sequence[str]) -> list[Problem]:
+    """Returns problems that `then` finds in the spec without the dropped overrides, and would find with them too."""
+    try:
+        then(spec)
+    except ConfigError as error:
+        roots = {re.split(r"[.=@/]", text.lstrip("+~"))[0] for text in dropped}
+        roots |= {near for root in roots for near in get_close_matches(root, RunSpec.model_fields, n=1)}
+        return [problem for problem in error.problems if not roots & _rests_on(problem)]
+    return []
+
+
+def _rests_on(problem: Problem) -> set[str]:
+    """Returns the top-level keys that the problem depends on. A place that is not a key is a file of the data."""
+    root = _root(problem)
+    data = set() if root in RunSpec.model_fields else {"data"}
+    return {root} | data | _RESTS_ON.get(root, _RESTS_ON_PLAN)
+
+
+def _root(problem: Problem) -> str:
+    return re.split(r"[.\[]", problem.where)[0]

@@ -1,0 +1,106 @@
+"""Compositions that are kept, for programs that read many declarations: the points of a sweep, a notebook.
+
+Hydra reads and merges some 30 files for each composition, a quarter of a second. Which files these are depends on the
+choices of groups alone; overrides of values are applied to what they come to, by Hydra itself. So one composition for
+each set of choices is kept, and values are applied to a copy of it. Meshloom's own files do not change while a process
+runs, so their compositions are always kept. Users' files may: compositions with them are kept within
+`compositions_kept` alone.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from hydra import compose
+from omegaconf import DictConfig
+
+from .hydra_private import apply_overrides
+from .hydra_settings import SEARCH_PATH
+from .overrides import overridden_key, parsed_or_none
+from .problems import ConfigGroups
+
+MOST_KEPT = 256  # compositions; each is some 100 kB
+
+
+@dataclass
+class _Kept:
+    groups: dict[tuple[str | None, ...], ConfigGroups] = field(default_factory=dict)
+    composed: dict[tuple[str | None, ...], DictConfig] = field(default_factory=dict)
+
+
+_own = _Kept()
+_kept: _Kept | None = None
+
+
+@contextmanager
+def compositions_kept() -> Iterator[None]:
+    """Keeps compositions of users' files, too, within the `with`."""
+    global _kept
+    before, _kept = _kept, _kept or _Kept()
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+def keep_compositions() -> None:
+    """Keeps compositions of users' files, too, from here on, in a process that does nothing else."""
+    global _kept
+    _kept = _kept or _Kept()
+
+
+def forget_compositions() -> None:
+    """Forgets the compositions of Meshloom's own files, so that they are read again."""
+    global _own
+    _own = _Kept()
+
+
+def kept_groups(
+    config_name: str, config_path: str | None, search_path: Sequence[str], find: Callable[[], ConfigGroups]
+) -> ConfigGroups:
+    """Returns the groups that a request can see, found once for each configuration and search path."""
+    kept = _kept_for(config_path, search_path)
+    if kept is None:
+        return find()
+    key = (config_name, config_path, *search_path)
+    if key not in kept.groups:
+        kept.groups[key] = find()
+    return kept.groups[key]
+
+
+def compose_kept(
+    config_name: str, config_path: str | None, overrides: Sequence[str], groups: ConfigGroups
+) -> DictConfig:
+    """Returns the composition of the overrides, with Hydra's node; only within a session of Hydra.
+
+    overrides: values are `++key=value`, as `compose._forced` writes them. groups: those that the request can see.
+    """
+    kept = _kept_for(config_path, overrides)
+    if kept is None:
+        return compose(config_name, overrides=list(overrides), return_hydra_config=True)
+    values = [text for text in overrides if _is_value(text, groups)]
+    choices = [text for text in overrides if text not in values]
+    key = (config_name, config_path, *choices)
+    if key not in kept.composed:
+        if len(kept.composed) >= MOST_KEPT:
+            kept.composed.clear()
+        kept.composed[key] = compose(config_name, overrides=choices, return_hydra_config=True)
+    composed = copy.deepcopy(kept.composed[key])
+    parsed = [found for found in map(parsed_or_none, values) if found]
+    apply_overrides(parsed, composed)
+    return composed
+
+
+def _kept_for(config_path: str | None, overrides: Sequence[str]) -> _Kept | None:
+    """Returns where compositions of these files are kept; None if they may have changed."""
+    has_users_files = config_path is not None or any(SEARCH_PATH in text for text in overrides)
+    return _kept or (None if has_users_files else _own)
+
+
+def _is_value(text: str, groups: ConfigGroups) -> bool:
+    """Returns True if the override changes a value, and not which files are read."""
+    if text.startswith("~"):
+        key = overridden_key(text)
+        return key not in groups and not key.startswith("hydra.")
+    return text.startswith("++") and not text.startswith("++hydra.")

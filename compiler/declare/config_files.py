@@ -1,0 +1,427 @@
+"""Settings that a config file may not make, because they run or load code; the command line may make all of them.
+
+    hydra.callbacks, hydra.job_logging, hydra.launcher, ...   Hydra calls what they name
+    hydra.searchpath: [pkg://a.b]                             Hydra imports a.b: only what user_code.py allows
+    artifact, compilation_cache                               programs are loaded from there
+    compiler_options: {xla_gpu_cuda_data_dir: ...}            XLA runs files there, or writes there
+    distributed.coordinator_address                           every process connects to it
+    data.source.paths: ["https://host/${oc.env:TOKEN}"]       a value would be sent there; put together, too
+    logging.mlflow.uri: https://host, checkpoint.directory: s3://bucket, ...     what a run makes would be sent there
+
+A config file here is one that is not Meshloom's own: from --config-dir, --config-path or hydra.searchpath.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ..core.errors import ConfigError, Problem
+from ..core.key_paths import is_within, leaves, value_at
+from ..core.places import is_url
+from ..spec import target_names
+from . import hydra_private
+from .hydra_settings import SEARCH_PATH
+from .overrides import parsed_or_none
+from .user_code import check_importable
+
+OWN_FILES = ("config.yaml", "logging/_base.yaml")  # with the values that a file may repeat
+OWN_SOURCES = {("pkg", "hydra.conf"), ("pkg", "meshloom.conf"), ("meshloom", "targets"), ("structured", "")}
+
+# The part of Hydra's own node that a config file may set: names of folders, and text that is shown.
+FREE_OF_HYDRA = ("run.dir", "sweep.dir", "sweep.subdir", "searchpath", "help", "hydra_help", "verbose", "runtime",
+                 "overrides", "job.name", "job.config_name", "job.override_dirname", "job.id", "job.num",
+                 "job.config")  # fmt: skip
+
+# Keys of a declaration that only the command line may set. A file may repeat the value of conf/config.yaml, or null.
+TYPED_ONLY = {
+    "artifact": "its programs are loaded, which runs code",
+    "compilation_cache": "the programs in it are loaded, which runs code",
+    "distributed.coordinator_address": "every process connects to it",
+}
+# URLs that only the command line may set.
+SENT_TO = {
+    "checkpoint.directory": "the state of the run would be saved there",
+    "shards.directory": "the tokens would be written there",
+    "logging.mlflow.uri": "the declaration and the metrics would be sent there",
+}
+READ_FROM = ("data", "checkpoint.restore_from")  # URLs that may not carry values
+COMPILER_OPTIONS = "compiler_options"
+_NAMES_A_PLACE = re.compile(r"dump|file|path|(^|_)dir|_to$|_from$|denylist|plugin|librar|extra_flags")
+_OF_VARIABLE = re.compile(r"\$\{oc\.env:\w+\}(/[^$]*)?")
+_OF_KEY = re.compile(r"\$\{([A-Za-z_][\w.]*)\}(/[^$]*)?")
+
+MOST_VALUES = 10_000
+MOST_NESTED = 50
+MOST_CHARACTERS = 1_000_000  # of a text that is made of interpolations
+MEND = "correct the file"
+WRITE_OUT = "write the values out"
+
+# `${a.b}` and `${oc.select:a.b}`, innermost first: the keys that a text refers to.
+_REFERENCE = re.compile(r"\$\{\s*(?:oc\.(?:select|deprecated|dict\.keys|dict\.values)\s*:\s*)?([^\s${}:,]+)")
+MOST_BITS = 1024  # of a whole number; every field accepts far fewer
+
+
+class CheckedPackages(hydra_private.ImportlibResourcesConfigSource):
+    """Hydra's `pkg://a.b`, after a check that a.b may be imported."""
+
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider, path)
+        check_importable(self.path, SEARCH_PATH)
+
+
+class StructuredConfigSource(hydra_private.StructuredConfigSource):
+    """Hydra's `structured://a.b`, with the same check. Hydra finds its last source by this class name."""
+
+    def __init__(self, provider: str, path: str) -> None:
+        module = path.removeprefix(f"{self.scheme()}://")
+        if module:
+            check_importable(module, SEARCH_PATH)
+        super().__init__(provider, path)
+
+
+class FileConfigSource(hydra_private.FileConfigSource):
+    """Hydra's folders of configs, with a check of each file before it is expanded."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if path.is_file():
+            check_file(path)
+        try:
+            return super().load_config(config_path)
+        except (ConfigError, HydraException, OmegaConfBaseException, yaml.MarkedYAMLError, OSError):
+            raise
+        except Exception as error:  # OmegaConf and YAML raise many other exceptions for a file that they cannot read
+            raise _file_error(path, _first_line(error)) from error
+
+
+class TargetNames(ConfigSource):
+    """Provides `target/KIND-N` and `target/KIND:AxB` for every size that exists, so that these names work in overrides,
+    in sweeps and in the defaults list of a file."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "meshloom"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        name = _target(config_path)
+        size = target_names.parse_name(name)
+        assert size, config_path  # Hydra asks is_config first
+        kind, values = size
+        config = {"defaults": [f"_{kind}", "_self_"], **values}
+        return ConfigResult(
+            provider=self.provider, path=self.full_path(), config=OmegaConf.create(config), header={"package": None}
+        )
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path in ("", "target")
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path.startswith("target/") and target_names.is_sized(_target(config_path))
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        if config_path == "" and results_filter != ObjectType.CONFIG:
+            return ["target"]
+        if config_path == "target" and results_filter != ObjectType.GROUP:
+            return [
+                name for kind in target_names.kinds() for name in target_names.examples(kind)
+            ]  # shell completion shows them
+        return []
+
+
+def register_sources() -> None:
+    """Makes Hydra use these sources for configs; needed before composing."""
+    hydra_private.replace_sources((CheckedPackages, FileConfigSource, StructuredConfigSource))
+    Plugins.instance().register(TargetNames)
+
+
+def problems_of_files(composed: DictConfig, overrides: Sequence[str]) -> list[Problem]:
+    """Returns the forbidden settings of config files. composed: with Hydra's node, unresolved. overrides: as typed."""
+    typed = _parsed(overrides)
+    values = _plain(composed)
+    problems = [
+        *_of_typed_only(values, typed),
+        *_of_compiler_options(values, typed),
+        *_of_urls(composed, values, typed),
+    ]
+    problems += _of_sent_to(values, typed)
+    sources = composed.hydra.runtime.config_sources
+    if any((source.schema, source.path) not in OWN_SOURCES for source in sources):
+        problems += _of_hydra(values["hydra"], overrides)
+    return problems
+
+
+def _of_typed_only(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
+    own = _own_values()
+    for key, why in TYPED_ONLY.items():
+        value = value_at(values, key)
+        if value not in (None, "???", value_at(own, key)) and not any(_sets(each, key) for each in typed):
+            fix = f"remove it from the file, and type {key}=... if you trust that place"
+            yield Problem(key, f"a config file sets it, and {why}", fix)
+
+
+@cache
+def _own_values() -> dict[str, Any]:
+    config, logging = (yaml.safe_load((files("meshloom.conf") / name).read_text()) for name in OWN_FILES)
+    return config | {"logging": logging}
+
+
+def _of_compiler_options(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
+    options = values.get(COMPILER_OPTIONS)
+    for name in options if isinstance(options, dict) else ():
+        key = f"{COMPILER_OPTIONS}.{name}"
+        if _NAMES_A_PLACE.search(str(name)) and not any(_sets(each, key) for each in typed):
+            what = "a config file sets it, and XLA may write to the place that it names, or run files there"
+            yield Problem(key, what, f"remove it from the file, and type {key}=... if you want it")
+
+
+def _of_urls(composed: DictConfig, values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
+    """Yields the URLs of data that would carry what another value holds, such as a secret, to a place of the file's."""
+    for key, found in (leaf for top in READ_FROM for leaf in leaves(value_at(values, top), top)):
+        if _carries(composed, values, key, found) and not any(_sets(each, key) for each in typed):
+            what = "a config file sets it, and its URL would carry the value of an interpolation to that place"
+            yield Problem(key, what, f"remove it from the file, and type {key}=... if you trust that place")
+
+
+def _carries(composed: DictConfig, values: dict[str, Any], key: str, found: Any) -> bool:
+    """Returns True where a text with interpolations is a URL, or becomes one when they are resolved: its pieces may lie
+    in several keys. A place that a single key or variable names, or a path below it, is sent nothing of others."""
+    texts = [text for text in (found if isinstance(found, list) else [found]) if isinstance(text, str) and "${" in text]
+    if any("://" in text for text in texts):
+        return True
+    if all(_is_below_one(values, text) for text in texts):
+        return False
+    check_references(values)
+    try:
+        return "://" in str(_resolved(composed, key))
+    except OmegaConfBaseException:  # reported where all values are resolved
+        return False
+
+
+def _is_below_one(values: dict[str, Any], text: str) -> bool:
+    """Returns True for `${oc.env:NAME}/path`, and for `${a.b}/path` where a.b is text without interpolations."""
+    if _OF_VARIABLE.fullmatch(text):
+        return True
+    key = _OF_KEY.fullmatch(text)
+    return bool(key) and isinstance(value := value_at(values, key[1]), str) and "${" not in value
+
+
+def _resolved(composed: DictConfig, key: str) -> Any:
+    value = OmegaConf.select(composed, key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _of_sent_to(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
+    """Yields the URLs to which a run would send what it makes. An interpolation may be one, too."""
+    for key, why in SENT_TO.items():
+        value = value_at(values, key)
+        may_be_url = isinstance(value, str) and ("${" in value or (is_url(value) and not value.startswith("sqlite:")))
+        is_own = value == value_at(_own_values(), key)
+        if may_be_url and not is_own and not any(_sets(each, key) for each in typed):
+            fix = f"remove it from the file, and type {key}=... if you trust that place"
+            yield Problem(key, f"a config file sets it, and {why}", fix)
+
+
+def _of_hydra(found: dict[str, Any], overrides: Sequence[str]) -> Iterator[Problem]:
+    """Yields the settings that neither Meshloom's own configs nor the command line made."""
+    try:
+        own = _own_hydra(overrides)
+    except HydraException:  # a choice of hydra/... that only a folder of configs has
+        yield Problem("hydra", "Hydra's own settings are chosen from a folder of configs, and may run code",
+                      "type them key by key, such as hydra.job_logging.root.level=INFO")  # fmt: skip
+        return
+    known = _as_json(own)
+    for key, value in _as_json(found).items():
+        is_free = any(is_within(key, free) for free in FREE_OF_HYDRA)
+        if not is_free and known.get(key) != value:
+            what = "a config file sets it, and Hydra's own settings may run code"
+            yield Problem(f"hydra.{key}", what, f"remove it from the file, and type 'hydra.{key}=...' if you want it")
+
+
+def _own_hydra(overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns Hydra's node as composed from Meshloom's configs alone. Raises HydraException if they lack a chosen
+    option."""
+    typed = [each for each in _parsed(overrides) if each.is_hydra_override() and each.key_or_group != SEARCH_PATH]
+    kept = [each.input_line for each in typed if each.input_line]
+    return _plain(hydra_private.compose_from("pkg://meshloom.conf", kept).hydra)
+
+
+def _plain(node: DictConfig) -> dict[str, Any]:
+    values = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _parsed(overrides: Sequence[str]) -> list[Override]:
+    return [parsed for parsed in map(parsed_or_none, overrides) if parsed]
+
+
+def _as_json(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: json.dumps(value, default=str) for key, value in leaves(values)}
+
+
+def _sets(override: Override, key: str) -> bool:
+    """Returns True for a value of the key, or of a key above it. `data=theirs` chooses a file, which sets the keys."""
+    typed = override.key_or_group
+    is_value = typed == key or isinstance(override.value(), dict)
+    return is_value and is_within(key, typed) and not override.is_delete()
+
+
+def check_file(path: Path) -> None:
+    """Raises ConfigError for a YAML file that is not text, or that expands to too much."""
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise ConfigError([Problem(f"{path}:{line}", "is not UTF-8", "save the file as UTF-8")]) from error
+    try:
+        num_values = _num_values(yaml.parse(text, Loader=yaml.SafeLoader), path)
+    except yaml.MarkedYAMLError:  # reported when it is loaded
+        return
+    except yaml.YAMLError as error:  # characters that YAML does not allow
+        raise _file_error(path, _first_line(error)) from error
+    if num_values > MOST_VALUES:
+        raise _file_error(path, f"has more than {MOST_VALUES:,} values once aliases are expanded")
+
+
+def check_references(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError if interpolations refer to themselves, or expand to too much. values: unresolved."""
+    sizes: dict[str, tuple[int, int]] = {}
+
+    def size(key: str, above: tuple[str, ...]) -> tuple[int, int]:
+        """Returns the numbers of values and of characters that `key` expands to."""
+        too_much = f"its interpolations expand to more than {MOST_VALUES:,} values or {MOST_CHARACTERS:,} characters"
+        if key in above:
+            chain = " -> ".join([*above[above.index(key) :], key])
+            raise ConfigError([Problem(key, f"refers to itself: {chain}", "give it a value")])
+        if len(above) > MOST_NESTED:
+            what = f"refers to a value through a chain of more than {MOST_NESTED} keys"
+            raise ConfigError([Problem(above[0], what, WRITE_OUT)])
+        if key not in sizes:
+            found = list(_leaves(value_at(values, key), key))
+            parts = [size(each, (*above, key)) for path, text in found for each in _referred(path, text)]
+            num_values = len(found) + sum(part[0] for part in parts)
+            num_characters = sum(len(text) for _, text in found) + sum(part[1] for part in parts)
+            if num_values > MOST_VALUES or num_characters > MOST_CHARACTERS:
+                raise ConfigError([Problem((*above, key)[0], too_much, WRITE_OUT)])
+            sizes[key] = num_values, num_characters
+        return sizes[key]
+
+    for path, text in _leaves(values, ""):
+        if "${" in text:
+            size(path, ())
+
+
+def _num_values(events: Iterator[Any], path: Path) -> int:
+    """Returns the number of values that a file expands to, without expanding its aliases."""
+    anchored: dict[str, int | None] = {}  # None: not complete yet
+    counts, names = [0], [None]
+    for event in events:
+        match event:
+            case yaml.AliasEvent():
+                if anchored.get(event.anchor, 0) is None:
+                    raise _file_error(path, f"the alias *{event.anchor} refers to a node that contains it", event)
+                counts[-1] += anchored.get(event.anchor) or 0
+            case yaml.ScalarEvent():
+                anchored[event.anchor or ""] = 1
+                counts[-1] += 1
+            case yaml.CollectionStartEvent():
+                anchored[event.anchor or ""] = None
+                counts.append(1)
+                names.append(event.anchor)
+                if len(counts) > MOST_NESTED:
+                    raise _file_error(path, f"is nested deeper than {MOST_NESTED} levels", event)
+            case yaml.CollectionEndEvent():
+                count = counts.pop()
+                anchored[names.pop() or ""] = count
+                counts[-1] += count
+        if counts[-1] > MOST_VALUES:  # the rest can only add to it
+            break
+    return max(counts)
+
+
+def _file_error(path: Path, what: str, event: Any = None) -> ConfigError:
+    line = f":{event.start_mark.line + 1}" if event else ""
+    return ConfigError([Problem(f"{path}{line}", what, MEND)])
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).partition(";")[0] or type(error).__name__
+    return f"cannot be read: {text.splitlines()[0]}"
+
+
+def _leaves(node: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yields each key of a tree with its text; other values than text as an empty one."""
+    if depth > MOST_NESTED:
+        what = f"is nested deeper than {MOST_NESTED} levels"
+        raise ConfigError([Problem(path.partition(".")[0], what, "write it in fewer levels")])
+    if isinstance(node, Mapping | list):
+        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _leaves(value, f"{path}.{key}" if path else str(key), depth + 1)
+    else:
+        yield path, node if isinstance(node, str) else ""
+
+
+def _referred(path: str, text: str) -> Iterator[str]:
+    """Yields the keys that a text refers to, from the root: in a.b `${.c}` is a.c."""
+    for reference in _REFERENCE.findall(text):
+        name = reference.lstrip(".")
+        num_dots = len(reference) - len(name)
+        base = path.split(".")[:-num_dots] if num_dots else []
+        yield ".".join([*base, *re.split(r"[.\[\]]+", name.rstrip("]"))]).rstrip(".")
+
+
+def plain_values(composed: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
+    """Returns the values with interpolations resolved, and what is wrong with them.
+
+    Keys that are still `???` are omitted, so that they count as missing. Raises ConfigError for interpolations that
+    cannot be resolved in reasonable time.
+    """
+    check_references(OmegaConf.to_container(composed, resolve=False))  # type: ignore[arg-type]
+    problems: list[Problem] = []
+
+    def plain(node: Any, key: str) -> Any:
+        if isinstance(node, dict):
+            return {
+                str(name): plain(value, f"{key}.{name}" if key else str(name))
+                for name, value in node.items()
+                if not (isinstance(value, str) and value == "???")
+            }
+        if isinstance(node, list):
+            return [plain(value, f"{key}[{index}]") for index, value in enumerate(node)]
+        if what := _not_plain(node):
+            problems.append(Problem(key, what, "write a number, text in quotes, true, false or null"))
+            return None
+        return node
+
+    return plain(OmegaConf.to_container(composed, resolve=True), ""), problems
+
+
+def _not_plain(value: Any) -> str | None:
+    """Returns what is wrong with a value, or None."""
+    if isinstance(value, str):
+        return "is not Unicode text" if any("\ud800" <= character <= "\udfff" for character in value) else None
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        return f"is a number of {value.bit_length():,} bits"
+    if value is None or isinstance(value, bool | int | float):
+        return None
+    return f"has the type {type(value).__name__}, which a declaration cannot hold"
+
+
+def _target(config_path: str) -> str:
+    return config_path.removeprefix("target/").removesuffix(".yaml")

@@ -1,0 +1,79 @@
+"""Values that a declaration takes from environment variables (`${oc.env:NAME}`), which may be secrets.
+
+Files of a run, checkpoints, logs and messages show the interpolation instead of the value. Where two declarations are
+compared, a slow digest of the value is added. All of this is promised by docs/security.md, "Secrets", which also says
+what it does not cover.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from ..core.redaction import hide, interpolation
+from ..spec.secrets import Sources, joined
+
+# In the defaults of conf/, for keys that nobody typed: no secrets. Set to nothing, they are not set.
+IN_DEFAULTS = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME", "WANDB_PROJECT", "WANDB_MODE", "MLFLOW_EXPERIMENT_NAME")
+NOT_IF_EMPTY = (*IN_DEFAULTS, "MLFLOW_TRACKING_URI")  # in a default too, but a server's address may hold a password
+
+_reads: list[str] = []
+_is_masked = False
+
+
+def register_resolver() -> None:
+    """Makes OmegaConf record which values come from the environment."""
+    OmegaConf.register_new_resolver("oc.env", _env, replace=True)
+
+
+def _env(name: str, *default: Any) -> Any:
+    is_set = bool(os.environ.get(name)) if name in NOT_IF_EMPTY else name in os.environ
+    if is_set and name not in IN_DEFAULTS:
+        _reads.append(name)
+        if _is_masked:
+            return interpolation(name)
+    if name in NOT_IF_EMPTY and not is_set and default:
+        return default[0]
+    return oc.env(name, *default)
+
+
+@contextmanager
+def masked() -> Iterator[None]:
+    """Makes interpolations of variables resolve to their own text within the `with`."""
+    global _is_masked
+    _is_masked = True
+    try:
+        yield
+    finally:
+        _is_masked = False
+
+
+def find_sources(composed: DictConfig) -> Sources:
+    """Returns the keys whose values come from the environment, directly or through other keys. Remembers the values.
+
+    {token: "${oc.env:TOKEN}", names: ["${token}"]} -> {"token": "${oc.env:TOKEN}", "names[0]": "${token}"}
+    """
+    return dict(_sources(composed, ""))
+
+
+def _sources(node: DictConfig | ListConfig, path: str) -> Iterator[tuple[str, str]]:
+    texts: Any = OmegaConf.to_container(node, resolve=False)
+    for key, text in enumerate(texts) if isinstance(texts, list) else texts.items():
+        if not isinstance(text, dict | list) and "${" not in str(text):
+            continue
+        where = joined(path, key)
+        _reads.clear()
+        try:
+            value = node[key]
+        except OmegaConfBaseException:  # reported elsewhere
+            continue
+        if isinstance(text, str) and _reads:
+            for name in _reads:
+                hide(name, os.environ[name])
+            yield where, text
+        elif isinstance(value, DictConfig | ListConfig):
+            yield from _sources(value, where)

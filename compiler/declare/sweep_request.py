@@ -1,0 +1,189 @@
+"""Reads what a sweep is over, and checks it before any point runs.
+
+Each value is checked by itself, not each combination: a point that cannot run is a row of the sweep with its reason.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from hydra.core.override_parser.types import Glob, Override
+from omegaconf import DictConfig, OmegaConf
+
+from ..core.errors import ConfigError, Problem, raise_if_any
+from ..spec.spec import RunSpec
+from .compose import Request, compose_hydra, hydra_session, read_spec
+from .compositions import compositions_kept
+from .hydra_settings import SEARCH_PATH, SWEEPER_PARAMS, check_subdirectories
+from .overrides import COMMAND_LINE, MOST_POINTS, parse_override, parsed_or_none, sweep_values
+
+MOST_CHECKED = 40  # values of one key, spread over all that there are; each takes 0.05 s, or 0.3 s for a group
+GRIDS = ("hydra_plugins.meshloom_sweeps.sweeper.GridSweeper", "hydra._internal.core_plugins.basic_sweeper.BasicSweeper")
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """A checked sweep.
+
+    request: as typed, with the options that a `glob` stands for. fixed: what all points have, as typed; settled: the
+    same with what is set of Hydra's own. axes: by swept key the overrides of its values; empty where a sweeper chooses
+    them as it goes. spec: of the first point. hydra: Hydra's own node, unresolved. is_grid: all combinations are run,
+    else a sweeper chooses.
+    """
+
+    request: Request
+    fixed: tuple[str, ...]
+    settled: tuple[str, ...]
+    axes: Mapping[str, tuple[str, ...]]
+    spec: RunSpec
+    hydra: DictConfig
+    is_grid: bool
+
+    @property
+    def num_points(self) -> int | None:
+        """Returns how many points there are; None where the sweeper decides as it goes."""
+        return math.prod(map(len, self.axes.values())) if self.is_grid else None
+
+
+def read_sweep_request(request: Request) -> SweepRequest:
+    """Returns the sweep of a request. Raises ConfigError with everything that is wrong with any of its values."""
+    with compositions_kept():
+        typed = [text for text in request.overrides if not _is_of_sweeper(text)]
+        hydra, problems = _hydra_of(request)
+        is_grid = str(hydra.sweeper.get("_target_")) in GRIDS
+        written = list[str]()
+        axes, base = dict[str, tuple[str, ...]](), list[str]()
+        params = list(_params(hydra, request))
+        for text in [*params, *typed]:
+            try:
+                values = _values(text, request, is_grid=is_grid)
+            except ConfigError as error:
+                problems += error.problems
+                continue
+            if values is None:
+                base.append(text)
+            else:
+                axes[_name(text)] = values
+            if is_grid or text not in params:  # another sweeper reads its parameters itself
+                written.append(text if values is None else _written(text, values))
+        num_points = math.prod(map(len, axes.values()))
+        if num_points > MOST_POINTS:
+            what = f"the sweep has {num_points:,} points, more than the maximum of {MOST_POINTS:,}"
+            raise ConfigError([*problems, Problem(COMMAND_LINE, what, "sweep over fewer values")])
+        first = list[RunSpec]()
+        problems += _check_values(request, base, list(axes.values()), first)
+        raise_if_any(problems)
+        if num_points > 1:
+            check_subdirectories(hydra)
+    fixed = tuple(text for text in base if not _is_of_hydra(text) or _is_search_path(text))
+    asked = [text for text in request.overrides if _is_of_sweeper(text) and not is_grid]
+    return SweepRequest(_replaced(request, [*asked, *written]), fixed, tuple(base), axes, first[0], hydra, is_grid)
+
+
+@cache
+def value_of(override: str) -> Any:
+    """Returns the value that an override sets: "mesh.tensor=4" -> 4."""
+    return parse_override(override).value()
+
+
+def _replaced(request: Request, overrides: Sequence[str]) -> Request:
+    return replace(request, overrides=tuple(overrides))
+
+
+def _hydra_of(request: Request) -> tuple[DictConfig, list[Problem]]:
+    """Returns Hydra's own node, and what is wrong with what is set in it; it is then that of no such setting."""
+    typed = [text for text in request.overrides if _is_of_hydra(text)]
+    try:
+        return compose_hydra(_replaced(request, typed)), []
+    except ConfigError as error:
+        return compose_hydra(_replaced(request, request.search_path)), list(error.problems)
+
+
+def _is_of_hydra(text: str) -> bool:
+    parsed = parsed_or_none(text)
+    return parsed is not None and parsed.is_hydra_override()
+
+
+def _is_of_sweeper(text: str) -> bool:
+    """Returns True for the sweeper's own parameters, which are read from what they are composed to."""
+    parsed = parsed_or_none(text)
+    return parsed is not None and f"{parsed.key_or_group}.".startswith(f"{SWEEPER_PARAMS}.")
+
+
+def _is_search_path(text: str) -> bool:
+    parsed = parsed_or_none(text)
+    return parsed is not None and parsed.key_or_group == SEARCH_PATH
+
+
+def _params(hydra: DictConfig, request: Request) -> Iterator[str]:
+    """Returns `hydra.sweeper.params` as overrides, without those that are typed too."""
+    typed = {_name(text) for text in request.overrides}
+    sweeper = OmegaConf.to_container(hydra.sweeper, resolve=False)
+    assert isinstance(sweeper, dict)
+    for key, value in _flat(sweeper.get("params") or {}):
+        if _name(text := f"{key}={value}") not in typed:
+            yield text
+
+
+def _flat(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """{"mesh": {"tensor": "1,2"}} -> ("mesh.tensor", "1,2"), as `hydra.sweeper.params.mesh.tensor=...` is read."""
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _name(text: str) -> str:
+    """Returns the key as it is typed, without `+`: "++a.b=1,2" -> "a.b"."""
+    parsed = parsed_or_none(text)
+    return parsed.get_key_element().lstrip("+~") if parsed else text
+
+
+def _values(text: str, request: Request, *, is_grid: bool) -> tuple[str, ...] | None:
+    """Returns the overrides of a swept key; None for one that is not swept."""
+    parsed = parsed_or_none(text)
+    if parsed is None or not parsed.is_sweep_override() or parsed.is_hydra_override():
+        return None
+    if parsed.is_interval_sweep() and not is_grid:
+        return ()
+    return tuple(sweep_values(parsed, _options(parsed, request)))
+
+
+def _options(parsed: Override, request: Request) -> list[str]:
+    if not isinstance(parsed.value(), Glob):
+        return []
+    with hydra_session(request) as groups:
+        return groups.get(parsed.key_or_group, [])
+
+
+def _written(text: str, values: Sequence[str]) -> str:
+    """Returns the override for Hydra: a `glob` as the options that it stands for."""
+    parsed = parse_override(text)
+    if not isinstance(parsed.value(), Glob):
+        return text
+    return f"{parsed.get_key_element()}=choice({','.join(value.partition('=')[2] for value in values)})"
+
+
+def _check_values(
+    request: Request, base: list[str], axes: list[tuple[str, ...]], read: list[RunSpec]
+) -> Iterator[Problem]:
+    """Reads the first point, and each other value with the first values of all other keys."""
+    first = [value for values in axes for value in values[:1]]
+    points = [base + first]
+    for values in filter(None, axes):
+        rest = [value for value in first if value != values[0]]
+        points += [[*base, *rest, value] for value in _some(values[1:])]
+    for point in points:
+        try:
+            read_spec(_replaced(request, point), then=read.append)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def _some(values: Sequence[str]) -> Sequence[str]:
+    """Returns at most MOST_CHECKED values, evenly spread."""
+    step = math.ceil(len(values) / MOST_CHECKED) or 1
+    return values[::-step][::-1]

@@ -1,0 +1,66 @@
+"""A composition that is kept is the one that Hydra makes."""
+
+import pytest
+
+from conftest import LINEAR_STACK, SMALL
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.compositions import compositions_kept, forget_compositions
+from meshloom.compiler.declare.model_choice import model_of
+
+LINES = [
+    ("seed=3",),
+    ("model.num_layers=2", "mesh.tensor=2", "sharding=fsdp_tensor"),
+    ("sharding=fsdp_tensor", "mesh.tensor=4"),
+    ("run.extra={a: 1}", "++run.extra.b=${seed}", "seed=5"),
+    ("~model.num_kv_heads", "+model.num_kv_heads=2"),
+    (*SMALL, *LINEAR_STACK),
+    ("~experiment", "num_steps=3"),
+    ("model=llama3_8b", "target=v5e-16", "remat=full"),
+    ("experiment=smoke", "num_steps=7"),
+    ("compiler_options.xla_a=1", "compiler_options.xla_b=2"),
+    ("compiler_options={xla_c: 3}",),
+    ("seed=3",),
+]
+
+
+@pytest.mark.ci
+def test_kept_compositions_are_those_of_hydra():
+    """In this order each comes after another of the same choices, whose values must not be left in it."""
+    fresh = []
+    for line in LINES:
+        forget_compositions()
+        fresh.append((read_spec(Request(line), lambda spec: spec), model_of(Request(line))))
+    for _ in range(2):
+        assert [(read_spec(Request(line), lambda spec: spec), model_of(Request(line))) for line in LINES] == fresh
+
+
+@pytest.mark.parametrize("line", [("seed=x",), ("model.num_layers.deep=1",), ("seed=${nobody}",), ("model=nobody",)])
+def test_mistakes_are_the_same(line):
+    def said() -> str:
+        with pytest.raises(ConfigError) as caught:
+            read_spec(Request(line), lambda spec: spec)
+        return str(caught.value)
+
+    forget_compositions()
+    fresh = said()
+    read_spec(Request(()), lambda spec: spec)
+    assert said() == fresh
+    assert said() == fresh
+
+
+def test_files_of_users_are_read_again_unless_they_are_kept(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    file, request = (
+        tmp_path / "experiment" / "mine.yaml",
+        Request(("experiment=mine", f"hydra.searchpath=[meshloom://targets,'file://{tmp_path}']")),
+    )
+
+    def seed(number: int) -> int:
+        file.write_text(f"# @package _global_\nseed: {number}\n")
+        return read_spec(request, lambda spec: spec).seed
+
+    assert [seed(3), seed(4)] == [3, 4]
+    with compositions_kept():
+        assert [seed(5), seed(6)] == [5, 5]
+    assert seed(7) == 7
