@@ -241,7 +241,7 @@ def _missed(plan: Plan) -> list[Finding]:
         Finding(
             rule=f"{each.op.kind}-fallback",
             severity="warning",
-            what=f"{missed.loss}: {missed.name} is not used: {missed.refusal}",
+            what=missed,
             where=f"parallel.{each.op.kind}",
             fix=f"change what it names, or set parallel.{each.op.kind}={each.chosen.name} if this is intended",
         )

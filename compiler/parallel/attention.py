@@ -31,7 +31,7 @@ from ..sharding.arrays import Arrays, OpSite
 from ..target.target import TargetPlan
 from .cudnn import attend_cudnn, most_head_dim, takes_other_values
 from .exchange import RING, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length, block_kernel
-from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy
+from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy, refused
 from .remat import ATTENTION_RESULT, marked
 from .splash import Cut, attend_splash, plan_cut
 from .splash_fused import (
@@ -81,13 +81,15 @@ class AttentionOp(ParallelOp):
                 name,
                 f"by {name}",
                 Kernel(name, heads, exchange, inputs.roles.partitioner, budget),
-                merit=f"{merit}, {plan_backward(site, inputs, exchange).reason}" if name == SPLASH else merit,
-                refusal=_refusal(name, site, inputs, exchange),
-                loss="attention keeps all scores in memory" if PLATFORM_OF[name] == platform else "",
+                reason=f"{merit}, {plan_backward(site, inputs, exchange).reason}" if name == SPLASH else merit,
+                refusal=refused(
+                    _refusal(name, site, inputs, exchange),
+                    loss="attention keeps all scores in memory" if PLATFORM_OF[name] == platform else "",
+                ),
             )
             for name in (CUDNN, SPLASH)
         ]
-        plain = Strategy(XLA, f"by {XLA}", Kernel(XLA, heads, exchange, inputs.roles.partitioner), merit=merit)
+        plain = Strategy(XLA, f"by {XLA}", Kernel(XLA, heads, exchange, inputs.roles.partitioner), reason=merit)
         own, others = ([k for k in kernels if (PLATFORM_OF[k.name] == platform) is is_own] for is_own in (True, False))
         return (*own, plain, *others)
 

@@ -29,7 +29,7 @@ from ..target.compiler_options import why_permutes_wait
 from ..target.target import TargetPlan
 from .attention import cudnn_refusal, plan_backward
 from .exchange import ALL_GATHER, RING, ULYSSES, Exchange, ExchangeName
-from .operation import CollectiveSpec, Cost, Exposed, OpInputs, OpPlan, ParallelOp, Strategy
+from .operation import CollectiveSpec, Cost, Exposed, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, refused
 from .ring import full_steps, num_steps
 from .splash_fused import ONE_KERNEL, TWO_KERNELS
 
@@ -76,8 +76,8 @@ class ContextOp(ParallelOp):
         order = plan_token_order(inputs.spec.token_order, inputs.mesh, inputs.roles)
         if not axes:
             why = "no mesh axis splits the length of sequences (sharding=fsdp_context with mesh.context=2 does)"
-            whole = Strategy(ALL_GATHER, "whole sequences on each device", merit=why, is_trivial=True)
-            return whole, *(Strategy(name, f"by {name}", refusal=why) for name in (RING, ULYSSES))
+            whole = Strategy(ALL_GATHER, "whole sequences on each device", reason=why, is_trivial=True)
+            return whole, *(Strategy(name, f"by {name}", refusal=Refusal(why)) for name in (RING, ULYSSES))
         local = _local(site, inputs, order)
         over = " and ".join(axes)
         balance = f"{order.name} order, {balance_text(order, inputs.spec.sequence_length, local.windows)}"
@@ -99,18 +99,17 @@ class ContextOp(ParallelOp):
                 Exchange(name, axes, order),
                 _collectives(name, local, inputs),
                 Cost(known[name], "seconds") if name in known else None,
-                figures=waited if figures else "",
-                merit="" if figures else "it holds the keys and values of one other device at a time",
+                waited if figures else "it holds the keys and values of one other device at a time",
             )
             for name in (RING, ALL_GATHER, ULYSSES)
         ]
         ring, gather, ulysses = made
-        ulysses = replace(ulysses, refusal=_too_few_heads(local), instead=RING)
+        ulysses = replace(ulysses, refusal=refused(_too_few_heads(local), instead=RING))
         if inputs.target.platform == "gpu":
             return _with_kernels((ulysses, ring, gather), site, inputs)
         if order.name == "contiguous" and None in local.windows:
             why = "the first devices wait for the last in contiguous order: token_order=zigzag balances them"
-            ring = replace(ring, objection=why)
+            ring = replace(ring, refusal=Refusal(why, is_hard=False))
         return ring, gather, ulysses
 
 
@@ -120,7 +119,7 @@ def _with_kernels(made: Sequence[Strategy], site: OpSite, inputs: OpInputs) -> S
     if all(each.refusal or why_not[each.name] for each in made):
         return made
     objections = {name: f"cuDNN's kernel cannot be used: {why}" for name, why in why_not.items() if why}
-    return [replace(each, objection=objections.get(each.name)) for each in made]
+    return [replace(each, refusal=each.refusal or refused(objections.get(each.name), is_hard=False)) for each in made]
 
 
 @dataclass(frozen=True)

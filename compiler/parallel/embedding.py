@@ -22,7 +22,18 @@ from ..sharding.gradients import accumulated_layouts
 from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import gathered_bytes
-from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy, WeightUse
+from .operation import (
+    CollectiveSpec,
+    Cost,
+    Lowered,
+    OpInputs,
+    OpPlan,
+    ParallelOp,
+    Refusal,
+    Strategy,
+    WeightUse,
+    refused,
+)
 
 EMBED = "embed"  # the piece
 ALL_GATHER, ALL_TO_ALL = "all_gather", "all_to_all"
@@ -39,10 +50,10 @@ class EmbeddingOp(ParallelOp):
         if not site.operands[0].parameters or site.piece != EMBED:
             refusal = "its table is not a parameter of the embedding"
             whole = Strategy(ALL_GATHER, "table read whole", (), is_trivial=True)
-            return Strategy(ALL_TO_ALL, "", refusal=refusal), whole
+            return Strategy(ALL_TO_ALL, "", refusal=Refusal(refusal)), whole
         table = _layout(inputs.sharding.parameters, site)
         rows, columns = _over_tokens(table, roles)
-        refusal = _refusal(site, inputs, rows, columns)
+        refusal = refused(_refusal(site, inputs, rows, columns))
         table_bytes = gathered_bytes(table, mesh, roles)
         itemsize = jnp.dtype(spec.precision.compute).itemsize
         rows_bytes = inputs.tokens_of_device * table.array.shape[1] * itemsize

@@ -53,7 +53,7 @@ from .expert_exchange import (
     sent_once,
 )
 from .grouped_matmul import Kernels, grouped_matmul
-from .operation import Cost, Exposed, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
+from .operation import Cost, Exposed, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, refused
 from .weight_plan import parts_of
 from .weights import gather_dims, scatter_dims
 
@@ -110,7 +110,7 @@ class ExpertsOp(ParallelOp):
         capacity = _capacity(site, inputs, sizes)
         if not sizes.experts.axes:
             none = "no mesh axis of the batch splits the experts"
-            exchanges = (Strategy(name, "", refusal=none) for name in (RAGGED, GATHERED))
+            exchanges = (Strategy(name, "", refusal=Refusal(none)) for name in (RAGGED, GATHERED))
             plan = _plan(PADDED, site, inputs, sizes, rows=0, most_rows=0, filled=1.0)
             return Strategy(PADDED, "on each device by itself", plan, is_trivial=True), *exchanges, capacity
         return (*(_exchange(name, site, inputs, sizes) for name in (RAGGED, GATHERED, PADDED)), capacity)
@@ -218,14 +218,14 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -
         GATHERED: f"all tokens gathered over {over}, {rows:,} rows of them taken: {buffer}",
     }
     legs = exchange_legs(name, sizes, rows)
-    strategy = Strategy(name, words[name], plan, sent_once(legs), refusal=_refusal(name, inputs, experts))
+    strategy = Strategy(name, words[name], plan, sent_once(legs), refusal=refused(_refusal(name, inputs, experts)))
     time = exchange_time(legs, site, inputs, sizes.num_runs)
     if time is None:
-        return replace(strategy, merit="the first that runs here; the time of its exchanges is not known")
+        return replace(strategy, reason="the first that runs here; the time of its exchanges is not known")
     waited, sent = human_seconds(time.waited_seconds), human_seconds(time.sent_seconds)
     figures = f"a layer waits {waited} of the {sent} of its exchanges, the least"
     plan = replace(plan, waited_share=time.waited_seconds / time.sent_seconds)
-    return replace(strategy, parameters=plan, cost=Cost(time.waited_seconds, "seconds"), figures=figures)
+    return replace(strategy, parameters=plan, cost=Cost(time.waited_seconds, "seconds"), reason=figures)
 
 
 def _refusal(name: str, inputs: OpInputs, experts: Experts) -> str | None:
@@ -248,16 +248,15 @@ def _capacity(site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
     each = sizes.choices / experts.num_experts
     rows = int(factor * each)
     least = math.ceil(1000 / each) / 1000
-    refusal = None
+    refusal = Refusal("it drops tokens, so it runs by name alone", is_hard=False)
     if rows < 1:
-        refusal = f"moe.capacity_factor={factor:g} leaves an expert no row for {each:g} choices of a device: "
-        refusal += f"all would be dropped; use {least:g} or more"
+        why = f"moe.capacity_factor={factor:g} leaves an expert no row for {each:g} choices of a device"
+        refusal = Refusal(f"{why}: all would be dropped; use {least:g} or more")
     filled = min(1.0, 1 / factor)
     plan = _plan(CAPACITY, site, inputs, sizes, rows=rows, most_rows=sizes.tokens, filled=filled)
     collectives = sent_once(exchange_legs(CAPACITY, sizes, rows)) if experts.axes else ()
     what = f"{rows:,} rows for each expert from each device, what is more is dropped"
-    objection = "it drops tokens, so it runs by name alone"
-    return Strategy(CAPACITY, what, plan, collectives, refusal=refusal, objection=objection)
+    return Strategy(CAPACITY, what, plan, collectives, refusal=refusal)
 
 
 def apply_planned(

@@ -24,7 +24,7 @@ from ..sharding.sharding import ShardingPlan, gathered_bytes
 from ..spec.compiler_traits import odd_part
 from ..spec.spec import RunSpec
 from ..target.compiler_options import hidden_kinds
-from .operation import CollectiveSpec, Cost, OpInputs, OpPlan, ParallelOp, Strategy, WeightUse
+from .operation import CollectiveSpec, Cost, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, WeightUse, refused
 
 VOCAB = "vocab"  # the logical axis
 WHOLE, VOCAB_CHUNKS = "whole", "vocab_chunks"
@@ -54,10 +54,10 @@ class LmHeadOp(ParallelOp):
             "of the whole vocabulary",
             (spec.model.vocab_size,),
             _moved([size for _, size in gathers], axes) if axes else (),
-            merit="in one matmul",
+            reason="in one matmul",
         )
         if refusal := _cannot_be_cut(spec, model, sharding):
-            return Strategy(VOCAB_CHUNKS, "", refusal=refusal), whole
+            return Strategy(VOCAB_CHUNKS, "", refusal=Refusal(refusal)), whole
         (vocab_size,) = _vocab_sizes(sharding)
         sizes = chunk_sizes(vocab_size, inputs.target.compiler.max_odd_factor(mesh.num_shards(axes)))
         shown = ", ".join(f"{size:,}" for size in sizes)
@@ -66,7 +66,7 @@ class LmHeadOp(ParallelOp):
             f"in chunks of {shown} entries of the vocabulary",
             sizes,
             _moved([num_bytes * size // vocab_size for size in sizes], axes),
-            objection=_objection(inputs),
+            refusal=refused(_objection(inputs), is_hard=False),
             weights="chunked",
         )
         return _with_costs(inputs, chunks, whole, num_bytes, axes)
@@ -104,13 +104,13 @@ def _with_costs(
         inputs.target.hbm_bytes_per_second_per_device,
     )
     if gather is None or bandwidth is None:
-        return replace(chunks, merit="how long the head's gather takes is not known"), whole
+        return replace(chunks, reason="how long the head's gather takes is not known"), whole
     input_bytes = inputs.tokens_of_device * num_bytes // sum(chunks.parameters)
     passes = NUM_PASSES * (len(chunks.parameters) - 1) * input_bytes / bandwidth
     figures = f"{human_seconds(gather)} of gather, {human_seconds(passes)} for its input read more often"
     return (
-        replace(chunks, cost=Cost(passes, "seconds"), figures=figures),
-        replace(whole, cost=Cost(gather, "seconds"), figures=figures),
+        replace(chunks, cost=Cost(passes, "seconds"), reason=figures),
+        replace(whole, cost=Cost(gather, "seconds"), reason=figures),
     )
 
 

@@ -16,7 +16,7 @@ from meshloom.models.numbers import divisors
 
 from ..core.format import human_bytes
 from ..sharding.arrays import OpSite
-from .operation import OpInputs, OpPlan, ParallelOp, Strategy
+from .operation import OpInputs, OpPlan, ParallelOp, Refusal, Strategy
 
 # (parameters, x_BTE, targets_BT) -> logits_BTV or (logits_BTV, Aux), pointwise in length
 Head = Callable[[Params, Array, Array], Any]
@@ -51,9 +51,11 @@ class LossOp(ParallelOp):
         num_chunks = next(fitting, most_chunks)
         logits = f"float32 logits of {human_bytes(length * per_token)}"
         limit = f"loss.max_logits_bytes and max_logits_share allow {human_bytes(int(most))}"
-        chunked = Strategy(SEQUENCE_CHUNKS, f"in {num_chunks} chunks of tokens", num_chunks, merit=f"{logits}, {limit}")
-        refusal = f"{logits} are held at once, and {limit}" if num_chunks > 1 else None
-        return Strategy(AT_ONCE, "of all tokens at once", 1, merit=logits, refusal=refusal), chunked
+        chunked = Strategy(
+            SEQUENCE_CHUNKS, f"in {num_chunks} chunks of tokens", num_chunks, reason=f"{logits}, {limit}"
+        )
+        refusal = Refusal(f"{logits} are held at once, and {limit}") if num_chunks > 1 else None
+        return Strategy(AT_ONCE, "of all tokens at once", 1, reason=logits, refusal=refusal), chunked
 
 
 def num_loss_chunks(operations: Iterable[OpPlan]) -> int:

@@ -30,7 +30,7 @@ from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, nested_scope, ring_scope, site_scope
 from ..sharding.arrays import OpSite
 from ..target.compiler_options import why_permutes_wait
-from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Strategy
+from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy
 
 PLAIN, COLLECTIVE_MATMUL = "plain", "collective_matmul"
 LENGTH = 1  # the dimension of an activation (batch, length, ...)
@@ -87,12 +87,12 @@ class MatmulOp(ParallelOp):
         if not split_over:
             what = f"'{x}'" if x else "an array without a name"
             refusal = f"no mesh axis splits what {what} is contracted over"
-            ring = Strategy(COLLECTIVE_MATMUL, "", refusal=refusal)
+            ring = Strategy(COLLECTIVE_MATMUL, "", refusal=Refusal(refusal))
             return ring, Strategy(PLAIN, "on each device by itself", is_trivial=True)
         over = " and ".join(split_over)
         plain = Strategy(PLAIN, f"partial results summed over {over} after the matmul", None, _summed(site, inputs))
         if refusal := _refusal(site, inputs, split_over):
-            return Strategy(COLLECTIVE_MATMUL, f"summed in a ring over {over}", refusal=refusal), plain
+            return Strategy(COLLECTIVE_MATMUL, f"summed in a ring over {over}", refusal=Refusal(refusal)), plain
         return _ring_and_plain(site, inputs, split_over[0], plain)
 
     def lower(self, plan: OpPlan) -> Lowered | None:
@@ -179,20 +179,20 @@ def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) 
     what = f"partial results summed in a ring over {axis}"
     ring = Strategy(COLLECTIVE_MATMUL, what, MatmulRing(axis, ways == 2), (sent,))
     if objection := why_permutes_wait(target):
-        return replace(ring, objection=objection), plain
+        return replace(ring, refusal=Refusal(objection, is_hard=False)), plain
     scatter = mesh.alone_seconds("reduce-scatter", result_bytes, (axis,))
     transfer = mesh.alone_seconds("collective-permute", result_bytes / n / 2, (axis,))
     peak, bandwidth = target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     if scatter is None or transfer is None or peak is None or bandwidth is None:
-        return replace(ring, objection="how long its transfers take is not known"), plain
+        return replace(ring, refusal=Refusal("how long its transfers take is not known", is_hard=False)), plain
     tokens, product = inputs.tokens_of_device // num_parts, _product(site)
     multiplied = 2 * (tokens / n) * (product.depth / n) * product.width / peak
     sums = NUM_PASSES * result_bytes / n / bandwidth
     in_ring = num_parts * (n - 1) * (max(0.0, transfer - multiplied) + sums)
     figures = f"{human_seconds(in_ring)} of a ring not beside matmuls, {human_seconds(scatter)} of a reduce-scatter"
     return (
-        replace(ring, cost=Cost(in_ring, "seconds"), figures=figures),
-        replace(plain, cost=Cost(scatter, "seconds"), figures=figures),
+        replace(ring, cost=Cost(in_ring, "seconds"), reason=figures),
+        replace(plain, cost=Cost(scatter, "seconds"), reason=figures),
     )
 
 

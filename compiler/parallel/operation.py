@@ -62,19 +62,40 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """The reason why a strategy is not used at a site.
+
+    why: the reason, in words. is_hard: it cannot run there; else `auto` leaves it out, and it runs by name. instead: the
+    strategy to name in its place; empty: the operation's fallback. loss: what is lost without it, for the lint; empty:
+    nothing that a user has to know.
+    """
+
+    why: str
+    is_hard: bool = True
+    instead: str = ""
+    loss: str = ""
+
+    def sentence(self, name: str) -> str:
+        """Returns the reason as a sentence on the strategy of this name."""
+        lost = f"{self.loss}: " if self.loss else ""
+        return f"{lost}{name} is not used: {self.why}"
+
+
+def refused(why: str | None, *, is_hard: bool = True, instead: str = "", loss: str = "") -> Refusal | None:
+    """Returns a refusal with this reason; None where there is none."""
+    return None if why is None else Refusal(why, is_hard, instead, loss)
+
+
+@dataclass(frozen=True)
 class Strategy:
     """One way to run an operation at a site.
 
-    what: in words, for `explain`: "rows exchanged over fsdp".
-    parameters: what its implementation needs to know, frozen.
+    what: the strategy in words, for `explain`: "rows exchanged over fsdp".
+    parameters: the values that its implementation needs, frozen.
     cost: None where it is not known; then strategies are preferred in the order in which they are given.
-    figures: what the cost is made of, in words; the reason where costs decided.
-    merit: the reason where it is chosen without a comparison.
-    refusal: why it cannot run here; None: it can.
-    instead: the strategy to name in its place where it is refused; empty: the operation's fallback.
-    objection: why `auto` does not take it although it can run; None: it may.
-    loss: what is lost where this strategy is refused, for the lint; empty: nothing that a user has to know.
-    is_trivial: there is nothing to tell about a site that is run so.
+    reason: why it is chosen, such as what its cost is made of.
+    refusal: why it is not used here; None: it may be.
+    is_trivial: `explain` has nothing to show of a site that is run so.
     weights: how it gets at the weights of its site (weight_plan.py), whatever its name.
     """
 
@@ -83,19 +104,20 @@ class Strategy:
     parameters: Any = None
     collectives: tuple[CollectiveSpec, ...] = ()
     cost: Cost | None = None
-    figures: str = ""
-    merit: str = ""
-    refusal: str | None = None
-    instead: str = ""
-    objection: str | None = None
-    loss: str = ""
+    reason: str = ""
+    refusal: Refusal | None = None
     is_trivial: bool = False
     weights: WeightUse = "gathered"
 
     @property
+    def can_run(self) -> bool:
+        """Returns True where it may be named, although `auto` may leave it out."""
+        return self.refusal is None or not self.refusal.is_hard
+
+    @property
     def why_not(self) -> str | None:
-        """Why `auto` leaves it out before any cost is compared."""
-        return self.refusal or self.objection
+        """Returns why it is not used, in words; None: it may be."""
+        return self.refusal.why if self.refusal else None
 
 
 @dataclass(frozen=True)
@@ -121,12 +143,14 @@ class OpPlan:
     @property
     def has_choice(self) -> bool:
         """True where more than one strategy could run."""
-        return any(each.refusal is None for each in self.rejected)
+        return any(each.can_run for each in self.rejected)
 
     @property
-    def missed(self) -> Strategy | None:
-        """The strategy that `auto` would have taken, and whose refusal costs something."""
-        return next((each for each in self.rejected if self.is_auto and each.refusal and each.loss), None)
+    def missed(self) -> str | None:
+        """Returns a sentence on a strategy that `auto` would have taken and whose refusal costs something; None where
+        there is none."""
+        refusals = [(each.name, each.refusal) for each in self.rejected if self.is_auto and not each.can_run]
+        return next((refusal.sentence(name) for name, refusal in refusals if refusal and refusal.loss), None)
 
     @property
     def how(self) -> str:
@@ -298,13 +322,10 @@ def _problems(op: ParallelOp, key: str, ways: Sequence[SiteStrategies], declared
             return [Problem(key, f"'{declared}' is not a strategy", use_one_of(declared, (AUTO, *op.names)))]
         if declared in (AUTO, op.fallback):
             return []
-        refused = [(site.name, _named(strategies, declared)) for site, strategies in ways]
-        if refused and not all(each.refusal for _, each in refused):
-            return []
-        refusals = dict.fromkeys(f"{name}: {each.refusal}" for name, each in refused)
-        why = "; ".join(refusals) or "the model has no such operation"
-        instead = next((each.instead for _, each in refused if each.instead), op.fallback)
-        return [Problem(key, f"'{declared}' cannot be used: {why}", f"set {key}=auto, or {instead}")]
+        named = [(f"{site.name}: ", _named(strategies, declared)) for site, strategies in ways]
+        if not named:
+            named = [("", Strategy(declared, "", refusal=Refusal("the model has no such operation")))]
+        return list(filter(None, [_cannot_be_used(op, key, named)]))
     return [problem for at, name in declared.items() if (problem := _problem_at(op, f"{key}.{at}", ways, at, name))]
 
 
@@ -318,11 +339,18 @@ def _problem_at(op: ParallelOp, where: str, ways: Sequence[SiteStrategies], at: 
         )
     if name not in (AUTO, *op.names):
         return Problem(where, f"'{name}' is not a strategy", use_one_of(name, (AUTO, *op.names)))
-    refusals = [_named(strategies, name).refusal for strategies in there] if name != AUTO else [None]
-    if not all(refusals):
+    return None if name == AUTO else _cannot_be_used(op, where, [("", _named(each, name)) for each in there])
+
+
+def _cannot_be_used(op: ParallelOp, where: str, named: Sequence[tuple[str, Strategy]]) -> Problem | None:
+    """Returns the mistake of naming a strategy that can run at none of its sites. named: how the message begins for a
+    site, and the strategy there."""
+    if any(each.can_run for _, each in named):
         return None
-    why = "; ".join(dict.fromkeys(filter(None, refusals)))
-    return Problem(where, f"'{name}' cannot be used: {why}", f"set parallel.{op.kind}=auto, or {op.fallback}")
+    why = "; ".join(dict.fromkeys(f"{site}{each.why_not}" for site, each in named))
+    instead = next((each.refusal.instead for _, each in named if each.refusal and each.refusal.instead), op.fallback)
+    what = f"'{named[0][1].name}' cannot be used: {why}"
+    return Problem(where, what, f"set parallel.{op.kind}=auto, or {instead}")
 
 
 def _named(strategies: Sequence[Strategy], name: str) -> Strategy:
@@ -335,23 +363,21 @@ def choose_strategy(op: ParallelOp, site: OpSite, strategies: Sequence[Strategy]
         chosen, reason = _choose_by_cost(strategies)
     else:
         chosen = _named(strategies, declared)
-        reason = chosen.refusal or f"parallel.{op.kind}={declared}"
-        chosen = _named(strategies, op.fallback) if chosen.refusal else chosen
+        reason = f"parallel.{op.kind}={declared}" if chosen.can_run else chosen.why_not or ""
+        chosen = chosen if chosen.can_run else _named(strategies, op.fallback)
     return OpPlan(op, site, chosen, tuple(s for s in strategies if s is not chosen), reason, is_auto=declared == AUTO)
 
 
 def _choose_by_cost(strategies: Sequence[Strategy]) -> tuple[Strategy, str]:
     """The cheapest of those that may run, where the costs of all are known; else the first of them."""
-    open_ones = [each for each in strategies if each.why_not is None]
+    open_ones = [each for each in strategies if each.refusal is None]
     units = {each.cost.unit if each.cost else None for each in open_ones}
     if len(open_ones) > 1 and len(units) == 1 and None not in units:
         chosen = min(open_ones, key=lambda each: each.cost.value if each.cost else 0.0)
-        return chosen, chosen.figures
+        return chosen, chosen.reason
     chosen = open_ones[0]
-    before = strategies[: strategies.index(chosen)]
-    if before:
-        return chosen, f"{before[0].name} is not used: {before[0].why_not}"
-    return chosen, chosen.merit or chosen.figures
+    first = strategies[0]
+    return chosen, replace(first.refusal, loss="").sentence(first.name) if first.refusal else chosen.reason
 
 
 def lower_operations(plans: Iterable[OpPlan], piece: str) -> Lowered:

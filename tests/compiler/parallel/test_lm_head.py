@@ -12,6 +12,7 @@ from conftest import LINEAR_STACK, plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.parallel.lm_head import LmHeadOp, chunk_sizes, is_cut_alike
+from meshloom.compiler.parallel.operation import Refusal
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.schema import Report
 from meshloom.models import Piece
@@ -132,7 +133,11 @@ class Halves(LmHeadOp):
     def strategies(self, site, inputs):
         of_head, whole = super().strategies(site, inputs)
         sizes = (inputs.spec.model.vocab_size // 2,) * 2
-        return of_head, whole, replace(of_head, name="halves", parameters=sizes, objection="by name alone")
+        return (
+            of_head,
+            whole,
+            replace(of_head, name="halves", parameters=sizes, refusal=Refusal("by name alone", is_hard=False)),
+        )
 
 
 def test_a_strategy_of_another_name_is_planned_as_it_runs():
