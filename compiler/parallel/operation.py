@@ -65,9 +65,9 @@ class Cost:
 class Refusal:
     """The reason why a strategy is not used at a site.
 
-    why: the reason, in words. is_hard: it cannot run there; else `auto` leaves it out, and it runs by name. instead: the
-    strategy to name in its place; empty: the operation's fallback. loss: what is lost without it, for the lint; empty:
-    nothing that a user has to know.
+    why: the reason, in words. is_hard: it cannot run there; else `auto` leaves it out, and it runs by name. instead:
+    the strategy to name in its place; empty: the operation's fallback. loss: what is lost without it, for the lint;
+    empty: nothing that a user has to know.
     """
 
     why: str

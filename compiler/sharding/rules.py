@@ -74,13 +74,13 @@ class ArrayPlan:
 
 def resolve(
     array: Array, table: RuleTable, rules: Sequence[Rule], mesh: MeshPlan, compiler: CompilerTraits
-) -> ArrayPlan | list["Refusal"]:
+) -> ArrayPlan | list["UnsettledDimension"]:
     """Returns the layout of one array as in the module's docstring, or the refusals if there are any."""
     settled: list[DimensionPlan | None] = [
         None if name else DimensionPlan(None, size, (), None)
         for name, size in zip(array.logical_axes, array.shape, strict=True)
     ]
-    refusals: dict[int, Refusal] = {}
+    refusals: dict[int, UnsettledDimension] = {}
     taken: dict[str, int] = {}
     for index, rule in enumerate(rules):
         wanted = tuple(axis for axis in rule.mesh if mesh.sizes[axis] > 1)
@@ -88,9 +88,11 @@ def resolve(
             if settled[dimension] is not None or name not in rule.logical:
                 continue
             if rival := next((axis for axis in wanted if axis in taken), None):
-                refusals[dimension] = Refusal(array, table, index, dimension, wanted, rival=(rival, taken[rival]))
+                refusals[dimension] = UnsettledDimension(
+                    array, table, index, dimension, wanted, rival=(rival, taken[rival])
+                )
             elif size % mesh.num_shards(wanted):
-                refusals[dimension] = Refusal(array, table, index, dimension, wanted)
+                refusals[dimension] = UnsettledDimension(array, table, index, dimension, wanted)
             else:
                 note = f"{', '.join(rule.mesh)} being of size 1" if rule.mesh and not wanted else ""
                 if dimension in refusals:
@@ -107,11 +109,11 @@ def resolve(
         used = tuple(axis for plan in dimensions for axis in plan.axes)
         return ArrayPlan(array, table, dimensions, array.num_bytes // mesh.num_shards(used))
     unsettled = [dimension for dimension, plan in enumerate(settled) if plan is None]
-    return [refusals.get(dimension) or Refusal(array, table, None, dimension, ()) for dimension in unsettled]
+    return [refusals.get(dimension) or UnsettledDimension(array, table, None, dimension, ()) for dimension in unsettled]
 
 
 @dataclass(frozen=True)
-class Refusal:
+class UnsettledDimension:
     """A dimension that no rule could take. rule: the last one that names it, None if there is none. rival: a mesh axis
     and the dimension of this array that already uses it."""
 

@@ -19,7 +19,7 @@ from ..spec.spec import MeshSpec, Rule, RunSpec, ShardingSpec
 from ..target.mesh import MeshPlan
 from .arrays import EXPERTS, Array, Arrays
 from .roles import STAGE, AxisRoles
-from .rules import ArrayPlan, Refusal, RuleTable, resolve
+from .rules import ArrayPlan, RuleTable, UnsettledDimension, resolve
 
 # Presets that use an axis.
 SHARDING_OF = {
@@ -123,7 +123,7 @@ def _resolve_all(
     problems: list[Problem],
 ) -> tuple[ArrayPlan, ...]:
     plans: list[ArrayPlan] = []
-    refusals: dict[tuple[Any, ...], list[Refusal]] = defaultdict(list)
+    refusals: dict[tuple[Any, ...], list[UnsettledDimension]] = defaultdict(list)
     for array in arrays:
         result = resolve(array, table, rules, mesh, compiler)
         if isinstance(result, ArrayPlan):

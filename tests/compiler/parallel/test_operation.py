@@ -143,7 +143,8 @@ def _strategy(name: str, **values) -> Strategy:
         ([_strategy("add", cost=Cost(3, "seconds"), reason="the first"), _strategy("b", cost=Cost(2, "bytes"))],
          "add", "the first"),
         ([_strategy("a", refusal=Refusal("of the weather")), _strategy("add")], "add", "a is not used: of the weather"),
-        ([_strategy("a", refusal=Refusal("it hides nothing", is_hard=False), cost=Cost(1, "seconds")), _strategy("add")],
+        ([_strategy("a", refusal=Refusal("it hides nothing", is_hard=False), cost=Cost(1, "seconds")),
+          _strategy("add")],
          "add", "a is not used: it hides nothing"),
     ],
 )  # fmt: skip
