@@ -1,7 +1,7 @@
-"""Checkpoints, by Orbax: the train state, the position in the data, and what that position belongs to.
+"""Saves and restores checkpoints by Orbax: the train state, the position in the data, and the identity of the data.
 
-A save is written to a temporary directory, gets its manifest there, and is finished by one rename: kill -9 at any
-moment leaves the last finished checkpoint as it was. docs/checkpoints.md shows what was done to prove it.
+A save is written to a temporary directory, gets its manifest there, and is finished by one rename. So kill -9 at any
+moment leaves the last finished checkpoint as it was; docs/checkpoints.md has the tests.
 """
 
 import logging
@@ -27,14 +27,16 @@ from ..data.batches import converted_state
 from .differences import schedule_record
 from .start import COMMITTED, Start, checkpoint_folder, context_for, finished
 
-logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs each step of its own, and what it raises too
+logging.getLogger("absl").setLevel(
+    logging.CRITICAL
+)  # Orbax logs each of its steps, and also the exceptions that it raises
 
 
-BATCH_SIZE = "global_batch_size"  # of an identity: with another one, a place in the data can be converted
+BATCH_SIZE = "global_batch_size"  # a key of an identity; if only it differs, a place in the data can be converted
 
 
 class Placed(Protocol):
-    """An iterator over batches, as far as checkpoints go: a place in the data, and what that place rests on."""
+    """An iterator over batches, as far as checkpoints need it: a place in the data, and the identity of the data."""
 
     identity: dict[str, Any]
 
@@ -44,11 +46,14 @@ class Placed(Protocol):
 
 @dataclass(frozen=True)
 class Restored:
-    """state: laid out for this run. step: steps done in it. other_data: the keys in which this run's data are others
-    than those of the checkpoint; where there are any, the data start at their beginning. batch_before: the size of a
-    global batch then, if it is another one; num_skipped: sequences that are left out, up to a whole batch of now.
-    schedule: what differences.py compares with this run's. num_tokens: seen in all steps so far; None where the
-    checkpoint does not say."""
+    """A checkpoint that was loaded.
+
+    state: the train state, laid out for this run. step: the steps done. other_data: the keys in which this run's data
+    differ from the checkpoint's; if there are any, the data start at their beginning. batch_before: the size of a
+    global batch in the checkpoint, if it differs. num_skipped: the sequences that are left out, up to a whole batch of
+    the new size. schedule: the record that differences.py compares with this run's. num_tokens: the tokens of all steps
+    so far; None if the checkpoint does not say.
+    """
 
     state: Any
     step: int
@@ -66,7 +71,7 @@ class Checkpoints:
         self.directory = checkpoint_folder(run_dir, spec)
         self._last_saved: int | None = None
         self._spec = spec
-        self._response: Any = None  # of the save that may be under way
+        self._response: Any = None  # Orbax's handle of a save in progress
         self._orbax = self._open(spec.checkpoint) if spec.checkpoint.is_saving else None
 
     def __enter__(self) -> Self:
@@ -75,26 +80,27 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After a crash the others may never come to its barriers.
+        # After a crash the others may never reach its barriers.
         is_waited_for = error is None or not (jax.process_count() > 1 and _is_crash(error))
         try:
             if self._orbax and is_waited_for:
                 with self._told(), closing(self._orbax):
                     self._finish_save()
         finally:
-            if isinstance(error, RunFailed):  # once more: what still wrote when the save failed has ended now
+            if isinstance(error, RunFailed):  # again: writers that were active when the save failed have ended now
                 remove_for_good(self._unfinished)
 
     @property
     def latest_step(self) -> int | None:
-        """Steps done in the newest finished checkpoint."""
+        """Returns the steps done in the newest finished checkpoint; None if there is none."""
         newest = next(finished(self.directory), None)
         return int(newest.name) if newest else None
 
     def save(self, step: int, state: Any, batches: Placed, *, num_tokens: int, eval_loss: float | None) -> None:
-        """Saves what `step` steps made of `num_tokens` tokens, once. The state may be donated to the next step at once.
+        """Saves the state after `step` steps over `num_tokens` tokens, once per step. The state may be donated to the
+        next step at once.
 
-        With it goes the position in the data, which any number of processes can go on from. Raises RunFailed where this
+        The position in the data is saved too; any number of processes can continue from it. Raises RunFailed if this
         save or the one before it cannot be written.
         """
         if self._orbax is None or step == self._last_saved:
@@ -119,8 +125,8 @@ class Checkpoints:
             self._finish_save()
 
     def _finish_save(self) -> None:
-        """Waits for the save under way. Each save has an event loop of its own, with a thread and three file
-        descriptors, which Orbax closes in `result` only."""
+        """Waits for the save in progress. Each save has its own event loop, with a thread and three file descriptors;
+        Orbax closes them only in `result`."""
         response, self._response = self._response, None
         if response is not None:
             response.result()
@@ -129,17 +135,17 @@ class Checkpoints:
 
     def _open(self, spec: CheckpointSpec) -> Any:
         context = ocp.Context(context_for(self.directory))
-        # A function: Orbax copies its options, and a bound method would take a copy of this object along.
+        # A function: Orbax copies its options, and a bound method would copy this object with them.
         context.asynchronous.post_finalization_callback = lambda: self._before_rename()
         return ocp.training.Checkpointer(
             str(self.directory),
             context=context,
             preservation_policy=_preservation_policy(spec),
-            cleanup_tmp_directories=True,  # what killed saves left
+            cleanup_tmp_directories=True,  # of saves that were killed
         )
 
     def _before_rename(self) -> None:
-        """Orbax calls it when all files of a save are written, and before it gives their directory its final name."""
+        """Writes the manifest. Orbax calls it when all files of a save are written, before the rename."""
         if jax.process_index() != 0:
             return
         (directory,) = self._unfinished()
@@ -157,7 +163,7 @@ class Checkpoints:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Turns a failed save into the end of the run, and removes the part that was written, to free its space."""
+        """Turns a failed save within the `with` into RunFailed, and removes the part that was written."""
         try:
             yield
         except Exception as error:
@@ -172,7 +178,7 @@ class Checkpoints:
 
 
 def restore(start: Start, state: Any, batches: Placed) -> Restored:
-    """Returns a checkpoint, laid out as the abstract `state` says, on any mesh; moves `batches` to its place in the
+    """Returns a checkpoint, laid out like the abstract `state`, on any mesh, and moves `batches` to its place in the
     data."""
     with context_for(start.path):
         content = ocp.load_checkpointables(str(start.path), {"state": state, "data": None})
@@ -199,8 +205,8 @@ def _is_crash(error: BaseException) -> bool:
 
 
 def _preservation_policy(spec: CheckpointSpec) -> Any:
-    """Returns the retention policies: a checkpoint stays as long as one wants it. Orbax asks when the next is
-    finished."""
+    """Returns the retention policy: a checkpoint is kept while any of its parts wants it. Orbax asks after each
+    save."""
     policies = ocp.training.preservation_policies
     wanted: list[Any] = [policies.LatestN(spec.keep)]
     if spec.keep_best:

@@ -11,7 +11,7 @@ MOST_SHOWN = 6
 
 
 def tree_differences(there: Any, here: Any) -> list[str]:
-    """Returns a line for each array that differs; parameters first, since the optimizer's state follows them.
+    """Returns a line for each array that differs, parameters first, since the optimizer's state follows them.
 
     there, here: trees whose leaves have a shape and a dtype.
     """
@@ -21,23 +21,23 @@ def tree_differences(there: Any, here: Any) -> list[str]:
 
 
 def parameters_first(path: str) -> tuple[bool, str]:
-    """Returns the key by which paths of a state are sorted for people."""
+    """Returns the key that sorts paths of a state for display."""
     return not path.startswith("params/"), path
 
 
 def first_lines(lines: list[str]) -> list[str]:
-    """Returns the first lines, and how many more there are."""
+    """Returns the first lines, and the number of those that are left out."""
     more = [f"and {len(lines) - MOST_SHOWN} more"] if len(lines) > MOST_SHOWN else []
     return lines[:MOST_SHOWN] + more
 
 
 def shown(differences: list[str]) -> str:
-    """Returns the first differences, and how many more there are."""
+    """Returns the first differences as indented lines, and the number of those that are left out."""
     return "".join(f"\n    {line}" for line in first_lines(differences))
 
 
 def described(array: Any) -> str:
-    """Returns type and shape: float32[264,32]."""
+    """Returns the type and shape of an array: float32[264,32]."""
     return f"{array.dtype}{list(array.shape)}".replace(" ", "")
 
 
@@ -53,18 +53,18 @@ def _described(tree: Any) -> dict[str, str]:
     return {path: described(x) for path, x in leaves_by_path(tree).items()}
 
 
-SAME_WITHIN = 1e-6  # of a rate: float32 rounds
+SAME_WITHIN = 1e-6  # relative difference of equal rates: float32 rounds
 
 
 def schedule_record(spec: RunSpec, num_updates: int) -> dict[str, Any]:
-    """Returns what a checkpoint after `num_updates` keeps of the schedule: its keys, and the rate of the next one."""
+    """Returns the schedule's record for a checkpoint after `num_updates`: its keys, and the rate of the next update."""
     return {"keys": _keys(spec), "next_learning_rate": _rate(spec, num_updates)}
 
 
 def describe_change(saved: dict[str, Any], spec: RunSpec, num_updates: int) -> str | None:
-    """Returns a line on what becomes of the learning rate; None where the schedule is that of the checkpoint.
+    """Returns a line about the change of the learning rate; None if the schedule is that of the checkpoint.
 
-    saved: what `schedule_record` returned for the checkpoint.
+    saved: the checkpoint's `schedule_record`.
     """
     before, now = saved["keys"], _keys(spec)
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]

@@ -23,12 +23,12 @@ from ..core.stores import Folder
 from .differences import described, first_lines, parameters_first
 from .start import FOLDER, Start, saved_tree
 
-Shards = tuple[int, ...]  # of an array, for each dimension
+Shards = tuple[int, ...]  # the number of shards of an array along each dimension
 
 
 @dataclass(frozen=True)
 class ArrayRestore:
-    """One array. saved: shards in the checkpoint, None where it does not say; here: in this run."""
+    """One array. saved: its shards in the checkpoint, None if unknown; here: its shards in this run."""
 
     path: str
     described: str
@@ -47,7 +47,7 @@ class ArrayRestore:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """saved_mesh: sizes above 1 of the mesh axes when it was saved; None where the checkpoint does not say."""
+    """The arrays of a restore. saved_mesh: sizes above 1 of the mesh axes when it was saved; None if unknown."""
 
     path: Folder
     arrays: tuple[ArrayRestore, ...]
@@ -60,7 +60,7 @@ class RestorePlan:
         return tuple(each for each in self.arrays if each.is_resharded)
 
     def lines(self) -> list[str]:
-        """Returns what it comes to, for people: parameters first, since the optimizer's state follows them."""
+        """Returns the plan as lines to show: parameters first, since the optimizer's state follows them."""
         whole = human_bytes(sum(each.num_bytes for each in self.arrays))
         folder = self.path.parent
         run = folder.parent if folder.name == FOLDER else folder
@@ -77,7 +77,7 @@ class RestorePlan:
 
 
 def plan_restore(start: Start, plan: Plan) -> RestorePlan:
-    """Returns the plan of restoring a checkpoint that holds what the run's state does."""
+    """Returns the plan of restoring a checkpoint that has the same arrays as the run's state."""
     saved = leaves_by_path(saved_tree(start.path))
     specs = leaves_by_path(plan.specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
     arrays = tuple(
@@ -102,7 +102,7 @@ def plan_restore(start: Start, plan: Plan) -> RestorePlan:
 
 
 def _saved_mesh(saved: Any) -> dict[str, int] | None:
-    """Returns the mesh axes of more than one device; None of an array that says nothing of a mesh."""
+    """Returns the mesh axes of more than one device; None if the array was saved without a mesh."""
     layout = saved.sharding_metadata
     if getattr(layout, "axis_names", None) is None:
         return None

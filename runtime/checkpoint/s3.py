@@ -1,10 +1,10 @@
-"""Orbax on s3://, by private parts of it, read in Orbax 0.12.8; no other file of the runtime uses one.
+"""Lets Orbax use s3://, by private parts read in Orbax 0.12.8; no other file of the runtime uses one.
 
 TensorStore, which writes the arrays, has a driver for S3; Orbax gives it only paths and gs://
-(https://github.com/google/orbax/issues/359). Three functions are extended, so that s3:// takes the way of gs://. If a
-release drops a name, or takes s3:// itself:
+(https://github.com/google/orbax/issues/359). Three functions are extended, so that s3:// is handled like gs://. If a
+release drops a name, or supports s3:// itself:
 
-    gcs_utils, tensorstore_utils      Orbax's own way to S3, or none: then s3:// is refused, and gs:// stays
+    gcs_utils, tensorstore_utils      Orbax's own support for S3, or none: then s3:// is refused, and gs:// stays
 """
 
 import os
@@ -38,16 +38,16 @@ def teach_orbax_s3() -> None:
 
 
 def s3_kvstore(url: str) -> dict[str, Any]:
-    """Returns TensorStore's spec of a place (https://google.github.io/tensorstore/kvstore/s3), from the same variables
-    as botocore, with which s3fs reads the other files."""
+    """Returns TensorStore's spec of a URL (https://google.github.io/tensorstore/kvstore/s3), from the same environment
+    variables as botocore, which reads the other files."""
     bucket, _, path = url.removeprefix(SCHEME).partition("/")
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if endpoint:  # a store that is not Amazon's: TensorStore cannot ask it for the region
+    if endpoint:  # not Amazon's: TensorStore cannot ask it for the region
         spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     elif region:
         spec |= {"aws_region": region}
-    if os.environ.get("AWS_ACCESS_KEY_ID"):  # else AWS's library complains of each profile that is not there
+    if os.environ.get("AWS_ACCESS_KEY_ID"):  # else AWS's library warns about each missing profile
         spec |= {"aws_credentials": {"type": "environment"}}
     return spec

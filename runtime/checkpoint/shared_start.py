@@ -1,4 +1,4 @@
-"""The checkpoint that a run starts from, and the room for more: process 0 looks at the files, and tells the others."""
+"""Finds the checkpoint that a run starts from, and checks the space for more; process 0 reads, and tells the others."""
 
 import json
 import shutil
@@ -20,24 +20,26 @@ from ..processes.process_log import say
 from .checkpoints import set_aside
 from .start import Start, checkpoint_folder, describe_damage, find_start
 
-LEAST_COMPRESSED = 0.5  # Orbax compresses arrays with zstd; trained float32 shrinks by a tenth, and never to a half
+LEAST_COMPRESSED = 0.5  # Orbax compresses arrays with zstd; trained float32 shrinks by a tenth, never to half
 
 
 def find_shared_start(run_dir: Path, plan: Plan, console: Console, processes: Processes) -> Start | None:
-    """Returns the checkpoint to go on from, found whole and of this model, the same in all processes; what stands in
-    the way of saving is told. Each byte is read once, by process 0.
+    """Returns the checkpoint to continue from, the same in all processes; None for a fresh start. It is complete, and
+    of this model. Process 0 reads each byte once, and warns about a lack of disk space.
 
-    Raises in all processes what `find_start` and `check_space` do, and where one of them does not see the checkpoint.
+    Raises in all processes what `find_start` and `check_space` raise, and ConfigError if one process does not see the
+    checkpoint.
     """
     found = together("checkpoint to start from", lambda: found_by_first(run_dir, plan, console, processes))
     return together("sight of the checkpoint", lambda: seen(found, processes))
 
 
 def found_by_first(run_dir: Path, plan: Plan, console: Console, processes: Processes) -> Start | None:
+    """Returns the start that process 0 finds; the others get its place."""
     if not processes.is_first:
         told = json.loads(processes.from_first("start"))
         return Start(folder_at(told["path"]), told["step"], told["is_own"], {}) if told else None
-    told = None  # in any case: the others wait for it
+    told = None  # sent in any case: the others wait for it
     try:
         start = _find(run_dir, plan, console)
         told = start and {"path": str(start.path), "step": start.step, "is_own": start.is_own}
@@ -62,6 +64,7 @@ def _find(run_dir: Path, plan: Plan, console: Console) -> Start | None:
 
 
 def seen(start: Start | None, processes: Processes) -> Start | None:
+    """Returns the same start. Raises ConfigError if this process does not see its folder."""
     if start and not start.path.is_dir():
         what = f"process {processes.index} does not see {start.path}, which process 0 found"
         fix = (
@@ -72,8 +75,8 @@ def seen(start: Start | None, processes: Processes) -> Start | None:
 
 
 def check_space(folder: Folder, spec: RunSpec, state: Any) -> str | None:
-    """Returns a warning where the disk cannot hold all the checkpoints that the run keeps. Raises ConfigError where it
-    surely cannot hold a single one. folder: where they are saved; a bucket has no limit."""
+    """Returns a warning if the disk cannot hold all the checkpoints that the run keeps. Raises ConfigError if it cannot
+    hold a single one. folder: the folder of the checkpoints; a bucket has no limit."""
     if not spec.checkpoint.is_saving or is_remote(folder):
         return None
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
@@ -83,7 +86,7 @@ def check_space(folder: Folder, spec: RunSpec, state: Any) -> str | None:
         key = "checkpoint.directory" if spec.checkpoint.directory else "hydra.run.dir"
         fix = f"free disk space, choose another {key}, or save nothing with checkpoint=disabled"
         raise ConfigError([Problem(key, has, fix)])
-    num_at_once = spec.checkpoint.keep + spec.checkpoint.keep_best + 1  # the new one beside those kept
+    num_at_once = spec.checkpoint.keep + spec.checkpoint.keep_best + 1  # the new one is there before an old one goes
     if free_bytes < num_at_once * state_bytes:
         return f"{has}: too little for the {num_at_once} that there will be at once"
     return None

@@ -1,5 +1,4 @@
-"""Finds the checkpoint that a run starts from: the newest of its own directory, or one of another run, with all
-files."""
+"""Finds the checkpoint that a run starts from: the newest complete one of its own directory, or one of another run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from .differences import shown, tree_differences
 from .s3 import SCHEME, teach_orbax_s3
 
 FOLDER = "checkpoints"
-COMMITTED = "commit_success.txt"  # by which Orbax finishes a save where it cannot rename
+COMMITTED = "commit_success.txt"  # finishes a save where Orbax cannot rename
 EXPECTED = ("data/data.json", "state/_METADATA")  # files of every checkpoint
 
-# Which item is of which kind is said here, and not left to a file of the checkpoint that has no hash.
+# The kinds of the items are given here, so that no file of the checkpoint without a hash decides them.
 CONTEXT = ocp.Context()
 CONTEXT.checkpointables.registry = ocp.handlers.local_registry().add(
     ocp.handlers.JsonHandler, checkpointable_name="data"
@@ -32,8 +31,8 @@ CONTEXT.checkpointables.registry = ocp.handlers.local_registry().add(
 
 @dataclass(frozen=True)
 class Start:
-    """A checkpoint that is as it was saved. is_own: of this run's directory. damaged: newer ones that are not, by path,
-    with what is wrong with each."""
+    """A checkpoint that is as it was saved. is_own: it is in this run's directory. damaged: newer checkpoints that are
+    damaged, by path, with the damage of each."""
 
     path: Folder
     step: int
@@ -42,14 +41,14 @@ class Start:
 
 
 def checkpoint_folder(run_dir: Path, spec: RunSpec) -> Folder:
-    """Returns where a run saves its checkpoints: `checkpoint.directory`, or a folder of its run directory."""
+    """Returns the folder of a run's checkpoints: `checkpoint.directory`, or a folder of its run directory."""
     directory = spec.checkpoint.directory
     return absolute(run_dir / FOLDER if directory is None else folder_at(directory))
 
 
 def context_for(folder: Folder) -> ocp.Context:
-    """Returns how Orbax reads and writes there. Where nothing can be renamed a save is finished by one more file, which
-    Orbax does by itself for gs:// alone."""
+    """Returns Orbax's context for a folder. On s3:// nothing can be renamed, so a save is finished by one more file;
+    Orbax does so by itself only for gs://."""
     if not str(folder).startswith(SCHEME):
         return CONTEXT
     teach_orbax_s3()
@@ -59,10 +58,10 @@ def context_for(folder: Folder) -> ocp.Context:
 
 
 def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
-    """Returns the checkpoint to go on from, None for a fresh start. Reads every byte of it, and loads nothing.
+    """Returns the checkpoint to continue from; None for a fresh start. Reads every byte of it, and loads nothing.
 
-    Raises RunFailed where there are checkpoints and none of them is good, ConfigError where the good one does not hold
-    what the abstract `state` does, or one of this run's is a link.
+    Raises RunFailed if there are checkpoints and all are damaged, ConfigError if the arrays of the newest good one
+    differ from the abstract `state`, or a checkpoint of this run is a link.
     """
     own = checkpoint_folder(run_dir, spec)
     if there := list(finished(own)):
@@ -77,8 +76,8 @@ def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
 
 
 def find_restorable(spec: RunSpec, state: Any) -> Start | None:
-    """Returns the checkpoint of `checkpoint.restore_from`; None if nothing is to be restored. Raises what `find_start`
-    will, as far as can be seen without reading the arrays."""
+    """Returns the checkpoint of `checkpoint.restore_from`; None without one. Raises what `find_start` will raise, as
+    far as can be seen without reading the arrays."""
     if spec.checkpoint.restore_from is None:
         return None
     start = _newest_good(*_candidates(spec.checkpoint.restore_from), is_own=False, compare="sizes")
@@ -87,7 +86,7 @@ def find_restorable(spec: RunSpec, state: Any) -> Start | None:
 
 
 def check_steps_left(start: Start | None, spec: RunSpec) -> None:
-    """Raises ConfigError where the checkpoint of another run has all the steps of this one behind it."""
+    """Raises ConfigError if the checkpoint of another run has done all the steps of this one."""
     if start and start.step >= spec.num_steps:
         what = f"{counted(spec.num_steps, 'step')} leave nothing to do after the {start.step:,} of {start.path}"
         fix = f"use num_steps={start.step + spec.num_steps} for as many more, or an earlier checkpoint"
@@ -100,8 +99,8 @@ def _candidates(restore_from: str) -> tuple[Folder, list[Folder]]:
 
 
 def check_checkpoint(spec: RunSpec) -> None:
-    """Raises ConfigError where `checkpoint.restore_from` names no finished checkpoint, no best ones can be told, each
-    of several processes would save by a clock of its own, or a bucket cannot be read."""
+    """Raises ConfigError if `checkpoint.restore_from` names no finished checkpoint, the best checkpoints cannot be
+    known, each of several processes would save by its own clock, or a bucket cannot be read."""
     all_of(
         lambda: _check_best(spec), lambda: _check_restore(spec), lambda: _check_clock(spec), lambda: _check_folder(spec)
     )
@@ -155,8 +154,8 @@ def parse_place(text: str) -> tuple[Folder, int | None]:
 
 
 def finished(directory: Folder) -> Iterator[Folder]:
-    """Returns the finished checkpoints of a run, newest first: what has a step's name. A save that was cut off has
-    another, or behind a URL lacks the file that is written last."""
+    """Yields the finished checkpoints of a run, newest first. Their names are steps; an interrupted save has another
+    name, or behind a URL lacks the file that is written last."""
     steps = [path for path in directory.iterdir() if path.name.isdecimal()] if directory.is_dir() else []
     for path in sorted(steps, key=lambda path: int(path.name), reverse=True):
         if not is_remote(path) or (path / COMMITTED).exists():
@@ -164,7 +163,7 @@ def finished(directory: Folder) -> Iterator[Folder]:
 
 
 def describe_damage(damaged: dict[Folder, str]) -> str:
-    """Returns the damage: `checkpoint 300: what is wrong with it; checkpoint 200: ...`"""
+    """Returns the damage as text: `checkpoint 300: its damage; checkpoint 200: ...`"""
     return "; ".join(f"checkpoint {path.name}: {what}" for path, what in damaged.items())
 
 
@@ -191,18 +190,18 @@ def _link_problem(path: Folder) -> Problem:
 
 
 def _unreadable(path: Folder) -> str | None:
-    """Returns why Orbax cannot read the checkpoint; None if it can. Some files of its own have no hash."""
+    """Returns why Orbax cannot read the checkpoint; None if it can. Some of Orbax's files have no hash."""
     try:
         saved_tree(path)
     except OSError:
         raise
-    except Exception as error:  # of any kind: it trusts these files
+    except Exception as error:  # of any kind: Orbax trusts these files
         return f"its metadata is damaged: {str(error).partition(chr(10))[0]}"
     return None
 
 
 def saved_tree(path: Folder) -> Any:
-    """Returns shape, type and sharding of the arrays in a checkpoint."""
+    """Returns the shape, type and sharding of the arrays in a checkpoint."""
     with context_for(path):
         metadata: Any = ocp.checkpointables_metadata(str(path)).metadata
     return metadata["state"]

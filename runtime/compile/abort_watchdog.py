@@ -1,8 +1,9 @@
-"""What a compiler says when it ends the process, told on the terminal and kept for the next time.
+"""Reports an abort of the compiler on the terminal, and saves its reason for the next time.
 
-A compiler that finds itself wrong aborts, in C++: no `except` and no `finally` is run, and what it said is in a log. So
-while one is at work a small process watches. This file, run as a script, is that process: it reads the
-log, until its input ends, which the system closes when the process that is watched dies, however it dies.
+A compiler that fails one of its own checks aborts in C++: no `except` and no `finally` runs, and its message is in a
+log. So while a compiler works, a small process reads the log. This file, run as a script, is that process, so it
+imports only the standard library. It ends when its input is closed, which the system does when the watched process
+dies.
 """
 
 import json
@@ -16,23 +17,24 @@ from pathlib import Path
 
 ENDED_WELL = "."
 _POLL_SECONDS = 0.1
-# A fatal line of Abseil's log, which XLA writes: severity and date, time, thread, source, words
-# (https://abseil.io/docs/cpp/guides/logging). JAX's coordination service, too, which ../processes/lost.py tells of.
+# A fatal line of Abseil's log, which XLA writes: severity and date, time, thread, source, text
+# (https://abseil.io/docs/cpp/guides/logging). Not those of JAX's coordination service, which ../processes/lost.py
+# reports.
 FATAL = re.compile(r"^F\d{4} \S+ +\d+ (?P<why>(?!.*the JAX distributed service).*?) *\n", re.MULTILINE)
-SHOW_CURSOR = "\x1b[?25h"  # which a terminal's spinner hides
+SHOW_CURSOR = "\x1b[?25h"  # a terminal's spinner hides it
 
 
 @contextmanager
-def last_words(log: Path, terminal: int, *, during: str, kept_in: Path | None) -> Iterator[None]:
-    """Reports, if this process is ended within the `with`, that it was and during what: on `terminal`, a file
-    descriptor.
+def abort_reported(log: Path, terminal: int, *, during: str, kept_in: Path | None) -> Iterator[None]:
+    """Reports on `terminal`, a file descriptor, if this process is ended within the `with`, and during which work.
 
-    log: where the compiler writes, a file that is there; what is fatal in it from here on is told, and kept: `kept_in`.
+    log: an existing file, to which the compiler writes; a fatal line that is added from now on is reported. kept_in:
+    the file that takes the reason of an abort.
     """
     start = log.stat().st_size
     told = json.dumps({"log": str(log), "start": start, "during": during, "kept_in": kept_in and str(kept_in)})
     command = [sys.executable, "-I", "-S", __file__, told]
-    # In a session of its own: Ctrl-C ends it with the process that it watches, and not before.
+    # In a session of its own, so that Ctrl-C does not end it before the process that it watches.
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=terminal, text=True, start_new_session=True
     ) as watcher:
@@ -43,7 +45,7 @@ def last_words(log: Path, terminal: int, *, during: str, kept_in: Path | None) -
 
 
 def read_abort_reason(kept_in: Path) -> str | None:
-    """Returns what the compiler said before it ended a process; None where it has not."""
+    """Returns the saved reason of an abort; None if there is none."""
     try:
         return kept_in.read_text()
     except OSError:
@@ -51,7 +53,7 @@ def read_abort_reason(kept_in: Path) -> str | None:
 
 
 def _watch(log: str, start: int, during: str, kept_in: str | None) -> None:
-    """Tells what is fatal as soon as it is in the log: behind the end of a container's process there is no time."""
+    """Reports a fatal line as soon as it is in the log: a container ends with its first process."""
     is_over, fatal, said = False, None, b""
     with open(log, "rb") as file:
         file.seek(start)

@@ -1,12 +1,12 @@
-"""An artifact: compiled programs in a directory, with what they are of.
+"""Writes and reads artifacts: compiled programs in a directory, with the fingerprint that identifies them.
 
     fingerprint.json     devices, versions, compiler options, keys of the declaration, hashes of the lowered programs
     built.json           memory of the train step, seconds of the compile; or why it does not fit
     train.hlo.txt        the train step as the compiler scheduled it
-    NAME.executable      each program that can be kept, as JAX serialises it
+    NAME.executable      each program that can be saved, as JAX serialises it
     manifest.json        sizes and SHA-256 of all of these
 
-Loading an executable runs code: take artifacts only from where you would take a program from.
+Loading an executable runs code: load only artifacts whose source you would trust with a program.
 """
 
 import os
@@ -36,7 +36,7 @@ EXPECTED = ("fingerprint.json", "built.json")  # files of every artifact
 
 @dataclass(frozen=True)
 class Artifact:
-    """overrides: as typed where it was compiled."""
+    """A directory of compiled programs. overrides: the overrides of its compile, as typed."""
 
     place: Path
     fingerprint: Fingerprint
@@ -45,7 +45,7 @@ class Artifact:
 
 
 def write_artifact(place: Path, fingerprint: Fingerprint, built: Built, overrides: tuple[str, ...]) -> Artifact:
-    """Writes a directory that is there whole or not at all, and replaces one that is there."""
+    """Writes a directory so that it is complete or absent, and replaces an existing one."""
     place.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
     try:
@@ -65,8 +65,8 @@ def write_artifact(place: Path, fingerprint: Fingerprint, built: Built, override
 
 
 def read_artifact(named: Path) -> Artifact:
-    """Returns the artifact of a run directory, or of its folder. Raises ConfigError where there is none that is
-    whole."""
+    """Returns the artifact of a run directory, or of its own folder. Raises ConfigError if there is none or it is
+    damaged."""
     place = next((p for p in (named, named / FOLDER) if (p / MANIFEST).is_file()), None)
     if place is None:
         what = f"there is no artifact in {named}"
@@ -81,7 +81,7 @@ def read_artifact(named: Path) -> Artifact:
 
 
 def _read(place: Path) -> Artifact:
-    """Returns the artifact of a complete folder. Any exception means that another version wrote its files."""
+    """Returns the artifact of a complete folder. An exception means that another version wrote its files."""
     told = parse_json((place / "fingerprint.json").read_bytes())
     if told.pop("schema_version") != SCHEMA_VERSION:
         raise ValueError
@@ -91,7 +91,7 @@ def _read(place: Path) -> Artifact:
 
 
 def find_artifact(fingerprint: Fingerprint, places: Iterable[Path]) -> Artifact | None:
-    """Returns the first artifact of this fingerprint; one that is damaged counts as none."""
+    """Returns the first undamaged artifact of this fingerprint; None if there is none."""
     for place in places:
         try:
             artifact = read_artifact(place)
@@ -103,7 +103,7 @@ def find_artifact(fingerprint: Fingerprint, places: Iterable[Path]) -> Artifact 
 
 
 def check_artifact(artifact: Artifact, wanted: Fingerprint) -> None:
-    """Raises ConfigError with what keeps an artifact from being what is about to run; nothing else may be loaded."""
+    """Raises ConfigError with all differences between an artifact and the program that is about to run."""
     compiled_by = " ".join(["meshloom compile", *artifact.overrides])
     fix = f"take the artifact's, or compile again: it is of `{compiled_by}`"
     if problems := differences(wanted, artifact.fingerprint, folder="the artifact", fix=fix):
@@ -117,7 +117,7 @@ def check_artifact(artifact: Artifact, wanted: Fingerprint) -> None:
 def load_programs(
     artifact: Artifact, lowered: Programs, mesh: Mesh, compile_: Callable[[Programs], Programs] = build
 ) -> Programs:
-    """Returns the artifact's programs on these devices; those that it lacks are compiled."""
+    """Returns the artifact's programs on these devices, and compiles those that it lacks."""
     executables = artifact.built.executables
     missing = replace(lowered, **dict.fromkeys(executables))
     rest = compile_(missing) if missing.named() else missing
@@ -145,7 +145,7 @@ def _built_of(place: Path) -> Built:
 
 
 def _replace_folder(new: Path, place: Path) -> None:
-    """Renames a folder, after removing the old one: for a moment there is none."""
+    """Renames a folder after removing the old one; for a moment there is none."""
     if place.exists():
         shutil.rmtree(place)
     os.rename(new, place)

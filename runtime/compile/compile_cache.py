@@ -37,19 +37,19 @@ FAILED = re.compile(r"Error (reading|writing) persistent compilation cache entry
 
 
 def store_of(spec: RunSpec, fingerprint: Fingerprint) -> Path | None:
-    """Returns the folder in which compiled programs are saved between runs; None if they are not."""
+    """Returns the folder in which programs of this fingerprint are saved between runs; None if they are not saved."""
     folder = cache_folder(spec)
     return folder and folder / "artifacts" / fingerprint.digest
 
 
 def cache_folder(spec: RunSpec) -> Path | None:
-    """Returns `compilation_cache` as a folder; None where it is null, or a URL, which JAX's own cache alone can use."""
+    """Returns `compilation_cache` as a folder; None if it is null, or a URL, which only JAX's own cache can use."""
     place = spec.compilation_cache
     return None if place is None or is_url(place) else Path(place).absolute()
 
 
 def unkept(spec: RunSpec) -> tuple[str, ...]:
-    """Returns a warning where programs are to be saved behind a URL, which only a run of one process can."""
+    """Returns a warning if programs are to be saved behind a URL, which only a run of one process can do."""
     if spec.compilation_cache is None or not is_url(spec.compilation_cache):
         return ()
     return (f"programs are not saved in {spec.compilation_cache}: a folder is needed, except to train in one process",)
@@ -57,8 +57,10 @@ def unkept(spec: RunSpec) -> tuple[str, ...]:
 
 @contextmanager
 def one_compiles(store: Path | None) -> Iterator[None]:
-    """Within the `with`, no other process compiles the same program: the second one waits, and finds what the first has
-    stored. The system lets go of the lock when a process dies. A store that cannot be written locks nothing."""
+    """Locks a stored program within the `with`, so that a second process waits and finds what the first has stored.
+
+    The system releases the lock when a process dies. Nothing is locked in a store that cannot be written.
+    """
     lock = None
     if store is not None:
         with suppress(OSError):
@@ -73,7 +75,7 @@ def one_compiles(store: Path | None) -> Iterator[None]:
 
 
 def check_did_not_abort(aborted: Path | None) -> None:
-    """Raises RunFailed where this compiler ended a process over this program: it would do so again."""
+    """Raises RunFailed if this compiler has aborted on this program before: it would do so again."""
     if aborted and (why := read_abort_reason(aborted)):
         fix = f"other options or another version of it may do; remove {aborted} to let it try again"
         raise RunFailed(Problem("the compiler", f"aborted on this program before: {why}", fix), exit_code=1)
@@ -81,14 +83,15 @@ def check_did_not_abort(aborted: Path | None) -> None:
 
 @dataclass
 class CacheUse:
-    """num_requests, num_hits: programs asked for, and found. warnings: lines for the user."""
+    """The use of JAX's cache, counted by its events. num_requests, num_hits: programs that were looked for, and found.
+    warnings: lines for the user."""
 
     num_requests: int = 0
     num_hits: int = 0
     warnings: list[str] = field(default_factory=list)
 
     def describe(self, seconds: float) -> str:
-        """Returns how the programs came to be, in a line."""
+        """Returns a line that says whether the programs were compiled or found."""
         if self.num_hits == 0:
             return f"compiled in {seconds:.1f} s"
         if self.num_hits == self.num_requests:
@@ -98,9 +101,9 @@ class CacheUse:
 
 @contextmanager
 def cached_compilation(directory: str | None) -> Iterator[CacheUse]:
-    """Loads programs from `directory` within the `with`, and saves compiled ones there; None: nowhere.
+    """Within the `with`, JAX loads programs from `directory` and saves compiled ones there; None: without a cache.
 
-    A directory that cannot be used, and an entry that cannot be read or written, is a warning.
+    A directory that cannot be used is a warning, and so is an entry that cannot be read or written.
     """
     use = CacheUse()
 
@@ -111,7 +114,7 @@ def cached_compilation(directory: str | None) -> Iterator[CacheUse]:
     place = _prepared(directory, use)
     if getattr(jax.config, DIRECTORY) != (place and str(place)):
         jax.config.update(DIRECTORY, place and str(place))
-        reset_cache()  # JAX opens a cache once, and keeps to it
+        reset_cache()  # JAX opens a cache only once
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.monitoring.register_event_listener(count)
     try:
@@ -129,7 +132,7 @@ def cached_compilation(directory: str | None) -> Iterator[CacheUse]:
 
 
 def _prepared(directory: str | None, use: CacheUse) -> epath.Path | None:
-    """Returns the directory, made if need be; one that may be read only is used for what it holds."""
+    """Returns the directory, created if necessary; a read-only one is used for what it holds."""
     if directory is None:
         return None
     place = epath.Path(directory if is_url(directory) else Path(directory).absolute())
@@ -148,6 +151,6 @@ def _prepared(directory: str | None, use: CacheUse) -> epath.Path | None:
 def _failure(place: epath.Path, action: str, program: str, reason: str) -> str:
     if action == "writing":
         return f"{program} cannot be saved in compilation_cache {place}: {reason}"
-    for entry in place.glob(f"{program}-*"):  # one of them; JAX does not say which
+    for entry in place.glob(f"{program}-*"):  # JAX does not say which of them is damaged
         entry.unlink(missing_ok=True)
     return f"{program} was damaged in compilation_cache {place} and compiled again; the next start keeps it"

@@ -1,4 +1,4 @@
-"""The train step, compiled for a target that need not be there: verdict, report, artifact."""
+"""Compiles the train step for a target that need not be there: verdict, report, artifact."""
 
 import logging
 import os
@@ -50,7 +50,7 @@ LOG = logging.getLogger("meshloom")
 
 @dataclass(frozen=True)
 class CompileJob:
-    """A step that can be compiled: its plan, the devices that it is for, and what looking for them printed."""
+    """A step that can be compiled: its plan, its devices, and the lines that were printed while they were found."""
 
     plan: Plan
     devices: Sequence[Any]
@@ -59,14 +59,14 @@ class CompileJob:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compile came to."""
+    """A compiled step, stored, with its report."""
 
     stored: StoredStep
     report: Report
 
     @property
     def refusal(self) -> int:
-        """Returns the exit code of a compiled step that is not accepted; 0 for an accepted one."""
+        """Returns the exit code of a compiled step that is not accepted; 0 if it is."""
         if False in (self.report.memory.fits, self.report.memory.host_fits):
             return DOES_NOT_FIT
         return EXPOSED if any(finding.rule == TOO_EXPOSED for finding in self.report.findings) else 0
@@ -81,8 +81,7 @@ def prepare_compile(spec: RunSpec) -> CompileJob:
 
 
 def find_job(spec: RunSpec, make_plan: Callable[[], Plan]) -> CompileJob:
-    """Returns the job of a declaration, once the devices that it runs on have started. Raises ConfigError with all that
-    is wrong."""
+    """Returns the job of a declaration whose devices have started. Raises ConfigError with all problems."""
     with captured_stderr() as captured:
         plan, devices, *_ = all_of(
             make_plan,
@@ -96,11 +95,10 @@ def find_job(spec: RunSpec, make_plan: Callable[[], Plan]) -> CompileJob:
 
 
 def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str | None, console: Console) -> Compiled:
-    """Compiles, or finds an earlier compile, and writes the report. The exit code is its `refusal`.
+    """Compiles, or finds an earlier compile, and writes the report. The exit code is the result's `refusal`.
 
-    model: what the declaration calls its model, where it has a name.
-    Raises ConfigError for compiler options that are wrong and a directory that is in use, RunFailed where the compiler
-    fails.
+    model: the declaration's name for its model; None if it has none.
+    Raises ConfigError for wrong compiler options and for a directory that is in use, RunFailed if the compiler fails.
     """
 
     def replan(more: tuple[str, ...]) -> Plan:
@@ -116,7 +114,7 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str
 
 
 def why_refused(compiled: Compiled) -> str | None:
-    """Returns why a compiled step is not accepted; None for an accepted one."""
+    """Returns why a compiled step is not accepted; None if it is."""
     memory, step = compiled.report.memory, compiled.report.step
     if compiled.refusal == EXPOSED:
         exposed = "?" if step.exposed_fraction is None else human_share(step.exposed_fraction)
@@ -138,9 +136,9 @@ def compile_job(
     replan: Replan | None,
     console: Console,
 ) -> Compiled:
-    """Compiles, or finds an earlier compile, in a folder for the compiler's log.
+    """Compiles, or finds an earlier compile. run_dir: the folder of the compiler's log.
 
-    overrides, model: as for a report. replan: None where no other declaration is of use.
+    overrides, model: as for a report. replan: plans the declaration with more overrides; None if none can be suggested.
     """
     stored, searched = _compiled(job, StepCompiler(job.devices, run_dir, console), overrides)
     raise_if_interrupted()
@@ -160,12 +158,13 @@ def compile_job(
 
 
 def _estimate_of(declared: Plan, step: CompiledStep) -> StepEstimate:
-    """Returns the estimate of the declaration: the compiled step's, but where a search compiled other steps."""
+    """Returns the estimate of the declaration: the compiled step's, unless a search chose another step."""
     return step.estimate if step.plan is declared else estimate_step(declared)
 
 
 def write_compiled(compiled: Compiled, run_dir: Path) -> tuple[Path, ...]:
-    """Writes the declaration, the report and, of an accepted step, the artifact. Returns the file to open first."""
+    """Writes the declaration, the report and, if the step is accepted, the artifact. Returns their paths, beginning
+    with the one to open."""
     step = compiled.stored.step
     write_declaration(step.plan, run_dir)
     place = None if compiled.refusal else run_dir / FOLDER
@@ -186,7 +185,7 @@ def _compiled(
 
 
 def _savings(step: CompiledStep, replan: Replan) -> tuple[MemoryChange, ...]:
-    """Returns changes that would make it fit, if it is known how much memory it lacks."""
+    """Returns changes that would make the step fit; none if it is unknown how much memory it lacks."""
     plan = step.plan
     needed, limit = step.needed_bytes, plan.target.hbm_bytes_per_device
     if needed is None or limit is None:
@@ -208,7 +207,7 @@ def _check_budget(spec: RunSpec) -> None:
 
 
 def _put(made: StoredStep, place: Path) -> None:
-    """The artifact of the run directory; it shares files with the one that is kept where they are on the same disk."""
+    """Writes the artifact of the run directory; it shares files with the stored one if they are on the same disk."""
     if made.artifact is None:
         write_artifact(place, made.step.lowered.fingerprint, made.step.built, made.overrides)
     elif made.artifact.place != place:
@@ -238,7 +237,7 @@ def _show_header(console: Console, job: CompileJob) -> None:
 
 
 def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], run_dir: Path | None) -> None:
-    """run_dir: None where the step is not accepted."""
+    """Shows the result of a compile. run_dir: None if the step is not accepted."""
     report, kept = compiled.report, compiled.stored.artifact
     build = report.build
     assert build is not None, "it was compiled here"
@@ -261,7 +260,7 @@ def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], ru
 
 
 def _show_unread(console: Console, step: CompiledStep, place: Path | None) -> None:
-    """Warns about the parts of a program that could not be read. place: where it is saved."""
+    """Warns about the parts of a program that could not be read. place: the folder with its text."""
     parts = {"memory by class": step.peak, "the schedule": step.schedule}
     reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unavailable) and step.built.text}
     for why, name in reasons.items():

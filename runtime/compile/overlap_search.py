@@ -1,7 +1,7 @@
-"""`overlap.search`, run: candidates are compiled in turn until the bounds are reached, and the best is taken.
+"""Runs `overlap.search`: compiles candidates in turn until a bound is reached, and takes the best.
 
-What was decided before is read back, as long as the program, the devices, the compiler, the options and the bounds are
-the same. Each candidate is kept like any compiled step, so a search that was interrupted goes on where it was.
+A saved decision is used as long as the program, the devices, the compiler, the options and the bounds are the same.
+Each candidate is stored like any compiled step, so an interrupted search continues where it was.
 """
 
 import json
@@ -42,12 +42,15 @@ from .compile_cache import cache_folder
 from .step_compiler import StepCompiler, StoredStep
 
 Tried = tuple[OverlapConfig, Evaluation]
-Untried = Literal["num_equal", "num_ruled_out", "num_untried"]  # why a candidate has no row, as SearchReport counts it
+Untried = Literal["num_equal", "num_ruled_out", "num_untried"]  # reasons why a candidate has no row, as in SearchReport
 
 
 def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...]) -> tuple[StoredStep, SearchReport]:
-    """Returns the step that is predicted to be the shortest, of those that meet the demand if any does, and the table
-    of all that were compiled; where none fits, the one that was declared. Raises what compiling that one does."""
+    """Returns the step with the shortest prediction and the table of all compiled candidates.
+
+    Steps that meet `overlap.max_exposed` come first; if no step fits, the declared one is returned. Raises the errors
+    of compiling the declared step.
+    """
     bounds = plan.spec.overlap.search
     assert bounds is not None
     candidates = overlap_candidates(plan, estimate_declared(plan))
@@ -78,14 +81,16 @@ def _try_in_turn(
     console: Console,
     begun: float,
 ) -> tuple[StoredStep, SearchReport]:
-    """Returns the best step, and what became of each candidate. declared: the step of the first. begun: when the
-    search began, before that step was compiled, as `time.monotonic` counts."""
+    """Returns the best step and the result of each candidate.
+
+    declared: the step of the first candidate. begun: the time of `time.monotonic` before that step was compiled.
+    """
     bounds, max_exposed = plan.spec.overlap.search, plan.spec.overlap.max_exposed
     assert bounds is not None
     tried, rows, programs = list[Tried](), list[TriedReport](), {declared.step.lowered.fingerprint.digest}
 
     def add(one: OverlapCandidate, found: Evaluation, seconds: float) -> bool:
-        """Adds and shows what came of a candidate. Returns True if it is the best so far."""
+        """Adds and shows the result of a candidate. Returns True if it is the best so far."""
         tried.append((one.way, found))
         rows.append(tried_report(one.way, found, plan.target, seconds))
         say(console, line_of(rows[-1]))
@@ -124,8 +129,8 @@ def _reached(bounds: OverlapSearch, num_tried: int, seconds: float) -> str | Non
 
 
 def _attempt(compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, Evaluation, float]:
-    """Returns a compiled candidate, its evaluation and the seconds that compiling took; None if the compiler fails, or
-    refuses the options."""
+    """Returns a compiled candidate, its evaluation and the seconds of its compile; None as the candidate if the
+    compiler fails or refuses the options."""
     start = time.perf_counter()
     try:
         made = compile_it()
@@ -136,8 +141,8 @@ def _attempt(compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, E
 
 
 def _decision_file(plan: Plan, declared: StoredStep, candidates: Sequence[OverlapCandidate]) -> Path | None:
-    """Returns the file of a decision, named by all that it depends on: the program, the candidates and their order, the
-    bounds and the demand, the figures of the chip, the code that judges."""
+    """Returns the file of a decision, named by everything that it depends on: the program, the candidates and their
+    order, the bounds and limits, the figures of the chip, and the code that judges."""
     folder = cache_folder(plan.spec)
     if folder is None:
         return None
@@ -158,13 +163,13 @@ def _decision_file(plan: Plan, declared: StoredStep, candidates: Sequence[Overla
 
 @cache
 def _code_of_compiler() -> str:
-    """Returns a hash of the source of our compiler: another one may judge otherwise."""
+    """Returns a hash of the source of our compiler: other code may decide differently."""
     folder = Path(str(compiler_package.__file__)).parent
     return sha256("".join(path.read_text() for path in sorted(folder.rglob("*.py"))))
 
 
 def _read(decision: Path) -> SearchReport | None:
-    """Returns the saved decision; None if there is none of this version."""
+    """Returns the saved decision; None if there is none, or another version wrote it."""
     try:
         return SearchReport.model_validate_json(decision.read_bytes()).model_copy(update={"cache": "hit"})
     except (OSError, ValidationError):

@@ -1,8 +1,8 @@
-"""Where a compiled program's text is: a file, a dump of XLA, or a run directory of ours.
+"""Finds the text of a compiled program: in a file, a dump of XLA, or a run directory.
 
-step.txt                       what `compiled.as_text()` gives, or a module of a dump
-DUMP/*after_optimizations.txt  of `--xla_dump_to=DUMP`: the largest, which is the train step of a training program
-RUN, RUN/artifact              of `meshloom compile`: the declaration beside it says where the devices lie
+step.txt                       the text of `compiled.as_text()`, or a module of a dump
+DUMP/*after_optimizations.txt  from `--xla_dump_to=DUMP`: the largest, which is the step of a training program
+RUN, RUN/artifact              from `meshloom compile`: the declaration beside it has the order of the devices
 """
 
 import json
@@ -35,14 +35,17 @@ from .artifact import FOLDER, TEXT, read_artifact
 
 DUMPED = "*after_optimizations.txt"
 TARGET = "target"
-KEYS = (TARGET, "calibration")  # of a declaration, that say where a program would run
+KEYS = (TARGET, "calibration")  # keys of a declaration that describe the devices of a program
 GIVE = "give the text of a compiled program, an XLA dump directory, or a run directory"
 
 
 @dataclass(frozen=True)
 class FoundProgram:
-    """devices: where they lie, if a declaration says it. memory: as XLA counted it, if that is saved. note: what was
-    chosen among several; empty if nothing was."""
+    """The text of a compiled program.
+
+    devices: the order of its devices; None without a declaration. memory: XLA's count; None if it was not saved. note:
+    the choice that was made among several programs; empty if there was none.
+    """
 
     path: Path
     text: str
@@ -52,8 +55,8 @@ class FoundProgram:
 
 
 def find_program(path: Path, named: str | None = None) -> FoundProgram:
-    """Returns the program at a path. named: the one to take, of a text or a dump that has several. Raises ConfigError
-    where there is none."""
+    """Returns the program at a path. named: the name of the program to take, if a text or a dump has several. Raises
+    ConfigError if there is none."""
     if path.is_file():
         return _of_text(path, named)
     if not path.is_dir():
@@ -69,13 +72,13 @@ def find_program(path: Path, named: str | None = None) -> FoundProgram:
 
 
 def devices_of(overrides: Sequence[str]) -> ProgramDevices:
-    """Returns the devices of a target in its own order. overrides: of `target` and `calibration`, as one types them,
-    and where configs are. Raises ConfigError with all that is wrong with them."""
+    """Returns the devices of a target in its own order. overrides: overrides of `target`, `calibration` and the config
+    search path, as typed. Raises ConfigError with all problems in them."""
     return ProgramDevices(plan_own_order(read_target(overrides)), is_assumed=True)
 
 
 def read_target(overrides: Sequence[str]) -> TargetPlan:
-    """Returns the target that overrides name. Raises ConfigError with all that is wrong with them."""
+    """Returns the target that overrides name. Raises ConfigError with all problems in them."""
     if not any(text.startswith(f"{TARGET}=") for text in overrides):
         what = "it is missing: a program's text does not say which chips it was compiled for"
         raise ConfigError([Problem(TARGET, what, "add target=v5p-128, or another target by its name")])

@@ -46,7 +46,7 @@ Compile = Callable[[Programs], Programs]
 
 @dataclass(frozen=True)
 class WatchedBuild:
-    """Compiles with the compiler's words kept off the terminal. log: where they go. lines: what they were."""
+    """Compiles with the compiler's output off the terminal. log: the file that takes it. lines: what was printed."""
 
     log: Path
     phases: Phases
@@ -67,7 +67,7 @@ class WatchedBuild:
 
 @dataclass(frozen=True)
 class Precompiled:
-    """An artifact, and the programs that it is of."""
+    """An artifact, and the lowered programs that it was compiled from."""
 
     artifact: Artifact
     lowered: Programs
@@ -75,7 +75,7 @@ class Precompiled:
 
 @dataclass(frozen=True)
 class Ready:
-    """Programs that can run. how: they came to be, in a line."""
+    """Programs that can run. how: a line that says whether they were compiled or loaded."""
 
     programs: Programs
     how: str
@@ -91,8 +91,8 @@ def make_programs(
     console: Console,
     processes: Processes,
 ) -> Programs:
-    """Returns the compiled programs of a run, in all processes at once. Raises RunFailed where they need more memory
-    than there is; Ctrl-C in a process that is alone ends it."""
+    """Returns the compiled programs of a run, in all processes at once. Raises RunFailed if they need more memory than
+    there is. Ctrl-C ends a process that is alone."""
     with stop.waiting_for("the compiler", can_be_left=True), Phases(console, STATUS) as phases:
         compile_ = WatchedBuild(compiler_log(run_dir, processes), phases)
         phases.begin(LOWER)
@@ -114,7 +114,7 @@ def compiler_log(run_dir: Path, processes: Processes) -> Path:
 
 
 def mesh_of(plan: Plan) -> Mesh:
-    """Returns the plan's mesh of the devices that are there."""
+    """Returns the plan's mesh of attached devices."""
     return plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
 
 
@@ -135,8 +135,8 @@ def _ready(
 
 
 def meet(plan: Plan, make: Callable[[], Programs], processes: Processes) -> Programs:
-    """Returns what `make` does, once all processes have theirs. Raises RunFailed in all of them where one cannot be
-    compiled, or lacks the memory to run it."""
+    """Returns the programs of `make`, once all processes have theirs. Raises RunFailed in all of them if one fails to
+    compile, or lacks the memory to run."""
 
     def made() -> Programs:
         programs = make()
@@ -147,7 +147,7 @@ def meet(plan: Plan, make: Callable[[], Programs], processes: Processes) -> Prog
 
 
 def compile_together(plan: Plan, lowered: Programs, mesh: Mesh, compile_: Compile, processes: Processes) -> Ready:
-    """Returns programs that all processes load, if each has saved its own, or that all compile and save."""
+    """Returns programs that all processes load, if each has them stored, or that all compile and store."""
     start = time.perf_counter()
     fingerprint = fingerprint_of(plan, lowered, mesh)
     place = store_of(plan.spec, fingerprint)
@@ -157,7 +157,7 @@ def compile_together(plan: Plan, lowered: Programs, mesh: Mesh, compile_: Compil
     if kept and all(have):
         programs = meet(plan, lambda: load_programs(kept, lowered, mesh, compile_), processes)
         return Ready(programs, f"compiled before: loaded in {time.perf_counter() - start:.1f} s")
-    with cached_compilation(None):  # JAX's own would serve process 0 alone
+    with cached_compilation(None):  # JAX's own cache serves only process 0
         programs = meet(plan, lambda: compile_(lowered), processes)
     seconds = time.perf_counter() - start
     keep = partial(_keep, place, fingerprint, programs, seconds)
@@ -168,7 +168,7 @@ def compile_together(plan: Plan, lowered: Programs, mesh: Mesh, compile_: Compil
 
 
 def _keep(place: Path | None, fingerprint: Fingerprint, programs: Programs, seconds: float) -> tuple[str, ...]:
-    """Puts the programs where the next start finds them, unless they are there. Returns a warning where that fails."""
+    """Stores the programs for the next start, unless they are stored. Returns a warning if that fails."""
     if place is None or find_artifact(fingerprint, [place]):
         return ()
     try:
@@ -183,8 +183,8 @@ REGARDLESS = "on_out_of_memory=try goes on regardless"
 
 
 def check_state_memory(plan: Plan, processes: Processes) -> None:
-    """Raises RunFailed where parameters, optimizer state and batch alone take more than there is, or on an accelerator
-    the copy that a save makes of them in the memory of the host."""
+    """Raises RunFailed if parameters, optimizer state and batch alone need more memory than there is, or if the host of
+    an accelerator lacks the memory for the copy that a save makes of them."""
     needed = plan.memory.state_bytes + plan.memory.batch
     _check_devices(plan, needed, "for parameters, optimizer state and batch alone", processes)
     if plan.spec.checkpoint.is_saving and plan.target.platform != "cpu":
@@ -192,10 +192,10 @@ def check_state_memory(plan: Plan, processes: Processes) -> None:
 
 
 def check_program_memory(plan: Plan, compiled: Any, processes: Processes) -> None:
-    """Raises RunFailed where the compiled train step takes more than there is, of devices or of the host."""
+    """Raises RunFailed if the compiled train step needs more memory than devices or host have."""
     memory = memory_of(compiled)
     needed = memory.needed_bytes(plan.target.platform)
-    if needed is not None:  # else the compiler alone knows, and it has let the program pass
+    if needed is not None:  # else only the compiler knows, and it has accepted the program
         _check_devices(plan, needed, "for the compiled train step", processes)
     if memory.host_bytes:
         on_host = memory.host_bytes * _devices_of_host(plan, processes)
@@ -227,8 +227,7 @@ def _refuse(plan: Plan, what: str) -> None:
 
 
 def _device_bytes(plan: Plan) -> int | None:
-    """Returns what the runtime lets programs take of a device; where it does not say, what the chip is known to
-    have."""
+    """Returns the memory that the runtime gives programs on a device; if it does not say, that of the chip."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit", plan.target.hbm_bytes_per_device)
 
@@ -238,6 +237,6 @@ def _devices_of_host(plan: Plan, processes: Processes) -> int:
 
 
 def _saved_bytes(plan: Plan, processes: Processes) -> int:
-    """Replicas are saved once."""
+    """Returns the bytes that this host saves: replicas are saved once."""
     whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.abstract))
     return min(whole, plan.memory.state_bytes * _devices_of_host(plan, processes))

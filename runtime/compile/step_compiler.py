@@ -24,7 +24,8 @@ COMPILER_LOG = Path("logs/compiler.log")
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A compiled step and where it is stored between runs; None: nowhere. overrides: that declare it."""
+    """A compiled step. artifact: its copy that is stored between runs; None if there is none. overrides: the overrides
+    that declare it."""
 
     step: CompiledStep
     artifact: Artifact | None
@@ -33,8 +34,11 @@ class StoredStep:
 
 @dataclass(frozen=True)
 class StepCompiler:
-    """Compiles for the same devices. run_dir: what was compiled into it before is looked at, and the compiler's own
-    words are logged there. known: what it has compiled, by fingerprint, so that no program is compiled twice."""
+    """Compiles steps for the same devices.
+
+    run_dir: a folder whose artifact is looked at first, and which takes the compiler's log. known: compiled programs by
+    fingerprint, so that none is compiled twice.
+    """
 
     devices: Sequence[Any]
     run_dir: Path
@@ -42,8 +46,12 @@ class StepCompiler:
     known: dict[str, tuple[Built, Artifact | None]] = field(default_factory=dict)
 
     def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> StoredStep:
-        """overrides: that declare it. status: shown while it compiles. Raises ConfigError for compiler options that are
-        wrong, JaxRuntimeError where the compiler fails, RunFailed where it aborted on this program before."""
+        """Returns the compiled step of a plan. overrides: the overrides that declare it. status: a text to show
+        meanwhile.
+
+        Raises ConfigError for wrong compiler options, JaxRuntimeError if the compiler fails, RunFailed if it aborted on
+        this program before.
+        """
         with Phases(self.console, status) as phases, captured_stderr(self.run_dir / COMPILER_LOG) as captured:
             phases.begin(LOWER)
             stored = _StoredCompile(self, plan.spec, overrides, phases, captured)
@@ -53,7 +61,7 @@ class StepCompiler:
 
 @dataclass
 class _StoredCompile:
-    """Finds what a lowered step was compiled to before, or compiles and stores it. artifact: found, or stored."""
+    """Finds a lowered step among stored ones, or compiles and stores it. artifact: the one that was found or stored."""
 
     compiler: StepCompiler
     spec: RunSpec
@@ -90,7 +98,8 @@ class _StoredCompile:
             return replace(built, cache="miss")
 
     def _compiled(self, lowered: LoweredStep, aborted: Path | None) -> Built:
-        """aborted: where it is stored that the compiler ended a process over this program."""
+        """Returns the compiled step. aborted: the file that takes the reason of an abort, and may have an earlier
+        one."""
         check_did_not_abort(aborted)
         built = watched(
             lambda: compile_ahead(lowered),
@@ -103,7 +112,7 @@ class _StoredCompile:
         return replace(built, notes=tuple(line for line in self.captured.read() if REMATERIALIZATION in line))
 
     def _stored(self, store: Path, fingerprint: Fingerprint, built: Built) -> Artifact | None:
-        """Saves the step; a store that cannot be written is a warning."""
+        """Returns the stored step; a store that cannot be written is a warning."""
         try:
             return write_artifact(store, fingerprint, built, self.overrides)
         except OSError as error:

@@ -36,7 +36,7 @@ from meshloom.compiler.xla.aot import OutOfMemory, parse_out_of_memory
 from ..core.failures import RunFailed
 from ..core.interruptible import before_leaving, interruptibly, leave_now
 from ..processes.process_log import say
-from .abort_watchdog import last_words
+from .abort_watchdog import abort_reported
 
 T = TypeVar("T")
 FIRST_SECONDS = 60.0
@@ -46,7 +46,7 @@ _EXCEPTION = re.compile(r"[\w.]+(Error|Exception): ")
 
 
 class Phases:
-    """The phases of one piece of work. what: the work, as the line begins."""
+    """Shows the phases of one piece of work. what: the work, with which the line begins."""
 
     def __init__(self, console: Console, what: str):
         self.what = what
@@ -71,13 +71,13 @@ class Phases:
         self.stop()
 
     def begin(self, phase: str) -> None:
-        """Says from now on that this is being done, with the time since now."""
+        """Shows this phase from now on, with the time since now."""
         self._phase, self._began = phase, time.monotonic()
         self._bar.begin(f"{self.what}: {phase}")
         self._changed.set()
 
     def stop(self) -> None:
-        """Ends the line. What is printed afterwards stays."""
+        """Ends the line, so that other output can follow."""
         self._stack.close()
 
     def _end_telling(self) -> None:
@@ -97,29 +97,30 @@ class Phases:
 
 
 def watched(compile_programs: Callable[[], T], *, log: Path, terminal: int, phases: Phases, kept_in: Path | None) -> T:
-    """Returns what `compile_programs` does, which runs in a thread: C++ hears no signal.
+    """Returns the result of `compile_programs`, which runs in a thread: C++ handles no signal.
 
-    log: takes what the compiler prints. terminal: a descriptor of stderr as it was before it went there. phases: what
-    is being done, of which this one begins. kept_in: where the reason of an abort is kept.
+    log: the file with the compiler's output. terminal: a descriptor of stderr before it was redirected. phases: the
+    display, in which this phase begins. kept_in: the file that takes the reason of an abort.
     """
     phases.begin(COMPILE)
     try:
-        with last_words(log, terminal, during=phases.what, kept_in=kept_in):
+        with abort_reported(log, terminal, during=phases.what, kept_in=kept_in):
             return interruptibly(compile_programs)
     except KeyboardInterrupt as interrupt:
         phases.stop()
         os.write(terminal, f"interrupted while {phases.what}\n".encode())
         logging.getLogger("meshloom").error(f"interrupted while {phases.what}")
-        # In order the process could end only after the compiler.
+        # An orderly exit would wait for the compiler.
         leave_now(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
         raise
 
 
 def compile_in_child(spec: RunSpec, overrides: Sequence[str], *, log: Path) -> None:
-    """Waits for a child that compiles the declaration. If its compile fails, this returns all the same: the caller then
-    compiles for itself and gets the compiler's own error. log: the file that the child's output is appended to.
+    """Waits for a child, `meshloom compile` of the same declaration, which leaves the step in `compilation_cache`.
 
-    Raises RunFailed, after it has ended the child, if the budget is spent.
+    If the child fails, this returns all the same: the caller then compiles itself and gets the compiler's own error.
+    log: the file that the child's output is appended to. Raises RunFailed, after ending the child, if the budget is
+    spent.
     """
     seconds = spec.compile.timeout_seconds
     assert seconds is not None
@@ -142,7 +143,7 @@ def compile_in_child(spec: RunSpec, overrides: Sequence[str], *, log: Path) -> N
 def compiler_errors_reported(log: Path) -> Iterator[None]:
     """Turns a compiler's exceptions within the `with` into RunFailed, or ConfigError for options that it refuses.
 
-    log: what it printed; what it raised is added there, whole.
+    log: the file with its output, to which the whole exception is added.
     """
     try:
         yield
@@ -166,7 +167,7 @@ def _reported(said: str, log: Path) -> ConfigError:
 
 
 def _reason(said: str) -> str:
-    """Returns the line that says why: the first one, or the exception of Python code that the compiler called."""
+    """Returns the line with the reason: the first one, or the exception of Python code that the compiler called."""
     lines = said.splitlines() or ["it did not say why"]
     raised = [line for line in lines if _EXCEPTION.match(line)] if "Traceback" in lines[0] else []
     return raised[-1] if raised else lines[0]

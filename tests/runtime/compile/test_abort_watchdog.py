@@ -19,10 +19,10 @@ pytestmark = pytest.mark.ci
 COMPILES = """
 import os, signal, sys, time
 from pathlib import Path
-from meshloom.runtime.compile.abort_watchdog import last_words
+from meshloom.runtime.compile.abort_watchdog import abort_reported
 log, kept_in, words, end = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
 log.write_text("F1122 10:00:00.000000   1 old.cc:1] Check failed: of another program\\n")
-with last_words(log, 2, during="compiling 2 of 3: scan", kept_in=kept_in):
+with abort_reported(log, 2, during="compiling 2 of 3: scan", kept_in=kept_in):
     with log.open("a") as file:
         file.write(words)
     if end == "waits":
