@@ -41,10 +41,9 @@ from .sharding.roles import AxisRoles, plan_roles
 from .sharding.sharding import ShardingPlan, check_rules, plan_sharding, usable_mesh
 from .sharding.state import plan_state, update_layouts
 from .spec.spec import RunSpec
-from .target.calibration import calibrate_target
 from .target.compiler_options import Options, check_unroll, options_around_faults, plan_preset_options, with_presets
 from .target.mesh import MeshPlan, plan_mesh
-from .target.target import TargetPlan, plan_target
+from .target.target import TargetPlan, calibrate_target, plan_target
 from .xla.aot import Built, LoweredStep, compile_ahead, lower_ahead
 
 

@@ -16,13 +16,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..core.collectives import LinkKind
-from ..target.axis_segments import TORUS_AXES
-from ..target.device_links import link_of_devices, send_between
-from ..target.interconnect_tiers import LINK_KINDS, GroupSpan, link_of_spans
+from ..target.axis_segments import LINK_KINDS, TORUS_AXES, GroupSpan, link_of_spans
+from ..target.device_links import link_of_devices, send_between, uneven_seconds
 from ..target.links import Link, collective_seconds
 from ..target.placement import Placement
 from ..target.target import TargetPlan
-from ..target.uneven_groups import uneven_seconds
 from ..xla.schedule.steps import Collective
 
 NO_GROUPS = "the program does not name its group of devices"

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..jax_private import cudnn, cudnn_backward_p, cudnn_forward_p
-from ..target.gpu_config import PROCESSORS
 from ..target.target import TargetPlan
+from ..target.topology import PROCESSORS
 from .remat import ATTENTION_LSE, ATTENTION_RESULT, marked
 
 CAUSAL, ALL_KEYS, SOME_KEYS = cudnn.MaskType.CAUSAL, cudnn.MaskType.NO_MASK, cudnn.MaskType.PADDING

@@ -1,13 +1,13 @@
-"""Estimates other declarations of a step beside its own: another remat policy, sharding or overlap."""
+"""Estimates other declarations of a step: other choices beside its own, and changes that make it fit."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..analysis.compiled_step import used_devices_per_chip
 from ..estimate.estimate import StepEstimate
 from ..estimate.usual_imbalance import overrides_of_imbalance, plan_usual_imbalance
 from ..plan import Plan
-from ..schema import Alternative
+from ..schema import Alternative, MemoryChange
 from .evaluation import Candidate, Evaluation, Replan, evaluate_allowed, evaluate_estimate, evaluate_plan
 
 POLICIES = ("full", "save_names", "save_dots", "none")
@@ -76,3 +76,99 @@ def _of_sharding(plan: Plan) -> Iterator[tuple[str, ...]]:
         if wanted != sizes and math.prod(wanted.values()) == num_devices and 1 not in mesh.values():
             changed = (f"mesh.{axis}={size}" for axis, size in wanted.items() if size != sizes[axis])
             yield (f"sharding={name}", *changed)
+
+
+def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Replan) -> tuple[MemoryChange, ...]:
+    """Returns changes that save memory, by the estimate: those that fit first, then by the time that they cost. If no
+    single change fits, several are combined.
+
+    needed_bytes: what the compiled program needs on a device. Changes that the declaration does not allow are omitted.
+    Those that change the result of training, or the number of tokens in a step, are tried only if nothing that costs
+    time alone fits.
+    """
+    now = evaluate_plan(plan)
+
+    def change(one: Candidate) -> MemoryChange | None:
+        found = evaluate_allowed(one, replan)
+        if found is None:
+            return None
+        changed, then = found
+        assert now.peak_bytes is not None, "an estimate has a peak"
+        assert then.peak_bytes is not None, "an estimate has a peak"
+        saved, slower = now.peak_bytes - then.peak_bytes, None
+        if now.seconds and then.seconds:
+            tokens = changed.spec.tokens_per_step / plan.spec.tokens_per_step
+            slower = then.seconds / tokens / now.seconds - 1
+        fits = needed_bytes - saved <= limit_bytes
+        made = MemoryChange(
+            overrides=one.overrides, saved_bytes=saved, fits=fits, slower_fraction=slower, cost=one.cost
+        )
+        return made if saved > 0 else None
+
+    singles: list[MemoryChange] = []
+    for kind in (_costing_time, _costing_precision, _costing_tokens):
+        for alike in kind(plan):
+            singles += _until_one_fits(map(change, alike))
+        if any(each.fits for each in singles):
+            return tuple(sorted(singles, key=lambda each: (not each.fits, each.slower_fraction or 0.0)))
+    together = _together(singles, change)
+    return (together, *singles) if together else tuple(singles)
+
+
+def _until_one_fits(changes: Iterable[MemoryChange | None]) -> Iterator[MemoryChange]:
+    """Yields the changes of one key that are allowed and save memory, up to the first that fits: later ones cost
+    more."""
+    for change in changes:
+        if change:
+            yield change
+            if change.fits:
+                return
+
+
+def _together(
+    singles: Sequence[MemoryChange], change: Callable[[Candidate], MemoryChange | None]
+) -> MemoryChange | None:
+    """Returns the cheapest changes, one per key, that together fit; None if even all of them do not."""
+    chosen: dict[str, MemoryChange] = {}
+    for single in singles:
+        key = single.overrides[0].split("=")[0]
+        if key not in chosen or single.saved_bytes > chosen[key].saved_bytes:
+            chosen[key] = single
+            overrides = tuple(text for each in chosen.values() for text in each.overrides)
+            one = Candidate(overrides, cost="; ".join(each.cost for each in chosen.values()))
+            found = change(one) if len(chosen) > 1 else None
+            if found and found.fits:
+                return found
+    return None
+
+
+def _costing_time(plan: Plan) -> Iterator[Sequence[Candidate]]:
+    """Yields candidates that cost time, those of one key together, the cheapest first."""
+    spec, num_shards = plan.spec, plan.mesh.num_shards(plan.roles.tokens)
+    split = {axis for array in plan.sharding.parameters for dimension in array.dimensions for axis in dimension.axes}
+    if spec.remat.policy != "full":
+        yield [Candidate(("remat=full",), cost="the forward pass is computed twice")]
+    most = spec.global_batch_size // num_shards
+    counts = [n for n in range(spec.num_microbatches + 1, most + 1) if most % n == 0]
+    cost = "smaller matmuls, and weights are gathered for each microbatch"
+    yield [Candidate((f"num_microbatches={count}",), cost=cost) for count in counts]
+    if not split and plan.mesh.num_devices > 1:
+        yield [Candidate(("sharding=fsdp",), cost="weights are gathered for each layer")]
+
+
+def _costing_precision(plan: Plan) -> Iterator[Sequence[Candidate]]:
+    """Yields candidates that change the result of training."""
+    spec = plan.spec
+    if getattr(spec.optimizer, "moment_dtype", None) == "float32":
+        yield [Candidate(("optimizer.moment_dtype=bfloat16",), cost="optimizer moments have 8 bits of precision")]
+    if spec.precision.parameters == "float32" and spec.precision.compute == "bfloat16":
+        yield [Candidate(("precision=bfloat16_pure",), cost="weights have 8 bits of precision")]
+    if spec.optimizer.name != "adafactor":
+        yield [Candidate(("optimizer=adafactor",), cost="another optimizer, which has to be tuned again")]
+
+
+def _costing_tokens(plan: Plan) -> Iterator[Sequence[Candidate]]:
+    """Yields candidates that change the number of tokens in a step."""
+    spec, num_shards = plan.spec, plan.mesh.num_shards(plan.roles.tokens)
+    if spec.global_batch_size % (2 * num_shards * spec.num_microbatches) == 0:
+        yield [Candidate((f"global_batch_size={spec.global_batch_size // 2}",), cost="half as many tokens per step")]

@@ -1,9 +1,9 @@
 """Candidates, which all searches share, and their evaluation. Searches differ in what generates candidates.
 
-alternatives.py        other remat policies, shardings and overlaps            by the estimate
-memory_suggestions.py  changes that save memory, to make a step fit            by the estimate
-overlap.py             loops over layers, strategies and flag presets          by the compiled schedule
-../tune/space.py       meshes, microbatches and options of groups              by prices, the best by the estimate
+alternatives.py   other remat policies, shardings and overlaps        by the estimate
+                  changes that save memory, to make a step fit        by the estimate
+overlap.py        loops over layers, strategies and flag presets      by the compiled schedule
+../tune/space.py  meshes, microbatches and options of groups          by prices, the best by the estimate
 """
 
 from collections.abc import Callable, Mapping

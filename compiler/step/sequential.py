@@ -1,7 +1,7 @@
 """The sequential schedule: microbatches one after the other, each through all layers forward and then backward."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,7 +14,18 @@ from meshloom.models import Aux, Params
 
 from ..core.scopes import piece_scope
 from ..parallel.weights import Weights, hoist
-from .schedule import Batch, ModelFunctions, ModelWeights, StackFunctions, Sums, objective, split_microbatches
+from ..plan import Plan
+from .prefetch import prefetch_layers
+from .schedule import (
+    Batch,
+    LayerSchedule,
+    ModelFunctions,
+    ModelWeights,
+    StackFunctions,
+    Sums,
+    objective,
+    split_microbatches,
+)
 
 
 class StackLoop(Protocol):
@@ -24,12 +35,25 @@ class StackLoop(Protocol):
     def __call__(self, stack: StackFunctions, weights: Weights, shared: Any, x: Any, /) -> tuple[Any, Aux]: ...
 
 
+def choose_schedule(plan: Plan) -> LayerSchedule:
+    """Returns the schedule that the plan declares, with the loop over layers that it declares."""
+    loop = plan.spec.overlap.layers
+    scan = partial(scan_layers, unroll=loop.unroll)
+    is_synchronous = plan.target.compiler.synchronous_collectives
+    prefetch = partial(prefetch_layers, loop=loop, skip_boundary_collectives=is_synchronous)
+    return SequentialSchedule(
+        prefetch if loop.prefetch else scan,
+        num_microbatches=plan.spec.num_microbatches,
+        reduce_in_backward=loop.reduce_in_backward,
+    )
+
+
 @dataclass(frozen=True)
 class SequentialSchedule:
     """A `LayerSchedule`.
 
-    run_stack: the loop over layers (scan.py, prefetch.py). reduce_in_backward: what is reduced once per step is reduced
-    in the backward pass of the last microbatch, not after it.
+    run_stack: the loop over layers: `scan_layers` or `prefetch_layers`. reduce_in_backward: what is reduced once per
+    step is reduced in the backward pass of the last microbatch, not after it.
     """
 
     run_stack: StackLoop
@@ -111,3 +135,17 @@ def _added_up(one: Callable[[Batch], Any], parts: Batch) -> Any:
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result)
     return jax.lax.scan(add, zeros, parts)[0]
+
+
+def scan_layers(stack: StackFunctions, weights: Weights, shared: Any, x: Any, *, unroll: int) -> tuple[Any, Any]:
+    """Runs one layer's program once per layer. weights: arrays whose first dimension is `layers`. Returns x, and the
+    auxiliary outputs of all layers, stacked."""
+
+    def one(x: Any, accumulators: Any, before: Any, working: Any, index: Array) -> tuple[Any, Any]:
+        of_layer = replace(weights, accumulators=accumulators, before=before, working=working)
+        return stack.layer(of_layer.gathered(), shared, index, x)
+
+    # prevent_cse guards against the compiler merging both passes; in a loop they cannot be merged.
+    saved = jax.checkpoint(one, policy=stack.policy, prevent_cse=False)
+    layers = (weights.accumulators, weights.before, weights.working, jnp.arange(stack.num_layers))
+    return jax.lax.scan(lambda x, stored: saved(x, *stored), x, layers, unroll=unroll)

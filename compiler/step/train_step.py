@@ -24,9 +24,9 @@ from ..parallel.weights import Reduction
 from ..plan import Plan
 from ..sharding.batch import batch_arrays
 from ..sharding.state import State, initial_loss_scale, update_layouts
-from .choose_schedule import choose_schedule
 from .forward import build_functions
 from .schedule import Batch, ModelWeights
+from .sequential import choose_schedule
 from .update import build_update
 
 LOSS_BY_SHARD = "loss_by_shard"

@@ -2,6 +2,8 @@
 axis. They may be halves of an axis, a hierarchy of groups, or pairs that send to each other.
 
     v5e-16 (4 x 4), groups of 2 along x: {0, 1}, {2, 3}, ...  ->  ICI x, a line of 2
+    v5e-256 in 2 slices, {12 chips of one, 4 of the other}    ->  DCN for what the 4 receive from outside, then a ring
+                                                                  through the members within each slice
 """
 
 from __future__ import annotations
@@ -10,12 +12,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise, permutations, product
 
-from ..core.collectives import LinkKind
+from ..core.collectives import CollectiveKind, LinkKind
 from ..spec.target_spec import TorusSpec
-from .axis_segments import TORUS_AXES
-from .interconnect_tiers import LINK_KINDS, GroupSpan, link_of_spans, rates_of
+from .axis_segments import LINK_KINDS, TORUS_AXES, GroupSpan, link_of_spans, rates_of
 from .links import Link
 from .placement import Placement, physical_sizes
 
@@ -24,11 +25,12 @@ Coordinates = tuple[int, ...]
 Box = tuple[tuple[int, ...], ...]  # the places that a group has along each physical axis
 Hop = tuple[str, Coordinates, int]  # along a physical axis, from a place; which way on a torus, else 0
 WAYS = {1: "+", -1: "-", 0: ""}
+Inside = dict[int, list[int]]  # members by slice or node
 
 
 def link_of_devices(placement: Placement, groups: DeviceGroups) -> Link | None:
     """Returns the link of collectives over all these groups at once; the slowest if groups lie differently. None if one
-    is not a box of the torus or the nodes, or their sizes differ (uneven_groups.py). groups: positions in the mesh."""
+    is not a box of the torus or the nodes, or their sizes differ (`uneven_seconds`). groups: positions in the mesh."""
     boxes = [_box([placement.places[position] for position in group]) for group in groups]
     known = [box for box in boxes if box is not None]
     if len(known) < len(boxes) or len(set(map(len, groups))) > 1:
@@ -161,3 +163,84 @@ def _way(placement: Placement, start: dict[str, int], end: dict[str, int]) -> It
         start = at
     if start[near] != end[near]:
         yield near, tuple(start.values()), 0
+
+
+def uneven_seconds(kind: CollectiveKind, num_bytes: float, placement: Placement, groups: DeviceGroups) -> Sent:
+    """Returns the time of a collective over all these groups at once, which fill no box of the torus or the nodes.
+    groups: positions in the mesh. num_bytes: the bytes of the full array, as in `collective_seconds`.
+
+    Members are grouped by slice, or by node. What has to come from outside is bound by the place with the fewest
+    members; within a place the parts go around a ring of its members, both ways, in the order of their places. The
+    busiest link of all groups decides. A compiler may know a faster order: the time is that of one that always exists.
+    """
+    is_torus = isinstance(placement.target.network, TorusSpec)
+    far = "DCN" if is_torus else "NIC"
+    split = [_inside(placement, group, far) for group in groups]
+    sum_or_max, times = (sum if is_torus else max), 2 if kind == "all-reduce" else 1
+    if kind == "all-to-all":
+        inner = [_exchanged(placement, split, num_bytes / len(groups[0]) ** 2)]
+        outside = max((_outside(each) for each in split), default=0.0) * num_bytes / len(groups[0])
+    else:
+        inner = [_passed_around(placement, split, num_bytes)]
+        outside = max(_received(each) for each in split) * num_bytes
+    rate = rates_of(placement.target)[far]
+    crossing = outside / rate.bytes_per_second + rate.seconds if outside else 0.0
+    seconds = times * sum_or_max([crossing, *(each.seconds for each in inner)])
+    tracks = {track for each in inner for track in each.tracks} | ({far} if outside else set())
+    return Sent(seconds, LINK_KINDS[far] if outside else inner[0].kind, tuple(sorted(tracks)))
+
+
+def _inside(placement: Placement, group: Sequence[int], far: str) -> Inside:
+    index = tuple(physical_sizes(placement.target)).index(far)
+    found: Inside = {}
+    for position in sorted(group, key=lambda position: _snake(placement, position)):
+        found.setdefault(placement.places[position][index], []).append(position)
+    return found
+
+
+def _snake(placement: Placement, position: int) -> tuple[int, ...]:
+    """Returns a sort key that walks a torus row by row, every second row backwards: neighbours follow each other."""
+    names = tuple(physical_sizes(placement.target))
+    place = dict(zip(names, placement.places[position], strict=True))
+    rows = [place[name] for name in reversed(TORUS_AXES) if name in place]
+    turned = [at if sum(rows[:i]) % 2 == 0 else -at for i, at in enumerate(rows)]
+    return (*turned, *(place[name] for name in names if name not in TORUS_AXES))
+
+
+def _received(inside: Inside) -> float:
+    """Returns the share of the array that each device of the place with the fewest members receives from outside."""
+    total = sum(map(len, inside.values()))
+    return max((total - len(members)) / total / len(members) for members in inside.values())
+
+
+def _outside(inside: Inside) -> float:
+    """Returns the share of its own part that a device sends to other places."""
+    total = sum(map(len, inside.values()))
+    return max((total - len(members)) / total for members in inside.values())
+
+
+def _passed_around(placement: Placement, split: Sequence[Inside], num_bytes: float) -> Sent:
+    """Returns the time in which each place's members pass the whole array around, half of it each way."""
+    rings = [members for inside in split for members in inside.values() if len(members) > 1]
+    if not rings:
+        return Sent(0.0, LINK_KINDS[_near(placement)], ())
+    longest = max(map(len, rings))
+    once = send_between(placement, list(_neighbours(rings)), 0.0)
+    sent = send_between(placement, list(_neighbours(rings)), num_bytes * (longest - 1) / longest / 2)
+    return Sent(sent.seconds + (longest // 2 - 1) * once.seconds, sent.kind, sent.tracks)
+
+
+def _exchanged(placement: Placement, split: Sequence[Inside], num_bytes: float) -> Sent:
+    """Returns the time in which all members of each place send to one another, this many bytes each."""
+    pairs = [pair for inside in split for members in inside.values() for pair in permutations(members, 2)]
+    return send_between(placement, pairs, num_bytes) if pairs else Sent(0.0, LINK_KINDS[_near(placement)], ())
+
+
+def _neighbours(rings: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    for ring in rings:
+        for member, following in zip(ring, (*ring[1:], ring[0]), strict=True):
+            yield from ((member, following), (following, member))
+
+
+def _near(placement: Placement) -> str:
+    return "x" if isinstance(placement.target.network, TorusSpec) else "NVLink"

@@ -19,8 +19,17 @@ from meshloom.models.numbers import divisors
 from ..core.errors import ConfigError, Problem
 from ..spec.spec import MeshAxis
 from ..spec.target_spec import SwitchSpec, TorusSpec
-from .axis_segments import TORUS_AXES, AxisSegment, declared_blocks, lay_in_nodes, lay_on_torus, traffic_of
-from .interconnect_tiers import link_of_spans, rates_of, span_of_segments
+from .axis_segments import (
+    TORUS_AXES,
+    AxisSegment,
+    declared_blocks,
+    lay_in_nodes,
+    lay_on_torus,
+    link_of_spans,
+    rates_of,
+    span_of_segments,
+    traffic_of,
+)
 from .links import Link
 from .target import TargetPlan
 

@@ -25,10 +25,9 @@ from ..search.evaluation import Candidate
 from ..sharding.arrays import Arrays, build_model, find_arrays
 from ..sharding.roles import AxisRoles, plan_roles
 from ..spec.spec import RunSpec
-from ..target.calibration import calibrate_target
 from ..target.mesh import MeshPlan
 from ..target.placement import plan_placement, square_block
-from ..target.target import TargetPlan, plan_target
+from ..target.target import TargetPlan, calibrate_target, plan_target
 
 PARAMETERS_TOO_LARGE = "the parameters alone are larger than a device's memory"
 GroupChoices = tuple[tuple[str, str], ...]  # the option of each config group

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..plan import Plan
 from ..sharding.batch import batch_arrays
-from ..step.finite import is_finite
+from ..step.state_checks import is_finite
 from ..step.train_step import build_eval_step, build_init, build_train_step
 from ..target.compiler_options import Options, refused_options
 from ..target.topology import options_without_device

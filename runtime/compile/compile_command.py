@@ -22,9 +22,8 @@ from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.summary import show_summary as show_report
 from meshloom.compiler.schema import MemoryChange, Report, SearchReport
-from meshloom.compiler.search.alternatives import find_alternatives
+from meshloom.compiler.search.alternatives import find_alternatives, suggest_changes
 from meshloom.compiler.search.evaluation import Replan
-from meshloom.compiler.search.memory_suggestions import suggest_changes
 from meshloom.compiler.search.overlap import check_can_judge
 from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.target.compiler_options import check_compiler_options

@@ -23,10 +23,9 @@ from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.spec.calibration_spec import Calibration
 from meshloom.compiler.spec.spec import MeshSpec
 from meshloom.compiler.spec.target_spec import TargetSpec
-from meshloom.compiler.target.calibration import calibrate_target
 from meshloom.compiler.target.mesh import plan_mesh
 from meshloom.compiler.target.placement import plan_own_order
-from meshloom.compiler.target.target import TargetPlan, plan_target
+from meshloom.compiler.target.target import TargetPlan, calibrate_target, plan_target
 from meshloom.compiler.xla.aot import ProgramMemory
 from meshloom.compiler.xla.hlo import split_modules
 

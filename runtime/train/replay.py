@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.step.digest import build_digest, replica_dimensions
+from meshloom.compiler.step.state_checks import build_digest, replica_dimensions
 from meshloom.compiler.step.train_step import LOSS_BY_SHARD
 
 from ..compile.run_programs import mesh_of

@@ -9,10 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from meshloom.compiler.analysis.program_devices import place_collective
-from meshloom.compiler.target.device_links import link_of_devices, send_between
+from meshloom.compiler.target.device_links import link_of_devices, send_between, uneven_seconds
 from meshloom.compiler.target.links import collective_seconds
 from meshloom.compiler.target.placement import Placement
-from meshloom.compiler.target.uneven_groups import uneven_seconds
 from meshloom.compiler.xla.schedule.steps import Collective
 from support.placements import placed
 

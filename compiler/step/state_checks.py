@@ -1,4 +1,5 @@
-"""Checksums of a state, device by device: whether two states, or the replicas of one, have the same bits."""
+"""Checks of a state on its devices: whether it is finite, and whether two states, or the replicas of one, have the same
+bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,12 @@ from ..core.partition_spec import axes_in
 from ..core.trees import leaves_by_path
 from ..plan import Plan
 from ..sharding.state import State
+
+
+def is_finite(state: Any) -> Array:
+    """A boolean: no array of the state holds NaN or infinity."""
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
 
 
 def build_digest(plan: Plan) -> Callable[[State], dict[str, Array]]:
