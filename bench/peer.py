@@ -81,7 +81,7 @@ def simulate_not_queued(program: Program) -> Simulation:
         where = devices.place(collective)
         return Priced(where.alone_seconds, () if collective.num_bytes < SHORT_BYTES else where.links)
 
-    return simulate(read_steps(program.module, chip_of(program.plan.target)), price)
+    return simulate(read_steps(program.module, chip_of(program.plan.target), program.plan.ops), price)
 
 
 def facts_of(program: Program, analysis: ScheduleAnalysis) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
@@ -39,7 +40,7 @@ def main() -> None:
     start = time.perf_counter()
     module = parse_module(text)
     parsed = time.perf_counter()
-    steps = read_steps(module, CHIP)
+    steps = read_steps(module, CHIP, OPERATIONS)
     read = time.perf_counter()
     result = simulate(steps, lambda collective: Priced(collective.num_bytes / 1e11, ("ICI",)))
     done = time.perf_counter()

@@ -74,7 +74,7 @@ def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
         operations=operations,
         weights=like(abstract["params"], plan_weights(layout.inputs, operations)),
         memory=plan_memory(spec, mesh, sharding, abstract, specs),
-        model_flops=count_model_flops(model, spec, sharding.frozen),
+        model_flops=count_model_flops(model, spec, ops, sharding.frozen),
         preset_options=layout.preset_options,
     )
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..core.scopes import OperationName, Pass
+from ..parallel.registry import OPERATIONS
 from ..target.target import TargetPlan
 from ..xla.aot import ProgramMemory
 from ..xla.hlo import Instruction, Module
@@ -157,7 +158,7 @@ class _Names:
         return [
             each
             for writer in gradient.writers
-            if instruction_kind(writer, self.module) == "other"
+            if instruction_kind(writer, self.module, OPERATIONS) == "other"
             for each in self._read_by[id(writer)]
             if _sizes(each) == _sizes(gradient) or (_is_move(writer) and _is_part(each, gradient))
         ]

@@ -105,7 +105,7 @@ def analyse_program(
         return Priced(where.alone_seconds, where.links)
 
     target, known = devices.target, declared or NOTHING_DECLARED
-    steps = read_steps(module, chip_of(target))
+    steps = read_steps(module, chip_of(target), known.ops)
     if choices is not None:
         raise_if_any(_wrong_choices(choices, steps))
         steps = apply_choices(steps, choices)

@@ -5,10 +5,11 @@ of no list (operation_kinds.py) is counted as JAX itself counts it, and else nam
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,11 @@ from jax.extend.core import Jaxpr
 
 from meshloom.models import Context, Model, Piece, split_aux
 
+from ..core.kernels import KernelArray, KernelCall, KernelCost, KernelOwner, ask_owners
+from ..core.scopes import OperationName
 from ..core.trees import combined, leaves_by_path, pick
 from ..spec.spec import RunSpec
-from .operation_kinds import CALLS, PRODUCTS, causal_flops, equation_kind, splash_blocks
+from .operation_kinds import CALLS, PRODUCTS, equation_kind
 from .subprograms import scan_of, subprograms
 from .unknown import CallCost, UnknownPrimitive, ask_jax, unknown_of
 
@@ -66,7 +69,17 @@ class ModelFlops:
         return "; ".join(map(str, self.unknown)) or None
 
 
-def count_model_flops(model: Model, spec: RunSpec, frozen: Collection[str] = ()) -> ModelFlops:
+class CountedOp(KernelOwner, Protocol):
+    """An operation, as far as the FLOPs of a model depend on it (`ParallelOp`)."""
+
+    kind: ClassVar[str]
+
+    def masked_share(self, spec: RunSpec, *operands: Any, **options: Any) -> Fraction: ...
+
+
+def count_model_flops(
+    model: Model, spec: RunSpec, ops: Sequence[CountedOp], frozen: Collection[str] = ()
+) -> ModelFlops:
     """FLOPs of forward and backward over a global batch, nothing computed twice counted twice.
 
     Backward is twice forward: a gradient for each of the two factors of a product (an FFT has one). Attention counts
@@ -76,27 +89,27 @@ def count_model_flops(model: Model, spec: RunSpec, frozen: Collection[str] = ())
     frozen: paths of parameters that are not trained. Their gradients are not counted, nor the gradients of what they
     alone have made.
     """
-    total = forward = _count_forward(model, spec)
+    total = forward = _count_forward(model, spec, ops)
     flops = 3 * total.products + 2 * total.transforms
     if frozen:
-        total = _count_with_frozen(model, spec, frozen)
+        total = _count_with_frozen(model, spec, ops, frozen)
         flops = total.known
     batch, masked = spec.global_batch_size, 3 * forward.masked  # with frozen parameters at most
     return ModelFlops(None if total.unknown else flops * batch, total.unknown, masked * batch)
 
 
-def _count_forward(model: Model, spec: RunSpec) -> FlopCount:
+def _count_forward(model: Model, spec: RunSpec, ops: Sequence[CountedOp]) -> FlopCount:
     """The forward pass of one sequence."""
     tokens_BT = jax.ShapeDtypeStruct((1, spec.sequence_length), jnp.int32)
 
     def count(apply: Any, params: Any, x: Any, part: str) -> tuple[FlopCount, Any]:
         def forward(params: Any, x: Any) -> Any:  # positions are traced too, so that no array of their length is made
             positions = jnp.arange(spec.sequence_length)[None]
-            context = Context(positions, lambda _, x, *axes, **__: x, partial(_marking_masks, spec))
+            context = Context(positions, lambda _, x, *axes, **__: x, partial(_marking_masks, spec, ops))
             return split_aux(apply(params, x, context))
 
         traced = jax.jit(forward).trace(params, x)
-        return count_flops(traced.jaxpr.jaxpr, part), traced.out_info[0]
+        return count_flops(traced.jaxpr.jaxpr, part, ops=ops), traced.out_info[0]
 
     embed, x_BTE = count(model.embed.apply, model.embed.abstract, tokens_BT, "embed")
     counts = [embed]
@@ -107,26 +120,22 @@ def _count_forward(model: Model, spec: RunSpec) -> FlopCount:
     return added(counts)
 
 
-_MASKED = "meshloom_masked"  # a call's name says which share of its products a mask hides: meshloom_masked_6_of_16
+_MASKED = "meshloom_masked"  # a call's name says which share of its products a mask hides: meshloom_masked_3_of_8
 
 
-def _marking_masks(spec: RunSpec, kind: str, _: str, plain: Callable[..., Any], *operands: Any, **options: Any) -> Any:
-    """Returns what an operation gives, attention as a call that is named after its mask.
-
-    A query sees the keys up to its own, and of those the last `window`. Where documents are isolated, how much it sees
-    is up to the data: its own key at least.
-    """
-    if kind != "attention":
-        return plain(*operands, **options)
-    queries, keys = (operand.shape[1] for operand in operands[:2])
-    window = 1 if spec.data.isolate_documents else min(options["window"] or keys, keys)
-    seen = window * (window + 1) // 2 + (queries - window) * window if queries == keys else queries * keys
-
-    def attend(*operands: Any) -> Any:
+def _marking_masks(
+    spec: RunSpec, ops: Sequence[CountedOp], kind: str, _: str, plain: Callable[..., Any], *operands: Any, **options: Any
+) -> Any:
+    """Returns what an operation gives; one that masks products as a call that is named after its mask."""
+    hidden = next((op.masked_share(spec, *operands, **options) for op in ops if op.kind == kind), Fraction(0))
+    if not hidden:
         return plain(*operands, **options)
 
-    attend.__name__ = f"{_MASKED}_{queries * keys - seen}_of_{queries * keys}"
-    return jax.jit(attend)(*operands)
+    def masked(*operands: Any) -> Any:
+        return plain(*operands, **options)
+
+    masked.__name__ = f"{_MASKED}_{hidden.numerator}_of_{hidden.denominator}"
+    return jax.jit(masked)(*operands)
 
 
 def _masked(name: str, inside: FlopCount) -> FlopCount:
@@ -137,7 +146,9 @@ def _masked(name: str, inside: FlopCount) -> FlopCount:
     return replace(inside, masked=inside.products * int(hidden) // int(whole))
 
 
-def _count_with_frozen(model: Model, spec: RunSpec, frozen: Collection[str]) -> FlopCount:
+def _count_with_frozen(
+    model: Model, spec: RunSpec, ops: Sequence[CountedOp], frozen: Collection[str]
+) -> FlopCount:
     """Each piece's forward pass for one sequence, and its derivative by what is trained."""
 
     def count(piece: Piece, name: str, x: Any, *, with_dx: bool, tied: Mapping[str, str]) -> tuple[FlopCount, Any]:
@@ -159,7 +170,7 @@ def _count_with_frozen(model: Model, spec: RunSpec, frozen: Collection[str]) -> 
             return y, pull_back(y)
 
         traced = jax.jit(both_passes).trace(pick(piece.abstract, trained), fixed, x)
-        return count_flops(traced.jaxpr.jaxpr, name), traced.out_info[0]
+        return count_flops(traced.jaxpr.jaxpr, name, ops=ops), traced.out_info[0]
 
     def is_trained(name: str) -> bool:
         return any(f"{name}/{path}" not in frozen for path in leaves_by_path(model.abstract()[name]))
@@ -177,10 +188,12 @@ def _count_with_frozen(model: Model, spec: RunSpec, frozen: Collection[str]) -> 
     return added(counts)
 
 
-def count_flops(jaxpr: Jaxpr, part: str, within: tuple[Any, ...] = ()) -> FlopCount:
-    """FLOPs of a jaxpr: 2 per multiply and add; the body of a scan once per trip; of branches the longest. within: the
-    equations that call it."""
-    return added(_count(equation, part, within) for equation in jaxpr.eqns)
+def count_flops(
+    jaxpr: Jaxpr, part: str, within: tuple[Any, ...] = (), *, ops: Sequence[KernelOwner] = ()
+) -> FlopCount:
+    """Returns the FLOPs of a jaxpr: 2 per multiply and add; the body of a scan once per trip; of branches the longest.
+    within: the equations that call it. ops: operations that know their own kernels."""
+    return added(_count(equation, part, within, ops) for equation in jaxpr.eqns)
 
 
 def added(counts: Iterable[FlopCount]) -> FlopCount:
@@ -191,23 +204,24 @@ def added(counts: Iterable[FlopCount]) -> FlopCount:
     return FlopCount(products, transforms, tuple(unknown), masked)
 
 
-def _count(equation: Any, part: str, within: tuple[Any, ...]) -> FlopCount:
-    name, params, inside = equation.primitive.name, equation.params, (*within, equation)
+def _count(equation: Any, part: str, within: tuple[Any, ...], ops: Sequence[KernelOwner]) -> FlopCount:
+    name, params = equation.primitive.name, equation.params
+    count = partial(count_flops, part=part, within=(*within, equation), ops=ops)
     if name == "scan":
         scan = scan_of(params)
-        return count_flops(scan.body, part, inside).times(scan.num_trips)
+        return count(scan.body).times(scan.num_trips)
     if name == "cond":
-        branches = [count_flops(branch, part, inside) for branch in subprograms(params)]
+        branches = [count(branch) for branch in subprograms(params)]
         most = max(branches, key=lambda branch: branch.known)
         masked = max(branch.masked for branch in branches)
         return FlopCount(most.products, most.transforms, added(branches).unknown, masked)
     if name == "while":
-        body = added(count_flops(inner, part, inside) for inner in subprograms(params))
-        own = (unknown_of(equation, part, TRIPS, within),) if body.known else ()  # none are none in however many trips
+        body = added(count(inner) for inner in subprograms(params))
+        own = (unknown_of(equation, part, TRIPS, within),) if body.known else ()  # no FLOPs in any number of trips
         return FlopCount(unknown=(*body.unknown, *own))
     if name == "shard_map" or calls_one(equation):
-        return _masked(params.get("name", ""), count_flops(next(subprograms(params)), part, inside))
-    cost = cost_of(equation)
+        return _masked(params.get("name", ""), count(next(subprograms(params))))
+    cost = kernel_cost_of(equation, "", ops) or cost_of(equation)
     if isinstance(cost, str):
         return FlopCount(unknown=(unknown_of(equation, part, cost, within),))
     return FlopCount(transforms=cost.flops) if name == "fft" else FlopCount(products=cost.flops)
@@ -220,18 +234,50 @@ def calls_one(equation: Any) -> bool:
 
 
 def cost_of(equation: Any) -> CallCost | str:
-    """Returns the cost of an equation that calls nothing, over all devices; a str says why it is unknown."""
+    """Returns the cost of an equation that calls nothing, as its own program states it, over all devices; a str says
+    why it is unknown."""
     name, kind = equation.primitive.name, equation_kind(equation)
     if name in PRODUCTS:
         return CallCost(_product_flops(equation))
     if name in _FORMULAS:
         return CallCost(_FORMULAS[name](equation))
     if name == "pallas_call":
-        return _kernel_cost(equation)
+        declared = equation.params.get("cost_estimate")
+        return CallCost(int(declared.flops), int(declared.bytes_accessed)) if declared else NO_ESTIMATE
     if kind != "unknown":
         return CallCost(0)
     flops = ask_jax(equation)
     return flops if isinstance(flops, str) else CallCost(flops)
+
+
+def kernel_cost_of(equation: Any, scope: str, ops: Sequence[KernelOwner]) -> CallCost | None:
+    """Returns what an operation says of a call of its kernel, over all devices; None where none of them knows it.
+
+    Kernels are Pallas calls, grouped matmuls, whose groups may leave rows empty, and primitives that no list names.
+    """
+    name, kind = equation.primitive.name, equation_kind(equation)
+    if kind not in ("kernel", "unknown") and name not in _GROUPED:
+        return None
+    stated = None if kind == "unknown" else cost_of(equation)
+    call = KernelCall(
+        kernel=f"{name} {getattr(equation.params.get('jaxpr'), 'debug_info', '')}",
+        name=OperationName(scope),
+        operands=tuple(map(_array, equation.invars)),
+        results=tuple(map(_array, equation.outvars)),
+        stated=_stated(stated, name) if isinstance(stated, CallCost) else None,
+        parameters=equation.params,
+        is_pallas=name == "pallas_call",
+    )
+    cost = ask_owners(ops, call)
+    return cost and CallCost(round(cost.flops), cost.num_bytes)
+
+
+def _array(x: Any) -> KernelArray:
+    return KernelArray(tuple(getattr(x.aval, "shape", ())), str(getattr(x.aval, "dtype", "")))
+
+
+def _stated(cost: CallCost, name: str) -> KernelCost:
+    return KernelCost(cost.flops, num_bytes=cost.hbm_bytes, unit="grouped" if name in _GROUPED else "matmul")
 
 
 def contracted_dims(equation: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -286,29 +332,12 @@ def _triangular_solve_flops(equation: Any) -> int:
     return math.prod(sides) * matrix[-1]
 
 
+_GROUPED = ("ragged_dot_general",)
 _FORMULAS = {"fft": _fft_flops, "cholesky": _cholesky_flops, "triangular_solve": _triangular_solve_flops}
 
 
-def _kernel_cost(kernel: Any) -> CallCost | str:
-    """Returns what a Pallas kernel declares; for splash attention the matmuls of its blocks, once for each step of its
-    grid that a causal mask leaves."""
-    if splash_blocks(kernel):
-        return CallCost(splash_flops(kernel, None))
-    declared = kernel.params.get("cost_estimate")
-    return CallCost(int(declared.flops), int(declared.bytes_accessed)) if declared else NO_ESTIMATE
-
-
-def splash_flops(kernel: Any, used_blocks: tuple[int, int] | None) -> int:
-    """FLOPs of a splash kernel. used_blocks: those of each head that it computes, and all of the square, where its name
-    says so; else those that a causal mask leaves."""
-    rows, entries = splash_blocks(kernel) or (1, 1)
-    grid = math.prod(n for n in kernel.params["grid_mapping"].grid if isinstance(n, int))
-    flops = grid * sum(matmul_flops(inner) for inner in subprograms(kernel.params))
-    return causal_flops(flops, rows, entries) if used_blocks is None else flops * used_blocks[0] // (rows * entries)
-
-
 def matmul_flops(jaxpr: Jaxpr) -> int:
-    """FLOPs of the matmuls in the body of a kernel of ours, whatever else is in it."""
+    """Returns the FLOPs of the matmuls in the body of a kernel, whatever else is in it."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":

@@ -19,10 +19,6 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "ppermute": "collective-permute",
 }  # fmt: skip
 LANES = 128  # of a row of a TPU's registers, which arrays in memory are tiled by
-ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")  # cuDNN's kernels (cudnn.py)
-CUDNN_BLOCK = 128  # keys
-
-GROUPED = ("ragged_dot_general", "pallas_call")  # in the scope of experts: matmuls of the rows that are filled
 PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}  # sums of products: flops.py
 _OTHERS = {  # an array in, an array out
     "gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "sort", "top_k",
@@ -72,7 +68,7 @@ def equation_kind(equation: Any) -> Kind:
     name = equation.primitive.name
     if name in PRODUCTS:
         return "matmul"
-    if name == "pallas_call" or name.startswith(ATTENTION):
+    if name == "pallas_call":
         return "kernel"
     if name in COLLECTIVES:
         return "collective"
@@ -83,34 +79,3 @@ def equation_kind(equation: Any) -> Kind:
     if name in _OTHERS:
         return "other"
     return "pointwise" if name in _POINTWISE else "unknown"
-
-
-def is_ours(kernel: Any) -> bool:
-    """Returns whether a kernel is one that the plan chose for attention, so that all of its costs are known."""
-    return kernel.primitive.name.startswith(ATTENTION) or splash_blocks(kernel) is not None
-
-
-def splash_blocks(kernel: Any) -> tuple[int, int] | None:
-    """(rows, entries of each) of the table of blocks that splash attention runs over (splash.py); None for another
-    Pallas kernel."""
-    name = str(getattr(kernel.params.get("jaxpr"), "debug_info", ""))
-    grid = kernel.params["grid_mapping"].grid
-    return (grid[-3 if "dkv" in name else -2], grid[-1]) if "splash" in name else None
-
-
-def causal_flops(flops: int, rows: int, entries: int) -> int:
-    """FLOPs of the blocks that a causal mask leaves, of those of all entries: at the edge a row has one, two, three, ..
-    and all other rows have all of them."""
-    return flops * (2 * rows - entries + 1) // (2 * rows)
-
-
-def cudnn_flops(kernel: Any, num_queries: int, used: tuple[int, int] | None) -> int:
-    """FLOPs of cuDNN's attention. num_queries: elements of the queries on this device. used: blocks that are seen, and
-    all of them, where the kernel's name says so; None: the mask is causal.
-
-    Two matmuls forward; backward the scores again and a gradient of each of four factors (arXiv:2205.14135).
-    """
-    num_matmuls = 2 if kernel.primitive.name.startswith(ATTENTION[0]) else 5
-    num_keys = kernel.invars[1].aval.shape[2 if kernel.params["layout"] else 1]
-    flops, blocks = 2 * num_matmuls * num_queries * num_keys, max(1, num_keys // CUDNN_BLOCK)
-    return causal_flops(flops, blocks, blocks) if used is None else flops * used[0] // used[1]

@@ -14,10 +14,11 @@ from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
 
 from ..core.collectives import MOVING, CollectiveKind
+from ..core.kernels import KernelOwner
 from ..core.partition_spec import Axes, axes_of
-from ..core.scopes import OperationName, nested_scope
-from .flops import TRIPS, calls_one, contracted_dims, cost_of, count_flops, splash_flops
-from .operation_kinds import ATTENTION, COLLECTIVES, GROUPED, LANES, cudnn_flops, equation_kind, is_ours
+from ..core.scopes import nested_scope
+from .flops import TRIPS, FlopCount, calls_one, contracted_dims, cost_of, count_flops, kernel_cost_of
+from .operation_kinds import COLLECTIVES, LANES, equation_kind
 from .program import Kind, Operation, Program, TracedCollective
 from .propagate import DimAxes, propagate, taken
 from .subprograms import scan_of, subprograms, without_consts
@@ -28,11 +29,17 @@ _ADDITIONS = {"add", "add_any"}
 
 
 def read_jaxpr(
-    jaxpr: Jaxpr, layouts: Sequence[DimAxes], mesh_sizes: Mapping[str, int], *, joins_sums: bool = True
+    jaxpr: Jaxpr,
+    layouts: Sequence[DimAxes],
+    mesh_sizes: Mapping[str, int],
+    *,
+    joins_sums: bool = True,
+    ops: Sequence[KernelOwner] = (),
 ) -> Program:
     """Any jaxpr, with its arguments laid out so. joins_sums: the compiler adds partial results of several matmuls up
-    before it sums them over devices, and sums into shards where shards are wanted."""
-    return _Reader(mesh_sizes, joins_sums).read(jaxpr, layouts, "")
+    before it sums them over devices, and sums into shards where shards are wanted. ops: operations that know
+    their own kernels."""
+    return _Reader(mesh_sizes, joins_sums, ops).read(jaxpr, layouts, "")
 
 
 def layout_of(spec: Any, rank: int) -> DimAxes:
@@ -57,6 +64,7 @@ class _Reader:
 
     mesh_sizes: Mapping[str, int]
     joins_sums: bool
+    ops: Sequence[KernelOwner]
     within: tuple[Any, ...] = ()  # the equations that call what is read
     operations: list[Operation] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -143,7 +151,7 @@ class _Reader:
         if name == "while":
             return self.while_loop(equation, operands, scope)
         if name == "cond":
-            return self.inline(max(subprograms(params), key=_weight), operands[1:], scope)
+            return self.inline(max(subprograms(params), key=self.weight), operands[1:], scope)
         if calls_one(equation):
             return self.inline(next(subprograms(params)), operands, scope)
         return self.single(equation, operands, scope)
@@ -151,7 +159,8 @@ class _Reader:
     def single(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """An operation that calls nothing."""
         name = equation.primitive.name
-        kind = equation_kind(equation)
+        own, kind = kernel_cost_of(equation, scope, self.ops), equation_kind(equation)
+        kind = "kernel" if own and kind == "unknown" else kind
         if name == "sharding_constraint":
             return self.constrained(equation, operands, scope)
         if name == "optimization_barrier":
@@ -160,7 +169,7 @@ class _Reader:
             return operands
         partial = self.still_partial(name, operands)
         operands = operands if partial else [self.summed(i) for i in operands]
-        is_known = kind != "unknown" and (kind != "kernel" or is_ours(equation))
+        is_known = own is not None or kind not in ("unknown", "kernel")
         before = operands
         operands = self.taken(equation, operands, scope, is_known=is_known)
         if kind == "matmul":
@@ -173,7 +182,7 @@ class _Reader:
             layout, reduced = propagate(equation, layouts, self.num_shards)
             found = [layout]
         results = [self.value(x.aval, layout) for x, layout in zip(equation.outvars, found, strict=True)]
-        cost, unknown = self.cost(equation, kind, operands, results, reduced, scope), None
+        cost, unknown = self.cost(equation, kind, own, operands, results, reduced), None
         if isinstance(cost, str) or kind == "unknown" or (not is_known and operands != before):
             unknown = unknown_of(equation, scope, cost if isinstance(cost, str) else None, self.within)
         self.operations.append(
@@ -295,32 +304,27 @@ class _Reader:
         return TracedCollective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]])
 
     def cost(
-        self, equation: Any, kind: Kind, operands: list[int], results: list[int], reduced: Axes, scope: str
+        self, equation: Any, kind: Kind, own: CallCost | None, operands: list[int], results: list[int], reduced: Axes
     ) -> CallCost | str:
-        """Returns the cost of an operation on a device; a str says why it is unknown. reduced: mesh axes it sums
-        over."""
+        """Returns the cost of an operation on a device; a str says why it is unknown. own: its cost over all devices,
+        if an operation says it. reduced: mesh axes it sums over."""
         if equation.primitive.name == "dot_general":
             contracted, _ = contracted_dims(equation)
             left, layout = equation.invars[0].aval.shape, self.layouts[operands[0]]
             length = math.prod(left[d] // self.num_shards(layout[d]) for d in contracted)
             out = equation.outvars[0].aval
             return CallCost(2 * length * self.sizes[results[0]] // out.dtype.itemsize)
-        if equation.primitive.name.startswith(ATTENTION):
-            num_queries = self.sizes[operands[0]] // equation.invars[0].aval.dtype.itemsize
-            return CallCost(cudnn_flops(equation, num_queries, OperationName(scope).used_blocks))
-        if (used := OperationName(scope).used_blocks) and equation.primitive.name == "pallas_call":
-            return CallCost(splash_flops(equation, used))
         if equation.primitive.name == "dynamic_slice":  # the slice is read and written
             return CallCost(0, 2 * self.sizes[results[0]])
         if equation.primitive.name == "dynamic_update_slice":  # in place
             return CallCost(0, 2 * self.sizes[operands[1]])
-        cost = cost_of(equation)
-        if not isinstance(cost, str) and equation.primitive.name in GROUPED:
-            cost = replace(cost, flops=round(cost.flops * OperationName(scope).filled))
-        if isinstance(cost, str) or kind not in ("matmul", "other"):
+        cost = own or cost_of(equation)
+        if isinstance(cost, str) or kind not in ("matmul", "other", "kernel"):
             return cost
         axes = dict.fromkeys((*(axis for axes in self.layouts[results[0]] for axis in axes), *reduced))
-        return CallCost(cost.flops // self.num_shards(tuple(axes)))
+        num_shards = self.num_shards(tuple(axes))
+        num_bytes = None if cost.hbm_bytes is None else cost.hbm_bytes // num_shards
+        return CallCost(cost.flops // num_shards, num_bytes)
 
     def shard_map(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """Inside, what was split over its manual axes has the shape of a shard."""
@@ -373,7 +377,7 @@ class _Reader:
         """Reads a loop's body, whose carried values are laid out alike at the start and the end of a trip: zeros that
         sums begin with are split, too."""
         while True:
-            body = _Reader(self.mesh_sizes, self.joins_sums, self.within)
+            body = _Reader(self.mesh_sizes, self.joins_sums, self.ops, self.within)
             program = body.read(jaxpr, layouts, scope)
             ends = [body.layouts[i] for i in program.outputs[: len(carried)]]
             split = [
@@ -384,9 +388,17 @@ class _Reader:
                 return body, program
             layouts = [*layouts[: carried.start], *split, *layouts[carried.stop :]]
 
+    def weight(self, branch: Jaxpr) -> tuple[bool, int]:
+        """Orders the branches of a cond by arithmetic: the heaviest is taken, and an unknown one before all others."""
+        count = self.count(branch, "")
+        return bool(count.unknown), count.known
+
+    def count(self, jaxpr: Any, scope: str) -> FlopCount:
+        return count_flops(without_consts(jaxpr), scope, ops=self.ops)
+
     def while_loop(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """Its number of trips is not known before it runs: its memory and communication are those of one."""
-        params, count = equation.params, count_flops(without_consts(equation.params["body_jaxpr"]), scope)
+        params, count = equation.params, self.count(equation.params["body_jaxpr"], scope)
         inside = operands[params["cond_nconsts"] :]
         consts, num = params["body_nconsts"], len(inside)
         layouts = [self.layouts[i] for i in inside]
@@ -399,12 +411,6 @@ class _Reader:
             )
         )  # fmt: skip
         return results
-
-
-def _weight(branch: Jaxpr) -> tuple[bool, int]:
-    """Orders the branches of a cond by arithmetic: the heaviest is taken, and an unknown one before all others."""
-    count = count_flops(branch, "")
-    return bool(count.unknown), count.known
 
 
 def _like_operands(out: Any, equation: Any, layouts: Sequence[DimAxes]) -> DimAxes:

@@ -12,6 +12,7 @@ error, never another implementation.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any, Literal
 
@@ -23,12 +24,16 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models.attention import attend
 
+from ..spec.spec import RunSpec
+from ..core.collectives import ComputeKind
 from ..core.head_shares import share_of_head
+from ..core.kernels import KernelCall, KernelCost
 from ..core.partition_spec import Axes, axes_in, axes_of
-from ..core.scopes import ATTENTION, exchange_scope, nested_scope
+from ..core.scopes import ATTENTION, OperationName, exchange_scope, nested_scope
 from ..jaxpr.operation_kinds import LANES
 from ..sharding.arrays import Arrays, OpSite
 from ..target.target import TargetPlan
+from .attention_cost import attention_cost
 from .cudnn import attend_cudnn, most_head_dim, takes_other_values
 from .exchange import RING, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length, block_kernel
 from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy, refused
@@ -101,6 +106,23 @@ class AttentionOp(ParallelOp):
         arrays = [x for x in operands if x is not None and x.ndim > 2]
         sums = (jnp.sum(x, axis=range(2, x.ndim), keepdims=True) for x in arrays)
         return jnp.broadcast_to(sum(sums, start=jnp.zeros(())), out.shape).astype(out.dtype)
+
+    def masked_share(self, spec: RunSpec, *operands: Any, **options: Any) -> Fraction:
+        """Returns the share of scores that are hidden. A query sees the keys up to its own, and of those the last
+        `window`. Where documents are isolated, how much it sees is up to the data: its own key at least."""
+        queries, keys = (operand.shape[1] for operand in operands[:2])
+        if queries != keys:
+            return Fraction(0)
+        window = 1 if spec.data.isolate_documents else min(options["window"] or keys, keys)
+        seen = window * (window + 1) // 2 + (queries - window) * window
+        return 1 - Fraction(seen, queries * keys)
+
+    def compute_kind(self, name: OperationName, *, is_pallas: bool) -> ComputeKind | None:
+        del is_pallas
+        return "attention" if name.is_attention else None
+
+    def kernel_cost(self, call: KernelCall) -> KernelCost | None:
+        return attention_cost(call)
 
     def scope(self, plan: OpPlan) -> str:
         exchange = plan.chosen.parameters.exchange

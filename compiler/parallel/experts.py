@@ -25,8 +25,10 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models.activations import ACTIVATIONS
 
+from ..core.collectives import ComputeKind
 from ..core.errors import ConfigError, Problem
 from ..core.format import human_seconds
+from ..core.kernels import KernelCall, KernelCost
 from ..core.partition_spec import Axes, axes_of, keep_axes
 from ..core.scopes import OperationName, experts_scope
 from ..sharding.arrays import EXPERTS, OpSite
@@ -52,7 +54,7 @@ from .expert_exchange import (
     exchange_time,
     sent_once,
 )
-from .grouped_matmul import Kernels, grouped_matmul
+from .grouped_matmul import Kernels, grouped_cost, grouped_matmul
 from .operation import Cost, Exposed, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, refused
 from .weight_plan import parts_of
 from .weights import gather_dims, scatter_dims
@@ -128,6 +130,14 @@ class ExpertsOp(ParallelOp):
         del plain, options
         x, weights, *_ = operands
         return x * jnp.sum(weights, axis=-1, keepdims=True).astype(x.dtype), jnp.zeros(())
+
+    def compute_kind(self, name: OperationName, *, is_pallas: bool) -> ComputeKind | None:
+        return "matmul" if is_pallas and name.experts else None
+
+    def kernel_cost(self, call: KernelCall) -> KernelCost | None:
+        """Returns the cost of a grouped matmul: its kernels skip the rows that no token fills."""
+        cost = grouped_cost(call) if call.name.experts else None
+        return cost and replace(cost, flops=cost.flops * call.name.filled)
 
     def scope(self, plan: OpPlan) -> str:
         return experts_scope(plan.site.name, plan.chosen.parameters.filled)

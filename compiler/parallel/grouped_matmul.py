@@ -10,6 +10,8 @@ for 8 groups. On a GPU `ragged_dot` is one, too. So they are kernels:
     none      anywhere else: `ragged_dot`
 """
 
+import math
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,6 +19,7 @@ import jax
 from jax import Array
 from jax.experimental.pallas.ops.tpu.megablox import ops
 
+from ..core.kernels import KernelCall, KernelCost
 from .grouped_triton import multiply_groups, multiply_rows, padded
 
 Kernels = Literal["megablox", "triton", "none"]
@@ -77,3 +80,18 @@ def _by_megablox(x_RE: Array, w_GEM: Array, sizes_G: Array, g_RM: Array, interpr
     dx_RE = megablox.gmm(g_RM, w_GEM, sizes_G, x_RE.dtype, tile, transpose_rhs=True, interpret=interpret)
     dw_GEM = megablox.tgmm(x_RE.swapaxes(0, 1), g_RM, sizes_G, w_GEM.dtype, tile, interpret=interpret)
     return dx_RE[:num_rows], dw_GEM
+
+
+def grouped_cost(call: KernelCall) -> KernelCost | None:
+    """Returns the cost of a grouped matmul with all of its rows filled; None for another kernel.
+
+    The kernels declare it, but a compiled one for Triton loses what it declared: there each element of the rows meets a
+    row of the group's matrix, or of the other rows, and both are as long as the result's last dimension.
+    """
+    is_grouped = call.is_pallas or (call.stated is not None and call.stated.unit == "grouped")
+    if is_grouped and call.stated is not None:
+        return replace(call.stated, unit="grouped")
+    if not is_grouped or "triton" not in call.kernel:
+        return None
+    rows = next(each.shape for each in call.operands if len(each.shape) > 1)
+    return KernelCost(2.0 * math.prod(rows) * call.results[0].shape[-1], unit="grouped")

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -21,8 +22,9 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models import Model
 
-from ..core.collectives import CollectiveKind
+from ..core.collectives import CollectiveKind, ComputeKind
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
+from ..core.kernels import KernelCall, KernelCost
 from ..core.partition_spec import Axes, keep_axes
 from ..core.scopes import OperationName, site_scope
 from ..sharding.arrays import Arrays, OpSite
@@ -242,6 +244,24 @@ class ParallelOp(ABC):
     def scope(self, plan: OpPlan) -> str | None:
         """Returns the scope that the operations of a site carry into the compiled program; None: they carry none."""
         return site_scope(self.kind, plan.site.name)
+
+    def compute_kind(self, name: OperationName, *, is_pallas: bool) -> ComputeKind | None:
+        """Returns the kind under which compute of this name is shown and calibrated; None: that of the instruction by
+        itself. is_pallas: it is a kernel that is written in Pallas."""
+        del name, is_pallas
+        return None
+
+    def kernel_cost(self, call: KernelCall) -> KernelCost | None:
+        """Returns the cost of one call of a kernel of the operation, in a traced or a compiled program; None for the
+        kernels of others, and for those whose cost their program states."""
+        del call
+        return None
+
+    def masked_share(self, spec: RunSpec, *operands: Any, **options: Any) -> Fraction:
+        """Returns the share of the products of its plain function that a mask makes needless. operands, options: what
+        the model hands to `Context.operation`."""
+        del spec, operands, options
+        return Fraction(0)
 
     def weight_use(self, plan: OpPlan, weight: ArrayPlan) -> WeightUse | None:
         """Returns how a site gets at a parameter; None for one that is not the operation's to say."""

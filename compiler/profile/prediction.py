@@ -82,7 +82,7 @@ def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective], *, mode
         compute=tuple(
             PredictedCompute(
                 name=each.name,
-                kind=instruction_kind(each, module),
+                kind=instruction_kind(each, module, plan.ops),
                 source=_source(each),
                 seconds=analysis.compute_seconds.get(each.name, 0.0) if target.chip else None,
             )

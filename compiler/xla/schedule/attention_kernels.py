@@ -2,19 +2,23 @@
 
 cuDNN                the intermediate tensor (batch, heads, queries, keys), the mask and its window
 Transformer Engine   its attributes, or the shapes of packed queries, keys and values
-splash, others       the shapes of queries and keys, and the blocks that our own names say
+splash, others       the shapes of queries and keys, under a causal mask
+
+These are kernels of public libraries, which programs without a plan call too, and what they compute is said by their
+text alone: so they are read here, not by an operation. What only an operation knows of its kernel, such as the blocks
+of a ring, it says itself (parallel/attention_cost.py), and it is asked first.
 """
 
 import math
 import re
 from dataclasses import dataclass
 
-from ...core.scopes import OperationName
+from ...core.kernels import KernelCost
 from ..hlo import Instruction
 from ..hlo.types import ArrayType
-from .work import KernelWork, peak_name
+from .work import peak_name
 
-# By a part of the kernel's name: forward 2, the scores and their product with the values; of all gradients 5.
+# Matmuls by a part of the kernel's name: forward 2, the scores and their product with the values; all gradients 5.
 # A kernel of keys' gradients that also returns partial sums of the queries', by blocks of keys, computes all five.
 _DKV_MATMULS = 4
 _MATMULS = {"dkv": _DKV_MATMULS, "_dq": 3, "backward": 5, "bwd": 5}
@@ -39,7 +43,7 @@ class _Square:
 
 def is_attention(instruction: Instruction) -> bool:
     """Returns True for a kernel that is named as attention."""
-    return _NAMED.search(_name(instruction)) is not None
+    return _NAMED.search(kernel_name(instruction)) is not None
 
 
 def is_ragged(instruction: Instruction) -> bool:
@@ -55,7 +59,7 @@ def _told(instruction: Instruction) -> dict[str, int]:
     return {key: int(value) for key, value in _TE_ATTRIBUTE.findall(instruction.attributes)}
 
 
-def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelWork | None:
+def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelCost | None:
     """Returns the arithmetic of an attention kernel: two matmuls of queries x keys x depth each forward, for keys and
     values four, for queries three; of the square what the mask leaves. None if its shapes do not say."""
     arrays = [each for each in operands if each.dtype in _FLOATS or each.dtype.startswith("f8")]
@@ -66,11 +70,11 @@ def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...]) ->
         return None
     told = _of_transformer_engine(_told(instruction)) or _of_cudnn(instruction.attributes, queries)
     square = told or _of_shapes(instruction, arrays, queries)
-    name = _name(instruction)
+    name = kernel_name(instruction)
     count = next((count for key, count in _MATMULS.items() if key in name), 2)
     count += count == _DKV_MATMULS and any(len(each.shape) > len(queries.shape) for each in instruction.arrays)
     flops = 2.0 * count * square.num_queries * square.num_keys * square.depth * square.share
-    return KernelWork(flops, peak_name(queries.dtype), "attention", head_dim=square.depth)
+    return KernelCost(flops, peak_name(queries.dtype), "attention", head_dim=square.depth)
 
 
 def _of_transformer_engine(told: dict[str, int]) -> _Square | None:
@@ -106,11 +110,8 @@ def _of_shapes(instruction: Instruction, arrays: list[ArrayType], queries: Array
     others = [each.shape for each in arrays[arrays.index(queries) + 1 :]]
     packed = next((each[1] for each in others if len(each) == 5), length)
     keys = next((max(each[-3:-1]) for each in others if len(each) == len(queries.shape) == len(shape)), packed)
-    share = 0.5
-    if used := OperationName(instruction.op_name).used_blocks:
-        share = used[0] / used[1]
-    elif (mask := _MASK.search(instruction.attributes)) and mask[1] == "NO_MASK":
-        share = 1.0
+    mask = _MASK.search(instruction.attributes)
+    share = 1.0 if mask and mask[1] == "NO_MASK" else 0.5
     return _Square(math.prod(batches) * heads * length, keys, depth, share)
 
 
@@ -127,7 +128,7 @@ def _target(instruction: Instruction) -> str:
     return instruction.attribute("custom_call_target") or ""
 
 
-def _name(instruction: Instruction) -> str:
+def kernel_name(instruction: Instruction) -> str:
     """Returns all names of a kernel: the instruction's, its target's, and that of a Triton kernel."""
     found = re.search(r'\bname = "(\w+)"', instruction.attributes)
     return f"{instruction.name} {_target(instruction)} {found[1] if found else ''}".lower()

@@ -4,24 +4,29 @@ cuBLAS, cuDNN          matmuls, convolutions, attention, by dimension numbers an
 Transformer Engine     matmuls, also grouped, and attention by shapes and attributes; casts, norms and activations move
                        bytes
 Mosaic                 what its `cost_estimate` says; splash by its shapes
-Triton                 grouped matmuls and attention; what has a computation by it (prices.py); else only its name is
-                       known
+Triton                 attention; what has a computation by it (prices.py); else only its name is known
 sort                   its passes over keys and values
 solvers, transforms    FFT, Cholesky: what they move at least
 
+These are public libraries, which programs without a plan call too: that is why their tables are here, and not in the
+files of operations. An operation is asked first, and says what it alone knows of its kernel, such as the rows that
+tokens fill (`ParallelOp.kernel_cost`).
+
 Of all others nothing is known but what they write, and the step takes at least that; those that communicate are named
-so. All rows of a grouped matmul count, as no shape says how many its groups fill.
+so. All rows of a library's grouped matmul count, as no shape says how many its groups fill.
 """
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
+from ...core.kernels import KernelArray, KernelCall, KernelCost, KernelOwner, ask_owners
 from ...core.scopes import OperationName
 from ..hlo import Instruction
 from ..hlo.types import ArrayType
-from .attention_kernels import attention_work, is_attention, is_ragged
-from .work import Convolution, KernelWork, contraction, convolution_flops, dot_flops, peak_name
+from .attention_kernels import attention_work, is_attention, is_ragged, kernel_name
+from .work import Convolution, contraction, convolution_flops, dot_flops, numpy_name, peak_name
 
 TRITON = "__gpu$xla.gpu.triton"  # a custom call: a kernel of Pallas
 MOSAIC = "tpu_custom_call"
@@ -43,15 +48,17 @@ _AT_LEAST_ONCE = frozenset({"cholesky", "fft", "triangular-solve"})
 _LOG_TILE = 11  # XLA's bitonic sort for GPUs orders tiles of 2,048 in shared memory: xla/backends/gpu, EmitSort
 
 
-def kernel_work(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelWork:
-    """Returns the work of one instruction that calls no computation of the program."""
+def kernel_work(instruction: Instruction, operands: tuple[ArrayType, ...], ops: Sequence[KernelOwner] = ()
+) -> KernelCost:
+    """Returns the work of one instruction that calls no computation of the program. ops: operations that know
+    their own kernels."""
     if instruction.opcode == "custom-call":
-        return _called(instruction, operands)
+        return _called(instruction, operands, ops)
     if instruction.opcode in MATMULS:
-        return _matmul(instruction, operands) or KernelWork(unknown=instruction.opcode)
+        return _matmul(instruction, operands) or KernelCost(unknown=instruction.opcode)
     if instruction.opcode == "sort":
         return _bitonic_sort(instruction, operands)
-    return KernelWork(unknown=instruction.opcode if instruction.opcode in _AT_LEAST_ONCE else "")
+    return KernelCost(unknown=instruction.opcode if instruction.opcode in _AT_LEAST_ONCE else "")
 
 
 def label(instruction: Instruction) -> str:
@@ -63,27 +70,48 @@ def label(instruction: Instruction) -> str:
     return target
 
 
+def is_pallas(instruction: Instruction) -> bool:
+    """Returns True for a kernel that is written in Pallas."""
+    return instruction.attribute("custom_call_target") in (MOSAIC, TRITON)
+
+
 def is_matmul(instruction: Instruction) -> bool:
-    """Returns True for a matmul, or a kernel of experts' matmuls."""
+    """Returns True for a matmul or a convolution."""
     target = instruction.attribute("custom_call_target") or ""
-    is_grouped = target in (MOSAIC, TRITON) and OperationName(instruction.op_name).experts is not None
-    return instruction.opcode in MATMULS or _is_gemm(target) or "cudnn$conv" in target or is_grouped
+    return instruction.opcode in MATMULS or _is_gemm(target) or "cudnn$conv" in target
 
 
-def _called(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelWork:
-    target, name = instruction.attribute("custom_call_target") or "", OperationName(instruction.op_name)
+def _called(instruction: Instruction, operands: tuple[ArrayType, ...], ops: Sequence[KernelOwner]) -> KernelCost:
+    """Returns what an operation says of its own kernel, else what is known of public libraries."""
+    stated = _of_library(instruction, operands, instruction.attribute("custom_call_target") or "")
+    call = KernelCall(
+        kernel=kernel_name(instruction),
+        name=OperationName(instruction.op_name),
+        operands=tuple(map(_array, operands)),
+        results=tuple(map(_array, instruction.arrays)),
+        stated=stated,
+        is_pallas=is_pallas(instruction),
+    )
+    if (own := ask_owners(ops, call)) is not None:
+        return replace(own, dtype=peak_name(own.dtype) if own.dtype else _dtype_of_rows(operands))
+    return stated or _unknown(instruction)
+
+
+def _array(array: ArrayType) -> KernelArray:
+    return KernelArray(array.shape, numpy_name(array.dtype))
+
+
+def _of_library(instruction: Instruction, operands: tuple[ArrayType, ...], target: str) -> KernelCost | None:
     if target == MOSAIC and instruction.name.startswith("ragged-dot-metadata"):
-        return KernelWork()  # the places of groups, for the kernel after it
-    if name.experts is None and is_attention(instruction):
+        found = KernelCost()  # the places of groups, for the kernel after it
+    elif is_attention(instruction):
         found = attention_work(instruction, operands)
     elif target == MOSAIC:
-        found = _declared(instruction, operands, name)
-    elif target == TRITON and name.experts is not None:
-        found = _grouped(instruction, operands, name)
+        found = _declared(instruction, operands)
     elif "cudnn$conv" in target:
         found = _convolution(instruction, operands, target)
     elif _STREAMS.search(target):
-        found = KernelWork()
+        found = KernelCost()
     elif _is_gemm(target) or target.endswith("blockScaledDot"):
         found = (_grouped_by_shapes if "group" in target.lower() else _matmul)(instruction, operands)
         if found and _COMMUNICATES.search(target):  # beside the matmul, over links that nothing names
@@ -92,15 +120,15 @@ def _called(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Kernel
         found = _radix_sort(operands)
     else:
         found = None
-    return found or _unknown(instruction)
+    return found
 
 
-def _unknown(instruction: Instruction) -> KernelWork:
+def _unknown(instruction: Instruction) -> KernelCost:
     """A kernel may read a part of what it is given, and writes its results, if they are not an operand of it."""
     places = re.findall(r"\{([\d, ]*)\}: ?\(\d+", instruction.attribute("output_to_operand_aliasing") or "")
     given = {int(place.split(",")[0] or 0) for place in places}
     written = sum(each.num_bytes for n, each in enumerate(instruction.arrays) if n not in given)
-    return KernelWork(num_bytes=written, unknown=_named(instruction))
+    return KernelCost(num_bytes=written, unknown=_named(instruction))
 
 
 def _named(instruction: Instruction) -> str:
@@ -115,7 +143,7 @@ def _is_gemm(target: str) -> bool:
     return "gemm" in target or "matmul" in target.lower()
 
 
-def _matmul(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelWork | None:
+def _matmul(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelCost | None:
     """Returns the work of a matmul: by its dimension numbers, else by shapes that only one contraction has."""
     if len(operands) < 2 or not instruction.arrays:
         return None
@@ -127,10 +155,10 @@ def _matmul(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Kernel
     if flops is None and instruction.opcode == "custom-call":
         matrices = [each for each in operands if len(each.shape) > 1][:2]  # scales and biases are vectors
         flops = contraction(matrices[0], matrices[1], instruction.arrays[0]) if len(matrices) == 2 else None
-    return None if flops is None else KernelWork(flops, peak_name(operands[0].dtype))
+    return None if flops is None else KernelCost(flops, peak_name(operands[0].dtype))
 
 
-def _convolution(instruction: Instruction, operands: tuple[ArrayType, ...], target: str) -> KernelWork | None:
+def _convolution(instruction: Instruction, operands: tuple[ArrayType, ...], target: str) -> KernelCost | None:
     """Returns the work of one of cuDNN's convolutions: forward, or of the gradient of its inputs or of its kernel; each
     has as many multiply-adds as the forward one."""
     if len(operands) < 2 or not instruction.arrays:
@@ -142,21 +170,19 @@ def _convolution(instruction: Instruction, operands: tuple[ArrayType, ...], targ
     elif "BackwardFilter" in target:
         shapes = Convolution(first, result, second)
     flops = convolution_flops(instruction, shapes)
-    return None if flops is None else KernelWork(flops, peak_name(operands[0].dtype))
+    return None if flops is None else KernelCost(flops, peak_name(operands[0].dtype))
 
 
-def _declared(instruction: Instruction, operands: tuple[ArrayType, ...], name: OperationName) -> KernelWork | None:
-    """Returns what the author of a kernel declared of it: FLOPs, of which experts fill a part, and bytes."""
+def _declared(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelCost | None:
+    """Returns what the author of a kernel declared of it: FLOPs and bytes."""
     _, found, estimate = instruction.attributes.partition('"cost_estimate":')
     told = {key: int(match[1]) for key, form in _COST.items() if (match := form.search(estimate.partition("}")[0]))}
     if not found or "flops" not in told:
         return None
-    return KernelWork(
-        told["flops"] * name.filled, _dtype_of_rows(operands), "grouped", told.get("bytes_accessed") or None
-    )
+    return KernelCost(told["flops"], _dtype_of_rows(operands), "grouped", told.get("bytes_accessed") or None)
 
 
-def _grouped_by_shapes(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelWork | None:
+def _grouped_by_shapes(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelCost | None:
     """Returns the work of a grouped matmul of a library: 2 M N K, which Transformer Engine says, whose matrices are
     flat. Else rows (M, K) by one matrix (G, K, N) for each group, or the gradient of these (G, K, N), of (M, K) and
     (M, N): each row meets one group."""
@@ -165,7 +191,7 @@ def _grouped_by_shapes(instruction: Instruction, operands: tuple[ArrayType, ...]
     sizes = {key: int(size) for key, size in _SIZE.findall(instruction.attributes.partition("backend_config=")[2])}
     matrices, result = [each for each in operands if len(each.shape) > 1][:2], instruction.arrays[0]
     if len(sizes) == 3 and result.shape[-2:] == (sizes["M"], sizes["N"]):
-        return KernelWork(2.0 * math.prod(sizes.values()), peak_name(operands[0].dtype), "grouped")
+        return KernelCost(2.0 * math.prod(sizes.values()), peak_name(operands[0].dtype), "grouped")
     ranks = (*(len(each.shape) for each in matrices), len(result.shape))
     if ranks == (2, 3, 2):
         flops = contraction(matrices[0], _of_group(matrices[1]), result)
@@ -173,19 +199,11 @@ def _grouped_by_shapes(instruction: Instruction, operands: tuple[ArrayType, ...]
         flops = contraction(matrices[0], matrices[1], _of_group(result))
     else:
         return None
-    return None if flops is None else KernelWork(flops, peak_name(matrices[0].dtype), "grouped")
+    return None if flops is None else KernelCost(flops, peak_name(matrices[0].dtype), "grouped")
 
 
 def _of_group(array: ArrayType) -> ArrayType:
     return replace(array, shape=array.shape[1:])
-
-
-def _grouped(instruction: Instruction, operands: tuple[ArrayType, ...], name: OperationName) -> KernelWork:
-    """Returns the work of one of `grouped_triton`'s kernels, which say none on GPUs: each element of the rows meets a
-    row of the group's matrix, or of the other rows; both are as long as the result's last dimension."""
-    rows = next(each for each in operands if len(each.shape) > 1)
-    flops = 2.0 * rows.num_elements * instruction.arrays[0].shape[-1]
-    return KernelWork(flops * name.filled, _dtype_of_rows(operands), "grouped")
 
 
 def _dtype_of_rows(operands: tuple[ArrayType, ...]) -> str:
@@ -193,18 +211,18 @@ def _dtype_of_rows(operands: tuple[ArrayType, ...]) -> str:
     return next((peak_name(each.dtype) for each in operands if len(each.shape) > 1), "float32")
 
 
-def _radix_sort(operands: tuple[ArrayType, ...]) -> KernelWork:
+def _radix_sort(operands: tuple[ArrayType, ...]) -> KernelCost:
     """Returns the work of a radix sort: it reads and writes keys and values once for each digit of the keys."""
     bits = operands[0].num_bytes * 8 // max(1, operands[0].num_elements) if operands else 0
     num_passes = math.ceil(bits / _RADIX_BITS)
-    return KernelWork(num_bytes=2 * num_passes * sum(each.num_bytes for each in operands))
+    return KernelCost(num_bytes=2 * num_passes * sum(each.num_bytes for each in operands))
 
 
-def _bitonic_sort(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelWork:
+def _bitonic_sort(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelCost:
     """Returns the work of a sort on a GPU: within tiles in one pass; of each longer stage a pass for each distance that
     is longer than a tile, and one for all others."""
     along = int((instruction.attribute("dimensions") or "{0}").strip("{}") or 0)
     length = operands[0].shape[along] if operands and operands[0].shape else 1
     num_long = max(0, math.ceil(math.log2(max(length, 1))) - _LOG_TILE)
     num_passes = 1 + sum(stage + 1 for stage in range(1, num_long + 1))
-    return KernelWork(num_bytes=2 * num_passes * sum(each.num_bytes for each in operands))
+    return KernelCost(num_bytes=2 * num_passes * sum(each.num_bytes for each in operands))

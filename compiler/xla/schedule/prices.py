@@ -9,18 +9,18 @@ nothing  a kernel that nothing is known of: at least what it writes, and a launc
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.collectives import ComputeKind
 from ...core.head_shares import share_of_head
+from ...core.kernels import KernelCost, KernelOwner
 from ...core.scopes import OperationName
 from ..hlo import Computation, Instruction, Module
 from ..hlo.types import ArrayType, parse_type
 from .attention_kernels import is_attention
-from .kernels import is_matmul, kernel_work
+from .kernels import is_matmul, is_pallas, kernel_work
 from .steps import Compute, PricedBy
-from .work import KernelWork
 
 # Of grouped matmuls of experts, an assumption: the share of the peak on TPUs, and on GPUs that of what cuBLAS reaches.
 GROUPED_EFFICIENCY = 0.6
@@ -59,14 +59,17 @@ class Chip:
     factors: Mapping[ComputeKind, float] = field(default_factory=dict)
 
 
-def price_instruction(instruction: Instruction, around: Computation, module: Module, chip: Chip) -> Compute | None:
-    """Returns the compute of an instruction that is neither a collective nor a loop; None if it takes no time."""
+def price_instruction(
+    instruction: Instruction, around: Computation, module: Module, chip: Chip, ops: Sequence[KernelOwner] = ()
+) -> Compute | None:
+    """Returns the compute of an instruction that is neither a collective nor a loop; None if it takes no time. ops:
+    operations that know their own kernels."""
     if instruction.opcode in _FREE or instruction.attribute("custom_call_target") in _FREE_TARGETS:
         return None
-    price = _price(instruction, around, module, chip)
+    price = _price(instruction, around, module, chip, ops)
     if price.seconds == 0:
         return None
-    kind = instruction_kind(instruction, module)
+    kind = instruction_kind(instruction, module, ops)
     factor = chip.factors.get(kind, 1.0)
     return Compute(
         name=instruction.name,
@@ -90,11 +93,13 @@ class _Price:
     unknown: str = ""
 
 
-def _price(instruction: Instruction, around: Computation, module: Module, chip: Chip) -> _Price:
+def _price(
+    instruction: Instruction, around: Computation, module: Module, chip: Chip, ops: Sequence[KernelOwner]
+) -> _Price:
     estimated = None
     if chip.clock_hz and (cycles := instruction.estimated_cycles) is not None:
         estimated = cycles / chip.clock_hz
-    work = work_of(instruction, _operand_types(instruction, around), module)
+    work = work_of(instruction, _operand_types(instruction, around), module, ops)
     if estimated is not None and not work.flops:
         return _Price(estimated, "cycles")
     moved = moved_bytes(instruction, around, module) if work.num_bytes is None else work.num_bytes
@@ -114,22 +119,24 @@ def _price(instruction: Instruction, around: Computation, module: Module, chip: 
     return _Price(seconds, "flops" if flops_seconds > memory_seconds else "bytes")
 
 
-def _share(work: KernelWork, chip: Chip) -> float:
+def _share(work: KernelCost, chip: Chip) -> float:
     """Returns the share of the peak that kernels of a kind reach."""
     if work.unit == "grouped":
         return GROUPED_EFFICIENCY * (chip.matmul_share if chip.platform == "gpu" else 1.0)
     return share_of_head(chip.attention_shares, work.head_dim) if work.unit == "attention" else chip.matmul_share
 
 
-def work_of(instruction: Instruction, operands: tuple[ArrayType, ...], module: Module) -> KernelWork:
+def work_of(
+    instruction: Instruction, operands: tuple[ArrayType, ...], module: Module, ops: Sequence[KernelOwner]
+) -> KernelCost:
     """Returns the work of an instruction, of a fusion with all that it calls."""
     if instruction.opcode not in ("fusion", "call") and not _is_xla_triton(instruction):
-        return kernel_work(instruction, operands)
-    total = KernelWork()
+        return kernel_work(instruction, operands, ops)
+    total = KernelCost()
     for name in instruction.called:
         computation = module.computations[name]
         for inner in computation.instructions:
-            found = work_of(inner, _operand_types(inner, computation), module)
+            found = work_of(inner, _operand_types(inner, computation), module, ops)
             total = replace(
                 total,
                 flops=total.flops + found.flops,
@@ -192,12 +199,23 @@ def _written_by(output: Instruction, inner: Computation) -> int:
     return _bytes_of(output.operands[1], inner) if output.opcode == "dynamic-update-slice" else output.num_bytes
 
 
-def instruction_kind(instruction: Instruction, module: Module) -> ComputeKind:
-    name = OperationName(instruction.op_name)
-    if name.is_attention or re.search(r"splash|fmha", f"{instruction.name} {name.text}") or is_attention(instruction):
+def instruction_kind(
+    instruction: Instruction, module: Module, ops: Sequence[KernelOwner] = ()
+) -> ComputeKind:
+    """Returns the kind of an instruction's compute: that of its operation, else that of the kernels that it calls."""
+    if (kind := _kind_by_operation(instruction, ops)) is not None:
+        return kind
+    if re.search(r"splash|fmha", f"{instruction.name} {instruction.op_name}") or is_attention(instruction):
         return "attention"
-    within = (inner for name in instruction.called if name in module.computations for inner in module.all_within(name))
-    return "matmul" if any(map(is_matmul, (instruction, *within))) else "other"
+    called = (name for name in instruction.called if name in module.computations)
+    within = (instruction, *(inner for name in called for inner in module.all_within(name)))
+    has_matmul = any(is_matmul(each) or _kind_by_operation(each, ops) == "matmul" for each in within)
+    return "matmul" if has_matmul else "other"
+
+
+def _kind_by_operation(instruction: Instruction, ops: Sequence[KernelOwner]) -> ComputeKind | None:
+    name, is_kernel = OperationName(instruction.op_name), is_pallas(instruction)
+    return next((kind for op in ops if (kind := op.compute_kind(name, is_pallas=is_kernel)) is not None), None)
 
 
 def _operand_types(instruction: Instruction, around: Computation) -> tuple[ArrayType, ...]:

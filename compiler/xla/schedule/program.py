@@ -11,12 +11,14 @@ send, recv, their -done              of TPUs a collective across slices, by way 
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import dropwhile
 from typing import Any
 
 from ...core.collectives import MOVING, CollectiveKind
+from ...core.kernels import KernelOwner
 from ...core.scopes import OperationName
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import ReplicaGroups, parse_groups
@@ -52,15 +54,17 @@ class Inner:
     computation: Computation
 
 
-def read_steps(module: Module, chip: Chip) -> tuple[Step, ...]:
-    """Returns what one device does in a step. Raises HloError for a form of replica groups that is not known."""
-    return _Reader(module, chip).steps_of(module.entry_computation)
+def read_steps(module: Module, chip: Chip, ops: Sequence[KernelOwner] = ()) -> tuple[Step, ...]:
+    """Returns what one device does in a step. ops: operations that know their own kernels. Raises HloError for a form
+    of replica groups that is not known."""
+    return _Reader(module, chip, ops).steps_of(module.entry_computation)
 
 
 @dataclass
 class _Reader:
     module: Module
     chip: Chip
+    ops: Sequence[KernelOwner]
     _read: dict[str, tuple[Step, ...]] = field(default_factory=dict)
 
     def steps_of(self, computation: Computation) -> tuple[Step, ...]:
@@ -152,7 +156,7 @@ class _Reader:
         return [Start(collective), Done(collective.name, collective.name)]
 
     def _computed(self, instruction: Instruction, around: Computation) -> list[Step]:
-        compute = price_instruction(instruction, around, self.module, self.chip)
+        compute = price_instruction(instruction, around, self.module, self.chip, self.ops)
         return [compute] if compute is not None else []
 
     def _collective(

@@ -3,30 +3,14 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 from ..hlo import Instruction
 from ..hlo.types import ArrayType
-
-Unit = Literal["matmul", "attention", "grouped"]  # which share of the peak its arithmetic reaches
 
 # Both forms of JSON: as it is, and with escaped quotes within a string.
 _DIMENSIONS = re.compile(r'(lhs|rhs)_(contracting|batch|ragged)_dim(?:ension)?s\\?"?[:=]\s*[\[{]([^\]}]*)[\]}]')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
-
-
-@dataclass(frozen=True)
-class KernelWork:
-    """flops: of the type dtype, a name of the chip's peaks. num_bytes: that it moves; None: its operands and results.
-    head_dim: of attention. unknown: the kernel that takes at least this, if it is not known how much longer."""
-
-    flops: float = 0.0
-    dtype: str = "float32"
-    unit: Unit = "matmul"
-    num_bytes: int | None = None
-    unknown: str = ""
-    head_dim: int = 0
 
 
 def dot_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> float | None:
@@ -93,7 +77,18 @@ def convolution_flops(instruction: Instruction, shapes: Convolution) -> float | 
     return 2.0 * taps * out[result.index("b")] * out[result.index("f")] * kernel[right.index("i")]
 
 
+def numpy_name(dtype: str) -> str:
+    """Returns NumPy's name for XLA's name of a type: bf16 -> bfloat16, s32 -> int32, f8e4m3fn -> float8_e4m3fn."""
+    if dtype == "pred":
+        return "bool"
+    kind, bits, form = re.fullmatch(r"([a-z]+?)(\d*)(\w*)", dtype).groups()  # type: ignore[union-attr]
+    names = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
+    return f"{names.get(kind, kind)}{bits}{f'_{form}' if form else ''}"
+
+
 def peak_name(dtype: str) -> str:
-    """Returns the peak's name for XLA's name of a type: bf16 -> bfloat16, f8e4m3fn -> float8."""
-    known = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "u8": "int8"}
-    return known.get(dtype, "float8" if dtype.startswith("f8") else "float32")
+    """Returns the name of the peak of a type, by XLA's name or NumPy's: bf16 -> bfloat16, f8e4m3fn -> float8."""
+    known = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "u8": "int8", "uint8": "int8"}
+    peaks = {"bfloat16", "float16", "float32", "int8", "float8"}
+    name = known.get(dtype, dtype)
+    return name if name in peaks else "float8" if dtype.startswith(("f8", "float8")) else "float32"

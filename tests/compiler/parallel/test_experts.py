@@ -13,6 +13,7 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.jaxpr.flops import count_model_flops
 from meshloom.compiler.tune.space import mesh_axes
 from meshloom.compiler.xla.hlo import parse_module
+from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, Chip, price_instruction
 from support.experts import MOE
 from support.helpers import TESTS, plan_as_declared
@@ -140,7 +141,7 @@ def test_the_estimate_counts_filled_rows_once_each_and_larger_buffers_as_memory(
     estimates = [estimate_step(plan) for plan in (mixtral, plan_run(roomy))]
     flops = [next(part.flops for part in each.roofline if part.name.startswith("layers")) for each in estimates]
     assert flops[0] == pytest.approx(flops[1], rel=1e-3)
-    model = count_model_flops(mixtral.model, mixtral.spec).per_step
+    model = count_model_flops(mixtral.model, mixtral.spec, mixtral.ops).per_step
     assert model is not None
     tokens = mixtral.spec.tokens_per_step
     head = 6 * 32000 * 4096 * tokens
@@ -171,7 +172,7 @@ def test_a_grouped_kernel_is_priced_by_the_rows_that_are_filled():
     module = parse_module(line)
     (entry,) = module.computations.values()
     chip = Chip("tpu", 1e9, {"bfloat16": 1e12}, 1e15)
-    compute = price_instruction(entry.instructions[-1], entry, module, chip)
+    compute = price_instruction(entry.instructions[-1], entry, module, chip, OPERATIONS)
     assert compute is not None
     assert compute.kind == "matmul"
     assert compute.seconds == pytest.approx(0.5 * 1.073741824 / GROUPED_EFFICIENCY)

@@ -1,16 +1,22 @@
 """The one mechanism for parallel operations: how a strategy is chosen, and what a new operation needs."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 from conftest import LINEAR_STACK, plan_of, spec_of
 from meshloom.compiler.analysis.schedule_analysis import source_of
+from meshloom.compiler.core.collectives import ComputeKind
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.kernels import KernelCall, KernelCost
+from meshloom.compiler.core.scopes import OperationName
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.program_costs import read_costs
@@ -32,9 +38,27 @@ from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.sharding.arrays import OpSite
 from meshloom.compiler.step.train_step import build_loss
 from meshloom.compiler.target.target import TargetPlan
+from meshloom.compiler.xla.hlo import parse_module
+from meshloom.compiler.xla.schedule.prices import Chip
+from meshloom.compiler.xla.schedule.program import read_steps
+from meshloom.compiler.xla.schedule.steps import Compute, every
 from meshloom.models import Context, Model, Params
 
 HERE = OpSite("op", "here", "layers")
+
+
+FLOPS_EACH, NUM_BYTES = 1000, 12_345
+
+
+@jax.custom_vjp
+def _by_kernel(x: jax.Array) -> jax.Array:
+    def doubling_kernel(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = 2 * x_ref[...]
+
+    return pl.pallas_call(doubling_kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+_by_kernel.defvjp(lambda x: (_by_kernel(x), None), lambda _, gradient: (2 * gradient,))
 
 
 class Doubling(ParallelOp):
@@ -42,7 +66,7 @@ class Doubling(ParallelOp):
 
     kind = "doubling"
     title = "doubling"
-    names = ("add", "multiply", "by_mean")
+    names = ("add", "multiply", "by_mean", "by_kernel")
     fallback = "add"
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
@@ -52,7 +76,17 @@ class Doubling(ParallelOp):
         by_mean = Strategy(
             "by_mean", "plus the mean over devices", refusal=Refusal("it is not the same", is_hard=False)
         )
-        return multiply, Strategy("add", "to itself", cost=Cost(2.0, "seconds"), reason="2 s"), by_mean
+        by_kernel = Strategy("by_kernel", "in Pallas", refusal=Refusal("it is slow", is_hard=False))
+        return multiply, Strategy("add", "to itself", cost=Cost(2.0, "seconds"), reason="2 s"), by_mean, by_kernel
+
+    def kernel_cost(self, call: KernelCall) -> KernelCost | None:
+        """A kernel that nothing else knows: so many FLOPs for each element."""
+        if "doubling_kernel" not in call.kernel:
+            return None
+        return KernelCost(FLOPS_EACH * math.prod(call.operands[0].shape), num_bytes=NUM_BYTES)
+
+    def compute_kind(self, name: OperationName, *, is_pallas: bool) -> ComputeKind | None:
+        return "matmul" if is_pallas and name.site_of(self.kind) else None
 
     def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed | None:
         del plan, target
@@ -61,6 +95,8 @@ class Doubling(ParallelOp):
     def lower(self, plan: OpPlan) -> Lowered | None:
         if plan.chosen.name == "by_mean":
             return lambda x: x + jax.lax.pmean(x, "fsdp")
+        if plan.chosen.name == "by_kernel":
+            return _by_kernel
         factor = plan.chosen.parameters
         return (lambda x: jnp.multiply(x, factor)) if factor else None
 
@@ -105,6 +141,38 @@ def test_an_operation_from_outside_has_its_scope_and_its_row_of_collectives(monk
     assert plan_hiding(plan).of_operations["doubling layer"] == Exposed(0.5)
     assert source_of("jit(f)/jvp(layers)/doubling=layer/psum", "all-reduce", (), plan.ops) == "doubling layer, forward"
     assert source_of("jit(f)/jvp(layers)/doubling=layer/psum", "all-reduce", ()) == "doubling=layer/psum, forward"
+
+
+def test_an_operation_from_outside_prices_its_own_kernel_in_the_traced_step(monkeypatch):
+    """A Pallas kernel that declares nothing: four layers of it, on a quarter of the tokens."""
+    plan = _planned(monkeypatch, "parallel.doubling=by_kernel")
+    estimate = estimate_step(plan)
+    (layers,) = (part for part in estimate.roofline if part.name.startswith("layers"))
+    (plain,) = (p for p in estimate_step(_planned(monkeypatch)).roofline if p.name.startswith("layers"))
+    width = plan.operation("doubling").site.operands[0].shape[-1]
+    tokens = plan.spec.global_batch_size * plan.spec.sequence_length // plan.mesh.num_devices
+    assert estimate.unknown == ()
+    assert (layers.flops or 0) - (plain.flops or 0) == FLOPS_EACH * tokens * width * plan.model.stacks[0].num_layers
+    others = replace(plan, ops=OPERATIONS)
+    assert "pallas_call" in (estimate_step(others).why_uncounted or "")
+
+
+@pytest.mark.parametrize("target", ["tpu_custom_call", "doubling_kernel_ffi"])
+def test_an_operation_from_outside_prices_its_own_kernel_in_a_compiled_step(target):
+    name = "jit(step)/jvp(layers)/doubling=layer/pallas_call"
+    call = f'custom-call(%x), custom_call_target="{target}", metadata={{op_name="{name}"}}'
+    program = parse_module(f"""HloModule m, is_scheduled=true
+
+ENTRY %main (x: bf16[64,32]) -> bf16[64,32] {{
+  %x = bf16[64,32]{{1,0}} parameter(0)
+  ROOT %doubling_kernel.1 = bf16[64,32]{{1,0}} {call}
+}}""")
+    chip = Chip("tpu", None, {"bfloat16": 1e9}, 1e9, matmul_share=0.5)
+    (found,) = every(read_steps(program, chip, (*OPERATIONS, Doubling())), Compute)
+    assert found.seconds == pytest.approx(FLOPS_EACH * 64 * 32 / (0.5 * 1e9))
+    assert (found.kind, found.priced_by) == ("matmul" if target == "tpu_custom_call" else "other", "flops")
+    (nobodys,) = every(read_steps(program, chip, OPERATIONS), Compute)
+    assert nobodys.priced_by == "nothing"
 
 
 def test_an_operation_from_outside_is_refused_as_any_other(monkeypatch):

@@ -13,9 +13,8 @@ KINDS = {op.kind for op in OPERATIONS}
 FILES = {type(op).__module__.rpartition(".")[2] for op in OPERATIONS}
 
 # How many files outside of parallel/ name the kind of an operation, and how many import from its file. No more are
-# needed: a hook of `ParallelOp` is. attention: half of the scores are masked; remat marks what it gives; lengths that
-# the kernel on TPUs takes.
-NAMED = {"attention": 3}
+# needed: a hook of `ParallelOp` is. attention: remat marks what it gives; lengths that the kernel on TPUs takes.
+NAMED = {"attention": 2}
 IMPORTED = {"attention": 2, "experts": 1, "lm_head": 1, "loss": 4, "matmul": 3}
 ASKED = (".operation", ".operations_of", "parallel.get")
 

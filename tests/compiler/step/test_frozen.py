@@ -103,7 +103,7 @@ def test_flops_leave_out_what_is_not_differentiated():
     for overrides in ((), LINEAR_STACK):
         plan = plan_of("target=cpu-1", *overrides)
         # `nothing` is no parameter: both passes are counted one by one, and give three times the forward pass.
-        assert count_model_flops(plan.model, plan.spec, ["nothing"]) == plan.model_flops
+        assert count_model_flops(plan.model, plan.spec, plan.ops, ["nothing"]) == plan.model_flops
     tokens = plan_of("target=cpu-1").spec.tokens_per_step
     whole, frozen = (
         pointwise_plan("target=cpu-1", f"frozen_parameters={patterns}").model_flops_per_step or 0

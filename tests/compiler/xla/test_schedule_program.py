@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.hlo.groups import parse_groups
 from meshloom.compiler.xla.schedule.choices import ALL, Choices, apply_choices, conditionals, open_loops
@@ -36,7 +37,7 @@ def one_link(collective: Collective) -> Priced:
 
 
 def simulated(text: str, price=one_link, chip: Chip = TPU) -> Simulation:
-    return simulate(read_steps(parse_module(text), chip), price)
+    return simulate(read_steps(parse_module(text), chip, OPERATIONS), price)
 
 
 def totals(result: Simulation) -> dict[str, tuple[float, float | None, float]]:
@@ -524,7 +525,7 @@ def test_an_attention_kernel_that_names_its_blocks_takes_the_time_of_those():
     lines = [f"  %q = {q} parameter(0)", f"  %k = {k} parameter(1)",
              f'  ROOT %splash_mha_fwd.1 = {q} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call", '
              'metadata={op_name="jit(step)/attend/blocks=3_of_8/pallas_call"}']  # fmt: skip
-    (found,) = computed(read_steps(parse_module(module(*lines)), TPU)).values()
+    (found,) = computed(read_steps(parse_module(module(*lines)), TPU, OPERATIONS)).values()
     assert found.seconds == pytest.approx(2 * 2 * 4 * 256 * 512 * 128 * 3 / 8 / (0.6 * 1e3))
 
 

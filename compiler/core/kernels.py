@@ -1,0 +1,77 @@
+"""Calls of kernels and what they cost: the vocabulary in which a program asks and an operation answers.
+
+A traced program calls a kernel by an equation, a compiled one by an instruction. Both become a `KernelCall`, and the
+operation that runs the kernel says what one call costs (`ParallelOp.kernel_cost`). This file does not import JAX.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from .collectives import ComputeKind
+from .scopes import OperationName
+
+# The measured share of the peak that the arithmetic of a kernel reaches: of single matmuls, attention, grouped matmuls.
+Unit = Literal["matmul", "attention", "grouped"]
+
+
+@dataclass(frozen=True)
+class KernelArray:
+    """An operand or a result of a kernel. dtype: the name of its type, as NumPy spells it: bfloat16, int32."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """The cost of one call.
+
+    flops: its arithmetic. dtype: the type of the arithmetic; empty: that of its first matrix of floats. num_bytes: the bytes that it moves; None: its operands and results, once. head_dim: the size of a head, of
+    attention. unknown: the name of a kernel that takes at least this, if nobody knows how much longer.
+    """
+
+    flops: float = 0.0
+    dtype: str = ""
+    unit: Unit = "matmul"
+    num_bytes: int | None = None
+    unknown: str = ""
+    head_dim: int = 0
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of a kernel, as a program shows it.
+
+    kernel: its names: of the primitive and the Pallas function, or of the custom call's target and the instruction.
+    name: the scopes around it. operands, results: its arrays; in a traced program whole along the dimensions that the
+    partitioner splits, in a compiled one as they lie on a device. stated: the cost by its shapes, by its author's
+    `cost_estimate` or by a table of public libraries; None where none of them says it. parameters: those of the
+    equation; empty in a compiled program. is_pallas: it is written in Pallas.
+    """
+
+    kernel: str
+    name: OperationName
+    operands: tuple[KernelArray, ...]
+    results: tuple[KernelArray, ...]
+    stated: KernelCost | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_pallas: bool = False
+
+    @property
+    def is_traced(self) -> bool:
+        """Returns True for a call in a traced program."""
+        return bool(self.parameters)
+
+
+class KernelOwner(Protocol):
+    """An operation, as far as whoever reads a program asks it (`ParallelOp`)."""
+
+    def kernel_cost(self, call: KernelCall) -> KernelCost | None: ...
+
+    def compute_kind(self, name: OperationName, *, is_pallas: bool) -> ComputeKind | None: ...
+
+
+def ask_owners(owners: Sequence[KernelOwner], call: KernelCall) -> KernelCost | None:
+    """Returns the cost of a call by the first operation that knows the kernel; None where none of them does."""
+    return next((cost for owner in owners if (cost := owner.kernel_cost(call)) is not None), None)
