@@ -15,6 +15,8 @@ MISTAKE = 2
 DOES_NOT_FIT = 3  # the compiled program needs more memory than a chip has
 EXPOSED = 4  # more communication is exposed than the declaration allows
 
+COMMAND_LINE = "command line"  # the place of a problem that no key has
+
 FOLDERS = tuple(Path(__file__).parents[2] / name for name in ("compiler", "runtime", "models"))
 
 

@@ -13,10 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
-from ..core.errors import ConfigError, Problem
+from ..core.errors import COMMAND_LINE, ConfigError, Problem
 from ..core.visible import visible_line
 
-COMMAND_LINE = "command line"
 MOST_POINTS = 100_000  # of a sweep
 _PLAIN = re.compile(r"[\w./*+-]+")
 

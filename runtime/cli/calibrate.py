@@ -7,14 +7,14 @@ from pathlib import Path
 import yaml
 
 from meshloom.compiler.core.console import Column, Console, Table
-from meshloom.compiler.core.errors import ConfigError, Problem, all_of
+from meshloom.compiler.core.errors import COMMAND_LINE, ConfigError, Problem, all_of
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.profile.calibrate import calibrate
 from meshloom.compiler.spec.calibration_spec import Calibration
 
 from ..core.files import replace_text
 from ..rundir.profile_files import read_profile
-from .words import COMMAND_LINE, Words, run_words
+from .words import Words, run_words
 
 LINE = "meshloom calibrate RUN... --to DIR"
 GROUP = "calibration"

@@ -11,14 +11,15 @@ import yaml
 from pydantic import ValidationError
 
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem, all_of
-from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.core.errors import ConfigError, Problem, all_of
+from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.report.diff import Run, diff_runs
 from meshloom.compiler.report.explain import SCHEMA_VERSION as PLAN_VERSION
 from meshloom.compiler.report.views.diff_text import show_diff
 from meshloom.compiler.schema import SCHEMA_VERSION, Report
 
 from ..rundir.find_runs import PLAN, REPORT, SPEC
+from .words import Words, run_words
 
 USAGE = """\
 usage: meshloom diff RUN_A RUN_B [--json]
@@ -29,39 +30,21 @@ A directory that meshloom inspect wrote has report.json alone.
 
   --json   the same for tools, as one JSON object
 """
-FLAGS = ("--json", "-h", "--help")
+LINE = "meshloom diff RUN_A RUN_B"
+FLAGS = {"--json": ""}
 
 
 def diff_command(args: Sequence[str]) -> int:
-    """Runs the command line and returns the exit code: 0, or 2 if there is nothing to compare."""
-    if "-h" in args or "--help" in args:
-        write_out(USAGE, end="")
-        return 0
-    try:
-        diff = diff_runs(*all_of(*(lambda path=path: read_run_for_diff(path) for path in _two_runs(args))))
-    except ConfigError as error:
-        write_error(str(error))
-        return MISTAKE
-    if "--json" in args:
+    """Runs the command line. Returns the exit code: 0, or 2 if there is nothing to compare."""
+    return run_words(args, _diff, flags=FLAGS, num_paths=range(2, 3), usage=USAGE, line=LINE)
+
+
+def _diff(words: Words) -> None:
+    diff = diff_runs(*all_of(*(lambda path=path: read_run_for_diff(path) for path in words.paths)))
+    if "--json" in words.flags:
         write_out(json.dumps(asdict(diff), indent=1))
     else:
         show_diff(diff, Console(off_terminal_width=200))
-    return 0
-
-
-def _two_runs(args: Sequence[str]) -> list[Path]:
-    paths = [Path(text) for text in args if not text.startswith("-")]
-    problems = [
-        Problem("command line", f"there is no flag '{text}'", f"use one of {', '.join(FLAGS)}, or ./{text} for a path")
-        for text in args
-        if text.startswith("-") and text not in FLAGS
-    ]
-    if len(paths) != 2:
-        what = f"diff compares two runs, and {len(paths) or 'none'} {'is' if len(paths) == 1 else 'are'} given"
-        problems.append(Problem("command line", what, "type: meshloom diff RUN_A RUN_B"))
-    if problems:
-        raise ConfigError(problems)
-    return paths
 
 
 def read_run_for_diff(run_dir: Path) -> Run:

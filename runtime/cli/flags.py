@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import OmegaConf
 
-from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.errors import COMMAND_LINE, ConfigError, Problem
 from meshloom.compiler.core.key_paths import leaves
 from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.declare.compose import Request, chosen_options, config_sources, hydra_session

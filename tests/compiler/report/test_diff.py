@@ -343,9 +343,9 @@ def test_binary_files_and_unreadable_ones_are_told(runs, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([], "diff compares two runs, and none are given"),
-        (["compiled"], "diff compares two runs, and 1 is given"),
-        (["compiled", "trained", "otherwise"], "and 3 are given"),
+        ([], "0 paths are given\n  fix: type: meshloom diff RUN_A RUN_B"),
+        (["compiled"], "1 path is given"),
+        (["compiled", "trained", "otherwise"], "3 paths are given"),
         (["compiled", "otherwise", "--jsn"], "there is no flag '--jsn'"),
         (["compiled", "trainde"], "trainde: there is no such directory\n  fix: name a run directory, one with "
                                   "spec.yaml and plan.json (did you mean 'trained'?)"),
