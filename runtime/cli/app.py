@@ -15,9 +15,15 @@ from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.user_code import FLAG, VARIABLE, code_allowed_from, parse_allowed
 
 from .commands import Command
-from .completion import offer_whole_options
-from .flags import parse_flags, request_of_flags, show_help
-from .hydra_app import do_nothing, run_hydra_app, show_mistake
+from .hydra_app import (
+    do_nothing,
+    offer_whole_options,
+    parse_flags,
+    request_of_flags,
+    run_hydra_app,
+    show_help,
+    show_mistake,
+)
 
 
 def run_declared(command: Command, args: list[str]) -> int:

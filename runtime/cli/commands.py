@@ -1,6 +1,8 @@
-"""The registry of commands: what there is, what it is called, and where it is.
+"""The registry of commands: their names, their descriptions, and the functions that run them.
 
 Importing this imports nothing else of Meshloom, and nothing heavy: a command's module is imported when it is run.
+Commands share a module where that costs neither of them a start (CPU seconds of the imports alone: explain 2.24, with
+compile 2.31, with launch and tune too 2.55; runs 1.31, sweep 1.44, diff 1.68, inspect 1.98, profile and calibrate 1.8).
 """
 
 from collections.abc import Callable
@@ -13,8 +15,8 @@ CHECK = "--check"  # a flag of explain
 
 @dataclass(frozen=True)
 class Command:
-    """place: the function that runs it, as module:function of this package. takes_overrides: it is then called with the
-    request and Hydra's flags, else with the words after its name; either way it returns the exit code."""
+    """A command. place: the function that runs it, as module:function of this package; it returns the exit code.
+    takes_overrides: it is called with the request and Hydra's flags, else with the words after its name."""
 
     name: str
     description: str
@@ -22,7 +24,7 @@ class Command:
     takes_overrides: bool = True
 
     def load(self) -> Callable[..., int]:
-        """Imports the command and all that it needs."""
+        """Imports the command's module, and returns the function that runs it."""
         module, _, function = self.place.partition(":")
         return getattr(import_module(f".{module}", __package__), function)
 
@@ -32,12 +34,12 @@ _ALL = (
     Command(
         "explain",
         "the plan, in seconds, without compiling: shardings with reasons, memory, arithmetic",
-        "explain:explain_command",
+        "ahead:explain_command",
     ),
     Command(
         "compile",
         "ahead of time, for hardware that need not be there: does it fit; a report and an artifact",
-        "compile:compile_command",
+        "ahead:compile_command",
     ),
     Command(
         "inspect",
@@ -60,7 +62,7 @@ _ALL = (
     Command(
         "calibrate",
         "how much longer work takes on a chip than predicted, from such runs, for later predictions",
-        "calibrate:calibrate_command",
+        "profile:calibrate_command",
         takes_overrides=False,
     ),
     Command(

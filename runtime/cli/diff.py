@@ -19,7 +19,7 @@ from meshloom.compiler.report.views.diff_text import show_diff
 from meshloom.compiler.schema import SCHEMA_VERSION, Report
 
 from ..rundir.find_runs import PLAN, REPORT, SPEC
-from .words import Words, run_words
+from .words import Syntax, Words, run_words
 
 USAGE = """\
 usage: meshloom diff RUN_A RUN_B [--json]
@@ -31,12 +31,12 @@ A directory that meshloom inspect wrote has report.json alone.
   --json   the same for tools, as one JSON object
 """
 LINE = "meshloom diff RUN_A RUN_B"
-FLAGS = {"--json": ""}
+SYNTAX = Syntax(LINE, USAGE, {"--json": ""}, num_paths=range(2, 3))
 
 
 def diff_command(args: Sequence[str]) -> int:
     """Runs the command line. Returns the exit code: 0, or 2 if there is nothing to compare."""
-    return run_words(args, _diff, flags=FLAGS, num_paths=range(2, 3), usage=USAGE, line=LINE)
+    return run_words(args, _diff, SYNTAX)
 
 
 def _diff(words: Words) -> None:

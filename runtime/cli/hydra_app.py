@@ -1,26 +1,182 @@
-"""Hydra's own main, run for a request that was checked: it makes the run directory and calls a task in it."""
+"""Reads the flags of a command, which are Hydra's, and runs Hydra's own main for a request that was checked.
+
+Settings have no dashes: a flag that looks like a setting is refused with the setting to type. `--help` lists the config
+groups and their options, one on a line; a shell completes Hydra's words without files that are parts of others.
+"""
 
 import argparse
+import io
+import logging
 import logging.config
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import redirect_stdout
+from difflib import get_close_matches
+from importlib.resources import files
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NoReturn
 
 import hydra
-from omegaconf import DictConfig
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigSource
+from omegaconf import DictConfig, OmegaConf
 
-from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.core.visible import write_error
-from meshloom.compiler.declare.compose import Request, hydra_arguments
+from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Problem
+from meshloom.compiler.core.key_paths import leaves
+from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.declare.compose import Request, chosen_options, config_sources, hydra_arguments, hydra_session
 from meshloom.compiler.declare.config_files import register_sources
+from meshloom.compiler.declare.hydra_private import hydra_flags
+from meshloom.compiler.declare.hydra_settings import search_path_override
+from meshloom.compiler.declare.model_choice import chosen_model
+from meshloom.compiler.declare.problems import MISTAKES, as_config_error
+from meshloom.compiler.declare.user_code import FLAG
+from meshloom.compiler.spec.target_names import patterns
+
+from ..processes.distributed import Processes
+from ..processes.process_log import process_log
+from ..rundir.run_dir import as_typed, check_run_dir
+from .commands import CHECK, Command
+
+LOG = logging.getLogger("meshloom")
+_PART = re.compile(r"(?:\S*[=/])?_[\w.-]*$")  # model=_llama, data/_base: names with a first `_`
+
+
+RESUMES = ("resume", "continue", "restart", "restore")  # what other trainers call it
+
+
+def parse_flags(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
+    """Returns the flags with the overrides, and what is wrong with them. Raises ConfigError where a flag that there is
+    lacks its value."""
+    parser = hydra_flags()
+    parser.add_argument(FLAG, action="append", default=[], metavar="MODULE")
+    parser.set_defaults(check=False)
+    if command == "explain":
+        parser.add_argument(CHECK, action="store_true")
+    parser.prog, parser.error = f"meshloom {command}", _refuse  # type: ignore[method-assign]
+    flags, rest = parser.parse_known_args(list(args))
+    flags.overrides += [text for text in rest if not text.startswith("-")]  # argparse takes those before a flag alone
+    problems = _problems_of_values(flags)
+    for name, value in _unknown_flags(args, {text for text in rest if text.startswith("-")}):
+        problems.append(_unknown_flag(command, name, value or ""))
+        if value is not None and value in flags.overrides:
+            flags.overrides.remove(value)
+    if flags.experimental_rerun:
+        fix = "type the line again with hydra.run.dir=RUN_DIR: spec.yaml of a run holds what it was"
+        problems.append(Problem(COMMAND_LINE, "--experimental-rerun is not supported", fix))
+    return flags, problems
+
+
+def request_of_flags(flags: argparse.Namespace) -> Request:
+    """Returns the request with `--config-dir` as what it is: one more place to look for configs."""
+    overrides = search_path_override(flags.overrides, flags.config_dir)
+    path = str(Path(flags.config_path).resolve()) if flags.config_path else None
+    return Request(tuple(overrides), flags.config_name or "config", path)
+
+
+def _refuse(message: str) -> NoReturn:
+    fix = "`meshloom COMMAND --help` lists what there is; settings have no dashes: num_steps=20"
+    raise ConfigError([Problem(COMMAND_LINE, message, fix)])
+
+
+def _problems_of_values(flags: argparse.Namespace) -> list[Problem]:
+    """Returns what is wrong with flags that would otherwise change nothing, and not say so."""
+    empty = [name for name in ("config_path", "config_name") if getattr(flags, name) == ""]
+    problems = [Problem(f"--{name.replace('_', '-')}", "is empty", "name one, or leave it out") for name in empty]
+    if flags.package is not None and not flags.cfg:
+        problems.append(Problem("--package", "chooses a part of what --cfg shows", "add --cfg job, or leave it out"))
+    if flags.check and flags.multirun:
+        what = "is of a single plan; the table of a sweep says which points do not fit"
+        problems.append(Problem(CHECK, what, "leave out --check, or -m"))
+    return problems
+
+
+def _unknown_flags(args: Sequence[str], unknown: Set[str]) -> Iterator[tuple[str, str | None]]:
+    """Returns each unknown flag as typed, with its value: after `=`, or the next word where that is no override."""
+    for text, following in zip_longest(args, args[1:], fillvalue="-"):
+        if text in unknown:
+            name, has_value, value = text.partition("=")
+            is_value = not has_value and "=" not in following and not following.startswith("-")
+            yield name, value if has_value else following if is_value else None
+
+
+def _unknown_flag(command: str, name: str, value: str) -> Problem:
+    what, bare = f"there is no flag '{name}'", name.lstrip("-").replace("-", "_")
+    if bare.startswith(RESUMES) and command in ("train", "data"):
+        where = " with hydra.run.dir=RUN_DIR of the run" if command == "train" else ""
+        return Problem(COMMAND_LINE, what, f"type the same line again{where}: it goes on from where that stopped")
+    keys = _keys_like(bare)
+    shown = f"{keys[0] if keys else 'key'}={value or '...'}"
+    if keys:
+        return Problem(COMMAND_LINE, what, f"settings have no dashes: {shown}")
+    return Problem(COMMAND_LINE, what, f"settings have no dashes: write {shown}; `--cfg job` prints all keys")
+
+
+def _keys_like(name: str) -> list[str]:
+    """Returns keys of the declaration that a flag may have meant, the likeliest first."""
+    try:
+        with hydra_session(Request(())) as groups:
+            values = OmegaConf.to_container(compose("config"), resolve=False)
+    except HydraException:
+        return []
+    keys = [*(key for key, _ in leaves(values)), *groups]
+    same = [key for key in keys if name in (key, key.rpartition(".")[2])]
+    if same:
+        return sorted(same, key=lambda key: key.count("."))
+    ends = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    return [ends[end] for end in get_close_matches(name, ends, n=1, cutoff=0.7)]
+
+
+def show_help(command: Command, request: Request) -> None:
+    """Prints the command's groups as Hydra finds them, a user's too, each option with the first line of its file."""
+    write_out(f"meshloom {command.name}: {command.description}\n")
+    write_out(
+        f"usage: meshloom {command.name} [group=option ...] [group.key=value ...] [Hydra's flags: -m, --cfg job, ...]"
+    )
+    if command.name == "explain":
+        write_out(f"       {CHECK}: exit code 3 if the step does not fit, by the estimate")
+    write_out("")
+    with hydra_session(request) as groups:
+        chosen, sources = chosen_options(request), config_sources(request)
+        for group, options in groups.items():
+            write_out(f"{group}=")
+            for name in patterns() if group == "target" else options:
+                default = "  (default)" if chosen.get(group) == name else ""
+                write_out(f"  {name:<16}{_description(sources, group, name)}{default}".rstrip())
+    write_out("\nvalues: `--cfg job` prints all keys with their values; any of them is set as key=value")
+    write_out(f"code of your own: {FLAG}=MODULE; a config cannot name modules that are not installed without it")
+
+
+def _description(sources: Sequence[ConfigSource], group: str, name: str) -> str:
+    """Returns the first comment for people in an option's file, or in the one that the sizes of a target are made
+    from."""
+    names = (name, f"_{name.removesuffix('-N')}") if group == "target" else (name,)
+    texts = (_text(source, f"{group}/{each}.yaml") for each in names for source in sources)
+    lines = next((text.splitlines() for text in texts if text is not None), [])
+    comments = (line[1:].strip() for line in lines if line.startswith("#"))
+    return next((line for line in comments if line and not line.startswith("@package")), "")
+
+
+def _text(source: ConfigSource, name: str) -> str | None:
+    """Returns a file of a place of configs; None if it does not have the file, or has no files."""
+    if source.scheme() not in ("file", "pkg"):
+        return None
+    place = Path(source.path) if source.scheme() == "file" else files(source.path)
+    file = place / name
+    return file.read_bytes().decode(errors="replace") if file.is_file() else None
+
 
 HydraTask = Callable[[DictConfig], Any]
 
 
 def run_hydra_app(request: Request, flags: argparse.Namespace, task: HydraTask) -> None:
-    """Run Hydra's main with the request's overrides; its errors come out as exceptions."""
+    """Runs Hydra's main with the request's overrides; its errors come out as exceptions."""
     os.environ["HYDRA_FULL_ERROR"] = "1"
     register_sources()
     switches = ("multirun", "resolve", "shell_completion", "hydra_help")
@@ -41,6 +197,36 @@ def run_hydra_app(request: Request, flags: argparse.Namespace, task: HydraTask) 
         raise ConfigError([Problem("hydra.job_logging", what, fix)]) from error
 
 
+def run_in_directory(request: Request, flags: argparse.Namespace, run: Callable[[Path, str | None], int]) -> int:
+    """Runs a task in the run directory that Hydra makes, with the log of a process. Returns the exit code.
+
+    run: takes the directory and the name of the chosen model, and returns the exit code. Its mistakes are printed and
+    logged here: Hydra would print a line of its own about them.
+    """
+    exit_codes = [MISTAKE]
+
+    def task(composed: DictConfig) -> None:
+        run_dir = as_typed(Path(HydraConfig.get().runtime.output_dir))
+        model = chosen_model(composed, HydraConfig.get())
+        try:
+            with process_log(run_dir, Processes()):
+                exit_codes[0] = _run_logged(lambda: run(run_dir, model))
+        except OSError as error:  # of the log itself
+            exit_codes[0] = show_mistake(as_config_error(error))
+
+    check_run_dir(request)
+    run_hydra_app(request, flags, task)
+    return exit_codes[0]
+
+
+def _run_logged(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    except MISTAKES as error:
+        LOG.error(error, exc_info=isinstance(error, OSError))
+        return show_mistake(as_config_error(error))
+
+
 def do_nothing(_: DictConfig) -> None:
     """The task where Hydra itself does all that is asked for."""
 
@@ -49,3 +235,13 @@ def show_mistake(error: ConfigError) -> int:
     """Prints all that is wrong; returns the exit code."""
     write_error(str(error))
     return error.exit_code
+
+
+def offer_whole_options(complete: Callable[[], None]) -> None:
+    """Prints what Hydra's completion prints, without parts."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        complete()
+    lines = out.getvalue().splitlines()
+    words = [[word for word in line.split(" ") if not _PART.match(word)] for line in lines]
+    write_out("\n".join(map(" ".join, words)))

@@ -14,7 +14,7 @@ from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.xla.schedule.choices import Choices
 
 from ..api.inspected import Inspection, inspect_path
-from .words import Words, run_words
+from .words import Syntax, Words, run_words
 
 T = TypeVar("T", int, float)
 LINE = "meshloom inspect PROGRAM target=v5p-128"
@@ -39,12 +39,18 @@ work, too. Writes report.json, timeline.json and report.html; `meshloom diff` co
   --json             report.json on standard output, instead of the summary
   --config-dir DIR   your own configs: targets, calibrations
 """
-FLAGS = {"--module": "NAME", "--trips": "N", "--taken": "P", "--to": "DIR", "--json": "", "--config-dir": "DIR"}
+SYNTAX = Syntax(
+    LINE,
+    USAGE,
+    {"--module": "NAME", "--trips": "N", "--taken": "P", "--to": "DIR", "--json": "", "--config-dir": "DIR"},
+    num_paths=range(1, 2),
+    has_overrides=True,
+)
 
 
 def inspect_command(args: Sequence[str]) -> int:
     """Runs the command line and returns the exit code: 0, or 2 if there is no program of the target."""
-    return run_words(args, _inspect, flags=FLAGS, num_paths=range(1, 2), usage=USAGE, line=LINE, has_overrides=True)
+    return run_words(args, _inspect, SYNTAX)
 
 
 def _inspect(words: Words) -> None:

@@ -14,7 +14,6 @@ from meshloom.compiler.core.visible import write_error, write_out
 
 from ..core.interruptible import hear_interrupts
 from .commands import COMMANDS, Command
-from .completion import complete_command
 
 USAGE = """\
 meshloom: a training run is declared, compiled ahead of time, and run.
@@ -131,3 +130,19 @@ def run_command(command: Command, args: list[str]) -> int:
     from .app import run_declared
 
     return run_declared(command, args)
+
+
+def complete_command() -> Command | None:
+    """Answers the shell, which knows of no commands, in `COMP_LINE`: offers them where one is being typed. Returns the
+    one whose overrides are being typed, without it in the line, as Hydra completes these; None where there is none."""
+    line = os.environ.get("COMP_LINE", "")
+    words = line.split()
+    if len(words) < 2 or (len(words) == 2 and not line.endswith(" ")):
+        write_out(" ".join(COMMANDS))
+        return None
+    program, name = words[:2]
+    command = COMMANDS.get(name)
+    if command is None or not command.takes_overrides:  # the shell itself completes directories
+        return None
+    os.environ["COMP_LINE"] = program + line[line.index(name, len(program)) + len(name) :]
+    return command

@@ -18,7 +18,7 @@ from ..sweep.figures import FIGURES, best_of, value_of
 from ..sweep.read import Sweep, read_sweep
 from ..sweep.rows import ROWS_FILE, SWEEP_FILE, Status
 from ..sweep.table import came_to
-from .words import Words, run_words
+from .words import Syntax, Words, run_words
 
 NUM_SHOWN = 30
 PLACES = ("outputs", "multirun")  # where Hydra puts runs and sweeps, in the working directory
@@ -34,7 +34,7 @@ itself.
   --all    every run, where the table has the newest 30
   --json   the same for tools, as a JSON list
 """
-FLAGS = {"--all": "", "--json": ""}
+SYNTAX = Syntax(LINE, USAGE, {"--all": "", "--json": ""}, num_paths=range(2))
 STYLES = {"running": "bold cyan", "done": "green", "stopped": "yellow", "failed": "bold red", "killed": "bold red"}
 
 
@@ -54,7 +54,7 @@ class Line:
 
 def runs_command(args: Sequence[str]) -> int:
     """Runs the command line and returns the exit code: 0, or 2 where DIR is no directory."""
-    return run_words(args, _show_runs, flags=FLAGS, num_paths=range(2), usage=USAGE, line=LINE)
+    return run_words(args, _show_runs, SYNTAX)
 
 
 def _show_runs(words: Words) -> None:

@@ -13,7 +13,7 @@ from ..sweep.figures import best_first, find_figure
 from ..sweep.page import PAGE, render_sweep
 from ..sweep.read import Sweep, read_sweep
 from ..sweep.table import show_table, write_csv, write_file, write_parquet
-from .words import Words, run_words
+from .words import Syntax, Words, run_words
 
 LINE = "meshloom sweep DIR"
 USAGE = """\
@@ -31,13 +31,25 @@ run.
   --page FILE      where the page goes; DIR/sweep.html without it
   --open           open the page in a browser
 """
-FLAGS = {"--sort": "FIGURE", "--all": "", "--csv": "FILE", "--parquet": "FILE", "--json": "", "--page": "FILE",
-         "--open": ""}  # fmt: skip
+SYNTAX = Syntax(
+    LINE,
+    USAGE,
+    {
+        "--sort": "FIGURE",
+        "--all": "",
+        "--csv": "FILE",
+        "--parquet": "FILE",
+        "--json": "",
+        "--page": "FILE",
+        "--open": "",
+    },
+    num_paths=range(1, 2),
+)
 
 
 def sweep_command(args: Sequence[str]) -> int:
     """Runs the command line and returns the exit code: 0, or 2 where there is no sweep, or a file cannot be written."""
-    return run_words(args, _show_sweep, flags=FLAGS, num_paths=range(1, 2), usage=USAGE, line=LINE)
+    return run_words(args, _show_sweep, SYNTAX)
 
 
 def _show_sweep(words: Words) -> None:

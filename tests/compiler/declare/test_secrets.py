@@ -21,8 +21,7 @@ from meshloom.compiler.report.views.page import _config
 from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.xla.fingerprint import fields_of_program
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
-from meshloom.runtime.cli.flags import parse_flags
-from meshloom.runtime.cli.hydra_app import do_nothing, run_hydra_app
+from meshloom.runtime.cli.hydra_app import do_nothing, parse_flags, run_hydra_app
 from meshloom.runtime.cli.main import _show_crash
 from meshloom.runtime.data import open_data
 from meshloom.runtime.processes.distributed import Processes

@@ -11,9 +11,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.parallel import attention as attention_module
 from meshloom.compiler.parallel.cudnn import attend_cudnn
-from meshloom.compiler.spec.target_names import chip_file, kinds
-from meshloom.compiler.spec.target_spec import SwitchSpec
-from meshloom.runtime.cli import explain as explain_module
+from meshloom.runtime.cli import ahead as explain_module
 from meshloom.runtime.cli.main import run
 
 GPUS = [kind for kind in kinds() if kind != "cpu" and isinstance(chip_file(kind)[1], SwitchSpec)]

@@ -1,6 +1,7 @@
-"""`meshloom explain`: the plan in words, without a device; that of a restore, too. `--check` gives an exit code."""
+"""The commands that work ahead of time, without the declared devices: `meshloom explain` and `meshloom compile`."""
 
 import argparse
+from pathlib import Path
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, all_of
@@ -13,12 +14,14 @@ from meshloom.compiler.spec.spec import RunSpec
 
 from ..checkpoint.restore_plan import plan_restore
 from ..checkpoint.start import Start, check_checkpoint, find_restorable
+from ..compile.compile_command import compile_step, prepare_compile
 from ..processes.devices import plan_without_devices
+from .hydra_app import run_in_directory
 
 
 def explain_command(request: Request, flags: argparse.Namespace) -> int:
-    """Prints the plan; returns 3 if it does not fit, by the estimate, and `--check` asks for that. Raises ConfigError
-    for a declaration that cannot be planned, or a checkpoint that it cannot restore."""
+    """Prints the plan, and that of a restore. Returns the exit code: 3 if the estimate does not fit and `--check` is
+    given. Raises ConfigError for a declaration that cannot be planned, or a checkpoint that it cannot restore."""
     plan, start = read_spec(request, then=_plan)
     console, estimate = Console(off_terminal_width=240), estimate_step(plan)
     if start is not None:
@@ -34,3 +37,13 @@ def _plan(spec: RunSpec) -> tuple[Plan, Start | None]:
     plan_without_devices(spec.target)
     plan, _ = all_of(lambda: plan_run(spec), lambda: check_checkpoint(spec))
     return plan, find_restorable(spec, plan.abstract)
+
+
+def compile_command(request: Request, flags: argparse.Namespace) -> int:
+    """Compiles into a run directory that Hydra makes. Raises ConfigError for mistakes that are found before."""
+    job = read_spec(request, then=prepare_compile)
+
+    def run(run_dir: Path, model: str | None) -> int:
+        return compile_step(job, run_dir, request=request, model=model, console=Console()).refusal
+
+    return run_in_directory(request, flags, run)
