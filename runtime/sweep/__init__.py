@@ -1,1 +1,1 @@
-"""Sweeps: many declarations priced, compiled or run, each in a row of one table that survives what ends it."""
+"""Prices, compiles or runs many declarations; each becomes a row of one table that survives crashes of its points."""

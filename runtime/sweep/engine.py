@@ -1,7 +1,7 @@
-"""A sweep as it runs: its directory, the rows of its points, and what is said of them.
+"""Runs a sweep: keeps its directory, writes the rows of its points, and shows its progress, table and page.
 
-The rows are written by this process alone, one line for each point that has ended, at once and to the disk: whatever
-ends a sweep, the same command finds them and goes on with the points that have none.
+This process alone writes the rows, one line for each point that has ended, at once and to the disk. Whatever ends a
+sweep, the same command finds the rows and goes on with the points that have none.
 """
 
 import json
@@ -57,16 +57,16 @@ from .submitted import JobSets, SlurmArrays, SubmittedPoints
 from .table import show_table
 
 OBJECTIVES: dict[SweepCommand, str] = {"explain": "step_seconds", "compile": "step_seconds", "train": "final_loss"}
-PROCESSES = ".processes"  # rows of all but the first, where several processes run each point together
-JOBS = ".jobs"  # what a cluster is told, and what its jobs leave
-SECONDS_BETWEEN_PAGES, PAUSE = 5.0, 20  # while a sweep runs; PAUSE: times what the last page took to make
-WORKERS = ".workers"  # what workers print; removed at the end
+PROCESSES = ".processes"  # rows of all processes but the first, if several run each point together
+JOBS = ".jobs"  # scripts for a cluster, and what its jobs leave
+SECONDS_BETWEEN_PAGES, PAUSE = 5.0, 20  # while a sweep runs; PAUSE: times the time that the last page took
+WORKERS = ".workers"  # output of workers; removed at the end
 
 
 @dataclass
 class Engine:
-    """One sweep, from its checked request to its table. directory: as typed. rows: by index. settings: None where
-    another launcher than ours runs the points."""
+    """A sweep, from its checked request to its table. directory: as typed. rows: by index. settings: None if another
+    launcher than ours runs the points."""
 
     command: SweepCommand
     asked: SweepRequest
@@ -78,7 +78,7 @@ class Engine:
     rows: dict[int, Row]
     progress: SweepProgress = field(init=False)
     pool: Pool | SubmittedPoints | None = field(default=None, init=False)
-    first_index: int = field(default=0, init=False)  # of a sweeper that chooses as it goes: after those of before
+    first_index: int = field(default=0, init=False)  # a sweeper that chooses as it goes goes on after earlier points
     _earlier: dict[tuple[str, ...], Row] = field(default_factory=dict, init=False)
     _names: dict[str, int] = field(default_factory=dict, init=False)
     _next_page: float = field(default=0.0, init=False)
@@ -103,8 +103,8 @@ class Engine:
                 self._fingerprints.setdefault(row.fingerprint, row.index)
 
     def run_batch(self, jobs: Sequence[Sequence[str]], first_index: int) -> list[Row | None]:
-        """Runs the jobs that Hydra's sweeper has made, in our own workers. Returns their rows; None for a point that
-        was only shown (launch.dry_run=true)."""
+        """Runs the jobs of Hydra's sweeper in our own workers. Returns their rows; None for a point that was only shown
+        (launch.dry_run=true)."""
         points = [
             self.point_of(overrides, self.first_index + first_index + number) for number, overrides in enumerate(jobs)
         ]
@@ -122,14 +122,15 @@ class Engine:
         return [self.row_of(point.index, point.overrides) for point in points]
 
     def row_of(self, index: int, overrides: tuple[str, ...]) -> Row | None:
-        """Returns the row of a point; None for one that has not ended. A sweeper that chooses its points as it goes
-        may ask again for one that an earlier start has run."""
+        """Returns the row of a point; None if it has not ended. A sweeper that chooses points as it goes may ask again
+        for one that an earlier start has run."""
         if index in self.rows or self.asked.is_grid:
             return self.rows.get(index)
         return self._earlier.get(overrides)
 
     def point_of(self, overrides: Sequence[str], index: int) -> Point:
-        """Returns the point of a job of Hydra's, whose directory is named by its overrides if nothing else is set."""
+        """Returns the point of one of Hydra's jobs. Its overrides name its directory, unless the user has set another
+        name."""
         swept = tuple(swept_of(overrides, list(self.asked.axes)))
         if self.is_named_by_user:
             declared = replace(self.asked.request, overrides=(*self.asked.settled, *swept))
@@ -137,28 +138,28 @@ class Engine:
         else:
             name = directory_name(swept)
         if self._names.setdefault(name, index) != index and not self.is_named_by_user:
-            name = f"{name}-{index}"  # the same value was typed twice
+            name = f"{name}-{index}"  # the user typed the same value twice
             self._names.setdefault(name, index)
         return Point(index, swept, {text.partition("=")[0]: value_of(text) for text in swept}, name)
 
     def point_at(self, overrides: Sequence[str], index: int, directory: Path) -> Point:
-        """Returns the point of a job that Hydra has given a directory."""
+        """Returns the point of a job whose directory Hydra has named."""
         swept = tuple(swept_of(overrides, list(self.asked.axes)))
         name = os.path.relpath(directory, self.directory)
         return Point(index, swept, {text.partition("=")[0]: value_of(text) for text in swept}, name)
 
     @property
     def is_complete(self) -> bool:
-        """Returns True where every point has a row."""
+        """Returns True if every point has a row."""
         return self.file.num_points is not None and len(self.rows) >= self.file.num_points
 
     @property
     def is_named_by_user(self) -> bool:
-        """Returns True where the user has set `hydra.sweep.subdir`."""
+        """Returns True if the user has set `hydra.sweep.subdir`."""
         return subdirectory_of(self.asked.hydra) != JOB_NUMBER
 
     def template(self) -> Task:
-        """Returns what all points have."""
+        """Returns the task without what differs between points."""
         return Task(
             self.command,
             replace(self.asked.request, overrides=self.asked.fixed),
@@ -172,7 +173,7 @@ class Engine:
         return replace(self.template(), request=request, directory=(self.directory / point.directory).absolute())
 
     def record(self, point: Point, outcome: Outcome) -> Row:
-        """Writes the row of a point that has ended, and says so."""
+        """Writes and shows the row of a point that has ended."""
         row = row_of(point, outcome, has_directory=(self.directory / point.directory).is_dir())
         if row.fingerprint:
             same = self._fingerprints.setdefault(row.fingerprint, row.index)
@@ -183,11 +184,11 @@ class Engine:
         return row
 
     def _update(self, num_running: int) -> None:
-        """Shows how far the sweep is: on the terminal, and from time to time in its page."""
+        """Shows the progress of the sweep on the terminal, and from time to time in its page."""
         self.progress.update(num_running)
         begun = time.monotonic()
         if begun >= self._next_page:
-            with suppress(OSError):  # the page at the end says what is wrong with the disk
+            with suppress(OSError):  # a fault of the disk is reported when the page is written at the end
                 self._write_page(is_running=True)
             self._next_page = time.monotonic() + max(SECONDS_BETWEEN_PAGES, PAUSE * (time.monotonic() - begun))
 
@@ -198,7 +199,7 @@ class Engine:
         replace_text(self.directory / PAGE, render_sweep(sweep, self.directory / PAGE))
 
     def end(self, *, is_interrupted: bool) -> int:
-        """Shows the table, and what is left. Returns the exit code, that of the worst point."""
+        """Shows the table, and how many points are left. Returns the exit code of the worst point."""
         rows = [self.rows[index] for index in sorted(self.rows)]
         show_table(self.console, self.file, rows, directory=self.directory)
         self._write_page(is_running=False)
@@ -221,10 +222,11 @@ def open_sweep(
     console: Console,
     process: int = 0,
 ) -> Iterator[Engine]:
-    """Yields the sweep that the request asks for, in its directory: the one of the same command that was ended before
-    its end, or a new one. Raises ConfigError where the directory holds another sweep, or another process is in it.
+    """Yields the sweep that the request asks for: an unfinished one of the same command, or a new one. Raises
+    ConfigError if the directory holds another sweep, or another process uses it.
 
-    process: of several that run each point together. The first has the rows, the others go through the same points.
+    process: the index of this process, if several run each point together. The first one has the rows; the others go
+    through the same points.
     """
     sweep_spec, identity = asked.spec.sweep, identity_of(command, asked)
     if command == "train":
@@ -259,7 +261,7 @@ def open_sweep(
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Appends a whole line at once, and to the disk."""
+    """Appends a row to a file, as a whole line, and flushes it to the disk."""
     line = (row.model_dump_json() + "\n").encode()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
@@ -270,7 +272,7 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def check_checkpoints_apart(asked: SweepRequest) -> None:
-    """Raises ConfigError where all points of a sweep would save in one folder: each would go on from the one before."""
+    """Raises ConfigError if all points would save in one folder: each would continue the one before it."""
     typed = [text for text in asked.fixed if overridden_key(text) == "checkpoint.directory"]
     if typed and asked.num_points != 1 and typed[-1].partition("=")[2] != "null":
         what = "all points would save in one folder, and go on from each other's checkpoints"
@@ -279,7 +281,7 @@ def check_checkpoints_apart(asked: SweepRequest) -> None:
 
 
 def _find_directory(asked: SweepRequest, identity: str, retry: Sequence[Status]) -> tuple[Path, Sweep | None]:
-    """Returns the sweep's directory, and what an earlier start has left there."""
+    """Returns the directory of the sweep, and the sweep that an earlier start has left there."""
     pattern, settled = sweep_directory_of(asked.hydra), replace(asked.request, overrides=asked.settled)
     if "*" in as_glob(pattern):
         earlier = find_unfinished(pattern, identity)
@@ -298,12 +300,12 @@ def _find_directory(asked: SweepRequest, identity: str, retry: Sequence[Status])
 
 
 def _rows_to_keep(directory: Path, retry: Sequence[Status]) -> dict[int, Row]:
-    """Returns the rows of an earlier start that stay."""
+    """Returns the rows of an earlier start that are not run again."""
     return {row.index: row for row in read_sweep(directory).rows if row.status not in retry}
 
 
 def _write_rows(directory: Path, rows: dict[int, Row]) -> None:
-    """Leaves the lines of these rows alone in the file, as they are: no cut-off line, and none that is made again."""
+    """Removes all lines but those of these rows from the file: a cut-off line, and rows that are made again."""
     path = directory / ROWS_FILE
     content = path.read_text() if path.exists() else ""
     whole = content[: content.rfind("\n") + 1].splitlines(keepends=True)

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -34,7 +35,7 @@ PLAN_TEXT = "plan.txt"
 
 
 def evaluate(task: Task) -> Outcome | None:
-    """Returns what a point of `explain` or `compile` came to; None where it needs a process of its own, as JAX has
+    """Returns the outcome of a point of `explain` or `compile`; None if it needs a process of its own, as JAX has
     started in this one with too few devices."""
     start = time.perf_counter()
     try:
@@ -84,27 +85,16 @@ _EVALUATE: dict[SweepCommand, Callable[[Task], Outcome]] = {"explain": _explain,
 
 
 def outcome_of_plan(plan: Plan, estimate: StepEstimate, model: str | None) -> Outcome:
-    """Returns a priced point. That it does not fit is no failure of `explain`: its exit code is 0."""
-    target, spec, per_chip = plan.target, plan.spec, used_devices_per_chip(plan.target)
-    time, memory = estimate.time, estimate.memory
+    """Returns the outcome of a priced point. A point that does not fit has exit code 0, as `explain` has."""
+    time, memory, per_chip = estimate.time, estimate.memory, used_devices_per_chip(plan.target)
     step = time and time.seconds
     figures = Figures(
         basis="estimate",
-        model=model or spec.model.family,
-        target=target.name,
-        chip=target.chip.name if target.chip else target.platform,
-        num_chips=target.num_chips,
-        mesh=str(plan.mesh),
-        global_batch_size=spec.global_batch_size,
-        num_microbatches=spec.num_microbatches,
-        tokens_per_step=spec.tokens_per_step,
-        num_parameters=plan.num_parameters,
-        step_seconds=step,
+        model=model or plan.spec.model.family,
+        **_common(plan, step),
         range_factor=_range_factor(plan, "estimated") if time else None,
         compute_seconds=time and time.compute_seconds,
         exposed_seconds=time and time.exposed_seconds,
-        bubble_seconds=0.0 if time else None,  # no pipelines yet
-        tokens_per_second_per_chip=tokens_per_second_per_chip(spec.tokens_per_step, step, target.num_chips),
         mfu=_mfu(plan, step),
         peak_bytes=memory.peak_bytes * per_chip,
         limit_bytes=limit_bytes(plan.target),
@@ -116,33 +106,40 @@ def outcome_of_plan(plan: Plan, estimate: StepEstimate, model: str | None) -> Ou
     return Outcome(status="done", exit_code=0, figures=figures)
 
 
+def _common(plan: Plan, seconds: float | None) -> dict[str, Any]:
+    """Returns the figures that plans and compiled steps share. seconds: of the predicted step."""
+    spec, target = plan.spec, plan.target
+    return {
+        "target": target.name,
+        "chip": target.chip.name if target.chip else target.platform,
+        "num_chips": target.num_chips,
+        "mesh": str(plan.mesh),
+        "global_batch_size": spec.global_batch_size,
+        "num_microbatches": spec.num_microbatches,
+        "tokens_per_step": spec.tokens_per_step,
+        "num_parameters": plan.num_parameters,
+        "step_seconds": seconds,
+        "bubble_seconds": None if seconds is None else 0.0,  # no pipelines yet
+        "tokens_per_second_per_chip": tokens_per_second_per_chip(spec.tokens_per_step, seconds, target.num_chips),
+    }
+
+
 def _range_factor(plan: Plan, basis: Basis) -> float | None:
     accuracy = accuracy_of(plan.target, basis)
     return accuracy and accuracy.factor
 
 
 def outcome_of_compiled(compiled: Compiled, plan: Plan) -> Outcome:
-    """Returns a compiled point."""
+    """Returns the outcome of a compiled point."""
     report, refusal = compiled.report, compiled.refusal
-    step, memory, program, target = report.step, report.memory, report.program, report.target
-    seconds = step.predicted_seconds
+    step, memory, seconds = report.step, report.memory, report.step.predicted_seconds
     figures = Figures(
         basis="schedule",
-        model=program.model,
-        target=target.name,
-        chip=target.chip,
-        num_chips=target.num_chips,
-        mesh=str(plan.mesh),
-        global_batch_size=plan.spec.global_batch_size,
-        num_microbatches=plan.spec.num_microbatches,
-        tokens_per_step=plan.spec.tokens_per_step,
-        num_parameters=plan.num_parameters,
-        step_seconds=seconds,
+        model=report.program.model,
+        **_common(plan, seconds),
         range_factor=None if seconds is None else _range_factor(plan, "compiled"),
         compute_seconds=step.compute_seconds,
         exposed_seconds=step.exposed_seconds,
-        bubble_seconds=None if seconds is None else 0.0,  # no pipelines yet
-        tokens_per_second_per_chip=tokens_per_second_per_chip(plan.spec.tokens_per_step, seconds, target.num_chips),
         mfu=step.predicted_mfu,
         peak_bytes=memory.peak_bytes_per_chip,
         limit_bytes=memory.limit_bytes_per_chip,

@@ -17,9 +17,9 @@ from meshloom.compiler.core.format import human_bytes, human_count, human_second
 
 from .rows import Figures, Row, SweepFile
 
-_BASES = ("measured", "schedule", "estimate")  # the one that knows most first
-SAME_CHIP = 0.03  # of a value: estimates on one chip are off together, and order no closer ones
-NO_RANGE = ("peak_bytes",)  # in no proportion to the step
+_BASES = ("measured", "schedule", "estimate")  # the best informed one first
+SAME_CHIP = 0.03  # share of a value: closer estimates on one chip are not told apart; they err in the same direction
+NO_RANGE = ("peak_bytes",)  # figures that are not proportional to the step
 
 
 FigureKind = Literal["seconds", "share", "count", "bytes", "cost", "loss"]
@@ -27,8 +27,8 @@ FigureKind = Literal["seconds", "share", "count", "bytes", "cost", "loss"]
 
 @dataclass(frozen=True)
 class Figure:
-    """A number of a point. name: its key. heading: of its column. kind: how it is written. of: None where it is not
-    known."""
+    """A figure of points. name: its key. heading: the title of its column. kind: decides how it is written. of: returns
+    the figure of a point; None if it is unknown."""
 
     name: str
     heading: str
@@ -78,13 +78,13 @@ _ALL = (
     _plain("compile_seconds", "compiled in", "less", "seconds"),
 )
 FIGURES = MappingProxyType({figure.name: figure for figure in _ALL})
-# In the table on a terminal, where a point has them; the page and the files have all.
+# The columns of the table on a terminal, if a point has them; the page and the files have all.
 SHOWN = ("step_seconds", "mfu", "tokens_per_second_per_chip", "exposed_share", "peak_bytes", "memory_share",
          "cost_per_million_tokens", "training_seconds", "training_cost", "final_loss", "evaluation_loss")  # fmt: skip
 
 
 def find_figure(name: str, *, where: str) -> Figure:
-    """Returns a figure by its name. Raises ConfigError, which says where it was named, if there is none."""
+    """Returns a figure by its name. Raises ConfigError for an unknown one. where: where it was named."""
     if name not in FIGURES:
         raise ConfigError([Problem(where, f"there is no figure '{name}'", use_one_of(name, FIGURES))])
     return FIGURES[name]
@@ -97,8 +97,8 @@ def value_of(row: Row, figure: Figure) -> float | None:
 def best_first(rows: Iterable[Row], figure: Figure) -> list[Row]:
     """Returns the points that are done, the best first; then the others.
 
-    What was measured comes before what was compiled, and that before what was estimated: `meshloom tune` compiles the
-    best of its estimates, and one of these is its answer.
+    Measured points come before compiled ones, and these before estimated ones: `meshloom tune` compiles the best of its
+    estimates, and its answer is one of them.
     """
 
     def key(row: Row) -> tuple[bool, int, bool, float, int]:
@@ -111,14 +111,15 @@ def best_first(rows: Iterable[Row], figure: Figure) -> list[Row]:
 
 
 def best_of(rows: Iterable[Row], figure: Figure) -> Row | None:
-    """Returns the best point; None where none is done with this figure."""
+    """Returns the best point; None if no point that is done has this figure."""
     first = next(iter(best_first(rows, figure)), None)
     return first if first and first.status == "done" and value_of(first, figure) is not None else None
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Returns the indices of the points that no other one beats in both, smaller being better, from the first to the
-    last coordinate: [(1, 5), (2, 6), (3, 1)] -> [0, 2]. Of equal points the first one is taken."""
+    """Returns the indices of the points that no other one beats in both coordinates, smaller being better:
+    [(1, 5), (2, 6), (3, 1)] -> [0, 2]. They are in the order of the first coordinate. Of equal points the first one is
+    taken."""
     front: list[int] = []
     for index in sorted(range(len(points)), key=lambda index: points[index]):
         if not front or points[index][1] < points[front[-1]][1]:
@@ -127,15 +128,15 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def swept_keys(file: SweepFile, rows: Sequence[Row]) -> list[str]:
-    """Returns the keys that points differ in, in the typed order; keys of a sweeper that chooses as it goes last."""
+    """Returns the keys in which points differ, in the typed order; keys that a sweeper has added come last."""
     keys = list(dict.fromkeys([*file.axes, *(key for row in rows for key in row.swept)]))
     return [key for key in keys if len({typed_value(row, key) for row in rows}) > 1] or keys
 
 
 def typed_value(row: Row, key: str) -> str:
-    """Returns the value of a swept key as it was typed, of "+model@draft=tiny" for the key "model@draft" "tiny"; ""
-    where the point has none."""
-    for text in row.overrides:  # Hydra's parser takes milliseconds for each, and these were parsed by it
+    """Returns the value of a swept key as it was typed; "" if the point has none. For "+model@draft=tiny" and the key
+    "model@draft" it is "tiny"."""
+    for text in row.overrides:  # they have passed Hydra's parser, which takes milliseconds for each
         typed, _, value = text.lstrip("+~").partition("=")
         if typed == key or typed.partition("@")[0] == key:
             return value
@@ -143,10 +144,10 @@ def typed_value(row: Row, key: str) -> str:
 
 
 def influence(rows: Sequence[Row], key: str, figure: Figure) -> float:
-    """Returns the share of a figure's variance that a swept key explains alone, from 0 to 1: of the logarithm, for
-    figures whose factors matter. 0 where too little is known.
+    """Returns the share of the variance of a figure's logarithm that a swept key explains alone, from 0 to 1; 0 if too
+    little is known.
 
-    Of points with x=1: 1 s, 1 s and x=2: 2 s, 2 s, x explains all; with x=1: 1 s, 2 s and x=2: 1 s, 2 s, nothing.
+    For x=1: 1 s, 1 s and x=2: 2 s, 2 s, x explains all; for x=1: 1 s, 2 s and x=2: 1 s, 2 s, it explains nothing.
     """
     groups: dict[str, list[float]] = {}
     for row in rows:
@@ -163,7 +164,7 @@ def influence(rows: Sequence[Row], key: str, figure: Figure) -> float:
 
 
 def name_of(row: Row) -> str:
-    """Returns the overrides of a point as one types them."""
+    """Returns the overrides of a point as a user types them."""
     return shlex.join(row.overrides) if row.overrides else "no override"
 
 
@@ -175,14 +176,14 @@ def best_on_targets(rows: Sequence[Row], figure: Figure) -> list[Row]:
 
 
 def range_of(row: Row, value: float | None) -> tuple[float, float] | None:
-    """Returns between what a value lies that is in proportion to the step; None where the row has no range."""
+    """Returns the range of a value that is proportional to the step; None if the row has no range."""
     factor = row.figures.range_factor if row.figures else None
     return None if value is None or factor is None else (value / factor, value * factor)
 
 
 def tied_with_best(rows: Sequence[Row], figure: Figure) -> list[Row]:
-    """Returns the best point, and those of other targets that may be as good: on another chip where the ranges overlap,
-    on the same chip where they are within a few percent."""
+    """Returns the best point, and those of other targets that may be as good: on another chip if the ranges overlap, on
+    the same chip if the values are within a few percent."""
     found = best_on_targets(rows, figure)
     return found[:1] + [row for row in found[1:] if _is_tied(found[0], row, figure)]
 
@@ -202,8 +203,8 @@ def _is_tied(best: Row, row: Row, figure: Figure) -> bool:
 
 
 def chip_panels(rows: Sequence[Row], figure: Figure) -> list[dict[str, Any]]:
-    """Returns what the page draws over the number of chips: step, tokens per second and cost of the best on each
-    target; nothing where all targets have one number of chips."""
+    """Returns the panels of the page over the number of chips: step, tokens per second and cost of the best point on
+    each target; none if all targets have the same number of chips."""
     found = best_on_targets(rows, figure)
     if len({row.figures.num_chips for row in found if row.figures}) < 2:
         return []
@@ -221,7 +222,8 @@ def chip_panels(rows: Sequence[Row], figure: Figure) -> list[dict[str, Any]]:
 
 
 def _panels(rows: Sequence[Row]) -> list[tuple[str, FigureKind, Callable[[Figures], float | None]]]:
-    """Returns heading, kind and value of each figure. Cost is that of the training where its tokens are known."""
+    """Returns heading, kind and value of each figure. The cost is that of the whole training if its tokens are
+    known."""
     costs = (FIGURES[name] for name in ("training_cost", "cost_per_million_tokens"))
     cost = next((one for one in costs if any(value_of(row, one) is not None for row in rows)), None)
     return [

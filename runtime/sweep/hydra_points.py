@@ -1,7 +1,7 @@
 """Connects Hydra's launchers to the sweep: ours hands its batch to the engine, others call a task for each point.
 
-Such a task may be pickled and called in another process or on another machine. It runs the point in a process of its
-own and leaves the outcome in the sweep's directory, where the process of the sweep finds it and writes the row.
+The task may be pickled and called in another process or on another machine. It runs the point in a process of its own
+and leaves the outcome in the sweep's directory; the process of the sweep finds it there and writes the row.
 """
 
 import math
@@ -26,14 +26,14 @@ from .figures import find_figure
 from .own_process import OwnProcess
 from .rows import POINT_NAME, Figures, Outcome, Task, swept_of
 
-SPOOL = ".ended"  # a folder of the sweep's: outcomes of points that other processes have run
+SPOOL = ".ended"  # a folder of the sweep: outcomes of points that other processes ran
 _POLL_SECONDS = 0.5
 
 _engine: Engine | None = None
 
 
 class EndedPoint(Record):
-    """A file of the spool: one point's outcome. overrides: all of Hydra's for it. directory: of the point."""
+    """A file of the spool: the outcome of a point. overrides: all that Hydra has for it. directory: the point's."""
 
     index: int
     overrides: tuple[str, ...]
@@ -43,9 +43,12 @@ class EndedPoint(Record):
 
 @dataclass(frozen=True)
 class PointTask:
-    """Another launcher calls this task for each point. template: of any point, without what is swept. axes: swept keys.
-    worst: the objective of a point that is not done. first_index: of the first point. ended: the
-    objectives of points that have a row, by index and overrides; by overrides alone where a sweeper chooses."""
+    """The task that another launcher calls for each point.
+
+    template: what all points share. axes: the swept keys. spool: takes the outcomes. worst: the objective of a point
+    that is not done. first_index: the index of the first point. ended: the objectives of points that have a row, by
+    index and overrides; by overrides alone if the sweeper chooses points as it goes.
+    """
 
     template: Task
     axes: tuple[str, ...]
@@ -56,8 +59,8 @@ class PointTask:
     ended: Mapping[tuple[int | None, tuple[str, ...]], float | None]
 
     def __call__(self, _: DictConfig) -> float:
-        """Runs the point that Hydra is at. Returns the objective: a sweeper that chooses by results stays away from
-        points that are not done."""
+        """Runs the point that Hydra is at, and returns its objective. The worst value keeps a sweeper that chooses by
+        results away from points that are not done."""
         config = HydraConfig.get()
         index, overrides = self.first_index + int(config.job.num), tuple(config.overrides.task)
         swept = tuple(swept_of(overrides, self.axes))
@@ -77,7 +80,7 @@ class PointTask:
 
 
 def launch(jobs: Sequence[Sequence[str]], first_index: int) -> list[JobReturn]:
-    """Runs a batch of Hydra's jobs in our pool. Returns one JobReturn for each, with the objective."""
+    """Runs a batch of Hydra's jobs in our pool, and returns the objective of each in a JobReturn."""
     if _engine is None:
         what = "meshloom_pool runs sweeps of meshloom alone"
         raise ConfigError([Problem("hydra/launcher", what, "choose another one: hydra/launcher=basic")])
@@ -94,7 +97,7 @@ def launch(jobs: Sequence[Sequence[str]], first_index: int) -> list[JobReturn]:
 
 @contextmanager
 def launching(engine: Engine) -> Iterator[PointTask]:
-    """Within the `with`, Hydra's launchers run the points of this sweep. Yields the task of launchers other than
+    """Lets Hydra's launchers run the points of this sweep within the `with`. Yields the task for launchers other than
     ours."""
     global _engine
     _engine = engine
@@ -129,14 +132,14 @@ def subdirectory(swept_keys: Sequence[str]) -> str:
 
 @contextmanager
 def _collecting(engine: Engine, spool: Path) -> Iterator[None]:
-    """Within the `with`, outcomes become rows as they come; afterwards there are none left."""
+    """Makes rows of outcomes as they come, within the `with`; afterwards none is left."""
     is_over = threading.Event()
 
     def collect() -> None:
         while not is_over.wait(_POLL_SECONDS):
             _collect(engine, spool)
 
-    _collect(engine, spool)  # of a start before this one
+    _collect(engine, spool)  # left by an earlier start
     thread = threading.Thread(target=collect, daemon=True)
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""Identifies the sweep that a command asks for: the same command goes on where an earlier one stopped."""
+"""Identifies the sweep that a command asks for, so that the same command continues an unfinished one."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from .read import Sweep, read_sweep
 from .rows import SWEEP_FILE, SweepCommand
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
-# They say how points are run and which are run again, not what they are.
+# These keys say how points are run and which are run again, not what the points are.
 NOT_IN_IDENTITY = (SWEEP_DIR, "hydra.launcher", "hydra/launcher", "sweep", "distributed", "launch")
 
 
@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 
 
 def identity_of(command: SweepCommand, asked: SweepRequest) -> str:
-    """Returns a hash of a sweep: its command, overrides, versions, and the content of the user's configs."""
+    """Returns a hash of the command, overrides, versions, and contents of the user's configs of a sweep."""
     request = asked.request
     typed = [text for text in request.overrides if not _is_outside(overridden_key(text))]
     told = {
@@ -52,16 +52,17 @@ def identity_of(command: SweepCommand, asked: SweepRequest) -> str:
 
 def find_unfinished(pattern: str, identity: str) -> Sweep | None:
     """Returns the newest sweep of this identity in a directory that the pattern of `hydra.sweep.dir` may have named;
-    None where there is none, or it is finished.
+    None if there is none.
 
-    pattern: "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"; each interpolation may stand for any text without a slash.
+    pattern: such as "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"; an interpolation matches any text without a slash.
     """
     found = [sweep for sweep in _sweeps(as_glob(pattern)) if sweep.file.identity == identity]
     return found[0] if found else None
 
 
 def as_glob(pattern: str) -> str:
-    """Returns the pattern with `*` for each interpolation: "multirun/*/*". One without any is a directory's name."""
+    """Returns the pattern with `*` for each interpolation: "multirun/*/*". Without an interpolation it names a
+    directory."""
     while (replaced := re.sub(r"\$\{[^${}]*\}", "*", pattern)) != pattern:
         pattern = replaced
     return pattern
@@ -73,7 +74,7 @@ def num_left(sweep: Sweep) -> int:
 
 
 def _sweeps(glob: str) -> Iterator[Sweep]:
-    """Yields the sweeps of directories like this, the newest first; what is none, or damaged, is left out."""
+    """Yields the sweeps in the directories that match, the newest first; damaged ones are left out."""
     root = Path(glob)
     base = Path(*(part for part in root.parts[: next(i for i, part in enumerate(root.parts) if "*" in part)]))
     places = base.glob(str(root.relative_to(base) / SWEEP_FILE)) if base.is_dir() else []
@@ -89,7 +90,7 @@ def _is_outside(key: str) -> bool:
 
 
 def _users_files(asked: SweepRequest) -> Iterator[tuple[str, str]]:
-    """Yields a hash of each config in the places that are not Meshloom's own."""
+    """Yields the path and a hash of each config of the user."""
     request = asked.request
     places = [request.config_path] if request.config_path else []
     for text in request.search_path:

@@ -18,7 +18,7 @@ CRASHED = 1
 
 
 def outcome_of_run(run_dir: Path, exit_code: int, said: str, model: str | None) -> Outcome:
-    """Returns a point that was trained, from its files. said: what it printed to stderr."""
+    """Returns the outcome of a point that was trained, from its files. said: what it printed."""
     figures = _figures_of_run(run_dir, model)
     if exit_code == 0:
         return Outcome(status="done", exit_code=0, figures=figures)
@@ -29,7 +29,7 @@ def outcome_of_run(run_dir: Path, exit_code: int, said: str, model: str | None) 
 
 
 def outcome_of_error(error: BaseException) -> Outcome:
-    """Returns a point that raised."""
+    """Returns the outcome of a point that raised an exception."""
     if isinstance(error, ConfigError):
         code = error.exit_code
         status = "refused" if code == MISTAKE else "does_not_fit" if code == DOES_NOT_FIT else "failed"
@@ -42,8 +42,8 @@ def outcome_of_error(error: BaseException) -> Outcome:
 
 
 def outcome_of_death(exit_code: int, directory: Path, said: str = "", *, is_memory: bool = False) -> Outcome:
-    """Returns a point whose process died. exit_code: minus the signal, or 128 + it. is_memory: the system ended
-    processes for memory meanwhile."""
+    """Returns the outcome of a point whose process died. exit_code: minus the signal, or 128 plus the signal.
+    is_memory: the system ended processes for memory while it ran."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     try:
         name = signal.Signals(number).name
@@ -59,13 +59,13 @@ def outcome_of_death(exit_code: int, directory: Path, said: str = "", *, is_memo
 
 
 def outcome_of_timeout(seconds: float) -> Outcome:
-    """Returns a point that took too long."""
+    """Returns the outcome of a point that took too long."""
     why = f"it took longer than {human_seconds(seconds)} (hydra.launcher.timeout_seconds)"
     return Outcome(status="timed_out", exit_code=TIMED_OUT, why=why, seconds=seconds)
 
 
 def outcome_of_memory(num_bytes: int, allowed_bytes: int, *, is_limit: bool) -> Outcome:
-    """Returns a point that was ended for memory. allowed_bytes: the limit that was set, or what was left."""
+    """Returns the outcome of a point that was ended for memory. allowed_bytes: the declared limit, or what was left."""
     allowed = human_bytes(allowed_bytes)
     rest = (
         f"{allowed} are allowed (hydra.launcher.worker_bytes)" if is_limit else f"{allowed} of this machine were left"
@@ -80,7 +80,7 @@ def tokens_per_second_per_chip(tokens: int, seconds: float | None, num_chips: in
 
 
 def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
-    """Returns None where the run wrote no plan."""
+    """Returns the figures of a run, from its files; None if it wrote no plan."""
     try:
         plan = parse_json((run_dir / "plan.json").read_bytes())
         spec = yaml.safe_load((run_dir / "spec.yaml").read_text())
@@ -114,7 +114,7 @@ def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
 
 
 def _metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the steps of a run; a last line that is cut off is left out."""
+    """Returns the metrics of each step of a run; a cut-off last line is left out."""
     steps = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
@@ -140,7 +140,7 @@ def _first_error(said: str) -> str:
 
 
 def _fatal_line(directory: Path, said: str) -> str | None:
-    """Returns what the compiler, or whatever printed last, said before it ended the process."""
+    """Returns the last line that the compiler, or another library, printed before it ended the process."""
     log = directory / "logs" / "compiler.log"
     texts = [said, log.read_text(errors="replace") if log.is_file() else ""]
     for text in texts:

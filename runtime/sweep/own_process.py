@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.5
 
 @dataclass
 class OwnProcess:
-    """One point's process, once it has started."""
+    """Runs one point. process: set once it has started."""
 
     task: Task
     timeout_seconds: float | None
@@ -35,13 +35,13 @@ class OwnProcess:
     is_interrupted: bool = False
 
     def run(self) -> Outcome:
-        """Returns what the point came to. The process is in a session of its own: a terminal's Ctrl-C does not reach
-        it."""
+        """Returns the outcome of the point. Its process has a session of its own, which a terminal's Ctrl-C does not
+        reach."""
         self.task.directory.mkdir(parents=True, exist_ok=True)
         printed = self.task.directory / PRINTED
         with tempfile.TemporaryDirectory(prefix="meshloom-point-") as folder, printed.open("ab") as log:
             start, told = log.tell(), Path(folder) / "outcome.json"
-            # -P: the working directory is not on the path of this process, and must not be on that of the point.
+            # -P: the working directory is not on the import path of this process, and must not be on the point's.
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", MODULE],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
@@ -62,12 +62,12 @@ class OwnProcess:
             return outcome_of_death(exit_code, self.task.directory, said)
 
     def interrupt(self) -> None:
-        """Asks the process to stop as Ctrl-C does: a run of training saves a checkpoint before."""
+        """Asks the process to stop, as Ctrl-C does: a training run saves a checkpoint first."""
         self.is_interrupted = True
         self._signal(signal.SIGINT)
 
     def end(self, number: int) -> None:
-        """Ends the process and all that it has started."""
+        """Ends the process and all of its children."""
         self._signal(number)
         if self.process:
             self.process.wait()
@@ -78,7 +78,7 @@ class OwnProcess:
     def _tell(self, message: bytes) -> None:
         assert self.process is not None
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has died already, and its exit code says how
+        with suppress(BrokenPipeError):  # it has died already; its exit code says how
             self.process.stdin.write(len(message).to_bytes(8, "big") + message)
             self.process.stdin.flush()
 
@@ -89,12 +89,12 @@ class OwnProcess:
 
 
 def read_task(read: Callable[[int], bytes]) -> tuple[Task, Path]:
-    """Returns what the parent has told: the task, and the file that its outcome goes to."""
+    """Returns the task that the parent has sent, and the file for its outcome."""
     return pickle.loads(read(int.from_bytes(read(8), "big")))
 
 
 def end_with(parent: int) -> None:
-    """Ends this process when its parent has died, however that died; what it is at would be nobody's."""
+    """Ends this process when its parent has died, in whatever way: nobody would take its result."""
 
     def watch() -> None:
         while os.getppid() == parent:

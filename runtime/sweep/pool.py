@@ -40,24 +40,25 @@ Work = Callable[[Task], Outcome | None]
 
 @dataclass
 class Memory:
-    """expected: bytes that a point needs. taken: by index of a running point, what its processes take now."""
+    """The memory of points. expected: bytes that a point needs. taken: bytes that each running point uses now, by
+    index."""
 
     expected: int
     taken: dict[int, int] = field(default_factory=dict)
 
     def look(self, pids: Mapping[int, int]) -> None:
-        """Measures the running points. pids: the process of each."""
+        """Measures the running points. pids: the process of each, by index."""
         self.taken = {index: bytes_of(pid) for index, pid in pids.items()}
         self.expected = max([self.expected, *self.taken.values()])
 
     def has_room(self, running: Iterable[int]) -> bool:
-        """Returns True if one more point fits beside what the running ones may still take."""
+        """Returns True if one more point fits beside all that the running ones may still take."""
         reserved = sum(max(0, self.expected - self.taken.get(index, 0)) for index in running)
         return available_bytes() - reserved - self.expected > LEAST_LEFT
 
 
 def bytes_of(pid: int) -> int:
-    """Returns the memory of a process and its children; 0 where it has ended."""
+    """Returns the memory of a process and its children; 0 if it has ended."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
@@ -67,7 +68,7 @@ def bytes_of(pid: int) -> int:
 
 
 def num_ended_for_memory() -> int | None:
-    """Returns how many processes the system has ended for memory so far; None where it does not say."""
+    """Returns how many processes the system has ended for memory so far; None if it does not say."""
     for path in EVENTS:
         try:
             counts = dict(line.split() for line in path.read_text().splitlines())
@@ -78,9 +79,9 @@ def num_ended_for_memory() -> int | None:
 
 
 def prepare_worker(parent: int, scratch: Path) -> None:
-    """Prepares the process. parent: whose end is its own. scratch: takes what the process prints.
+    """Prepares a worker process, which ends when its parent does. scratch: takes what the process prints.
 
-    Ctrl-C reaches all processes of a terminal, and the parent alone answers it.
+    Ctrl-C reaches all processes of a terminal; the parent alone answers it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
@@ -90,26 +91,26 @@ def prepare_worker(parent: int, scratch: Path) -> None:
 
 
 def say_at(index: int, scratch: Path) -> None:
-    """Says which point this process is at, for whoever measures its memory."""
+    """Records which point this process runs, for the parent, which measures its memory."""
     (scratch / f"{os.getpid()}.point").write_text(str(index))
 
 
 def start_worker(parent: int, scratch: Path) -> None:
-    """Prepares the process, and has it keep what all points share."""
+    """Prepares a worker process that keeps what all points share."""
     prepare_worker(parent, scratch)
     keep_compositions()
-    gc.freeze()  # all that was imported, some 500,000 objects
-    gc.set_threshold(50_000, 20, 100)  # a traced program has as many: not a look at every 700 new ones
+    gc.freeze()  # all imported objects, some 500,000
+    gc.set_threshold(50_000, 20, 100)  # a traced program has as many: do not collect at every 700 new ones
 
 
 def work(task: Task) -> Outcome | None:
-    """Evaluates a point; None where it needs a process of its own."""
+    """Returns the outcome of a point; None if it needs a process of its own."""
     return evaluate(task)
 
 
 @dataclass
 class _Running:
-    """A point at work. own: its process, where it is not a warm one. ended_as: decided by us, who end it."""
+    """A point that runs. own: its process, if it is not a warm one. ended_as: the outcome, if the pool has ended it."""
 
     point: Point
     task: Task
@@ -124,9 +125,9 @@ class _Running:
 class Pool:
     """Runs points, batch by batch, within its `with`.
 
-    task_of: what a worker needs of a point. scratch: a folder that it makes, and removes at its end. ended: takes each
-    point that has ended, once. told: is called often, with the number of points that are running. is_own: each in a
-    process of its own. start, work: of a warm worker.
+    task_of: returns what a worker needs to run a point. scratch: a folder that the pool makes, and removes at its end.
+    ended: takes each point that has ended, once. told: is called often, with the number of running points. is_own: each
+    point runs in a process of its own. start, work: what a warm worker does at its start, and for each point.
     """
 
     settings: PoolSettings
@@ -140,13 +141,13 @@ class Pool:
     _memory: Memory = field(init=False)
     _warm: ProcessPool | None = field(default=None, init=False)
     _running: dict[int, _Running] = field(default_factory=dict, init=False)
-    _waiting: deque[tuple[Point, bool]] = field(default_factory=deque, init=False)  # with: in a process of its own
+    _waiting: deque[tuple[Point, bool]] = field(default_factory=deque, init=False)  # True: in a process of its own
 
     def __post_init__(self) -> None:
         self._memory = Memory(self.settings.worker_bytes)
 
     def __enter__(self) -> Self:
-        shutil.rmtree(self.scratch, ignore_errors=True)  # of a start that was killed
+        shutil.rmtree(self.scratch, ignore_errors=True)  # left by a start that was killed
         self.scratch.mkdir(parents=True)
         return self
 
@@ -157,7 +158,7 @@ class Pool:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def run(self, points: Iterable[Point]) -> None:
-        """Runs all points. Ctrl-C ends those that are running, which then have no outcome, and is raised again."""
+        """Runs all points. Ctrl-C ends the running ones, which then have no outcome, and is raised again."""
         self._waiting.extend((point, self.is_own) for point in points)
         try:
             while self._waiting or self._running:
@@ -205,7 +206,7 @@ class Pool:
         return self._warm
 
     def _finish(self, one: _Running) -> None:
-        """Hands on the outcome of a point, or lets it run again: in a process of its own, or when there is memory."""
+        """Reports the outcome of a point, or queues it again: for a process of its own, or until there is memory."""
         for path in self.scratch.glob("*.point"):
             if path.read_text() == str(one.point.index):
                 path.unlink()
@@ -228,7 +229,7 @@ class Pool:
             return outcome_of_death(error.exitcode or 0, one.task.directory, said, is_memory=is_memory)
         except TimeoutError:
             return outcome_of_timeout(self.settings.timeout_seconds or 0)
-        except Exception as error:  # of Pebble, or of a pickle
+        except Exception as error:  # from Pebble, or from a pickle
             return outcome_of_error(error)
 
     def _printed(self, pid: int | None) -> str:
@@ -245,7 +246,7 @@ class Pool:
         return found
 
     def _save_memory(self) -> None:
-        """Ends a point that takes more than it may; and, before the system ends anything, the youngest one."""
+        """Ends points that take more memory than allowed, and the youngest one before the system ends any process."""
         memory = self._memory
         for index, taken in memory.taken.items():
             if self.settings.is_limit and taken > self.settings.worker_bytes:
@@ -265,7 +266,7 @@ class Pool:
                 one.future.cancel()
 
     def _interrupt(self) -> None:
-        """Ends what is running. A run of training saves a checkpoint first; a second Ctrl-C ends it at once."""
+        """Ends all running points. A training run saves a checkpoint first; a second Ctrl-C ends it at once."""
         own = [one.own for one in self._running.values() if one.own]
         try:
             for process in own:

@@ -1,4 +1,4 @@
-"""Reports a sweep while it runs: a line for each point that ended, and how many are done, running and left."""
+"""Reports on a running sweep: a line for each point that has ended, and how many are done, running and left."""
 
 import shlex
 import time
@@ -13,12 +13,12 @@ from .rows import Row
 from .table import STATUS_TEXT
 
 SECONDS_BETWEEN_LINES = 30.0  # without a terminal
-MOST_LINES = 200  # of points that are done; those that are not are always said
+MOST_LINES = 200  # for points that are done; the others are always shown
 
 
 class SweepProgress:
-    """On a terminal a line that stays below all others. num_points: None where it is not known. rows: that there are
-    already."""
+    """Shows the counts; on a terminal, in a line that stays below all others. num_points: None if unknown. rows: of
+    points that ended before."""
 
     def __init__(self, console: Console, *, num_points: int | None, objective: str, rows: Iterable[Row] = ()):
         self._console, self._num_points, self._figure = console, num_points, FIGURES[objective]
@@ -34,7 +34,7 @@ class SweepProgress:
         self._bar.stop()
 
     def ended(self, row: Row) -> None:
-        """Says what a point came to."""
+        """Shows the outcome of a point."""
         self._counts[row.status] += 1
         if row.status == "done":
             self._num_said += 1

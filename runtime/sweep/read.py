@@ -20,13 +20,14 @@ from .rows import ROWS_FILE, SCHEMA_VERSION, SWEEP_FILE, Row, SweepFile
 
 _AGAIN = "type the sweep's command again: it does what is missing"
 METRICS = "metrics.jsonl"
-NUM_SAMPLES = 120_000  # of all curves together: a page of some megabytes
+NUM_SAMPLES = 120_000  # in all curves together: a page of some megabytes
 LEAST, MOST = 24, 400  # samples of one curve
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep's directory. is_running: a process holds it. notes: what its reader should know of its files."""
+    """The contents of a sweep's directory. is_running: a process holds it. notes: what a reader should know about
+    it."""
 
     directory: Path
     file: SweepFile
@@ -36,9 +37,9 @@ class Sweep:
 
 
 def read_sweep(directory: Path) -> Sweep:
-    """Returns the sweep of a directory. Raises ConfigError where there is none, or its files are damaged.
+    """Returns the sweep of a directory. Raises ConfigError if there is none, or its files are damaged.
 
-    A last row that is cut off is left out with a note: its writer was killed, or is writing it.
+    A cut-off last row is left out with a note: its writer was killed, or is writing it.
     """
     if not directory.is_dir():
         what = "this is a file" if directory.is_file() else "there is no such directory"
@@ -102,7 +103,7 @@ def _check_version(path: Path, content: bytes) -> None:
 
 
 def _rows(path: Path) -> tuple[tuple[Row, ...], list[str]]:
-    """Returns the rows by index, the last one of each index, and notes about lines that are none."""
+    """Returns the last row of each index, in order, and notes about other lines."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -145,8 +146,8 @@ def _damaged(path: Path, how: str) -> Problem:
 
 @dataclass(frozen=True)
 class Curve:
-    """The losses of a run, in nats per token; None where it was not finite. held_out: (step, loss) of evaluations.
-    tokens_per_step: None where it is not known."""
+    """The losses of a run, in nats per token; None for a loss that was not finite. held_out: (step, loss) of each
+    evaluation. tokens_per_step: None if unknown."""
 
     index: int
     tokens_per_step: int | None
@@ -156,8 +157,8 @@ class Curve:
 
 
 def running_rows(directory: Path, rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Returns a row for each point below a sweep's directory that trains and has not ended. What was swept is read off
-    the name of its directory, "optimizer.learning_rate=0.001,seed=1"."""
+    """Returns a row for each point of a sweep that trains and has not ended. The name of its directory gives its swept
+    values: "optimizer.learning_rate=0.001,seed=1"."""
     ended = {row.directory for row in rows}
     found = sorted(path.parent.name for path in directory.glob(f"*/{METRICS}") if path.parent.name not in ended)
     first = max((row.index for row in rows), default=-1) + 1
@@ -171,7 +172,7 @@ def _running(index: int, name: str) -> Row:
 
 
 def read_curves(directory: Path, rows: Sequence[Row]) -> tuple[Curve, ...]:
-    """Returns the curve of each point that trained, also of one that failed later or is running."""
+    """Returns the curve of each point that trained, including those that failed later or are running."""
     found = [(row, directory / row.directory / METRICS) for row in rows if row.directory is not None]
     found = [(row, path) for row, path in found if path.is_file()]
     most = max(LEAST, min(MOST, NUM_SAMPLES // max(1, len(found))))
@@ -186,7 +187,7 @@ def _curve(row: Row, path: Path, most: int) -> Curve | None:
     for line in path.read_bytes().splitlines():
         try:
             value = parse_json(line)
-        except ValueError:  # the last line of a run that goes on, or was killed
+        except ValueError:  # the last line of a run that is running, or was killed
             continue
         if not isinstance(value, dict) or type(value.get("step")) is not int:
             continue
@@ -206,8 +207,8 @@ def _number(value: object) -> float | None:
 
 
 def thinned(values: Sequence[float | None], most: int) -> list[int]:
-    """Returns the indices of at most `most` values that a curve is drawn by: of each stretch the least and the
-    greatest, so that no spike is lost, and the first and last of all. A stretch with a None keeps it: a gap."""
+    """Returns the indices of at most `most` values to draw a curve from: the least and the greatest of each stretch, so
+    that no spike is lost, and the first and last of all. A stretch with a None keeps it, as a gap."""
     if len(values) <= most:
         return list(range(len(values)))
     num_stretches = (most - 2) // 3

@@ -22,23 +22,23 @@ SCHEMA_VERSION = 1  # of sweep.json and sweep.jsonl
 SWEEP_FILE = "sweep.json"
 ROWS_FILE = "sweep.jsonl"
 
-# done: it has figures. refused: the declaration is wrong. does_not_fit: it needs more memory than a chip has.
-# failed: the compiler or the run failed. aborted: the process died. timed_out: it took longer than it may.
-# out_of_memory: this machine's memory was used up. discarded: a sieve of `meshloom tune` left it out. running: it has
-# not ended; only the page of a sweep that goes on has such rows.
+# done: the point has figures. refused: its declaration is wrong. does_not_fit: it needs more memory than a chip has.
+# failed: the compiler or the run failed. aborted: its process died. timed_out: it took longer than allowed.
+# out_of_memory: this machine ran out of memory. discarded: a filter of `meshloom tune` left it out. running: it has not
+# ended; only the page of a running sweep has such rows.
 Status = Literal[
     "done", "refused", "does_not_fit", "failed", "aborted", "timed_out", "out_of_memory", "discarded", "running"
 ]  # fmt: skip
-Basis = Literal["estimate", "schedule", "measured"]  # without a compiler; of the compiled program; of a run
+Basis = Literal["estimate", "schedule", "measured"]  # no compiler ran; the compiled program was read; a run was timed
 SweepCommand = Literal["explain", "compile", "train"]
 SWEEP_COMMANDS: tuple[SweepCommand, ...] = ("explain", "compile", "train")
 MOST_NAME_BYTES = 200  # file systems allow 255
-PRINTED = "output.log"  # of a directory of a point: what its process prints
+PRINTED = "output.log"  # in a point's directory: what its process prints
 POINT_NAME = "point_name"  # a resolver of OmegaConf, for hydra.sweep.subdir
 
 
 class Figures(Record):
-    """Figures of one point. Seconds are of one step, bytes of one chip; None: not known, or not of this command."""
+    """The figures of a point: seconds of one step, bytes of one chip. None: unknown, or not made by this command."""
 
     basis: Basis
     model: str
@@ -51,10 +51,10 @@ class Figures(Record):
     tokens_per_step: NonNegativeInt
     num_parameters: NonNegativeInt | None = None
     step_seconds: NonNegativeFloat | None = None
-    range_factor: NonNegativeFloat | None = None  # by which a step may be longer or shorter than predicted
+    range_factor: NonNegativeFloat | None = None  # a step may take this many times more or less than predicted
     compute_seconds: NonNegativeFloat | None = None
     exposed_seconds: NonNegativeFloat | None = None
-    bubble_seconds: NonNegativeFloat | None = None  # of a pipeline; 0 without one
+    bubble_seconds: NonNegativeFloat | None = None  # idle time of a pipeline; 0 without one
     tokens_per_second_per_chip: NonNegativeFloat | None = None
     mfu: NonNegativeFloat | None = None
     peak_bytes: NonNegativeInt | None = None
@@ -62,19 +62,20 @@ class Figures(Record):
     fits: bool | None = None
     compile_seconds: NonNegativeFloat | None = None
     cost_per_million_tokens: NonNegativeFloat | None = None  # in the currency of the user's price per chip-hour
-    training_seconds: NonNegativeFloat | None = None  # for all tokens of the training, where their number is said
+    training_seconds: NonNegativeFloat | None = None  # for all tokens of the training, if their number is declared
     training_cost: NonNegativeFloat | None = None
-    final_loss: float | None = None  # of training; infinite and NaN are None
+    final_loss: float | None = None  # of the last step; None if infinite or NaN
     evaluation_loss: float | None = None
     last_step: NonNegativeInt | None = None
 
 
 class Row(Record):
-    """One point that has ended.
+    """A point that has ended.
 
-    overrides: as the user typed them, one for each swept key. directory: of the point, relative to the sweep's; None if
-    it has none. why: of every status but done. fingerprint: of the lowered program with its options, topology and
-    versions; same_as: the index of the point that compiled the same one. swept: the value of each swept key.
+    overrides: as the user typed them, one for each swept key. swept: the value of each swept key. why: the reason of
+    every status but done. directory: the point's directory, relative to the sweep's; None if it has none. fingerprint:
+    identifies the lowered program with its options, topology and versions. same_as: the index of the point that
+    compiled the same program.
     """
 
     index: NonNegativeInt
@@ -91,26 +92,27 @@ class Row(Record):
 
 
 class SweepFile(Record):
-    """The request of a sweep. overrides: those of every point. axes: swept keys with their values, in the typed
-    order."""
+    """The request of a sweep. overrides: shared by all points. axes: swept keys with their values, in the order in
+    which they were typed."""
 
     schema_version: int
     command: Literal["explain", "compile", "train", "tune"]
     overrides: tuple[str, ...]
     axes: dict[str, list[Any]]
-    num_points: NonNegativeInt | None  # None: a sweeper that chooses as it goes
+    num_points: NonNegativeInt | None  # None: the sweeper chooses points as it goes
     objective: str  # the figure that the table is sorted by: step_seconds
     versions: dict[str, str]
-    identity: str | None = None  # a hash of what was asked for: the same command goes on in the same directory
+    identity: str | None = None  # a hash of the request, by which the same command finds its directory again
 
 
-# Exit codes of points that did not end by themselves, as `timeout` and shells have them.
+# Exit codes of points that did not end by themselves, as `timeout` and shells give them.
 TIMED_OUT, KILLED, INTERRUPTED = 124, 137, 130
 
 
 @dataclass(frozen=True)
 class Point:
-    """overrides: of the swept keys, as typed. swept: their values. directory: relative to the sweep's."""
+    """A point of a sweep. overrides: set the swept keys, as typed. swept: the values of these keys. directory: relative
+    to the sweep's."""
 
     index: int
     overrides: tuple[str, ...]
@@ -120,8 +122,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Task:
-    """A point as a worker gets it. request: all of its overrides. allowed: modules whose code it may run. directory:
-    where its files go."""
+    """A point as a worker gets it. request: has all overrides of the point. allowed: modules whose code it may run.
+    directory: takes its files."""
 
     command: SweepCommand
     request: Request
@@ -130,7 +132,7 @@ class Task:
 
 
 class Outcome(Record):
-    """The outcome of a point. why: for every status but done. seconds: its time in its worker."""
+    """The outcome of a point. why: the reason of every status but done. seconds: the time that its worker took."""
 
     status: Status
     exit_code: int
@@ -168,7 +170,7 @@ def directory_name(overrides: Sequence[str]) -> str:
 
 
 def swept_of(overrides: Sequence[str], swept_keys: Sequence[str]) -> list[str]:
-    """Returns the overrides of swept keys among those that Hydra has for a job, as typed: without `++`."""
+    """Returns those of a job's overrides that set swept keys, as typed: without Hydra's `++`."""
     return [text.lstrip("+") for text in overrides if text.lstrip("+").partition("=")[0] in swept_keys]
 
 
@@ -176,5 +178,5 @@ def _point_name(overrides: Sequence[str], swept_keys: str) -> str:
     return directory_name(swept_of(list(overrides), swept_keys.split(" ")))
 
 
-# Hydra names the directories of other launchers' jobs, some in processes that import this with the job.
+# Hydra names the directories of other launchers' jobs, sometimes in a process that imports this module for one job.
 OmegaConf.register_new_resolver(POINT_NAME, _point_name, replace=True)

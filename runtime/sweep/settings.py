@@ -1,4 +1,4 @@
-"""The settings of `hydra/launcher=meshloom_pool`, checked before anything runs."""
+"""Reads and checks the settings of the launchers meshloom_pool, meshloom_slurm and meshloom_jobset."""
 
 import math
 import os
@@ -21,14 +21,15 @@ CLUSTERS = {  # engines of launch
 }
 MOST_WORKERS = 1024
 GIB = 2**30
-# What a point needs until one was measured: imports, and a trace or the compile of a large model.
+# The memory that a point is expected to need before one was measured: imports, and tracing or compiling a large model.
 EXPECTED_BYTES: dict[SweepCommand, int] = {"explain": GIB, "compile": 3 * GIB, "train": 3 * GIB}
 
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """num_workers: the most points at once. timeout_seconds: of a point; None: no limit. worker_bytes: memory that a
-    point is expected to need until one was measured. is_limit: a point that takes more is ended."""
+    """The settings of the pool. num_workers: the most points at once. timeout_seconds: the most time of a point; None:
+    no limit. worker_bytes: the memory that a point is expected to need, until one was measured. is_limit: a point that
+    takes more is ended."""
 
     num_workers: int
     timeout_seconds: float | None
@@ -38,16 +39,16 @@ class PoolSettings:
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """Settings of a launcher of a cluster. engine: as in `launch`. num_at_once: the most points that run at once; None:
-    as many as the cluster has room for."""
+    """The settings of a cluster's launcher. engine: as in `launch`. num_at_once: the most points that run at once;
+    None: as many as the cluster has room for."""
 
     engine: str
     num_at_once: int | None
 
 
 def cluster_settings(hydra: DictConfig, command: SweepCommand, launch: LaunchSpec) -> ClusterSettings | None:
-    """Returns the settings of a launcher of a cluster; None where another launcher was chosen. Raises ConfigError where
-    it cannot run this sweep."""
+    """Returns the settings of a cluster's launcher; None if another launcher was chosen. Raises ConfigError if it
+    cannot run this sweep."""
     values = OmegaConf.to_container(hydra.launcher, resolve=True)
     assert isinstance(values, dict)
     engine = CLUSTERS.get(str(values.get("_target_")))
@@ -73,8 +74,10 @@ def _problems_of_cluster(
 
 
 def pool_settings(hydra: DictConfig, command: SweepCommand, *, is_joined: bool) -> PoolSettings | None:
-    """Returns the settings; None where another launcher was chosen. is_joined: each point runs in several processes
-    together, which go through the points in the same order. Raises ConfigError with all that is wrong."""
+    """Returns the settings of the pool; None if another launcher was chosen. Raises ConfigError with all problems.
+
+    is_joined: each point runs in several processes together, which go through the points in the same order.
+    """
     values = OmegaConf.to_container(hydra.launcher, resolve=True)
     assert isinstance(values, dict)
     if values.get("_target_") != TARGET:
@@ -105,6 +108,7 @@ def _problems(values: Mapping[Any, Any], *, is_joined: bool) -> Iterator[Problem
 
 
 def _default_workers(command: SweepCommand) -> int:
-    """Returns one for each core that this process may use; half as many for compilers, which use several threads."""
+    """Returns one worker for each core that this process may use; half as many for compilers, which use several
+    threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores if command == "explain" else (cores + 1) // 2)

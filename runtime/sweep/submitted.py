@@ -34,7 +34,7 @@ from .rows import PRINTED, Outcome, Point, Task
 from .settings import ClusterSettings
 
 _POLL_SECONDS = 2.0
-POLLS_UNTIL_LOST = 5  # a job is gone, and what it left may still be on its way over a network disk
+POLLS_UNTIL_LOST = 5  # a job is gone, and its files may still be on their way over a network disk
 ARRAY_FILE = "array-{}.json"
 KUBECTL = "kubectl"
 STATE = "--output=jsonpath={.status.terminalState}"
@@ -43,7 +43,7 @@ EXIT_CODES = "--output=jsonpath={.items[*].status.containerStatuses[*].state.ter
 
 @dataclass(frozen=True)
 class PlannedPoint:
-    """A point, with what its job is made from."""
+    """A point, with its declaration and the plan of its job."""
 
     point: Point
     spec: RunSpec
@@ -52,15 +52,15 @@ class PlannedPoint:
 
 @dataclass
 class SubmittedPoints(ABC):
-    """Runs points as the pool does. scratch: a folder for scripts and what jobs leave. task_of, ended, told: as of the
-    pool."""
+    """Runs points as the pool does. scratch: a folder for scripts, and for what jobs leave. task_of, ended, told: as in
+    the pool."""
 
     settings: ClusterSettings
     task_of: Callable[[Point], Task]
     scratch: Path
     ended: Callable[[Point, Outcome], object]
     told: Callable[[int], None]
-    jobs: dict[int, str] = field(default_factory=dict, init=False)  # of points, by index
+    jobs: dict[int, str] = field(default_factory=dict, init=False)  # the job of each point, by index
     _missed: dict[int, int] = field(default_factory=dict, init=False)
 
     def __enter__(self) -> Self:
@@ -68,16 +68,16 @@ class SubmittedPoints(ABC):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leaves the files: they are how the same command finds jobs that still run."""
+        """Leaves the files, by which the same command finds jobs that still run."""
         self.jobs.clear()
 
     @abstractmethod
     def find(self, points: Mapping[int, Point]) -> dict[int, str]:
-        """Returns the jobs of points that an earlier start has submitted, by index."""
+        """Returns the jobs that an earlier start has submitted, by index of their points."""
 
     @abstractmethod
     def submit(self, points: Sequence[PlannedPoint]) -> dict[int, str]:
-        """Submits points. Returns their jobs by index; a point without one is not waited for."""
+        """Submits points. Returns their jobs by index; nothing waits for a point without a job."""
 
     @abstractmethod
     def alive(self, jobs: Set[str]) -> Set[str]:
@@ -85,17 +85,17 @@ class SubmittedPoints(ABC):
 
     @abstractmethod
     def exit_code(self, index: int) -> int | None:
-        """Returns the exit code of a point that has ended; None before."""
+        """Returns the exit code of a point; None if it has not ended."""
 
     def forget(self, index: int) -> None:  # noqa: B027 (not every cluster has something to forget)
-        """Removes what says that a point has ended, once it has a row: it may be run again."""
+        """Removes the record that a point has ended, once it has a row: the point may be run again."""
 
     @abstractmethod
     def cancel(self, jobs: Sequence[str]) -> None:
         """Ends jobs."""
 
     def run(self, points: Iterable[Point]) -> None:
-        """Runs all points. Ctrl-C cancels those that have not ended, and is raised again."""
+        """Runs all points. Ctrl-C cancels the jobs that have not ended, and is raised again."""
         left = {point.index: point for point in points}
         self.jobs = self.find(left)
         try:
@@ -116,7 +116,7 @@ class SubmittedPoints(ABC):
             raise
 
     def _plan(self, point: Point) -> PlannedPoint | None:
-        """Returns what the point's job is made from. A point that cannot run ends at once."""
+        """Returns the plan of a point. A point that cannot run ends at once, and has none."""
         task = self.task_of(point)
         here = override("hydra.run.dir", str(task.directory))
         request = replace(task.request, overrides=(*task.request.overrides, here))
@@ -149,7 +149,7 @@ class SubmittedPoints(ABC):
 
 
 def run_tool(*words: str) -> str:
-    """Returns what a tool of the cluster prints. Raises ConfigError where it is not there, or fails."""
+    """Returns what a tool of the cluster prints. Raises ConfigError if the tool is not installed, or fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -162,7 +162,10 @@ def run_tool(*words: str) -> str:
 
 
 class SlurmArrays(SubmittedPoints):
-    """An array for the points of each kind of hosts. scratch: all hosts see it."""
+    """Submits an array of SLURM for the points of each kind of hosts: `hydra/launcher=meshloom_slurm`.
+
+    Each element leaves its exit code in a file of `scratch`, which all hosts see.
+    """
 
     def find(self, points: Mapping[int, Point]) -> dict[int, str]:
         found = {}
@@ -216,13 +219,17 @@ class SlurmArrays(SubmittedPoints):
 
 
 def _is_queued(job: str) -> bool:
-    """Returns True if any element of an array waits or runs. squeue fails for a job that it has forgotten."""
+    """Returns True if any element of an array waits or runs. `squeue` fails for a job that it has forgotten."""
     done = subprocess.run(["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, check=False)
     return done.returncode == 0 and bool(done.stdout.strip())
 
 
 class JobSets(SubmittedPoints):
-    """A JobSet for each point. scratch: takes the manifests."""
+    """Applies a JobSet of Kubernetes for each point: `hydra/launcher=meshloom_jobset`. scratch: takes the manifests.
+
+    A JobSet is named by the declaration and directory of its point, so that applying it again changes nothing: this is
+    how the same command finds those that run or have ended.
+    """
 
     _namespaces: dict[str, tuple[str, ...]]
 
@@ -261,7 +268,7 @@ class JobSets(SubmittedPoints):
         return 0 if state == "Completed" else self._failed_with(name) if state == "Failed" else None
 
     def _failed_with(self, name: str) -> int:
-        """Returns the exit code that decided, of all pods; those of earlier restarts are gone."""
+        """Returns the exit code of the pod that decided. Pods of earlier restarts are gone."""
         selector = f"--selector=jobset.sigs.k8s.io/jobset-name={name}"
         told = run_tool(KUBECTL, "get", "pods", selector, EXIT_CODES, *self._namespaces[name])
         codes = [code for code in map(int, told.split()) if code]

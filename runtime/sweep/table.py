@@ -30,10 +30,10 @@ from .figures import (
 )
 from .rows import Figures, Row, Status, SweepFile
 
-NUM_SHOWN = 20  # the best of a longer sweep
+NUM_SHOWN = 20  # the best points of a longer sweep
 NUM_REASONS = 12
-MOST_POINT_WIDTH = 36  # before it is folded, where the figures leave no more
-LEFT_OUT_FIRST = ("tokens_per_second_per_chip", "peak_bytes", "mfu", "evaluation_loss")  # where a terminal is narrow
+MOST_POINT_WIDTH = 36  # a wider point is folded if the figures leave no more room
+LEFT_OUT_FIRST = ("tokens_per_second_per_chip", "peak_bytes", "mfu", "evaluation_loss")  # on a narrow terminal
 STATUS_TEXT: dict[Status, str] = {
     "done": "done", "refused": "refused", "does_not_fit": "does not fit", "failed": "failed", "aborted": "aborted",
     "timed_out": "timed out", "out_of_memory": "out of this machine's memory", "discarded": "discarded",
@@ -51,11 +51,11 @@ def show_table(
     directory: Path | None = None,
     is_tie: bool = False,
 ) -> None:
-    """Shows the points, the best first, then how many came to what, and why.
+    """Shows the points, the best first, then the number of points of each status, and the reasons.
 
-    sort: the figure to sort by; None: the sweep's objective. is_whole: every point, else the best of a long sweep.
-    directory: the sweep's, as one types it. is_tie: the first are too near to one another for one to be called best.
-    Raises ConfigError where `sort` is not a figure.
+    sort: the figure to sort by; None: the sweep's objective. is_whole: show every point, not only the best of a long
+    sweep. directory: the sweep's, as a user types it. is_tie: the first points are too close to call one of them best.
+    Raises ConfigError if `sort` is not a figure.
     """
     figure = find_figure(sort or file.objective, where="--sort" if sort else "objective")
     if not rows:
@@ -87,7 +87,7 @@ def _place(of_point: str, of_sweep: Path | None) -> str:
 
 
 def _best(ordered: Sequence[Row]) -> Sequence[Row]:
-    """Returns the best points; of a sweep where none is done, the first ones with their reasons."""
+    """Returns the best points; if none is done, the first ones, with their reasons."""
     done = [row for row in ordered if row.status == "done"]
     return (done or ordered)[:NUM_SHOWN]
 
@@ -100,8 +100,8 @@ def _show_common(console: Console, file: SweepFile) -> None:
 def _table(
     file: SweepFile, rows: Sequence[Row], shown: Sequence[Row], best: Row | None, figure: Figure, width: int
 ) -> Table:
-    """Returns a column for each key where the terminal is wide enough; else one for all of them, which is folded, and
-    fewer figures."""
+    """Returns a table with a column for each key if the terminal is wide enough; else with one folded column for all
+    keys, and fewer figures."""
     keys = swept_keys(file, rows)
     tail = _tail(shown, figure)
 
@@ -127,7 +127,7 @@ def _table(
 
 @dataclass(frozen=True)
 class _Tail:
-    """A column after those of the keys. name: its figure, or what else it shows."""
+    """A column after those of the keys. name: the name of its figure, or of what else it shows."""
 
     name: str
     column: Column
@@ -160,7 +160,7 @@ def _width(columns: Sequence[Column], rows: Sequence[Sequence[tuple[str, str]]])
 
 
 def _show_counts(console: Console, rows: Sequence[Row]) -> None:
-    """Shows how many points came to what, and of those that are not done the reasons, the most frequent first."""
+    """Shows the number of points of each status, and why points are not done, the most frequent reason first."""
     statuses = Counter(row.status for row in rows)
     counts = ", ".join(
         f"{number:,} {came_to(status, number)}" for status in STATUS_TEXT if (number := statuses[status])
@@ -174,13 +174,13 @@ def _show_counts(console: Console, rows: Sequence[Row]) -> None:
 
 
 def came_to(status: Status, number: int) -> str:
-    """Returns what so many points came to: ("does_not_fit", 2) -> "do not fit"."""
+    """Returns the text of a status for a number of points: ("does_not_fit", 2) -> "do not fit"."""
     return "do not fit" if status == "does_not_fit" and number != 1 else STATUS_TEXT[status]
 
 
 def count_reasons(rows: Sequence[Row]) -> list[tuple[Status, str, int]]:
-    """Returns the statuses and reasons of points that are not done, the most frequent first. Reasons that differ only
-    in their numbers are one, shown as its first: "30.1 GiB of 15.75 GiB" and "17.2 GiB of 15.75 GiB"."""
+    """Returns status, reason and number of points that are not done, the most frequent first. Reasons that differ only
+    in their numbers count as one, and the first is shown: "30.1 GiB of 15.75 GiB" and "17.2 GiB of 15.75 GiB"."""
     first: dict[tuple[Status, str], str] = {}
     counts: Counter[tuple[Status, str]] = Counter()
     for row in rows:
@@ -196,8 +196,8 @@ def count_reasons(rows: Sequence[Row]) -> list[tuple[Status, str, int]]:
 
 
 def flat_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns each row with its parts beside it: {"figures": {"mfu": 0.4}} is the column "figures.mfu". All have the
-    same columns, with None for what a row lacks; lists are JSON."""
+    """Returns each row as a flat record: {"figures": {"mfu": 0.4}} becomes the column "figures.mfu". All rows have the
+    same columns, with None for missing values; lists are JSON."""
     keys = list(dict.fromkeys(key for row in rows for key in row.swept))
     made = []
     for row in rows:
@@ -210,7 +210,7 @@ def flat_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Writes CSV with a heading; None is an empty field. Raises ConfigError where the file cannot be written."""
+    """Writes CSV with a header; None is an empty field. Raises ConfigError if the file cannot be written."""
     flat = flat_rows(rows)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(flat[0]) if flat else list(Row.model_fields), lineterminator="\n")
@@ -220,9 +220,9 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_parquet(rows: Sequence[Row], path: Path) -> None:
-    """Writes Parquet with typed columns; a swept key whose values are of several types is text, as JSON.
+    """Writes Parquet with typed columns; a swept key with values of several types is JSON text.
 
-    Raises ConfigError where pyarrow is missing, or the file cannot be written.
+    Raises ConfigError if pyarrow is missing, or the file cannot be written.
     """
     try:
         import pyarrow  # noqa: PLC0415 (an extra, and slow to import)
@@ -238,7 +238,7 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes, *, flag: str) -> None:
-    """Writes a file whole. Raises ConfigError where the system refuses it."""
+    """Writes a whole file. Raises ConfigError if the system refuses it."""
     try:
         replace_bytes(path, content)
     except OSError as error:
@@ -251,7 +251,7 @@ def _plain(value: Any) -> Any:
 
 
 def _one_type(values: list[Any]) -> list[Any]:
-    """Returns the values as they are where one type holds all of them, whole numbers beside others being such."""
+    """Returns the values with one type: unchanged if they share one, integers among floats as floats, else as JSON."""
     types = {type(value) for value in values if value is not None}
     if types == {int, float}:
         return [None if value is None else float(value) for value in values]

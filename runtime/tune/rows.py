@@ -12,7 +12,7 @@ from meshloom.compiler.tune.answer import Answer, Estimated, cost_per_million_to
 from meshloom.compiler.tune.space import MeshCandidate
 
 from ..sweep.identity import versions
-from ..sweep.rows import SCHEMA_VERSION, Figures, Row, SweepFile
+from ..sweep.rows import SCHEMA_VERSION, Figures, Point, Row, SweepFile, row_of
 from .variants import Space
 from .workers import CompiledCandidate
 
@@ -65,19 +65,9 @@ def row_of_estimate(index: int, answer: Answer, one: Estimated, model: str, targ
 
 def row_of_compiled(index: int, each: CompiledCandidate) -> Row:
     """Returns the row of one that was compiled."""
-    outcome, candidate = each.outcome, each.one.candidate
-    return Row(
-        index=index,
-        overrides=candidate.overrides,
-        swept=dict(candidate.values),
-        status=outcome.status,
-        why=outcome.why,
-        directory=each.directory,
-        exit_code=outcome.exit_code,
-        seconds=outcome.seconds,
-        fingerprint=outcome.fingerprint,
-        figures=outcome.figures,
-    )
+    candidate = each.one.candidate
+    point = Point(index, candidate.overrides, dict(candidate.values), each.directory)
+    return row_of(point, each.outcome, has_directory=True)
 
 
 def _row_of_price(index: int, answer: Answer, place: int, model: str) -> Row:
