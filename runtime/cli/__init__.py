@@ -1,1 +1,1 @@
-"""The `meshloom` command: its subcommands, flags, help and completion."""
+"""Runs the `meshloom` command: its subcommands, flags, help and completion."""

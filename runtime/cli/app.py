@@ -1,4 +1,4 @@
-"""From a command line to a run: Hydra's own grammar, checked before anything is written.
+"""Runs a command whose words are flags and overrides of Hydra, and checks them before anything is written.
 
 A single run is composed and checked first, then handed to Hydra, which makes the run directory. A sweep is checked
 value by value, then runs each point in a process of its own: devices, compiler and signals belong to one run alone.
@@ -27,21 +27,21 @@ from .hydra_app import (
 
 
 def run_declared(command: Command, args: list[str]) -> int:
-    """Runs a command that takes overrides. All of the user's mistakes are printed, and give exit code 2."""
+    """Runs a command that takes overrides. Returns the exit code: 2 for the user's mistakes, which are all printed."""
     try:
         flags, problems = parse_flags(command.name, args)
         with code_allowed_from(_allowed(flags)):
             if problems:
                 raise ConfigError([*problems, *_problems_beside(flags)])
             return _run(command, flags)
-    except BrokenPipeError:  # no mistake: main.py ends the command
+    except BrokenPipeError:  # not a mistake: main.py ends the command
         raise
     except MISTAKES as error:
         return show_mistake(as_config_error(error))
 
 
 def _allowed(flags: argparse.Namespace) -> tuple[str, ...]:
-    """Modules that the user opted into; no config file has a say in it."""
+    """Returns the modules whose code the user allows; no config file can add one."""
     return (*parse_allowed(flags.allow_code_from, FLAG), *parse_allowed([os.environ.get(VARIABLE, "")], VARIABLE))
 
 
@@ -56,13 +56,13 @@ def _run(command: Command, flags: argparse.Namespace) -> int:
     elif flags.cfg:
         read_spec(request, then=lambda spec: spec)
         try:
-            with masked():  # --resolve is not a reason to show what came from the environment
+            with masked():  # --resolve must not show values from the environment
                 run_hydra_app(request, flags, task=do_nothing)
-        except SystemExit:  # Hydra ends so where there is no such --package, and has said it
+        except SystemExit:  # Hydra ends like this if there is no such --package, and has said so
             return MISTAKE
     elif flags.info or flags.hydra_help:
         check_config_files(request)  # Hydra sets up logging as they say
-        with suppress(SystemExit):  # Hydra ends so after its own help
+        with suppress(SystemExit):  # Hydra ends like this after its own help
             run_hydra_app(request, flags, task=do_nothing)
     elif flags.shell_completion:
         offer_whole_options(lambda: run_hydra_app(request, flags, task=do_nothing))
@@ -72,7 +72,7 @@ def _run(command: Command, flags: argparse.Namespace) -> int:
 
 
 def _problems_beside(flags: argparse.Namespace) -> tuple[Problem, ...]:
-    """Returns what is wrong with the overrides of a line whose flags are wrong."""
+    """Returns the problems of the overrides of a line whose flags have problems."""
     try:
         read_spec(request_of_flags(flags), then=lambda spec: spec)
     except MISTAKES as error:

@@ -1,4 +1,4 @@
-"""`meshloom data`: a declared corpus in, token shards out, for `data=tokens` to read."""
+"""Runs `meshloom data`: turns a declared corpus into token shards, which `data=tokens` reads."""
 
 import argparse
 import hashlib
@@ -42,8 +42,8 @@ DOCUMENTS = "the documents that are being tokenised"
 
 @dataclass(frozen=True)
 class CorpusJob:
-    """A corpus that was found to be there. corpus: what is written, by key. tokenizer: None where one is trained
-    first. done: the index, where all is written already. started: where it was left, if it was."""
+    """A corpus that exists. tokenizer: None if one is trained first. corpus: all that the shards depend on, by key.
+    done: the index, if all shards are written. started: the progress of an earlier start, if any."""
 
     spec: RunSpec
     parts: list[Part]
@@ -58,7 +58,7 @@ class CorpusJob:
 
 
 def prepare_corpus(spec: RunSpec) -> CorpusJob:
-    """Checks everything that can be wrong before the first text is read. Raises ConfigError with all problems."""
+    """Checks all that can be checked before the first text is read. Raises ConfigError with all problems."""
     (source, parts), tokenizer = all_of(lambda: _text_source(spec), lambda: _tokenizer(spec))
     corpus = _declaration(spec, source, parts, tokenizer)
     folder = Path(spec.shards.directory)
@@ -75,13 +75,13 @@ def prepare_corpus(spec: RunSpec) -> CorpusJob:
 
 
 def tokenize_corpus(job: CorpusJob, console: Console) -> int:
-    """Writes the shards, from where they were left. Returns the exit code. Raises ConfigError for texts that cannot be
-    read or encoded; what was written before them stays."""
+    """Writes the shards, from where an earlier start has stopped. Returns the exit code. Raises ConfigError for texts
+    that cannot be read or encoded; the shards before them stay."""
     start = time.perf_counter()
     job.folder.mkdir(parents=True, exist_ok=True)
     busy = Problem(WHERE, f"another process writes into {job.folder}", "wait for it, or name another directory")
     with alone(job.folder, busy), StopRequest(Processes(), waits_for=DOCUMENTS) as stop:
-        job = prepare_corpus(job.spec)  # another process may have written until now
+        job = prepare_corpus(job.spec)  # another process may have written meanwhile
         if job.done:
             _show(job, job.done, console, ("nothing to do", f"{job.folder} is finished"))
             return 0
@@ -96,7 +96,7 @@ def tokenize_corpus(job: CorpusJob, console: Console) -> int:
 
 
 class _StoppedError(Exception):
-    """A signal asked to stop, and what was done is on disk."""
+    """Raised when a signal has asked to stop, after all progress was written."""
 
 
 def _text_source(spec: RunSpec) -> tuple[OneSource, list[Part]]:
@@ -120,7 +120,7 @@ def _tokenizer(spec: RunSpec) -> Tokenizer | None:
 
 
 def _declaration(spec: RunSpec, source: OneSource, parts: list[Part], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns everything that the bytes of the shards depend on, by key, as flat JSON."""
+    """Returns all that the bytes of the shards depend on, by key, as flat JSON."""
     files = hashlib.sha256(os.fsencode("".join(f"{part.name}\0{part.num_bytes}\0" for part in parts))).hexdigest()
     declared = {f"data.source.{key}": value for key, value in source.model_dump(mode="json").items() if key != "paths"}
     corpus: dict[str, Any] = {key: spec.compared_value(key, value) for key, value in declared.items()}
@@ -211,7 +211,7 @@ def _texts_for_bpe(job: CorpusJob, shown: TextProgress, problems: list[Problem],
 
 
 def _show(job: CorpusJob, index: Index, console: Console, first: tuple[str, str]) -> None:
-    """Shows what was written, and the command that trains on it."""
+    """Shows how much was written, and the command that trains on it."""
     size = index.tokenizer.vocab_size
     counts = (
         f"{counted(index.num_documents, 'document')}, {counted(index.num_tokens, 'token')} of {index.dtype}, "

@@ -1,4 +1,4 @@
-"""`meshloom diff RUN_A RUN_B`: two run directories, or programs that were inspected; what changed between them."""
+"""Runs `meshloom diff RUN_A RUN_B`: shows what changed between two run directories, or two inspected programs."""
 
 import json
 from collections.abc import Sequence
@@ -48,8 +48,7 @@ def _diff(words: Words) -> None:
 
 
 def read_run_for_diff(run_dir: Path) -> Run:
-    """Returns what a run directory says of its run. Raises ConfigError where it holds none, or what it holds is
-    damaged."""
+    """Returns the run that a directory holds. Raises ConfigError if it holds none, or its files are damaged."""
     if not run_dir.is_dir():
         what = "this is a file" if run_dir.is_file() else "there is no such directory"
         raise ConfigError([Problem(str(run_dir), what, _near(run_dir))])
@@ -94,7 +93,7 @@ def _damaged(path: Path, how: str) -> ConfigError:
 def _spec(path: Path) -> dict[str, Any]:
     try:
         spec = yaml.safe_load(_text(path))
-        json.dumps(spec)  # what YAML has and JSON has not, as a date or a cycle, no declaration holds
+        json.dumps(spec)  # a declaration has no values that JSON lacks, such as a date or a cycle
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise _damaged(path, "it is not valid YAML" + (f", line {mark.line + 1}" if mark else "")) from None

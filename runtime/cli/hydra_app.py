@@ -52,8 +52,7 @@ RESUMES = ("resume", "continue", "restart", "restore")  # what other trainers ca
 
 
 def parse_flags(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
-    """Returns the flags with the overrides, and what is wrong with them. Raises ConfigError where a flag that there is
-    lacks its value."""
+    """Returns the flags with the overrides, and their problems. Raises ConfigError if a known flag lacks its value."""
     parser = hydra_flags()
     parser.add_argument(FLAG, action="append", default=[], metavar="MODULE")
     parser.set_defaults(check=False)
@@ -61,7 +60,7 @@ def parse_flags(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, 
         parser.add_argument(CHECK, action="store_true")
     parser.prog, parser.error = f"meshloom {command}", _refuse  # type: ignore[method-assign]
     flags, rest = parser.parse_known_args(list(args))
-    flags.overrides += [text for text in rest if not text.startswith("-")]  # argparse takes those before a flag alone
+    flags.overrides += [text for text in rest if not text.startswith("-")]  # argparse takes only those before a flag
     problems = _problems_of_values(flags)
     for name, value in _unknown_flags(args, {text for text in rest if text.startswith("-")}):
         problems.append(_unknown_flag(command, name, value or ""))
@@ -74,7 +73,7 @@ def parse_flags(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, 
 
 
 def request_of_flags(flags: argparse.Namespace) -> Request:
-    """Returns the request with `--config-dir` as what it is: one more place to look for configs."""
+    """Returns the request, in which `--config-dir` is one more place to look for configs."""
     overrides = search_path_override(flags.overrides, flags.config_dir)
     path = str(Path(flags.config_path).resolve()) if flags.config_path else None
     return Request(tuple(overrides), flags.config_name or "config", path)
@@ -86,7 +85,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _problems_of_values(flags: argparse.Namespace) -> list[Problem]:
-    """Returns what is wrong with flags that would otherwise change nothing, and not say so."""
+    """Returns the problems of flags that would silently change nothing."""
     empty = [name for name in ("config_path", "config_name") if getattr(flags, name) == ""]
     problems = [Problem(f"--{name.replace('_', '-')}", "is empty", "name one, or leave it out") for name in empty]
     if flags.package is not None and not flags.cfg:
@@ -98,7 +97,7 @@ def _problems_of_values(flags: argparse.Namespace) -> list[Problem]:
 
 
 def _unknown_flags(args: Sequence[str], unknown: Set[str]) -> Iterator[tuple[str, str | None]]:
-    """Returns each unknown flag as typed, with its value: after `=`, or the next word where that is no override."""
+    """Yields each unknown flag as typed, with its value: after `=`, or the next word if that is not an override."""
     for text, following in zip_longest(args, args[1:], fillvalue="-"):
         if text in unknown:
             name, has_value, value = text.partition("=")
@@ -119,7 +118,7 @@ def _unknown_flag(command: str, name: str, value: str) -> Problem:
 
 
 def _keys_like(name: str) -> list[str]:
-    """Returns keys of the declaration that a flag may have meant, the likeliest first."""
+    """Returns the keys that a flag may have meant, the likeliest first."""
     try:
         with hydra_session(Request(())) as groups:
             values = OmegaConf.to_container(compose("config"), resolve=False)
@@ -134,7 +133,7 @@ def _keys_like(name: str) -> list[str]:
 
 
 def show_help(command: Command, request: Request) -> None:
-    """Prints the command's groups as Hydra finds them, a user's too, each option with the first line of its file."""
+    """Prints all config groups, also those of the user, each option with the first line of its file."""
     write_out(f"meshloom {command.name}: {command.description}\n")
     write_out(
         f"usage: meshloom {command.name} [group=option ...] [group.key=value ...] [Hydra's flags: -m, --cfg job, ...]"
@@ -154,8 +153,7 @@ def show_help(command: Command, request: Request) -> None:
 
 
 def _description(sources: Sequence[ConfigSource], group: str, name: str) -> str:
-    """Returns the first comment for people in an option's file, or in the one that the sizes of a target are made
-    from."""
+    """Returns the first readable comment of an option's file, or of the file from which sizes of a target are made."""
     names = (name, f"_{name.removesuffix('-N')}") if group == "target" else (name,)
     texts = (_text(source, f"{group}/{each}.yaml") for each in names for source in sources)
     lines = next((text.splitlines() for text in texts if text is not None), [])
@@ -164,7 +162,7 @@ def _description(sources: Sequence[ConfigSource], group: str, name: str) -> str:
 
 
 def _text(source: ConfigSource, name: str) -> str | None:
-    """Returns a file of a place of configs; None if it does not have the file, or has no files."""
+    """Returns the text of a file in a place of configs; None if it does not have the file, or any files."""
     if source.scheme() not in ("file", "pkg"):
         return None
     place = Path(source.path) if source.scheme() == "file" else files(source.path)
@@ -176,7 +174,7 @@ HydraTask = Callable[[DictConfig], Any]
 
 
 def run_hydra_app(request: Request, flags: argparse.Namespace, task: HydraTask) -> None:
-    """Runs Hydra's main with the request's overrides; its errors come out as exceptions."""
+    """Runs Hydra's main with the overrides of the request. Its errors are raised as exceptions."""
     os.environ["HYDRA_FULL_ERROR"] = "1"
     register_sources()
     switches = ("multirun", "resolve", "shell_completion", "hydra_help")
@@ -228,17 +226,17 @@ def _run_logged(run: Callable[[], int]) -> int:
 
 
 def do_nothing(_: DictConfig) -> None:
-    """The task where Hydra itself does all that is asked for."""
+    """Does nothing: the task for requests that Hydra itself answers."""
 
 
 def show_mistake(error: ConfigError) -> int:
-    """Prints all that is wrong; returns the exit code."""
+    """Prints all problems, and returns the exit code."""
     write_error(str(error))
     return error.exit_code
 
 
 def offer_whole_options(complete: Callable[[], None]) -> None:
-    """Prints what Hydra's completion prints, without parts."""
+    """Prints the options that Hydra's completion prints, without files that are parts of others."""
     out = io.StringIO()
     with redirect_stdout(out):
         complete()

@@ -1,4 +1,4 @@
-"""`meshloom inspect PROGRAM target=...`: the report of any compiled JAX program, ours or not."""
+"""Runs `meshloom inspect PROGRAM target=...`: reports on any compiled JAX program, ours or not."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +49,7 @@ SYNTAX = Syntax(
 
 
 def inspect_command(args: Sequence[str]) -> int:
-    """Runs the command line and returns the exit code: 0, or 2 if there is no program of the target."""
+    """Runs the command line. Returns the exit code: 0, or 2 if there is no program for the target."""
     return run_words(args, _inspect, SYNTAX)
 
 
@@ -66,8 +66,8 @@ def _inspect(words: Words) -> None:
 
 
 def _choices(flags: Mapping[str, str]) -> Choices | None:
-    """Returns what the flags say of loops and branches; None if they say nothing. Raises ConfigError with all that is
-    wrong with them."""
+    """Returns the numbers of iterations and shares of branches from the flags; None without such flags. Raises
+    ConfigError with all of their problems."""
     if not flags.keys() & {"--trips", "--taken"}:
         return None
     trips, shares = all_of(
@@ -80,7 +80,7 @@ def _choices(flags: Mapping[str, str]) -> Choices | None:
 def _numbers(
     flags: Mapping[str, str], flag: str, kind: Callable[[str], T], wanted: str, is_allowed: Callable[[T], bool]
 ) -> dict[str, T]:
-    """Returns the numbers of a flag by name: "while.3=40,while.7=2"; "40" is of all."""
+    """Returns the numbers of a flag by name: "while.3=40,while.7=2"; the name of "40" is "", for all."""
     found: dict[str, T] = {}
     for word in flags[flag].split(",") if flag in flags else ():
         name, _, number = word.rpartition("=")
@@ -94,7 +94,7 @@ def _numbers(
 
 
 def _new_directory(now: datetime) -> Path:
-    """Returns a directory that is not there yet, beside those of runs."""
+    """Returns a new directory beside those of runs."""
     first = Path("outputs") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}"
     names = (first if not number else first.with_name(f"{first.name}-{number}") for number in itertools.count())
     return next(path for path in names if not path.exists())

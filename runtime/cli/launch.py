@@ -1,4 +1,4 @@
-"""`meshloom launch`: the declaration checked here, then started on every host of its target by an engine."""
+"""Runs `meshloom launch`: checks the declaration here, then has an engine start it on every host of its target."""
 
 import argparse
 
@@ -18,7 +18,8 @@ from ..processes.devices import plan_without_devices
 
 
 def launch_command(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as all commands)
-    """Starts the run, or prints what would. Raises ConfigError for a declaration that its hosts would refuse."""
+    """Starts the run, or prints the commands that would. Raises ConfigError if the hosts would refuse the
+    declaration."""
     spec = read_spec(request, then=lambda spec: _checked(spec, request))
     model, _, _ = (model_of(request) or spec.model.family).partition(" (")
     label = spec.run.name or f"{model}-{spec.target.name}"
@@ -36,8 +37,7 @@ def _plan(spec: RunSpec, request: Request, label: str) -> LaunchPlan:
 
 
 def _check_plan(spec: RunSpec) -> None:
-    """Plans the run, unless only its hosts have the devices that it is planned for; its hosts say what else they
-    warn of."""
+    """Plans the run, unless only its hosts have its devices. Prints warnings about its data; the hosts print others."""
     if not isinstance(spec.target, LocalTarget):
         plan_without_devices(spec.target)
         for warning in warnings_of_demo_data(plan_run(spec)):

@@ -1,4 +1,4 @@
-"""The `meshloom` command. Nothing heavy is imported before it is known what is asked for."""
+"""Runs the `meshloom` command. Nothing heavy is imported before the subcommand is known."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def main() -> NoReturn:
     """Runs the console script."""
     hear_interrupts()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # an ASCII terminal shows a name that it has no letters for as escapes
+        if isinstance(stream, TextIOWrapper):  # an ASCII terminal shows other letters as escapes
             stream.reconfigure(errors="backslashreplace")
     sys.excepthook = _show_crash
     try:
@@ -59,10 +59,10 @@ def main() -> NoReturn:
         if not _is_jax_variable(error):
             raise
         exit_code = _show_jax_variable(error)
-    except BrokenPipeError:  # who reads our output has gone away: `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+    except BrokenPipeError:  # the reader of our output has gone: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
         exit_code = 1
-    except KeyboardInterrupt as interrupt:  # before the run began, or asked for twice
+    except KeyboardInterrupt as interrupt:  # before the run began, or the second one
         saved = "; nothing was saved since the last checkpoint" if sys.argv[1:2] == ["train"] else ""
         write_error(f"\ninterrupted{saved}")
         exit_code = 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
@@ -70,9 +70,10 @@ def main() -> NoReturn:
 
 
 def _left(error: SystemExit) -> int:
-    """No command ends by sys.exit: code that it ran did, such as a user's. That is no success, whatever its code."""
+    """Reports a sys.exit in code that a command ran, such as the user's. Returns the exit code, which is not 0: no
+    command ends this way."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    if "rich" in Path(last.filename).parts:  # who reads our output has gone away: `| head`
+    if "rich" in Path(last.filename).parts:  # the reader of our output has gone: `| head`
         return 1
     write_error(f"error: {last.filename}:{last.lineno}: sys.exit({error.code!r}) ended the command: {last.line}")
     write_error("  fix: raise an exception there that says what is wrong")
@@ -80,7 +81,7 @@ def _left(error: SystemExit) -> int:
 
 
 def _is_jax_variable(error: ValueError) -> bool:
-    """Returns True for an error of JAX about one of its environment variables, which it reads when it is imported."""
+    """Returns True for an error of JAX about one of its environment variables, which it reads at import."""
     frames = traceback.extract_tb(error.__traceback__)
     return Path(frames[-1].filename).parts[-3:] == ("jax", "_src", "config.py") and any(
         frame.line and frame.line.startswith(("import jax", "from jax")) for frame in frames
@@ -95,13 +96,13 @@ def _show_jax_variable(error: ValueError) -> int:
 
 
 def _show_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Writes a traceback as all else is written: a value from the environment may be in it."""
+    """Writes a traceback with the values of environment variables masked, as in all output."""
     write_error("".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 
 def run(args: list[str]) -> int:
-    """Runs one command line and returns the exit code: 0 done, 2 a mistake in what was asked, 128 + signal stopped, or
-    one of failures.py where a run had to end."""
+    """Runs one command line and returns the exit code: 0 for done, 2 for a mistake of the user, 128 + signal if
+    stopped, or one of failures.py if a run had to end."""
     if not args or args[0] in ("-h", "--help", "help"):
         listed = "\n".join(f"  {command.name:10}{command.description}" for command in COMMANDS.values())
         write_out(USAGE.format(commands=listed), end="")
@@ -133,8 +134,8 @@ def run_command(command: Command, args: list[str]) -> int:
 
 
 def complete_command() -> Command | None:
-    """Answers the shell, which knows of no commands, in `COMP_LINE`: offers them where one is being typed. Returns the
-    one whose overrides are being typed, without it in the line, as Hydra completes these; None where there is none."""
+    """Completes `COMP_LINE` for the shell: offers the commands while one is being typed. Returns the command whose
+    overrides are being typed, removed from the line, as Hydra completes overrides; None if there is none."""
     line = os.environ.get("COMP_LINE", "")
     words = line.split()
     if len(words) < 2 or (len(words) == 2 and not line.endswith(" ")):

@@ -1,4 +1,4 @@
-"""`meshloom profile RUN` and `meshloom calibrate RUN...`: traced steps of runs beside what was predicted."""
+"""Runs `meshloom profile` and `meshloom calibrate`: compares traced steps of runs with their predictions."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -33,7 +33,7 @@ PROFILE = Syntax(PROFILE_LINE, PROFILE_USAGE, {"--hlo": "", "--json": ""}, num_p
 
 
 def profile_command(args: Sequence[str]) -> int:
-    """Runs the command line and returns the exit code: 0, or 2 if there is nothing to compare."""
+    """Runs the command line. Returns the exit code: 0, or 2 if there is nothing to compare."""
     return run_words(args, _profile, PROFILE)
 
 
@@ -64,7 +64,7 @@ CALIBRATE = Syntax(CALIBRATE_LINE, CALIBRATE_USAGE, {"--to": "DIR", "--name": "N
 
 
 def calibrate_command(args: Sequence[str]) -> int:
-    """Runs the command line and returns the exit code: 0, or 2 if the runs do not say how to calibrate their chip."""
+    """Runs the command line. Returns the exit code: 0, or 2 if the runs cannot calibrate their chip."""
     return run_words(args, _calibrate_and_write, CALIBRATE)
 
 

@@ -1,4 +1,4 @@
-"""`meshloom runs [DIR]`: the runs and sweeps of this machine, the newest first."""
+"""Runs `meshloom runs [DIR]`: lists the runs and sweeps of this machine, the newest first."""
 
 import json
 from collections import Counter
@@ -40,7 +40,7 @@ STYLES = {"running": "bold cyan", "done": "green", "stopped": "yellow", "failed"
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table. last: the last step, or the points done. result: the loss, the step time, the best point."""
+    """A line of the table. last: the last step, or the points done. result: the loss, step time or best point."""
 
     directory: Path
     command: str
@@ -53,7 +53,7 @@ class Line:
 
 
 def runs_command(args: Sequence[str]) -> int:
-    """Runs the command line and returns the exit code: 0, or 2 where DIR is no directory."""
+    """Runs the command line. Returns the exit code: 0, or 2 if DIR is not a directory."""
     return run_words(args, _show_runs, SYNTAX)
 
 
@@ -67,7 +67,7 @@ def _show_runs(words: Words) -> None:
 
 
 def find_lines(paths: Sequence[Path]) -> list[Line]:
-    """Returns runs and sweeps, the newest first. Raises ConfigError where a path is no directory."""
+    """Returns runs and sweeps, the newest first. Raises ConfigError if a path is not a directory."""
     for path in paths:
         if not path.is_dir():
             what = "this is a file" if path.exists() else "there is no such directory"
@@ -79,8 +79,8 @@ def find_lines(paths: Sequence[Path]) -> list[Line]:
 
 
 def _named_runs() -> list[Path]:
-    """Returns runs and sweeps with a directory of their own name, up to two levels below the working directory. Only
-    what a command of ours marks counts: a spec.yaml can be anybody's."""
+    """Returns runs and sweeps whose directory the user has named, up to two levels below the working directory. Only
+    directories that Meshloom has marked count: a spec.yaml can belong to another program."""
     below = [each for each in _folders(Path()) if each.name not in PLACES]
     return [each for top in below for each in ([top] if _is_marked(top) else filter(_is_marked, _folders(top)))]
 
@@ -88,7 +88,7 @@ def _named_runs() -> list[Path]:
 def _folders(top: Path) -> list[Path]:
     try:
         found = [path for path in sorted(top.iterdir()) if path.is_dir() and not path.is_symlink()]
-    except OSError:  # one that may not be read
+    except OSError:  # it may not be read
         return []
     return [path for path in found if not path.name.startswith(".")]
 
@@ -98,7 +98,7 @@ def _is_marked(directory: Path) -> bool:
 
 
 def _directories(top: Path) -> list[Path]:
-    """Returns the runs and sweeps below; of the directory of a sweep itself, its points."""
+    """Returns the runs and sweeps below a directory; the points, if it is a sweep itself."""
     markers = (SWEEP_FILE, RECORD_FILE, METRICS, SPEC)
     if not (top / SWEEP_FILE).is_file():
         return list(find_directories(top, *markers))
@@ -140,7 +140,7 @@ def _of_sweep(directory: Path) -> Line:
 
 
 def _state(sweep: Sweep, total: int) -> tuple[str, str | None]:
-    statuses: Counter[Status] = Counter(row.status for row in sweep.rows if row.status not in ("done", "discarded"))
+    statuses: Counter[Status] = Counter(row.status for row in sweep.rows if row.status != "done")
     others = ", ".join(f"{number:,} {came_to(status, number)}" for status, number in statuses.most_common()) or None
     if sweep.is_running:
         return "running", others
@@ -158,7 +158,7 @@ def _as_json(line: Line) -> dict[str, object]:
 
 
 def show_lines(lines: Sequence[Line], paths: Sequence[Path], console: Console, *, is_whole: bool) -> None:
-    """Shows the newest of these runs and sweeps. paths: where they were looked for."""
+    """Shows the newest of these runs and sweeps. paths: the directories that were searched."""
     if not lines:
         where = str(paths[0]) if paths else " and ".join(f"{name}/" for name in PLACES)
         console.wrapped(f"no run and no sweep in {where}; `meshloom runs DIR` looks elsewhere")

@@ -1,4 +1,4 @@
-"""`meshloom sweep DIR`: the table and the page of a sweep, again, and its rows for other tools."""
+"""Runs `meshloom sweep DIR`: shows the table and the page of a sweep again, and exports its rows."""
 
 import json
 import webbrowser
@@ -48,7 +48,7 @@ SYNTAX = Syntax(
 
 
 def sweep_command(args: Sequence[str]) -> int:
-    """Runs the command line and returns the exit code: 0, or 2 where there is no sweep, or a file cannot be written."""
+    """Runs the command line. Returns the exit code: 0, or 2 if there is no sweep, or a file cannot be written."""
     return run_words(args, _show_sweep, SYNTAX)
 
 
@@ -91,7 +91,7 @@ def _show_on_terminal(sweep: Sweep, sort: str | None, *, is_whole: bool) -> None
 
 
 def _write_page(sweep: Sweep, page: Path, flags: Mapping[str, str]) -> None:
-    """Writes the page and says where, on standard error: standard output is the table's, or JSON."""
+    """Writes the page, and its path to standard error; standard output has the table, or JSON."""
     write_file(page, render_sweep(sweep, page, sort=flags.get("--sort")).encode(), flag="--page")
     write_error(f"page: {page}")
     if "--open" in flags and not webbrowser.open(page.resolve().as_uri()):

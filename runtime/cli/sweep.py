@@ -1,4 +1,4 @@
-"""`-m`: a sweep, checked first, then run point by point by Hydra's sweeper and launcher, and shown as a table."""
+"""Runs `-m`: checks a sweep, runs its points by Hydra's sweeper and launcher, and shows them as a table."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ LAUNCHER_LOG = "launcher.log"
 
 
 def run_sweep(name: str, request: Request, flags: argparse.Namespace) -> int:
-    """Runs every point, once all values are checked. Returns the exit code, that of the worst point."""
+    """Checks all values, then runs every point. Returns the exit code of the worst point."""
     command: SweepCommand | None = next((command for command in SWEEP_COMMANDS if command == name), None)
     if command is None:
         what = f"`meshloom {name}` has no sweeps; {', '.join(SWEEP_COMMANDS)} have"
@@ -56,7 +56,7 @@ def run_sweep(name: str, request: Request, flags: argparse.Namespace) -> int:
 
 
 def _launcher_failed(engine: Engine, error: Exception) -> Problem:
-    """Returns what another package's launcher or sweeper raised, whose traceback goes to a file."""
+    """Returns the error of another package's launcher or sweeper as a problem; its traceback goes to a file."""
     log = engine.directory / LAUNCHER_LOG
     log.write_text("".join(traceback.format_exception(error)), errors="backslashreplace")
     first = str(error).splitlines()[0] if str(error) else ""

@@ -1,4 +1,4 @@
-"""A point of a sweep in a process of its own, started by runtime/sweep/own_process.py."""
+"""Runs a point of a sweep in a process of its own, which runtime/sweep/own_process.py starts."""
 
 import os
 import signal
@@ -21,8 +21,8 @@ from .main import main as run_command
 
 
 def run_task() -> None:
-    """Reads a task from standard input, and writes its outcome. A run that was interrupted has none: it goes on when
-    the sweep does."""
+    """Reads a task from standard input, and writes its outcome. An interrupted run has none: it goes on when the sweep
+    does."""
     task, outcome_file = read_task(sys.stdin.buffer.read)
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
     outcome = _train(task) if task.command == "train" else evaluate(task)
@@ -33,13 +33,13 @@ def run_task() -> None:
 
 
 def _end_with(parent: BinaryIO) -> None:
-    """Ends this process and its children when its input is closed, as the system does when the parent has died."""
+    """Ends this process and its children when its input is closed; the system closes it when the parent dies."""
     parent.read()
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _train(task: Task) -> Outcome:
-    """Trains as the command does, which ends the process by SystemExit."""
+    """Trains by the command itself, which ends with SystemExit."""
     start, printed = time.perf_counter(), task.directory / PRINTED
     begun = printed.stat().st_size if printed.exists() else 0
     here = override("hydra.run.dir", str(task.directory))

@@ -1,4 +1,4 @@
-"""`meshloom train`: the declaration checked in all processes, then run in a directory that Hydra makes."""
+"""Runs `meshloom train`: checks the declaration in all processes, then trains in a directory that Hydra makes."""
 
 import argparse
 import logging
@@ -27,7 +27,7 @@ LOG = logging.getLogger("meshloom")
 
 
 def train_command(request: Request, flags: argparse.Namespace) -> int:
-    """Returns the same in every process of a run: a mistake that one of them finds ends all of them."""
+    """Trains, and returns the exit code, the same in every process: a mistake that one process finds ends all."""
     try:
         exit_code = _train_together(request, flags)
     except MISTAKES as error:
@@ -46,7 +46,7 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
     try:
         declared = distributed.together("declaration", lambda: read_spec(request, then=prepare))
         check_same_data(declared.data.identity, distributed.current())
-    except distributed.Disagreement as error:  # to be named in the log of each process
+    except distributed.Disagreement as error:  # it is written to the log of each process
         declared = error
     processes, exit_codes = distributed.current(), [MISTAKE]
     if processes.count == 1:
@@ -58,7 +58,7 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
                 raise declared
             console = Console(is_quiet=not processes.is_first)
             job, words, began = declared, request.overrides, process_began()
-            if job.plan.spec.profile.steps:  # what it predicts is shown by this name
+            if job.plan.spec.profile.steps:  # the profile shows the prediction by this name
                 job = replace(job, model=chosen_model(composed, HydraConfig.get()))
             return run_training(job, shown, overrides=words, console=console, processes=processes, began=began)
         except MISTAKES as error:  # Hydra would print a line of its own about it
@@ -86,6 +86,6 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
 
 
 def _show_once(error: Exception) -> int:
-    """Process 0 says it for all; each returns the exit code."""
+    """Prints the mistake in process 0 alone. Returns the exit code, in each process."""
     mistake = as_config_error(error)
     return show_mistake(mistake) if distributed.current().is_first else mistake.exit_code

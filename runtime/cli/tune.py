@@ -1,4 +1,4 @@
-"""`meshloom tune`: the space checked, then searched in a run directory that Hydra makes."""
+"""Runs `meshloom tune`: checks the space, then searches it in a run directory that Hydra makes."""
 
 import argparse
 from pathlib import Path
@@ -17,7 +17,7 @@ from .hydra_app import run_in_directory
 
 
 def tune_command(request: Request, flags: argparse.Namespace) -> int:
-    """Searches into the run directory. Raises ConfigError for mistakes that are found before it is there."""
+    """Searches into the run directory. Raises ConfigError for mistakes that are found before it is made."""
     space = find_space(request)
     plan_without_devices(space.spec.target)
     console = Console(off_terminal_width=200)

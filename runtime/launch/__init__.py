@@ -1,1 +1,1 @@
-"""Starting a run on every host of a target, by engines that exist: what they get, and how they are told to restart."""
+"""Starts a run on every host of a target by existing engines, and says when they are to restart it."""

@@ -1,4 +1,4 @@
-"""Engines that get the machines, too: Cloud TPU VMs by gcloud, xpk and SkyPilot, as their own commands and files."""
+"""Renders commands and files for engines that also create the machines: gcloud for TPU VMs, xpk and SkyPilot."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -12,11 +12,11 @@ from .plan import ChipNames, LaunchPlan, chip_names
 from .templates import as_yaml, template
 
 RESTARTED = (1, STORAGE, HUNG, LOST)  # 1: a crash of Python; xpk restarts after 42 and from 127 up by itself
-SECONDS_BETWEEN_STARTS = 30  # until the coordinator of the last one has let go of its port
+SECONDS_BETWEEN_STARTS = 30  # until the last coordinator has released its port
 
 
 def render_tpu_vm(plan: LaunchPlan, launch: TpuVmLaunch) -> str:
-    """Returns a script that creates the slices, waits for them and runs on all of their hosts."""
+    """Returns a script that creates the slices, waits for them, and runs on all of their hosts."""
     names, hosts = _tpu_names(plan, "tpu_vm"), plan.hosts
     raise_if_any([*_needs(launch, "zone"), *_place(plan)])
     where = [f"--zone={launch.zone}", *([f"--project={launch.project}"] if launch.project else [])]
@@ -86,9 +86,9 @@ def render_skypilot(plan: LaunchPlan, launch: SkyPilotLaunch) -> str:
 
 
 def restarting_script(plan: LaunchPlan, launch: LaunchConfig) -> str:
-    """Returns a script for each host that starts its process again after an exit code that is not final.
+    """Returns a script for each host that restarts its process after an exit code that is not final.
 
-    All hosts do the same: one that is lost ends the processes of the others, too.
+    All hosts do the same: a lost host ends the processes of the others too.
     """
     return template("restarting.sh.jinja").render(
         environment={name: shlex.quote(value) for name, value in plan.environment.items()},
@@ -136,8 +136,8 @@ def _tpu_names(plan: LaunchPlan, engine: str) -> ChipNames:
 
 
 def _slice_name(plan: LaunchPlan, names: ChipNames, *, pattern: str | None = None, shaped: bool = False) -> str:
-    """Returns an engine's name of a slice: v5litepod-256 for 16x16 chips of v5e. shaped: by its topology where the
-    engine takes one, as xpk does."""
+    """Returns an engine's name of a slice: v5litepod-256 for 16x16 chips of v5e. shaped: name a 3D slice by its
+    topology, as xpk does. pattern: the engine's pattern; None: gcloud's."""
     hosts = plan.hosts
     if shaped and len(hosts.shape or ()) == 3:
         return f"{hosts.kind}-{'x'.join(map(str, hosts.shape or ()))}"

@@ -1,4 +1,4 @@
-"""Engines: what each is told, rendered as text, and the one that runs it."""
+"""Renders the commands and files of the declared engine, and shows or runs them."""
 
 import shlex
 import shutil
@@ -28,9 +28,9 @@ from .slurm import render_slurm
 
 @dataclass(frozen=True)
 class Rendering:
-    """The commands and the file that an engine gets. tool: the program that runs the commands. file: the name of a
-    file, and text: its contents. commands: in order, in a directory with the file. folders: made before, for the
-    engine's own files. notes: printed as well."""
+    """The commands and the file that an engine gets. tool: the program that runs the commands. commands: run in order,
+    in a directory with the file. file: the name of the file. text: its contents. folders: made first, for the engine's
+    own files. notes: printed as well."""
 
     tool: str
     commands: tuple[tuple[str, ...], ...]
@@ -41,7 +41,7 @@ class Rendering:
 
 
 def render(launch: LaunchSpec, plan: LaunchPlan) -> Rendering:
-    """Returns what the declared engine is told. Raises ConfigError if something that it needs is missing."""
+    """Returns the commands and the file for the declared engine. Raises ConfigError if something is missing."""
     name = plan.name
     match launch:
         case SlurmLaunch():
@@ -69,7 +69,7 @@ def _of_file(command: str, file: str, text: str, **more: tuple[str, ...]) -> Ren
 
 
 def run_launch(spec: RunSpec, plan: LaunchPlan) -> int:
-    """Starts the run, or shows what would. Returns the exit code."""
+    """Starts the run, or shows the commands that would. Returns the exit code."""
     launch = spec.launch
     if isinstance(launch, LocalLaunch):
         if launch.dry_run:
@@ -92,10 +92,10 @@ def run_launch(spec: RunSpec, plan: LaunchPlan) -> int:
 
 
 def _show(rendering: Rendering) -> None:
-    """Prints the file as it is, so that standard output can be kept as that file; what runs is a comment after it."""
+    """Prints the file unchanged, so that standard output can be saved as that file; the commands follow as comments."""
     if rendering.file:
         write_out(rendering.text.rstrip("\n"))
-    if rendering.folders:  # SLURM opens a job's log before the script runs, and ends the job where it cannot
+    if rendering.folders:  # SLURM opens a job's log before the script runs, and ends the job if it cannot
         write_out(f"# {shlex.join(['mkdir', '-p', *rendering.folders])}")
     for command in rendering.commands:
         write_out(f"# {shlex.join(command)}" if rendering.file else shlex.join(command))

@@ -1,7 +1,7 @@
-"""`launch=jobset`: a JobSet of Kubernetes, for TPU slices and GPU nodes.
+"""Renders `launch=jobset`: a JobSet of Kubernetes, for TPU slices and GPU nodes.
 
-A slice is a Job, a host is a pod. Hosts of TPUs find each other by the variables that GKE gives them, others by the
-DNS name of the first pod. The whole set restarts when a pod fails, except with an exit code that is final.
+A slice is a Job, and a host is a pod. TPU hosts find each other by the variables that GKE sets, other hosts by the DNS
+name of the first pod. The whole set restarts when a pod fails, unless its exit code is final.
 """
 
 import shlex
@@ -16,25 +16,25 @@ from ..core.failures import FINAL
 from .plan import LaunchPlan, chip_names
 from .templates import as_yaml
 
-HOSTS = "hosts"  # the only replicated job; a part of its pods' names (plan.py)
+HOSTS = "hosts"  # the only replicated job; its name is a part of the pods' names (plan.py)
 CONTAINER = "run"
 COORDINATOR_PORT = 8476
-TPU_PORTS = (8471, 8080, 8482, 8431)  # between chips, between slices, of JAX's coordinator, of metrics
+TPU_PORTS = (8471, 8080, 8482, 8431)  # between chips, between slices, for JAX's coordinator, for metrics
 NODE_POOL = "cloud.google.com/gke-nodepool"
 
 
 def render_jobset(plan: LaunchPlan, launch: JobSetLaunch) -> str:
-    """Returns the manifest as YAML. Raises ConfigError if something that it needs is missing."""
+    """Returns the manifest as YAML. Raises ConfigError if something is missing, or the schema refuses it."""
     manifest = build_jobset(plan, launch)
     raise_if_any(schema_problems(manifest))
     return as_yaml(manifest)
 
 
 def build_jobset(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
-    """Returns the manifest."""
+    """Returns the manifest. Raises ConfigError if something is missing."""
     raise_if_any(_problems(plan, launch))
     queue = {"kueue.x-k8s.io/queue-name": launch.queue} if launch.queue else {}
-    # One slice is one node pool: GKE's TPU slices, and no two Jobs share one.
+    # A TPU slice of GKE is one node pool, and no two Jobs share one.
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": NODE_POOL} if _is_tpu(plan) else {}
     metadata = _without_empty(
         {"name": plan.name, "namespace": launch.namespace, "labels": queue | launch.labels, "annotations": exclusive}
@@ -59,7 +59,7 @@ def build_jobset(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
 
 
 def schema_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
-    """Yields what is wrong with a manifest by the published schema of JobSet, if its package is installed."""
+    """Yields the problems that the published schema of JobSet finds in a manifest, if its package is installed."""
     if not is_schema_there():
         return
     from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import (  # noqa: PLC0415 (it takes a second)
@@ -86,7 +86,7 @@ def is_schema_there() -> bool:
 
 
 def _lost(given: Any, read: Any, path: str = "") -> Iterator[str]:
-    """Yields the fields that a typed reader dropped: it does not know them."""
+    """Yields the fields that a typed reader has dropped, as it does not know them."""
     if isinstance(given, dict) and isinstance(read, dict):
         for key, value in given.items():
             if key not in read:
@@ -140,7 +140,7 @@ def _of_buckets(launch: JobSetLaunch) -> dict[str, str]:
 def _pod(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
     network = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if launch.host_network else {}
     volumes = [_volume(index, volume) for index, volume in enumerate(launch.volumes)]
-    if plan.hosts.is_gpu:  # NCCL exchanges data between processes through it; a container has 64 MB
+    if plan.hosts.is_gpu:  # NCCL exchanges data between processes through it; a container has only 64 MB
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     return _without_empty(
         {
@@ -202,7 +202,7 @@ def _container(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
 
 
 def _words(plan: LaunchPlan) -> list[str]:
-    """Returns how a process finds the others: JAX reads GKE's variables on a TPU, and elsewhere is told."""
+    """Returns the overrides by which a process finds the others. On a TPU, JAX reads GKE's variables instead."""
     if _is_tpu(plan) or plan.hosts.count == 1:
         return []
     first = f"{plan.name}-{HOSTS}-0-0.{plan.name}:{COORDINATOR_PORT}"
@@ -226,7 +226,7 @@ def _volume(index: int, volume: Volume) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """Kubernetes replaces $(NAME) in commands and values; $$ is a dollar there."""
+    """Returns text that Kubernetes leaves unchanged: it replaces $(NAME) in commands and values, and $$ is a dollar."""
     return text.replace("$(", "$$(")
 
 

@@ -1,7 +1,7 @@
-"""`launch=local`: the processes of a run on this machine, a rehearsal of what an engine starts on many.
+"""Runs `launch=local`: the processes of a run on this machine, a rehearsal of a launch on many hosts.
 
-Process 0 has the terminal, the others write to files. A signal to this process reaches all of them; when one has failed
-the others get time to notice, then they are ended, and its exit code decides whether all are started again.
+Process 0 has the terminal; the others write to files. A signal to this process reaches all of them. When one fails, the
+others get time to notice and are then ended, and its exit code decides whether all are started again.
 """
 
 import os
@@ -27,7 +27,7 @@ from .plan import LaunchPlan
 
 _POLL_SECONDS = 0.1
 LOGS = "logs"
-PORT = "PORT"  # what a dry run shows; a free one is chosen when it starts
+PORT = "PORT"  # shown by a dry run; a free port is chosen at the start
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LocalProcess:
 
 
 def local_processes(plan: LaunchPlan, port: int | str) -> list[LocalProcess]:
-    """Returns the processes of a plan. Each plays a host; port: a free one, for process 0."""
+    """Returns the processes of a plan, each playing a host. port: a free port, for process 0."""
     hosts = plan.hosts
     find = _as_gke if hosts.num_slices > 1 else _by_keys
     program = plan.program if plan.program != ("meshloom",) else (sys.executable, "-m", "meshloom")
@@ -57,8 +57,8 @@ def local_processes(plan: LaunchPlan, port: int | str) -> list[LocalProcess]:
 
 
 def run_local(plan: LaunchPlan, launch: LocalLaunch, timeouts: DistributedSpec) -> int:
-    """Runs the processes until all have ended, as often as their exit codes and max_restarts allow. Returns the exit
-    code that decided."""
+    """Runs the processes until all have ended, and restarts them as their exit codes and max_restarts allow. Returns
+    the exit code that decided."""
     for attempt in range(launch.max_restarts + 1):
         group = _Group(plan, launch.setup, timeouts)
         exit_code = group.run()
@@ -78,7 +78,7 @@ class _Group:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
-        """Returns 0 if all processes ended so, else the exit code of the first that did not."""
+        """Returns 0 if all processes ended with it, else the exit code of the first that did not."""
         with self._forwarding(), self._started():
             failed, deadline = self._first_failure(), None
             while any(process.poll() is None for process in self.processes):
@@ -90,7 +90,7 @@ class _Group:
         return failed or 0
 
     def _first_failure(self) -> int | None:
-        """Waits until a process fails, or all have ended. Returns its exit code, and says which one it was."""
+        """Waits until a process fails, or all have ended. Reports the failed process, and returns its exit code."""
         left = dict(enumerate(self.processes))
         while left:
             ended = {index: process for index, process in left.items() if process.poll() is not None}
@@ -121,8 +121,8 @@ class _Group:
                 process.wait()
 
     def _start(self, process: LocalProcess) -> subprocess.Popen[bytes]:
-        """Starts a process in a session of its own, where a terminal's Ctrl-C does not reach it beside the one
-        that this process passes on."""
+        """Starts a process in a session of its own: it gets Ctrl-C once, from this process, and not from the terminal
+        too."""
         argv, environment = list(process.argv), os.environ | process.environment
         if self.setup:
             argv = ["bash", "-c", "\n".join(["set -e", *self.setup, f"exec {shlex.join(argv)}"])]
@@ -154,12 +154,12 @@ class _Group:
 
 
 def as_shell(returncode: int) -> int:
-    """Returns the exit code of a process as a shell has it: -9 -> 137."""
+    """Returns the exit code of a process as a shell gives it: -9 -> 137."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 def free_port() -> int:
-    """Returns a port that nothing listens on now."""
+    """Returns a port on which nothing listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -171,13 +171,13 @@ def _by_keys(plan: LaunchPlan, index: int, port: int | str) -> tuple[list[str], 
 
 
 def _as_gke(plan: LaunchPlan, index: int, port: int | str) -> tuple[list[str], dict[str, str]]:
-    """Returns what GKE's admission webhook gives the hosts of several slices, and what makes JAX believe it on a
-    machine without a TPU."""
+    """Returns the variables that GKE's admission webhook sets on the hosts of several slices, and those that make JAX
+    accept them on a machine without a TPU."""
     slice_id, worker = divmod(index, plan.hosts.per_slice)
     return ["distributed.cluster=gketpu"], {
         "TPU_WORKER_ID": str(worker),
         "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * plan.hosts.per_slice),
-        "MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1:8080",  # its host alone is read; the port is JAX's own
+        "MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1:8080",  # JAX reads the host alone, and chooses the port
         "MEGASCALE_NUM_SLICES": str(plan.hosts.num_slices),
         "MEGASCALE_SLICE_ID": str(slice_id),
         "JAX_COORDINATOR_PORT": str(port),

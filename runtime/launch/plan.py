@@ -1,8 +1,8 @@
-"""The plan of a launch: hosts, processes, their environment and their command, from a declaration and its target.
+"""Plans a launch: hosts, processes, their environment and their command, from a declaration and its target.
 
     target=v5p-128 target.num_slices=2 -> 2 slices of 16 hosts, 4 chips and a process on each
 
-It is a pure function; an engine (engines.py) turns its result into a job of its own.
+An engine (engines.py) turns the plan into a job of its own.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ from ..compile.artifact import read_artifact
 # up to 3 digits for the slice and 4 for the host. xpk allows 40 for a workload.
 MOST_CHARACTERS = 40
 NUM_DIGITS = 6  # of the hash
-# They say how a run is started, labelled or watched, not what it computes.
+# These keys say how a run is started, labelled or watched, not what it computes.
 NOT_IN_NAME = (
     "run", "watchdog", "profile", "launch", "distributed", "logging", "compilation_cache", "artifact", "sweep", "tune",
 )  # fmt: skip
@@ -50,9 +50,12 @@ NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Hosts:
-    """The machines of a run. chips: of each host; None for simulated devices and for whatever is attached. kind: of the
-    chip, such as v5p; shape: chips along the axes of a slice; is_usual_shape: the one that its size alone names. cores:
-    of a chip, as names count them."""
+    """The machines of a run.
+
+    num_slices: the number of slices. per_slice: the hosts of each slice. chips: the chips of each host; None for
+    simulated and attached devices. kind: the kind of chip, such as v5p. shape: chips along the axes of a slice.
+    is_usual_shape: True if the size of a slice alone names this shape. cores: the cores of a chip, as names count them.
+    """
 
     num_slices: int
     per_slice: int
@@ -75,8 +78,8 @@ class Hosts:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """name: of the job. program: what starts Meshloom. words: after it, the same on every host. environment: of every
-    process. run_dir: where the run is, for all hosts."""
+    """The plan of a launch. name: the name of the job. program: the words that start Meshloom. words: those after it,
+    the same on every host. environment: variables of every process. run_dir: the run directory, for all hosts."""
 
     name: str
     hosts: Hosts
@@ -86,7 +89,7 @@ class LaunchPlan:
     run_dir: str
 
     def command(self, *more: str) -> str:
-        """Returns the shell command of a process. more: words of this process, in shell syntax."""
+        """Returns the shell command of a process. more: words of this process alone, in shell syntax."""
         return " ".join([shlex.join([*self.program, *self.words]), *more])
 
 
@@ -98,10 +101,10 @@ def plan_launch(
     allowed: Sequence[str] = (),
     environment: Mapping[str, str] = NO_VARIABLES,
 ) -> LaunchPlan:
-    """Returns the plan. Raises ConfigError if the hosts that were asked for are not those of the target, or no
-    directory is named that all hosts share.
+    """Returns the plan. Raises ConfigError if the requested hosts are not those of the target, or no directory that all
+    hosts share is named.
 
-    request: what declares the run. label: for people, in the job's name. allowed: modules whose code it may run.
+    request: declares the run. label: the readable part of the job's name. allowed: modules whose code the run may use.
     environment: variables besides those of the target; launch.environment takes precedence.
     """
     declared = {key: value for key, value in spec.as_compared().items() if key not in NOT_IN_NAME}
@@ -121,7 +124,7 @@ def plan_launch(
 
 
 def find_hosts(spec: RunSpec) -> Hosts:
-    """Returns the hosts of the declared target. Raises ConfigError if the engine was asked for others."""
+    """Returns the hosts of the declared target. Raises ConfigError if other hosts were requested."""
     launch, target = spec.launch, spec.target
     if isinstance(launch, LocalLaunch):
         return _hosts_here(launch, target)
@@ -148,7 +151,7 @@ def find_hosts(spec: RunSpec) -> Hosts:
 
 
 def _hosts_here(launch: LocalLaunch, target: TargetSpec) -> Hosts:
-    """Returns what is rehearsed: each process plays a host."""
+    """Returns the hosts of a rehearsal, each played by one process."""
     per_slice, rest = divmod(launch.num_processes, launch.num_slices)
     if rest:
         asked = counted(launch.num_processes, "process", "processes")
@@ -172,7 +175,7 @@ def _check_divides(target: TargetSpec, num_processes: int) -> None:
 
 
 def _environment(target: TargetSpec) -> dict[str, str]:
-    """Returns what only the environment of a process can carry; compile options go with the compile."""
+    """Returns the variables that a process needs; compile options are passed to the compiler instead."""
     match target:
         case TpuTarget():
             return read_environment("tpu", target.chip.name)
@@ -183,7 +186,7 @@ def _environment(target: TargetSpec) -> dict[str, str]:
 
 
 def _run_dir(spec: RunSpec, request: Request, name: str) -> str:
-    """Returns one directory for every host and every restart: the typed one, or one of the run's name."""
+    """Returns one directory for all hosts and restarts: the typed one, or one with the name of the run."""
     typed = [text for text in request.overrides if overridden_key(text) == RUN_DIR]
     if typed:
         run_dir = str(parse_override(typed[-1]).value())
@@ -198,7 +201,7 @@ def _run_dir(spec: RunSpec, request: Request, name: str) -> str:
 
 
 def _on_hosts(spec: RunSpec, key: str, text: str) -> str:
-    """Returns a folder as the hosts know it: `~` is that of this machine where they share its home directories."""
+    """Returns a folder as the hosts see it: `~` is this machine's home directory if they share it."""
     try:
         path = local_path(text)
     except PlaceError as error:
@@ -212,9 +215,9 @@ def _is_of_launch(key: str) -> bool:
 
 def job_name(label: str, declaration: Any) -> str:
     """Returns the name of a run: ("Llama 3 8B, v5p", {...}) -> "llama-3-8b-v5p-1f2e3d". It is a DNS label that begins
-    with a letter, as Kubernetes asks for.
+    with a letter, as Kubernetes requires.
 
-    declaration: JSON values that two runs have in common only if they are the same run.
+    declaration: JSON values that are equal only for the same run.
     """
     digest = hashlib.sha256(json.dumps(declaration, sort_keys=True).encode()).hexdigest()[:NUM_DIGITS]
     words = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
@@ -223,8 +226,8 @@ def job_name(label: str, declaration: Any) -> str:
 
 
 def flags_of_artifact(artifact: str) -> dict[str, str]:
-    """Returns the variables that the artifact was compiled with, if it is on this machine too; else none: its place may
-    be known to the hosts alone. Raises ConfigError for one that is damaged."""
+    """Returns the variables that an artifact was compiled with; none if it is not on this machine, as it may be on the
+    hosts alone. Raises ConfigError for a damaged artifact."""
     if not Path(artifact).exists():
         return {}
     environment = read_artifact(Path(artifact)).fingerprint.environment
@@ -241,7 +244,7 @@ def words_of_train(request: Request, allowed: Sequence[str], *more: str) -> list
 
 
 class ChipNames(Record):
-    """Names of one chip; None where the engine does not have it."""
+    """The names that engines have for a chip; None if an engine does not offer it."""
 
     gke: str
     gcloud: str | None
@@ -256,7 +259,7 @@ def _all_chips() -> dict[str, ChipNames]:
 
 
 def chip_names(chip: str) -> ChipNames:
-    """Returns the names of a chip. Raises ConfigError for one that engines have no names of."""
+    """Returns the names that engines have for a chip. Raises ConfigError if there are none."""
     if chip not in _all_chips():
         what = f"no engine's name of {chip} is known"
         raise ConfigError([Problem("launch", what, f"choose a target of {', '.join(_all_chips())}")])

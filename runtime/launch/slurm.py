@@ -1,4 +1,4 @@
-"""`launch=slurm`: a batch script, which SLURM runs again after a preemption, a time limit or a lost host."""
+"""Renders `launch=slurm`: a batch script, which SLURM restarts after a preemption, a time limit or a lost host."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,9 @@ def render_slurm(plan: LaunchPlan, launch: SlurmLaunch) -> str:
 def render_slurm_array(
     elements: Sequence[tuple[LaunchPlan, str, str]], launch: SlurmLaunch, *, num_at_once: int | None, log: str
 ) -> str:
-    """Returns the script of an array, each element of which is a run of its own on hosts of the same kind.
+    """Returns the script of an array. Each of its elements is a run of its own, on hosts of the same kind.
 
-    elements: plans, with the files that take what each prints and its exit code. log: of the script itself.
+    elements: plans, each with a file for its output and one for its exit code. log: the log of the script itself.
     """
     first = elements[0][0]
     limit = f"%{num_at_once}" if num_at_once else ""
@@ -81,7 +81,7 @@ def _options(plan: LaunchPlan, launch: SlurmLaunch) -> Iterator[str]:
             yield f"--{name}={value}"
     if launch.time_limit:
         yield f"--time={launch.time_limit}"
-        yield f"--signal=TERM@{launch.grace_seconds}"  # to the processes, not to this script
+        yield f"--signal=TERM@{launch.grace_seconds}"  # sent to the processes, not to this script
     yield "--requeue"
     yield "--open-mode=append"
     for name, value in launch.options.items():
@@ -89,7 +89,7 @@ def _options(plan: LaunchPlan, launch: SlurmLaunch) -> Iterator[str]:
 
 
 def _srun(launch: SlurmLaunch) -> list[str]:
-    """Returns the words that start the processes: if one fails, the others are ended after the grace period."""
+    """Returns the srun command. If a process fails, the others are ended after the grace period."""
     words = ["srun", "--kill-on-bad-exit=0", f"--wait={launch.grace_seconds}"]
     words += [f"--container-image={launch.image}"] if launch.image else []
     words += [f"--container-mounts={','.join(launch.mounts)}"] if launch.mounts else []
@@ -97,7 +97,7 @@ def _srun(launch: SlurmLaunch) -> list[str]:
 
 
 def _words(plan: LaunchPlan, launch: SlurmLaunch) -> list[str]:
-    """Under SLURM JAX gives a process one GPU, unless it is told that it has all of its node's."""
+    """Returns the override that gives one process all GPUs of its node; under SLURM, JAX would give it one."""
     if not plan.hosts.is_gpu or launch.processes_per_host > 1:
         return []
     return [shlex.quote(f"distributed.local_device_ids=[{','.join(map(str, range(plan.hosts.chips or 0)))}]")]

@@ -24,10 +24,10 @@ ROWS_FILE = "sweep.jsonl"
 
 # done: the point has figures. refused: its declaration is wrong. does_not_fit: it needs more memory than a chip has.
 # failed: the compiler or the run failed. aborted: its process died. timed_out: it took longer than allowed.
-# out_of_memory: this machine ran out of memory. discarded: a filter of `meshloom tune` left it out. running: it has not
-# ended; only the page of a running sweep has such rows.
+# out_of_memory: this machine ran out of memory. running: it has not ended; only the page of a running sweep has such
+# rows.
 Status = Literal[
-    "done", "refused", "does_not_fit", "failed", "aborted", "timed_out", "out_of_memory", "discarded", "running"
+    "done", "refused", "does_not_fit", "failed", "aborted", "timed_out", "out_of_memory", "running"
 ]  # fmt: skip
 Basis = Literal["estimate", "schedule", "measured"]  # no compiler ran; the compiled program was read; a run was timed
 SweepCommand = Literal["explain", "compile", "train"]

@@ -36,7 +36,7 @@ MOST_POINT_WIDTH = 36  # a wider point is folded if the figures leave no more ro
 LEFT_OUT_FIRST = ("tokens_per_second_per_chip", "peak_bytes", "mfu", "evaluation_loss")  # on a narrow terminal
 STATUS_TEXT: dict[Status, str] = {
     "done": "done", "refused": "refused", "does_not_fit": "does not fit", "failed": "failed", "aborted": "aborted",
-    "timed_out": "timed out", "out_of_memory": "out of this machine's memory", "discarded": "discarded",
+    "timed_out": "timed out", "out_of_memory": "out of this machine's memory",
     "running": "running",
 }  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""`meshloom tune`: the space of a request searched in several processes, its answer shown and written."""
+"""`meshloom tune`: searches the space of a request in several processes, and shows and writes the answer."""

@@ -1,7 +1,7 @@
 """Chooses the variants of a space that is too large to list: Optuna tries combinations of options of config groups.
 
 A trial is one combination, priced on all its meshes with all its microbatches at once; its value is the best of these.
-Trials are kept in the run directory, so that the same command in the same directory goes on with the others.
+Trials are saved in the run directory, so that the same command in the same directory continues the search.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import optuna
 
 JOURNAL = "optuna.jsonl"
-PER_ROUND = 4  # trials that are asked for at once, so that their programs are traced side by side
-MOST_ASKED = 4  # times the trials: Optuna may propose a combination again
-NUM_CHOSEN = 8  # of the best variants are then searched as a listed space is
+PER_ROUND = 4  # trials that are requested at once, so that their programs are traced side by side
+MOST_ASKED = 4  # times tune.num_trials: Optuna may propose a combination again
+NUM_CHOSEN = 8  # best variants, which are then searched as a listed space is
 
 
 def choose_variants(space: Space, run: Runner, run_dir: Path, console: Console) -> tuple[Variant, ...]:
@@ -50,7 +50,7 @@ def choose_variants(space: Space, run: Runner, run_dir: Path, console: Console) 
 def _run_round(
     study: "optuna.Study", space: Space, values: dict[GroupChoices, float], run: Runner, number: int
 ) -> None:
-    """Asks for some trials, and tells their values. One that is known already is told again."""
+    """Asks Optuna for some trials, and reports their values. A known trial is reported again."""
     import optuna  # noqa: PLC0415 (an extra)
 
     options = {group: optuna.distributions.CategoricalDistribution(found) for group, found in space.groups.items()}
@@ -64,7 +64,7 @@ def _run_round(
 
 
 def _open_study(space: Space, journal: Path) -> "optuna.Study":
-    """Returns the study of this space in the journal: the one that an earlier start has left there, or a new one."""
+    """Returns the study of this space from the journal: the one that an earlier start has left, or a new one."""
     try:
         import optuna  # noqa: PLC0415 (an extra)
         from optuna.storages import JournalStorage  # noqa: PLC0415
@@ -78,7 +78,7 @@ def _open_study(space: Space, journal: Path) -> "optuna.Study":
     storage = JournalStorage(JournalFileBackend(str(journal)))
     name = _identity(space)
     known = next((one.n_trials for one in optuna.get_all_study_summaries(storage) if one.study_name == name), 0)
-    # The seed differs when a search goes on: its first trials would else be those that are there.
+    # The seed differs when a search continues: otherwise its first trials would be known ones.
     sampler = optuna.samplers.TPESampler(seed=known, constant_liar=True)
     return optuna.create_study(storage=storage, study_name=name, sampler=sampler, load_if_exists=True)
 
@@ -86,7 +86,7 @@ def _open_study(space: Space, journal: Path) -> "optuna.Study":
 def _identity(space: Space) -> str:
     """Returns a name that only the same declaration with the same options has."""
     declared: Any = space.spec.model_dump(mode="json")
-    for limit in ("num_trials", "num_shown", "num_compiled"):  # more of the same may be asked for
+    for limit in ("num_trials", "num_shown", "num_compiled"):  # the same search may go on with more
         del declared["tune"][limit]
     text = json.dumps([declared, [list(choices) for choices in space.choices]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -109,7 +109,7 @@ def _best(values: dict[GroupChoices, float], objective: str) -> str:
 
 
 def _chosen(space: Space, values: dict[GroupChoices, float]) -> tuple[Variant, ...]:
-    """Returns the best of the tried variants, as many as a listed space may have."""
+    """Returns the best of the tried variants, at most as many as a listed space may have."""
     order: Sequence[GroupChoices] = sorted(values, key=lambda choices: values[choices])
     found: list[Variant] = []
     left = space.spec.tune.max_candidates

@@ -1,4 +1,4 @@
-"""The rows of a search, as a sweep has them: one table and one page show both."""
+"""Makes rows of a search in the form of a sweep, so that one table and one page show both."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,12 +16,12 @@ from ..sweep.rows import SCHEMA_VERSION, Figures, Point, Row, SweepFile, row_of
 from .variants import Space
 from .workers import CompiledCandidate
 
-MOST_ROWS = 3000  # the best; the page draws each
+MOST_ROWS = 3000  # of the best; the page draws each
 OBJECTIVES = {"step_time": "step_seconds", "cost": "cost_per_million_tokens", "memory": "peak_bytes"}
 
 
 def sweep_file(space: Space, rows: Sequence[Row], objective: str) -> SweepFile:
-    """Returns what was asked for. objective: the figure that the table is sorted by."""
+    """Returns the request of the search. objective: the figure that the table is sorted by."""
     axes: dict[str, list[Any]] = {}
     for row in rows:
         for key, value in row.swept.items():
@@ -39,8 +39,8 @@ def sweep_file(space: Space, rows: Sequence[Row], objective: str) -> SweepFile:
 
 
 def rows_of(answer: Answer, model: str, compiled: Sequence[CompiledCandidate]) -> Iterator[Row]:
-    """Yields the best candidates, with what they came to if they were compiled, else with their own estimates; then the
-    others by their price."""
+    """Yields the rows of the best candidates, with the outcome of compiling them or their own estimates; then the rows
+    of the others, by price."""
     made = {each.one.candidate.overrides: each for each in compiled}
     for index, one in enumerate(answer.best):
         each = made.get(one.candidate.overrides)
@@ -56,7 +56,7 @@ def rows_of(answer: Answer, model: str, compiled: Sequence[CompiledCandidate]) -
 
 
 def row_of_estimate(index: int, answer: Answer, one: Estimated, model: str, target: str | None = None) -> Row:
-    """Returns the row of one of the best. target: as it was typed, where targets are compared."""
+    """Returns the row of one of the best. target: as typed, if several targets are compared."""
     figures = _figures(answer, one.candidate, one, one.mfu, model)
     typed = {} if target is None else {"target": target}
     words = (*(f"{key}={value}" for key, value in typed.items()), *one.candidate.overrides)
@@ -64,7 +64,7 @@ def row_of_estimate(index: int, answer: Answer, one: Estimated, model: str, targ
 
 
 def row_of_compiled(index: int, each: CompiledCandidate) -> Row:
-    """Returns the row of one that was compiled."""
+    """Returns the row of a compiled candidate."""
     candidate = each.one.candidate
     point = Point(index, candidate.overrides, dict(candidate.values), each.directory)
     return row_of(point, each.outcome, has_directory=True)
@@ -73,7 +73,7 @@ def row_of_compiled(index: int, each: CompiledCandidate) -> Row:
 def _row_of_price(index: int, answer: Answer, place: int, model: str) -> Row:
     one, found = answer.prices.candidates[place], answer.prices.evaluation(place, answer.limit_bytes)
     first, needed = answer.best[0], human_bytes(found.peak_bytes or 0)
-    mfu = first.mfu * first.seconds / found.seconds if first.mfu and found.seconds else None  # of the same FLOPs
+    mfu = first.mfu * first.seconds / found.seconds if first.mfu and found.seconds else None  # for the same FLOPs
     return Row(
         index=index,
         overrides=one.overrides,
@@ -85,7 +85,7 @@ def _row_of_price(index: int, answer: Answer, place: int, model: str) -> Row:
 
 
 def _figures(answer: Answer, one: MeshCandidate, found: Evaluation, mfu: float | None, model: str) -> Figures:
-    """Returns the figures of a candidate of known time and memory."""
+    """Returns the figures of a candidate whose time and memory are known."""
     target, accuracy = answer.target, accuracy_of(answer.target, "estimated")
     assert found.seconds is not None, "a space has only candidates whose time is known"
     assert found.peak_bytes is not None, "an estimate has a peak"

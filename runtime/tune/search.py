@@ -32,7 +32,7 @@ NO_PRICE = "set tune.price_per_chip_hour={CHIP: PRICE} for its cost, in your cur
 
 @dataclass(frozen=True)
 class Found:
-    """The answer of a space, and those of its best that were compiled."""
+    """The answer of a space. compiled: those of its best candidates that were compiled."""
 
     space: Space
     answer: Answer
@@ -40,23 +40,24 @@ class Found:
 
     @property
     def winner(self) -> Estimated:
-        """Returns the best: by its schedule where some were compiled and fit, else by its estimate."""
+        """Returns the best candidate: by its schedule if any was compiled and fits, else by its estimate."""
         best = best_compiled(self.compiled)
         return best.one if best else self.answer.best[0]
 
 
 def search(space: Space, run_dir: Path, console: Console) -> Answer:
-    """Returns the answer of the space: of all its variants, or of those that Optuna chooses where they are too many.
-    Raises ConfigError where there is none."""
+    """Returns the answer for all variants of the space, or for those that Optuna chooses if they are too many. Raises
+    ConfigError if there is none."""
     with workers(space.spec.target, console) as runner:
         if space.is_listed:
             return tune(space.variants, runner)
-        once = remembering(runner)  # the chosen ones have been traced already
+        once = remembering(runner)  # the chosen variants have been traced already
         return tune(choose_variants(space, once, run_dir, console), once)
 
 
 def search_into(space: Space, run_dir: Path, model: str, console: Console) -> None:
-    """Searches, compiles the best if that is asked for, shows and writes it all. Raises ConfigError."""
+    """Searches, compiles the best candidates if requested, and shows and writes all. Raises ConfigError if none
+    fits."""
     answer = search(space, run_dir, console)
     if space.pins:
         say(console, f"not searched, as typed: {' '.join(space.pins)}")
@@ -74,12 +75,14 @@ def write_table(space: Space, rows: Sequence[Row], run_dir: Path, objective: str
     """Writes the files of a sweep, and its page."""
     replace_text(run_dir / SWEEP_FILE, sweep_file(space, rows, objective).model_dump_json(indent=2) + "\n")
     replace_text(run_dir / ROWS_FILE, "".join(row.model_dump_json() + "\n" for row in rows))
-    sweep = replace(read_sweep(run_dir), is_running=False, notes=())  # all is there, though this holds the directory
+    sweep = replace(
+        read_sweep(run_dir), is_running=False, notes=()
+    )  # it is complete, though this process holds the directory
     replace_text(run_dir / PAGE, render_sweep(sweep, run_dir / PAGE))
 
 
 def _write(found: Found, run_dir: Path, model: str) -> Path:
-    """Writes the table, the answer and the winner's experiment. Returns the experiment's file."""
+    """Writes the table, the answer and the winner's experiment. Returns the file of the experiment."""
     answer = found.answer
     rows = list(rows_of(answer, model, found.compiled))
     write_table(found.space, rows, run_dir, OBJECTIVES[found.space.spec.tune.objective])
@@ -90,7 +93,7 @@ def _write(found: Found, run_dir: Path, model: str) -> Path:
 def write_winner(found: Found, run_dir: Path, model: str) -> Path:
     """Writes the experiment of the winner, and returns its file."""
     answer = found.answer
-    option = model.partition(" ")[0]  # without the keys that are set otherwise
+    option = model.partition(" ")[0]  # without the keys that differ from the option
     path = run_dir / "experiment" / f"{_file_name(option)}_{_file_name(answer.target.name)}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     first = found.winner
@@ -119,7 +122,7 @@ def _show_compiled(found: Found, console: Console) -> None:
 
 
 def answer_as_json(found: Found) -> dict[str, Any]:
-    """Returns the answer for tune.json. range_factor: by which a step may be longer or shorter than estimated."""
+    """Returns the answer for tune.json. range_factor: a step may take so many times more or less than estimated."""
     answer = found.answer
     accuracy = accuracy_of(answer.target, "estimated")
     return {
@@ -166,20 +169,20 @@ def _file_name(text: str) -> str:
 
 @dataclass(frozen=True)
 class OnTarget:
-    """The best on one target. found: None where nothing can run, and the row says why."""
+    """The best on one target. found: None if nothing can run there; the row says why."""
 
     name: str
     row: Row
     found: Found | None
 
     def range_of(self, value: float | None) -> tuple[float, float] | None:
-        """Returns between what a figure lies that is in proportion to the step."""
+        """Returns the range of a figure that is proportional to the step."""
         return range_of(self.row, value)
 
 
 def compare_targets(space: Space, request: Request, run_dir: Path, model: str, console: Console) -> None:
-    """Searches each target, then shows and writes one table, tune.json, and an experiment for each. A target on which
-    nothing can run is a row with its reason."""
+    """Searches on each target, then shows and writes one table, tune.json, and an experiment for each target. A target
+    on which nothing can run is a row with the reason."""
     ones = []
     for index, target in enumerate(space.spec.tune.targets):
         say(console, f"{target} ({index + 1} of {len(space.spec.tune.targets)})")
@@ -223,7 +226,7 @@ def _on_target(index: int, request: Request, target: str, model: str, run_dir: P
 
 
 def _ranges(ones: Sequence[OnTarget]) -> Table:
-    """Returns the step, the days and the cost on each target, each with its range."""
+    """Returns a table of step, days and cost on each target, with their ranges."""
     columns = [Column("target"), *(Column(name, justify="right") for name in ("step", "days", "cost"))]
     rows: list[list[Part]] = []
     for one in ones:
@@ -248,7 +251,7 @@ def _between(one: OnTarget, value: float | None) -> str:
 
 
 def _as_json(ones: Sequence[OnTarget], objective: str, tied: Sequence[OnTarget]) -> dict[str, Any]:
-    """Returns the comparison for tune.json: an answer for each target, as of one alone."""
+    """Returns the comparison for tune.json: an answer for each target, in the form of a single one."""
     return {
         "objective": objective,
         "tied_with_best": [one.name for one in tied],

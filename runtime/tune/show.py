@@ -1,4 +1,4 @@
-"""The answer of a search on a terminal: the best, why it wins, what would change it, what was left out."""
+"""Shows the answer of a search: the best candidates, why the first wins, what would change it, what was refused."""
 
 import shlex
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from meshloom.compiler.target.accuracy import accuracy_of, best_published_mfu
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf
 
 NUM_LINES = 10
-LEAST_GAIN = 0.03  # of a step: the estimate orders no closer ones on the same chip
+LEAST_GAIN = 0.03  # share of a step: closer estimates on the same chip are not told apart
 NUM_REASONS = 6
 
 
 def show_answer(answer: Answer, console: Console) -> None:
-    """Shows the best candidates, and why the first is the best."""
+    """Shows the best candidates, why the first is the best, and what was refused."""
     console.wrapped(_counts(answer))
     console.line()
     console.table(_table(answer, console.width))
@@ -43,7 +43,7 @@ def show_answer(answer: Answer, console: Console) -> None:
 
 
 def above_published(answer: Answer) -> str | None:
-    """Returns a warning where the first is estimated at an MFU that no published run of the chip reached."""
+    """Returns a warning if the first has an estimated MFU that no published run on the chip has reached."""
     best, mfu = best_published_mfu(answer.target), answer.best[0].mfu
     if best is None or mfu is None or mfu <= best:
         return None
@@ -54,7 +54,7 @@ def above_published(answer: Answer) -> str | None:
 
 
 def why_it_wins(best: Sequence[Estimated]) -> list[str]:
-    """Returns what the first takes less and more than the second, in seconds of each part."""
+    """Returns the differences between the first and the second: seconds of each part of the step, and memory."""
     if len(best) < 2:
         return ["it is the only one that fits"]
     first, second = best[:2]
@@ -72,7 +72,7 @@ def why_it_wins(best: Sequence[Estimated]) -> list[str]:
 
 
 def _difference(first: Estimated, second: Estimated) -> str:
-    """Returns the overrides of the second that the first does not have."""
+    """Returns the overrides of the second that the first does not share."""
     own, others = first.candidate.values, second.candidate.values
     return " ".join(f"{key}={value}" for key, value in others.items() if own.get(key) != value)
 
@@ -86,7 +86,7 @@ def _counts(answer: Answer) -> str:
 
 
 def _table(answer: Answer, width: int) -> Table:
-    """Returns a column for each key that varies; where that is wider than the terminal, one for all of them."""
+    """Returns a table with a column for each key that varies; one for all of them if the terminal is too narrow."""
     keys = _varying(answer.best)
     has_cost = any(one.cost is not None for one in answer.best)
     names = ["step", "tokens/s/chip", "MFU", "exposed", "memory", *(["cost/M tokens"] if has_cost else [])]

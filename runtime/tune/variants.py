@@ -28,9 +28,10 @@ SEARCHED_BY_KEY = ("mesh", "num_microbatches")
 class Space:
     """The space of a request.
 
-    request: without the pins, which are keys of `tune.pin`. groups: the options of each config group. choices: all
-    combinations of these. variants: of all of them; none where the space is too large to be listed. pins: what is not
-    searched, as it was typed. about_num_candidates: before the rules, as if every variant had as many as the first.
+    request: the request without pins. pinned: the pins, as `tune.pin` holds them. groups: the options of each config
+    group. choices: all combinations of options. variants: one for each combination; none if the space is too large to
+    list. pins: the overrides that are not searched, as typed. about_num_candidates: the number of candidates before the
+    rules, as if every variant had as many as the first.
     """
 
     request: Request
@@ -44,7 +45,7 @@ class Space:
 
     @property
     def is_listed(self) -> bool:
-        """Returns whether all variants are searched."""
+        """Returns True if all variants are searched."""
         return bool(self.variants)
 
     def variant(self, choices: GroupChoices) -> Variant:
@@ -53,10 +54,10 @@ class Space:
 
 
 def find_space(request: Request) -> Space:
-    """Returns the space of a request. Raises ConfigError with all that is wrong with it.
+    """Returns the space of a request. Raises ConfigError with all of its problems.
 
-    What is typed is not searched: `remat=full`, `mesh.tensor=8` and `num_microbatches=1` are pins, as keys of tune.pin
-    are.
+    A key that the user types is not searched: `remat=full`, `mesh.tensor=8` and `num_microbatches=1` are pins, like the
+    keys of tune.pin.
     """
     declared = read_spec(request, then=lambda spec: spec)
     groups = dict(declared.tune.groups)
@@ -92,7 +93,7 @@ def _is_pin(text: str, groups: Mapping[str, Sequence[str]]) -> bool:
 
 
 def _typed_pins(request: Request, groups: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Returns what the request pins, as `tune.pin` has it."""
+    """Returns the pins of the request, in the form of `tune.pin`."""
     found: dict[str, Any] = {}
     problems = []
     for text in request.overrides:
@@ -116,7 +117,7 @@ def _joined(pinned: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, An
 
 
 def write_experiment(space: Space, winner: Estimated, path: Path, why: str) -> None:
-    """Writes the declaration of the winner: what was typed, and what was searched."""
+    """Writes the declaration of the winner: the typed overrides, and the searched ones."""
     groups, values = _split(space.request, winner)
     text = "# @package _global_\n" + "".join(f"# {line}\n" for line in why.splitlines())
     text += yaml.safe_dump({"defaults": groups}, sort_keys=False) + yaml.safe_dump(values, sort_keys=False)
@@ -124,11 +125,11 @@ def write_experiment(space: Space, winner: Estimated, path: Path, why: str) -> N
 
 
 def _split(request: Request, winner: Estimated) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the choices of groups, as a defaults list has them, and the values of keys."""
+    """Returns the options of groups, as in a defaults list, and the values of keys."""
     searched = winner.candidate.values
     typed = [text for text in request.overrides if not text.startswith(("hydra.", "tune."))]
     experiments: list[str] = []
-    choices: dict[str, str] = {}  # of two of one group the last one
+    choices: dict[str, str] = {}  # the last option of each group
     values = OmegaConf.create({})
     with hydra_session(request) as known:
         for text in (*typed, *(f"{key}={value}" for key, value in searched.items())):

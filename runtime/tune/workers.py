@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 @contextmanager
 def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
-    """Yields what maps functions over values in as many processes as there are cores; a bar shows how far it is."""
+    """Yields a runner that maps functions over values, in one process per core, and shows a progress bar."""
     context = multiprocessing.get_context("spawn")
     count = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     initargs = (os.getpid(), target, allowed_modules())
@@ -58,21 +58,23 @@ def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
         what, fix = "a process that traces candidates died", "look for what ended it: it may be a lack of memory"
         raise RunFailed(Problem("tune", what, fix), exit_code=1) from error
     finally:
-        pool.stop()  # nothing is waited for: a trace that runs when Ctrl-C is pressed takes seconds
+        pool.stop()  # does not wait: a trace that runs when Ctrl-C is pressed takes seconds
         pool.join()
 
 
 def _start(parent: int, target: TargetSpec, allowed: tuple[str, ...]) -> None:
     end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the command, which ends this
-    code_allowed_from(allowed).__enter__()  # for as long as the process lives
+    code_allowed_from(allowed).__enter__()  # as long as the process lives
     plan_without_devices(target)
-    gc.set_threshold(50_000, 20, 100)  # a traced program is many objects that stay; looking through them takes a tenth
+    gc.set_threshold(
+        50_000, 20, 100
+    )  # a traced program is many objects that stay; collecting takes a tenth of the time
 
 
 @dataclass(frozen=True)
 class CompiledCandidate:
-    """One of the best, and what compiling it came to. directory: relative to the search's."""
+    """One of the best candidates, and the outcome of compiling it. directory: relative to the search's."""
 
     one: Estimated
     outcome: Outcome
@@ -80,13 +82,13 @@ class CompiledCandidate:
 
     @property
     def seconds(self) -> float | None:
-        """Returns the predicted step of one that fits."""
+        """Returns the predicted step time; None if the candidate does not fit."""
         figures = self.outcome.figures
         return figures.step_seconds if figures and self.outcome.status == "done" else None
 
 
 def compile_best(space: Space, answer: Answer, run_dir: Path, console: Console) -> tuple[CompiledCandidate, ...]:
-    """Compiles the first `tune.num_compiled` of the answer, each in a process of its own: one that aborts is a row."""
+    """Compiles the first `tune.num_compiled` of the answer, each in a process of its own, which may abort."""
     ones = answer.best[: space.spec.tune.num_compiled]
     if not ones:
         return ()
@@ -111,6 +113,6 @@ def _compiled(space: Space, ones: tuple[Estimated, ...], run_dir: Path) -> Itera
 
 
 def best_compiled(compiled: tuple[CompiledCandidate, ...]) -> CompiledCandidate | None:
-    """Returns the shortest predicted step of those that fit; None where none does."""
+    """Returns the candidate with the shortest predicted step of those that fit; None if none does."""
     done = [(seconds, n) for n, one in enumerate(compiled) if (seconds := one.seconds) is not None]
     return compiled[min(done)[1]] if done else None

@@ -203,10 +203,10 @@ class TestInABrowser:
     @pytest.mark.parametrize("rows", [
         [], [point(0, {})], [point(0, {"a": NASTY}, status="failed", why=NASTY)], [point(0, {"a": 1}, figures=None)],
         [point(n, {"a": n}, figures=figures(step_seconds=0.0, compute_seconds=None, peak_bytes=None)) for n in (0, 1)],
-        [point(n, {"a": n}, status="discarded", why=f"{n} does not divide 8", directory=None) for n in range(3)],
+        [point(n, {"a": n}, status="refused", why=f"{n} does not divide 8", directory=None) for n in range(3)],
         [point(n, {f"key{k}": n % (k + 2) for k in range(12)}, figures=figures(step_seconds=1.0)) for n in range(9)],
         [point(n, {"lr": n * 1e-5}, figures=figures(step_seconds=1.0 + n)) for n in range(200)],
-    ], ids=["none", "no key", "nasty", "no figures", "unknown", "discarded", "many keys", "many values"])  # fmt: skip
+    ], ids=["none", "no key", "nasty", "no figures", "unknown", "refused", "many keys", "many values"])  # fmt: skip
     def test_odd_sweeps_draw_without_an_error(self, tmp_path, browser, rows):
         page = browser.open(_written(tmp_path, rows))
         page.drawn()
