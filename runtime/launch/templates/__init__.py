@@ -1,4 +1,4 @@
-"""What engines get as text: scripts from Jinja templates, and manifests as YAML.
+"""Renders the texts that engines get: scripts from Jinja templates, and manifests as YAML.
 
 Whoever fills in a template quotes its values for the shell.
 """

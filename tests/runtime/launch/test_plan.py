@@ -1,14 +1,18 @@
 """From a declaration to hosts: their number, what each runs, and in which environment."""
 
+import re
 import shlex
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conftest import SMALL
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import find_devices
+from meshloom.runtime.launch.plan import job_name
 from support.launch import launched
 
 
@@ -118,3 +122,18 @@ def test_a_home_is_this_ones_where_hosts_share_it_and_a_url_is_an_error(monkeypa
     assert launched(*words, "hydra.run.dir=~/mine").run_dir == "/home/ada/mine"
     (problem,) = problems(*words, "launch.directory=gs://bucket/runs")
     assert problem.startswith("launch.directory: 'gs://bucket/runs' is a URL")
+
+
+@given(st.text(max_size=200), st.integers(1, 999), st.integers(1, 9999))
+def test_a_pods_name_is_a_dns_label_of_at_most_63_characters(label, num_slices, num_hosts):
+    """As JobSet's webhook makes the name of the last pod: pkg/webhooks/jobset_webhook.go."""
+    pod = f"{job_name(label, {})}-hosts-{num_slices - 1}-{num_hosts - 1}-abcde"
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", pod)
+    assert len(pod) <= 63
+
+
+def test_two_runs_have_two_names_and_one_has_one():
+    first, same, other = (job_name("x" * 100, {"a": {"b": seed, "c": 1}}) for seed in (0, 0, 1))
+    assert first == same == job_name("x" * 100, {"a": {"c": 1, "b": 0}})
+    assert first != other
+    assert job_name("Llama 3 8B, v5p-128", {}).startswith("llama-3-8b-v5p-128-")

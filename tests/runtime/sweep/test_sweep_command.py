@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.helpers import meshloom
+from support.helpers import meshloom, run_in_process
 
 # A model of a user's own, whose points go wrong in each way there is.
 TROUBLE = """
@@ -178,3 +178,11 @@ def test_a_run_that_ctrl_c_stops_goes_on_from_its_checkpoint(tmp_path):
     assert not (tmp_path / "sweep" / "sweep.jsonl").exists(), "a run that goes on later has no row"
     assert "the sweep is running" not in page.read_text()
     assert list((tmp_path / "sweep" / "seed=1" / "checkpoints").iterdir()), "it saved what it had"
+
+
+@pytest.mark.ci
+def test_points_do_not_save_in_one_folder(tmp_path):
+    done = run_in_process("train", "-m", "target=cpu-2", "seed=1,2", "checkpoint.directory=saved", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "checkpoint.directory: all points would save in one folder" in done.stderr
+    assert not any(tmp_path.iterdir())
