@@ -7,6 +7,9 @@ import pytest
 
 from meshloom import conf
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.hydra_settings import search_path_override
+from meshloom.compiler.declare.sweep_request import read_sweep_request
 from meshloom.runtime.cli.hydra_app import parse_flags, request_of_flags
 
 NINES = "9" * 5000

@@ -11,6 +11,8 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.parallel import attention as attention_module
 from meshloom.compiler.parallel.cudnn import attend_cudnn
+from meshloom.compiler.spec.target_names import chip_file, kinds
+from meshloom.compiler.spec.target_spec import SwitchSpec
 from meshloom.runtime.cli import ahead as explain_module
 from meshloom.runtime.cli.main import run
 
