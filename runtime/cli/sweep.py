@@ -1,12 +1,17 @@
-"""Runs `-m`: checks a sweep, runs its points by Hydra's sweeper and launcher, and shows them as a table."""
+"""Runs many declarations: sweeps by `-m`, and the search of `meshloom tune`.
+
+A sweep is checked, then Hydra's sweeper and launcher run its points, and a table shows them.
+"""
 
 import argparse
 import os
 import traceback
+from pathlib import Path
 from typing import Any
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.format import counted
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.hydra_settings import SUBDIRECTORY, SWEEP_DIR
 from meshloom.compiler.declare.overrides import in_quotes, overridden_key, override
@@ -14,13 +19,19 @@ from meshloom.compiler.declare.problems import MISTAKES
 from meshloom.compiler.declare.sweep_request import read_sweep_request
 from meshloom.compiler.declare.user_code import allowed_modules
 
+from ..core.exclusive import only_run_in
 from ..core.failures import RunFailed
+from ..processes.devices import plan_without_devices
 from ..processes.initialize import plan_start, process_index
+from ..processes.process_log import say
+from ..rundir.run_record import link_latest
 from ..sweep.engine import Engine, open_sweep
 from ..sweep.hydra_points import launching, subdirectory
 from ..sweep.rows import SWEEP_COMMANDS, SweepCommand
 from ..sweep.settings import cluster_settings, pool_settings
-from .hydra_app import run_hydra_app
+from ..tune.search import compare_targets, search_into
+from ..tune.variants import find_space
+from .hydra_app import run_hydra_app, run_in_directory
 
 LAUNCHER_LOG = "launcher.log"
 
@@ -80,3 +91,25 @@ def _run(engine: Engine, flags: argparse.Namespace) -> None:
             return point_task(config)
 
         run_hydra_app(request, flags, task)
+
+
+def tune_command(request: Request, flags: argparse.Namespace) -> int:
+    """Searches into the run directory. Raises ConfigError for mistakes that are found before it is made."""
+    space = find_space(request)
+    plan_without_devices(space.spec.target)
+    console = Console(off_terminal_width=200)
+
+    def run(run_dir: Path, chosen: str | None) -> int:
+        spec, model = space.spec, chosen or space.spec.model.family
+        where = ", ".join(spec.tune.targets) or spec.target.name
+        with only_run_in(run_dir):
+            link_latest(run_dir)
+            say(console, f"meshloom tune: {model} on {where}, {counted(spec.global_batch_size, 'sequence')} of "
+                f"{counted(spec.sequence_length, 'token')}")  # fmt: skip
+            if spec.tune.targets:
+                compare_targets(space, request, run_dir, model, console)
+            else:
+                search_into(space, run_dir, model, console)
+        return 0
+
+    return run_in_directory(request, flags, run)

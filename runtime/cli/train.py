@@ -1,4 +1,8 @@
-"""Runs `meshloom train`: checks the declaration in all processes, then trains in a directory that Hydra makes."""
+"""Runs `meshloom train` here, and `meshloom launch` on every host of a target.
+
+Training checks the declaration in all processes, then runs in a directory that Hydra makes. A launch checks it here,
+then an engine starts the same run on the hosts.
+"""
 
 import argparse
 import logging
@@ -9,14 +13,23 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import MISTAKE
+from meshloom.compiler.core.errors import MISTAKE, all_of
+from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.compose import Request, read_spec
-from meshloom.compiler.declare.model_choice import chosen_model
+from meshloom.compiler.declare.model_choice import chosen_model, model_of
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
+from meshloom.compiler.declare.user_code import allowed_modules
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.spec.spec import RunSpec
+from meshloom.compiler.spec.target_spec import LocalTarget
 
 from ..core.failures import is_of_one_process
+from ..data.splits import warnings_of_demo_data
+from ..launch.engines import run_launch
+from ..launch.plan import LaunchPlan, flags_of_artifact, plan_launch
 from ..processes import distributed
 from ..processes.agreement import check_same_data
+from ..processes.devices import plan_without_devices
 from ..processes.process_log import process_log
 from ..rundir.run_dir import as_typed, check_run_dir, in_shared_run_dir
 from ..train.time_spent import process_began
@@ -89,3 +102,30 @@ def _show_once(error: Exception) -> int:
     """Prints the mistake in process 0 alone. Returns the exit code, in each process."""
     mistake = as_config_error(error)
     return show_mistake(mistake) if distributed.current().is_first else mistake.exit_code
+
+
+def launch_command(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as all commands)
+    """Starts the run, or prints the commands that would. Raises ConfigError if the hosts would refuse the
+    declaration."""
+    spec = read_spec(request, then=lambda spec: _checked(spec, request))
+    model, _, _ = (model_of(request) or spec.model.family).partition(" (")
+    label = spec.run.name or f"{model}-{spec.target.name}"
+    return run_launch(spec, _plan(spec, request, label))
+
+
+def _checked(spec: RunSpec, request: Request) -> RunSpec:
+    all_of(lambda: _plan(spec, request, "run"), lambda: _check_plan(spec))
+    return spec
+
+
+def _plan(spec: RunSpec, request: Request, label: str) -> LaunchPlan:
+    variables = flags_of_artifact(spec.artifact) if spec.artifact else {}
+    return plan_launch(spec, request, label=label, allowed=allowed_modules(), environment=variables)
+
+
+def _check_plan(spec: RunSpec) -> None:
+    """Plans the run, unless only its hosts have its devices. Prints warnings about its data; the hosts print others."""
+    if not isinstance(spec.target, LocalTarget):
+        plan_without_devices(spec.target)
+        for warning in warnings_of_demo_data(plan_run(spec)):
+            write_error(warning.as_warning())
