@@ -27,9 +27,9 @@ class KernelArray:
 class KernelCost:
     """The cost of one call.
 
-    flops: its arithmetic. dtype: the type of the arithmetic; empty: that of its first matrix of floats. num_bytes: the bytes that it moves; None: its operands and results, once. head_dim: the size of a head, of
-    attention. unknown: the name of a kernel that takes at least this, if nobody knows how much longer.
-    """
+    flops: its arithmetic. dtype: the type of the arithmetic; empty: that of its first matrix of floats. num_bytes: the
+    bytes that it moves; None: its operands and results, once. head_dim: the size of a head, of attention. unknown: the
+    name of a kernel that takes at least this, if nobody knows how much longer."""
 
     flops: float = 0.0
     dtype: str = ""

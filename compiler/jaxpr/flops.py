@@ -124,7 +124,13 @@ _MASKED = "meshloom_masked"  # a call's name says which share of its products a 
 
 
 def _marking_masks(
-    spec: RunSpec, ops: Sequence[CountedOp], kind: str, _: str, plain: Callable[..., Any], *operands: Any, **options: Any
+    spec: RunSpec,
+    ops: Sequence[CountedOp],
+    kind: str,
+    _: str,
+    plain: Callable[..., Any],
+    *operands: Any,
+    **options: Any,
 ) -> Any:
     """Returns what an operation gives; one that masks products as a call that is named after its mask."""
     hidden = next((op.masked_share(spec, *operands, **options) for op in ops if op.kind == kind), Fraction(0))
@@ -146,9 +152,7 @@ def _masked(name: str, inside: FlopCount) -> FlopCount:
     return replace(inside, masked=inside.products * int(hidden) // int(whole))
 
 
-def _count_with_frozen(
-    model: Model, spec: RunSpec, ops: Sequence[CountedOp], frozen: Collection[str]
-) -> FlopCount:
+def _count_with_frozen(model: Model, spec: RunSpec, ops: Sequence[CountedOp], frozen: Collection[str]) -> FlopCount:
     """Each piece's forward pass for one sequence, and its derivative by what is trained."""
 
     def count(piece: Piece, name: str, x: Any, *, with_dx: bool, tied: Mapping[str, str]) -> tuple[FlopCount, Any]:
@@ -188,9 +192,7 @@ def _count_with_frozen(
     return added(counts)
 
 
-def count_flops(
-    jaxpr: Jaxpr, part: str, within: tuple[Any, ...] = (), *, ops: Sequence[KernelOwner] = ()
-) -> FlopCount:
+def count_flops(jaxpr: Jaxpr, part: str, within: tuple[Any, ...] = (), *, ops: Sequence[KernelOwner] = ()) -> FlopCount:
     """Returns the FLOPs of a jaxpr: 2 per multiply and add; the body of a scan once per trip; of branches the longest.
     within: the equations that call it. ops: operations that know their own kernels."""
     return added(_count(equation, part, within, ops) for equation in jaxpr.eqns)

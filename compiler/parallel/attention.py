@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models.attention import attend
 
-from ..spec.spec import RunSpec
 from ..core.collectives import ComputeKind
 from ..core.head_shares import share_of_head
 from ..core.kernels import KernelCall, KernelCost
@@ -32,6 +31,7 @@ from ..core.partition_spec import Axes, axes_in, axes_of
 from ..core.scopes import ATTENTION, OperationName, exchange_scope, nested_scope
 from ..jaxpr.operation_kinds import LANES
 from ..sharding.arrays import Arrays, OpSite
+from ..spec.spec import RunSpec
 from ..target.target import TargetPlan
 from .attention_cost import attention_cost
 from .cudnn import attend_cudnn, most_head_dim, takes_other_values

@@ -48,7 +48,8 @@ _AT_LEAST_ONCE = frozenset({"cholesky", "fft", "triangular-solve"})
 _LOG_TILE = 11  # XLA's bitonic sort for GPUs orders tiles of 2,048 in shared memory: xla/backends/gpu, EmitSort
 
 
-def kernel_work(instruction: Instruction, operands: tuple[ArrayType, ...], ops: Sequence[KernelOwner] = ()
+def kernel_work(
+    instruction: Instruction, operands: tuple[ArrayType, ...], ops: Sequence[KernelOwner] = ()
 ) -> KernelCost:
     """Returns the work of one instruction that calls no computation of the program. ops: operations that know
     their own kernels."""

@@ -199,9 +199,7 @@ def _written_by(output: Instruction, inner: Computation) -> int:
     return _bytes_of(output.operands[1], inner) if output.opcode == "dynamic-update-slice" else output.num_bytes
 
 
-def instruction_kind(
-    instruction: Instruction, module: Module, ops: Sequence[KernelOwner] = ()
-) -> ComputeKind:
+def instruction_kind(instruction: Instruction, module: Module, ops: Sequence[KernelOwner] = ()) -> ComputeKind:
     """Returns the kind of an instruction's compute: that of its operation, else that of the kernels that it calls."""
     if (kind := _kind_by_operation(instruction, ops)) is not None:
         return kind

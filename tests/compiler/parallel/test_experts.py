@@ -11,9 +11,9 @@ from meshloom.compiler.core.scopes import OperationName, experts_scope
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.jaxpr.flops import count_model_flops
+from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.tune.space import mesh_axes
 from meshloom.compiler.xla.hlo import parse_module
-from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, Chip, price_instruction
 from support.experts import MOE
 from support.helpers import TESTS, plan_as_declared
