@@ -108,13 +108,13 @@ def is_published(one: MeshCandidate, cell: Cell) -> bool:
 def row(cell: Cell) -> str:
     prices, limit, plan = priced(cell)
     fits = prices.peak_bytes <= limit
-    seconds = np.where(fits, prices.seconds, np.inf)
+    seconds = np.where(fits, prices.time.seconds, np.inf)
     order = np.argsort(seconds)
     flops = plan.model_flops_per_step or 0
     peak = (plan.target.peak_flops_per_second or 0) * plan.target.num_devices
 
     def mfu(place: int) -> str:
-        return f"{flops / prices.seconds[place] / peak:.1%}"
+        return f"{flops / prices.time.seconds[place] / peak:.1%}"
 
     best = prices.candidates[order[0]]
     options = f"{cell.data}, {cell.tensor}, {cell.stage}, {cell.accumulation}, {cell.microbatch}, Z{cell.zero}"

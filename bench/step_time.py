@@ -17,7 +17,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.estimate.step_time import TimeEstimate
+from meshloom.compiler.estimate.step_time import StepTime
 from meshloom.compiler.plan import Plan
 from meshloom.runtime.processes.devices import plan_without_devices
 
@@ -29,7 +29,7 @@ def compiled_rows() -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if row.get("predicted_seconds")]
 
 
-def estimate(overrides: list[str]) -> tuple[Plan, TimeEstimate]:
+def estimate(overrides: list[str]) -> tuple[Plan, StepTime[float]]:
     spec = read_spec(Request(tuple(overrides)), then=lambda spec: spec)
     plan_without_devices(spec.target)
     plan = plan_run(spec)

@@ -5,6 +5,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 Axes = tuple[str, ...]
+STAGE = "stage"  # the mesh axis whose devices have different layers
 
 
 def axes_of(entry: Any) -> Axes:

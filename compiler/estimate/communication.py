@@ -6,17 +6,16 @@ Collectives of weights and gradients are written in the step (weights.py) and ca
 over auto axes follow from matmuls and sums over a split dimension (propagate.py).
 """
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 
 from ..core.collectives import MOVING, CollectiveKind
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, Pass
-from ..jaxpr.fusion import needed
-from ..jaxpr.program import Operation, Program, TracedCollective
+from ..jaxpr.program import Operation, TracedCollective
 from ..parallel.operation import find_source
 from ..plan import Plan
+from .regions import Region, largest_sum
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,12 @@ class PlannedCollective:
         return self.bytes_each * self.count
 
 
-def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective, ...]:
-    """Returns the collectives of a step's program in its order, with equal ones grouped."""
+def plan_communication(plan: Plan, step: Region) -> tuple[PlannedCollective, ...]:
+    """Returns the collectives of a step in the order of its program, with equal ones grouped. A stage of the mesh runs
+    at most so many of them."""
     paths = [p.array.path for p in plan.sharding.parameters]
-    found: Counter[PlannedCollective] = Counter()
-    for operation, num_trips in run_operations(program):
+    found: dict[PlannedCollective, list[tuple[Region, float]]] = defaultdict(list)
+    for region, operation in ((region, step.operation) for region, step in step.each()):
         collective = operation.collective
         if collective is None or not collective.axes:
             continue
@@ -66,17 +66,9 @@ def plan_communication(plan: Plan, program: Program) -> tuple[PlannedCollective,
                 direction=_direction(name, is_gradient=path is not None and collective.kind not in MOVING),
                 rule=_rule(plan, collective.kind, collective.axes, path),
             )
-        ] += num_trips
-    return tuple(_counted(one, count) for one, count in found.items())
-
-
-def run_operations(program: Program, num_trips: int = 1) -> Iterator[tuple[Operation, int]]:
-    """Yields each operation whose result is used, with its number of executions in a step; for loops, their bodies'."""
-    for operation in needed(program):
-        if operation.body is None:
-            yield operation, num_trips
-        else:
-            yield from run_operations(operation.body, num_trips * operation.num_trips)
+        ].append((region, 1))
+    counts = {one: round(largest_sum(terms)) for one, terms in found.items()}
+    return tuple(replace(one, count=count) for one, count in counts.items() if count)
 
 
 def sent_bytes(planned: PlannedCollective) -> int:
@@ -91,10 +83,6 @@ def link_bytes(collective: TracedCollective, group_size: int) -> int:
     others = collective.full_bytes * (group_size - 1) // group_size
     sent = {"all-reduce": 2 * others, "all-to-all": others // group_size, "collective-permute": collective.full_bytes}
     return sent.get(collective.kind, others)
-
-
-def _counted(one: PlannedCollective, count: int) -> PlannedCollective:
-    return PlannedCollective(**{**one.__dict__, "count": count})
 
 
 def _direction(name: OperationName, *, is_gradient: bool) -> Pass:

@@ -10,8 +10,9 @@ from .assumed_overlap import plan_assumed
 from .communication import PlannedCollective, plan_communication
 from .liveness import MemoryClass, find_peak, host_bytes
 from .read_step import read_step
+from .regions import price_regions
 from .roofline import find_unknown, plan_roofline
-from .step_time import TimeEstimate, estimate_time
+from .step_time import StepTime, estimate_time
 
 HOST_UNKNOWN = "the memory of the target's hosts is not known (target.chip.host_bytes)"
 
@@ -56,7 +57,7 @@ class StepEstimate:
     memory: MemoryEstimate
     communication: tuple[PlannedCollective, ...]
     roofline: tuple[RooflinePart, ...]
-    time: TimeEstimate | None
+    time: StepTime[float] | None
     unknown: tuple[UnknownPrimitive, ...]
     overlap: OverlapSpec
 
@@ -81,8 +82,8 @@ def estimate_step(plan: Plan) -> StepEstimate:
 
 def estimate_declared(plan: Plan) -> StepEstimate:
     """Returns the estimate of the plan's own program, from which a search begins."""
-    program = read_step(plan)
-    peak = find_peak(program)
+    step = price_regions(read_step(plan), plan.target.compiler)
+    peak = find_peak(step)
     classes: tuple[MemoryClass, ...] = (
         "working_parameters", "gathered_weights", "gradients", "activations", "temporaries",
     )  # fmt: skip
@@ -92,10 +93,10 @@ def estimate_declared(plan: Plan) -> StepEstimate:
         *(peak.num_bytes.get(name, 0) for name in classes),
         part=peak.at,
         limit_bytes=plan.target.hbm_bytes_per_device,
-        host_bytes=host_bytes(program),
+        host_bytes=host_bytes(step),
         host_limit_bytes=plan.target.host_bytes_per_device,
     )
-    unknown = find_unknown(plan, program)
-    time = None if any(one.why for one in unknown) else estimate_time(plan, program)
-    communication, roofline = plan_communication(plan, program), plan_roofline(plan, program)
+    unknown = find_unknown(plan, step)
+    time = None if any(one.why for one in unknown) else estimate_time(plan, step)
+    communication, roofline = plan_communication(plan, step), plan_roofline(plan, step)
     return StepEstimate(memory, communication, roofline, time, unknown, plan.spec.overlap)

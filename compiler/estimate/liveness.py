@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..core.scopes import OperationName
-from ..jaxpr.fusion import Fused, FusedStep, fuse
+from ..jaxpr.fusion import FusedStep
 from ..jaxpr.program import Operation, Program
+from .regions import Region
 
 MemoryClass = Literal["working_parameters", "gathered_weights", "gradients", "activations", "temporaries"]
 
@@ -26,7 +27,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class LiveArray:
-    """An array that lives somewhere: value `index` of `program`, which may be the body of a loop."""
+    """An array that lives somewhere: value `index` of `program`, which may be a loop's body or a branch."""
 
     program: Program
     index: int
@@ -45,10 +46,10 @@ class LiveSet:
     at: str
 
 
-def find_peak(program: Program) -> Peak:
+def find_peak(step: Region) -> Peak:
     """Returns the peak of a step besides its arguments. Its results replace arguments that are donated."""
     highest, peak = 0, Peak({}, "")
-    for one in live_sets(program):
+    for one in live_sets(step):
         if (num_bytes := sum(array.num_bytes for array in one.arrays)) > highest:
             total: Counter[MemoryClass] = Counter()
             for array in one.arrays:
@@ -57,54 +58,54 @@ def find_peak(program: Program) -> Peak:
     return peak
 
 
-def live_sets(program: Program) -> Iterator[LiveSet]:
-    """Yields what lives at each operation of a step, in loops at each of the body's."""
-    fused = fuse(program, is_loop=False)
-    inputs, results = set(program.inputs), {i for i in fused.outputs if i is not None}
+def live_sets(step: Region) -> Iterator[LiveSet]:
+    """Yields what lives at each operation of a step, in loops and branches at each of the body's."""
+    program = step.program
+    inputs, results = set(program.inputs), {i for i in step.fused.outputs if i is not None}
     donated = inputs if program.donates else set[int]()
-    yield from _walk(fused, unowned=inputs | (results if program.donates else set()), reusable=donated)
+    yield from _walk(step, unowned=inputs | (results if program.donates else set()), reusable=donated)
 
 
-def host_bytes(program: Program) -> int:
+def host_bytes(step: Region) -> int:
     """Returns the bytes per device in host memory: what loops stack there, a body's in addition to its loop's. What an
     iteration moves to the host goes straight into the stack."""
-    return max(sum(p.host_sizes[i] for p, i in arrays) for arrays in host_sets(program))
+    return max(sum(p.host_sizes[i] for p, i in arrays) for arrays in host_sets(step))
 
 
-def host_sets(program: Program) -> Iterator[tuple[tuple[Program, int], ...]]:
+def host_sets(region: Region) -> Iterator[tuple[tuple[Program, int], ...]]:
     """Yields what may lie in host memory at once: values with the program that they belong to."""
-    loops = [each for each in program.operations if each.body is not None]
-    own = tuple((program, i) for each in loops for i in each.outputs if program.host_sizes[i])
+    program, outer = region.program, [step for step in region.steps if step.inside]
+    own = tuple((program, i) for step in outer for i in step.operation.outputs if program.host_sizes[i])
     yield own
-    for each in loops:
-        if each.body is not None:
-            yield from (own + inner for inner in host_sets(each.body))
+    for inside in (inside for step in outer for inside in step.inside):
+        yield from (own + inner for inner in host_sets(inside))
 
 
-def _walk(fused: Fused, *, unowned: set[int], reusable: set[int]) -> Iterator[LiveSet]:
+def _walk(region: Region, *, unowned: set[int], reusable: set[int]) -> Iterator[LiveSet]:
     """Yields the live arrays of a walk. unowned: arrays that the caller counts. reusable: the ones that may be
     overwritten."""
-    program = fused.program
-    last_read = {i: n for n, step in enumerate(fused.steps) for i in step.reads}
-    for i in fused.outputs:
+    program, steps = region.program, region.steps
+    last_read = {i: n for n, step in enumerate(steps) for i in step.fused.reads}
+    for i in region.fused.outputs:
         if i is not None:
-            last_read[i] = len(fused.steps)
+            last_read[i] = len(steps)
     live: dict[int, LiveArray] = {}
-    for n, step in enumerate(fused.steps):
-        dying = [i for i in step.reads if last_read[i] == n]
-        overwritten = _overwritten(step, dying, program.sizes, set(live) | reusable)
-        for i in step.writes:
+    for n, step in enumerate(steps):
+        reads, writes, operation = step.fused.reads, step.fused.writes, step.operation
+        dying = [i for i in reads if last_read[i] == n]
+        overwritten = _overwritten(step.fused, dying, program.sizes, set(live) | reusable)
+        for i in writes:
             old = overwritten.get(i)
             if i in unowned or (old is not None and old not in live):
                 continue
             if old is not None:
                 live.pop(old)
-            live[i] = LiveArray(program, i, _class_of(step.operation, i))
-        now, scope = tuple(live.values()), step.operation.scope
+            live[i] = LiveArray(program, i, _class_of(operation, i))
+        now, scope = tuple(live.values()), operation.scope
         yield LiveSet(now, scope)
-        if step.operation.body:
-            yield from (LiveSet(now + inner.arrays, f"{scope} > {inner.at}") for inner in _inside(step.operation))
-        for i in [*dying, *(i for i in step.writes if i not in last_read)]:
+        for inside in step.inside:
+            yield from (LiveSet(now + one.arrays, f"{scope} > {one.at}") for one in _inside(operation, inside))
+        for i in [*dying, *(i for i in writes if i not in last_read)]:
             live.pop(i, None)
 
 
@@ -120,14 +121,17 @@ def _overwritten(step: FusedStep, dying: list[int], sizes: tuple[int, ...], owne
     return places
 
 
-def _inside(loop: Operation) -> Iterator[LiveSet]:
-    """Yields what lives in a loop's body. Its inputs live outside; a stacked result is written in place."""
-    assert loop.body is not None
-    fused = fuse(loop.body, is_loop=True)
-    carried = set(loop.body.inputs[len(loop.inputs) - len(loop.body.inputs) :])
-    direct = {i for step in fused.steps if step.operation.kind in ("pointwise", "matmul") for i in step.writes}
-    stacked = {i for i in fused.outputs[loop.num_carried :] if i is not None}
-    return _walk(fused, unowned=set(loop.body.inputs) | (stacked & direct), reusable=carried)
+def _inside(operation: Operation, body: Region) -> Iterator[LiveSet]:
+    """Yields what lives in a loop's body or a branch. Its inputs live outside. A stacked result is written in place, and
+    a branch writes its results where those of the cond are."""
+    program, results = body.program, body.fused.outputs
+    inputs = set(program.inputs)
+    if operation.kind == "branches":
+        return _walk(body, unowned=inputs | {i for i in results if i is not None}, reusable=set())
+    carried = set(program.inputs[len(operation.inputs) - len(program.inputs) :])
+    direct = {i for each in body.steps if each.operation.kind in ("pointwise", "matmul") for i in each.fused.writes}
+    stacked = {i for i in results[operation.num_carried :] if i is not None}
+    return _walk(body, unowned=inputs | (stacked & direct), reusable=carried)
 
 
 def _class_of(operation: Operation, value: int) -> MemoryClass:

@@ -1,15 +1,15 @@
 """A step's program as a shape, which many declarations share, and numbers, in which they differ.
 
-    shape, numbers = read_costs(program, ..)  numbers: sizes, FLOPs, bytes sent, trips of loops; one vector
-    costs = Costs(shape, numbers[:, None])    or a column for each of many declarations: scaling.py
+    shape, numbers = read_costs(regions, ..)  numbers: sizes, FLOPs, bytes sent, executions; one vector
+    costs = Costs(shape, numbers[:, None])    or a column for each of many declarations: ../tune/families.py
     costs.peak_bytes()                        as liveness.find_peak, for each column
-    costs.regions()                           arithmetic, traffic and transfers of each loop: step_time.py
+    costs.regions()                           arithmetic, traffic and transfers of each region: step_time.py
 
 So one piece of code prices one declaration, and ten thousand.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -20,12 +20,12 @@ from scipy.sparse import csr_array
 from ..core.collectives import CollectiveKind
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
-from ..jaxpr.fusion import fuse, stacked_bytes, traffic
 from ..jaxpr.program import Operation, Program
 from ..parallel.exchange import RING
 from ..parallel.operation import ParallelOp, find_source
 from ..spec.compiler_traits import CompilerTraits
 from .liveness import host_sets, live_sets
+from .regions import Region
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 WorkKind = Literal["matmul", "attention", "merged", "other"]  # merged: the sums of ring attention beside its kernels
@@ -59,21 +59,22 @@ class Transfer:
 class ProgramShape:
     """The parts that programs share if they differ in sizes alone. Places are indices into the vector of numbers.
 
-    regions: the step itself, then its loops; of each the places of the numbers of trips that multiply it. live: sets of
-    arrays that live at once in the memory of the device; on_host: of its host. arguments: state and batch.
+    regions: those of regions.py in the order of their walk, each with the places of its factors: of one number for all
+    stages of the mesh, or of one for each. live: sets of arrays that live at once in the memory of the device; on_host:
+    of its host. arguments: state and batch.
     """
 
     num_numbers: int
     works: tuple[Work, ...]
     transfers: tuple[Transfer, ...]
-    regions: tuple[tuple[int, ...], ...]
+    regions: tuple[tuple[tuple[int, ...], ...], ...]
     live: tuple[tuple[int, ...], ...]
     on_host: tuple[tuple[int, ...], ...]
     arguments: tuple[int, ...]
 
     @property
     def operations(self) -> "ProgramShape":
-        """Returns the shape without what lives at once, which sizes have a say in."""
+        """Returns the shape without its sets of live arrays, which depend on sizes."""
         return replace(self, live=(), on_host=())
 
     @property
@@ -83,20 +84,21 @@ class ProgramShape:
 
 
 def read_costs(
-    program: Program, weights: frozenset[str], compiler: CompilerTraits, ops: Sequence[ParallelOp]
+    step: Region, weights: frozenset[str], ops: Sequence[ParallelOp]
 ) -> tuple[ProgramShape, Numbers]:
-    """Returns the shape and the numbers of a step's program. weights: the paths of its parameters. ops: its operations.
+    """Returns the shape and the numbers of a step's regions. weights: the paths of its parameters. ops: its operations.
 
     An operation whose arithmetic or traffic is unknown counts as nothing; `StepEstimate.unknown` lists them.
     """
-    return _Reader(weights, compiler, ops).read(program)
+    return _Reader(step, weights, ops).read()
 
 
 @dataclass(frozen=True)
 class RegionCosts:
-    """The costs of one region in a whole step, for each declaration. kinds: FLOPs and bytes by kind of work.
+    """The costs of one region in a whole step, of its FLOPs and bytes by kind of work: (stages, declarations), with one
+    row where all stages have the same.
 
-    transfers: of each collective its bytes, and how often it runs.
+    transfers: collectives, each with its bytes, (declarations), and its executions, (stages, declarations).
     """
 
     flops: dict[WorkKind, Numbers]
@@ -121,20 +123,22 @@ class Costs:
         return _largest(self._on_host, self.numbers)
 
     def regions(self) -> tuple[RegionCosts, ...]:
-        """Returns the costs of each region, times its trips."""
+        """Returns the costs of each region, times its executions."""
         return tuple(self._region(number) for number in range(len(self.shape.regions)))
 
     def _region(self, number: int) -> RegionCosts:
-        trips = self.numbers[list(self.shape.regions[number])].prod(axis=0)
-        flops: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(trips))
-        num_bytes: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(trips))
+        executions = np.ones((1, self.numbers.shape[1]))
+        for places in self.shape.regions[number]:
+            executions = executions * self.numbers[list(places)]
+        flops: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(executions))
+        num_bytes: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(executions))
         for work in self.shape.works:
             if work.region == number:
-                num_bytes[work.kind] += trips * self.numbers[list(work.moved)].sum(axis=0)
+                num_bytes[work.kind] += executions * self.numbers[list(work.moved)].sum(axis=0)
                 if work.flops is not None:
-                    flops[work.kind] += trips * self.numbers[work.flops]
+                    flops[work.kind] += executions * self.numbers[work.flops]
         own = (each for each in self.shape.transfers if each.region == number)
-        transfers = tuple((each, self.numbers[each.full_bytes], trips) for each in own)
+        transfers = tuple((each, self.numbers[each.full_bytes], executions) for each in own)
         return RegionCosts(dict(flops), dict(num_bytes), transfers)
 
     @cached_property
@@ -159,31 +163,34 @@ def _largest(sets: csr_array, numbers: Numbers) -> Numbers:
 
 
 class _Reader:
-    def __init__(self, weights: frozenset[str], compiler: CompilerTraits, ops: Sequence[ParallelOp]) -> None:
+    def __init__(self, step: Region, weights: frozenset[str], ops: Sequence[ParallelOp]) -> None:
+        self.step = step
         self.weights = sorted(weights)
         self.ops = ops
-        self.compiler = compiler
         self.numbers: list[float] = []
         self.first: dict[int, int] = {}  # of a program, the place of its first size; its host sizes follow
         self.works: list[Work] = []
         self.transfers: list[Transfer] = []
-        self.regions: list[tuple[int, ...]] = []
 
-    def read(self, program: Program) -> tuple[ProgramShape, Numbers]:
-        for one in _programs(program):
-            self.first[id(one)] = len(self.numbers)
-            self.numbers += [*one.sizes, *one.host_sizes]
-        self.region(program, (), is_loop=False)
-        live = {tuple(sorted(self.size(a.program, a.index) for a in one.arrays)) for one in live_sets(program)}
-        on_host = tuple(tuple(self.size(p, i) + len(p.sizes) for p, i in one) for one in host_sets(program))
+    def read(self) -> tuple[ProgramShape, Numbers]:
+        step, regions = self.step, list(self.step.walk())
+        for one in regions:
+            self.first[id(one.program)] = len(self.numbers)
+            self.numbers += [*one.program.sizes, *one.program.host_sizes]
+        places: dict[int, tuple[int, ...]] = {}  # of each body's executions
+        factors = tuple(tuple(self.factor(each, places) for each in one.factors) for one in regions)
+        for number, one in enumerate(regions):
+            self.region(number, one)
+        live = {tuple(sorted(self.size(a.program, a.index) for a in one.arrays)) for one in live_sets(step)}
+        on_host = tuple(tuple(self.size(p, i) + len(p.sizes) for p, i in one) for one in host_sets(step))
         shape = ProgramShape(
             num_numbers=len(self.numbers),
             works=tuple(self.works),
             transfers=tuple(self.transfers),
-            regions=tuple(self.regions),
+            regions=factors,
             live=tuple(sorted(live)),
             on_host=on_host,
-            arguments=tuple(self.size(program, i) for i in program.inputs),
+            arguments=tuple(self.size(step.program, i) for i in step.program.inputs),
         )
         return shape, np.array(self.numbers, dtype=np.float64)
 
@@ -194,45 +201,31 @@ class _Reader:
         self.numbers.append(value)
         return len(self.numbers) - 1
 
-    def region(self, program: Program, trips: tuple[int, ...], *, is_loop: bool) -> None:
-        number = len(self.regions)
-        self.regions.append(trips)
-        for step, arrays in traffic(fuse(program, is_loop=is_loop), into_matmuls=self.compiler.fuses_into_matmuls):
+    def factor(self, executions: tuple[float, ...], places: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
+        if id(executions) not in places:
+            places[id(executions)] = tuple(map(self.number, executions))
+        return places[id(executions)]
+
+    def region(self, number: int, region: Region) -> None:
+        if region.stacked_bytes:
+            self.works.append(Work("other", number, None, (self.number(region.stacked_bytes),)))
+        for step in (each for each in region.steps if not each.inside):
             operation = step.operation
-            if operation.body is not None:
-                self.loop(operation, operation.body, program, (*trips, self.number(operation.num_trips)))
-                continue
             if (collective := operation.collective) is not None and collective.axes:
                 name = OperationName(operation.scope)
                 is_weight = next(iter(name.parameters(self.weights)), None) is not None
                 full = self.number(collective.full_bytes)
                 source = find_source(self.ops, name)
                 self.transfers.append(Transfer(collective.kind, collective.axes, is_weight, number, full, source))
-            moved = self.moved(program, operation, arrays)
+            moved = tuple(self.size(region.program, i) for i in step.arrays)
+            if step.hbm_bytes and not moved:
+                moved = (self.number(step.hbm_bytes),)
             flops = self.number(operation.flops) if operation.flops else None
             if moved or flops is not None:
                 self.works.append(Work(_kind_of(operation), number, flops, moved))
-
-    def loop(self, operation: Operation, body: Program, around: Program, trips: tuple[int, ...]) -> None:
-        stacked = stacked_bytes(operation, around) if self.compiler.copies_loop_carry else 0
-        if stacked:
-            self.works.append(Work("other", len(self.regions), None, (self.number(stacked),)))
-        self.region(body, trips, is_loop=True)
-
-    def moved(self, program: Program, operation: Operation, arrays: tuple[int, ...]) -> tuple[int, ...]:
-        if operation.hbm_bytes is not None or operation.flops is None:
-            return (self.number(operation.hbm_bytes),) if operation.hbm_bytes else ()
-        return tuple(self.size(program, i) for i in arrays)
 
 
 def _kind_of(operation: Operation) -> WorkKind:
     if operation.kind in ("matmul", "kernel"):
         return "matmul" if operation.kind == "matmul" else "attention"
     return "merged" if OperationName(operation.scope).exchange == RING else "other"
-
-
-def _programs(program: Program) -> Iterator[Program]:
-    yield program
-    for operation in program.operations:
-        if operation.body is not None:
-            yield from _programs(operation.body)

@@ -30,5 +30,7 @@ def read_step(plan: Plan) -> Program:
     specs += [plan.roles.tokens_spec] * len(batch)
     layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
     joins_sums = not plan.target.compiler.all_reduces_each_matmul
-    program = read_jaxpr(traced.jaxpr, layouts, plan.mesh.sizes, joins_sums=joins_sums, ops=plan.ops)
+    program = read_jaxpr(
+        traced.jaxpr, layouts, plan.mesh.sizes, joins_sums=joins_sums, ops=plan.ops, platform=plan.target.platform
+    )
     return replace(program, donates=not plan.spec.keeps_state)

@@ -12,13 +12,13 @@ docs/estimate.md compares it with compiled schedules.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from ..core.collectives import CollectiveKind
 from ..core.head_shares import share_of_head
 from ..core.partition_spec import Axes
-from ..jaxpr.program import Program
 from ..parallel.attention import head_dim_of
 from ..parallel.matmul import COLLECTIVE_MATMUL
 from ..parallel.operation import Exposed, exposed_by_source
@@ -28,6 +28,9 @@ from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 from .assumed_overlap import assume_overlap
 from .program_costs import Costs, Numbers, RegionCosts, WorkKind, read_costs
+from .regions import Region
+
+Seconds = TypeVar("Seconds", float, Numbers)
 
 # Of tensor parallelism's collectives, the share that is waited for where they run beside matmuls: in rings, or in two
 # parts of the batch. 0.23 and 0.25 in the compiled rows of docs/overlap_results.md over tensor=4 with overlap=auto.
@@ -60,19 +63,25 @@ class Hiding:
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step, for each declaration. exposed: by the mesh axes that the collectives run over."""
+class StepTime(Generic[Seconds]):
+    """Seconds of a step: of one declaration, or of each of many. exposed: by the mesh axes that the collectives run
+    over."""
 
-    compute_seconds: Numbers
-    exposed: Mapping[Axes, Numbers]
-
-    @property
-    def exposed_seconds(self) -> Numbers:
-        return sum(self.exposed.values(), start=np.zeros_like(self.compute_seconds))
+    compute_seconds: Seconds
+    exposed: Mapping[Axes, Seconds]
 
     @property
-    def seconds(self) -> Numbers:
+    def exposed_seconds(self) -> Seconds:
+        return sum(self.exposed.values(), start=0 * self.compute_seconds)
+
+    @property
+    def seconds(self) -> Seconds:
         return self.compute_seconds + self.exposed_seconds
+
+    def of(self: "StepTime[Numbers]", place: int) -> "StepTime[float]":
+        """Returns the time of one of many declarations."""
+        exposed = {axes: float(seconds[place]) for axes, seconds in self.exposed.items()}
+        return StepTime(float(self.compute_seconds[place]), MappingProxyType(exposed))
 
 
 @dataclass(frozen=True)
@@ -87,38 +96,20 @@ class LinkTimes:
         return self.latency[kind, axes] + self.per_byte[kind, axes] * num_bytes
 
 
-@dataclass(frozen=True)
-class TimeEstimate:
-    """Seconds of the step of one declaration. exposed: by the mesh axes that the collectives run over."""
-
-    compute_seconds: float
-    exposed: Mapping[Axes, float]
-
-    @property
-    def exposed_seconds(self) -> float:
-        return sum(self.exposed.values())
-
-    @property
-    def seconds(self) -> float:
-        return self.compute_seconds + self.exposed_seconds
-
-
-def estimate_time(plan: Plan, program: Program) -> TimeEstimate | None:
+def estimate_time(plan: Plan, step: Region) -> StepTime[float] | None:
     """Returns the time of the plan's step; None where the target's figures are not known."""
     rates = plan_rates(plan.target, head_dim_of(plan.arrays))
     if rates is None:
         return None
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
-    shape, numbers = read_costs(program, weights, plan.target.compiler, plan.ops)
+    shape, numbers = read_costs(step, weights, plan.ops)
     links = plan_link_times([plan.mesh], shape.collectives)
-    time = time_step(Costs(shape, numbers[:, None]), rates, links, plan_hiding(plan))
-    exposed = {axes: float(seconds[0]) for axes, seconds in time.exposed.items()}
-    return TimeEstimate(float(time.compute_seconds[0]), MappingProxyType(exposed))
+    return time_step(Costs(shape, numbers[:, None]), rates, links, plan_hiding(plan)).of(0)
 
 
-def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> StepTime:
-    """Returns the time of a step of each declaration."""
-    compute = np.zeros(costs.numbers.shape[1])
+def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> StepTime[Numbers]:
+    """Returns the time of a step of each declaration, on the stage of the mesh that takes longest."""
+    compute = np.zeros((1, costs.numbers.shape[1]))
     exposed: dict[Axes, Numbers] = {}
     for region in costs.regions():
         alone = _compute_seconds(region, rates)
@@ -126,7 +117,10 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
         blocks = _compute_seconds(region, rates, "attention") if "attention" in region.flops else alone
         for axes, seconds in _exposed(region, alone, blocks, links, hiding).items():
             exposed[axes] = exposed.get(axes, 0.0) + seconds
-    return StepTime(compute, exposed)
+    whole = StepTime(compute, exposed).seconds
+    slowest = whole.argmax(axis=0), np.arange(whole.shape[1])
+    each = {axes: np.broadcast_to(seconds, whole.shape)[slowest] for axes, seconds in exposed.items()}
+    return StepTime(np.broadcast_to(compute, whole.shape)[slowest], each)
 
 
 def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = None) -> Numbers | float:
@@ -152,8 +146,8 @@ def _exposed(
     waited: dict[Axes, Numbers] = {}
     beside: dict[Axes, Numbers] = {}
     beside_blocks: dict[Axes, tuple[Numbers | float, Numbers | float]] = {}  # their time, and the least of it
-    for one, num_bytes, trips in region.transfers:
-        seconds = trips * links.seconds(one.kind, one.axes, num_bytes)
+    for one, num_bytes, executions in region.transfers:
+        seconds = executions * links.seconds(one.kind, one.axes, num_bytes)
         if (own := hiding.of_operations.get(one.source or "")) is not None and own.is_beside_attention:
             of_all, of_share = beside_blocks.get(one.axes, (0.0, 0.0))
             beside_blocks[one.axes] = of_all + seconds, of_share + own.share * seconds

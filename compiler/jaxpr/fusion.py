@@ -113,15 +113,14 @@ def traffic(fused: Fused, *, into_matmuls: bool) -> list[tuple[FusedStep, tuple[
 def stacked_bytes(loop: Operation, around: Program) -> int:
     """Returns the bytes that one trip of a loop copies into stacks and out of them: each slice is read and written. Not
     of the head's: its matmuls read a chunk of the loss where it lies."""
-    assert loop.body is not None
     if "head" in OperationName(loop.scope).words:
         return 0
-    body = loop.body
+    ((body, (num_trips, *_)),) = ((each.program, each.executions) for each in loop.bodies)
     into = [_size(body, i) for i in body.outputs[loop.num_carried :]]
     out_of = [
         _size(body, inner)
         for outer, inner in zip(loop.inputs, body.inputs, strict=True)
-        if loop.num_trips > 1 and _size(around, outer) == loop.num_trips * _size(body, inner) > 0
+        if num_trips > 1 and _size(around, outer) == num_trips * _size(body, inner) > 0
     ]
     return 2 * (sum(into) + sum(out_of))
 
@@ -156,12 +155,16 @@ def needed(program: Program) -> list[Operation]:
 
 
 def _inputs(operation: Operation) -> tuple[int, ...]:
-    """The operands that are used: those of a loop that its body uses."""
-    if operation.body is None:
+    """Returns the operands that are used: of a loop or of branches those that a body uses, and the index of the branch
+    that runs."""
+    if not operation.bodies:
         return operation.inputs
-    body = operation.body
-    used = set(body.outputs) | {i for inner in needed(body) for i in _inputs(inner)}
-    return tuple(i for i, inside in zip(operation.inputs, body.inputs, strict=True) if inside in used)
+    first = len(operation.inputs) - len(operation.bodies[0].program.inputs)
+    used = set(range(first))
+    for body in (each.program for each in operation.bodies):
+        read = set(body.outputs) | {i for inner in needed(body) for i in _inputs(inner)}
+        used |= {first + place for place, inside in enumerate(body.inputs) if inside in read}
+    return tuple(i for place, i in enumerate(operation.inputs) if place in used)
 
 
 def _same_array(operations: Iterable[Operation]) -> dict[int, int]:

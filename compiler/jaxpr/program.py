@@ -8,8 +8,8 @@ from ..core.partition_spec import Axes
 from .unknown import UnknownPrimitive
 
 # move: the same bytes under another shape. pointwise: fused with its neighbours. reduce: fused with what it reads.
-# unknown: a primitive that no list names; an array in, an array out, as of the others.
-Kind = Literal["matmul", "kernel", "collective", "loop", "move", "pointwise", "reduce", "other", "unknown"]
+# unknown: a primitive that no list names; an array in, an array out, as of the others. loop, branches: run bodies.
+Kind = Literal["matmul", "kernel", "collective", "loop", "branches", "move", "pointwise", "reduce", "other", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,19 @@ class TracedCollective:
 
 
 @dataclass(frozen=True)
+class Body:
+    """A program that an operation runs: the body of a loop, or a branch. executions: their number for one execution of
+    the operation, on each stage of the mesh; a single value where all stages have the same."""
+
+    program: "Program"
+    executions: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Operation:
     """inputs, outputs: indices of values. scope: names that say what it is part of. flops: of a device; None: unknown.
-    hbm_bytes: what it declares itself to read and write. unknown: what is not known of it, if something is not."""
+    hbm_bytes: what it declares itself to read and write. unknown: what is not known of it, if something is not. bodies:
+    the one of a loop, or the branches; their inputs are the last ones of the operation."""
 
     kind: Kind
     name: str
@@ -34,8 +44,7 @@ class Operation:
     outputs: tuple[int, ...]
     flops: int | None = 0
     collective: TracedCollective | None = None
-    body: "Program | None" = None
-    num_trips: int = 1
+    bodies: tuple[Body, ...] = ()
     num_carried: int = 0  # of a loop: its first results, which each trip hands to the next; the others are stacked
     hbm_bytes: int | None = None
     unknown: UnknownPrimitive | None = None

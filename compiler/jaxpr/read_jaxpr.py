@@ -1,6 +1,6 @@
 """A traced program, read without a compiler: operations in order, bytes on a device of each value.
 
-Calls are inlined, loops stay loops. Values that are split over auto axes are followed through the operations
+Calls are inlined; loops and conds keep their bodies, each with its number of executions (branches.py). Values that are split over auto axes are followed through the operations
 (propagate.py); an operation that contracts a split dimension brings an all-reduce.
 """
 
@@ -15,14 +15,15 @@ from jax.extend.core import Literal as Constant
 
 from ..core.collectives import MOVING, CollectiveKind
 from ..core.kernels import KernelOwner
-from ..core.partition_spec import Axes, axes_of
+from ..core.partition_spec import STAGE, Axes, axes_of
 from ..core.scopes import nested_scope
-from .flops import TRIPS, FlopCount, calls_one, contracted_dims, cost_of, count_flops, kernel_cost_of
+from .branches import KnownValues
+from .flops import TRIPS, calls_one, contracted_dims, cost_of, kernel_cost_of
 from .operation_kinds import COLLECTIVES, LANES, equation_kind
-from .program import Kind, Operation, Program, TracedCollective
+from .program import Body, Kind, Operation, Program, TracedCollective
 from .propagate import DimAxes, propagate, taken
 from .subprograms import scan_of, subprograms, without_consts
-from .unknown import CallCost, unknown_of
+from .unknown import EACH_BRANCH, CallCost, unknown_of
 
 _SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # before or behind a sum over devices: alike
 _ADDITIONS = {"add", "add_any"}
@@ -35,11 +36,14 @@ def read_jaxpr(
     *,
     joins_sums: bool = True,
     ops: Sequence[KernelOwner] = (),
+    platform: str | None = None,
 ) -> Program:
-    """Any jaxpr, with its arguments laid out so. joins_sums: the compiler adds partial results of several matmuls up
-    before it sums them over devices, and sums into shards where shards are wanted. ops: operations that know
-    their own kernels."""
-    return _Reader(mesh_sizes, joins_sums, ops).read(jaxpr, layouts, "")
+    """Returns the program of a jaxpr whose arguments have these layouts. joins_sums: the compiler adds partial results
+    of several matmuls up before it sums them over devices, and sums into shards where shards are wanted. ops:
+    operations that know their own kernels. platform: that code which differs by platform is read for; None: any of it
+    may run."""
+    known = KnownValues(mesh_sizes.get(STAGE, 1), platform)
+    return _Reader(mesh_sizes, joins_sums, ops, known).read(jaxpr, layouts, "")
 
 
 def layout_of(spec: Any, rank: int) -> DimAxes:
@@ -60,11 +64,12 @@ class _Partial:
 
 @dataclass
 class _Reader:
-    """Reads one jaxpr; a reader of its own for each loop's body."""
+    """Reads one jaxpr; each body of a loop or a cond has a reader of its own."""
 
     mesh_sizes: Mapping[str, int]
     joins_sums: bool
     ops: Sequence[KernelOwner]
+    known: KnownValues
     within: tuple[Any, ...] = ()  # the equations that call what is read
     operations: list[Operation] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -123,9 +128,12 @@ class _Reader:
         known: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def index(x: Any) -> int:
-            if isinstance(x, Constant) or x not in known:  # a literal, or a value that is dropped
-                return self.value(x.aval, ((),) * getattr(x.aval, "ndim", 0))
-            return known[x]
+            if not isinstance(x, Constant) and x in known:
+                return known[x]
+            value = self.value(x.aval, ((),) * getattr(x.aval, "ndim", 0))  # a literal, or a value that is dropped
+            if isinstance(x, Constant):
+                self.known.set_literal(value, x.val)
+            return value
 
         for equation in jaxpr.eqns:
             operands = [index(x) for x in equation.invars]
@@ -151,7 +159,7 @@ class _Reader:
         if name == "while":
             return self.while_loop(equation, operands, scope)
         if name == "cond":
-            return self.inline(max(subprograms(params), key=self.weight), operands[1:], scope)
+            return self.branches(equation, operands, scope)
         if calls_one(equation):
             return self.inline(next(subprograms(params)), operands, scope)
         return self.single(equation, operands, scope)
@@ -182,6 +190,8 @@ class _Reader:
             layout, reduced = propagate(equation, layouts, self.num_shards)
             found = [layout]
         results = [self.value(x.aval, layout) for x, layout in zip(equation.outvars, found, strict=True)]
+        if len(results) == 1:
+            self.known.made[results[0]] = equation, operands
         cost, unknown = self.cost(equation, kind, own, operands, results, reduced), None
         if isinstance(cost, str) or kind == "unknown" or (not is_known and operands != before):
             unknown = unknown_of(equation, scope, cost if isinstance(cost, str) else None, self.within)
@@ -353,6 +363,8 @@ class _Reader:
         result = self.value(aval, layout)
         kind: Kind = "move" if self.sizes[result] == self.sizes[operand] else "pointwise"
         self.operations.append(Operation(kind, "shard_map", scope, (operand,), (result,)))
+        if not layout:  # a number is the same inside
+            self.known.given[result] = lambda: self.known.find(operand)
         return result
 
     def scan(self, equation: Any, operands: list[int], scope: str) -> list[int]:
@@ -360,7 +372,8 @@ class _Reader:
         layouts = [self.layouts[i] for i in operands]
         first = scan.num_consts + scan.num_carried
         inside = [*layouts[:first], *(layout[1:] for layout in layouts[first:])]
-        body, program = self.loop_body(scan.body, inside, range(scan.num_consts, first), scope)
+        known = self.known.inside_scan(scan, operands, is_reversed=equation.params["reverse"])
+        body, program = self.loop_body(scan.body, inside, range(scan.num_consts, first), scope, known)
         results = []
         for place, (x, i) in enumerate(zip(equation.outvars, program.outputs, strict=True)):
             layout = body.layouts[i] if place < scan.num_carried else ((), *body.layouts[i])
@@ -368,16 +381,18 @@ class _Reader:
             if place >= scan.num_carried:  # as it lies in the body
                 self.sizes[results[-1]] = scan.num_trips * program.sizes[i]
         self.operations.append(
-            Operation("loop", "scan", scope, tuple(operands), tuple(results), body=program,
-                      num_trips=scan.num_trips, num_carried=scan.num_carried)
+            Operation("loop", "scan", scope, tuple(operands), tuple(results), bodies=(Body(program, (scan.num_trips,)),),
+                      num_carried=scan.num_carried)
         )  # fmt: skip
         return results
 
-    def loop_body(self, jaxpr: Jaxpr, layouts: list[DimAxes], carried: range, scope: str) -> tuple["_Reader", Program]:
+    def loop_body(
+        self, jaxpr: Jaxpr, layouts: list[DimAxes], carried: range, scope: str, known: KnownValues
+    ) -> tuple["_Reader", Program]:
         """Reads a loop's body, whose carried values are laid out alike at the start and the end of a trip: zeros that
         sums begin with are split, too."""
         while True:
-            body = _Reader(self.mesh_sizes, self.joins_sums, self.ops, self.within)
+            body = _Reader(self.mesh_sizes, self.joins_sums, self.ops, known, self.within)
             program = body.read(jaxpr, layouts, scope)
             ends = [body.layouts[i] for i in program.outputs[: len(carried)]]
             split = [
@@ -388,28 +403,46 @@ class _Reader:
                 return body, program
             layouts = [*layouts[: carried.start], *split, *layouts[carried.stop :]]
 
-    def weight(self, branch: Jaxpr) -> tuple[bool, int]:
-        """Orders the branches of a cond by arithmetic: the heaviest is taken, and an unknown one before all others."""
-        count = self.count(branch, "")
-        return bool(count.unknown), count.known
-
-    def count(self, jaxpr: Any, scope: str) -> FlopCount:
-        return count_flops(without_consts(jaxpr), scope, ops=self.ops)
-
     def while_loop(self, equation: Any, operands: list[int], scope: str) -> list[int]:
-        """Its number of trips is not known before it runs: its memory and communication are those of one."""
-        params, count = equation.params, self.count(equation.params["body_jaxpr"], scope)
+        """Reads a loop whose number of trips is not known before it runs: its memory and communication are those of
+        one."""
+        params = equation.params
         inside = operands[params["cond_nconsts"] :]
         consts, num = params["body_nconsts"], len(inside)
         layouts = [self.layouts[i] for i in inside]
-        body, program = self.loop_body(without_consts(params["body_jaxpr"]), layouts, range(consts, num), scope)
+        known = self.known.inside_loop()
+        body, program = self.loop_body(without_consts(params["body_jaxpr"]), layouts, range(consts, num), scope, known)
         results = [self.value(x.aval, body.layouts[i]) for x, i in zip(equation.outvars, program.outputs, strict=True)]
         self.operations.append(
             Operation(
-                "loop", "while", scope, tuple(inside), tuple(results), flops=None if count.known else 0,
-                unknown=unknown_of(equation, scope, TRIPS, self.within), body=program, num_carried=len(results),
+                "loop", "while", scope, tuple(inside), tuple(results), bodies=(Body(program, (1,)),),
+                num_carried=len(results), unknown=unknown_of(equation, scope, TRIPS, self.within),
             )
         )  # fmt: skip
+        return results
+
+    def branches(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        """Reads a cond, with the share of its executions in which each branch runs; each has the same share where that
+        depends on data, which `unknown` says. A result has the layout that a branch gives it."""
+        (index, *inside), jaxprs = operands, list(subprograms(equation.params))
+        num, layouts, read = len(jaxprs), [self.layouts[i] for i in operands[1:]], []
+        for place, jaxpr in enumerate(jaxprs):
+            known = self.known.branch(index, place, num, inside)
+            branch = _Reader(self.mesh_sizes, self.joins_sums, self.ops, known, self.within)
+            read.append((branch, branch.read(jaxpr, layouts, scope)))
+        results = []
+        for place, x in enumerate(equation.outvars):
+            found = (branch.layouts[program.outputs[place]] for branch, program in read)
+            layout = tuple(next(filter(None, axes), ()) for axes in zip(*found, strict=True))
+            results.append(self.value(x.aval, layout))
+        shares = self.known.shares(index, num)
+        unknown = None if shares else unknown_of(equation, scope, None, self.within, counted=EACH_BRANCH.format(num))
+        bodies = tuple(
+            Body(program, share) for (_, program), share in zip(read, shares or [(1 / num,)] * num, strict=True)
+        )
+        self.operations.append(
+            Operation("branches", "cond", scope, tuple(operands), tuple(results), bodies=bodies, unknown=unknown)
+        )
         return results
 
 

@@ -18,6 +18,8 @@ _JAX = ("jax", "jaxlib")
 _CALLED = re.compile(r"custom_call @([\w.$]+)")
 _FIX = "write it with primitives that are counted (matmuls, convolutions, FFTs, scans)"
 _FIX_KERNEL = "pass cost_estimate=pl.CostEstimate(flops=.., transcendentals=.., bytes_accessed=..) to pallas_call"
+WHOLE = "its FLOPs are counted; its operands and results are taken as whole on each device"
+EACH_BRANCH = "which of its {} branches runs depends on data; each is counted as often as the others"
 _FIX_WHILE = "use jax.lax.scan, or jax.lax.fori_loop with bounds that are Python numbers"
 
 
@@ -31,29 +33,32 @@ class CallCost:
 
 @dataclass(frozen=True)
 class UnknownPrimitive:
-    """name: "geqrf", "pallas_call 'my_kernel'". place: file and line. part: of the step. why: its cost is unknown; None
-    where the cost is known, and only how it is split over devices is not."""
+    """name: "geqrf", "pallas_call 'my_kernel'". place: file and line. part: of the step. why: the reason why its cost
+    is unknown; None where it is known but for what `counted` says."""
 
     name: str
     place: str
     part: str
     why: str | None
     fix: str
+    counted: str = WHOLE
 
     def __str__(self) -> str:
         where = f"{self.name} at {self.place}, in {self.part}"
         if self.why is None:
-            return f"{where}: its FLOPs are counted; its operands and results are taken as whole on each device"
+            return f"{where}: {self.counted}"
         return f"{where}: {self.why}; {self.fix}"
 
 
-def unknown_of(equation: Any, part: str, why: str | None, within: Sequence[Any]) -> UnknownPrimitive:
-    """The record of an equation that no list knows. why: its cost is unknown. within: the equations that call it, the
+def unknown_of(
+    equation: Any, part: str, why: str | None, within: Sequence[Any], *, counted: str = WHOLE
+) -> UnknownPrimitive:
+    """Returns the record of an equation of which something is not known. within: the equations that call it, the
     outermost first: what JAX has traced once is placed by them."""
     name = equation.primitive.name
     fix = {"pallas_call": _FIX_KERNEL, "while": _FIX_WHILE}.get(name, _FIX)
     place = next(filter(None, map(_place_of, (equation, *reversed(within)))), "an unknown line")
-    return UnknownPrimitive(_name_of(equation), place, part, why, fix)
+    return UnknownPrimitive(_name_of(equation), place, part, why, fix, counted)
 
 
 def _name_of(equation: Any) -> str:

@@ -10,6 +10,7 @@ from meshloom.models.config import Record
 
 from ..core.collectives import CollectiveKind, ComputeKind, LinkKind
 from ..core.format import counted, human_names
+from ..schema import total
 from ..spec.calibration_spec import Calibration
 from .account import Account, Roles, account, roles_of
 from .prediction import PredictedCollective, Prediction
@@ -166,16 +167,11 @@ def _collective_kinds(accounts: Sequence[Account], prediction: Prediction) -> li
                 kind=kind,
                 mesh_axes=axes,
                 link=link,
-                exposed=compared(exposed, _sum(one.report.exposed_seconds for one in each)),
-                **_values(alone, _sum(one.report.alone_seconds for one in each)),
+                exposed=compared(exposed, total(one.report.exposed_seconds for one in each)),
+                **_values(alone, total(one.report.alone_seconds for one in each)),
             )
         )
     return sorted(rows, key=lambda row: -row.measured_seconds)
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    known = list(values)
-    return None if None in known else sum(value for value in known if value is not None)
 
 
 def _operations(accounts: Sequence[Account], prediction: Prediction, roles: Roles) -> list[OperationRow]:

@@ -12,7 +12,7 @@ from ..estimate.bound import least_step_seconds
 from ..estimate.communication import PlannedCollective, sent_bytes
 from ..estimate.estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate, estimate_step
 from ..estimate.roofline import roofline_seconds
-from ..estimate.step_time import TimeEstimate
+from ..estimate.step_time import StepTime
 from ..estimate.usual_imbalance import overrides_of_imbalance, plan_usual_imbalance
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
@@ -77,7 +77,7 @@ def _verdict_of(what: str, needed: int, limit: int | None, fits: bool | None) ->
     return text, "green" if fits else "bold red"
 
 
-def _time(plan: Plan, time: TimeEstimate) -> str:
+def _time(plan: Plan, time: StepTime[float]) -> str:
     """Returns the time of a step, with what is waited for by mesh axes, the longest first."""
     tokens = plan.spec.tokens_per_step / time.seconds / plan.target.num_chips
     waited = sorted(time.exposed.items(), key=lambda one: -one[1])
@@ -120,7 +120,7 @@ def estimate_as_json(plan: Plan, estimate: StepEstimate) -> dict[str, Any]:
     }
 
 
-def _time_as_json(plan: Plan, time: TimeEstimate | None) -> dict[str, Any] | None:
+def _time_as_json(plan: Plan, time: StepTime[float] | None) -> dict[str, Any] | None:
     if time is None:
         return None
     exposed = {"+".join(axes): seconds for axes, seconds in time.exposed.items()}

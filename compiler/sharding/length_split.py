@@ -111,4 +111,5 @@ def _reads_at(equation: Any, length: int) -> bool:
 
 
 def _has_collective(program: Program) -> bool:
-    return any(each.collective or (each.body and _has_collective(each.body)) for each in needed(program))
+    operations = needed(program)
+    return any(each.collective or any(_has_collective(body.program) for body in each.bodies) for each in operations)

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-from ..core.partition_spec import Axes
+from ..core.partition_spec import STAGE, Axes
 from ..spec.spec import ShardingSpec
-
-STAGE = "stage"
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from meshloom.models import LOGICAL_AXES
 
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
+from ..core.partition_spec import STAGE
 from ..spec.compiler_traits import CompilerTraits
 from ..spec.spec import MeshSpec, Rule, RunSpec, ShardingSpec
 from ..target.mesh import MeshPlan
 from .arrays import EXPERTS, Array, Arrays
-from .roles import STAGE, AxisRoles
+from .roles import AxisRoles
 from .rules import ArrayPlan, RuleTable, UnsettledDimension, resolve
 
 # Presets that use an axis.

@@ -166,8 +166,8 @@ def _change(what: str, prices: Prices, now: int, other: Prices, limit: int, obje
     then = winner(other, limit, objective)
     before = prices.candidates[now]
     best = None if then is None else other.candidates[then]
-    seconds = None if then is None else float(other.seconds[then])
-    return WhatIf(what, before, best, float(prices.seconds[now]), seconds)
+    seconds = None if then is None else float(other.time.seconds[then])
+    return WhatIf(what, before, best, float(prices.time.seconds[now]), seconds)
 
 
 def limit_of(variant: Variant) -> int:
@@ -198,7 +198,7 @@ def _nothing_fits(prices: Prices, limit: int) -> Problem:
 
 def merit(prices: Prices, objective: Objective) -> Numbers:
     """Returns what the objective makes least."""
-    return prices.peak_bytes if objective == "memory" else prices.seconds
+    return prices.peak_bytes if objective == "memory" else prices.time.seconds
 
 
 def _estimate_best(prices: Prices, limit: int, spec: RunSpec, run: Runner) -> tuple[Estimated, ...]:

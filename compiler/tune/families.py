@@ -26,6 +26,7 @@ from ..driver import plan_run
 from ..estimate.assumed_overlap import BATCH_SPLIT, can_split_batch, plan_assumed
 from ..estimate.program_costs import Costs, Numbers, ProgramShape, read_costs
 from ..estimate.read_step import read_step
+from ..estimate.regions import price_regions
 from ..estimate.step_time import Hiding, plan_hiding
 from ..parallel.attention import head_dim_of
 from ..parallel.loss import num_loss_chunks
@@ -227,9 +228,9 @@ def trace(point: TracePoint) -> Reference:
     """Traces the step of a point: half a second, and no devices."""
     plan = plan_assumed(plan_run(_spec_of(point)))
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
-    shape, numbers = read_costs(read_step(plan), weights, plan.target.compiler, plan.ops)
+    shape, numbers = read_costs(price_regions(read_step(plan), plan.target.compiler), weights, plan.ops)
     loss = num_loss_chunks(plan.operations)
-    trips = {int(numbers[region[0]]) for region in shape.regions if len(region) == 1}  # of the outer loops
+    trips = {int(numbers[region[0][0]]) for region in shape.regions if len(region) == 1}  # of the outer loops
     number = point.num_microbatches
     is_last_apart = plan.spec.overlap.layers.reduce_in_backward and number not in trips and number - 1 in trips
     head_dim = head_dim_of(plan.arrays)

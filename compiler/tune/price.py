@@ -15,35 +15,25 @@ from .space import MeshCandidate
 
 @dataclass(frozen=True)
 class Prices:
-    """The prices of candidates, in their order: seconds of a step, bytes of a device; exposed: by mesh axes."""
+    """The prices of candidates, in their order: the time of a step, bytes of a device."""
 
     candidates: tuple[MeshCandidate, ...]
     peak_bytes: Numbers
     host_bytes: Numbers
-    compute_seconds: Numbers
-    exposed: Mapping[Axes, Numbers]
-
-    @property
-    def exposed_seconds(self) -> Numbers:
-        return sum(self.exposed.values(), start=np.zeros(len(self.candidates)))
-
-    @property
-    def seconds(self) -> Numbers:
-        return self.compute_seconds + self.exposed_seconds
+    time: StepTime[Numbers]
 
     def evaluation(self, place: int, limit_bytes: int) -> Evaluation:
         """Returns the evaluation of one candidate by its price. limit_bytes: that it may take of a device."""
-        exposed = {axes: float(seconds[place]) for axes, seconds in self.exposed.items()}
-        compute, peak_bytes = float(self.compute_seconds[place]), int(self.peak_bytes[place])
+        time, peak_bytes = self.time.of(place), int(self.peak_bytes[place])
         return Evaluation(
-            seconds=compute + sum(exposed.values()),
-            compute_seconds=compute,
-            exposed_seconds=sum(exposed.values()),
+            seconds=time.seconds,
+            compute_seconds=time.compute_seconds,
+            exposed_seconds=time.exposed_seconds,
             peak_bytes=peak_bytes,
             host_bytes=int(self.host_bytes[place]),
             fits=peak_bytes <= limit_bytes,
             host_fits=None,
-            exposed=exposed,
+            exposed=dict(time.exposed),
         )
 
 
@@ -65,11 +55,11 @@ def price_candidates(
         costs = family.costs(ones)
         rates = plan_rates(ones[0].variant.target(), family.head_dim)
         assert rates is not None, "a variant without is refused by the rules"
-        time: StepTime = time_step(costs, rates, _link_times(ones, family, link_speed), family.hiding_of(ones))
+        time = time_step(costs, rates, _link_times(ones, family, link_speed), family.hiding_of(ones))
         peak[own], host[own], compute[own] = costs.peak_bytes(), costs.host_bytes(), time.compute_seconds
         for axes, seconds in time.exposed.items():
             exposed.setdefault(axes, np.zeros(count))[own] += seconds
-    return Prices(tuple(candidates), peak, host, compute, exposed)
+    return Prices(tuple(candidates), peak, host, StepTime(compute, exposed))
 
 
 def _link_times(candidates: Sequence[MeshCandidate], family: Family, speed: float) -> LinkTimes:

@@ -9,6 +9,7 @@ from conftest import WHOLE_STREAM, plan_of
 from meshloom.compiler.core.collectives import MOVING
 from meshloom.compiler.estimate.communication import link_bytes, plan_communication
 from meshloom.compiler.estimate.read_step import read_step
+from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.jaxpr.program import TracedCollective
 from meshloom.compiler.xla.programs import lower
 from support.helpers import collective_elements_per_step, collectives_per_step
@@ -18,7 +19,8 @@ TENSOR_8 = ("sharding=tensor", "mesh.data=1", "mesh.tensor=8")
 
 def _planned(*overrides):
     plan = plan_of(*overrides)
-    return [one for one in plan_communication(plan, read_step(plan)) if one.bytes_each > 8]
+    step = price_regions(read_step(plan), plan.target.compiler)
+    return [one for one in plan_communication(plan, step) if one.bytes_each > 8]
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ import pytest
 from jax.experimental import topologies
 
 from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
+from meshloom.compiler.spec.compiler_traits import CompilerTraits
 from meshloom.compiler.estimate.communication import PlannedCollective
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.liveness import find_peak
 from meshloom.compiler.estimate.read_step import read_step
+from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.jaxpr.fusion import fuse, stacked_bytes, traffic
 from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr
 from meshloom.compiler.xla.programs import lower
@@ -31,6 +33,10 @@ def estimate_of(*overrides):
 def _program(function, *shapes):
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return read_jaxpr(jax.make_jaxpr(function)(*arguments).jaxpr, [((),) * len(shape) for shape in shapes], {})
+
+
+def _peak(program):
+    return find_peak(price_regions(program, CompilerTraits()))
 
 
 def _written(program):
@@ -79,7 +85,7 @@ def test_a_trip_copies_what_it_stacks_and_what_it_takes_from_a_stack():
         return jax.lax.scan(lambda x, y: (x + jnp.sum(y), jnp.tanh(x)), x, ys)
 
     read = _program(program, (16,), (4, 8))
-    (loop,) = (each for each in read.operations if each.body is not None)
+    (loop,) = (each for each in read.operations if each.bodies)
     assert stacked_bytes(loop, read) == 2 * (32 + 64)
 
 
@@ -89,7 +95,7 @@ def test_a_sum_needs_no_array_of_its_terms():
 
 def test_the_peak_of_two_matmuls():
     """The first result and the second are there at once; the third takes the place of the first."""
-    peak = find_peak(_program(lambda x, w: jnp.sum(x @ w @ w @ w), (64, 64), (64, 64)))
+    peak = _peak(_program(lambda x, w: jnp.sum(x @ w @ w @ w), (64, 64), (64, 64)))
     assert peak.total == 2 * 64 * 64 * 4
 
 
@@ -99,7 +105,7 @@ def test_a_loop_counts_its_bodys_peak_once_and_what_it_stacks_in_all():
         return jnp.sum(rows @ w) + jnp.sum(x @ w)
 
     square = 64 * 64 * 4
-    peak = find_peak(_program(program, (64, 64), (64, 64)))
+    peak = _peak(_program(program, (64, 64), (64, 64)))
     assert peak.total == (5 + 5) * square  # rows, and rows @ w; the last x is where the first one was
 
 
@@ -113,7 +119,7 @@ def test_a_row_is_written_where_the_stack_lies():
         return jnp.sum(jax.lax.scan(trip, (w @ w, jnp.zeros((5, 64, 64))), jnp.arange(5))[0][1])
 
     square = 64 * 64 * 4
-    assert find_peak(_program(program, (64, 64))).total == (5 + 2) * square  # rows, and x before and after a matmul
+    assert _peak(_program(program, (64, 64))).total == (5 + 2) * square  # rows, and x before and after a matmul
 
 
 def test_partial_sums_are_joined_and_summed_into_the_shards_that_are_wanted():

@@ -8,6 +8,7 @@ from meshloom.compiler.core.collectives import CollectiveKind
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.program_costs import Costs, ProgramShape, Transfer, Work, read_costs
 from meshloom.compiler.estimate.read_step import read_step
+from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, time_step
 from meshloom.compiler.parallel.operation import Exposed
 
@@ -31,7 +32,7 @@ def _loop(work, transfers, numbers, trips=4):
         num_numbers=1 + len(numbers),
         works=tuple(work),
         transfers=tuple(transfers),
-        regions=((), (0,)),
+        regions=((), ((0,),)),
         live=((),),
         on_host=((),),
         arguments=(),
@@ -105,17 +106,17 @@ PLANS = [
 @pytest.mark.parametrize("overrides", PLANS, ids=" ".join)
 def test_the_costs_of_a_program_are_those_of_its_estimate(overrides):
     plan = plan_of(*SMALL, *overrides)
-    estimate, program = estimate_step(plan), read_step(plan)
+    estimate, step = estimate_step(plan), price_regions(read_step(plan), plan.target.compiler)
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
-    shape, numbers = read_costs(program, weights, plan.target.compiler, plan.ops)
+    shape, numbers = read_costs(step, weights, plan.ops)
     twice = Costs(shape, np.stack([numbers, 2 * numbers], axis=1))
     assert twice.peak_bytes()[0] == estimate.memory.peak_bytes
     assert twice.peak_bytes()[1] == 2 * estimate.memory.peak_bytes
     assert twice.host_bytes()[0] == estimate.memory.host_bytes
     regions = twice.regions()
-    flops = sum(each[0] for region in regions for each in region.flops.values())
+    flops = sum(each[0, 0] for region in regions for each in region.flops.values())
     assert flops == sum(part.flops or 0 for part in estimate.roofline)
-    moved = sum(each[0] for region in regions for each in region.num_bytes.values())
+    moved = sum(each[0, 0] for region in regions for each in region.num_bytes.values())
     assert moved == sum(part.hbm_bytes or 0 for part in estimate.roofline)
-    sent = sum((one[1] * one[2])[0] for region in regions for one in region.transfers)
+    sent = sum((one[1] * one[2])[0, 0] for region in regions for one in region.transfers)
     assert sent == sum(one.num_bytes for one in estimate.communication)

@@ -21,6 +21,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.program_costs import read_costs
 from meshloom.compiler.estimate.read_step import read_step
+from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.estimate.step_time import plan_hiding
 from meshloom.compiler.parallel.operation import (
     Cost,
@@ -136,7 +137,7 @@ def test_an_operation_from_outside_has_its_scope_and_its_row_of_collectives(monk
     rows = [one for one in estimate_step(plan).communication if one.source == "doubling layer"]
     assert {(one.kind, one.mesh_axes) for one in rows} == {("all-reduce", ("fsdp",))}
     assert "forward" in {one.direction for one in rows}
-    shape, _ = read_costs(read_step(plan), frozenset(), plan.target.compiler, plan.ops)
+    shape, _ = read_costs(price_regions(read_step(plan), plan.target.compiler), frozenset(), plan.ops)
     assert "doubling layer" in {one.source for one in shape.transfers}
     assert plan_hiding(plan).of_operations["doubling layer"] == Exposed(0.5)
     assert source_of("jit(f)/jvp(layers)/doubling=layer/psum", "all-reduce", (), plan.ops) == "doubling layer, forward"

@@ -47,7 +47,7 @@ def assert_priced_as_estimated(space, places, *, peak: float | None = 0.08, seco
         if peak is not None:
             assert prices.peak_bytes[place] == pytest.approx(exact.peak_bytes, rel=peak)
         estimated = exact.seconds
-        assert prices.seconds[place] == pytest.approx(estimated, rel=seconds)
+        assert prices.time.seconds[place] == pytest.approx(estimated, rel=seconds)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_prices_know_which_batches_cannot_be_split():
     prices = space.price()
     assert {one.sequences_of_device % 2 for one in space.candidates} == {0, 1}
     for place, one in enumerate(space.candidates):
-        exposed, price = estimate_spec(one.spec()).evaluation.exposed["tensor",], prices.exposed["tensor",][place]
+        exposed, price = estimate_spec(one.spec()).evaluation.exposed["tensor",], prices.time.exposed["tensor",][place]
         # The price of a loss that is not cut has the hops of a chunk more: on this small model, up to a fifth.
         if one.sequences_of_device % 2 == 0:
             assert price == pytest.approx(exposed, rel=0.25)
@@ -171,7 +171,7 @@ def test_prices_of_a_decoder_are_the_estimates_of_each_candidate():
 @settings(deadline=None, max_examples=20)
 @given(faster=st.floats(1.0, 100.0))
 def test_more_bandwidth_is_never_slower(stack, faster):
-    assert (stack.price(link_speed=faster).seconds <= stack.price().seconds * (1 + 1e-12)).all()
+    assert (stack.price(link_speed=faster).time.seconds <= stack.price().time.seconds * (1 + 1e-12)).all()
 
 
 @settings(deadline=None, max_examples=30)
@@ -184,10 +184,10 @@ def test_a_superset_of_the_space_never_has_a_worse_winner(stack, data):
     for name, kept in (("some", some), ("more", more)):
         own = stack.price([stack.candidates[place] for place in sorted(kept)])
         place = winner(own, limit, "step_time")
-        best[name] = np.inf if place is None else own.seconds[place]
+        best[name] = np.inf if place is None else own.time.seconds[place]
     rounded = 1 - 1e-12  # a price is rounded by the number of candidates that are priced with it
     assert best["more"] * rounded <= best["some"]
-    assert best["some"] >= prices.seconds[prices.peak_bytes <= limit].min(initial=np.inf) * rounded
+    assert best["some"] >= prices.time.seconds[prices.peak_bytes <= limit].min(initial=np.inf) * rounded
 
 
 def test_more_chips_at_a_fixed_batch_of_each_never_need_more_memory_of_each():
@@ -205,7 +205,7 @@ def test_the_answer_is_the_best_that_fits(stack):
     seconds = [one.seconds for one in answer.best]
     assert seconds == sorted(seconds)
     assert all(one.peak_bytes <= answer.limit_bytes for one in answer.best)
-    fitting = answer.prices.seconds[answer.prices.peak_bytes <= answer.limit_bytes]
+    fitting = answer.prices.time.seconds[answer.prices.peak_bytes <= answer.limit_bytes]
     assert seconds[0] <= 1.05 * fitting.min()
 
 

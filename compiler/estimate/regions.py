@@ -1,0 +1,117 @@
+"""A step's program as priced regions: the step itself, the bodies of its loops, the branches of its conds.
+
+    the step                     1 execution     a gather of the embedding, a loop over layers, ..
+      body of the loop          32 executions    4 matmuls, a cond
+        branch 0 of the cond     1 execution
+        branch 1 of the cond    31 executions    a reduce-scatter
+
+This is the only walk over a program: peak memory, communication, roofline and time are sums over its regions.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..spec.compiler_traits import CompilerTraits
+from ..jaxpr.fusion import Fused, FusedStep, fuse, stacked_bytes, traffic
+from ..jaxpr.program import Operation, Program
+
+
+@dataclass(frozen=True)
+class PricedStep:
+    """A step of the fused program. hbm_bytes: the bytes that one execution reads and writes in memory; None: unknown.
+    arrays: the values whose sizes these are, each as often as it is moved; () where the operation declares its bytes.
+    inside: the regions that it runs. place: of its operation in the program."""
+
+    fused: FusedStep
+    hbm_bytes: int | None
+    arrays: tuple[int, ...]
+    inside: tuple["Region", ...]
+    place: int
+
+    @property
+    def operation(self) -> Operation:
+        return self.fused.operation
+
+
+@dataclass(frozen=True)
+class Region:
+    """A program that is executed as a whole. factors: its executions in one of the region around it, those of that one
+    in one of the next, and so on; each a value for all stages of the mesh, or one for each stage. is_counted: False in
+    a loop whose number of trips is not known, which is priced as one trip. scope: of the operation that runs it.
+    stacked_bytes: the bytes that a trip copies into the loop's stacks and out of them."""
+
+    program: Program
+    fused: Fused
+    steps: tuple[PricedStep, ...]
+    factors: tuple[tuple[float, ...], ...] = ()
+    is_counted: bool = True
+    scope: str = ""
+    stacked_bytes: int = 0
+
+    @property
+    def executions(self) -> tuple[float, ...]:
+        """Returns how often the region is executed in a step, on each stage; one value where all have the same."""
+        num_stages = max(map(len, self.factors), default=1)
+        wide = [each if len(each) == num_stages else each * num_stages for each in self.factors]
+        return tuple(math.prod(each[stage] for each in wide) for stage in range(num_stages))
+
+    def walk(self) -> Iterator["Region"]:
+        """Yields the region and those inside of it, each before what is inside of it."""
+        yield self
+        for step in self.steps:
+            for inner in step.inside:
+                yield from inner.walk()
+
+    def each(self) -> Iterator[tuple["Region", PricedStep]]:
+        """Yields every step with the region that it is in, in the order of the program."""
+        for step in sorted(self.steps, key=lambda one: one.place):
+            yield self, step
+            for inner in step.inside:
+                yield from inner.each()
+
+
+def price_regions(program: Program, compiler: CompilerTraits) -> Region:
+    """Returns the region of a whole step, which has the others inside of it."""
+    fused = fuse(program, is_loop=False)
+    return Region(program, fused, _priced(fused, compiler, (), is_counted=True))
+
+
+def largest_sum(terms: Iterable[tuple[Region, float]]) -> float:
+    """Returns the sum of terms, each as often as its region is executed, on the stage where it is largest."""
+    each = [(region.executions, value) for region, value in terms]
+    num_stages = max((len(executions) for executions, _ in each), default=1)
+    return max(sum(one[stage % len(one)] * value for one, value in each) for stage in range(num_stages))
+
+
+def _priced(
+    fused: Fused, compiler: CompilerTraits, factors: tuple[tuple[float, ...], ...], *, is_counted: bool
+) -> tuple[PricedStep, ...]:
+    program, steps = fused.program, []
+    places = {id(operation): place for place, operation in enumerate(program.operations)}
+    for step, arrays in traffic(fused, into_matmuls=compiler.fuses_into_matmuls):
+        operation = step.operation
+        inside = _inside(operation, program, compiler, factors, is_counted=is_counted)
+        declares = operation.hbm_bytes is not None or operation.flops is None
+        num_bytes = operation.hbm_bytes if declares else sum(program.sizes[i] for i in arrays)
+        steps.append(PricedStep(step, num_bytes, () if declares else arrays, inside, places[id(operation)]))
+    return tuple(steps)
+
+
+def _inside(
+    operation: Operation,
+    around: Program,
+    compiler: CompilerTraits,
+    factors: tuple[tuple[float, ...], ...],
+    *,
+    is_counted: bool,
+) -> tuple[Region, ...]:
+    is_loop = operation.kind == "loop"
+    is_counted = is_counted and not (operation.unknown and operation.unknown.why)
+    stacked = stacked_bytes(operation, around) if is_loop and compiler.copies_loop_carry else 0
+    found = []
+    for body in operation.bodies:
+        fused, own = fuse(body.program, is_loop=is_loop), (*factors, body.executions)
+        steps = _priced(fused, compiler, own, is_counted=is_counted)
+        found.append(Region(body.program, fused, steps, own, is_counted, operation.scope, stacked))
+    return tuple(found)

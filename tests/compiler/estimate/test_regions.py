@@ -1,0 +1,134 @@
+"""A program with a loop and a cond, whose memory, communication, roofline and time can be added up in one's head.
+
+    4 trips:  x = x @ w in the first 3, x = psum(x) in the last        x, w: SQUARE bytes; a matmul: MATMUL FLOPs
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from conftest import SMALL, plan_of
+from meshloom.compiler.core.partition_spec import STAGE
+from meshloom.compiler.estimate.communication import plan_communication
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.estimate.liveness import find_peak
+from meshloom.compiler.estimate.program_costs import Costs, read_costs
+from meshloom.compiler.estimate.regions import price_regions
+from meshloom.compiler.estimate.roofline import find_unknown, plan_roofline
+from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, time_step
+from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr
+
+SIZE, TRIPS, FSDP = 64, 4, 8
+SQUARE, MATMUL = 4 * SIZE**2, 2 * SIZE**3
+COUNTER = 2 * 4 + 2 * 4  # bytes of a trip: its number is taken from a stack, and the index of the branch is made of it
+RATE = 1e6  # FLOPs and bytes per second
+LATENCY, SUM = 0.5, 0.5 + SQUARE / RATE  # seconds of a collective at least, and of the sum over devices
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_of("target=v5e-8", "sharding=fsdp")
+
+
+def regions_of(plan, step, *, num_stages=1):
+    """The regions of step(x, w) in the layers of a plan; each device has all of both."""
+    sizes = {STAGE: num_stages, "fsdp": FSDP}
+    mesh, whole = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), jax.P()
+    square = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)
+
+    def layers(x, w):
+        with jax.named_scope("layers"):
+            return jax.shard_map(step, mesh=mesh, in_specs=(whole, whole), out_specs=whole, check_vma=False)(x, w)
+
+    program = read_jaxpr(jax.make_jaxpr(layers)(square, square).jaxpr, [((), ())] * 2, sizes)
+    return price_regions(program, plan.target.compiler)
+
+
+def loop(trip):
+    """The step that runs x = trip(t, x, w) for t = 0, 1, .."""
+    return lambda x, w: lax.scan(lambda x, t: (trip(t, x, w), None), x, jnp.arange(TRIPS))[0]
+
+
+def time_of(step):
+    """(seconds of compute, of exposed communication) where nothing hides and everything runs at RATE."""
+    shape, numbers = read_costs(step, frozenset(), ())
+    key = ("all-reduce", ("fsdp",))
+    links = LinkTimes({key: np.array([LATENCY])}, {key: np.array([1 / RATE])})
+    hiding = Hiding(frozenset(), 1.0, is_doubled=False)
+    time = time_step(Costs(shape, numbers[:, None]), Rates(*[RATE] * 5), links, hiding).of(0)
+    return time.compute_seconds, time.exposed_seconds
+
+
+def matmuls_then_sum(t, x, w):
+    return lax.cond(t < TRIPS - 1, lambda: x @ w, lambda: lax.psum(x, "fsdp"))
+
+
+def test_each_branch_counts_in_the_trips_that_run_it(plan):
+    step = regions_of(plan, loop(matmuls_then_sum))
+    (part,) = plan_roofline(plan, step)
+    assert (part.name, part.flops) == ("layers (x3)", 3 * MATMUL)
+    assert part.hbm_bytes == 3 * (3 * SQUARE) + 2 * SQUARE + TRIPS * COUNTER
+    assert part.link_bytes == 2 * SQUARE * (FSDP - 1) // FSDP
+    assert [(one.kind, one.bytes_each, one.count) for one in plan_communication(plan, step)] == [
+        ("all-reduce", SQUARE, 1)
+    ]
+    compute, exposed = time_of(step)
+    assert compute == pytest.approx((3 * MATMUL + 2 * SQUARE + TRIPS * COUNTER) / RATE, rel=1e-12)
+    assert exposed == pytest.approx(SUM, rel=1e-12)
+
+
+@pytest.mark.parametrize("heavy_first", [True, False])
+def test_the_peak_is_in_the_branch_that_holds_most(plan, heavy_first):
+    """x is there outside, and the result of the cond; x @ w and x @ w @ w are in one of the branches."""
+
+    def trip(t, x, w):
+        branches = (lambda: x @ w @ w @ w, lambda: x * 2)
+        return lax.cond(t < 1, *(branches if heavy_first else reversed(branches)))
+
+    assert find_peak(regions_of(plan, loop(trip))).total == 3 * SQUARE
+
+
+def test_stages_run_what_is_theirs_and_the_slowest_counts(plan):
+    """Stage 0 multiplies in all trips, and stage 1 adds up over devices."""
+
+    def trip(t, x, w):
+        return lax.cond(lax.axis_index(STAGE) == 0, lambda: x @ w, lambda: lax.psum(x, "fsdp"))
+
+    step = regions_of(plan, loop(trip), num_stages=2)
+    executions = [region.executions for region in step.walk()]
+    assert executions == [(1,), (TRIPS,), (0, TRIPS), (TRIPS, 0)]
+    (part,) = plan_roofline(plan, step)
+    assert part.flops == TRIPS * MATMUL
+    assert [one.count for one in plan_communication(plan, step)] == [TRIPS]
+    compute, exposed = time_of(step)
+    assert exposed == pytest.approx(TRIPS * SUM)
+    assert compute < TRIPS * MATMUL / RATE, "of the stage that waits"
+
+
+def test_a_branch_that_data_chooses_counts_as_often_as_the_others_and_is_named(plan):
+    def trip(t, x, w):
+        return lax.switch(x[0, 0].astype(int), [lambda: x @ w, lambda: x @ w @ w, lambda: x])
+
+    step = regions_of(plan, loop(trip))
+    (part,) = plan_roofline(plan, step)
+    assert part.flops == TRIPS * (1 + 2) * MATMUL // 3
+    (one,) = find_unknown(plan, step)
+    assert str(one).startswith("cond at tests/compiler/estimate/test_regions.py:")
+    assert str(one).endswith("in layers: which of its 3 branches runs depends on data; "
+                             "each is counted as often as the others")  # fmt: skip
+    assert one.why is None, "the figures of the step stay known"
+
+
+def test_a_loop_that_skips_collectives_sends_what_one_without_them_sends():
+    """Where collectives are synchronous, the first and the last trip of a loop that prefetches skip theirs in a cond:
+    each weight is gathered in every layer forward and backward, and its gradient is reduced there."""
+
+    def counts(overlap):
+        planned = estimate_step(plan_of(*SMALL, "target=cpu-8", "sharding=fsdp", f"overlap={overlap}")).communication
+        layers = [one for one in planned if one.source.startswith("layers/")]
+        return {(one.kind, one.source): sum(x.count for x in layers if (x.kind, x.source) == (one.kind, one.source))
+                for one in layers}  # fmt: skip
+
+    assert counts("prefetch") == counts("none") != {}
