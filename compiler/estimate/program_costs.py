@@ -83,9 +83,7 @@ class ProgramShape:
         return tuple(dict.fromkeys((each.kind, each.axes) for each in self.transfers))
 
 
-def read_costs(
-    step: Region, weights: frozenset[str], ops: Sequence[ParallelOp]
-) -> tuple[ProgramShape, Numbers]:
+def read_costs(step: Region, weights: frozenset[str], ops: Sequence[ParallelOp]) -> tuple[ProgramShape, Numbers]:
     """Returns the shape and the numbers of a step's regions. weights: the paths of its parameters. ops: its operations.
 
     An operation whose arithmetic or traffic is unknown counts as nothing; `StepEstimate.unknown` lists them.

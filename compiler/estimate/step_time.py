@@ -19,9 +19,7 @@ import numpy as np
 from ..core.collectives import CollectiveKind
 from ..core.head_shares import share_of_head
 from ..core.partition_spec import Axes
-from ..parallel.attention import head_dim_of
-from ..parallel.matmul import COLLECTIVE_MATMUL
-from ..parallel.operation import Exposed, exposed_by_source
+from ..parallel.operation import Exposed, exposed_by_source, head_dim_of, runs_beside_compute
 from ..plan import Plan
 from ..target.compiler_options import hidden_kinds, why_permutes_wait
 from ..target.mesh import MeshPlan
@@ -98,7 +96,7 @@ class LinkTimes:
 
 def estimate_time(plan: Plan, step: Region) -> StepTime[float] | None:
     """Returns the time of the plan's step; None where the target's figures are not known."""
-    rates = plan_rates(plan.target, head_dim_of(plan.arrays))
+    rates = plan_rates(plan.target, head_dim_of(plan.operations))
     if rates is None:
         return None
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
@@ -196,7 +194,7 @@ def plan_hiding(plan: Plan) -> Hiding:
     """Returns what the declared overlap hides, or what a search is taken to find (assumed_overlap.py)."""
     target, assumed = plan.target, assume_overlap(plan)
     weights = hidden_kinds(assumed.flag_presets, "weights", target)
-    is_ring = any(each.chosen.name == COLLECTIVE_MATMUL for each in plan.operations)
+    is_ring = runs_beside_compute(plan.ops, ((each.op.kind, each.chosen.name) for each in plan.operations))
     can_hide = (is_ring or assumed.layers.batch_split > 1) and why_permutes_wait(target) is None
     return Hiding(
         weights=weights,

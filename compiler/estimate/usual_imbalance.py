@@ -8,7 +8,6 @@ import json
 from dataclasses import replace
 
 from ..core.trees import like
-from ..parallel.experts import ExpertsPlan
 from ..parallel.operation import OpInputs, plan_operations
 from ..parallel.weight_plan import plan_weights
 from ..plan import Plan
@@ -24,8 +23,7 @@ def overrides_of_imbalance(plan: Plan) -> tuple[str, ...]:
 
 def plan_usual_imbalance(plan: Plan) -> Plan | None:
     """Returns the plan with room for the usual imbalance; None where the declaration does not ask for any."""
-    experts = [each.chosen.parameters for each in plan.operations if isinstance(each.chosen.parameters, ExpertsPlan)]
-    has_room = any(each.is_dropless for each in experts)
+    has_room = any(each.op.has_spare_room(each) for each in plan.operations)
     if plan.spec.moe.max_imbalance is not None or not has_room:
         return None
     spec = plan.spec.model_copy(update={"moe": plan.spec.moe.model_copy(update={"max_imbalance": USUAL})})

@@ -30,7 +30,7 @@ from ..core.kernels import KernelCall, KernelCost
 from ..core.partition_spec import Axes, axes_in, axes_of
 from ..core.scopes import ATTENTION, OperationName, exchange_scope, nested_scope
 from ..jaxpr.operation_kinds import LANES
-from ..sharding.arrays import Arrays, OpSite
+from ..sharding.arrays import OpSite
 from ..spec.spec import RunSpec
 from ..target.target import TargetPlan
 from .attention_cost import attention_cost
@@ -98,6 +98,9 @@ class AttentionOp(ParallelOp):
         own, others = ([k for k in kernels if (PLATFORM_OF[k.name] == platform) is is_own] for is_own in (True, False))
         return (*own, plain, *others)
 
+    def head_dim(self, plan: OpPlan) -> int | None:
+        return plan.site.operands[0].shape[-1]
+
     def lower(self, plan: OpPlan) -> Lowered:
         return build_attend(plan.chosen.parameters)
 
@@ -127,11 +130,6 @@ class AttentionOp(ParallelOp):
     def scope(self, plan: OpPlan) -> str:
         exchange = plan.chosen.parameters.exchange
         return ATTENTION if exchange is None else nested_scope(ATTENTION, exchange_scope(exchange.name))
-
-
-def head_dim_of(arrays: Arrays) -> int | None:
-    """Returns the size of a head of the model's attention; None where it has none."""
-    return next((site.operands[0].shape[-1] for site in arrays.sites if site.kind == AttentionOp.kind), None)
 
 
 def _budget(target: TargetPlan, head_dim: int) -> Budget:

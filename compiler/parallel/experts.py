@@ -142,6 +142,9 @@ class ExpertsOp(ParallelOp):
     def scope(self, plan: OpPlan) -> str:
         return experts_scope(plan.site.name, plan.chosen.parameters.filled)
 
+    def has_spare_room(self, plan: OpPlan) -> bool:
+        return plan.chosen.parameters.is_dropless
+
     def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed:
         del target
         return Exposed(plan.chosen.parameters.waited_share)

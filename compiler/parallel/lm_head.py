@@ -11,13 +11,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from meshloom.models import Context, LogicalAxes, Model, Params, is_logical_axes
+from meshloom.models import Context, Model, Params
 
 from ..core.format import human_seconds
 from ..core.partition_spec import Axes
 from ..core.trees import leaves_by_path, like
 from ..jaxpr.read_jaxpr import read_jaxpr
-from ..sharding.arrays import OpSite
+from ..sharding.arrays import VOCAB, OpSite, vocab_dimensions
 from ..sharding.gradients import accumulated_layouts
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan, gathered_bytes
@@ -26,7 +26,6 @@ from ..spec.spec import RunSpec
 from ..target.compiler_options import hidden_kinds
 from .operation import CollectiveSpec, Cost, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, WeightUse, refused
 
-VOCAB = "vocab"  # the logical axis
 WHOLE, VOCAB_CHUNKS = "whole", "vocab_chunks"
 MOST_OF_THE_VOCABULARY = 0.8  # in one part: the gather of what is left of it is not hidden
 NUM_PASSES = 4  # over the head's input for each part more: its norm, and the sum of its gradients, forward and backward
@@ -129,15 +128,6 @@ def chunk_sizes(vocab_size: int, max_odd_factor: int | None) -> tuple[int, ...]:
         )
         left -= sizes[-1]
     return tuple(reversed(sizes))
-
-
-def vocab_dimensions(model: Model) -> Params:
-    """Of each of the head's own parameters the dimension that is the vocabulary, as a tree like them; None: none is."""
-
-    def place(axes: LogicalAxes) -> int | None:
-        return axes.index(VOCAB) if VOCAB in axes else None
-
-    return jax.tree.map(place, model.logical_axes()["head"], is_leaf=is_logical_axes)
 
 
 def _cannot_be_cut(spec: RunSpec, model: Model, sharding: ShardingPlan) -> str | None:

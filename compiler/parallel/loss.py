@@ -4,23 +4,22 @@ The head is run on a part of the tokens at a time, forward and again backward: l
 gradient is added up in float32 over the parts.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from meshloom.models import Aux, Params, split_aux
+from meshloom.models import Aux
+from meshloom.models.loss import Head, VocabChunks, sum_losses
 from meshloom.models.numbers import divisors
 
 from ..core.format import human_bytes
 from ..sharding.arrays import OpSite
-from .operation import OpInputs, OpPlan, ParallelOp, Refusal, Strategy
+from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy
 
-# (parameters, x_BTE, targets_BT) -> logits_BTV or (logits_BTV, Aux), pointwise in length
-Head = Callable[[Params, Array, Array], Any]
-VocabChunks = Sequence[Params]  # the head's parameters, a tree for each part of the vocabulary
 FLOAT32_BYTES = 4
 AT_ONCE, SEQUENCE_CHUNKS = "at_once", "sequence_chunks"
 
@@ -57,58 +56,25 @@ class LossOp(ParallelOp):
         refusal = Refusal(f"{logits} are held at once, and {limit}") if num_chunks > 1 else None
         return Strategy(AT_ONCE, "of all tokens at once", 1, reason=logits, refusal=refusal), chunked
 
+    def lower(self, plan: OpPlan) -> Lowered | None:
+        run: Any = partial(sum_losses_in_blocks, num_blocks=plan.chosen.parameters)
+        return run if plan.chosen.parameters > 1 else None
 
-def num_loss_chunks(operations: Iterable[OpPlan]) -> int:
-    """Returns the number of chunks of tokens in which the loss is computed."""
-    (chosen,) = (each.chosen for each in operations if isinstance(each.op, LossOp))
-    return chosen.parameters
+    def scope(self, plan: OpPlan) -> str | None:
+        """Its operations have the names of the head."""
+        del plan
+        return None
+
+    def num_trips(self, plan: OpPlan) -> int:
+        return plan.chosen.parameters
 
 
-def sum_losses(
+def sum_losses_in_blocks(
     head: Head, parts: VocabChunks, x_BTE: Array, targets_BT: Array, *, z_loss_weight: float, num_blocks: int
 ) -> tuple[Array, Aux]:
-    """Returns (objective, cross-entropy), each summed over all targets that are not ignored, float32 (2,); and the
-    head's auxiliary outputs, which a head in parts of the vocabulary does not have (lm_head.py)."""
-
-    def of_block(parts: VocabChunks, x_BTE: Array, targets_BT: Array) -> tuple[Array, Aux]:
-        logits, aux = zip(*(split_aux(head(params, x_BTE, targets_BT)) for params in parts), strict=True)
-        return cross_entropy_sums(logits, targets_BT, z_loss_weight=z_loss_weight), aux[0]
-
-    if num_blocks == 1:
-        return of_block(parts, x_BTE, targets_BT)
+    """Returns what `models.loss.sum_losses` does, of as many parts of the tokens one after the other."""
+    of_block = partial(sum_losses, head, z_loss_weight=z_loss_weight)
     return _blocked(of_block)(parts, _blocks(x_BTE, num_blocks), _blocks(targets_BT, num_blocks))
-
-
-def has_loss(targets_BT: Array) -> Array:
-    """Returns True for targets that count: neither IGNORED_TARGET nor PADDING_TARGET."""
-    return targets_BT >= 0
-
-
-def cross_entropy_sums(parts_BTV: Sequence[Array], targets_BT: Array, *, z_loss_weight: float) -> Array:
-    """(objective, cross-entropy), each a sum over tokens: -log softmax(logits)[target] in float32, and for the
-    objective z_loss_weight log(z)^2 more (PaLM, arXiv:2204.02311, section 5). Splits over a sharded vocabulary.
-
-    parts_BTV: logits, in parts along the vocabulary.
-    """
-    target_logit_BT, log_z_BT = _of_part(parts_BTV[0], targets_BT)
-    first = parts_BTV[0].shape[-1]
-    for part_BTV in parts_BTV[1:]:
-        of_part, log_z_of_part = _of_part(part_BTV, targets_BT - first)
-        target_logit_BT, log_z_BT = target_logit_BT + of_part, jnp.logaddexp(log_z_BT, log_z_of_part)
-        first += part_BTV.shape[-1]
-    is_counted_BT = has_loss(targets_BT)
-    cross_entropy = jnp.sum(jnp.where(is_counted_BT, log_z_BT - target_logit_BT, 0.0))
-    if z_loss_weight == 0:  # 0 x infinity would be no number
-        return jnp.stack([cross_entropy, cross_entropy])
-    z_loss = z_loss_weight * jnp.sum(jnp.where(is_counted_BT, jnp.square(log_z_BT), 0.0))
-    return jnp.stack([cross_entropy + z_loss, cross_entropy])
-
-
-def _of_part(logits_BTV: Array, targets_BT: Array) -> tuple[Array, Array]:
-    """(the target's logit, 0 where it is in another part; log of the sum of exponentials), float32."""
-    logits_BTV = logits_BTV.astype(jnp.float32)
-    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
-    return jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1), jax.nn.logsumexp(logits_BTV, axis=-1)
 
 
 def _blocked(of_block: Callable[[VocabChunks, Array, Array], Any]) -> Callable[[VocabChunks, Array, Array], Any]:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,8 +30,19 @@ from ..core.format import human_seconds
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, nested_scope, ring_scope, site_scope
 from ..sharding.arrays import OpSite
+from ..spec.overlap_spec import StrategyChoice
 from ..target.compiler_options import why_permutes_wait
-from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy
+from .operation import (
+    CollectiveSpec,
+    Cost,
+    Lowered,
+    OpInputs,
+    OpPlan,
+    ParallelOp,
+    Refusal,
+    Strategy,
+    chosen_or_fallback,
+)
 
 PLAIN, COLLECTIVE_MATMUL = "plain", "collective_matmul"
 LENGTH = 1  # the dimension of an activation (batch, length, ...)
@@ -80,7 +92,7 @@ class MatmulOp(ParallelOp):
     title = "matmul"
     names = (PLAIN, COLLECTIVE_MATMUL)
     fallback = PLAIN
-    is_searched = True
+    beside_compute = MappingProxyType({COLLECTIVE_MATMUL: NUM_PASSES})
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         x, split_over = site.operands[0].activation, _split_over(site, inputs)
@@ -103,6 +115,9 @@ class MatmulOp(ParallelOp):
             return _matmul_in_ring(x, weight, plan.chosen.parameters, partial(matmul, **options))
 
         return in_ring
+
+    def candidates(self, plans: Sequence[OpPlan]) -> Sequence[StrategyChoice]:
+        return chosen_or_fallback(plans)
 
     def scope(self, plan: OpPlan) -> str:
         """A compiled matmul has no other name."""

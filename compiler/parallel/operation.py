@@ -10,8 +10,9 @@ shows or uses the decision (explain, plan.json, the lint, the search, the step) 
 new operation is one file, one line in the registry, and its key in `conf/parallel/`.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -209,8 +210,9 @@ class ParallelOp(ABC):
 
     kind: its key in `parallel`, and the first argument of `Context.operation`. title: what `explain` calls it.
     fallback: the strategy that can always run. is_declared: it has a key in `parallel`; others are always `auto`.
-    is_searched: `overlap.search` tries what the plan chose against the fallback. after: the kinds whose plans its
-    strategies are made from; they come before it in the registry.
+    after: the kinds whose plans its strategies are made from; they come before it in the registry. beside_compute: the
+    strategies whose collectives run beside the operation's own arithmetic, with the passes over memory that each byte
+    costs that they send.
     """
 
     kind: ClassVar[str]
@@ -218,8 +220,8 @@ class ParallelOp(ABC):
     names: ClassVar[tuple[str, ...]]
     fallback: ClassVar[str]
     is_declared: ClassVar[bool] = True
-    is_searched: ClassVar[bool] = False
     after: ClassVar[tuple[str, ...]] = ()
+    beside_compute: ClassVar[Mapping[str, int]] = {}
 
     def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
         """Where the operation is done: by default, where the traced model asked for it."""
@@ -272,6 +274,26 @@ class ParallelOp(ABC):
         """Returns what is waited for of a site's collectives; None: what is of those of any activation."""
         del plan, target
         return None
+
+    def candidates(self, plans: Sequence[OpPlan]) -> Sequence[StrategyChoice]:
+        """Returns the choices for its sites that `overlap.search` tries, the plan's first; empty: it tries none."""
+        del plans
+        return ()
+
+    def num_trips(self, plan: OpPlan) -> int:
+        """Returns how many times a loop of the operation's own runs; 1: it has none."""
+        del plan
+        return 1
+
+    def head_dim(self, plan: OpPlan) -> int | None:
+        """Returns the size of the heads that its kernels compute, which their rate depends on; None: it has none."""
+        del plan
+        return None
+
+    def has_spare_room(self, plan: OpPlan) -> bool:
+        """Returns True where its buffers have room for any imbalance, so that the usual one leaves some of it empty."""
+        del plan
+        return False
 
     def source(self, name: OperationName) -> str | None:
         """Returns what a collective of the operation moves, for tables, by its name; None for collectives of others."""
@@ -328,6 +350,16 @@ def choice_of(plans: Sequence[OpPlan]) -> dict[str, str]:
     return {
         each.site.name if len(chosen[each.site.name]) == 1 else each.site.path: each.chosen.name for each in open_ones
     }
+
+
+def chosen_or_fallback(plans: Sequence[OpPlan]) -> Sequence[StrategyChoice]:
+    """Returns what a plan chose for the sites of an operation, and the fallback where `auto` chose another strategy."""
+    if not plans:
+        return ()
+    fallback = plans[0].op.fallback
+    is_fallback = all(each.chosen.name == fallback for each in plans)
+    is_other = any(each.is_auto and each.chosen.name != fallback for each in plans)
+    return (fallback if is_fallback else choice_of(plans), *((fallback,) if is_other else ()))
 
 
 def _names(plans: Sequence[OpPlan]) -> set[str]:
@@ -431,6 +463,22 @@ def exposed_by_source(plans: Iterable[OpPlan], target: TargetPlan) -> dict[str, 
     found = ((plan, plan.op.hiding(plan, target)) for plan in plans)
     sources = ((plan.op.source(OperationName(plan.op.scope(plan) or "")), one) for plan, one in found if one)
     return {source: one for source, one in sources if source is not None}
+
+
+def head_dim_of(plans: Iterable[OpPlan]) -> int | None:
+    """Returns the size of the heads of the first operation that has some; None where none has."""
+    return next((size for plan in plans if (size := plan.op.head_dim(plan)) is not None), None)
+
+
+def num_trips(plans: Iterable[OpPlan]) -> int:
+    """Returns how many times the loops that operations add to the step run, together."""
+    return math.prod(plan.op.num_trips(plan) for plan in plans)
+
+
+def runs_beside_compute(ops: Iterable[ParallelOp], names: Iterable[tuple[str, str]]) -> bool:
+    """Returns True if the collectives of some strategy run beside its own arithmetic. names: kinds and strategies."""
+    passes = {op.kind: op.beside_compute for op in ops}
+    return any(name in passes.get(kind, ()) for kind, name in names)
 
 
 def find_source(ops: Iterable[ParallelOp], name: OperationName) -> str | None:

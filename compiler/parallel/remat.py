@@ -72,7 +72,7 @@ def build_policy(spec: RematSpec, stack: str, arrays: Arrays) -> Policy:
 
 def _marks_of(names: Sequence[str], arrays: Arrays) -> list[str]:
     """The names by which the arrays of these activations are saved."""
-    kept = [name for name in names if name not in arrays.attended]
+    kept = [name for name in names if name not in arrays.results.get("attention", ())]
     return kept if len(kept) == len(names) else [*kept, ATTENTION_RESULT, ATTENTION_LSE]
 
 

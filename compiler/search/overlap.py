@@ -14,8 +14,6 @@ from ..analysis.compiled_step import used_devices_per_chip
 from ..core.errors import ConfigError, Problem
 from ..estimate.communication import PlannedCollective
 from ..estimate.estimate import StepEstimate
-from ..parallel.matmul import COLLECTIVE_MATMUL, NUM_PASSES
-from ..parallel.operation import OpPlan, ParallelOp, choice_of
 from ..parallel.weight_plan import WeightPlan
 from ..plan import Plan
 from ..schema import TriedReport
@@ -122,6 +120,7 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
     paths = {array.array.path for array in plan.sharding.parameters}
     hidden = {moved: hidden_kinds(flag_presets, moved, plan.target) for moved in ("weights", "activations")}
     begins_early = any(plan.target.flag_presets[name].begins_early for name in flag_presets)
+    passes = max((op.beside_compute.get(name, 0) for op in plan.ops for name in way.strategies), default=0)
     turns = 1 if loop.unroll % (loop.prefetch + 1) else loop.prefetch + 1
     is_copied = plan.target.compiler.copies_loop_carry and loop.prefetch
     behind = {} if loop.reduce_in_backward else _reduced_behind(plan)
@@ -132,8 +131,8 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
         is_gather = one.kind == "all-gather"
         share = 0.0  # that is exposed
         if one.kind == "collective-permute":
-            if COLLECTIVE_MATMUL in way.strategies:
-                passed_bytes += NUM_PASSES * one.num_bytes
+            if passes:
+                passed_bytes += passes * one.num_bytes
             else:
                 share = 1 / 2 / loop.batch_split
         elif one.source not in paths:
@@ -257,23 +256,9 @@ def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
 
 
 def _strategies(plan: Plan) -> Iterator[dict[str, StrategyChoice]]:
-    """Yields strategies of the searched operations: the plan's, and the fallback if the plan chose another."""
-    kinds = dict.fromkeys(each.op for each in plan.operations if each.op.is_searched)
-    each_kind = []
-    for op in kinds:
-        sites = [each for each in plan.operations if each.op is op]
-        choices: list[StrategyChoice] = [_of_sites(op, sites)]
-        if any(each.is_auto and each.chosen.name != op.fallback for each in sites):
-            choices.append(op.fallback)
-        each_kind.append([(op.kind, choice) for choice in choices])
-    return (dict(chosen) for chosen in product(*each_kind))
-
-
-def _of_sites(op: ParallelOp, sites: Sequence[OpPlan]) -> StrategyChoice:
-    """Returns what the plan chose: the fallback's name, or a strategy for each site that has a choice."""
-    if all(each.chosen.name == op.fallback for each in sites):
-        return op.fallback
-    return choice_of(sites)
+    """Yields the combinations of what operations would have tried, those of the plan first."""
+    each_op = ([(op.kind, choice) for choice in op.candidates(plan.operations_of(op.kind))] for op in plan.ops)
+    return (dict(chosen) for chosen in product(*filter(None, each_op)))
 
 
 def _typed(choice: StrategyChoice) -> str:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshloom.models import Context, LogicalAxes, Model, is_logical_axes, split_aux
+from meshloom.models import Context, LogicalAxes, Model, Params, is_logical_axes, split_aux
 
 from ..core.trees import leaves_by_path
 from ..core.user_code import blamed_on_user
@@ -18,6 +18,7 @@ from .frozen import frozen_paths
 from .model_check import check_aux, check_embedded, check_model, check_of_head, check_output, check_totals
 
 EXPERTS = "experts"  # the logical axis of expert weights: they stay on their devices, and tokens are sent to them
+VOCAB = "vocab"  # the logical axis
 UpdatedBy = Literal["optimizer", "rule", "nothing"]  # nothing: it is frozen
 LAYER_INPUT = "layer_input"  # the compiler's name for a layer's input; a remat policy may use it
 
@@ -110,14 +111,14 @@ class OpSite:
 class Arrays:
     """The arrays that rules lay out. parameters: all of them, by path; activations: the ones that the model names, and
     their gradients if laid out differently; in_layers: by stack, the names that a remat policy may use in its layers;
-    attended: the activations that are what attention returns, by name;
+    results: by kind of operation, the activations that are what it returns, by name;
     sites: the operations that the model runs through its context; auxiliary: losses and statistics that layers and the
     head return (`Aux`), as STACK/NAME and head/NAME."""
 
     parameters: tuple[Array, ...]
     activations: tuple[Array, ...]
     in_layers: Mapping[str, tuple[str, ...]]
-    attended: frozenset[str]
+    results: Mapping[str, frozenset[str]]
     sites: tuple[OpSite, ...]
     auxiliary: tuple[str, ...]
 
@@ -129,6 +130,16 @@ def _united(*paths: tuple[str, ...]) -> tuple[str, ...]:
 def gradient_name(name: str) -> str:
     """Returns the name of an activation's gradient, for a gradient with its own layout."""
     return f"gradient of {name}"
+
+
+def vocab_dimensions(model: Model) -> Params:
+    """Returns the dimension of each of the head's own parameters that is the vocabulary, as a tree like them; None for
+    a parameter without one."""
+
+    def place(axes: LogicalAxes) -> int | None:
+        return axes.index(VOCAB) if VOCAB in axes else None
+
+    return jax.tree.map(place, model.logical_axes()["head"], is_leaf=is_logical_axes)
 
 
 def build_model(spec: RunSpec) -> Model:
@@ -150,7 +161,7 @@ def find_arrays(spec: RunSpec, model: Model) -> Arrays:
         _parameters(model, spec),
         tuple(recorder.activations.values()),
         in_layers,
-        frozenset(recorder.attended),
+        {kind: frozenset(names) for kind, names in recorder.result_names.items()},
         tuple(recorder.sites.values()),
         tuple(recorder.auxiliary),
     )
@@ -220,8 +231,8 @@ class _Recorder:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     activations: dict[str, Array] = field(default_factory=dict)
     marked: list[tuple[jax.Array, str]] = field(default_factory=list)
-    results: list[jax.Array] = field(default_factory=list)  # of attention
-    attended: set[str] = field(default_factory=set)
+    results: list[tuple[Any, str]] = field(default_factory=list)  # of operations, with their kinds
+    result_names: dict[str, set[str]] = field(default_factory=dict)
     sites: dict[tuple[str, str, str], OpSite] = field(default_factory=dict)
     auxiliary: list[str] = field(default_factory=list)
     piece: str = ""  # that is being traced
@@ -239,8 +250,8 @@ class _Recorder:
                 f"activation('{name}'): an array of shape {x.shape} needs {x.ndim} logical axes, has {axes}"
             )
         self.marked.append((x, name))
-        if any(x is result for result in self.results):
-            self.attended.add(name)
+        for kind in (kind for result, kind in self.results if x is result):
+            self.result_names.setdefault(kind, set()).add(name)
         self.activations[name] = Array(name, x.shape, self.dtype, axes)
         if gradient is not None:
             self.activations[gradient_name(name)] = Array(gradient_name(name), x.shape, self.dtype, gradient)
@@ -255,8 +266,7 @@ class _Recorder:
         key = (self.piece, kind, name)
         self.sites[key] = self.sites[key].joined(call) if key in self.sites else call
         result = plain(*operands, **options)
-        if kind == "attention":
-            self.results.append(result)
+        self.results.append((result, kind))
         return result
 
     def _name_of(self, x: jax.Array) -> str | None:

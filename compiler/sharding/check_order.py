@@ -30,9 +30,8 @@ def check_token_order(spec: RunSpec, mesh: MeshPlan, roles: AxisRoles, target: T
 
 
 def _lengths(spec: RunSpec, num_chunks: int, target: TargetPlan) -> list[int]:
-    """The nearest below and above. On TPUs those that splash attention computes too."""
-    is_splash = target.platform == "tpu" and spec.parallel.get("attention", "auto") in ("auto", "splash")
-    step = num_chunks * LANES if is_splash else num_chunks
+    """Returns the nearest below and above; on TPUs those that kernels take."""
+    step = num_chunks * LANES if target.platform == "tpu" else num_chunks
     below = spec.sequence_length // step * step
     return [length for length in (below, below + step) if length]
 

@@ -13,16 +13,15 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
 from meshloom.models import PADDING_TARGET, Aux, Context, LogicalAxes, Params, Stack, split_aux, split_output
+from meshloom.models.loss import sum_losses
 
 from ..core.partition_spec import axes_in, keep_axes
 from ..core.scopes import layout_scope, piece_scope
-from ..parallel.lm_head import vocab_dimensions
-from ..parallel.loss import num_loss_chunks, sum_losses
 from ..parallel.operation import lower_operations
 from ..parallel.remat import build_policy, marked
 from ..parallel.weights import Weights
 from ..plan import Plan
-from ..sharding.arrays import LAYER_INPUT, gradient_name
+from ..sharding.arrays import LAYER_INPUT, gradient_name, vocab_dimensions
 from .schedule import Batch, HeadOutput, Microbatch, ModelFunctions, StackFunctions
 
 BatchSplit = tuple[Any, ...]  # of the batch, a tree each
@@ -35,7 +34,7 @@ def build_functions(
 
     num_targets, num_tokens: of the global batch. dropout_key: None for no dropout.
     """
-    model, make_context = plan.model, _context_maker(plan)
+    model, make_context, run = plan.model, _context_maker(plan), lower_operations(plan.operations, "head")
     num_parts = plan.spec.overlap.layers.batch_split
 
     def prepare(batch: Batch) -> Microbatch:
@@ -59,14 +58,11 @@ def build_functions(
                 logits, aux = split_aux(model.head.apply(params, x_BTE, context))
                 return logits, _parts_of_means(aux, num_tokens)
 
-            (objective, loss), aux = sum_losses(
-                apply,
-                tuple(model.head_params(part, embed) for part in parts),
-                x_BTE,
-                microbatch.targets_BT,
-                z_loss_weight=plan.spec.loss.z_loss_weight,
-                num_blocks=num_loss_chunks(plan.operations),
-            )
+            of_parts = tuple(model.head_params(part, embed) for part in parts)
+            operands = (apply, of_parts, x_BTE, microbatch.targets_BT)
+            weight = plan.spec.loss.z_loss_weight
+            summed: Any = run("loss", "cross_entropy", sum_losses, *operands, z_loss_weight=weight)
+            (objective, loss), aux = summed
         return HeadOutput(objective / jnp.maximum(num_targets, 1), loss, aux)
 
     before = itertools.accumulate((stack.num_layers for stack in model.stacks), initial=1)

@@ -15,11 +15,11 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from meshloom.models import PADDING_TARGET, Aux, Params
+from meshloom.models.loss import has_loss
 
 from ..core.partition_spec import keep_axes
 from ..core.scopes import UPDATE, WORKING_PARAMETERS
 from ..core.trees import like, pick
-from ..parallel.loss import has_loss
 from ..parallel.weights import Reduction
 from ..plan import Plan
 from ..sharding.batch import batch_arrays

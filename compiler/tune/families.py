@@ -28,9 +28,7 @@ from ..estimate.program_costs import Costs, Numbers, ProgramShape, read_costs
 from ..estimate.read_step import read_step
 from ..estimate.regions import price_regions
 from ..estimate.step_time import Hiding, plan_hiding
-from ..parallel.attention import head_dim_of
-from ..parallel.loss import num_loss_chunks
-from ..parallel.matmul import COLLECTIVE_MATMUL
+from ..parallel.operation import head_dim_of, num_trips, runs_beside_compute
 from ..parallel.registry import OPERATIONS
 from ..sharding.roles import plan_roles
 from ..spec.overlap_spec import StrategyChoice
@@ -189,9 +187,13 @@ def _mesh_key(one: MeshCandidate) -> Key:
 def _named_axes(one: MeshCandidate) -> tuple[str, ...]:
     """Returns the axes of more than one device; with its size that of a ring, which has a step for each device."""
     ring_axes = set(one.roles.length)
-    if any(strategy == COLLECTIVE_MATMUL for _, _, strategy in one.strategies):
+    if _has_rings(one):
         ring_axes |= set(one.roles.partitioner)
     return tuple(f"{axis}={size}" if axis in ring_axes else axis for axis, size in one.sizes)
+
+
+def _has_rings(one: MeshCandidate) -> bool:
+    return runs_beside_compute(OPERATIONS, ((kind, strategy) for kind, _, strategy in one.strategies))
 
 
 def point_of(one: MeshCandidate) -> TracePoint:
@@ -229,11 +231,11 @@ def trace(point: TracePoint) -> Reference:
     plan = plan_assumed(plan_run(_spec_of(point)))
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
     shape, numbers = read_costs(price_regions(read_step(plan), plan.target.compiler), weights, plan.ops)
-    loss = num_loss_chunks(plan.operations)
+    loss = num_trips(plan.operations)
     trips = {int(numbers[region[0][0]]) for region in shape.regions if len(region) == 1}  # of the outer loops
     number = point.num_microbatches
     is_last_apart = plan.spec.overlap.layers.reduce_in_backward and number not in trips and number - 1 in trips
-    head_dim = head_dim_of(plan.arrays)
+    head_dim = head_dim_of(plan.operations)
     return Reference(replace(point, num_loss_chunks=loss), shape, numbers, plan_hiding(plan), is_last_apart, head_dim)
 
 
@@ -265,8 +267,7 @@ def count_exponents(grown: Numbers, steps: Numbers) -> Numbers:
 
 def _computes_beside_activations(one: MeshCandidate, target: TargetPlan) -> bool:
     """Returns True if a device's sequences can be split, or a matmul runs in a ring."""
-    is_ring = any(strategy == COLLECTIVE_MATMUL for _, _, strategy in one.strategies)
-    return is_ring or can_split_batch(one.sequences_of_device, target)
+    return _has_rings(one) or can_split_batch(one.sequences_of_device, target)
 
 
 def _logarithms(one: Reference) -> Numbers:

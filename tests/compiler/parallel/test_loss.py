@@ -1,6 +1,7 @@
 """The loss: blocks, ignored targets and z-loss against optax and float64; dropout the same on every layout."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import pytest
 
 from conftest import LINEAR_STACK, plan_of
 from meshloom.compiler.declare.user_code import code_allowed_from
-from meshloom.compiler.parallel.loss import cross_entropy_sums, sum_losses
+from meshloom.compiler.parallel.loss import sum_losses_in_blocks
 from meshloom.models import IGNORED_TARGET, Context
+from meshloom.models.loss import cross_entropy_sums, sum_losses
 from meshloom.runtime.data import open_data
 from support.helpers import forward, gradients_of, programs_of
 
@@ -37,6 +39,10 @@ def by_optax(params, x, targets, z_loss_weight):
     return cross_entropy + z_loss_weight * jnp.where(counted, log_z**2, 0).sum(), cross_entropy
 
 
+def _summed(num_blocks: int):
+    return sum_losses if num_blocks == 1 else partial(sum_losses_in_blocks, num_blocks=num_blocks)
+
+
 WHOLE, PARTS = [np.s_[:]], [np.s_[:3], np.s_[3:20], np.s_[20:]]
 
 
@@ -57,7 +63,7 @@ def test_loss_and_gradients_in_blocks_are_those_of_optax(vocabulary, num_blocks,
 
     def ours(params, x):
         parts = [jax.tree.map(lambda p, part=part: p[..., part], params) for part in vocabulary]
-        return tuple(sum_losses(head, parts, x, targets, z_loss_weight=z_loss_weight, num_blocks=num_blocks)[0])
+        return tuple(_summed(num_blocks)(head, parts, x, targets, z_loss_weight=z_loss_weight)[0])
 
     def expected(params, x):
         return by_optax(params, x, targets, z_loss_weight)
@@ -75,8 +81,7 @@ def test_a_heads_gradient_is_added_up_in_float32_over_the_blocks():
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, x))
 
     def gradient(params, x, num_blocks):
-        options = {"z_loss_weight": 0.0, "num_blocks": num_blocks}
-        return jax.grad(lambda p: sum_losses(head, [p], x, targets, **options)[0][0])(params)
+        return jax.grad(lambda p: _summed(num_blocks)(head, [p], x, targets, z_loss_weight=0.0)[0][0])(params)
 
     errors = {}
     for num_blocks in (1, 12):

@@ -36,7 +36,9 @@ from meshloom.compiler.parallel.operation import (
 )
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.report.explain import plan_as_json
+from meshloom.compiler.search.overlap import overlap_candidates
 from meshloom.compiler.sharding.arrays import OpSite
+from meshloom.compiler.spec.overlap_spec import StrategyChoice
 from meshloom.compiler.step.train_step import build_loss
 from meshloom.compiler.target.target import TargetPlan
 from meshloom.compiler.xla.hlo import parse_module
@@ -92,6 +94,9 @@ class Doubling(ParallelOp):
     def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed | None:
         del plan, target
         return Exposed(0.5)
+
+    def candidates(self, plans: Sequence[OpPlan]) -> Sequence[StrategyChoice]:
+        return (plans[0].chosen.name, "by_mean") if plans else ()
 
     def lower(self, plan: OpPlan) -> Lowered | None:
         if plan.chosen.name == "by_mean":
@@ -182,6 +187,15 @@ def test_an_operation_from_outside_is_refused_as_any_other(monkeypatch):
     assert _planned(monkeypatch, "precision=bfloat16").operation("doubling").chosen.name == "add"
     with pytest.raises(ConfigError, match=r"parallel\.doublin: there is no such operation"):
         _planned(monkeypatch, "parallel.doublin=add")
+
+
+def test_an_operation_from_outside_says_what_a_search_tries(monkeypatch):
+    plan = _planned(monkeypatch, "target=v5p-16")
+    first, *others = overlap_candidates(plan, estimate_step(plan))
+    assert first.way.parallel["doubling"] == "multiply"
+    tried = {one.way.parallel["doubling"]: one.overrides for one in others}
+    assert set(tried) == {"multiply", "by_mean"}
+    assert "parallel.doubling=by_mean" in tried["by_mean"]
 
 
 def test_an_operation_comes_after_those_that_it_is_planned_from():

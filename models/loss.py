@@ -1,0 +1,58 @@
+"""Cross-entropy of logits, on one device and all at once.
+
+Shapes: B batch, T length, V vocab, or a part of it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .contract import Aux, Params, split_aux
+
+# (parameters, x_BTE, targets_BT) -> logits_BTV or (logits_BTV, Aux), pointwise in length
+Head = Callable[[Params, Array, Array], Any]
+VocabChunks = Sequence[Params]  # the head's parameters, a tree for each part of the vocabulary
+
+
+def sum_losses(
+    head: Head, parts: VocabChunks, x_BTE: Array, targets_BT: Array, *, z_loss_weight: float
+) -> tuple[Array, Aux]:
+    """Returns (objective, cross-entropy), each summed over all targets that are not ignored, float32 (2,); and the
+    head's auxiliary outputs, which a head in parts of the vocabulary does not have."""
+    logits, aux = zip(*(split_aux(head(params, x_BTE, targets_BT)) for params in parts), strict=True)
+    return cross_entropy_sums(logits, targets_BT, z_loss_weight=z_loss_weight), aux[0]
+
+
+def has_loss(targets_BT: Array) -> Array:
+    """Returns True for targets that count: neither IGNORED_TARGET nor PADDING_TARGET."""
+    return targets_BT >= 0
+
+
+def cross_entropy_sums(parts_BTV: Sequence[Array], targets_BT: Array, *, z_loss_weight: float) -> Array:
+    """(objective, cross-entropy), each a sum over tokens: -log softmax(logits)[target] in float32, and for the
+    objective z_loss_weight log(z)^2 more (PaLM, arXiv:2204.02311, section 5). Splits over a sharded vocabulary.
+
+    parts_BTV: logits, in parts along the vocabulary.
+    """
+    target_logit_BT, log_z_BT = _of_part(parts_BTV[0], targets_BT)
+    first = parts_BTV[0].shape[-1]
+    for part_BTV in parts_BTV[1:]:
+        of_part, log_z_of_part = _of_part(part_BTV, targets_BT - first)
+        target_logit_BT, log_z_BT = target_logit_BT + of_part, jnp.logaddexp(log_z_BT, log_z_of_part)
+        first += part_BTV.shape[-1]
+    is_counted_BT = has_loss(targets_BT)
+    cross_entropy = jnp.sum(jnp.where(is_counted_BT, log_z_BT - target_logit_BT, 0.0))
+    if z_loss_weight == 0:  # 0 x infinity would be no number
+        return jnp.stack([cross_entropy, cross_entropy])
+    z_loss = z_loss_weight * jnp.sum(jnp.where(is_counted_BT, jnp.square(log_z_BT), 0.0))
+    return jnp.stack([cross_entropy + z_loss, cross_entropy])
+
+
+def _of_part(logits_BTV: Array, targets_BT: Array) -> tuple[Array, Array]:
+    """(the target's logit, 0 where it is in another part; log of the sum of exponentials), float32."""
+    logits_BTV = logits_BTV.astype(jnp.float32)
+    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
+    return jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1), jax.nn.logsumexp(logits_BTV, axis=-1)
