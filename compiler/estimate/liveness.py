@@ -122,8 +122,8 @@ def _overwritten(step: FusedStep, dying: list[int], sizes: tuple[int, ...], owne
 
 
 def _inside(operation: Operation, body: Region) -> Iterator[LiveSet]:
-    """Yields what lives in a loop's body or a branch. Its inputs live outside. A stacked result is written in place, and
-    a branch writes its results where those of the cond are."""
+    """Yields what lives in a loop's body or a branch. Its inputs live outside. A stacked result is written in place,
+    and a branch writes its results where those of the cond are."""
     program, results = body.program, body.fused.outputs
     inputs = set(program.inputs)
     if operation.kind == "branches":

@@ -23,7 +23,6 @@ from ..core.scopes import OperationName
 from ..jaxpr.program import Operation, Program
 from ..parallel.exchange import RING
 from ..parallel.operation import ParallelOp, find_source
-from ..spec.compiler_traits import CompilerTraits
 from .liveness import host_sets, live_sets
 from .regions import Region
 

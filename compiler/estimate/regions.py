@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..spec.compiler_traits import CompilerTraits
 from ..jaxpr.fusion import Fused, FusedStep, fuse, stacked_bytes, traffic
 from ..jaxpr.program import Operation, Program
+from ..spec.compiler_traits import CompilerTraits
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """A traced program, read without a compiler: operations in order, bytes on a device of each value.
 
-Calls are inlined; loops and conds keep their bodies, each with its number of executions (branches.py). Values that are split over auto axes are followed through the operations
-(propagate.py); an operation that contracts a split dimension brings an all-reduce.
+Calls are inlined; loops and conds keep their bodies, each with its number of executions (branches.py). Values that are
+split over auto axes are followed through the operations (propagate.py); an operation that contracts a split dimension
+brings an all-reduce.
 """
 
 import math
@@ -381,8 +382,10 @@ class _Reader:
             if place >= scan.num_carried:  # as it lies in the body
                 self.sizes[results[-1]] = scan.num_trips * program.sizes[i]
         self.operations.append(
-            Operation("loop", "scan", scope, tuple(operands), tuple(results), bodies=(Body(program, (scan.num_trips,)),),
-                      num_carried=scan.num_carried)
+            Operation(
+                "loop", "scan", scope, tuple(operands), tuple(results), bodies=(Body(program, (scan.num_trips,)),),
+                num_carried=scan.num_carried,
+            )
         )  # fmt: skip
         return results
 

@@ -470,7 +470,7 @@ def head_dim_of(plans: Iterable[OpPlan]) -> int | None:
     return next((size for plan in plans if (size := plan.op.head_dim(plan)) is not None), None)
 
 
-def num_trips(plans: Iterable[OpPlan]) -> int:
+def loop_trips(plans: Iterable[OpPlan]) -> int:
     """Returns how many times the loops that operations add to the step run, together."""
     return math.prod(plan.op.num_trips(plan) for plan in plans)
 

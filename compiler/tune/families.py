@@ -28,7 +28,7 @@ from ..estimate.program_costs import Costs, Numbers, ProgramShape, read_costs
 from ..estimate.read_step import read_step
 from ..estimate.regions import price_regions
 from ..estimate.step_time import Hiding, plan_hiding
-from ..parallel.operation import head_dim_of, num_trips, runs_beside_compute
+from ..parallel.operation import head_dim_of, loop_trips, runs_beside_compute
 from ..parallel.registry import OPERATIONS
 from ..sharding.roles import plan_roles
 from ..spec.overlap_spec import StrategyChoice
@@ -231,7 +231,7 @@ def trace(point: TracePoint) -> Reference:
     plan = plan_assumed(plan_run(_spec_of(point)))
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
     shape, numbers = read_costs(price_regions(read_step(plan), plan.target.compiler), weights, plan.ops)
-    loss = num_trips(plan.operations)
+    loss = loop_trips(plan.operations)
     trips = {int(numbers[region[0][0]]) for region in shape.regions if len(region) == 1}  # of the outer loops
     number = point.num_microbatches
     is_last_apart = plan.spec.overlap.layers.reduce_in_backward and number not in trips and number - 1 in trips

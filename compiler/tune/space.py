@@ -19,7 +19,7 @@ from meshloom.models.numbers import divisors
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..driver import Layout, plan_layout
 from ..estimate.step_time import plan_rates
-from ..parallel.operation import num_trips
+from ..parallel.operation import loop_trips
 from ..parallel.remat import check_remat
 from ..search.evaluation import Candidate
 from ..sharding.arrays import Arrays, build_model, find_arrays
@@ -246,7 +246,7 @@ class _Rules:
 def _candidate(variant: Variant, layout: Layout, device_order: tuple[str, ...], num_microbatches: int) -> MeshCandidate:
     shards = layout.mesh.num_shards(layout.sharding.roles.sequence)
     sequences = variant.spec.global_batch_size // num_microbatches // shards
-    loss = num_trips(layout.operations)
+    loss = loop_trips(layout.operations)
     declared = (each for each in layout.operations if each.op.is_declared)
     strategies = tuple((each.op.kind, each.site.path, each.chosen.name) for each in declared)
     values = _values(variant, layout.mesh, device_order, num_microbatches)

@@ -47,7 +47,8 @@ def rows_of(answer: Answer, model: str, compiled: Sequence[CompiledCandidate]) -
         yield row_of_compiled(index, each) if each else row_of_estimate(index, answer, one, model)
     known = {one.candidate.overrides for one in answer.best}
     prices, index = answer.prices, len(answer.best)
-    merit = prices.peak_bytes if answer.best[0].candidate.variant.spec.tune.objective == "memory" else prices.time.seconds
+    objective = answer.best[0].candidate.variant.spec.tune.objective
+    merit = prices.peak_bytes if objective == "memory" else prices.time.seconds
     for place in np.argsort(merit, kind="stable"):
         one = prices.candidates[place]
         if one.overrides not in known and index < MOST_ROWS:

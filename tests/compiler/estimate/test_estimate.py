@@ -10,7 +10,6 @@ import pytest
 from jax.experimental import topologies
 
 from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
-from meshloom.compiler.spec.compiler_traits import CompilerTraits
 from meshloom.compiler.estimate.communication import PlannedCollective
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.liveness import find_peak
@@ -18,6 +17,7 @@ from meshloom.compiler.estimate.read_step import read_step
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.jaxpr.fusion import fuse, stacked_bytes, traffic
 from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr
+from meshloom.compiler.spec.compiler_traits import CompilerTraits
 from meshloom.compiler.xla.programs import lower
 from meshloom.models.decoder import DecoderConfig
 

@@ -1,6 +1,6 @@
 """A program with a loop and a cond, whose memory, communication, roofline and time can be added up in one's head.
 
-    4 trips:  x = x @ w in the first 3, x = psum(x) in the last        x, w: SQUARE bytes; a matmul: MATMUL FLOPs
+4 trips:  x = x @ w in the first 3, x = psum(x) in the last        x, w: SQUARE bytes; a matmul: MATMUL FLOPs
 """
 
 import jax
@@ -93,7 +93,7 @@ def test_the_peak_is_in_the_branch_that_holds_most(plan, heavy_first):
 def test_stages_run_what_is_theirs_and_the_slowest_counts(plan):
     """Stage 0 multiplies in all trips, and stage 1 adds up over devices."""
 
-    def trip(t, x, w):
+    def trip(_, x, w):
         return lax.cond(lax.axis_index(STAGE) == 0, lambda: x @ w, lambda: lax.psum(x, "fsdp"))
 
     step = regions_of(plan, loop(trip), num_stages=2)
@@ -108,7 +108,7 @@ def test_stages_run_what_is_theirs_and_the_slowest_counts(plan):
 
 
 def test_a_branch_that_data_chooses_counts_as_often_as_the_others_and_is_named(plan):
-    def trip(t, x, w):
+    def trip(_, x, w):
         return lax.switch(x[0, 0].astype(int), [lambda: x @ w, lambda: x @ w @ w, lambda: x])
 
     step = regions_of(plan, loop(trip))
