@@ -70,10 +70,12 @@ class Alternative(Record):
 
 
 class MemoryReport(Record):
-    """breakdown: parameters, master, optimizer, working_weights (cast or gathered for use), gradients, activations,
-    temporaries, code, reserved, by the compiled program where it tells them apart; `arguments` instead of the first
-    three if no plan names them. fits: on the device, None where the
-    chip's memory is unknown. host: a chip's arrays in the memory of its host, in none of the figures of the device."""
+    """The memory of a chip at the worst moment of a step.
+
+    breakdown: bytes by class: parameters, master, optimizer, working_parameters (cast for use), gathered_weights,
+    gradients, activations, temporaries, code, reserved, where the compiled program tells them apart; `arguments`
+    instead of the first three if no plan names them. fits: whether it fits on the device; None where the chip's memory
+    is unknown. host: a chip's arrays in the memory of its host, in none of the figures of the device."""
 
     peak_bytes_per_chip: NonNegativeInt | None
     limit_bytes_per_chip: NonNegativeInt | None  # what a program may take: the chip's memory without what is reserved

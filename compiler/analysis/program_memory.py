@@ -2,13 +2,15 @@
 
 The class follows from JAX's names of the instructions that write and read an array; the first match applies:
 
-working_weights    an all-gather of a weight writes it, or the cast to the compute type
-gradients          the reduction of a weight's gradient, or the update, reads it, and something before the update wrote
-                   it; or it is added to one of these
-activations        the forward pass writes it, and the backward pass reads it
-temporaries        all others
+gathered_weights    an all-gather of a weight writes it
+working_parameters  the cast of parameters to the compute type writes it
+gradients           the reduction of a weight's gradient, or the update, reads it, and something before the update wrote
+                    it; or it is added to one of these
+activations         the forward pass writes it, and the backward pass reads it
+temporaries         all others
 
-Copies and transposes by the compiler have no name; they take the names of their source and their use.
+The estimate has the same classes (estimate/liveness.py). Copies and transposes by the compiler have no name; they take
+the names of their source and their use.
 """
 
 from collections import Counter, defaultdict
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..core.scopes import OperationName, Pass
+from ..estimate.liveness import MemoryClass
 from ..parallel.registry import OPERATIONS
 from ..target.target import TargetPlan
 from ..xla.aot import ProgramMemory
@@ -25,13 +28,11 @@ from ..xla.schedule.buffers import Buffer, Buffers, read_buffers
 from ..xla.schedule.prices import instruction_kind
 from .program_text import Unavailable
 
-ProgramMemoryClass = Literal["working_weights", "gradients", "activations", "temporaries"]
-
 # Primitives that only move, cast or sum; the compiler's own instructions have no name.
 MOVES = {"", "add", "add_any", "convert_element_type", "dynamic_slice", "dynamic_update_slice", "psum",
          "reduce_scatter", "reshape", "squeeze", "transpose", "while"}  # fmt: skip
 
-
+HELD: tuple[MemoryClass, ...] = ("gathered_weights", "working_parameters", "gradients")  # that should not be held whole
 MOST_UNNAMED = 64  # arrays in a row without names; their names are not sought further, so that time stays linear
 
 
@@ -41,7 +42,7 @@ class HeldArray:
     it. over: loops that contain other loops, such as those over microbatches, and loops that do not touch it."""
 
     name: str  # of the instruction that makes it
-    kind: ProgramMemoryClass
+    kind: MemoryClass
     num_bytes: int
     shape: tuple[int, ...]
     names: tuple[OperationName, ...]
@@ -55,7 +56,7 @@ class PeakMemory:
     bytes_during: what lives while an instruction runs, by its name."""
 
     num_bytes: int
-    by_class: Mapping[ProgramMemoryClass, int]
+    by_class: Mapping[MemoryClass, int]
     at: str
     held: tuple[HeldArray, ...]
     bytes_during: Mapping[str, int]
@@ -65,7 +66,7 @@ def read_peak(module: Module) -> PeakMemory:
     """Returns the peak of a scheduled program. Raises HloError if it calls a computation that it does not have."""
     buffers = read_buffers(module)
     classes = classify(buffers, module)
-    by_class = Counter[ProgramMemoryClass]()
+    by_class = Counter[MemoryClass]()
     for each in buffers.at_peak:
         by_class[classes[id(each)]] += each.num_bytes
     held = _held(buffers.others, classes, module)
@@ -83,13 +84,13 @@ def needed_bytes(memory: ProgramMemory | None, peak: PeakMemory | Unavailable, t
     return peak.num_bytes
 
 
-def _held(buffers: Sequence[Buffer], classes: Mapping[int, ProgramMemoryClass], module: Module) -> Iterator[HeldArray]:
+def _held(buffers: Sequence[Buffer], classes: Mapping[int, MemoryClass], module: Module) -> Iterator[HeldArray]:
     loops = {each.name: each for c in module.computations.values() for each in c.instructions if each.opcode == "while"}
     inside = {name: list(module.all_within((loops[name].attribute("body") or "").lstrip("%"))) for name in loops}
     nested = {name for name, within in inside.items() if any(each.opcode == "while" for each in within)}
     touched = {name: {id(each) for each in within} for name, within in inside.items()}
     for each in buffers:
-        if classes[id(each)] not in ("working_weights", "gradients") or not each.num_bytes or not each.loops:
+        if classes[id(each)] not in HELD or not each.num_bytes or not each.loops:
             continue
         used = {id(instruction) for instruction in (*each.writers, *each.readers)}
         over = [name for name in each.loops if name in nested]
@@ -98,10 +99,10 @@ def _held(buffers: Sequence[Buffer], classes: Mapping[int, ProgramMemoryClass], 
         yield HeldArray(each.name, classes[id(each)], each.num_bytes, each.array.shape, names, tuple(over), tuple(idle))
 
 
-def classify(buffers: Buffers, module: Module) -> dict[int, ProgramMemoryClass]:
+def classify(buffers: Buffers, module: Module) -> dict[int, MemoryClass]:
     """Returns the class of each array that the program makes, by its `id`."""
     names = _Names(buffers.others, module)
-    found: dict[int, ProgramMemoryClass] = {
+    found: dict[int, MemoryClass] = {
         id(each): _class_of(names.written(each), names.read(each)) for each in buffers.others
     }
     # What is added to a gradient is a gradient: of one microbatch.
@@ -115,10 +116,12 @@ def classify(buffers: Buffers, module: Module) -> dict[int, ProgramMemoryClass]:
     return found
 
 
-def _class_of(written: Sequence[OperationName], read: Sequence[OperationName]) -> ProgramMemoryClass:
+def _class_of(written: Sequence[OperationName], read: Sequence[OperationName]) -> MemoryClass:
     before, after = _passes(written), _passes(read)
-    if any(name.gathers_weight or name.is_cast_of_parameters for name in written):
-        return "working_weights"
+    if any(name.gathers_weight for name in written):
+        return "gathered_weights"
+    if any(name.is_cast_of_parameters for name in written):
+        return "working_parameters"
     if before - {"update"} and ("update" in after or any(name.reduces_gradient for name in (*written, *read))):
         return "gradients"
     if "forward" in before and after & {"backward", "recomputed"}:

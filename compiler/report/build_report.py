@@ -1,11 +1,11 @@
 """A compiled step as a Report: what people and tools are told of it. What could not be read in its text is unknown."""
 
 from ..analysis.compiled_step import CompiledStep, limit_bytes, used_devices_per_chip
-from ..analysis.program_memory import ProgramMemoryClass
 from ..analysis.program_text import Unavailable
 from ..core.format import human_bytes
 from ..estimate.bound import least_step_seconds
 from ..estimate.estimate import HOST_UNKNOWN
+from ..estimate.liveness import MemoryClass
 from ..estimate.roofline import roofline_seconds
 from ..plan import Plan
 from ..schema import (
@@ -22,11 +22,8 @@ from ..schema import (
 )
 from ..target.placement import Placement
 
-TOLD_APART: tuple[ProgramMemoryClass, ...] = (
-    "working_weights",
-    "gradients",
-    "activations",
-)  # of the temporaries of XLA
+# Classes that XLA counts among its temporaries.
+TOLD_APART: tuple[MemoryClass, ...] = ("working_parameters", "gathered_weights", "gradients", "activations")
 NO_PEAK = "the compiler refused the program: what it would keep at its peak is not known"
 LIMITED = ("memory.limit_bytes_per_chip", "memory.fits", "memory.breakdown.reserved")  # unknown where there is no limit
 NO_LIMIT = "the chip's memory is not known"

@@ -241,7 +241,7 @@ def test_what_a_rule_splits_and_the_program_holds_whole_for_all_microbatches():
 
 def test_a_name_says_which_of_two_arrays_of_the_same_sizes_it_is():
     names = (OperationName("jit(f)/jvp(head)/weight=head/kernel_EV/all_gather"),)
-    kept = replace(TABLE, kind="working_weights", names=names, over_microbatches=(), over_others=("while.2",))
+    kept = replace(TABLE, kind="gathered_weights", names=names, over_microbatches=(), over_others=("while.2",))
     (finding,) = held(kept)
     assert (finding.severity, finding.what.split()[0]) == ("note", "head/kernel_EV")
     assert held(replace(kept, over_others=())) == [], "the loop that it lives through reads it"

@@ -315,8 +315,8 @@ def test_no_two_classes_of_a_chart_share_a_colour(browser, pages):
     })"""
     timeline = [*get_args(CollectiveKind), *get_args(ComputeKind), "exposed", "loop"]
     memory = [f"memory-{name}" for name in (
-        "parameters", "master", "optimizer", "scalars", "batch", "outputs", "working_weights", "gradients",
-        "activations", "temporaries", "code", "reserved", "other",
+        "parameters", "master", "optimizer", "scalars", "batch", "outputs", "working_parameters",
+        "gathered_weights", "gradients", "activations", "temporaries", "code", "reserved", "other",
     )]  # fmt: skip
     for scheme in ("light", "dark"):
         for names in (timeline, memory):

@@ -360,13 +360,13 @@ def test_the_three_files_are_written_and_say_the_same(tmp_path):
 
 def test_memory_bars_name_every_class():
     report, _ = reports.fits()
-    breakdown = {"parameters": 3 * 2**30, "working_weights": 2 * 2**30, "gradients": 2**30, "activations": None}
+    breakdown = {"parameters": 3 * 2**30, "gathered_weights": 2 * 2**30, "gradients": 2**30, "activations": None}
     report = report.model_copy(update={"memory": report.memory.model_copy(update={"breakdown": breakdown})})
     bar = memory_bar(report)
-    assert [each.name for each in bar.segments][:3] == ["parameters", "working weights", "gradients"]
+    assert [each.name for each in bar.segments][:3] == ["parameters", "gathered weights", "gradients"]
     assert len({each.colour for each in bar.segments[:3]}) == 3
     assert bar.missing == ("activations",)
-    assert "working weights 2.0 GiB" in _summary(report)
+    assert "gathered weights 2.0 GiB" in _summary(report)
 
 
 @pytest.mark.parametrize("case", ["fits", "does not fit"])
