@@ -30,63 +30,47 @@ class Command:
 
 
 _ALL = (
-    Command("train", "compile for the devices at hand and run", "train:train_command"),
-    Command(
-        "explain",
-        "the plan, in seconds, without compiling: shardings with reasons, memory, arithmetic",
-        "ahead:explain_command",
-    ),
-    Command(
-        "compile",
-        "ahead of time, for hardware that need not be there: does it fit; a report and an artifact",
-        "ahead:compile_command",
-    ),
+    Command("train", "compile for the attached devices, and run", "train:train_command"),
+    Command("explain", "show the plan in seconds, without compiling: layouts, memory, time", "ahead:explain_command"),
+    Command("compile", "compile ahead of time, without the hardware: report and artifact", "ahead:compile_command"),
     Command(
         "inspect",
-        "the report of any compiled JAX program: MaxText's, one's own jax.jit, an XLA dump",
+        "report on any compiled JAX program, whoever compiled it",
         "inspect:inspect_command",
         takes_overrides=False,
     ),
     Command(
         "diff",
-        "what changed between two runs: config, predicted step, memory, collectives, layouts",
+        "compare two runs: config, step, memory, collectives, layouts",
         "diff:diff_command",
         takes_overrides=False,
     ),
     Command(
         "profile",
-        "what the traced steps of a run took, beside what was predicted: step, kinds, operations",
+        "compare traced steps of a run with their prediction",
         "profile:profile_command",
         takes_overrides=False,
     ),
     Command(
         "calibrate",
-        "how much longer work takes on a chip than predicted, from such runs, for later predictions",
+        "correct later predictions for a chip by traced runs",
         "profile:calibrate_command",
         takes_overrides=False,
     ),
     Command(
         "sweep",
-        "the table and the page of a sweep: heat map, Pareto front, loss curves; CSV, Parquet, JSON",
+        "show a sweep, also while it runs: table, page, CSV, Parquet, JSON",
         "show_sweep:sweep_command",
         takes_overrides=False,
     ),
     Command(
         "runs",
-        "runs and sweeps on this machine: running, done, stopped, failed and why; last step, loss",
+        "list runs and sweeps on this machine: state, last step, loss",
         "runs:runs_command",
         takes_overrides=False,
     ),
-    Command(
-        "tune",
-        "the best configuration for a target: mesh, sharding, remat, microbatches, searched without compiling",
-        "sweep:tune_command",
-    ),
-    Command(
-        "launch",
-        "the same run on every host of its target: SLURM, Kubernetes, Cloud TPU, or a rehearsal here",
-        "train:launch_command",
-    ),
-    Command("data", "tokenise a corpus of any size into shards, once, for data=tokens to read", "data:data_command"),
+    Command("tune", "search for the best mesh, sharding and remat, without compiling", "sweep:tune_command"),
+    Command("launch", "run on every host: SLURM, Kubernetes, Cloud TPU, or a rehearsal", "train:launch_command"),
+    Command("data", "tokenise a corpus into shards, once, for data=tokens to read", "data:data_command"),
 )
 COMMANDS = MappingProxyType({command.name: command for command in _ALL})

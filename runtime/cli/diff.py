@@ -24,11 +24,12 @@ from .words import Syntax, Words, run_words
 USAGE = """\
 usage: meshloom diff RUN_A RUN_B [--json]
 
-What changed from one run to another: config, predicted step, memory, collectives, layouts. Each is a run directory with
-spec.yaml and plan.json; where both have report.json (meshloom compile writes it), what was compiled is compared too.
-A directory that meshloom inspect wrote has report.json alone.
+Shows what changed from one run to another: config, predicted step, memory,
+collectives, layouts. Each is a run directory with spec.yaml and plan.json; if
+both have report.json, which meshloom compile writes, the compiled programs are
+compared too. A directory that meshloom inspect wrote has report.json alone.
 
-  --json   the same for tools, as one JSON object
+  --json   print the differences as one JSON object
 """
 LINE = "meshloom diff RUN_A RUN_B"
 SYNTAX = Syntax(LINE, USAGE, {"--json": ""}, num_paths=range(2, 3))

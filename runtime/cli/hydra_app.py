@@ -10,7 +10,9 @@ import logging
 import logging.config
 import os
 import re
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import redirect_stdout
@@ -27,7 +29,7 @@ from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, OmegaConf
 
-from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Problem
+from meshloom.compiler.core.errors import COMMAND_LINE, DOES_NOT_FIT, MISTAKE, ConfigError, Problem
 from meshloom.compiler.core.key_paths import leaves
 from meshloom.compiler.core.visible import write_error, write_out
 from meshloom.compiler.declare.compose import Request, chosen_options, config_sources, hydra_arguments, hydra_session
@@ -135,11 +137,10 @@ def _keys_like(name: str) -> list[str]:
 def show_help(command: Command, request: Request) -> None:
     """Prints all config groups, also those of the user, each option with the first line of its file."""
     write_out(f"meshloom {command.name}: {command.description}\n")
-    write_out(
-        f"usage: meshloom {command.name} [group=option ...] [group.key=value ...] [Hydra's flags: -m, --cfg job, ...]"
-    )
+    write_out(f"usage: meshloom {command.name} [group=option ...] [group.key=value ...] [FLAG ...]")
+    write_out("       flags are those of Hydra: -m, --cfg job, ...")
     if command.name == "explain":
-        write_out(f"       {CHECK}: exit code 3 if the step does not fit, by the estimate")
+        write_out(f"       {CHECK}: exit code {DOES_NOT_FIT} if the step does not fit, by the estimate")
     write_out("")
     with hydra_session(request) as groups:
         chosen, sources = chosen_options(request), config_sources(request)
@@ -147,9 +148,15 @@ def show_help(command: Command, request: Request) -> None:
             write_out(f"{group}=")
             for name in patterns() if group == "target" else options:
                 default = "  (default)" if chosen.get(group) == name else ""
-                write_out(f"  {name:<16}{_description(sources, group, name)}{default}".rstrip())
-    write_out("\nvalues: `--cfg job` prints all keys with their values; any of them is set as key=value")
-    write_out(f"code of your own: {FLAG}=MODULE; a config cannot name modules that are not installed without it")
+                _write_wrapped(f"  {name:<16}{_description(sources, group, name)}{default}".rstrip(), indent=18)
+    write_out("\nvalues: `--cfg job` prints all keys with their values; set one as key=value")
+    _write_wrapped(f"code of your own: {FLAG}=MODULE lets a config name modules that are not installed", indent=0)
+
+
+def _write_wrapped(text: str, *, indent: int) -> None:
+    """Prints a line; on a terminal, in lines that fit, the others indented."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(text)
+    write_out("\n".join(textwrap.wrap(text, max(width, 2 * indent), subsequent_indent=" " * indent)))
 
 
 def _description(sources: Sequence[ConfigSource], group: str, name: str) -> str:

@@ -19,24 +19,29 @@ from .words import Syntax, Words, run_words
 T = TypeVar("T", int, float)
 LINE = "meshloom inspect PROGRAM target=v5p-128"
 USAGE = """\
-usage: meshloom inspect PROGRAM target=NAME [--module NAME] [--trips N] [--taken P]
-                [--to DIR] [--json] [--config-dir DIR]
+usage: meshloom inspect PROGRAM target=NAME [--module NAME] [--trips N]
+                [--taken P] [--to DIR] [--json] [--config-dir DIR]
 
-What a compiled step does, whoever wrote and compiled it: memory, collectives with their links, hidden and exposed time,
-the predicted step, findings. PROGRAM is
+Reports what a compiled step does, whoever wrote and compiled it: memory,
+collectives with their links, hidden and exposed time, the predicted step,
+findings. PROGRAM is one of
 
-  FILE   what `compiled.as_text()` gives
-  DIR    of XLA's dump (--xla_dump_to=DIR): the largest program in it
-  RUN    of `meshloom compile`, or its artifact; it says its target itself
+  FILE   the text that `compiled.as_text()` returns
+  DIR    a dump of XLA (--xla_dump_to=DIR); its largest program is read
+  RUN    a directory of `meshloom compile`, or its artifact; it has its target
 
-target=NAME names the chips that it was compiled for, as v5p-128 or h100-64; target.num_slices=2 and calibration=NAME
-work, too. Writes report.json, timeline.json and report.html; `meshloom diff` compares two such directories.
+target=NAME names the chips that it was compiled for, such as v5p-128 or
+h100-64; target.num_slices=2 and calibration=NAME work too. Writes report.json,
+timeline.json and report.html; `meshloom diff` compares two such directories.
 
-  --module NAME      the program to read, of a text or a dump that has several; the largest without it
-  --trips [LOOP=]N   iterations of a loop, by name, or of all whose number the program does not say; else one counts
-  --taken [NAME=]P   share of executions, 0 to 1, in which a conditional takes the branch that ends last; else always
-  --to DIR           where the files go; a new directory below outputs/ without it
-  --json             report.json on standard output, instead of the summary
+  --module NAME      the program to read, if there are several; without it, the
+                     largest
+  --trips [LOOP=]N   iterations of a loop, or of all loops whose number the
+                     program does not state; without it, 1
+  --taken [NAME=]P   share of executions, 0 to 1, in which a conditional takes
+                     the branch that ends last; without it, 1
+  --to DIR           where the files go; without it, a new directory in outputs/
+  --json             print report.json instead of the summary
   --config-dir DIR   your own configs: targets, calibrations
 """
 SYNTAX = Syntax(

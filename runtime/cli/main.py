@@ -28,19 +28,26 @@ commands:
 {commands}
 
 examples:
-  meshloom train                                  a small model on eight simulated devices
-  meshloom train model=tiny sharding=fsdp_tensor  choose from a config group
+  meshloom train                       a small model on eight simulated devices
+  meshloom train model=tiny sharding=fsdp_tensor     options of config groups
   meshloom train num_steps=50 optimizer.learning_rate=1e-3
-  meshloom train -m sharding=ddp,fsdp             once per value; the same line goes on after Ctrl-C
-  meshloom explain -m model=llama3_8b target=v5p-128 global_batch_size=256 remat=none,save_dots,full
+  meshloom train -m sharding=ddp,fsdp  a run for each value; type it again after
+                                       Ctrl-C, and it goes on
+  meshloom explain -m model=llama3_8b target=v5p-128 global_batch_size=256 \\
+    remat=none,save_dots,full
   meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096
-  meshloom compile model=llama2_7b target=v5e-256 global_batch_size=256 sequence_length=4096 remat=full
-  meshloom tune model=llama3_8b target=v5p-128 global_batch_size=256 sequence_length=8192
-  meshloom launch model=llama3_8b target=h100-64 launch=slurm global_batch_size=64 launch.dry_run=true
-  meshloom data data=jsonl data.source.paths=[corpus/*.jsonl] shards.directory=tokens
+  meshloom compile model=llama2_7b target=v5e-256 global_batch_size=256 \\
+    sequence_length=4096 remat=full
+  meshloom tune model=llama3_8b target=v5p-128 global_batch_size=256 \\
+    sequence_length=8192
+  meshloom launch model=llama3_8b target=h100-64 launch=slurm \\
+    global_batch_size=64 launch.dry_run=true
+  meshloom data data=jsonl data.source.paths=[corpus/*.jsonl] \\
+    shards.directory=tokens
 
-`meshloom COMMAND --help` lists the config groups, `--cfg job` prints the whole config, and the flags of Hydra work:
--m, --config-dir, --info, hydra.run.dir=... For completion in bash: eval "$(meshloom train -sc install=bash)"
+`meshloom COMMAND --help` lists the config groups, and `--cfg job` prints the
+whole config. The flags of Hydra work: -m, --config-dir, --info, ...
+For completion in bash: eval "$(meshloom train -sc install=bash)"
 """
 
 
@@ -104,7 +111,7 @@ def run(args: list[str]) -> int:
     """Runs one command line and returns the exit code: 0 for done, 2 for a mistake of the user, 128 + signal if
     stopped, or one of failures.py if a run had to end."""
     if not args or args[0] in ("-h", "--help", "help"):
-        listed = "\n".join(f"  {command.name:10}{command.description}" for command in COMMANDS.values())
+        listed = "\n".join(f"  {command.name:11}{command.description}" for command in COMMANDS.values())
         write_out(USAGE.format(commands=listed), end="")
         return 0
     if args[0] == "--version":

@@ -22,12 +22,13 @@ PROFILE_LINE = "meshloom profile RUN"
 PROFILE_USAGE = """\
 usage: meshloom profile RUN [--hlo] [--json]
 
-What the steps took that a run traced (meshloom train profile.steps=[10,13]), beside what the schedule of its program
-predicts: the step, each kind of compute and of collectives, and the operations that differ most. Writes profile.json
-and profile.html into RUN; the page has the predicted and the measured step on one time axis.
+Compares the steps that a run traced (meshloom train profile.steps=[10,13]) with
+what the schedule of its program predicts: the step, each kind of compute and of
+collectives, and the operations that differ most. Writes profile.json and
+profile.html into RUN; the page shows both steps on one time axis.
 
-  --hlo    each operation by itself, with the name of its HLO instruction
-  --json   all of it for tools, as one JSON object, instead of the tables
+  --hlo    list each operation, with the name of its HLO instruction
+  --json   print all as one JSON object, instead of the tables
 """
 PROFILE = Syntax(PROFILE_LINE, PROFILE_USAGE, {"--hlo": "", "--json": ""}, num_paths=range(1, 2))
 
@@ -52,13 +53,14 @@ GROUP = "calibration"
 CALIBRATE_USAGE = f"""\
 usage: {CALIBRATE_LINE} [--name NAME]
 
-How much longer each kind of compute, and each kind of link, takes on a chip than predicted, from runs on it that traced
-steps (meshloom train profile.steps=[10,13]). Writes it as a config, which later predictions take by name:
+Finds how much longer each kind of compute, and each kind of link, takes on a
+chip than predicted, from runs that traced steps on it (meshloom train
+profile.steps=[10,13]). Writes a config, which later predictions take by name:
 
     meshloom explain --config-dir DIR calibration=NAME ...
 
-  --to DIR      a folder of your own configs; the file is DIR/{GROUP}/NAME.yaml
-  --name NAME   its name; without it that of the chip
+  --to DIR      a folder of your own configs; writes DIR/{GROUP}/NAME.yaml
+  --name NAME   the name of the config; without it, the name of the chip
 """
 CALIBRATE = Syntax(CALIBRATE_LINE, CALIBRATE_USAGE, {"--to": "DIR", "--name": "NAME"}, num_paths=range(1, 1000))
 

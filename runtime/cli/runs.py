@@ -26,13 +26,14 @@ LINE = "meshloom runs [DIR]"
 USAGE = """\
 usage: meshloom runs [DIR] [--all] [--json]
 
-Runs and sweeps at and below DIR, the newest first: running, done, stopped, failed or killed, and why; the last step,
-the loss, the directory. Without DIR: those in outputs/ and multirun/ of the working directory, and others in it or in a
-directory of it, such as hydra.run.dir=my-run and runs/first. The points of a sweep are listed where DIR is the sweep
-itself.
+Lists the runs and sweeps at and below DIR, the newest first: whether they are
+running, done, stopped, failed or killed, and why; the last step, the loss, the
+directory. If DIR is itself a sweep, its points are listed. Without DIR, those
+in outputs/ and multirun/ of the working directory are listed, and others up to
+two levels below it, such as hydra.run.dir=my-run or runs/first.
 
-  --all    every run, where the table has the newest 30
-  --json   the same for tools, as a JSON list
+  --all    list every run; without it, the newest 30
+  --json   print a JSON list
 """
 SYNTAX = Syntax(LINE, USAGE, {"--all": "", "--json": ""}, num_paths=range(2))
 STYLES = {"running": "bold cyan", "done": "green", "stopped": "yellow", "failed": "bold red", "killed": "bold red"}

@@ -17,18 +17,21 @@ from .words import Syntax, Words, run_words
 
 LINE = "meshloom sweep DIR"
 USAGE = """\
-usage: meshloom sweep DIR [--sort FIGURE] [--all] [--csv FILE] [--parquet FILE] [--json] [--page FILE] [--open]
+usage: meshloom sweep DIR [--sort FIGURE] [--all] [--csv FILE] [--parquet FILE]
+                [--json] [--page FILE] [--open]
 
-The table of a sweep, the best point first, and one page with heat map, parallel coordinates, Pareto front and, of runs,
-loss curves. DIR is what `meshloom explain -m`, `compile -m`, `train -m` or `meshloom tune` wrote; the sweep may still
-run.
+Shows the table of a sweep, the best point first, and writes a page with heat
+map, parallel coordinates, Pareto front and, for runs, loss curves. DIR is what
+`meshloom explain -m`, `compile -m`, `train -m` or `meshloom tune` wrote; the
+sweep may still be running.
 
-  --sort FIGURE    sort by another figure than the sweep's objective: step_seconds, mfu, peak_bytes, ...
-  --all            every point, where the table has the best 20
-  --csv FILE       the rows as CSV, a column for each field
-  --parquet FILE   the same as Parquet
-  --json           sweep and rows for tools, as one JSON object, instead of table and page
-  --page FILE      where the page goes; DIR/sweep.html without it
+  --sort FIGURE    sort by a figure other than the sweep's objective:
+                   step_seconds, mfu, peak_bytes, ...
+  --all            show every point; without it, the best 20
+  --csv FILE       write the rows as CSV, with a column for each field
+  --parquet FILE   write the rows as Parquet
+  --json           print sweep and rows as one JSON object; no table, no page
+  --page FILE      write the page to FILE; without it, to DIR/sweep.html
   --open           open the page in a browser
 """
 SYNTAX = Syntax(

@@ -31,6 +31,12 @@ def test_help_imports_nothing_heavy():
     assert all(command in done.stdout for command in COMMANDS)
 
 
+@pytest.mark.parametrize("command", [None, *(name for name, one in COMMANDS.items() if not one.takes_overrides)])
+def test_help_fits_80_columns(capsys, command):
+    assert run([*([command] if command else []), "--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_every_command_of_the_registry_is_there_and_is_told_alike_everywhere():
     """One table says what there is: the usage, a command's help, the shell's completion, and what is run."""
     usage, offered = run_in_process().stdout, run_in_process("-sc", "query=bash", COMP_LINE="meshloom ").stdout
