@@ -14,23 +14,23 @@ from .metrics import Metrics
 
 
 class Due:
-    """What is due after a step, by the declaration and, of saves, by the clock."""
+    """Says which work is due after a step, by the declaration and, for saves, by the clock."""
 
     def __init__(self, spec: RunSpec):
         self._spec, self._last_save = spec, time.perf_counter()
 
     def saved(self) -> None:
-        """Takes note that the state was saved now."""
+        """Notes that the state was saved now."""
         self._last_save = time.perf_counter()
 
     def is_evaluation(self, step: int) -> bool:
-        """Returns whether the held-out loss is due, as it always is at the end, unless nothing is held out."""
+        """Returns True if the held-out loss is due. It always is at the end, unless nothing is held out."""
         if not self._spec.data.held_out_fraction:
             return False
         return step % self._spec.evaluation.every_num_steps == 0 or step == self._spec.num_steps
 
     def is_save(self, step: int) -> bool:
-        """Returns whether a checkpoint is due."""
+        """Returns True if a checkpoint is due."""
         checkpoint = self._spec.checkpoint
         if checkpoint.every_num_steps is not None and step % checkpoint.every_num_steps == 0:
             return True
@@ -40,15 +40,16 @@ class Due:
 
 @dataclass  # not frozen: contextlib sets the traceback of what passes through it
 class NonFinite(Exception):
-    """Training cannot go on. step: the one that showed it. position: of its batch in the data, None where the batch is
-    not to blame."""
+    """Training cannot continue. step: the step that showed it. position: the place of its batch in the data; None if
+    the batch is not to blame."""
 
     step: int
     what: str
     position: dict[str, Any] | None
 
     def failure(self, saved: int | None, documents: Callable[[Mapping[str, Any]], str]) -> RunFailed:
-        """Returns the end of the run, whose last good checkpoint is `saved`. documents: describes those of a batch."""
+        """Returns the error that ends the run. saved: the step of the last good checkpoint. documents: describes the
+        documents of a batch."""
         where = self.position
         batch = f"; its batch, {json.dumps(where)} in the data, has {documents(where)}" if where is not None else ""
         good = "no checkpoint was saved" if saved is None else f"the last good checkpoint is {saved}"
@@ -57,14 +58,14 @@ class NonFinite(Exception):
 
 
 class SkipCounter:
-    """Counts skipped steps, one after the other."""
+    """Counts consecutive skipped steps."""
 
     def __init__(self, spec: RunSpec):
         self._num_allowed = spec.num_skips_allowed if spec.may_skip else 0
         self._num_in_a_row = 0
 
     def count(self, metrics: Metrics, position: dict[str, Any], *, is_finite: bool) -> None:
-        """Takes note of a step. Raises NonFinite for one that is not finite, where no more may be skipped."""
+        """Counts a step. Raises NonFinite if it is not finite and no more steps may be skipped."""
         self._num_in_a_row = 0 if is_finite else self._num_in_a_row + 1
         if self._num_in_a_row > self._num_allowed:
             what = f"the loss is {metrics.loss}, the norm of the gradients {metrics.grad_norm}"

@@ -1,4 +1,4 @@
-"""Shows a run: a progress bar and a summary on a terminal, plain lines elsewhere; after the first run, what to try."""
+"""Shows a run: a progress bar and a summary on a terminal, plain lines elsewhere; commands to try after the first."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ TRY_NEXT = (
 
 
 class Display(Observer):
-    """Shows each step's metrics as they come."""
+    """Shows the metrics of each step."""
 
     def __init__(self, console: Console, plan: Plan, *, first_step: int, token_unit: str):
         self.console, self.plan, self.token_unit = console, plan, token_unit
@@ -34,7 +34,7 @@ class Display(Observer):
 
     @classmethod
     def of_run(cls, run: ObservedRun) -> Self:
-        """Returns the display of a run; that of other processes than the first shows nothing."""
+        """Returns the display of a run; it shows nothing in processes other than the first."""
         return cls(run.console, run.plan, first_step=run.first_step, token_unit=run.data.token_unit)
 
     def __enter__(self) -> Self:
@@ -47,7 +47,7 @@ class Display(Observer):
         self._bar.stop()
 
     def step_reported(self, metrics: Metrics) -> None:
-        """Shows a step: moves the bar, or without a terminal prints a line every `logging.every_num_steps` and
+        """Moves the bar, or without a terminal prints a line every `logging.every_num_steps` steps and for each
         evaluation."""
         numbers = f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s"
         if metrics.mfu is not None:
@@ -64,7 +64,7 @@ class Display(Observer):
 
 
 def show_header(console: Console, plan: Plan) -> None:
-    """Shows what is about to run, in one line."""
+    """Shows the run that is about to start, in one line, and its warnings."""
     say(console, f"meshloom train: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {plan.target.name}, "
         f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}")  # fmt: skip
     if plan.flag_presets:
@@ -75,7 +75,7 @@ def show_header(console: Console, plan: Plan) -> None:
 
 
 def _not_judged(plan: Plan) -> tuple[Problem, ...]:
-    """Returns a demand on the schedule, where the step is compiled by `train`."""
+    """Returns a warning if the declaration limits exposed time and `train` compiles the step, which is not judged."""
     if plan.spec.overlap.max_exposed is None or plan.spec.artifact is not None:
         return ()
     fix = "compile with the same line by `meshloom compile`, and train with artifact=RUN_DIR"
@@ -83,13 +83,13 @@ def _not_judged(plan: Plan) -> tuple[Problem, ...]:
 
 
 def _not_counted(plan: Plan) -> tuple[Problem, ...]:
-    """Returns each primitive without which the model's FLOPs, and so the MFU, are not known."""
+    """Returns a warning for each primitive with unknown FLOPs, because of which the MFU is unknown."""
     why = ((one, f"MFU is not reported: {one.name} at {one.place}: {one.why}") for one in plan.model_flops.unknown)
     return tuple(Problem("model.family", what, one.fix) for one, what in why)
 
 
 def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
-    """Names and values, one a line."""
+    """Shows names and values, one per line."""
     for name, value in rows:
         say(console, f"{name}: {value}", is_shown=not console.is_terminal)
     if console.is_terminal:
@@ -98,8 +98,8 @@ def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
 
 
 def next_steps(run_dir: Path, overrides: Sequence[str], *, is_terminal: bool) -> Sequence[tuple[str, str]]:
-    """Returns rows for the summary of a run; none off a terminal, in a directory that has runs, or where the line names
-    the run directory, as a sweep does for its points."""
+    """Returns rows for the summary of a run with commands to try; none without a terminal, in a directory that has
+    other runs, or if the run directory is named, as a sweep does for its points."""
     is_named = RUN_DIR in map(overridden_key, overrides)
     if not is_terminal or is_named or run_dir.is_absolute():
         return ()

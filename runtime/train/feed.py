@@ -1,7 +1,7 @@
-"""Batches on the devices: the rows of a global batch that this process reads, and how long they were waited for.
+"""Puts batches on the devices: the rows of a global batch that this process reads, and the time of waiting for them.
 
-The global batch does not depend on the number of processes. A process holds the rows of its devices: not always
-neighbours, and not its alone where a mesh axis that does not split the batch runs across processes.
+The global batch does not depend on the number of processes. A process holds the rows of its devices. They need not be
+adjacent, and other processes hold them too if a mesh axis that does not split the batch runs across processes.
 """
 
 import time
@@ -22,33 +22,33 @@ from .time_spent import Stopwatch
 
 
 def rows_held(sharding: Sharding, num_rows: int, devices: Iterable[Any] | None = None) -> tuple[int, ...]:
-    """Returns the rows of an array of `num_rows` that these devices hold (default: those of this process), in order."""
+    """Returns the rows of an array of `num_rows` that these devices hold, in order. Default: this process's devices."""
     held = sharding.addressable_devices if devices is None else set(devices)
     slices = [index[0] for device, index in sharding.devices_indices_map((num_rows,)).items() if device in held]
     return tuple(sorted({row for part in slices for row in range(*part.indices(num_rows))}))
 
 
 def local_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[int, ...]:
-    """Returns the rows of the batch on the devices that this process fills."""
+    """Returns the rows of the batch that are on this process's devices."""
     first = next(iter(batch.values()))
     assert first.sharding is not None
     return rows_held(_of_rows(first.sharding), first.shape[0])
 
 
 def sequences_of(order: RowOrder, rows: Sequence[int]) -> tuple[int, ...]:
-    """Returns the numbers of the sequences in some rows of a batch on the devices (row_order.py)."""
+    """Returns the numbers of the sequences that are in these rows of a batch on the devices (row_order.py)."""
     return tuple(map(int, order.rows_at(np.asarray(rows, int))))
 
 
 def in_token_order(local: Mapping[str, np.ndarray], order: np.ndarray | None) -> Mapping[str, np.ndarray]:
-    """Returns rows with their tokens in the order in which devices that split sequences have them (token_order.py)."""
+    """Returns rows with their tokens in the order of devices that split sequences (token_order.py)."""
     return local if order is None else {name: x[:, order] for name, x in local.items()}
 
 
 def to_devices(
     batch: Mapping[str, jax.ShapeDtypeStruct], rows: Sequence[int], local: Mapping[str, np.ndarray]
 ) -> dict[str, jax.Array]:
-    """Returns the global batch on the devices. local: the `rows` of it, in that order, as `local_rows` names them."""
+    """Returns the global batch on the devices. local: its `rows`, in that order, which are those of `local_rows`."""
     shardings = {name: x.sharding for name, x in batch.items()}
     if jax.process_count() == 1:  # one call instead of one per device
         return jax.device_put({name: local[name] for name in batch}, shardings)
@@ -65,12 +65,12 @@ def to_devices(
 
 
 def _of_rows(sharding: Any) -> Sharding:
-    """Returns the same over the first dimension alone."""
+    """Returns the sharding of the first dimension alone."""
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:1]))
 
 
 class Feed:
-    """Puts batches on the devices of a run's programs. watch: learns of the time for which devices stood still."""
+    """Puts batches on the devices of a run's programs. watch: counts the time for which devices stood still."""
 
     def __init__(self, plan: Plan, programs: Programs, batches: BatchIterator, watch: Stopwatch):
         self._batch, self._batches, self._watch = programs.batch, batches, watch
@@ -78,8 +78,8 @@ class Feed:
         self._order = plan.token_order.of_sequence(plan.spec.sequence_length)
 
     def next(self, behind: dict[str, jax.Array] | None) -> tuple[dict[str, jax.Array], float, float]:
-        """Returns the next batch on the devices, how long this took, and how long they stood still for it: not at all
-        where the step before it still runs, else at most as long as this took. behind: the metrics of that step."""
+        """Returns the next batch on the devices, the seconds that this took, and the seconds for which devices stood
+        still: 0 if the previous step still runs, else at most the former. behind: the metrics of that step."""
         start = time.perf_counter()
         batch = self.place(next(self._batches))
         seconds = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""The loop: next batch, call the step, metrics, save. It decides nothing about placement, precision or schedule.
+"""Runs the training loop: next batch, step, metrics, save. It decides nothing about placement, precision or schedule.
 
 Steps are dispatched ahead: while step n runs, the host reads the metrics of step n-1.
 """
@@ -26,8 +26,8 @@ from .observer import Observers, StepTimes
 
 @dataclass(frozen=True)
 class Running:
-    """A step that was dispatched: its metrics to come, where in the data its batch lies, how long this process
-    took for it, and its devices may have waited."""
+    """A step that was dispatched: its future metrics, the place of its batch in the data, the seconds that this process
+    took for the batch, and the seconds that its devices may have waited."""
 
     step: int
     metrics: dict[str, jax.Array]
@@ -37,8 +37,8 @@ class Running:
 
 
 class Loop:
-    """One run of compiled programs over batches, of which this process reads its rows. held_out: the same batches each
-    time it is iterated. latest_eval_loss: the last one that is known, in nats per token."""
+    """One run of compiled programs over batches. held_out: the same batches each time it is iterated. latest_eval_loss:
+    the last held-out loss, in nats per token; None before the first."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Loop:
         self._step_seconds, self._num_tokens = 0.0, 0
 
     def run(self, state: Any, first_step: int, num_tokens: int = 0) -> int:
-        """Trains from `first_step` steps and `num_tokens` tokens on, until a stop is asked for; returns the steps done.
-        Raises NonFinite, and saves nothing more, where training cannot go on."""
+        """Trains after `first_step` steps and `num_tokens` tokens, to the last step or until a stop is requested.
+        Returns the steps done. Raises NonFinite, and saves nothing more, if training cannot continue."""
         running, done, eval_loss = None, first_step, None
         self._num_tokens = num_tokens
         self.observers.run_started(first_step)
@@ -90,11 +90,12 @@ class Loop:
         return self._due.is_evaluation(step) or self._due.is_save(step) or self.observers.reads_at_once(step)
 
     def _finish(self, running: Running | None, state: Any = None) -> float | None:
-        """Waits for a step, evaluates its state if that is due, and reports; returns the held-out loss."""
+        """Waits for a step, evaluates its state if that is due, and reports it. Returns the held-out loss; None without
+        one."""
         if running is None:
             return None
         step, read = running.step, jax.device_get(running.metrics)
-        so_far = self.watch.step_seconds  # the clock stands still in pauses
+        so_far = self.watch.step_seconds  # without pauses
         seconds, self._step_seconds = so_far - self._step_seconds, so_far
         times = StepTimes(seconds, running.input_seconds, running.input_wait_seconds)
         observed = self.observers.step_ended(step, times, state)
@@ -110,7 +111,7 @@ class Loop:
         return eval_loss
 
     def _evaluate(self, step: int, state: Any) -> float | None:
-        """Returns the mean loss over the held-out batches, in nats per token; None where they have no targets."""
+        """Returns the mean loss over the held-out batches, in nats per token; None if they have no targets."""
         sums = np.zeros(2)
         with self.observers.pause("evaluation"):
             # One at a time: with many in flight on CPU, several processes were seen to hang.
@@ -122,7 +123,8 @@ class Loop:
         return loss
 
     def _save(self, step: int, state: Any, eval_loss: float | None) -> None:
-        """Saves a state that is finite; loss and gradients of its step say nothing of what the update made of it."""
+        """Saves a finite state, and raises NonFinite for any other: a finite loss does not prove that the updated state
+        is finite."""
         with self.observers.pause("save"):
             if self.spec.checkpoint.is_saving and not self.programs.is_finite(state):
                 raise NonFinite(step, "the state after it has NaN or infinity, although its loss does not", None)

@@ -1,4 +1,4 @@
-"""Metrics of each step: computed once, for `metrics.jsonl`, trackers and the display."""
+"""Computes the metrics of each step, once for `metrics.jsonl`, trackers and the display."""
 
 import json
 import time
@@ -17,14 +17,17 @@ from .time_spent import TimeSpent, take_time_spent
 
 @dataclass(frozen=True)
 class Metrics:
-    """step: steps done. loss, eval_loss: nats per token; eval_loss is None where no evaluation was due. skipped: the
-    step had NaN or infinity and changed nothing. tokens_per_second: of all places of the batch, padding included.
-    input_wait_seconds: that devices may have stood still for the batch, 0 where it came while the step before it ran.
-    num_targets: tokens of the batch with a loss. mfu: model FLOPs / (time x peak), None where one of the two is
-    unknown. num_tokens: seen in all steps so far, without padding. time: when the step was done, in seconds since 1970.
-    spent: what the time so far went to. auxiliary: losses and statistics of the model's layers and head, by names such
-    as layers/z_loss: means over the tokens of the batch. observed: values that observers add to some steps, by names
-    such as processes/3/input_seconds (stragglers.py)."""
+    """The metrics of a step.
+
+    step: the steps done. loss, eval_loss: nats per token; eval_loss is None if no evaluation was due. skipped: the step
+    had NaN or infinity and changed nothing. tokens_per_second: all places of the batch, padding included, per second.
+    input_wait_seconds: the time for which devices may have stood still for the batch; 0 if it came while the previous
+    step ran. num_targets: the tokens of the batch that have a loss. mfu: model FLOPs / (time x peak); None if one of
+    them is unknown. num_tokens: the tokens of all steps so far, without padding. time: the end of the step, in seconds
+    since 1970. spent: the time of the run so far, by kind. auxiliary: losses and statistics of the model's layers and
+    head, by names such as layers/z_loss; means over the tokens of the batch. observed: values that observers add to
+    some steps, by names such as processes/3/input_seconds (stragglers.py).
+    """
 
     step: int
     loss: float
@@ -45,8 +48,8 @@ class Metrics:
 
 
 def by_layer(auxiliary: Mapping[str, np.ndarray], how: Literal["mean", "each"]) -> dict[str, float]:
-    """Returns auxiliary outputs under the names of metrics: {"layers/load": [1, 3]} -> {"layers/load": 2} or, of each,
-    {"layers/load/0": 1, "layers/load/1": 3}. The head's are scalars."""
+    """Returns auxiliary outputs by the names of metrics: {"layers/load": [1, 3]} -> {"layers/load": 2} for "mean", and
+    {"layers/load/0": 1, "layers/load/1": 3} for "each". The head's outputs are scalars."""
     if how == "mean":
         return {name: float(np.mean(value)) for name, value in auxiliary.items()}
     return {
@@ -57,8 +60,8 @@ def by_layer(auxiliary: Mapping[str, np.ndarray], how: Literal["mean", "each"]) 
 
 
 def mfu(plan: Plan, step_seconds: float) -> float | None:
-    """Model FLOPs utilisation over all devices (remat excluded); None where the target's peak or the model's FLOPs are
-    unknown."""
+    """Returns the model FLOPs utilisation over all devices, remat excluded; None if the target's peak or the model's
+    FLOPs are unknown."""
     peak, flops = plan.target.peak_flops_per_second, plan.model_flops_per_step
     return flops / (step_seconds * peak * plan.target.num_devices) if peak and flops is not None else None
 
@@ -75,8 +78,8 @@ def metrics_of(
     input_wait_seconds: float,
     observed: Mapping[str, float] = MappingProxyType({}),
 ) -> Metrics:
-    """Returns the metrics of a step that is done now. read: what the step returned, on the host. seconds: that it
-    took. num_tokens: seen in all steps so far."""
+    """Returns the metrics of a step that is done now. read: the results of the step, on the host. seconds: the time of
+    the step. num_tokens: the tokens of all steps so far."""
     return Metrics(
         step=step,
         loss=float(read["loss"]),
@@ -98,14 +101,14 @@ def metrics_of(
 
 
 def values_of(metrics: Metrics) -> dict[str, float | None]:
-    """Returns the values of a line of `metrics.jsonl`: what is not finite as None."""
+    """Returns the values of a line of `metrics.jsonl`, with None for values that are not finite."""
     known = {name: value for name, value in vars(metrics).items() if name not in ("spent", "auxiliary", "observed")}
     named = known | metrics.spent.as_metrics() | dict(metrics.auxiliary) | dict(metrics.observed)
     return {name: _finite(value) for name, value in named.items()}
 
 
 def read_metrics(line: str) -> Metrics:
-    """Returns the metrics of a line of `metrics.jsonl`; a loss or norm that was not finite as NaN."""
+    """Returns the metrics of a line of `metrics.jsonl`, with NaN for a loss or norm that was not finite."""
     values: dict[str, Any] = json.loads(line)
     values |= {name: nan for name in ("loss", "grad_norm") if values[name] is None}
     spent = take_time_spent(values)

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a line for each step."""
+"""Writes `metrics.jsonl`: a line for each step."""
 
 import json
 import shutil
@@ -17,11 +17,11 @@ from .time_spent import spent_by_earlier_starts
 
 
 class MetricsLog(Observer):
-    """Appends each step to `metrics.jsonl`, whole lines at once; NaN and infinity, which JSON has not, as null.
+    """Appends each step to `metrics.jsonl`, a whole line at once. NaN and infinity, which JSON lacks, are null.
 
-    A resumed run first drops what it will do again. Of a damaged file it keeps the lines that can be read, and a copy
-    of the file as it was; `warning` says so. kept_line, last_line: those of the step that the run goes on from, and of
-    the last one before it stopped; None where there is none.
+    A resumed run first drops the steps that it will repeat. If the file is damaged, the readable lines are kept, and a
+    copy of the old file; `warning` says so. kept_line, last_line: the lines of the step that the run continues from,
+    and of the last one before it stopped; None if there is none.
     """
 
     def __init__(self, run_dir: Path, *, first_step: int):
@@ -37,8 +37,8 @@ class MetricsLog(Observer):
 
     @classmethod
     def of_run(cls, run: ObservedRun) -> Self | None:
-        """Returns the log of process 0, for all; tells what is wrong with the file, and the stopwatch of the time of
-        earlier starts."""
+        """Returns the log of process 0, which writes for all; None in the others. Warns about a damaged file, and gives
+        the stopwatch the time of earlier starts."""
         if not run.processes.is_first:
             return None
         log, watch = cls(run.run_dir, first_step=run.first_step), run.observers.watch
@@ -50,7 +50,7 @@ class MetricsLog(Observer):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError) if isinstance(error, RunFailed) else nullcontext():  # it would be told twice
+        with suppress(OSError) if isinstance(error, RunFailed) else nullcontext():  # it was reported already
             self._file.close()
 
     def step_reported(self, metrics: Metrics) -> None:
@@ -64,10 +64,10 @@ class MetricsLog(Observer):
 
 
 def _read(content: bytes, last_step: int) -> tuple[list[tuple[int, bytes]], list[int]]:
-    """Returns the lines that hold a step, with it, and the numbers of those that hold none.
+    """Returns the lines that hold a step, with its number, and the line numbers of those that hold none.
 
-    A last line that is cut off counts as neither where its step, after `last_step`, is done again: a killed process
-    leaves it.
+    A last line that is cut off is left out if its step, after `last_step`, is done again: a killed process leaves such
+    a line.
     """
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     steps = [_step_of(line) for line in lines]

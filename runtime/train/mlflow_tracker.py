@@ -1,4 +1,4 @@
-"""A run in MLflow: on its server, or in `mlflow.db` of the run directory."""
+"""Tracks a run in MLflow: on its server, or in `mlflow.db` of the run directory."""
 
 import json
 import logging
@@ -17,14 +17,14 @@ from .trackers import TrackedRun, Tracker
 
 MOST_PARAMETERS = 100  # of one request, as MLflow's REST API allows
 MOST_CHARACTERS = 6000  # of the value of a parameter
-OF_A_START = ("checkpoint.restore_from", "distributed.process_id")  # other at each start, and no part of the run
+OF_A_START = ("checkpoint.restore_from", "distributed.process_id")  # differ between starts, and not part of the run
 
-for noisy in ("mlflow", "alembic"):  # they tell of each table that is made
+for noisy in ("mlflow", "alembic"):  # they log each table that is created
     logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 class MLflow(Tracker):
-    """One run there for all starts of a run here. Points are sent in a thread of MLflow's own."""
+    """One run in MLflow for all starts of a run here. A thread of MLflow sends the points."""
 
     def __init__(self, run: TrackedRun):
         super().__init__(run)
@@ -56,7 +56,7 @@ class MLflow(Tracker):
         return created
 
     def _tell_changes(self) -> None:
-        """Says which parameters are others than at the first start: MLflow keeps those, and takes no others."""
+        """Warns about parameters that differ from the first start: MLflow keeps the first values."""
         there = self._client.get_run(self._id).data.params
         here = {key: _text(value) for key, value in leaves(self.run.declaration)}
         changed = [key for key in {**there, **here} if key not in OF_A_START and there.get(key) != here.get(key)]

@@ -1,11 +1,11 @@
-"""Observers: what a training run shows, step by step, to the log, the display, the watchdog and others.
+"""Defines observers: the log, the display, the watchdog and others follow a training run step by step.
 
     run_started, then for each step: around_step, step_ended, [evaluated], step_reported; at the end run_ended
 
-An observer is a context, too: it is entered before the first step and left after the last one, with the exception that
-ended the run, if there is one. `pause` surrounds what the loop does between steps: an evaluation, a save. An exception
-that an observer raises ends the run like any other; checkpoints that were saved before stay whole. A new observer is a
-class in a file of its own and a line in `observers.py`.
+An observer is also a context: it is entered before the first step and left after the last one, with the exception that
+ended the run, if there is one. `pause` surrounds the work between steps: an evaluation, a save. An exception that an
+observer raises ends the run like any other; checkpoints that were saved before stay complete. A new observer is a class
+in a file of its own and a line in `observers.py`.
 """
 
 import logging
@@ -39,8 +39,8 @@ TakeStep = Callable[[Any, dict[str, jax.Array], int, dict[str, Any]], tuple[Any,
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one process for a step, or means of several. step: from one to the next. input: until it has handed
-    over a batch. input_wait: of that, its devices may have stood still."""
+    """The seconds of one process for a step, or their means over several steps. step: from one step to the next. input:
+    the time to get a batch onto the devices. input_wait: the part of it for which devices may have stood still."""
 
     step: float
     input: float
@@ -48,7 +48,7 @@ class StepTimes:
 
 
 class Observer:
-    """Sees a run. Each method does nothing by default."""
+    """Follows a run. Each method does nothing by default."""
 
     def __enter__(self) -> Self:
         return self
@@ -66,16 +66,16 @@ class Observer:
         return take
 
     def reads_at_once(self, step: int) -> bool:  # noqa: ARG002
-        """Returns whether this step has to end before the next one is dispatched; `step_ended` then has its state."""
+        """Returns True if this step has to end before the next one is dispatched; `step_ended` then gets its state."""
         return False
 
     def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:  # noqa: ARG002
-        """Returns the values that it adds to the metrics of a step that ended. state: the state after the step; None
-        where the next step has it already."""
+        """Returns values to add to the metrics of a step that ended. state: the state after the step; None if it was
+        donated to the next step."""
         return NO_VALUES
 
     def evaluated(self, step: int, loss: float | None) -> None:
-        """Sees the held-out loss after a step; None where no held-out token has a target."""
+        """Sees the held-out loss after a step; None if no held-out token has a target."""
 
     def step_reported(self, metrics: Metrics) -> None:
         """Sees the metrics of a step."""
@@ -84,13 +84,13 @@ class Observer:
         """Sees that the loop is done, at its last step or because a stop was requested."""
 
     def pause(self, kind: TimeKind) -> AbstractContextManager[object]:  # noqa: ARG002
-        """Returns a context for what the run does between two steps: evaluation, save or profile."""
+        """Returns a context for the run's work between two steps: evaluation, save or profile."""
         return nullcontext()
 
 
 class Observers(Observer):
-    """Passes each event on to the observers of a run, in their order, and leaves them in the opposite order. watch:
-    counts the time of pauses."""
+    """Passes each event to the observers of a run, in their order, and leaves them in the opposite order. watch: counts
+    the time of pauses."""
 
     def __init__(self, watch: Stopwatch):
         self.watch = watch
@@ -98,7 +98,7 @@ class Observers(Observer):
         self._entered = ExitStack()
 
     def add(self, observer: Observer) -> None:
-        """Enters an observer; it sees what comes from now on."""
+        """Enters an observer, which sees all events from now on."""
         self._each.append(self._entered.enter_context(observer))
 
     def __exit__(
@@ -135,7 +135,7 @@ class Observers(Observer):
 
     @contextmanager
     def pause(self, kind: TimeKind) -> Iterator[None]:
-        """Within the `with`, time is not that of a step."""
+        """Within the `with`, time counts as this kind and not as that of a step."""
         with self.watch.spending(kind), ExitStack() as paused:
             for each in self._each:
                 paused.enter_context(each.pause(kind))
@@ -144,8 +144,8 @@ class Observers(Observer):
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """A run that is about to train, as its observers know it. first_step: steps that are done already. model: the name
-    that the declaration has for its model, or None."""
+    """A run that is about to train, as its observers know it. first_step: the steps that are done already. model: the
+    declaration's name for its model; None if it has none."""
 
     plan: Plan
     programs: Programs
@@ -162,16 +162,16 @@ class ObservedRun:
         return self.plan.spec
 
     def say(self, text: str) -> None:
-        """Tells the user something."""
+        """Shows and logs a text."""
         say(self.console, text)
 
     def warn(self, problem: Problem) -> None:
-        """Tells the user of a problem that does not end the run."""
+        """Shows and logs a problem that does not end the run."""
         say(self.console, problem.as_warning())
 
     def documents(self, position: Mapping[str, Any], rows: Sequence[int] | None = None) -> str:
-        """Describes the documents of some rows of a batch, or of all. Process 0, which names them, writes each to its
-        log."""
+        """Returns a description of the documents in some rows of a batch, or in all. Only process 0 reads them, and
+        logs each."""
         if not self.processes.is_first:
             return ""
         located = self.data.locate(position, range(self.spec.global_batch_size) if rows is None else rows)

@@ -24,7 +24,7 @@ MORE_ROOM = (
 
 
 class MissingTargets(Observer):
-    """Warns of the first step, and of the first evaluation, whose batches have no targets."""
+    """Warns about the first step, and the first evaluation, whose batches have no targets."""
 
     def __init__(self, warn: Callable[[Problem], None]):
         self._warn = warn
@@ -53,7 +53,7 @@ class MissingTargets(Observer):
 
 
 class DroppedTokens(Observer):
-    """Warns of the first step in which experts had no room for all choices."""
+    """Warns about the first step in which experts had no room for all choices."""
 
     def __init__(self, warn: Callable[[Problem], None]):
         self._warn = warn
@@ -65,7 +65,7 @@ class DroppedTokens(Observer):
         return cls(run.warn)
 
     def step_reported(self, metrics: Metrics) -> None:
-        """Warns if the step dropped something, once in a run."""
+        """Warns if the step dropped a choice, once in a run."""
         shares = [value for name, value in metrics.auxiliary.items() if name.split("/")[1] == DROPPED]
         if self._has_warned or not any(share > 0 for share in shares):
             return
@@ -74,8 +74,8 @@ class DroppedTokens(Observer):
         self._warn(Problem(f"step {metrics.step}", what, MORE_ROOM))
 
 
-# Each returns the observer of a run, or None where the declaration or this process has none. The watchdog comes before
-# the profiler, so that writing a trace is not watched; the profiler comes after the replay, whose steps it traces.
+# Each returns the observer of a run, or None if the declaration or this process has none. The watchdog comes before the
+# profiler, so that writing a trace is not watched; the profiler comes after the replay, whose steps it traces.
 OBSERVERS: tuple[Callable[[ObservedRun], Observer | None], ...] = (
     MetricsLog.of_run,
     Trackers.of_run,

@@ -1,9 +1,9 @@
-"""A trace of some steps, by `jax.profiler`: every process writes its own, with the program that it is of beside it.
+"""Traces some steps by `jax.profiler`: each process writes its own trace, and process 0 the program beside it.
 
     RUN/profile/process-0/plugins/profile/TIME/HOST.xplane.pb     for `meshloom profile`, TensorBoard and XProf
     RUN/profile/train.hlo.txt, predicted.json                     the compiled step and its prediction, by process 0
 
-Steps are dispatched ahead, so the step before the first is waited for, and then the trace has these steps and no other.
+Steps are dispatched ahead. So the profiler waits for the step before the first one, and the trace has only these steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,9 +42,11 @@ def check_profile(spec: RunSpec) -> None:
 
 
 class Profiler(Observer):
-    """Traces `profile.steps` within the `with`. pause: sets time aside from that of steps. files: what is written
-    beside the traces, by name. say: takes what came of it; warn: what kept it from being written, which does not end
-    the run."""
+    """Traces `profile.steps` within the `with`.
+
+    pause: counts time as not that of a step. files: returns the files beside the traces, by name. say: takes a message.
+    warn: takes a failure, which does not end the run.
+    """
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class Profiler(Observer):
         self.stop()
 
     def run_started(self, first_step: int) -> None:
-        """Says what of the trace is left to a run that goes on after `first_step` steps."""
+        """Says which steps can still be traced, if the run continues after some of them."""
         if self._steps is None or first_step < self._steps[0]:
             return
         first, last = self._steps
@@ -85,30 +87,30 @@ class Profiler(Observer):
         self._say(f"{KEY}=[{first},{last}]: {left}, as the run goes on after step {first_step}")
 
     def run_ended(self, num_steps_done: int) -> None:
-        """Says which steps were not traced, because the run ended before them."""
+        """Says which steps were not traced because the run ended before them."""
         if self._steps is not None and num_steps_done < self._steps[1]:
             first, done = max(self._steps[0], num_steps_done + 1), num_steps_done
             self._say(f"{KEY}: {_named(first, self._steps[1])} not traced, as the run ended after step {done}")
 
     def reads_at_once(self, step: int) -> bool:
-        """Returns True for the step before the trace, and for its last one."""
+        """Returns True for the step before the trace and for its last step."""
         return self._is_last(step) or (self._steps is not None and step + 1 == self._steps[0])
 
     def _is_last(self, step: int) -> bool:
-        """Returns whether a trace is under way that ends with this step."""
+        """Returns True if a trace is in progress that ends with this step."""
         return self._is_on and self._steps is not None and step == self._steps[1]
 
     def start(self, state: Any) -> None:
         """Begins the trace, once the step that made this state is done on all devices."""
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # calls of Python functions would make it large, and the steps slow
+        options.python_tracer_level = 0  # tracing Python calls would make it large, and the steps slow
         with self._set_aside():
-            jax.block_until_ready(state)  # metrics are there when one device has them
+            jax.block_until_ready(state)  # metrics are ready once one device has them
             jax.profiler.start_trace(place_of(self._run_dir, self._processes.index), profiler_options=options)
             self._is_on = True
 
     def around_step(self, take: TakeStep) -> TakeStep:
-        """Returns what begins the trace before its first step, and marks the steps in it."""
+        """Returns a function that begins the trace before its first step, and marks the steps in it."""
 
         def traced(state: Any, batch: dict[str, jax.Array], step: int, position: dict[str, Any]) -> tuple[Any, Any]:
             if self._steps is not None and step == self._steps[0]:
@@ -122,13 +124,13 @@ class Profiler(Observer):
         return traced
 
     def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:  # noqa: ARG002
-        """Ends the trace if this is its last step, which made this state."""
+        """Ends the trace if this is its last step."""
         if self._is_last(step):
             self.stop(state)
         return NO_VALUES
 
     def stop(self, state: Any = None) -> None:
-        """Ends the trace, if one is under way, and writes it, once the step that made this state is done."""
+        """Ends the trace, if one is in progress, and writes it, once the step that made this state is done."""
         if not self._is_on:
             return
         self._is_on = False
@@ -144,7 +146,7 @@ class Profiler(Observer):
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """Within the `with`, time is not that of a step, and a failure is a warning."""
+        """Within the `with`, time counts as profiling, and a failure is a warning."""
         try:
             with self._pause("profile"):
                 yield
@@ -158,13 +160,13 @@ class Profiler(Observer):
 
 
 def predicted_files(plan: Plan, programs: Programs, model: str | None = None) -> dict[str, str]:
-    """Returns the compiled step, and what is predicted of it, as files beside its trace. model: the name that the
-    declaration has for its model."""
+    """Returns the compiled step and its prediction, as the files beside its trace. model: the declaration's name for
+    its model."""
     text = programs.train.as_text()
     prediction = predict(text, plan, estimate_step(plan).communication, model=model)
     return {TEXT: text, PREDICTED: prediction.model_dump_json() + "\n"}
 
 
 def _named(first: int, last: int) -> str:
-    """Returns 'step 10' or 'steps 10 to 13'."""
+    """Returns "step 10" or "steps 10 to 13"."""
     return f"step {first}" if first == last else f"steps {first} to {last}"

@@ -1,12 +1,11 @@
-"""Steps that run again from the state before them: to tell the data and the model from the hardware.
+"""Repeats suspect steps from the state before them, to distinguish faults of the hardware from the data and the model.
 
-Only where the same program gives the same bits twice do other bits mean the hardware: `suspect_of` says where.
+A step is repeated if its loss or the norm of its gradients is not finite, if its loss is a spike, and every
+`replay.check_every_num_steps`. If both results have the same bits, the data and the model cause them. If not, a device
+computes wrongly, and a third run decides which of the two results is kept. Different bits mean the hardware only where
+the same program always gives the same bits; `suspect_of` says where that is so.
 
-A step runs again where its loss or the norm of its gradients is not finite, where its loss is a spike, and every
-`replay.check_every_num_steps`. The same bits twice: it is what the data and the model give. Other bits: a device
-computes wrongly, and a third run says which of the two results is to be kept.
-
-The state before a step is not donated to it, so that there are two at a time. The host waits for a step before it
+The state before a step is not donated to it, so two states are in memory. The host waits for a step before it
 dispatches the next.
 """
 
@@ -33,9 +32,9 @@ from ..core.failures import FAULTY, RunFailed
 from .feed import rows_held, sequences_of
 from .observer import ObservedRun, Observer, TakeStep
 
-NUM_LOSSES = 32  # of which the median is taken
-FEWEST_LOSSES = 8  # before one is called a spike
-MOST_NAMED = 4  # devices
+NUM_LOSSES = 32  # for the median
+FEWEST_LOSSES = 8  # before a loss can be a spike
+MOST_NAMED = 4  # devices in a message
 
 Run = Callable[[], tuple[Any, Any]]
 
@@ -45,11 +44,11 @@ DETERMINISTIC_OPTIONS = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterm
 
 
 def suspect_of(plan: Plan) -> str:
-    """Returns what is to blame where one program gave other bits of the same operands.
+    """Returns what is to blame if a program gives different bits for the same operands.
 
-    XLA's programs for TPUs run each sum in the order in which they were compiled. On CPUs with more than one thread
-    they were seen not to (https://github.com/jax-ml/jax/issues/39741). On GPUs, scatters and the backward pass of
-    cuDNN's attention add atomically unless an option forbids it (https://github.com/openxla/xla/pull/14125).
+    On TPUs, XLA's programs add in the order of their compilation. On CPUs with more than one thread they do not always
+    (https://github.com/jax-ml/jax/issues/39741). On GPUs, scatters and the backward pass of cuDNN's attention add
+    atomically unless an option forbids it (https://github.com/openxla/xla/pull/14125).
     """
     platform, options = plan.target.platform, {**plan.preset_options, **plan.spec.compiler_options}
     if platform == "tpu" or (platform == "gpu" and any(_is_set(options.get(name)) for name in DETERMINISTIC_OPTIONS)):
@@ -65,8 +64,8 @@ def _is_set(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run of a step came to, on the host. metrics: as the program returned them. digest: of the state after
-    it, by path and device of the mesh."""
+    """The result of a step, on the host. metrics: the results of the program. digest: the digest of the state after it,
+    by path and device of the mesh."""
 
     metrics: Mapping[str, np.ndarray]
     digest: Mapping[str, np.ndarray]
@@ -76,15 +75,15 @@ class Result:
         return float(self.metrics["loss"])
 
     def is_same(self, other: "Result") -> bool:
-        """Returns whether all bits are the same."""
+        """Returns True if all bits are the same."""
         return not _unlike(self.metrics, other.metrics) and not _unlike(self.digest, other.digest)
 
 
 class Replay(Observer):
-    """Takes each step again where it is suspect or its turn to be checked.
+    """Repeats each step that is suspect, or that is due for a check.
 
-    mesh: the one that the programs run on. hosts: of the processes. documents: describes those of rows of a batch, by
-    its place in the data. warn: takes what is found.
+    mesh: the mesh of the programs. hosts: the hosts of the processes. documents: describes the documents of rows of a
+    batch, by its place in the data. warn: takes the findings.
     """
 
     def __init__(
@@ -111,18 +110,18 @@ class Replay(Observer):
         return cls(run.plan, mesh_of(run.plan), hosts=hosts, documents=run.documents, warn=run.warn)
 
     def around_step(self, take: TakeStep) -> TakeStep:
-        """Returns what takes a step, and takes it again where that is called for."""
+        """Returns a function that takes a step, and repeats it if necessary."""
         return lambda state, batch, step, at: self._take(partial(take, state, batch, step, at), step, at)
 
     def reads_at_once(self, step: int) -> bool:  # noqa: ARG002
-        """Returns True: the state before a step is there until its result is known."""
+        """Returns True: the state before a step is kept until its result is known."""
         return True
 
     def _take(self, run: Run, step: int, position: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Returns the state after a step and its metrics. run: takes it, each time from the same state. position: of
-        the batch in the data.
+        """Returns the state after a step and its metrics. run: takes the step, each time from the same state. position:
+        the place of the batch in the data.
 
-        Raises RunFailed where no result comes twice, or replicas of the state differ.
+        Raises RunFailed if no result comes twice, or replicas of the state differ.
         """
         after, metrics = run()
         read = jax.device_get(metrics)
@@ -142,7 +141,7 @@ class Replay(Observer):
         return every is not None and step % every == 0
 
     def _why_suspect(self, read: Mapping[str, Any]) -> str | None:
-        """Returns what is odd about a step; None where nothing is, or nobody asked."""
+        """Returns why a step is suspect; None if it is not, or `on_nonfinite` does not ask for it."""
         spec = self._plan.spec
         if spec.on_nonfinite != "replay":
             return None
@@ -157,7 +156,7 @@ class Replay(Observer):
     def _again(
         self, run: Run, step: int, position: Mapping[str, Any], *, first: Result, suspicion: str | None
     ) -> tuple[Any, Any, Result]:
-        """Returns the state and the metrics of the result that comes twice, with it, and says what that means."""
+        """Returns the state, the metrics and the result that comes twice, and warns with its meaning."""
         after, metrics = run()
         second = Result(jax.device_get(metrics), self._digest_of(after))
         if second.is_same(first):
@@ -181,7 +180,7 @@ class Replay(Observer):
         return after, metrics, third
 
     def _suspect_rows(self, result: Result) -> Sequence[int]:
-        """Returns the rows of the batch whose shards have no finite loss; all where that is not the point."""
+        """Returns the rows of the batch whose shards have no finite loss; all rows if every loss is finite."""
         parts = ~np.isfinite(result.metrics[LOSS_BY_SHARD])
         devices = self._devices_of_shards(parts)
         rows = NamedSharding(self._mesh, self._plan.roles.rows_spec)
@@ -189,7 +188,8 @@ class Replay(Observer):
         return sorted(sequences_of(self._plan.row_order, held))
 
     def _who_differs(self, odd: Result, right: Result) -> str:
-        """Returns the devices that computed another loss, or else hold other bits. A wrong gradient reaches all."""
+        """Returns the devices that computed another loss, or else those that hold other bits, as text. A wrong gradient
+        reaches all."""
         parts = _unlike_entries(odd.metrics[LOSS_BY_SHARD], right.metrics[LOSS_BY_SHARD])
         devices = self._devices_of_shards(parts)
         if not 0 < len(devices) < self._mesh.size:
@@ -200,7 +200,8 @@ class Replay(Observer):
         return self._named(devices)
 
     def _devices_of_shards(self, is_unlike: np.ndarray) -> list[Any]:
-        """Returns the devices of those shards of the batch, which are in the order of the mesh axes that split it."""
+        """Returns the devices of some shards of the batch. is_unlike: marks them, in the order of the mesh axes that
+        split the batch."""
         axes = self._plan.roles.tokens
         sizes = tuple(self._mesh.shape[axis] for axis in axes)
         named = is_unlike.reshape(sizes) if axes else is_unlike.reshape(())
@@ -211,7 +212,7 @@ class Replay(Observer):
         return list(self._mesh.devices[everywhere])
 
     def _compare_replicas(self, step: int, result: Result) -> None:
-        """Raises RunFailed where devices hold other bits of the same shard."""
+        """Raises RunFailed if devices hold different bits of the same shard."""
         odd, where = np.zeros(self._mesh.devices.shape, bool), list[str]()
         for path, along in replica_dimensions(self._plan).items():
             if (is_odd := odd_replicas(result.digest[path], along)).any():
@@ -234,12 +235,15 @@ class Replay(Observer):
 
 
 def odd_replicas(sums: np.ndarray, along: Sequence[int]) -> np.ndarray:
-    """Returns which devices differ from most of the replicas of their shard. sums: of the shape of the mesh. along: its
-    dimensions that replicas lie along. Of two that differ, neither is more."""
+    """Returns a mask of the devices that differ from most replicas of their shard.
+
+    sums: a value for each device, in the shape of the mesh. along: the dimensions of the mesh with replicas. If two
+    replicas differ, both are marked.
+    """
     size = int(np.prod([sums.shape[i] for i in along]))
     last = [i for i in range(sums.ndim) if i not in along]
     groups = np.transpose(sums, [*last, *along]).reshape(-1, size)
-    counts = (groups[:, :, None] == groups[:, None, :]).sum(axis=2)  # of those with the same bits
+    counts = (groups[:, :, None] == groups[:, None, :]).sum(axis=2)  # replicas with the same bits
     is_odd = (counts < size) & ((counts < counts.max(axis=1, keepdims=True)) | (2 * counts <= size))
     shape = [sums.shape[i] for i in (*last, *along)]
     return np.transpose(is_odd.reshape(shape), np.argsort([*last, *along]))
@@ -252,11 +256,11 @@ def _differing(first: Result, second: Result) -> str:
 
 
 def _unlike(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> list[str]:
-    """Returns the names whose bits differ; NaN is the same as the same NaN."""
+    """Returns the names whose bits differ; NaN equals NaN of the same bits."""
     return [name for name in one if np.asarray(one[name]).tobytes() != np.asarray(other[name]).tobytes()]
 
 
 def _unlike_entries(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Returns which entries have other bits."""
+    """Returns a mask of the entries whose bits differ."""
     bits = np.dtype(f"u{one.dtype.itemsize}")
     return np.asarray(one).view(bits) != np.asarray(other).view(bits)

@@ -1,8 +1,8 @@
-"""Stragglers: what each process takes for its steps and its input, and which of them the others wait for.
+"""Measures the time of each process for its steps and its input, and names the one that the others wait for.
 
-All processes end a step together, since a collective waits for all devices, so the time of a step does not tell which
-host is slow. What tells is the time that a host's devices stand still before their next step is dispatched: on a host
-that keeps up they still run the step before, or wait in it for the others.
+All processes end a step together, since a collective waits for all devices, so the time of a step does not show which
+host is slow. The time for which a host's devices stand still before their next step does: on a host that keeps up, they
+still run the previous step, or wait in it for the others.
 """
 
 import json
@@ -24,7 +24,7 @@ FOLDER = "meshloom/stragglers"  # in the store of the coordination service; a fo
 
 
 class Stragglers(Observer):
-    """Collects the times of all processes. warn: takes who is waited for, in process 0; once, until that is over."""
+    """Collects the times of all processes. warn: takes the name of a straggler, in process 0, once until it is over."""
 
     def __init__(self, spec: StragglersSpec | None, processes: Processes, warn: Callable[[Problem], None]):
         self._spec, self._processes, self._warn = spec, processes, warn
@@ -37,8 +37,8 @@ class Stragglers(Observer):
         return cls(run.spec.stragglers, run.processes, run.warn)
 
     def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:  # noqa: ARG002
-        """Takes note of a step. Returns, in process 0 and where a window of steps has ended, the means of every process
-        over the window before it, by names of metrics: no process waits for another one's."""
+        """Notes the times of a step. At the end of a window of steps, process 0 returns the means of every process over
+        the previous window, by names of metrics, so that no process waits for another."""
         if self._spec is None or self._processes.count == 1:
             return NO_VALUES
         self._times.append(times)
@@ -48,7 +48,7 @@ class Stragglers(Observer):
         try:
             self._tell(window)
             found = self._others(window - 1) if self._processes.is_first else {}
-        except jax.errors.JaxRuntimeError:  # the service is gone, of which the run itself hears
+        except jax.errors.JaxRuntimeError:  # the service is gone, which the run notices by itself
             return NO_VALUES
         if found:
             self._name_slowest(step, found)
@@ -79,15 +79,15 @@ class Stragglers(Observer):
 
 
 def find_straggler(found: Mapping[int, StepTimes]) -> tuple[int, float]:
-    """Returns the process whose devices stand still longest for input, and by which share of a step that is more than
-    is usual for the others."""
+    """Returns the process whose devices stand still longest for input, and the excess over the median of the others as
+    a share of a step."""
     slowest = max(found, key=lambda index: found[index].input_wait)
     others = [one.input_wait for index, one in found.items() if index != slowest] or [0.0]
     return slowest, (found[slowest].input_wait - statistics.median(others)) / max(found[slowest].step, 1e-9)
 
 
 def describe_straggler(slowest: int, cost: float, found: Mapping[int, StepTimes], hosts: Sequence[str]) -> str:
-    """Returns who is waited for, and why."""
+    """Returns a sentence with the process that the others wait for, and the times of its input."""
     own = found[slowest]
     others = statistics.median(one.input for index, one in found.items() if index != slowest)
     return (

@@ -1,7 +1,7 @@
-"""A run's curves for TensorBoard, in `tensorboard/`: one event a step, written by the thread that trains.
+"""Writes a run's curves for TensorBoard to `tensorboard/`: one event per step, by the thread that trains.
 
-tensorboardX's own writer has a queue and a thread, which tell of a full disk in a traceback at the end; its records and
-protocol buffers are used without them.
+tensorboardX's own writer has a queue and a thread, which report a full disk by a traceback at the end. So its records
+and protocol buffers are used without them.
 """
 
 import os
@@ -23,7 +23,7 @@ SECONDS_BETWEEN_FLUSHES = 10.0
 
 
 class TensorBoard(Tracker):
-    """An event file. TensorBoard hides what earlier files hold of steps after the first one of this start."""
+    """An event file. TensorBoard hides events of earlier files from the first step of this start on."""
 
     def __init__(self, run: TrackedRun):
         super().__init__(run)
@@ -37,7 +37,7 @@ class TensorBoard(Tracker):
             self._write(Event(step=run.first_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes a point of each curve. Raises RunFailed if the disk refuses it, or an earlier one."""
+        """Writes a point of each curve. Raises RunFailed if the disk refuses it or an earlier one."""
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         with self._disk_reported():
             self._write(Event(step=step, summary=Summary(value=points)))
@@ -46,7 +46,7 @@ class TensorBoard(Tracker):
                 self._last_flush = time.monotonic()
 
     def close(self, *, has_failed: bool) -> None:
-        """Raises RunFailed if the disk refuses the last points, unless the run has failed: it would be told twice."""
+        """Closes the file. Raises RunFailed if the disk refuses the last points, unless the run has failed already."""
         with suppress(RunFailed) if has_failed else nullcontext(), self._disk_reported():
             self._records.close()
 

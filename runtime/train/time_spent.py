@@ -1,4 +1,4 @@
-"""What the time of a run went to, over all of its starts: goodput is the share in steps that were kept."""
+"""Counts the time of a run by kind, over all of its starts; goodput is the share in steps that were kept."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -16,12 +16,12 @@ KINDS: tuple[TimeKind, ...] = get_args(TimeKind)
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """Seconds of the wall clock by what they went to. num_starts: processes that ran one after the other.
+    """Seconds of the wall clock by kind. num_starts: the starts of the run so far.
 
-    start: from the process to its first step, without compile and restore. steps: training, without input, for which
-    devices stood still. evaluation, save: as long as no step ran for them. profile: beginning and writing a trace.
-    redone: of earlier starts, what came after the checkpoint that the next start began with. down: between the last
-    step that an earlier start told of and the next start.
+    start: from the start of the process to the first step, without compile and restore. steps: training, without input.
+    input: devices stood still for input. evaluation, save: no step ran because of them. profile: beginning and writing
+    a trace. redone: time of earlier starts after the checkpoint that the next start began with. down: between the last
+    recorded step of a start and the next start.
     """
 
     num_starts: int
@@ -33,7 +33,7 @@ class TimeSpent:
 
     @property
     def goodput(self) -> float:
-        """The share of all seconds in steps that were kept."""
+        """Returns the share of all seconds in steps that were kept."""
         return self.seconds["steps"] / self.total if self.total else 0.0
 
     def as_metrics(self) -> dict[str, float]:
@@ -42,7 +42,7 @@ class TimeSpent:
         return {"goodput": self.goodput, "num_starts": self.num_starts, **named}
 
     def __str__(self) -> str:
-        """Returns it in a line: 84 s, 71.2 % in steps; compile 14.1 s, start 9.2 s."""
+        """Returns one line: 84 s, 71.2 % in steps; compile 14.1 s, start 9.2 s."""
         others = sorted(((self.seconds[kind], kind) for kind in KINDS if kind != "steps"), reverse=True)
         parts = ", ".join(f"{kind} {human_seconds(seconds)}" for seconds, kind in others if seconds >= 0.0005)
         return f"{human_seconds(self.total)}, {human_share(self.goodput)} in steps; {parts}".removesuffix("; ")
@@ -52,10 +52,10 @@ NOTHING = TimeSpent(0, dict.fromkeys(KINDS, 0.0))
 
 
 def spent_by_earlier_starts(kept: Mapping[str, Any] | None, last: Mapping[str, Any] | None, began: float) -> TimeSpent:
-    """Returns the time of a run before this start, which nothing but its lines of `metrics.jsonl` tells of.
+    """Returns the time of a run before this start, as its lines of `metrics.jsonl` record it.
 
-    kept: the line of the step that this start goes on from, None for one from the beginning. last: the last line.
-    began: when this start began, in seconds since 1970.
+    kept: the line of the step that this start continues from; None from the beginning. last: the last line; None if
+    there is none. began: the time of this start, in seconds since 1970.
     """
     before, at_end = (_of_line(line) if line else NOTHING for line in (kept, last))
     if last is None or before is None or at_end is None:
@@ -67,25 +67,25 @@ def spent_by_earlier_starts(kept: Mapping[str, Any] | None, last: Mapping[str, A
 
 
 def take_time_spent(values: dict[str, Any]) -> TimeSpent:
-    """Takes the values of `as_metrics` out of those of a line; a kind that an earlier version did not have is 0. Raises
-    KeyError if the line says nothing of time."""
+    """Removes the values of `as_metrics` from those of a line, and returns them; kinds that are missing are 0. Raises
+    KeyError if the line has no times."""
     del values["goodput"]
     return TimeSpent(values.pop("num_starts"), {kind: values.pop(f"seconds/{kind}", 0.0) for kind in KINDS})
 
 
 def _of_line(line: Mapping[str, Any]) -> TimeSpent | None:
-    """Returns what a line says; None of one from before there was goodput."""
+    """Returns the times of a line; None if an earlier version wrote it without times."""
     return take_time_spent(dict(line)) if "num_starts" in line else None
 
 
 def process_began() -> float:
-    """Returns when this process began, in seconds since 1970."""
+    """Returns the start time of this process, in seconds since 1970."""
     return psutil.Process().create_time()
 
 
 class Stopwatch:
-    """Counts the seconds of this start. began: when that was, in seconds since 1970. earlier: those of starts before
-    it. One thread uses it."""
+    """Counts the seconds of this start. began: the time of the start, in seconds since 1970. earlier: the time of
+    earlier starts. Only one thread may use it."""
 
     def __init__(self, began: float):
         self.began, self.earlier = began, NOTHING
@@ -95,7 +95,7 @@ class Stopwatch:
 
     @contextmanager
     def spending(self, kind: TimeKind) -> Iterator[None]:
-        """Within the `with`, time goes to this kind, and afterwards to the one before."""
+        """Within the `with`, time counts as this kind, and afterwards as the kind before."""
         before = self._kind
         self._go_to(kind)
         try:
@@ -104,13 +104,13 @@ class Stopwatch:
             self._go_to(before)
 
     def move(self, seconds: float, to: TimeKind) -> None:
-        """Moves seconds that are counted under the present kind."""
+        """Moves seconds from the present kind to another."""
         self._seconds[self._kind] -= seconds
         self._seconds[to] += seconds
 
     @property
     def step_seconds(self) -> float:
-        """The seconds of this start in steps so far, with the waits for their input."""
+        """Returns the seconds of this start in steps so far, including waits for input."""
         self._go_to(self._kind)
         return self._seconds["steps"] + self._seconds["input"]
 
@@ -131,6 +131,6 @@ class Stopwatch:
 
 
 def time_rows(watch: Stopwatch) -> list[tuple[str, str]]:
-    """Returns the rows of a summary: this start, and all of them if there are several."""
+    """Returns the rows of a summary: the time of this start, and of all starts if there are several."""
     rows, whole = [("time", str(watch.by_this_start()))], watch.by_all()
     return [*rows, (f"time of {whole.num_starts} starts", str(whole))] if whole.num_starts > 1 else rows

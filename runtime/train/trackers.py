@@ -1,10 +1,11 @@
-"""Where a run's metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow, or a user's own class.
+"""Sends a run's metrics to trackers: TensorBoard, Weights & Biases, MLflow, or a user's own class.
 
     logging.trackers=[tensorboard,wandb,my_package.tracking:MyTracker]
 
-Process 0 has the trackers, since metrics are the same in all processes. One that fails while the run trains is told of
-once and gets no more; it ends no run. The disk is an exception: TensorBoard's files are as much the run's as its
-metrics.
+Only process 0 has trackers, since metrics are the same in all processes. A tracker that fails is reported once and then
+left out; the run continues. A full disk is an exception: TensorBoard's files are part of the run, like its metrics.
+
+Each of our trackers is in a file of its own, which imports its library and is itself imported only if it is declared.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +27,7 @@ from .metrics import Metrics, values_of
 from .observer import ObservedRun, Observer
 
 WHERE = "logging.trackers"
-IDS_FILE = "trackers.json"  # of a run directory: by which ids trackers know the run, so that a resumed one goes on
+IDS_FILE = "trackers.json"  # in a run directory: the trackers' ids of the run, so that a resumed run continues there
 OURS = {
     "tensorboard": "tensorboard:TensorBoard",
     "wandb": "weights_and_biases:WeightsAndBiases",
@@ -37,9 +38,12 @@ FAILED = object()
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker knows of a run. name: `run.name`, or the run directory as it was typed. is_named: it is the first.
-    tags, notes: those of `run`. first_step: the steps that are done already, above 0 where the run goes on.
-    declaration: as in `spec.yaml`. options: the node `logging`. warn: tells the user of something."""
+    """A run as trackers know it.
+
+    name: `run.name`, or the run directory as typed. is_named: `run.name` was given. tags, notes: the keys of `run`.
+    first_step: the steps that are done already, above 0 if the run continues. declaration: the content of `spec.yaml`.
+    options: the config group `logging`. warn: shows a problem to the user.
+    """
 
     name: str
     tags: tuple[str, ...]
@@ -52,7 +56,7 @@ class TrackedRun:
     warn: Callable[[Problem], None] = lambda _: None
 
     def remembered_id(self, tracker: str, make: Callable[[], str]) -> str:
-        """Returns the id that a tracker has for this run: the one of its first start, or a new one."""
+        """Returns a tracker's id for this run: the one of its first start, or a new one."""
         path = self.directory / IDS_FILE
         ids = parse_json(path.read_bytes()) if path.exists() else {}
         if tracker not in ids:
@@ -62,22 +66,22 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Gets the metrics of a run. It is made when the run starts, and used by the thread that trains: what takes long
-    belongs into a thread of its own."""
+    """Takes the metrics of a run. It is created when the run starts, and called by the thread that trains: do slow work
+    in a thread of your own."""
 
     def __init__(self, run: TrackedRun):
         self.run = run
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the metrics of a step by their names in `metrics.jsonl`, without those that are null."""
+        """Takes the metrics of a step, by their names in `metrics.jsonl`, without null values."""
 
     def close(self, *, has_failed: bool) -> None:  # noqa: B027 (most trackers need none)
-        """Ends the tracking of this start. has_failed: the run ended by an error; one that a signal ended has not."""
+        """Ends the tracking of this start. has_failed: an error ended the run; a signal is not an error."""
 
 
 class Trackers(Observer):
-    """The trackers of a run. warn: takes what is wrong with one of them."""
+    """The trackers of a run. warn: takes the failure of one of them."""
 
     def __init__(self, kinds: Sequence[type[Tracker]], run: TrackedRun, warn: Callable[[Problem], None]):
         self._warn = warn
@@ -86,7 +90,7 @@ class Trackers(Observer):
 
     @classmethod
     def of_run(cls, run: ObservedRun) -> Self | None:
-        """Returns the declared trackers, in process 0."""
+        """Returns the declared trackers in process 0; None in the others."""
         if not run.processes.is_first:
             return None
         tracked = tracked_run(run.plan, run.run_dir, run.first_step, run.warn)
@@ -108,7 +112,7 @@ class Trackers(Observer):
         self._open = [each for each, result in logged if result is not FAILED]
 
     def _guarded(self, when: str, kind: type[Tracker], call: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        """Returns what the call returns; FAILED, and has warned, if it raises."""
+        """Returns the result of the call; warns and returns FAILED if it raises."""
         try:
             return call(*values, **named)
         except RunFailed:
@@ -120,14 +124,14 @@ class Trackers(Observer):
 
 
 def find_trackers(options: LoggingSpec) -> tuple[type[Tracker], ...]:
-    """Returns the classes of the declared trackers. Raises ConfigError for one that cannot be had."""
+    """Returns the classes of the declared trackers. Raises ConfigError for those that cannot be imported."""
     return tuple(all_of(*(lambda name=name: _class_of(name) for name in options.trackers)))
 
 
 def tracked_run(
     plan: Plan, run_dir: Path, first_step: int, warn: Callable[[Problem], None] = lambda _: None
 ) -> TrackedRun:
-    """Returns what trackers are told of a run."""
+    """Returns a run as trackers know it."""
     spec, labels = plan.spec, plan.spec.run
     return TrackedRun(
         name=labels.name or str(run_dir),

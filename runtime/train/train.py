@@ -1,4 +1,4 @@
-"""`meshloom train`: a plan and a run directory in; a trained, saved model and its metrics out."""
+"""Runs `meshloom train`: from a plan and a run directory to a trained, saved model and its metrics."""
 
 import logging
 import os
@@ -67,8 +67,8 @@ LOG = logging.getLogger("meshloom")
 
 @dataclass(frozen=True)
 class Job:
-    """A run that was found to be right: its plan, its data, what is loaded instead of compiling, and what looking for
-    the devices printed. model: what the declaration calls its model, where it has a name."""
+    """A run that passed all checks: its plan, its data, the artifact that is loaded instead of compiling, and the lines
+    that were printed while devices were found. model: the declaration's name for its model; None if it has none."""
 
     plan: Plan
     data: Data
@@ -80,12 +80,12 @@ class Job:
 def prepare(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Job:
     """Checks everything that can fail because of the declaration, before anything is written. Raises ConfigError.
 
-    warn: takes a warning about the devices that are attached.
+    warn: takes a warning about attached devices.
     """
     try:
         processes = join(spec)
     except ConfigError:
-        plan_and_check(spec)  # raises the same, with all else that is wrong
+        plan_and_check(spec)  # raises the same, with all other problems
         raise
     check_same_declaration(spec, processes)
     said = start_devices(spec.target, processes, warn)
@@ -95,8 +95,7 @@ def prepare(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Job:
 
 
 def plan_and_check(spec: RunSpec) -> Job:
-    """Returns the plan and the data of a run, on whatever devices there are. Raises ConfigError with all that is
-    wrong."""
+    """Returns the plan and the data of a run, on whatever devices there are. Raises ConfigError with all problems."""
     plan, data, *_ = all_of(
         lambda: plan_run(spec),
         lambda: open_data(spec),
@@ -113,7 +112,7 @@ def plan_and_check(spec: RunSpec) -> Job:
 
 
 def _check_is_decided(spec: RunSpec) -> None:
-    """A search takes many compiles, and all processes of a run need its outcome: it is done before."""
+    """Raises ConfigError for a search: it takes many compiles, and all processes need its result before the run."""
     if spec.overlap.search is not None:
         fix = "run `meshloom compile` with the same words: it prints what to train; or choose overlap=prefetch"
         raise ConfigError([Problem("overlap.search", "is done by `meshloom compile`, and not by a run", fix)])
@@ -131,8 +130,8 @@ def run_training(
     """Runs the job, continuing a run that stopped in the same directory. Returns the exit code, the same in all
     processes.
 
-    began: when this start of the run began, in seconds since 1970; None: now. Raises RunFailed where it cannot be done
-    to its end, ConfigError where a checkpoint is not of this model.
+    began: the time of this start, in seconds since 1970; None: now. Raises RunFailed if the run cannot be finished,
+    ConfigError if a checkpoint is of another model.
     """
     watch = Stopwatch(time.time() if began is None else began)
     with ExitStack() as held:
@@ -174,8 +173,8 @@ def _train(
 
 @dataclass(frozen=True)
 class EndedRun:
-    """What a run came to. step: how many are done. saved: the step of the latest checkpoint. eval_loss: the latest of
-    the held-out data, None where there is none."""
+    """A run that has ended. step: the steps done. saved: the step of the latest checkpoint; None without one.
+    eval_loss: the latest held-out loss; None without one."""
 
     step: int
     saved: int | None
@@ -237,7 +236,8 @@ def _show_job(job: Job, console: Console) -> None:
 
 
 def find_precompiled(plan: Plan, named: Path) -> Precompiled:
-    """Returns the artifact, found to be of this plan on these devices. Raises ConfigError with all that differs."""
+    """Returns the artifact, after checking that it is for this plan and these devices. Raises ConfigError with all
+    differences."""
     artifact, mesh = read_artifact(named), mesh_of(plan)
     lowered = lower(plan, mesh)
     check_artifact(artifact, fingerprint_of(plan, lowered, mesh))
@@ -247,8 +247,7 @@ def find_precompiled(plan: Plan, named: Path) -> Precompiled:
 def _initial_state(
     start: Start | None, plan: Plan, programs: Programs, batches: BatchIterator, console: Console
 ) -> tuple[Any, int, int]:
-    """Returns the state to start from, this run's, another's, or a fresh one, with the steps and the tokens that it has
-    behind it."""
+    """Returns the state to start from, of this run, of another, or a fresh one, with its steps and tokens so far."""
     if start is None:
         return programs.init(), 0, 0
     for line in plan_restore(start, plan).lines():
@@ -270,14 +269,14 @@ def _initial_state(
 
 
 def _other_batches(restored: Restored, spec: RunSpec) -> str:
-    """Says where the data go on in batches of another size."""
+    """Returns a line that says where the data continue in batches of another size."""
     skipped = f", {counted(restored.num_skipped, 'sequence')} further, at a whole batch" if restored.num_skipped else ""
     sizes = f"batches have {counted(spec.global_batch_size, 'sequence')} in place of {restored.batch_before}"
     return f"{sizes}; the data go on where they were{skipped}"
 
 
 def _check_data_left(batches: BatchIterator, num_steps: int) -> None:
-    """Raises ConfigError where the data end before the run does: of batches that are larger now there are fewer."""
+    """Raises ConfigError if the data end before the run: batches that are larger now are fewer."""
     if (num_left := batches.num_left) < num_steps:
         what = f"the data end after {counted(num_left, 'more global batch', 'more global batches')}, and {num_steps:,} {be(num_steps)} to come"  # noqa: E501
         raise ConfigError([Problem("data.num_epochs", what, "use more epochs, or null (no end), or fewer steps")])
@@ -296,7 +295,7 @@ def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]
 def _how_to_continue(overrides: tuple[str, ...], run_dir: Path, saved: int | None) -> str:
     if saved is None:
         return "not possible: nothing was saved (no step was done, or checkpoints are disabled)"
-    # What says which processes there are is left out: any may continue.
+    # Keys of the processes are left out: any number of them may continue.
     kept = [
         text
         for text in overrides

@@ -1,8 +1,8 @@
-"""A run that hangs: every process writes its stacks, process 0 says which hosts are behind, and the run may be ended.
+"""Detects a run that hangs: every process writes its stacks, process 0 names the hosts behind, and the run may end.
 
-A collective waits for all devices, so where one host stands still, all do, and JAX itself notices only a process that
-has died. The watchdog is a thread: a step has to end within `watchdog.factor` times the median of the steps before it,
-and `watchdog.min_seconds`. What comes between steps does not count: compile, evaluation, save.
+A collective waits for all devices, so if one host stands still, all do; JAX itself notices only a process that has
+died. The watchdog is a thread. A step has to end within `watchdog.factor` times the median of the steps before it, or
+within `watchdog.min_seconds` if that is longer. Work between steps is not watched: compile, evaluation, save.
 """
 
 import faulthandler
@@ -34,15 +34,15 @@ from .observer import NO_VALUES, ObservedRun, Observer, StepTimes
 from .time_spent import TimeKind
 
 LOG = logging.getLogger("meshloom")
-FOLDER = "meshloom/watchdog"  # in the store of the coordination service, a key for each process that stands still
-NUM_STEPS = 32  # of which the median is taken
+FOLDER = "meshloom/watchdog"  # in the store of the coordination service, a key for each process that hangs
+NUM_STEPS = 32  # for the median
 MOST_POLL_SECONDS = 5.0
-ANSWER_SECONDS = 20.0  # at most, which process 0 gives the others to notice it too
+ANSWER_SECONDS = 20.0  # at most, for the other processes to notice the hang too
 
 
 class Watchdog(Observer):
-    """Watches steps within the `with`. log: takes this process's stacks. say: takes what is found, once for each time
-    that the run stands still. end: ends this process, where `watchdog.abort` asks for it."""
+    """Watches steps within the `with`. log: the file that takes this process's stacks. say: takes the finding, once for
+    each hang. end: ends this process, if `watchdog.abort` is set."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Watchdog(Observer):
         self._over.set()
 
     def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:  # noqa: ARG002
-        """Takes note of a step, and how long it took."""
+        """Notes the end of a step and its time."""
         with self._lock:
             self._done, self._since = step, time.monotonic()
             self._seconds.append(times.step)
@@ -91,7 +91,7 @@ class Watchdog(Observer):
 
     @contextmanager
     def pause(self, kind: TimeKind) -> Iterator[None]:  # noqa: ARG002
-        """Within the `with`, nothing is watched: what is done there may take its time."""
+        """Within the `with`, nothing is watched: an evaluation or a save has no time limit."""
         self._since = None
         try:
             yield
@@ -100,7 +100,7 @@ class Watchdog(Observer):
 
     @property
     def limit_seconds(self) -> float:
-        """How long a step may take."""
+        """Returns the time limit of a step."""
         assert self._spec is not None
         return max(self._spec.min_seconds, self._spec.factor * (self._median() or 0.0))
 
@@ -142,7 +142,8 @@ class Watchdog(Observer):
             self._end(HUNG)
 
     def _who_is_behind(self) -> str:
-        """Returns what process 0 learns from the others, which tell of themselves when they notice."""
+        """Returns the processes that are behind, as text. Each process that notices the hang publishes its last
+        step."""
         processes = self._processes
         if processes.count == 1:
             return "the log says where"
@@ -158,14 +159,14 @@ class Watchdog(Observer):
 
 
 class LastStep(Observer):
-    """Notes each step for the lookout, which names the last one when another process is gone."""
+    """Notes each step for the lookout, which names the last one if another process is gone."""
 
     def __init__(self, lookout: Lookout):
         self._lookout = lookout
 
     @classmethod
     def of_run(cls, run: ObservedRun) -> Self | None:
-        """Returns the observer of a run of several processes."""
+        """Returns the observer of a run of several processes; None for a single one."""
         return cls(run.processes.lookout) if run.processes.lookout else None
 
     def step_reported(self, metrics: Metrics) -> None:
@@ -173,7 +174,8 @@ class LastStep(Observer):
 
 
 def describe_hang(done: Mapping[int, int], hosts: tuple[str, ...]) -> str:
-    """Returns who is behind. done: the steps that processes which noticed have done. hosts: of all processes."""
+    """Returns the processes that are behind, as text. done: the steps done by each process that noticed the hang.
+    hosts: the hosts of all processes."""
     silent = [index for index in range(len(hosts)) if index not in done]
     furthest = max(done.values())
     behind = [index for index in sorted(done) if done[index] < furthest]

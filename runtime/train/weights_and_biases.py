@@ -1,4 +1,4 @@
-"""A run in Weights & Biases. Offline, it is in `wandb/` of the run directory, for `wandb sync`."""
+"""Tracks a run in Weights & Biases. Offline, it is in `wandb/` of the run directory, for `wandb sync`."""
 
 import os
 import secrets
@@ -10,8 +10,8 @@ from .trackers import TrackedRun, Tracker
 
 
 class WeightsAndBiases(Tracker):
-    """One run there for all starts of a run here. What steps done again have measured replaces nothing: W&B keeps the
-    first value of a step."""
+    """One run in W&B for all starts of a run here. Steps that are repeated replace nothing: W&B keeps the first value
+    of a step."""
 
     def __init__(self, run: TrackedRun):
         super().__init__(run)
