@@ -6,10 +6,9 @@ from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
 from ..spec.overlap_spec import OverlapSpec
-from .assumed_overlap import plan_assumed
+from .estimated_step import plan_assumed, read_step
 from .communication import PlannedCollective, plan_communication
 from .liveness import MemoryClass, find_peak, host_bytes
-from .read_step import read_step
 from .regions import price_regions
 from .roofline import find_unknown, plan_roofline
 from .step_time import StepTime, estimate_time

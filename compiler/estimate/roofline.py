@@ -1,10 +1,21 @@
-"""The roofline: the least time that each part of a step can take for its arithmetic, its memory traffic and its
-communication, each alone at the full rate of the hardware. The largest of the three is the bound.
+"""The bounds of a step: of each part of its program, and of its declaration, whatever program runs it.
+
+The roofline is the least time that each part can take for its arithmetic, its memory traffic and its communication,
+each alone at the full rate of the hardware. The largest of the three is the bound.
 
 FLOPs are the executed ones: remat's are included, and only the unmasked blocks of causal kernels count. HBM bytes are
 read and written by the fused program (fusion.py), each operand once, however it is tiled. Link bytes are what a device
 sends (communication.py). If the arithmetic or traffic of an operation is unknown, so are its part's figure and the
 step's bound.
+
+The declaration itself asks for less:
+
+arithmetic    FLOPs of the model, forward and backward, nothing computed twice, attention's masked scores left out, at
+              the peak of the compute type; choices that an expert drops for lack of room count
+memory        what training changes of the state that a device holds between two steps: read once and written once
+
+The longer of the two is its bound, since a program may do both at once. What a program adds (recomputation,
+collectives, activations in memory) is in its roofline, which another program can beat.
 """
 
 from collections import defaultdict
@@ -93,6 +104,20 @@ def roofline_seconds(parts: tuple[RooflinePart, ...]) -> float | None:
     each = [(part.flops_seconds, part.hbm_seconds, part.link_seconds) for part in parts]
     longest = [max(x for x in one if x is not None) for one in each if None not in one]
     return sum(longest) if len(longest) == len(each) else None
+
+
+def least_step_seconds(plan: Plan) -> float | None:
+    """Returns the seconds that no step of this declaration can be shorter than; None where FLOPs or the target's peaks
+    are not known."""
+    target, memory = plan.target, plan.memory
+    peak, bandwidth = target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
+    flops = plan.model_flops.least_per_step
+    if flops is None or peak is None or bandwidth is None:
+        return None
+    trained = sum(each.bytes_per_device for each in plan.sharding.parameters if each.array.is_trained)
+    written = trained + memory.master + memory.optimizer
+    read = (memory.master or trained) + memory.optimizer
+    return max(flops / (peak * target.num_devices), (read + written) / bandwidth)
 
 
 def _part(scope: str, stacks: dict[str, str]) -> str:

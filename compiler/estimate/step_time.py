@@ -24,7 +24,7 @@ from ..plan import Plan
 from ..target.compiler_options import hidden_kinds, why_permutes_wait
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
-from .assumed_overlap import assume_overlap
+from .estimated_step import assume_overlap
 from .program_costs import Costs, Numbers, RegionCosts, WorkKind, read_costs
 from .regions import Region
 
@@ -191,7 +191,7 @@ def plan_rates(target: TargetPlan, head_dim: int | None) -> Rates | None:
 
 
 def plan_hiding(plan: Plan) -> Hiding:
-    """Returns what the declared overlap hides, or what a search is taken to find (assumed_overlap.py)."""
+    """Returns what the declared overlap hides, or what a search is taken to find (estimated_step.py)."""
     target, assumed = plan.target, assume_overlap(plan)
     weights = hidden_kinds(assumed.flag_presets, "weights", target)
     is_ring = runs_beside_compute(plan.ops, ((each.op.kind, each.chosen.name) for each in plan.operations))

@@ -1,4 +1,4 @@
-"""A step as operations on values: what estimates are made from (read_step.py makes it of the traced step)."""
+"""A step as operations on values: what estimates are made from (estimated_step.py makes it of the traced step)."""
 
 from dataclasses import dataclass
 from typing import Literal

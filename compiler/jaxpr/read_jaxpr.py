@@ -1,8 +1,8 @@
 """A traced program, read without a compiler: operations in order, bytes on a device of each value.
 
-Calls are inlined; loops and conds keep their bodies, each with its number of executions (branches.py). Values that are
-split over auto axes are followed through the operations (propagate.py); an operation that contracts a split dimension
-brings an all-reduce.
+Calls are inlined; loops and conds keep their bodies, each with its number of executions (subprograms.py). Values that
+are split over auto axes are followed through the operations (propagate.py); an operation that contracts a split
+dimension brings an all-reduce.
 """
 
 import math
@@ -18,12 +18,11 @@ from ..core.collectives import MOVING, CollectiveKind
 from ..core.kernels import KernelOwner
 from ..core.partition_spec import STAGE, Axes, axes_of
 from ..core.scopes import nested_scope
-from .branches import KnownValues
+from .subprograms import KnownValues, scan_of, subprograms, without_consts
 from .flops import TRIPS, calls_one, contracted_dims, cost_of, kernel_cost_of
 from .operation_kinds import COLLECTIVES, LANES, equation_kind
 from .program import Body, Kind, Operation, Program, TracedCollective
 from .propagate import DimAxes, propagate, taken
-from .subprograms import scan_of, subprograms, without_consts
 from .unknown import EACH_BRANCH, CallCost, unknown_of
 
 _SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # before or behind a sum over devices: alike

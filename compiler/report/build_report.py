@@ -3,10 +3,9 @@
 from ..analysis.compiled_step import CompiledStep, limit_bytes, used_devices_per_chip
 from ..analysis.program_text import Unavailable
 from ..core.format import human_bytes
-from ..estimate.bound import least_step_seconds
 from ..estimate.estimate import HOST_UNKNOWN
 from ..estimate.liveness import MemoryClass
-from ..estimate.roofline import roofline_seconds
+from ..estimate.roofline import least_step_seconds, roofline_seconds
 from ..plan import Plan
 from ..schema import (
     SCHEMA_VERSION,

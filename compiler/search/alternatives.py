@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..analysis.compiled_step import used_devices_per_chip
 from ..estimate.estimate import StepEstimate
-from ..estimate.usual_imbalance import overrides_of_imbalance, plan_usual_imbalance
+from ..estimate.estimated_step import overrides_of_imbalance, plan_usual_imbalance
 from ..plan import Plan
 from ..schema import Alternative, MemoryChange
 from .evaluation import Candidate, Evaluation, Replan, evaluate_allowed, evaluate_estimate, evaluate_plan

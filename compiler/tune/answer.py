@@ -1,4 +1,7 @@
-"""The answer of a search: the best candidates, why the first wins, what would change it, and why the others do not."""
+"""The answer of a search: the best candidates, why the first wins, what would change it, and why the others do not.
+
+A search over variants (runtime/tune/choose.py) asks for the best that each can do on any mesh, by prices alone.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +12,7 @@ import numpy as np
 from ..core.errors import ConfigError, Problem
 from ..core.format import human_bytes
 from ..driver import plan_run
-from ..estimate.assumed_overlap import assume_overlap, overrides_of
+from ..estimate.estimated_step import assume_overlap, overrides_of
 from ..estimate.program_costs import Numbers
 from ..search.evaluation import Evaluation, evaluate_plan
 from ..spec.overlap_spec import OverlapSpec
@@ -23,6 +26,8 @@ from .space import MeshCandidate, Refused, Variant, find_candidates
 MARGIN = 1.06  # prices of memory that are this much over the limit are looked at again, exactly
 NUM_EXACT = 12  # of the best are estimated one by one
 MOST_ROUNDS = 4  # of so many, until enough of them fit
+# Values of variants of which nothing can run, above any step: what needs less memory is nearer to fitting.
+TOO_LARGE, REFUSED = 1e15, 1e18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,3 +257,23 @@ def cost_per_million_tokens(spec: RunSpec, target: TargetPlan, seconds: float) -
     if price is None:
         return None
     return price * target.num_chips * seconds / 3600 / spec.tokens_per_step * 1e6
+
+
+def value_of_variants(variants: Sequence[Variant], run: Runner) -> list[float]:
+    """Returns the least of each variant's objective: seconds or bytes. Raises ConfigError if the target's memory is
+    not known."""
+    limit = limit_of(variants[0])
+    candidates, _ = find_candidates(variants)
+    prices = price_candidates(candidates, find_families(group_candidates(candidates), run.trace))
+    return [_value(variant, prices, limit) for variant in variants]
+
+
+def _value(variant: Variant, prices: Prices, limit: int) -> float:
+    own = np.array([one.variant is variant for one in prices.candidates], dtype=bool)
+    if not own.any():
+        return REFUSED
+    peak = prices.peak_bytes[own]
+    fits = peak <= limit
+    if not fits.any():
+        return TOO_LARGE * float(peak.min() / limit)
+    return float(merit(prices, variant.spec.tune.objective)[own][fits].min())

@@ -23,9 +23,8 @@ import numpy as np
 import scipy.linalg
 
 from ..driver import plan_run
-from ..estimate.assumed_overlap import BATCH_SPLIT, can_split_batch, plan_assumed
+from ..estimate.estimated_step import BATCH_SPLIT, can_split_batch, plan_assumed, read_step
 from ..estimate.program_costs import Costs, Numbers, ProgramShape, read_costs
-from ..estimate.read_step import read_step
 from ..estimate.regions import price_regions
 from ..estimate.step_time import Hiding, plan_hiding
 from ..parallel.operation import head_dim_of, loop_trips, runs_beside_compute

@@ -14,9 +14,8 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import human_bytes, human_seconds
 from meshloom.compiler.declare.compositions import compositions_kept
-from meshloom.compiler.tune.answer import Runner
+from meshloom.compiler.tune.answer import TOO_LARGE, Runner, value_of_variants
 from meshloom.compiler.tune.space import GroupChoices, Variant, num_points
-from meshloom.compiler.tune.variant_values import TOO_LARGE, value_of_variants
 
 from ..processes.process_log import say
 from .variants import Space

@@ -8,7 +8,7 @@ import pytest
 from conftest import WHOLE_STREAM, plan_of
 from meshloom.compiler.core.collectives import MOVING
 from meshloom.compiler.estimate.communication import link_bytes, plan_communication
-from meshloom.compiler.estimate.read_step import read_step
+from meshloom.compiler.estimate.estimated_step import read_step
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.jaxpr.program import TracedCollective
 from meshloom.compiler.xla.programs import lower

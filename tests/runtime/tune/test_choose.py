@@ -7,9 +7,8 @@ import pytest
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request
-from meshloom.compiler.tune.answer import Runner, remembering
+from meshloom.compiler.tune.answer import TOO_LARGE, Runner, remembering, value_of_variants
 from meshloom.compiler.tune.families import TracePoint
-from meshloom.compiler.tune.variant_values import TOO_LARGE, value_of_variants
 from meshloom.runtime.tune.choose import choose_variants
 from meshloom.runtime.tune.variants import find_space
 

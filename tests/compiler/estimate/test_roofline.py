@@ -3,7 +3,7 @@
 import pytest
 
 from conftest import plan_of
-from meshloom.compiler.estimate.bound import least_step_seconds
+from meshloom.compiler.estimate.roofline import least_step_seconds
 
 WIDTH, HEADS, HEAD_DIM, MLP, LAYERS, VOCABULARY = 64, 4, 16, 128, 3, 512
 LENGTH, BATCH, PEAK, BANDWIDTH, CHIPS = 1024, 64, 197e12, 819e9, 8

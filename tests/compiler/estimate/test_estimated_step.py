@@ -3,7 +3,7 @@
 import pytest
 
 from conftest import SMALL, plan_of
-from meshloom.compiler.estimate.assumed_overlap import assume_overlap, overrides_of
+from meshloom.compiler.estimate.estimated_step import assume_overlap, overrides_of
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.step_time import plan_hiding
 

@@ -1,0 +1,114 @@
+"""The step that is estimated: the plan's, with what the declaration leaves open filled in, as operations on values.
+
+overlap    the loop over layers and the flag presets that a search is taken to find, where the declaration has a search
+imbalance  smaller buffers of experts, to show what room for any imbalance costs: programs have fixed shapes, so a step
+           passes over whole buffers, however few of their rows are filled. Buffers for any imbalance, the default, can
+           be several times the mean; trained routers stay near it
+
+What is traced is the function that is compiled later (train_step.py), so an estimate describes the program that runs.
+"""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from ..core.trees import like
+from ..jaxpr.program import Program
+from ..jaxpr.read_jaxpr import layout_of, read_jaxpr
+from ..parallel.operation import OpInputs, plan_operations
+from ..parallel.weight_plan import plan_weights
+from ..plan import Plan
+from ..schema import MAX_IMBALANCE
+from ..sharding.batch import batch_arrays, sequences_of_device
+from ..spec.overlap_spec import OverlapSpec
+from ..spec.spec import RunSpec
+from ..step.train_step import build_train_step
+from ..target.compiler_options import assumed_weight_presets, presets_for, why_permutes_wait
+from ..target.target import TargetPlan
+
+BATCH_SPLIT = 2  # what the searches of docs/overlap_results.md chose wherever axes split matmuls
+USUAL = 1.25  # the capacity factor that Switch Transformers settled on (arXiv:2101.03961, section 2.2)
+
+
+def read_step(plan: Plan) -> Program:
+    """Traces the plan's train step and reads it. Inputs: the leaves of the state, then those of the batch."""
+    shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in batch_arrays(plan.spec)}
+    # Shards of whole tiles and others are to be the same operations: tune compares the traces of meshes.
+    weights = jax.tree.map(lambda each: replace(each, tile_rows=1), plan.weights)
+    step = build_train_step(replace(plan, weights=weights))
+    with jax.sharding.use_abstract_mesh(plan.mesh.abstract()):
+        traced = jax.make_jaxpr(step)(plan.abstract, batch)
+    is_spec = lambda node: isinstance(node, jax.sharding.PartitionSpec)  # noqa: E731
+    specs = jax.tree.leaves(plan.specs, is_leaf=is_spec)
+    specs += [plan.roles.tokens_spec] * len(batch)
+    layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
+    joins_sums = not plan.target.compiler.all_reduces_each_matmul
+    program = read_jaxpr(
+        traced.jaxpr, layouts, plan.mesh.sizes, joins_sums=joins_sums, ops=plan.ops, platform=plan.target.platform
+    )
+    return replace(program, donates=not plan.spec.keeps_state)
+
+
+def plan_assumed(plan: Plan) -> Plan:
+    """Returns the plan with the overlap that a search is taken to find; as it is, where none is declared.
+
+    Operations and weights are planned anew, since their strategies depend on it: a split batch saves other activations
+    than a whole one, and so needs other memory.
+    """
+    if plan.spec.overlap.search is None:
+        return plan
+    return _planned_anew(plan, plan.spec.model_copy(update={"overlap": assume_overlap(plan)}))
+
+
+def assume_overlap(plan: Plan) -> OverlapSpec:
+    """Returns what the declaration says, or what a search is taken to find: the flag preset that hides most, and a
+    batch split where tensor parallelism's collectives can then run beside matmuls."""
+    overlap, target = plan.spec.overlap, plan.target
+    if overlap.search is None:
+        return overlap
+    layers, presets = overlap.layers, assumed_weight_presets(overlap.flag_presets, target)
+    if plan.roles.partitioner and can_split_batch(sequences_of_device(plan.spec, plan.mesh, plan.roles), target):
+        layers = layers.model_copy(update={"batch_split": max(BATCH_SPLIT, layers.batch_split)})
+        of_activations = [name for name, one in presets_for(target).items() if "activations" in one.tried_for]
+        presets = (*presets, *of_activations[:1])
+    return overlap.model_copy(update={"layers": layers, "flag_presets": presets, "search": None})
+
+
+def overrides_of(assumed: OverlapSpec, declared: OverlapSpec) -> tuple[str, ...]:
+    """Returns the overrides that compile it and search for nothing; none if nothing was to be searched."""
+    if declared.search is None:
+        return ()
+    number = assumed.layers.batch_split
+    split = [f"overlap.layers.batch_split={number}"] if number != declared.layers.batch_split else []
+    return (*split, "overlap.search=null", f"overlap.flag_presets=[{','.join(assumed.flag_presets)}]")
+
+
+def can_split_batch(num_sequences: int, target: TargetPlan) -> bool:
+    """Returns True if one half of a device's sequences can compute while the activations of the other are sent.
+    num_sequences: of one microbatch on a device."""
+    return num_sequences % BATCH_SPLIT == 0 and why_permutes_wait(target) is None
+
+
+def overrides_of_imbalance(plan: Plan) -> tuple[str, ...]:
+    """Returns the overrides that declare the room for experts of this plan."""
+    return (f"{MAX_IMBALANCE}={json.dumps(plan.spec.moe.max_imbalance)}",)
+
+
+def plan_usual_imbalance(plan: Plan) -> Plan | None:
+    """Returns the plan with room for the usual imbalance; None where the declaration does not ask for any."""
+    has_room = any(each.op.has_spare_room(each) for each in plan.operations)
+    if plan.spec.moe.max_imbalance is not None or not has_room:
+        return None
+    spec = plan.spec.model_copy(update={"moe": plan.spec.moe.model_copy(update={"max_imbalance": USUAL})})
+    return _planned_anew(plan, spec)
+
+
+def _planned_anew(plan: Plan, spec: RunSpec) -> Plan:
+    """Returns the plan of a changed declaration whose arrays are laid out as before."""
+    inputs = OpInputs(spec, plan.model, plan.arrays, plan.sharding, plan.mesh, plan.target)
+    operations = plan_operations(plan.ops, inputs)
+    weights = like(plan.abstract["params"], plan_weights(inputs, operations))
+    return replace(plan, spec=spec, operations=operations, weights=weights)
