@@ -177,7 +177,7 @@ def _as_gke(plan: LaunchPlan, index: int, port: int | str) -> tuple[list[str], d
     return ["distributed.cluster=gketpu"], {
         "TPU_WORKER_ID": str(worker),
         "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * plan.hosts.per_slice),
-        "MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1:8080",  # JAX reads the host alone, and chooses the port
+        "MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1:8080",  # JAX reads only its host
         "MEGASCALE_NUM_SLICES": str(plan.hosts.num_slices),
         "MEGASCALE_SLICE_ID": str(slice_id),
         "JAX_COORDINATOR_PORT": str(port),

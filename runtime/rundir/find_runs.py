@@ -66,7 +66,7 @@ def find_directories(top: Path, *markers: str) -> Iterator[Path]:
 def read_run(directory: Path) -> FoundRun:
     """Returns the run of a directory, also while it is running."""
     is_running, record = is_held(directory), read_record(directory)
-    rows = _last_rows(directory / METRICS)
+    rows = [*steps_in(_tail(directory / METRICS))]
     step = rows[-1]["step"] if rows else None
     num_steps = _num_steps(directory / SPEC)
     command = record.command if record else "compile" if (directory / REPORT).exists() else "train"
@@ -102,17 +102,15 @@ def _fatal_error(log: Path) -> str | None:
     return f"{found[-1]} ({log} has its stacks)" if found else None
 
 
-def _last_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the steps at the end of metrics.jsonl, without a line that is being written."""
-    rows = []
-    for line in _tail(path).splitlines():
+def steps_in(content: bytes) -> Iterator[dict[str, Any]]:
+    """Yields the steps in lines of metrics.jsonl, without cut-off lines: one that is being written, or the first."""
+    for line in content.splitlines():
         try:
             value = parse_json(line)
         except ValueError:
             continue
         if isinstance(value, dict) and type(value.get("step")) is int:
-            rows.append(value)
-    return rows
+            yield value
 
 
 def _tail(path: Path) -> bytes:

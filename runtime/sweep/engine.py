@@ -233,16 +233,7 @@ def open_sweep(
         check_checkpoints_apart(asked)
     objective = sweep_spec.objective or OBJECTIVES[command]
     find_figure(objective, where="sweep.objective")
-    file = SweepFile(
-        schema_version=SCHEMA_VERSION,
-        command=command,
-        overrides=tuple(text for text in asked.fixed if not overridden_key(text).startswith("hydra.")),
-        axes={key: [value_of(text) for text in values] for key, values in asked.axes.items()},
-        num_points=asked.num_points,
-        objective=objective,
-        versions=versions(),
-        identity=identity,
-    )
+    file = _sweep_file(command, asked, objective, identity)
     directory, earlier = _find_directory(asked, identity, sweep_spec.retry)
     own = directory if process == 0 else directory / PROCESSES / str(process)
     own.mkdir(parents=True, exist_ok=True)
@@ -258,6 +249,19 @@ def open_sweep(
         engine = Engine(command, asked, allowed, own, file, settings, console, rows)
         with engine.pool or nullcontext():
             yield engine
+
+
+def _sweep_file(command: SweepCommand, asked: SweepRequest, objective: str, identity: str) -> SweepFile:
+    return SweepFile(
+        schema_version=SCHEMA_VERSION,
+        command=command,
+        overrides=tuple(text for text in asked.fixed if not overridden_key(text).startswith("hydra.")),
+        axes={key: [value_of(text) for text in values] for key, values in asked.axes.items()},
+        num_points=asked.num_points,
+        objective=objective,
+        versions=versions(),
+        identity=identity,
+    )
 
 
 def append_row(path: Path, row: Row) -> None:

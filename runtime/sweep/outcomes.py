@@ -1,10 +1,9 @@
 """Makes the outcome of a point from the files of its run, from an error, or from the way that its process died."""
 
-import json
 import math
 import signal
 from pathlib import Path
-from typing import Any
+from statistics import median_high
 
 import yaml
 
@@ -12,6 +11,7 @@ from meshloom.compiler.core.errors import DOES_NOT_FIT, MISTAKE, ConfigError
 from meshloom.compiler.core.format import human_bytes, human_seconds
 
 from ..core.files import parse_json
+from ..rundir.find_runs import METRICS, PLAN, SPEC, steps_in
 from .rows import KILLED, TIMED_OUT, Figures, Outcome
 
 CRASHED = 1
@@ -82,14 +82,16 @@ def tokens_per_second_per_chip(tokens: int, seconds: float | None, num_chips: in
 def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
     """Returns the figures of a run, from its files; None if it wrote no plan."""
     try:
-        plan = parse_json((run_dir / "plan.json").read_bytes())
-        spec = yaml.safe_load((run_dir / "spec.yaml").read_text())
+        plan = parse_json((run_dir / PLAN).read_bytes())
+        spec = yaml.safe_load((run_dir / SPEC).read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return None
     target, program = plan["target"], plan["program"]
-    metrics = _metrics(run_dir / "metrics.jsonl")
+    path = run_dir / METRICS
+    metrics = [*steps_in(path.read_bytes())] if path.exists() else []
     last = metrics[-1] if metrics else {}
-    seconds = _median([one["step_seconds"] for one in metrics[len(metrics) // 4 :]])  # the first ones are slower
+    times = [one["step_seconds"] for one in metrics[len(metrics) // 4 :]]  # the first steps are slower
+    seconds = median_high(times) if times else None
     held_out = next((one["eval_loss"] for one in reversed(metrics) if one["eval_loss"] is not None), None)
     peak, flops = target["peak_flops_per_second_per_device"], program["model_flops_per_step"]
     used = [f"{axis}={size}" for axis, size in plan["mesh"].items() if size > 1]
@@ -111,21 +113,6 @@ def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
         evaluation_loss=_finite(held_out),
         last_step=last.get("step"),
     )
-
-
-def _metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the metrics of each step of a run; a cut-off last line is left out."""
-    steps = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            steps.append(json.loads(line))
-        except ValueError:
-            continue
-    return steps
-
-
-def _median(values: list[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
 
 
 def _finite(value: float | None) -> float | None:

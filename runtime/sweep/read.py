@@ -15,11 +15,11 @@ from meshloom.compiler.core.format import counted
 
 from ..core.exclusive import is_held
 from ..core.files import parse_json
+from ..rundir.find_runs import METRICS, SPEC, steps_in
 from .figures import find_figure
 from .rows import ROWS_FILE, SCHEMA_VERSION, SWEEP_FILE, Row, SweepFile
 
 _AGAIN = "type the sweep's command again: it does what is missing"
-METRICS = "metrics.jsonl"
 NUM_SAMPLES = 120_000  # in all curves together: a page of some megabytes
 LEAST, MOST = 24, 400  # samples of one curve
 
@@ -81,7 +81,7 @@ def _sweep_file(path: Path) -> SweepFile:
 def _no_sweep(path: Path) -> Problem:
     directory = path.parent
     what = f"there is no {SWEEP_FILE} in it, so this is not the directory of a sweep"
-    if (directory / "spec.yaml").exists():
+    if (directory / SPEC).exists():
         return Problem(str(directory), f"{what}: it is that of one run", f"try `meshloom runs {directory}`")
     below = sorted(found.parent for found in directory.glob(f"*/{SWEEP_FILE}"))
     below = below or sorted(found.parent for found in directory.glob(f"*/*/{SWEEP_FILE}"))
@@ -184,13 +184,7 @@ def _curve(row: Row, path: Path, most: int) -> Curve | None:
     steps: list[int] = []
     losses: list[float | None] = []
     held_out: list[tuple[int, float]] = []
-    for line in path.read_bytes().splitlines():
-        try:
-            value = parse_json(line)
-        except ValueError:  # the last line of a run that is running, or was killed
-            continue
-        if not isinstance(value, dict) or type(value.get("step")) is not int:
-            continue
+    for value in steps_in(path.read_bytes()):
         steps.append(value["step"])
         losses.append(_number(value.get("loss")))
         if (evaluated := _number(value.get("eval_loss"))) is not None:

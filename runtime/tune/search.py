@@ -75,9 +75,8 @@ def write_table(space: Space, rows: Sequence[Row], run_dir: Path, objective: str
     """Writes the files of a sweep, and its page."""
     replace_text(run_dir / SWEEP_FILE, sweep_file(space, rows, objective).model_dump_json(indent=2) + "\n")
     replace_text(run_dir / ROWS_FILE, "".join(row.model_dump_json() + "\n" for row in rows))
-    sweep = replace(
-        read_sweep(run_dir), is_running=False, notes=()
-    )  # it is complete, though this process holds the directory
+    # The sweep is complete, though this process holds its directory.
+    sweep = replace(read_sweep(run_dir), is_running=False, notes=())
     replace_text(run_dir / PAGE, render_sweep(sweep, run_dir / PAGE))
 
 

@@ -67,9 +67,7 @@ def _start(parent: int, target: TargetSpec, allowed: tuple[str, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the command, which ends this
     code_allowed_from(allowed).__enter__()  # as long as the process lives
     plan_without_devices(target)
-    gc.set_threshold(
-        50_000, 20, 100
-    )  # a traced program is many objects that stay; collecting takes a tenth of the time
+    gc.set_threshold(50_000, 20, 100)  # a traced program is many objects that stay: collecting takes 10 % of the time
 
 
 @dataclass(frozen=True)
