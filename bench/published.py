@@ -30,8 +30,8 @@ from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.estimate.roofline import least_step_seconds
 from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.estimate.roofline import least_step_seconds
 from meshloom.compiler.target.accuracy import TABLE
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.runtime.processes.devices import plan_without_devices

@@ -24,8 +24,8 @@ from compiled_rows import Overrides, add_row, keep, read_kept
 
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.estimate.estimated_step import assume_overlap, overrides_of
 from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.estimate.estimated_step import assume_overlap, overrides_of
 from meshloom.runtime.processes.devices import plan_without_devices
 
 KEPT = Path(__file__).with_suffix(".jsonl")

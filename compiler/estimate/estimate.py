@@ -6,8 +6,8 @@ from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
 from ..spec.overlap_spec import OverlapSpec
-from .estimated_step import plan_assumed, read_step
 from .communication import PlannedCollective, plan_communication
+from .estimated_step import plan_assumed, read_step
 from .liveness import MemoryClass, find_peak, host_bytes
 from .regions import price_regions
 from .roofline import find_unknown, plan_roofline

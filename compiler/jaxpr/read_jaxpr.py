@@ -18,11 +18,11 @@ from ..core.collectives import MOVING, CollectiveKind
 from ..core.kernels import KernelOwner
 from ..core.partition_spec import STAGE, Axes, axes_of
 from ..core.scopes import nested_scope
-from .subprograms import KnownValues, scan_of, subprograms, without_consts
 from .flops import TRIPS, calls_one, contracted_dims, cost_of, kernel_cost_of
 from .operation_kinds import COLLECTIVES, LANES, equation_kind
 from .program import Body, Kind, Operation, Program, TracedCollective
 from .propagate import DimAxes, propagate, taken
+from .subprograms import KnownValues, scan_of, subprograms, without_consts
 from .unknown import EACH_BRANCH, CallCost, unknown_of
 
 _SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # before or behind a sum over devices: alike

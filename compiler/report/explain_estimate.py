@@ -7,10 +7,10 @@ from typing import Any
 
 from ..core.console import Column, Console, Line, Part, Table
 from ..core.format import human_bytes, human_count, human_range, human_seconds
-from ..estimate.estimated_step import overrides_of, overrides_of_imbalance, plan_usual_imbalance
-from ..estimate.roofline import least_step_seconds, roofline_seconds
 from ..estimate.communication import PlannedCollective, sent_bytes
 from ..estimate.estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate, estimate_step
+from ..estimate.estimated_step import overrides_of, overrides_of_imbalance, plan_usual_imbalance
+from ..estimate.roofline import least_step_seconds, roofline_seconds
 from ..estimate.step_time import StepTime
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan

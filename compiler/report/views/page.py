@@ -27,8 +27,8 @@ from ...core.format import (
     milliseconds,
 )
 from ...core.scopes import BY_SIZE, Pass
-from ...estimate.roofline import least_step_seconds, roofline_seconds
 from ...estimate.estimate import StepEstimate
+from ...estimate.roofline import least_step_seconds, roofline_seconds
 from ...plan import Plan
 from ...schema import CollectiveReport, Event, Report, by_exposed, or_infinity
 from ...sharding.rules import ArrayPlan

@@ -12,8 +12,8 @@ from jax.experimental import topologies
 from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
 from meshloom.compiler.estimate.communication import PlannedCollective
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.estimate.liveness import find_peak
 from meshloom.compiler.estimate.estimated_step import read_step
+from meshloom.compiler.estimate.liveness import find_peak
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.jaxpr.fusion import fuse, stacked_bytes, traffic
 from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr

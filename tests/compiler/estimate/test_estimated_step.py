@@ -3,8 +3,8 @@
 import pytest
 
 from conftest import SMALL, plan_of
-from meshloom.compiler.estimate.estimated_step import assume_overlap, overrides_of
 from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.estimate.estimated_step import assume_overlap, overrides_of
 from meshloom.compiler.estimate.step_time import plan_hiding
 
 TENSOR = (*SMALL, "sharding=fsdp_tensor", "mesh.tensor=2", "precision=bfloat16", "overlap=auto")

@@ -6,8 +6,8 @@ import pytest
 from conftest import SMALL, plan_of
 from meshloom.compiler.core.collectives import CollectiveKind
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.estimate.program_costs import Costs, ProgramShape, Transfer, Work, read_costs
 from meshloom.compiler.estimate.estimated_step import read_step
+from meshloom.compiler.estimate.program_costs import Costs, ProgramShape, Transfer, Work, read_costs
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, time_step
 from meshloom.compiler.parallel.operation import Exposed

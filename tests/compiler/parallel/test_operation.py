@@ -19,8 +19,8 @@ from meshloom.compiler.core.kernels import KernelCall, KernelCost
 from meshloom.compiler.core.scopes import OperationName
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.estimate.program_costs import read_costs
 from meshloom.compiler.estimate.estimated_step import read_step
+from meshloom.compiler.estimate.program_costs import read_costs
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.estimate.step_time import plan_hiding
 from meshloom.compiler.parallel.operation import (
