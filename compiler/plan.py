@@ -16,14 +16,12 @@ from .core.trees import leaves_by_path, like, nested_dict, pick
 from .jaxpr.flops import ModelFlops
 from .parallel.operation import OpPlan, ParallelOp
 from .sharding.arrays import EXPERTS, Array, Arrays
-from .sharding.batch import batch_arrays
+from .sharding.batch import RowOrder, TokenOrder, batch_arrays, plan_row_order, plan_token_order
 from .sharding.gradients import accumulated_layouts
 from .sharding.roles import AxisRoles
-from .sharding.row_order import RowOrder, plan_row_order
 from .sharding.rules import ArrayPlan, DimensionPlan
 from .sharding.sharding import ShardingPlan, gathered_bytes
 from .sharding.state import State, bytes_per_device
-from .sharding.token_order import TokenOrder, plan_token_order
 from .spec.spec import RunSpec
 from .target.compiler_options import Options, describe_presets, inert_presets
 from .target.mesh import MeshPlan

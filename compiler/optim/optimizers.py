@@ -1,7 +1,7 @@
 """The optimizers: each is a typed config that builds its optax transformation.
 
 An optimizer is a subclass of `OptimizerConfig` with a `name` and `build`. The compiler does the rest for all of them
-(compiler/sharding/optimizer_state.py): clipping by global norm, float32 arithmetic and the layout of the state.
+(compiler/sharding/state.py): clipping by global norm, float32 arithmetic and the layout of the state.
 """
 
 import math

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..sharding.token_order import TokenOrder
+from ..sharding.batch import TokenOrder
 from .remat import ATTENTION_LSE, ATTENTION_RESULT, marked
 
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a score that softmax gives no weight

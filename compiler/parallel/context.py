@@ -24,7 +24,7 @@ from ..core.head_shares import share_of_head
 from ..core.partition_spec import axes_of
 from ..core.scopes import OperationName, exchange_scope
 from ..sharding.arrays import OpSite
-from ..sharding.token_order import TokenOrder, plan_token_order
+from ..sharding.batch import TokenOrder, plan_token_order
 from ..target.compiler_options import why_permutes_wait
 from ..target.target import TargetPlan
 from .attention import cudnn_refusal, plan_backward

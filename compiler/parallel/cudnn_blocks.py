@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.scopes import blocks_scope
-from ..sharding.token_order import TokenOrder
+from ..sharding.batch import TokenOrder
 from .blocks import HIDDEN, Attended, Gradient, Gradients, Keys, Queries, Sight, merge, split_length
 from .cudnn import ALL_KEYS, BHTD, CAUSAL, SOME_KEYS, Mode, Operands, bind_backward, bind_forward
 

@@ -5,7 +5,7 @@
     ulysses     an all-to-all gives each device all tokens of some of the heads, another its tokens of all of them
                 (Jacobs et al. 2023, arXiv:2309.14509); a kv_head that has fewer copies than devices is repeated
 
-Operands and results are this device's: its tokens in the order of token_order.py, its heads.
+Operands and results are this device's: its tokens in the order that sharding/batch.py gives, its heads.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.partition_spec import Axes
-from ..sharding.token_order import TokenOrder
+from ..sharding.batch import TokenOrder
 from .blocks import Attended, BlockKernel, Gradient, Gradients, Keys, Queries, Sight, attend_with
 from .cudnn_blocks import CudnnBlocks
 from .ring import AttentionRing, attend_in_ring

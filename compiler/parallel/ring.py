@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.partition_spec import Axes
-from ..sharding.token_order import TokenOrder
+from ..sharding.batch import TokenOrder
 from .blocks import (
     HIDDEN,
     Attended,

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from ..sharding.token_order import TokenOrder
+from ..sharding.batch import TokenOrder
 from .blocks import Attended, Gradient, Gradients, Keys, Queries, Sight
 from .splash_fused import TABLE_BYTES, Budget, all_blocks, seen_blocks
 from .splash_kernels import (

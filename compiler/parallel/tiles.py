@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..sharding.token_order import TokenOrder
+from ..sharding.batch import TokenOrder
 from .blocks import HIDDEN, Attended, Gradient, Gradients, Keys, Queries, Sight
 
 TILE = 512  # tokens

@@ -1,8 +1,10 @@
-"""The arrays of a program before they are laid out: parameters, and the activations that the model names."""
+"""The arrays of a program before they are laid out: parameters, trained and frozen, and the activations that the model
+names; and the sites of its operations."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import jax
@@ -11,10 +13,10 @@ from flax import nnx
 
 from meshloom.models import Context, LogicalAxes, Model, Params, is_logical_axes, split_aux
 
+from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.trees import leaves_by_path
 from ..core.user_code import blamed_on_user
 from ..spec.spec import RunSpec
-from .frozen import frozen_paths
 from .model_check import check_aux, check_embedded, check_model, check_of_head, check_output, check_totals
 
 EXPERTS = "experts"  # the logical axis of expert weights: they stay on their devices, and tokens are sent to them
@@ -274,3 +276,25 @@ class _Recorder:
 
     def _parameters_of(self, x: jax.Array) -> tuple[str, ...]:
         return tuple(path for path, array in self.parameters.items() if array is x)[:1]
+
+
+def frozen_paths(spec: RunSpec, paths: Iterable[str], *, ruled: Collection[str] = ()) -> frozenset[str]:
+    """Returns the paths of the parameters that `frozen_parameters` names. ruled: those that rules update.
+
+    Raises ConfigError for a pattern that matches no parameter, where no parameter is left to train, and for
+    `precision.frozen` without frozen parameters."""
+    paths = tuple(paths)
+    frozen = frozenset(path for path in paths if any(fnmatchcase(path, each) for each in spec.frozen_parameters))
+    problems = [
+        Problem(f"frozen_parameters[{index}]", f"no parameter matches '{pattern}'", use_one_of(pattern, paths))
+        for index, pattern in enumerate(spec.frozen_parameters)
+        if not any(fnmatchcase(path, pattern) for path in paths)
+    ]
+    if frozen.union(ruled).issuperset(paths):
+        fix = "leave out a pattern, so that something is trained"
+        problems.append(Problem("frozen_parameters", f"all {len(frozen)} parameters of the model are frozen", fix))
+    if spec.precision.frozen is not None and not spec.frozen_parameters:
+        fix = "set precision.frozen=null, or name parameters: frozen_parameters=[embed/*]"
+        problems.append(Problem("precision.frozen", "no parameter is frozen", fix))
+    raise_if_any(problems)
+    return frozen

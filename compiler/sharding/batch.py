@@ -1,15 +1,42 @@
-"""The global batch: which arrays it has, and its split over microbatches and data shards."""
+"""The global batch: its arrays, its split over microbatches and devices, and the order of its rows and tokens on them.
+
+Row order: microbatches as on any other mesh.
+
+    8 sequences, 2 microbatches, 2 devices    device 0: 0 1 | 4 5    device 1: 2 3 | 6 7
+
+A device's microbatch is a part of its own rows. If these were neighbours in the global batch, the sequences of a
+microbatch would depend on the mesh, and so would anything that is not a sum over tokens, such as a loss of balance.
+
+Token order: the tokens of a sequence on the devices that split its length.
+
+    8 tokens on 4 devices    contiguous  01 23 45 67      zigzag  07 16 25 34
+
+Under a causal mask the last chunk of a sequence sees all of it and the first one only itself. In zig-zag order device i
+of n has the chunks i and 2n-1-i of 2n, so that all devices have the same work (Zhu et al., ring-flash-attention; Llama
+3, arXiv:2407.21783, section 3.3.2).
+
+The host puts a batch in both orders once. Positions, targets and segment ids follow; nothing but attention looks at the
+order of tokens, and nothing but the number of a sequence depends on that of rows.
+"""
 
 import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from meshloom.models import Model
 from meshloom.models.numbers import divisors
 
-from ..core.errors import Problem, raise_if_any
+from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import be, counted
-from ..spec.spec import RunSpec
-from ..target.mesh import MeshPlan, nearest
-from .roles import AxisRoles
+from ..jaxpr.operation_kinds import LANES
+from ..spec.spec import RunSpec, TokenOrderName
+from ..target.mesh import MeshPlan, nearest, plan_mesh
+from ..target.target import TargetPlan
+from .roles import AxisRoles, plan_roles
 
 
 def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
@@ -64,3 +91,108 @@ def check_length(spec: RunSpec, model: Model) -> None:
         larger = f", or model.{keys[0]}={spec.sequence_length}" if len(keys) == 1 else ""
         fix = f"use {model.max_length} or less{larger}"
         raise_if_any([Problem("sequence_length", what, fix)])
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """num_rows: of the global batch. num_shards: devices that split its sequences."""
+
+    num_rows: int
+    num_shards: int
+    num_microbatches: int
+
+    def rows_at(self, places: Any) -> Any:
+        """Returns the numbers of the sequences that lie at some places of the batch on the devices: an array of
+        integers, of NumPy or JAX."""
+        of_both = self.num_rows // (self.num_shards * self.num_microbatches)  # of a microbatch on a device
+        shard, microbatch = places // (of_both * self.num_microbatches), places // of_both % self.num_microbatches
+        return (microbatch * self.num_shards + shard) * of_both + places % of_both
+
+    def rows(self) -> np.ndarray:
+        """Returns the number of the sequence at each place."""
+        return self.rows_at(np.arange(self.num_rows))
+
+
+def plan_row_order(spec: RunSpec, mesh: MeshPlan, roles: AxisRoles) -> RowOrder:
+    """Returns the order in which the declaration lays out sequences on this mesh."""
+    return RowOrder(spec.global_batch_size, mesh.num_shards(roles.sequence), spec.num_microbatches)
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """num_shards: devices that split the length of a sequence. On one device both orders are that of the sequence."""
+
+    name: TokenOrderName
+    num_shards: int
+
+    @property
+    def chunks_per_shard(self) -> int:
+        return 2 if self.name == "zigzag" and self.num_shards > 1 else 1
+
+    @property
+    def num_chunks(self) -> int:
+        return self.num_shards * self.chunks_per_shard
+
+    def chunks(self) -> np.ndarray:
+        """Returns the chunks of each shard, (shards, chunks_per_shard)."""
+        shards = np.arange(self.num_shards)[:, None]
+        return shards if self.chunks_per_shard == 1 else np.hstack([shards, self.num_chunks - 1 - shards])
+
+    def of_sequence(self, length: int) -> np.ndarray | None:
+        """Returns the place in the sequence of each token, as the shards have them; None where that is its own."""
+        if self.chunks_per_shard == 1:
+            return None
+        return np.arange(length).reshape(self.num_chunks, -1)[self.chunks().reshape(-1)].reshape(-1)
+
+    def of_shard(self, length: int, shard: jax.Array) -> jax.Array:
+        """Returns the place in the sequence of each token of a shard. length: of the shard's part."""
+        chunk = length // self.chunks_per_shard
+        return (jnp.asarray(self.chunks(), jnp.int32)[shard][:, None] * chunk + jnp.arange(chunk)).reshape(-1)
+
+
+def plan_token_order(name: TokenOrderName, mesh: MeshPlan, roles: AxisRoles) -> TokenOrder:
+    """Returns the order of this name in which tokens lie on a mesh."""
+    return TokenOrder(name, mesh.num_shards(roles.length))
+
+
+def check_token_order(spec: RunSpec, mesh: MeshPlan, roles: AxisRoles, target: TargetPlan) -> None:
+    """Raises ConfigError where the length cannot be cut in equal chunks, with the nearest that can."""
+    axes, order = roles.length, plan_token_order(spec.token_order, mesh, roles)
+    length, num_chunks = spec.sequence_length, order.num_chunks
+    if length % num_chunks == 0:
+        return
+    over = " x ".join(f"{axis}={mesh.sizes[axis]}" for axis in axes)
+    of_each = f", {order.chunks_per_shard} chunks for each shard" if order.chunks_per_shard > 1 else ""
+    what = f"{length} tokens cannot be cut in {order.name} order over {over}: they are not divisible by {num_chunks}"
+    fixes = [f"use sequence_length={' or '.join(map(str, _lengths(spec, num_chunks, target)))}"]
+    if order.chunks_per_shard > 1 and length % order.num_shards == 0:
+        fixes.append("token_order=contiguous")
+    if len(axes) == 1 and (sizes := _mesh_sizes(spec, mesh, target, axes[0])):
+        fixes.append(f"mesh.{axes[0]}={nearest(order.num_shards, sizes)}")
+    raise_if_any([Problem("sequence_length", what + of_each, ", or ".join(fixes))])
+
+
+def _lengths(spec: RunSpec, num_chunks: int, target: TargetPlan) -> list[int]:
+    """Returns the nearest below and above; on TPUs those that kernels take."""
+    step = num_chunks * LANES if target.platform == "tpu" else num_chunks
+    below = spec.sequence_length // step * step
+    return [length for length in (below, below + step) if length]
+
+
+def _mesh_sizes(spec: RunSpec, mesh: MeshPlan, target: TargetPlan, axis: str) -> list[int]:
+    """Sizes of the axis with which the length can be cut. Another axis has to take the rest of the devices."""
+    free = next((name for name, size in spec.mesh if size == -1 and name != axis), None)
+    if free is None:
+        return []
+    return [size for size in divisors(mesh.sizes[free] * mesh.sizes[axis]) if _works(spec, target, axis, size)]
+
+
+def _works(spec: RunSpec, target: TargetPlan, axis: str, size: int) -> bool:
+    other = spec.model_copy(update={"mesh": spec.mesh.model_copy(update={axis: size})})
+    try:
+        mesh = plan_mesh(other.mesh, target, other.device_order)
+        roles = plan_roles(other.sharding, mesh.sizes)
+        check_batch(other, mesh, roles)
+    except ConfigError:
+        return False
+    return spec.sequence_length % plan_token_order(other.token_order, mesh, roles).num_chunks == 0

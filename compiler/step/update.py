@@ -22,8 +22,7 @@ from ..core.partition_spec import keep_axes
 from ..core.trees import combined, leaves_by_path, nested_dict, pick
 from ..parallel.weights import assemble, is_assembled
 from ..plan import Plan
-from ..sharding.optimizer_state import build_schedule
-from ..sharding.state import State, update_layouts
+from ..sharding.state import State, build_schedule, update_layouts
 from ..spec.spec import LossScaleSpec
 
 Totals = Mapping[str, Mapping[str, Array]]

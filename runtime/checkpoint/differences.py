@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshloom.compiler.core.trees import leaves_by_path
-from meshloom.compiler.sharding.optimizer_state import build_schedule
+from meshloom.compiler.sharding.state import build_schedule
 from meshloom.compiler.spec.spec import RunSpec
 
 MOST_SHOWN = 6

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.sharding.row_order import RowOrder
+from meshloom.compiler.sharding.batch import RowOrder
 from meshloom.compiler.xla.programs import Programs
 
 from ..data import BatchIterator, HostBatch
@@ -36,12 +36,12 @@ def local_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[int, ...]:
 
 
 def sequences_of(order: RowOrder, rows: Sequence[int]) -> tuple[int, ...]:
-    """Returns the numbers of the sequences that are in these rows of a batch on the devices (row_order.py)."""
+    """Returns the numbers of the sequences that are in these rows of a batch on the devices (sharding/batch.py)."""
     return tuple(map(int, order.rows_at(np.asarray(rows, int))))
 
 
 def in_token_order(local: Mapping[str, np.ndarray], order: np.ndarray | None) -> Mapping[str, np.ndarray]:
-    """Returns rows with their tokens in the order of devices that split sequences (token_order.py)."""
+    """Returns rows with their tokens in the order of devices that split sequences (sharding/batch.py)."""
     return local if order is None else {name: x[:, order] for name, x in local.items()}
 
 

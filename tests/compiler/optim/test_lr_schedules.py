@@ -14,7 +14,7 @@ from meshloom.compiler.optim.lr_schedules import (
     ScheduleConfig,
     WsdSchedule,
 )
-from meshloom.compiler.sharding.optimizer_state import build_schedule
+from meshloom.compiler.sharding.state import build_schedule
 
 PEAK, N, W, D, FINAL = 0.5, 40, 8, 10, 0.1
 KINDS = [("constant", ""), ("cosine", ""), ("linear", ""), ("wsd", "linear"), ("wsd", "sqrt")]

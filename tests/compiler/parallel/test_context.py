@@ -12,7 +12,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.parallel.context import balance
 from meshloom.compiler.report.explain import plan_as_json
-from meshloom.compiler.sharding.token_order import TokenOrder
+from meshloom.compiler.sharding.batch import TokenOrder
 from support.helpers import plan_as_declared
 
 CONTEXT = ("sharding=fsdp_context", "mesh.context=4", "sequence_length=32")

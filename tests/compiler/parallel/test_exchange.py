@@ -20,7 +20,7 @@ from meshloom.compiler.parallel.exchange import Exchange, attend_by_blocks, atte
 from meshloom.compiler.parallel.splash_blocks import SplashBlocks
 from meshloom.compiler.parallel.splash_fused import NO_BUDGET, Budget
 from meshloom.compiler.parallel.tiles import TiledBlocks, plan_visits, tile_size
-from meshloom.compiler.sharding.token_order import TokenOrder
+from meshloom.compiler.sharding.batch import TokenOrder
 from support.helpers import tiered
 
 SCALE = 0.4
