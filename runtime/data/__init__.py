@@ -1,15 +1,15 @@
 """Documents to tokens to sequences to global batches, each random access.
 
-`open_data(spec)` is the door; docs/data.md says how.
+`open_data(spec)` is the entry point; docs/data.md explains the rest.
 
 files.py, formats.py                     files on disk and behind URLs, and the texts in them
-documents.py, user_code.py               what a source holds, document by document
+documents.py, user_code.py               documents of a source, or of a class of the user
 tokenizers.py, tokenize.py                documents as tokens
 store.py, shards.py                       tokens with a table of documents, in memory or memory-mapped
 download.py                               shards behind a URL, copied into a cache
 packing.py, user_sequences.py             tokens as sequences, each made by its index
 batches.py                                sequences in an order, global batches, iterators
-locate.py                                 the way back: which documents a batch is made of
+locate.py                                 from a batch back to its documents
 corpus.py, splits.py                      all of it for a declared run, and every check
 write.py                                  `meshloom data`: a corpus of any size into shards
 """

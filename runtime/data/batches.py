@@ -1,8 +1,8 @@
-"""Global batches: batch b holds sequences b*B to b*B + B - 1 of an order that the seed fixes, whoever reads it.
+"""Makes global batches: batch b of B sequences holds sequences b*B to b*B + B - 1 of an order that the seed fixes.
 
-So the state of an iterator is the number of the next batch: the same on all processes, for any number of them and of
-threads. A run that goes on with batches of another size continues at the same sequence (`converted_state`). Grain
-shuffles, repeats, mixes, and reads ahead in threads.
+So the state of an iterator is the number of the next batch, the same for any number of processes and threads. A run
+that resumes with batches of another size continues at the same sequence (`converted_state`). Grain shuffles, repeats,
+mixes, and reads ahead in threads.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +18,8 @@ NEXT_BATCH = "next_batch"
 
 
 def converted_state(state: Mapping[str, int], before: int, now: int) -> tuple[dict[str, int], int]:
-    """Returns a state of batches of `before` sequences for batches of `now`, and how many sequences it skips: those up
-    to the next whole batch.
+    """Converts a state of batches of `before` sequences to batches of `now`. Returns it with the number of skipped
+    sequences, those up to the next whole batch.
 
     {"next_batch": 5} of 12 in batches of 8 -> {"next_batch": 8}, 4
     """
@@ -29,7 +29,8 @@ def converted_state(state: Mapping[str, int], before: int, now: int) -> tuple[di
 
 
 class BatchIterator(Iterator[HostBatch]):
-    """Batches in order. identity: of the data, to be kept beside the state. count: of all batches."""
+    """Batches in order. identity: the identity of the data, to be saved with the state. count: the number of all
+    batches."""
 
     def __init__(self, batches: Any, identity: dict[str, Any], count: int):
         self._batches, self.identity, self._count = batches, identity, count
@@ -39,11 +40,11 @@ class BatchIterator(Iterator[HostBatch]):
 
     @property
     def num_left(self) -> int:
-        """Returns how many batches are still to come."""
+        """Returns the number of batches that are left."""
         return self._count - self.get_state()[NEXT_BATCH]
 
     def get_state(self) -> dict[str, int]:
-        """Returns the place in the data; JSON."""
+        """Returns the place in the data, as JSON."""
         return {NEXT_BATCH: self._batches.get_state()["next_index"]}
 
     def set_state(self, state: Mapping[str, int]) -> None:
@@ -52,7 +53,7 @@ class BatchIterator(Iterator[HostBatch]):
 
 
 class Batches:
-    """The global batches of a split, or some rows of each; each iterator starts at the first."""
+    """The global batches of a split, or some rows of each. Each iterator starts at the first."""
 
     def __init__(self, source: "BatchSource", options: grain.ReadOptions, identity: dict[str, Any]):
         self._source, self._options, self._identity = source, options, identity
@@ -65,12 +66,12 @@ class Batches:
         return BatchIterator(iter(batches), self._identity, len(self))
 
     def of_rows(self, rows: Sequence[int]) -> Self:
-        """Returns the same batches with these rows of the global batch alone, in this order: what one process needs."""
+        """Returns the same batches with only these rows, in this order, as one process needs them."""
         return type(self)(self._source.of_rows(rows), self._options, self._identity)
 
 
 class BatchSource:
-    """Batches by number. sequences: of an order without end, or with one."""
+    """Batches by number. sequences: sequences in their order, which may have no end."""
 
     def __init__(self, sequences: Any, *, batch_size: int, num_batches: int, rows: Sequence[int], vocab_size: int):
         self._sequences, self._batch_size, self._num_batches = sequences, batch_size, num_batches
@@ -104,7 +105,10 @@ class BatchSource:
 
 
 def shuffled(parts: Sequence[Any], weights: Sequence[float], *, seed: int, num_epochs: int | None) -> Any:
-    """Returns an order of sequences as a `grain.MapDataset`: each part shuffled anew in each epoch, the parts drawn
-    from in turn so that each has its share of any stretch of the order. It ends where the first part has no more."""
+    """Returns an order of sequences as a `grain.MapDataset`.
+
+    Each part is shuffled again in each epoch. Parts alternate so that each has its share of any stretch of the order,
+    which ends when the first part is exhausted.
+    """
     orders = [grain.MapDataset.source(part).seed(seed).shuffle().repeat(num_epochs) for part in parts]
     return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, weights)

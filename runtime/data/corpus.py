@@ -1,4 +1,4 @@
-"""A declared source -> sequences of both splits, and what they rest on."""
+"""Opens a declared source as sequences of both splits, with the identity of its content."""
 
 import json
 import shlex
@@ -31,8 +31,8 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 @dataclass(frozen=True)
 class Corpus:
-    """One source, opened. where: its key. tokenizer: None where the user's class gives sequences. content: what tells
-    it from any other, by key. counts: for people."""
+    """One source, opened. where: its key. tokenizer: None if a class of the user gives sequences. content: its
+    identity, by key. counts: its size in words."""
 
     where: str
     sequences: dict[Split, Sequences]
@@ -43,7 +43,7 @@ class Corpus:
 
 
 def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokenizer | None) -> Corpus:
-    """Returns the sequences of a source. Raises ConfigError with what is wrong with its files, texts or code."""
+    """Returns the sequences of a source. Raises ConfigError with the problems of its files, texts or code."""
     data = spec.data
     if source.kind == "python" and source.items == "sequences":
         names = batch_arrays(spec)
@@ -70,7 +70,7 @@ def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokeniz
 
 
 def open_store(data: DataSpec, source: OneSource, where: str, tokenizer: Tokenizer | None) -> TokenStore:
-    """Returns the tokens of a source: those of shards as they lie, those of text made now."""
+    """Returns the tokens of a source: shards are mapped, text is tokenised now."""
     if source.kind == "tokens":
         key, place = f"{where}.directory", source.directory
         store = open_shards(str(local_copy(place, key)) if is_url(place) else place, key)
@@ -106,7 +106,7 @@ def _tokenized(parts: list[Part], tokenizer: Tokenizer, data: DataSpec, source: 
 
 @cache
 def _built_in(kind: str) -> TokenStore:
-    """Returns the corpus of a source whose contents never change while a process runs."""
+    """Returns the corpus of a built-in source, whose content does not change while a process runs."""
     is_stdlib = kind == "python_stdlib"
     source = PythonStdlibSource(kind="python_stdlib") if is_stdlib else SyntheticSource(kind="synthetic")
     return tokens_in_memory(parts_of(source, ""), Bytes(), "", advance=lambda _: None)

@@ -1,7 +1,7 @@
-"""Documents of each kind of source, as streams: a corpus is a list of parts, and a part is read from any document on.
+"""Reads documents of each kind of source as streams: a corpus is a list of parts, readable from any document on.
 
-A document's name decides the split that it is in, so it is the same wherever the corpus lies: the file's path below the
-folder that the pattern starts from, and the document's number in the file.
+A document's name decides its split, so it does not depend on where the corpus is: it is the file's path below the
+folder in which the pattern starts, and the document's number in the file.
 """
 
 import codecs
@@ -24,8 +24,8 @@ from .user_code import load_documents
 
 
 class Document(NamedTuple):
-    """name: decides the split. content: text in UTF-8, or an array of tokens without the end of the document; an empty
-    one stands for a document that is left out, and is counted where it is."""
+    """A document. name: decides its split. content: text in UTF-8, or an array of tokens without the end of the
+    document; if it is empty, the document is counted and left out."""
 
     name: str
     content: bytes | np.ndarray
@@ -33,9 +33,9 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A file of a corpus. read(n): its documents from number n on; a Problem in place of one that cannot be read.
+    """A file of a corpus. read(n): yields its documents from number n on, and a Problem for one that cannot be read.
 
-    num_bytes: on disk; 0 where it is no file. is_plain: they are those of its texts, about.
+    num_bytes: the size of the file; 0 if it is not a file. is_plain: that is about the size of its texts.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Part:
 
 
 def parts_of(source: OneSource, where: str) -> list[Part]:
-    """Returns the parts of a corpus in a fixed order. `where`: the key of the source, for messages.
+    """Returns the parts of a corpus in a fixed order. where: the key of the source, for messages.
 
-    Raises ConfigError where nothing matches, a file cannot be read, or user code fails.
+    Raises ConfigError if nothing matches, a file cannot be read, or user code fails.
     """
     if source.kind == "python_stdlib":
         return _python_stdlib()
@@ -64,7 +64,7 @@ def parts_of(source: OneSource, where: str) -> list[Part]:
 
 
 def _is_plain(source: OneSource, file: SourceFile) -> bool:
-    is_known = file.path is not None or file.num_bytes > 0  # some servers do not tell
+    is_known = file.path is not None or file.num_bytes > 0  # some servers do not say
     return source.kind in ("text_files", "jsonl") and not file.is_compressed and is_known
 
 
@@ -74,7 +74,7 @@ def num_text_bytes(parts: Sequence[Part]) -> int:
 
 
 def _read_file(source: OneSource, where: str, file: SourceFile, first: int) -> Iterator[Document | Problem]:
-    """Returns the documents of a file from number `first` on, with names; what cannot be read of it as a Problem."""
+    """Yields the documents of a file from number `first` on, and a Problem for each that cannot be read."""
     try:
         for number, content in enumerate(_contents(source, where, file, first), start=first):
             one = file.name if source.kind == "text_files" else f"{file.name}:{number}"
@@ -103,12 +103,12 @@ def _contents(source: OneSource, where: str, file: SourceFile, first: int) -> It
 
 
 def without_mark(text: bytes) -> bytes:
-    """Returns a text without the byte order mark that some editors put before it."""
+    """Returns a text without the byte order mark that some editors write."""
     return text.removeprefix(codecs.BOM_UTF8)
 
 
 def _python_stdlib() -> list[Part]:
-    """Returns the source files of the running Python's standard library, without what was installed beside it."""
+    """Returns the source files of the running Python's standard library, without installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.py"))]
     source = TextFilesSource(kind="text_files", paths=(str(root),))
@@ -118,7 +118,7 @@ def _python_stdlib() -> list[Part]:
 
 
 def _synthetic(first: int) -> Iterator[Document]:
-    """Yields 512 documents of arithmetic statements: learnable, and generated at once."""
+    """Yields 512 documents of arithmetic statements, which a model can learn, and which are generated at once."""
     chance = random.Random(0)
     for number in range(512):
         pairs = [(chance.randrange(100), chance.randrange(100)) for _ in range(200)]

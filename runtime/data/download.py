@@ -1,9 +1,9 @@
-"""Token shards behind a URL, downloaded once into the cache of this machine: training draws sequences from all over a
-corpus, and a memory map needs a disk.
+"""Downloads token shards behind a URL once into the cache of this machine.
 
-A copy belongs to one URL and one index: where the index at the URL changes, the shards are downloaded anew. Each file
-gets its name when the hash of its shard was found to be right, and index.json comes last, so a copy with an index is
-whole, and a download that was cut off goes on after its last whole shard.
+Training draws sequences from all parts of a corpus, and a memory map needs a disk. A copy belongs to one URL and one
+index: if the index at the URL changes, the shards are downloaded again. A file gets its name after the hash of its
+shard was checked, and index.json comes last. So a copy with an index is complete, and an interrupted download continues
+after its last complete shard.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ from .progress import TextProgress
 from .shards import INDEX, Index, ShardFiles, parse_index
 
 NUM_AT_ONCE = 8  # shards: one stream from an object store is slower than the network of a host
-DOCUMENT_BYTES = 16  # of a document in the table of a shard
+DOCUMENT_BYTES = 16  # of each document in the table of a shard
 COPY_AGAIN = "copy the whole folder of shards there again"
 
 
 def local_copy(url: str, where: str) -> Path:
-    """Returns the folder with the shards of a URL, and downloads what it lacks. Raises ConfigError for what cannot be
-    read there, is not what the index says, or does not fit on the disk."""
+    """Returns the folder with the shards of a URL, after downloading those that it lacks. Raises ConfigError if shards
+    cannot be read, differ from the index, or do not fit on the disk."""
     content = _index_at(url, where)
     index = parse_index(content, f"{url}/{INDEX}", where)
     folder = cache_of_shards() / hashlib.sha256(url.encode() + b"\0" + content).hexdigest()[:24]
@@ -52,7 +52,7 @@ def local_copy(url: str, where: str) -> Path:
 
 
 def cache_of_shards() -> Path:
-    """Returns the folder of all downloaded shards, beside that of compiled programs."""
+    """Returns the folder of all downloaded shards, beside the one of compiled programs."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.path.expanduser(cache)).absolute() / "meshloom" / "shards"
 
@@ -81,7 +81,7 @@ def _is_whole(folder: Path, index: Index) -> bool:
 
 
 def _download(url: str, folder: Path, index: Index, where: str) -> None:
-    """Downloads the shards that a folder lacks, several at once. The first problem ends all of them."""
+    """Downloads the shards that a folder lacks, several at once. The first problem ends all downloads."""
     missing = [shard for shard in index.shards if not _is_there(folder, _sizes(shard, index))]
     num_bytes = sum(sum(_sizes(shard, index).values()) for shard in missing)
     free_bytes = shutil.disk_usage(folder).free
@@ -104,7 +104,7 @@ def _download(url: str, folder: Path, index: Index, where: str) -> None:
 
 
 class _Download:
-    """The threads of one download share this. is_ended: they end before their next block."""
+    """The state that the threads of a download share. is_ended: set to end them before their next block."""
 
     def __init__(self, url: str, folder: Path, where: str, progress: TextProgress):
         self._url, self._folder, self._where, self._progress = url, folder, where, progress
@@ -112,7 +112,7 @@ class _Download:
         self.is_ended = Event()
 
     def fetch(self, shard: ShardFiles, sizes: dict[str, int]) -> None:
-        """Downloads the files of a shard; they get their names when its hash is right."""
+        """Downloads the files of a shard, which get their names if its hash is right."""
         digest, unfinished = hashlib.sha256(), {name: self._folder / f".{name}.unfinished" for name in sizes}
         try:
             for name, path in unfinished.items():

@@ -1,6 +1,6 @@
-"""The files of a corpus: found by path, pattern or URL, and opened as UTF-8 text, whatever compresses them.
+"""Finds the files of a corpus by path, pattern or URL, and opens them as UTF-8 text, decompressed.
 
-What a file is, its first bytes say; its name alone says nothing, except that a name such as `a.txt.gz` promises gzip.
+The first bytes of a file decide its kind. Its name only has to agree: a file `a.txt.gz` must be gzip.
 """
 
 import bz2
@@ -23,9 +23,9 @@ from typing import IO, Any
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.core.places import is_url
 
-HEAD_BYTES = 8192  # that tell text from other files; Git looks at the first 8,000
-MOST_CONTROLS = 0.02  # of the head: text has hardly any
-CONTROLS = bytes(set(range(0x20)) - set(b"\a\b\t\n\v\f\r\x1b")) + b"\x7f"  # what `file` never takes for text
+HEAD_BYTES = 8192  # that distinguish text from other files; Git looks at the first 8,000
+MOST_CONTROLS = 0.02  # share of control characters in the head: text has hardly any
+CONTROLS = bytes(set(range(0x20)) - set(b"\a\b\t\n\v\f\r\x1b")) + b"\x7f"  # never text for the command `file`
 COMPRESSIONS = {  # by the first bytes of a file: RFC 1952, bzip2, xz, RFC 8878, LZ4 frames
     "gzip": rb"\x1f\x8b",
     "bzip2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
@@ -43,7 +43,7 @@ CONVERT = "leave it out of the paths, or convert it to text in UTF-8"
 
 
 class UnreadableError(Exception):
-    """A file or record that holds no text. what, fix: as of a Problem."""
+    """A file or record does not hold text. what, fix: as in a Problem."""
 
     def __init__(self, what: str, fix: str = CONVERT):
         super().__init__(what)
@@ -52,8 +52,8 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class SourceFile:
-    """name: its path below the folder where the pattern starts. place: as people know it. path: None behind a URL.
-    open: gives its bytes as they are."""
+    """A file of a corpus. name: its path below the folder in which the pattern starts. place: its path or URL, for
+    messages. path: None behind a URL. open: opens its bytes, unchanged."""
 
     name: str
     place: str
@@ -63,13 +63,13 @@ class SourceFile:
 
     @property
     def is_compressed(self) -> bool:
-        """Returns True if its name says so."""
+        """Returns True if the name has the suffix of a compressed file."""
         return PurePosixPath(self.name).suffix in SUFFIXES
 
 
 def find_files(patterns: Sequence[str], where: str) -> list[SourceFile]:
-    """Returns the files that match, each once, by name. Raises ConfigError for a pattern without any."""
-    found: dict[str, SourceFile] = {}  # by what a file really is, so that none is taken twice
+    """Returns the matching files, each once, sorted by name. Raises ConfigError for a pattern without a match."""
+    found: dict[str, SourceFile] = {}  # by real path, so that no file is taken twice
     problems = []
     for i, pattern in enumerate(patterns):
         try:
@@ -90,8 +90,8 @@ def local_file(path: Path, name: str) -> SourceFile:
 
 @contextmanager
 def open_text(file: SourceFile) -> Iterator[IO[bytes]]:
-    """Opens a file as UTF-8 without a byte order mark, decompressed. Raises UnreadableError where it is no text, or
-    damaged."""
+    """Opens a file as UTF-8 without a byte order mark, decompressed. Raises UnreadableError if it is damaged or not
+    text."""
     kind = "compressed"
     try:
         with file.open() as raw:
@@ -108,7 +108,7 @@ def open_text(file: SourceFile) -> Iterator[IO[bytes]]:
 
 
 def check_is_text(content: bytes) -> None:
-    """Raises UnreadableError for bytes that are an image, an archive or a table, as their beginning shows."""
+    """Raises UnreadableError for bytes that begin like an image, an archive or a table."""
     head = content[:HEAD_BYTES]
     for what, signature in OTHER_FILES.items():
         if head.startswith(signature):
@@ -137,7 +137,8 @@ def _decompressed(raw: IO[bytes], kind: str, file: SourceFile) -> IO[bytes]:
 
 
 def _as_utf8(file: Any) -> IO[bytes]:
-    """Returns the same text in UTF-8, from its byte order mark on; checks that it begins as text does."""
+    """Returns the same text in UTF-8, without its byte order mark. Raises UnreadableError if it does not begin like
+    text."""
     buffered = io.BufferedReader(file, HEAD_BYTES)
     head = buffered.peek(HEAD_BYTES)[:HEAD_BYTES]
     mark, encoding = next(((mark, name) for mark, name in ENCODINGS if head.startswith(mark)), (b"", "utf-8"))
@@ -149,7 +150,7 @@ def _as_utf8(file: Any) -> IO[bytes]:
 
 
 class _Recoded(io.RawIOBase):
-    """Text of another encoding as bytes in UTF-8."""
+    """A stream of UTF-8 bytes from text in another encoding."""
 
     def __init__(self, text: io.TextIOWrapper):
         self._text, self._rest = text, b""
@@ -165,7 +166,8 @@ class _Recoded(io.RawIOBase):
 
 
 def _on_disk(pattern: str) -> list[SourceFile]:
-    """Returns the files of a path or pattern. What exists by that very name is taken at its word: `[a].txt`."""
+    """Returns the files of a path or pattern. An existing file with the very name of the pattern, such as `[a].txt`, is
+    that file."""
     root, rest = Path(), list(Path(pattern).parts)
     while rest and ((root / rest[0]).exists() or not has_magic(rest[0])):
         root /= rest.pop(0)
@@ -192,7 +194,7 @@ def _what_is_there(root: Path) -> str:
 
 
 def _behind_url(pattern: str) -> list[SourceFile]:
-    """Returns the files of a URL, or of a pattern of URLs, by fsspec: gs://, s3://, https:// and what else it knows."""
+    """Returns the files of a URL, or of a pattern of URLs, by fsspec: gs://, s3://, https:// and others."""
     fsspec = require("fsspec", pattern, "a URL")
     try:
         system, place = fsspec.core.url_to_fs(pattern)
@@ -220,7 +222,7 @@ def _behind_url(pattern: str) -> list[SourceFile]:
 
 
 def require(module: str, where: str, what_for: str) -> Any:
-    """Returns an optional dependency. Raises ConfigError with the line that installs it."""
+    """Returns the module of an optional package. Raises ConfigError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

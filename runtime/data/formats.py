@@ -1,6 +1,6 @@
-"""File formats that hold texts: each a function of a file to its texts from number `first` on, in bounded memory.
+"""Reads file formats of texts: a function for each yields the texts from number `first` on, in bounded memory.
 
-A null text is an empty one, b"": what is done with these is decided in one place (tokenize.py), for all formats.
+A null text is an empty one, b"". One place (tokenize.py) decides what becomes of empty texts, for all formats.
 """
 
 import json
@@ -15,7 +15,7 @@ ROWS_AT_ONCE = 256  # of a Parquet file
 
 
 def text_file(file: SourceFile, first: int) -> Iterator[bytes | Problem]:
-    """Returns the one text of a file."""
+    """Yields the one text of a file."""
     if first == 0:
         with open_text(file) as opened:
             text = opened.read()
@@ -24,7 +24,7 @@ def text_file(file: SourceFile, first: int) -> Iterator[bytes | Problem]:
 
 
 def jsonl(file: SourceFile, text_key: str, where: str, first: int) -> Iterator[bytes | Problem]:
-    """Returns the text under `text_key` of each line; blank lines are none."""
+    """Yields the text under `text_key` of each line that is not blank."""
     number = 0
     with open_text(file) as opened:
         for line_number, line in enumerate(opened, start=1):
@@ -59,7 +59,8 @@ def _text_of_line(line: bytes, place: str, text_key: str, where: str) -> bytes |
 
 
 def parquet(file: SourceFile, text_column: str, where: str, first: int) -> Iterator[bytes | Problem]:
-    """Returns the text in `text_column` of each row, `a.b` of a struct; a row group is skipped without being read."""
+    """Yields the text in `text_column` of each row; `a.b` is a field of a struct. Row groups are skipped without being
+    read."""
     pyarrow = require("pyarrow", where, "a Parquet file")
     pq = require("pyarrow.parquet", where, "a Parquet file")
     try:
@@ -79,7 +80,7 @@ def parquet(file: SourceFile, text_column: str, where: str, first: int) -> Itera
 def _column_path(
     pyarrow: Any, schema: Any, text_column: str, place: str, where: str
 ) -> tuple[tuple[str, ...], Problem | None]:
-    """Returns the names from a column of the table down to its text, or the Problem of one that is not there."""
+    """Returns the names from a column of the table down to its text, and the Problem if it is missing or not text."""
     path = (text_column,) if text_column in schema.names else tuple(text_column.split("."))
     fields, kind = list(schema), None
     for depth, name in enumerate(path):
@@ -92,7 +93,7 @@ def _column_path(
         fields = list(kind) if pyarrow.types.is_struct(kind) else []
     if kind is not None and pyarrow.types.is_dictionary(kind):  # as pandas writes categories
         kind = kind.value_type
-    # A file whose texts are all null may say nothing of their type.
+    # A file whose texts are all null may have no type for them.
     if kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null()):
         return path, None
     fix = f"set {where} to a column of strings"
@@ -126,7 +127,7 @@ def _at(value: Any, path: tuple[str, ...]) -> bytes:
 
 
 def array_record(file: SourceFile, where: str, first: int) -> Iterator[bytes | Problem]:
-    """Returns the bytes of each record, which are text in UTF-8."""
+    """Yields the bytes of each record, which are text in UTF-8."""
     records = require("array_record.python.array_record_module", where, "an ArrayRecord file")
     if file.path is None:
         raise UnreadableError("is behind a URL, and ArrayRecord files are read from a disk", "copy it to a folder")
@@ -143,12 +144,12 @@ def array_record(file: SourceFile, where: str, first: int) -> Iterator[bytes | P
         what = f"is not a complete ArrayRecord file: {str(error).splitlines()[0]}"
         raise UnreadableError(what, "write it again") from error
     finally:
-        if reader is not None and reader.ok():  # closing one that is not raises what was told already
+        if reader is not None and reader.ok():  # closing one that is not raises the reported error again
             reader.close()
 
 
 def _checked(record: bytes, place: str) -> bytes | Problem:
-    """Returns a record that is text; records of other kinds, such as serialized messages, are a Problem."""
+    """Returns a record that is text, or a Problem for any other record, such as a serialized message."""
     try:
         check_is_text(record)
         record.decode()

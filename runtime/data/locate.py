@@ -13,7 +13,7 @@ from .tokenize import is_empty
 
 
 class Places:
-    """Stands for the sequences of a part of an order: item i is the number of the part, and i."""
+    """The sequences of a part of an order, as numbers only: item i is the number of the part, and i."""
 
     def __init__(self, part: int, count: int):
         self._part, self._count = part, count
@@ -27,8 +27,11 @@ class Places:
 
 @dataclass(frozen=True)
 class LocatedRow:
-    """A row of a global batch. source: the key of its source. documents: their numbers in the source, from 0; of
-    sequences that a user's class gives, the number of the item. names: of the documents, where the source is text."""
+    """A row of a global batch.
+
+    source: the key of its source. documents: the numbers of its documents in the source, from 0; for sequences of a
+    user's class, the number of the item. names: the names of the documents, if the source is text.
+    """
 
     row: int
     source: str
@@ -37,7 +40,7 @@ class LocatedRow:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Returns what its documents are called: by their names, where these are known."""
+        """Returns the names of its documents, or their numbers if names are unknown."""
         return tuple(f"'{name}'" for name in self.names) or tuple(f"{number:,}" for number in self.documents)
 
     def __str__(self) -> str:
@@ -45,8 +48,8 @@ class LocatedRow:
 
 
 def names_of(source: OneSource, where: str, numbers: Iterable[int]) -> dict[int, str]:
-    """Returns the names of documents by their numbers, from a source that is read again; none of one in tokens, which
-    holds no names, or in finished sequences. Raises ConfigError where it cannot be read."""
+    """Returns the names of documents by their numbers, from a source that is read again. Sources of tokens or finished
+    sequences have no names. Raises ConfigError if the source cannot be read."""
     wanted = sorted(set(numbers))
     if not wanted or source.kind == "tokens" or (source.kind == "python" and source.items == "sequences"):
         return {}
@@ -57,7 +60,7 @@ def names_of(source: OneSource, where: str, numbers: Iterable[int]) -> dict[int,
 
 
 def describe_documents(rows: Sequence[LocatedRow], most: int = 3) -> str:
-    """Returns the documents of the first rows in words, by source."""
+    """Returns the documents of the first rows as text, by source."""
     by_source: dict[str, dict[str, None]] = {}
     for one in rows[:most]:
         by_source.setdefault(one.source, {}).update(dict.fromkeys(one.labels))

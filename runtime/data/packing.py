@@ -1,5 +1,5 @@
-"""Assigns tokens of a stream to sequences. A plan rests on document lengths alone, so any sequence is made by its
-index: nothing is read in order.
+"""Assigns tokens of a stream to sequences. The plan depends only on document lengths, so any sequence can be made by
+its index, without reading those before it.
 
     lengths 5 9 2 3, sequences of 8 tokens    (9 is split: 8 + 1)
     concatenate   55555999 | 99999922 | (333 are left over)
@@ -16,11 +16,12 @@ from .store import TokenStream
 
 # The arrays of one sequence, int32 (length,), by the names of compiler/sharding/batch.py
 PackedSequence = dict[str, np.ndarray]
-PADDING = 0  # any token: it has no loss, and no token that has one sees it
+PADDING = 0  # any token would do: it has no loss, and no token with a loss attends to it
 
 
 class ConcatenatedSequences:
-    """The stream cut into sequences; the last tokens, too few for a sequence and what follows it, are left."""
+    """The stream, cut into sequences. Tokens at the end that do not fill a sequence and its last target are left
+    out."""
 
     def __init__(self, stream: TokenStream, length: int, *, isolate_documents: bool):
         self._stream, self._length, self._isolate = stream, length, isolate_documents
@@ -42,7 +43,7 @@ class ConcatenatedSequences:
         return row | _documents(lengths[lengths > 0], self._length)
 
     def documents(self, index: int) -> tuple[int, ...]:
-        """Returns the numbers in the corpus of the documents that a sequence has tokens of."""
+        """Returns the documents of a sequence, by their numbers in the corpus."""
         first = index * self._length
         return self._stream.documents_at(first, first + self._length)
 
@@ -54,7 +55,7 @@ class ConcatenatedSequences:
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Pieces of documents as places in the stream, those of sequence i from `firsts[i]` to before `firsts[i + 1]`."""
+    """Pieces of documents as places in the stream; sequence i has pieces `firsts[i]` to before `firsts[i + 1]`."""
 
     starts: np.ndarray
     stops: np.ndarray
@@ -62,7 +63,7 @@ class PackingPlan:
 
 
 class PackedSequences:
-    """Whole documents, and pieces of those that are too long, first-fit, with padding behind them."""
+    """Whole documents, and pieces of documents that are too long, packed first-fit, with padding after them."""
 
     def __init__(self, stream: TokenStream, length: int, *, isolate_documents: bool):
         self._stream, self._length, self._isolate = stream, length, isolate_documents
@@ -75,7 +76,7 @@ class PackedSequences:
         pieces = slice(self._plan.firsts[index], self._plan.firsts[index + 1])
         starts, stops = self._plan.starts[pieces], self._plan.stops[pieces]
         inputs, targets = np.full(self._length, PADDING, np.int32), np.full(self._length, PADDING_TARGET, np.int32)
-        is_cut = ~self._stream.is_document_end(stops)  # the document goes on elsewhere, so its next token is known
+        is_cut = ~self._stream.is_document_end(stops)  # the document continues elsewhere, so its next token is known
         ends = np.cumsum(stops - starts)
         for start, stop, more, end in zip(starts.tolist(), stops.tolist(), is_cut.tolist(), ends.tolist(), strict=True):
             tokens, begin = self._stream.read(start, stop + more), end - (stop - start)
@@ -90,7 +91,7 @@ class PackedSequences:
         return row
 
     def documents(self, index: int) -> tuple[int, ...]:
-        """Returns the numbers in the corpus of the documents that a sequence has tokens of."""
+        """Returns the documents of a sequence, by their numbers in the corpus."""
         pieces = slice(self._plan.firsts[index], self._plan.firsts[index + 1])
         spans = zip(self._plan.starts[pieces].tolist(), self._plan.stops[pieces].tolist(), strict=True)
         return tuple(number for start, stop in spans for number in self._stream.documents_at(start, stop))
@@ -102,7 +103,7 @@ class PackedSequences:
 
 
 def plan_first_fit(document_ends: np.ndarray, length: int) -> PackingPlan:
-    """Documents in order, cut to pieces of at most `length`, each put into the first sequence that has room for it.
+    """Plans sequences: documents in order, cut into pieces of at most `length`, each in the first sequence with room.
 
     document_ends: int64, places in the stream. Takes O(log n) for each piece.
     """
@@ -115,7 +116,7 @@ def plan_first_fit(document_ends: np.ndarray, length: int) -> PackingPlan:
 
 
 def _cut(document_ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and stop of each piece: documents of up to `length` tokens whole, longer ones in pieces of `length`."""
+    """Returns the start and stop of each piece: documents of up to `length` tokens are whole, longer ones are cut."""
     sizes = np.diff(document_ends, prepend=0)
     num_pieces = -(-sizes // length)
     begins = np.repeat(document_ends - sizes, num_pieces)
@@ -125,8 +126,8 @@ def _cut(document_ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _first_fit(sizes: list[int], capacity: int) -> np.ndarray:
-    """Returns the row of each piece. Room is kept in a binary tree of maxima over the rows, so the first row with
-    enough is found by going down it; a full tree is doubled."""
+    """Returns the row of each piece. A binary tree holds the maximum room over the rows below each node, so the first
+    row with enough room is found by descending it; a full tree is doubled."""
     leaves = 1024
     room = [capacity] * (2 * leaves)
     rows = np.empty(len(sizes), np.int64)

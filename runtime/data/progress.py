@@ -1,4 +1,4 @@
-"""Shows how far reading a corpus is: by a bar on a terminal, a line now and then elsewhere, nothing if it is quick."""
+"""Shows the progress of reading a corpus: a bar on a terminal, lines elsewhere, and nothing if it is quick."""
 
 import time
 from types import TracebackType

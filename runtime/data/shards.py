@@ -1,7 +1,7 @@
-"""Token shards on disk, memory-mapped. `write.py` writes them; the format is docs/data.md's, and others may write it.
+"""Opens token shards on disk, memory-mapped. `write.py` writes them; docs/data.md has the format for other writers.
 
-index.json        what all shards are: dtype, tokenizer, counts, and each shard's files and hashes
-00000.tokens      tokens, little-endian, documents end to end, each closed by its end
+index.json        dtype, tokenizer and counts of all shards, and the files and hashes of each
+00000.tokens      tokens, little-endian, documents end to end, each with its end token
 00000.documents   uint64 little-endian, two for each document: where it ends in the shard, the hash of its name
 tokenizer.json    the tokenizer's file, if it has one
 """
@@ -20,15 +20,15 @@ from .store import Shard, TokenStore
 from .tokenizers import TokenizerIdentity
 
 INDEX = "index.json"
-PROGRESS = "progress.json"  # of shards that are not finished
+PROGRESS = "progress.json"  # there while shards are not finished
 AGAIN = "write the shards again with `meshloom data`"
 
 
-FileName = Annotated[str, Field(pattern=r"^[^./\\][^/\\]*$")]  # in the folder itself: no other files, none hidden
+FileName = Annotated[str, Field(pattern=r"^[^./\\][^/\\]*$")]  # a file of the folder itself that is not hidden
 
 
 class ShardFiles(Record):
-    """One shard: the names of its files and what is in them."""
+    """One shard: the names of its files, their counts and their hash."""
 
     tokens: FileName
     documents: FileName
@@ -45,7 +45,7 @@ class StoredTokenizer(Record):
 
 
 class Index(Record):
-    """`index.json`."""
+    """The content of `index.json`."""
 
     format: Literal["meshloom-tokens"]
     version: Literal[1]
@@ -54,13 +54,13 @@ class Index(Record):
     num_tokens: NonNegativeInt
     num_documents: NonNegativeInt
     largest_token: int  # -1 where there is none
-    num_empty: NonNegativeInt = 0  # documents that were left out, as they hold no text; others need not count them
+    num_empty: NonNegativeInt = 0  # documents without text, which were left out; other writers need not count them
     shards: tuple[ShardFiles, ...]
-    corpus: dict[str, JsonValue]  # what they were made from, for people and for `meshloom data`
+    corpus: dict[str, JsonValue]  # the sources of the shards, for people and for `meshloom data`
 
 
 def open_shards(directory: str, where: str) -> TokenStore:
-    """Returns the shards of a directory. Raises ConfigError for whatever index and files do not agree on."""
+    """Returns the shards of a directory. Raises ConfigError with all differences between index and files."""
     folder = Path(directory)
     index = read_index(folder, where)
     size = np.dtype(index.dtype).itemsize
@@ -82,6 +82,7 @@ def open_shards(directory: str, where: str) -> TokenStore:
 
 
 def read_index(folder: Path, where: str) -> Index:
+    """Returns the index of a folder. Raises ConfigError if there is none that can be read."""
     path = folder / INDEX
     try:
         return parse_index(path.read_bytes(), str(path), where)
@@ -95,7 +96,7 @@ def read_index(folder: Path, where: str) -> Index:
 
 
 def parse_index(content: bytes, named: str, where: str) -> Index:
-    """Returns what the bytes of an index say. Raises ConfigError where they are something else."""
+    """Returns the index in these bytes. Raises ConfigError if they hold anything else."""
     try:
         return Index.model_validate_json(content)
     except ValidationError as error:
@@ -120,7 +121,7 @@ def _check_files(folder: Path, shard: ShardFiles, dtype: str, size: int, where: 
 
 
 def _check_table(path: Path, shard: Shard, where: str) -> list[Problem]:
-    """Returns a problem if the documents of a table are not contiguous in the shard: other tokens would be read."""
+    """Returns a problem if the documents of a table are not contiguous in the shard: wrong tokens would be read."""
     ends = shard.documents[:, 0]
     if np.all(ends[1:] >= ends[:-1]) and (int(ends[-1]) if len(ends) else 0) == len(shard.tokens):
         return []
@@ -136,5 +137,5 @@ def _open_shard(folder: Path, shard: ShardFiles, dtype: str) -> Shard:
 
 
 def _mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns a file as an array, read when it is used. An empty file cannot be mapped."""
+    """Returns a file as an array that is read when it is used; an empty file cannot be mapped."""
     return np.memmap(path, dtype, "r", shape=shape) if shape[0] else np.zeros(shape, dtype)

@@ -1,4 +1,4 @@
-"""The data of a run: both splits as global batches, checked against what the run will draw from them."""
+"""Opens the data of a run: both splits as global batches, after checking that they suffice for the run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ MOST_SEQUENCES = 2**32  # that Grain shuffles
 
 @dataclass(frozen=True)
 class WeightedSource:
-    """A source of the run. where: its key. weight: its share of the sequences, of all weights together."""
+    """A source of the run. where: its key. weight: its share of the sequences, relative to the sum of all weights."""
 
     source: OneSource
     where: str
@@ -35,9 +35,12 @@ class WeightedSource:
 
 @dataclass(frozen=True)
 class Data:
-    """splits: train, shuffled, and held_out, the same batches for every run. identity: all that a place in the data
-    rests on, by key; flat, JSON. token_unit: what a token is. summary: for people. sources: with their sequences to
-    train on. places: of the order of these, as (source, sequence)."""
+    """The data of a run.
+
+    splits: train, shuffled, and held_out, the same batches for every run. identity: everything that a place in the data
+    depends on, by key; flat JSON. token_unit: "byte" or "token". summary: a description to show. sources: each source
+    with its sequences to train on. places: the order of these, as (source, sequence).
+    """
 
     splits: dict[Split, Batches]
     identity: dict[str, Any]
@@ -50,8 +53,8 @@ class Data:
         return self.splits[split]
 
     def locate(self, position: Mapping[str, int], rows: Sequence[int]) -> list[LocatedRow]:
-        """Returns what rows of a global batch to train on are made of. position: of `BatchIterator.get_state` before
-        it. Reads sources of text again. Raises ConfigError where one cannot be read."""
+        """Returns the documents of rows of a global batch to train on. position: the `BatchIterator.get_state` before
+        the batch. Reads sources of text again. Raises ConfigError if one cannot be read."""
         first = position[NEXT_BATCH] * self.identity["global_batch_size"]
         places = [self.places[first + row] for row in rows]
         documents = [self.sources[part][1].documents(index) for part, index in places]
@@ -66,7 +69,7 @@ class Data:
 
 
 def open_data(spec: RunSpec) -> Data:
-    """Opens, tokenizes and checks the data of a run. Raises ConfigError with all problems of the data."""
+    """Returns the data of a run, opened, tokenised and checked. Raises ConfigError with all problems of the data."""
     sources = _sources(spec)
     corpora = _open_corpora(spec, sources)
     tokenizers = list(dict.fromkeys(corpus.tokenizer for corpus in corpora if corpus.tokenizer))
@@ -95,8 +98,8 @@ def _sources(spec: RunSpec) -> list[WeightedSource]:
 
 
 def _open_corpora(spec: RunSpec, sources: list[WeightedSource]) -> list[Corpus]:
-    """Returns every source, tokenised where it is text; without a tokenizer, at least what is wrong with their
-    files."""
+    """Returns every source; text is tokenised. If the tokenizer cannot be opened, the problems of the files are
+    reported with it."""
     declared = spec.data.tokenizer
     try:
         tokenizer = open_tokenizer(declared) if declared else None
@@ -119,7 +122,7 @@ def _check_one_tokenizer(tokenizers: list[TokenizerIdentity], corpora: list[Corp
 
 
 def _check_vocabulary(spec: RunSpec, corpora: list[Corpus]) -> None:
-    """Raises ConfigError where the model lacks tokens that the tokenizer has, or the shards."""
+    """Raises ConfigError if the model lacks tokens of the tokenizer, or the tokenizer lacks tokens of the shards."""
     size, problems = spec.model.vocab_size, []
     for tokenizer in dict.fromkeys(corpus.tokenizer for corpus in corpora if corpus.tokenizer):
         if size < tokenizer.vocab_size:
@@ -133,7 +136,7 @@ def _check_vocabulary(spec: RunSpec, corpora: list[Corpus]) -> None:
 
 
 def _check_lengths(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource]) -> None:
-    """Raises ConfigError where a split has fewer sequences than the run draws from it."""
+    """Raises ConfigError if a split has fewer sequences than the run draws from it."""
     data, batch, length = spec.data, spec.global_batch_size, spec.sequence_length
     needed: dict[Split, int] = {"train": batch}
     if data.held_out_fraction:
@@ -163,7 +166,7 @@ def _check_lengths(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedS
 
 
 def _fix_of_few(spec: RunSpec, corpus: Corpus, least: Mapping[Split, int], split: Split) -> str:
-    """Returns what gives a split enough sequences: of these, what the whole corpus can do."""
+    """Returns the fix for a split with too few sequences: only changes for which the corpus is large enough."""
     total, fraction = sum(map(len, corpus.sequences.values())), spec.data.held_out_fraction
     held_out = least.get("held_out", 0)
     by_position = math.floor(fraction * total) - 1
@@ -197,7 +200,7 @@ def _batches(
         num_batches = len(order) // size
     elif not spec.data.held_out_fraction:
         order, num_batches = [], 0
-    else:  # the same for every run: no seed of the run's
+    else:  # the same for every run, whatever its seed
         parts, weights = [corpus.sequences[split] for corpus in corpora], [source.weight for source in sources]
         order = shuffled(parts, weights, seed=0, num_epochs=None)
         num_batches = spec.evaluation.num_batches
@@ -211,10 +214,10 @@ def _batches(
 def _identity(
     spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource], tokenizers: list[TokenizerIdentity]
 ) -> dict[str, Any]:
-    """Returns what the sequences and their order are made from: contents, not where they lie or how they are read."""
+    """Returns what the sequences and their order depend on: contents, not paths or ways of reading."""
     kept = ("packing", "isolate_documents", "held_out_fraction", "shuffle_seed")
     identity: dict[str, Any] = {f"data.{key}": getattr(spec.data, key) for key in kept}
-    if spec.data.held_out_by != "document":  # what all checkpoints without this key have
+    if spec.data.held_out_by != "document":  # the value for checkpoints without this key
         identity["data.held_out_by"] = spec.data.held_out_by
     if tokenizers:
         identity |= {f"data.tokenizer.{key}": value for key, value in asdict(tokenizers[0]).items()}
@@ -237,11 +240,11 @@ def _summary(spec: RunSpec, corpora: list[Corpus]) -> str:
     return "\n".join(lines)
 
 
-LARGE = 1_000_000_000  # parameters; the bytes of Python's library, some 25 MB, teach such a model nothing
+LARGE = 1_000_000_000  # parameters; the 25 MB of Python's library teach such a model nothing
 
 
 def warnings_of_demo_data(plan: Plan) -> tuple[Problem, ...]:
-    """Returns a warning that names the data and the number of steps; none for a small model or other data."""
+    """Returns a warning if a large model would train on the default data, which are only meant for trying the loop."""
     if plan.spec.data.source.kind != "python_stdlib" or plan.num_parameters < LARGE:
         return ()
     what = (

@@ -1,4 +1,4 @@
-"""Tokens of a corpus with the table of its documents, and the stream of those documents that are in a split."""
+"""Holds the tokens of a corpus with the table of its documents, and streams the documents of a split."""
 
 import hashlib
 import os
@@ -16,8 +16,8 @@ HeldOutBy = Literal["document", "position"]
 
 @dataclass(frozen=True)
 class Shard:
-    """tokens: uint16 or uint32, in memory or memory-mapped, each document closed by its end. documents: uint64
-    (num_documents, 2): where each document ends in `tokens`, and the hash of its name."""
+    """A part of a corpus in tokens. tokens: uint16 or uint32, in memory or memory-mapped; each document ends with its
+    end token. documents: uint64 (num_documents, 2), the end of each document in `tokens`, and the hash of its name."""
 
     tokens: np.ndarray
     documents: np.ndarray
@@ -25,8 +25,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A corpus in tokens. content: a hash of it all. largest_token: -1 where there is none. num_empty: documents that
-    were left out, as they hold no text."""
+    """A corpus in tokens. content: a hash of all of it. largest_token: -1 if there are no tokens. num_empty: documents
+    without text, which were left out."""
 
     shards: tuple[Shard, ...]
     tokenizer: TokenizerIdentity
@@ -49,7 +49,8 @@ def name_hash(name: str) -> int:
 
 
 def in_split(name_hashes: np.ndarray, split: Split, held_out_fraction: float) -> np.ndarray:
-    """Returns which documents are in the split: held out are those whose hash is in the first part of its range."""
+    """Returns a mask of the documents in the split. Documents with a hash in the first part of its range are held
+    out."""
     is_held_out = name_hashes < np.uint64(min(int(held_out_fraction * 2**64), 2**64 - 1))
     return is_held_out if split == "held_out" else ~is_held_out
 
@@ -57,7 +58,7 @@ def in_split(name_hashes: np.ndarray, split: Split, held_out_fraction: float) ->
 class TokenStream:
     """The documents of a split, end to end, read by place in the stream; nothing is copied before it is read.
 
-    by: whole documents are held out, by the hashes of their names, or the last tokens of the corpus, by their position.
+    by: "document" holds out whole documents, by the hashes of their names; "position" the last tokens of the corpus.
     """
 
     def __init__(self, store: TokenStore, split: Split, held_out_fraction: float, by: HeldOutBy = "document"):
@@ -68,7 +69,7 @@ class TokenStream:
         shard_of = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
         starts, stops = np.concatenate([np.zeros((0, 2), np.int64), *tables]).T
         self.document_ends = np.cumsum(stops - starts)  # places in the stream
-        # Documents that lie side by side in the store are read as one.
+        # Documents that are adjacent in the store are read as one.
         is_new = np.ones(len(starts), bool)
         is_new[1:] = (starts[1:] != stops[:-1]) | (shard_of[1:] != shard_of[:-1])
         first = np.flatnonzero(is_new)
@@ -79,7 +80,7 @@ class TokenStream:
         return int(self.document_ends[-1]) if len(self.document_ends) else 0
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens from `start` to before `stop`, as int32."""
+        """Returns the tokens from `start` to before `stop`, as int32."""
         tokens = np.empty(stop - start, np.int32)
         run, at = int(np.searchsorted(self._run_ends, start, "right")), start
         while at < stop:
@@ -91,19 +92,20 @@ class TokenStream:
         return tokens
 
     def documents_at(self, start: int, stop: int) -> tuple[int, ...]:
-        """Returns the numbers in the corpus of the documents from `start` to before `stop`. Reads their whole table."""
+        """Returns the documents from `start` to before `stop`, by their numbers in the corpus. Reads the whole
+        table."""
         first, last = np.searchsorted(self.document_ends, [start, stop - 1], "right")
         is_here = np.concatenate([is_here for _, is_here in self._spans()])
         return tuple(np.flatnonzero(is_here)[first : last + 1].tolist())
 
     def is_document_end(self, places: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Returns whether a document ends right before each place."""
+        """Returns a mask of the places right after the end of a document."""
         found = np.searchsorted(self.document_ends, places)
         return self.document_ends[np.minimum(found, len(self.document_ends) - 1)] == places
 
     def _spans(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields of each shard start and stop of its documents, int64 (num_documents, 2), cut to what is in the split,
-        and which have tokens there."""
+        """Yields, for each shard, the starts and stops of its documents within the split, int64 (num_documents, 2), and
+        a mask of those that have tokens there."""
         first_held_out = self._store.num_tokens - int(self._held_out_fraction * self._store.num_tokens)
         for shard in self._store.shards:
             ends = shard.documents[:, 0].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Documents -> tokens, in batches, so that the tokenizers' own threads have work and memory stays bounded."""
+"""Tokenises documents in batches, so that the tokenizers' own threads have work and memory stays bounded."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +13,14 @@ from .store import Shard, TokenStore, name_hash
 from .tokenizers import Tokenizer
 
 BATCH_BYTES = 2**21
-MOST_PROBLEMS = 5  # of a corpus, in one report
+MOST_PROBLEMS = 5  # reported at once for a corpus
 EMPTY_DOCUMENTS = np.zeros((0, 2), "<u8")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents as tokens: documents (n, 2) as in a `Shard` but for lengths in place of ends. num_empty: documents
-    without text among them, which are left out. part, next_document: where the corpus goes on behind them."""
+    """Documents as tokens. documents: (n, 2) as in a `Shard`, with lengths instead of ends. num_empty: documents
+    without text, which are left out. part, next_document: the place of the next document in the corpus."""
 
     tokens: np.ndarray
     documents: np.ndarray
@@ -33,7 +33,7 @@ class Encoded:
 def encode_corpus(
     parts: Sequence[Part], tokenizer: Tokenizer, *, part: int = 0, document: int = 0, where: str
 ) -> Iterator[Encoded]:
-    """Returns the corpus from a document of a part on, in order, about BATCH_BYTES of text at a time.
+    """Yields the corpus from a document of a part on, in order, about BATCH_BYTES of text at a time.
 
     Raises ConfigError for documents that cannot be read or encoded.
     """
@@ -49,8 +49,8 @@ def encode_corpus(
 def tokens_in_memory(
     parts: Sequence[Part], tokenizer: Tokenizer, where: str, advance: Callable[[int], None]
 ) -> TokenStore:
-    """Returns a whole corpus. `advance` is told of the bytes of text as they are done. Raises ConfigError with all of
-    the first documents that are wrong."""
+    """Returns a whole corpus. advance: takes the number of bytes of text after each batch. Raises ConfigError with the
+    first MOST_PROBLEMS documents that are wrong."""
     arrays, tables, problems, num_empty = [], [EMPTY_DOCUMENTS], [], 0
     for part in parts:
         for batch, found in _batches(part.read(0)):
@@ -106,8 +106,8 @@ def _size(document: Document) -> int:
 
 
 def _encode(batch: list[Document], tokenizer: Tokenizer, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a batch and the lengths and name hashes of its documents, without those that are empty. Raises
-    ConfigError with all wrong ones."""
+    """Returns the tokens of a batch, and the lengths and name hashes of its documents, without empty ones. Raises
+    ConfigError with all documents that are wrong."""
     batch = [document for document in batch if not is_empty(document)]
     try:
         encoded = tokenizer.encode([document.content for document in batch])
@@ -119,7 +119,7 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, where: str) -> tuple[np
 
 
 def is_empty(document: Document) -> bool:
-    """Returns True for a null or empty text, which no format makes a document."""
+    """Returns True for a null or empty text, which is not counted as a document in any format."""
     return len(document.content) == 0
 
 

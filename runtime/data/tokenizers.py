@@ -1,4 +1,4 @@
-"""Text -> tokens. A tokenizer's identity is the hash of its file: shards and checkpoints are held to it."""
+"""Turns text into tokens. A tokenizer's identity is the hash of its file, which shards and checkpoints must match."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -15,13 +15,13 @@ from meshloom.compiler.spec.data_spec import HuggingFaceTokenizer, SentencePiece
 from .files import require
 
 WHERE = "data.tokenizer"
-END_OF_DOCUMENT = "<|endoftext|>"  # of a BPE that is trained here
+END_OF_DOCUMENT = "<|endoftext|>"  # the end token of a BPE that is trained here
 
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """Two tokenizers of equal identity give tokens the same meaning. sha256: of the tokenizer's file; of nothing for
-    bytes. end_of_document: a token."""
+    """The identity of a tokenizer: equal identities give tokens the same meaning. sha256: the hash of the tokenizer's
+    file; "" for bytes. end_of_document: the token that ends a document."""
 
     kind: str
     sha256: str
@@ -30,24 +30,24 @@ class TokenizerIdentity:
 
     @property
     def dtype(self) -> np.dtype:
-        """Returns the smallest type that tokens are stored in, little-endian."""
+        """Returns the type in which tokens are stored: the smaller of two that fits, little-endian."""
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
 
 
 class Tokenizer(ABC):
-    """Texts to tokens. file: what it was read from, if anything."""
+    """Turns texts into tokens. file: the file that it was read from; None without one."""
 
     identity: TokenizerIdentity
     file: Path | None
 
     @abstractmethod
     def encode_texts(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Returns the tokens of each text in UTF-8, without ends. Raises UnicodeDecodeError."""
+        """Returns the tokens of each text in UTF-8, without end tokens. Raises UnicodeDecodeError."""
 
     def encode(self, contents: Sequence[bytes | np.ndarray]) -> list[np.ndarray]:
-        """Returns the tokens of each document with its end, in the identity's dtype. Arrays are tokens already.
+        """Returns the tokens of each document with its end token, in the identity's dtype. Arrays are tokens already.
 
-        Raises UnicodeDecodeError for text that is no UTF-8, OverflowError for a token that the tokenizer lacks.
+        Raises UnicodeDecodeError for text that is not UTF-8, OverflowError for a token that the tokenizer lacks.
         """
         texts = iter(self.encode_texts([content for content in contents if isinstance(content, bytes)]))
         documents = [next(texts) if isinstance(content, bytes) else content for content in contents]
@@ -62,7 +62,7 @@ class Tokenizer(ABC):
 
 
 class Bytes(Tokenizer):
-    """A byte is a token; 256 ends a document."""
+    """Takes each byte as a token; token 256 ends a document."""
 
     identity = TokenizerIdentity("bytes", "", 257, 256)
     file = None
@@ -72,7 +72,7 @@ class Bytes(Tokenizer):
 
 
 class HuggingFace(Tokenizer):
-    """A JSON file of the `tokenizers` library. What looks like a special token in a text is text."""
+    """Uses a JSON file of the `tokenizers` library. Special tokens in a text are read as text."""
 
     def __init__(self, spec: HuggingFaceTokenizer):
         self.file = Path(spec.path)
@@ -107,7 +107,7 @@ class HuggingFace(Tokenizer):
 
 
 class SentencePiece(Tokenizer):
-    """A `.model` file of SentencePiece."""
+    """Uses a `.model` file of SentencePiece."""
 
     def __init__(self, spec: SentencePieceTokenizer):
         self.file = Path(spec.path)
@@ -149,9 +149,9 @@ def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[bytes], vocab_size: int, path: Path) -> None:
-    """Trains a byte-level BPE on texts and writes its JSON file; END_OF_DOCUMENT is its one special token.
+    """Trains a byte-level BPE on texts and writes its JSON file; END_OF_DOCUMENT is its only special token.
 
-    Raises ConfigError where the vocabulary is smaller than the bytes and that token.
+    Raises ConfigError if the vocabulary is too small for all bytes and that token.
     """
     library = require("tokenizers", "shards.bpe_vocab_size", "training a BPE")
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()

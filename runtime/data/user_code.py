@@ -1,4 +1,4 @@
-"""A class of the user's own as a source: found by name, its arguments checked, its mistakes told with the place."""
+"""Uses a class of the user as a source: checks its name and arguments, and reports its errors with the place."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -14,10 +14,11 @@ from meshloom.compiler.spec.data_spec import PythonSource
 
 
 class DataSource(ABC):
-    """Items that are read by number. docs/data.md says what an item is, docs/extend.md shows a source.
+    """The base of a user's data source: items that are read by number. docs/data.md defines items, docs/extend.md shows
+    a source.
 
-    A declaration may name classes that derive from this one, and nothing else: a name in a config file is not enough
-    to call a function or to make an object of another kind.
+    A declaration may only name classes that derive from this one: a name in a config file is not enough to call a
+    function, or to create an object of another kind.
     """
 
     @abstractmethod
@@ -26,11 +27,11 @@ class DataSource(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Any:
-        """Returns item number `index`, from 0 to len - 1; it may be called by several threads at once."""
+        """Returns item number `index`, from 0 to len - 1. Several threads may call it at once."""
 
 
 class UserItems:
-    """The user's object, behind checks. Reading raises ConfigError with the index and the place in the user's code."""
+    """The user's object. Errors of its code are ConfigErrors with the index and the place in the code."""
 
     def __init__(self, items: Any, source: PythonSource, where: str):
         self._items, self._source, self._where = items, source, where
@@ -43,13 +44,12 @@ class UserItems:
         return _call(lambda: self._items[index], f"{self._where}.object", f"{self._source.object}[{index}]")
 
     def problem(self, index: int, what: str, fix: str) -> Problem:
-        """Returns what is wrong with an item."""
+        """Returns the problem of an item."""
         return Problem(f"{self._where}.object", f"{self._source.object}[{index}] {what}", fix)
 
 
 def load_items(source: PythonSource, where: str) -> UserItems:
-    """Returns an instance of the user's class. Raises ConfigError for whatever is wrong with class, arguments or
-    code."""
+    """Returns an instance of the user's class. Raises ConfigError with the problems of class, arguments or code."""
     cls: Any = load_class(source.object, f"{where}.object", DataSource)
     if missing := sorted(cls.__abstractmethods__):
         what = f"{source.object} has no {' and no '.join(missing)}"
@@ -69,7 +69,7 @@ class UserDocuments:
         return len(self._items)
 
     def document(self, index: int) -> bytes | np.ndarray | Problem:
-        """Returns document number `index`, or what is wrong with it."""
+        """Returns document number `index`, or its problem."""
         try:
             item = self._items[index]
         except ConfigError as error:
@@ -84,7 +84,7 @@ class UserDocuments:
 
 
 def load_documents(source: PythonSource, where: str) -> UserDocuments:
-    """Returns the user's documents. Raises ConfigError as `load_items`, and where the items are declared as
+    """Returns the user's documents. Raises ConfigError like `load_items`, and if the items are declared as
     sequences."""
     if source.items != "documents":
         what = "sequences are ready as they are; only documents are tokenised and packed"
@@ -93,7 +93,7 @@ def load_documents(source: PythonSource, where: str) -> UserDocuments:
 
 
 def as_tokens(item: Any) -> np.ndarray | None:
-    """Returns an item as a one-dimensional int64 array of numbers from 0; None where it is none."""
+    """Returns an item as a one-dimensional int64 array of tokens; None if it is not one."""
     if isinstance(item, str | bytes | dict):
         return None
     try:
@@ -105,7 +105,7 @@ def as_tokens(item: Any) -> np.ndarray | None:
 
 
 def _problems_of_arguments(cls: type[DataSource], source: PythonSource, where: str) -> list[Problem]:
-    """Arguments that the constructor does not know, and those that it needs and that are not given."""
+    """Returns a problem for each argument that the constructor does not have, and for each that is missing."""
     parameters = inspect.signature(cls).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         known = None
@@ -122,7 +122,7 @@ def _problems_of_arguments(cls: type[DataSource], source: PythonSource, where: s
 
 
 def _call(call: Callable[[], Any], where: str, what: str) -> Any:
-    """Returns the result of a call of user code; its exception as a ConfigError that names the place."""
+    """Returns the result of a call of user code. Raises ConfigError with the place of its exception."""
     try:
         return call()
     except (Exception, SystemExit) as error:

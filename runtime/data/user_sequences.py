@@ -1,4 +1,4 @@
-"""Sequences that a class of the user's gives ready, read when a batch needs them."""
+"""Reads finished sequences from a class of the user, when a batch needs them."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from .user_code import UserItems, as_tokens, load_items
 
 
 class UserSequences:
-    """The items of a split. An item is an array of up to length + 1 tokens, or a dict of the batch's arrays."""
+    """The user's items in a split. An item is an array of up to length + 1 tokens, or a dict of the batch's arrays."""
 
     fill = 1.0
 
@@ -71,8 +71,8 @@ class UserSequences:
 def open_user_sequences(
     source: PythonSource, where: str, length: int, names: tuple[str, ...], data: DataSpec
 ) -> dict[Split, UserSequences]:
-    """Returns both splits of the user's items, by the hashes of their numbers, or their numbers. Raises ConfigError for
-    wrong user code."""
+    """Returns both splits of the user's items, by the hashes of their numbers or by their numbers. Raises ConfigError
+    for wrong user code."""
     items = load_items(source, where)
     if data.held_out_by == "document":
         is_held_out = in_split(_hashes_of_numbers(len(items)), "held_out", data.held_out_fraction)
@@ -86,8 +86,7 @@ def open_user_sequences(
 
 
 def _hashes_of_numbers(count: int) -> np.ndarray:
-    """Returns uint64 hashes: 0, 1, 2, ... through the finaliser of splitmix64 (Steele, Lea, Flood 2014), all at
-    once."""
+    """Returns the uint64 hashes of 0, 1, 2, ... by the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
     x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

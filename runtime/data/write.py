@@ -1,8 +1,8 @@
-"""A corpus of any size -> token shards, in bounded memory, to be gone on with wherever it was killed.
+"""Writes a corpus of any size into token shards, in bounded memory; a killed command can continue.
 
-Documents are written in the corpus's order, and where a shard ends depends on them alone. Every few seconds the files
-are brought to disk, and then `progress.json` says how much of them counts; what lies behind that is cut off and made
-again. So the bytes are the same however often it was stopped.
+Documents are written in the order of the corpus, and the end of a shard depends only on them. Every few seconds the
+files are flushed to disk, and then `progress.json` records how much of them counts; a start removes the rest and writes
+it again. So the bytes are the same however often it was stopped.
 """
 
 import os
@@ -23,8 +23,8 @@ COMMIT_SECONDS = 5.0
 
 
 class CorpusProgress(Record):
-    """The work done so far: finished shards, the tokens and documents of the unfinished one, and where the corpus goes
-    on. corpus: what is written; a command that goes on has to ask for the same."""
+    """The work done so far: finished shards, the tokens and documents of the unfinished one, and the next document.
+    corpus: the sources that are written; a command that continues has to name the same."""
 
     corpus: dict[str, JsonValue]
     tokenizer: StoredTokenizer | None  # None: not trained yet
@@ -47,7 +47,7 @@ class CorpusProgress(Record):
 
 
 class ShardWriter:
-    """Appends documents to the shards of a folder, from `progress` on; within a `with`."""
+    """Appends documents to the shards of a folder, continuing from `progress`, within the `with`."""
 
     def __init__(self, folder: Path, progress: CorpusProgress, dtype: np.dtype, *, num_tokens_per_shard: int):
         self._folder, self._dtype, self._limit = folder, dtype, num_tokens_per_shard
@@ -69,7 +69,7 @@ class ShardWriter:
 
     @property
     def done(self) -> CorpusProgress:
-        """Returns what was added so far."""
+        """Returns the progress so far."""
         return self._done
 
     def add(self, encoded: Encoded) -> None:
@@ -95,7 +95,7 @@ class ShardWriter:
             self.commit()
 
     def commit(self) -> None:
-        """Commits what was added, so that it survives whatever happens to this process."""
+        """Flushes the documents that were added to disk, so that they survive the end of this process."""
         for file in self._files or ():
             file.flush()
             os.fsync(file.fileno())
