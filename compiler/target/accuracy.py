@@ -1,8 +1,8 @@
-"""Gives a prediction its range: predictions of published runs were off by so much.
+"""Gives a prediction its range, from how far predictions of published runs were off.
 
-accuracy.json has the factors of the ranges. `python bench/published.py` makes it of runs by which no constant of the
-cost model was chosen (bench/prediction_range.py): 8 of 10 runs lie in the range that runs of other sources, of other
-kinds of programs and on other chips give. docs/published.md has the runs.
+accuracy.json has the factors of the ranges. `python bench/published.py` derives them from runs that were not used to
+choose any constant of the cost model (bench/prediction_range.py): 8 of 10 runs lie in the range that runs of other
+sources, of other kinds of programs and on other chips give. docs/published.md has the runs.
 """
 
 import json
@@ -15,7 +15,7 @@ from ..core.format import counted
 from .target import TargetPlan
 
 TABLE = Path(__file__).with_name("accuracy.json")
-COVERED = 8, 10  # so many runs of so many lie in a range, at least
+COVERED = 8, 10  # at least 8 of 10 runs lie in a range
 ALL_CHIPS = "*"
 CALIBRATED = "a calibrated prediction is not compared with published runs"
 Basis = Literal["compiled", "estimated"]
@@ -23,8 +23,9 @@ Basis = Literal["compiled", "estimated"]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """factor: by which a step may be longer or shorter than predicted. num_runs: published ones that it was found by,
-    of which num_on_chip on this chip. basis: of the predictions, a compiled schedule or an estimate without one."""
+    """The accuracy of a prediction. factor: by how much a step may be longer or shorter than predicted. num_runs: the
+    number of published runs that the factor comes from. num_on_chip: how many of them ran on this chip. basis: what the
+    predictions were made from, a compiled schedule or an estimate without one."""
 
     chip: str
     factor: float
@@ -33,7 +34,7 @@ class Accuracy:
     basis: Basis = "compiled"
 
     def range_of(self, seconds: float) -> tuple[float, float]:
-        """Returns the range of a step of so many predicted seconds."""
+        """Returns the range of a step that is predicted to take this many seconds."""
         return seconds / self.factor, seconds * self.factor
 
     def __str__(self) -> str:
@@ -43,8 +44,8 @@ class Accuracy:
 
 
 def accuracy_of(target: TargetPlan, basis: Basis = "compiled") -> Accuracy | None:
-    """Returns the accuracy of predictions for a target, by the runs of all chips if there are none on its own; None
-    where nothing is predicted, and `why_no_range` says why."""
+    """Returns the accuracy of predictions for a target, from the runs of all chips if there are none on its own. None
+    if nothing is predicted; `why_no_range` says why."""
     if target.chip is None or target.calibration:
         return None
     table, chip = _table(), target.chip.name
@@ -53,12 +54,12 @@ def accuracy_of(target: TargetPlan, basis: Basis = "compiled") -> Accuracy | Non
 
 
 def best_published_mfu(target: TargetPlan) -> float | None:
-    """Returns the highest MFU that a published run of the chip reached; None where no run of it is known."""
+    """Returns the highest MFU that a published run on the chip reached; None if no such run is known."""
     return None if target.chip is None else _table()["best_mfu"].get(target.chip.name)
 
 
 def why_no_range(target: TargetPlan) -> str | None:
-    """Returns why a prediction has no range; None where it has one, or where there is no prediction either."""
+    """Returns the reason why a prediction has no range; None if it has one, or if there is no prediction."""
     return CALIBRATED if target.chip is not None and target.calibration else None
 
 

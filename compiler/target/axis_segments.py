@@ -25,8 +25,8 @@ from ..spec.target_spec import ChipShape, SwitchSpec, TorusSpec
 from .links import InterconnectTier, Link, LinkLine
 from .target import TargetPlan
 
-# How much is moved over a mesh axis, roughly, as against the others: activations of every layer, weights of every layer
-# once or twice, gradients once a step, activations between stages.
+# The rough traffic of each mesh axis, relative to the others: activations of every layer, weights of every layer once
+# or twice, gradients once a step, activations between stages.
 TRAFFIC = {"tensor": 64, "expert": 32, "context": 16, "fsdp": 8, "data": 4, "stage": 2, "replica": 1}
 TORUS_AXES = "xyz"
 NO_BLOCKS: Mapping[str, ChipShape] = MappingProxyType({})
@@ -58,8 +58,8 @@ def declared_blocks(order: Sequence[str]) -> dict[str, ChipShape]:
 
 
 def traffic_of(order: Sequence[str]) -> dict[str, float]:
-    """Returns the traffic of each mesh axis; those of a declared order are taken to have more than any other, the first
-    the most."""
+    """Returns the traffic of each mesh axis. Axes of a declared order count as having more traffic than all others, the
+    first of them the most."""
     order = [entry.partition(":")[0] for entry in order]
     most = max(TRAFFIC.values())
     return {**TRAFFIC, **{axis: most * 2 ** (len(order) - place) for place, axis in enumerate(order)}}
@@ -73,8 +73,9 @@ def lay_on_torus(
     traffic: Mapping[str, float],
     blocks: Mapping[str, ChipShape] = NO_BLOCKS,
 ) -> dict[str, tuple[AxisSegment, ...]]:
-    """Returns the segments of each mesh axis within a slice: as few as possible, most bandwidth for most traffic.
-    blocks: by axis, how many of its chips lie along x, y and z. Raises ConfigError for a block that cannot be."""
+    """Returns the segments of each mesh axis within a slice: as few as possible, with the most bandwidth for the most
+    traffic. blocks: for each axis, the number of its chips along x, y and z. Raises ConfigError for a block that is not
+    possible."""
     axes = sorted((axis for axis, size in sizes.items() if size > 1), key=lambda axis: -traffic[axis])
     left = dict(sizes)
     core: dict[str, tuple[AxisSegment, ...]] = {}
@@ -102,8 +103,8 @@ def _along(block: ChipShape, shape: ChipShape) -> tuple[int, ...]:
 
 
 def _check_blocks(chips: Mapping[str, int], shape: ChipShape, blocks: Mapping[str, ChipShape]) -> None:
-    """Raises ConfigError for blocks of another number of chips than their axes have, or that do not fit the torus.
-    chips: of each mesh axis in a slice."""
+    """Raises ConfigError for blocks whose number of chips differs from their axis's, or that do not fit the torus.
+    chips: the chips of each mesh axis in a slice."""
     torus, problems = "x".join(map(str, shape)), list[Problem]()
     for axis, block in blocks.items():
         shown, num = f"{axis}:{'x'.join(map(str, block))}", math.prod(block)
@@ -117,11 +118,11 @@ def _check_blocks(chips: Mapping[str, int], shape: ChipShape, blocks: Mapping[st
     raise_if_any(problems)
 
 
-ChipExtents = tuple[tuple[int, ...], ...]  # for each mesh axis, innermost first: how many of its members along x, y, z
+ChipExtents = tuple[tuple[int, ...], ...]  # for each mesh axis, innermost first: its members along x, y, z
 
 
 def _layouts(sizes: Sequence[int], shape: ChipShape) -> Iterator[ChipExtents]:
-    """Yields all ways to write each size as a product over the torus axes, such that the torus is filled."""
+    """Yields all ways to write each size as a product over the torus axes that fill the torus."""
     if not sizes:
         if math.prod(shape) == 1:
             yield ()
@@ -180,8 +181,8 @@ def _ordinal(number: int) -> str:
 
 @dataclass(frozen=True)
 class Rate:
-    """The rate of a link. bytes_per_second: one way, of one link of a torus, or of one device into a switch. seconds:
-    latency of a hop."""
+    """The rate of a link. bytes_per_second: one way, over one link of a torus, or from one device into a switch.
+    seconds: the latency of a hop."""
 
     bytes_per_second: float
     seconds: float
@@ -191,8 +192,8 @@ class Rate:
 class GroupSpan:
     """Members of a group along one physical axis.
 
-    num_sharing: groups that send over the busiest of its links, itself among them. spacing, reach: hops to the next
-    member, and to the farthest. is_ring: the members send both ways around.
+    num_sharing: the number of groups, this one included, that send over its busiest link. spacing: hops to the next
+    member. reach: hops to the farthest member. is_ring: whether the members send both ways around.
     """
 
     size: int
@@ -203,7 +204,7 @@ class GroupSpan:
 
 
 def span_of_segments(parts: Sequence[AxisSegment]) -> GroupSpan:
-    """Returns the row of whole mesh axes: [4, every 4th] and [4] are 16 neighbours. The chips between two members
+    """Returns the span of whole mesh axes: [4, every 4th] and [4] are 16 neighbours. The chips between two members
     belong to other groups, which send over the same links."""
     outer = max(parts, key=lambda part: part.stride)
     size = math.prod(part.size for part in parts)
@@ -212,7 +213,7 @@ def span_of_segments(parts: Sequence[AxisSegment]) -> GroupSpan:
 
 
 def link_of_spans(rows: Mapping[str, GroupSpan], target: TargetPlan) -> Link:
-    """Returns the link. rows: by physical axis, with more than one member each."""
+    """Returns the link of a group. rows: its spans by physical axis, of more than one member each."""
     rates, is_torus = rates_of(target), isinstance(target.network, TorusSpec)
     near, far = ("core", "DCN") if is_torus else ("NVLink", "NIC")
     lines = [_line(name, rows[name], rates[name], target) for name in TORUS_AXES if name in rows]
@@ -225,7 +226,8 @@ def link_of_spans(rows: Mapping[str, GroupSpan], target: TargetPlan) -> Link:
 
 
 def rates_of(target: TargetPlan) -> dict[str, Rate]:
-    """Returns rates by physical axis. For DCN and NICs a device has its share of its host's or node's bandwidth."""
+    """Returns the rate of each physical axis. Over DCN and NICs a device has its share of its host's or node's
+    bandwidth."""
     network = target.network
     if isinstance(network, TorusSpec):
         devices_per_host = math.prod(network.chips_per_host) * target.devices_per_chip
@@ -243,7 +245,7 @@ def rates_of(target: TargetPlan) -> dict[str, Rate]:
 
 
 def _line(name: str, row: GroupSpan, rate: Rate, target: TargetPlan) -> LinkLine:
-    """Returns the line of a row; devices of a chip share its links."""
+    """Returns the line of a span; devices of a chip share its links."""
     bandwidth = rate.bytes_per_second / row.num_sharing / target.devices_per_chip
     return LinkLine(
         name=name,
@@ -256,7 +258,7 @@ def _line(name: str, row: GroupSpan, rate: Rate, target: TargetPlan) -> LinkLine
 
 
 def _switch(name: str, row: GroupSpan, rate: Rate) -> InterconnectTier:
-    """Returns the level of a switch: all members reach each other at once, and small messages spread like a tree."""
+    """Returns the tier of a switch: all members reach each other at once, and small messages spread like a tree."""
     line = LinkLine(
         name=name,
         size=row.size,

@@ -1,4 +1,4 @@
-"""XLA's options, named one by one or in presets, checks of them with the installed compiler, and what follows from the
+"""Checks XLA's options, named one by one or in presets, with the installed compiler, and answers what follows from the
 compiler's traits."""
 
 import re
@@ -25,13 +25,13 @@ def presets_for(target: TargetPlan) -> dict[str, FlagPreset]:
 
 
 def default_presets(target: TargetPlan) -> tuple[str, ...]:
-    """Returns the presets that `auto` means for this target."""
+    """Returns the presets that `auto` stands for on this target."""
     return tuple(name for name, one in presets_for(target).items() if one.is_default)
 
 
 def with_presets(spec: RunSpec, target: TargetPlan) -> RunSpec:
-    """Returns the declaration with `auto` of overlap.flag_presets replaced by the default presets of the target. It
-    keeps its origin: what was typed declares it still."""
+    """Returns the declaration with `auto` of overlap.flag_presets replaced by the default presets of the target. The
+    key keeps its origin, since it still declares what was typed."""
     found = [default_presets(target) if name == AUTO else (name,) for name in spec.overlap.flag_presets]
     names = tuple(dict.fromkeys(name for several in found for name in several))
     overlap = spec.overlap.model_copy(update={"flag_presets": names})
@@ -39,7 +39,7 @@ def with_presets(spec: RunSpec, target: TargetPlan) -> RunSpec:
 
 
 def describe_presets(names: Sequence[str], target: TargetPlan) -> str | None:
-    """Returns a line on the presets of a program beside the defaults of its target; None if there are neither."""
+    """Returns a line about the presets of a program and the defaults of its target; None if there are neither."""
     defaults = default_presets(target)
     if not defaults:
         return ", ".join(names) or None
@@ -60,7 +60,7 @@ def inert_presets(names: Sequence[str], target: TargetPlan) -> tuple[Problem, ..
 
 
 def hidden_kinds(names: Sequence[str], moved: Moved, target: TargetPlan) -> frozenset[CollectiveKind]:
-    """Returns the kinds of collectives of weights, or of activations, that these presets overlap with compute."""
+    """Returns the kinds of collectives that these presets overlap with compute. moved: weights or activations."""
     other: Moved = "activations" if moved == "weights" else "weights"
     chosen = [target.flag_presets[name].hides for name in names if target.flag_presets[name].tried_for != (other,)]
     if moved == "weights" and not chosen:
@@ -69,13 +69,13 @@ def hidden_kinds(names: Sequence[str], moved: Moved, target: TargetPlan) -> froz
 
 
 def assumed_weight_presets(declared: Sequence[str], target: TargetPlan) -> tuple[str, ...]:
-    """Returns the declared presets, or the one that overlaps more kinds of weights' collectives with compute."""
+    """Returns the declared presets, or the one that overlaps more kinds of collectives of weights with compute."""
     tried = [(name,) for name, one in presets_for(target).items() if "weights" in one.tried_for]
     return max([tuple(declared), *tried], key=lambda names: len(hidden_kinds(names, "weights", target)))
 
 
 def why_permutes_wait(target: TargetPlan) -> str | None:
-    """Returns why permutes do not overlap with matmuls; None if they do."""
+    """Returns the reason why permutes do not overlap with matmuls; None if they do."""
     most = target.compiler.max_chips_async_permutes
     if not target.compiler.async_permutes:
         return f"the compiler for {target.name} does not overlap permutes with matmuls"
@@ -91,8 +91,8 @@ def aborts_unrolled(split_axes: Sequence[str], target: TargetPlan) -> bool:
 
 
 def plan_preset_options(names: Sequence[str], target: TargetPlan) -> Options:
-    """Returns the options of these sets for this target; later sets take precedence. Raises ConfigError for sets that
-    do not exist, or have no options for the target."""
+    """Returns the options of these presets for this target; later presets take precedence. Raises ConfigError for
+    presets that do not exist, or that have no options for the target."""
     choices, problems, found = presets_for(target), list[Problem](), dict[str, CompilerOption]()
     for index, name in enumerate(names):
         known = target.flag_presets.get(name)
@@ -107,7 +107,7 @@ def plan_preset_options(names: Sequence[str], target: TargetPlan) -> Options:
 
 
 def options_around_faults(spec: RunSpec, target: TargetPlan) -> Options:
-    """Returns the options without which the target's compiler fails on the declaration."""
+    """Returns the options that the target's compiler needs in order not to fail on the declaration."""
     precision = spec.precision
     is_narrow = precision.gradient_reduction != precision.gradients
     return target.compiler.narrow_reduction_options if is_narrow and spec.num_microbatches > 1 else {}
@@ -122,8 +122,8 @@ def check_unroll(num_layers: int, split_axes: Sequence[str], target: TargetPlan)
 
 
 def refused_options(options: Options, device: Any) -> dict[str, Problem]:
-    """Returns the options that this device's compiler refuses, each with its Problem, tried on a program that does
-    nothing. Raises ConfigError for valid options that it refuses in combination, or for this chip."""
+    """Returns the options that this device's compiler refuses, each with its Problem, tried on an empty program. Raises
+    ConfigError for options that are valid alone but refused in combination, or for this chip."""
     refused: dict[str, Problem] = {}
     left: dict[str, Any] = dict(options)
     nothing = jax.jit(lambda: 0, out_shardings=SingleDeviceSharding(device)).lower() if left else None

@@ -1,5 +1,5 @@
-"""The links that arbitrary groups of devices use, from the devices' places: a compiler's groups need not be a mesh
-axis. They may be halves of an axis, a hierarchy of groups, or pairs that send to each other.
+"""Finds the links that arbitrary groups of devices use, from the places of the devices. A compiler's groups need not be
+a mesh axis: they may be halves of an axis, a hierarchy of groups, or pairs that send to each other.
 
     v5e-16 (4 x 4), groups of 2 along x: {0, 1}, {2, 3}, ...  ->  ICI x, a line of 2
     v5e-256 in 2 slices, {12 chips of one, 4 of the other}    ->  DCN for what the 4 receive from outside, then a ring
@@ -29,8 +29,9 @@ Inside = dict[int, list[int]]  # members by slice or node
 
 
 def link_of_devices(placement: Placement, groups: DeviceGroups) -> Link | None:
-    """Returns the link of collectives over all these groups at once; the slowest if groups lie differently. None if one
-    is not a box of the torus or the nodes, or their sizes differ (`uneven_seconds`). groups: positions in the mesh."""
+    """Returns the link of collectives over all these groups at once; the slowest one if the groups lie differently.
+    None if a group is not a box of the torus or the nodes, or if their sizes differ (`uneven_seconds` prices those).
+    groups: positions in the mesh."""
     boxes = [_box([placement.places[position] for position in group]) for group in groups]
     known = [box for box in boxes if box is not None]
     if len(known) < len(boxes) or len(set(map(len, groups))) > 1:
@@ -42,7 +43,8 @@ def link_of_devices(placement: Placement, groups: DeviceGroups) -> Link | None:
 
 @dataclass(frozen=True)
 class Sent:
-    """The time of a collective-permute. tracks: the physical axes that it uses, on a torus with the direction: x+."""
+    """The price of pairs that send at once. tracks: the physical axes that they use, on a torus with the direction:
+    x+."""
 
     seconds: float
     kind: LinkKind  # of the slowest
@@ -50,7 +52,7 @@ class Sent:
 
 
 def send_between(placement: Placement, pairs: DeviceGroups, num_bytes: float) -> Sent:
-    """Returns the time of all pairs (from, to) sending at once, this many bytes each: on a torus along x, then y, then
+    """Returns the price of all pairs (from, to) sending at once, this many bytes each: on a torus along x, then y, then
     z, the shorter way around. The busiest link decides."""
     names = tuple(physical_sizes(placement.target))
     loads: Counter[Hop] = Counter()
@@ -77,7 +79,7 @@ def _box(places: Sequence[Coordinates]) -> Box | None:
 
 
 def _rows(placement: Placement, boxes: Sequence[Box]) -> Callable[[Box], dict[str, GroupSpan]]:
-    """Returns a function of a box to its rows, given all groups that send at the same time."""
+    """Returns a function from a box to its spans, given all groups that send at the same time."""
     sizes = physical_sizes(placement.target)
     names, network, shape = tuple(sizes), placement.target.network, placement.target.shape or ()
     rings = dict(zip(TORUS_AXES, network.wraps(shape), strict=False)) if isinstance(network, TorusSpec) else {}
@@ -123,13 +125,13 @@ def _torus_axes(names: Sequence[str], box: Box) -> list[int]:
 
 
 def _lines(box: Box, axis: int) -> Iterator[Coordinates]:
-    """Yields the lines along an axis that a box has members on: their places along the other axes."""
+    """Yields the lines along an axis on which a box has members, as their places along the other axes."""
     return product(*(places for i, places in enumerate(box) if i != axis))
 
 
 def _arc(members: tuple[int, ...], size: int, *, wraps: bool) -> list[int]:
-    """Returns the members in order along the shortest stretch of the axis that has them all: of a ring of 16 (0, 1, 15)
-    is 15, 16, 17."""
+    """Returns the members in order along the shortest stretch of the axis that holds them all: (0, 1, 15) on a ring of
+    16 is 15, 16, 17."""
     if not wraps:
         return list(members)
     gaps = [(after - place) % size for place, after in zip(members, (*members[1:], members[0]), strict=True)]
@@ -138,7 +140,7 @@ def _arc(members: tuple[int, ...], size: int, *, wraps: bool) -> list[int]:
 
 
 def _links(arc: list[int], size: int) -> Iterator[int]:
-    """Yields the links between its first and its last member, each named by the place before it."""
+    """Yields the links between the first and the last member, each named by the place before it."""
     return (place % size for place in range(arc[0], arc[-1]))
 
 
@@ -208,7 +210,7 @@ def _snake(placement: Placement, position: int) -> tuple[int, ...]:
 
 
 def _received(inside: Inside) -> float:
-    """Returns the share of the array that each device of the place with the fewest members receives from outside."""
+    """Returns the share of the array that each device receives from outside, for the place with the fewest members."""
     total = sum(map(len, inside.values()))
     return max((total - len(members)) / total / len(members) for members in inside.values())
 

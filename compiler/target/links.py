@@ -1,8 +1,8 @@
-"""The time that a collective takes alone on its group's links. Pure arithmetic; JAX is not imported.
+"""Computes the time that a collective takes alone on its group's links. Pure arithmetic; JAX is not imported.
 
-n: size of the group. V: bytes of the full array, of which each device holds a part of V / n before an all-gather and
-after a reduce-scatter. W: bandwidth of one device into the links that the group uses. Formulas: "How to Scale Your
-Model", https://jax-ml.github.io/scaling-book/sharding and /gpus; docs/targets.md derives them.
+n: size of the group. V: bytes of the full array; each device holds V / n of it before an all-gather and after a
+reduce-scatter. W: bandwidth of one device into the links that the group uses. Formulas: "How to Scale Your Model",
+https://jax-ml.github.io/scaling-book/sharding and /gpus; docs/targets.md derives them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ..core.collectives import CollectiveKind, LinkKind
 class LinkLine:
     """Members of a group along one axis of a torus, or behind one switch.
 
-    bytes_per_second: W, of one device. A ring sends both ways; the ends of a line receive one way only. Traffic of
-    other groups on the same links is subtracted. neighbour_bytes_per_second: to the next member only.
+    bytes_per_second: W of one device. A ring sends both ways; the ends of a line receive one way only. Traffic of other
+    groups on the same links is subtracted. neighbour_bytes_per_second: the bandwidth to the next member only.
     """
 
-    name: str  # of the physical axis: x
+    name: str  # of the physical axis, such as x
     size: int
     bytes_per_second: float
     neighbour_bytes_per_second: float
-    gather_seconds: float  # until a message has reached the farthest member
+    gather_seconds: float  # until a message reaches the farthest member
     neighbour_seconds: float
 
 
 @dataclass(frozen=True)
 class InterconnectTier:
-    """Links of one kind in a group. Several lines are axes of a torus, which carry parts of the data at once."""
+    """Links of one kind in a group. Several lines are the axes of a torus, which carry parts of the data at once."""
 
     kind: LinkKind
     lines: tuple[LinkLine, ...]
@@ -44,8 +44,8 @@ class InterconnectTier:
 
     @property
     def bytes_per_second(self) -> float:
-        """Returns W of a gather. Over some of the lines at a time it is that of the fastest of these, or that of a ring
-        through the whole group where all lines together have as much."""
+        """Returns W of a gather. If it uses only some of the lines at a time, W is that of the fastest of these, or
+        that of a ring through the whole group where all lines together have as much."""
         rates = sorted((line.bytes_per_second for line in self.lines), reverse=True)
         if self.num_at_once is None or self.num_at_once >= len(rates):
             return sum(rates)
@@ -59,9 +59,10 @@ class InterconnectTier:
 
 @dataclass(frozen=True)
 class Link:
-    """The links of a collective over a group. levels: fastest first; empty if the links are unknown.
+    """The links of a collective over a group. levels: the tiers, the fastest first; empty if the links are unknown.
 
-    is_pipelined: the levels carry parts of the data at the same time (NCCL), not one after the other (ICI, then DCN).
+    is_pipelined: whether the levels carry parts of the data at the same time (NCCL) instead of one after the other
+    (ICI, then DCN).
     """
 
     kind: LinkKind  # of the slowest level
@@ -70,7 +71,7 @@ class Link:
     note: str  # why the links are unknown; else empty
 
     def over(self, num_axes: int | None) -> Link:
-        """Returns the link of a gather that uses this many axes of the torus at the same time; None: all."""
+        """Returns the link of a gather that uses this many axes of the torus at the same time; None means all."""
         levels = (level if level.is_switch else replace(level, num_at_once=num_axes) for level in self.levels)
         return replace(self, levels=tuple(levels))
 
@@ -80,8 +81,8 @@ class Link:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Returns a device's bandwidth in an all-gather over the whole group, V (n - 1) / n over its time; None:
-        unknown."""
+        """Returns a device's bandwidth in an all-gather over the whole group, V (n - 1) / n divided by its time; None
+        if it is unknown."""
         if self.group_size == 1:
             return None
         seconds = _combined(self, [_gather(1.0, *level) for level in _with_shares(self)])
@@ -95,8 +96,8 @@ class Link:
 def collective_seconds(kind: CollectiveKind, num_bytes: float, group_size: int, link: Link) -> float | None:
     """Returns the seconds that one collective takes alone; None if the bandwidth of its links is unknown.
 
-    num_bytes: V, of the full array; for collective-permute and send, what one device sends. Raises ValueError if the
-    group size is not the link's.
+    num_bytes: V, the bytes of the full array; for collective-permute and send, the bytes that one device sends. Raises
+    ValueError if the group size differs from the link's.
 
     An all-gather takes V (n - 1) / n / W, a reduce-scatter the same, an all-reduce both. Latency is added.
     """
@@ -121,8 +122,8 @@ def collective_seconds(kind: CollectiveKind, num_bytes: float, group_size: int, 
 
 
 def _with_shares(link: Link) -> list[tuple[InterconnectTier, int]]:
-    """Returns each level with the number of devices below it. Each of them has a part of the array, so the data that
-    crosses the level is split."""
+    """Returns each level with the number of devices below it. Each of these devices has a part of the array, so the
+    data that crosses the level is split."""
     sizes = [level.size for level in link.levels]
     return [(level, math.prod(sizes[:i])) for i, level in enumerate(link.levels)]
 
@@ -132,14 +133,14 @@ def _gather(num_bytes: float, level: InterconnectTier, num_below: int) -> float:
 
 
 def _exchanges(num_bytes: float, link: Link) -> list[float]:
-    """Returns the times of an all-to-all on each level: a device sends an n-th of its V / n to each of the others.
+    """Returns the times of an all-to-all on each level: a device sends 1 / n of its V / n to each of the others.
 
-    Along an axis of m chips a message goes m / 4 hops on average around a ring (both ways), and half of all must cross
-    the middle of a line (one way): either way V / n (m / 4) / W of that axis, the axes at the same time.
+    Along an axis of m chips a message goes m / 4 hops on average around a ring (both ways), and half of all messages
+    cross the middle of a line (one way): either way V / n (m / 4) / W of that axis, all axes at the same time.
     """
     n, seconds = link.group_size, []
     for level, num_below in _with_shares(link):
-        share = num_bytes / n * num_below / n  # of a device, for each block of the level
+        share = num_bytes / n * num_below / n  # what a device sends to each block of the level
         if level.is_switch:
             seconds.append(share * (level.size - 1) / level.bytes_per_second)
         else:

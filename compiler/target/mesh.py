@@ -1,4 +1,4 @@
-"""The mesh: how many devices along each axis."""
+"""Plans the mesh: the number of devices along each axis."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ from .target import TargetPlan
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Sizes of all mesh axes, slowest link first; an unused axis has size 1. placement: the links that each uses.
-    reasons: by axis, why it has a size that nobody declared."""
+    """Sizes of all mesh axes, the slowest link first; an unused axis has size 1. placement: the links that each axis
+    uses. reasons: for each axis whose size was not declared, why it has this size."""
 
     sizes: Mapping[str, int]
     placement: Placement
@@ -39,7 +39,7 @@ class MeshPlan:
 
     def alone_seconds(self, kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...]) -> float | None:
         """Returns the time that one collective along these axes takes alone; None if its links are unknown. num_bytes:
-        of the full array (links.collective_seconds)."""
+        the bytes of the full array (links.collective_seconds)."""
         return collective_seconds(kind, num_bytes, self.num_shards(axes), self.placement.link_of(axes))
 
     def abstract(self, axis_type: AxisType = AxisType.Auto) -> AbstractMesh:
@@ -65,8 +65,8 @@ def describe_mesh(sizes: Mapping[str, int]) -> str:
 
 
 def plan_mesh(spec: MeshSpec, target: TargetPlan, order: Sequence[str] = ()) -> MeshPlan:
-    """Returns the mesh with -1 filled in: {fsdp: -1, tensor: 2} over 8 devices -> {fsdp: 4, tensor: 2}. order: as of
-    `plan_placement`.
+    """Returns the mesh with -1 filled in: {fsdp: -1, tensor: 2} over 8 devices -> {fsdp: 4, tensor: 2}. order: the
+    declared order of devices, as in `plan_placement`.
 
     Raises ConfigError if the product of the axes is not the number of devices, or no axis can cross slices.
     """
@@ -89,8 +89,8 @@ def plan_mesh(spec: MeshSpec, target: TargetPlan, order: Sequence[str] = ()) -> 
 
 
 def default_replicas(target: TargetPlan) -> int:
-    """Returns the number of replicas where none is declared: one for each slice, so that weights are gathered within
-    it; two in a single slice."""
+    """Returns the number of replicas if none is declared: one for each slice, so that weights are gathered within it;
+    two in a single slice."""
     return target.num_slices if target.num_slices > 1 else 2
 
 
@@ -101,7 +101,7 @@ def _why_default(target: TargetPlan) -> str:
 
 
 def _fix(sizes: Mapping[str, int], target: TargetPlan) -> str:
-    """Returns the fix: one axis changed such that the product is right, if possible."""
+    """Returns the fix: one axis changed so that the product is right, if possible."""
     options = []
     for axis, size in sizes.items():
         if size in (1, -1):
@@ -118,5 +118,5 @@ def _fix(sizes: Mapping[str, int], target: TargetPlan) -> str:
 
 
 def nearest(size: int, candidates: list[int]) -> int:
-    """Returns the candidate closest to `size`; of two as close the larger."""
+    """Returns the candidate closest to `size`; of two that are equally close the larger one."""
     return min(candidates, key=lambda candidate: (abs(candidate - size), -candidate))

@@ -39,9 +39,10 @@ DEVICES = "devices"  # the one axis of a target's own order
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh on its links. parts: of each mesh axis of more than one device, outermost first; empty if links are
-    unknown. is_of_mesh: False for the devices of a target in its own order, which are one axis without a meaning.
-    rings: axes that are a declared block of chips: their devices follow each other around it, each next to the last."""
+    """A mesh on its links. parts: the segments of each mesh axis of more than one device, outermost first; empty if
+    links are unknown. is_of_mesh: False for the devices of a target in its own order, which form one axis without a
+    meaning. rings: axes that are a declared block of chips; their devices follow each other around it, each next to the
+    last."""
 
     sizes: Mapping[str, int]  # of the mesh
     target: TargetPlan
@@ -51,11 +52,11 @@ class Placement:
 
     @property
     def is_known(self) -> bool:
-        """Returns False for simulated devices and attached devices of unknown shape, which JAX orders."""
+        """Returns False for simulated devices and for attached devices of unknown shape, which JAX orders."""
         return self.target.network is not None and self.target.shape is not None
 
     def describe(self) -> dict[str, str]:
-        """Returns each axis' links: {'fsdp': 'ICI x (16, wraps) x ICI y (16, wraps)'}; simulated devices use host
+        """Returns the links of each axis: {'fsdp': 'ICI x (16, wraps) x ICI y (16, wraps)'}; simulated devices use host
         memory."""
         used = [axis for axis, size in self.sizes.items() if size > 1]
         return {axis: " x ".join(map(str, self.parts[axis])) if self.is_known else "memory" for axis in used}
@@ -102,8 +103,7 @@ class Placement:
 
     @cached_property
     def places(self) -> tuple[tuple[int, ...], ...]:
-        """Returns where each device of the mesh lies, in its row-major order: its place along each of
-        `physical_sizes`."""
+        """Returns the place of each device of the mesh, in its row-major order, along each of `physical_sizes`."""
         found = []
         for index in np.ndindex(tuple(self.sizes.values())):
             place = dict.fromkeys(physical_sizes(self.target), 0)
@@ -118,9 +118,9 @@ class Placement:
 
 
 def plan_placement(sizes: Mapping[str, int], target: TargetPlan, order: Sequence[str] = ()) -> Placement:
-    """Returns the placement of a mesh on all of the target's devices. order: mesh axes, the one whose devices shall lie
-    nearest to each other first, with the block of chips that it is, if that is declared (expert:2x2); the others follow
-    by their traffic. Raises ConfigError if no mesh axis can cross slices, or a block cannot be."""
+    """Returns the placement of a mesh on all of the target's devices. order: mesh axes, first the one whose devices are
+    to lie nearest to each other; an entry may give the axis's block of chips (expert:2x2). The other axes follow by
+    their traffic. Raises ConfigError if no mesh axis can cross slices, or if a block is not possible."""
     sizes = MappingProxyType(dict(sizes))
     if target.network is None or target.shape is None:
         return Placement(sizes, target, {})
@@ -138,8 +138,8 @@ def plan_placement(sizes: Mapping[str, int], target: TargetPlan, order: Sequence
 
 
 def square_block(placement: Placement, axis: str) -> tuple[int, int] | None:
-    """Returns the most nearly square block of chips along x and y that an axis could be, if it lies along one axis of
-    the torus."""
+    """Returns the most nearly square block of chips along x and y that an axis could be, if the axis lies along one
+    axis of the torus."""
     target, segments = placement.target, placement.parts[axis]
     is_along_one = [part.physical in TORUS_AXES for part in segments] == [True]
     if target.shape is None or not isinstance(target.network, TorusSpec) or not is_along_one:
@@ -151,7 +151,7 @@ def square_block(placement: Placement, axis: str) -> tuple[int, int] | None:
 
 def plan_own_order(target: TargetPlan) -> Placement:
     """Returns the target's devices in its own order, in which JAX numbers them: cores of a chip, then chips along x, y
-    and z, then slices; of GPUs those of a node, then nodes."""
+    and z, then slices; for GPUs those of a node, then nodes."""
     sizes = MappingProxyType({DEVICES: target.num_devices})
     if target.network is None or target.shape is None:
         return Placement(sizes, target, {}, is_of_mesh=False)

@@ -1,4 +1,8 @@
-"""The devices that the step is compiled for: their number, their links, and the speed and memory of each."""
+"""Plans the devices that the step is compiled for: their number, their links, the speed and memory of each, and what a
+calibration changes of these figures.
+
+    matmul 1.25, ICI transfer 1.1   ->   efficiency of matmuls / 1.25, bandwidth of a link / 1.1
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,12 +35,13 @@ AS_DECLARED = LinkCalibration(transfer=1.0, latency=1.0)
 
 @dataclass(frozen=True)
 class TargetPlan:
-    """A target with its figures, per JAX *device* where the name says so; `chip` has the chip's. None: unknown.
+    """A target with its figures, per JAX *device* where the name says so; `chip` has the figures of a chip. None:
+    unknown.
 
     shape: chips of a slice along the axes of its torus, or (nodes, GPUs in each); None for simulated devices, and for
-    attached devices without such a shape. topology_name: for `jax.experimental.topologies.get_topology_desc`.
-    compiler: traits of XLA's compiler for it. flag_presets: sets of its options, by name. calibration: that is in the
-    figures of chip and network.
+    attached devices without such a shape. topology_name: the name for `jax.experimental.topologies.get_topology_desc`.
+    compiler: traits of XLA's compiler for it. flag_presets: presets of its options, by name. calibration: the one that
+    the figures of chip and network include.
     """
 
     name: str  # its common name
@@ -73,7 +78,7 @@ class TargetPlan:
 
     @property
     def is_attached(self) -> bool:
-        """Returns False for chips that need not be attached."""
+        """Returns True for the devices of this machine, False for chips that are only described."""
         return self.topology_name is None
 
 
@@ -130,7 +135,7 @@ def _of_chips(
 
 
 def _plain(name: str, platform: str, num_devices: int) -> TargetPlan:
-    """Returns a target of which only the number of devices is known."""
+    """Returns a target with a known number of devices and no other figures."""
     return TargetPlan(
         name=name,
         platform=platform,
@@ -149,7 +154,7 @@ def _plain(name: str, platform: str, num_devices: int) -> TargetPlan:
 
 
 def _local(spec: LocalTarget, compute: ComputeType) -> TargetPlan:
-    """Returns the attached devices; a chip with a file is recognized by its kind of device."""
+    """Returns the attached devices; a chip with a file is recognised by its kind of device."""
     attached = jax.devices()
     devices = attached[: spec.num_devices or len(attached)]
     plan = _plain(spec.name, jax.default_backend(), spec.num_devices or len(attached))
@@ -177,9 +182,9 @@ def _local(spec: LocalTarget, compute: ComputeType) -> TargetPlan:
 def _attached_shape(
     devices: Sequence[Any], chip: ChipSpec, network: TorusSpec | SwitchSpec
 ) -> tuple[int, ChipShape | None]:
-    """Returns (slices, shape of one) of attached devices; the shape is None if they do not fill one, as in part of a
-    slice."""
-    groups = {getattr(device, "slice_index", 0) or 0 for device in devices}  # of GPUs: what shares NVLink
+    """Returns (slices, shape of one) of attached devices. The shape is None if they do not fill one, such as a part of
+    a slice."""
+    groups = {getattr(device, "slice_index", 0) or 0 for device in devices}  # GPUs that share NVLink have one index
     if isinstance(network, SwitchSpec):
         num_nodes, rest = len(groups), len(devices) % len(groups)
         return 1, None if rest else (num_nodes, len(devices) // num_nodes)
@@ -191,13 +196,17 @@ def _attached_shape(
 
 
 def _peak(chip: ChipSpec, compute: ComputeType) -> float | None:
-    """Returns the peak of one device."""
+    """Returns the peak FLOP/s of one device."""
     peak = getattr(chip.peak_flops_per_second, compute)
     return peak / chip.num_devices if peak else None
 
 
 def calibrate_target(target: TargetPlan, calibration: Calibration) -> TargetPlan:
-    """Returns the target with calibrated figures. Raises ConfigError for a calibration of another chip."""
+    """Returns the target with calibrated figures; everything that is priced from a target follows. Raises ConfigError
+    for a calibration of another chip.
+
+    Schedules are priced by the compiler's cycles instead of the efficiencies, so the target also holds the factors.
+    """
     if calibration.chip is None:
         return target
     found = target.chip.name if target.chip else None
@@ -206,7 +215,7 @@ def calibrate_target(target: TargetPlan, calibration: Calibration) -> TargetPlan
         what = f"is of {calibration.chip}, and target {target.name} has {has}"
         raise ConfigError([Problem("calibration", what, "choose calibration=none, or one of that chip")])
     share = target.chip.efficiency
-    efficiency = Efficiency.model_construct(  # more than 1 is possible: a figure of the chip may be too low
+    efficiency = Efficiency.model_construct(  # it may exceed 1: a figure of the chip may be too low
         matmul=share.matmul / calibration.matmul,
         attention={size: each / calibration.attention for size, each in share.attention.items()},
         memory=share.memory / calibration.other,

@@ -1,4 +1,9 @@
-"""The devices that a step is compiled for: this machine's, or chips that need not be attached."""
+"""Finds the devices that a step is compiled for: this machine's, or chips that need not be attached.
+
+An NVIDIA GPU is described to XLA's compiler as a GpuTargetConfigProto in text form. Figures of `ChipSpec` are in
+`conf/target/`; those that only the compiler needs are here. Source of all of them: openxla/xla,
+xla/backends/gpu/target_config/specs, which XLA's own tools read from real devices.
+"""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +32,7 @@ KIB, MIB = 2**10, 2**20
 
 
 def find_devices(spec: TargetSpec, target: TargetPlan) -> Sequence[Any]:
-    """Returns the target's devices; for chips that are not attached, descriptions of them.
+    """Returns the target's devices, or descriptions of them if they are not attached.
 
     Raises ConfigError if the compiler for the chip is not installed, or if too few devices are attached.
     """
@@ -60,7 +65,7 @@ def installed_compilers() -> dict[str, str]:
 
 
 def options_without_device(target: TargetPlan) -> dict[str, CompilerOption]:
-    """Returns the options for compiling for chips that are not attached; the declaration's take precedence."""
+    """Returns the options for compiling for chips that are not attached; the declaration's options take precedence."""
     return {} if target.is_attached else WITHOUT_DEVICE.get(target.platform, {})
 
 
@@ -106,8 +111,8 @@ _COMPILERS: dict[str, tuple[Callable[[], bool], str, str]] = {
 
 @dataclass(frozen=True)
 class Processor:
-    """A GPU's processor. compute_capability: (major, minor). shared_memory: of a multiprocessor, and the most that a
-    block may ask for."""
+    """The processor of a GPU. compute_capability: (major, minor). shared_memory_bytes: the shared memory of a
+    multiprocessor. shared_memory_per_block_bytes: the most that a block may ask for."""
 
     compute_capability: tuple[int, int]
     num_multiprocessors: int
@@ -127,7 +132,8 @@ PROCESSORS = {
 
 
 def gpu_target_config(chip: ChipSpec) -> str:
-    """Returns the text for one of PROCESSORS. Its memory is what programs may use, as a real device reports too."""
+    """Returns the description of one of PROCESSORS. Its memory is the part that programs may use, as a real device
+    reports it."""
     processor = PROCESSORS[chip.name]
     major, minor = processor.compute_capability
     fields = {
